@@ -1,0 +1,91 @@
+"""An encoding says which real number an integer stands for: real = scale * (integer - zero_point)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+Dtype = Literal["u8", "s8", "u16", "s16"]
+
+DTYPES: dict[Dtype, np.dtype[Any]] = {
+    "u8": np.dtype(np.uint8),
+    "s8": np.dtype(np.int8),
+    "u16": np.dtype(np.uint16),
+    "s16": np.dtype(np.int16),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Encoding:
+    """One affine encoding for a whole tensor.
+
+    Attributes:
+        dtype: the integer type.
+        scale: the step between two neighbouring integers, above 0.
+        zero_point: the integer that stands for 0.0, within the type's limits.
+    """
+
+    dtype: Dtype
+    scale: float
+    zero_point: int
+
+    def __post_init__(self) -> None:
+        if self.dtype not in DTYPES:
+            raise ValueError(f"dtype: found {self.dtype!r}; wanted one of {', '.join(DTYPES)}")
+        if not (np.isfinite(self.scale) and self.scale > 0):
+            raise ValueError(f"scale: found {self.scale}; wanted a finite number above 0")
+        low, high = self.limits
+        if not low <= self.zero_point <= high:
+            raise ValueError(f"zero_point: found {self.zero_point}; wanted {low} to {high}")
+
+    @classmethod
+    def asymmetric(cls, low: float, high: float, dtype: Dtype) -> Encoding:
+        """The tightest encoding that covers `low` to `high` and holds 0.0 exactly."""
+        least, most = _limits(dtype)
+        low, high = min(low, 0.0), max(high, 0.0)
+        scale = _as_float32(max((high - low) / (most - least), _SMALLEST))
+        return cls(dtype, scale, int(np.clip(round(least - low / scale), least, most)))
+
+    @classmethod
+    def symmetric(cls, absmax: float, dtype: Dtype) -> Encoding:
+        """Equal reach on both sides of 0.0; the zero point is the middle of the type (128 for u8)."""
+        least, most = _limits(dtype)
+        middle = (least + most + 1) // 2
+        return cls(dtype, _as_float32(max(absmax / (most - middle), _SMALLEST)), middle)
+
+    @property
+    def limits(self) -> tuple[int, int]:
+        """The least and the greatest integer."""
+        return _limits(self.dtype)
+
+    @property
+    def reach(self) -> tuple[float, float]:
+        """The least and the greatest real number."""
+        low, high = self.limits
+        return (low - self.zero_point) * self.scale, (high - self.zero_point) * self.scale
+
+    def quantize(self, real: NDArray[Any]) -> NDArray[Any]:
+        """Integers of the same shape: round half to even, then saturate (ONNX QuantizeLinear)."""
+        steps = np.rint(np.asarray(real, np.float32) / np.float32(self.scale)) + self.zero_point
+        integers: NDArray[Any] = np.clip(steps, *self.limits).astype(DTYPES[self.dtype])
+        return integers
+
+    def dequantize(self, integers: NDArray[Any]) -> NDArray[np.float32]:
+        """float32 of the same shape (ONNX DequantizeLinear)."""
+        return (integers.astype(np.int32) - self.zero_point).astype(np.float32) * np.float32(self.scale)
+
+
+_SMALLEST = float(np.finfo(np.float32).tiny)
+
+
+def _limits(dtype: Dtype) -> tuple[int, int]:
+    info = np.iinfo(DTYPES[dtype])
+    return int(info.min), int(info.max)
+
+
+def _as_float32(scale: float) -> float:
+    """Graphs store scales as float32; an encoding never holds what a graph cannot."""
+    return float(np.float32(scale))

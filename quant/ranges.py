@@ -1,0 +1,50 @@
+"""What values a tensor took: its extremes, and a sample to weigh clipping against rounding."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quant.encoding import Dtype, Encoding
+
+_SAMPLE = 65536
+_CLIPS = np.linspace(1.0, 0.4, 31)
+
+
+class Range:
+    """Gathers the values of one tensor over a calibration run."""
+
+    __slots__ = ("_samples", "high", "low")
+
+    def __init__(self) -> None:
+        self.low = 0.0
+        self.high = 0.0
+        self._samples: list[NDArray[np.float32]] = []
+
+    def observe(self, values: NDArray[Any], *, keep_sample: bool = False) -> None:
+        """Widen the extremes; with `keep_sample` also keep up to 65,536 values, evenly spaced."""
+        self.low = min(self.low, float(values.min()))
+        self.high = max(self.high, float(values.max()))
+        if keep_sample:
+            flat = np.asarray(values, np.float32).reshape(-1)
+            self._samples.append(flat[:: max(1, flat.size // _SAMPLE)].copy())
+
+    @property
+    def absmax(self) -> float:
+        """The greatest magnitude."""
+        return max(-self.low, self.high)
+
+    def asymmetric(self, dtype: Dtype) -> Encoding:
+        """An encoding that clips nothing that was seen."""
+        return Encoding.asymmetric(self.low, self.high, dtype)
+
+    def symmetric(self, dtype: Dtype) -> Encoding:
+        """The symmetric encoding of least mean squared error on the sample (no clipping without a sample)."""
+        if not self._samples:
+            return Encoding.symmetric(self.absmax, dtype)
+        sample = np.concatenate(self._samples)
+        candidates = [Encoding.symmetric(self.absmax * float(clip), dtype) for clip in _CLIPS]
+        errors = [float(np.square(e.dequantize(e.quantize(sample)) - sample).mean()) for e in candidates]
+        return candidates[int(np.argmin(errors))]
