@@ -1,0 +1,47 @@
+"""The KV cache: integers, bytes, and nothing else.
+
+`KVCache` is what an engine uses. `Strategy` (where rows lie and what is copied) and `Policy` (what happens when the
+context is full) are pure integers; `Layout` gives the bytes of any strategy without allocating them.
+"""
+
+from edgekv.kv.arena import Arena
+from edgekv.kv.cache import STRATEGIES, KVCache, StrategyName, make_strategy
+from edgekv.kv.geometry import KINDS, Geometry, Kind, KvDtype, KvTensor
+from edgekv.kv.layout import ALIGNMENT_BYTES, Layout
+from edgekv.kv.move import Move, Place
+from edgekv.kv.pointer_shift import DEFAULT_RESERVE, PointerShift, parse_reserve
+from edgekv.kv.policy import POLICIES, Fail, Policy, PolicyName, SlidingWindow, find_policy
+from edgekv.kv.slot import Slot
+from edgekv.kv.stats import CacheStats
+from edgekv.kv.strategy import Strategy
+from edgekv.kv.window import Window
+
+__all__ = [
+    "ALIGNMENT_BYTES",
+    "DEFAULT_RESERVE",
+    "KINDS",
+    "POLICIES",
+    "STRATEGIES",
+    "Arena",
+    "CacheStats",
+    "Fail",
+    "Geometry",
+    "KVCache",
+    "Kind",
+    "KvDtype",
+    "KvTensor",
+    "Layout",
+    "Move",
+    "Place",
+    "PointerShift",
+    "Policy",
+    "PolicyName",
+    "SlidingWindow",
+    "Slot",
+    "Strategy",
+    "StrategyName",
+    "Window",
+    "find_policy",
+    "make_strategy",
+    "parse_reserve",
+]

@@ -1,0 +1,93 @@
+"""The sizes of a KV cache, in integers: what every other part of `edgekv.kv` agrees on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+KvDtype = Literal["u8", "s16"]
+Kind = Literal["key", "value"]
+
+_ELEMENT_BYTES: dict[KvDtype, int] = {"u8": 1, "s16": 2}
+KINDS: tuple[Kind, Kind] = ("key", "value")
+
+
+@dataclass(frozen=True, slots=True)
+class KvTensor:
+    """One per-head cache tensor and the names of its two ends in every graph (Genie's names)."""
+
+    layer: int
+    kind: Kind
+    head: int
+
+    @property
+    def past(self) -> str:
+        """The graph input `[1, 1, S-AR, D]`."""
+        return f"past_{self.kind}_{self.layer}_h{self.head}_in"
+
+    @property
+    def new(self) -> str:
+        """The graph output `[1, 1, AR, D]`."""
+        return f"past_{self.kind}_{self.layer}_h{self.head}_out"
+
+
+@dataclass(frozen=True, slots=True)
+class Geometry:
+    """A cache of `layers x 2 x kv_heads` tensors of `head_dim` columns for a context of S tokens.
+
+    Attributes:
+        layers: decoder layers.
+        kv_heads: key/value heads of a layer.
+        head_dim: D, elements of one head's row.
+        context: S, the tokens that the last one attends to, itself included; at least 2.
+        kv_dtype: `u8` (zero point 128) or `s16` (zero point 0).
+    """
+
+    layers: int
+    kv_heads: int
+    head_dim: int
+    context: int
+    kv_dtype: KvDtype = "u8"
+
+    def __post_init__(self) -> None:
+        for name in ("layers", "kv_heads", "head_dim"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}: found {getattr(self, name)}; wanted at least 1")
+        if self.context < 2:
+            raise ValueError(f"context: found {self.context}; wanted at least 2 tokens")
+        if self.kv_dtype not in _ELEMENT_BYTES:
+            raise ValueError(f"kv_dtype: found {self.kv_dtype!r}; wanted one of {', '.join(_ELEMENT_BYTES)}")
+
+    @property
+    def tensors(self) -> int:
+        """N = layers x 2 x kv_heads."""
+        return self.layers * 2 * self.kv_heads
+
+    @property
+    def element_bytes(self) -> int:
+        """Bytes of one element."""
+        return _ELEMENT_BYTES[self.kv_dtype]
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one token's row in one tensor."""
+        return self.head_dim * self.element_bytes
+
+    @property
+    def zero_point(self) -> int:
+        """The integer that stands for 0.0, with which unused rows are filled."""
+        return 128 if self.kv_dtype == "u8" else 0
+
+    def past_rows(self, ar: int) -> int:
+        """S-AR: the rows that a graph for AR new tokens reads of each tensor."""
+        if not 1 <= ar < self.context:
+            raise ValueError(f"ar: found {ar}; wanted 1 to {self.context - 1}, below the context of {self.context}")
+        return self.context - ar
+
+    def names(self) -> Iterator[KvTensor]:
+        """All tensors in the order of the arena: by layer, keys before values, by head."""
+        for layer in range(self.layers):
+            for kind in KINDS:
+                for head in range(self.kv_heads):
+                    yield KvTensor(layer, kind, head)

@@ -1,0 +1,99 @@
+"""Every reachable state of small caches, in pure integers: what holds for each transition holds for each schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from copy import deepcopy
+from fractions import Fraction
+
+import pytest
+
+from edgekv.kv import POLICIES, Geometry, Move, PointerShift, Policy, Slot, Strategy
+
+Cells = dict[str, list[int | None]]
+
+
+def cells_of(strategy: Strategy) -> Cells:
+    """The arena as lists: each held token, numbered by age, in its row."""
+    cells: Cells = {"arena": [None] * strategy.rows, "scratch": [None] * strategy.scratch_rows}
+    for age, row in enumerate(strategy.held_rows()):
+        cells["arena"][row] = age
+    return cells
+
+
+def execute(cells: Cells, moves: Sequence[Move]) -> None:
+    for move in moves:
+        source, target = cells[move.src], cells[move.dst]
+        assert move.src_row + move.rows <= len(source)
+        assert move.dst_row + move.rows <= len(target)
+        target[move.dst_row : move.dst_row + move.rows] = source[move.src_row : move.src_row + move.rows]
+
+
+def step(strategy: Strategy, policy: Policy, context: int, ar: int, tokens: int) -> None:
+    """One step that keeps `tokens` of its rows, checked from what it reads to what is held in the end."""
+    length, cells = strategy.length, cells_of(strategy)
+    execute(cells, strategy.prepare(ar))
+    window = strategy.window(ar)
+    past = cells["arena"][window.past_row : window.past_row + context - ar]
+    assert len(past) == context - ar
+    assert window.stop <= context - ar
+    valid = [-1 if age is None else age for age in past[window.first : window.stop]]
+    in_order = isinstance(strategy, PointerShift)
+    assert (valid if in_order else sorted(valid)) == list(range(max(0, length - (context - ar)), length))
+    landing = cells["arena" if window.in_place else "scratch"]
+    assert window.new_row + ar <= len(landing)
+    landing[window.new_row : window.new_row + ar] = [length + i if i < tokens else None for i in range(ar)]
+    evicted = max(0, length + tokens - policy.capacity(context))
+    execute(cells, strategy.commit(tokens, evicted))
+    assert [cells["arena"][row] for row in strategy.held_rows()] == list(range(evicted, length + tokens))
+    assert strategy.length == length + tokens - evicted
+
+
+def rewind(strategy: Strategy, tokens: int) -> None:
+    length, cells = strategy.length, cells_of(strategy)
+    execute(cells, strategy.rewind(tokens))
+    assert [cells["arena"][row] for row in strategy.held_rows()] == list(range(length - tokens))
+    assert strategy.length == length - tokens
+
+
+def explore(strategy: Strategy, policy: Policy, context: int, ars: Sequence[int]) -> int:
+    """Check every transition out of every state that can be reached; returns how many states there are."""
+    pending, known = [strategy], set[str]()
+    while pending:
+        state = pending.pop()
+        key = str(vars(state))
+        if key in known:
+            continue
+        known.add(key)
+        for ar in ars:
+            if policy.admits(context, state.length, ar):
+                for tokens in range(ar + 1):
+                    following = deepcopy(state)
+                    step(following, policy, context, ar, tokens)
+                    pending.append(following)
+        for tokens in range(state.length + 1):
+            following = deepcopy(state)
+            rewind(following, tokens)
+            pending.append(following)
+    return len(known)
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=lambda policy: policy.name)
+@pytest.mark.parametrize("context", [2, 3, 4, 5, 6])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda geometry, ar: PointerShift(geometry, 2, max_ar=ar),
+        lambda geometry, ar: PointerShift(geometry, Fraction(3, 2), max_ar=ar),
+        lambda geometry, ar: PointerShift(geometry, 1.1, max_ar=ar),
+        lambda geometry, ar: Slot(geometry, max_ar=ar),
+    ],
+    ids=["pointer-shift-2", "pointer-shift-1.5", "pointer-shift-1.1", "slot"],
+)
+def test_every_transition_of_every_reachable_state(
+    make: Callable[[Geometry, int], Strategy], context: int, policy: Policy
+) -> None:
+    geometry = Geometry(layers=1, kv_heads=1, head_dim=1, context=context)
+    for max_ar in range(1, context):
+        for ars in {(max_ar,), (1, max_ar), tuple(range(1, max_ar + 1))}:
+            assert explore(make(geometry, max_ar), policy, context, ars) > 1
