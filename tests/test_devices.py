@@ -1,0 +1,126 @@
+import multiprocessing
+import re
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from devices import CATALOGUE, Device, Memory, UnknownDeviceError, find
+from devices.lookup import _key
+
+NAMES = [(name, device) for device in CATALOGUE for name in (device.soc, *device.aliases)]
+
+
+def test_every_name_means_one_device():
+    assert len({_key(name) for name, _ in NAMES}) == len(NAMES)
+    assert len({device.soc_model for device in CATALOGUE}) == len(CATALOGUE)
+
+
+@given(st.sampled_from(NAMES), st.data())
+def test_find_ignores_case_spaces_and_punctuation(entry, data):
+    name, device = entry
+    noise = st.sampled_from(["", " ", "-", "_", "."])
+    spelled = "".join(data.draw(noise) + (c.upper() if data.draw(st.booleans()) else c.lower()) for c in name)
+    assert find(spelled) is device
+
+
+@pytest.mark.parametrize(
+    ("name", "soc"),
+    [
+        ("8 gen 3", "SM8650"),
+        ("Snapdragon 8 Elite", "SM8750"),
+        ("8 elite gen 5", "SM8850"),
+        ("x-elite", "SC8380XP"),
+        ("Snapdragon X2 Elite", "SC8480XP"),
+        ("galaxy s23 plus", "SM8550"),
+        ("RB3 Gen 2", "QCS6490"),
+        ("7+ Gen 3", "SM7675"),
+        ("7 Gen 3", "SM7550"),
+    ],
+)
+def test_marketing_names_and_products(name, soc):
+    assert find(name).soc == soc
+
+
+@pytest.mark.parametrize("name", ["", "snapdragon", "8+ Gen 1", "57", "SM8551", "Snapdragon X Plus"])
+def test_an_unknown_name_is_refused_and_named(name):
+    with pytest.raises(UnknownDeviceError) as refused:
+        find(name)
+    assert repr(name) in str(refused.value)
+    assert all(device.soc in str(refused.value) for device in CATALOGUE)
+
+
+def test_a_refusal_suggests_what_was_meant():
+    with pytest.raises(UnknownDeviceError, match="Did you mean SM8550"):
+        find("SM8551")
+    assert "Snapdragon 8 Gen 3 (SM8650)" in UnknownDeviceError("Snapdragn 8 gen3").near
+
+
+def test_sixteen_bit_caches_need_v73():
+    assert {d.soc for d in CATALOGUE if not d.supports_kv("s16")} == {"SM8350", "SM8450", "QCS6490", "SA8295"}
+    assert all(d.supports_kv("u8") for d in CATALOGUE)
+
+
+def test_bandwidth_follows_from_transfer_rate_and_width():
+    assert find("SM8650").dram_gb_per_s == pytest.approx(76.8)
+    assert find("SC8380XP").memory_class == "LPDDR5X-8448, 128 bit"
+    assert all("not confirmed" in d.source for d in CATALOGUE if not d.memory.confirmed)
+    with pytest.raises(ValueError, match="bus_bits"):
+        Memory("LPDDR5", 6400, 40)
+    with pytest.raises(ValueError, match="arch"):
+        Device(soc="X", soc_model=1, arch=0, vtcm_mb=8, memory=Memory("LPDDR5", 6400, 64), source="a test")
+
+
+def _compile(device: Device, folder: Path) -> bytes:
+    """The context binary that the HTP compiler writes for a graph of one addition."""
+    import numpy as np
+    import onnxruntime as ort
+    import onnxruntime_qnn as qnn
+    from onnx import TensorProto, helper, numpy_helper
+
+    nodes = [
+        helper.make_node("DequantizeLinear", ["a", "scale", "zero"], ["real"]),
+        helper.make_node("Add", ["real", "real"], ["twice"]),
+        helper.make_node("QuantizeLinear", ["twice", "scale", "zero"], ["b"]),
+    ]
+    ends = [[helper.make_tensor_value_info(name, TensorProto.UINT8, [1, 64])] for name in "ab"]
+    encoding = [numpy_helper.from_array(np.float32(0.01), "scale"), numpy_helper.from_array(np.uint8(128), "zero")]
+    model = helper.make_model(
+        helper.make_graph(nodes, "twice", *ends, encoding),
+        opset_imports=[helper.make_opsetid("", 21)],
+        ir_version=10,
+    )
+    if not any(d.ep_name == "QNNExecutionProvider" for d in ort.get_ep_devices()):
+        ort.register_execution_provider_library("QNNExecutionProvider", qnn.get_library_path())
+    options = ort.SessionOptions()
+    options.log_severity_level = 3
+    options.add_session_config_entry("session.disable_cpu_ep_fallback", "1")
+    options.add_session_config_entry("ep.context_enable", "1")
+    options.add_session_config_entry("ep.context_embed_mode", "0")
+    options.add_session_config_entry("ep.context_file_path", str(folder / f"{device.soc}.onnx"))
+    options.add_provider_for_devices(
+        [d for d in ort.get_ep_devices() if d.ep_name == "QNNExecutionProvider"][:1],
+        {"backend_path": qnn.get_qnn_htp_path(), "soc_model": str(device.soc_model)},
+    )
+    ort.InferenceSession(model.SerializeToString(), options)
+    (binary,) = folder.glob(f"{device.soc}*.bin")
+    return binary.read_bytes()
+
+
+def _targets(folder: Path) -> list[tuple[str, int, int]]:
+    found = []
+    for device in CATALOGUE:
+        binary = _compile(device, folder)
+        soc, arch = re.search(rb"soc_type=(\w+);arch=(\d+)", binary).groups()
+        (vtcm_bytes,) = re.search(rb"vtcm_size=(\d+)", binary).groups()
+        found.append((soc.decode(), int(arch), int(vtcm_bytes) >> 20))
+    return found
+
+
+def test_the_htp_compiler_targets_what_the_catalogue_says(tmp_path):
+    # A child process, so that this one stays free to load the compiler in its own way.
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as child:
+        found = child.submit(_targets, tmp_path).result()
+    assert found == [(d.soc, d.arch, d.vtcm_mb) for d in CATALOGUE]
