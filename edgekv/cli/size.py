@@ -1,0 +1,119 @@
+"""`edgekv size`: what a cache costs, and whether it fits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from devices import Device, UnknownDeviceError, find
+from edgekv.errors import UsageError
+from edgekv.size import Budget, Overrides, Report, StrategySize, find_subject, make_report
+
+
+def size(
+    path: Annotated[
+        Path | None, typer.Argument(help="A config.json, a folder that has one, or a bundle.", show_default=False)
+    ] = None,
+    layers: Annotated[int | None, typer.Option(help="Decoder layers.", show_default=False)] = None,
+    kv_heads: Annotated[int | None, typer.Option(help="Key/value heads of a layer.", show_default=False)] = None,
+    head_dim: Annotated[int | None, typer.Option(help="Elements of one head's row.", show_default=False)] = None,
+    context: Annotated[int | None, typer.Option(help="Context length in tokens.", show_default=False)] = None,
+    kv_bits: Annotated[int | None, typer.Option(help="Bits of a cache element: 8 or 16.", show_default=False)] = None,
+    ar: Annotated[
+        str | None, typer.Option(help="Tokens per inference of each graph.", show_default="1,32, or a bundle's own")
+    ] = None,
+    device: Annotated[
+        str | None, typer.Option(help="Say whether it fits this device, by part number or name.", show_default=False)
+    ] = None,
+    budget_gb: Annotated[
+        float | None,
+        typer.Option(help="Memory for weights and cache, in 10^9 bytes.", show_default="one HTP context's"),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """What a cache costs: bytes held, bytes copied per token, graph inputs and outputs, and what fits."""
+    overrides = Overrides(layers, kv_heads, head_dim, context, kv_bits, None if ar is None else _numbers(ar))
+    target = None if device is None else _device(device)
+    budget = None if budget_gb is None else Budget.of_option(budget_gb)
+    report = make_report(find_subject(path, overrides), device=target, budget=budget)
+    if as_json:
+        typer.echo(msgspec.json.encode(report))
+    else:
+        _show(report)
+
+
+def _numbers(listed: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(number) for number in listed.split(","))
+    except ValueError:
+        wanted = "numbers with commas between them, such as 1,32"
+        raise UsageError("--ar", found=repr(listed), wanted=wanted, way_out="Use --ar 1,32.") from None
+
+
+def _device(name: str) -> Device:
+    try:
+        return find(name)
+    except UnknownDeviceError as error:
+        near = f"Did you mean {' or '.join(error.near)}?" if error.near else "Use one of these."
+        wanted = f"one of {', '.join(error.wanted)}, or a name that one is sold under"
+        raise UsageError("--device", found=repr(name), wanted=wanted, way_out=near) from None
+
+
+def _show(report: Report) -> None:
+    console = Console(markup=False, highlight=False)
+    if report.verdict is not None:
+        console.print(report.verdict.text, end="\n\n")
+    g = report.geometry
+    console.print(
+        f"{g.layers} layers x 2 x {g.kv_heads} kv heads = {g.tensors:,} tensors of {g.head_dim} columns, "
+        f"context {g.context:,}, {g.kv_bits} bits ({g.kv_dtype}), from {report.source}"
+    )
+    console.print(_strategies(report))
+    console.print(_graphs(report))
+    console.print(f"Assumed: {'; '.join(report.assumptions) or 'nothing'}.")
+
+
+def _strategies(report: Report) -> Table:
+    table = Table("bytes")
+    for each in report.strategies:
+        name = each.strategy if each.reserve is None else f"{each.strategy} {each.reserve}"
+        table.add_column(name, justify="right", overflow="fold")
+
+    def row(label: str, cell: Callable[[StrategySize], str]) -> None:
+        table.add_row(label, *(cell(each) for each in report.strategies))
+
+    row("HTP note's formula", lambda s: _or_dash(s.formula_bytes))
+    row("really held", lambda s: f"{s.held_bytes:,}")
+    row("copy/token, filling", lambda s: f"{s.filling_bytes_per_token:,.0f}")
+    row("copy/token, sliding", lambda s: f"{s.sliding_bytes_per_token:,.0f}")
+    row("copy, worst step", lambda s: f"{s.worst_step_bytes:,}")
+    table.add_section()
+    row("tokens before a copy", lambda s: _or_dash(s.tokens_before_copy))
+    row("rows per tensor", lambda s: f"{s.rows_per_tensor:,}")
+    row("scratch rows", lambda s: f"{s.scratch_rows_per_tensor:,}")
+    row("re-bound per step", lambda s: f"{s.rebound_tensors_per_step:,}")
+    if report.verdict is not None:
+        table.add_section()
+        row("fits", lambda s: "yes" if s.fits else "no")
+        row("largest that fits", lambda s: _or_dash(s.largest_context))
+    return table
+
+
+def _graphs(report: Report) -> Table:
+    table = Table("graph", *("inputs", "of them past", "outputs", "of them new rows"))
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for each in report.graphs:
+        counts = (each.inputs, each.kv_inputs, each.outputs, each.kv_outputs)
+        table.add_row(f"AR-{each.ar} {each.role}", *(f"{count:,}" for count in counts))
+    return table
+
+
+def _or_dash(number: int | None) -> str:
+    return "-" if number is None else f"{number:,}"

@@ -1,0 +1,90 @@
+"""The few fields of a Hugging Face `config.json` that sizes follow from."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+
+from edgekv.errors import CheckpointError
+
+CONFIG = "config.json"
+# Decoders whose matrices are exactly q, k, v, o, gate, up and down.
+_PLAIN = frozenset({"llama", "mistral", "qwen2", "qwen3"})
+_WITH_ROWS = frozenset({"full_attention", "sliding_attention"})
+
+
+class Config(msgspec.Struct, frozen=True):
+    """`config.json`, older or newer form; None stands for what is absent or null."""
+
+    model_type: str | None = None
+    num_hidden_layers: int | None = None
+    hidden_size: int | None = None
+    intermediate_size: int | None = None
+    num_attention_heads: int | None = None
+    num_key_value_heads: int | None = None
+    head_dim: int | None = None
+    vocab_size: int | None = None
+    max_position_embeddings: int | None = None
+    layer_types: list[str] | None = None
+    kv_lora_rank: int | None = None
+    text_config: Config | None = None
+
+
+def read_config(path: Path) -> Config:
+    """The configuration of the text decoder.
+
+    Raises:
+        CheckpointError: the file cannot be read, is no JSON object, a field has another type, or the model keeps no
+            keys and values for each layer and head.
+    """
+    way_out = "Give a config.json of Hugging Face form, or --layers, --kv-heads, --head-dim, --context and --kv-bits."
+    try:
+        config = msgspec.json.decode(path.read_bytes(), type=Config)
+    except OSError as error:
+        raise CheckpointError(str(path), found=error.strerror, wanted="a readable file", way_out=way_out) from None
+    except msgspec.ValidationError as error:
+        raise CheckpointError(str(path), found=error, wanted="one size for the whole model", way_out=way_out) from None
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise CheckpointError(str(path), found=error, wanted="whole JSON", way_out=way_out) from None
+    if config.num_hidden_layers is None and config.text_config is not None:
+        config = config.text_config
+    if config.kv_lora_rank is not None:
+        raise CheckpointError(
+            f"{path}: kv_lora_rank",
+            found=config.kv_lora_rank,
+            wanted="keys and values for each head",
+            way_out="Models with latent attention cannot be sized.",
+        )
+    if odd := sorted(set(config.layer_types or ()) - _WITH_ROWS):
+        raise CheckpointError(
+            f"{path}: layer_types",
+            found=", ".join(odd),
+            wanted=" or ".join(sorted(_WITH_ROWS)),
+            way_out="Models with layers of another kind cannot be sized.",
+        )
+    return config
+
+
+def weights_bytes(config: Config, *, kv_heads: int, head_dim: int) -> int | None:
+    """Bytes of the weights in the recipe w8a16, or None if the architecture or a size is unknown.
+
+    One byte for each element of a matrix and four for the scale of each of its output channels; two for each
+    element of the embedding table and of the norms. The head is a matrix of its own even if it is tied to the
+    table. Biases are not counted.
+    """
+    layers, hidden, inner = config.num_hidden_layers, config.hidden_size, config.intermediate_size
+    heads, vocab = config.num_attention_heads, config.vocab_size
+    if config.model_type not in _PLAIN:
+        return None
+    if layers is None or hidden is None or inner is None or heads is None or vocab is None:
+        return None
+    queries, keys = heads * head_dim, kv_heads * head_dim
+    matrices = [(hidden, queries), (hidden, keys), (hidden, keys), (queries, hidden)]
+    matrices += [(hidden, inner), (hidden, inner), (inner, hidden)]
+    layer_bytes = sum(_matrix_bytes(rows, columns) for rows, columns in matrices) + 2 * 2 * hidden
+    return layers * layer_bytes + 2 * vocab * hidden + 2 * hidden + _matrix_bytes(hidden, vocab)
+
+
+def _matrix_bytes(rows: int, columns: int) -> int:
+    return rows * columns + 4 * columns

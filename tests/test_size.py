@@ -1,0 +1,413 @@
+import json
+from dataclasses import replace
+from fractions import Fraction
+
+import msgspec
+import pytest
+import typer
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+from devices import find
+from edgekv.bundle import (
+    FORMAT,
+    FileRecord,
+    GraphRecord,
+    Manifest,
+    ModelRecord,
+    RopeRecord,
+    SourceRecord,
+    TensorEncoding,
+    TokenRecord,
+    write_manifest,
+)
+from edgekv.cli.size import size
+from edgekv.errors import BundleError, CheckpointError, UsageError
+from edgekv.kv import STRATEGIES, Geometry, KVCache
+from edgekv.size import (
+    CHOICES,
+    HTP_CONTEXT_BYTES,
+    Budget,
+    Overrides,
+    Report,
+    Subject,
+    find_subject,
+    make_report,
+    measure_traffic,
+)
+
+NOTE = Geometry(layers=32, kv_heads=32, head_dim=128, context=2048, kv_dtype="s16")
+LLAMA_1B = {
+    "model_type": "llama",
+    "num_hidden_layers": 16,
+    "hidden_size": 2048,
+    "intermediate_size": 8192,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "vocab_size": 128256,
+    "max_position_embeddings": 131072,
+}
+
+geometries = st.builds(
+    Geometry,
+    layers=st.integers(1, 2),
+    kv_heads=st.integers(1, 3),
+    head_dim=st.integers(1, 40),
+    context=st.integers(5, 40),
+    kv_dtype=st.sampled_from(["u8", "s16"]),
+)
+larger_ar = st.integers(1, 4)
+choices = st.sampled_from(CHOICES)
+
+
+def cache_of(choice, geometry, ar):
+    options = {} if choice.reserve is None else {"reserve": choice.reserve}
+    return KVCache(geometry, ar=ar, strategy=choice.strategy, policy="sliding-window", **options)
+
+
+def subject(geometry=NOTE, ar=(1, 32), weights_bytes=None):
+    return Subject("a test", geometry, ar, weights_bytes, None, ())
+
+
+def decode(cache, tokens):
+    """Bytes copied by each of so many steps of one token."""
+    copied = []
+    for _ in range(tokens):
+        before = cache.stats.bytes_copied
+        cache.window(1)
+        cache.commit(1)
+        copied.append(cache.stats.bytes_copied - before)
+    return copied
+
+
+# The figures
+
+
+def test_the_figures_of_the_note():
+    two, one_and_a_half, slot = make_report(subject()).strategies
+    assert (two.reserve, two.formula_bytes) == (2.0, 2_146_435_072)
+    assert (one_and_a_half.reserve, one_and_a_half.formula_bytes) == (1.5, 1_609_826_304)
+    assert slot.formula_bytes is None
+
+
+@given(geometries)
+def test_the_formula_of_the_note_for_any_geometry(geometry):
+    bits = 8 * geometry.element_bytes
+    rows = geometry.layers * geometry.kv_heads * (geometry.context - 1) * geometry.head_dim * bits
+    formulas = {choice.reserve: choice.formula_bytes(geometry) for choice in CHOICES if choice.reserve}
+    assert formulas == {Fraction(2): 2 * 2 * rows // 8, Fraction(3, 2): 3 * rows // 8}
+
+
+def test_every_strategy_of_the_runtime_is_sized_and_the_default_stands_first():
+    assert {choice.strategy for choice in CHOICES} == set(STRATEGIES)
+    assert CHOICES[0].label == "pointer-shift 2.0"
+
+
+@given(geometries, larger_ar, choices)
+def test_what_is_held_is_what_a_cache_allocates(geometry, max_ar, choice):
+    ar = tuple(sorted({1, max_ar}))
+    (each,) = [s for s, c in zip(make_report(subject(geometry, ar)).strategies, CHOICES, strict=True) if c == choice]
+    cache = cache_of(choice, geometry, ar)
+    assert each.held_bytes == choice.held_bytes(geometry, ar) == cache.stats.bytes_held
+    assert each.stride_bytes * (geometry.tensors - 1) == cache.arena.addresses[-1] - cache.arena.addresses[0]
+    assert each.rows_per_tensor == cache.arena.array.shape[1]
+    assert each.formula_bytes is None or each.formula_bytes < each.held_bytes
+
+
+@given(geometries, larger_ar, choices)
+@settings(max_examples=60)
+def test_what_is_copied_is_what_a_cache_copies(geometry, max_ar, choice):
+    ar = tuple(sorted({1, max_ar}))
+    (each,) = [s for s, c in zip(make_report(subject(geometry, ar)).strategies, CHOICES, strict=True) if c == choice]
+    cache = cache_of(choice, geometry, ar)
+    filling = decode(cache, geometry.context - 1)
+    sliding = decode(cache, 10 * geometry.context)
+    copied = filling + sliding
+    assert each.filling_bytes_per_token == pytest.approx(sum(filling) / len(filling))
+    # A generation that ends within a period is off by less than the copies of two periods.
+    slack = 2 * max(each.sliding_bytes_per_token * 3 * geometry.context, each.worst_step_bytes) / len(sliding)
+    assert each.sliding_bytes_per_token == pytest.approx(sum(sliding) / len(sliding), abs=slack)
+    assert each.tokens_before_copy == next(i for i, bytes_copied in enumerate(copied) if bytes_copied)
+    assert max(copied) <= each.worst_step_bytes
+
+
+def test_reserve_two_copies_nothing_for_a_context_and_then_a_row_a_token():
+    two, one_and_a_half, slot = make_report(subject(ar=(1,))).strategies
+    row_bytes = NOTE.tensors * NOTE.row_bytes
+    assert two.tokens_before_copy == 2048 and two.filling_bytes_per_token == 0
+    assert two.sliding_bytes_per_token == pytest.approx(row_bytes * 2047 / 2048)
+    assert two.worst_step_bytes == one_and_a_half.worst_step_bytes == 2047 * row_bytes
+    assert one_and_a_half.filling_bytes_per_token > 0
+    assert slot.sliding_bytes_per_token == slot.worst_step_bytes == row_bytes
+
+
+def test_a_slide_costs_less_often_with_more_reserve():
+    two, one_and_a_half = (
+        measure_traffic(lambda c=c: c.make(NOTE, 1), context=NOTE.context, max_ar=1) for c in CHOICES[:2]
+    )
+    assert one_and_a_half.sliding_rows_per_token == pytest.approx(2 * float(two.sliding_rows_per_token), rel=0.01)
+
+
+def test_graph_ports_and_bindings():
+    report = make_report(subject())
+    decode_graph, prefill = report.graphs
+    assert (decode_graph.inputs, decode_graph.outputs) == (4 + 2048, 1 + 2048)
+    assert (prefill.inputs, prefill.outputs, prefill.kv_inputs) == (5 + 2048, 1 + 2048, 2048)
+    assert [each.rebound_tensors_per_step for each in report.strategies] == [2 * 2048, 2 * 2048, 0]
+
+
+# Where sizes come from
+
+
+def write_config(folder, **changes):
+    config = {name: value for name, value in {**LLAMA_1B, **changes}.items() if value is not ...}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder / "config.json"
+
+
+def test_a_config_gives_the_sizes_and_every_assumption_is_said(tmp_path):
+    found = find_subject(write_config(tmp_path), Overrides(context=4096))
+    assert found.geometry == Geometry(layers=16, kv_heads=8, head_dim=64, context=4096, kv_dtype="u8")
+    assert found.ar == (1, 32)
+    assert find_subject(tmp_path, Overrides(context=4096, kv_bits=8, ar=(32, 1))).geometry == found.geometry
+    said = " ".join(found.assumptions)
+    assert "8 bits" in said and "AR 1,32" in said and "w8a16" in said
+    # 1,235,814,400 parameters; the tied table counts once as 16 bit and once as the 8-bit head.
+    assert found.weights_bytes == pytest.approx(1_235_814_400 + 2 * 128256 * 2048, rel=0.01)
+
+
+def test_older_configs_fall_back(tmp_path):
+    path = write_config(tmp_path, num_key_value_heads=..., head_dim=None)
+    found = find_subject(path, Overrides())
+    assert (found.geometry.kv_heads, found.geometry.head_dim, found.geometry.context) == (32, 64, 131072)
+    assert sum("num_attention_heads" in sentence for sentence in found.assumptions) == 2
+
+
+def test_newer_configs_nest_the_text_decoder(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "vlm", "text_config": LLAMA_1B}))
+    assert find_subject(tmp_path, Overrides()).geometry.layers == 16
+
+
+def test_an_unknown_architecture_has_unknown_weights(tmp_path):
+    found = find_subject(write_config(tmp_path, model_type="mixtral"), Overrides())
+    assert found.weights_bytes is None and "weights unknown" in " ".join(found.assumptions)
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"num_hidden_layers": ...}, "num_hidden_layers absent"),
+        ({"num_hidden_layers": 0}, "layers"),
+        ({"num_key_value_heads": [8, 4]}, "num_key_value_heads"),
+        ({"kv_lora_rank": 512}, "kv_lora_rank"),
+        ({"layer_types": ["full_attention", "linear_attention"]}, "linear_attention"),
+    ],
+)
+def test_a_config_that_cannot_be_sized_is_refused(tmp_path, changes, field):
+    with pytest.raises(CheckpointError, match=field):
+        find_subject(write_config(tmp_path, **changes), Overrides())
+
+
+def test_a_path_that_is_nothing_is_refused(tmp_path):
+    with pytest.raises(CheckpointError, match="nothing there"):
+        find_subject(tmp_path / "nowhere", Overrides())
+    with pytest.raises(CheckpointError, match="a folder without"):
+        find_subject(tmp_path, Overrides())
+    for broken in ("", "{", "\x00", "[" * 100_000):
+        (tmp_path / "config.json").write_text(broken)
+        with pytest.raises(CheckpointError, match=r"config\.json"):
+            find_subject(tmp_path, Overrides())
+
+
+def test_missing_options_are_named_all_at_once():
+    with pytest.raises(UsageError, match="no --kv-heads, --head-dim, --kv-bits;"):
+        find_subject(None, Overrides(layers=2, context=64))
+
+
+@pytest.mark.parametrize(
+    ("option", "changes"),
+    [
+        ("--kv-bits", {"kv_bits": 4}),
+        ("--layers", {"layers": 0}),
+        ("--context", {"context": 1}),
+        ("--context", {"context": 1 << 40}),
+        ("--ar", {"ar": (32,)}),
+        ("--ar", {"ar": (1, 2048)}),
+    ],
+)
+def test_an_impossible_option_is_refused(option, changes):
+    good = Overrides(layers=2, kv_heads=2, head_dim=64, context=2048, kv_bits=8)
+    assert find_subject(None, good).geometry.tensors == 8
+    with pytest.raises(UsageError, match=option):
+        find_subject(None, replace(good, **changes))
+
+
+def test_an_option_that_contradicts_a_config_is_refused(tmp_path):
+    path = write_config(tmp_path)
+    assert find_subject(path, Overrides(layers=16, kv_bits=16)).geometry.kv_dtype == "s16"
+    with pytest.raises(UsageError, match=r"--layers: found 32; wanted 16"):
+        find_subject(path, Overrides(layers=32))
+
+
+def write_bundle(folder):
+    geometry = Geometry(layers=2, kv_heads=1, head_dim=4, context=64)
+    names = ["position_ids_cos", "position_ids_sin", "logits", *(tensor.past for tensor in geometry.names())]
+    files = {"decode.onnx": 100, "prefill.onnx": 100, "weights-head.safetensors": 700, "weights-layer.safetensors": 800}
+    write_manifest(
+        folder,
+        Manifest(
+            format=FORMAT,
+            producer="a test",
+            device="SM8650",
+            recipe="w8a16",
+            kv_dtype="u8",
+            context=64,
+            htp_check="not-run",
+            model=ModelRecord(
+                model_type="llama",
+                layers=2,
+                hidden=8,
+                heads=2,
+                kv_heads=1,
+                head_dim=4,
+                intermediate=16,
+                vocab=32,
+                max_positions=128,
+            ),
+            rope=RopeRecord(rope_type="default", theta=10000.0, parameters={}, inverse_frequencies=[1.0, 0.01]),
+            tokens=TokenRecord(bos=None, eos=[0], pad=None),
+            graphs=[
+                GraphRecord(name="decode", file="decode.onnx", ar=1, context=64, role="decode"),
+                GraphRecord(name="prefill", file="prefill.onnx", ar=16, context=64, role="prefill"),
+            ],
+            floating_nodes=[],
+            encodings={name: TensorEncoding(dtype="u8", scale=0.1, zero_point=128) for name in names},
+            source=SourceRecord(checkpoint="none", weights_sha256="0" * 64, calibration="none", calibration_tokens=0),
+            files={name: FileRecord(bytes=size_bytes, sha256="0" * 64) for name, size_bytes in files.items()},
+        ),
+    )
+    return geometry
+
+
+def test_a_bundle_gives_sizes_graphs_and_weights(tmp_path):
+    geometry = write_bundle(tmp_path)
+    found = find_subject(tmp_path, Overrides(kv_bits=8, context=64, ar=(1, 16)))
+    assert (found.geometry, found.ar, found.weights_bytes, found.max_positions) == (geometry, (1, 16), 1500, 128)
+    assert find_subject(tmp_path / "manifest.json", Overrides()) == found
+
+
+@pytest.mark.parametrize("changes", [{"context": 128}, {"kv_bits": 16}, {"layers": 3}, {"ar": (1, 32)}])
+def test_an_option_that_contradicts_a_bundle_is_refused(tmp_path, changes):
+    write_bundle(tmp_path)
+    (name,) = changes
+    with pytest.raises(UsageError, match=f"--{name.replace('_', '-')}: "):
+        find_subject(tmp_path, Overrides(**changes))
+
+
+def test_a_broken_bundle_is_refused(tmp_path):
+    (tmp_path / "manifest.json").write_text("{}")
+    with pytest.raises(BundleError):
+        find_subject(tmp_path, Overrides())
+
+
+# What fits
+
+
+@given(choices, st.integers(1, 40), st.integers(2_000, 200_000), st.sampled_from([None, 0, 1_000, 150_000]))
+def test_the_largest_context_fits_and_the_next_does_not(choice, max_ar, budget_bytes, weights_bytes):
+    ar = tuple(sorted({1, max_ar}))
+    given_subject = subject(Geometry(1, 2, 8, 64), ar, weights_bytes)
+    report = make_report(given_subject, budget=Budget(budget_bytes, "a test"))
+    largest = report.strategies[CHOICES.index(choice)].largest_context
+    room_bytes = budget_bytes - (weights_bytes or 0)
+
+    def cache_bytes(context):
+        return cache_of(choice, replace(given_subject.geometry, context=context), ar).stats.bytes_held
+
+    if largest is not None:
+        assert largest % max_ar == 0 and cache_bytes(largest) <= room_bytes
+    following = 2 * max_ar if largest is None else largest + max_ar
+    assert cache_bytes(following) > room_bytes
+    assert report.strategies[CHOICES.index(choice)].fits == (cache_bytes(64) <= room_bytes)
+
+
+def test_the_budget_of_a_device_is_one_htp_context():
+    verdict = make_report(subject(), device=find("SM8650")).verdict
+    assert verdict.budget_bytes == HTP_CONTEXT_BYTES == 3_750_000_000
+    assert "HTP virtual address space of one context" in verdict.budget_basis
+    assert verdict.fits and verdict.text.startswith("A context of 2,048 fits on SM8650 (V75)")
+    assert f"{verdict.largest_context:,}" in verdict.text
+
+
+def test_what_does_not_fit_names_what_does():
+    verdict = make_report(subject(weights_bytes=2_000_000_000), device=find("SM8650")).verdict
+    assert not verdict.fits
+    assert "does not fit" in verdict.text and "It fits with pointer-shift 1.5 or slot." in verdict.text
+    too_large = make_report(subject(weights_bytes=4_000_000_000), device=find("SM8650")).verdict
+    assert too_large.largest_context is None and "split the model" in too_large.text
+
+
+def test_a_sixteen_bit_cache_is_refused_before_v73():
+    with pytest.raises(UsageError, match=r"SM8450 \(V69\).*--kv-bits 8"):
+        make_report(subject(), device=find("SM8450"))
+
+
+def test_without_a_device_or_budget_there_is_no_verdict():
+    report = make_report(subject())
+    assert report.verdict is None and {each.fits for each in report.strategies} == {None}
+    assert make_report(subject(), budget=Budget(1, "a test")).verdict.device is None
+
+
+# The command
+
+app = typer.Typer()
+app.command("size")(size)
+NOTE_OPTIONS = ["--layers", "32", "--kv-heads", "32", "--head-dim", "128", "--context", "2048", "--kv-bits", "16"]
+
+
+def run(*arguments):
+    return CliRunner().invoke(app, [*arguments])
+
+
+def test_json_is_one_typed_object():
+    result = run(*NOTE_OPTIONS, "--device", "8 Gen 3", "--json")
+    report = msgspec.json.decode(result.stdout, type=Report)
+    assert report == make_report(find_subject(None, Overrides(32, 32, 128, 2048, 16)), device=find("SM8650"))
+    assert json.loads(result.stdout)["strategies"][0]["formula_bytes"] == 2_146_435_072
+
+
+def test_the_table_has_the_verdict_first_and_every_figure_whole():
+    result = run(*NOTE_OPTIONS, "--device", "SM8650", "--budget-gb", "1.7")
+    assert result.exit_code == 0
+    lines = result.stdout.splitlines()
+    assert lines[0].startswith("A context of 2,048 does not fit on SM8650")
+    assert "2,146,435,072" in result.stdout and "1,609,826,304" in result.stdout
+    assert "…" not in result.stdout
+    assert "Assumed: graphs of AR 1,32, the default; weights unknown" in result.stdout
+
+
+def test_a_config_and_a_bundle_from_the_command_line(tmp_path):
+    report = msgspec.json.decode(run(str(write_config(tmp_path)), "--context", "512", "--json").stdout, type=Report)
+    assert (report.geometry.kv_heads, report.geometry.context) == (8, 512)
+    write_bundle(tmp_path)
+    report = msgspec.json.decode(run(str(tmp_path), "--json").stdout, type=Report)
+    assert report.ar == [1, 16]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--layers", "2"],
+        [*NOTE_OPTIONS, "--device", "SM9999"],
+        [*NOTE_OPTIONS, "--ar", "1,x"],
+        [*NOTE_OPTIONS, "--budget-gb", "nan"],
+        [*NOTE_OPTIONS, "--budget-gb", "0"],
+        [*NOTE_OPTIONS, "--device", "SM8450"],
+    ],
+)
+def test_wrong_usage_is_refused_and_prints_nothing(arguments):
+    result = run(*arguments)
+    assert isinstance(result.exception, UsageError) and result.exception.exit_code == 2
+    assert result.stdout == ""
