@@ -1,0 +1,41 @@
+"""A bundle: a folder that says everything about itself, verified when it is opened, written atomically."""
+
+from edgekv.bundle.atomic import atomic_directory
+from edgekv.bundle.bundle import Bundle, open_bundle, read_manifest, write_manifest
+from edgekv.bundle.files import record_files, sha256_of
+from edgekv.bundle.manifest import (
+    FORMAT,
+    MANIFEST,
+    FileRecord,
+    GraphRecord,
+    HtpCheck,
+    Manifest,
+    ModelRecord,
+    Role,
+    RopeRecord,
+    SourceRecord,
+    TensorEncoding,
+    TokenRecord,
+)
+
+__all__ = [
+    "FORMAT",
+    "MANIFEST",
+    "Bundle",
+    "FileRecord",
+    "GraphRecord",
+    "HtpCheck",
+    "Manifest",
+    "ModelRecord",
+    "Role",
+    "RopeRecord",
+    "SourceRecord",
+    "TensorEncoding",
+    "TokenRecord",
+    "atomic_directory",
+    "open_bundle",
+    "read_manifest",
+    "record_files",
+    "sha256_of",
+    "write_manifest",
+]

@@ -1,0 +1,130 @@
+"""Folders that appear whole or not at all."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from edgekv.bundle.manifest import MANIFEST
+from edgekv.errors import BundleError, UsageError
+
+_in_use: set[Path] = set()
+
+
+@contextmanager
+def atomic_directory(target: str | Path, *, force: bool = False, marker: str = MANIFEST) -> Iterator[Path]:
+    """A new empty folder beside `target` that takes its name when the block ends without an exception.
+
+    The folder is `.NAME.partial-PID`. On success its files are flushed to the disk and it is renamed; on any
+    exception it is removed. What a killed process left behind is removed by the next one with the same target.
+
+    Args:
+        target: the folder to make; its parents are made too.
+        force: replace an existing folder, once the new one is complete.
+        marker: `force` replaces only an empty folder or one that has a file of this name, so that a mistyped
+            path costs nobody a home directory.
+
+    Raises:
+        UsageError: `target` exists and `force` is not given, or it is nothing that may be replaced.
+        BundleError: the parent folder cannot be written.
+    """
+    target = Path(target).absolute()
+    partial = target.with_name(f".{target.name}.partial-{os.getpid()}")
+    if partial in _in_use:
+        raise ValueError(f"target: {target} is being written by this process already")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        _clean(target)
+        _check_target(target, force=force, marker=marker)
+        partial.mkdir()
+    except OSError as error:
+        way_out = "Give a path in a folder that you can write."
+        raise BundleError(
+            f"output {target}", found=error.strerror, wanted="a writable folder", way_out=way_out
+        ) from None
+    _in_use.add(partial)
+    try:
+        yield partial
+        _flush_tree(partial)
+        _check_target(target, force=force, marker=marker)
+        _swap(partial, target)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    finally:
+        _in_use.discard(partial)
+
+
+def _check_target(target: Path, *, force: bool, marker: str) -> None:
+    if not os.path.lexists(target):
+        return
+    field = f"output {target}"
+    if not target.is_dir() or target.is_symlink():
+        raise UsageError(field, found="a file", wanted="a path that does not exist", way_out="Give another path.")
+    if not force:
+        way_out = "Give another path, or --force to replace it."
+        raise UsageError(field, found="an existing folder", wanted="a path that does not exist", way_out=way_out)
+    if any(target.iterdir()) and not (target / marker).is_file():
+        way_out = "Give another path, or remove the folder yourself."
+        raise UsageError(field, found=f"a folder without {marker}", wanted=f"one that has {marker}", way_out=way_out)
+
+
+def _swap(partial: Path, target: Path) -> None:
+    if not target.exists():
+        partial.replace(target)
+        _flush(target.parent)
+        return
+    old = target.with_name(f".{target.name}.old-{os.getpid()}")
+    target.replace(old)
+    try:
+        partial.replace(target)
+    except BaseException:
+        old.replace(target)
+        raise
+    _flush(target.parent)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _clean(target: Path) -> None:
+    """Remove what dead processes left of this target; a target that one of them was about to swap comes back."""
+    pattern = re.compile(rf"\.{re.escape(target.name)}\.(partial|old)-(\d+)")
+    for path in target.parent.iterdir():
+        match = pattern.fullmatch(path.name)
+        if match is None or path in _in_use or _is_alive(int(match[2])):
+            continue
+        if match[1] == "old" and not target.exists():
+            path.replace(target)
+        else:
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _is_alive(pid: int) -> bool:
+    """Whether another process has this id; what bears our own id and is not in use is an earlier process's."""
+    if pid == os.getpid():
+        return False
+    try:
+        os.kill(pid, 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+def _flush_tree(folder: Path) -> None:
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            _flush(Path(parent) / name)
+        _flush(Path(parent))
+
+
+def _flush(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,189 @@
+"""Opening a bundle: nothing is used before its size and hash were seen to be those of the manifest."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from edgekv.bundle.files import sha256_of
+from edgekv.bundle.manifest import FORMAT, MANIFEST, GraphRecord, Manifest
+from edgekv.errors import BundleError
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+TOKENIZER = "tokenizer.json"
+_EXPORT_AGAIN = "Export the bundle again: edgekv export CHECKPOINT -o {folder} --force"
+# What the runtime could pick up from a folder; notes that someone lays beside them harm nobody.
+_KNOWN_SUFFIXES = frozenset({".onnx", ".data", ".bin", ".safetensors"})
+_KNOWN_NAMES = frozenset({TOKENIZER})
+_RUNTIME_ENCODINGS = ("position_ids_cos", "position_ids_sin", "logits")
+
+
+@dataclass(frozen=True, slots=True)
+class Bundle:
+    """A verified bundle.
+
+    Attributes:
+        path: its folder, absolute.
+        manifest: what it says about itself.
+    """
+
+    path: Path
+    manifest: Manifest
+
+    def graph_path(self, record: GraphRecord) -> Path:
+        """The ONNX file of one of the manifest's graphs."""
+        return self.path / record.file
+
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer of the checkpoint.
+
+        Raises:
+            BundleError: the bundle has none, or `tokenizers` cannot read it.
+        """
+        from tokenizers import Tokenizer
+
+        path = self.path / TOKENIZER
+        wanted = "a tokenizer.json that the tokenizers library reads"
+        if not path.is_file():
+            raise BundleError(
+                str(path), found="no such file", wanted=wanted, way_out="Give the prompt as token ids instead."
+            )
+        try:
+            return Tokenizer.from_file(str(path))
+        except Exception as error:  # the library raises a bare Exception
+            raise BundleError(str(path), found=error, wanted=wanted, way_out=_again(self.path)) from None
+
+
+def open_bundle(path: str | Path, verify: bool = True) -> Bundle:
+    """Read a bundle's manifest and check its files against it.
+
+    Args:
+        path: the folder.
+        verify: False leaves out the hashes of the files (their sizes are checked all the same).
+
+    Raises:
+        BundleError: the folder, its manifest or one of its files is missing, changed, unlisted or of another
+            format version.
+    """
+    folder = Path(path).absolute()
+    manifest = read_manifest(folder)
+    _check_files(folder, manifest, hashes=verify)
+    return Bundle(folder, manifest)
+
+
+def read_manifest(path: str | Path) -> Manifest:
+    """The manifest of a bundle's folder, checked in itself; the other files are not looked at.
+
+    Raises:
+        BundleError: no folder, no manifest, broken JSON, another format version, a field of the wrong type or
+            fields that contradict each other.
+    """
+    folder = Path(path)
+    file = folder / MANIFEST
+    if not folder.is_dir():
+        found = "a file" if folder.exists() else "nothing there"
+        way_out = "Make one with: edgekv export CHECKPOINT -o BUNDLE --device DEVICE"
+        raise BundleError(f"bundle {folder}", found=found, wanted="a bundle's folder", way_out=way_out)
+    try:
+        raw = file.read_bytes()
+    except OSError as error:
+        raise BundleError(
+            str(file), found=error.strerror, wanted="the manifest of a bundle", way_out=_again(folder)
+        ) from None
+    try:
+        _check_format(folder, file, raw)
+        manifest = msgspec.json.decode(raw, type=Manifest)
+    except msgspec.ValidationError as error:
+        raise BundleError(
+            str(file), found=error, wanted=f"the fields of format {FORMAT}", way_out=_again(folder)
+        ) from None
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise BundleError(str(file), found=error, wanted="whole JSON", way_out=_again(folder)) from None
+    _check_consistency(folder, file, manifest)
+    return manifest
+
+
+def write_manifest(folder: Path, manifest: Manifest) -> None:
+    """Write `manifest.json` into a folder, indented for readers."""
+    text = msgspec.json.format(msgspec.json.encode(manifest), indent=1)
+    (folder / MANIFEST).write_bytes(text + b"\n")
+
+
+def _again(folder: Path) -> str:
+    return _EXPORT_AGAIN.format(folder=folder)
+
+
+class _Format(msgspec.Struct):
+    format: int
+
+
+def _check_format(folder: Path, file: Path, raw: bytes) -> None:
+    """The version is read by itself first: a newer layout may differ in every other field."""
+    version = msgspec.json.decode(raw, type=_Format).format
+    if version > FORMAT:
+        raise BundleError(
+            f"{file}: format", found=version, wanted=FORMAT, way_out="Install a newer edgekv: pip install -U edgekv"
+        )
+    if version != FORMAT:
+        raise BundleError(f"{file}: format", found=version, wanted=FORMAT, way_out=_again(folder))
+
+
+def _check_consistency(folder: Path, file: Path, manifest: Manifest) -> None:
+    def fail(field: str, found: object, wanted: object) -> None:
+        raise BundleError(f"{file}: {field}", found=found, wanted=wanted, way_out=_again(folder))
+
+    for name in manifest.files:
+        pure = PurePosixPath(name)
+        if pure.is_absolute() or ".." in pure.parts or pure.as_posix() != name or "\\" in name:
+            fail("files", repr(name), "plain paths inside of the bundle")
+    try:
+        geometry = manifest.geometry
+        for encoding in manifest.encodings.values():
+            encoding.encoding()
+    except ValueError as error:
+        fail("model", error, "sizes and encodings that can exist")
+    names = [graph.name for graph in manifest.graphs]
+    if len(set(names)) != len(names):
+        fail("graphs", f"names {', '.join(names)}", "unique names")
+    for graph in manifest.graphs:
+        if graph.file not in manifest.files:
+            fail(f"graphs: {graph.name}: file", repr(graph.file), "a file that `files` lists")
+        if graph.context != manifest.context or not 1 <= graph.ar < manifest.context:
+            found = f"ar {graph.ar}, context {graph.context}"
+            fail(f"graphs: {graph.name}", found, f"1 <= ar < context = {manifest.context}")
+        if graph.role == "decode" and graph.ar != 1:
+            fail(f"graphs: {graph.name}: ar", graph.ar, "1 in the role `decode`")
+    if manifest.graph("decode") is None:
+        fail("graphs", f"roles {', '.join(sorted({g.role for g in manifest.graphs}))}", "a graph of role `decode`")
+    cache = [tensor.past for tensor in geometry.names()]
+    if missing := [name for name in (*_RUNTIME_ENCODINGS, *cache) if name not in manifest.encodings]:
+        fail("encodings", f"none of {missing[0]}", "one for each graph input and output")
+    half = manifest.model.head_dim // 2
+    if len(manifest.rope.inverse_frequencies) != half:
+        fail("rope: inverse_frequencies", f"{len(manifest.rope.inverse_frequencies)} values", f"{half}, head_dim / 2")
+
+
+def _check_files(folder: Path, manifest: Manifest, *, hashes: bool) -> None:
+    for name, record in manifest.files.items():
+        path = folder / name
+        if not path.is_file():
+            wanted = f"a file of {record.bytes} bytes"
+            raise BundleError(str(path), found="no such file", wanted=wanted, way_out=_again(folder))
+        if (size := path.stat().st_size) != record.bytes:
+            found, wanted = f"{size} bytes", f"{record.bytes} bytes"
+            raise BundleError(str(path), found=found, wanted=wanted, way_out=_again(folder))
+        if hashes and (digest := sha256_of(path)) != record.sha256:
+            found, wanted = f"sha256 {digest}", f"sha256 {record.sha256}"
+            raise BundleError(str(path), found=found, wanted=wanted, way_out=_again(folder))
+    for path in sorted(folder.iterdir()):  # folders within, such as `compiled`, have manifests of their own
+        known = path.suffix in _KNOWN_SUFFIXES or path.name in _KNOWN_NAMES
+        if known and path.name not in manifest.files:
+            way_out = "Move it out of the bundle."
+            raise BundleError(
+                str(path), found="a file that the manifest does not list", wanted="listed files", way_out=way_out
+            )

@@ -1,0 +1,163 @@
+"""The contract between exporters and runtime: everything a bundle says about itself, typed and versioned."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from edgekv.kv.geometry import Geometry, KvDtype
+from quant import Dtype, Encoding
+
+FORMAT = 1
+MANIFEST = "manifest.json"
+
+Role = Literal["decode", "prefill", "score"]
+HtpCheck = Literal["integers-only", "float-allowed", "not-run"]
+
+
+class _Part(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    pass
+
+
+class FileRecord(_Part, frozen=True):
+    """Size and hash of one file of the bundle."""
+
+    bytes: int
+    sha256: str
+
+
+class TensorEncoding(_Part, frozen=True):
+    """An encoding as it is stored; see `quant.Encoding`."""
+
+    dtype: Dtype
+    scale: float
+    zero_point: int
+
+    @classmethod
+    def of(cls, encoding: Encoding) -> TensorEncoding:
+        return cls(dtype=encoding.dtype, scale=encoding.scale, zero_point=encoding.zero_point)
+
+    def encoding(self) -> Encoding:
+        return Encoding(self.dtype, self.scale, self.zero_point)
+
+
+class ModelRecord(_Part, frozen=True):
+    """The sizes of the decoder."""
+
+    model_type: str
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    intermediate: int
+    vocab: int
+    max_positions: int
+
+
+class RopeRecord(_Part, frozen=True):
+    """Rotary embedding, resolved: a runtime needs the frequencies alone.
+
+    Attributes:
+        rope_type: as in the checkpoint (`default`, `llama3`).
+        theta: the base.
+        parameters: the type's own parameters, for runtimes that compute the table themselves.
+        inverse_frequencies: D/2 values; the angle of pair i at position p is p * inverse_frequencies[i].
+    """
+
+    rope_type: str
+    theta: float
+    parameters: dict[str, float]
+    inverse_frequencies: list[float]
+
+
+class TokenRecord(_Part, frozen=True):
+    """Special token ids; `bos` and `pad` may be absent."""
+
+    bos: int | None
+    eos: list[int]
+    pad: int | None
+
+
+class GraphRecord(_Part, frozen=True):
+    """One static graph.
+
+    Attributes:
+        name: unique in the bundle, such as `ar32_cl512`.
+        file: the ONNX file, relative to the bundle.
+        ar: tokens per inference.
+        context: S.
+        role: `decode` (AR-1, logits [1, 1, V]); `prefill` (logits [1, 1, V] of the row that the input
+            `logits_index` selects); `score` (logits [1, AR, V] of all rows).
+    """
+
+    name: str
+    file: str
+    ar: int
+    context: int
+    role: Role
+
+
+class SourceRecord(_Part, frozen=True):
+    """The checkpoint that the bundle was made from.
+
+    Attributes:
+        checkpoint: the folder or hub id that was given, made absolute if it is a folder.
+        weights_sha256: hash of its weights, so that a reference is never computed from another model.
+        calibration: name of the calibration text.
+        calibration_tokens: how many tokens of it were run.
+    """
+
+    checkpoint: str
+    weights_sha256: str
+    calibration: str
+    calibration_tokens: int
+
+
+class Manifest(_Part, frozen=True):
+    """`manifest.json`.
+
+    Attributes:
+        format: version of this layout.
+        producer: the program and version that wrote the bundle.
+        device: part number of the target that the graphs were checked against.
+        recipe: name of the quantization recipe.
+        kv_dtype: integer type of the cache.
+        context: S of all graphs.
+        htp_check: what the HTP compiler's own graphs showed when the bundle was made.
+        floating_nodes: QNN nodes that run in float, empty unless they were allowed.
+        encodings: every activation and cache tensor of the graphs, by tensor name; the cache tensors stand
+            under the names of their graph inputs. Weight scales lie beside the weights in `weights-*.safetensors`.
+        files: every file of the bundle but this one.
+    """
+
+    format: int
+    producer: str
+    device: str
+    recipe: str
+    kv_dtype: KvDtype
+    context: int
+    model: ModelRecord
+    rope: RopeRecord
+    tokens: TokenRecord
+    graphs: list[GraphRecord]
+    htp_check: HtpCheck
+    floating_nodes: list[str]
+    encodings: dict[str, TensorEncoding]
+    source: SourceRecord
+    files: dict[str, FileRecord]
+
+    @property
+    def geometry(self) -> Geometry:
+        return Geometry(
+            layers=self.model.layers,
+            kv_heads=self.model.kv_heads,
+            head_dim=self.model.head_dim,
+            context=self.context,
+            kv_dtype=self.kv_dtype,
+        )
+
+    def graph(self, role: Role) -> GraphRecord | None:
+        """The graph of this role with the most tokens per inference, if there is one."""
+        return max((g for g in self.graphs if g.role == role), key=lambda g: g.ar, default=None)

@@ -1,0 +1,124 @@
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from edgekv.bundle import MANIFEST, atomic_directory
+from edgekv.errors import BundleError, UsageError
+
+BUILD_FOREVER = """
+import sys, time
+from edgekv.bundle import atomic_directory
+with atomic_directory(sys.argv[1], force=True) as folder:
+    (folder / "half").write_text("half")
+    print(folder, flush=True)
+    time.sleep(600)
+"""
+
+
+def _make(target: Path, content: str, *, force: bool = False) -> None:
+    with atomic_directory(target, force=force) as folder:
+        (folder / MANIFEST).write_text(content)
+        assert folder.parent == target.parent
+
+
+def _killed_while_building(target: Path) -> Path:
+    """The half folder of a process that was killed."""
+    command = [sys.executable, "-c", BUILD_FOREVER, str(target)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
+        assert child.stdout is not None
+        partial = Path(child.stdout.readline().strip())
+        child.send_signal(signal.SIGKILL)
+    return partial
+
+
+def test_the_folder_appears_when_it_is_whole(tmp_path: Path) -> None:
+    target = tmp_path / "new" / "bundle"
+    with atomic_directory(target) as folder:
+        (folder / "file").write_text("whole")
+        assert not target.exists()
+    assert (target / "file").read_text() == "whole"
+    assert [path.name for path in target.parent.iterdir()] == ["bundle"]
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+def test_a_failure_leaves_nothing(tmp_path: Path, error: type[BaseException]) -> None:
+    with pytest.raises(error), atomic_directory(tmp_path / "bundle"):
+        raise error
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_existing_folder_is_replaced_by_force_alone(tmp_path: Path) -> None:
+    target = tmp_path / "bundle"
+    _make(target, "old")
+    with pytest.raises(UsageError, match=r"an existing folder.*--force"):
+        _make(target, "new")
+    _make(target, "new", force=True)
+    assert (target / MANIFEST).read_text() == "new"
+    assert [path.name for path in tmp_path.iterdir()] == ["bundle"]
+
+
+def test_the_old_one_stays_until_the_new_one_is_whole(tmp_path: Path) -> None:
+    target = tmp_path / "bundle"
+    _make(target, "old")
+    with pytest.raises(ValueError, match="no"), atomic_directory(target, force=True):
+        raise ValueError("no")
+    assert (target / MANIFEST).read_text() == "old"
+
+
+def test_force_replaces_no_folder_of_another_kind(tmp_path: Path) -> None:
+    target = tmp_path / "home"
+    target.mkdir()
+    (target / "letters").write_text("dear")
+    with pytest.raises(UsageError, match=f"a folder without {MANIFEST}"):
+        _make(target, "new", force=True)
+    assert (target / "letters").read_text() == "dear"
+
+
+def test_a_file_is_never_replaced(tmp_path: Path) -> None:
+    (tmp_path / "bundle").write_text("a file")
+    with pytest.raises(UsageError, match="found a file"):
+        _make(tmp_path / "bundle", "new", force=True)
+    with pytest.raises(BundleError, match="wanted a writable folder"):
+        _make(tmp_path / "bundle" / "within", "new")
+
+
+def test_a_killed_process_leaves_the_old_one_and_its_rest_is_cleaned(tmp_path: Path) -> None:
+    target = tmp_path / "bundle"
+    _make(target, "old")
+    partial = _killed_while_building(target)
+    assert (partial / "half").exists()
+    assert (target / MANIFEST).read_text() == "old"
+    _make(target, "new", force=True)
+    assert [path.name for path in tmp_path.iterdir()] == ["bundle"]
+
+
+def test_what_a_living_process_builds_is_left_alone(tmp_path: Path) -> None:
+    others = tmp_path / f".bundle.partial-{os.getppid()}"
+    others.mkdir()
+    _make(tmp_path / "bundle", "new")
+    assert others.exists()
+
+
+def test_a_swap_that_was_cut_off_is_taken_back(tmp_path: Path) -> None:
+    dead = _killed_while_building(tmp_path / "other").name.rpartition("-")[2]
+    old = tmp_path / f".bundle.old-{dead}"
+    old.mkdir()
+    (old / MANIFEST).write_text("old")
+    with pytest.raises(UsageError, match="an existing folder"), atomic_directory(tmp_path / "bundle"):
+        raise AssertionError("refused before anything is built")
+    assert (tmp_path / "bundle" / MANIFEST).read_text() == "old"
+
+
+def test_one_process_builds_a_folder_once_at_a_time(tmp_path: Path) -> None:
+    with (
+        atomic_directory(tmp_path / "bundle"),
+        pytest.raises(ValueError, match="being written by this process"),
+        atomic_directory(tmp_path / "bundle"),
+    ):
+        pass
