@@ -1,0 +1,145 @@
+"""One static graph on bound memory, stepping through a sequence."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from time import perf_counter_ns
+from typing import Any
+
+import numpy as np
+import onnxruntime as ort
+from numpy.typing import NDArray
+
+from edgekv.bundle import GraphRecord, Manifest
+from edgekv.engine.binding import MemoryBinding
+from edgekv.engine.rope import RopeTable
+from edgekv.engine.signature import Signature
+from edgekv.errors import EngineError
+from edgekv.kv import KVCache, Window
+
+_ATTEND = 65535
+
+
+class StaticGraph:
+    """A session whose inputs and outputs are bound once; a step writes small inputs and moves the cache's window.
+
+    Attributes:
+        record: what the manifest says of the graph.
+        ar: tokens per inference.
+        steps: steps run.
+        run_ns: time within the runtime's own run, of all steps, ns.
+        host_ns: all other time of the steps: inputs, bindings and the cache's copies, ns.
+    """
+
+    def __init__(
+        self, session: ort.InferenceSession, manifest: Manifest, record: GraphRecord, cache: KVCache, rope: RopeTable
+    ) -> None:
+        """Bind a session to a cache.
+
+        Raises:
+            BundleError: the graph has not the inputs and outputs that the manifest promises.
+        """
+        signature = Signature.of(manifest, record)
+        signature.check(session, record)
+        self.record = record
+        self.ar = record.ar
+        self.steps = 0
+        self.run_ns = 0
+        self.host_ns = 0
+        self._cache = cache
+        self._rope = rope
+        self._pad = manifest.tokens.pad or 0
+        self._binding = MemoryBinding(session)
+        self._arrays = self._bind_arrays(signature)
+        self._ids = self._arrays["input_ids"][0]
+        self._mask = self._arrays["attention_mask"][0, 0]
+        self._cos = self._arrays["position_ids_cos"][0, 0]
+        self._sin = self._arrays["position_ids_sin"][0, 0]
+        self._index = self._arrays.get("logits_index")
+        self._logits = self._arrays["logits"][0]
+        self._past_rows = record.context - record.ar
+        self._causal = np.tril(np.full((self.ar, self.ar), _ATTEND, np.uint16))
+        self._filled = 0
+        self._past_names = [tensor.past for tensor in cache.geometry.names()]
+        self._new_names = [tensor.new for tensor in cache.geometry.names()]
+        self._past_shape = [1, 1, self._past_rows, cache.geometry.head_dim]
+        self._new_shape = [1, 1, self.ar, cache.geometry.head_dim]
+        self._bound: tuple[int, int] | None = None
+
+    @property
+    def logits(self) -> NDArray[Any]:
+        """The logits of the last step as integers `[rows, V]`, in the graph's own memory.
+
+        One row, of the last token; the graph of role `score` has one for each of the step's tokens.
+        """
+        rows: NDArray[Any] = self._logits[: self._filled] if self.record.role == "score" else self._logits
+        return rows
+
+    def step(self, tokens: Sequence[int]) -> None:
+        """Run 1 to AR tokens and keep their keys and values.
+
+        Raises:
+            ContextFullError: the cache has no room for a step of this graph.
+            EngineError: the runtime failed; the cache is as it was before the step.
+        """
+        started = perf_counter_ns()
+        if not 1 <= len(tokens) <= self.ar:
+            raise ValueError(f"tokens: found {len(tokens)}; wanted 1 to {self.ar}")
+        position = self._cache.tokens_seen
+        window = self._cache.window(self.ar)
+        self._write_inputs(tokens, position, window)
+        if self._bound != (window.past_row, window.new_row):
+            self._bind_cache(window)
+        entered = perf_counter_ns()
+        try:
+            self._binding.run()
+        except Exception as error:  # the runtime's exceptions have no common base
+            raise EngineError(
+                f"running {self.record.name}",
+                found=" ".join(str(error).split()),
+                wanted="a step",
+                way_out="Try another --engine; if it runs there, report this graph.",
+            ) from None
+        left = perf_counter_ns()
+        self._cache.commit(len(tokens))
+        self.steps += 1
+        self.run_ns += left - entered
+        self.host_ns += perf_counter_ns() - left + entered - started
+
+    def _bind_arrays(self, signature: Signature) -> dict[str, NDArray[Any]]:
+        arrays: dict[str, NDArray[Any]] = {}
+        for ports, bind in (
+            (signature.inputs, self._binding.input_array),
+            (signature.outputs, self._binding.output_array),
+        ):
+            for port in ports:
+                if not port.name.startswith("past_"):
+                    arrays[port.name] = np.zeros(port.shape, port.dtype)
+                    bind(port.name, arrays[port.name])
+        return arrays
+
+    def _write_inputs(self, tokens: Sequence[int], position: int, window: Window) -> None:
+        n, past = len(tokens), self._past_rows
+        self._ids[:n] = tokens
+        self._cos[:n], self._sin[:n] = self._rope.rows(position, n)
+        self._mask[:n, :past] = 0
+        self._mask[:n, window.first : window.stop] = _ATTEND
+        if n == self._filled:
+            return
+        # The other rows are read by nobody; a row without an open column is harmless.
+        self._ids[n:] = self._pad
+        self._cos[n:], self._sin[n:] = self._rope.rows(0, 1)
+        self._mask[n:] = 0
+        self._mask[:n, past:] = self._causal[:n]
+        if self._index is not None:
+            self._index[0] = n - 1
+        self._filled = n
+
+    def _bind_cache(self, window: Window) -> None:
+        arena = self._cache.arena
+        dtype = arena.array.dtype
+        targets = arena.addresses if window.in_place else arena.scratch_addresses
+        past, new = window.past_row * arena.row_bytes, window.new_row * arena.row_bytes
+        self._binding.inputs(self._past_names, dtype, self._past_shape, arena.addresses, past)
+        self._binding.outputs(self._new_names, dtype, self._new_shape, targets, new)
+        self._bound = (window.past_row, window.new_row)

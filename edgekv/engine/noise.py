@@ -1,0 +1,90 @@
+"""What native libraries print: kept off the terminal, and kept for the error message."""
+
+from __future__ import annotations
+
+import ctypes
+import io
+import os
+import re
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from typing import Literal
+
+_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
+# 2025-01-31 12:00:00.0 [W:onnxruntime:, file.cc:12 Function] message
+_ORT_LINE = re.compile(r"^\S+ \S+ \[([VIWEF]):[^\]]*\] (.*)$")
+_lock = threading.RLock()
+
+_StreamName = Literal["stdout", "stderr"]
+_DESCRIPTORS: dict[_StreamName, int] = {"stdout": 1, "stderr": 2}
+
+
+class Noise:
+    """What was captured, once the capture has ended."""
+
+    def __init__(self) -> None:
+        self.text = ""
+
+    def complaints(self) -> list[str]:
+        """The messages that ONNX Runtime logged as warning or worse, in order and each once."""
+        matches = (_ORT_LINE.match(_COLOUR.sub("", line)) for line in self.text.splitlines())
+        return list(dict.fromkeys(match[2].strip() for match in matches if match and match[1] in "WEF"))
+
+
+@contextmanager
+def captured_output() -> Iterator[Noise]:
+    """Collect what native code writes to the descriptors 1 and 2; `sys.stdout` and `sys.stderr` stay connected.
+
+    Qualcomm's libraries print to both: a line on standard output would spoil the output of `--json`. The
+    descriptors belong to the whole process, so one capture runs at a time.
+    """
+    noise = Noise()
+    with _lock, tempfile.TemporaryFile() as file:
+        with ExitStack() as stack:
+            for name, descriptor in _DESCRIPTORS.items():
+                stack.enter_context(_redirected(name, descriptor, file.fileno()))
+            yield noise
+        file.seek(0)
+        noise.text = file.read().decode("utf-8", "replace")
+
+
+@contextmanager
+def _redirected(name: _StreamName, descriptor: int, target: int) -> Iterator[None]:
+    try:
+        saved = os.dup(descriptor)
+    except OSError:  # a process without it
+        yield
+        return
+    stream = getattr(sys, name)
+    stand_in = _stand_in(stream, descriptor, saved)
+    _flush_c_streams()
+    os.dup2(target, descriptor)
+    if stand_in is not None:
+        setattr(sys, name, stand_in)
+    try:
+        yield
+    finally:
+        _flush_c_streams()
+        os.dup2(saved, descriptor)
+        if stand_in is not None:
+            stand_in.flush()
+            setattr(sys, name, stream)
+        os.close(saved)
+
+
+def _stand_in(stream: object, descriptor: int, saved: int) -> io.TextIOWrapper | None:
+    """A stream like this one that reaches the terminal meanwhile; None if it does not use the descriptor."""
+    with suppress(AttributeError, OSError, ValueError):
+        if isinstance(stream, io.TextIOWrapper) and stream.fileno() == descriptor:
+            stream.flush()
+            raw = io.BufferedWriter(io.FileIO(saved, "w", closefd=False))
+            return io.TextIOWrapper(raw, stream.encoding, stream.errors, line_buffering=True)
+    return None
+
+
+def _flush_c_streams() -> None:
+    with suppress(AttributeError, OSError):
+        ctypes.CDLL(None).fflush(None)

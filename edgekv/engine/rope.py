@@ -1,0 +1,47 @@
+"""Cosines and sines of all positions, as the integers that a graph reads."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quant import DTYPES, Encoding
+
+Table = NDArray[Any]
+
+
+class RopeTable:
+    """Rows of cosines and sines, `[positions, D/2]`, in the encodings of the graph's inputs.
+
+    An entry is trunc(cos(position * frequency) / scale + zero_point) in float64. It truncates, as Genie does, so
+    that both feed a graph the same bits. Positions may exceed those that the model was trained on: attention sees
+    differences of positions only, and a window never holds a difference above S.
+    """
+
+    def __init__(
+        self, inverse_frequencies: Sequence[float], cos: Encoding, sin: Encoding, *, positions: int = 1
+    ) -> None:
+        self._frequencies = np.asarray(inverse_frequencies, np.float64)
+        self._encodings = (cos, sin)
+        self._cos, self._sin = self._compute(0, positions)
+
+    def rows(self, position: int, count: int) -> tuple[Table, Table]:
+        """Cosines and sines `[count, D/2]` of the positions from `position` on; the table grows as needed."""
+        if (end := position + count) > len(self._cos):
+            more = self._compute(len(self._cos), max(end, 2 * len(self._cos)))
+            self._cos, self._sin = (np.concatenate(pair) for pair in zip((self._cos, self._sin), more, strict=True))
+        return self._cos[position:end], self._sin[position:end]
+
+    def _compute(self, start: int, stop: int) -> tuple[Table, Table]:
+        angles = np.arange(start, stop, dtype=np.float64)[:, None] * self._frequencies
+        cos, sin = self._encodings
+        return _truncate(np.cos(angles), cos), _truncate(np.sin(angles), sin)
+
+
+def _truncate(real: NDArray[np.float64], encoding: Encoding) -> Table:
+    steps = np.trunc(real / encoding.scale + encoding.zero_point)
+    table: Table = np.clip(steps, *encoding.limits).astype(DTYPES[encoding.dtype])
+    return table

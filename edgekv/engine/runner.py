@@ -1,0 +1,114 @@
+"""The graphs of a bundle over one cache: which of them takes the next tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgekv.bundle import Bundle, GraphRecord, Role
+from edgekv.engine.engine import Engine
+from edgekv.engine.graph import StaticGraph
+from edgekv.engine.rope import RopeTable
+from edgekv.kv import KVCache
+
+
+@dataclass(frozen=True, slots=True)
+class StepTimes:
+    """Sums since the runner was made.
+
+    Attributes:
+        steps: steps run.
+        run_ns: time within the runtime's own run, ns.
+        host_ns: all other time of the steps, ns.
+    """
+
+    steps: int
+    run_ns: int
+    host_ns: int
+
+    def __sub__(self, earlier: StepTimes) -> StepTimes:
+        return StepTimes(self.steps - earlier.steps, self.run_ns - earlier.run_ns, self.host_ns - earlier.host_ns)
+
+
+def choose_ar(remaining: int, available: Iterable[int], room: Callable[[int], bool]) -> int:
+    """The AR of the next step: the least that takes all remaining tokens, or else the greatest that has room.
+
+    AR-1 if nothing else has room; whether AR-1 has, its step will tell.
+    """
+    fitting = sorted(ar for ar in available if ar == 1 or room(ar))
+    return next((ar for ar in fitting if ar >= remaining), fitting[-1])
+
+
+class Runner:
+    """Feeds tokens to the graphs of a bundle. A graph's session is made when it is first needed.
+
+    Attributes:
+        cache: the past that all graphs share.
+    """
+
+    def __init__(self, bundle: Bundle, engine: Engine, cache: KVCache) -> None:
+        self.cache = cache
+        self._bundle = bundle
+        self._engine = engine
+        self._graphs: dict[str, StaticGraph] = {}
+        manifest = bundle.manifest
+        self._rope = RopeTable(
+            manifest.rope.inverse_frequencies,
+            manifest.encodings["position_ids_cos"].encoding(),
+            manifest.encodings["position_ids_sin"].encoding(),
+            positions=manifest.context,
+        )
+
+    @property
+    def times(self) -> StepTimes:
+        graphs = self._graphs.values()
+        return StepTimes(sum(g.steps for g in graphs), sum(g.run_ns for g in graphs), sum(g.host_ns for g in graphs))
+
+    def prepare(self, *roles: Role) -> None:
+        """Make the sessions of these roles now.
+
+        Raises:
+            EngineError: the engine refused a graph.
+            BundleError: a graph has not the inputs and outputs that the manifest promises.
+        """
+        for record in self._bundle.manifest.graphs:
+            if record.role in roles:
+                self._graph(record)
+
+    def feed(self, tokens: Sequence[int]) -> NDArray[Any]:
+        """Run tokens and return the logits of the last one as integers `[V]`, valid until the next step."""
+        last: NDArray[Any] = self._steps(tokens, "prefill", lambda _: None)[-1]
+        return last
+
+    def feed_all(self, tokens: Sequence[int]) -> NDArray[Any]:
+        """Run tokens and return the logits of each as integers `[T, V]`."""
+        rows: list[NDArray[Any]] = []
+        self._steps(tokens, "score", lambda logits: rows.append(logits.copy()))
+        return np.concatenate(rows)
+
+    def _steps(self, tokens: Sequence[int], role: Role, take: Callable[[NDArray[Any]], None]) -> NDArray[Any]:
+        """Run tokens with the graphs of a role and, for single ones, the decode graph."""
+        if not tokens:
+            raise ValueError("tokens: found none; wanted at least one")
+        records = {g.ar: g for g in self._bundle.manifest.graphs if g.role == role and g.ar > 1}
+        records |= {g.ar: g for g in self._bundle.manifest.graphs if g.role == "decode"}
+        done = 0
+        while done < len(tokens):
+            ar = choose_ar(len(tokens) - done, records, self.cache.room)
+            graph = self._graph(records[ar])
+            graph.step(tokens[done : done + ar])
+            take(graph.logits)
+            done += ar
+        return graph.logits
+
+    def _graph(self, record: GraphRecord) -> StaticGraph:
+        graph = self._graphs.get(record.name)
+        if graph is None:
+            session = self._engine.session(self._bundle.graph_path(record))
+            graph = StaticGraph(session, self._bundle.manifest, record, self.cache, self._rope)
+            self._graphs[record.name] = graph
+        return graph

@@ -1,0 +1,82 @@
+"""The inputs and outputs that a graph must have, in names, types and shapes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import onnxruntime as ort
+
+from edgekv.bundle import GraphRecord, Manifest
+from edgekv.errors import BundleError
+from quant import DTYPES
+
+
+@dataclass(frozen=True, slots=True)
+class Port:
+    """One input or output of a graph.
+
+    Attributes:
+        name: as in the graph.
+        dtype: name of the numpy type.
+        shape: all dimensions; graphs are static.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.dtype} {list(self.shape)}"
+
+
+@dataclass(frozen=True, slots=True)
+class Signature:
+    """What a graph of AR tokens in a context of S reads and writes (Genie's names and conventions).
+
+    Attributes:
+        inputs: `input_ids` [1, AR], `attention_mask` [1, 1, AR, S], `position_ids_cos` and `_sin`
+            [1, 1, AR, D/2], `logits_index` [1] of prefill graphs, and each past [1, 1, S-AR, D].
+        outputs: `logits` [1, AR or 1, V] and each new [1, 1, AR, D].
+    """
+
+    inputs: tuple[Port, ...]
+    outputs: tuple[Port, ...]
+
+    @classmethod
+    def of(cls, manifest: Manifest, graph: GraphRecord) -> Signature:
+        """What the manifest promises."""
+        ar, context, geometry = graph.ar, graph.context, manifest.geometry
+        head_dim = geometry.head_dim
+        kv = DTYPES[manifest.kv_dtype].name
+        inputs = [Port("input_ids", "int32", (1, ar)), Port("attention_mask", "uint16", (1, 1, ar, context))]
+        for name in ("position_ids_cos", "position_ids_sin"):
+            inputs.append(Port(name, DTYPES[manifest.encodings[name].dtype].name, (1, 1, ar, head_dim // 2)))
+        if graph.role == "prefill":
+            inputs.append(Port("logits_index", "int32", (1,)))
+        rows = ar if graph.role == "score" else 1
+        outputs = [Port("logits", DTYPES[manifest.encodings["logits"].dtype].name, (1, rows, manifest.model.vocab))]
+        for tensor in geometry.names():
+            inputs.append(Port(tensor.past, kv, (1, 1, geometry.past_rows(ar), head_dim)))
+            outputs.append(Port(tensor.new, kv, (1, 1, ar, head_dim)))
+        return cls(tuple(inputs), tuple(outputs))
+
+    def check(self, session: ort.InferenceSession, graph: GraphRecord) -> None:
+        """Compare with what a session has.
+
+        Raises:
+            BundleError: an input or output is missing, unknown, or of another type or shape.
+        """
+        _compare(graph, "input", self.inputs, session.get_inputs())
+        _compare(graph, "output", self.outputs, session.get_outputs())
+
+
+def _compare(graph: GraphRecord, kind: str, wanted: Iterable[Port], found: Iterable[ort.NodeArg]) -> None:
+    ports = {arg.name: Port(arg.name, arg.type.removeprefix("tensor(").rstrip(")"), tuple(arg.shape)) for arg in found}
+    names = [port.name for port in wanted]
+    way_out = "Export the bundle again with this edgekv."
+    for port in wanted:
+        if (other := ports.get(port.name)) != port:
+            raise BundleError(f"{graph.file}: {kind}", found=other or "none", wanted=port, way_out=way_out)
+    if unknown := sorted(ports.keys() - set(names)):
+        raise BundleError(f"{graph.file}: {kind}", found=ports[unknown[0]], wanted="no further one", way_out=way_out)

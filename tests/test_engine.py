@@ -1,0 +1,130 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import onnxruntime as ort
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from edgekv.bundle import GraphRecord, Manifest, open_bundle
+from edgekv.engine import CpuEngine
+from edgekv.engine.binding import MemoryBinding, _public
+from edgekv.engine.rope import RopeTable
+from edgekv.engine.runner import choose_ar
+from edgekv.engine.signature import Signature
+from edgekv.errors import BundleError, EngineError
+from quant import Encoding
+
+UNIT = Encoding("u16", 2 / 65535, 32768)
+
+
+@pytest.fixture(scope="module")
+def manifest(bundle: Path) -> Manifest:
+    return open_bundle(bundle).manifest
+
+
+@pytest.fixture(scope="module")
+def decode(manifest: Manifest) -> GraphRecord:
+    record = manifest.graph("decode")
+    assert record is not None
+    return record
+
+
+@pytest.fixture(scope="module")
+def session(bundle: Path, decode: GraphRecord) -> ort.InferenceSession:
+    return CpuEngine(threads=1).session(bundle / decode.file)
+
+
+@given(st.integers(1, 100), st.integers(0, 127))
+def test_the_least_graph_that_takes_all_is_chosen(remaining: int, length: int) -> None:
+    ar = choose_ar(remaining, (1, 8, 32), lambda ar: length <= 128 - ar)
+    assert ar == 1 or length <= 128 - ar
+    if length <= 96:
+        assert ar == (1 if remaining == 1 else 8 if remaining <= 8 else 32)
+
+
+def test_without_room_the_single_step_says_so() -> None:
+    assert choose_ar(5, (1, 32), lambda ar: False) == 1
+
+
+@given(st.integers(0, 300), st.integers(1, 40))
+def test_a_rope_table_that_grew_is_the_one_computed_at_once(position: int, count: int) -> None:
+    frequencies = [1.0, 0.1, 0.01]
+    grown, whole = (RopeTable(frequencies, UNIT, UNIT, positions=n) for n in (1, 400))
+    for found, wanted in zip(grown.rows(position, count), whole.rows(position, count), strict=True):
+        assert np.array_equal(found, wanted)
+
+
+def test_rope_truncates_as_genie_does() -> None:
+    cos, sin = RopeTable([1.0], UNIT, UNIT, positions=4).rows(0, 4)
+    assert cos[:, 0].tolist() == [int(np.cos(p) / UNIT.scale + 32768) for p in range(4)]
+    assert sin[:, 0].tolist() == [int(np.sin(p) / UNIT.scale + 32768) for p in range(4)]
+
+
+def test_the_graph_has_what_the_manifest_promises(
+    session: ort.InferenceSession, manifest: Manifest, decode: GraphRecord
+) -> None:
+    Signature.of(manifest, decode).check(session, decode)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("head_dim", 32, r"input: found position_ids_cos uint16 \[1, 1, 1, 32\]; wanted position_ids_cos"),
+        ("vocab", 7, r"output: found logits uint16 \[1, 1, 4096\]; wanted logits uint16 \[1, 1, 7\]"),
+        ("layers", 3, r"input: found past_key_3_h0_in .* wanted no further one"),
+    ],
+)
+def test_a_graph_of_another_model_is_refused(
+    session: ort.InferenceSession, manifest: Manifest, decode: GraphRecord, field: str, value: int, message: str
+) -> None:
+    other = msgspec.structs.replace(manifest, model=msgspec.structs.replace(manifest.model, **{field: value}))
+    with pytest.raises(BundleError, match=f"{decode.file}: {message}"):
+        Signature.of(other, decode).check(session, decode)
+
+
+def test_both_ways_to_bind_give_the_same_bits(
+    session: ort.InferenceSession, manifest: Manifest, decode: GraphRecord
+) -> None:
+    """The fast one uses what the runtime does not promise to keep; without it the public one is used."""
+    logits = []
+    for public in (False, True):
+        binding = MemoryBinding(session)
+        if public:
+            binding._inputs, binding._outputs = _public(binding._io.bind_input), _public(binding._io.bind_output)
+        signature = Signature.of(manifest, decode)
+        arrays = {port.name: np.ones(port.shape, port.dtype) for port in (*signature.inputs, *signature.outputs)}
+        for port in signature.inputs:
+            binding.input_array(port.name, arrays[port.name])
+        for port in signature.outputs:
+            binding.output_array(port.name, arrays[port.name])
+        binding.run()
+        logits.append(arrays["logits"])
+    assert np.array_equal(*logits)
+    assert logits[0].std() > 0
+
+
+def test_a_broken_graph_is_refused_by_name(tmp_path: Path) -> None:
+    (tmp_path / "graph.onnx").write_bytes(b"not a graph")
+    with pytest.raises(EngineError, match=r"graph.onnx on the CPU: found .*Protobuf"):
+        CpuEngine().session(tmp_path / "graph.onnx")
+
+
+def test_a_missing_provider_tells_how_to_install_it(bundle: Path) -> None:
+    code = f"""
+import sys
+sys.modules["onnxruntime_qnn"] = None  # as if it were not installed
+from edgekv.cli import run
+sys.exit(run(["generate", {str(bundle)!r}, "--prompt", "x", "--engine", "htp"]))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 1
+    assert (
+        'found no package onnxruntime_qnn; wanted Qualcomm\'s execution provider. Install it: pip install "edgekv[htp]"'
+        in done.stderr
+    )

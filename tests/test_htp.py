@@ -1,0 +1,87 @@
+"""The HTP emulator itself runs here: the bundle's graphs are compiled and executed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+
+import edgekv
+from devices import find
+from edgekv.engine import qnn
+from edgekv.errors import EngineError
+
+STRATEGIES: tuple[dict[str, Any], ...] = (
+    {"kv_update": "pointer-shift", "reserve": 2.0},
+    {"kv_update": "pointer-shift", "reserve": 1.5},
+    {"kv_update": "slot"},
+)
+
+
+def _held(model: edgekv.Model) -> np.ndarray[Any, Any]:
+    rows: np.ndarray[Any, Any] = model.cache.arena.array[:, model.cache.held_rows()]
+    return rows
+
+
+@pytest.fixture(scope="module")
+def text_tokens(bundle: Path, embedded: Path) -> list[int]:
+    return edgekv.load(bundle).encode((embedded / "heldout.txt").read_text("utf-8")[:2000])[:100]
+
+
+def test_no_strategy_changes_a_bit(bundle: Path, text_tokens: list[int]) -> None:
+    """Bit by bit the same, also where the CPU's order of summation would show."""
+    logits, rows = [], []
+    for options in STRATEGIES:
+        model = edgekv.load(bundle, "htp", verify=False, **options)
+        logits.append(model.score(text_tokens[:40]))
+        rows.append(_held(model))
+    assert all(np.array_equal(logits[0], other) for other in logits[1:])
+    assert all(np.array_equal(rows[0], other) for other in rows[1:])
+
+
+def test_a_partly_filled_step_equals_single_steps_bit_by_bit(bundle: Path, text_tokens: list[int]) -> None:
+    model = edgekv.load(bundle, "htp", verify=False)
+    chunked = model.score(text_tokens[:6])
+    rows = _held(model)
+    model.cache.reset()
+    single = np.stack([model._runner.feed((token,)).copy() for token in text_tokens[:6]])
+    assert np.array_equal(chunked, model.bundle.manifest.encodings["logits"].encoding().dequantize(single))
+    assert np.array_equal(rows, _held(model))
+
+
+def test_it_agrees_with_the_cpu(bundle: Path, text_tokens: list[int]) -> None:
+    on_htp, on_cpu = (edgekv.load(bundle, engine, verify=False) for engine in ("htp", "cpu"))
+    agreed = on_htp.score(text_tokens).argmax(-1) == on_cpu.score(text_tokens).argmax(-1)
+    assert agreed.mean() >= 0.95
+    assert np.abs(_held(on_htp).astype(int) - _held(on_cpu)).mean() < 0.1
+
+
+def test_a_refused_graph_is_explained_by_its_node(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """The HTP multiplies no s16 by u8; the runtime itself says only that a node would fall back to the CPU."""
+    path = tmp_path / "refused.onnx"
+    _write_matmul_of_s16_and_u8(path)
+    with pytest.raises(EngineError, match=r"refused.onnx on SM8650: found .*`the_matmul` of type `MatMul`"):
+        qnn.create_session(path, find("SM8650"))
+    assert capfd.readouterr() == ("", "")
+
+
+def _write_matmul_of_s16_and_u8(path: Path) -> None:
+    scale = numpy_helper.from_array(np.float32(0.1), "scale")
+    zeros = [numpy_helper.from_array(np.int16(0), "s16"), numpy_helper.from_array(np.uint8(128), "u8")]
+    nodes = [
+        helper.make_node("DequantizeLinear", ["a", "scale", "s16"], ["a_f"]),
+        helper.make_node("DequantizeLinear", ["b", "scale", "u8"], ["b_f"]),
+        helper.make_node("MatMul", ["a_f", "b_f"], ["c_f"], name="the_matmul"),
+        helper.make_node("QuantizeLinear", ["c_f", "scale", "s16"], ["c"]),
+    ]
+    inputs = [
+        helper.make_tensor_value_info("a", TensorProto.INT16, [1, 1, 4, 8]),
+        helper.make_tensor_value_info("b", TensorProto.UINT8, [1, 1, 8, 4]),
+    ]
+    outputs = [helper.make_tensor_value_info("c", TensorProto.INT16, [1, 1, 4, 4])]
+    graph = helper.make_graph(nodes, "refused", inputs, outputs, [scale, *zeros])
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10), path)
