@@ -1,0 +1,5 @@
+"""`python -m edgekv` is the command `edgekv`."""
+
+from edgekv.cli import main
+
+main()

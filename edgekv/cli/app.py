@@ -1,0 +1,60 @@
+"""The commands put together."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from importlib import metadata
+from typing import Annotated, NoReturn
+
+import typer
+
+from edgekv.cli.boundary import exit_code_of
+from edgekv.cli.commands import find_commands
+
+
+def main() -> NoReturn:
+    """The entry point of the program: run the arguments of the process and end it."""
+    sys.exit(run(sys.argv[1:]))
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run one command line and return its exit code: 0, 1 if it failed, 2 for usage, 130 if it was interrupted."""
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")  # a terminal without Unicode still shows the rest
+
+    def call() -> None:
+        make_app(arguments)(args=list(arguments), prog_name="edgekv")
+
+    return exit_code_of(call)
+
+
+def make_app(arguments: Sequence[str]) -> typer.Typer:
+    """The program with those commands that these arguments can mean, in the order of their names."""
+    app = typer.Typer(
+        add_completion=False,
+        no_args_is_help=True,
+        pretty_exceptions_enable=False,
+        rich_markup_mode=None,
+        help="Language models on mobile NPUs: export, check, run.",
+    )
+    app.callback()(_options)
+    first = next(iter(arguments), "")
+    for name, function in sorted(find_commands(first).items()):
+        app.command(name)(function)
+    return app
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"edgekv {metadata.version('edgekv')}")
+        raise typer.Exit
+
+
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version.", callback=_print_version, is_eager=True)
+    ] = False,
+) -> None:
+    pass

@@ -1,0 +1,42 @@
+"""The commands that are there: edgekv's own, and those that installed packages add."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib import metadata
+from typing import Any
+
+import typer
+
+from edgekv.cli.generate import generate
+from edgekv.cli.size import size
+
+GROUP = "edgekv.commands"
+
+Command = Callable[..., Any]
+_OWN: dict[str, Command] = {"generate": generate, "size": size}
+
+
+def find_commands(wanted: str) -> dict[str, Command]:
+    """The command of this name, or all of them if there is none; others are not even imported.
+
+    An installed command that cannot be imported is named in a warning and left out.
+    """
+    if wanted in _OWN:
+        return dict(_OWN)
+    points = list(metadata.entry_points(group=GROUP))
+    matching = [point for point in points if point.name == wanted]
+    commands = dict(_OWN)
+    for point in matching or points:
+        if point.name in commands:
+            _warn(point, "the name is taken")
+            continue
+        try:
+            commands[point.name] = point.load()
+        except Exception as error:  # whatever a foreign module raises when it is imported
+            _warn(point, f"{type(error).__name__}: {error}")
+    return commands
+
+
+def _warn(point: metadata.EntryPoint, reason: str) -> None:
+    typer.echo(f"edgekv: warning: the command {point.name} ({point.value}) is left out: {reason}", err=True)

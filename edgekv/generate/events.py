@@ -1,0 +1,58 @@
+"""What a generation yields, and what is known of it at its end."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+StopReason = Literal["eos", "length", "stop", "context"]
+
+
+@dataclass(frozen=True, slots=True)
+class Token:
+    """One generated token.
+
+    Attributes:
+        id: in the vocabulary.
+        text: what may be printed now. Empty while a character or a possible stop sequence is incomplete; the
+            last token brings all that was held back.
+    """
+
+    id: int
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationStats:
+    """What a generation did.
+
+    Attributes:
+        prompt_tokens: tokens of the prompt.
+        generated_tokens: tokens yielded, the end-of-sequence token included.
+        stop_reason: `eos`; `length`, max_new_tokens reached; `stop`, a stop sequence; `context`, the context
+            is full; None while it goes on.
+        prefill_ms: time from the prompt to its logits.
+        decode_ms_per_token: mean time of a decoded token, sampling and text included; None if none was decoded.
+        steps: inferences of prefill and decode.
+        host_us_per_step: mean time of a step outside of the runtime's own run: inputs, bindings, copies.
+        engine: where the graphs ran.
+        kv_update: update strategy of the cache.
+        reserve: memory of `pointer-shift` in units of S-1 rows; None for other strategies.
+        kv_bytes_held: bytes allocated for the cache.
+        kv_bytes_copied: bytes that the cache copied during this generation.
+        seed: reproduces a sampled generation; None if it was greedy.
+    """
+
+    prompt_tokens: int
+    generated_tokens: int
+    stop_reason: StopReason | None
+    prefill_ms: float
+    decode_ms_per_token: float | None
+    steps: int
+    host_us_per_step: float
+    engine: str
+    kv_update: str
+    reserve: float | None
+    kv_bytes_held: int
+    kv_bytes_copied: int
+    seed: int | None

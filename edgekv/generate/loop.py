@@ -1,0 +1,138 @@
+"""Prefill, then decode."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from time import perf_counter_ns
+from typing import Any
+
+from numpy.typing import NDArray
+
+from edgekv.engine.runner import Runner
+from edgekv.errors import UsageError
+from edgekv.generate.events import GenerationStats, StopReason, Token
+from edgekv.generate.sampler import Sampler
+from edgekv.generate.text import Detokenizer, StopSequences
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """On what a generation runs, for its statistics; see `GenerationStats`."""
+
+    engine: str
+    kv_update: str
+    reserve: float | None
+
+
+class Generation(Iterator[Token]):
+    """A stream of tokens. The prompt is run when the first token is asked for."""
+
+    def __init__(
+        self,
+        runner: Runner,
+        prompt: Sequence[int],
+        setup: Setup,
+        *,
+        max_new_tokens: int,
+        eos: Collection[int],
+        sampler: Sampler,
+        detokenizer: Detokenizer,
+        stops: StopSequences,
+    ) -> None:
+        """Prepare a generation; the runner's cache must be empty.
+
+        Raises:
+            UsageError: `max_new_tokens` is below 1.
+        """
+        if max_new_tokens < 1:
+            way_out = "Ask for a token or more."
+            raise UsageError("max_new_tokens", found=max_new_tokens, wanted="at least 1", way_out=way_out)
+        self.prompt = tuple(prompt)
+        self._runner = runner
+        self._setup = setup
+        self._max_new_tokens = max_new_tokens
+        self._eos = frozenset(eos)
+        self._sampler = sampler
+        self._detokenizer = detokenizer
+        self._stops = stops
+        self._generated = 0
+        self._prefill_ns = 0
+        self._decode_ns = 0
+        self._stop_reason: StopReason | None = None
+        self._abandoned = False
+        self._times = runner.times
+        self._bytes_copied = runner.cache.stats.bytes_copied
+        self._tokens = self._run()
+
+    def __next__(self) -> Token:
+        """The next token.
+
+        Raises:
+            StopIteration: the generation has ended; `stats.stop_reason` says why.
+            ValueError: its cache was handed to a later generation.
+        """
+        return next(self._tokens)
+
+    def abandon(self) -> None:
+        """The cache is needed for something else; whoever asks for a further token is told so."""
+        self._abandoned = True
+
+    @property
+    def stats(self) -> GenerationStats:
+        """What was done so far."""
+        times = self._runner.times - self._times
+        cache = self._runner.cache.stats
+        decoded = self._generated - 1
+        return GenerationStats(
+            prompt_tokens=len(self.prompt),
+            generated_tokens=self._generated,
+            stop_reason=self._stop_reason,
+            prefill_ms=self._prefill_ns / 1e6,
+            decode_ms_per_token=self._decode_ns / 1e6 / decoded if decoded > 0 else None,
+            steps=times.steps,
+            host_us_per_step=times.host_ns / 1e3 / max(times.steps, 1),
+            engine=self._setup.engine,
+            kv_update=self._setup.kv_update,
+            reserve=self._setup.reserve,
+            kv_bytes_held=cache.bytes_held,
+            kv_bytes_copied=cache.bytes_copied - self._bytes_copied,
+            seed=self._sampler.seed,
+        )
+
+    def _run(self) -> Iterator[Token]:
+        self._check_not_abandoned()
+        started = perf_counter_ns()
+        logits = self._runner.feed(self.prompt)
+        self._prefill_ns = perf_counter_ns() - started
+        token = self._take(logits)
+        yield token
+        while self._stop_reason is None:
+            self._check_not_abandoned()
+            started = perf_counter_ns()
+            token = self._take(self._runner.feed((token.id,)))
+            self._decode_ns += perf_counter_ns() - started
+            yield token
+
+    def _take(self, logits: NDArray[Any]) -> Token:
+        """Choose a token, find out whether it is the last one, and what of the text may be printed."""
+        token = self._sampler(logits)
+        self._generated += 1
+        text = "" if token in self._eos else self._stops.push(self._detokenizer.push(token))
+        self._stop_reason = self._reason(token)
+        if self._stop_reason is not None:
+            text += self._stops.push(self._detokenizer.flush()) + self._stops.flush()
+        return Token(token, text)
+
+    def _reason(self, token: int) -> StopReason | None:
+        if token in self._eos:
+            return "eos"
+        if self._stops.found:
+            return "stop"
+        if self._generated == self._max_new_tokens:
+            return "length"
+        return None if self._runner.cache.room(1) else "context"
+
+    def _check_not_abandoned(self) -> None:
+        if self._abandoned:
+            raise ValueError("generation: its cache is used by a later call of the model; finish one before the next")

@@ -1,0 +1,206 @@
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+import edgekv
+from edgekv.bundle import Bundle, TokenRecord
+from edgekv.errors import ContextFullError, UsageError
+from edgekv.generate import Token
+
+PROMPT = "import os\n\ndef read_file(path):\n"
+IN_ORDER: tuple[dict[str, Any], ...] = ({"kv_update": "pointer-shift", "reserve": 2.0}, {"reserve": 1.5})
+STRATEGIES: tuple[dict[str, Any], ...] = (*IN_ORDER, {"kv_update": "slot"})
+
+
+def _ids(tokens: Sequence[Token]) -> list[int]:
+    return [token.id for token in tokens]
+
+
+def _held(model: edgekv.Model) -> np.ndarray[Any, Any]:
+    """Keys and values of the tokens held, oldest first, `[N, tokens, D]`."""
+    rows: np.ndarray[Any, Any] = model.cache.arena.array[:, model.cache.held_rows()]
+    return rows
+
+
+@pytest.fixture(scope="module")
+def model(bundle: Path) -> edgekv.Model:
+    return edgekv.load(bundle, threads=1)
+
+
+@pytest.fixture(scope="module")
+def text_tokens(model: edgekv.Model, embedded: Path) -> list[int]:
+    """As many tokens of held-out text as the context takes."""
+    return model.encode((embedded / "heldout.txt").read_text("utf-8")[:4000])[: model.bundle.manifest.context]
+
+
+def test_every_strategy_gives_the_same_tokens(bundle: Path) -> None:
+    model_tokens = [_ids(list(edgekv.load(bundle, **kw).generate(PROMPT, 1000))) for kw in STRATEGIES]
+    assert model_tokens[0] == model_tokens[1] == model_tokens[2]
+
+
+def test_the_reserve_changes_no_bit(bundle: Path, text_tokens: list[int]) -> None:
+    whole, less = (edgekv.load(bundle, threads=1, **kw) for kw in IN_ORDER)
+    assert np.array_equal(whole.score(text_tokens), less.score(text_tokens))
+    assert np.array_equal(_held(whole), _held(less))
+    assert whole.cache.stats.copies == 0
+    assert less.cache.stats.copies == 1
+
+
+def test_nothing_is_copied_while_the_context_fills(bundle: Path) -> None:
+    model = edgekv.load(bundle, kv_update="pointer-shift")
+    generation = model.generate(PROMPT, 1000)
+    tokens = list(generation)
+    assert generation.stats.stop_reason == "context"
+    assert generation.stats.kv_bytes_copied == 0
+    assert len(generation.prompt) + len(tokens) == model.bundle.manifest.context + 1
+    assert model.cache.length == model.bundle.manifest.context
+
+
+def test_a_sliding_window_goes_on_beyond_the_context(bundle: Path) -> None:
+    streams = []
+    for options in IN_ORDER:
+        model = edgekv.load(bundle, policy="sliding-window", threads=1, **options)
+        context = model.bundle.manifest.context
+        generation = model.generate(PROMPT, 2 * context, temperature=1.0, seed=7)
+        streams.append(_ids(list(generation)))
+        assert generation.stats.stop_reason == "length"
+        assert model.cache.tokens_seen > context
+        assert model.cache.length == context - 1
+        assert model.cache.stats.copies > 0
+    assert streams[0] == streams[1]
+
+
+def test_a_long_prompt_slides_too(bundle: Path, text_tokens: list[int]) -> None:
+    model = edgekv.load(bundle, policy="sliding-window", threads=1)
+    assert len(list(model.generate(text_tokens * 2, 4))) == 4
+
+
+@pytest.mark.parametrize("options", STRATEGIES)
+def test_a_partly_filled_step_equals_single_steps(
+    bundle: Path, text_tokens: list[int], options: dict[str, Any]
+) -> None:
+    model = edgekv.load(bundle, threads=1, **options)
+    tokens = text_tokens[:39]  # 32 and 7, of which the 7 fill an AR-32 step in part
+    encodings = model.bundle.manifest.encodings
+    chunked = model.score(tokens)
+    rows = _held(model).astype(int)
+    model.cache.reset()
+    single = [model._runner.feed((token,)).astype(int) for token in tokens]
+    # The order of floating-point sums differs; an integer on the edge may fall to its neighbour, and that spreads.
+    assert np.abs(rows - _held(model)).max() <= 2
+    assert np.abs(chunked - encodings["logits"].encoding().dequantize(np.stack(single))).mean() < 0.02
+    assert (chunked.argmax(-1) == np.stack(single).argmax(-1)).mean() > 0.95
+
+
+def test_prefill_and_score_give_the_same_logits(model: edgekv.Model, text_tokens: list[int]) -> None:
+    scored = model.score(text_tokens[:40])[-1]
+    model.cache.reset()
+    last = model._runner.feed(text_tokens[:40])
+    assert np.array_equal(scored, model.bundle.manifest.encodings["logits"].encoding().dequantize(last))
+
+
+def test_teacher_forcing_the_generated_tokens_would_generate_them(model: edgekv.Model) -> None:
+    generation = model.generate(PROMPT, 20)
+    tokens = _ids(list(generation))
+    chosen = model.score([*generation.prompt, *tokens]).argmax(-1)[len(generation.prompt) - 1 : -1]
+    assert (chosen == tokens).mean() >= 0.9
+
+
+def test_text_is_the_decoding_of_the_tokens(model: edgekv.Model) -> None:
+    tokens = list(model.generate(PROMPT, 30))
+    assert "".join(token.text for token in tokens) == model.tokenizer.decode(_ids(tokens))
+
+
+def test_a_generation_ends_at_its_length(model: edgekv.Model) -> None:
+    generation = model.generate(PROMPT, 5)
+    assert generation.stats.stop_reason is None
+    assert len(list(generation)) == 5
+    stats = generation.stats
+    assert (stats.stop_reason, stats.generated_tokens, stats.steps) == ("length", 5, 5)
+
+
+def test_a_generation_ends_before_a_stop_sequence(model: edgekv.Model) -> None:
+    free = "".join(token.text for token in model.generate(PROMPT, 40))
+    middle = free[len(free) // 2 :][:5]
+    generation = model.generate(PROMPT, 40, stop=[middle])
+    assert "".join(token.text for token in generation) == free[: free.index(middle)]
+    assert generation.stats.stop_reason == "stop"
+
+
+def test_a_generation_ends_at_the_end_of_sequence(model: edgekv.Model) -> None:
+    free = list(model.generate(PROMPT, 40))
+    ends = TokenRecord(bos=None, eos=[free[20].id], pad=None)
+    bundle = Bundle(model.bundle.path, msgspec.structs.replace(model.bundle.manifest, tokens=ends))
+    generation = edgekv.load(bundle, threads=1).generate(model.encode(PROMPT), 40)
+    tokens = list(generation)
+    assert generation.stats.stop_reason == "eos"
+    assert _ids(tokens) == _ids(free[: len(tokens)])
+    assert "".join(token.text for token in tokens) == model.tokenizer.decode(_ids(tokens)[:-1])
+
+
+def test_sampling_is_reproduced_by_its_seed(model: edgekv.Model) -> None:
+    first = model.generate(PROMPT, 20, temperature=1.0, top_k=50, top_p=0.9)
+    tokens = _ids(list(first))
+    again = model.generate(PROMPT, 20, temperature=1.0, top_k=50, top_p=0.9, seed=first.stats.seed)
+    assert _ids(list(again)) == tokens
+
+
+def test_a_prompt_longer_than_the_context_is_refused_before_anything_runs(model: edgekv.Model) -> None:
+    context, steps = model.bundle.manifest.context, model.cache.stats.steps
+    with pytest.raises(ContextFullError, match=rf"prompt: found {context + 1} tokens; wanted at most {context}"):
+        model.generate([5] * (context + 1))
+    assert model.cache.stats.steps == steps
+
+
+def test_a_prompt_as_long_as_the_context_gives_one_token(model: edgekv.Model, text_tokens: list[int]) -> None:
+    generation = model.generate(text_tokens, 5)
+    assert len(list(generation)) == 1
+    assert generation.stats.stop_reason == "context"
+
+
+def test_a_later_generation_ends_an_earlier_one(model: edgekv.Model) -> None:
+    earlier = model.generate(PROMPT, 5)
+    next(earlier)
+    later = model.generate(PROMPT, 5)
+    with pytest.raises(ValueError, match="used by a later call"):
+        next(earlier)
+    assert len(list(later)) == 5
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"engine": "gpu"}, "engine: found 'gpu'; wanted cpu or htp"),
+        ({"kv_update": "copy"}, "update strategy: found 'copy'"),
+        ({"reserve": 3}, "reserve: found 3"),
+        ({"reserve": 1.5, "kv_update": "slot"}, "reserve: found 1.5 with slot"),
+        ({"policy": "forget"}, "context policy: found 'forget'"),
+        ({"threads": 0}, "threads: found 0"),
+        ({"threads": 2, "engine": "htp"}, "threads: found 2"),
+    ],
+)
+def test_options_that_cannot_be_are_refused(bundle: Path, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        edgekv.load(bundle, verify=False, **options)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        ({"prompt": []}, "prompt: found no tokens"),
+        ({"prompt": [4096]}, "prompt: found id 4096; wanted 0 to 4095"),
+        ({"prompt": [-1]}, "prompt: found id -1"),
+        ({"prompt": "\udcff"}, "prompt: found .*surrogates not allowed"),
+        ({"prompt": "x", "max_new_tokens": 0}, "max_new_tokens: found 0"),
+        ({"prompt": "x", "stop": [""]}, "stop: found an empty text"),
+    ],
+)
+def test_prompts_that_cannot_be_are_refused(model: edgekv.Model, call: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        model.generate(**call)
