@@ -1,0 +1,79 @@
+"""From text to encodings: run the reference, watch every result, choose an encoding for each."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgekv.errors import UsageError
+from edgekv.kv import KvDtype
+from exporters.checkpoint import Checkpoint
+from exporters.recipe import Recipe
+from exporters.reference import Floats, Reference
+from quant import Encoding, Range
+
+_ROTATION = Encoding("u16", scale=1 / 32767, zero_point=32768)  # -1 to 1, both ends exact
+_LEAST_MASK_DEPTH = 64.0
+_U16_SOFTMAX_REACH = 12.0  # exp(-12) is below half a step of a 16-bit probability
+
+
+def token_windows(checkpoint: Checkpoint, text: str, length: int, most: int | None = None) -> list[NDArray[np.int64]]:
+    """The text as windows of `length` token ids that do not overlap, each begun by the BOS token if there is one.
+
+    The last window may be shorter; `most` limits the number of windows.
+
+    Raises:
+        UsageError: the text has fewer than two tokens.
+    """
+    ids = checkpoint.encode(text)
+    if len(ids) < 2:
+        raise UsageError("text", found=f"{len(ids)} tokens", wanted="at least 2", way_out="Give a longer text.")
+    bos = [] if checkpoint.special.bos is None else [checkpoint.special.bos]
+    step = length - len(bos)
+    windows = [np.array(bos + ids[start : start + step]) for start in range(0, len(ids), step)]
+    if len(windows[-1]) < 2:
+        windows.pop()
+    return windows[:most]
+
+
+def observe_ranges(
+    checkpoint: Checkpoint, windows: Sequence[NDArray[np.int64]], progress: Callable[[int], None] | None = None
+) -> dict[str, Range]:
+    """What values every result of the float decoder takes on these windows."""
+    ranges: dict[str, Range] = {}
+
+    def observe(name: str, values: Floats) -> None:
+        ranges.setdefault(name, Range()).observe(values, keep_sample=name.startswith("past_"))
+
+    Reference(checkpoint).logits(windows, observe=observe, progress=progress)
+    return ranges
+
+
+def choose_encodings(ranges: Mapping[str, Range], recipe: Recipe, kv_dtype: KvDtype) -> dict[str, Encoding]:
+    """An encoding for every result and every graph input.
+
+    Activations cover all that was seen. Cache tensors are symmetric, with the clipping of least squared error.
+    The mask is deep enough that a masked position vanishes from the softmax whatever rows the cache holds there.
+    """
+    encodings = {
+        name: seen.symmetric(kv_dtype) if name.startswith("past_") else seen.asymmetric(recipe.activations)
+        for name, seen in ranges.items()
+    }
+    depth = _LEAST_MASK_DEPTH
+    for name, seen in ranges.items():
+        if ".scores." in name:
+            depth = max(depth, math.ceil(seen.high - seen.low + _U16_SOFTMAX_REACH))
+    for name, seen in ranges.items():
+        if ".scores." in name:
+            masked = name.replace(".scores.", ".masked.")
+            encodings[masked] = Encoding.asymmetric(min(seen.low, -depth), seen.high, recipe.activations)
+        elif name.endswith(".sigmoid"):
+            encodings[name] = Encoding.asymmetric(0.0, 1.0, recipe.activations)
+    encodings["probabilities"] = Encoding.asymmetric(0.0, 1.0, recipe.activations)
+    encodings["attention_mask"] = Encoding("u16", scale=depth / 65535, zero_point=65535)
+    encodings["logits"] = encodings["head"]
+    encodings["position_ids_cos"] = encodings["position_ids_sin"] = _ROTATION
+    return encodings

@@ -1,0 +1,170 @@
+"""The commands that exporters add to `edgekv`: export, compile, eval."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Optional, cast
+
+import msgspec
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import Progress as Bars
+
+import edgekv
+from devices import find
+from edgekv.bundle import open_bundle
+from edgekv.errors import UsageError
+from edgekv.kv import KvDtype
+from exporters.checkpoint import Checkpoint
+from exporters.compile import compile_bundle
+from exporters.evaluate import evaluate, open_source, read_text
+from exporters.export import ExportOptions, export_bundle
+from exporters.progress import Progress
+from exporters.recipe import find_recipe
+
+# ruff: noqa: UP045  (typer reads the annotations of Python 3.10 at run time)
+
+DeviceOption = Annotated[str, typer.Option("--device", help="Target: part number or name, such as SM8650.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output.")]
+ForceOption = Annotated[bool, typer.Option("--force", help="Replace what is there.")]
+
+
+def export(
+    checkpoint: Annotated[str, typer.Argument(help="A Hugging Face folder, or a hub id such as org/model.")],
+    output: Annotated[Path, typer.Option("-o", "--output", help="The bundle's folder, to be made.")],
+    device: DeviceOption,
+    context: Annotated[int, typer.Option(help="Context length S in tokens.")] = 512,
+    ar: Annotated[str, typer.Option("--ar", help="Tokens per inference of each graph, with commas.")] = "1,32",
+    recipe: Annotated[str, typer.Option(help="Integer types of weights and activations.")] = "w8a16",
+    kv: Annotated[str, typer.Option(help="Integer type of the KV cache: u8, or s16 from V73 on.")] = "u8",
+    calibration: Annotated[Optional[Path], typer.Option(help="Text to calibrate on, instead of edgekv's own.")] = None,
+    allow_float: Annotated[bool, typer.Option("--allow-float", help="Accept nodes that compute in float.")] = False,
+    skip_htp_check: Annotated[
+        bool, typer.Option("--skip-htp-check", help="Do not compile for the HTP; the bundle says that it is unchecked.")
+    ] = False,
+    force: ForceOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Turn a checkpoint into a bundle.
+
+    The bundle holds static integer graphs, each compiled for the HTP and refused if it would compute in float.
+    """
+    options = ExportOptions(
+        device=find(device),
+        recipe=find_recipe(recipe),
+        context=context,
+        ar=_numbers("--ar", ar),
+        kv_dtype=_kv_dtype(kv),
+        calibration=calibration,
+        allow_float=allow_float,
+        check_on_htp=not skip_htp_check,
+    )
+    with _shown() as progress:
+        opened = Checkpoint.open(checkpoint)
+        manifest = export_bundle(opened, output, options, force=force, progress=progress)
+    if as_json:
+        typer.echo(msgspec.json.encode(manifest))
+        return
+    held = sum(record.bytes for record in manifest.files.values())
+    typer.echo(f"{output}: {opened.parameters / 1e6:.1f} M parameters, {manifest.recipe}, {held / 1e6:.1f} MB")
+    for graph in manifest.graphs:
+        typer.echo(f"  {graph.name}: {graph.role}, {graph.ar} tokens per inference, context {graph.context}")
+    verdict = {
+        "integers-only": f"every graph compiles for {manifest.device}, integers only",
+        "float-allowed": f"compiles for {manifest.device}; {len(manifest.floating_nodes)} nodes compute in float",
+        "not-run": "not checked on the HTP compiler",
+    }
+    typer.echo(f"  {verdict[manifest.htp_check]}")
+
+
+def compile_(
+    bundle: Annotated[Path, typer.Argument(help="A bundle's folder.")],
+    device: DeviceOption,
+    force: ForceOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Write context binaries for a chip.
+
+    They go into the bundle, one for each graph and one that shares weights. The chip is read back from the binary.
+    """
+    target = find(device)
+    opened = open_bundle(bundle)
+    with _shown() as progress:
+        compiled = compile_bundle(opened, target, force=force, progress=progress)
+    if as_json:
+        typer.echo(msgspec.json.encode(compiled))
+        return
+    vtcm = compiled.vtcm_bytes >> 20
+    typer.echo(f"{bundle / 'compiled' / compiled.soc}: {compiled.soc}, V{compiled.arch}, {vtcm} MiB VTCM")
+    for binary in compiled.binaries:
+        size = compiled.files[binary.file].bytes / 1e6
+        held = "weights shared by " if binary.graphs > 1 else ""
+        typer.echo(f"  {binary.file}: {size:.2f} MB, {held}{', '.join(binary.wrappers)}")
+
+
+def eval_(
+    bundle: Annotated[Path, typer.Argument(help="A bundle's folder.")],
+    text: Annotated[Path, typer.Option("--text", help="A UTF-8 text file.")],
+    engine: Annotated[str, typer.Option(help="Where the bundle runs: cpu or htp.")] = "cpu",
+    tokens: Annotated[int, typer.Option(min=1, help="How many tokens to predict at most.")] = 4096,
+    checkpoint: Annotated[
+        Optional[str], typer.Option(help="The checkpoint, if it is not where the bundle was made from.")
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Compare a bundle with its checkpoint.
+
+    Perplexity on a text beside that of the float32 reference, and how often both hold the same token most likely.
+    """
+    content = read_text(text)
+    model = edgekv.load(bundle, engine=engine)
+    source = open_source(model.bundle.manifest, checkpoint)
+    with _shown() as progress:
+        result = evaluate(model, source, content, text.name, tokens=tokens, progress=progress)
+    if as_json:
+        typer.echo(msgspec.json.encode(result))
+        return
+    typer.echo(f"{result.tokens} tokens of {result.text} on {result.engine}")
+    typer.echo(f"  perplexity      {result.perplexity:.4f}, {result.perplexity_ratio:.5f} x the reference's")
+    typer.echo(f"  reference       {result.reference_perplexity:.4f} (float32)")
+    typer.echo(f"  top-1 agreement {result.top1_agreement:.2%}")
+    typer.echo(f"  SQNR            {result.sqnr_db:.1f} dB")
+
+
+@contextmanager
+def _shown() -> Iterator[Progress]:
+    """Bars on standard error, one for each stage, only where a person looks on."""
+    columns = (TextColumn("{task.description:>14}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Bars(*columns, console=Console(file=sys.stderr)) as bars:
+        tasks: dict[str, TaskID] = {}
+
+        def show(stage: str, done: int, total: int) -> None:
+            if stage not in tasks:
+                tasks[stage] = bars.add_task(stage, total=total)
+            bars.update(tasks[stage], completed=done)
+
+        yield show
+
+
+def _numbers(option: str, value: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(part) for part in value.split(","))
+    except ValueError:
+        raise UsageError(
+            option, found=repr(value), wanted="whole numbers with commas, such as 1,32", way_out="Correct the list."
+        ) from None
+
+
+def _kv_dtype(value: str) -> KvDtype:
+    if value in ("u8", "s16"):
+        return cast(KvDtype, value)
+    raise UsageError(
+        "--kv",
+        found=repr(value),
+        wanted="u8 or s16",
+        way_out="Use u8; u16 would be cut to 8 bits by the HTP compiler without a word.",
+    )

@@ -1,0 +1,222 @@
+"""From a checkpoint to a bundle."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import metadata, resources
+from pathlib import Path
+
+import numpy as np
+
+from devices import Device
+from edgekv.bundle import (
+    FORMAT,
+    GraphRecord,
+    HtpCheck,
+    Manifest,
+    ModelRecord,
+    RopeRecord,
+    SourceRecord,
+    TensorEncoding,
+    TokenRecord,
+    atomic_directory,
+    record_files,
+    write_manifest,
+)
+from edgekv.errors import EngineError, UsageError
+from edgekv.kv import KvDtype
+from exporters.calibrate import choose_encodings, observe_ranges, token_windows
+from exporters.checkpoint import Checkpoint
+from exporters.graphs import plan_graphs, write_graphs
+from exporters.htp import floating_nodes
+from exporters.progress import Progress, silent
+from exporters.recipe import Recipe
+
+_CALIBRATION_WINDOW = 512
+_CALIBRATION_WINDOWS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class ExportOptions:
+    """What a bundle is made for.
+
+    Attributes:
+        device: the target.
+        recipe: integer types of weights and activations.
+        context: S, tokens; a multiple of the largest AR.
+        ar: tokens per inference of each graph; 1 is among them.
+        kv_dtype: integer type of the cache.
+        calibration: a text file, or None for the text that ships with edgekv.
+        allow_float: accept nodes that compute in float, and record them.
+        check_on_htp: compile every graph and look for float nodes.
+    """
+
+    device: Device
+    recipe: Recipe
+    context: int = 512
+    ar: Sequence[int] = (1, 32)
+    kv_dtype: KvDtype = "u8"
+    calibration: Path | None = None
+    allow_float: bool = False
+    check_on_htp: bool = True
+
+    def __post_init__(self) -> None:
+        if 1 not in self.ar or min(self.ar) < 1:
+            raise UsageError(
+                "--ar",
+                found=_listed(self.ar),
+                wanted="1 and larger numbers, such as 1,32",
+                way_out="Add 1: it decodes.",
+            )
+        largest = max(self.ar)
+        if self.context % largest or self.context <= largest:
+            raise UsageError(
+                "--context",
+                found=self.context,
+                wanted=f"a multiple of the largest AR, {largest}, above it",
+                way_out=f"Use {max(2, round(self.context / largest)) * largest}, or another --ar.",
+            )
+        if not self.device.supports_kv(self.kv_dtype):
+            raise UsageError(
+                "--kv",
+                found=f"{self.kv_dtype} for {self.device.soc} (V{self.device.arch})",
+                wanted="V73 or later for a 16-bit cache",
+                way_out="Use --kv u8, or a later device.",
+            )
+
+
+def export_bundle(
+    checkpoint: Checkpoint, target: Path, options: ExportOptions, *, force: bool = False, progress: Progress = silent
+) -> Manifest:
+    """Calibrate, write graphs and weights, check them on the HTP compiler, and put the bundle in place.
+
+    Args:
+        checkpoint: what to export.
+        target: the bundle's folder; it appears whole or not at all.
+        options: what for.
+        force: replace an existing bundle.
+        progress: told of each stage.
+
+    Raises:
+        UsageError: the options do not fit the checkpoint, or the target exists.
+        EngineError: the HTP compiler refused a graph or computes part of it in float.
+    """
+    spec = checkpoint.spec
+    if options.context > spec.max_positions:
+        raise UsageError(
+            "--context",
+            found=options.context,
+            wanted=f"at most max_position_embeddings = {spec.max_positions} of the checkpoint",
+            way_out=f"Use --context {spec.max_positions // max(options.ar) * max(options.ar)}.",
+        )
+    calibration = _read_calibration(options.calibration)
+    with atomic_directory(target, force=force) as folder:
+        windows = token_windows(
+            checkpoint, calibration.text, min(_CALIBRATION_WINDOW, options.context), _CALIBRATION_WINDOWS
+        )
+        ranges = observe_ranges(checkpoint, windows, lambda done: progress("calibrate", done, spec.layers))
+        encodings = choose_encodings(ranges, options.recipe, options.kv_dtype)
+        del ranges
+        graphs = plan_graphs(options.ar, options.context)
+        write_graphs(checkpoint, encodings, graphs, folder, lambda done: progress("quantize", done, spec.layers))
+        check, floating = _check(graphs, folder, options, progress)
+        shutil.copyfile(checkpoint.folder / "tokenizer.json", folder / "tokenizer.json")
+        progress("seal", 0, 1)
+        manifest = Manifest(
+            format=FORMAT,
+            producer=f"edgekv {metadata.version('edgekv')}",
+            device=options.device.soc,
+            recipe=options.recipe.name,
+            kv_dtype=options.kv_dtype,
+            context=options.context,
+            htp_check=check,
+            floating_nodes=floating,
+            model=_model_record(checkpoint),
+            rope=_rope_record(checkpoint),
+            tokens=TokenRecord(
+                bos=checkpoint.special.bos, eos=list(checkpoint.special.eos), pad=checkpoint.special.pad
+            ),
+            graphs=graphs,
+            encodings={name: TensorEncoding.of(encoding) for name, encoding in encodings.items()},
+            source=SourceRecord(
+                checkpoint=str(checkpoint.folder.resolve()) if Path(checkpoint.name).is_dir() else checkpoint.name,
+                weights_sha256=checkpoint.weights_sha256(),
+                calibration=calibration.name,
+                calibration_tokens=int(sum(len(window) for window in windows)),
+            ),
+            files=record_files(folder),
+        )
+        write_manifest(folder, manifest)
+        progress("seal", 1, 1)
+    return manifest
+
+
+def _check(
+    graphs: Sequence[GraphRecord], folder: Path, options: ExportOptions, progress: Progress
+) -> tuple[HtpCheck, list[str]]:
+    if not options.check_on_htp:
+        return "not-run", []
+    found = []
+    for done, graph in enumerate(graphs):
+        progress("check on HTP", done, len(graphs))
+        found += floating_nodes([folder / graph.file], options.device)
+    progress("check on HTP", len(graphs), len(graphs))
+    if not found:
+        return "integers-only", []
+    if not options.allow_float:
+        raise EngineError(
+            "float check",
+            found=f"{len(found)} nodes that compute in float, the first: {', '.join(found[:3])}",
+            wanted="integers only",
+            way_out="Report this model, or accept the slow nodes with --allow-float.",
+        )
+    return "float-allowed", found
+
+
+@dataclass(frozen=True, slots=True)
+class _Calibration:
+    name: str
+    text: str
+
+
+def _read_calibration(path: Path | None) -> _Calibration:
+    if path is None:
+        default = resources.files("exporters").joinpath("calibration.txt")
+        return _Calibration("edgekv's own", default.read_text("utf-8"))
+    try:
+        return _Calibration(path.name, path.read_text("utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(
+            "--calibration", found=f"{path}: {error}", wanted="a UTF-8 text file", way_out="Check the path."
+        ) from error
+
+
+def _model_record(checkpoint: Checkpoint) -> ModelRecord:
+    spec = checkpoint.spec
+    return ModelRecord(
+        model_type=spec.model_type,
+        layers=spec.layers,
+        hidden=spec.hidden,
+        heads=spec.heads,
+        kv_heads=spec.kv_heads,
+        head_dim=spec.head_dim,
+        intermediate=spec.intermediate,
+        vocab=spec.vocab,
+        max_positions=spec.max_positions,
+    )
+
+
+def _rope_record(checkpoint: Checkpoint) -> RopeRecord:
+    rope = checkpoint.spec.rope
+    return RopeRecord(
+        rope_type=rope.rope_type,
+        theta=rope.theta,
+        parameters=dict(rope.parameters),
+        inverse_frequencies=np.asarray(rope.inverse_frequencies(checkpoint.spec.head_dim)).tolist(),
+    )
+
+
+def _listed(numbers: Sequence[int]) -> str:
+    return ",".join(str(n) for n in numbers)

@@ -1,0 +1,64 @@
+"""The static graphs of a bundle, all built over one weight store, a layer at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+import onnx
+
+from edgekv.bundle import GraphRecord
+from exporters.checkpoint import Checkpoint
+from exporters.decoder import decoder_layer, logits
+from exporters.qdq import QdqOps
+from exporters.weights import WeightStore
+from quant import Encoding
+
+
+def plan_graphs(ar: Sequence[int], context: int) -> list[GraphRecord]:
+    """The graphs for these AR numbers: AR-1 decodes; a larger AR prefills; the largest also scores."""
+    return [*_plan(sorted(set(ar)), context)]
+
+
+def _plan(ar: list[int], context: int) -> Iterator[GraphRecord]:
+    for n in ar:
+        name = f"ar{n}_cl{context}"
+        yield GraphRecord(name=name, file=f"{name}.onnx", ar=n, context=context, role="decode" if n == 1 else "prefill")
+    name = f"ar{ar[-1]}_cl{context}_score"
+    yield GraphRecord(name=name, file=f"{name}.onnx", ar=ar[-1], context=context, role="score")
+
+
+def write_graphs(
+    checkpoint: Checkpoint,
+    encodings: Mapping[str, Encoding],
+    graphs: Sequence[GraphRecord],
+    folder: Path,
+    progress: Callable[[int], None] | None = None,
+) -> None:
+    """Write every graph and the weights they share into `folder`.
+
+    Args:
+        checkpoint: where the weights come from.
+        encodings: one for every result of the decoder and every input.
+        graphs: what to write.
+        folder: where to.
+        progress: called with the number of layers done.
+    """
+    spec = checkpoint.spec
+    store = WeightStore(checkpoint, folder)
+    builders = [QdqOps(g.ar, g.context, spec.head_dim, spec.eps, encodings, store) for g in graphs]
+    hidden = [ops.embed("model.embed_tokens.weight", "embedding") for ops in builders]
+    store.flush("weights-embedding")
+    for layer in range(spec.layers):
+        hidden = [decoder_layer(ops, spec, layer, each) for ops, each in zip(builders, hidden, strict=True)]
+        store.flush(f"weights-layer-{layer:02d}")
+        if progress is not None:
+            progress(layer + 1)
+    ends = []
+    for ops, each, graph in zip(builders, hidden, graphs, strict=True):
+        rows = ops.select(each) if graph.role == "prefill" else each
+        ends.append(logits(ops, checkpoint.head_key, rows))
+    store.flush("weights-head")
+    for ops, end, graph in zip(builders, ends, graphs, strict=True):
+        rows_out = 1 if graph.role == "prefill" else graph.ar
+        onnx.save(ops.finish(end, graph.name, rows_out, spec.vocab), folder / graph.file)

@@ -1,0 +1,134 @@
+"""The HTP compiler, run in a child process: a crash of a vendor library never takes the caller down."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from devices import Device
+from edgekv.errors import EngineError
+
+_FLOAT_TYPES = {0x0232: "float32", 0x0216: "float16"}  # Qnn_DataType_t
+
+
+class HtpStep(msgspec.Struct, frozen=True, kw_only=True):
+    """One session to create: an ONNX file and the options of ONNX Runtime and of its QNN provider."""
+
+    model: str
+    session_config: dict[str, str] = {}
+    provider_options: dict[str, str] = {}
+
+
+class HtpJob(msgspec.Struct, frozen=True, kw_only=True):
+    """Sessions to create one after another, all alive until the last is done (shared weights need that).
+
+    Attributes:
+        soc: part number of the target.
+        steps: the sessions.
+        reply: where the child writes its `HtpReply`.
+    """
+
+    soc: str
+    steps: list[HtpStep]
+    reply: str
+
+
+class HtpReply(msgspec.Struct, frozen=True, kw_only=True):
+    """The text of the error that stopped the job, if one did."""
+
+    error: str | None = None
+
+
+def run_steps(device: Device, steps: Sequence[HtpStep]) -> None:
+    """Create the sessions in a child process.
+
+    Raises:
+        EngineError: the compiler is missing, refused a graph, or crashed.
+    """
+    with tempfile.TemporaryDirectory(prefix="edgekv-htp-") as scratch:
+        reply_path = Path(scratch) / "reply.json"
+        job = HtpJob(soc=device.soc, steps=list(steps), reply=str(reply_path))
+        done = subprocess.run(
+            [sys.executable, "-m", "exporters.htp_worker"],
+            input=msgspec.json.encode(job),
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            check=False,
+        )
+        if reply_path.exists():
+            error = msgspec.json.decode(reply_path.read_bytes(), type=HtpReply).error
+        else:
+            error = f"the HTP compiler ended with {_describe(done.returncode)}: {_last_line(done.stderr)}"
+    if error is not None:
+        names = ", ".join(Path(step.model).name for step in steps)
+        raise EngineError(
+            f"compiling {names} for {device.soc}",
+            found=error,
+            wanted="graphs that the HTP compiler accepts whole",
+            way_out="Install the tested compiler with `pip install edgekv[htp]`; if it is, please report this graph.",
+        )
+
+
+def floating_nodes(models: Sequence[Path], device: Device) -> list[str]:
+    """The QNN nodes that would compute in float on this device, as `graph: node (operation, type)`.
+
+    The provider runs what it cannot keep in integers as float without a word, so its own dump of the QNN graph
+    is read. An empty list means integers only.
+
+    Raises:
+        EngineError: the compiler is missing or refused a graph.
+    """
+    found = []
+    with tempfile.TemporaryDirectory(prefix="edgekv-lint-") as scratch:
+        steps = []
+        for model in models:
+            folder = Path(scratch) / model.stem
+            folder.mkdir()
+            options = {"dump_json_qnn_graph": "1", "json_qnn_graph_dir": str(folder)}
+            steps.append(HtpStep(model=str(model), provider_options=options))
+        run_steps(device, steps)
+        for model in models:
+            found += [f"{model.stem}: {node}" for node in _floating_in(Path(scratch) / model.stem)]
+    return found
+
+
+def _floating_in(folder: Path) -> list[str]:
+    dumps = [path for path in sorted(folder.glob("*.json")) if not path.stem.endswith("_tensor_log")]
+    if not dumps:
+        raise EngineError(
+            "float check",
+            found="no dump of the QNN graph",
+            wanted="one from the HTP compiler",
+            way_out="Use the tested onnxruntime-qnn, `pip install edgekv[htp]`.",
+        )
+    found = []
+    for path in dumps:
+        graph = json.loads(path.read_text("utf-8"))["graph"]
+        types = {name: tensor["data_type"] for name, tensor in graph["tensors"].items()}
+        for name, node in graph["nodes"].items():
+            touched = {types.get(tensor) for tensor in (*node["input_names"], *node["output_names"])}
+            floats = [text for code, text in _FLOAT_TYPES.items() if code in touched]
+            if floats:
+                found.append(f"{name} ({node['type']}, {' and '.join(floats)})")
+    return found
+
+
+def _describe(returncode: int) -> str:
+    if returncode >= 0:
+        return f"exit code {returncode}"
+    try:
+        return signal.Signals(-returncode).name
+    except ValueError:
+        return f"signal {-returncode}"
+
+
+def _last_line(raw: bytes) -> str:
+    lines = [line for line in raw.decode("utf-8", "replace").splitlines() if line.strip()]
+    return lines[-1] if lines else "it said nothing"

@@ -1,0 +1,37 @@
+"""The child process behind `exporters.htp`: reads a job on standard input, creates its sessions, replies."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import msgspec
+
+from devices import find
+from edgekv.engine import qnn
+from edgekv.errors import EdgeKVError
+from exporters.htp import HtpJob, HtpReply
+
+
+def main() -> None:
+    job = msgspec.json.decode(sys.stdin.buffer.read(), type=HtpJob)
+    device = find(job.soc)
+    alive = []
+    error = None
+    try:
+        for step in job.steps:
+            alive.append(
+                qnn.create_session(
+                    Path(step.model),
+                    device,
+                    session_config=step.session_config,
+                    provider_options=step.provider_options,
+                )
+            )
+    except EdgeKVError as failure:
+        error = str(failure)
+    Path(job.reply).write_bytes(msgspec.json.encode(HtpReply(error=error)))
+
+
+if __name__ == "__main__":
+    main()

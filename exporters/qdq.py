@@ -1,0 +1,214 @@
+"""Carries the decoder out by writing it down: a static ONNX graph in which every result is quantized."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import onnx
+from onnx import TensorProto, helper, numpy_helper
+
+from edgekv.kv import KvTensor
+from exporters.weights import WeightStore
+from quant import DTYPES, Dtype, Encoding
+
+OPSET = 23  # the first with RMSNormalization, which the HTP runs as one integer operation
+IR_VERSION = 11
+
+_TYPES: dict[Dtype, int] = {
+    "u8": TensorProto.UINT8,
+    "s8": TensorProto.INT8,
+    "u16": TensorProto.UINT16,
+    "s16": TensorProto.INT16,
+}
+_MATRIX, _ROWS = -1, 2  # axes of [1, 1, rows, width]
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """A dequantized tensor of the graph, and the encoding of the integers behind it."""
+
+    name: str
+    encoding: Encoding
+
+
+class QdqOps:
+    """A graph for AR new tokens in a context of S, under construction.
+
+    Every operation reads dequantized tensors and its result is quantized at once, in the encoding that the
+    result's name has: the pattern from which the HTP compiler makes integer operations.
+    """
+
+    def __init__(
+        self, ar: int, context: int, head_dim: int, eps: float, encodings: Mapping[str, Encoding], store: WeightStore
+    ) -> None:
+        self._ar = ar
+        self._past_rows = context - ar
+        self._head_dim = head_dim
+        self._eps = eps
+        self._encodings = encodings
+        self._store = store
+        self._uses: Counter[str] = Counter()
+        self._nodes: list[onnx.NodeProto] = []
+        self._inputs: list[onnx.ValueInfoProto] = []
+        self._outputs: list[onnx.ValueInfoProto] = []
+        self._constants: dict[str, onnx.TensorProto] = {}
+        self._stored: dict[str, None] = {}
+        self._transposed: dict[str, Tensor] = {}
+        self._ids = self._plain_input("input_ids", [1, ar])
+        self._mask = self._input("attention_mask", [1, 1, ar, context])
+        self.cos = self._input("position_ids_cos", [1, 1, ar, head_dim // 2])
+        self.sin = self._input("position_ids_sin", [1, 1, ar, head_dim // 2])
+
+    # ------------------------------------------------------------------ what a decoder needs
+
+    def embed(self, key: str, name: str) -> Tensor:
+        """The rows of the embedding table for `input_ids`, `[1, 1, AR, hidden]`."""
+        stored, encoding = self._store.tensor(key)
+        rows = self._emit("Gather", [self._weight(stored, encoding), self._ids], name, encoding, axis=0)
+        shape = self._constant("shape_1_1_ar", np.array([1, 1, self._ar, -1], np.int64))
+        return self._emit("Reshape", [rows.name, shape], name, encoding)
+
+    def linear(self, x: Tensor, weight: str, name: str, *, head: int | None = None, gain: float = 1.0) -> Tensor:
+        return self._emit("MatMul", [x.name, self._matrix(weight, head, gain)], name)
+
+    def rms_norm(self, x: Tensor, weight: str, name: str) -> Tensor:
+        gamma = self._weight(*self._store.tensor(weight))
+        return self._emit("RMSNormalization", [x.name, gamma], name, axis=-1, epsilon=self._eps)
+
+    def add(self, a: Tensor, b: Tensor, name: str) -> Tensor:
+        return self._emit("Add", [a.name, b.name], name)
+
+    def subtract(self, a: Tensor, b: Tensor, name: str) -> Tensor:
+        return self._emit("Sub", [a.name, b.name], name)
+
+    def multiply(self, a: Tensor, b: Tensor, name: str) -> Tensor:
+        return self._emit("Mul", [a.name, b.name], name)
+
+    def sigmoid(self, x: Tensor, name: str) -> Tensor:
+        return self._emit("Sigmoid", [x.name], name)
+
+    def halves(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        names = [self._unique(f"{x.name}.{part}") for part in ("first", "second")]
+        floats = [name + "_f" for name in names]
+        self._node("Split", [x.name], floats, axis=_MATRIX, num_outputs=2)
+        first, second = (self._requantize(f, n, x.encoding) for f, n in zip(floats, names, strict=True))
+        return first, second
+
+    def join(self, parts: list[Tensor], name: str) -> Tensor:
+        return self._emit("Concat", [part.name for part in parts], name, axis=_MATRIX)
+
+    def remember(self, new: Tensor, tensor: KvTensor) -> Tensor:
+        encoding = self._encodings[tensor.past]
+        past = self._input(tensor.past, [1, 1, self._past_rows, self._head_dim])
+        self._quantize(new.name, tensor.new, encoding)
+        self._output(tensor.new, encoding.dtype, [1, 1, self._ar, self._head_dim])
+        added = self._dequantize(tensor.new, tensor.new + "_dq", encoding)
+        name = f"{tensor.kind}_{tensor.layer}_h{tensor.head}"
+        return self._emit("Concat", [past.name, added.name], name, encoding, axis=_ROWS)
+
+    def scores(self, query: Tensor, keys: Tensor, name: str) -> Tensor:
+        if keys.name not in self._transposed:  # the heads of a group share it
+            turned = self._emit("Transpose", [keys.name], keys.name + ".t", keys.encoding, perm=[0, 1, 3, 2])
+            self._transposed[keys.name] = turned
+        return self._emit("MatMul", [query.name, self._transposed[keys.name].name], name)
+
+    def masked(self, scores: Tensor, name: str) -> Tensor:
+        return self._emit("Add", [scores.name, self._mask.name], name)
+
+    def softmax(self, x: Tensor, name: str) -> Tensor:
+        return self._emit("Softmax", [x.name], name, axis=-1)
+
+    def attend(self, weights: Tensor, values: Tensor, name: str) -> Tensor:
+        return self._emit("MatMul", [weights.name, values.name], name)
+
+    # ------------------------------------------------------------------ the end of a graph
+
+    def select(self, hidden: Tensor) -> Tensor:
+        """The one row of `hidden` that the input `logits_index` names, `[1, 1, 1, hidden]`."""
+        index = self._plain_input("logits_index", [1])
+        return self._emit("Gather", [hidden.name, index], "selected", hidden.encoding, axis=_ROWS)
+
+    def finish(self, logits: Tensor, name: str, rows: int, vocab: int) -> onnx.ModelProto:
+        """The model, with `logits` `[1, rows, vocab]` as its last output. Call it after the store was flushed."""
+        shape = self._constant("shape_logits", np.array([1, rows, vocab], np.int64))
+        self._node("Reshape", [logits.name, shape], ["logits_f"])
+        self._quantize("logits_f", "logits", logits.encoding)
+        self._output("logits", logits.encoding.dtype, [1, rows, vocab])
+        stored = [self._store.initializer(each) for each in self._stored]
+        graph = helper.make_graph(self._nodes, name, self._inputs, self._outputs, [*self._constants.values(), *stored])
+        model: onnx.ModelProto = helper.make_model(
+            graph, opset_imports=[helper.make_opsetid("", OPSET)], ir_version=IR_VERSION, producer_name="edgekv"
+        )
+        return model
+
+    # ------------------------------------------------------------------ writing nodes
+
+    def _emit(
+        self, op: str, inputs: Sequence[str], name: str, encoding: Encoding | None = None, **attributes: Any
+    ) -> Tensor:
+        unique = self._unique(name)
+        self._node(op, inputs, [unique + "_f"], **attributes)
+        return self._requantize(unique + "_f", unique, encoding or self._encodings[name])
+
+    def _requantize(self, source: str, name: str, encoding: Encoding) -> Tensor:
+        self._quantize(source, name + "_q", encoding)
+        return self._dequantize(name + "_q", name, encoding)
+
+    def _quantize(self, source: str, target: str, encoding: Encoding) -> None:
+        self._node("QuantizeLinear", [source, *self._parameters(encoding)], [target])
+
+    def _dequantize(self, source: str, target: str, encoding: Encoding) -> Tensor:
+        self._node("DequantizeLinear", [source, *self._parameters(encoding)], [target])
+        return Tensor(target, encoding)
+
+    def _node(self, op: str, inputs: Sequence[str], outputs: Sequence[str], **attributes: Any) -> None:
+        self._nodes.append(helper.make_node(op, inputs, outputs, name=outputs[0] + "_node", **attributes))
+
+    def _unique(self, name: str) -> str:
+        self._uses[name] += 1
+        return name if self._uses[name] == 1 else f"{name}.{self._uses[name]}"
+
+    # ------------------------------------------------------------------ inputs, outputs, constants
+
+    def _input(self, name: str, shape: list[int]) -> Tensor:
+        encoding = self._encodings[name]
+        self._inputs.append(helper.make_tensor_value_info(name, _TYPES[encoding.dtype], shape))
+        return self._dequantize(name, name + "_dq", encoding)
+
+    def _plain_input(self, name: str, shape: list[int]) -> str:
+        self._inputs.append(helper.make_tensor_value_info(name, TensorProto.INT32, shape))
+        return name
+
+    def _output(self, name: str, dtype: Dtype, shape: list[int]) -> None:
+        self._outputs.append(helper.make_tensor_value_info(name, _TYPES[dtype], shape))
+
+    def _weight(self, stored: str, encoding: Encoding) -> str:
+        """A stored tensor under one encoding, dequantized once."""
+        target = stored + "_dq"
+        if stored not in self._stored:
+            self._stored[stored] = None
+            self._dequantize(stored, target, encoding)
+        return target
+
+    def _matrix(self, key: str, head: int | None, gain: float) -> str:
+        """A stored matrix under one scale for each column, dequantized."""
+        integers, scales = self._store.matrix(key, head=head, gain=gain)
+        self._stored[integers] = self._stored[scales] = None
+        self._node("DequantizeLinear", [integers, scales], [integers + "_dq"], axis=1)
+        return integers + "_dq"
+
+    def _parameters(self, encoding: Encoding) -> tuple[str, str]:
+        zero = np.array(encoding.zero_point, DTYPES[encoding.dtype])
+        return (
+            self._constant(f"scale_{encoding.scale!r}", np.array(encoding.scale, np.float32)),
+            self._constant(f"zero_{encoding.dtype}_{encoding.zero_point}", zero),
+        )
+
+    def _constant(self, name: str, value: np.ndarray[Any, Any]) -> str:
+        if name not in self._constants:
+            self._constants[name] = numpy_helper.from_array(value, name)
+        return name

@@ -1,0 +1,83 @@
+import subprocess
+import sys
+
+import pytest
+
+from devices import find
+from edgekv.bundle import open_bundle
+from edgekv.errors import EngineError, UsageError
+from exporters.checkpoint import Checkpoint
+from exporters.compile import _check_target, compile_bundle
+from exporters.export import ExportOptions, export_bundle
+from exporters.recipe import find_recipe
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory, embedded):
+    """The embedded model for SM8650, with the record of its binaries."""
+    folder = tmp_path_factory.mktemp("compiled") / "bundle"
+    options = ExportOptions(
+        device=find("SM8650"), recipe=find_recipe("w8a16"), context=128, ar=(1, 32), check_on_htp=False
+    )
+    export_bundle(Checkpoint.open(str(embedded)), folder, options)
+    return folder, compile_bundle(open_bundle(folder), find("Snapdragon 8 Gen 3"))
+
+
+def test_one_binary_for_each_graph_and_one_that_shares_weights(compiled):
+    folder, record = compiled
+    sizes = {binary.file: record.files[binary.file].bytes for binary in record.binaries}
+    alone = [sizes[binary.file] for binary in record.binaries if binary.graphs == 1]
+    (shared,) = (sizes[binary.file] for binary in record.binaries if binary.graphs == 2)
+    assert len(alone) == 2 and shared < 0.6 * sum(alone)
+    assert all((folder / "compiled" / "SM8650" / name).stat().st_size == size for name, size in sizes.items())
+
+
+def test_the_binary_itself_says_which_chip_it_targets(compiled):
+    folder, record = compiled
+    assert (record.soc, record.arch, record.vtcm_bytes) == ("SM8650", 75, 8 << 20)
+    binary = folder / "compiled" / "SM8650" / record.binaries[0].file
+    with pytest.raises(EngineError, match=r"found SM8650, V75, 8 MiB VTCM; wanted SM8750, V79"):
+        _check_target(binary, find("SM8750"))
+
+
+@pytest.mark.parametrize("soc", ["SM8550", "SM8750", "SM8850", "SC8380XP", "QCS8550", "QCS6490"])
+def test_every_chip_of_the_catalogue_is_targeted_for_real(compiled, soc):
+    record = compile_bundle(open_bundle(compiled[0]), find(soc))
+    assert (record.soc, record.arch) == (soc, find(soc).arch)
+
+
+def test_a_compiled_bundle_still_opens(compiled):
+    assert open_bundle(compiled[0]).manifest.device == "SM8650"
+
+
+def test_compiling_again_needs_force(compiled):
+    opened = open_bundle(compiled[0])
+    with pytest.raises(UsageError, match="--force"):
+        compile_bundle(opened, find("SM8650"))
+    assert compile_bundle(opened, find("SM8650"), force=True) == compiled[1]
+
+
+def test_a_compiled_graph_runs_like_the_one_it_was_made_from(compiled):
+    """In a child process: the library that loads context binaries can crash."""
+    folder, record = compiled
+    program = """
+import sys, numpy as np
+from pathlib import Path
+from devices import find
+from edgekv.engine import qnn
+outputs = []
+for path in sys.argv[1:]:
+    session = qnn.create_session(Path(path), find("SM8650"))
+    random = np.random.default_rng(0)
+    feeds = {}
+    for each in session.get_inputs():
+        dtype = {"tensor(int32)": np.int32, "tensor(uint16)": np.uint16, "tensor(uint8)": np.uint8}[each.type]
+        feeds[each.name] = random.integers(0, 200, each.shape).astype(dtype)
+    outputs.append(dict(zip([o.name for o in session.get_outputs()], session.run(None, feeds))))
+assert set(outputs[0]) == set(outputs[1])
+assert all((outputs[1][name] == value).all() for name, value in outputs[0].items())
+print("equal")
+"""
+    wrapper = folder / "compiled" / "SM8650" / record.binaries[0].wrappers["ar1_cl128"]
+    command = [sys.executable, "-c", program, str(folder / "ar1_cl128.onnx"), str(wrapper)]
+    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()[-1] == "equal"

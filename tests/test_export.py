@@ -1,0 +1,213 @@
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from checkpoints import OLDER, write_checkpoint
+from onnx import TensorProto, helper
+from safetensors.numpy import load_file
+
+from devices import find
+from edgekv.bundle import open_bundle
+from edgekv.errors import EngineError, UsageError
+from exporters.checkpoint import Checkpoint
+from exporters.export import ExportOptions, export_bundle
+from exporters.htp import floating_nodes
+from exporters.recipe import find_recipe
+from quant import quantize_per_channel
+
+DEVICE = find("SM8650")
+
+
+def options(**changes) -> ExportOptions:
+    fields = {"device": DEVICE, "recipe": find_recipe("w8a16"), "context": 64, "ar": (1, 16), "check_on_htp": False}
+    return ExportOptions(**(fields | changes))
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory) -> Path:
+    """A bundle of a small random checkpoint with llama3 rotary embedding and a head of its own, not checked."""
+    folder = tmp_path_factory.mktemp("small")
+    checkpoint = Checkpoint.open(str(write_checkpoint(folder / "checkpoint", OLDER)))
+    export_bundle(checkpoint, folder / "bundle", options())
+    return folder / "bundle"
+
+
+def shapes(values) -> dict[str, list[int]]:
+    return {value.name: [d.dim_value for d in value.type.tensor_type.shape.dim] for value in values}
+
+
+def test_graphs_are_static_and_single_head(small):
+    for graph in open_bundle(small).manifest.graphs:
+        model = onnx.load(small / graph.file, load_external_data=False)
+        inputs, outputs = shapes(model.graph.input), shapes(model.graph.output)
+        assert inputs["input_ids"] == [1, graph.ar]
+        assert inputs["attention_mask"] == [1, 1, graph.ar, 64]
+        assert inputs["position_ids_cos"] == inputs["position_ids_sin"] == [1, 1, graph.ar, 8]
+        for layer in range(2):
+            for kind in ("key", "value"):
+                for head in range(2):
+                    name = f"past_{kind}_{layer}_h{head}"
+                    assert inputs[f"{name}_in"] == [1, 1, 64 - graph.ar, 16]
+                    assert outputs[f"{name}_out"] == [1, 1, graph.ar, 16]
+        assert outputs["logits"] == [1, graph.ar if graph.role == "score" else 1, 320]
+        assert ("logits_index" in inputs) is (graph.role == "prefill")
+
+
+def test_past_and_new_rows_of_a_head_have_one_encoding_in_all_graphs(small):
+    manifest = open_bundle(small).manifest
+    for graph in manifest.graphs:
+        model = onnx.load(small / graph.file, load_external_data=False)
+        readers = {node.input[0]: node for node in model.graph.node if node.op_type == "DequantizeLinear"}
+        writers = {node.output[0]: node for node in model.graph.node if node.op_type == "QuantizeLinear"}
+        for tensor in manifest.geometry.names():
+            past, new = readers[tensor.past].input[1:], writers[tensor.new].input[1:]
+            joined = readers[f"{tensor.kind}_{tensor.layer}_h{tensor.head}_q"].input[1:]
+            assert list(past) == list(new) == list(joined)
+            assert past[0] == f"scale_{manifest.encodings[tensor.past].scale!r}" and past[1] == "zero_u8_128"
+
+
+def test_heads_are_slices_of_the_quantized_matrix(small):
+    checkpoint = Checkpoint.open(open_bundle(small).manifest.source.checkpoint)
+    stored = load_file(small / "weights-layer-01.safetensors")
+    key = "model.layers.1.self_attn.q_proj.weight"
+    heads = [stored[f"{key}.h{head}.int8"] for head in range(4)]
+    assert (np.concatenate(heads, axis=1) == quantize_per_channel(checkpoint.tensor(key).T).integers).all()
+
+
+def test_all_graphs_point_at_the_same_bytes(small):
+    places: dict[str, tuple[str, ...]] = {}
+    for graph in open_bundle(small).manifest.graphs:
+        model = onnx.load(small / graph.file, load_external_data=False)
+        for tensor in model.graph.initializer:
+            place = tuple(entry.value for entry in tensor.external_data)
+            assert places.setdefault(tensor.name, place) == place
+    assert any(name.endswith(".int8") for name in places)
+
+
+def test_two_exports_are_equal(small, tmp_path):
+    manifest = open_bundle(small).manifest
+    again = export_bundle(Checkpoint.open(manifest.source.checkpoint), tmp_path / "again", options())
+    assert again == manifest
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"ar": (16, 32)}, ["--ar", "16,32"]),
+        ({"ar": (0, 1)}, ["--ar", "0,1"]),
+        ({"context": 65}, ["--context", "65", "multiple", "64"]),
+        ({"context": 16}, ["--context", "16", "above"]),
+        ({"kv_dtype": "s16", "device": find("QCS6490")}, ["--kv", "QCS6490", "V73"]),
+    ],
+)
+def test_options_that_no_checkpoint_fits_are_refused(changes, words):
+    with pytest.raises(UsageError) as caught:
+        options(**changes)
+    assert all(word in str(caught.value) for word in words), caught.value
+
+
+def test_a_context_beyond_the_checkpoint_is_refused(tmp_path):
+    checkpoint = Checkpoint.open(str(write_checkpoint(tmp_path / "checkpoint")))
+    with pytest.raises(UsageError, match="at most max_position_embeddings = 256"):
+        export_bundle(checkpoint, tmp_path / "bundle", options(context=512))
+    assert not (tmp_path / "bundle").exists()
+
+
+def test_an_existing_bundle_is_not_replaced_without_force(small):
+    before = (small / "manifest.json").read_bytes()
+    checkpoint = Checkpoint.open(open_bundle(small).manifest.source.checkpoint)
+    with pytest.raises(UsageError, match="--force"):
+        export_bundle(checkpoint, small, options())
+    assert (small / "manifest.json").read_bytes() == before
+
+
+def test_a_killed_export_leaves_no_bundle_and_the_next_one_cleans_up(tmp_path, embedded):
+    target = tmp_path / "bundle"
+    command = [sys.executable, "-m", "edgekv", "export", str(embedded), "-o", str(target), "--device", "SM8650"]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + 60
+    while not any(tmp_path.glob(".bundle.partial-*/weights-*")) and process.poll() is None:
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+    os.kill(process.pid, signal.SIGKILL)
+    assert process.wait() == -signal.SIGKILL
+    assert not target.exists()
+    assert list(tmp_path.glob(".bundle.partial-*"))
+
+    checkpoint = Checkpoint.open(str(write_checkpoint(tmp_path / "checkpoint")))
+    export_bundle(checkpoint, target, options())
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["bundle", "checkpoint"]
+
+
+def test_every_graph_of_the_embedded_model_is_integers_only(bundle):
+    opened = open_bundle(bundle)
+    assert opened.manifest.htp_check == "integers-only"
+    assert floating_nodes([opened.graph_path(graph) for graph in opened.manifest.graphs], DEVICE) == []
+
+
+def test_a_16_bit_cache_is_integers_only_too(tmp_path):
+    checkpoint = Checkpoint.open(str(write_checkpoint(tmp_path / "checkpoint", OLDER)))
+    manifest = export_bundle(checkpoint, tmp_path / "bundle", options(kv_dtype="s16", check_on_htp=True))
+    assert manifest.htp_check == "integers-only"
+    assert manifest.encodings["past_key_0_h0_in"].zero_point == 0
+
+
+def float_model(path: Path) -> Path:
+    """SiLU without a quantized value between its two operations, which the provider runs in float."""
+    constants = [
+        helper.make_tensor("scale", TensorProto.FLOAT, [], [1 / 4096]),
+        helper.make_tensor("zero", TensorProto.UINT16, [], [32768]),
+    ]
+    nodes = [
+        helper.make_node("DequantizeLinear", ["x", "scale", "zero"], ["real"]),
+        helper.make_node("Sigmoid", ["real"], ["gate"], name="gate_node"),
+        helper.make_node("Mul", ["real", "gate"], ["silu"], name="silu_node"),
+        helper.make_node("QuantizeLinear", ["silu", "scale", "zero"], ["y"]),
+    ]
+    ends = [helper.make_tensor_value_info(name, TensorProto.UINT16, [1, 64]) for name in "xy"]
+    graph = helper.make_graph(nodes, "silu", ends[:1], ends[1:], constants)
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10), path)
+    return path
+
+
+def test_the_float_check_names_the_node(tmp_path):
+    (found, *_) = [node for node in floating_nodes([float_model(tmp_path / "silu.onnx")], DEVICE) if "gate" in node]
+    assert found.startswith("silu: ") and "float" in found
+
+
+def test_an_export_with_float_nodes_is_refused_unless_they_are_allowed(tmp_path, monkeypatch):
+    """A decoder whose SiLU lost its inner quantization, as an export bug would make it."""
+    from exporters.qdq import QdqOps, Tensor
+
+    def bare_sigmoid(self, x, name):
+        self._node("Sigmoid", [x.name], [self._unique(name)])
+        return Tensor(name, self._encodings[name])
+
+    monkeypatch.setattr(QdqOps, "sigmoid", bare_sigmoid)
+    checkpoint = Checkpoint.open(str(write_checkpoint(tmp_path / "checkpoint")))
+    with pytest.raises(EngineError, match=r"compute in float, the first: ar1_cl64: .*--allow-float"):
+        export_bundle(checkpoint, tmp_path / "bundle", options(check_on_htp=True))
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint"]
+    manifest = export_bundle(checkpoint, tmp_path / "bundle", options(check_on_htp=True, allow_float=True))
+    assert manifest.htp_check == "float-allowed" and manifest.floating_nodes
+
+
+def test_a_crash_of_the_compiler_is_reported_and_survived(tmp_path):
+    broken = tmp_path / "broken.onnx"
+    broken.write_bytes(b"no graph")
+    with pytest.raises(EngineError, match=r"compiling broken.onnx for SM8650"):
+        floating_nodes([broken], DEVICE)
+
+
+def test_the_manifest_says_where_the_bundle_is_from(small):
+    raw = json.loads((small / "manifest.json").read_text())
+    assert raw["source"]["calibration"] == "edgekv's own" and raw["source"]["calibration_tokens"] > 500
+    assert raw["rope"]["rope_type"] == "llama3" and raw["rope"]["parameters"]["factor"] == 8
+    assert set(raw["files"]) >= {"tokenizer.json", "ar1_cl64.onnx", "weights-head.safetensors"}
