@@ -1,0 +1,100 @@
+"""What quantization costs the embedded model, and how far the HTP emulator is from the CPU.
+
+    python -m benchmarks.accuracy [--tokens 4096] [--htp-tokens 512]
+
+Held-out text, teacher forced. The CPU is compared with the float32 reference on `--tokens`, the HTP with both on
+`--htp-tokens`; cache tensors are compared integer by integer after each window.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+from rich.console import Console
+from rich.table import Table
+
+import edgekv
+from devices import find
+from exporters.calibrate import token_windows
+from exporters.checkpoint import Checkpoint
+from exporters.evaluate import evaluate
+from exporters.export import ExportOptions, export_bundle
+from exporters.recipe import find_recipe
+
+CHECKPOINT = Path("models/stdlib-4m")
+
+
+def held_rows(model: edgekv.Model) -> NDArray[np.int32]:
+    """The cache's integers, `[N, tokens, D]`, oldest token first."""
+    return model.cache.arena.array[:, model.cache.held_rows()].astype(np.int32)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=int, default=4096)
+    parser.add_argument("--htp-tokens", type=int, default=512)
+    parser.add_argument("--context", type=int, default=512)
+    args = parser.parse_args()
+    console = Console()
+    checkpoint = Checkpoint.open(str(CHECKPOINT))
+    text = (CHECKPOINT / "heldout.txt").read_text("utf-8")
+    with tempfile.TemporaryDirectory() as scratch:
+        bundle = Path(scratch) / "bundle"
+        options = ExportOptions(
+            device=find("SM8650"), recipe=find_recipe("w8a16"), context=args.context, check_on_htp=False
+        )
+        export_bundle(checkpoint, bundle, options)
+        cpu, htp = (edgekv.load(bundle, engine=engine) for engine in ("cpu", "htp"))
+
+        table = Table(title="against the float32 reference, held-out text")
+        for column in ("engine", "tokens", "perplexity", "reference", "ratio", "top-1", "SQNR dB"):
+            table.add_column(column, justify="right")
+        for model, tokens in ((cpu, args.tokens), (cpu, args.htp_tokens), (htp, args.htp_tokens)):
+            found = evaluate(model, checkpoint, text, "heldout.txt", tokens=tokens)
+            table.add_row(
+                found.engine,
+                str(found.tokens),
+                f"{found.perplexity:.4f}",
+                f"{found.reference_perplexity:.4f}",
+                f"{found.perplexity_ratio:.5f}",
+                f"{found.top1_agreement:.2%}",
+                f"{found.sqnr_db:.1f}",
+            )
+        console.print(table)
+
+        agreed = count = 0
+        step = model_step(cpu)
+        logits_lsb, cache_lsb = [], []
+        for window in token_windows(checkpoint, text, args.context)[: -(-args.htp_tokens // args.context)]:
+            tokens = window[: args.htp_tokens].tolist()
+            one, other = cpu.score(tokens), htp.score(tokens)
+            agreed += int((one.argmax(-1) == other.argmax(-1)).sum())
+            count += len(tokens)
+            logits_lsb.append(np.abs(one - other).ravel() / step)
+            cache_lsb.append(np.abs(held_rows(cpu) - held_rows(htp)).ravel())
+        table = Table(title="HTP emulator against CPU, same graphs, same tokens")
+        for column in ("tokens", "top-1", "logits: mean LSB", "max", "cache: mean LSB", "max"):
+            table.add_column(column, justify="right")
+        logits, cache = np.concatenate(logits_lsb), np.concatenate(cache_lsb)
+        table.add_row(
+            str(count),
+            f"{agreed / count:.2%}",
+            f"{logits.mean():.2f}",
+            f"{logits.max():.0f}",
+            f"{cache.mean():.4f}",
+            f"{cache.max():.0f}",
+        )
+        console.print(table)
+
+
+def model_step(model: edgekv.Model) -> float:
+    """The scale of the logits: one LSB."""
+    return model.bundle.manifest.encodings["logits"].scale
+
+
+if __name__ == "__main__":
+    main()
