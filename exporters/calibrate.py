@@ -48,7 +48,8 @@ def observe_ranges(
     def observe(name: str, values: Floats) -> None:
         ranges.setdefault(name, Range()).observe(values, keep_sample=name.startswith("past_"))
 
-    Reference(checkpoint).logits(windows, observe=observe, progress=progress)
+    for _ in Reference(checkpoint).logits(windows, observe=observe, progress=progress):
+        pass
     return ranges
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -109,7 +109,8 @@ class NumpyOps:
 class Reference:
     """The checkpoint in float32.
 
-    Layers run one after another over all windows, so that one layer's weights are in memory at a time.
+    Layers run one after another over all windows, so that one layer's weights are in memory at a time, and so
+    are the logits of one window.
     """
 
     def __init__(self, checkpoint: Checkpoint) -> None:
@@ -121,8 +122,8 @@ class Reference:
         *,
         observe: Observer | None = None,
         progress: Callable[[int], None] | None = None,
-    ) -> list[Floats]:
-        """Logits `[T, V]` of each window of token ids `[T]`; every window begins at position 0.
+    ) -> Iterator[Floats]:
+        """Yield the logits `[T, V]` of each window of token ids `[T]`; every window begins at position 0.
 
         Args:
             windows: token ids; the windows may differ in length.
@@ -139,4 +140,5 @@ class Reference:
             if progress is not None:
                 progress(layer + 1)
         weights.drop()
-        return [logits(ops[len(state)], self._checkpoint.head_key, state) for state in states]
+        for state in states:
+            yield logits(ops[len(state)], self._checkpoint.head_key, state)

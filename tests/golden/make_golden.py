@@ -1,4 +1,4 @@
-"""Logits of Hugging Face transformers, kept so that the tests need no torch.
+"""Logits and greedy continuations of Hugging Face transformers, kept so that the tests need no torch.
 
     python tests/golden/make_golden.py            write them
     python tests/golden/make_golden.py --check    make them anew and compare with those that were written
@@ -15,6 +15,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
 
 HERE = Path(__file__).parent
@@ -23,6 +24,8 @@ from checkpoints import CONFIG, NEWER, OLDER, write_checkpoint  # noqa: E402
 
 EMBEDDED = HERE.parent.parent / "models" / "stdlib-4m"
 TOLERANCE = 1e-4
+PROMPT = "def __init__(self, "
+NEW_TOKENS = 64
 
 
 def logits(folder: Path, tokens: np.ndarray) -> np.ndarray:
@@ -30,6 +33,13 @@ def logits(folder: Path, tokens: np.ndarray) -> np.ndarray:
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
     with torch.no_grad():
         return model(torch.tensor(tokens)[None]).logits[0].numpy()
+
+
+def continuation(folder: Path, prompt: str) -> np.ndarray:
+    """Token ids of the prompt, then of `NEW_TOKENS` greedy ones."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    ids = torch.tensor([Tokenizer.from_file(str(folder / "tokenizer.json")).encode(prompt).ids])
+    return model.generate(ids, max_new_tokens=NEW_TOKENS, do_sample=False)[0].numpy()
 
 
 def make() -> dict[str, np.ndarray]:
@@ -44,6 +54,7 @@ def make() -> dict[str, np.ndarray]:
     tokens = np.concatenate([[0], random.integers(3, 4096, 15), np.arange(300, 396)])
     golden["embedded_tokens"] = tokens
     golden["embedded_logits"] = logits(EMBEDDED, tokens)[-24:]
+    golden["text"] = continuation(EMBEDDED, PROMPT)
     return golden
 
 

@@ -1,0 +1,52 @@
+"""The quality that the embedded model must keep, on text it never saw."""
+
+import json
+
+import numpy as np
+import pytest
+
+import edgekv
+from edgekv.cli import run
+from exporters.calibrate import token_windows
+from exporters.checkpoint import Checkpoint
+
+
+@pytest.fixture
+def held_out(embedded) -> str:
+    return str(embedded / "heldout.txt")
+
+
+def test_quantization_costs_less_than_half_a_percent_of_perplexity(bundle, held_out, capsys):
+    assert run(["eval", str(bundle), "--text", held_out, "--tokens", "4096", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["tokens"] == 4096
+    assert found["perplexity"] <= 1.005 * found["reference_perplexity"]
+    assert found["top1_agreement"] >= 0.98
+
+
+def test_the_embedded_model_is_trained(bundle, held_out, capsys):
+    """A random model of this vocabulary has a perplexity of 4,096."""
+    assert run(["eval", str(bundle), "--text", held_out, "--tokens", "1024", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["reference_perplexity"] < 40
+
+
+def test_the_htp_agrees_with_the_cpu(bundle, embedded, held_out):
+    """Over 512 held-out tokens: 98 % of the top tokens, and caches less than 0.1 LSB apart on average."""
+    checkpoint = Checkpoint.open(str(embedded))
+    cpu, htp = edgekv.load(bundle), edgekv.load(bundle, engine="htp")
+    agreed, differences = [], []
+    for window in token_windows(checkpoint, (embedded / "heldout.txt").read_text("utf-8"), 128, 4):
+        one, other = cpu.score(window.tolist()), htp.score(window.tolist())
+        agreed.append(one.argmax(-1) == other.argmax(-1))
+        rows = [m.cache.arena.array[:, m.cache.held_rows()].astype(np.int32) for m in (cpu, htp)]
+        differences.append(np.abs(rows[0] - rows[1]))
+    assert np.concatenate(agreed).mean() >= 0.98
+    assert np.concatenate(differences, axis=1).mean() < 0.1
+
+
+def test_eval_on_another_checkpoint_is_refused(bundle, held_out, tmp_path, capsys):
+    from checkpoints import write_checkpoint
+
+    other = write_checkpoint(tmp_path / "other")
+    assert run(["eval", str(bundle), "--text", held_out, "--checkpoint", str(other)]) == 1
+    assert "those that the bundle was made from" in capsys.readouterr().err

@@ -1,0 +1,59 @@
+"""One prompt, greedy: the same text from transformers in float32, from the CPU graphs and from the HTP."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import edgekv
+from exporters.checkpoint import Checkpoint
+from exporters.reference import Reference
+
+GOLDEN = np.load(Path(__file__).parent / "golden" / "logits.npz")["text"].tolist()
+PROMPT = "def __init__(self, "
+
+
+def continued(model: edgekv.Model) -> list[int]:
+    prompt = model.encode(PROMPT)
+    assert prompt == GOLDEN[: len(prompt)]
+    return prompt + [token.id for token in model.generate(PROMPT, len(GOLDEN) - len(prompt))]
+
+
+def assert_same_or_near_tie(tokens: list[int], other: list[int], logits, other_logits) -> None:
+    """Equal, or else the two candidates at the first difference are closer than the two runs' logits there."""
+    if tokens == other:
+        return
+    at = next(i for i, pair in enumerate(zip(tokens, other, strict=True)) if pair[0] != pair[1])
+    one, two = logits(tokens[:at])[-1], other_logits(tokens[:at])[-1]
+    gap = abs(one[tokens[at]] - one[other[at]])
+    assert gap <= 2 * np.abs(one - two).max(), f"token {at}: {tokens[at]} or {other[at]}, {gap} apart"
+
+
+@pytest.fixture(scope="module")
+def cpu(bundle) -> edgekv.Model:
+    return edgekv.load(bundle, kv_update="pointer-shift", reserve=2.0)
+
+
+def test_the_cpu_writes_what_transformers_writes(cpu, embedded):
+    reference = Reference(Checkpoint.open(str(embedded)))
+    assert_same_or_near_tie(
+        continued(cpu), GOLDEN, cpu.score, lambda tokens: next(reference.logits([np.array(tokens)]))
+    )
+
+
+def test_all_strategies_write_the_same_on_the_cpu(bundle, cpu):
+    expected = continued(cpu)
+    assert continued(edgekv.load(bundle, kv_update="pointer-shift", reserve=1.5)) == expected
+    assert continued(edgekv.load(bundle, kv_update="slot")) == expected
+
+
+def test_slot_moves_cpu_logits_by_the_order_of_a_sum_at_most(bundle, cpu):
+    """Its rows stand in another order: float addition may differ in the last bits, 8 LSB at most."""
+    step = cpu.bundle.manifest.encodings["logits"].scale
+    slot = edgekv.load(bundle, kv_update="slot").score(GOLDEN)
+    assert np.abs(slot - cpu.score(GOLDEN)).max() <= 8.5 * step
+
+
+def test_the_htp_writes_what_the_cpu_writes(bundle, cpu):
+    htp = edgekv.load(bundle, engine="htp")
+    assert_same_or_near_tie(continued(htp), continued(cpu), htp.score, cpu.score)
