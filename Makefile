@@ -1,0 +1,52 @@
+# make demo   set up, then export, compile, generate and evaluate the embedded model
+# make test   set up, then lint, types and all tests, the HTP emulator included
+
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+BIN := .venv/bin
+CHECKPOINT := models/stdlib-4m
+BUNDLE := build/stdlib-4m
+DEVICE := SM8650
+PROMPT := def main(
+
+.PHONY: demo test lint golden clean
+
+demo: .venv/run
+	$(BIN)/edgekv export $(CHECKPOINT) -o $(BUNDLE) --device $(DEVICE) --force
+	$(BIN)/edgekv compile $(BUNDLE) --device $(DEVICE)
+	$(BIN)/edgekv size $(BUNDLE) --device $(DEVICE)
+	$(BIN)/edgekv generate $(BUNDLE) --prompt "$(PROMPT)" --max-new-tokens 48 --engine cpu
+	$(BIN)/edgekv generate $(BUNDLE) --prompt "$(PROMPT)" --max-new-tokens 48 --engine htp
+	$(BIN)/edgekv eval $(BUNDLE) --text $(CHECKPOINT)/heldout.txt --engine cpu
+
+test: .venv/test lint
+	$(BIN)/python -m pytest
+
+lint: .venv/test
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+# Logits of Hugging Face transformers, made anew and compared with those that the tests use.
+golden: .venv-parity/ready
+	.venv-parity/bin/python tests/golden/make_golden.py --check
+
+.venv/bin/python:
+	$(PYTHON) -m venv .venv
+
+.venv/run: pyproject.toml | .venv/bin/python
+	$(BIN)/python -m pip install --quiet --editable ".[htp]"
+	touch $@
+
+# The packages of a device's environment together: tflite-runtime holds numpy below 2.
+.venv/test: pyproject.toml | .venv/bin/python
+	$(BIN)/python -m pip install --quiet --editable ".[htp,hub,tflite,test]"
+	touch $@ .venv/run
+
+.venv-parity/ready: pyproject.toml
+	$(PYTHON) -m venv .venv-parity
+	.venv-parity/bin/python -m pip install --quiet torch==2.13.0
+	.venv-parity/bin/python -m pip install --quiet --editable ".[parity]"
+	touch $@
+
+clean:
+	rm -rf .venv .venv-parity build *.egg-info
