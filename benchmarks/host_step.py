@@ -2,9 +2,10 @@
 
     python -m benchmarks.host_step [--tensors 256 512] [--steps 200]
 
-Runs a real exported decoder of random weights with that many cache tensors (each a past input and a new output).
-`naive` is what a plain loop does: run on numpy arrays, concatenate past and new, drop the oldest row. Strategies
-take turns, so that a change of the machine's speed meets all of them.
+Runs a real exported decoder of random weights with that many cache tensors (each a past input and a new output),
+and a graph with the same inputs and outputs that only slices them: the decoder leaves the processor's caches cold,
+the slices leave them warm. `naive` is what a plain loop does: run on numpy arrays, concatenate past and new, drop the oldest row. Strategies
+take turns of some steps, so that a change of the machine's speed meets all of them.
 """
 
 from __future__ import annotations
@@ -17,12 +18,16 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+import onnxruntime as ort
+from onnx import TensorProto, ValueInfoProto, helper, numpy_helper
 from rich.console import Console
 from rich.table import Table
 
 from devices import find
-from edgekv.bundle import open_bundle
-from edgekv.engine import CpuEngine, Runner
+from edgekv.bundle import Bundle, open_bundle
+from edgekv.engine import CpuEngine, StaticGraph
+from edgekv.engine.rope import RopeTable
+from edgekv.engine.signature import Port, Signature
 from edgekv.kv import KVCache
 from exporters.checkpoint import Checkpoint
 from exporters.export import ExportOptions, export_bundle
@@ -30,6 +35,7 @@ from exporters.recipe import find_recipe
 from tests.checkpoints import NEWER, write_checkpoint
 
 CONTEXT, HEAD_DIM, KV_HEADS = 1024, 64, 8
+TURN = 10
 STRATEGIES = (("slot", 2.0), ("pointer-shift", 2.0), ("pointer-shift", 1.5))
 
 
@@ -50,27 +56,47 @@ def export(folder: Path, tensors: int) -> Path:
     return folder / "bundle"
 
 
-def bound(folder: Path, strategy: str, reserve: float) -> Callable[[], float]:
+def slices(bundle: Bundle) -> ort.InferenceSession:
+    """The decode graph's inputs and outputs with nothing but a slice between past and new rows."""
+    signature = Signature.of(bundle.manifest, bundle.manifest.graphs[0])
+    elements = {"int32": TensorProto.INT32, "uint16": TensorProto.UINT16, "uint8": TensorProto.UINT8}
+
+    def infos(ports: tuple[Port, ...]) -> list[ValueInfoProto]:
+        return [helper.make_tensor_value_info(port.name, elements[port.dtype], port.shape) for port in ports]
+
+    ends = [helper.make_tensor(name, TensorProto.INT64, [1], [value]) for name, value in (("0", 0), ("1", 1), ("2", 2))]
+    logits = numpy_helper.from_array(np.zeros(signature.outputs[0].shape, np.uint16), "zeros")
+    nodes = [helper.make_node("Identity", ["zeros"], ["logits"])]
+    for tensor in bundle.manifest.geometry.names():
+        nodes.append(helper.make_node("Slice", [tensor.past, "0", "1", "2"], [tensor.new]))
+    graph = helper.make_graph(nodes, "slices", infos(signature.inputs), infos(signature.outputs), [*ends, logits])
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
+    options = ort.SessionOptions()
+    options.intra_op_num_threads = 1
+    return ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+
+
+def bound(bundle: Bundle, session: ort.InferenceSession, strategy: str, reserve: float) -> Callable[[], float]:
     """A function that runs one step and returns its host time in microseconds."""
-    bundle = open_bundle(folder)
-    cache = KVCache(bundle.manifest.geometry, ar=(1,), strategy=strategy, reserve=reserve)
-    runner = Runner(bundle, CpuEngine(threads=1), cache)
+    manifest = bundle.manifest
+    cache = KVCache(manifest.geometry, ar=(1,), strategy=strategy, reserve=reserve, policy="sliding-window")
+    cos, sin = (manifest.encodings[name].encoding() for name in ("position_ids_cos", "position_ids_sin"))
+    rope = RopeTable(manifest.rope.inverse_frequencies, cos, sin, positions=CONTEXT)
+    graph = StaticGraph(session, manifest, manifest.graphs[0], cache, rope)
 
     def step() -> float:
-        before = runner.times.host_ns
-        runner.feed([1])
-        return (runner.times.host_ns - before) / 1e3
+        before = graph.host_ns
+        graph.step([1])
+        return (graph.host_ns - before) / 1e3
 
     return step
 
 
-def naive(folder: Path) -> Callable[[], float]:
+def naive(bundle: Bundle, session: ort.InferenceSession) -> Callable[[], float]:
     """The same for a loop that copies the whole cache; inputs other than the cache stay as they are."""
-    bundle = open_bundle(folder)
     geometry = bundle.manifest.geometry
-    session = CpuEngine(threads=1).session(bundle.graph_path(bundle.manifest.graphs[0]))
-    types = {"tensor(int32)": np.int32, "tensor(uint16)": np.uint16, "tensor(uint8)": np.uint8}
-    feeds = {port.name: np.zeros(port.shape, types[port.type]) for port in session.get_inputs()}
+    ports = Signature.of(bundle.manifest, bundle.manifest.graphs[0]).inputs
+    feeds = {port.name: np.zeros(port.shape, port.dtype) for port in ports}
     names = [port.name for port in session.get_outputs()]
 
     def step() -> float:
@@ -83,28 +109,37 @@ def naive(folder: Path) -> Callable[[], float]:
     return step
 
 
+def measure(bundle: Bundle, session: ort.InferenceSession, steps: int) -> dict[str, list[float]]:
+    """Microseconds of every step, by strategy."""
+    loops = {"naive": naive(bundle, session)}
+    loops |= {f"{name} {reserve}": bound(bundle, session, name, reserve) for name, reserve in STRATEGIES}
+    times: dict[str, list[float]] = {name: [] for name in loops}
+    for _ in range(steps // TURN):
+        for name, step in loops.items():
+            times[name] += [step() for _ in range(TURN)]
+    return times
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tensors", type=int, nargs="+", default=[256, 512], help="cache tensors, multiples of 16")
     parser.add_argument("--steps", type=int, default=200)
     args = parser.parse_args()
     table = Table(title=f"host time of a decode step, S = {CONTEXT}, D = {HEAD_DIM}, uint8, microseconds")
-    for column in ("tensors", "strategy", "median", "90 %", "naive / this"):
-        table.add_column(column, justify="left" if column == "strategy" else "right")
+    for column in ("tensors", "graph", "strategy", "median", "90 %", "naive / this"):
+        table.add_column(column, justify="left" if column in ("graph", "strategy") else "right")
     for tensors in args.tensors:
         with tempfile.TemporaryDirectory() as scratch:
-            folder = export(Path(scratch), tensors)
-            loops = {"naive": naive(folder)}
-            loops |= {f"{name} {reserve}": bound(folder, name, reserve) for name, reserve in STRATEGIES}
-            times: dict[str, list[float]] = {name: [] for name in loops}
-            for _ in range(args.steps):
-                for name, step in loops.items():
-                    times[name].append(step())
-        base = statistics.median(times["naive"])
-        for name, measured in times.items():
-            median, late = statistics.median(measured), statistics.quantiles(measured, n=10)[-1]
-            table.add_row(str(tensors), name, f"{median:.1f}", f"{late:.1f}", f"{base / median:.1f}")
-    Console().print(table)
+            bundle = open_bundle(export(Path(scratch), tensors))
+            decoder = CpuEngine(threads=1).session(bundle.graph_path(bundle.manifest.graphs[0]))
+            for graph, session in (("decoder", decoder), ("slices", slices(bundle))):
+                times = measure(bundle, session, args.steps)
+                base = statistics.median(times["naive"])
+                for name, measured in times.items():
+                    median, late = statistics.median(measured), statistics.quantiles(measured, n=10)[-1]
+                    row = (str(tensors), graph, name, f"{median:.1f}", f"{late:.1f}", f"{base / median:.1f}")
+                    table.add_row(*row)
+    Console(width=100).print(table)
 
 
 if __name__ == "__main__":
