@@ -4,7 +4,8 @@
 
 Runs a real exported decoder of random weights with that many cache tensors (each a past input and a new output),
 and a graph with the same inputs and outputs that only slices them: the decoder leaves the processor's caches cold,
-the slices leave them warm. `naive` is what a plain loop does: run on numpy arrays, concatenate past and new, drop the oldest row. Strategies
+the slices leave them warm.
+`naive` is what a plain loop does: run on numpy arrays, concatenate past and new, drop the oldest row. Strategies
 take turns of some steps, so that a change of the machine's speed meets all of them.
 """
 
