@@ -44,6 +44,13 @@ def test_the_htp_agrees_with_the_cpu(bundle, embedded, held_out):
     assert np.concatenate(differences, axis=1).mean() < 0.1
 
 
+def test_eval_runs_on_the_htp(bundle, held_out, capsys):
+    assert run(["eval", str(bundle), "--engine", "htp", "--text", held_out, "--tokens", "254", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["engine"], found["tokens"]) == ("htp", 254)
+    assert abs(found["perplexity_ratio"] - 1) < 0.02
+
+
 def test_eval_on_another_checkpoint_is_refused(bundle, held_out, tmp_path, capsys):
     from checkpoints import write_checkpoint
 

@@ -6,6 +6,10 @@ import numpy as np
 import pytest
 
 import edgekv
+from edgekv.bundle import open_bundle
+from edgekv.engine import CpuEngine, Runner
+from edgekv.engine.rope import RopeTable
+from edgekv.kv import KVCache
 from exporters.checkpoint import Checkpoint
 from exporters.reference import Reference
 
@@ -45,6 +49,41 @@ def test_all_strategies_write_the_same_on_the_cpu(bundle, cpu):
     expected = continued(cpu)
     assert continued(edgekv.load(bundle, kv_update="pointer-shift", reserve=1.5)) == expected
     assert continued(edgekv.load(bundle, kv_update="slot")) == expected
+
+
+def plain_copying(bundle: Path, tokens: list[int]) -> np.ndarray:
+    """Integer logits `[T, V]` of a loop that knows nothing of strategies: run, concatenate, drop the oldest row."""
+    opened = open_bundle(bundle)
+    manifest = opened.manifest
+    session = CpuEngine().session(opened.graph_path(manifest.graph("decode")))
+    cos, sin = (manifest.encodings[name].encoding() for name in ("position_ids_cos", "position_ids_sin"))
+    rope = RopeTable(manifest.rope.inverse_frequencies, cos, sin)
+    rows = manifest.context - 1
+    feeds = {t.past: np.full((1, 1, rows, manifest.model.head_dim), 128, np.uint8) for t in manifest.geometry.names()}
+    mask = np.zeros((1, 1, 1, manifest.context), np.uint16)
+    logits = []
+    for position, token in enumerate(tokens):
+        mask[..., rows - position :] = 65535
+        feeds |= {"input_ids": np.array([[token]], np.int32), "attention_mask": mask}
+        feeds |= {
+            f"position_ids_{n}": t[None, None] for n, t in zip(("cos", "sin"), rope.rows(position, 1), strict=True)
+        }
+        new = dict(zip([o.name for o in session.get_outputs()], session.run(None, feeds), strict=True))
+        logits.append(new["logits"][0, 0])
+        for tensor in manifest.geometry.names():
+            feeds[tensor.past] = np.concatenate((feeds[tensor.past], new[tensor.new]), axis=2)[:, :, 1:]
+    return np.array(logits)
+
+
+@pytest.mark.parametrize("reserve", [2.0, 1.5])
+def test_pointer_shift_is_plain_copying_bit_by_bit(bundle, reserve):
+    model = edgekv.load(bundle, kv_update="pointer-shift", reserve=reserve)
+    generated = [token.id for token in model.generate([GOLDEN[0]], 100)]
+    expected = plain_copying(bundle, [GOLDEN[0], *generated])
+    assert expected[:-1].argmax(-1).tolist() == generated
+    stepwise = Runner(model.bundle, CpuEngine(), KVCache(model.bundle.manifest.geometry, ar=(1, 32), reserve=reserve))
+    for token, row in zip([GOLDEN[0], *generated], expected, strict=True):
+        assert (stepwise.feed([token]) == row).all()
 
 
 def test_slot_moves_cpu_logits_by_the_order_of_a_sum_at_most(bundle, cpu):
