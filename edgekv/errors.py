@@ -41,5 +41,9 @@ class ContextFullError(EdgeKVError):
     """The context has no room for the tokens asked for."""
 
 
+class MemoryBudgetError(EdgeKVError):
+    """The caches of all sequences would hold more memory than they may."""
+
+
 class EngineError(EdgeKVError):
     """A runtime that is missing, failed, or refused a graph."""

@@ -7,6 +7,7 @@ from fractions import Fraction
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
+from weakref import WeakValueDictionary
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,6 +18,7 @@ from edgekv.errors import ContextFullError, UsageError
 from edgekv.generate import Detokenizer, Generation, Sampler, Sampling, StopSequences
 from edgekv.generate.loop import Setup
 from edgekv.kv import DEFAULT_RESERVE, KVCache, parse_reserve
+from edgekv.sequences import HeldSequence, Mode, SequenceFeeder, SequenceManager, check_mode, parse_mode
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -33,6 +35,7 @@ def load(
     reserve: Fraction | float | str | None = None,
     policy: str = "fail",
     threads: int | None = None,
+    cache_mode: str | Mode = "always",
     verify: bool = True,
 ) -> Model:
     """Open a bundle and get it ready to run.
@@ -44,6 +47,8 @@ def load(
         reserve: memory of `pointer-shift`, in units of S-1 rows per tensor, above 1, at most 2; None for 2.
         policy: `fail` ends a generation when the context is full; `sliding-window` forgets the oldest tokens.
         threads: of the engine `cpu`; None leaves it to ONNX Runtime.
+        cache_mode: what is kept from one step to the next, as text or as a mode of `edgekv.sequences`: `always`,
+            `long-sequence-only(TOKENS)`, `adaptive`, `adaptive(64MiB)`, `adaptive(25%)` or `disabled`.
         verify: False skips the hashes of the bundle's files.
 
     Raises:
@@ -52,16 +57,19 @@ def load(
         EngineError: the engine is missing or refused a graph.
     """
     opened = bundle if isinstance(bundle, Bundle) else open_bundle(bundle, verify)
-    return Model(opened, engine, kv_update=kv_update, reserve=reserve, policy=policy, threads=threads)
+    return Model(
+        opened, engine, kv_update=kv_update, reserve=reserve, policy=policy, threads=threads, cache_mode=cache_mode
+    )
 
 
 class Model:
-    """A bundle, an engine and the cache of one sequence; see `load`.
+    """A bundle, an engine, a cache, and as many sequences with caches of their own as are asked for; see `load`.
 
     Attributes:
         bundle: the bundle.
         engine: name of the engine.
-        cache: the KV cache, as the last call left it.
+        mode: what is kept from one step to the next.
+        sequences: the sequences that `generate(..., sequence=ID)` keeps.
     """
 
     def __init__(
@@ -73,6 +81,7 @@ class Model:
         reserve: Fraction | float | str | None = None,
         policy: str = "fail",
         threads: int | None = None,
+        cache_mode: str | Mode = "always",
     ) -> None:
         manifest = bundle.manifest
         strategy = kv_update or (DEFAULT_KV_UPDATE if reserve is None else "pointer-shift")
@@ -83,12 +92,30 @@ class Model:
         made = make_engine(engine, device=manifest.device, threads=threads)
         self.bundle = bundle
         self.engine: EngineName = made.name
-        self.cache = KVCache(
-            manifest.geometry, ar={g.ar for g in manifest.graphs}, strategy=strategy, reserve=ratio, policy=policy
+        self.mode = parse_mode(cache_mode) if isinstance(cache_mode, str) else cache_mode
+
+        def make_cache() -> KVCache:
+            ar = {g.ar for g in manifest.graphs}
+            return KVCache(manifest.geometry, ar=ar, strategy=strategy, reserve=ratio, policy=policy)
+
+        self._own = HeldSequence(make_cache())
+        check_mode(self.mode, self._own.cache)
+        self._setup = Setup(made.name, strategy, float(ratio) if strategy == "pointer-shift" else None, str(self.mode))
+        self._runner = Runner(bundle, made, self._own.cache)
+        self.sequences = SequenceManager(
+            make_cache,
+            bytes_per_sequence=self._own.cache.stats.bytes_held,
+            budget=self.mode.budget,
+            evicts=self.mode.evicts,
+            release=self._release,
         )
-        self._setup = Setup(made.name, strategy, float(ratio) if strategy == "pointer-shift" else None)
-        self._runner = Runner(bundle, made, self.cache)
-        self._current: Generation | None = None
+        # By sequence; None stands for the model's own cache. Whoever has let go of a generation will not go on with it.
+        self._current: WeakValueDictionary[int | None, Generation] = WeakValueDictionary()
+
+    @property
+    def cache(self) -> KVCache:
+        """The KV cache that ran last, as that call left it."""
+        return self._runner.cache
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
@@ -121,8 +148,16 @@ class Model:
         top_p: float | None = None,
         seed: int | None = None,
         stop: Sequence[str] = (),
+        sequence: int | None = None,
     ) -> Generation:
-        """Continue a prompt, from an empty cache.
+        """Continue a prompt.
+
+        Without `sequence` from an empty cache. With it from what that sequence's cache holds: the prompt is still
+        the whole text, as in a conversation all turns so far. The beginning that it shares with the tokens of the
+        calls before is not run again, and what does not fit is dropped. Text that is tokenized in one piece may differ
+        in its tokens where an answer met the next question; giving token ids (`.prompt`, the `.id` of each token,
+        then the new ones) reuses all of it. The result is that of an empty cache: bit by bit on the HTP, up to the
+        order of sums on the CPU. Only where tokens have left a sliding window, continuing and starting anew differ.
 
         Args:
             prompt: text, or token ids.
@@ -132,12 +167,15 @@ class Model:
             top_p: only the most likely tokens whose probabilities reach p together.
             seed: of the random numbers; None draws one.
             stop: texts before which the generation ends.
+            sequence: a 64-bit id; its cache is made at the first call and kept as the caching mode says.
 
         Returns:
-            An iterator of `Token` with `.stats`. A later call of `generate` or `score` ends it.
+            An iterator of `Token` with `.stats`. A later call for the same sequence ends it, and one without a
+            sequence (`score` too) is ended by a later one without. Others may take turns.
 
         Raises:
             ContextFullError: the prompt is longer than the context and the policy is `fail`; nothing was run.
+            MemoryBudgetError: the cache of a new sequence does not fit the mode's budget; nothing was run.
             UsageError: an option out of range, an empty prompt, or an id that is not in the vocabulary.
             EngineError: the engine refused a graph.
         """
@@ -147,9 +185,9 @@ class Model:
         stops = StopSequences(stop)
         tokens = self.encode(prompt) if isinstance(prompt, str) else list(prompt)
         self._check(tokens, "prompt")
-        self._start("decode", *(("prefill",) if len(tokens) > 1 else ()))
-        self._current = Generation(
-            self._runner,
+        feeder = SequenceFeeder(self._runner, self.mode, self._own, self.sequences, sequence)
+        generation = Generation(
+            feeder,
             tokens,
             self._setup,
             max_new_tokens=max_new_tokens,
@@ -158,7 +196,10 @@ class Model:
             detokenizer=Detokenizer(self.tokenizer, tokens),
             stops=stops,
         )
-        return self._current
+        feeder.claim(len(tokens))
+        self._start(sequence, "decode", *(("prefill",) if len(tokens) > 1 else ()))
+        self._current[sequence] = generation
+        return generation
 
     def score(self, tokens: Sequence[int]) -> NDArray[np.float32]:
         """The logits after each of the tokens, `[T, V]`, teacher forced from an empty cache.
@@ -170,14 +211,21 @@ class Model:
         """
         tokens = list(tokens)
         self._check(tokens, "tokens")
-        self._start("score", "decode")
+        self._start(None, "score", "decode")
         return self.bundle.manifest.encodings["logits"].encoding().dequantize(self._runner.feed_all(tokens))
 
-    def _start(self, *roles: Role) -> None:
-        if self._current is not None:
-            self._current.abandon()
+    def _start(self, sequence: int | None, *roles: Role) -> None:
+        earlier = self._current.pop(sequence, None)
+        if earlier is not None:
+            earlier.abandon()
         self._runner.prepare(*roles)
-        self.cache.reset()
+        if sequence is None:
+            self._own.reset()
+            self._runner.use(self._own.cache)
+
+    def _release(self, cache: KVCache) -> None:
+        if cache is self._runner.cache:
+            self._runner.use(self._own.cache)
 
     def _check(self, tokens: Sequence[int], field: str) -> None:
         manifest = self.bundle.manifest

@@ -54,6 +54,13 @@ def generate(
     on_full: Annotated[
         str, typer.Option(help="What to do when the context is full: fail, which ends, or sliding-window.")
     ] = "fail",
+    cache_mode: Annotated[
+        str,
+        typer.Option(
+            help="What is kept from step to step: always, long-sequence-only(TOKENS), adaptive or disabled, which "
+            "computes the whole sequence anew for every token."
+        ),
+    ] = "always",
     threads: Annotated[int | None, typer.Option(help="Threads of the engine cpu.", show_default="all cores")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, and nothing else.")] = False,
 ) -> None:
@@ -64,7 +71,9 @@ def generate(
     text = _prompt(prompt, prompt_file)
     from edgekv.model import load  # the runtime, which the help needs not wait for
 
-    model = load(bundle, engine, kv_update=kv_update, reserve=reserve, policy=on_full, threads=threads)
+    model = load(
+        bundle, engine, kv_update=kv_update, reserve=reserve, policy=on_full, threads=threads, cache_mode=cache_mode
+    )
     generation = model.generate(
         text, max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, stop=stop or ()
     )
@@ -88,11 +97,12 @@ def summary(stats: GenerationStats) -> str:
     """The figures of a generation in one line."""
     decode = "" if stats.decode_ms_per_token is None else f", {stats.decode_ms_per_token:.1f} ms/token"
     reserve = "" if stats.reserve is None else f" {stats.reserve:g}"
+    mode = "" if stats.cache_mode == "always" else f", {stats.cache_mode}, {stats.computed_tokens} tokens computed"
     seed = "" if stats.seed is None else f", seed {stats.seed}"
     return (
         f"[{stats.engine}: {stats.prompt_tokens} + {stats.generated_tokens} tokens, ended by {stats.stop_reason}; "
         f"prefill {stats.prefill_ms:.0f} ms{decode}, host {stats.host_us_per_step:.0f} us/step; "
-        f"KV {stats.kv_update}{reserve}: {stats.kv_bytes_held:,} bytes held, "
+        f"KV {stats.kv_update}{reserve}{mode}: {stats.kv_bytes_held:,} bytes held, "
         f"{stats.kv_bytes_copied:,} copied{seed}]"
     )
 

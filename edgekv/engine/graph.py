@@ -75,6 +75,11 @@ class StaticGraph:
         rows: NDArray[Any] = self._logits[: self._filled] if self.record.role == "score" else self._logits
         return rows
 
+    def use(self, cache: KVCache) -> None:
+        """Work on another cache of the same geometry from the next step on."""
+        self._cache = cache
+        self._bound = None
+
     def step(self, tokens: Sequence[int]) -> None:
         """Run 1 to AR tokens and keep their keys and values.
 

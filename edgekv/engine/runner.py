@@ -47,7 +47,7 @@ class Runner:
     """Feeds tokens to the graphs of a bundle. A graph's session is made when it is first needed.
 
     Attributes:
-        cache: the past that all graphs share.
+        cache: the past that all graphs share, until `use` names another one.
     """
 
     def __init__(self, bundle: Bundle, engine: Engine, cache: KVCache) -> None:
@@ -67,6 +67,21 @@ class Runner:
     def times(self) -> StepTimes:
         graphs = self._graphs.values()
         return StepTimes(sum(g.steps for g in graphs), sum(g.run_ns for g in graphs), sum(g.host_ns for g in graphs))
+
+    def use(self, cache: KVCache) -> None:
+        """Let all graphs work on another cache; each binds its memory in its next step.
+
+        Raises:
+            ValueError: the cache has another geometry, or was not made for all graphs.
+        """
+        if cache is self.cache:
+            return
+        if (cache.geometry, cache.ar) != (self.cache.geometry, self.cache.ar):
+            found = f"{cache.geometry} with AR {cache.ar}"
+            raise ValueError(f"cache: found {found}; wanted {self.cache.geometry} with AR {self.cache.ar}")
+        self.cache = cache
+        for graph in self._graphs.values():
+            graph.use(cache)
 
     def prepare(self, *roles: Role) -> None:
         """Make the sessions of these roles now.

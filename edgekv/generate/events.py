@@ -38,6 +38,9 @@ class GenerationStats:
         engine: where the graphs ran.
         kv_update: update strategy of the cache.
         reserve: memory of `pointer-shift` in units of S-1 rows; None for other strategies.
+        cache_mode: what is kept from step to step; see `edgekv.sequences`.
+        reused_tokens: tokens of the prompt that were not run because the sequence's cache held them.
+        computed_tokens: tokens run through the graphs, those included that were computed anew.
         kv_bytes_held: bytes allocated for the cache.
         kv_bytes_copied: bytes that the cache copied during this generation.
         seed: reproduces a sampled generation; None if it was greedy.
@@ -53,6 +56,9 @@ class GenerationStats:
     engine: str
     kv_update: str
     reserve: float | None
+    cache_mode: str
+    reused_tokens: int
+    computed_tokens: int
     kv_bytes_held: int
     kv_bytes_copied: int
     seed: int | None

@@ -9,11 +9,11 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from edgekv.engine.runner import Runner
 from edgekv.errors import UsageError
 from edgekv.generate.events import GenerationStats, StopReason, Token
 from edgekv.generate.sampler import Sampler
 from edgekv.generate.text import Detokenizer, StopSequences
+from edgekv.sequences import SequenceFeeder
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +23,7 @@ class Setup:
     engine: str
     kv_update: str
     reserve: float | None
+    cache_mode: str
 
 
 class Generation(Iterator[Token]):
@@ -30,7 +31,7 @@ class Generation(Iterator[Token]):
 
     def __init__(
         self,
-        runner: Runner,
+        feeder: SequenceFeeder,
         prompt: Sequence[int],
         setup: Setup,
         *,
@@ -40,7 +41,7 @@ class Generation(Iterator[Token]):
         detokenizer: Detokenizer,
         stops: StopSequences,
     ) -> None:
-        """Prepare a generation; the runner's cache must be empty.
+        """Prepare a generation of a sequence that the feeder has not run yet.
 
         Raises:
             UsageError: `max_new_tokens` is below 1.
@@ -49,7 +50,7 @@ class Generation(Iterator[Token]):
             way_out = "Ask for a token or more."
             raise UsageError("max_new_tokens", found=max_new_tokens, wanted="at least 1", way_out=way_out)
         self.prompt = tuple(prompt)
-        self._runner = runner
+        self._feeder = feeder
         self._setup = setup
         self._max_new_tokens = max_new_tokens
         self._eos = frozenset(eos)
@@ -61,8 +62,6 @@ class Generation(Iterator[Token]):
         self._decode_ns = 0
         self._stop_reason: StopReason | None = None
         self._abandoned = False
-        self._times = runner.times
-        self._bytes_copied = runner.cache.stats.bytes_copied
         self._tokens = self._run()
 
     def __next__(self) -> Token:
@@ -81,8 +80,8 @@ class Generation(Iterator[Token]):
     @property
     def stats(self) -> GenerationStats:
         """What was done so far."""
-        times = self._runner.times - self._times
-        cache = self._runner.cache.stats
+        done = self._feeder.done
+        times = done.times
         decoded = self._generated - 1
         return GenerationStats(
             prompt_tokens=len(self.prompt),
@@ -95,22 +94,25 @@ class Generation(Iterator[Token]):
             engine=self._setup.engine,
             kv_update=self._setup.kv_update,
             reserve=self._setup.reserve,
-            kv_bytes_held=cache.bytes_held,
-            kv_bytes_copied=cache.bytes_copied - self._bytes_copied,
+            cache_mode=self._setup.cache_mode,
+            reused_tokens=done.reused_tokens,
+            computed_tokens=done.computed_tokens,
+            kv_bytes_held=done.bytes_held,
+            kv_bytes_copied=done.bytes_copied,
             seed=self._sampler.seed,
         )
 
     def _run(self) -> Iterator[Token]:
         self._check_not_abandoned()
         started = perf_counter_ns()
-        logits = self._runner.feed(self.prompt)
+        logits = self._feeder.feed(self.prompt)
         self._prefill_ns = perf_counter_ns() - started
         token = self._take(logits)
         yield token
         while self._stop_reason is None:
             self._check_not_abandoned()
             started = perf_counter_ns()
-            token = self._take(self._runner.feed((token.id,)))
+            token = self._take(self._feeder.feed((token.id,)))
             self._decode_ns += perf_counter_ns() - started
             yield token
 
@@ -131,7 +133,7 @@ class Generation(Iterator[Token]):
             return "stop"
         if self._generated == self._max_new_tokens:
             return "length"
-        return None if self._runner.cache.room(1) else "context"
+        return None if self._feeder.done.room else "context"
 
     def _check_not_abandoned(self) -> None:
         if self._abandoned:

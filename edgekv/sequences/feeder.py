@@ -1,0 +1,132 @@
+"""Running the tokens of one sequence, with what is kept of it and without."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from numpy.typing import NDArray
+
+from edgekv.engine.runner import Runner, StepTimes
+from edgekv.sequences.manager import SequenceManager
+from edgekv.sequences.mode import Mode
+from edgekv.sequences.sequence import HeldSequence
+
+
+@dataclass(frozen=True, slots=True)
+class Fed:
+    """What a feeder has done so far.
+
+    Attributes:
+        times: of its steps.
+        reused_tokens: tokens of the first call, the prompt, that were not run because they were held.
+        computed_tokens: tokens run, those included that were run again.
+        bytes_held: bytes of the cache that was used last.
+        bytes_copied: bytes that caches copied.
+        room: whether a further token may be run.
+    """
+
+    times: StepTimes
+    reused_tokens: int
+    computed_tokens: int
+    bytes_held: int
+    bytes_copied: int
+    room: bool
+
+
+class SequenceFeeder:
+    """Feeds one sequence to the graphs, in the caching mode of the model.
+
+    A sequence that is kept lives in its own cache; what a step computes anew passes through the model's `scratch`.
+    A sequence that has given way to memory pressure meanwhile is computed anew from all of its tokens.
+    """
+
+    def __init__(
+        self,
+        runner: Runner,
+        mode: Mode,
+        scratch: HeldSequence,
+        manager: SequenceManager,
+        sequence: int | None = None,
+    ) -> None:
+        """Prepare to feed a sequence.
+
+        Args:
+            runner: the graphs.
+            mode: when to keep and when to compute anew.
+            scratch: the model's own cache.
+            manager: where named sequences are kept.
+            sequence: the id; None for a sequence that lives in `scratch`.
+        """
+        self._runner = runner
+        self._mode = mode
+        self._scratch = scratch
+        self._manager = manager
+        self._sequence = sequence
+        self._tokens: list[int] = []
+        self.done = Fed(StepTimes(0, 0, 0), 0, 0, scratch.cache.stats.bytes_held, 0, True)
+
+    def claim(self, tokens: int) -> None:
+        """Ask for the cache that a sequence of so many tokens needs, so that a refusal comes before any work.
+
+        Raises:
+            UsageError: no 64-bit id.
+            MemoryBudgetError: it does not fit.
+        """
+        if self._sequence is None:
+            return
+        if self._keeps(tokens):
+            self._manager.get_or_create(self._sequence)
+        else:
+            self._manager.drop(self._sequence)  # what is computed anew holds no memory
+
+    def feed(self, tokens: Sequence[int]) -> NDArray[Any]:
+        """Run the next tokens and return the logits of the last one as integers `[V]`, valid until the next step.
+
+        Raises:
+            ContextFullError: the context has no room.
+            EngineError: the runtime failed.
+            MemoryBudgetError: the sequence has grown beyond the threshold, and a cache for it does not fit.
+        """
+        first = not self._tokens
+        known = len(self._tokens)
+        self._tokens += tokens
+        held = self._place()
+        if not self._keeps(len(self._tokens)):
+            held.reset()
+            start = 0
+        elif held.writer is self and held.cache.tokens_seen == known:
+            start = known
+        else:
+            start = held.reuse(self._tokens)
+        new = self._tokens[start:]
+        self._runner.use(held.cache)
+        before, copied = self._runner.times, held.cache.stats.bytes_copied
+        try:
+            return self._runner.feed(new)
+        finally:
+            held.record(new, self)
+            self._count(held, self._runner.times - before, held.cache.stats.bytes_copied - copied, len(new), first)
+
+    def _keeps(self, tokens: int) -> bool:
+        limit = self._mode.recomputed_tokens
+        return limit is not None and tokens > limit
+
+    def _place(self) -> HeldSequence:
+        if self._sequence is None or not self._keeps(len(self._tokens)):
+            return self._scratch
+        return self._manager.touch(self._sequence) or self._manager.get_or_create(self._sequence)
+
+    def _count(self, held: HeldSequence, times: StepTimes, copied_bytes: int, computed: int, first: bool) -> None:
+        done = self.done
+        self.done = Fed(
+            times=StepTimes(
+                done.times.steps + times.steps, done.times.run_ns + times.run_ns, done.times.host_ns + times.host_ns
+            ),
+            reused_tokens=len(self._tokens) - computed if first else done.reused_tokens,
+            computed_tokens=done.computed_tokens + computed,
+            bytes_held=held.cache.stats.bytes_held,
+            bytes_copied=done.bytes_copied + copied_bytes,
+            room=held.cache.room(1),
+        )

@@ -1,0 +1,234 @@
+from __future__ import annotations
+
+import weakref
+from fractions import Fraction
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from edgekv.errors import MemoryBudgetError, UsageError
+from edgekv.kv import Geometry, KVCache
+from edgekv.sequences import (
+    Adaptive,
+    Always,
+    Budget,
+    ByteBudget,
+    Disabled,
+    FreeMemoryBudget,
+    HeldSequence,
+    LongSequenceOnly,
+    Mode,
+    SequenceManager,
+    check_mode,
+    estimate_bytes,
+    free_memory_bytes,
+    parse_budget,
+    parse_mode,
+)
+
+GEOMETRY = Geometry(layers=1, kv_heads=1, head_dim=4, context=16)
+
+
+def _cache(policy: str = "fail") -> KVCache:
+    return KVCache(GEOMETRY, ar=(1, 4), strategy="slot", policy=policy)
+
+
+BYTES = _cache().stats.bytes_held
+
+
+def _manager(budget: Budget | None = None, *, evicts: bool = False) -> SequenceManager:
+    return SequenceManager(_cache, bytes_per_sequence=BYTES, budget=budget, evicts=evicts)
+
+
+def _run(held: HeldSequence, tokens: list[int]) -> None:
+    """What a graph would do, one token a step."""
+    for token in tokens:
+        held.cache.window(1)
+        held.cache.commit(1)
+        held.record([token], None)
+
+
+@pytest.mark.parametrize(
+    ("text", "mode"),
+    [
+        ("always", Always()),
+        ("always(64MiB)", Always(ByteBudget(64 << 20))),
+        ("long-sequence-only(256)", LongSequenceOnly(256)),
+        ("adaptive", Adaptive(FreeMemoryBudget(Fraction(1, 2)))),
+        ("adaptive(1.5GB)", Adaptive(ByteBudget(1_500_000_000))),
+        ("adaptive(25%)", Adaptive(FreeMemoryBudget(Fraction(1, 4)))),
+        ("disabled", Disabled()),
+    ],
+)
+def test_a_mode_is_what_its_text_says(text: str, mode: Mode) -> None:
+    assert parse_mode(text) == mode
+    assert parse_mode(str(mode)) == mode
+
+
+@pytest.mark.parametrize(
+    "text", ["", "never", "disabled(1)", "long-sequence-only", "long-sequence-only(x)", "long-sequence-only(-1)"]
+)
+def test_what_is_no_mode_is_refused(text: str) -> None:
+    with pytest.raises(UsageError, match=r"cache mode: found .* wanted always, long-sequence-only"):
+        parse_mode(text)
+
+
+@pytest.mark.parametrize("text", ["", "x", "-1", "1e9", "5 parsecs", "0", "0%", "101%"])
+def test_what_is_no_budget_is_refused(text: str) -> None:
+    with pytest.raises(UsageError, match="memory budget"):
+        parse_budget(text)
+
+
+def test_a_threshold_of_nothing_is_refused() -> None:
+    with pytest.raises(UsageError, match=r"found long-sequence-only\(0\); wanted a threshold of at least 1"):
+        parse_mode("long-sequence-only(0)")
+
+
+def test_computing_anew_beyond_a_sliding_window_is_refused() -> None:
+    sliding = _cache("sliding-window")
+    check_mode(LongSequenceOnly(12), sliding)
+    check_mode(Disabled(), _cache())
+    for mode in (LongSequenceOnly(13), Disabled()):
+        with pytest.raises(UsageError, match="found the context policy sliding-window; wanted fail, or at most 12"):
+            check_mode(mode, sliding)
+
+
+def test_a_sequence_is_found_again() -> None:
+    manager = _manager()
+    assert manager.get(7) is None
+    held = manager.get_or_create(7)
+    _run(held, [1, 2, 3])
+    assert manager.get(7) is manager.get_or_create(7) is held
+    manager.get_or_create(2**64 - 1)
+    stats = manager.stats
+    assert (stats.total_sequences, stats.total_bytes, stats.total_tokens) == (2, 2 * BYTES, 3)
+    assert (stats.average_length, stats.lookups, stats.hits, stats.hit_rate) == (1.5, 5, 2, 0.4)
+    assert stats.used_bytes == 3 * GEOMETRY.tensors * GEOMETRY.row_bytes
+    assert stats.efficiency == stats.used_bytes / stats.total_bytes
+    assert manager.memory_bytes == stats.total_bytes
+
+
+def test_an_empty_manager_has_figures_too() -> None:
+    stats = _manager().stats
+    assert (stats.average_length, stats.hit_rate, stats.efficiency) == (0, 0, 0)
+
+
+@pytest.mark.parametrize("sequence", [-1, 2**64, True, 1.0, "7"])
+def test_what_is_no_64_bit_id_is_refused(sequence: int) -> None:
+    with pytest.raises(UsageError, match="sequence: found"):
+        _manager().get_or_create(sequence)
+
+
+def test_a_dropped_sequence_is_gone_with_its_memory() -> None:
+    manager = _manager()
+    memory = weakref.ref(manager.get_or_create(1).cache)
+    assert manager.drop(1)
+    assert memory() is None
+    assert not manager.drop(1)
+    assert manager.memory_bytes == 0
+
+
+def test_beyond_the_budget_a_new_sequence_is_refused() -> None:
+    manager = _manager(ByteBudget(2 * BYTES))
+    manager.get_or_create(1)
+    manager.get_or_create(2)
+    with pytest.raises(MemoryBudgetError, match=f"found {BYTES:,} bytes for a new one beside {2 * BYTES:,} held"):
+        manager.get_or_create(3)
+    assert manager.ids == [1, 2]
+
+
+def test_under_pressure_the_least_recently_used_give_way() -> None:
+    manager = _manager(ByteBudget(2 * BYTES), evicts=True)
+    for sequence in (1, 2, 1, 3):
+        manager.get_or_create(sequence)
+    assert manager.ids == [1, 3]
+    assert manager.stats.evictions == 1
+
+
+def test_what_never_fits_is_refused_before_anything_gives_way() -> None:
+    free = 4 * BYTES
+    manager = _manager(FreeMemoryBudget(Fraction(1, 2), lambda: free), evicts=True)
+    manager.get_or_create(1)
+    free = 0
+    with pytest.raises(MemoryBudgetError, match=f"found {BYTES:,} bytes for a new one; wanted at most {BYTES // 2:,}"):
+        manager.get_or_create(2)
+    assert manager.ids == [1]
+
+
+def test_memory_that_others_take_is_made_up_for() -> None:
+    free = 100 * BYTES
+    manager = _manager(FreeMemoryBudget(Fraction(1, 2), lambda: free), evicts=True)
+    for sequence in range(4):
+        manager.get_or_create(sequence)
+    free = 0  # half of the four that are held
+    manager.get(0)
+    assert len(manager) == 4
+    manager.get_or_create(1)
+    assert manager.ids == [0, 1]
+    free = -4 * BYTES
+    manager.get_or_create(1)
+    assert manager.ids == [1]  # the one in use stays, however great the pressure
+
+
+def test_the_system_tells_its_free_memory() -> None:
+    assert free_memory_bytes() > 1 << 20
+
+
+@given(st.lists(st.tuples(st.sampled_from(["get", "create", "drop"]), st.integers(0, 5)), max_size=40))
+@settings(max_examples=60)
+def test_a_manager_does_what_an_ordered_list_does(calls: list[tuple[str, int]]) -> None:
+    manager = _manager(ByteBudget(3 * BYTES), evicts=True)
+    held: list[int] = []
+    for call, sequence in calls:
+        if call == "drop":
+            assert manager.drop(sequence) == (sequence in held)
+        elif call == "create":
+            manager.get_or_create(sequence)
+        else:
+            assert (manager.get(sequence) is not None) == (sequence in held)
+        was_held = sequence in held
+        held = [other for other in held if other != sequence]
+        if call == "create" or (call == "get" and was_held):
+            held = [*held, sequence][-3:]
+        assert manager.ids == held
+        assert manager.memory_bytes == len(held) * BYTES
+
+
+TOKENS = st.lists(st.integers(0, 2), min_size=1, max_size=14)
+
+
+@given(TOKENS, TOKENS)
+def test_the_common_beginning_is_kept(before: list[int], after: list[int]) -> None:
+    held = HeldSequence(_cache())
+    _run(held, before)
+    start = held.reuse(after)
+    common = next((i for i, (a, b) in enumerate(zip(before, after, strict=False)) if a != b), len(before))
+    assert start == min(common, len(before), len(after) - 1)
+    assert held.tokens == after[:start]
+    assert held.cache.tokens_seen == held.cache.length == start
+
+
+@given(st.integers(16, 30), st.integers(0, 3))
+def test_a_window_that_slid_is_extended_or_dropped(run: int, dropped: int) -> None:
+    held = HeldSequence(_cache("sliding-window"))
+    tokens = list(range(run))
+    _run(held, tokens)
+    assert held.reuse([*tokens[: run - dropped], 99]) == (0 if dropped else run)
+
+
+def test_a_cache_that_was_used_past_its_sequence_is_dropped() -> None:
+    held = HeldSequence(_cache())
+    _run(held, [1, 2, 3])
+    held.cache.reset()
+    assert held.reuse([1, 2, 3, 4]) == 0
+
+
+@pytest.mark.parametrize(
+    ("layers", "kv_heads", "tokens", "gib"),
+    [(32, 32, 2048, 2.0), (32, 32, 4096, 4.0), (40, 40, 2048, 3.1), (32, 8, 4096, 1.0)],
+    ids=["LLaMA-7B", "LLaMA-7B", "LLaMA-13B", "Mistral-7B"],
+)
+def test_the_estimate_gives_the_table_of_zigllama(layers: int, kv_heads: int, tokens: int, gib: float) -> None:
+    size_bytes = estimate_bytes(tokens=tokens, layers=layers, kv_heads=kv_heads, head_dim=128)
+    assert round(size_bytes / 2**30, 1) == gib
