@@ -58,9 +58,8 @@ class LongSequenceOnly:
 
     def __post_init__(self) -> None:
         if self.threshold_tokens < 1:
-            raise UsageError(
-                "cache mode", found=self, wanted="a threshold of at least 1 token", way_out="Or use always."
-            )
+            wanted, way_out = "a threshold of at least 1 token", "Use always to keep every sequence."
+            raise UsageError("cache mode", found=self, wanted=wanted, way_out=way_out)
 
     @property
     def recomputed_tokens(self) -> int:
