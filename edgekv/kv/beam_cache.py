@@ -1,0 +1,98 @@
+"""The keys and values of several beams in the cache of one sequence."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from numpy.typing import NDArray
+
+from edgekv.kv.arena import Arena
+from edgekv.kv.beam_table import BeamTable
+from edgekv.kv.cache import KVCache
+from edgekv.kv.layout import Layout
+
+Row = NDArray[Any]
+
+
+class BeamCache:
+    """Beams that share the prompt in a cache, and keep their own rows in the free columns of its AR-1 window.
+
+    The graph runs once per beam on the same window: `columns` says what the mask must open beside the prompt. The
+    row that the graph computed is then copied once, to the row that the table gives it. Reordering copies nothing.
+
+    The cache is not stepped and holds the prompt alone, before and after. Beams whose rows do not all fit into the
+    window together need more memory, which is allocated at the begin and counted by `bytes_held`.
+
+    Attributes:
+        window: of every step; `first` to `stop` is the prompt.
+        position: absolute position of the token that the beams run next.
+        table: where rows lie.
+        spill_bytes: bytes allocated beside the cache; 0 if all rows that the beams can ever keep fit into its window.
+        bytes_kept: bytes copied so that computed rows stay: one row of all tensors for each beam and step.
+        bytes_gathered: bytes copied by exchanging rows between the window and the memory beside it.
+    """
+
+    def __init__(self, cache: KVCache, beams: int, *, kept: int) -> None:
+        """Begin with beams that hold the prompt.
+
+        Args:
+            cache: holds the prompt, and has room for a step of the AR-1 graph.
+            beams: how many.
+            kept: the most rows that a beam keeps beside the prompt: one for each step but the last.
+
+        Raises:
+            ContextFullError: the cache has no room.
+            ValueError: the context has no room for so many rows.
+        """
+        self.window = cache.window(1)
+        self.position = cache.tokens_seen
+        self._cache = cache
+        past_rows = cache.geometry.past_rows(1)
+        self._columns = [*range(self.window.first), *range(self.window.stop, past_rows)]
+        self.table = BeamTable(beams, columns=len(self._columns), kept=kept)
+        self._beside: NDArray[Any] = cache.arena.array[:, :0]
+        self.spill_bytes = 0
+        if self.table.spill:
+            spill = Arena(Layout(cache.geometry, self.table.spill))
+            self._beside, self.spill_bytes = spill.array, spill.bytes_held
+        self._row_bytes = cache.geometry.tensors * cache.geometry.row_bytes
+        self.bytes_kept = 0
+        self.bytes_gathered = 0
+
+    @property
+    def bytes_held(self) -> int:
+        """Bytes allocated: those of the cache, and those beside it."""
+        return self._cache.arena.bytes_held + self.spill_bytes
+
+    def columns(self, beam: int) -> list[int]:
+        """Get a beam ready to run; the columns of its own rows, oldest token first."""
+        for copy in self.table.gather(beam):
+            self._row(copy.dst_row)[:] = self._row(copy.src_row)
+            self.bytes_gathered += self._row_bytes
+        return [self._columns[row] for row in self.table.rows(beam)]
+
+    def keep(self, beam: int) -> None:
+        """Keep what the graph computed for a beam; its next run would overwrite it."""
+        arena = self._cache.arena
+        landed = arena.array if self.window.in_place else arena.scratch
+        self._row(self.table.append(beam))[:] = landed[:, self.window.new_row]
+        self.bytes_kept += self._row_bytes
+
+    def reorder(self, parents: Sequence[int]) -> None:
+        """Let beam i continue what was beam `parents[i]`, one position further."""
+        self.table.reorder(parents)
+        self.position += 1
+
+    def rows(self, beam: int) -> list[Row]:
+        """What a beam holds beside the prompt: one array `[N, D]` for each token, sharing memory."""
+        return [self._row(row) for row in self.table.rows(beam)]
+
+    def _row(self, row: int) -> Row:
+        """One physical row of all tensors, `[N, D]`."""
+        if row < self.table.columns:
+            array, at = self._cache.arena.array, self.window.past_row + self._columns[row]
+        else:
+            array, at = self._beside, row - self.table.columns
+        found: Row = array[:, at]
+        return found

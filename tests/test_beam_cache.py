@@ -1,0 +1,103 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from edgekv.errors import ContextFullError
+from edgekv.kv import Geometry, KVCache
+from edgekv.kv.beam_cache import BeamCache
+
+GEOMETRY = Geometry(layers=1, kv_heads=2, head_dim=8, context=16)
+ROW_BYTES = GEOMETRY.tensors * GEOMETRY.row_bytes
+ALL = pytest.mark.parametrize("strategy", ["slot", "pointer-shift"])
+
+
+def _prompt(strategy: str, tokens: int) -> KVCache:
+    """A cache whose token i has rows of i."""
+    cache = KVCache(GEOMETRY, ar=[1, 4], strategy=strategy)
+    for token in range(tokens):
+        window = cache.window(1)
+        (cache.arena.array if window.in_place else cache.arena.scratch)[:, window.new_row] = token
+        cache.commit(1)
+    return cache
+
+
+def _run(cache: KVCache, beams: BeamCache, value: int) -> None:
+    """What a graph does: it writes a row where the window says."""
+    (cache.arena.array if beams.window.in_place else cache.arena.scratch)[:, beams.window.new_row] = value
+
+
+@given(st.sampled_from(["slot", "pointer-shift"]), st.integers(1, 12), st.data())
+def test_the_mask_opens_the_prompt_and_the_own_rows_of_each_beam(
+    strategy: str, prompt: int, data: st.DataObject
+) -> None:
+    """Read through the window as the graph does, after any reordering; 16 tokens hold not all rows of 4 beams."""
+    cache = _prompt(strategy, prompt)
+    kept = 15 - prompt
+    beams = BeamCache(cache, 4, kept=kept)
+    naive: list[list[int]] = [[] for _ in range(4)]
+    for step in range(kept + 1):
+        assert beams.position == prompt + step
+        for beam in range(4):
+            window = cache.arena.array[:, beams.window.past_row :][:, :15]
+            columns = beams.columns(beam)
+            assert [int(row) for row in window[0, beams.window.first : beams.window.stop, 0]] == list(range(prompt))
+            assert np.array_equal(window[:, columns], np.tile(np.array(naive[beam])[:, None], (4, 1, 8)))
+            _run(cache, beams, 100 + 4 * step + beam)
+            if step < kept:
+                beams.keep(beam)
+                naive[beam].append(100 + 4 * step + beam)
+        parents = data.draw(st.lists(st.integers(0, 3), min_size=4, max_size=4))
+        before = beams.bytes_kept + beams.bytes_gathered
+        beams.reorder(parents)
+        assert beams.bytes_kept + beams.bytes_gathered == before
+        naive = [list(naive[parent]) for parent in parents]
+    assert beams.bytes_kept == 4 * kept * ROW_BYTES
+
+
+@ALL
+def test_reordering_copies_nothing_and_gathering_only_what_the_window_lacks(strategy: str) -> None:
+    cache = _prompt(strategy, 3)
+    beams = BeamCache(cache, 2, kept=12)
+    for held in range(12):
+        before = beams.bytes_gathered
+        for beam in range(2):
+            beams.columns(beam)
+            beams.keep(beam)
+        # Two distinct pasts and 12 free columns: a row that is too many is exchanged once for each beam at most.
+        most = 2 * max(0, 2 * held + 1 - 12)
+        assert (beams.bytes_gathered - before) // ROW_BYTES <= 2 * most
+        beams.reorder([1, 0])
+    assert beams.bytes_gathered > 0
+
+
+@ALL
+def test_the_cache_holds_the_prompt_alone_before_and_after(strategy: str) -> None:
+    cache = _prompt(strategy, 5)
+    stats = cache.stats
+    beams = BeamCache(cache, 3, kept=2)
+    for _ in range(2):
+        for beam in range(3):
+            beams.columns(beam)
+            _run(cache, beams, 99)
+            beams.keep(beam)
+        beams.reorder([0, 0, 1])
+    assert cache.stats == stats
+    assert [int(cache.arena.array[0, row, 0]) for row in cache.held_rows()] == list(range(5))
+
+
+def test_memory_is_that_of_one_sequence_while_all_beams_fit_into_it() -> None:
+    cache = _prompt("slot", 3)
+    assert BeamCache(cache, 4, kept=3).bytes_held == cache.stats.bytes_held
+    more = BeamCache(cache, 4, kept=4)
+    assert more.bytes_held == cache.stats.bytes_held + more.spill_bytes
+    assert more.spill_bytes >= 5 * ROW_BYTES
+
+
+def test_a_full_cache_is_refused() -> None:
+    with pytest.raises(ContextFullError, match="context of 16 tokens: found 16 tokens held"):
+        BeamCache(_prompt("slot", 16), 2, kept=0)
+    with pytest.raises(ValueError, match="found 2 beams of 6 rows; wanted beams of 0 to 5 rows"):
+        BeamCache(_prompt("slot", 10), 2, kept=6)
