@@ -1,4 +1,4 @@
-"""Logits and greedy continuations of Hugging Face transformers, kept so that the tests need no torch.
+"""Logits, greedy continuations and beam searches of Hugging Face transformers, kept so that the tests need no torch.
 
     python tests/golden/make_golden.py            write them
     python tests/golden/make_golden.py --check    make them anew and compare with those that were written
@@ -9,9 +9,12 @@ Needs the extra `parity`. Run it from the root of the repository.
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 import tempfile
+from itertools import product
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -58,20 +61,73 @@ def make() -> dict[str, np.ndarray]:
     return golden
 
 
+def beam_search(model: Any, prompt: list[int], options: dict[str, Any], eos: list[int]) -> dict[str, Any]:
+    """One search: what was asked, the sequences found without their prompt, and their scores."""
+    model.generation_config.eos_token_id = eos or None
+    tokens = torch.tensor(prompt)[None]
+    found = model.generate(
+        tokens,
+        attention_mask=torch.ones_like(tokens),
+        do_sample=False,
+        pad_token_id=0,
+        return_dict_in_generate=True,
+        output_scores=True,
+        **options,
+    )
+    lengths = [(row >= 0).sum() for row in found.beam_indices]
+    sequences = [row[len(prompt) :][:n].tolist() for row, n in zip(found.sequences, lengths, strict=True)]
+    scores = found.sequences_scores.tolist()
+    return {"prompt": prompt, "eos": eos, "options": options, "sequences": sequences, "scores": scores}
+
+
+def make_beams() -> list[dict[str, Any]]:
+    """Searches with two random checkpoints: without eos, and with tokens as eos that the free search does meet."""
+    random = np.random.Generator(np.random.PCG64(2))
+    golden = []
+    with tempfile.TemporaryDirectory() as scratch:
+        for name, overrides in (("newer", NEWER), ("older", OLDER)):
+            folder = write_checkpoint(Path(scratch) / name, overrides)
+            model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+            for length in (1, 9, 40):
+                prompt = random.integers(0, 256, length).tolist()
+                options = {"num_beams": 4, "num_return_sequences": 4, "max_new_tokens": 16}
+                free = beam_search(model, prompt, options, [])
+                golden.append({"checkpoint": name, **free})
+                met = [free["sequences"][0][5], free["sequences"][3][9]]
+                for eos, penalty, early in product((met[:1], met), (-1.0, 0.0, 1.0, 2.5), (False, True, "never")):
+                    asked = {**options, "length_penalty": penalty, "early_stopping": early}
+                    golden.append({"checkpoint": name, **beam_search(model, prompt, asked, eos)})
+                for beams, returned in ((2, 1), (3, 2), (7, 7)):
+                    asked = {**options, "num_beams": beams, "num_return_sequences": returned}
+                    golden.append({"checkpoint": name, **beam_search(model, prompt, asked, met)})
+    return golden
+
+
+def worst_score(kept: list[dict[str, Any]], made: list[dict[str, Any]]) -> float:
+    """The greatest difference of two scores, relative to scores beyond 1; infinite if anything else differs."""
+    if [{**each, "scores": None} for each in kept] != [{**each, "scores": None} for each in made]:
+        return float("inf")
+    old, new = (np.concatenate([each["scores"] for each in golden]) for golden in (kept, made))
+    return float((np.abs(old - new) / np.maximum(1, np.abs(old))).max())
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="compare instead of writing")
-    path = HERE / "logits.npz"
-    golden = make()
+    path, beams_path = HERE / "logits.npz", HERE / "beams.json"
+    golden, beams = make(), make_beams()
     if not parser.parse_args().check:
         np.savez_compressed(path, **golden)
-        print(f"{path}: {path.stat().st_size / 1e3:.0f} kB")
+        beams_path.write_text("[\n" + ",\n".join(json.dumps(each) for each in beams) + "\n]\n")
+        for written in (path, beams_path):
+            print(f"{written}: {written.stat().st_size / 1e3:.0f} kB")
         return
     kept = np.load(path)
     worst = max(float(np.abs(kept[name] - value).max()) for name, value in golden.items())
-    print(f"greatest difference to the golden logits: {worst:.2e}")
+    worst = max(worst, worst_score(json.loads(beams_path.read_text()), beams))
+    print(f"greatest difference to the golden logits and scores: {worst:.2e}")
     if worst > TOLERANCE:
-        raise SystemExit(f"golden logits are out of date: {worst:.2e} is above {TOLERANCE}")
+        raise SystemExit(f"golden values are out of date: {worst:.2e} is above {TOLERANCE}")
 
 
 if __name__ == "__main__":
