@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from fractions import Fraction
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, overload
 from weakref import WeakValueDictionary
 
 import numpy as np
@@ -16,9 +16,11 @@ from edgekv.bundle import Bundle, Role, open_bundle
 from edgekv.engine import EngineName, Runner, make_engine
 from edgekv.errors import ContextFullError, UsageError
 from edgekv.generate import Detokenizer, Generation, Sampler, Sampling, StopSequences
+from edgekv.generate.beam import BeamOptions, BeamSearch, EarlyStopping, refuse_beam_options, refuse_sampling
+from edgekv.generate.beam_run import BeamResult, run_beams
 from edgekv.generate.loop import Setup
 from edgekv.kv import DEFAULT_RESERVE, KVCache, parse_reserve
-from edgekv.sequences import HeldSequence, Mode, SequenceFeeder, SequenceManager, check_mode, parse_mode
+from edgekv.sequences import Always, HeldSequence, Mode, SequenceFeeder, SequenceManager, check_mode, parse_mode
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -138,6 +140,7 @@ class Model:
         bos = self.bundle.manifest.tokens.bos
         return tokens if tokens or bos is None else [bos]
 
+    @overload
     def generate(
         self,
         prompt: str | Sequence[int],
@@ -149,7 +152,36 @@ class Model:
         seed: int | None = None,
         stop: Sequence[str] = (),
         sequence: int | None = None,
-    ) -> Generation:
+    ) -> Generation: ...
+
+    @overload
+    def generate(
+        self,
+        prompt: str | Sequence[int],
+        max_new_tokens: int = 128,
+        *,
+        num_beams: int,
+        num_return_sequences: int | None = None,
+        length_penalty: float | None = None,
+        early_stopping: EarlyStopping | None = None,
+    ) -> BeamResult: ...
+
+    def generate(
+        self,
+        prompt: str | Sequence[int],
+        max_new_tokens: int = 128,
+        *,
+        temperature: float = 0.0,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        seed: int | None = None,
+        stop: Sequence[str] = (),
+        sequence: int | None = None,
+        num_beams: int | None = None,
+        num_return_sequences: int | None = None,
+        length_penalty: float | None = None,
+        early_stopping: EarlyStopping | None = None,
+    ) -> Generation | BeamResult:
         """Continue a prompt.
 
         Without `sequence` from an empty cache. With it from what that sequence's cache holds: the prompt is still
@@ -168,10 +200,16 @@ class Model:
             seed: of the random numbers; None draws one.
             stop: texts before which the generation ends.
             sequence: a 64-bit id; its cache is made at the first call and kept as the caching mode says.
+            num_beams: search the likeliest sequences with so many beams instead, as Hugging Face transformers
+                does; see `BeamOptions` for this and what follows. Excludes the options from `temperature` on.
+            num_return_sequences: so many of the sequences found; None for 1.
+            length_penalty: None for 1.
+            early_stopping: None for False.
 
         Returns:
             An iterator of `Token` with `.stats`. A later call for the same sequence ends it, and one without a
-            sequence (`score` too) is ended by a later one without. Others may take turns.
+            sequence (`score` too) is ended by a later one without. Others may take turns. With `num_beams`, the
+            sequences and `.stats`, once they are known.
 
         Raises:
             ContextFullError: the prompt is longer than the context and the policy is `fail`; nothing was run.
@@ -179,6 +217,19 @@ class Model:
             UsageError: an option out of range, an empty prompt, or an id that is not in the vocabulary.
             EngineError: the engine refused a graph.
         """
+        if num_beams is not None:
+            refuse_sampling(temperature, top_k, top_p, seed, stop)
+            if sequence is not None:
+                found, way_out = f"{sequence} with num_beams", "Leave one of them out."
+                raise UsageError("sequence", found=found, wanted="none with num_beams", way_out=way_out)
+            options = BeamOptions(
+                num_beams,
+                1 if num_return_sequences is None else num_return_sequences,
+                1.0 if length_penalty is None else length_penalty,
+                False if early_stopping is None else early_stopping,
+            )
+            return self._search(prompt, max_new_tokens, options)
+        refuse_beam_options(num_return_sequences, length_penalty, early_stopping)
         sampler = Sampler(
             Sampling(temperature, top_k, top_p, seed), self.bundle.manifest.encodings["logits"].encoding()
         )
@@ -200,6 +251,34 @@ class Model:
         self._start(sequence, "decode", *(("prefill",) if len(tokens) > 1 else ()))
         self._current[sequence] = generation
         return generation
+
+    def _search(self, prompt: str | Sequence[int], max_new_tokens: int, options: BeamOptions) -> BeamResult:
+        manifest = self.bundle.manifest
+        if self.cache.policy != "fail":
+            way_out = "Choose the policy fail, or leave num_beams out."
+            raise UsageError(
+                "context policy", found=f"{self.cache.policy} with num_beams", wanted="fail", way_out=way_out
+            )
+        if not isinstance(self.mode, Always):
+            way_out = "Choose the mode always, or leave num_beams out."
+            raise UsageError("cache mode", found=f"{self.mode} with num_beams", wanted="always", way_out=way_out)
+        tokens = self.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        self._check(tokens, "prompt")
+        # The S-th token is the last one to be run; one more can be chosen.
+        room = manifest.context + 1 - len(tokens)
+        search = BeamSearch(
+            options, eos=manifest.tokens.eos, max_new_tokens=min(max_new_tokens, room), vocab=manifest.model.vocab
+        )
+        self._start(None, "decode", *(("prefill",) if len(tokens) > 1 else ()))
+        return run_beams(
+            self._runner,
+            tokens,
+            self._setup,
+            search,
+            limit="length" if max_new_tokens <= room else "context",
+            encoding=manifest.encodings["logits"].encoding(),
+            tokenizer=self.tokenizer,
+        )
 
     def score(self, tokens: Sequence[int]) -> NDArray[np.float32]:
         """The logits after each of the tokens, `[T, V]`, teacher forced from an empty cache.

@@ -12,7 +12,9 @@ import typer
 from edgekv.errors import UsageError
 
 if TYPE_CHECKING:
-    from edgekv.generate import GenerationStats
+    from edgekv.generate import Generation, GenerationStats
+    from edgekv.generate.beam import EarlyStopping
+    from edgekv.generate.beam_run import BeamResult, BeamSequence, BeamStats
 
 
 class Output(msgspec.Struct, frozen=True):
@@ -22,6 +24,14 @@ class Output(msgspec.Struct, frozen=True):
     tokens: list[int]
     text: str
     stats: GenerationStats
+
+
+class BeamOutput(msgspec.Struct, frozen=True):
+    """What `--json` prints with `--num-beams`."""
+
+    prompt_tokens: list[int]
+    sequences: list[BeamSequence]
+    stats: BeamStats
 
 
 def generate(
@@ -51,6 +61,29 @@ def generate(
     stop: Annotated[
         list[str] | None, typer.Option(help="Text before which to end; may be repeated.", show_default=False)
     ] = None,
+    num_beams: Annotated[
+        int | None,
+        typer.Option(
+            help="Search the likeliest text with so many beams; it is printed at its end.", show_default=False
+        ),
+    ] = None,
+    num_return_sequences: Annotated[
+        int | None, typer.Option(help="Print so many of the texts found, best first.", show_default="1")
+    ] = None,
+    length_penalty: Annotated[
+        float | None,
+        typer.Option(
+            help="Power of the length by which a text's score is divided; above 0 favours longer ones.",
+            show_default="1.0",
+        ),
+    ] = None,
+    early_stopping: Annotated[
+        str | None,
+        typer.Option(
+            help="true: end with num-beams texts. false: when none is likely to be better. never: when none can be.",
+            show_default="false",
+        ),
+    ] = None,
     on_full: Annotated[
         str, typer.Option(help="What to do when the context is full: fail, which ends, or sliding-window.")
     ] = "fail",
@@ -69,14 +102,35 @@ def generate(
     The text goes to standard output as it comes, a line of figures to standard error.
     """
     text = _prompt(prompt, prompt_file)
+    early = None if early_stopping is None else _early_stopping(early_stopping)
+    from edgekv.generate.beam import refuse_beam_options, refuse_sampling
     from edgekv.model import load  # the runtime, which the help needs not wait for
 
+    if num_beams is None:
+        refuse_beam_options(num_return_sequences, length_penalty, early)
+    else:
+        refuse_sampling(temperature, top_k, top_p, seed, stop or ())
     model = load(
         bundle, engine, kv_update=kv_update, reserve=reserve, policy=on_full, threads=threads, cache_mode=cache_mode
     )
-    generation = model.generate(
-        text, max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, stop=stop or ()
-    )
+    if num_beams is None:
+        generation = model.generate(
+            text, max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, stop=stop or ()
+        )
+        _print_stream(generation, as_json)
+    else:
+        result = model.generate(
+            text,
+            max_new_tokens,
+            num_beams=num_beams,
+            num_return_sequences=num_return_sequences,
+            length_penalty=length_penalty,
+            early_stopping=early,
+        )
+        _print_sequences(result, as_json)
+
+
+def _print_stream(generation: Generation, as_json: bool) -> None:
     if as_json:
         tokens = list(generation)
         output = Output(
@@ -93,6 +147,18 @@ def generate(
     typer.echo(summary(generation.stats), err=True)
 
 
+def _print_sequences(result: BeamResult, as_json: bool) -> None:
+    if as_json:
+        typer.echo(msgspec.json.encode(BeamOutput(list(result.prompt), list(result.sequences), result.stats)))
+        return
+    for sequence in result.sequences:
+        typer.echo(sequence.text)
+        typer.echo(
+            f"[score {sequence.score:.4f}: {len(sequence.tokens)} tokens, ended by {sequence.stop_reason}]", err=True
+        )
+    typer.echo(beam_summary(result.stats), err=True)
+
+
 def summary(stats: GenerationStats) -> str:
     """The figures of a generation in one line."""
     decode = "" if stats.decode_ms_per_token is None else f", {stats.decode_ms_per_token:.1f} ms/token"
@@ -105,6 +171,26 @@ def summary(stats: GenerationStats) -> str:
         f"KV {stats.kv_update}{reserve}{mode}: {stats.kv_bytes_held:,} bytes held, "
         f"{stats.kv_bytes_copied:,} copied{seed}]"
     )
+
+
+def beam_summary(stats: BeamStats) -> str:
+    """The figures of a beam search in one line."""
+    decode = "" if stats.decode_ms_per_token is None else f", {stats.decode_ms_per_token:.1f} ms/token of all beams"
+    reserve = "" if stats.reserve is None else f" {stats.reserve:g}"
+    return (
+        f"[{stats.engine}: {stats.prompt_tokens} tokens, then {stats.num_beams} beams of {stats.decoded_tokens}; "
+        f"prefill {stats.prefill_ms:.0f} ms{decode}, host {stats.host_us_per_step:.0f} us/step; "
+        f"KV {stats.kv_update}{reserve}: {stats.kv_bytes_held:,} bytes held, {stats.kv_bytes_beside:,} of them beside "
+        f"the cache, {stats.kv_bytes_copied:,} copied, {stats.kv_bytes_gathered:,} of them gathered]"
+    )
+
+
+def _early_stopping(text: str) -> EarlyStopping:
+    meanings: dict[str, EarlyStopping] = {"true": True, "false": False, "never": "never"}
+    if text not in meanings:
+        wanted = "true, false or never"
+        raise UsageError("--early-stopping", found=repr(text), wanted=wanted, way_out="Leave it out for false.")
+    return meanings[text]
 
 
 def _prompt(text: str | None, file: Path | None) -> str:

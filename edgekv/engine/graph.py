@@ -92,7 +92,28 @@ class StaticGraph:
             raise ValueError(f"tokens: found {len(tokens)}; wanted 1 to {self.ar}")
         position = self._cache.tokens_seen
         window = self._cache.window(self.ar)
+        self.host_ns += perf_counter_ns() - started
+        self.run(tokens, position, window)
+        started = perf_counter_ns()
+        self._cache.commit(len(tokens))
+        self.host_ns += perf_counter_ns() - started
+
+    def run(self, tokens: Sequence[int], position: int, window: Window, columns: Sequence[int] = ()) -> None:
+        """Run tokens on an open window of the cache; whoever opened it keeps what the graph wrote.
+
+        Args:
+            tokens: 1 to AR.
+            position: absolute position of the first one.
+            window: where the graph reads and writes.
+            columns: of the past, to be seen beside those that the window names.
+
+        Raises:
+            EngineError: the runtime failed.
+        """
+        started = perf_counter_ns()
         self._write_inputs(tokens, position, window)
+        if columns:
+            self._mask[: len(tokens), columns] = _ATTEND
         if self._bound != (window.past_row, window.new_row):
             self._bind_cache(window)
         entered = perf_counter_ns()
@@ -105,11 +126,9 @@ class StaticGraph:
                 wanted="a step",
                 way_out="Try another --engine; if it runs there, report this graph.",
             ) from None
-        left = perf_counter_ns()
-        self._cache.commit(len(tokens))
+        self.run_ns += perf_counter_ns() - entered
+        self.host_ns += entered - started
         self.steps += 1
-        self.run_ns += left - entered
-        self.host_ns += perf_counter_ns() - left + entered - started
 
     def _bind_arrays(self, signature: Signature) -> dict[str, NDArray[Any]]:
         arrays: dict[str, NDArray[Any]] = {}

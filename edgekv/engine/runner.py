@@ -13,7 +13,7 @@ from edgekv.bundle import Bundle, GraphRecord, Role
 from edgekv.engine.engine import Engine
 from edgekv.engine.graph import StaticGraph
 from edgekv.engine.rope import RopeTable
-from edgekv.kv import KVCache
+from edgekv.kv import KVCache, Window
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +104,19 @@ class Runner:
         rows: list[NDArray[Any]] = []
         self._steps(tokens, "score", lambda logits: rows.append(logits.copy()))
         return np.concatenate(rows)
+
+    def run(self, token: int, position: int, window: Window, columns: Sequence[int]) -> NDArray[Any]:
+        """Run one token on an open window of the cache, which stays open; see `StaticGraph.run`.
+
+        Returns:
+            Its logits as integers `[V]`, valid until the next step.
+        """
+        record = self._bundle.manifest.graph("decode")
+        assert record is not None, "a bundle without a decode graph is not opened"
+        graph = self._graph(record)
+        graph.run((token,), position, window, columns)
+        last: NDArray[Any] = graph.logits[-1]
+        return last
 
     def _steps(self, tokens: Sequence[int], role: Role, take: Callable[[NDArray[Any]], None]) -> NDArray[Any]:
         """Run tokens with the graphs of a role and, for single ones, the decode graph."""
