@@ -1,4 +1,5 @@
 import json
+import sys
 from dataclasses import replace
 from fractions import Fraction
 
@@ -32,6 +33,8 @@ from edgekv.size import (
     Overrides,
     Report,
     Subject,
+    count_windows,
+    estimate,
     find_subject,
     make_report,
     measure_traffic,
@@ -156,6 +159,73 @@ def test_graph_ports_and_bindings():
     assert (decode_graph.inputs, decode_graph.outputs) == (4 + 2048, 1 + 2048)
     assert (prefill.inputs, prefill.outputs, prefill.kv_inputs) == (5 + 2048, 1 + 2048, 2048)
     assert [each.rebound_tensors_per_step for each in report.strategies] == [2 * 2048, 2 * 2048, 0]
+
+
+@given(geometries, larger_ar, choices, st.lists(st.tuples(st.booleans(), st.integers(0, 4)), max_size=200))
+@settings(max_examples=60)
+def test_no_generation_meets_an_address_that_was_not_counted(geometry, max_ar, choice, steps):
+    ar = tuple(sorted({1, max_ar}))
+    cache = cache_of(choice, geometry, ar)
+    met = {each: (set(), set()) for each in ar}
+    for large, tokens in steps:
+        window = cache.window(max_ar if large else 1)
+        met[window.ar][0].add(window.past_row)
+        met[window.ar][1].add(window.new_row)
+        cache.commit(min(tokens, window.ar))
+    for each, ends in met.items():
+        counted = count_windows(lambda: choice.make(geometry, max_ar), context=geometry.context, ar=each)
+        assert sum(map(len, ends)) <= counted
+
+
+def test_pointer_shift_registers_an_address_for_each_position_and_slot_one():
+    # ExecuTorch's issue 4517: 144 heads of keys and as many of values, 128 positions, 55,444 registered tensors; there
+    # the new keys have one address, so three of our four moving ends count: 144 x 128 x 3, and 148 that do not move.
+    heads = Geometry(layers=12, kv_heads=12, head_dim=64, context=128)
+    two, _, slot = make_report(subject(heads, ar=(1,))).strategies
+    assert two.registered_addresses == heads.tensors * 128 * 2 == 73_728
+    assert two.registered_addresses * 3 // 4 == 144 * 128 * 3 == 55_444 - 148
+    assert slot.registered_addresses == heads.tensors * 2
+
+
+def test_the_recommendation_follows_from_what_addresses_cost():
+    on_htp = make_report(subject(), device=find("SM8650")).recommendation
+    assert on_htp.strategy == "slot" and "8,192 addresses to register when the model loads on SM8650" in on_htp.reason
+    on_host = make_report(subject()).recommendation
+    assert (on_host.strategy, on_host.reserve) == ("pointer-shift", 2.0)
+    assert "0 bytes copied a token until 2,079 tokens are held" in on_host.reason
+
+
+def test_the_recommendation_fits_if_any_does():
+    report = make_report(subject(), budget=Budget(1_700_000_000, "a test"))
+    assert [each.fits for each in report.strategies] == [False, True, True]
+    assert (report.recommendation.strategy, report.recommendation.reserve) == ("pointer-shift", 1.5)
+    assert "none fits" in make_report(subject(), budget=Budget(1, "a test")).recommendation.reason
+
+
+# The table of ZigLlama's page on its KV cache, in float32; its GB are 2^30 bytes.
+@pytest.mark.parametrize(
+    ("layers", "kv_heads", "tokens", "gib"),
+    [(32, 32, 2048, "2.0"), (32, 32, 4096, "4.0"), (40, 40, 2048, "3.1"), (32, 8, 4096, "1.0")],
+    ids=["LLaMA-7B", "LLaMA-7B, 4096", "LLaMA-13B", "Mistral-7B"],
+)
+def test_the_table_of_zigllama(layers, kv_heads, tokens, gib):
+    size_bytes = estimate(layers=layers, kv_heads=kv_heads, head_dim=128, tokens=tokens)
+    assert size_bytes == 2 * layers * kv_heads * 128 * tokens * 4
+    assert f"{size_bytes / 2**30:.1f}" == gib
+    assert estimate(layers=layers, kv_heads=kv_heads, head_dim=128, tokens=tokens, sequences=3) == 3 * size_bytes
+
+
+@given(geometries)
+def test_the_estimate_is_what_slot_holds_without_its_scratch(geometry):
+    (slot,) = [each for each in make_report(subject(geometry, ar=(1,))).strategies if each.strategy == "slot"]
+    g = geometry
+    sizes = {"layers": g.layers, "kv_heads": g.kv_heads, "head_dim": g.head_dim, "tokens": g.context}
+    assert estimate(**sizes, element_bytes=g.element_bytes) == slot.rows_per_tensor * g.row_bytes * g.tensors
+
+
+def test_an_estimate_of_nothing_is_refused():
+    with pytest.raises(ValueError, match="kv_heads: found 0"):
+        estimate(layers=1, kv_heads=0, head_dim=64, tokens=16)
 
 
 # Where sizes come from
@@ -411,3 +481,24 @@ def test_wrong_usage_is_refused_and_prints_nothing(arguments):
     result = run(*arguments)
     assert isinstance(result.exception, UsageError) and result.exception.exit_code == 2
     assert result.stdout == ""
+
+
+def test_a_plot_is_drawn_beside_the_report(tmp_path):
+    result = run(*NOTE_OPTIONS, "--device", "SM8650", "--plot", str(tmp_path / "trade.png"))
+    assert result.exit_code == 0 and "Choose slot" in result.stdout
+    assert (tmp_path / "trade.png").read_bytes().startswith(b"\x89PNG")
+    run(*NOTE_OPTIONS, "--plot", str(tmp_path / "trade.svg"))
+    assert b"<svg" in (tmp_path / "trade.svg").read_bytes()
+
+
+@pytest.mark.parametrize("name", ["trade.txt", "trade", "no/folder.png"])
+def test_a_plot_that_cannot_be_written_is_refused(tmp_path, name):
+    result = run(*NOTE_OPTIONS, "--plot", str(tmp_path / name))
+    assert isinstance(result.exception, UsageError) and "--plot" in str(result.exception)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_without_matplotlib_the_way_out_is_named(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    result = run(*NOTE_OPTIONS, "--plot", str(tmp_path / "trade.png"))
+    assert isinstance(result.exception, UsageError) and "pip install edgekv[plot]" in str(result.exception)

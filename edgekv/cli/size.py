@@ -13,7 +13,7 @@ from rich.table import Table
 
 from devices import Device, UnknownDeviceError, find
 from edgekv.errors import UsageError
-from edgekv.size import Budget, Overrides, Report, StrategySize, find_subject, make_report
+from edgekv.size import Budget, Overrides, Report, StrategySize, find_subject, make_report, save_plot
 
 
 def size(
@@ -35,13 +35,23 @@ def size(
         float | None,
         typer.Option(help="Memory for weights and cache, in 10^9 bytes.", show_default="one HTP context's"),
     ] = None,
+    plot: Annotated[
+        Path | None,
+        typer.Option(help="Draw memory against copied bytes into this .png, .svg or .pdf.", show_default=False),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """What a cache costs: bytes held, bytes copied per token, graph inputs and outputs, and what fits."""
+    """What a cache costs with each update strategy, which one to choose, and what fits.
+
+    For each: bytes held, bytes copied per token and in the worst step, tensors to bind anew per step, addresses to
+    register once.
+    """
     overrides = Overrides(layers, kv_heads, head_dim, context, kv_bits, None if ar is None else _numbers(ar))
     target = None if device is None else _device(device)
     budget = None if budget_gb is None else Budget.of_option(budget_gb)
     report = make_report(find_subject(path, overrides), device=target, budget=budget)
+    if plot is not None:
+        save_plot(report, plot)
     if as_json:
         typer.echo(msgspec.json.encode(report))
     else:
@@ -75,6 +85,7 @@ def _show(report: Report) -> None:
         f"context {g.context:,}, {g.kv_bits} bits ({g.kv_dtype}), from {report.source}"
     )
     console.print(_strategies(report))
+    console.print(f"Choose {report.recommendation.reason}", soft_wrap=True)
     console.print(_graphs(report))
     console.print(f"Assumed: {'; '.join(report.assumptions) or 'nothing'}.")
 
@@ -97,7 +108,8 @@ def _strategies(report: Report) -> Table:
     row("tokens before a copy", lambda s: _or_dash(s.tokens_before_copy))
     row("rows per tensor", lambda s: f"{s.rows_per_tensor:,}")
     row("scratch rows", lambda s: f"{s.scratch_rows_per_tensor:,}")
-    row("re-bound per step", lambda s: f"{s.rebound_tensors_per_step:,}")
+    row("bound anew per step", lambda s: f"{s.rebound_tensors_per_step:,}")
+    row("addresses in all", lambda s: f"{s.registered_addresses:,}")
     if report.verdict is not None:
         table.add_section()
         row("fits", lambda s: "yes" if s.fits else "no")

@@ -7,10 +7,11 @@ from pathlib import Path
 import msgspec
 
 from edgekv.errors import CheckpointError
+from edgekv.size.weights import Decoder
 
 CONFIG = "config.json"
 # Decoders whose matrices are exactly q, k, v, o, gate, up and down.
-_PLAIN = frozenset({"llama", "mistral", "qwen2", "qwen3"})
+PLAIN = frozenset({"llama", "mistral", "qwen2", "qwen3"})
 _WITH_ROWS = frozenset({"full_attention", "sliding_attention"})
 
 
@@ -66,25 +67,20 @@ def read_config(path: Path) -> Config:
     return config
 
 
-def weights_bytes(config: Config, *, kv_heads: int, head_dim: int) -> int | None:
-    """Bytes of the weights in the recipe w8a16, or None if the architecture or a size is unknown.
-
-    One byte for each element of a matrix and four for the scale of each of its output channels; two for each
-    element of the embedding table and of the norms. The head is a matrix of its own even if it is tied to the
-    table. Biases are not counted.
-    """
+def decoder_of(config: Config, *, kv_heads: int, head_dim: int) -> Decoder | None:
+    """The decoder's sizes, or None if the architecture has other matrices or a size is unknown."""
     layers, hidden, inner = config.num_hidden_layers, config.hidden_size, config.intermediate_size
     heads, vocab = config.num_attention_heads, config.vocab_size
-    if config.model_type not in _PLAIN:
+    if config.model_type not in PLAIN:
         return None
     if layers is None or hidden is None or inner is None or heads is None or vocab is None:
         return None
-    queries, keys = heads * head_dim, kv_heads * head_dim
-    matrices = [(hidden, queries), (hidden, keys), (hidden, keys), (queries, hidden)]
-    matrices += [(hidden, inner), (hidden, inner), (inner, hidden)]
-    layer_bytes = sum(_matrix_bytes(rows, columns) for rows, columns in matrices) + 2 * 2 * hidden
-    return layers * layer_bytes + 2 * vocab * hidden + 2 * hidden + _matrix_bytes(hidden, vocab)
-
-
-def _matrix_bytes(rows: int, columns: int) -> int:
-    return rows * columns + 4 * columns
+    return Decoder(
+        layers=layers,
+        hidden=hidden,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        intermediate=inner,
+        vocab=vocab,
+    )

@@ -7,6 +7,7 @@ import msgspec
 from devices import Device
 from edgekv.kv import KvDtype
 from edgekv.size.ports import GraphPorts, graph_ports
+from edgekv.size.recommend import Recommendation, recommend
 from edgekv.size.strategies import CHOICES, StrategySize, strategy_size
 from edgekv.size.subject import Subject
 from edgekv.size.verdict import Budget, Verdict, check_cache_type, fits, largest_context, make_verdict
@@ -34,6 +35,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
         geometry: the sizes.
         ar: tokens per inference of each graph.
         strategies: the cost of each update strategy, the default first.
+        recommendation: which of them to choose, on the device if one was named.
         graphs: inputs and outputs of each graph.
     """
 
@@ -43,6 +45,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     geometry: GeometryRecord
     ar: list[int]
     strategies: list[StrategySize]
+    recommendation: Recommendation
     graphs: list[GraphPorts]
 
 
@@ -88,5 +91,6 @@ def make_report(subject: Subject, *, device: Device | None = None, budget: Budge
         ),
         ar=list(subject.ar),
         strategies=strategies,
+        recommendation=recommend(strategies, device),
         graphs=[graph_ports(geometry, ar) for ar in subject.ar],
     )

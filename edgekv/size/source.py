@@ -8,8 +8,9 @@ from pathlib import Path
 from edgekv.bundle import MANIFEST, read_manifest
 from edgekv.errors import CheckpointError, UsageError
 from edgekv.kv import Geometry
-from edgekv.size.config import CONFIG, Config, read_config, weights_bytes
+from edgekv.size.config import CONFIG, Config, decoder_of, read_config
 from edgekv.size.subject import DEFAULT_AR, MOST_CONTEXT, Overrides, Subject, checked_ar, kv_dtype_of
+from edgekv.size.weights import w8a16_weights
 
 _FLAGS = ("layers", "kv_heads", "head_dim", "context", "kv_bits")
 _DEFAULT_AR = ",".join(map(str, DEFAULT_AR))
@@ -37,13 +38,16 @@ def find_subject(path: Path | None, overrides: Overrides) -> Subject:
     return found
 
 
+def is_bundle(path: Path) -> bool:
+    """Whether this is a bundle's folder, or the manifest in it."""
+    return (path.name == MANIFEST and path.is_file()) or (path / MANIFEST).is_file()
+
+
 def _find(path: Path | None, overrides: Overrides) -> Subject:
     if path is None:
         return _from_options(overrides)
-    if path.name == MANIFEST and path.is_file():
-        path = path.parent
-    if (path / MANIFEST).is_file():
-        return _from_bundle(path, overrides)
+    if is_bundle(path):
+        return _from_bundle(path.parent if path.is_file() else path, overrides)
     file = path / CONFIG if path.is_dir() else path
     if not file.is_file():
         found = f"a folder without {CONFIG} and {MANIFEST}" if path.is_dir() else "nothing there"
@@ -88,9 +92,10 @@ def _from_config(file: Path, given: Overrides) -> Subject:
         way_out = "Check the file, or give --context."
         raise CheckpointError(str(file), found=error, wanted="sizes that can exist", way_out=way_out) from None
     ar = _ar(given, context, assumptions)
-    size_bytes = weights_bytes(config, kv_heads=geometry.kv_heads, head_dim=geometry.head_dim)
+    decoder = decoder_of(config, kv_heads=geometry.kv_heads, head_dim=geometry.head_dim)
+    size_bytes = None if decoder is None else w8a16_weights(decoder).total_bytes
     assumptions.append(_weights(size_bytes, "the recipe w8a16, with a 16-bit embedding table and an 8-bit head"))
-    return Subject(str(file), geometry, ar, size_bytes, longest, tuple(assumptions))
+    return Subject(str(file), geometry, ar, size_bytes, longest, tuple(assumptions), decoder)
 
 
 def _sizes(file: Path, config: Config, assumptions: list[str]) -> dict[str, int]:

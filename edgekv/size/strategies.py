@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import partial
 
 import msgspec
 
 from edgekv.kv import DEFAULT_RESERVE, STRATEGIES, Geometry, Layout, Strategy, StrategyName, make_strategy
-from edgekv.size.traffic import measure_traffic
+from edgekv.size.traffic import count_windows, measure_traffic
 
 _POINTER_SHIFT: StrategyName = "pointer-shift"
 _RESERVES = (DEFAULT_RESERVE, Fraction(3, 2))
@@ -70,7 +71,10 @@ class StrategySize(msgspec.Struct, frozen=True, kw_only=True):
         filling_bytes_per_token: copied, mean over the first S-1 tokens.
         sliding_bytes_per_token: copied, mean of those after.
         worst_step_bytes: the most that one step copies.
-        rebound_tensors_per_step: graph inputs and outputs whose address is another one at every decode step.
+        rebound_tensors_per_step: graph inputs and outputs to bind anew before each decode step, because their address
+            is another one.
+        registered_addresses: addresses of the cache inputs and outputs of all graphs together, over an endless
+            generation. A runtime of the HTP registers each as a tensor of its own, once, when it loads.
         fits: whether the context fits the budget, if one was given.
         largest_context: the largest one that does, or None if none does.
     """
@@ -87,14 +91,22 @@ class StrategySize(msgspec.Struct, frozen=True, kw_only=True):
     sliding_bytes_per_token: float
     worst_step_bytes: int
     rebound_tensors_per_step: int
+    registered_addresses: int
     fits: bool | None = None
     largest_context: int | None = None
+
+    @property
+    def label(self) -> str:
+        """As `Choice.label`."""
+        return self.strategy if self.reserve is None else f"{self.strategy} {self.reserve}"
 
 
 def strategy_size(choice: Choice, geometry: Geometry, ar: Sequence[int]) -> StrategySize:
     """The cost of one choice, without a verdict."""
-    layout = Layout.of(geometry, choice.make(geometry, max(ar)))
-    traffic = measure_traffic(lambda: choice.make(geometry, max(ar)), context=geometry.context, max_ar=max(ar))
+    make = partial(choice.make, geometry, max(ar))
+    traffic = measure_traffic(make, context=geometry.context, max_ar=max(ar))
+    windows = sum(count_windows(make, context=geometry.context, ar=each) for each in ar)
+    layout = Layout.of(geometry, make())
     row_bytes = geometry.tensors * geometry.row_bytes
     return StrategySize(
         strategy=choice.strategy,
@@ -109,4 +121,5 @@ def strategy_size(choice: Choice, geometry: Geometry, ar: Sequence[int]) -> Stra
         sliding_bytes_per_token=float(traffic.sliding_rows_per_token * row_bytes),
         worst_step_bytes=traffic.worst_step_rows * row_bytes,
         rebound_tensors_per_step=traffic.moving_ends * geometry.tensors,
+        registered_addresses=windows * geometry.tensors,
     )

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from edgekv.errors import UsageError
 from edgekv.kv import Geometry, KvDtype
+from edgekv.size.weights import Decoder
 
 DEFAULT_AR = (1, 32)
 # Strategies are counted by letting them run: beyond a few seconds of that, nobody has a graph.
@@ -45,6 +46,7 @@ class Subject:
         weights_bytes: bytes of the weights beside the cache, or None if they are unknown.
         max_positions: the longest context that the model was made for, or None if it is unknown.
         assumptions: what was not given and taken to be so, one sentence each.
+        decoder: all sizes of the model, or None if they are unknown.
     """
 
     source: str
@@ -53,6 +55,7 @@ class Subject:
     weights_bytes: int | None
     max_positions: int | None
     assumptions: tuple[str, ...]
+    decoder: Decoder | None = None
 
     def __post_init__(self) -> None:
         if self.ar != tuple(sorted(set(self.ar))) or not self.ar or self.ar[0] != 1:

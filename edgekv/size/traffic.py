@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
 
-from edgekv.kv import Move, SlidingWindow, Strategy, Window
+from edgekv.kv import Strategy
+from edgekv.size.run import Run
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,15 +40,19 @@ def measure_traffic(make: Callable[[], Strategy], *, context: int, max_ar: int) 
         context: S.
         max_ar: the largest AR of its graphs.
     """
-    run = _Run(make(), SlidingWindow().capacity(context))
-    filling = [run.prepare(1) + run.commit(1) for _ in range(run.capacity)]
-    first = run.prepare(1)
-    start = run.window(1)
-    first += run.commit(1)
-    period, moving_ends = _period(run, start, 8 * context)
-    decoded = [*filling, first, *period]
+    run = Run(make(), context)
+    filling = [rows for _, rows in run.fill(1)]
+    steps = run.period(1)
+    last, first = next(steps)
+    period: list[int] = []
+    moving_ends = 0
+    for window, rows in steps:
+        period.append(rows)
+        moving_ends = max(moving_ends, (window.past_row != last.past_row) + (window.new_row != last.new_row))
+        last = window
     further = run.prepare(max_ar) + run.commit(max_ar)
-    prompt = _Run(make(), run.capacity).prompt(max_ar)
+    prompt = Run(make(), context).prompt(max_ar)
+    decoded = [*filling, first, *period]
     return Traffic(
         tokens_before_copy=next((token for token, rows in enumerate(decoded) if rows), None),
         filling_rows_per_token=Fraction(sum(filling), len(filling)),
@@ -57,46 +62,22 @@ def measure_traffic(make: Callable[[], Strategy], *, context: int, max_ar: int) 
     )
 
 
-def _period(run: _Run, start: Window, most_tokens: int) -> tuple[list[int], int]:
-    """Rows copied by each step until the window `start` comes back, and how many ends moved at most between two.
+def count_windows(make: Callable[[], Strategy], *, context: int, ar: int) -> int:
+    """At how many rows the past and the new rows of the AR-`ar` graph begin, together, in an endless generation.
 
-    The window is all that a step of a full cache sees, so when it returns, all that follows repeats.
+    A runtime that registers each address of a graph's input or output as a tensor of its own registers so many for
+    each cache tensor. Any number of tokens may be held when a step begins, so the graph is run at every one: AR
+    tokens computed, one kept.
+
+    Args:
+        make: makes the strategy, empty.
+        context: S.
+        ar: tokens per inference of the graph.
     """
-    copied: list[int] = []
-    ends, last = 0, start
-    while len(copied) < most_tokens:
-        rows = run.prepare(1)
-        window = run.window(1)
-        copied.append(rows + run.commit(1))
-        ends = max(ends, (window.past_row != last.past_row) + (window.new_row != last.new_row))
-        if window == start:
-            return copied, ends
-        last = window
-    raise ValueError(f"strategy: found no period within {most_tokens} tokens; wanted a window that returns")
-
-
-class _Run:
-    """A strategy under the policy sliding-window; counts the rows that it asks to copy in each tensor."""
-
-    def __init__(self, strategy: Strategy, capacity: int) -> None:
-        self._strategy = strategy
-        self.capacity = capacity
-
-    def prepare(self, ar: int) -> int:
-        return _rows(self._strategy.prepare(ar))
-
-    def window(self, ar: int) -> Window:
-        return self._strategy.window(ar)
-
-    def commit(self, tokens: int) -> int:
-        evicted = max(0, self._strategy.length + tokens - self.capacity)
-        return _rows(self._strategy.commit(tokens, evicted))
-
-    def prompt(self, ar: int) -> list[int]:
-        """By each step of a prompt as long as the capacity."""
-        starts = range(0, self.capacity, ar)
-        return [self.prepare(ar) + self.commit(min(ar, self.capacity - start)) for start in starts]
-
-
-def _rows(moves: Sequence[Move]) -> int:
-    return sum(move.rows for move in moves) if moves else 0
+    run = Run(make(), context)
+    past_rows, new_rows = set(), set()
+    for steps in (run.fill(ar), run.period(ar)):
+        for window, _ in steps:
+            past_rows.add(window.past_row)
+            new_rows.add(window.new_row)
+    return len(past_rows) + len(new_rows)

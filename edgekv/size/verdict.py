@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import msgspec
@@ -104,21 +104,30 @@ def fits(choice: Choice, subject: Subject, budget: Budget) -> bool:
 
 def largest_context(choice: Choice, subject: Subject, budget: Budget) -> int | None:
     """The largest multiple of the largest AR, above it, whose cache fits; None if not even the smallest does."""
-    room_bytes, step = _room_bytes(subject, budget), subject.ar[-1]
+    room_bytes = _room_bytes(subject, budget)
 
-    def is_within(steps: int) -> bool:
-        geometry = replace(subject.geometry, context=steps * step)
-        return choice.held_bytes(geometry, subject.ar) <= room_bytes
+    def is_within(context: int) -> bool:
+        return choice.held_bytes(replace(subject.geometry, context=context), subject.ar) <= room_bytes
 
+    return largest_multiple(subject.ar[-1], is_within)
+
+
+def largest_multiple(step: int, is_within: Callable[[int], bool]) -> int | None:
+    """The largest multiple of `step`, from twice it on, that is within; None if twice it is not.
+
+    Args:
+        step: at least 1.
+        is_within: true up to some number and false from there on.
+    """
     least = 2
-    if not is_within(least):
+    if not is_within(least * step):
         return None
     most = 2 * least
-    while is_within(most):
+    while is_within(most * step):
         least, most = most, 2 * most
     while most - least > 1:
         middle = (least + most) // 2
-        least, most = (middle, most) if is_within(middle) else (least, middle)
+        least, most = (middle, most) if is_within(middle * step) else (least, middle)
     return least * step
 
 

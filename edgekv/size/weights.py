@@ -1,0 +1,87 @@
+"""Bytes of a decoder's weights in a bundle, by the pieces that a split would part."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Decoder:
+    """Sizes of a decoder whose matrices are exactly q, k, v, o, gate, up and down, with a head of its own.
+
+    Attributes:
+        layers: how many.
+        hidden: width of the residual.
+        heads: query heads.
+        kv_heads: key/value heads.
+        head_dim: D.
+        intermediate: width of the feed-forward.
+        vocab: rows of the embedding table.
+    """
+
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    intermediate: int
+    vocab: int
+
+    @property
+    def layer_matrices(self) -> tuple[tuple[int, int], ...]:
+        """`[in, out]` of a layer's matrices: q, k, v, o, gate, up, down."""
+        hidden, inner = self.hidden, self.intermediate
+        queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        attention = ((hidden, queries), (hidden, keys), (hidden, keys), (queries, hidden))
+        return (*attention, (hidden, inner), (hidden, inner), (inner, hidden))
+
+    @property
+    def layer_parameters(self) -> int:
+        """Elements of a layer's matrices."""
+        return sum(rows * columns for rows, columns in self.layer_matrices)
+
+    @property
+    def table_parameters(self) -> int:
+        """Elements of the embedding table, and of the head."""
+        return self.vocab * self.hidden
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """Bytes of weights, by the shards that export writes, without their headers.
+
+    Attributes:
+        embedding_bytes: the table.
+        layer_bytes: one layer.
+        layers: how many.
+        head_bytes: the last norm and the head.
+    """
+
+    embedding_bytes: int
+    layer_bytes: int
+    layers: int
+    head_bytes: int
+
+    @property
+    def total_bytes(self) -> int:
+        return self.embedding_bytes + self.layers * self.layer_bytes + self.head_bytes
+
+
+def w8a16_weights(decoder: Decoder) -> Weights:
+    """The weights in the recipe w8a16.
+
+    One byte for each element of a matrix and four for the scale of each of its output channels; two for each
+    element of the embedding table and of the norms. The head is a matrix of its own even if it is tied to the
+    table. Biases and norms of single heads are not counted.
+    """
+    layer_bytes = sum(_matrix_bytes(rows, columns) for rows, columns in decoder.layer_matrices)
+    return Weights(
+        embedding_bytes=2 * decoder.table_parameters,
+        layer_bytes=layer_bytes + 2 * 2 * decoder.hidden,
+        layers=decoder.layers,
+        head_bytes=_matrix_bytes(decoder.hidden, decoder.vocab) + 2 * decoder.hidden,
+    )
+
+
+def _matrix_bytes(rows: int, columns: int) -> int:
+    return rows * columns + 4 * columns
