@@ -1,0 +1,341 @@
+import json
+import tracemalloc
+from dataclasses import replace
+from itertools import pairwise
+
+import msgspec
+import numpy as np
+import pytest
+import typer
+from checkpoints import write_checkpoint
+from hypothesis import given
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+from devices import find
+from edgekv.cli.plan import plan
+from edgekv.errors import CheckpointError, UsageError
+from edgekv.kv import Geometry
+from edgekv.plan import PROTOBUF_BYTES, RECIPES, Plan, activation_bytes, cost, export_cost, make_plan, pack
+from edgekv.size import HTP_CONTEXT_BYTES, Decoder, Weights, w8a16_weights
+from exporters import export as exporter
+from exporters.calibrate import observe_ranges
+from exporters.checkpoint import Checkpoint
+from exporters.export import ExportOptions, export_bundle
+from exporters.recipe import RECIPES as EXPORTED
+from exporters.recipe import find_recipe
+from quant import ranges
+
+SM8650 = find("SM8650")
+CONFIG = {
+    "model_type": "llama",
+    "num_hidden_layers": 16,
+    "hidden_size": 2048,
+    "intermediate_size": 8192,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "vocab_size": 128256,
+    "max_position_embeddings": 131072,
+}
+LLAMA_1B = Decoder(layers=16, hidden=2048, heads=32, kv_heads=8, head_dim=64, intermediate=8192, vocab=128256)
+TWO_LAYERS = replace(LLAMA_1B, layers=2)
+SMOLLM2 = Decoder(layers=30, hidden=576, heads=9, kv_heads=3, head_dim=64, intermediate=1536, vocab=49152)
+HALF_SMOLLM2 = replace(SMOLLM2, layers=15)
+EMBEDDED = Decoder(layers=4, hidden=256, heads=4, kv_heads=2, head_dim=64, intermediate=704, vocab=4096)
+
+
+@pytest.fixture
+def llama(tmp_path):
+    return write_config(tmp_path)
+
+
+def write_config(folder, **changes):
+    (folder / "config.json").write_text(json.dumps({**CONFIG, **changes}))
+    return folder / "config.json"
+
+
+def cost_of(decoder, context=512, ar=(1, 32)):
+    geometry = Geometry(decoder.layers, decoder.kv_heads, decoder.head_dim, context)
+    return export_cost(decoder, w8a16_weights(decoder), geometry, ar)
+
+
+# Llama-3.2-1B, worked out by hand
+
+
+def test_the_weights_of_llama_by_hand():
+    q = o = 2048 * 2048
+    k = v = 2048 * 512
+    gate = up = down = 2048 * 8192
+    scales = 4 * (2048 + 512 + 512 + 2048 + 8192 + 8192 + 2048)
+    norms = 2 * 2 * 2048
+    layer = q + k + v + o + gate + up + down + scales + norms
+    assert layer == 60_817_408 + 94_208 + 8_192 == 60_919_808
+    table, head = 2 * 128256 * 2048, 128256 * 2048 + 4 * 128256
+    weights = w8a16_weights(LLAMA_1B)
+    assert weights == Weights(embedding_bytes=table, layer_bytes=layer, layers=16, head_bytes=head + 2 * 2048)
+    assert weights.total_bytes == 16 * 60_919_808 + 525_336_576 + 263_181_312 + 4_096 == 1_763_238_912
+
+
+def test_what_llama_needs_in_a_context_by_hand(llama):
+    demand = make_plan(llama, device=SM8650, context=4096).demand
+    assert demand.weights_bytes == 1_763_238_912
+    # slot: 16 x 2 x 8 tensors of 4096 rows and 32 rows of scratch, 64 bytes each, and 64 to align
+    assert demand.cache_bytes == 256 * (4096 + 32) * 64 + 64 == 67_633_216
+    # residual twice, mask, logits of one row; scores and probabilities of 32 heads; keys, keys turned and values
+    always = 2 * (2 * 32 * 2048 + 32 * 4096 + 128256)
+    scores = 2 * (2 * 32 * 32 * 4096)
+    joined = 3 * 8 * 4096 * 64
+    assert demand.activations_bytes == always + scores + joined == 780_800 + 16_777_216 + 6_291_456
+    assert demand.used_bytes == 1_763_238_912 + 67_633_216 + 23_849_472 < demand.context_bytes == 3_750_000_000
+
+
+def test_the_roofline_of_llama_by_hand(llama):
+    speed = make_plan(llama, device=SM8650, context=4096).roofline
+    assert speed.weights_bytes == 16 * 60_919_808 + 263_185_408 + 2 * 2048 == 1_237_906_432
+    assert speed.full_cache_bytes == 256 * 4095 * 64 == 2 * speed.mean_cache_bytes == 67_092_480
+    assert speed.tokens_per_s == pytest.approx(76.8e9 / (1_237_906_432 + 33_546_240)) == pytest.approx(60.40, abs=0.01)
+    assert speed.static_tokens_per_s == pytest.approx(58.85, abs=0.01)
+
+
+def test_the_ram_of_exporting_llama_by_hand(llama):
+    found = make_plan(llama, device=SM8650, context=4096).export
+    process = 64_000_000 + 800 * 128256
+    samples = 4 * 256 * 8192 * 64
+    states = 4 * 8192 * 2048
+    head = 4 * 128256 * 2048
+    logits = 3 * 4 * 512 * 128256
+    assert (process, samples, states) == (166_604_800, 536_870_912, 67_108_864)
+    assert (head, logits) == (1_050_673_152, 788_004_864)
+    assert found.calibration_peak_bytes == process + samples + states + head + logits
+    assert found.quantization_peak_bytes == process + 14 * 128256 * 2048
+    compiler = 148_000_000 + 2.1 * 1_763_238_912 + 131 * 4_360_000
+    assert found.peak_bytes == found.check_peak_bytes == process + round(compiler) == 4_588_566_515
+    assert found.graph_bytes == 16 * (32 * 6_050 + 8 * 9_150 + 5_700) == 4_360_000
+    assert found.bundle_bytes == 1_763_238_912 + 3 * 4_360_000
+
+
+def test_a_short_context_makes_short_windows():
+    found, base = cost_of(SMOLLM2, context=128), 64_000_000 + 800 * 49152
+    per_token = 4 * (180 * 64 + 576) * 16 + 4 * 3 * 49152
+    assert found.calibration_peak_bytes == base + 4 * 49152 * 576 + 128 * per_token
+
+
+# What was measured
+
+
+@pytest.mark.parametrize(
+    ("decoder", "peak_bytes"),
+    [(EMBEDDED, 150_000_000), (SMOLLM2, 866_000_000), (TWO_LAYERS, 3_826_000_000)],
+    ids=["embedded", "SmolLM2", "two layers of Llama"],
+)
+def test_the_exporters_peak_is_near_what_was_measured(decoder, peak_bytes):
+    found = cost_of(decoder)
+    assert max(found.calibration_peak_bytes, found.quantization_peak_bytes) == pytest.approx(peak_bytes, rel=0.08)
+
+
+@pytest.mark.parametrize(
+    ("decoder", "export_s", "check_s", "check_peak_bytes", "graph_bytes"),
+    [
+        (EMBEDDED, 2.5, 1.4, 187_000_000, 194_934),
+        (HALF_SMOLLM2, None, 9.7, 628_000_000, 1_313_461),
+        (SMOLLM2, 47, 47, 897_000_000, 2_632_823),
+        (TWO_LAYERS, 95, 18, 2_136_000_000, 545_989),
+    ],
+    ids=["embedded", "half of SmolLM2", "SmolLM2", "two layers of Llama"],
+)
+def test_the_estimates_are_near_what_was_measured(decoder, export_s, check_s, check_peak_bytes, graph_bytes):
+    found = cost_of(decoder)
+    waiting_bytes = 64_000_000 + 800 * decoder.vocab
+    assert found.graph_bytes == pytest.approx(graph_bytes, rel=0.03)
+    assert found.check_peak_bytes - waiting_bytes == pytest.approx(check_peak_bytes, rel=0.1)
+    assert check_s / 2 <= found.check_seconds / found.graphs <= check_s * 2
+    assert export_s is None or export_s / 2 <= found.export_seconds <= export_s * 2
+
+
+def test_the_exporter_allocates_what_the_formula_says(tmp_path):
+    checkpoint = Checkpoint.open(str(write_checkpoint(tmp_path)))
+    spec = checkpoint.spec
+    sizes = {name: getattr(spec, name) for name in Decoder.__slots__}
+    windows = [np.arange(cost._WINDOW_TOKENS) % spec.vocab for _ in range(cost._WINDOWS)]
+    tracemalloc.start()
+    observe_ranges(checkpoint, windows)
+    _, peak_bytes = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    base_bytes = cost._PROCESS_BYTES + cost._TOKENIZER_BYTES * spec.vocab
+    assert cost_of(Decoder(**sizes)).calibration_peak_bytes - base_bytes == pytest.approx(peak_bytes, rel=0.1)
+
+
+def test_the_exporter_writes_what_the_plan_says(tmp_path):
+    folder = write_checkpoint(tmp_path / "checkpoint")
+    options = ExportOptions(device=SM8650, recipe=find_recipe("w8a16"), context=64, check_on_htp=False)
+    manifest = export_bundle(Checkpoint.open(str(folder)), tmp_path / "bundle", options)
+    made = make_plan(folder, device=SM8650, context=64)
+    shards = list((tmp_path / "bundle").glob("*.safetensors"))
+    headers = [8 + int.from_bytes(shard.read_bytes()[:8], "little") for shard in shards]
+    assert made.demand.weights_bytes == sum(shard.stat().st_size for shard in shards) - sum(headers)
+    assert made.export.graphs == len(manifest.graphs)
+    for graph in manifest.graphs:
+        assert made.export.graph_bytes == pytest.approx(manifest.files[graph.file].bytes, rel=0.1)
+
+
+def test_the_plan_and_the_exporter_agree_on_their_constants():
+    assert (cost._WINDOWS, cost._WINDOW_TOKENS) == (exporter._CALIBRATION_WINDOWS, exporter._CALIBRATION_WINDOW)
+    assert cost._SAMPLE == ranges._SAMPLE
+    assert set(RECIPES) <= {recipe.name for recipe in EXPORTED}
+
+
+# What fits
+
+
+@given(
+    st.integers(0, 40),
+    st.integers(1, 20),
+    st.integers(1, 12),
+    st.integers(0, 40),
+    st.integers(0, 5),
+    st.integers(1, 99),
+)
+def test_parts_are_whole_in_order_and_none_could_hold_more(embedding, layer, layers, head, activations, room):
+    weights = Weights(embedding_bytes=embedding, layer_bytes=layer, layers=layers, head_bytes=head)
+    parts = pack(weights, layer_cache_bytes=1, activations_bytes=activations, context_bytes=room)
+    if parts is None:
+        assert max(embedding, layer + 1, head) + activations > room
+        return
+    assert [part.embedding for part in parts] == [True, *[False] * (len(parts) - 1)]
+    assert [part.head for part in parts] == [*[False] * (len(parts) - 1), True]
+    assert sum(part.layers for part in parts) == layers
+    for part in parts:
+        pieces = part.embedding * embedding + part.layers * (layer + 1) + part.head * head
+        assert part.used_bytes == pieces + activations <= room
+    for part, following in pairwise(parts):
+        assert following.first_layer == part.first_layer + part.layers
+        assert part.used_bytes + (layer + 1 if following.layers else head) > room
+
+
+@given(st.integers(2, 4096), st.integers(1, 64))
+def test_activations_grow_with_context_and_ar(steps, ar):
+    shorter, longer = (Geometry(16, 8, 64, context) for context in (steps * ar + 1, (steps + 1) * ar + 1))
+    assert activation_bytes(LLAMA_1B, shorter, ar) < activation_bytes(LLAMA_1B, longer, ar)
+    assert activation_bytes(LLAMA_1B, shorter, ar) < activation_bytes(LLAMA_1B, shorter, ar + 1)
+
+
+def test_the_largest_context_fits_and_the_next_does_not(tmp_path):
+    path = write_config(tmp_path, num_key_value_heads=32)
+    largest = make_plan(path, device=SM8650, context=4096, kv="s16").verdict.largest_context
+    assert largest % 32 == 0 and largest < 131072
+    assert make_plan(path, device=SM8650, context=largest, kv="s16").verdict.fits
+    assert not make_plan(path, device=SM8650, context=largest + 32, kv="s16").verdict.fits
+
+
+def test_the_largest_context_is_at_most_the_models_own(tmp_path):
+    made = make_plan(write_config(tmp_path, max_position_embeddings=8200), device=SM8650, context=512)
+    assert made.verdict.largest_context == 8192
+    path = write_config(tmp_path, max_position_embeddings=8192)
+    verdict = make_plan(path, device=SM8650, context=512).verdict
+    assert "So does a context of 8,192, the longest that the model was made for." in verdict.text
+
+
+def test_a_context_that_is_too_long_names_what_fits(llama):
+    made = make_plan(llama, device=SM8650)
+    assert made.context == 131072 and not made.verdict.fits
+    text = made.verdict.text
+    assert text.startswith("It does not fit on SM8650 (V75) with a context of 131,072: 1.76 GB of weights, 2.15 GB")
+    assert f"--context {made.verdict.largest_context} (the largest that fits)" in text
+    assert "parted over 2 contexts, which export does not do" in text
+
+
+def test_a_smaller_cache_type_is_named_if_it_helps(tmp_path):
+    path = write_config(tmp_path, num_key_value_heads=32)
+    text = make_plan(path, device=SM8650, context=16384, kv="s16").verdict.text
+    assert "does not fit" in text and "or --kv u8;" in text
+    assert "--kv u8" not in make_plan(path, device=SM8650, context=32768).verdict.text
+
+
+def test_a_model_above_one_context_is_parted_by_whole_layers(tmp_path):
+    # Llama-2-7B: 202 M weights a layer, 32 layers
+    changes = {"hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32, "num_key_value_heads": 32}
+    path = write_config(tmp_path, **changes, head_dim=128, vocab_size=32000)
+    made = make_plan(path, device=SM8650, context=2048)
+    assert made.verdict.largest_context is None
+    assert "The weights alone are too large. What would fit: the model parted over 3 contexts" in made.verdict.text
+    assert [part.first_layer for part in made.parts] == [0, 15, 31]
+    assert all(part.used_bytes <= HTP_CONTEXT_BYTES for part in made.parts)
+
+
+def test_a_layer_above_one_context_cannot_be_parted(tmp_path):
+    made = make_plan(write_config(tmp_path, intermediate_size=1 << 20), device=SM8650, context=512)
+    assert made.parts is None and "a smaller model" in made.verdict.text
+
+
+def test_a_graph_above_the_protobuf_limit_does_not_fit(tmp_path):
+    path = write_config(tmp_path, num_hidden_layers=8192, hidden_size=8, intermediate_size=8, vocab_size=64)
+    made = make_plan(path, device=SM8650, context=64)
+    assert made.export.graph_bytes > PROTOBUF_BYTES and not made.verdict.fits
+    assert "is above the 2.15 GB of a protobuf" in made.verdict.text
+
+
+# What is refused
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"recipe": "w2a2"}, r"--recipe: found 'w2a2'; wanted w8a16"),
+        ({"kv": "u16"}, r"--kv: found 'u16'; wanted u8 or s16"),
+        ({"context": 131104}, r"--context: found 131104; wanted at most max_position_embeddings = 131072"),
+        ({"context": 1000}, r"--context: found 1000; wanted a multiple of the largest AR, 32.*--context 992"),
+        ({"context": 1}, r"--context"),
+        ({"ar": (32,)}, r"--ar"),
+        ({"device": find("SM8450"), "kv": "s16", "context": 512}, r"SM8450 \(V69\)"),
+    ],
+)
+def test_what_export_would_refuse_is_refused(llama, options, message):
+    with pytest.raises(UsageError, match=message):
+        make_plan(llama, **{"device": SM8650, **options})
+
+
+def test_a_model_of_unknown_weights_is_refused(tmp_path):
+    with pytest.raises(CheckpointError, match=r"matrices are not known.*edgekv size"):
+        make_plan(write_config(tmp_path, model_type="mixtral"), device=SM8650, context=512)
+    with pytest.raises(CheckpointError, match="nothing there"):
+        make_plan(tmp_path / "nowhere", device=SM8650)
+
+
+def test_a_bundle_is_refused(tmp_path):
+    (tmp_path / "manifest.json").write_text("{}")
+    for path in (tmp_path, tmp_path / "manifest.json"):
+        with pytest.raises(CheckpointError, match="found a bundle"):
+            make_plan(path, device=SM8650)
+
+
+# The command
+
+app = typer.Typer()
+app.command("plan")(plan)
+
+
+def run(*arguments):
+    return CliRunner().invoke(app, [*map(str, arguments)])
+
+
+def test_the_verdict_stands_first_and_every_assumption_is_listed(llama):
+    result = run(llama.parent, "--device", "8 Gen 3", "--context", 4096)
+    made = make_plan(llama, device=SM8650, context=4096)
+    said = " ".join(result.stdout.split())
+    assert said.startswith(made.verdict.text)
+    assert "4.4 MB" in said and "4.59 GB" in said and "60.4" in said
+    assert made.assumptions and all(each in said for each in made.assumptions)
+    assert "8 bits" not in said and "AR 1,32" in said
+
+
+def test_json_is_one_typed_object(llama):
+    result = run(llama, "--device", "SM8650", "--context", 4096, "--json")
+    assert msgspec.json.decode(result.stdout, type=Plan) == make_plan(llama, device=SM8650, context=4096)
+
+
+@pytest.mark.parametrize("options", [["--ar", "1,x"], ["--kv", "u4"], ["--context", "0"]])
+def test_wrong_usage_prints_nothing(llama, options):
+    result = run(llama, "--device", "SM8650", *options)
+    assert isinstance(result.exception, UsageError) and result.exception.exit_code == 2
+    assert result.stdout == ""
