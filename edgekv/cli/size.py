@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -84,20 +84,31 @@ def _show(report: Report) -> None:
         f"{g.layers} layers x 2 x {g.kv_heads} kv heads = {g.tensors:,} tensors of {g.head_dim} columns, "
         f"context {g.context:,}, {g.kv_bits} bits ({g.kv_dtype}), from {report.source}"
     )
-    console.print(_strategies(report))
+    for table in _strategies(report, console):
+        console.print(table)
     console.print(f"Choose {report.recommendation.reason}", soft_wrap=True)
     console.print(_graphs(report))
     console.print(f"Assumed: {'; '.join(report.assumptions) or 'nothing'}.")
 
 
-def _strategies(report: Report) -> Table:
+def _strategies(report: Report, console: Console) -> Iterator[Table]:
+    """As many side by side as the console is wide, the others below."""
+    waiting = report.strategies
+    while waiting:
+        counts = range(len(waiting), 0, -1)
+        tables = (_table(waiting[:count], with_verdict=report.verdict is not None) for count in counts)
+        table = next(t for t in tables if len(t.columns) == 2 or console.measure(t).maximum <= console.width)
+        yield table
+        waiting = waiting[len(table.columns) - 1 :]
+
+
+def _table(strategies: Sequence[StrategySize], *, with_verdict: bool) -> Table:
     table = Table("bytes")
-    for each in report.strategies:
-        name = each.strategy if each.reserve is None else f"{each.strategy} {each.reserve}"
-        table.add_column(name, justify="right", overflow="fold")
+    for each in strategies:
+        table.add_column(each.label, justify="right", overflow="fold")
 
     def row(label: str, cell: Callable[[StrategySize], str]) -> None:
-        table.add_row(label, *(cell(each) for each in report.strategies))
+        table.add_row(label, *(cell(each) for each in strategies))
 
     row("HTP note's formula", lambda s: _or_dash(s.formula_bytes))
     row("really held", lambda s: f"{s.held_bytes:,}")
@@ -110,7 +121,7 @@ def _strategies(report: Report) -> Table:
     row("scratch rows", lambda s: f"{s.scratch_rows_per_tensor:,}")
     row("bound anew per step", lambda s: f"{s.rebound_tensors_per_step:,}")
     row("addresses in all", lambda s: f"{s.registered_addresses:,}")
-    if report.verdict is not None:
+    if with_verdict:
         table.add_section()
         row("fits", lambda s: "yes" if s.fits else "no")
         row("largest that fits", lambda s: _or_dash(s.largest_context))

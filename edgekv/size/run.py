@@ -44,12 +44,13 @@ class Run:
         """
         start, _ = first = self._step(ar)
         yield first
-        for _ in range(8 * self._context):
+        most_tokens = 8 * max(self._context, self._strategy.rows)
+        for _ in range(most_tokens):
             step = self._step(ar)
             yield step
             if step[0] == start:
                 return
-        raise ValueError(f"strategy: found no period within {8 * self._context} tokens; wanted a window that returns")
+        raise ValueError(f"strategy: found no period within {most_tokens} tokens; wanted a window that returns")
 
     def prompt(self, ar: int) -> list[int]:
         """Rows copied by each step of a prompt as long as the capacity, into an empty cache."""
