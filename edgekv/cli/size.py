@@ -93,11 +93,14 @@ def _show(report: Report) -> None:
 
 def _strategies(report: Report, console: Console) -> Iterator[Table]:
     """As many side by side as the console is wide, the others below."""
+    unbounded = console.options.update(width=1000)
     waiting = report.strategies
     while waiting:
         counts = range(len(waiting), 0, -1)
         tables = (_table(waiting[:count], with_verdict=report.verdict is not None) for count in counts)
-        table = next(t for t in tables if len(t.columns) == 2 or console.measure(t).maximum <= console.width)
+        table = next(
+            t for t in tables if len(t.columns) == 2 or console.measure(t, options=unbounded).maximum <= console.width
+        )
         yield table
         waiting = waiting[len(table.columns) - 1 :]
 

@@ -56,9 +56,13 @@ def _draw(axes: Axes, report: Report) -> None:
     names = list(dict.fromkeys(size.strategy for size in report.strategies))
     colours = {name: _COLOURS[i % len(_COLOURS)] for i, name in enumerate(names)}
     _draw_reserves(axes, report, colours[_SHIFT])
-    far_bytes = 8 * min(size.sliding_bytes_per_token for size in report.strategies)
+    above_bytes: list[int] = []
     for size in report.strategies:
-        _draw_size(axes, size, colours[size.strategy], label_left=size.sliding_bytes_per_token > far_bytes > 0)
+        # Labels of marks at one height would lie on each other.
+        below = any(abs(size.held_bytes - held) < max(above_bytes) / 8 for held in above_bytes)
+        if not below:
+            above_bytes.append(size.held_bytes)
+        _draw_size(axes, size, colours[size.strategy], below=below)
     _draw_recommended(axes, report)
     axes.plot([], [], "o", color=_INK, markerfacecolor="white", label="mean while the context fills")
     axes.plot([], [], "o", color=_INK, label="mean once it is full and slides")
@@ -67,13 +71,13 @@ def _draw(axes: Axes, report: Report) -> None:
     most_kib = max(2 * row_kib, *(size.sliding_bytes_per_token / _KIB for size in report.strategies))
     # A logarithmic axis has no 0, which is what the best of them copy.
     axes.set_xscale("symlog", base=2, linthresh=row_kib)
-    axes.set_xlim(-0.15 * row_kib, 3 * most_kib)
+    axes.set_xlim(-0.15 * row_kib, most_kib * 2 ** (2 + log2(most_kib / row_kib) / 5))
     axes.set_ylim(0, 1.4 * max(size.held_bytes for size in report.strategies) / _MIB)
     axes.set_xticks(_ticks(row_kib, most_kib))
     axes.minorticks_off()
-    axes.xaxis.set_major_formatter(lambda kib, _: f"{kib:,.4g}")
-    axes.yaxis.set_major_formatter(lambda mib, _: f"{mib:,.4g}")
-    axes.set_xlabel(f"copied per token (KiB, logarithmic from {row_kib:,.4g} on: one row of every tensor)")
+    axes.xaxis.set_major_formatter(lambda kib, _: _number(kib))
+    axes.yaxis.set_major_formatter(lambda mib, _: _number(mib))
+    axes.set_xlabel(f"copied per token (KiB, logarithmic from {_number(row_kib)} on: one row of every tensor)")
     axes.set_ylabel("held by the cache (MiB)")
     axes.set_title(
         f"KV cache of {g.layers} layers, {g.kv_heads} kv heads, head_dim {g.head_dim}, {g.kv_bits} bits, "
@@ -86,7 +90,7 @@ def _draw(axes: Axes, report: Report) -> None:
     axes.legend(loc="upper right", frameon=False, fontsize=9)
 
 
-def _draw_size(axes: Axes, size: StrategySize, colour: str, *, label_left: bool) -> None:
+def _draw_size(axes: Axes, size: StrategySize, colour: str, *, below: bool) -> None:
     held_mib = size.held_bytes / _MIB
     filling_kib, sliding_kib = size.filling_bytes_per_token / _KIB, size.sliding_bytes_per_token / _KIB
     axes.plot([filling_kib, sliding_kib], [held_mib, held_mib], color=colour, linewidth=1.2, alpha=0.6)
@@ -95,8 +99,9 @@ def _draw_size(axes: Axes, size: StrategySize, colour: str, *, label_left: bool)
     axes.annotate(
         f"{size.label}\n{held_mib:,.1f} MiB, {_span(filling_kib, sliding_kib)} KiB a token",
         (sliding_kib, held_mib),
-        xytext=(-10 if label_left else 10, 7),
-        horizontalalignment="right" if label_left else "left",
+        xytext=(0, -12) if below else (10, 7),
+        horizontalalignment="left",
+        verticalalignment="top" if below else "bottom",
         textcoords="offset points",
         color=colour,
         fontsize=9,
@@ -146,5 +151,9 @@ def _ticks(row_kib: float, most_kib: float) -> list[float]:
 
 
 def _span(filling_kib: float, sliding_kib: float) -> str:
-    low, high = f"{filling_kib:,.4g}", f"{sliding_kib:,.4g}"
+    low, high = _number(filling_kib), _number(sliding_kib)
     return low if low == high else f"{low} to {high}"
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
