@@ -29,7 +29,10 @@ def size(
         str | None, typer.Option(help="Tokens per inference of each graph.", show_default="1,32, or a bundle's own")
     ] = None,
     device: Annotated[
-        str | None, typer.Option(help="Say whether it fits this device, by part number or name.", show_default=False)
+        str | None,
+        typer.Option(
+            help="Say whether it fits this device and what to choose for it; part number or name.", show_default=False
+        ),
     ] = None,
     budget_gb: Annotated[
         float | None,
