@@ -21,7 +21,6 @@ from edgekv.sequences import (
     Mode,
     SequenceManager,
     check_mode,
-    estimate_bytes,
     free_memory_bytes,
     parse_budget,
     parse_mode,
@@ -222,13 +221,3 @@ def test_a_cache_that_was_used_past_its_sequence_is_dropped() -> None:
     _run(held, [1, 2, 3])
     held.cache.reset()
     assert held.reuse([1, 2, 3, 4]) == 0
-
-
-@pytest.mark.parametrize(
-    ("layers", "kv_heads", "tokens", "gib"),
-    [(32, 32, 2048, 2.0), (32, 32, 4096, 4.0), (40, 40, 2048, 3.1), (32, 8, 4096, 1.0)],
-    ids=["LLaMA-7B", "LLaMA-7B", "LLaMA-13B", "Mistral-7B"],
-)
-def test_the_estimate_gives_the_table_of_zigllama(layers: int, kv_heads: int, tokens: int, gib: float) -> None:
-    size_bytes = estimate_bytes(tokens=tokens, layers=layers, kv_heads=kv_heads, head_dim=128)
-    assert round(size_bytes / 2**30, 1) == gib

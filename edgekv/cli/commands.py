@@ -9,12 +9,13 @@ from typing import Any
 import typer
 
 from edgekv.cli.generate import generate
+from edgekv.cli.plan import plan
 from edgekv.cli.size import size
 
 GROUP = "edgekv.commands"
 
 Command = Callable[..., Any]
-_OWN: dict[str, Command] = {"generate": generate, "size": size}
+_OWN: dict[str, Command] = {"generate": generate, "plan": plan, "size": size}
 
 
 def find_commands(wanted: str) -> dict[str, Command]:

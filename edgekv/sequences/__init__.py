@@ -5,7 +5,6 @@
 """
 
 from edgekv.sequences.budget import Budget, ByteBudget, FreeMemoryBudget, free_memory_bytes, parse_budget
-from edgekv.sequences.estimate import estimate_bytes
 from edgekv.sequences.feeder import Fed, SequenceFeeder
 from edgekv.sequences.manager import SequenceManager
 from edgekv.sequences.mode import Adaptive, Always, Disabled, LongSequenceOnly, Mode, check_mode, parse_mode
@@ -27,7 +26,6 @@ __all__ = [
     "SequenceManager",
     "SequenceStats",
     "check_mode",
-    "estimate_bytes",
     "free_memory_bytes",
     "parse_budget",
     "parse_mode",
