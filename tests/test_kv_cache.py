@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-import struct
 from fractions import Fraction
 
 import numpy as np
@@ -12,63 +10,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from edgekv.errors import ContextFullError, UsageError
-from edgekv.kv import STRATEGIES, Geometry, KVCache, Window
-
-GARBAGE = 0xFFFFFFFF
-
-
-class Graph:
-    """Reads and writes rows by address as a bound graph does; a row says its token and its tensor."""
-
-    def __init__(self, cache: KVCache) -> None:
-        self.cache = cache
-
-    def past(self, window: Window) -> list[int]:
-        """Tokens of the valid past columns, after a check that all tensors agree."""
-        arena, columns = self.cache.arena, self.cache.geometry.context - window.ar
-        assert window.stop <= columns
-        assert window.past_row + columns <= arena.layout.rows
-        seen = set()
-        for tensor, address in enumerate(arena.addresses):
-            raw = ctypes.string_at(address + window.past_row * arena.row_bytes, columns * arena.row_bytes)
-            rows = list(struct.iter_unpack("<II", raw))[window.first : window.stop]
-            assert all(owner == tensor for _, owner in rows)
-            seen.add(tuple(token for token, _ in rows))
-        assert len(seen) == 1
-        return list(seen.pop())
-
-    def write(self, window: Window, tokens: list[int]) -> None:
-        """Fill all AR new rows; those behind the given tokens with garbage."""
-        arena = self.cache.arena
-        assert window.new_row + window.ar <= (arena.layout.rows if window.in_place else arena.layout.scratch_rows)
-        for tensor, address in enumerate(arena.addresses if window.in_place else arena.scratch_addresses):
-            for row in range(window.ar):
-                token = tokens[row] if row < len(tokens) else GARBAGE
-                target = address + (window.new_row + row) * arena.row_bytes
-                ctypes.memmove(target, struct.pack("<II", token, tensor), arena.row_bytes)
-
-
-def image(cache: KVCache) -> tuple[object, ...]:
-    """Everything that a call could change."""
-    arena = cache.arena
-    return (
-        arena.array.tobytes(),
-        arena.scratch.tobytes(),
-        cache.length,
-        cache.tokens_seen,
-        cache.held_rows(),
-        cache.stats,
-    )
-
-
-def feed(cache: KVCache, ar: int, tokens: list[int]) -> list[int]:
-    """One step; returns the tokens that it saw."""
-    window = cache.window(ar)
-    graph = Graph(cache)
-    past = graph.past(window)
-    graph.write(window, tokens)
-    cache.commit(len(tokens))
-    return past
+from edgekv.kv import STRATEGIES, Geometry, KVCache
+from tests.kv_graph import Graph, feed, geometry_of, held, image
 
 
 @st.composite
@@ -92,6 +35,12 @@ def schedules(draw: st.DrawFn) -> tuple[int, list[int], list[tuple[str, int, int
         ("pointer-shift", 1.25),
         ("pointer-shift", 1.1),
         ("slot", 2),
+        ("mirror", 2),
+        ("shift-concat", 2),
+        ("columns pointer-shift", 2.0),
+        ("columns pointer-shift", 1.25),
+        ("columns slot", 2),
+        ("columns shift-concat", 2),
     ],
 )
 @settings(max_examples=100, deadline=None)
@@ -102,14 +51,18 @@ def schedules(draw: st.DrawFn) -> tuple[int, list[int], list[tuple[str, int, int
 )
 def test_every_schedule_agrees_with_a_list(strategy, reserve, policy, schedule, kv_dtype):
     context, ar, events = schedule
-    geometry = Geometry(layers=1, kv_heads=2, head_dim=8 if kv_dtype == "u8" else 4, context=context, kv_dtype=kv_dtype)
+    key_layout = "columns" if strategy.startswith("columns") else "rows"
+    strategy = strategy.split()[-1]
+    # Rows of half a page: a ring of few rows, which the head goes round many times.
+    row_bytes = 2048 if strategy == "mirror" else 8
+    geometry = geometry_of(context, kv_dtype, key_layout=key_layout, row_bytes=row_bytes)
     cache = KVCache(geometry, ar=ar, strategy=strategy, reserve=reserve, policy=policy)
-    held: list[int] = []
+    wanted: list[int] = []
     position, serial = 0, 0
 
     for event, size, fill in events:
         if event == "step":
-            room = policy == "sliding-window" or len(held) <= context - size
+            room = policy == "sliding-window" or len(wanted) <= context - size
             assert cache.room(size) == room
             if not room:
                 before = image(cache)
@@ -119,28 +72,25 @@ def test_every_schedule_agrees_with_a_list(strategy, reserve, policy, schedule, 
                 continue
             tokens = list(range(serial, serial + min(fill, size)))
             past = feed(cache, size, tokens)
-            visible = held[max(0, len(held) - (context - size)) :]
-            assert (past if strategy == "pointer-shift" else sorted(past)) == visible
-            held += tokens
+            visible = wanted[max(0, len(wanted) - (context - size)) :]
+            assert (sorted(past) if strategy == "slot" else past) == visible
+            wanted += tokens
             if policy == "sliding-window":
-                held = held[max(0, len(held) - (context - 1)) :]
+                wanted = wanted[max(0, len(wanted) - (context - 1)) :]
             position += len(tokens)
             serial += len(tokens)
         elif event == "rewind":
-            dropped = min(size, len(held))
+            dropped = min(size, len(wanted))
             cache.rewind(dropped)
-            held = held[: len(held) - dropped]
+            wanted = wanted[: len(wanted) - dropped]
             position -= dropped
         else:
             cache.reset()
-            held, position = [], 0
+            wanted, position = [], 0
 
-        assert cache.length == len(held)
+        assert cache.length == len(wanted)
         assert cache.tokens_seen == position
-        rows = cache.held_rows()
-        for tensor in range(geometry.tensors):
-            found = [struct.unpack("<II", cache.arena.view(tensor)[row].tobytes()) for row in rows]
-            assert found == [(token, tensor) for token in held]
+        assert held(cache) == wanted
 
 
 SMALL = Geometry(layers=1, kv_heads=1, head_dim=8, context=8)

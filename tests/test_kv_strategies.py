@@ -8,14 +8,35 @@ from fractions import Fraction
 
 import pytest
 
-from edgekv.kv import POLICIES, Geometry, Move, PointerShift, Policy, Slot, Strategy
+from edgekv.kv import POLICIES, Geometry, Mirror, Move, PointerShift, Policy, ShiftConcat, Slot, Strategy
 
 Cells = dict[str, list[int | None]]
 
 
+class Mirrored(list[int | None]):
+    """Rows that come twice; only slices are read and written."""
+
+    def __len__(self) -> int:
+        return 2 * super().__len__()
+
+    def __getitem__(self, part):
+        if isinstance(part, int):
+            return super().__getitem__(part % (len(self) // 2))
+        return [self[row] for row in range(*part.indices(len(self)))]
+
+    def __setitem__(self, part, values):
+        if isinstance(part, int):
+            super().__setitem__(part % (len(self) // 2), values)
+        else:
+            for row, value in zip(range(*part.indices(len(self))), values, strict=True):
+                self[row] = value
+
+
 def cells_of(strategy: Strategy) -> Cells:
     """The arena as lists: each held token, numbered by age, in its row."""
-    cells: Cells = {"arena": [None] * strategy.rows, "scratch": [None] * strategy.scratch_rows}
+    rows = strategy.rows
+    cells: Cells = {"arena": Mirrored([None] * rows) if strategy.mirrored else [None] * rows}
+    cells["scratch"] = [None] * strategy.scratch_rows
     for age, row in enumerate(strategy.held_rows()):
         cells["arena"][row] = age
     return cells
@@ -38,7 +59,7 @@ def step(strategy: Strategy, policy: Policy, context: int, ar: int, tokens: int)
     assert len(past) == context - ar
     assert window.stop <= context - ar
     valid = [-1 if age is None else age for age in past[window.first : window.stop]]
-    in_order = isinstance(strategy, PointerShift)
+    in_order = not isinstance(strategy, Slot)
     assert (valid if in_order else sorted(valid)) == list(range(max(0, length - (context - ar)), length))
     landing = cells["arena" if window.in_place else "scratch"]
     assert window.new_row + ar <= len(landing)
@@ -56,12 +77,27 @@ def rewind(strategy: Strategy, tokens: int) -> None:
     assert strategy.length == length - tokens
 
 
+def drop(strategy: Strategy, ages: Sequence[int]) -> None:
+    length, cells = strategy.length, cells_of(strategy)
+    execute(cells, strategy.drop(ages))
+    kept = [age for age in range(length) if age not in ages]
+    assert [cells["arena"][row] for row in strategy.held_rows()] == kept
+    assert strategy.length == len(kept)
+
+
+def subsets(length: int) -> list[tuple[int, ...]]:
+    """Each token alone, each run of tokens, and every second one."""
+    runs = [tuple(range(i, j)) for i in range(length) for j in range(i + 1, length + 1)]
+    return [*runs, tuple(range(0, length, 2)), tuple(range(1, length, 2))]
+
+
 def explore(strategy: Strategy, policy: Policy, context: int, ars: Sequence[int]) -> int:
     """Check every transition out of every state that can be reached; returns how many states there are."""
     pending, known = [strategy], set[str]()
     while pending:
         state = pending.pop()
-        key = str(vars(state))
+        # An empty ring is as good as any other, wherever its head is.
+        key = str((state.held_rows(), state.first_row(0) if state.length else None))
         if key in known:
             continue
         known.add(key)
@@ -75,6 +111,10 @@ def explore(strategy: Strategy, policy: Policy, context: int, ars: Sequence[int]
             following = deepcopy(state)
             rewind(following, tokens)
             pending.append(following)
+        for ages in subsets(state.length):
+            following = deepcopy(state)
+            drop(following, ages)
+            pending.append(following)
     return len(known)
 
 
@@ -87,8 +127,11 @@ def explore(strategy: Strategy, policy: Policy, context: int, ars: Sequence[int]
         lambda geometry, ar: PointerShift(geometry, Fraction(3, 2), max_ar=ar),
         lambda geometry, ar: PointerShift(geometry, 1.1, max_ar=ar),
         lambda geometry, ar: Slot(geometry, max_ar=ar),
+        lambda geometry, ar: ShiftConcat(geometry, max_ar=ar),
+        lambda geometry, ar: Mirror(geometry, max_ar=ar, page_bytes=1),
+        lambda geometry, ar: Mirror(geometry, max_ar=ar, page_bytes=4),
     ],
-    ids=["pointer-shift-2", "pointer-shift-1.5", "pointer-shift-1.1", "slot"],
+    ids=["pointer-shift-2", "pointer-shift-1.5", "pointer-shift-1.1", "slot", "shift-concat", "mirror", "mirror-pages"],
 )
 def test_every_transition_of_every_reachable_state(
     make: Callable[[Geometry, int], Strategy], context: int, policy: Policy

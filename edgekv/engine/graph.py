@@ -15,9 +15,22 @@ from edgekv.engine.binding import MemoryBinding
 from edgekv.engine.rope import RopeTable
 from edgekv.engine.signature import Signature
 from edgekv.errors import EngineError
-from edgekv.kv import KVCache, Window
+from edgekv.kv import KVCache, Store, Window
 
 _ATTEND = 65535
+
+
+class _Ends:
+    """The graph inputs and outputs that one store of the cache serves."""
+
+    __slots__ = ("new_names", "new_shape", "past_names", "past_shape", "store")
+
+    def __init__(self, store: Store, ar: int) -> None:
+        self.store = store
+        self.past_names = [tensor.past for tensor in store.tensors]
+        self.new_names = [tensor.new for tensor in store.tensors]
+        self.past_shape = store.past_shape(ar)
+        self.new_shape = store.new_shape(ar)
 
 
 class StaticGraph:
@@ -60,10 +73,7 @@ class StaticGraph:
         self._past_rows = record.context - record.ar
         self._causal = np.tril(np.full((self.ar, self.ar), _ATTEND, np.uint16))
         self._filled = 0
-        self._past_names = [tensor.past for tensor in cache.geometry.names()]
-        self._new_names = [tensor.new for tensor in cache.geometry.names()]
-        self._past_shape = [1, 1, self._past_rows, cache.geometry.head_dim]
-        self._new_shape = [1, 1, self.ar, cache.geometry.head_dim]
+        self._ends = [_Ends(store, self.ar) for store in cache.stores]
         self._bound: tuple[int, int] | None = None
 
     @property
@@ -160,10 +170,9 @@ class StaticGraph:
         self._filled = n
 
     def _bind_cache(self, window: Window) -> None:
-        arena = self._cache.arena
-        dtype = arena.array.dtype
-        targets = arena.addresses if window.in_place else arena.scratch_addresses
-        past, new = window.past_row * arena.row_bytes, window.new_row * arena.row_bytes
-        self._binding.inputs(self._past_names, dtype, self._past_shape, arena.addresses, past)
-        self._binding.outputs(self._new_names, dtype, self._new_shape, targets, new)
+        for ends in self._ends:
+            store, dtype = ends.store, ends.store.dtype
+            past, new = store.past_offset_bytes(window), store.new_offset_bytes(window)
+            self._binding.inputs(ends.past_names, dtype, ends.past_shape, store.addresses, past)
+            self._binding.outputs(ends.new_names, dtype, ends.new_shape, store.new_addresses(window), new)
         self._bound = (window.past_row, window.new_row)

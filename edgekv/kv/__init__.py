@@ -6,13 +6,19 @@ context is full) are pure integers; `Layout` gives the bytes of any strategy wit
 
 from edgekv.kv.arena import Arena
 from edgekv.kv.cache import STRATEGIES, KVCache, StrategyName, make_strategy
-from edgekv.kv.geometry import KINDS, Geometry, Kind, KvDtype, KvTensor
-from edgekv.kv.layout import ALIGNMENT_BYTES, Layout
+from edgekv.kv.columns import ColumnArena, ColumnLayout
+from edgekv.kv.geometry import KINDS, Geometry, KeyLayout, Kind, KvDtype, KvTensor
+from edgekv.kv.group import Group
+from edgekv.kv.layout import Layout
+from edgekv.kv.memory import ALIGNMENT_BYTES
+from edgekv.kv.mirror import Mirror
 from edgekv.kv.move import Move, Place
 from edgekv.kv.pointer_shift import DEFAULT_RESERVE, PointerShift, parse_reserve
 from edgekv.kv.policy import POLICIES, Fail, Policy, PolicyName, SlidingWindow, find_policy
+from edgekv.kv.shift_concat import ShiftConcat
 from edgekv.kv.slot import Slot
 from edgekv.kv.stats import CacheStats
+from edgekv.kv.store import Store
 from edgekv.kv.strategy import Strategy
 from edgekv.kv.window import Window
 
@@ -24,20 +30,27 @@ __all__ = [
     "STRATEGIES",
     "Arena",
     "CacheStats",
+    "ColumnArena",
+    "ColumnLayout",
     "Fail",
     "Geometry",
+    "Group",
     "KVCache",
+    "KeyLayout",
     "Kind",
     "KvDtype",
     "KvTensor",
     "Layout",
+    "Mirror",
     "Move",
     "Place",
     "PointerShift",
     "Policy",
     "PolicyName",
+    "ShiftConcat",
     "SlidingWindow",
     "Slot",
+    "Store",
     "Strategy",
     "StrategyName",
     "Window",

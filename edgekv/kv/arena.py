@@ -1,28 +1,28 @@
-"""The bytes of a cache: one aligned allocation for all heads, and the copies within it."""
+"""The bytes of a cache whose tensors lie row by row: one aligned allocation for all heads, and the copies in it."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from ctypes import memmove
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from edgekv.kv.geometry import KvDtype
-from edgekv.kv.layout import ALIGNMENT_BYTES, Layout
+from edgekv.kv.layout import Layout
+from edgekv.kv.memory import HeapMemory, Memory, MirrorMemory
 from edgekv.kv.move import Move, Place
-
-Rows = NDArray[Any]
-
-_DTYPES: dict[KvDtype, type[np.uint8] | type[np.int16]] = {"u8": np.uint8, "s16": np.int16}
+from edgekv.kv.store import DTYPES, Rows
+from edgekv.kv.window import Window
 
 
 class Arena:
-    """Memory for a layout, filled with the zero point. The tensors' order is that of `Geometry.names()`.
+    """Memory for a layout, filled with the zero point; a `Store`. The tensors' order is that of `Geometry.names()`.
 
     Attributes:
         layout: sizes and offsets in bytes.
-        array: all tensors, `[N, rows, D]`; the rows of one tensor are contiguous.
+        tensors: which tensors, in order.
+        array: all tensors, `[N, rows, D]`; the rows of one tensor are contiguous. Of a mirrored layout, each row
+            once; behind them, at addresses alone, they come again.
         scratch: where new rows land that are copied later, `[N, scratch_rows, D]`.
         addresses: base address of each tensor, a multiple of 64; row r lies `r * row_bytes` behind it.
         scratch_addresses: base address of each scratch tensor, likewise; empty without scratch rows.
@@ -32,42 +32,77 @@ class Arena:
     """
 
     def __init__(self, layout: Layout) -> None:
+        """Allocate and fill.
+
+        Raises:
+            UsageError: the layout is mirrored, and this system cannot map memory twice.
+            EngineError: likewise, and it refuses to.
+        """
         geometry = layout.geometry
-        memory = np.empty(layout.allocated_bytes, np.uint8)
-        offset = -memory.ctypes.data % ALIGNMENT_BYTES
-        dtype = _DTYPES[geometry.kv_dtype]
+        memory: Memory
+        if layout.mirrored:
+            memory = MirrorMemory(layout.tensors, layout.rows * geometry.row_bytes)
+        else:
+            memory = HeapMemory(layout.allocated_bytes)
+        dtype = DTYPES[geometry.kv_dtype]
 
         def tensors(start: int, rows: int, stride_bytes: int) -> Rows:
             return np.ndarray(
-                (geometry.tensors, rows, geometry.head_dim),
+                (layout.tensors, rows, geometry.head_dim),
                 dtype,
-                memory,
-                start,
+                memory.buffer,
+                memory.offset + start,
                 (stride_bytes, geometry.row_bytes, geometry.element_bytes),
             )
 
-        scratch_offset = offset + layout.scratch_offset_bytes
         self.layout = layout
-        self.array = tensors(offset, layout.rows, layout.stride_bytes)
+        self.tensors = tuple(layout.names())
+        self.array = tensors(0, layout.rows, layout.stride_bytes)
+        # A layout without scratch rows has no bytes behind the tensors that an array could lie on.
+        scratch_offset = layout.scratch_offset_bytes if layout.scratch_rows else 0
         self.scratch = tensors(scratch_offset, layout.scratch_rows, layout.scratch_stride_bytes)
         self.array.fill(geometry.zero_point)
         self.scratch.fill(geometry.zero_point)
 
-        base = memory.ctypes.data + offset
-        scratch_base = memory.ctypes.data + scratch_offset
-        scratch_tensors = geometry.tensors if layout.scratch_rows else 0
-        self.addresses = [base + i * layout.stride_bytes for i in range(geometry.tensors)]
+        scratch_base = memory.address + scratch_offset
+        scratch_tensors = layout.tensors if layout.scratch_rows else 0
+        self.addresses = [memory.address + i * layout.stride_bytes for i in range(layout.tensors)]
         self.scratch_addresses = [scratch_base + i * layout.scratch_stride_bytes for i in range(scratch_tensors)]
         self.row_bytes = geometry.row_bytes
         self.bytes_copied = 0
         self.copies = 0
-        self._bytes_per_row = geometry.tensors * geometry.row_bytes
-        self._held_bytes = memory.nbytes
+        self._bytes_per_row = layout.tensors * geometry.row_bytes
+        self._held_bytes = memory.held_bytes
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        return self.array.dtype
 
     @property
     def bytes_held(self) -> int:
-        """Bytes allocated, scratch and alignment included."""
+        """Bytes allocated, scratch and alignment included; what is mapped twice counts once."""
         return self._held_bytes
+
+    def past_shape(self, ar: int) -> list[int]:
+        return [1, 1, self.layout.geometry.past_rows(ar), self.layout.geometry.head_dim]
+
+    def new_shape(self, ar: int) -> list[int]:
+        return [1, 1, ar, self.layout.geometry.head_dim]
+
+    def past_offset_bytes(self, window: Window) -> int:
+        return window.past_row * self.row_bytes
+
+    def new_addresses(self, window: Window) -> list[int]:
+        return self.addresses if window.in_place else self.scratch_addresses
+
+    def new_offset_bytes(self, window: Window) -> int:
+        return window.new_row * self.row_bytes
+
+    def read(self, tensor: int, rows: Sequence[int]) -> Rows:
+        return self.array[tensor, rows]
+
+    def write(self, tensor: int, rows: Sequence[int], values: Rows) -> None:
+        self.array[tensor, rows] = values
 
     def view(self, tensor: int) -> Rows:
         """One tensor, `[rows, D]`, sharing the arena's memory."""
@@ -79,12 +114,13 @@ class Arena:
         Raises:
             ValueError: a row beyond the end of its tensor; nothing is copied then.
         """
-        source, target = self._place(move.src), self._place(move.dst)
-        if move.src_row + move.rows > source.shape[1] or move.dst_row + move.rows > target.shape[1]:
-            raise ValueError(f"move: found {move}; wanted rows below {source.shape[1]} and {target.shape[1]}")
-        if move.overlaps:
+        source_rows, target_rows = self._reach_rows(move.src), self._reach_rows(move.dst)
+        if move.src_row + move.rows > source_rows or move.dst_row + move.rows > target_rows:
+            raise ValueError(f"move: found {move}; wanted rows below {source_rows} and {target_rows}")
+        if move.overlaps or self.layout.mirrored:
             self._shift(move)
         else:
+            source, target = self._place(move.src), self._place(move.dst)
             rows = source[:, move.src_row : move.src_row + move.rows]
             target[:, move.dst_row : move.dst_row + move.rows] = rows
         self.bytes_copied += move.rows * self._bytes_per_row
@@ -92,6 +128,9 @@ class Arena:
 
     def _place(self, place: Place) -> Rows:
         return self.array if place == "arena" else self.scratch
+
+    def _reach_rows(self, place: Place) -> int:
+        return self.layout.reach_rows if place == "arena" else self.layout.scratch_rows
 
     def _shift(self, move: Move) -> None:
         # numpy would buffer an overlapping copy of all tensors: as much memory again as the rows held.

@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from fractions import Fraction
 from typing import Literal
 
 from edgekv.errors import ContextFullError, UsageError
 from edgekv.kv.arena import Arena
 from edgekv.kv.geometry import Geometry
-from edgekv.kv.layout import Layout
-from edgekv.kv.move import Move
+from edgekv.kv.group import Group
+from edgekv.kv.mirror import Mirror
 from edgekv.kv.pointer_shift import DEFAULT_RESERVE, PointerShift
 from edgekv.kv.policy import PolicyName, find_policy
+from edgekv.kv.shift_concat import ShiftConcat
 from edgekv.kv.slot import Slot
 from edgekv.kv.stats import CacheStats
 from edgekv.kv.strategy import Strategy
 from edgekv.kv.window import Window
 
-StrategyName = Literal["pointer-shift", "slot"]
-STRATEGIES: tuple[StrategyName, ...] = ("pointer-shift", "slot")
+StrategyName = Literal["pointer-shift", "slot", "mirror", "shift-concat"]
+STRATEGIES: tuple[StrategyName, ...] = ("pointer-shift", "slot", "mirror", "shift-concat")
 
 
 def make_strategy(
@@ -28,12 +29,23 @@ def make_strategy(
     """An update strategy by name; `reserve` matters to `pointer-shift` alone.
 
     Raises:
-        UsageError: no such strategy, or a reserve that is not above 1 and at most 2.
+        UsageError: no such strategy, `mirror` for keys as columns, or a reserve that is not above 1 and at most 2.
     """
     if name == "pointer-shift":
         return PointerShift(geometry, reserve, max_ar=max_ar)
     if name == "slot":
         return Slot(geometry, max_ar=max_ar)
+    if name == "shift-concat":
+        return ShiftConcat(geometry, max_ar=max_ar)
+    if name == "mirror" and geometry.key_layout == "rows":
+        return Mirror(geometry, max_ar=max_ar)
+    if name == "mirror":
+        raise UsageError(
+            "update strategy",
+            found="mirror with keys as columns",
+            wanted="keys as rows",
+            way_out="Use pointer-shift or slot, or export keys as rows.",
+        )
     names = " or ".join(STRATEGIES)
     raise UsageError("update strategy", found=repr(name), wanted=names, way_out=f"Use {names}.")
 
@@ -48,7 +60,7 @@ class KVCache:
     Attributes:
         geometry: the sizes.
         ar: tokens per inference of the graphs, ascending.
-        arena: the memory.
+        stores: the memory: one store for all tensors, or keys as columns, then values.
     """
 
     def __init__(
@@ -82,11 +94,24 @@ class KVCache:
         self._policy = find_policy(policy)
         self._capacity = self._policy.capacity(geometry.context)
         self._strategy = make_strategy(strategy, geometry, max_ar=self.ar[-1], reserve=reserve)
-        self.arena = Arena(Layout.of(geometry, self._strategy))
+        self._group = Group(geometry, self._strategy, self.ar)
+        self.stores = self._group.stores
         self._open_ar: int | None = None
         self._tokens_seen = 0
         self._steps = 0
         self._tokens_committed = 0
+
+    @property
+    def arena(self) -> Arena:
+        """The memory of a cache whose tensors all lie row by row.
+
+        Raises:
+            ValueError: keys lie column by column, so that there are several stores.
+        """
+        (store,) = self.stores if len(self.stores) == 1 else (None,)
+        if not isinstance(store, Arena):
+            raise ValueError(f"arena: found {len(self.stores)} stores; wanted one that holds all tensors row by row")
+        return store
 
     @property
     def policy(self) -> PolicyName:
@@ -107,11 +132,11 @@ class KVCache:
     def stats(self) -> CacheStats:
         """Counters, as they stand now."""
         return CacheStats(
-            bytes_copied=self.arena.bytes_copied,
-            copies=self.arena.copies,
+            bytes_copied=sum(store.bytes_copied for store in self.stores),
+            copies=sum(store.copies for store in self.stores),
             steps=self._steps,
             tokens=self._tokens_committed,
-            bytes_held=self.arena.bytes_held,
+            bytes_held=sum(store.bytes_held for store in self.stores),
         )
 
     def held_rows(self) -> list[int]:
@@ -138,9 +163,8 @@ class KVCache:
         """
         if not self.room(ar):
             raise self._full(ar)
-        self._execute(self._strategy.prepare(ar))
         self._open_ar = ar
-        return self._strategy.window(ar)
+        return self._group.window(ar)
 
     def commit(self, n: int) -> None:
         """Keep the first n new rows of the step that is open, and close it.
@@ -153,7 +177,7 @@ class KVCache:
         if not 0 <= n <= self._open_ar:
             raise ValueError(f"commit: found {n} tokens; wanted 0 to {self._open_ar}, the AR of the open step")
         evicted = max(0, self._strategy.length + n - self._capacity)
-        self._execute(self._strategy.commit(n, evicted))
+        self._group.commit(n, evicted)
         self._open_ar = None
         self._tokens_seen += n
         self._steps += 1
@@ -167,19 +191,15 @@ class KVCache:
         """
         if not 0 <= n <= self._strategy.length:
             raise ValueError(f"rewind: found {n} tokens; wanted 0 to {self._strategy.length}, the tokens held")
-        self._execute(self._strategy.rewind(n))
+        self._group.rewind(n)
         self._open_ar = None
         self._tokens_seen -= n
 
     def reset(self) -> None:
         """Drop all tokens, and the step that is open, if any; the next token stands at position 0."""
-        self._strategy.reset()
+        self._group.reset()
         self._open_ar = None
         self._tokens_seen = 0
-
-    def _execute(self, moves: Sequence[Move]) -> None:
-        for move in moves:
-            self.arena.execute(move)
 
     def _check_ar(self, ar: int) -> None:
         if ar not in self.ar:

@@ -8,6 +8,7 @@ from typing import Literal
 
 KvDtype = Literal["u8", "s16"]
 Kind = Literal["key", "value"]
+KeyLayout = Literal["rows", "columns"]
 
 _ELEMENT_BYTES: dict[KvDtype, int] = {"u8": 1, "s16": 2}
 KINDS: tuple[Kind, Kind] = ("key", "value")
@@ -23,12 +24,12 @@ class KvTensor:
 
     @property
     def past(self) -> str:
-        """The graph input `[1, 1, S-AR, D]`."""
+        """The graph input `[1, 1, S-AR, D]`, or `[1, 1, D, S-AR]` for keys as columns."""
         return f"past_{self.kind}_{self.layer}_h{self.head}_in"
 
     @property
     def new(self) -> str:
-        """The graph output `[1, 1, AR, D]`."""
+        """The graph output `[1, 1, AR, D]`, or `[1, 1, D, AR]` for keys as columns."""
         return f"past_{self.kind}_{self.layer}_h{self.head}_out"
 
 
@@ -42,6 +43,8 @@ class Geometry:
         head_dim: D, elements of one head's row.
         context: S, the tokens that the last one attends to, itself included; at least 2.
         kv_dtype: `u8` (zero point 128) or `s16` (zero point 0).
+        key_layout: how graphs read and write keys: `rows` `[1, 1, S-AR, D]` as values, or `columns`
+            `[1, 1, D, S-AR]`, as Genie wants them. Values are always rows.
     """
 
     layers: int
@@ -49,6 +52,7 @@ class Geometry:
     head_dim: int
     context: int
     kv_dtype: KvDtype = "u8"
+    key_layout: KeyLayout = "rows"
 
     def __post_init__(self) -> None:
         for name in ("layers", "kv_heads", "head_dim"):
@@ -58,6 +62,8 @@ class Geometry:
             raise ValueError(f"context: found {self.context}; wanted at least 2 tokens")
         if self.kv_dtype not in _ELEMENT_BYTES:
             raise ValueError(f"kv_dtype: found {self.kv_dtype!r}; wanted one of {', '.join(_ELEMENT_BYTES)}")
+        if self.key_layout not in ("rows", "columns"):
+            raise ValueError(f"key_layout: found {self.key_layout!r}; wanted rows or columns")
 
     @property
     def tensors(self) -> int:

@@ -8,7 +8,7 @@ from math import ceil
 
 from edgekv.errors import UsageError
 from edgekv.kv.geometry import Geometry
-from edgekv.kv.move import Move
+from edgekv.kv.move import Move, close_gaps
 from edgekv.kv.window import Window
 
 DEFAULT_RESERVE = Fraction(2)
@@ -65,6 +65,10 @@ class PointerShift:
         return 0
 
     @property
+    def mirrored(self) -> bool:
+        return False
+
+    @property
     def length(self) -> int:
         return self._length
 
@@ -76,11 +80,14 @@ class PointerShift:
         self._head = self._home
         return (slide,)
 
+    def first_row(self, columns: int) -> int:
+        return self._head - columns
+
     def window(self, ar: int) -> Window:
         past_rows = self._context - ar
         return Window(
             ar=ar,
-            past_row=self._head - past_rows,
+            past_row=self.first_row(past_rows),
             new_row=self._head,
             in_place=True,
             first=max(0, past_rows - self._length),
@@ -97,9 +104,15 @@ class PointerShift:
         self._head = self._head - tokens if self._length else self._home
         return ()
 
-    def reset(self) -> None:
-        self._head = self._home
-        self._length = 0
+    def drop(self, ages: Sequence[int]) -> Sequence[Move]:
+        moves = close_gaps(self._head - self._length, ages)
+        self._length -= len(ages)
+        self._head = self._head if self._length else self._home
+        return moves
+
+    def reset(self, length: int = 0) -> None:
+        self._head = max(self._home, length)
+        self._length = length
 
     def held_rows(self) -> list[int]:
         return list(range(self._head - self._length, self._head))

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import islice
 
 from edgekv.kv.geometry import Geometry
-from edgekv.kv.move import Move, Place
+from edgekv.kv.move import Move, moves_of
 from edgekv.kv.window import Window
 
 
@@ -30,6 +30,9 @@ class Slot:
         self._context = geometry.context
         self._max_ar = max_ar
         self._order: deque[int] = deque()  # rows of the tokens held, oldest token first
+        # Its inverse, so that no step walks over the whole order: the age of a row's token is serial - oldest serial.
+        self._serials = [0] * geometry.context
+        self._oldest = 0
 
     @property
     def rows(self) -> int:
@@ -41,74 +44,89 @@ class Slot:
         return self._max_ar
 
     @property
+    def mirrored(self) -> bool:
+        return False
+
+    @property
     def length(self) -> int:
         return len(self._order)
 
     def prepare(self, ar: int) -> Sequence[Move]:
+        order, serials = self._order, self._serials
         visible = self._context - ar
-        hidden = len(self._order) - visible
+        hidden = len(order) - visible
         if ar == 1 or hidden <= 0:
             return ()
-        order = self._order
-        leaving = sorted((row, i) for i, row in enumerate(islice(order, hidden)) if row < visible)
+        leaving = sorted((row, age) for age, row in enumerate(islice(order, hidden)) if row < visible)
         if not leaving:
             return ()
-        entering = sorted((row, i) for i, row in enumerate(order) if row >= visible and i >= hidden)
+        oldest = self._oldest
+        entering = [(row, age) for row in range(visible, len(order)) if (age := serials[row] - oldest) >= hidden]
         for (old_row, old), (new_row, new) in zip(leaving, entering, strict=True):
             order[old], order[new] = new_row, old_row
+            serials[old_row], serials[new_row] = oldest + new, oldest + old
         old_rows = [row for row, _ in leaving]
         new_rows = [row for row, _ in entering]
         aside = range(len(old_rows))
         return (
-            *_moves(old_rows, aside, dst="scratch"),
-            *_moves(new_rows, old_rows),
-            *_moves(aside, new_rows, src="scratch"),
+            *moves_of(old_rows, aside, dst="scratch"),
+            *moves_of(new_rows, old_rows),
+            *moves_of(aside, new_rows, src="scratch"),
         )
+
+    def first_row(self, columns: int) -> int:
+        return 0
 
     def window(self, ar: int) -> Window:
         stop = min(len(self._order), self._context - ar)
         return Window(ar=ar, past_row=0, new_row=0, in_place=False, first=0, stop=stop)
 
     def commit(self, tokens: int, evicted: int) -> Sequence[Move]:
-        order = self._order
+        order, serials = self._order, self._serials
         held = len(order)
         landing = [order.popleft() for _ in range(evicted)]
         landing.sort()  # rows that an exchange has scattered grow together again: fewer moves from now on
         landing.extend(range(held, held + tokens - evicted))
+        for serial, row in enumerate(landing, self._oldest + held):
+            serials[row] = serial
+        self._oldest += evicted
         order.extend(landing)
-        return _moves(range(tokens), landing, src="scratch")
+        return moves_of(range(tokens), landing, src="scratch")
 
     def rewind(self, tokens: int) -> Sequence[Move]:
         order = self._order
-        freed = [order.pop() for _ in range(tokens)]
-        length = len(order)
-        holes = sorted(row for row in freed if row < length)
-        if not holes:
-            return ()
-        strays = sorted((row, i) for i, row in enumerate(order) if row >= length)
-        for (_, i), hole in zip(strays, holes, strict=True):
-            order[i] = hole
-        return _moves([row for row, _ in strays], holes)
+        held = len(order)
+        return self._fill(held, [order.pop() for _ in range(tokens)])
 
-    def reset(self) -> None:
-        self._order.clear()
+    def drop(self, ages: Sequence[int]) -> Sequence[Move]:
+        order = list(self._order)
+        gone = set(ages)
+        freed = [order[age] for age in ages]
+        self._adopt(row for age, row in enumerate(order) if age not in gone)
+        return self._fill(len(order), freed)
+
+    def reset(self, length: int = 0) -> None:
+        self._adopt(range(length))
 
     def held_rows(self) -> list[int]:
         return list(self._order)
 
+    def _adopt(self, rows: Iterable[int]) -> None:
+        self._order = deque(rows)
+        self._oldest = 0
+        for serial, row in enumerate(self._order):
+            self._serials[row] = serial
 
-def _moves(
-    src_rows: Sequence[int], dst_rows: Sequence[int], *, src: Place = "arena", dst: Place = "arena"
-) -> list[Move]:
-    """Copy row by row, in as few moves as the runs of neighbouring rows allow."""
-    moves = []
-    start = 0
-    for i in range(1, len(src_rows) + 1):
-        if (
-            i == len(src_rows)
-            or src_rows[i] - src_rows[start] != i - start
-            or dst_rows[i] - dst_rows[start] != i - start
-        ):
-            moves.append(Move(src_rows[start], dst_rows[start], i - start, src, dst))
-            start = i
-    return moves
+    def _fill(self, held: int, freed: Sequence[int]) -> Sequence[Move]:
+        """Move the tokens behind row `length` to the rows that were freed before it; `held` is the length before."""
+        length = len(self._order)
+        holes = sorted(row for row in freed if row < length)
+        if not holes:
+            return ()
+        gone = set(freed)
+        strays = [row for row in range(length, held) if row not in gone]
+        for stray, hole in zip(strays, holes, strict=True):
+            serial = self._serials[stray]
+            self._order[serial - self._oldest] = hole
+            self._serials[hole] = serial
+        return moves_of(strays, holes)

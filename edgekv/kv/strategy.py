@@ -13,7 +13,8 @@ class Strategy(Protocol):
     """Decides in pure integers where rows lie; the arena executes the moves that it returns, in order.
 
     A strategy trusts its caller: `KVCache` has checked every argument, so that a refused call changes nothing.
-    All tensors have the same layout, so one row number stands for a row of each of the N tensors.
+    All tensors have the same layout, so one row number stands for a row of each of the N tensors. A token's age is
+    its place among the tokens held: 0 for the oldest.
     """
 
     @property
@@ -25,11 +26,18 @@ class Strategy(Protocol):
         """Rows of each scratch tensor, where new rows land that are copied later; 0 if they land in place."""
 
     @property
+    def mirrored(self) -> bool:
+        """Whether the rows are mapped twice: row r + `rows` is row r again."""
+
+    @property
     def length(self) -> int:
         """Tokens held."""
 
     def prepare(self, ar: int) -> Sequence[Move]:
         """Make a step with the AR-`ar` graph possible; return what must be copied before it runs."""
+
+    def first_row(self, columns: int) -> int:
+        """First of the rows that a graph with so many past columns would read now; below 0 before `prepare`."""
 
     def window(self, ar: int) -> Window:
         """What that step sees, once it is prepared."""
@@ -45,8 +53,11 @@ class Strategy(Protocol):
     def rewind(self, tokens: int) -> Sequence[Move]:
         """Drop the `tokens` newest; return what must be copied."""
 
-    def reset(self) -> None:
-        """Drop all tokens."""
+    def drop(self, ages: Sequence[int]) -> Sequence[Move]:
+        """Drop the tokens of these ages, ascending; return what must be copied."""
+
+    def reset(self, length: int = 0) -> None:
+        """Drop all tokens, then hold `length` others (at most S), whose rows the caller writes."""
 
     def held_rows(self) -> list[int]:
         """The arena rows of the tokens held, oldest token first."""

@@ -1,0 +1,238 @@
+"""Keys that lie column by column, as runtimes want them that multiply by K transposed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgekv.kv.geometry import Geometry, KvTensor
+from edgekv.kv.layout import aligned
+from edgekv.kv.memory import ALIGNMENT_BYTES, HeapMemory
+from edgekv.kv.move import Move
+from edgekv.kv.store import DTYPES, Rows
+from edgekv.kv.strategy import Strategy
+from edgekv.kv.window import Window
+
+_Indexes = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class ColumnLayout:
+    """For each key tensor a strip, the columns that the strip cannot hold, and a scratch, all in one block.
+
+    A graph reads `[1, 1, D, P]`, P = S-AR: the columns of one dimension are neighbours, and P elements behind each
+    lies the same column of the next dimension. Element d of the token in row r therefore lies at d*P + r of the
+    strip. When the window moves on by one row, all its D*P elements move on by one element: where a dimension's
+    oldest column was, the newest column of the dimension before it is written. So S-1 rows of reserve cost S-1
+    elements, and a strip for `rows` rows is (D-1)*P + rows elements: (D+1)(S-1), and an overhang, for a pointer shift
+    of reserve 2.
+
+    Attributes:
+        geometry: the sizes of the cache.
+        rows: rows of the strategy; the values of the same tokens have so many.
+        min_ar: the least tokens per inference of the graphs; it gives the greatest P.
+        max_ar: the most; so many columns lie outside of a window of S-AR at most, and land in the scratch.
+    """
+
+    geometry: Geometry
+    rows: int
+    min_ar: int
+    max_ar: int
+
+    @property
+    def tensors(self) -> int:
+        """Half of N: the keys."""
+        return self.geometry.tensors // 2
+
+    @property
+    def widest(self) -> int:
+        """The greatest P."""
+        return self.geometry.past_rows(self.min_ar)
+
+    @property
+    def strip_elements(self) -> int:
+        """(D-1)*P + rows at the greatest P."""
+        return (self.geometry.head_dim - 1) * self.widest + self.rows
+
+    @property
+    def aside_elements(self) -> int:
+        """`max_ar` columns."""
+        return self.geometry.head_dim * self.max_ar
+
+    @property
+    def scratch_offset_bytes(self) -> int:
+        """From a strip to its scratch, which holds D * max_ar elements."""
+        return aligned((self.strip_elements + self.aside_elements) * self.geometry.element_bytes)
+
+    @property
+    def stride_bytes(self) -> int:
+        """From one tensor to the next."""
+        return self.scratch_offset_bytes + aligned(self.aside_elements * self.geometry.element_bytes)
+
+    @property
+    def allocated_bytes(self) -> int:
+        """What is allocated: all blocks, and the slack that brings the first one onto a boundary."""
+        return self.tensors * self.stride_bytes + ALIGNMENT_BYTES
+
+    @classmethod
+    def of(cls, geometry: Geometry, strategy: Strategy, ar: Sequence[int]) -> ColumnLayout:
+        """The layout that a strategy asks for, with graphs of these AR."""
+        return cls(geometry, strategy.rows, min(ar), max(ar))
+
+    def names(self) -> Iterator[KvTensor]:
+        """The keys, in the order of the geometry."""
+        return (tensor for tensor in self.geometry.names() if tensor.kind == "key")
+
+
+class ColumnArena:
+    """Memory for a column layout, filled with the zero point; a `Store`.
+
+    The distance of the dimensions, P, is that of one graph's input, so when a graph of another AR takes over, all
+    columns held are written anew. Tokens outside of the P columns of the window, which other tensors keep in rows
+    that the graph does not see, stand aside.
+
+    Attributes:
+        layout: sizes in elements and bytes.
+        tensors: the keys, in order.
+        pitch: P now.
+        addresses: base address of each strip, a multiple of 64.
+        bytes_copied: bytes written by the cache itself so far; D scattered elements for each appended token.
+        copies: copies of one range of columns in all tensors so far.
+    """
+
+    def __init__(self, layout: ColumnLayout) -> None:
+        geometry = layout.geometry
+        memory = HeapMemory(layout.allocated_bytes)
+        element_bytes = geometry.element_bytes
+        self.layout = layout
+        self.tensors = tuple(layout.names())
+        self.addresses = [memory.address + i * layout.stride_bytes for i in range(layout.tensors)]
+        self.bytes_copied = 0
+        self.copies = 0
+        self._scratch_addresses = [address + layout.scratch_offset_bytes for address in self.addresses]
+        self._scratch_element = layout.scratch_offset_bytes // element_bytes
+        self._column_bytes = layout.tensors * geometry.row_bytes
+        self._held_bytes = memory.held_bytes
+        self._blocks: Rows = np.ndarray(
+            (layout.tensors, layout.stride_bytes // element_bytes),
+            DTYPES[geometry.kv_dtype],
+            memory.buffer,
+            memory.offset,
+        )
+        self._blocks.fill(geometry.zero_point)
+        self._aside: dict[int, int] = {}  # rows outside of the window, and their columns aside
+        self._set_pitch(layout.widest)
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        return self._blocks.dtype
+
+    @property
+    def bytes_held(self) -> int:
+        """Bytes allocated, scratch and alignment included."""
+        return self._held_bytes
+
+    def past_shape(self, ar: int) -> list[int]:
+        return [1, 1, self.layout.geometry.head_dim, self.layout.geometry.past_rows(ar)]
+
+    def new_shape(self, ar: int) -> list[int]:
+        return [1, 1, self.layout.geometry.head_dim, ar]
+
+    def past_offset_bytes(self, window: Window) -> int:
+        return window.past_row * self.layout.geometry.element_bytes
+
+    def new_addresses(self, window: Window) -> list[int]:
+        return self._scratch_addresses
+
+    def new_offset_bytes(self, window: Window) -> int:
+        return 0
+
+    def read(self, tensor: int, rows: Sequence[int]) -> Rows:
+        columns: Rows = self._blocks[tensor, self._indexes(rows)]
+        return columns.T
+
+    def write(self, tensor: int, rows: Sequence[int], values: Rows) -> None:
+        self._blocks[tensor, self._indexes(rows)] = values.T
+
+    def execute(self, move: Move) -> None:
+        """Copy columns in all tensors; every token held, before and after, is within the window.
+
+        Raises:
+            ValueError: a move to the scratch, or a row beyond the end; nothing is copied then.
+        """
+        source_rows = self._scratch.shape[2] if move.src == "scratch" else self.layout.rows
+        target_rows = 0 if move.dst == "scratch" else self.layout.rows
+        if move.src_row + move.rows > source_rows or move.dst_row + move.rows > target_rows:
+            raise ValueError(f"move: found {move}; wanted rows below {source_rows} and {target_rows}")
+        to, start = slice(move.dst_row, move.dst_row + move.rows), slice(move.src_row, move.src_row + move.rows)
+        if move.src == "scratch":
+            self._strips[:, :, to] = self._scratch[:, :, start]
+        else:
+            # The end of a dimension is the begin of the next: read all of a tensor before it is written.
+            for strip in self._strips:
+                strip[:, to] = strip[:, start].copy()
+        self._count(move.rows)
+
+    def place(self, rows: Sequence[int], first_row: int, pitch: int) -> None:
+        """Let the dimensions be `pitch` apart, and those of `rows` stand aside that are not in the window."""
+        self._set_pitch(pitch)
+        outside = [row for row in rows if not first_row <= row < first_row + pitch]
+        self._aside = {row: column for column, row in enumerate(outside)}
+
+    def relocate(
+        self, before: Sequence[int], after: Sequence[int], first_row: int, pitch: int, appended: int = 0
+    ) -> None:
+        """Write all columns held anew.
+
+        Args:
+            before: rows of the tokens that stay, oldest first.
+            after: their rows from now on, then those of the appended ones.
+            first_row: first row of the window from now on.
+            pitch: its columns.
+            appended: columns of the scratch that are kept.
+        """
+        source = np.concatenate((self._indexes(before), self._scratch_indexes(appended)), axis=1)
+        self.place(after, first_row, pitch)
+        target = self._indexes(after)
+        if not after:
+            return
+        for block in self._blocks:
+            block[target] = block[source]
+        self._count(len(after))
+
+    def _count(self, columns: int) -> None:
+        self.bytes_copied += columns * self._column_bytes
+        self.copies += 1
+
+    def _set_pitch(self, pitch: int) -> None:
+        geometry, blocks = self.layout.geometry, self._blocks
+        stride_bytes, element_bytes = blocks.strides
+        ar = geometry.context - pitch
+        self.pitch = pitch
+        self._strips: Rows = np.lib.stride_tricks.as_strided(
+            blocks,
+            (self.layout.tensors, geometry.head_dim, self.layout.rows),
+            (stride_bytes, pitch * element_bytes, element_bytes),
+        )
+        scratch = blocks[:, self._scratch_element : self._scratch_element + geometry.head_dim * ar]
+        self._scratch: Rows = scratch.reshape(self.layout.tensors, geometry.head_dim, ar)
+
+    def _indexes(self, rows: Sequence[int]) -> _Indexes:
+        """Where the columns of these rows lie in a block, `[D, len(rows)]`."""
+        dimensions = np.arange(self.layout.geometry.head_dim)[:, None]
+        indexes: _Indexes = dimensions * self.pitch + np.asarray(rows, np.int64)
+        if self._aside:
+            for at, row in enumerate(rows):
+                if row in self._aside:
+                    aside = self.layout.strip_elements + self._aside[row]
+                    indexes[:, at] = aside + dimensions[:, 0] * self.layout.max_ar
+        return indexes
+
+    def _scratch_indexes(self, columns: int) -> _Indexes:
+        dimensions = np.arange(self.layout.geometry.head_dim)[:, None]
+        ar = self.layout.geometry.context - self.pitch
+        return self._scratch_element + dimensions * ar + np.arange(columns)

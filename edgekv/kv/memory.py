@@ -1,0 +1,129 @@
+"""Where the bytes of a cache come from: plain memory, or pages of the system that are mapped twice."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import weakref
+from functools import cache
+from typing import Any, Protocol
+
+import numpy as np
+
+from edgekv.errors import EngineError, UsageError
+
+ALIGNMENT_BYTES = 64
+
+_WAY_OUT = "Choose the update strategy pointer-shift or slot, which need plain memory only."
+_READ_WRITE = mmap.PROT_READ | mmap.PROT_WRITE if hasattr(mmap, "PROT_READ") else 0
+_PROT_NONE, _MAP_FIXED = 0, 0x10  # Linux, every architecture that Python runs on
+_FAILED = ctypes.c_void_p(-1).value
+
+
+class Memory(Protocol):
+    """Bytes that live as long as anybody holds `buffer` or an array on it.
+
+    Attributes:
+        address: the first byte, a multiple of 64.
+        offset: where `address` lies in `buffer`.
+        buffer: the bytes.
+        held_bytes: physical memory behind them.
+    """
+
+    address: int
+    offset: int
+    buffer: Any
+    held_bytes: int
+
+
+class HeapMemory:
+    """Plain memory with room to begin on a boundary; see `Memory`."""
+
+    def __init__(self, size_bytes: int) -> None:
+        """Allocate `size_bytes`, of which up to 64 are lost to the alignment."""
+        memory = np.empty(size_bytes, np.uint8)
+        self.buffer: Any = memory
+        self.offset = -memory.ctypes.data % ALIGNMENT_BYTES
+        self.address = memory.ctypes.data + self.offset
+        self.held_bytes = memory.nbytes
+
+
+class MirrorMemory:
+    """Rings of whole pages, each mapped twice back to back; see `Memory`.
+
+    Ring i is the bytes from 2 * i * ring_bytes on; its second half is its first half again. All rings lie in one
+    anonymous file and one reserved range of addresses, which are given back with the last array on them.
+    """
+
+    def __init__(self, rings: int, ring_bytes: int) -> None:
+        """Map `rings` rings of `ring_bytes`.
+
+        Raises:
+            UsageError: this system has no anonymous files (memfd_create), as only Linux and Android do.
+            EngineError: the system refuses: no memory, or more mappings than it allows a process.
+            ValueError: a ring is not a whole number of pages.
+        """
+        if ring_bytes < 1 or ring_bytes % mmap.PAGESIZE:
+            raise ValueError(f"ring_bytes: found {ring_bytes}; wanted a multiple of {mmap.PAGESIZE}, the page")
+        if not hasattr(os, "memfd_create"):
+            raise UsageError(
+                "update strategy mirror",
+                found="a system without memfd_create",
+                wanted="Linux or Android",
+                way_out=_WAY_OUT,
+            )
+        size_bytes = 2 * rings * ring_bytes
+        try:
+            self.address = _map_twice(rings, ring_bytes)
+        except OSError as error:
+            raise EngineError(
+                "update strategy mirror",
+                found=f"{error.strerror} for {rings} rings of {ring_bytes} bytes",
+                wanted="memory that can be mapped twice (see the system's vm.max_map_count)",
+                way_out=_WAY_OUT,
+            ) from None
+        self.offset = 0
+        self.buffer: Any = (ctypes.c_uint8 * size_bytes).from_address(self.address)
+        self.held_bytes = rings * ring_bytes
+        release = weakref.finalize(self.buffer, _libc().munmap, self.address, size_bytes)
+        release.atexit = False  # arrays may outlive it there
+
+
+def _map_twice(rings: int, ring_bytes: int) -> int:
+    """The first address of the range; nothing stays mapped when an OSError is raised."""
+    size_bytes = 2 * rings * ring_bytes
+    file = os.memfd_create("edgekv-mirror")
+    try:
+        os.truncate(file, rings * ring_bytes)
+        # Reserved as one piece first: no other mapping can get between the halves of a ring.
+        base = _mmap(None, size_bytes, _PROT_NONE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0)
+        try:
+            for half in range(2 * rings):
+                at = base + half * ring_bytes
+                _mmap(at, ring_bytes, _READ_WRITE, mmap.MAP_SHARED | _MAP_FIXED, file, half // 2 * ring_bytes)
+        except OSError:
+            _libc().munmap(base, size_bytes)
+            raise
+    finally:
+        os.close(file)
+    return base
+
+
+def _mmap(address: int | None, size_bytes: int, protection: int, flags: int, file: int, offset: int) -> int:
+    found: int = _libc().mmap(address, size_bytes, protection, flags, file, offset)
+    if found == _FAILED:
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code))
+    return found
+
+
+@cache
+def _libc() -> Any:
+    # Python's own mmap can neither reserve a range nor map to a given address.
+    library = ctypes.CDLL(None, use_errno=True)
+    library.mmap.restype = ctypes.c_void_p
+    library.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+    library.munmap.restype = ctypes.c_int
+    library.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+    return library

@@ -1,0 +1,91 @@
+"""A ring whose pages are mapped twice, back to back: every window is contiguous, and nothing is ever copied."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import gcd
+from mmap import PAGESIZE
+
+from edgekv.kv.geometry import Geometry
+from edgekv.kv.move import Move, close_gaps
+from edgekv.kv.window import Window
+
+
+class Mirror:
+    """Each tensor is a ring of P rows in which row r + P is row r again, since both are the same memory.
+
+        row    0            head              P                          2P
+               |  newer tokens |   |   oldest |  newer tokens |           |
+                               new rows  past_row              new_row = past_row + S-AR
+
+    The past of an AR step begins below row P and may run on into the second mapping; so do its new rows. Appending
+    moves the head around the ring, rewinding moves it back.
+
+    P is S-1 rows of past and `max_ar` rows for a step's new rows, rounded up so that the ring is a whole number of
+    pages: the new rows of a step never meet a token that is held.
+    """
+
+    def __init__(self, geometry: Geometry, *, max_ar: int, page_bytes: int = PAGESIZE) -> None:
+        self._context = geometry.context
+        whole_rows = page_bytes // gcd(page_bytes, geometry.row_bytes)
+        self._rows = -(-(geometry.past_rows(1) + max_ar) // whole_rows) * whole_rows
+        self._head = 0
+        self._length = 0
+
+    @property
+    def rows(self) -> int:
+        """P: S-1 + max_ar, rounded up to the least multiple that fills whole pages."""
+        return self._rows
+
+    @property
+    def scratch_rows(self) -> int:
+        return 0
+
+    @property
+    def mirrored(self) -> bool:
+        return True
+
+    @property
+    def length(self) -> int:
+        return self._length
+
+    def prepare(self, ar: int) -> Sequence[Move]:
+        return ()
+
+    def first_row(self, columns: int) -> int:
+        return (self._head - columns) % self._rows
+
+    def window(self, ar: int) -> Window:
+        past_rows = self._context - ar
+        past_row = self.first_row(past_rows)
+        return Window(
+            ar=ar,
+            past_row=past_row,
+            new_row=past_row + past_rows,
+            in_place=True,
+            first=max(0, past_rows - self._length),
+            stop=past_rows,
+        )
+
+    def commit(self, tokens: int, evicted: int) -> Sequence[Move]:
+        self._head = (self._head + tokens) % self._rows
+        self._length += tokens - evicted
+        return ()
+
+    def rewind(self, tokens: int) -> Sequence[Move]:
+        self._head = (self._head - tokens) % self._rows
+        self._length -= tokens
+        return ()
+
+    def drop(self, ages: Sequence[int]) -> Sequence[Move]:
+        moves = close_gaps(self.first_row(self._length), ages)
+        self._length -= len(ages)
+        return moves
+
+    def reset(self, length: int = 0) -> None:
+        self._head = length % self._rows
+        self._length = length
+
+    def held_rows(self) -> list[int]:
+        first = self.first_row(self._length)
+        return [row % self._rows for row in range(first, first + self._length)]

@@ -1,0 +1,81 @@
+"""Move the whole past in every step: the update that the others are measured against."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from edgekv.kv.geometry import Geometry
+from edgekv.kv.move import Move, close_gaps
+from edgekv.kv.window import Window
+
+
+class ShiftConcat:
+    """The past of an AR step is the last S-AR of S rows, always; the newest token lies in the last one.
+
+    The graph writes its new rows to a scratch tensor. `commit` moves the past down by as many rows and appends the
+    new ones, which is what concatenating past and new and dropping the oldest amounts to: S-AR rows a step, whether
+    they hold tokens or not.
+
+    No graph reads row 0, but the first token of a full context is kept there.
+    """
+
+    def __init__(self, geometry: Geometry, *, max_ar: int) -> None:
+        self._context = geometry.context
+        self._max_ar = max_ar
+        self._ar = 1
+        self._length = 0
+
+    @property
+    def rows(self) -> int:
+        """S."""
+        return self._context
+
+    @property
+    def scratch_rows(self) -> int:
+        return self._max_ar
+
+    @property
+    def mirrored(self) -> bool:
+        return False
+
+    @property
+    def length(self) -> int:
+        return self._length
+
+    def prepare(self, ar: int) -> Sequence[Move]:
+        self._ar = ar
+        return ()
+
+    def first_row(self, columns: int) -> int:
+        return self._context - columns
+
+    def window(self, ar: int) -> Window:
+        past_rows = self._context - ar
+        first = max(0, past_rows - self._length)
+        return Window(ar=ar, past_row=ar, new_row=0, in_place=False, first=first, stop=past_rows)
+
+    def commit(self, tokens: int, evicted: int) -> Sequence[Move]:
+        self._length += tokens - evicted
+        if not tokens:
+            return ()
+        # What the graph sees moves as a whole, and so do the older tokens before it.
+        first = min(self._ar, self._context - self._length)
+        append = Move(0, self._context - tokens, tokens, src="scratch")
+        rows = self._context - tokens - first
+        return (Move(first + tokens, first, rows), append) if rows else (append,)
+
+    def rewind(self, tokens: int) -> Sequence[Move]:
+        first = self._context - self._length
+        self._length -= tokens
+        return (Move(first, first + tokens, self._length),) if tokens and self._length else ()
+
+    def drop(self, ages: Sequence[int]) -> Sequence[Move]:
+        moves = close_gaps(self._context - self._length, ages)
+        self._length -= len(ages)
+        return moves
+
+    def reset(self, length: int = 0) -> None:
+        self._length = length
+
+    def held_rows(self) -> list[int]:
+        return list(range(self._context - self._length, self._context))

@@ -1,0 +1,61 @@
+"""What an engine and a cache need of memory, whichever way the rows lie in it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgekv.kv.geometry import KvDtype, KvTensor
+from edgekv.kv.window import Window
+
+Rows = NDArray[Any]
+
+DTYPES: dict[KvDtype, type[np.uint8] | type[np.int16]] = {"u8": np.uint8, "s16": np.int16}
+
+
+class Store(Protocol):
+    """Tensors of one type and shape: `Arena` where they lie row by row, `ColumnArena` where column by column.
+
+    Attributes:
+        tensors: which tensors, in order.
+        addresses: base address of each.
+        bytes_copied: bytes written by the cache itself so far.
+        copies: copies of one range of rows in all tensors so far.
+    """
+
+    tensors: tuple[KvTensor, ...]
+    addresses: list[int]
+    bytes_copied: int
+    copies: int
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """Type of the elements."""
+
+    @property
+    def bytes_held(self) -> int:
+        """Bytes allocated, scratch and alignment included."""
+
+    def past_shape(self, ar: int) -> list[int]:
+        """Shape of a past input of the AR-`ar` graph."""
+
+    def new_shape(self, ar: int) -> list[int]:
+        """Shape of a new output of the AR-`ar` graph."""
+
+    def past_offset_bytes(self, window: Window) -> int:
+        """Where the past begins behind each of `addresses`."""
+
+    def new_addresses(self, window: Window) -> list[int]:
+        """The addresses that the new rows are counted from."""
+
+    def new_offset_bytes(self, window: Window) -> int:
+        """Where the new rows begin behind each of `new_addresses`."""
+
+    def read(self, tensor: int, rows: Sequence[int]) -> Rows:
+        """A copy of these rows of one tensor, `[len(rows), D]`."""
+
+    def write(self, tensor: int, rows: Sequence[int], values: Rows) -> None:
+        """Set these rows of one tensor to `[len(rows), D]`."""
