@@ -97,7 +97,7 @@ def held(cache: KVCache) -> list[int]:
 
 def feed(cache: KVCache, ar: int, numbers: list[int]) -> list[int]:
     """One step; returns the tokens that it saw."""
-    window = cache.window(ar)
+    (window,) = cache.window(ar)
     graph = Graph(cache)
     past = graph.past(window)
     graph.write(window, numbers)

@@ -136,7 +136,7 @@ def test_a_sliding_window_keeps_the_newest_tokens_and_absolute_positions(strateg
 def test_refused_calls_change_nothing(strategy, policy):
     cache = KVCache(SMALL, ar=[1, 4], strategy=strategy, policy=policy)
     feed(cache, 4, [0, 1, 2, 3])
-    window = cache.window(4)
+    (window,) = cache.window(4)
     Graph(cache).write(window, [4, 5, 6, 7])
     before = image(cache)
     for refused in (
@@ -169,7 +169,7 @@ def test_a_refused_step_leaves_the_open_one_open():
     cache = KVCache(SMALL, ar=[1, 4])
     for token in range(5):
         feed(cache, 1, [token])
-    Graph(cache).write(cache.window(1), [5])
+    Graph(cache).write(*cache.window(1), [5])
     with pytest.raises(ContextFullError):
         cache.window(4)
     cache.commit(1)

@@ -30,7 +30,7 @@ def test_fixed_strips_need_d_pasts():
 def test_a_step_is_bound_as_columns():
     cache = KVCache(GEOMETRY, ar=[1, 8])
     keys, values = cache.stores
-    (*_, window) = (cache.window(8),)
+    (window,) = cache.window(8)
     assert (keys.past_shape(8), keys.new_shape(8)) == ([1, 1, 8, 57], [1, 1, 8, 8])
     assert (values.past_shape(8), values.new_shape(8)) == ([1, 1, 57, 8], [1, 1, 8, 8])
     assert {tensor.kind for tensor in keys.tensors} == {"key"}

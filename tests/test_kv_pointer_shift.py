@@ -92,7 +92,7 @@ def test_a_cache_rewound_to_its_start_is_as_good_as_new():
     run(cache, 30)
     cache.rewind(30)
     before = cache.stats.copies
-    assert cache.window(1) == PointerShift(GEOMETRY, 1.25, max_ar=1).window(1)
+    assert cache.window(1) == (PointerShift(GEOMETRY, 1.25, max_ar=1).window(1),)
     assert cache.stats.copies == before
 
 

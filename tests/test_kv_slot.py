@@ -15,7 +15,7 @@ ROW_BYTES = GEOMETRY.tensors * GEOMETRY.row_bytes
 def test_a_step_copies_its_rows_once_and_reads_at_row_0(ar, policy):
     cache = KVCache(GEOMETRY, ar=[ar], strategy="slot", policy=policy)
     for step in range(64 // ar):
-        window = cache.window(ar)
+        (window,) = cache.window(ar)
         assert window == Window(ar=ar, past_row=0, new_row=0, in_place=False, first=0, stop=min(step * ar, 65 - ar))
         cache.commit(ar)
         if cache.length < 64:

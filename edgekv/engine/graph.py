@@ -100,8 +100,8 @@ class StaticGraph:
         started = perf_counter_ns()
         if not 1 <= len(tokens) <= self.ar:
             raise ValueError(f"tokens: found {len(tokens)}; wanted 1 to {self.ar}")
-        position = self._cache.tokens_seen
-        window = self._cache.window(self.ar)
+        position = self._cache.position
+        (window,) = self._cache.window(self.ar)
         self.host_ns += perf_counter_ns() - started
         self.run(tokens, position, window)
         started = perf_counter_ns()

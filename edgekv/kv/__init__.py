@@ -5,20 +5,24 @@ context is full) are pure integers; `Layout` gives the bytes of any strategy wit
 """
 
 from edgekv.kv.arena import Arena
-from edgekv.kv.cache import STRATEGIES, KVCache, StrategyName, make_strategy
+from edgekv.kv.cache import KVCache
 from edgekv.kv.columns import ColumnArena, ColumnLayout
 from edgekv.kv.geometry import KINDS, Geometry, KeyLayout, Kind, KvDtype, KvTensor
 from edgekv.kv.group import Group
+from edgekv.kv.layers import LayeredGeometry
 from edgekv.kv.layout import Layout
 from edgekv.kv.memory import ALIGNMENT_BYTES
 from edgekv.kv.mirror import Mirror
 from edgekv.kv.move import Move, Place
 from edgekv.kv.pointer_shift import DEFAULT_RESERVE, PointerShift, parse_reserve
-from edgekv.kv.policy import POLICIES, Fail, Policy, PolicyName, SlidingWindow, find_policy
+from edgekv.kv.policy import POLICIES, Fail, KeyDiff, Policy, PolicyName, Sinks, SlidingWindow, find_policy
+from edgekv.kv.rotate import KvEncoding, Requantization
 from edgekv.kv.shift_concat import ShiftConcat
 from edgekv.kv.slot import Slot
+from edgekv.kv.state import CacheState, StateError, read_state, write_state
 from edgekv.kv.stats import CacheStats
 from edgekv.kv.store import Store
+from edgekv.kv.strategies import STRATEGIES, StrategyName, make_strategy
 from edgekv.kv.strategy import Strategy
 from edgekv.kv.window import Window
 
@@ -29,6 +33,7 @@ __all__ = [
     "POLICIES",
     "STRATEGIES",
     "Arena",
+    "CacheState",
     "CacheStats",
     "ColumnArena",
     "ColumnLayout",
@@ -36,10 +41,13 @@ __all__ = [
     "Geometry",
     "Group",
     "KVCache",
+    "KeyDiff",
     "KeyLayout",
     "Kind",
     "KvDtype",
+    "KvEncoding",
     "KvTensor",
+    "LayeredGeometry",
     "Layout",
     "Mirror",
     "Move",
@@ -47,9 +55,12 @@ __all__ = [
     "PointerShift",
     "Policy",
     "PolicyName",
+    "Requantization",
     "ShiftConcat",
+    "Sinks",
     "SlidingWindow",
     "Slot",
+    "StateError",
     "Store",
     "Strategy",
     "StrategyName",
@@ -57,4 +68,6 @@ __all__ = [
     "find_policy",
     "make_strategy",
     "parse_reserve",
+    "read_state",
+    "write_state",
 ]

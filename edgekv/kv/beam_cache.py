@@ -45,8 +45,8 @@ class BeamCache:
             ContextFullError: the cache has no room.
             ValueError: the context has no room for so many rows.
         """
-        self.window = cache.window(1)
-        self.position = cache.tokens_seen
+        (self.window,) = cache.window(1)
+        self.position = cache.position
         self._cache = cache
         past_rows = cache.geometry.past_rows(1)
         self._columns = [*range(self.window.first), *range(self.window.stop, past_rows)]

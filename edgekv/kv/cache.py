@@ -2,116 +2,113 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from fractions import Fraction
-from typing import Literal
+from pathlib import Path
 
 from edgekv.errors import ContextFullError, UsageError
 from edgekv.kv.arena import Arena
 from edgekv.kv.geometry import Geometry
-from edgekv.kv.group import Group
-from edgekv.kv.mirror import Mirror
-from edgekv.kv.pointer_shift import DEFAULT_RESERVE, PointerShift
-from edgekv.kv.policy import PolicyName, find_policy
-from edgekv.kv.shift_concat import ShiftConcat
-from edgekv.kv.slot import Slot
+from edgekv.kv.group import Group, HeldKeys
+from edgekv.kv.keydiff import mean_similarity
+from edgekv.kv.layers import LayeredGeometry
+from edgekv.kv.pointer_shift import DEFAULT_RESERVE
+from edgekv.kv.policy import Policy, PolicyName, SlidingWindow, find_policy
+from edgekv.kv.positions import Positions
+from edgekv.kv.rotate import KvEncoding, Rotation
+from edgekv.kv.state import CacheState, StateError, read_state, write_state
 from edgekv.kv.stats import CacheStats
-from edgekv.kv.strategy import Strategy
+from edgekv.kv.store import Store
+from edgekv.kv.strategies import make_strategy
 from edgekv.kv.window import Window
-
-StrategyName = Literal["pointer-shift", "slot", "mirror", "shift-concat"]
-STRATEGIES: tuple[StrategyName, ...] = ("pointer-shift", "slot", "mirror", "shift-concat")
-
-
-def make_strategy(
-    name: str, geometry: Geometry, *, max_ar: int, reserve: Fraction | float = DEFAULT_RESERVE
-) -> Strategy:
-    """An update strategy by name; `reserve` matters to `pointer-shift` alone.
-
-    Raises:
-        UsageError: no such strategy, `mirror` for keys as columns, or a reserve that is not above 1 and at most 2.
-    """
-    if name == "pointer-shift":
-        return PointerShift(geometry, reserve, max_ar=max_ar)
-    if name == "slot":
-        return Slot(geometry, max_ar=max_ar)
-    if name == "shift-concat":
-        return ShiftConcat(geometry, max_ar=max_ar)
-    if name == "mirror" and geometry.key_layout == "rows":
-        return Mirror(geometry, max_ar=max_ar)
-    if name == "mirror":
-        raise UsageError(
-            "update strategy",
-            found="mirror with keys as columns",
-            wanted="keys as rows",
-            way_out="Use pointer-shift or slot, or export keys as rows.",
-        )
-    names = " or ".join(STRATEGIES)
-    raise UsageError("update strategy", found=repr(name), wanted=names, way_out=f"Use {names}.")
 
 
 class KVCache:
     """The past of one sequence, shared by graphs of several AR.
 
-    A step is `window(ar)`, then the graph, which reads and writes the arena where the window says, then `commit(n)`
+    A step is `window(ar)`, then the graph, which reads and writes the stores where the windows say, then `commit(n)`
     for its n real tokens. Rows that the graph wrote for the other AR-n are garbage that later steps overwrite. Every
     call is checked before a byte moves: a refused call changes nothing.
+
+    Layers that differ stand in groups, each with a strategy and memory of its own. The context policy speaks of the
+    groups that attend to the whole context; one that attends to W tokens holds the newest W-1 under any policy.
 
     Attributes:
         geometry: the sizes.
         ar: tokens per inference of the graphs, ascending.
-        stores: the memory: one store for all tensors, or keys as columns, then values.
+        groups: layers that are alike; one group for a plain geometry.
+        encodings: what the integers of each tensor stand for, in the order of the groups' names; empty if unknown.
     """
 
     def __init__(
         self,
-        geometry: Geometry,
+        geometry: Geometry | LayeredGeometry,
         *,
         ar: Iterable[int],
         strategy: str = "pointer-shift",
         reserve: Fraction | float = DEFAULT_RESERVE,
-        policy: str = "fail",
+        policy: str | Policy = "fail",
+        encodings: Sequence[KvEncoding] = (),
     ) -> None:
         """Allocate an empty cache.
 
         Args:
             geometry: the sizes.
-            ar: tokens per inference of each graph that will use the cache; 1 to S-1.
+            ar: tokens per inference of each graph that will use the cache; 1 to S-1, less than each layer's window.
             strategy: one of `STRATEGIES`.
             reserve: memory of `pointer-shift`, in units of S-1 rows per tensor; above 1, at most 2.
-            policy: `fail` (a context of S tokens in all) or `sliding-window` (the S-1 newest tokens are held).
+            policy: `fail` (a context of S tokens in all), `sliding-window` (the S-1 newest tokens are held), or a
+                `Sinks` or `KeyDiff`.
+            encodings: of each tensor, in the order of the groups' names. States are checked against them, and the
+                error of rotated keys is reported in real numbers; without them zero points are the geometry's.
 
         Raises:
-            UsageError: an unknown strategy or policy, or a reserve out of range.
-            ValueError: no AR, or one out of range.
+            UsageError: an unknown strategy or policy, numbers out of range, or `Sinks` over layers whose windows
+                differ; also what `Arena` raises.
+            ValueError: no AR, one out of range, or a wrong number of encodings.
         """
+        geometries = geometry.groups() if isinstance(geometry, LayeredGeometry) else (geometry,)
         self.geometry = geometry
         self.ar = tuple(sorted(set(ar)))
         if not self.ar:
             raise ValueError("ar: found none; wanted the tokens per inference of at least one graph")
-        for tokens in self.ar:
-            geometry.past_rows(tokens)
+        for each in geometries:
+            for tokens in self.ar:
+                each.past_rows(tokens)
+        tensors = sum(each.tensors for each in geometries)
+        if encodings and len(encodings) != tensors:
+            raise ValueError(f"encodings: found {len(encodings)}; wanted one for each of {tensors} tensors")
+        self.encodings = tuple(encodings)
         self._policy = find_policy(policy)
-        self._capacity = self._policy.capacity(geometry.context)
-        self._strategy = make_strategy(strategy, geometry, max_ar=self.ar[-1], reserve=reserve)
-        self._group = Group(geometry, self._strategy, self.ar)
-        self.stores = self._group.stores
+        for each in geometries:
+            self._check_policy(each)
+        self._rotation = Rotation(self._policy.inverse_frequencies) if self._policy.inverse_frequencies else None
+        self.groups = tuple(self._group(each, strategy, reserve) for each in geometries)
+        self._wide = tuple(group for group in self.groups if group.geometry.context == geometry.context)
+        self._strategy = self._wide[0].strategy
         self._open_ar: int | None = None
+        self._positions = Positions()
         self._tokens_seen = 0
         self._steps = 0
         self._tokens_committed = 0
+        self._evicted = 0
+
+    @property
+    def stores(self) -> tuple[Store, ...]:
+        """The memory of all groups: for each one store, or keys as columns, then values."""
+        return tuple(store for group in self.groups for store in group.stores)
 
     @property
     def arena(self) -> Arena:
-        """The memory of a cache whose tensors all lie row by row.
+        """The memory of a cache whose tensors are all alike.
 
         Raises:
-            ValueError: keys lie column by column, so that there are several stores.
+            ValueError: layers differ, or keys lie column by column, so that there are several stores.
         """
-        (store,) = self.stores if len(self.stores) == 1 else (None,)
-        if not isinstance(store, Arena):
-            raise ValueError(f"arena: found {len(self.stores)} stores; wanted one that holds all tensors row by row")
-        return store
+        stores = self.stores
+        if len(stores) != 1 or not isinstance(stores[0], Arena):
+            raise ValueError(f"arena: found {len(stores)} stores; wanted one that holds all tensors row by row")
+        return stores[0]
 
     @property
     def policy(self) -> PolicyName:
@@ -120,27 +117,43 @@ class KVCache:
 
     @property
     def length(self) -> int:
-        """Tokens held: at most S with `fail` (then no step may run), S-1 with `sliding-window`."""
+        """Tokens held: at most S, or S-1 with `sliding-window`. With `fail`, no step may run when there are S."""
         return self._strategy.length
 
     @property
     def tokens_seen(self) -> int:
-        """Absolute position of the next token; with `sliding-window` it grows past S."""
+        """Tokens of the text so far; it grows past S where the policy allows."""
         return self._tokens_seen
+
+    @property
+    def position(self) -> int:
+        """Position of the next token, for its rotary embedding, once the window of its step is open.
+
+        It is `tokens_seen`, unless the policy moves tokens to other positions.
+        """
+        return self._positions.next
+
+    @property
+    def positions(self) -> list[int]:
+        """Position of each token held, oldest first."""
+        return self._positions.listed()
 
     @property
     def stats(self) -> CacheStats:
         """Counters, as they stand now."""
+        stores = self.stores
         return CacheStats(
-            bytes_copied=sum(store.bytes_copied for store in self.stores),
-            copies=sum(store.copies for store in self.stores),
+            bytes_copied=sum(store.bytes_copied for store in stores),
+            copies=sum(store.copies for store in stores),
             steps=self._steps,
             tokens=self._tokens_committed,
-            bytes_held=sum(store.bytes_held for store in self.stores),
+            bytes_held=sum(store.bytes_held for store in stores),
+            evicted=self._evicted,
+            requantization=self._rotation.cost if self._rotation else None,
         )
 
     def held_rows(self) -> list[int]:
-        """The arena rows of the tokens held, oldest token first."""
+        """The rows of the tokens held, oldest first, in the layers that attend to the whole context."""
         return self._strategy.held_rows()
 
     def room(self, ar: int) -> bool:
@@ -152,10 +165,10 @@ class KVCache:
         self._check_ar(ar)
         return self._policy.admits(self.geometry.context, self._strategy.length, ar)
 
-    def window(self, ar: int) -> Window:
-        """Open a step with the AR-`ar` graph, which may copy rows, and say where it reads and writes.
+    def window(self, ar: int) -> tuple[Window, ...]:
+        """Open a step with the AR-`ar` graph, which may copy rows, and say where it reads and writes in each group.
 
-        A step that was opened before and not committed is dropped.
+        A step that was opened before and not committed is dropped. Tokens that the policy evicts leave here.
 
         Raises:
             ContextFullError: the policy is `fail` and there is no room.
@@ -163,8 +176,10 @@ class KVCache:
         """
         if not self.room(ar):
             raise self._full(ar)
+        if ages := self._policy.leaving(self.geometry.context, self._strategy.length, ar, self._similarity):
+            self._evict(ages)
         self._open_ar = ar
-        return self._group.window(ar)
+        return tuple([group.window(ar) for group in self.groups])
 
     def commit(self, n: int) -> None:
         """Keep the first n new rows of the step that is open, and close it.
@@ -176,8 +191,9 @@ class KVCache:
             raise ValueError(f"commit: found {n} tokens but no open step; wanted a call of window(ar) before")
         if not 0 <= n <= self._open_ar:
             raise ValueError(f"commit: found {n} tokens; wanted 0 to {self._open_ar}, the AR of the open step")
-        evicted = max(0, self._strategy.length + n - self._capacity)
-        self._group.commit(n, evicted)
+        self._positions.commit(n, self._wide[0].evicted_by(n))
+        for group in self.groups:
+            group.commit(n, group.evicted_by(n))
         self._open_ar = None
         self._tokens_seen += n
         self._steps += 1
@@ -187,19 +203,135 @@ class KVCache:
         """Drop the n newest tokens, and the step that is open, if any. Tokens that left the window stay lost.
 
         Raises:
-            ValueError: n is not 0 to `length`.
+            ValueError: n is not 0 to `length`, or so many tokens were not held in a row: a layer's window is smaller,
+                or a policy has evicted one between them.
         """
-        if not 0 <= n <= self._strategy.length:
-            raise ValueError(f"rewind: found {n} tokens; wanted 0 to {self._strategy.length}, the tokens held")
-        self._group.rewind(n)
+        most = min(self._positions.rewindable, *(group.length for group in self.groups))
+        if not 0 <= n <= most:
+            raise ValueError(f"rewind: found {n} tokens; wanted 0 to {most}, the tokens held in a row")
+        for group in self.groups:
+            group.rewind(n)
+        self._positions.rewind(n)
         self._open_ar = None
         self._tokens_seen -= n
 
     def reset(self) -> None:
         """Drop all tokens, and the step that is open, if any; the next token stands at position 0."""
-        self._group.reset()
+        for group in self.groups:
+            group.reset()
+        self._positions.reset()
         self._open_ar = None
         self._tokens_seen = 0
+
+    @property
+    def state(self) -> CacheState:
+        """A copy of the tokens held and of where they stand in the text. The step that is open is no part of it."""
+        return CacheState(
+            sizes=self._sizes(),
+            encodings=self._named_encodings(),
+            positions=tuple(self._positions.listed()),
+            position=self._positions.next,
+            rewindable=self._positions.rewindable,
+            tokens_seen=self._tokens_seen,
+            rows={name: rows for group in self.groups for name, rows in group.read()},
+        )
+
+    def restore(self, state: CacheState) -> None:
+        """Hold the tokens of a state and no others. The statistics go on.
+
+        Raises:
+            StateError: it is of another geometry or encoding, or holds more tokens than the policy allows.
+        """
+        for field, found, wanted in (
+            ("geometry", state.sizes, self._sizes()),
+            ("encodings", state.encodings, self._named_encodings()),
+        ):
+            if found != wanted:
+                raise StateError(
+                    f"state: {field}", found=found, wanted=wanted, way_out="Use a cache of the same model."
+                )
+        for group in self.groups:
+            group.check(state, len(state.positions) if group in self._wide else None)
+        for group in self.groups:
+            group.write(state.rows)
+        self._positions.restore(state.positions, state.position, state.rewindable)
+        self._tokens_seen = state.tokens_seen
+        self._open_ar = None
+
+    def save(self, file: str | Path, *, fingerprint: str) -> None:
+        """Write `state`; see `write_state`."""
+        write_state(self.state, file, fingerprint=fingerprint)
+
+    def load(self, file: str | Path, *, fingerprint: str) -> None:
+        """Restore what `save` wrote, of a cache with any strategy and key layout.
+
+        Raises:
+            StateError: the file is damaged, or of another fingerprint, geometry or encoding; nothing is changed then.
+        """
+        self.restore(read_state(file, fingerprint=fingerprint))
+
+    def _group(self, geometry: Geometry, strategy: str, reserve: Fraction | float) -> Group:
+        is_wide = geometry.context == self.geometry.context
+        policy = self._policy if is_wide else SlidingWindow()
+        made = make_strategy(strategy, geometry, max_ar=self.ar[-1], reserve=reserve)
+        return Group(geometry, made, self.ar, policy.capacity(geometry.context))
+
+    def _check_policy(self, geometry: Geometry) -> None:
+        if geometry.context == self.geometry.context:
+            self._policy.check(geometry, self.ar[-1])
+        elif self._policy.inverse_frequencies:
+            # A narrow layer holds tokens that the wide ones evict, and they have no new position.
+            raise UsageError(
+                f"context policy {self._policy.name}",
+                found=f"layers that attend to {geometry.context} tokens of {self.geometry.context}",
+                wanted="layers that all attend to the whole context",
+                way_out="Use fail, sliding-window or keydiff.",
+            )
+
+    def _evict(self, ages: Sequence[int]) -> None:
+        for group in self._wide:
+            group.drop(ages)
+        self._positions.drop(ages)
+        self._evicted += len(ages)
+        if self._rotation is not None:
+            self._renumber(self._rotation)
+
+    def _renumber(self, rotation: Rotation) -> None:
+        moved = self._positions.renumber()
+        ages = [age for age, by in enumerate(moved) if by]
+        if not ages:
+            return
+        angles = rotation.angles([moved[age] for age in ages])
+        for key in self._keys():
+            rows = [key.rows[age] for age in ages]
+            turned = rotation.turn(key.store.read(key.tensor, rows), key.zero_point, key.scale, angles)
+            key.store.write(key.tensor, rows, turned)
+
+    def _similarity(self) -> Sequence[float]:
+        keys = ((key.store.read(key.tensor, key.rows), key.zero_point) for key in self._keys())
+        return [float(score) for score in mean_similarity(keys)]
+
+    def _sizes(self) -> dict[str, object]:
+        """What a state must agree with: everything but how keys lie."""
+        layers = {
+            str(number): [group.geometry.kv_heads, group.geometry.head_dim, group.geometry.context]
+            for group in self.groups
+            for number in group.geometry.numbers or range(group.geometry.layers)
+        }
+        return {"context": self.geometry.context, "kv_dtype": self.geometry.kv_dtype, "layers": layers}
+
+    def _named_encodings(self) -> dict[str, tuple[float, int]]:
+        names = [tensor.past for group in self.groups for tensor in group.geometry.names()]
+        pairs = [(each.scale, each.zero_point) for each in self.encodings]
+        return dict(zip(names, pairs, strict=True)) if pairs else {}
+
+    def _keys(self) -> Iterator[HeldKeys]:
+        """The keys of the layers that attend to the whole context, tensor by tensor."""
+        start = 0
+        for group in self.groups:
+            if group in self._wide:
+                yield from group.keys(self.encodings[start : start + group.geometry.tensors])
+            start += group.geometry.tensors
 
     def _check_ar(self, ar: int) -> None:
         if ar not in self.ar:

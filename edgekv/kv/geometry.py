@@ -45,6 +45,7 @@ class Geometry:
         kv_dtype: `u8` (zero point 128) or `s16` (zero point 0).
         key_layout: how graphs read and write keys: `rows` `[1, 1, S-AR, D]` as values, or `columns`
             `[1, 1, D, S-AR]`, as Genie wants them. Values are always rows.
+        numbers: which layers of the model these are; empty for all, from 0 on.
     """
 
     layers: int
@@ -53,6 +54,7 @@ class Geometry:
     context: int
     kv_dtype: KvDtype = "u8"
     key_layout: KeyLayout = "rows"
+    numbers: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         for name in ("layers", "kv_heads", "head_dim"):
@@ -64,6 +66,8 @@ class Geometry:
             raise ValueError(f"kv_dtype: found {self.kv_dtype!r}; wanted one of {', '.join(_ELEMENT_BYTES)}")
         if self.key_layout not in ("rows", "columns"):
             raise ValueError(f"key_layout: found {self.key_layout!r}; wanted rows or columns")
+        if self.numbers and (len(self.numbers) != self.layers or min(self.numbers) < 0):
+            raise ValueError(f"numbers: found {self.numbers}; wanted those of {self.layers} layers, from 0 on")
 
     @property
     def tensors(self) -> int:
@@ -93,7 +97,7 @@ class Geometry:
 
     def names(self) -> Iterator[KvTensor]:
         """All tensors in the order of the arena: by layer, keys before values, by head."""
-        for layer in range(self.layers):
+        for layer in self.numbers or range(self.layers):
             for kind in KINDS:
                 for head in range(self.kv_heads):
                     yield KvTensor(layer, kind, head)

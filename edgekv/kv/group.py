@@ -2,19 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TypeVar
+
+import numpy as np
 
 from edgekv.kv.arena import Arena
 from edgekv.kv.columns import ColumnArena, ColumnLayout
 from edgekv.kv.geometry import Geometry
 from edgekv.kv.layout import Layout
 from edgekv.kv.move import Move
+from edgekv.kv.rotate import KvEncoding
+from edgekv.kv.state import CacheState, StateError
 from edgekv.kv.store import Rows, Store
 from edgekv.kv.strategy import Strategy
 from edgekv.kv.window import Window
 
 T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class HeldKeys:
+    """The keys of one head.
+
+    Attributes:
+        store: where they lie.
+        tensor: which tensor of the store.
+        rows: of the tokens held, oldest first.
+        zero_point: the integer that stands for 0.0.
+        scale: of the encoding, if it is known.
+    """
+
+    store: Store
+    tensor: int
+    rows: Sequence[int]
+    zero_point: int
+    scale: float | None
 
 
 class Group:
@@ -24,12 +48,14 @@ class Group:
         geometry: the sizes, and the numbers of the layers.
         strategy: where rows lie.
         stores: all tensors in one; or keys as columns, then values.
+        capacity: the most tokens held; the oldest leave when more are committed.
     """
 
-    def __init__(self, geometry: Geometry, strategy: Strategy, ar: Sequence[int]) -> None:
+    def __init__(self, geometry: Geometry, strategy: Strategy, ar: Sequence[int], capacity: int) -> None:
         """Allocate; see `Arena` for what is raised."""
         self.geometry = geometry
         self.strategy = strategy
+        self.capacity = capacity
         self._keys: ColumnArena | None = None
         if geometry.key_layout == "columns":
             self._keys = ColumnArena(ColumnLayout.of(geometry, strategy, ar))
@@ -61,6 +87,10 @@ class Group:
             if moves or pitch != pitch_before:
                 keys.relocate(before, strategy.held_rows(), strategy.first_row(pitch), pitch)
         return strategy.window(ar)
+
+    def evicted_by(self, tokens: int) -> int:
+        """How many of the oldest leave when so many tokens are committed."""
+        return max(0, self.strategy.length + tokens - self.capacity)
 
     def commit(self, tokens: int, evicted: int) -> None:
         """Keep the first new rows of the open step; `evicted` of the oldest leave."""
@@ -97,13 +127,49 @@ class Group:
             pitch = self._keys.layout.widest
             self._keys.place(self.strategy.held_rows(), self.strategy.first_row(pitch), pitch)
 
-    def read(self, store: Store, tensor: int, ages: slice = slice(None)) -> Rows:
-        """Rows of one tensor of a store by age, oldest first, `[tokens, D]`."""
-        return store.read(tensor, self.strategy.held_rows()[ages])
+    def read(self) -> Iterator[tuple[str, Rows]]:
+        """A copy of the rows held, `[tokens, D]`, oldest first, by the name of the tensor's graph input."""
+        rows = self.strategy.held_rows()
+        for store in self.stores:
+            for at, tensor in enumerate(store.tensors):
+                yield tensor.past, np.ascontiguousarray(store.read(at, rows))
 
-    def write(self, store: Store, tensor: int, values: Rows, ages: slice = slice(None)) -> None:
-        """Set rows of one tensor of a store by age."""
-        store.write(tensor, self.strategy.held_rows()[ages], values)
+    def write(self, held: Mapping[str, Rows]) -> None:
+        """Hold these tokens and no others; all tensors have equally many."""
+        self.reset(len(held[self.stores[0].tensors[0].past]))
+        rows = self.strategy.held_rows()
+        for store in self.stores:
+            for at, tensor in enumerate(store.tensors):
+                store.write(at, rows, held[tensor.past])
+
+    def check(self, state: CacheState, tokens: int | None) -> None:
+        """Refuse rows that `write` could not take; `tokens` is how many there must be, if that is known.
+
+        Raises:
+            StateError: a tensor is missing, or of another type or shape, or there are too many tokens.
+        """
+        geometry, way_out = self.geometry, "Save the state again from a cache of this kind."
+        for store in self.stores:
+            for tensor in store.tensors:
+                rows = state.rows.get(tensor.past, np.empty(0))
+                if tokens is None:
+                    tokens = len(rows)
+                if rows.dtype != store.dtype or rows.shape != (tokens, geometry.head_dim):
+                    found, wanted = f"{rows.dtype} {list(rows.shape)}", f"{store.dtype} {[tokens, geometry.head_dim]}"
+                    raise StateError(f"state: {tensor.past}", found=found, wanted=wanted, way_out=way_out)
+        if tokens is not None and tokens > self.capacity:
+            way_out = "Rewind before saving, or restore it into a cache with the policy fail."
+            raise StateError("state: tokens", found=tokens, wanted=f"{self.capacity} at most", way_out=way_out)
+
+    def keys(self, encodings: Sequence[KvEncoding]) -> Iterator[HeldKeys]:
+        """The keys held, tensor by tensor; `encodings` is in the order of the geometry's names, or empty."""
+        rows, number = self.strategy.held_rows(), {tensor: i for i, tensor in enumerate(self.geometry.names())}
+        for store in self.stores:
+            for at, tensor in enumerate(store.tensors):
+                if tensor.kind == "key":
+                    encoding = encodings[number[tensor]] if encodings else None
+                    zero_point = encoding.zero_point if encoding else self.geometry.zero_point
+                    yield HeldKeys(store, at, rows, zero_point, encoding.scale if encoding else None)
 
     def _remove(self, ages: Sequence[int], remove: Callable[[T], Sequence[Move]], what: T) -> None:
         strategy, keys = self.strategy, self._keys

@@ -2,26 +2,49 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from edgekv.errors import UsageError
+from edgekv.kv.geometry import Geometry
 
-PolicyName = Literal["fail", "sliding-window"]
+PolicyName = Literal["fail", "sliding-window", "sinks", "keydiff"]
 
 
 class Policy(Protocol):
-    """Says how many tokens a cache for a context of S tokens holds, and which steps may run."""
+    """Says how many tokens a cache for a context of S tokens holds, which steps may run, and who leaves before one."""
 
     @property
     def name(self) -> PolicyName:
         """As users give it."""
+
+    @property
+    def inverse_frequencies(self) -> tuple[float, ...]:
+        """Of the rotary embedding, D/2 of them, if tokens move to other positions; empty if they never do."""
+
+    def check(self, geometry: Geometry, max_ar: int) -> None:
+        """Refuse what cannot work with these graphs.
+
+        Raises:
+            UsageError: numbers that leave no room for a step.
+        """
 
     def capacity(self, context: int) -> int:
         """The most tokens held; the oldest leave when more are committed."""
 
     def admits(self, context: int, length: int, ar: int) -> bool:
         """Whether an AR-`ar` step may run while `length` tokens are held."""
+
+    def leaving(self, context: int, length: int, ar: int, similarity: Callable[[], Sequence[float]]) -> Sequence[int]:
+        """Ages of the tokens, ascending, that leave before an AR-`ar` step.
+
+        Args:
+            context: S.
+            length: tokens held.
+            ar: tokens per inference of the step.
+            similarity: of the key of each token held to the mean key, -1 to 1; costly.
+        """
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +56,10 @@ class Fail:
     """
 
     name: Literal["fail"] = "fail"
+    inverse_frequencies: tuple[float, ...] = ()
+
+    def check(self, geometry: Geometry, max_ar: int) -> None:
+        pass
 
     def capacity(self, context: int) -> int:
         return context
@@ -40,12 +67,19 @@ class Fail:
     def admits(self, context: int, length: int, ar: int) -> bool:
         return length <= context - ar
 
+    def leaving(self, context: int, length: int, ar: int, similarity: Callable[[], Sequence[float]]) -> Sequence[int]:
+        return ()
+
 
 @dataclass(frozen=True, slots=True)
 class SlidingWindow:
     """The S-1 newest tokens are held, and every step may run: it sees the S-AR newest of them."""
 
     name: Literal["sliding-window"] = "sliding-window"
+    inverse_frequencies: tuple[float, ...] = ()
+
+    def check(self, geometry: Geometry, max_ar: int) -> None:
+        pass
 
     def capacity(self, context: int) -> int:
         return context - 1
@@ -53,18 +87,111 @@ class SlidingWindow:
     def admits(self, context: int, length: int, ar: int) -> bool:
         return True
 
+    def leaving(self, context: int, length: int, ar: int, similarity: Callable[[], Sequence[float]]) -> Sequence[int]:
+        return ()
+
+
+@dataclass(frozen=True, slots=True)
+class Sinks:
+    """When a step has no room, the first tokens and the newest stay, and all others leave (arXiv 2309.17453).
+
+    Those that stay move up to the positions from 0 on, so that no position ever exceeds S: their keys are rotated by
+    the difference and rounded anew. All that is freed, S - AR - tokens - window, is used before keys move again, so
+    a smaller window rounds a key fewer times.
+
+    Attributes:
+        tokens: how many of the first stay; at least 1.
+        window: how many of the newest stay; at least 1, and with `tokens` at most S less the largest AR.
+        inverse_frequencies: D/2 of them: the angle of pair i at position p is p * inverse_frequencies[i].
+    """
+
+    tokens: int
+    window: int
+    inverse_frequencies: tuple[float, ...]
+    name: Literal["sinks"] = "sinks"
+
+    def check(self, geometry: Geometry, max_ar: int) -> None:
+        most = geometry.past_rows(max_ar)
+        if self.tokens < 1 or self.window < 1 or self.tokens + self.window > most:
+            raise UsageError(
+                "context policy sinks",
+                found=f"{self.tokens} first and {self.window} newest tokens",
+                wanted=f"at least 1 of each, and {most} together at most, so that a step of AR-{max_ar} has room",
+                way_out="Use about half of the context for the newest tokens.",
+            )
+        if 2 * len(self.inverse_frequencies) != geometry.head_dim:
+            raise UsageError(
+                "context policy sinks",
+                found=f"{len(self.inverse_frequencies)} inverse frequencies",
+                wanted=f"{geometry.head_dim / 2:g}, half of head_dim",
+                way_out="Take those of the bundle's manifest.",
+            )
+
+    def capacity(self, context: int) -> int:
+        return context
+
+    def admits(self, context: int, length: int, ar: int) -> bool:
+        return True
+
+    def leaving(self, context: int, length: int, ar: int, similarity: Callable[[], Sequence[float]]) -> Sequence[int]:
+        return () if length <= context - ar else range(self.tokens, length - self.window)
+
+
+@dataclass(frozen=True, slots=True)
+class KeyDiff:
+    """When a step has no room, the tokens leave whose keys are most like the mean key (arXiv 2504.15364).
+
+    All tensors of a token leave together, so its similarity is the mean over layers and heads. Tokens keep their
+    absolute positions.
+
+    Attributes:
+        budget: how many tokens stay; at most S less the largest AR.
+        recent: how many of the newest always stay; 1 to `budget`.
+    """
+
+    budget: int
+    recent: int
+    name: Literal["keydiff"] = "keydiff"
+    inverse_frequencies: tuple[float, ...] = ()
+
+    def check(self, geometry: Geometry, max_ar: int) -> None:
+        most = geometry.past_rows(max_ar)
+        if not 1 <= self.recent <= self.budget <= most:
+            raise UsageError(
+                "context policy keydiff",
+                found=f"a budget of {self.budget} tokens, {self.recent} of them recent",
+                wanted=f"1 to {most} tokens, so that a step of AR-{max_ar} has room, and at least 1 recent one",
+                way_out="Use about half of the context, and an eighth of that for the recent ones.",
+            )
+
+    def capacity(self, context: int) -> int:
+        return context
+
+    def admits(self, context: int, length: int, ar: int) -> bool:
+        return True
+
+    def leaving(self, context: int, length: int, ar: int, similarity: Callable[[], Sequence[float]]) -> Sequence[int]:
+        if length <= context - ar:
+            return ()
+        scores = similarity()
+        # Of equally similar ones the older leave.
+        ranked = sorted(range(length - self.recent), key=lambda age: -scores[age])
+        return sorted(ranked[: length - self.budget])
+
 
 POLICIES: tuple[Policy, ...] = (Fail(), SlidingWindow())
 
 
-def find_policy(name: str) -> Policy:
-    """The policy of this name.
+def find_policy(policy: str | Policy) -> Policy:
+    """The policy of this name; one with numbers of its own, `Sinks` or `KeyDiff`, is given as an object.
 
     Raises:
         UsageError: there is none.
     """
-    for policy in POLICIES:
-        if policy.name == name:
-            return policy
-    names = " or ".join(policy.name for policy in POLICIES)
-    raise UsageError("context policy", found=repr(name), wanted=names, way_out=f"Use {names}.")
+    if not isinstance(policy, str):
+        return policy
+    for known in POLICIES:
+        if known.name == policy:
+            return known
+    names = " or ".join(known.name for known in POLICIES)
+    raise UsageError("context policy", found=repr(policy), wanted=names, way_out=f"Use {names}.")

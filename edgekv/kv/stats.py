@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from edgekv.kv.rotate import Requantization
+
 
 @dataclass(frozen=True, slots=True)
 class CacheStats:
@@ -11,11 +13,13 @@ class CacheStats:
 
     Attributes:
         bytes_copied: bytes that the cache itself has copied, of all tensors; rows that a graph writes in place
-            are not copied.
+            are not copied, and keys that a policy rotates are counted below.
         copies: copies of one range of rows in all tensors: slides of a pointer-shift, writes of a slot.
         steps: steps committed.
         tokens: tokens committed.
         bytes_held: bytes allocated, scratch and alignment included.
+        evicted: tokens that left because a policy chose them, other than the oldest of a sliding window.
+        requantization: what rotating keys to other positions has cost, if the policy does so.
     """
 
     bytes_copied: int
@@ -23,3 +27,5 @@ class CacheStats:
     steps: int
     tokens: int
     bytes_held: int
+    evicted: int = 0
+    requantization: Requantization | None = None

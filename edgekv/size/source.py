@@ -87,7 +87,7 @@ def _from_config(file: Path, given: Overrides) -> Subject:
     if "sliding_attention" in (config.layer_types or ()):
         assumptions.append("layers of sliding_attention hold rows for the whole context")
     try:
-        geometry = Geometry(**sizes, context=context, kv_dtype=kv_dtype_of(bits), key_layout="rows")
+        geometry = Geometry(sizes["layers"], sizes["kv_heads"], sizes["head_dim"], context, kv_dtype_of(bits))
     except ValueError as error:
         way_out = "Check the file, or give --context."
         raise CheckpointError(str(file), found=error, wanted="sizes that can exist", way_out=way_out) from None

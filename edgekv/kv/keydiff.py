@@ -1,0 +1,34 @@
+"""How alike the keys of a cache are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgekv.kv.store import Rows
+
+
+def mean_similarity(tensors: Iterable[tuple[Rows, int]]) -> NDArray[np.float64]:
+    """Cosine of each token's key and the mean key, as a mean over key tensors, `[tokens]`.
+
+    The mean key is that of the keys at unit length (arXiv 2504.15364); a cosine does not depend on the scale of an
+    encoding, and a key of zeros is similar to nothing.
+
+    Args:
+        tensors: integers `[tokens, D]` and the zero point of each key tensor.
+    """
+    total: NDArray[np.float64] | None = None
+    count = 0
+    for integers, zero_point in tensors:
+        keys = integers.astype(np.float32) - np.float32(zero_point)
+        unit = keys / np.maximum(np.linalg.norm(keys, axis=1, keepdims=True), np.float32(1e-6))
+        anchor = unit.mean(axis=0)
+        cosines = (unit @ anchor / max(float(np.linalg.norm(anchor)), 1e-6)).astype(np.float64)
+        total = cosines if total is None else total + cosines
+        count += 1
+    if total is None:
+        raise ValueError("tensors: found none; wanted the keys of at least one head")
+    mean: NDArray[np.float64] = total / count
+    return mean

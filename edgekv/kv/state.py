@@ -1,0 +1,141 @@
+"""A cache on disk: the rows held, by age, in one safetensors file that says what they belong to."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+from tempfile import NamedTemporaryFile
+from typing import Any
+
+import numpy as np
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save
+
+from edgekv.errors import EdgeKVError
+from edgekv.kv.store import Rows
+
+FORMAT = "edgekv.kv-state.1"
+
+
+class StateError(EdgeKVError):
+    """A saved cache that is damaged, or that belongs to another model or cache."""
+
+
+@dataclass(frozen=True, slots=True)
+class CacheState:
+    """The tokens that a cache holds. Where their rows lay is no part of it, so any strategy can go on from it.
+
+    Attributes:
+        sizes: what the cache was made for, as `describe` of its geometry gives it.
+        encodings: scale and zero point of each tensor, by the name of its graph input; empty if unknown.
+        positions: of the tokens held, oldest first.
+        position: of the next token.
+        rewindable: how many of the newest tokens were held in a row.
+        tokens_seen: tokens of the text.
+        rows: `[tokens, D]` for each tensor, oldest first, by the name of its graph input; layers that attend to fewer
+            tokens hold fewer.
+    """
+
+    sizes: Mapping[str, Any]
+    encodings: Mapping[str, tuple[float, int]]
+    positions: tuple[int, ...]
+    position: int
+    rewindable: int
+    tokens_seen: int
+    rows: Mapping[str, Rows]
+
+
+def write_state(state: CacheState, file: str | Path, *, fingerprint: str) -> None:
+    """Write a state, whole or not at all.
+
+    Args:
+        state: the state.
+        file: is replaced if it exists.
+        fingerprint: of what computed the rows, such as a hash of the bundle; the reader must give the same.
+
+    Raises:
+        StateError: the file cannot be written.
+    """
+    parts = {
+        "sizes": state.sizes,
+        "encodings": state.encodings,
+        "positions": state.positions,
+        "position": state.position,
+        "rewindable": state.rewindable,
+        "tokens_seen": state.tokens_seen,
+        "fingerprint": fingerprint,
+    }
+    metadata = {"format": FORMAT, **{name: _text(part) for name, part in parts.items()}}
+    metadata["sha256"] = _digest(metadata, state.rows)
+    content = save({name: np.ascontiguousarray(rows) for name, rows in state.rows.items()}, metadata)
+    target = Path(file)
+    try:
+        with NamedTemporaryFile(dir=target.parent, prefix=f".{target.name}.", delete=False) as partial:
+            try:
+                partial.write(content)
+                partial.flush()
+                os.fsync(partial.fileno())
+                Path(partial.name).replace(target)
+            except BaseException:
+                Path(partial.name).unlink(missing_ok=True)
+                raise
+    except OSError as error:
+        raise StateError(
+            f"state {file}", found=error.strerror, wanted="a writable file", way_out="Give a path that you can write."
+        ) from None
+
+
+def read_state(file: str | Path, *, fingerprint: str) -> CacheState:
+    """Read a state.
+
+    Raises:
+        StateError: no such file, one that is damaged or no state, or one of another fingerprint.
+    """
+    try:
+        with safe_open(str(file), "np") as opened:
+            metadata: dict[str, str] = opened.metadata() or {}
+            rows = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118, it is no dict
+    except OSError as error:
+        raise _refusal(file, "file", error.strerror or error, "one that can be read") from None
+    except SafetensorError as error:
+        raise _refusal(file, "file", error, "a whole safetensors file") from None
+    if metadata.get("format") != FORMAT:
+        raise _refusal(file, "format", metadata.get("format", "none"), FORMAT)
+    found = metadata.pop("sha256", "none")
+    if found != (wanted := _digest(metadata, rows)):
+        raise _refusal(file, "content", f"sha256 {wanted}", f"{found}, as it was written")
+    parts = {name: json.loads(text) for name, text in metadata.items() if name != "format"}
+    if parts["fingerprint"] != fingerprint:
+        raise _refusal(file, "fingerprint", parts["fingerprint"], fingerprint)
+    return CacheState(
+        sizes=parts["sizes"],
+        encodings={name: (scale, zero_point) for name, (scale, zero_point) in parts["encodings"].items()},
+        positions=tuple(parts["positions"]),
+        position=parts["position"],
+        rewindable=parts["rewindable"],
+        tokens_seen=parts["tokens_seen"],
+        rows=rows,
+    )
+
+
+def _refusal(file: str | Path, field: str, found: object, wanted: object) -> StateError:
+    return StateError(
+        f"state {file}: {field}", found=found, wanted=wanted, way_out="Run the prompt again, and save a new state."
+    )
+
+
+def _text(part: object) -> str:
+    return json.dumps(part, sort_keys=True)
+
+
+def _digest(metadata: Mapping[str, str], rows: Mapping[str, Rows]) -> str:
+    """Hash of all metadata but itself and of every tensor with its name, type and shape."""
+    digest = sha256(_text(metadata).encode())
+    for name in sorted(rows):
+        digest.update(_text((name, rows[name].dtype.name, rows[name].shape)).encode())
+        digest.update(np.ascontiguousarray(rows[name]).data)
+    return digest.hexdigest()

@@ -1,0 +1,44 @@
+"""The update strategies by name."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from typing import Literal
+
+from edgekv.errors import UsageError
+from edgekv.kv.geometry import Geometry
+from edgekv.kv.mirror import Mirror
+from edgekv.kv.pointer_shift import DEFAULT_RESERVE, PointerShift
+from edgekv.kv.shift_concat import ShiftConcat
+from edgekv.kv.slot import Slot
+from edgekv.kv.strategy import Strategy
+
+StrategyName = Literal["pointer-shift", "slot", "mirror", "shift-concat"]
+STRATEGIES: tuple[StrategyName, ...] = ("pointer-shift", "slot", "mirror", "shift-concat")
+
+
+def make_strategy(
+    name: str, geometry: Geometry, *, max_ar: int, reserve: Fraction | float = DEFAULT_RESERVE
+) -> Strategy:
+    """An update strategy by name; `reserve` matters to `pointer-shift` alone.
+
+    Raises:
+        UsageError: no such strategy, `mirror` for keys as columns, or a reserve that is not above 1 and at most 2.
+    """
+    if name == "pointer-shift":
+        return PointerShift(geometry, reserve, max_ar=max_ar)
+    if name == "slot":
+        return Slot(geometry, max_ar=max_ar)
+    if name == "shift-concat":
+        return ShiftConcat(geometry, max_ar=max_ar)
+    if name == "mirror" and geometry.key_layout == "rows":
+        return Mirror(geometry, max_ar=max_ar)
+    if name == "mirror":
+        raise UsageError(
+            "update strategy",
+            found="mirror with keys as columns",
+            wanted="keys as rows",
+            way_out="Use pointer-shift or slot, or export keys as rows.",
+        )
+    names = " or ".join(STRATEGIES)
+    raise UsageError("update strategy", found=repr(name), wanted=names, way_out=f"Use {names}.")

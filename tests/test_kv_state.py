@@ -1,0 +1,146 @@
+"""A saved cache: any strategy goes on from any other's, and what does not belong is refused by name."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from edgekv.errors import EdgeKVError
+from edgekv.kv import KVCache, LayeredGeometry, StateError
+from quant import Encoding
+from tests.kv_graph import feed, geometry_of, held, image
+
+MADE = [
+    ("pointer-shift", "rows"),
+    ("slot", "rows"),
+    ("mirror", "rows"),
+    ("shift-concat", "rows"),
+    ("pointer-shift", "columns"),
+    ("slot", "columns"),
+    ("shift-concat", "columns"),
+]
+
+
+def make(made=MADE[0], *, policy="fail", context=12, kv_dtype="u8", **options):
+    strategy, key_layout = made
+    geometry = geometry_of(context, kv_dtype, key_layout=key_layout)
+    return KVCache(geometry, ar=[1, 4], strategy=strategy, policy=policy, **options)
+
+
+@settings(max_examples=300)
+@given(
+    made=st.tuples(st.sampled_from(MADE), st.sampled_from(MADE)),
+    tokens=st.integers(0, 30),
+    ar=st.sampled_from([1, 4]),
+    kv_dtype=st.sampled_from(["u8", "s16"]),
+)
+def test_any_strategy_goes_on_from_another_s_state(made, tokens, ar, kv_dtype):
+    first, second = (make(each, policy="sliding-window", kv_dtype=kv_dtype) for each in made)
+    for token in range(tokens):
+        feed(first, ar, [token])
+    for token in range(7):
+        feed(second, 1, [500 + token])
+    second.restore(first.state)
+    assert held(second) == held(first) == list(range(max(0, tokens - 11), tokens))
+    assert second.tokens_seen == second.position == tokens
+    for token in range(tokens, tokens + 15):
+        assert sorted(feed(first, 1 + 3 * (token % 2), [token])) == sorted(feed(second, 1 + 3 * (token % 2), [token]))
+    assert first.state.positions == second.state.positions
+    assert all(np.array_equal(rows, second.state.rows[name]) for name, rows in first.state.rows.items())
+
+
+@pytest.mark.parametrize("made", MADE)
+def test_a_file_holds_a_full_context(tmp_path, made):
+    cache = make(made)
+    for token in range(12):
+        feed(cache, 1, [token])
+    cache.save(tmp_path / "state", fingerprint="a model")
+    other = make()
+    other.load(tmp_path / "state", fingerprint="a model")
+    assert held(other) == list(range(12))
+    assert not other.room(1)
+    other.rewind(3)
+    assert feed(other, 1, [9]) == list(range(9))
+    assert [path.name for path in tmp_path.iterdir()] == ["state"]
+
+
+def refused(cache, file, fingerprint="a model"):
+    """The refusal; the cache is as it was."""
+    before = image(cache)
+    with pytest.raises(StateError) as caught:
+        cache.load(file, fingerprint=fingerprint)
+    assert image(cache) == before
+    return str(caught.value)
+
+
+@pytest.fixture
+def file(tmp_path):
+    cache = make(encodings=[Encoding("u8", 0.5, 128)] * 4)
+    for token in range(5):
+        feed(cache, 1, [token])
+    cache.save(tmp_path / "state", fingerprint="a model")
+    return tmp_path / "state"
+
+
+def test_what_does_not_belong_is_refused_by_name(file):
+    same = {"encodings": [Encoding("u8", 0.5, 128)] * 4}
+    assert "fingerprint: found a model; wanted another" in refused(make(**same), file, "another")
+    assert "geometry: found" in refused(make(context=13, **same), file)
+    assert "geometry: found" in refused(make(kv_dtype="s16"), file)
+    assert "encodings: found" in refused(make(), file)
+    assert "encodings: found" in refused(make(encodings=[Encoding("u8", 0.25, 128)] * 4), file)
+    assert "file: found No such file" in refused(make(), file.with_name("none"))
+    make(**same).load(file, fingerprint="a model")
+
+
+def test_a_truncated_file_is_refused(file):
+    content = file.read_bytes()
+    cache = make(encodings=[Encoding("u8", 0.5, 128)] * 4)
+    for size in [0, 1, 7, 8, 9, *range(10, len(content), 37), len(content) - 1]:
+        file.write_bytes(content[:size])
+        assert "wanted" in refused(cache, file)
+
+
+def test_a_flipped_bit_is_refused(file):
+    content = file.read_bytes()
+    cache = make(encodings=[Encoding("u8", 0.5, 128)] * 4)
+    before = image(cache)
+    bits = random.Random(0).sample(range(8 * len(content)), 1500)
+    for bit in bits:
+        changed = bytearray(content)
+        changed[bit // 8] ^= 1 << bit % 8
+        file.write_bytes(changed)
+        with pytest.raises(StateError):
+            cache.load(file, fingerprint="a model")
+    assert image(cache) == before
+
+
+def test_more_tokens_than_a_policy_holds_are_refused(file):
+    cache = make()
+    for token in range(12):
+        feed(cache, 1, [token])
+    with pytest.raises(EdgeKVError, match="tokens: found 12; wanted 11 at most"):
+        make(policy="sliding-window").restore(cache.state)
+
+
+def test_a_folder_that_cannot_be_written_is_named(tmp_path):
+    with pytest.raises(StateError, match="No such file or directory; wanted a writable file"):
+        make().save(tmp_path / "none" / "state", fingerprint="a model")
+
+
+def test_layers_that_differ_are_saved_together(tmp_path):
+    geometry = LayeredGeometry(4, 12, kv_heads=(1, 2), head_dim=(8,), windows=(6, 12))
+    first, second = (KVCache(geometry, ar=[1], strategy=name) for name in ("mirror", "slot"))
+    for _ in range(9):
+        first.window(1)
+        first.commit(1)
+    for group in first.groups:
+        group.stores[0].array[:] = np.random.default_rng(0).integers(0, 255, group.stores[0].array.shape)
+    first.save(tmp_path / "state", fingerprint="")
+    second.load(tmp_path / "state", fingerprint="")
+    assert [group.length for group in second.groups] == [5, 9]
+    assert all(np.array_equal(rows, second.state.rows[name]) for name, rows in first.state.rows.items())
