@@ -117,7 +117,7 @@ class Arena:
         source_rows, target_rows = self._reach_rows(move.src), self._reach_rows(move.dst)
         if move.src_row + move.rows > source_rows or move.dst_row + move.rows > target_rows:
             raise ValueError(f"move: found {move}; wanted rows below {source_rows} and {target_rows}")
-        if move.overlaps or self.layout.mirrored:
+        if move.src == move.dst:
             self._shift(move)
         else:
             source, target = self._place(move.src), self._place(move.dst)
@@ -133,7 +133,7 @@ class Arena:
         return self.layout.reach_rows if place == "arena" else self.layout.scratch_rows
 
     def _shift(self, move: Move) -> None:
-        # numpy would buffer an overlapping copy of all tensors: as much memory again as the rows held.
+        # numpy cannot tell that strided rows of one array lie apart, and would buffer the copy of all tensors.
         addresses = self.addresses if move.src == "arena" else self.scratch_addresses
         src_bytes, dst_bytes = move.src_row * self.row_bytes, move.dst_row * self.row_bytes
         size_bytes = move.rows * self.row_bytes
