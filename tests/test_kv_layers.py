@@ -94,3 +94,11 @@ def test_sinks_need_layers_that_attend_alike_and_keydiff_does_not():
         cache.commit(1)
     assert [group.length for group in cache.groups] == [7, cache.length]
     assert 20 <= cache.length <= 64
+
+
+def test_used_bytes_are_those_of_rows_that_hold_a_token():
+    cache = KVCache(LayeredGeometry(2, 64, (1,), (8,), windows=(8, 64)), ar=[1])
+    for _ in range(20):
+        cache.window(1)
+        cache.commit(1)
+    assert cache.used_bytes == (7 + 20) * 2 * 8

@@ -88,6 +88,7 @@ class StaticGraph:
     def use(self, cache: KVCache) -> None:
         """Work on another cache of the same geometry from the next step on."""
         self._cache = cache
+        self._ends = [_Ends(store, self.ar) for store in cache.stores]
         self._bound = None
 
     def step(self, tokens: Sequence[int]) -> None:

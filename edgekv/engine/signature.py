@@ -36,8 +36,9 @@ class Signature:
 
     Attributes:
         inputs: `input_ids` [1, AR], `attention_mask` [1, 1, AR, S], `position_ids_cos` and `_sin`
-            [1, 1, AR, D/2], `logits_index` [1] of prefill graphs, and each past [1, 1, S-AR, D].
-        outputs: `logits` [1, AR or 1, V] and each new [1, 1, AR, D].
+            [1, 1, AR, D/2], `logits_index` [1] of prefill graphs, and each past [1, 1, S-AR, D]; keys as columns
+            [1, 1, D, S-AR].
+        outputs: `logits` [1, AR or 1, V] and each new [1, 1, AR, D]; keys as columns [1, 1, D, AR].
     """
 
     inputs: tuple[Port, ...]
@@ -57,8 +58,11 @@ class Signature:
         rows = ar if graph.role == "score" else 1
         outputs = [Port("logits", DTYPES[manifest.encodings["logits"].dtype].name, (1, rows, manifest.model.vocab))]
         for tensor in geometry.names():
-            inputs.append(Port(tensor.past, kv, (1, 1, geometry.past_rows(ar), head_dim)))
-            outputs.append(Port(tensor.new, kv, (1, 1, ar, head_dim)))
+            past, new = (geometry.past_rows(ar), head_dim), (ar, head_dim)
+            if tensor.kind == "key" and geometry.key_layout == "columns":
+                past, new = past[::-1], new[::-1]
+            inputs.append(Port(tensor.past, kv, (1, 1, *past)))
+            outputs.append(Port(tensor.new, kv, (1, 1, *new)))
         return cls(tuple(inputs), tuple(outputs))
 
     def check(self, session: ort.InferenceSession, graph: GraphRecord) -> None:

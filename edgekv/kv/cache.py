@@ -121,6 +121,11 @@ class KVCache:
         return self._strategy.length
 
     @property
+    def used_bytes(self) -> int:
+        """Bytes of the rows that hold a token; `stats.bytes_held` counts all that is allocated."""
+        return sum(group.length * group.geometry.tensors * group.geometry.row_bytes for group in self.groups)
+
+    @property
     def tokens_seen(self) -> int:
         """Tokens of the text so far; it grows past S where the policy allows."""
         return self._tokens_seen

@@ -68,11 +68,10 @@ class SequenceManager:
     def stats(self) -> SequenceStats:
         """What is held now, and how well it served so far."""
         caches = [held.cache for held in self._held.values()]
-        row_bytes = sum(cache.length * cache.geometry.tensors * cache.geometry.row_bytes for cache in caches)
         return SequenceStats(
             total_sequences=len(caches),
             total_bytes=self.memory_bytes,
-            used_bytes=row_bytes,
+            used_bytes=sum(cache.used_bytes for cache in caches),
             total_tokens=sum(cache.length for cache in caches),
             lookups=self._lookups,
             hits=self._hits,
