@@ -18,7 +18,7 @@ def _prompt(strategy: str, tokens: int) -> KVCache:
     """A cache whose token i has rows of i."""
     cache = KVCache(GEOMETRY, ar=[1, 4], strategy=strategy)
     for token in range(tokens):
-        window = cache.window(1)
+        (window,) = cache.window(1)
         (cache.arena.array if window.in_place else cache.arena.scratch)[:, window.new_row] = token
         cache.commit(1)
     return cache

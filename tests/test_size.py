@@ -168,7 +168,7 @@ def test_no_generation_meets_an_address_that_was_not_counted(geometry, max_ar, c
     cache = cache_of(choice, geometry, ar)
     met = {each: (set(), set()) for each in ar}
     for large, tokens in steps:
-        window = cache.window(max_ar if large else 1)
+        (window,) = cache.window(max_ar if large else 1)
         met[window.ar][0].add(window.past_row)
         met[window.ar][1].add(window.new_row)
         cache.commit(min(tokens, window.ar))

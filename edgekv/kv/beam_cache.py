@@ -43,20 +43,21 @@ class BeamCache:
 
         Raises:
             ContextFullError: the cache has no room.
-            ValueError: the context has no room for so many rows.
+            ValueError: the context has no room for so many rows, or the cache's layers are not all alike.
         """
+        geometry = cache.arena.layout.geometry
         (self.window,) = cache.window(1)
         self.position = cache.position
         self._cache = cache
-        past_rows = cache.geometry.past_rows(1)
+        past_rows = geometry.past_rows(1)
         self._columns = [*range(self.window.first), *range(self.window.stop, past_rows)]
         self.table = BeamTable(beams, columns=len(self._columns), kept=kept)
         self._beside: NDArray[Any] = cache.arena.array[:, :0]
         self.spill_bytes = 0
         if self.table.spill:
-            spill = Arena(Layout(cache.geometry, self.table.spill))
+            spill = Arena(Layout(geometry, self.table.spill))
             self._beside, self.spill_bytes = spill.array, spill.bytes_held
-        self._row_bytes = cache.geometry.tensors * cache.geometry.row_bytes
+        self._row_bytes = geometry.tensors * geometry.row_bytes
         self.bytes_kept = 0
         self.bytes_gathered = 0
 
