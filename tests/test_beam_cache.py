@@ -11,7 +11,7 @@ from edgekv.kv.beam_cache import BeamCache
 
 GEOMETRY = Geometry(layers=1, kv_heads=2, head_dim=8, context=16)
 ROW_BYTES = GEOMETRY.tensors * GEOMETRY.row_bytes
-ALL = pytest.mark.parametrize("strategy", ["slot", "pointer-shift"])
+ALL = pytest.mark.parametrize("strategy", ["slot", "pointer-shift", "mirror", "shift-concat"])
 
 
 def _prompt(strategy: str, tokens: int) -> KVCache:
@@ -19,17 +19,19 @@ def _prompt(strategy: str, tokens: int) -> KVCache:
     cache = KVCache(GEOMETRY, ar=[1, 4], strategy=strategy)
     for token in range(tokens):
         (window,) = cache.window(1)
-        (cache.arena.array if window.in_place else cache.arena.scratch)[:, window.new_row] = token
+        array = cache.arena.array if window.in_place else cache.arena.scratch
+        array[:, window.new_row % array.shape[1]] = token
         cache.commit(1)
     return cache
 
 
 def _run(cache: KVCache, beams: BeamCache, value: int) -> None:
     """What a graph does: it writes a row where the window says."""
-    (cache.arena.array if beams.window.in_place else cache.arena.scratch)[:, beams.window.new_row] = value
+    array = cache.arena.array if beams.window.in_place else cache.arena.scratch
+    array[:, beams.window.new_row % array.shape[1]] = value
 
 
-@given(st.sampled_from(["slot", "pointer-shift"]), st.integers(1, 12), st.data())
+@given(st.sampled_from(["slot", "pointer-shift", "mirror", "shift-concat"]), st.integers(1, 12), st.data())
 def test_the_mask_opens_the_prompt_and_the_own_rows_of_each_beam(
     strategy: str, prompt: int, data: st.DataObject
 ) -> None:
@@ -41,8 +43,9 @@ def test_the_mask_opens_the_prompt_and_the_own_rows_of_each_beam(
     for step in range(kept + 1):
         assert beams.position == prompt + step
         for beam in range(4):
-            window = cache.arena.array[:, beams.window.past_row :][:, :15]
+            rows = np.arange(beams.window.past_row, beams.window.past_row + 15) % cache.arena.array.shape[1]
             columns = beams.columns(beam)
+            window = cache.arena.array[:, rows]
             assert [int(row) for row in window[0, beams.window.first : beams.window.stop, 0]] == list(range(prompt))
             assert np.array_equal(window[:, columns], np.tile(np.array(naive[beam])[:, None], (4, 1, 8)))
             _run(cache, beams, 100 + 4 * step + beam)

@@ -77,7 +77,7 @@ class BeamCache:
         """Keep what the graph computed for a beam; its next run would overwrite it."""
         arena = self._cache.arena
         landed = arena.array if self.window.in_place else arena.scratch
-        self._row(self.table.append(beam))[:] = landed[:, self.window.new_row]
+        self._row(self.table.append(beam))[:] = landed[:, self.window.new_row % landed.shape[1]]
         self.bytes_kept += self._row_bytes
 
     def reorder(self, parents: Sequence[int]) -> None:
@@ -95,5 +95,5 @@ class BeamCache:
             array, at = self._cache.arena.array, self.window.past_row + self._columns[row]
         else:
             array, at = self._beside, row - self.table.columns
-        found: Row = array[:, at]
+        found: Row = array[:, at % array.shape[1]]  # a mirrored window may go round its ring
         return found
