@@ -1,10 +1,23 @@
 """Attention over keys and values that lie in blocks: OpenVINO's PagedAttention as a vectorized numpy reference.
 
-`paged_attention` is the operator; `rotation_trig_lut` makes its table for keys that move to earlier positions.
+`paged_attention` is the operator. `CacheEvictor` bounds a sequence's cache: from the operator's scores it chooses the
+blocks to drop and makes the inputs that turn the kept keys to their new positions.
 """
 
 from edgekv.paged.attention import paged_attention
 from edgekv.paged.errors import PagedInputError
+from edgekv.paged.eviction import CacheEvictionConfig, CacheEvictor, Eviction
+from edgekv.paged.ledger import AGGREGATIONS, Aggregation, ScoreLedger
 from edgekv.paged.rotation import rotation_trig_lut
 
-__all__ = ["PagedInputError", "paged_attention", "rotation_trig_lut"]
+__all__ = [
+    "AGGREGATIONS",
+    "Aggregation",
+    "CacheEvictionConfig",
+    "CacheEvictor",
+    "Eviction",
+    "PagedInputError",
+    "ScoreLedger",
+    "paged_attention",
+    "rotation_trig_lut",
+]

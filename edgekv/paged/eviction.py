@@ -1,0 +1,180 @@
+"""Eviction by score: a bounded cache that keeps the blocks which attention used most."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import DTypeLike, NDArray
+
+from edgekv.paged.arrays import Floats, Ints, check_array, check_range
+from edgekv.paged.errors import PagedInputError
+from edgekv.paged.ledger import AGGREGATIONS, Aggregation, ScoreLedger
+from edgekv.paged.rotation import rotation_trig_lut
+
+
+@dataclass(frozen=True, slots=True)
+class CacheEvictionConfig:
+    """The three areas of a sequence's cache: start, evictable and recent, as in OpenVINO GenAI's class of this name.
+
+    Only full blocks of the evictable area are dropped, so a sequence holds at most max_tokens + block_tokens - 1
+    tokens after an eviction. All sizes are in tokens, whole blocks of them, at least one.
+
+    Attributes:
+        start_tokens: the oldest tokens, which always stay (attention sinks, arXiv 2309.17453).
+        recent_tokens: the newest tokens in full blocks, which stay until newer ones push them out of this area.
+        max_tokens: all areas together; more than the two above.
+        block_tokens: bs, tokens of a block.
+        aggregation: `sum` or `normalized sum`, how scores of several calls become a token's importance.
+    """
+
+    start_tokens: int
+    recent_tokens: int
+    max_tokens: int
+    block_tokens: int
+    aggregation: Aggregation = "normalized sum"
+
+    def __post_init__(self) -> None:
+        if self.block_tokens < 1:
+            raise PagedInputError("block_tokens", found=self.block_tokens, wanted="at least 1")
+        for field in ("start_tokens", "recent_tokens", "max_tokens"):
+            tokens = getattr(self, field)
+            if tokens < 1 or tokens % self.block_tokens:
+                wanted = f"a multiple of the {self.block_tokens} tokens of a block, at least one block"
+                raise PagedInputError(field, found=tokens, wanted=wanted)
+        if self.max_tokens <= (kept := self.start_tokens + self.recent_tokens):
+            wanted = f"more than start and recent together, {kept} tokens"
+            raise PagedInputError("max_tokens", found=self.max_tokens, wanted=wanted)
+        if self.aggregation not in AGGREGATIONS:
+            wanted = " or ".join(map(repr, AGGREGATIONS))
+            raise PagedInputError("aggregation", found=repr(self.aggregation), wanted=wanted)
+
+    @classmethod
+    def in_blocks(
+        cls, start: int, recent: int, maximum: int, *, block_tokens: int, aggregation: Aggregation = "normalized sum"
+    ) -> CacheEvictionConfig:
+        """The same with the sizes of the areas in blocks."""
+        return cls(start * block_tokens, recent * block_tokens, maximum * block_tokens, block_tokens, aggregation)
+
+    def evictable(self, tokens: int) -> range:
+        """The blocks, by their place in the table, of which some may be dropped when `tokens` are cached."""
+        full = tokens // self.block_tokens
+        start = self.start_tokens // self.block_tokens
+        return range(start, max(start, full - self.recent_tokens // self.block_tokens))
+
+    def excess_blocks(self, tokens: int) -> int:
+        """How many blocks are too many when `tokens` are cached; never more than are evictable."""
+        return max(0, (tokens - self.max_tokens) // self.block_tokens)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Eviction:
+    """What was dropped, and the operator's inputs for the sequence's next call, which must use all of them.
+
+    Attributes:
+        dropped: places in the old table, ascending; empty when all fits.
+        freed_blocks: the blocks that stood there, int32, which the sequence no longer reads.
+        block_indices: the sequence's new block table, int32, unused blocks at its end included.
+        past_tokens: tokens still cached; the next token's position.
+        rotated_block_indices: `[m]` int32, blocks whose tokens moved to earlier positions.
+        rotation_deltas: `[m, 1]` int32, by how many.
+        rotation_trig_lut: `[M, S]`.
+    """
+
+    dropped: Ints
+    freed_blocks: NDArray[np.int32]
+    block_indices: NDArray[np.int32]
+    past_tokens: int
+    rotated_block_indices: NDArray[np.int32]
+    rotation_deltas: NDArray[np.int32]
+    rotation_trig_lut: Floats
+
+
+class CacheEvictor:
+    """Chooses what one sequence drops from the cache of one layer.
+
+    After each call of the operator, `record` its scores; before the next one, `evict`. What stays is then attended to
+    as if the dropped tokens had never been: positions count the tokens that are kept. The blocks it rotates change in
+    place, so none of them may be shared with another sequence.
+
+    Attributes:
+        config: the areas.
+    """
+
+    def __init__(
+        self, config: CacheEvictionConfig, inverse_frequencies: Sequence[float], dtype: DTypeLike = np.float32
+    ) -> None:
+        """An evictor for an empty sequence.
+
+        Args:
+            config: the areas.
+            inverse_frequencies: rotary frequencies of the model's keys, `[S/2]`, radians per position.
+            dtype: the type of the caches.
+
+        Raises:
+            PagedInputError: no frequencies, or one that is not finite.
+        """
+        self.config = config
+        self._ledger = ScoreLedger(config.aggregation)
+        self._frequencies = inverse_frequencies
+        self._lut = rotation_trig_lut(inverse_frequencies, config.block_tokens + 1, dtype)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens cached."""
+        return len(self._ledger)
+
+    def record(self, scores: Floats, *, new_tokens: int, aggregation_window: int = 1) -> None:
+        """Enter the sequence's region `[past + new_tokens]` of the scores of one call of the operator.
+
+        Raises:
+            PagedInputError: see `ScoreLedger.add`.
+        """
+        self._ledger.add(scores, new_tokens=new_tokens, aggregation_window=aggregation_window)
+
+    def evict(self, block_indices: NDArray[np.int32]) -> Eviction:
+        """Drop the least used evictable blocks, the older first among equals, until the rest fits.
+
+        Args:
+            block_indices: the sequence's block table, int32; each block once.
+
+        Raises:
+            PagedInputError: a table of another type, too short, with a negative entry or one block twice; nothing is
+                dropped.
+        """
+        table = self._check_table(block_indices)
+        block_tokens = self.config.block_tokens
+        evictable = self.config.evictable(self.tokens)
+        scores = self._ledger.block_scores(block_tokens)[evictable.start : evictable.stop]
+        excess = self.config.excess_blocks(self.tokens)
+        dropped: Ints = np.sort(np.argsort(scores, kind="stable")[:excess]) + evictable.start
+        kept = np.delete(np.arange(len(table)), dropped)
+        held = kept[: -(-self.tokens // block_tokens) - len(dropped)]
+        moved_blocks = held - np.arange(len(held))
+        moved = moved_blocks > 0
+        self._ledger.drop(dropped, block_tokens)
+        return Eviction(
+            dropped=dropped,
+            freed_blocks=table[dropped],
+            block_indices=table[kept],
+            past_tokens=self.tokens,
+            rotated_block_indices=table[held[moved]],
+            rotation_deltas=(moved_blocks[moved, None] * block_tokens).astype(np.int32),
+            rotation_trig_lut=self._table(len(dropped) * block_tokens + 1),
+        )
+
+    def _check_table(self, given: object) -> NDArray[np.int32]:
+        table: NDArray[np.int32] = check_array("block_indices", given, np.int32, 1)
+        check_range("block_indices", table, 0, None, "a block of the caches")
+        needed = -(-self.tokens // self.config.block_tokens)
+        if len(table) < needed:
+            raise PagedInputError("block_indices", found=f"{len(table)} blocks", wanted=f"at least {needed}")
+        if len(np.unique(table)) < len(table):
+            raise PagedInputError("block_indices", found=table.tolist(), wanted="each block once")
+        return table
+
+    def _table(self, rows: int) -> Floats:
+        if rows > len(self._lut):
+            self._lut = rotation_trig_lut(self._frequencies, rows, self._lut.dtype)
+        return self._lut
