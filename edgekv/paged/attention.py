@@ -120,8 +120,10 @@ def _attend(
     oldest = max(0, past + 1 - window)
     places = span.places(oldest, past + new)
     tokens = past + new - oldest
-    for heads in _pieces(caches.kv_heads, tokens * max(caches.key_size, caches.value_size)):
-        keys, values = caches.gather(places, heads)
+    pieces = list(_pieces(caches.kv_heads, tokens * max(caches.key_size, caches.value_size)))
+    room = caches.room(pieces[0].stop, tokens)
+    for heads in pieces:
+        keys, values = caches.gather(places, heads, room)
         asked = query[:, heads].astype(np.float64).transpose(1, 2, 0, 3) * options.scale
         slopes = None if options.slopes is None else options.slopes.reshape(-1, group, 1, 1)[heads]
         for tile in _pieces(new, len(keys) * group * tokens):

@@ -88,7 +88,15 @@ class Caches:
         self.key[places.blocks, :, places.slots] = key.reshape(-1, self.kv_heads, self.key_size)
         self.value[places.blocks, :, places.slots] = value.reshape(-1, self.kv_heads, self.value_size)
 
-    def gather(self, places: Places, heads: slice) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """Keys `[heads, n, S]` and values `[heads, n, Sv]` of these places and of no other."""
-        keys, values = (cache[places.blocks, heads, places.slots] for cache in (self.key, self.value))
-        return keys.astype(np.float64).transpose(1, 0, 2), values.astype(np.float64).transpose(1, 0, 2)
+    def room(self, heads: int, tokens: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """Memory for `gather`: `[tokens, heads, S]` and `[tokens, heads, Sv]`."""
+        return np.empty((tokens, heads, self.key_size)), np.empty((tokens, heads, self.value_size))
+
+    def gather(
+        self, places: Places, heads: slice, room: tuple[NDArray[np.float64], NDArray[np.float64]]
+    ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """Keys `[heads, n, S]` and values `[heads, n, Sv]` of these places and of no other, as views of `room`."""
+        keys, values = (array[:, : heads.stop - heads.start] for array in room)
+        keys[...] = self.key[places.blocks, heads, places.slots]
+        values[...] = self.value[places.blocks, heads, places.slots]
+        return keys.transpose(1, 0, 2), values.transpose(1, 0, 2)
