@@ -18,7 +18,7 @@ import edgekv
 from devices import find
 from edgekv.bundle import open_bundle
 from edgekv.errors import UsageError
-from edgekv.kv import KvDtype
+from edgekv.kv import KeyLayout, KvDtype
 from exporters.checkpoint import Checkpoint
 from exporters.compile import compile_bundle
 from exporters.evaluate import evaluate, open_source, read_text
@@ -41,6 +41,9 @@ def export(
     ar: Annotated[str, typer.Option("--ar", help="Tokens per inference of each graph, with commas.")] = "1,32",
     recipe: Annotated[str, typer.Option(help="Integer types of weights and activations.")] = "w8a16",
     kv: Annotated[str, typer.Option(help="Integer type of the KV cache: u8, or s16 from V73 on.")] = "u8",
+    key_layout: Annotated[
+        str, typer.Option(help="How keys lie in the cache: rows, or columns, as Genie wants them.")
+    ] = "rows",
     calibration: Annotated[Optional[Path], typer.Option(help="Text to calibrate on, instead of edgekv's own.")] = None,
     allow_float: Annotated[bool, typer.Option("--allow-float", help="Accept nodes that compute in float.")] = False,
     skip_htp_check: Annotated[
@@ -59,6 +62,7 @@ def export(
         context=context,
         ar=_numbers("--ar", ar),
         kv_dtype=_kv_dtype(kv),
+        key_layout=_key_layout(key_layout),
         calibration=calibration,
         allow_float=allow_float,
         check_on_htp=not skip_htp_check,
@@ -168,3 +172,9 @@ def _kv_dtype(value: str) -> KvDtype:
         wanted="u8 or s16",
         way_out="Use u8; u16 would be cut to 8 bits by the HTP compiler without a word.",
     )
+
+
+def _key_layout(value: str) -> KeyLayout:
+    if value in ("rows", "columns"):
+        return cast(KeyLayout, value)
+    raise UsageError("--key-layout", found=repr(value), wanted="rows or columns", way_out="Use rows.")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Protocol, TypeVar
 
-from edgekv.kv.geometry import KvTensor
+from edgekv.kv import KvTensor
 from exporters.spec import DecoderSpec
 
 V = TypeVar("V")

@@ -26,7 +26,7 @@ from edgekv.bundle import (
     write_manifest,
 )
 from edgekv.errors import EngineError, UsageError
-from edgekv.kv import KvDtype
+from edgekv.kv import KeyLayout, KvDtype
 from exporters.calibrate import choose_encodings, observe_ranges, token_windows
 from exporters.checkpoint import Checkpoint
 from exporters.graphs import plan_graphs, write_graphs
@@ -48,6 +48,7 @@ class ExportOptions:
         context: S, tokens; a multiple of the largest AR.
         ar: tokens per inference of each graph; 1 is among them.
         kv_dtype: integer type of the cache.
+        key_layout: `rows`, as values lie, or `columns`, as Genie wants keys; see `edgekv.kv.Geometry`.
         calibration: a text file, or None for the text that ships with edgekv.
         allow_float: accept nodes that compute in float, and record them.
         check_on_htp: compile every graph and look for float nodes.
@@ -58,6 +59,7 @@ class ExportOptions:
     context: int = 512
     ar: Sequence[int] = (1, 32)
     kv_dtype: KvDtype = "u8"
+    key_layout: KeyLayout = "rows"
     calibration: Path | None = None
     allow_float: bool = False
     check_on_htp: bool = True
@@ -120,7 +122,14 @@ def export_bundle(
         encodings = choose_encodings(ranges, options.recipe, options.kv_dtype)
         del ranges
         graphs = plan_graphs(options.ar, options.context)
-        write_graphs(checkpoint, encodings, graphs, folder, lambda done: progress("quantize", done, spec.layers))
+        write_graphs(
+            checkpoint,
+            encodings,
+            graphs,
+            folder,
+            options.key_layout,
+            lambda done: progress("quantize", done, spec.layers),
+        )
         check, floating = _check(graphs, folder, options, progress)
         shutil.copyfile(checkpoint.folder / "tokenizer.json", folder / "tokenizer.json")
         progress("seal", 0, 1)
@@ -130,6 +139,7 @@ def export_bundle(
             device=options.device.soc,
             recipe=options.recipe.name,
             kv_dtype=options.kv_dtype,
+            key_layout=options.key_layout,
             context=options.context,
             htp_check=check,
             floating_nodes=floating,

@@ -8,6 +8,7 @@ from pathlib import Path
 import onnx
 
 from edgekv.bundle import GraphRecord
+from edgekv.kv import KeyLayout
 from exporters.checkpoint import Checkpoint
 from exporters.decoder import decoder_layer, logits
 from exporters.qdq import QdqOps
@@ -33,6 +34,7 @@ def write_graphs(
     encodings: Mapping[str, Encoding],
     graphs: Sequence[GraphRecord],
     folder: Path,
+    key_layout: KeyLayout = "rows",
     progress: Callable[[int], None] | None = None,
 ) -> None:
     """Write every graph and the weights they share into `folder`.
@@ -42,11 +44,12 @@ def write_graphs(
         encodings: one for every result of the decoder and every input.
         graphs: what to write.
         folder: where to.
+        key_layout: of the keys in every graph; see `edgekv.kv.Geometry`.
         progress: called with the number of layers done.
     """
     spec = checkpoint.spec
     store = WeightStore(checkpoint, folder)
-    builders = [QdqOps(g.ar, g.context, spec.head_dim, spec.eps, encodings, store) for g in graphs]
+    builders = [QdqOps(g.ar, g.context, spec.head_dim, spec.eps, encodings, store, key_layout) for g in graphs]
     hidden = [ops.embed("model.embed_tokens.weight", "embedding") for ops in builders]
     store.flush("weights-embedding")
     for layer in range(spec.layers):

@@ -11,7 +11,7 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
-from edgekv.kv import KvTensor
+from edgekv.kv import KeyLayout, KvTensor
 from exporters.weights import WeightStore
 from quant import DTYPES, Dtype, Encoding
 
@@ -25,6 +25,7 @@ _TYPES: dict[Dtype, int] = {
     "s16": TensorProto.INT16,
 }
 _MATRIX, _ROWS = -1, 2  # axes of [1, 1, rows, width]
+_TURN = [0, 1, 3, 2]
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +44,14 @@ class QdqOps:
     """
 
     def __init__(
-        self, ar: int, context: int, head_dim: int, eps: float, encodings: Mapping[str, Encoding], store: WeightStore
+        self,
+        ar: int,
+        context: int,
+        head_dim: int,
+        eps: float,
+        encodings: Mapping[str, Encoding],
+        store: WeightStore,
+        key_layout: KeyLayout,
     ) -> None:
         self._ar = ar
         self._past_rows = context - ar
@@ -51,6 +59,7 @@ class QdqOps:
         self._eps = eps
         self._encodings = encodings
         self._store = store
+        self._key_layout = key_layout
         self._uses: Counter[str] = Counter()
         self._nodes: list[onnx.NodeProto] = []
         self._inputs: list[onnx.ValueInfoProto] = []
@@ -103,16 +112,24 @@ class QdqOps:
 
     def remember(self, new: Tensor, tensor: KvTensor) -> Tensor:
         encoding = self._encodings[tensor.past]
-        past = self._input(tensor.past, [1, 1, self._past_rows, self._head_dim])
+        past_shape, new_shape = [self._past_rows, self._head_dim], [self._ar, self._head_dim]
+        columns = tensor.kind == "key" and self._key_layout == "columns"
+        if columns:
+            new = self._emit("Transpose", [new.name], new.name + ".t", new.encoding, perm=_TURN)
+            past_shape.reverse()
+            new_shape.reverse()
+        past = self._input(tensor.past, [1, 1, *past_shape])
         self._quantize(new.name, tensor.new, encoding)
-        self._output(tensor.new, encoding.dtype, [1, 1, self._ar, self._head_dim])
+        self._output(tensor.new, encoding.dtype, [1, 1, *new_shape])
         added = self._dequantize(tensor.new, tensor.new + "_dq", encoding)
         name = f"{tensor.kind}_{tensor.layer}_h{tensor.head}"
-        return self._emit("Concat", [past.name, added.name], name, encoding, axis=_ROWS)
+        return self._emit("Concat", [past.name, added.name], name, encoding, axis=_MATRIX if columns else _ROWS)
 
     def scores(self, query: Tensor, keys: Tensor, name: str) -> Tensor:
+        if self._key_layout == "columns":
+            return self._emit("MatMul", [query.name, keys.name], name)
         if keys.name not in self._transposed:  # the heads of a group share it
-            turned = self._emit("Transpose", [keys.name], keys.name + ".t", keys.encoding, perm=[0, 1, 3, 2])
+            turned = self._emit("Transpose", [keys.name], keys.name + ".t", keys.encoding, perm=_TURN)
             self._transposed[keys.name] = turned
         return self._emit("MatMul", [query.name, self._transposed[keys.name].name], name)
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from edgekv.kv.geometry import KvTensor
+from edgekv.kv import KvTensor
 from exporters.checkpoint import Checkpoint
 from exporters.decoder import decoder_layer, logits
 from exporters.spec import DecoderSpec

@@ -52,7 +52,7 @@ def test_eval_runs_on_the_htp(bundle, held_out, capsys):
 
 
 def test_eval_on_another_checkpoint_is_refused(bundle, held_out, tmp_path, capsys):
-    from checkpoints import write_checkpoint
+    from tests.checkpoints import write_checkpoint
 
     other = write_checkpoint(tmp_path / "other")
     assert run(["eval", str(bundle), "--text", held_out, "--checkpoint", str(other)]) == 1

@@ -4,9 +4,9 @@ import json
 import shutil
 
 import pytest
-from checkpoints import write_checkpoint, write_tokenizer
 
 from edgekv.cli import run
+from tests.checkpoints import write_checkpoint, write_tokenizer
 
 
 def refusal(arguments: list[str], code: int, capsys) -> str:
@@ -57,6 +57,7 @@ def test_a_bad_checkpoint(tmp_path, capsys, file, change, words):
         (["--device", "SM8650", "--ar", "32"], ["--ar", "32", "1,32"]),
         (["--device", "SM8650", "--ar", "1;32"], ["--ar", "1;32"]),
         (["--device", "SM8650", "--kv", "u16"], ["--kv", "u16", "u8"]),
+        (["--device", "SM8650", "--key-layout", "diagonal"], ["--key-layout", "diagonal", "rows or columns"]),
         (["--device", "QCS6490", "--kv", "s16"], ["--kv", "QCS6490", "V73"]),
         (["--device", "SM8650", "--recipe", "w2a2"], ["--recipe", "w2a2", "w8a16"]),
         (["--device", "SM8650", "--context", "64", "--calibration", "nothing.txt"], ["--calibration", "nothing.txt"]),

@@ -7,12 +7,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from checkpoints import NEWER, OLDER, write_checkpoint
 
 from edgekv.errors import UsageError
 from edgekv.generate.beam import BeamOptions, BeamSearch, Hypothesis, run_search
 from exporters.checkpoint import Checkpoint
 from exporters.reference import Reference
+from tests.checkpoints import NEWER, OLDER, write_checkpoint
 
 GOLDEN = json.loads((Path(__file__).parent / "golden" / "beams.json").read_text())
 FORMS = {"newer": NEWER, "older": OLDER}

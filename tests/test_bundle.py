@@ -46,6 +46,7 @@ def _manifest(folder: Path) -> Manifest:
         device="SM8650",
         recipe="w8a16",
         kv_dtype="u8",
+        key_layout="rows",
         context=8,
         model=ModelRecord(
             model_type="llama",

@@ -2,12 +2,12 @@ import json
 
 import numpy as np
 import pytest
-from checkpoints import LLAMA3, NEWER, OLDER, write_checkpoint, write_tokenizer
 from safetensors.numpy import load_file, save_file
 
 from edgekv.errors import CheckpointError
 from exporters.checkpoint import Checkpoint
 from exporters.rope import Rope
+from tests.checkpoints import LLAMA3, NEWER, OLDER, write_checkpoint, write_tokenizer
 
 
 @pytest.mark.parametrize("form", [NEWER, OLDER], ids=["newer", "older"])

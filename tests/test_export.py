@@ -9,10 +9,10 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
-from checkpoints import OLDER, write_checkpoint
 from onnx import TensorProto, helper
 from safetensors.numpy import load_file
 
+import edgekv
 from devices import find
 from edgekv.bundle import open_bundle
 from edgekv.errors import EngineError, UsageError
@@ -21,6 +21,7 @@ from exporters.export import ExportOptions, export_bundle
 from exporters.htp import floating_nodes
 from exporters.recipe import find_recipe
 from quant import quantize_per_channel
+from tests.checkpoints import OLDER, write_checkpoint
 
 DEVICE = find("SM8650")
 
@@ -157,6 +158,30 @@ def test_a_16_bit_cache_is_integers_only_too(tmp_path):
     manifest = export_bundle(checkpoint, tmp_path / "bundle", options(kv_dtype="s16", check_on_htp=True))
     assert manifest.htp_check == "integers-only"
     assert manifest.encodings["past_key_0_h0_in"].zero_point == 0
+
+
+def test_keys_may_lie_in_columns_and_give_the_same_tokens(tmp_path, embedded):
+    """As Genie wants them: [1, 1, D, S-AR] in, [1, 1, D, AR] out; on the HTP bit by bit what rows give."""
+    checkpoint = Checkpoint.open(str(embedded))
+    models = {}
+    for layout in ("rows", "columns"):
+        bundle = tmp_path / layout
+        manifest = export_bundle(checkpoint, bundle, options(ar=(1, 32), key_layout=layout, check_on_htp=True))
+        assert manifest.htp_check == "integers-only" and manifest.geometry.key_layout == layout
+        for strategy in ("slot", "pointer-shift", "shift-concat"):
+            for engine in ("cpu", "htp"):
+                models[layout, strategy, engine] = edgekv.load(bundle, engine, kv_update=strategy)
+    graph = onnx.load(tmp_path / "columns" / "ar32_cl64.onnx", load_external_data=False).graph
+    assert shapes(graph.input)["past_key_0_h0_in"] == [1, 1, 64, 32]
+    assert shapes(graph.output)["past_key_0_h0_out"] == [1, 1, 64, 32]
+    tokens = models["rows", "slot", "cpu"].encode("def __init__(self, name):\n    self.name = name\n" * 2)[:45]
+    expected = models["rows", "slot", "htp"].score(tokens)
+    for (_, strategy, engine), model in models.items():
+        logits = model.score(tokens)
+        assert engine == "cpu" or (logits == expected).all(), strategy
+        assert (logits.argmax(-1) == expected.argmax(-1)).mean() > 0.95
+    generated = [[t.id for t in m.generate(tokens[:20], 30)] for (_, _, engine), m in models.items() if engine == "cpu"]
+    assert all(each == generated[0] for each in generated)
 
 
 def float_model(path: Path) -> Path:

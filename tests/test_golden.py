@@ -48,7 +48,8 @@ def test_the_cpu_writes_what_transformers_writes(cpu, embedded):
 def test_all_strategies_write_the_same_on_the_cpu(bundle, cpu):
     expected = continued(cpu)
     assert continued(edgekv.load(bundle, kv_update="pointer-shift", reserve=1.5)) == expected
-    assert continued(edgekv.load(bundle, kv_update="slot")) == expected
+    for strategy in ("slot", "mirror", "shift-concat"):
+        assert continued(edgekv.load(bundle, kv_update=strategy)) == expected
 
 
 def plain_copying(bundle: Path, tokens: list[int]) -> np.ndarray:

@@ -19,6 +19,8 @@ STRATEGIES: tuple[dict[str, Any], ...] = (
     {"kv_update": "pointer-shift", "reserve": 2.0},
     {"kv_update": "pointer-shift", "reserve": 1.5},
     {"kv_update": "slot"},
+    {"kv_update": "mirror"},
+    {"kv_update": "shift-concat"},
 )
 
 

@@ -11,7 +11,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
-from checkpoints import write_checkpoint
+
+from tests.checkpoints import write_checkpoint
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 

@@ -7,7 +7,6 @@ import msgspec
 import numpy as np
 import pytest
 import typer
-from checkpoints import write_checkpoint
 from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
@@ -25,6 +24,7 @@ from exporters.export import ExportOptions, export_bundle
 from exporters.recipe import RECIPES as EXPORTED
 from exporters.recipe import find_recipe
 from quant import ranges
+from tests.checkpoints import write_checkpoint
 
 SM8650 = find("SM8650")
 CONFIG = {

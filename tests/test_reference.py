@@ -2,10 +2,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from checkpoints import NEWER, OLDER, write_checkpoint
 
 from exporters.checkpoint import Checkpoint
 from exporters.reference import Reference
+from tests.checkpoints import NEWER, OLDER, write_checkpoint
 
 GOLDEN = np.load(Path(__file__).parent / "golden" / "logits.npz")
 TOLERANCE = 1e-4

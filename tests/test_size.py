@@ -338,6 +338,7 @@ def write_bundle(folder):
             device="SM8650",
             recipe="w8a16",
             kv_dtype="u8",
+            key_layout="rows",
             context=64,
             htp_check="not-run",
             model=ModelRecord(

@@ -6,7 +6,7 @@ from typing import Literal
 
 import msgspec
 
-from edgekv.kv.geometry import Geometry, KvDtype
+from edgekv.kv.geometry import Geometry, KeyLayout, KvDtype
 from quant import Dtype, Encoding
 
 FORMAT = 1
@@ -124,6 +124,7 @@ class Manifest(_Part, frozen=True):
         device: part number of the target that the graphs were checked against.
         recipe: name of the quantization recipe.
         kv_dtype: integer type of the cache.
+        key_layout: how graphs read and write keys; see `Geometry`.
         context: S of all graphs.
         htp_check: what the HTP compiler's own graphs showed when the bundle was made.
         floating_nodes: QNN nodes that run in float, empty unless they were allowed.
@@ -137,6 +138,7 @@ class Manifest(_Part, frozen=True):
     device: str
     recipe: str
     kv_dtype: KvDtype
+    key_layout: KeyLayout
     context: int
     model: ModelRecord
     rope: RopeRecord
@@ -156,6 +158,7 @@ class Manifest(_Part, frozen=True):
             head_dim=self.model.head_dim,
             context=self.context,
             kv_dtype=self.kv_dtype,
+            key_layout=self.key_layout,
         )
 
     def graph(self, role: Role) -> GraphRecord | None:

@@ -44,7 +44,7 @@ def generate(
     kv_update: Annotated[
         str | None,
         typer.Option(
-            help="How the cache takes new rows: pointer-shift or slot.",
+            help="How the cache takes new rows: pointer-shift, slot, mirror or shift-concat.",
             show_default="slot; pointer-shift if a reserve is given",
         ),
     ] = None,
