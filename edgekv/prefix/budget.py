@@ -1,0 +1,93 @@
+"""How many blocks of each pool a budget of bytes holds."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from edgekv.kv.geometry import Geometry
+from edgekv.prefix.config import StoreConfig
+from edgekv.prefix.errors import PrefixError
+from edgekv.prefix.groups import Group
+
+
+def free_memory_bytes() -> int:
+    """Memory that can be had without swapping: MemAvailable of Linux and Android, free pages elsewhere."""
+    try:
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            name, _, value = line.partition(":")
+            if name == "MemAvailable":
+                return int(value.split()[0]) * 1024
+    except OSError:
+        pass
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """Bytes, and the field of the configuration that set them."""
+
+    field: str
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Division:
+    """What the pools of all groups need, in integers.
+
+    Attributes:
+        block_bytes: bytes of one block of each group.
+        sequence_bytes: bytes of one full context of each group. Memory is divided in these proportions, as
+            TensorRT-LLM does, so that every pool holds as many sequences.
+        context: S.
+    """
+
+    block_bytes: tuple[int, ...]
+    sequence_bytes: tuple[int, ...]
+    context: int
+
+    @classmethod
+    def of(cls, groups: Sequence[Group], geometry: Geometry, tokens_per_block: int) -> Division:
+        rows = [group.tensors * geometry.row_bytes for group in groups]
+        windows = [group.window_tokens(geometry.context) for group in groups]
+        return cls(
+            tuple(row * tokens_per_block for row in rows),
+            tuple(row * window for row, window in zip(rows, windows, strict=True)),
+            geometry.context,
+        )
+
+    def bytes_of_tokens(self, tokens: int) -> int:
+        """Bytes of so many tokens, S of which need one sequence; rounded up."""
+        return -(-tokens * sum(self.sequence_bytes) // self.context)
+
+    def blocks(self, budget: Budget) -> tuple[int, ...]:
+        """Blocks of each pool.
+
+        Raises:
+            PrefixError: a pool would have none.
+        """
+        total = sum(self.sequence_bytes)
+        blocks = tuple(
+            budget.bytes * share // (total * size)
+            for share, size in zip(self.sequence_bytes, self.block_bytes, strict=True)
+        )
+        if min(blocks) < 1:
+            least = max(
+                -(-total * size // share) for share, size in zip(self.sequence_bytes, self.block_bytes, strict=True)
+            )
+            wanted = f"at least {least} bytes, so that every pool has one block"
+            way_out = "Raise it, or lower tokens_per_block."
+            raise PrefixError(budget.field, found=f"{budget.bytes} bytes", wanted=wanted, way_out=way_out)
+        return blocks
+
+
+def primary_budget(config: StoreConfig, division: Division, free_bytes: int) -> Budget:
+    """The least of the three limits."""
+    budgets = [Budget("free_memory_fraction", int(free_bytes * config.free_memory_fraction))]
+    if config.max_tokens is not None:
+        budgets.append(Budget("max_tokens", division.bytes_of_tokens(config.max_tokens)))
+    if config.max_bytes is not None:
+        budgets.append(Budget("max_bytes", config.max_bytes))
+    return min(budgets, key=lambda budget: budget.bytes)

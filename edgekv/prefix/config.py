@@ -1,0 +1,73 @@
+"""Everything that can be set about a prefix store."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from edgekv.prefix.errors import PrefixError
+from edgekv.prefix.retention import DEFAULT_PRIORITY, check_priority
+
+DEFAULT_TOKENS_PER_BLOCK = 32
+DEFAULT_FREE_MEMORY_FRACTION = 0.9
+DEFAULT_DISK_CACHE_BYTES = 1 << 30
+_WAY_OUT = "Mend the store's configuration."
+
+
+@dataclass(frozen=True, slots=True)
+class StoreConfig:
+    """The terms are those of TensorRT-LLM's KV cache configuration.
+
+    The primary memory is the least of `max_bytes`, what `max_tokens` need, and `free_memory_fraction` of the memory
+    that is free when the store is made.
+
+    Attributes:
+        tokens_per_block: a power of two above 1.
+        max_bytes: primary memory in bytes; None sets no such limit.
+        max_tokens: primary memory in tokens; None sets no such limit.
+        free_memory_fraction: above 0, at most 1.
+        host_cache_size: bytes of secondary memory for blocks that are evicted from the primary one.
+        secondary_offload_min_priority: blocks of lower priority are dropped rather than offloaded, unless blocks
+            that were offloaded before need them.
+        disk_folder: where blocks go that leave memory, and where `save` puts them; None is nowhere.
+        disk_cache_size: bytes of all block files that the store keeps there.
+        fingerprint: what the bytes depend on beside the tokens: weights, encodings, RoPE, layout. Needed with
+            `disk_folder`; files of another fingerprint are never used.
+        max_attention_window: attention window of each layer in tokens, repeated if shorter; empty is full attention.
+        enable_block_reuse: False stores and matches nothing.
+        enable_partial_reuse: match some tokens of a block where not all of them agree.
+        copy_on_partial_reuse: True: such a block stays as it is for others. False: it is reused only if nobody holds
+            it and no block follows it, and it then leaves the store with its match.
+
+    Raises:
+        PrefixError: a field is out of its range.
+    """
+
+    tokens_per_block: int = DEFAULT_TOKENS_PER_BLOCK
+    max_bytes: int | None = None
+    max_tokens: int | None = None
+    free_memory_fraction: float = DEFAULT_FREE_MEMORY_FRACTION
+    host_cache_size: int = 0
+    secondary_offload_min_priority: int = DEFAULT_PRIORITY
+    disk_folder: Path | None = None
+    disk_cache_size: int = DEFAULT_DISK_CACHE_BYTES
+    fingerprint: str = ""
+    max_attention_window: tuple[int, ...] = ()
+    enable_block_reuse: bool = True
+    enable_partial_reuse: bool = True
+    copy_on_partial_reuse: bool = True
+
+    def __post_init__(self) -> None:
+        def check(field: str, right: bool, wanted: str) -> None:
+            if not right:
+                raise PrefixError(field, found=repr(getattr(self, field)), wanted=wanted, way_out=_WAY_OUT)
+
+        tokens = self.tokens_per_block
+        check("tokens_per_block", tokens > 1 and tokens & (tokens - 1) == 0, "a power of two above 1")
+        check("max_bytes", self.max_bytes is None or self.max_bytes > 0, "at least 1 byte, or None")
+        check("max_tokens", self.max_tokens is None or self.max_tokens > 0, "at least 1 token, or None")
+        check("free_memory_fraction", 0 < self.free_memory_fraction <= 1, "above 0, at most 1")
+        check("host_cache_size", self.host_cache_size >= 0, "0 bytes or more")
+        check_priority("secondary_offload_min_priority", self.secondary_offload_min_priority)
+        check("disk_cache_size", self.disk_cache_size > 0, "at least 1 byte")
+        check("fingerprint", self.disk_folder is None or bool(self.fingerprint), "a text, with disk_folder")

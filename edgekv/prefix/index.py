@@ -1,0 +1,245 @@
+"""What is held of a sequence: longest match, insertion, release. Integers only."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+
+from edgekv.prefix.block import Block, Tier
+from edgekv.prefix.groups import Group
+from edgekv.prefix.plan import longest_usable
+from edgekv.prefix.retention import Retention
+from edgekv.prefix.stats import Counters
+from edgekv.prefix.tiers import Tiers
+from edgekv.prefix.tree import Node, Root, Tokens, Tree
+
+Write = Callable[[int, int, int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Consecutive blocks of one group that a request holds, from block `first` of its sequence on."""
+
+    first: int
+    blocks: tuple[Block, ...]
+
+
+@dataclass(slots=True, eq=False)
+class Lease:
+    """What a request holds: one span for each group.
+
+    Attributes:
+        tokens: tokens from the sequence's beginning that the spans are good for.
+        spans: of each group.
+    """
+
+    tokens: int = 0
+    spans: tuple[Span, ...] = field(default=())
+
+
+@dataclass(frozen=True, slots=True)
+class Reuse:
+    """How a match may end within a block.
+
+    Attributes:
+        partial: whether it may at all.
+        copy: whether such a block may be in use, and stays for others.
+    """
+
+    partial: bool
+    copy: bool
+
+
+class Index:
+    """The tree and the tiers put together."""
+
+    def __init__(
+        self, tree: Tree, tiers: Tiers, groups: Sequence[Group], step: int, reuse: Reuse, counters: Counters
+    ) -> None:
+        self._tree = tree
+        self._tiers = tiers
+        self._groups = groups
+        self._step = step
+        self._reuse = reuse
+        self._counters = counters
+        # A node has at least one block, so that a single group of full attention has no gaps.
+        alone = len(groups) == 1 and groups[0].window is None
+        self._checked: Sequence[int] = () if alone else range(len(groups))
+
+    def match(self, key: bytes, tokens: Tokens) -> Lease:
+        """Hold the longest beginning of a sequence that every group can serve."""
+        self._tiers.expire()
+        root = self._tree.root(key)
+        nodes = self._tree.walk(root, tokens)
+        whole = upper = len(nodes) * self._step
+        partial = self._partial(nodes[-1] if nodes else root, tokens[whole : whole + self._step])
+        if partial is not None:
+            nodes.append(partial[0])
+            upper += partial[1]
+        lease = self._hold(nodes, upper)
+        if lease.tokens % self._step and not self._reuse.copy:
+            self._take_over(nodes[-1])
+        return lease
+
+    def insert(
+        self,
+        root: Root,
+        tokens: Tokens,
+        first: int,
+        wanted: Callable[[int], Retention | None],
+        write: Write,
+    ) -> list[Node]:
+        """Store the whole blocks of a sequence that are not held yet, as far as there is room.
+
+        Args:
+            root: of the sequence's salt.
+            tokens: the sequence.
+            first: the first block whose rows the caller has.
+            wanted: what is asked for the block of an index.
+            write: takes a group, an id in primary memory and the index of a block, and writes its rows there.
+
+        Returns:
+            The nodes from the beginning on that are stored.
+        """
+        self._tiers.expire()
+        nodes: list[Node] = []
+        guarded: list[deque[tuple[int, Block]]] = [deque() for _ in self._groups]
+        try:
+            for index in range(len(tokens) // self._step):
+                start = index * self._step
+                parent = nodes[-1] if nodes else root
+                node = self._tree.child(parent, tokens[start : start + self._step])
+                if not self._fill(node, index, index >= first, write):
+                    break
+                nodes.append(node)
+                retention = wanted(index)
+                for group, block in enumerate(node.blocks):
+                    if block is None:
+                        continue
+                    self._tiers.guard([block])
+                    guarded[group].append((index, block))
+                    self._tiers.touch(block)
+                    if retention is not None:
+                        self._tiers.retention(block, retention)
+                self._pass_windows(guarded, start + self._step)
+            return nodes
+        finally:
+            for blocks in guarded:
+                self._tiers.unguard(block for _, block in blocks)
+
+    def extend(self, lease: Lease, nodes: list[Node]) -> None:
+        """Hold these nodes instead of what a lease holds; what has left a limited window is held no longer."""
+        held = self._hold(nodes, len(nodes) * self._step)
+        self.release(lease)
+        lease.tokens, lease.spans = held.tokens, held.spans
+
+    def release(self, lease: Lease) -> None:
+        """Give back what a lease holds."""
+        for span in lease.spans:
+            for block in span.blocks:
+                self._tiers.release(block)
+        lease.spans = ()
+
+    def usable(self, nodes: list[Node], upper: int) -> int:
+        """How many of the first `upper` tokens of a path every group can serve."""
+        presence = [[node.blocks[i] is not None for node in nodes] for i in self._checked]
+        windows = [self._groups[i].window or upper + 1 for i in self._checked]
+        return longest_usable(presence, windows, self._step, upper)
+
+    def _hold(self, nodes: list[Node], upper: int) -> Lease:
+        """Bring what is needed into primary memory and retain it; what cannot come shortens the match."""
+        guarded = [block for node in nodes for block in node.blocks if block is not None]
+        self._tiers.guard(guarded)
+        try:
+            while True:
+                end = self.usable(nodes, upper)
+                spans = tuple(self._span(nodes, group, end) for group in range(len(self._groups)))
+                missing = self._bring(spans)
+                if missing is None:
+                    break
+                upper = missing * self._step
+            for block in chain.from_iterable(span.blocks for span in spans):
+                self._tiers.touch(block)
+                self._tiers.retain(block)
+            return Lease(end, spans)
+        finally:
+            self._tiers.unguard(guarded)
+
+    def _span(self, nodes: list[Node], group: int, end: int) -> Span:
+        first = self._groups[group].first_needed(end) // self._step
+        blocks = (node.blocks[group] for node in nodes[first : -(-end // self._step)])
+        return Span(first, tuple(block for block in blocks if block is not None))
+
+    def _bring(self, spans: Sequence[Span]) -> int | None:
+        """The index of the first block that cannot be had, or None."""
+        missing = None
+        for span in spans:
+            for index, block in enumerate(span.blocks, span.first):
+                if missing is not None and index >= missing:
+                    break
+                if not self._tiers.bring(block):
+                    missing = index
+        return missing
+
+    def _fill(self, node: Node, index: int, has_rows: bool, write: Write) -> bool:
+        """Have the blocks of a node in primary memory; False if there is no room, or no rows."""
+        present = [block for block in node.blocks if block is not None]
+        self._tiers.guard(present)
+        try:
+            for block in present:
+                if self._groups[block.group].window is None and not self._tiers.bring(block):
+                    if node.blocks[block.group] is block:
+                        self._counters.blocks_refused += 1
+                        return False
+                    break  # its file was rejected, and the node is empty now
+            absent = [group for group, block in enumerate(node.blocks) if block is None]
+            if has_rows:
+                return self._write(node, absent, index, write)
+            return not node.is_empty and all(self._groups[group].window is not None for group in absent)
+        finally:
+            self._tiers.unguard(present)
+
+    def _write(self, node: Node, absent: Sequence[int], index: int, write: Write) -> bool:
+        ids: list[int] = []
+        for group in absent:
+            free = self._tiers.room(group, Tier.PRIMARY)
+            if free is None:
+                for done, unused in zip(absent, ids, strict=False):
+                    self._tiers.pools[Tier.PRIMARY][done].release(unused)
+                self._counters.blocks_refused += 1
+                return False
+            ids.append(free)
+        for group, free in zip(absent, ids, strict=True):
+            write(group, free, index)
+            block = node.blocks[group] = Block(node, group)
+            self._tiers.place(block, Tier.PRIMARY, free)
+            self._counters.blocks_inserted += 1
+        self._tree.attach(node)
+        return True
+
+    def _pass_windows(self, guarded: Sequence[deque[tuple[int, Block]]], end: int) -> None:
+        """Blocks that a limited window has left may be evicted at once."""
+        for group, blocks in zip(self._groups, guarded, strict=True):
+            needed = group.first_needed(end) // self._step
+            while blocks and blocks[0][0] < needed:
+                self._tiers.unguard([blocks.popleft()[1]])
+
+    def _partial(self, node: Node, tokens: Tokens) -> tuple[Node, int] | None:
+        """The child with the longest common beginning that may be used in part, and that beginning's length."""
+        if not self._reuse.partial or not tokens:
+            return None
+        for child, count in self._tree.nearest(node, tokens):
+            if all(child.blocks) and (self._reuse.copy or self._is_free(child)):
+                return child, count
+        return None
+
+    def _is_free(self, node: Node) -> bool:
+        return not node.children and not any(block is not None and self._tiers.is_held(block) for block in node.blocks)
+
+    def _take_over(self, node: Node) -> None:
+        blocks = [block for block in node.blocks if block is not None]
+        self._tiers.make_private(node)
+        for block in blocks:
+            self._tiers.release(block)

@@ -1,0 +1,43 @@
+"""Keyed hashes: what a salt or a sequence is called where others may read it."""
+
+from __future__ import annotations
+
+import secrets
+from array import array
+from collections.abc import Iterable
+from hashlib import blake2b
+
+SECRET_BYTES = 32
+KEY_BYTES = 16
+
+
+class Keys:
+    """Names that nobody can compute, or check a guess against, without the secret."""
+
+    def __init__(self, secret: bytes | None = None) -> None:
+        self._secret = secrets.token_bytes(SECRET_BYTES) if secret is None else secret
+
+    def root(self, fingerprint: bytes, salt: str | None) -> bytes:
+        """The key of all sequences of one salt; no salt is a salt of its own."""
+        said = b"" if salt is None else b"salt:" + salt.encode("utf-8", "surrogatepass")
+        return self._hash(b"root", fingerprint, said)
+
+    def sequence(self, root: bytes, tokens: bytes) -> bytes:
+        """The key of a sequence of tokens behind a root."""
+        return self._hash(b"sequence", root, tokens)
+
+    def checksum(self, parts: Iterable[bytes | memoryview]) -> bytes:
+        """Of a file's fields and bytes."""
+        return self._hash(b"checksum", *parts)
+
+    def _hash(self, purpose: bytes, *parts: bytes | memoryview) -> bytes:
+        digest = blake2b(key=self._secret, digest_size=KEY_BYTES, person=purpose)
+        for part in parts:
+            digest.update(memoryview(part).nbytes.to_bytes(8, "little"))
+            digest.update(part)
+        return digest.digest()
+
+
+def token_bytes(tokens: Iterable[int]) -> bytes:
+    """Tokens as 64-bit integers."""
+    return array("q", tokens).tobytes()

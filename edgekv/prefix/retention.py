@@ -1,0 +1,102 @@
+"""How long and how dearly the blocks of a request are kept."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from edgekv.prefix.errors import PrefixError
+
+MIN_PRIORITY, DEFAULT_PRIORITY, MAX_PRIORITY = 0, 35, 100
+_WAY_OUT = "Mend the retention policy."
+
+
+def check_priority(field: str, priority: int) -> None:
+    """Raise PrefixError unless a priority is 0 to 100."""
+    if not MIN_PRIORITY <= priority <= MAX_PRIORITY:
+        raise PrefixError(field, found=priority, wanted=f"{MIN_PRIORITY} to {MAX_PRIORITY}", way_out=_WAY_OUT)
+
+
+def _check_duration(field: str, duration_ms: int | None) -> None:
+    if duration_ms is not None and duration_ms < 1:
+        raise PrefixError(field, found=duration_ms, wanted="at least 1 ms, or None for ever", way_out=_WAY_OUT)
+
+
+@dataclass(frozen=True, slots=True)
+class Retention:
+    """The priority of one block and how many milliseconds it lasts; None is for ever."""
+
+    priority: int
+    duration_ms: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class TokenRangeRetentionConfig:
+    """A priority for the prompt tokens `[token_start, token_end)`.
+
+    Attributes:
+        token_start: the first token.
+        token_end: the token behind the last one; None is the end of the prompt.
+        priority: 0 to 100; 100 is kept longest.
+        duration_ms: after so many milliseconds the priority is 35 again; None is never.
+
+    Raises:
+        PrefixError: a field is out of its range.
+    """
+
+    token_start: int
+    token_end: int | None
+    priority: int
+    duration_ms: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.token_start < 0:
+            raise PrefixError("token_start", found=self.token_start, wanted="0 or above", way_out=_WAY_OUT)
+        if self.token_end is not None and self.token_end <= self.token_start:
+            wanted = f"None or above token_start, {self.token_start}"
+            raise PrefixError("token_end", found=self.token_end, wanted=wanted, way_out=_WAY_OUT)
+        check_priority("priority", self.priority)
+        _check_duration("duration_ms", self.duration_ms)
+
+    def holds(self, token: int) -> bool:
+        """Whether a token lies in the range."""
+        return self.token_start <= token and (self.token_end is None or token < self.token_end)
+
+
+@dataclass(frozen=True, slots=True)
+class RetentionPolicy:
+    """What a request asks for its blocks. A block has the priority of its first token, as in TensorRT-LLM.
+
+    Attributes:
+        ranges: ranges of the prompt that do not overlap, in any order; tokens in none of them ask for nothing.
+        decode_retention_priority: the priority of blocks that begin with a generated token.
+        decode_duration_ms: how long that lasts; None is for ever.
+
+    Raises:
+        PrefixError: ranges overlap, or a field is out of its range.
+    """
+
+    ranges: tuple[TokenRangeRetentionConfig, ...] = ()
+    decode_retention_priority: int = DEFAULT_PRIORITY
+    decode_duration_ms: int | None = None
+
+    def __post_init__(self) -> None:
+        check_priority("decode_retention_priority", self.decode_retention_priority)
+        _check_duration("decode_duration_ms", self.decode_duration_ms)
+        ordered = sorted(self.ranges, key=lambda r: r.token_start)
+        for earlier, later in zip(ordered, ordered[1:], strict=False):
+            if earlier.token_end is None or later.token_start < earlier.token_end:
+                spans = [
+                    f"[{r.token_start}, {'end' if r.token_end is None else r.token_end})" for r in (earlier, later)
+                ]
+                raise PrefixError(
+                    "ranges", found=" and ".join(spans), wanted="ranges that do not overlap", way_out=_WAY_OUT
+                )
+
+    def of(self, first_token: int, prompt_tokens: int) -> Retention | None:
+        """What is asked for the block that begins at a token of a request with so many prompt tokens."""
+        if first_token >= prompt_tokens:
+            return Retention(self.decode_retention_priority, self.decode_duration_ms)
+        for entry in self.ranges:
+            if entry.holds(first_token):
+                return Retention(entry.priority, entry.duration_ms)
+        return None

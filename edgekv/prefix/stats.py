@@ -1,0 +1,99 @@
+"""What a prefix store has done so far."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class TierStats:
+    """One tier.
+
+    Attributes:
+        blocks: blocks held now.
+        bytes_held: bytes they take now; files with their headers.
+        bytes_in: bytes written to the tier so far.
+        bytes_out: bytes read from the tier so far.
+        evictions: blocks that had to leave it, for a lower tier or for good.
+    """
+
+    blocks: int
+    bytes_held: int
+    bytes_in: int
+    bytes_out: int
+    evictions: int
+
+
+@dataclass(frozen=True, slots=True)
+class StoreStats:
+    """Counted from the construction of the store on.
+
+    Attributes:
+        hits: matches of one token or more.
+        partial_hits: hits that end within a block.
+        misses: matches of no token.
+        tokens_asked: tokens of all matched sequences.
+        tokens_saved: tokens that were found.
+        blocks_inserted: blocks that were stored, counted for each group.
+        blocks_refused: insertions that ended early because all memory was held.
+        rejected_files: foreign, corrupt, truncated or unreadable block files, and files whose beginning is lost.
+        failed_writes: block files that the disk did not take.
+        primary: the working memory of the store; `bytes_out` is what was fetched or offloaded.
+        host: secondary memory.
+        disk: the folder.
+    """
+
+    hits: int
+    partial_hits: int
+    misses: int
+    tokens_asked: int
+    tokens_saved: int
+    blocks_inserted: int
+    blocks_refused: int
+    rejected_files: int
+    failed_writes: int
+    primary: TierStats
+    host: TierStats
+    disk: TierStats
+
+
+class Counters:
+    """The running counts behind `StoreStats`; lists are indexed by tier."""
+
+    def __init__(self) -> None:
+        self.hits = self.partial_hits = self.misses = 0
+        self.tokens_asked = self.tokens_saved = 0
+        self.blocks_inserted = self.blocks_refused = 0
+        self.rejected_files = self.failed_writes = 0
+        self.bytes_in = [0, 0, 0]
+        self.bytes_out = [0, 0, 0]
+        self.evictions = [0, 0, 0]
+
+    def count_match(self, asked: int, found: int, *, partial: bool) -> None:
+        """One match of `found` out of `asked` tokens."""
+        self.hits += found > 0
+        self.misses += found == 0
+        self.partial_hits += partial
+        self.tokens_asked += asked
+        self.tokens_saved += found
+
+    def snapshot(self, blocks: list[int], bytes_held: list[int]) -> StoreStats:
+        """The counts as they stand, with what each tier holds now."""
+        primary, host, disk = (
+            TierStats(blocks[i], bytes_held[i], self.bytes_in[i], self.bytes_out[i], self.evictions[i])
+            for i in range(3)
+        )
+        return StoreStats(
+            self.hits,
+            self.partial_hits,
+            self.misses,
+            self.tokens_asked,
+            self.tokens_saved,
+            self.blocks_inserted,
+            self.blocks_refused,
+            self.rejected_files,
+            self.failed_writes,
+            primary,
+            host,
+            disk,
+        )

@@ -1,0 +1,346 @@
+"""Which block is in which tier: allocation, prioritized eviction, offloading and coming back. Integers only.
+
+For a group of full attention a block is of use only with all blocks before it, so that these laws hold:
+a block is in memory only if the one before it is in the same tier of memory or a dearer one, and a block has a file
+only if the one before it has one. Blocks of a limited window stand alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from edgekv.prefix.allocator import BlockAllocator
+from edgekv.prefix.block import ABSENT, MEMORY, Block, Tier
+from edgekv.prefix.heap import BlockHeap, Key
+from edgekv.prefix.retention import DEFAULT_PRIORITY, Retention
+from edgekv.prefix.stats import Counters
+from edgekv.prefix.tree import Node, Tree
+
+
+class Storage(Protocol):
+    """Where the bytes are; executes what `Tiers` decides."""
+
+    def move(self, group: int, source: Tier, source_id: int, target: Tier, target_id: int) -> None:
+        """Copy a block between the memories."""
+
+    def encode(self, block: Block, tier: Tier) -> bytes:
+        """The file of a block that is in that memory."""
+
+    def write_file(self, block: Block, data: bytes) -> bool:
+        """Write a block's file whole or not at all; False if the disk does not take it."""
+
+    def load(self, block: Block, primary_id: int) -> bool:
+        """Read a block's file into primary memory; False if it is gone or not to be trusted."""
+
+    def remove_file(self, block: Block) -> None:
+        """Remove a block's file."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What the tiers may hold.
+
+    Attributes:
+        primary: blocks of each group in primary memory.
+        host: the same for host memory.
+        disk_bytes: bytes of all files; 0 is no disk.
+        offload_min_priority: blocks below are not offloaded.
+    """
+
+    primary: Sequence[int]
+    host: Sequence[int]
+    disk_bytes: int
+    offload_min_priority: int
+
+
+class Tiers:
+    """All tiers of all groups.
+
+    Args:
+        tree: where blocks are found; blocks that are nowhere leave it.
+        limited: of each group, whether its attention window is limited.
+        limits: what the tiers may hold.
+        storage: moves the bytes.
+        counters: counts what happens.
+        clock_ms: a clock that only goes forward, in milliseconds.
+    """
+
+    def __init__(
+        self,
+        tree: Tree,
+        limited: Sequence[bool],
+        limits: Limits,
+        storage: Storage,
+        counters: Counters,
+        clock_ms: Callable[[], int],
+    ) -> None:
+        self.pools = {
+            Tier.PRIMARY: [BlockAllocator(blocks) for blocks in limits.primary],
+            Tier.HOST: [BlockAllocator(blocks) for blocks in limits.host],
+        }
+        self.disk_bytes = 0
+        self.disk_blocks = 0
+        self.disk_limit_bytes = limits.disk_bytes
+        self._tree = tree
+        self._limited = limited
+        self._min_priority = limits.offload_min_priority
+        self._storage = storage
+        self._counters = counters
+        self._clock_ms = clock_ms
+        self._stamp = 0
+        groups = range(len(limited))
+        self._queues = {tier: [BlockHeap(self._eviction_key(tier)) for _ in groups] for tier in MEMORY}
+        self._disk_queue = BlockHeap(self._eviction_key(Tier.DISK))
+        self._expiring = BlockHeap(lambda block: None if block.expires_ms is None else (block.expires_ms,))
+
+    def touch(self, block: Block) -> None:
+        """Make a guarded block the most recently used one."""
+        self._stamp += 1
+        block.stamp = self._stamp
+
+    def guard(self, blocks: Iterable[Block]) -> None:
+        """Keep blocks from being evicted until `unguard`."""
+        for block in blocks:
+            block.guards += 1
+
+    def unguard(self, blocks: Iterable[Block]) -> None:
+        """Take back one `guard` of each block."""
+        for block in blocks:
+            block.guards -= 1
+            self._consider(block)
+
+    def retain(self, block: Block) -> None:
+        """Hold a block in primary memory for one more request."""
+        self.pools[Tier.PRIMARY][block.group].retain(block.places[Tier.PRIMARY])
+
+    def release(self, block: Block) -> None:
+        """Take back one `retain`."""
+        if self.pools[Tier.PRIMARY][block.group].release(block.places[Tier.PRIMARY]):
+            block.places[Tier.PRIMARY] = ABSENT
+        self._consider(block)
+
+    def is_held(self, block: Block) -> bool:
+        """Whether a request holds the block."""
+        return (
+            block.is_in(Tier.PRIMARY)
+            and self.pools[Tier.PRIMARY][block.group].references(block.places[Tier.PRIMARY]) > 1
+        )
+
+    def room(self, group: int, tier: Tier) -> int | None:
+        """A free id in a memory, evicting if need be; None if all that is there is needed."""
+        pool = self.pools[tier][group]
+        if (free := pool.allocate()) is not None or not pool.capacity:
+            return free
+        victim = self._queues[tier][group].pop()
+        if victim is None:
+            return None
+        self._evict(victim, tier)
+        return pool.allocate()
+
+    def place(self, block: Block, tier: Tier, place: int) -> None:
+        """Enter that a block is in a tier now."""
+        block.places[tier] = place
+        if tier is Tier.DISK:
+            self.disk_bytes += place
+            self.disk_blocks += 1
+        if (before := self._before(block)) is not None:
+            before.following[tier] += 1
+        self._consider(block)
+
+    def retention(self, block: Block, wanted: Retention) -> None:
+        """Give a guarded block a priority, which lasts from now on."""
+        block.priority = wanted.priority
+        block.expires_ms = None if wanted.duration_ms is None else self._clock_ms() + wanted.duration_ms
+        self._expiring.push(block)
+
+    def expire(self) -> None:
+        """Return priorities whose time is over to the default."""
+        while (first := self._expiring.first()) is not None and first[0][0] <= self._clock_ms():
+            block = first[1]
+            self._expiring.pop()
+            block.priority, block.expires_ms = DEFAULT_PRIORITY, None
+            self._consider(block)
+
+    def bring(self, block: Block) -> bool:
+        """Have a guarded block in primary memory; False if there is no room, or its file was rejected and it is gone."""
+        if block.is_in(Tier.PRIMARY):
+            return True
+        free = self.room(block.group, Tier.PRIMARY)
+        if free is None:
+            return False
+        if block.is_in(Tier.HOST):
+            self._storage.move(block.group, Tier.HOST, block.places[Tier.HOST], Tier.PRIMARY, free)
+            self.place(block, Tier.PRIMARY, free)
+            self._take(block, Tier.HOST)
+        elif self._storage.load(block, free):
+            self.place(block, Tier.PRIMARY, free)
+        else:
+            self.pools[Tier.PRIMARY][block.group].release(free)
+            self._take(block, Tier.DISK)
+            self._remove(block)
+            return False
+        return True
+
+    def save(self, block: Block, *, displace: bool = True) -> bool:
+        """Write a block's file, and those of the blocks before it that it needs.
+
+        Args:
+            block: a block in memory.
+            displace: False gives up rather than evict the file of a dearer block.
+
+        Returns:
+            Whether it is on the disk now.
+        """
+        if not self.disk_limit_bytes:
+            return False
+        chain = [block]
+        while (before := self._before(chain[-1])) is not None:
+            chain.append(before)
+            if before.is_in(Tier.DISK):
+                break
+        limit = None if displace else (block.priority, block.stamp)
+        self.guard(chain)
+        try:
+            return all(self._save_one(link, limit) for link in reversed(chain))
+        finally:
+            self.unguard(chain)
+
+    def fit_disk(self) -> None:
+        """Evict files until the limit holds."""
+        while self.disk_bytes > self.disk_limit_bytes and (victim := self._disk_queue.pop()) is not None:
+            self._evict(victim, Tier.DISK)
+
+    def make_private(self, node: Node) -> None:
+        """Take a childless node out of the tree; its blocks' references pass from the tree to the caller."""
+        for block in node.blocks:
+            if block is not None:
+                block.guards += 1
+                if block.is_in(Tier.DISK):
+                    self._storage.remove_file(block)
+                    self._take(block, Tier.DISK)
+                self._leave(block, Tier.PRIMARY)
+        node.blocks = [None] * len(node.blocks)
+        self._tree.prune(node)
+
+    def _save_one(self, block: Block, limit: Key | None) -> bool:
+        if block.is_in(Tier.DISK):
+            return True
+        data = self._storage.encode(block, Tier.PRIMARY if block.is_in(Tier.PRIMARY) else Tier.HOST)
+        if len(data) > self.disk_limit_bytes:
+            return False
+        while self.disk_bytes + len(data) > self.disk_limit_bytes:
+            first = self._disk_queue.first()
+            if first is None or (limit is not None and first[0] > limit):
+                return False
+            self._disk_queue.pop()
+            self._evict(first[1], Tier.DISK)
+        if not self._storage.write_file(block, data):
+            return False
+        self.place(block, Tier.DISK, len(data))
+        return True
+
+    def _evict(self, block: Block, tier: Tier) -> None:
+        """Take a block out of a tier, into the next one if it is worth that."""
+        self._counters.evictions[tier] += 1
+        if tier is Tier.DISK:
+            self._storage.remove_file(block)
+        else:
+            needed = block.following[Tier.HOST] > 0
+            worth = needed or block.priority >= self._min_priority
+            if tier is Tier.PRIMARY and worth and self._offload(block):
+                return
+            if needed:
+                self._evict_following(block)
+            if worth:
+                self.save(block)
+        self._take(block, tier)
+        if block.is_nowhere:
+            self._remove(block)
+
+    def _offload(self, block: Block) -> bool:
+        self.guard([block])
+        free = self.room(block.group, Tier.HOST)
+        self.unguard([block])
+        if free is None:
+            return False
+        self._storage.move(block.group, Tier.PRIMARY, block.places[Tier.PRIMARY], Tier.HOST, free)
+        self._take(block, Tier.PRIMARY)
+        self.place(block, Tier.HOST, free)
+        return True
+
+    def _evict_following(self, block: Block) -> None:
+        """Nothing stays in host memory behind a block that leaves memory."""
+        self.guard([block])
+        for node in reversed(block.node.subtree()[1:]):
+            following = node.blocks[block.group]
+            if following is not None and following.is_in(Tier.HOST):
+                self._evict(following, Tier.HOST)
+        self.unguard([block])
+
+    def _take(self, block: Block, tier: Tier) -> None:
+        """Enter that a block is no longer in a tier."""
+        place = block.places[tier]
+        self._leave(block, tier)
+        block.places[tier] = ABSENT
+        if tier is Tier.DISK:
+            self.disk_bytes -= place
+            self.disk_blocks -= 1
+        else:
+            self.pools[tier][block.group].release(place)
+
+    def _leave(self, block: Block, tier: Tier) -> None:
+        if (before := self._before(block)) is not None:
+            before.following[tier] -= 1
+            self._consider(before)
+
+    def _remove(self, block: Block) -> None:
+        """A block that is nowhere leaves the tree; with full attention, all that needed it goes too."""
+        node = block.node
+        node.blocks[block.group] = None
+        block.expires_ms = None
+        if not self._limited[block.group]:
+            for dead in reversed(node.subtree()):
+                for other in dead.blocks:
+                    if other is not None:
+                        self._discard(other)
+                self._tree.prune(dead)
+        self._tree.prune(node)
+
+    def _discard(self, block: Block) -> None:
+        for tier in Tier:
+            if block.is_in(tier):
+                self._counters.evictions[tier] += 1
+                if tier is Tier.DISK:
+                    self._storage.remove_file(block)
+                self._take(block, tier)
+        block.node.blocks[block.group] = None
+        block.expires_ms = None
+
+    def _before(self, block: Block) -> Block | None:
+        """The block that a block of full attention needs."""
+        parent = block.node.parent
+        return None if parent is None or self._limited[block.group] else parent.blocks[block.group]
+
+    def _consider(self, block: Block) -> None:
+        for tier in MEMORY:
+            if block.places[tier] != ABSENT:
+                self._queues[tier][block.group].push(block)
+        if block.places[Tier.DISK] != ABSENT:
+            self._disk_queue.push(block)
+
+    def _eviction_key(self, tier: Tier) -> Callable[[Block], Key | None]:
+        """Lowest priority first, least recently used within; only what nothing in the tier needs."""
+
+        def key(block: Block) -> Key | None:
+            place, following = block.places[tier], block.following
+            if place == ABSENT or block.guards or following[tier]:
+                return None
+            if tier is Tier.HOST and following[Tier.PRIMARY]:
+                return None
+            if tier is Tier.PRIMARY and self.pools[Tier.PRIMARY][block.group].references(place) > 1:
+                return None
+            return (block.priority, block.stamp)
+
+        return key

@@ -1,0 +1,146 @@
+"""A radix tree whose edges are blocks of tokens."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Iterator
+
+from edgekv.prefix.block import Block
+
+Tokens = tuple[int, ...]
+
+
+class Node:
+    """One block of tokens behind those of its parents.
+
+    Attributes:
+        parent: None for a root.
+        tokens: `tokens_per_block` of them; none for a root.
+        blocks: of each group the block that is held, or None.
+        children: the nodes that follow, by their tokens.
+        order: the tokens of the children, sorted: the longest common beginning is always beside the place of a query.
+    """
+
+    __slots__ = ("blocks", "children", "order", "parent", "tokens")
+
+    def __init__(self, parent: Node | None, tokens: Tokens, groups: int) -> None:
+        self.parent = parent
+        self.tokens = tokens
+        self.blocks: list[Block | None] = [None] * groups
+        self.children: dict[Tokens, Node] = {}
+        self.order: list[Tokens] = []
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing is held here or behind."""
+        return not self.children and not any(self.blocks)
+
+    def subtree(self) -> list[Node]:
+        """This node and all behind it, parents before children."""
+        nodes = [self]
+        for node in nodes:
+            nodes.extend(node.children.values())
+        return nodes
+
+    def path(self) -> list[Node]:
+        """From the root to this node, both included."""
+        nodes = [self]
+        while (parent := nodes[-1].parent) is not None:
+            nodes.append(parent)
+        return nodes[::-1]
+
+
+class Root(Node):
+    """Where the sequences of one salt begin.
+
+    Attributes:
+        key: keyed hash of the salt.
+    """
+
+    __slots__ = ("key",)
+
+    def __init__(self, key: bytes, groups: int) -> None:
+        super().__init__(None, (), groups)
+        self.key = key
+
+
+class Tree:
+    """One tree for each salt.
+
+    Attributes:
+        roots: by key; only those that hold something.
+    """
+
+    def __init__(self, tokens_per_block: int, groups: int) -> None:
+        self.roots: dict[bytes, Root] = {}
+        self._step = tokens_per_block
+        self._groups = groups
+
+    def root(self, key: bytes) -> Root:
+        """The root of a key, which need not hold anything."""
+        return self.roots.get(key) or Root(key, self._groups)
+
+    def walk(self, root: Root, tokens: Tokens) -> list[Node]:
+        """The nodes of all whole blocks that the beginning of `tokens` has in common with the tree."""
+        nodes: list[Node] = []
+        node: Node = root
+        for start in range(0, len(tokens) - self._step + 1, self._step):
+            child = node.children.get(tokens[start : start + self._step])
+            if child is None:
+                break
+            nodes.append(child)
+            node = child
+        return nodes
+
+    def nearest(self, node: Node, tokens: Tokens) -> Iterator[tuple[Node, int]]:
+        """Children with a common beginning and its length, the longest first."""
+        right = bisect_left(node.order, tokens)
+        left = right - 1
+        left_tokens, right_tokens = _common(node.order, left, tokens), _common(node.order, right, tokens)
+        while left_tokens or right_tokens:
+            if right_tokens >= left_tokens:
+                yield node.children[node.order[right]], right_tokens
+                right += 1
+                right_tokens = _common(node.order, right, tokens)
+            else:
+                yield node.children[node.order[left]], left_tokens
+                left -= 1
+                left_tokens = _common(node.order, left, tokens)
+
+    def child(self, node: Node, tokens: Tokens) -> Node:
+        """The child of these tokens; a new one is not in the tree before `attach`."""
+        return node.children.get(tokens) or Node(node, tokens, self._groups)
+
+    def attach(self, node: Node) -> None:
+        """Put a node into the tree, with the parents that were pruned since the node was made."""
+        while (parent := node.parent) is not None:
+            if node.tokens in parent.children:
+                return
+            parent.children[node.tokens] = node
+            insort(parent.order, node.tokens)
+            node = parent
+        assert isinstance(node, Root)
+        self.roots[node.key] = node
+
+    def prune(self, node: Node) -> None:
+        """Take a node out if it is empty, and the parents that become so."""
+        while node.is_empty:
+            parent = node.parent
+            if parent is None:
+                assert isinstance(node, Root)
+                self.roots.pop(node.key, None)
+                return
+            if parent.children.get(node.tokens) is node:
+                del parent.children[node.tokens]
+                del parent.order[bisect_left(parent.order, node.tokens)]
+            node = parent
+
+
+def _common(order: list[Tokens], place: int, tokens: Tokens) -> int:
+    """How many tokens the one at a place has in common with these; 0 if there is no such place."""
+    if not 0 <= place < len(order):
+        return 0
+    for count, (one, other) in enumerate(zip(order[place], tokens, strict=False)):
+        if one != other:
+            return count
+    return min(len(order[place]), len(tokens))
