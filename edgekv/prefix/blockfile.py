@@ -109,7 +109,7 @@ def _read(path: Path, *, rows: bool = False) -> tuple[BlockRecord, bytes, NDArra
 
 def _checksum(record: BlockRecord, rows: NDArray[Any], keys: Keys) -> bytes:
     said = (FORMAT, str(record.group), str(record.priority), rows.dtype.str, str(rows.shape))
-    contiguous = memoryview(np.ascontiguousarray(rows)).cast("B")
+    contiguous = np.ascontiguousarray(rows).data.cast("B")
     return keys.checksum(
         (record.fingerprint, record.root, *(s.encode() for s in said), token_bytes(record.tokens), contiguous)
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 from edgekv.prefix.errors import PrefixError
 
@@ -57,6 +58,9 @@ class TokenRangeRetentionConfig:
         check_priority("priority", self.priority)
         _check_duration("duration_ms", self.duration_ms)
 
+    def __str__(self) -> str:
+        return f"[{self.token_start}, {'end' if self.token_end is None else self.token_end})"
+
     def holds(self, token: int) -> bool:
         """Whether a token lies in the range."""
         return self.token_start <= token and (self.token_end is None or token < self.token_end)
@@ -83,14 +87,10 @@ class RetentionPolicy:
         check_priority("decode_retention_priority", self.decode_retention_priority)
         _check_duration("decode_duration_ms", self.decode_duration_ms)
         ordered = sorted(self.ranges, key=lambda r: r.token_start)
-        for earlier, later in zip(ordered, ordered[1:], strict=False):
+        for earlier, later in pairwise(ordered):
             if earlier.token_end is None or later.token_start < earlier.token_end:
-                spans = [
-                    f"[{r.token_start}, {'end' if r.token_end is None else r.token_end})" for r in (earlier, later)
-                ]
-                raise PrefixError(
-                    "ranges", found=" and ".join(spans), wanted="ranges that do not overlap", way_out=_WAY_OUT
-                )
+                found = f"{earlier} and {later}"
+                raise PrefixError("ranges", found=found, wanted="ranges that do not overlap", way_out=_WAY_OUT)
 
     def of(self, first_token: int, prompt_tokens: int) -> Retention | None:
         """What is asked for the block that begins at a token of a request with so many prompt tokens."""

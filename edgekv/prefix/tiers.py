@@ -164,7 +164,7 @@ class Tiers:
             self._consider(block)
 
     def bring(self, block: Block) -> bool:
-        """Have a guarded block in primary memory; False if there is no room, or its file was rejected and it is gone."""
+        """Have a guarded block in primary memory; False if there is no room or its file is of no use."""
         if block.is_in(Tier.PRIMARY):
             return True
         free = self.room(block.group, Tier.PRIMARY)

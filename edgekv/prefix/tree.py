@@ -36,7 +36,7 @@ class Node:
         return not self.children and not any(self.blocks)
 
     def subtree(self) -> list[Node]:
-        """This node and all behind it, parents before children."""
+        """The node and all behind it, parents before children."""
         nodes = [self]
         for node in nodes:
             nodes.extend(node.children.values())
