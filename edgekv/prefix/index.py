@@ -109,6 +109,7 @@ class Index:
         try:
             for index in range(len(tokens) // self._step):
                 start = index * self._step
+                self._pass_windows(guarded, start + self._step)
                 parent = nodes[-1] if nodes else root
                 node = self._tree.child(parent, tokens[start : start + self._step])
                 if not self._fill(node, index, index >= first, write):
@@ -123,7 +124,6 @@ class Index:
                     self._tiers.touch(block)
                     if retention is not None:
                         self._tiers.retention(block, retention)
-                self._pass_windows(guarded, start + self._step)
             return nodes
         finally:
             for blocks in guarded:
