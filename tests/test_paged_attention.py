@@ -179,7 +179,7 @@ def test_blocks_cut_from_the_kv_manager_give_the_attention_of_its_windows(strate
     cache = KVCache(geometry, ar=[1, 5], strategy=strategy, policy="sliding-window")
     arena = cache.arena
     for ar in (5, 5, 5, 1, 5, 5, 1, 5, 1):
-        window = cache.window(ar)
+        (window,) = cache.window(ar)
         held = cache.held_rows()
         new = rng.integers(0, 256, (geometry.tensors, ar, 8)).astype(np.uint8)
         landing = arena.array if window.in_place else arena.scratch
