@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from fractions import Fraction
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, overload
+from typing import TYPE_CHECKING, Any, overload
 from weakref import WeakValueDictionary
 
 import numpy as np
@@ -15,11 +16,12 @@ from numpy.typing import NDArray
 from edgekv.bundle import Bundle, Role, open_bundle
 from edgekv.engine import EngineName, Runner, make_engine
 from edgekv.errors import ContextFullError, UsageError
-from edgekv.generate import Detokenizer, Generation, Sampler, Sampling, StopSequences
+from edgekv.generate import Detokenizer, Generation, GenerationStats, Sampler, Sampling, StopSequences, Token
 from edgekv.generate.beam import BeamOptions, BeamSearch, EarlyStopping, refuse_beam_options, refuse_sampling
 from edgekv.generate.beam_run import BeamResult, run_beams
 from edgekv.generate.loop import Setup
-from edgekv.kv import DEFAULT_RESERVE, KVCache, parse_reserve
+from edgekv.kv import DEFAULT_RESERVE, CacheStats, KVCache, Policy, Requantization, parse_reserve
+from edgekv.kv.policy_text import parse_policy
 from edgekv.sequences import Always, HeldSequence, Mode, SequenceFeeder, SequenceManager, check_mode, parse_mode
 
 if TYPE_CHECKING:
@@ -35,7 +37,7 @@ def load(
     *,
     kv_update: str | None = None,
     reserve: Fraction | float | str | None = None,
-    policy: str = "fail",
+    policy: str | Policy = "fail",
     threads: int | None = None,
     cache_mode: str | Mode = "always",
     verify: bool = True,
@@ -47,7 +49,11 @@ def load(
         engine: `cpu` or `htp`.
         kv_update: `pointer-shift` or `slot`; None for the default, `slot` (`pointer-shift` if a reserve is given).
         reserve: memory of `pointer-shift`, in units of S-1 rows per tensor, above 1, at most 2; None for 2.
-        policy: `fail` ends a generation when the context is full; `sliding-window` forgets the oldest tokens.
+        policy: what happens when the context is full, as text or as a policy of `edgekv.kv`. `fail` ends a generation;
+            `sliding-window` forgets the oldest tokens; `sinks(N, WINDOW)` keeps the first N and the newest WINDOW, at
+            positions within the context; `keydiff(BUDGET)` or `keydiff(BUDGET, RECENT)` keeps the BUDGET tokens whose
+            keys are least like the mean key, the RECENT newest (an eighth) among them. What is kept must leave room
+            for the graph with the most tokens per inference.
         threads: of the engine `cpu`; None leaves it to ONNX Runtime.
         cache_mode: what is kept from one step to the next, as text or as a mode of `edgekv.sequences`: `always`,
             `long-sequence-only(TOKENS)`, `adaptive`, `adaptive(64MiB)`, `adaptive(25%)` or `disabled`.
@@ -55,13 +61,45 @@ def load(
 
     Raises:
         BundleError: the bundle is incomplete, changed or of another format version.
-        UsageError: an unknown name, or options that do not go together.
+        UsageError: an unknown name, numbers that leave no room, or options that do not go together.
         EngineError: the engine is missing or refused a graph.
     """
     opened = bundle if isinstance(bundle, Bundle) else open_bundle(bundle, verify)
     return Model(
         opened, engine, kv_update=kv_update, reserve=reserve, policy=policy, threads=threads, cache_mode=cache_mode
     )
+
+
+class _PolicyGeneration(Generation):
+    """A generation whose statistics show what the context policy did in its steps."""
+
+    def __init__(
+        self,
+        cache_stats: Callable[[], CacheStats | None],
+        feeder: SequenceFeeder,
+        prompt: Sequence[int],
+        setup: Setup,
+        **options: Any,
+    ) -> None:
+        """As `Generation`; `cache_stats` are those of the sequence's own cache, None while it has none."""
+        super().__init__(feeder, prompt, setup, **options)
+        self._cache_stats = cache_stats
+        self._evicted = 0
+        self._requantization: Requantization | None = None
+
+    def __next__(self) -> Token:
+        # A sequence's cache may be dropped between two tokens and another one be made within a step.
+        before = self._cache_stats()
+        token = super().__next__()
+        after = self._cache_stats()
+        if after is not None:
+            self._evicted += after.evicted - (0 if before is None else before.evicted)
+            self._requantization = after.requantization
+        return token
+
+    @property
+    def stats(self) -> GenerationStats:
+        return replace(super().stats, evicted_tokens=self._evicted, requantization=self._requantization)
 
 
 class Model:
@@ -81,7 +119,7 @@ class Model:
         *,
         kv_update: str | None = None,
         reserve: Fraction | float | str | None = None,
-        policy: str = "fail",
+        policy: str | Policy = "fail",
         threads: int | None = None,
         cache_mode: str | Mode = "always",
     ) -> None:
@@ -95,10 +133,18 @@ class Model:
         self.bundle = bundle
         self.engine: EngineName = made.name
         self.mode = parse_mode(cache_mode) if isinstance(cache_mode, str) else cache_mode
+        chosen = parse_policy(policy, manifest.rope.inverse_frequencies) if isinstance(policy, str) else policy
 
         def make_cache() -> KVCache:
             ar = {g.ar for g in manifest.graphs}
-            return KVCache(manifest.geometry, ar=ar, strategy=strategy, reserve=ratio, policy=policy)
+            return KVCache(
+                manifest.geometry,
+                ar=ar,
+                strategy=strategy,
+                reserve=ratio,
+                policy=chosen,
+                encodings=[manifest.encodings[tensor.past] for tensor in manifest.geometry.names()],
+            )
 
         self._own = HeldSequence(make_cache())
         check_mode(self.mode, self._own.cache)
@@ -189,7 +235,7 @@ class Model:
         calls before is not run again, and what does not fit is dropped. Text that is tokenized in one piece may differ
         in its tokens where an answer met the next question; giving token ids (`.prompt`, the `.id` of each token,
         then the new ones) reuses all of it. The result is that of an empty cache: bit by bit on the HTP, up to the
-        order of sums on the CPU. Only where tokens have left a sliding window, continuing and starting anew differ.
+        order of sums on the CPU. Only where tokens have left by a context policy, continuing and starting anew differ.
 
         Args:
             prompt: text, or token ids.
@@ -237,7 +283,8 @@ class Model:
         tokens = self.encode(prompt) if isinstance(prompt, str) else list(prompt)
         self._check(tokens, "prompt")
         feeder = SequenceFeeder(self._runner, self.mode, self._own, self.sequences, sequence)
-        generation = Generation(
+        generation = _PolicyGeneration(
+            lambda: self._stats_of(sequence),
             feeder,
             tokens,
             self._setup,
@@ -301,6 +348,10 @@ class Model:
         if sequence is None:
             self._own.reset()
             self._runner.use(self._own.cache)
+
+    def _stats_of(self, sequence: int | None) -> CacheStats | None:
+        held = self._own if sequence is None else self.sequences.touch(sequence)
+        return None if held is None else held.cache.stats
 
     def _release(self, cache: KVCache) -> None:
         if cache is self._runner.cache:

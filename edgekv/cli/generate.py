@@ -85,7 +85,13 @@ def generate(
         ),
     ] = None,
     on_full: Annotated[
-        str, typer.Option(help="What to do when the context is full: fail, which ends, or sliding-window.")
+        str,
+        typer.Option(
+            help="What to do when the context is full: fail, which ends; sliding-window, which forgets the oldest "
+            "tokens; sinks(N, WINDOW), which keeps the first N and the newest WINDOW; keydiff(BUDGET) or "
+            "keydiff(BUDGET, RECENT), which keeps the BUDGET tokens whose keys are least like the mean key, the RECENT "
+            "newest (an eighth) among them."
+        ),
     ] = "fail",
     cache_mode: Annotated[
         str,
@@ -169,8 +175,18 @@ def summary(stats: GenerationStats) -> str:
         f"[{stats.engine}: {stats.prompt_tokens} + {stats.generated_tokens} tokens, ended by {stats.stop_reason}; "
         f"prefill {stats.prefill_ms:.0f} ms{decode}, host {stats.host_us_per_step:.0f} us/step; "
         f"KV {stats.kv_update}{reserve}{mode}: {stats.kv_bytes_held:,} bytes held, "
-        f"{stats.kv_bytes_copied:,} copied{seed}]"
+        f"{stats.kv_bytes_copied:,} copied{_eviction(stats)}{seed}]"
     )
+
+
+def _eviction(stats: GenerationStats) -> str:
+    evicted = f", {stats.evicted_tokens} tokens evicted" if stats.evicted_tokens else ""
+    cost = stats.requantization
+    if cost is None or not cost.keys:
+        return evicted
+    real = "" if cost.rms is None else f", {cost.rms:.2g} in real numbers"
+    clipped = f", {cost.clipped} elements clipped" if cost.clipped else ""
+    return f"{evicted}, moved keys off by {cost.rms_steps:.3f} steps rms{real}, {cost.max_steps:.2f} at most{clipped}"
 
 
 def beam_summary(stats: BeamStats) -> str:

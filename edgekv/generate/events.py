@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from edgekv.kv import Requantization
+
 StopReason = Literal["eos", "length", "stop", "context"]
 
 
@@ -30,7 +32,7 @@ class GenerationStats:
         prompt_tokens: tokens of the prompt.
         generated_tokens: tokens yielded, the end-of-sequence token included.
         stop_reason: `eos`; `length`, max_new_tokens reached; `stop`, a stop sequence; `context`, the context
-            is full; None while it goes on.
+            is full and the policy is `fail`; None while it goes on.
         prefill_ms: time from the prompt to its logits.
         decode_ms_per_token: mean time of a decoded token, sampling and text included; None if none was decoded.
         steps: inferences of prefill and decode.
@@ -44,6 +46,10 @@ class GenerationStats:
         kv_bytes_held: bytes allocated for the cache.
         kv_bytes_copied: bytes that the cache copied during this generation.
         seed: reproduces a sampled generation; None if it was greedy.
+        evicted_tokens: tokens that left the cache during this generation because the policies `sinks` or `keydiff`
+            chose them.
+        requantization: what moving keys to other positions has cost in the cache of the last step, since that cache
+            was made; None if the policy moves none, and before the first token.
     """
 
     prompt_tokens: int
@@ -62,3 +68,5 @@ class GenerationStats:
     kv_bytes_held: int
     kv_bytes_copied: int
     seed: int | None
+    evicted_tokens: int = 0
+    requantization: Requantization | None = None

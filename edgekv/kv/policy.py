@@ -185,6 +185,8 @@ POLICIES: tuple[Policy, ...] = (Fail(), SlidingWindow())
 def find_policy(policy: str | Policy) -> Policy:
     """The policy of this name; one with numbers of its own, `Sinks` or `KeyDiff`, is given as an object.
 
+    `parse_policy` reads those too.
+
     Raises:
         UsageError: there is none.
     """
