@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -94,6 +95,30 @@ def test_keydiff_goes_on_to_three_contexts(bundle: Path, kv_update: str) -> None
     positions = model.cache.positions
     assert positions == sorted(set(positions))
     assert positions[-12:] == list(range(model.cache.tokens_seen - 12, model.cache.tokens_seen))
+
+
+@pytest.mark.parametrize("kv_update", ["pointer-shift", "slot"])
+def test_a_token_stands_where_the_cache_says_when_others_leave(bundle: Path, embedded: Path, kv_update: str) -> None:
+    """Keys of the first layer depend on token and position alone: those held are those of a cache filled anew."""
+    model = _load(bundle, SINKS, kv_update=kv_update)
+    tokens = model.encode((embedded / "heldout.txt").read_text("utf-8")[:4000])[: CONTEXT + 1]
+    for token in tokens:
+        model._runner.feed((token,))
+    assert model.cache.stats.evicted == CONTEXT - 96
+    found = _first_keys(model)
+    fresh = _load(bundle, "fail", kv_update=kv_update)
+    fresh._runner.feed([*tokens[:4], *tokens[CONTEXT - 92 :]])
+    off = np.abs(found - _first_keys(fresh))
+    assert off[:, -1].max() <= 1  # the token whose step made room
+    # Once rounded by the graph and once more where they were rotated; what the graph clipped turns with its error.
+    assert (off <= 2).mean() > 0.999
+
+
+def _first_keys(model: edgekv.Model) -> np.ndarray[Any, Any]:
+    """Keys of layer 0, `[heads, tokens, D]`."""
+    tensors = [at for at, each in enumerate(model.cache.arena.tensors) if (each.layer, each.kind) == (0, "key")]
+    rows: np.ndarray[Any, Any] = model.cache.arena.array[tensors][:, model.cache.held_rows()].astype(int)
+    return rows
 
 
 @pytest.mark.parametrize("policy", [SINKS, KEYDIFF])

@@ -101,8 +101,9 @@ class StaticGraph:
         started = perf_counter_ns()
         if not 1 <= len(tokens) <= self.ar:
             raise ValueError(f"tokens: found {len(tokens)}; wanted 1 to {self.ar}")
-        position = self._cache.position
         (window,) = self._cache.window(self.ar)
+        # Only now: a policy that lets tokens leave here may move the others.
+        position = self._cache.position
         self.host_ns += perf_counter_ns() - started
         self.run(tokens, position, window)
         started = perf_counter_ns()
