@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from fractions import Fraction
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, overload
 from weakref import WeakValueDictionary
 
 import numpy as np
@@ -16,11 +15,11 @@ from numpy.typing import NDArray
 from edgekv.bundle import Bundle, Role, open_bundle
 from edgekv.engine import EngineName, Runner, make_engine
 from edgekv.errors import ContextFullError, UsageError
-from edgekv.generate import Detokenizer, Generation, GenerationStats, Sampler, Sampling, StopSequences, Token
+from edgekv.generate import Detokenizer, Generation, Sampler, Sampling, StopSequences
 from edgekv.generate.beam import BeamOptions, BeamSearch, EarlyStopping, refuse_beam_options, refuse_sampling
 from edgekv.generate.beam_run import BeamResult, run_beams
 from edgekv.generate.loop import Setup
-from edgekv.kv import DEFAULT_RESERVE, CacheStats, KVCache, Policy, Requantization, parse_reserve
+from edgekv.kv import DEFAULT_RESERVE, KVCache, Policy, parse_reserve
 from edgekv.kv.policy_text import parse_policy
 from edgekv.sequences import Always, HeldSequence, Mode, SequenceFeeder, SequenceManager, check_mode, parse_mode
 
@@ -47,7 +46,7 @@ def load(
     Args:
         bundle: its folder, or what `open_bundle` gave.
         engine: `cpu` or `htp`.
-        kv_update: `pointer-shift` or `slot`; None for the default, `slot` (`pointer-shift` if a reserve is given).
+        kv_update: one of `edgekv.kv.STRATEGIES`; None for `slot` (`pointer-shift` if a reserve is given).
         reserve: memory of `pointer-shift`, in units of S-1 rows per tensor, above 1, at most 2; None for 2.
         policy: what happens when the context is full, as text or as a policy of `edgekv.kv`. `fail` ends a generation;
             `sliding-window` forgets the oldest tokens; `sinks(N, WINDOW)` keeps the first N and the newest WINDOW, at
@@ -68,38 +67,6 @@ def load(
     return Model(
         opened, engine, kv_update=kv_update, reserve=reserve, policy=policy, threads=threads, cache_mode=cache_mode
     )
-
-
-class _PolicyGeneration(Generation):
-    """A generation whose statistics show what the context policy did in its steps."""
-
-    def __init__(
-        self,
-        cache_stats: Callable[[], CacheStats | None],
-        feeder: SequenceFeeder,
-        prompt: Sequence[int],
-        setup: Setup,
-        **options: Any,
-    ) -> None:
-        """As `Generation`; `cache_stats` are those of the sequence's own cache, None while it has none."""
-        super().__init__(feeder, prompt, setup, **options)
-        self._cache_stats = cache_stats
-        self._evicted = 0
-        self._requantization: Requantization | None = None
-
-    def __next__(self) -> Token:
-        # A sequence's cache may be dropped between two tokens and another one be made within a step.
-        before = self._cache_stats()
-        token = super().__next__()
-        after = self._cache_stats()
-        if after is not None:
-            self._evicted += after.evicted - (0 if before is None else before.evicted)
-            self._requantization = after.requantization
-        return token
-
-    @property
-    def stats(self) -> GenerationStats:
-        return replace(super().stats, evicted_tokens=self._evicted, requantization=self._requantization)
 
 
 class Model:
@@ -283,8 +250,7 @@ class Model:
         tokens = self.encode(prompt) if isinstance(prompt, str) else list(prompt)
         self._check(tokens, "prompt")
         feeder = SequenceFeeder(self._runner, self.mode, self._own, self.sequences, sequence)
-        generation = _PolicyGeneration(
-            lambda: self._stats_of(sequence),
+        generation = Generation(
             feeder,
             tokens,
             self._setup,
@@ -348,10 +314,6 @@ class Model:
         if sequence is None:
             self._own.reset()
             self._runner.use(self._own.cache)
-
-    def _stats_of(self, sequence: int | None) -> CacheStats | None:
-        held = self._own if sequence is None else self.sequences.touch(sequence)
-        return None if held is None else held.cache.stats
 
     def _release(self, cache: KVCache) -> None:
         if cache is self._runner.cache:

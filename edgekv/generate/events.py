@@ -68,5 +68,5 @@ class GenerationStats:
     kv_bytes_held: int
     kv_bytes_copied: int
     seed: int | None
-    evicted_tokens: int = 0
-    requantization: Requantization | None = None
+    evicted_tokens: int
+    requantization: Requantization | None

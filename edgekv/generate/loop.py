@@ -100,6 +100,8 @@ class Generation(Iterator[Token]):
             kv_bytes_held=done.bytes_held,
             kv_bytes_copied=done.bytes_copied,
             seed=self._sampler.seed,
+            evicted_tokens=done.evicted_tokens,
+            requantization=done.requantization,
         )
 
     def _run(self) -> Iterator[Token]:

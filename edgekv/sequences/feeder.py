@@ -9,6 +9,7 @@ from typing import Any
 from numpy.typing import NDArray
 
 from edgekv.engine.runner import Runner, StepTimes
+from edgekv.kv import CacheStats, Requantization
 from edgekv.sequences.manager import SequenceManager
 from edgekv.sequences.mode import Mode
 from edgekv.sequences.sequence import HeldSequence
@@ -24,6 +25,8 @@ class Fed:
         computed_tokens: tokens run, those included that were run again.
         bytes_held: bytes of the cache that was used last.
         bytes_copied: bytes that caches copied.
+        evicted_tokens: tokens that left because a context policy chose them.
+        requantization: what moving keys has cost in the cache of the last step, since that cache was made.
         room: whether a further token may be run.
     """
 
@@ -32,6 +35,8 @@ class Fed:
     computed_tokens: int
     bytes_held: int
     bytes_copied: int
+    evicted_tokens: int
+    requantization: Requantization | None
     room: bool
 
 
@@ -65,7 +70,7 @@ class SequenceFeeder:
         self._manager = manager
         self._sequence = sequence
         self._tokens: list[int] = []
-        self.done = Fed(StepTimes(0, 0, 0), 0, 0, scratch.cache.stats.bytes_held, 0, True)
+        self.done = Fed(StepTimes(0, 0, 0), 0, 0, scratch.cache.stats.bytes_held, 0, 0, None, True)
 
     def claim(self, tokens: int) -> None:
         """Ask for the cache that a sequence of so many tokens needs, so that a refusal comes before any work.
@@ -102,12 +107,12 @@ class SequenceFeeder:
             start = held.reuse(self._tokens)
         new = self._tokens[start:]
         self._runner.use(held.cache)
-        before, copied = self._runner.times, held.cache.stats.bytes_copied
+        times, before = self._runner.times, held.cache.stats
         try:
             return self._runner.feed(new)
         finally:
             held.record(new, self)
-            self._count(held, self._runner.times - before, held.cache.stats.bytes_copied - copied, len(new), first)
+            self._count(held, self._runner.times - times, before, len(new), first)
 
     def _keeps(self, tokens: int) -> bool:
         limit = self._mode.recomputed_tokens
@@ -118,15 +123,17 @@ class SequenceFeeder:
             return self._scratch
         return self._manager.touch(self._sequence) or self._manager.get_or_create(self._sequence)
 
-    def _count(self, held: HeldSequence, times: StepTimes, copied_bytes: int, computed: int, first: bool) -> None:
-        done = self.done
+    def _count(self, held: HeldSequence, times: StepTimes, before: CacheStats, computed: int, first: bool) -> None:
+        done, cache = self.done, held.cache.stats
         self.done = Fed(
             times=StepTimes(
                 done.times.steps + times.steps, done.times.run_ns + times.run_ns, done.times.host_ns + times.host_ns
             ),
             reused_tokens=len(self._tokens) - computed if first else done.reused_tokens,
             computed_tokens=done.computed_tokens + computed,
-            bytes_held=held.cache.stats.bytes_held,
-            bytes_copied=done.bytes_copied + copied_bytes,
+            bytes_held=cache.bytes_held,
+            bytes_copied=done.bytes_copied + cache.bytes_copied - before.bytes_copied,
+            evicted_tokens=done.evicted_tokens + cache.evicted - before.evicted,
+            requantization=cache.requantization,
             room=held.cache.room(1),
         )
