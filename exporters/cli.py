@@ -17,6 +17,7 @@ from rich.progress import Progress as Bars
 import edgekv
 from devices import find
 from edgekv.bundle import open_bundle
+from edgekv.cli.numbers import parse_ar
 from edgekv.errors import UsageError
 from edgekv.kv import KeyLayout, KvDtype
 from exporters.checkpoint import Checkpoint
@@ -60,7 +61,7 @@ def export(
         device=find(device),
         recipe=find_recipe(recipe),
         context=context,
-        ar=_numbers("--ar", ar),
+        ar=parse_ar(ar),
         kv_dtype=_kv_dtype(kv),
         key_layout=_key_layout(key_layout),
         calibration=calibration,
@@ -152,15 +153,6 @@ def _shown() -> Iterator[Progress]:
             bars.update(tasks[stage], completed=done)
 
         yield show
-
-
-def _numbers(option: str, value: str) -> tuple[int, ...]:
-    try:
-        return tuple(int(part) for part in value.split(","))
-    except ValueError:
-        raise UsageError(
-            option, found=repr(value), wanted="whole numbers with commas, such as 1,32", way_out="Correct the list."
-        ) from None
 
 
 def _kv_dtype(value: str) -> KvDtype:

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from devices import find
-from edgekv.errors import UsageError
+from edgekv.cli.numbers import parse_ar
 from edgekv.plan import ExportCost, Plan, make_plan
 from edgekv.plan.verdict import duration, gb
 
@@ -34,20 +34,12 @@ def plan(
 
     Nothing but config.json is read. RAM and time of the export are estimates.
     """
-    graphs = None if ar is None else _numbers(ar)
+    graphs = None if ar is None else parse_ar(ar)
     made = make_plan(config, device=find(device), context=context, recipe=recipe, kv=kv, ar=graphs)
     if as_json:
         typer.echo(msgspec.json.encode(made))
     else:
         _show(made)
-
-
-def _numbers(listed: str) -> tuple[int, ...]:
-    try:
-        return tuple(int(number) for number in listed.split(","))
-    except ValueError:
-        wanted = "numbers with commas between them, such as 1,32"
-        raise UsageError("--ar", found=repr(listed), wanted=wanted, way_out="Use --ar 1,32.") from None
 
 
 def _show(made: Plan) -> None:

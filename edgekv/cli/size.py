@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from devices import Device, UnknownDeviceError, find
+from edgekv.cli.numbers import parse_ar
 from edgekv.errors import UsageError
 from edgekv.size import Budget, Overrides, Report, StrategySize, find_subject, make_report, save_plot
 
@@ -49,7 +50,7 @@ def size(
     For each: bytes held, bytes copied per token and in the worst step, tensors to bind anew per step, addresses to
     register once.
     """
-    overrides = Overrides(layers, kv_heads, head_dim, context, kv_bits, None if ar is None else _numbers(ar))
+    overrides = Overrides(layers, kv_heads, head_dim, context, kv_bits, None if ar is None else parse_ar(ar))
     target = None if device is None else _device(device)
     budget = None if budget_gb is None else Budget.of_option(budget_gb)
     report = make_report(find_subject(path, overrides), device=target, budget=budget)
@@ -59,14 +60,6 @@ def size(
         typer.echo(msgspec.json.encode(report))
     else:
         _show(report)
-
-
-def _numbers(listed: str) -> tuple[int, ...]:
-    try:
-        return tuple(int(number) for number in listed.split(","))
-    except ValueError:
-        wanted = "numbers with commas between them, such as 1,32"
-        raise UsageError("--ar", found=repr(listed), wanted=wanted, way_out="Use --ar 1,32.") from None
 
 
 def _device(name: str) -> Device:

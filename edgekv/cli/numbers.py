@@ -1,0 +1,18 @@
+"""Lists of numbers, as options give them."""
+
+from __future__ import annotations
+
+from edgekv.errors import UsageError
+
+
+def parse_ar(listed: str) -> tuple[int, ...]:
+    """The numbers of `--ar`, such as `1,32`.
+
+    Raises:
+        UsageError: these are no numbers with commas between them.
+    """
+    try:
+        return tuple(int(number) for number in listed.split(","))
+    except ValueError:
+        wanted = "numbers with commas between them, such as 1,32"
+        raise UsageError("--ar", found=repr(listed), wanted=wanted, way_out="Use --ar 1,32.") from None
