@@ -149,8 +149,15 @@ def test_a_broken_command_of_another_package_is_named_and_left_out(tmp_path: Pat
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: other\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text(
         "[edgekv.commands]\nbroken = no_such_module:command\ngenerate = other:mine\nhello = other:hello\n"
+        "greet = other:greet\n"
     )
-    (tmp_path / "other.py").write_text("def hello(name: str) -> None:\n    'Greet.'\n    print('hello', name)\n")
+    (tmp_path / "other.py").write_text(
+        "import typer\n"
+        "def hello(name: str) -> None:\n    'Greet.'\n    print('hello', name)\n"
+        "greet = typer.Typer()\n"
+        "greet.callback()(lambda: None)\n"
+        "greet.command('in-english')(hello)\n"
+    )
     paths = os.pathsep.join([str(tmp_path), *sys.path])
 
     def call(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -162,6 +169,7 @@ def test_a_broken_command_of_another_package_is_named_and_left_out(tmp_path: Pat
     assert "warning: the command broken (no_such_module:command) is left out: ModuleNotFound" in everything.stderr
     assert "warning: the command generate (other:mine) is left out: the name is taken" in everything.stderr
     assert call("hello", "there").stdout == "hello there\n"
+    assert call("greet", "in-english", "there").stdout == "hello there\n"
     assert call("broken").returncode == 2
 
 

@@ -41,8 +41,11 @@ def make_app(arguments: Sequence[str]) -> typer.Typer:
     )
     app.callback()(_options)
     first = next(iter(arguments), "")
-    for name, function in sorted(find_commands(first).items()):
-        app.command(name)(function)
+    for name, command in sorted(find_commands(first).items()):
+        if isinstance(command, typer.Typer):
+            app.add_typer(command, name=name)
+        else:
+            app.command(name)(command)
     return app
 
 

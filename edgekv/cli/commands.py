@@ -14,7 +14,8 @@ from edgekv.cli.size import size
 
 GROUP = "edgekv.commands"
 
-Command = Callable[..., Any]
+Command = Callable[..., Any] | typer.Typer
+"""A function, or a group of commands."""
 _OWN: dict[str, Command] = {"generate": generate, "plan": plan, "size": size}
 
 
