@@ -28,7 +28,7 @@ from rich.table import Table
 from devices import find
 from edgekv.bundle import Bundle, open_bundle
 from edgekv.engine import CpuEngine, StaticGraph
-from edgekv.engine.rope import RopeTable
+from edgekv.engine.rope import rope_tables
 from edgekv.engine.signature import Port, Signature
 from edgekv.kv import KVCache
 from exporters.checkpoint import Checkpoint
@@ -82,9 +82,7 @@ def bound(bundle: Bundle, session: ort.InferenceSession, strategy: str, reserve:
     """A function that runs one step and returns its host time in microseconds."""
     manifest = bundle.manifest
     cache = KVCache(manifest.geometry, ar=(1,), strategy=strategy, reserve=reserve, policy="sliding-window")
-    cos, sin = (manifest.encodings[name].encoding() for name in ("position_ids_cos", "position_ids_sin"))
-    rope = RopeTable(manifest.rope.inverse_frequencies, cos, sin, positions=CONTEXT)
-    graph = StaticGraph(session, manifest, manifest.graphs[0], cache, rope)
+    graph = StaticGraph(session, manifest, manifest.graphs[0], cache, rope_tables(manifest))
 
     def step() -> float:
         before = graph.host_ns

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from edgekv.bundle import ROPE_SUFFIXES, rope_inputs
 from edgekv.errors import UsageError
 from edgekv.kv import KvDtype
 from exporters.checkpoint import Checkpoint
@@ -15,7 +16,6 @@ from exporters.recipe import Recipe
 from exporters.reference import Floats, Reference
 from quant import Encoding, Range
 
-_ROTATION = Encoding("u16", scale=1 / 32767, zero_point=32768)  # -1 to 1, both ends exact
 _LEAST_MASK_DEPTH = 64.0
 _U16_SOFTMAX_REACH = 12.0  # exp(-12) is below half a step of a 16-bit probability
 
@@ -40,15 +40,18 @@ def token_windows(checkpoint: Checkpoint, text: str, length: int, most: int | No
 
 
 def observe_ranges(
-    checkpoint: Checkpoint, windows: Sequence[NDArray[np.int64]], progress: Callable[[int], None] | None = None
+    checkpoint: Checkpoint,
+    windows: Sequence[NDArray[np.int64]],
+    context: int,
+    progress: Callable[[int], None] | None = None,
 ) -> dict[str, Range]:
-    """What values every result of the float decoder takes on these windows."""
+    """What values every result of the float decoder takes on these windows, as part of a context of S tokens."""
     ranges: dict[str, Range] = {}
 
     def observe(name: str, values: Floats) -> None:
         ranges.setdefault(name, Range()).observe(values, keep_sample=name.startswith("past_"))
 
-    for _ in Reference(checkpoint).logits(windows, observe=observe, progress=progress):
+    for _ in Reference(checkpoint, context).logits(windows, observe=observe, progress=progress):
         pass
     return ranges
 
@@ -76,5 +79,13 @@ def choose_encodings(ranges: Mapping[str, Range], recipe: Recipe, kv_dtype: KvDt
     encodings["probabilities"] = Encoding.asymmetric(0.0, 1.0, recipe.activations)
     encodings["attention_mask"] = Encoding("u16", scale=depth / 65535, zero_point=65535)
     encodings["logits"] = encodings["head"]
-    encodings["position_ids_cos"] = encodings["position_ids_sin"] = _ROTATION
     return encodings
+
+
+def rotation_encodings(attention_factors: Sequence[float]) -> dict[str, Encoding]:
+    """Encodings of the cosines and sines of every rotary embedding: from -factor to factor, both ends exact."""
+    return {
+        name: Encoding("u16", scale=factor / 32767, zero_point=32768)
+        for suffix, factor in zip(ROPE_SUFFIXES, attention_factors, strict=False)
+        for name in rope_inputs(suffix)
+    }

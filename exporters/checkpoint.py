@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,9 +17,13 @@ from safetensors import SafetensorError, safe_open
 from tokenizers import Tokenizer
 
 from edgekv.errors import CheckpointError
+from exporters.architectures import describe
 from exporters.spec import DecoderSpec
+from exporters.tensors import EMBEDDING, HEAD, View, views
 
 _FLOATS = {"BF16": np.dtype(ml_dtypes.bfloat16), "F16": np.dtype(np.float16), "F32": np.dtype(np.float32)}
+_RECOMPUTED = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")  # kept by older checkpoints
+_BLOCK_BYTES = 1 << 24
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +44,9 @@ class _Stored:
     shape: tuple[int, ...]
     offset: int
 
+    def open(self) -> NDArray[Any]:
+        return np.asarray(np.memmap(self.file, self.dtype, mode="r", offset=self.offset, shape=self.shape))
+
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
@@ -50,6 +58,7 @@ class Checkpoint:
     special: SpecialTokens
     tokenizer: Tokenizer
     _tensors: dict[str, _Stored] = field(repr=False)
+    _views: dict[str, View] = field(repr=False)
 
     @classmethod
     def open(cls, name: str) -> Checkpoint:
@@ -59,30 +68,37 @@ class Checkpoint:
             CheckpointError: naming the file or field that is missing, broken, contradictory or unsupported.
         """
         folder = _locate(name)
-        spec = DecoderSpec.from_config(config := _read_json(folder / "config.json"))
+        spec = describe(config := _read_json(folder / "config.json"))
         generation = _read_json(folder / "generation_config.json", optional=True)
         tokenizer = _open_tokenizer(folder / "tokenizer.json", spec.vocab)
         special = _special_tokens(config, generation, tokenizer)
         tensors = dict(_index(folder))
-        checkpoint = cls(name, folder, spec, special, tokenizer, tensors)
-        checkpoint._check_shapes()
-        return checkpoint
+        wanted = {view.name: view for view in views(spec)}
+        _check_tensors(tensors, wanted.values(), spec)
+        return cls(name, folder, spec, special, tokenizer, tensors, wanted)
 
     def tensor(self, key: str) -> NDArray[np.float32]:
-        """The tensor as float32, read now; matrices are `[out, in]`, as stored."""
-        stored = self._tensors[key]
-        raw = np.memmap(stored.file, stored.dtype, mode="r", offset=stored.offset, shape=stored.shape)
-        return np.asarray(raw).astype(np.float32)
+        """A tensor of the decoder as float32, read now, under the name that it has in Llama's checkpoints.
+
+        Matrices are `[out, in]`, as stored; see `View` for what else is done to what is stored.
+        """
+        view = self._views[key]
+        rows = self._tensors[view.key].open()[view.first : view.first + view.shape[0]].astype(np.float32)
+        if view.offset:
+            rows += np.float32(view.offset)
+        if view.gain != 1.0:
+            rows *= np.float32(view.gain)
+        return rows
 
     @property
     def head_key(self) -> str:
-        """The tensor that makes logits: the embedding where the head is tied."""
-        return "model.embed_tokens.weight" if self.spec.tied_head else "lm_head.weight"
+        """The tensor that makes logits."""
+        return HEAD
 
     @property
     def parameters(self) -> int:
         """How many numbers the model's tensors hold, a tied head counted once."""
-        return sum(int(np.prod(self._tensors[key].shape)) for key, _ in self._wanted())
+        return sum(int(np.prod(self._tensors[key].shape)) for key in {view.key for view in self._views.values()})
 
     def weights_sha256(self) -> str:
         """One hash over all weight files, in name order."""
@@ -98,35 +114,51 @@ class Checkpoint:
         ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False).ids
         return ids
 
-    def _wanted(self) -> Iterator[tuple[str, tuple[int, ...]]]:
-        spec = self.spec
-        query, key_value = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
-        yield "model.embed_tokens.weight", (spec.vocab, spec.hidden)
-        for layer in range(spec.layers):
-            prefix = f"model.layers.{layer}."
-            yield prefix + "input_layernorm.weight", (spec.hidden,)
-            yield prefix + "self_attn.q_proj.weight", (query, spec.hidden)
-            yield prefix + "self_attn.k_proj.weight", (key_value, spec.hidden)
-            yield prefix + "self_attn.v_proj.weight", (key_value, spec.hidden)
-            yield prefix + "self_attn.o_proj.weight", (spec.hidden, query)
-            yield prefix + "post_attention_layernorm.weight", (spec.hidden,)
-            yield prefix + "mlp.gate_proj.weight", (spec.intermediate, spec.hidden)
-            yield prefix + "mlp.up_proj.weight", (spec.intermediate, spec.hidden)
-            yield prefix + "mlp.down_proj.weight", (spec.hidden, spec.intermediate)
-        yield "model.norm.weight", (spec.hidden,)
-        if not spec.tied_head:
-            yield "lm_head.weight", (spec.vocab, spec.hidden)
 
-    def _check_shapes(self) -> None:
-        for key, shape in self._wanted():
-            stored = self._tensors.get(key)
-            if stored is None or stored.shape != shape:
-                raise CheckpointError(
-                    f"weights: {key}",
-                    found="no such tensor" if stored is None else f"shape {list(stored.shape)}",
-                    wanted=f"shape {list(shape)}, as config.json says",
-                    way_out="The weights and config.json do not belong together; fetch both anew.",
-                )
+def _check_tensors(found: Mapping[str, _Stored], wanted: Iterable[View], spec: DecoderSpec) -> None:
+    """All that the decoder reads is there, and nothing that it does not know.
+
+    Raises:
+        CheckpointError: naming the tensor.
+    """
+    shapes = {view.key: view.stored_shape for view in wanted}
+    for key, shape in shapes.items():
+        stored = found.get(key)
+        if stored is None or stored.shape != shape:
+            raise CheckpointError(
+                f"weights: {key}",
+                found="no such tensor" if stored is None else f"shape {list(stored.shape)}",
+                wanted=f"shape {list(shape)}, as config.json says",
+                way_out="The weights and config.json do not belong together; fetch both anew.",
+            )
+    for key in sorted(found.keys() - shapes.keys()):
+        if key == HEAD and not _equal(found[HEAD], found[EMBEDDING]):
+            raise CheckpointError(
+                f"weights: {HEAD}",
+                found="another matrix than the embedding",
+                wanted="the same or none, as tie_word_embeddings of config.json says",
+                way_out="Set tie_word_embeddings to false if the head is a matrix of its own.",
+            )
+        if key != HEAD and _RECOMPUTED.fullmatch(key) is None:
+            raise CheckpointError(
+                f"weights: {key}",
+                found="a tensor that config.json does not account for",
+                wanted=f"the tensors of the architecture {spec.model_type} alone",
+                way_out="Merge adapters into the weights first. Another architecture cannot be exported.",
+            )
+
+
+def _equal(one: _Stored, other: _Stored) -> bool:
+    if one.shape != other.shape:
+        return False
+    pairs = zip(_blocks(one.open()), _blocks(other.open()), strict=True)
+    return all(np.array_equal(a, b) for a, b in pairs)
+
+
+def _blocks(rows: NDArray[Any]) -> Iterator[NDArray[Any]]:
+    """The rows, as many at a time as are about 16 MiB."""
+    step = max(1, _BLOCK_BYTES * len(rows) // max(1, rows.nbytes))
+    return (rows[first : first + step] for first in range(0, len(rows), step))
 
 
 def _locate(name: str) -> Path:

@@ -7,6 +7,7 @@ looked up under it. Results that must keep one encoding through slices and joins
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol, TypeVar
 
 from edgekv.kv import KvTensor
@@ -18,10 +19,13 @@ V = TypeVar("V")
 class Ops(Protocol[V]):
     """The operations a decoder needs. Activations are `[1, 1, AR, width]`; joins and slices are along width."""
 
-    def linear(self, x: V, weight: str, name: str, *, head: int | None = None, gain: float = 1.0) -> V:
-        """`x @ weight.T * gain`; with `head`, only the output channels of that head (head_dim wide)."""
+    def linear(
+        self, x: V, weight: str, name: str, *, bias: str | None = None, head: int | None = None, gain: float = 1.0
+    ) -> V:
+        """`(x @ weight.T + bias) * gain`; with `head`, only the output channels of that head (head_dim wide)."""
 
-    def rms_norm(self, x: V, weight: str, name: str) -> V: ...
+    def rms_norm(self, x: V, weight: str, name: str, *, gain: float = 1.0) -> V:
+        """`x / rms(x) * weight * gain`, over the width."""
 
     def add(self, a: V, b: V, name: str) -> V: ...
 
@@ -29,13 +33,24 @@ class Ops(Protocol[V]):
 
     def multiply(self, a: V, b: V, name: str) -> V: ...
 
+    def scale(self, x: V, factor: float, name: str) -> V:
+        """`x * factor`, a constant above 0."""
+
     def sigmoid(self, x: V, name: str) -> V: ...
 
-    def halves(self, x: V) -> tuple[V, V]:
-        """The first and the second half of the width, in the encoding of `x`."""
+    def tanh(self, x: V, name: str) -> V: ...
+
+    def gelu(self, x: V, name: str) -> V:
+        """`x / 2 * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 x^3)))`, what PyTorch calls GELU with approximate=tanh."""
+
+    def split(self, x: V, widths: Sequence[int]) -> list[V]:
+        """Slices side by side that make up the whole width, in the encoding of `x`."""
 
     def join(self, parts: list[V], name: str) -> V:
         """Side by side; the parts and the result have the encoding of `name`."""
+
+    def rotation(self, layer: int) -> tuple[V, V]:
+        """Cosines and sines of the layer's rotary embedding, `[1, 1, AR, R/2]` each; R elements of a head turn."""
 
     def remember(self, new: V, tensor: KvTensor) -> V:
         """Past and new rows `[1, 1, S, D]` of one cache tensor, in the cache's encoding."""
@@ -43,72 +58,113 @@ class Ops(Protocol[V]):
     def scores(self, query: V, keys: V, name: str) -> V:
         """`query @ keys.T`, `[1, 1, AR, S]`."""
 
-    def masked(self, scores: V, name: str) -> V:
-        """The scores with the attention mask added."""
+    def masked(self, scores: V, layer: int, name: str) -> V:
+        """The scores with the layer's attention mask added: causal, and within `spec.window(layer)` tokens."""
 
     def softmax(self, x: V, name: str) -> V: ...
 
     def attend(self, weights: V, values: V, name: str) -> V:
         """`weights @ values`, `[1, 1, AR, D]`."""
 
-    @property
-    def cos(self) -> V:
-        """`[1, 1, AR, D/2]`."""
-
-    @property
-    def sin(self) -> V:
-        """`[1, 1, AR, D/2]`."""
-
 
 def decoder_layer(ops: Ops[V], spec: DecoderSpec, layer: int, hidden: V) -> V:
-    """One layer: attention and feed-forward, each on the normalized residual and added to it."""
+    """One layer: attention and feed-forward, each on the normalized residual and added to it.
+
+    With `spec.post_norms` what is added is normalized too (Gemma), and Hugging Face's names of the norms shift: there
+    `post_attention_layernorm` stands behind attention; elsewhere it stands in front of the feed-forward.
+    """
     at, weights = f"layers.{layer}.", f"model.layers.{layer}."
+    before_mlp = "pre_feedforward_layernorm" if spec.post_norms else "post_attention_layernorm"
     x = ops.rms_norm(hidden, weights + "input_layernorm.weight", at + "attention_norm")
-    attended = _attention(ops, spec, layer, x)
-    hidden = ops.add(hidden, ops.linear(attended, weights + "self_attn.o_proj.weight", at + "o"), at + "attention_add")
-    x = ops.rms_norm(hidden, weights + "post_attention_layernorm.weight", at + "mlp_norm")
-    gate = ops.linear(x, weights + "mlp.gate_proj.weight", at + "gate")
-    up = ops.linear(x, weights + "mlp.up_proj.weight", at + "up")
-    silu = ops.multiply(gate, ops.sigmoid(gate, at + "sigmoid"), at + "silu")
-    down = ops.linear(ops.multiply(silu, up, at + "mlp"), weights + "mlp.down_proj.weight", at + "down")
+    attended = _linear(ops, spec, _attention(ops, spec, layer, x), layer, "self_attn.o_proj", at + "o")
+    if spec.post_norms:
+        attended = ops.rms_norm(attended, weights + "post_attention_layernorm.weight", at + "attention_post_norm")
+    hidden = ops.add(hidden, attended, at + "attention_add")
+    x = ops.rms_norm(hidden, f"{weights}{before_mlp}.weight", at + "mlp_norm")
+    down = _feed_forward(ops, spec, layer, x)
+    if spec.post_norms:
+        down = ops.rms_norm(down, weights + "post_feedforward_layernorm.weight", at + "mlp_post_norm")
     return ops.add(hidden, down, at + "mlp_add")
 
 
-def logits(ops: Ops[V], head: str, hidden: V) -> V:
+def logits(ops: Ops[V], spec: DecoderSpec, head: str, hidden: V) -> V:
     """The last norm and the head, whose matrix is the tensor `head`."""
-    return ops.linear(ops.rms_norm(hidden, "model.norm.weight", "final_norm"), head, "head")
+    x = ops.rms_norm(hidden, "model.norm.weight", "final_norm")
+    if spec.logits_cap is None:
+        return ops.linear(x, head, "head")
+    uncapped = ops.linear(x, head, "head.uncapped", gain=1 / spec.logits_cap)
+    return ops.scale(ops.tanh(uncapped, "head.tanh"), spec.logits_cap, "head")
 
 
 def _attention(ops: Ops[V], spec: DecoderSpec, layer: int, x: V) -> V:
-    at, weights = f"layers.{layer}.", f"model.layers.{layer}.self_attn."
-    outputs = []
+    at, outputs = f"layers.{layer}.", []
     for kv in range(spec.kv_heads):
-        key = _rotate(ops, ops.linear(x, weights + "k_proj.weight", f"{at}k.h{kv}", head=kv), f"{at}k.h{kv}")
-        value = ops.linear(x, weights + "v_proj.weight", f"{at}v.h{kv}", head=kv)
+        key = _rotate(ops, spec, layer, _head(ops, spec, x, layer, "k", kv), f"{at}k.h{kv}")
+        value = _linear(ops, spec, x, layer, "self_attn.v_proj", f"{at}v.h{kv}", head=kv)
         keys = ops.remember(key, KvTensor(layer, "key", kv))
         values = ops.remember(value, KvTensor(layer, "value", kv))
         for head in range(kv * spec.group, (kv + 1) * spec.group):
-            name = f"{at}q.h{head}"
-            query = ops.linear(x, weights + "q_proj.weight", name, head=head, gain=spec.head_dim**-0.5)
-            scores = ops.scores(_rotate(ops, query, name), keys, f"{at}scores.h{head}")
-            probabilities = ops.softmax(ops.masked(scores, f"{at}masked.h{head}"), "probabilities")
+            query = _rotate(ops, spec, layer, _head(ops, spec, x, layer, "q", head), f"{at}q.h{head}")
+            scores = _scores(ops, spec, layer, query, keys, head)
+            probabilities = ops.softmax(ops.masked(scores, layer, f"{at}masked.h{head}"), "probabilities")
             outputs.append(ops.attend(probabilities, values, at + "attention"))
     return ops.join(outputs, at + "attention")
 
 
-def _rotate(ops: Ops[V], x: V, name: str) -> V:
-    """Rotary embedding in the half-split form of Llama: pairs are (i, i + D/2)."""
-    first, second = ops.halves(x)
-    turned = [
-        ops.subtract(
-            ops.multiply(first, ops.cos, name + ".x_cos"),
-            ops.multiply(second, ops.sin, name + ".y_sin"),
-            name + ".rotated",
-        ),
-        ops.add(
-            ops.multiply(second, ops.cos, name + ".y_cos"),
-            ops.multiply(first, ops.sin, name + ".x_sin"),
-            name + ".rotated",
-        ),
+def _head(ops: Ops[V], spec: DecoderSpec, x: V, layer: int, kind: str, head: int) -> V:
+    """A query or key head before its rotation. All that multiplies scores is folded into the query."""
+    gain = spec.query_gain / (spec.attention_cap or 1.0) if kind == "q" else 1.0
+    projection, name = f"self_attn.{kind}_proj", f"layers.{layer}.{kind}.h{head}"
+    if not spec.qk_norm:
+        return _linear(ops, spec, x, layer, projection, name, head=head, gain=gain)
+    projected = _linear(ops, spec, x, layer, projection, name + ".projected", head=head)
+    return ops.rms_norm(projected, f"model.layers.{layer}.self_attn.{kind}_norm.weight", name, gain=gain)
+
+
+def _scores(ops: Ops[V], spec: DecoderSpec, layer: int, query: V, keys: V, head: int) -> V:
+    at = f"layers.{layer}."
+    if spec.attention_cap is None:
+        return ops.scores(query, keys, f"{at}scores.h{head}")
+    uncapped = ops.scores(query, keys, f"{at}uncapped.h{head}")
+    return ops.scale(ops.tanh(uncapped, f"{at}tanh.h{head}"), spec.attention_cap, f"{at}scores.h{head}")
+
+
+def _feed_forward(ops: Ops[V], spec: DecoderSpec, layer: int, x: V) -> V:
+    at = f"layers.{layer}."
+    gate = _linear(ops, spec, x, layer, "mlp.gate_proj", at + "gate")
+    up = _linear(ops, spec, x, layer, "mlp.up_proj", at + "up")
+    if spec.activation == "silu":
+        active = ops.multiply(gate, ops.sigmoid(gate, at + "sigmoid"), at + "silu")
+    else:
+        active = ops.gelu(gate, at + "gelu")
+    return _linear(ops, spec, ops.multiply(active, up, at + "mlp"), layer, "mlp.down_proj", at + "down")
+
+
+def _linear(
+    ops: Ops[V],
+    spec: DecoderSpec,
+    x: V,
+    layer: int,
+    projection: str,
+    name: str,
+    *,
+    head: int | None = None,
+    gain: float = 1.0,
+) -> V:
+    key = f"model.layers.{layer}.{projection}"
+    bias = key + ".bias" if projection in spec.biased else None
+    return ops.linear(x, key + ".weight", name, bias=bias, head=head, gain=gain)
+
+
+def _rotate(ops: Ops[V], spec: DecoderSpec, layer: int, x: V, name: str) -> V:
+    """Rotary embedding in the half-split form of Llama: of the R elements that turn, pairs are (i, i + R/2)."""
+    half = spec.rope_of(layer).width // 2
+    rest = spec.head_dim - 2 * half
+    turned = name if rest else name + ".rotated"  # what does not turn is joined in the encoding that it has
+    cos, sin = ops.rotation(layer)
+    first, second, *still = ops.split(x, [half, half, rest] if rest else [half, half])
+    parts = [
+        ops.subtract(ops.multiply(first, cos, name + ".x_cos"), ops.multiply(second, sin, name + ".y_sin"), turned),
+        ops.add(ops.multiply(second, cos, name + ".y_cos"), ops.multiply(first, sin, name + ".x_sin"), turned),
     ]
-    return ops.join(turned, name + ".rotated")
+    return ops.join([*parts, *still], turned)

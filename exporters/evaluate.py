@@ -76,7 +76,7 @@ def evaluate(
     """
     context = model.bundle.manifest.context
     windows = _limit(token_windows(checkpoint, text, context), tokens)
-    reference = Reference(checkpoint).logits(windows)
+    reference = Reference(checkpoint, context).logits(windows)
     nll = reference_nll = signal = noise = 0.0
     agreed = count = 0
     for done, (window, expected) in enumerate(zip(windows, reference, strict=True)):

@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from importlib import metadata, resources
 from pathlib import Path
 
-import numpy as np
-
 from devices import Device
 from edgekv.bundle import (
     FORMAT,
@@ -27,12 +25,13 @@ from edgekv.bundle import (
 )
 from edgekv.errors import EngineError, UsageError
 from edgekv.kv import KeyLayout, KvDtype
-from exporters.calibrate import choose_encodings, observe_ranges, token_windows
+from exporters.calibrate import choose_encodings, observe_ranges, rotation_encodings, token_windows
 from exporters.checkpoint import Checkpoint
 from exporters.graphs import plan_graphs, write_graphs
 from exporters.htp import floating_nodes
 from exporters.progress import Progress, silent
 from exporters.recipe import Recipe
+from exporters.rope import Rope
 
 _CALIBRATION_WINDOW = 512
 _CALIBRATION_WINDOWS = 16
@@ -118,8 +117,12 @@ def export_bundle(
         windows = token_windows(
             checkpoint, calibration.text, min(_CALIBRATION_WINDOW, options.context), _CALIBRATION_WINDOWS
         )
-        ranges = observe_ranges(checkpoint, windows, lambda done: progress("calibrate", done, spec.layers))
+        ranges = observe_ranges(
+            checkpoint, windows, options.context, lambda done: progress("calibrate", done, spec.layers)
+        )
+        ropes = [_rope_record(rope, options.context) for rope in spec.ropes]
         encodings = choose_encodings(ranges, options.recipe, options.kv_dtype)
+        encodings |= rotation_encodings([rope.attention_factor for rope in ropes])
         del ranges
         graphs = plan_graphs(options.ar, options.context)
         write_graphs(
@@ -144,7 +147,8 @@ def export_bundle(
             htp_check=check,
             floating_nodes=floating,
             model=_model_record(checkpoint),
-            rope=_rope_record(checkpoint),
+            rope=ropes[0],
+            local_rope=ropes[1] if len(ropes) > 1 else None,
             tokens=TokenRecord(
                 bos=checkpoint.special.bos, eos=list(checkpoint.special.eos), pad=checkpoint.special.pad
             ),
@@ -218,13 +222,14 @@ def _model_record(checkpoint: Checkpoint) -> ModelRecord:
     )
 
 
-def _rope_record(checkpoint: Checkpoint) -> RopeRecord:
-    rope = checkpoint.spec.rope
+def _rope_record(rope: Rope, context: int) -> RopeRecord:
+    rotation = rope.rotation(context)
     return RopeRecord(
         rope_type=rope.rope_type,
         theta=rope.theta,
-        parameters=dict(rope.parameters),
-        inverse_frequencies=np.asarray(rope.inverse_frequencies(checkpoint.spec.head_dim)).tolist(),
+        parameters={name: list(v) if isinstance(v, tuple) else v for name, v in rope.parameters.items()},
+        inverse_frequencies=rotation.inverse_frequencies.tolist(),
+        attention_factor=rotation.attention_factor,
     )
 
 

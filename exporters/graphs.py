@@ -49,7 +49,7 @@ def write_graphs(
     """
     spec = checkpoint.spec
     store = WeightStore(checkpoint, folder)
-    builders = [QdqOps(g.ar, g.context, spec.head_dim, spec.eps, encodings, store, key_layout) for g in graphs]
+    builders = [QdqOps(g.ar, g.context, spec, encodings, store, key_layout) for g in graphs]
     hidden = [ops.embed("model.embed_tokens.weight", "embedding") for ops in builders]
     store.flush("weights-embedding")
     for layer in range(spec.layers):
@@ -60,7 +60,7 @@ def write_graphs(
     ends = []
     for ops, each, graph in zip(builders, hidden, graphs, strict=True):
         rows = ops.select(each) if graph.role == "prefill" else each
-        ends.append(logits(ops, checkpoint.head_key, rows))
+        ends.append(logits(ops, spec, checkpoint.head_key, rows))
     store.flush("weights-head")
     for ops, end, graph in zip(builders, ends, graphs, strict=True):
         rows_out = 1 if graph.role == "prefill" else graph.ar

@@ -11,7 +11,9 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
+from edgekv.bundle import ROPE_SUFFIXES, rope_inputs
 from edgekv.kv import KeyLayout, KvTensor
+from exporters.spec import DecoderSpec
 from exporters.weights import WeightStore
 from quant import DTYPES, Dtype, Encoding
 
@@ -47,16 +49,14 @@ class QdqOps:
         self,
         ar: int,
         context: int,
-        head_dim: int,
-        eps: float,
+        spec: DecoderSpec,
         encodings: Mapping[str, Encoding],
         store: WeightStore,
         key_layout: KeyLayout,
     ) -> None:
         self._ar = ar
         self._past_rows = context - ar
-        self._head_dim = head_dim
-        self._eps = eps
+        self._spec = spec
         self._encodings = encodings
         self._store = store
         self._key_layout = key_layout
@@ -66,11 +66,11 @@ class QdqOps:
         self._outputs: list[onnx.ValueInfoProto] = []
         self._constants: dict[str, onnx.TensorProto] = {}
         self._stored: dict[str, None] = {}
+        self._dequantized: set[str] = set()
         self._transposed: dict[str, Tensor] = {}
         self._ids = self._plain_input("input_ids", [1, ar])
         self._mask = self._input("attention_mask", [1, 1, ar, context])
-        self.cos = self._input("position_ids_cos", [1, 1, ar, head_dim // 2])
-        self.sin = self._input("position_ids_sin", [1, 1, ar, head_dim // 2])
+        self._rotations = [self._rotary_inputs(i, rope.width // 2) for i, rope in enumerate(spec.ropes)]
 
     # ------------------------------------------------------------------ what a decoder needs
 
@@ -81,12 +81,25 @@ class QdqOps:
         shape = self._constant("shape_1_1_ar", np.array([1, 1, self._ar, -1], np.int64))
         return self._emit("Reshape", [rows.name, shape], name, encoding)
 
-    def linear(self, x: Tensor, weight: str, name: str, *, head: int | None = None, gain: float = 1.0) -> Tensor:
-        return self._emit("MatMul", [x.name, self._matrix(weight, head, gain)], name)
+    def linear(
+        self,
+        x: Tensor,
+        weight: str,
+        name: str,
+        *,
+        bias: str | None = None,
+        head: int | None = None,
+        gain: float = 1.0,
+    ) -> Tensor:
+        product = "MatMul", [x.name, self._matrix(weight, head, gain)]
+        if bias is None:
+            return self._emit(*product, name)
+        added = self._weight(*self._store.tensor(bias, head=head), gain)
+        return self._emit("Add", [self._emit(*product, name + ".unbiased").name, added], name)
 
-    def rms_norm(self, x: Tensor, weight: str, name: str) -> Tensor:
-        gamma = self._weight(*self._store.tensor(weight))
-        return self._emit("RMSNormalization", [x.name, gamma], name, axis=-1, epsilon=self._eps)
+    def rms_norm(self, x: Tensor, weight: str, name: str, *, gain: float = 1.0) -> Tensor:
+        gamma = self._weight(*self._store.tensor(weight), gain)
+        return self._emit("RMSNormalization", [x.name, gamma], name, axis=-1, epsilon=self._spec.eps)
 
     def add(self, a: Tensor, b: Tensor, name: str) -> Tensor:
         return self._emit("Add", [a.name, b.name], name)
@@ -97,22 +110,36 @@ class QdqOps:
     def multiply(self, a: Tensor, b: Tensor, name: str) -> Tensor:
         return self._emit("Mul", [a.name, b.name], name)
 
+    def scale(self, x: Tensor, factor: float, name: str) -> Tensor:
+        encoding = Encoding.asymmetric(0.0, factor, x.encoding.dtype)
+        integer = self._constant(f"factor_{factor!r}", encoding.quantize(np.array(factor)))
+        return self._emit("Mul", [x.name, self._dequantize_once(integer, encoding)], name)
+
     def sigmoid(self, x: Tensor, name: str) -> Tensor:
         return self._emit("Sigmoid", [x.name], name)
 
-    def halves(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        names = [self._unique(f"{x.name}.{part}") for part in ("first", "second")]
+    def tanh(self, x: Tensor, name: str) -> Tensor:
+        return self._emit("Tanh", [x.name], name)
+
+    def gelu(self, x: Tensor, name: str) -> Tensor:
+        return self._emit("Gelu", [x.name], name, approximate="tanh")
+
+    def split(self, x: Tensor, widths: Sequence[int]) -> list[Tensor]:
+        names = [self._unique(f"{x.name}.part") for _ in widths]
         floats = [name + "_f" for name in names]
-        self._node("Split", [x.name], floats, axis=_MATRIX, num_outputs=2)
-        first, second = (self._requantize(f, n, x.encoding) for f, n in zip(floats, names, strict=True))
-        return first, second
+        sizes = self._constant("widths_" + "_".join(map(str, widths)), np.array(widths, np.int64))
+        self._node("Split", [x.name, sizes], floats, axis=_MATRIX)
+        return [self._requantize(f, n, x.encoding) for f, n in zip(floats, names, strict=True)]
 
     def join(self, parts: list[Tensor], name: str) -> Tensor:
         return self._emit("Concat", [part.name for part in parts], name, axis=_MATRIX)
 
+    def rotation(self, layer: int) -> tuple[Tensor, Tensor]:
+        return self._rotations[self._spec.rope_index(layer)]
+
     def remember(self, new: Tensor, tensor: KvTensor) -> Tensor:
         encoding = self._encodings[tensor.past]
-        past_shape, new_shape = [self._past_rows, self._head_dim], [self._ar, self._head_dim]
+        past_shape, new_shape = [self._past_rows, self._spec.head_dim], [self._ar, self._spec.head_dim]
         columns = tensor.kind == "key" and self._key_layout == "columns"
         if columns:
             new = self._emit("Transpose", [new.name], new.name + ".t", new.encoding, perm=_TURN)
@@ -133,7 +160,7 @@ class QdqOps:
             self._transposed[keys.name] = turned
         return self._emit("MatMul", [query.name, self._transposed[keys.name].name], name)
 
-    def masked(self, scores: Tensor, name: str) -> Tensor:
+    def masked(self, scores: Tensor, layer: int, name: str) -> Tensor:
         return self._emit("Add", [scores.name, self._mask.name], name)
 
     def softmax(self, x: Tensor, name: str) -> Tensor:
@@ -196,6 +223,10 @@ class QdqOps:
         self._inputs.append(helper.make_tensor_value_info(name, _TYPES[encoding.dtype], shape))
         return self._dequantize(name, name + "_dq", encoding)
 
+    def _rotary_inputs(self, index: int, pairs: int) -> tuple[Tensor, Tensor]:
+        cos, sin = (self._input(name, [1, 1, self._ar, pairs]) for name in rope_inputs(ROPE_SUFFIXES[index]))
+        return cos, sin
+
     def _plain_input(self, name: str, shape: list[int]) -> str:
         self._inputs.append(helper.make_tensor_value_info(name, TensorProto.INT32, shape))
         return name
@@ -203,12 +234,16 @@ class QdqOps:
     def _output(self, name: str, dtype: Dtype, shape: list[int]) -> None:
         self._outputs.append(helper.make_tensor_value_info(name, _TYPES[dtype], shape))
 
-    def _weight(self, stored: str, encoding: Encoding) -> str:
-        """A stored tensor under one encoding, dequantized once."""
-        target = stored + "_dq"
-        if stored not in self._stored:
-            self._stored[stored] = None
-            self._dequantize(stored, target, encoding)
+    def _weight(self, stored: str, encoding: Encoding, gain: float = 1.0) -> str:
+        """A stored tensor under one encoding, times a constant, dequantized once."""
+        self._stored[stored] = None
+        return self._dequantize_once(stored, encoding.times(gain))
+
+    def _dequantize_once(self, constant: str, encoding: Encoding) -> str:
+        target = constant + "_dq"
+        if constant not in self._dequantized:
+            self._dequantized.add(constant)
+            self._dequantize(constant, target, encoding)
         return target
 
     def _matrix(self, key: str, head: int | None, gain: float) -> str:

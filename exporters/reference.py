@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ from numpy.typing import NDArray
 from edgekv.kv import KvTensor
 from exporters.checkpoint import Checkpoint
 from exporters.decoder import decoder_layer, logits
+from exporters.rope import Rotation
 from exporters.spec import DecoderSpec
 
 Floats = NDArray[np.float32]
@@ -35,32 +37,51 @@ class Weights:
 
 
 class NumpyOps:
-    """Carries the decoder out on whole sequences, `[T, width]`, with no past: causal attention over T tokens."""
+    """Carries the decoder out on whole sequences, `[T, width]`, with no past: causal attention over T tokens.
 
-    def __init__(self, spec: DecoderSpec, weights: Weights, tokens: int, observe: Observer | None = None) -> None:
+    Args:
+        spec: the decoder.
+        weights: its weights.
+        tokens: T.
+        context: the longest sequence that the rotary embedding is made for.
+        observe: called with the name and value of every result.
+    """
+
+    def __init__(
+        self, spec: DecoderSpec, weights: Weights, tokens: int, context: int, observe: Observer | None = None
+    ) -> None:
         self._spec = spec
         self._weights = weights
         self._observe = observe
-        angles = np.arange(tokens)[:, None] * spec.rope.inverse_frequencies(spec.head_dim)
-        self.cos: Floats = np.cos(angles).astype(np.float32)
-        self.sin: Floats = np.sin(angles).astype(np.float32)
-        self._mask: Floats = np.triu(np.full((tokens, tokens), -np.inf, np.float32), 1)
+        self._rotations = [_cos_sin(rope.rotation(context), tokens) for rope in spec.ropes]
+        self._masks = {window: _mask(tokens, window) for window in {spec.window(i) for i in range(spec.layers)}}
 
     def embed(self, tokens: NDArray[Any], name: str) -> Floats:
         """Rows of the embedding, `[T, hidden]`."""
         return self._seen(name, self._weights["model.embed_tokens.weight"][tokens])
 
-    def linear(self, x: Floats, weight: str, name: str, *, head: int | None = None, gain: float = 1.0) -> Floats:
-        matrix = self._weights[weight]
-        if head is not None:
-            width = self._spec.head_dim
-            matrix = matrix[head * width : (head + 1) * width]
-        return self._seen(name, x @ matrix.T * np.float32(gain))
+    def linear(
+        self,
+        x: Floats,
+        weight: str,
+        name: str,
+        *,
+        bias: str | None = None,
+        head: int | None = None,
+        gain: float = 1.0,
+    ) -> Floats:
+        width = self._spec.head_dim
+        rows = slice(None) if head is None else slice(head * width, (head + 1) * width)
+        product = x @ self._weights[weight][rows].T * np.float32(gain)
+        if bias is None:
+            return self._seen(name, product)
+        product = self._seen(name + ".unbiased", product)
+        return self._seen(name, product + self._weights[bias][rows] * np.float32(gain))
 
-    def rms_norm(self, x: Floats, weight: str, name: str) -> Floats:
+    def rms_norm(self, x: Floats, weight: str, name: str, *, gain: float = 1.0) -> Floats:
         variance = np.square(x).mean(-1, keepdims=True)
         scale = 1 / np.sqrt(variance + np.float32(self._spec.eps))
-        normed: Floats = x * scale * self._weights[weight]
+        normed: Floats = x * scale * self._weights[weight] * np.float32(gain)
         return self._seen(name, normed)
 
     def add(self, a: Floats, b: Floats, name: str) -> Floats:
@@ -72,16 +93,28 @@ class NumpyOps:
     def multiply(self, a: Floats, b: Floats, name: str) -> Floats:
         return self._seen(name, a * b)
 
+    def scale(self, x: Floats, factor: float, name: str) -> Floats:
+        return self._seen(name, x * np.float32(factor))
+
     def sigmoid(self, x: Floats, name: str) -> Floats:
         with np.errstate(over="ignore"):
             return self._seen(name, 1 / (1 + np.exp(-x)))
 
-    def halves(self, x: Floats) -> tuple[Floats, Floats]:
-        middle = x.shape[-1] // 2
-        return x[..., :middle], x[..., middle:]
+    def tanh(self, x: Floats, name: str) -> Floats:
+        return self._seen(name, np.tanh(x))
+
+    def gelu(self, x: Floats, name: str) -> Floats:
+        inner = np.float32(math.sqrt(2 / math.pi)) * (x + np.float32(0.044715) * x * x * x)
+        return self._seen(name, np.float32(0.5) * x * (1 + np.tanh(inner)))
+
+    def split(self, x: Floats, widths: Sequence[int]) -> list[Floats]:
+        return np.split(x, np.cumsum(widths)[:-1], axis=-1)
 
     def join(self, parts: list[Floats], name: str) -> Floats:
         return self._seen(name, np.concatenate(parts, axis=-1))
+
+    def rotation(self, layer: int) -> tuple[Floats, Floats]:
+        return self._rotations[self._spec.rope_index(layer)]
 
     def remember(self, new: Floats, tensor: KvTensor) -> Floats:
         return self._seen(tensor.past, new)
@@ -89,8 +122,8 @@ class NumpyOps:
     def scores(self, query: Floats, keys: Floats, name: str) -> Floats:
         return self._seen(name, query @ keys.T)
 
-    def masked(self, scores: Floats, name: str) -> Floats:
-        return scores + self._mask
+    def masked(self, scores: Floats, layer: int, name: str) -> Floats:
+        return scores + self._masks[self._spec.window(layer)]
 
     def softmax(self, x: Floats, name: str) -> Floats:
         weights: Floats = np.exp(x - x.max(-1, keepdims=True))
@@ -106,15 +139,35 @@ class NumpyOps:
         return value
 
 
+def _cos_sin(rotation: Rotation, tokens: int) -> tuple[Floats, Floats]:
+    angles = np.arange(tokens)[:, None] * rotation.inverse_frequencies
+    cos, sin = np.cos(angles) * rotation.attention_factor, np.sin(angles) * rotation.attention_factor
+    return cos.astype(np.float32), sin.astype(np.float32)
+
+
+def _mask(tokens: int, window: int | None) -> Floats:
+    """0 where a token sees another, `[T, T]`: itself and the window - 1 tokens before it."""
+    distance = np.arange(tokens)[:, None] - np.arange(tokens)
+    seen = (distance >= 0) & (distance < (window or tokens))
+    mask: Floats = np.where(seen, np.float32(0), np.float32(-np.inf))
+    return mask
+
+
 class Reference:
     """The checkpoint in float32.
 
     Layers run one after another over all windows, so that one layer's weights are in memory at a time, and so
     are the logits of one window.
+
+    Args:
+        checkpoint: the model.
+        context: the longest sequence that the rotary embedding is made for: the context of a bundle that is measured
+            against it; None: the length of each window, as transformers does.
     """
 
-    def __init__(self, checkpoint: Checkpoint) -> None:
+    def __init__(self, checkpoint: Checkpoint, context: int | None = None) -> None:
         self._checkpoint = checkpoint
+        self._context = context
 
     def logits(
         self,
@@ -132,7 +185,8 @@ class Reference:
         """
         windows = [np.asarray(window) for window in windows]
         spec, weights = self._checkpoint.spec, Weights(self._checkpoint)
-        ops = {n: NumpyOps(spec, weights, n, observe) for n in {len(window) for window in windows}}
+        lengths = {len(window) for window in windows}
+        ops = {n: NumpyOps(spec, weights, n, self._context or n, observe) for n in lengths}
         states = [ops[len(window)].embed(window, "embedding") for window in windows]
         for layer in range(spec.layers):
             weights.drop()
@@ -141,4 +195,4 @@ class Reference:
                 progress(layer + 1)
         weights.drop()
         for state in states:
-            yield logits(ops[len(state)], self._checkpoint.head_key, state)
+            yield logits(ops[len(state)], spec, self._checkpoint.head_key, state)

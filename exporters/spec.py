@@ -1,20 +1,36 @@
-"""What the exporters need to know of an architecture: sizes, rotary embedding and special tokens."""
+"""What the exporters need to know of a decoder: its sizes, and where its architecture differs from Llama's."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Literal
 
-from edgekv.errors import CheckpointError
 from exporters.rope import Rope
 
-SUPPORTED = ("llama",)
+Activation = Literal["silu", "gelu-tanh"]
 
 
 @dataclass(frozen=True, slots=True)
 class DecoderSpec:
-    """A decoder of the Llama family: pre-norm, grouped-query attention, SwiGLU, RMSNorm, RoPE."""
+    """A pre-norm decoder with grouped-query attention, gated feed-forward, RMSNorm and rotary embedding.
+
+    The sizes come first; from `local_rope` on, the defaults are Llama's.
+
+    Attributes:
+        query_gain: multiplies the scores, such as head_dim ** -0.5.
+        local_rope: rotary embedding of the layers that have a window, where it is not that of the others.
+        windows: tokens that each layer attends to, itself included; None stands for all, and an empty tuple says that
+            no layer is limited.
+        activation: of the gate.
+        biased: projections that add a bias, such as `self_attn.q_proj`.
+        qk_norm: whether each head of queries and keys is normalized before it is rotated.
+        post_norms: whether what attention and feed-forward add is normalized first.
+        attention_cap: scores become cap * tanh(scores / cap).
+        logits_cap: logits likewise.
+        embedding_gain: multiplies the rows of the embedding table.
+        norm_offset: added to the stored weights of every norm.
+        fused: whether q, k and v are stored as one matrix, and gate and up as another.
+    """
 
     model_type: str
     layers: int
@@ -28,75 +44,43 @@ class DecoderSpec:
     eps: float
     tied_head: bool
     rope: Rope
+    query_gain: float
+    local_rope: Rope | None = None
+    windows: tuple[int | None, ...] = ()
+    activation: Activation = "silu"
+    biased: frozenset[str] = frozenset()
+    qk_norm: bool = False
+    post_norms: bool = False
+    attention_cap: float | None = None
+    logits_cap: float | None = None
+    embedding_gain: float = 1.0
+    norm_offset: float = 0.0
+    fused: bool = False
 
-    @classmethod
-    def from_config(cls, config: Mapping[str, Any]) -> DecoderSpec:
-        """Reads a Hugging Face `config.json`.
-
-        Raises:
-            CheckpointError: naming the field that is missing, contradictory or not supported.
-        """
-        model_type = config.get("model_type")
-        if model_type not in SUPPORTED:
-            raise CheckpointError(
-                "config.json: model_type",
-                found=repr(model_type),
-                wanted=" or ".join(SUPPORTED),
-                way_out="This architecture cannot be exported yet.",
-            )
-        for name, expected in (("hidden_act", "silu"), ("attention_bias", False), ("mlp_bias", False)):
-            if config.get(name, expected) != expected:
-                raise CheckpointError(
-                    f"config.json: {name}",
-                    found=repr(config[name]),
-                    wanted=repr(expected),
-                    way_out="This variant of the architecture cannot be exported yet.",
-                )
-        heads = _size(config, "num_attention_heads")
-        hidden = _size(config, "hidden_size")
-        kv_heads = _size(config, "num_key_value_heads", default=heads)
-        head_dim = _size(config, "head_dim", default=hidden // heads)
-        if heads % kv_heads:
-            raise CheckpointError(
-                "config.json: num_key_value_heads",
-                found=kv_heads,
-                wanted=f"a divisor of num_attention_heads = {heads}",
-                way_out="Correct config.json.",
-            )
-        if head_dim % 2:
-            raise CheckpointError(
-                "config.json: head_dim", found=head_dim, wanted="an even number", way_out="Correct config.json."
-            )
-        return cls(
-            model_type=model_type,
-            layers=_size(config, "num_hidden_layers"),
-            hidden=hidden,
-            heads=heads,
-            kv_heads=kv_heads,
-            head_dim=head_dim,
-            intermediate=_size(config, "intermediate_size"),
-            vocab=_size(config, "vocab_size"),
-            max_positions=_size(config, "max_position_embeddings"),
-            eps=float(config.get("rms_norm_eps", 1e-6)),
-            tied_head=bool(config.get("tie_word_embeddings", False)),
-            rope=Rope.from_config(config),
-        )
+    def __post_init__(self) -> None:
+        if len(self.windows) not in (0, self.layers):
+            raise ValueError(f"windows: found {len(self.windows)}; wanted none or {self.layers}, one for each layer")
+        if self.heads % self.kv_heads:
+            raise ValueError(f"kv_heads: found {self.kv_heads}; wanted a divisor of {self.heads} heads")
 
     @property
     def group(self) -> int:
         """Query heads that share one key/value head."""
         return self.heads // self.kv_heads
 
+    def window(self, layer: int) -> int | None:
+        """Tokens that a layer attends to, itself included, or None for all."""
+        return self.windows[layer] if self.windows else None
 
-def _size(config: Mapping[str, Any], name: str, *, default: int | None = None) -> int:
-    value = config.get(name)
-    if value is None:
-        value = default
-    if isinstance(value, int) and not isinstance(value, bool) and value > 0:
-        return value
-    raise CheckpointError(
-        f"config.json: {name}",
-        found="nothing" if value is None else repr(value),
-        wanted="a whole number above 0",
-        way_out="Correct config.json.",
-    )
+    @property
+    def ropes(self) -> tuple[Rope, ...]:
+        """The rotary embedding, and the local one if there is one."""
+        return (self.rope,) if self.local_rope is None else (self.rope, self.local_rope)
+
+    def rope_index(self, layer: int) -> int:
+        """Which of `ropes` the layer has."""
+        return int(self.local_rope is not None and self.window(layer) is not None)
+
+    def rope_of(self, layer: int) -> Rope:
+        """The layer's rotary embedding."""
+        return self.ropes[self.rope_index(layer)]

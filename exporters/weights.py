@@ -55,10 +55,13 @@ class WeightStore:
             self._pending[names[1]] = weight.scales * np.float32(gain)
         return names
 
-    def tensor(self, key: str) -> tuple[str, Encoding]:
-        """Name and encoding of a whole tensor under one 16-bit scale: norms and the embedding table."""
-        name = key + ".uint16"
+    def tensor(self, key: str, *, head: int | None = None) -> tuple[str, Encoding]:
+        """Name and encoding of a tensor, or of one head's part of a bias, under one 16-bit scale."""
+        name = (key if head is None else f"{key}.h{head}") + ".uint16"
         values = self._checkpoint.tensor(key)
+        if head is not None:
+            width = self._checkpoint.spec.head_dim
+            values = values[head * width : (head + 1) * width]
         encoding = Encoding.asymmetric(float(values.min()), float(values.max()), "u16")
         if not self._has(name):
             self._pending[name] = encoding.quantize(values)

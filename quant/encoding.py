@@ -56,6 +56,10 @@ class Encoding:
         middle = (least + most + 1) // 2
         return cls(dtype, _as_float32(max(absmax / (most - middle), _SMALLEST)), middle)
 
+    def times(self, factor: float) -> Encoding:
+        """The encoding in which the same integers stand for numbers `factor` times as large."""
+        return Encoding(self.dtype, _as_float32(self.scale * factor), self.zero_point)
+
     @property
     def limits(self) -> tuple[int, int]:
         """The least and the greatest integer."""

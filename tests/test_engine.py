@@ -75,7 +75,7 @@ def test_the_graph_has_what_the_manifest_promises(
 @pytest.mark.parametrize(
     ("field", "value", "message"),
     [
-        ("head_dim", 32, r"input: found position_ids_cos uint16 \[1, 1, 1, 32\]; wanted position_ids_cos"),
+        ("head_dim", 32, r"input: found past_key_0_h0_in uint8 \[1, 1, 127, 64\]; wanted past_key_0_h0_in"),
         ("vocab", 7, r"output: found logits uint16 \[1, 1, 4096\]; wanted logits uint16 \[1, 1, 7\]"),
         ("layers", 3, r"input: found past_key_3_h0_in .* wanted no further one"),
     ],

@@ -181,7 +181,7 @@ def test_a_state_of_another_policy_goes_on():
     [
         (Sinks(0, 10, FREQUENCIES), r"sinks: found 0 first and 10 newest tokens; wanted at least 1 of each, and 36"),
         (Sinks(4, 33, FREQUENCIES), r"found 4 first and 33 newest tokens; wanted .*36 together at most.*AR-4"),
-        (Sinks(4, 10, (1.0,)), r"found 1 inverse frequencies; wanted 8, half of head_dim"),
+        (Sinks(4, 10, (1.0,) * 9), r"found 9 inverse frequencies; wanted 1 to 8, half of head_dim"),
         (KeyDiff(37, 4), r"keydiff: found a budget of 37 tokens, 4 of them recent; wanted 1 to 36 tokens"),
         (KeyDiff(10, 11), r"found a budget of 10 tokens, 11 of them recent"),
         (KeyDiff(10, 0), r"0 of them recent"),

@@ -6,6 +6,7 @@ from edgekv.bundle.files import record_files, sha256_of
 from edgekv.bundle.manifest import (
     FORMAT,
     MANIFEST,
+    ROPE_SUFFIXES,
     FileRecord,
     GraphRecord,
     HtpCheck,
@@ -16,6 +17,7 @@ from edgekv.bundle.manifest import (
     SourceRecord,
     TensorEncoding,
     TokenRecord,
+    rope_inputs,
 )
 
 __all__ = [
@@ -28,6 +30,7 @@ __all__ = [
     "Manifest",
     "ModelRecord",
     "Role",
+    "ROPE_SUFFIXES",
     "RopeRecord",
     "SourceRecord",
     "TensorEncoding",
@@ -36,6 +39,7 @@ __all__ = [
     "open_bundle",
     "read_manifest",
     "record_files",
+    "rope_inputs",
     "sha256_of",
     "write_manifest",
 ]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from edgekv.bundle.files import sha256_of
-from edgekv.bundle.manifest import FORMAT, MANIFEST, GraphRecord, Manifest
+from edgekv.bundle.manifest import FORMAT, MANIFEST, GraphRecord, Manifest, rope_inputs
 from edgekv.errors import BundleError
 
 if TYPE_CHECKING:
@@ -20,7 +20,6 @@ _EXPORT_AGAIN = "Export the bundle again: edgekv export CHECKPOINT -o {folder} -
 # What the runtime could pick up from a folder; notes that someone lays beside them harm nobody.
 _KNOWN_SUFFIXES = frozenset({".onnx", ".data", ".bin", ".safetensors"})
 _KNOWN_NAMES = frozenset({TOKENIZER})
-_RUNTIME_ENCODINGS = ("position_ids_cos", "position_ids_sin", "logits")
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,11 +160,13 @@ def _check_consistency(folder: Path, file: Path, manifest: Manifest) -> None:
     if manifest.graph("decode") is None:
         fail("graphs", f"roles {', '.join(sorted({g.role for g in manifest.graphs}))}", "a graph of role `decode`")
     cache = [tensor.past for tensor in geometry.names()]
-    if missing := [name for name in (*_RUNTIME_ENCODINGS, *cache) if name not in manifest.encodings]:
+    rotary = [name for suffix in manifest.ropes for name in rope_inputs(suffix)]
+    if missing := [name for name in (*rotary, "logits", *cache) if name not in manifest.encodings]:
         fail("encodings", f"none of {missing[0]}", "one for each graph input and output")
     half = manifest.model.head_dim // 2
-    if len(manifest.rope.inverse_frequencies) != half:
-        fail("rope: inverse_frequencies", f"{len(manifest.rope.inverse_frequencies)} values", f"{half}, head_dim / 2")
+    for record in manifest.ropes.values():
+        if not 1 <= (pairs := len(record.inverse_frequencies)) <= half:
+            fail("rope: inverse_frequencies", f"{pairs} values", f"1 to {half}, head_dim / 2")
 
 
 def _check_files(folder: Path, manifest: Manifest, *, hashes: bool) -> None:

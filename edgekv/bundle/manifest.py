@@ -12,6 +12,8 @@ from quant import Dtype, Encoding
 FORMAT = 1
 MANIFEST = "manifest.json"
 
+ROPE_SUFFIXES = ("", "_local")
+
 Role = Literal["decode", "prefill", "score"]
 HtpCheck = Literal["integers-only", "float-allowed", "not-run"]
 
@@ -60,16 +62,24 @@ class RopeRecord(_Part, frozen=True):
     """Rotary embedding, resolved: a runtime needs the frequencies alone.
 
     Attributes:
-        rope_type: as in the checkpoint (`default`, `llama3`).
+        rope_type: as in the checkpoint (`default`, `linear`, `llama3`, `longrope`).
         theta: the base.
         parameters: the type's own parameters, for runtimes that compute the table themselves.
-        inverse_frequencies: D/2 values; the angle of pair i at position p is p * inverse_frequencies[i].
+        inverse_frequencies: R/2 values; the angle of pair i at position p is p * inverse_frequencies[i]. The pairs are
+            (i, i + R/2); the elements of a head from R to D stay as they are.
+        attention_factor: multiplies every cosine and sine.
     """
 
     rope_type: str
     theta: float
-    parameters: dict[str, float]
+    parameters: dict[str, float | list[float]]
     inverse_frequencies: list[float]
+    attention_factor: float = 1.0
+
+
+def rope_inputs(suffix: str) -> tuple[str, str]:
+    """Names of the graph inputs for cosines and sines."""
+    return "position_ids_cos" + suffix, "position_ids_sin" + suffix
 
 
 class TokenRecord(_Part, frozen=True):
@@ -126,6 +136,8 @@ class Manifest(_Part, frozen=True):
         kv_dtype: integer type of the cache.
         key_layout: how graphs read and write keys; see `Geometry`.
         context: S of all graphs.
+        local_rope: rotary embedding of the layers with an attention window, where it is not that of the others; their
+            graph inputs are `position_ids_cos_local` and `position_ids_sin_local`.
         htp_check: what the HTP compiler's own graphs showed when the bundle was made.
         floating_nodes: QNN nodes that run in float, empty unless they were allowed.
         encodings: every activation and cache tensor of the graphs, by tensor name; the cache tensors stand
@@ -149,6 +161,13 @@ class Manifest(_Part, frozen=True):
     encodings: dict[str, TensorEncoding]
     source: SourceRecord
     files: dict[str, FileRecord]
+    local_rope: RopeRecord | None = None
+
+    @property
+    def ropes(self) -> dict[str, RopeRecord]:
+        """Every rotary embedding, by what the names of its graph inputs end in; see `rope_inputs`."""
+        records = (self.rope, self.local_rope)
+        return {suffix: each for suffix, each in zip(ROPE_SUFFIXES, records, strict=True) if each is not None}
 
     @property
     def geometry(self) -> Geometry:

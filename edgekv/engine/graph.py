@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from time import perf_counter_ns
 from typing import Any
 
@@ -10,7 +10,7 @@ import numpy as np
 import onnxruntime as ort
 from numpy.typing import NDArray
 
-from edgekv.bundle import GraphRecord, Manifest
+from edgekv.bundle import GraphRecord, Manifest, rope_inputs
 from edgekv.engine.binding import MemoryBinding
 from edgekv.engine.rope import RopeTable
 from edgekv.engine.signature import Signature
@@ -45,9 +45,14 @@ class StaticGraph:
     """
 
     def __init__(
-        self, session: ort.InferenceSession, manifest: Manifest, record: GraphRecord, cache: KVCache, rope: RopeTable
+        self,
+        session: ort.InferenceSession,
+        manifest: Manifest,
+        record: GraphRecord,
+        cache: KVCache,
+        ropes: Mapping[str, RopeTable],
     ) -> None:
-        """Bind a session to a cache.
+        """Bind a session to a cache; `ropes` are those of `rope_tables`.
 
         Raises:
             BundleError: the graph has not the inputs and outputs that the manifest promises.
@@ -60,14 +65,14 @@ class StaticGraph:
         self.run_ns = 0
         self.host_ns = 0
         self._cache = cache
-        self._rope = rope
         self._pad = manifest.tokens.pad or 0
         self._binding = MemoryBinding(session)
         self._arrays = self._bind_arrays(signature)
         self._ids = self._arrays["input_ids"][0]
         self._mask = self._arrays["attention_mask"][0, 0]
-        self._cos = self._arrays["position_ids_cos"][0, 0]
-        self._sin = self._arrays["position_ids_sin"][0, 0]
+        self._rotary = [
+            (table, *(self._arrays[name][0, 0] for name in rope_inputs(suffix))) for suffix, table in ropes.items()
+        ]
         self._index = self._arrays.get("logits_index")
         self._logits = self._arrays["logits"][0]
         self._past_rows = record.context - record.ar
@@ -157,14 +162,16 @@ class StaticGraph:
     def _write_inputs(self, tokens: Sequence[int], position: int, window: Window) -> None:
         n, past = len(tokens), self._past_rows
         self._ids[:n] = tokens
-        self._cos[:n], self._sin[:n] = self._rope.rows(position, n)
+        for table, cos, sin in self._rotary:
+            cos[:n], sin[:n] = table.rows(position, n)
         self._mask[:n, :past] = 0
         self._mask[:n, window.first : window.stop] = _ATTEND
         if n == self._filled:
             return
         # The other rows are read by nobody; a row without an open column is harmless.
         self._ids[n:] = self._pad
-        self._cos[n:], self._sin[n:] = self._rope.rows(0, 1)
+        for table, cos, sin in self._rotary:
+            cos[n:], sin[n:] = table.rows(0, 1)
         self._mask[n:] = 0
         self._mask[:n, past:] = self._causal[:n]
         if self._index is not None:

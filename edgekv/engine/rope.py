@@ -8,28 +8,36 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from edgekv.bundle import Manifest, rope_inputs
 from quant import DTYPES, Encoding
 
 Table = NDArray[Any]
 
 
 class RopeTable:
-    """Rows of cosines and sines, `[positions, D/2]`, in the encodings of the graph's inputs.
+    """Rows of cosines and sines, `[positions, R/2]`, in the encodings of the graph's inputs.
 
-    An entry is trunc(cos(position * frequency) / scale + zero_point) in float64. It truncates, as Genie does, so
-    that both feed a graph the same bits. Positions may exceed those that the model was trained on: attention sees
-    differences of positions only, and a window never holds a difference above S.
+    An entry is trunc(attention_factor * cos(position * frequency) / scale + zero_point) in float64. It truncates, as
+    Genie does, so that both feed a graph the same bits. Positions may exceed those that the model was trained on:
+    attention sees differences of positions only, and a window never holds a difference above S.
     """
 
     def __init__(
-        self, inverse_frequencies: Sequence[float], cos: Encoding, sin: Encoding, *, positions: int = 1
+        self,
+        inverse_frequencies: Sequence[float],
+        cos: Encoding,
+        sin: Encoding,
+        *,
+        positions: int = 1,
+        attention_factor: float = 1.0,
     ) -> None:
         self._frequencies = np.asarray(inverse_frequencies, np.float64)
         self._encodings = (cos, sin)
+        self._factor = attention_factor
         self._cos, self._sin = self._compute(0, positions)
 
     def rows(self, position: int, count: int) -> tuple[Table, Table]:
-        """Cosines and sines `[count, D/2]` of the positions from `position` on; the table grows as needed."""
+        """Cosines and sines `[count, R/2]` of the positions from `position` on; the table grows as needed."""
         if (end := position + count) > len(self._cos):
             more = self._compute(len(self._cos), max(end, 2 * len(self._cos)))
             self._cos, self._sin = (np.concatenate(pair) for pair in zip((self._cos, self._sin), more, strict=True))
@@ -38,7 +46,22 @@ class RopeTable:
     def _compute(self, start: int, stop: int) -> tuple[Table, Table]:
         angles = np.arange(start, stop, dtype=np.float64)[:, None] * self._frequencies
         cos, sin = self._encodings
-        return _truncate(np.cos(angles), cos), _truncate(np.sin(angles), sin)
+        return _truncate(self._factor * np.cos(angles), cos), _truncate(self._factor * np.sin(angles), sin)
+
+
+def rope_tables(manifest: Manifest) -> dict[str, RopeTable]:
+    """A table for every rotary embedding of a bundle, by the ending of its inputs' names, filled for one context."""
+    tables = {}
+    for suffix, record in manifest.ropes.items():
+        cos, sin = (manifest.encodings[name].encoding() for name in rope_inputs(suffix))
+        tables[suffix] = RopeTable(
+            record.inverse_frequencies,
+            cos,
+            sin,
+            positions=manifest.context,
+            attention_factor=record.attention_factor,
+        )
+    return tables
 
 
 def _truncate(real: NDArray[np.float64], encoding: Encoding) -> Table:

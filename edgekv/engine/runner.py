@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from edgekv.bundle import Bundle, GraphRecord, Role
 from edgekv.engine.engine import Engine
 from edgekv.engine.graph import StaticGraph
-from edgekv.engine.rope import RopeTable
+from edgekv.engine.rope import rope_tables
 from edgekv.kv import KVCache, Window
 
 
@@ -55,13 +55,7 @@ class Runner:
         self._bundle = bundle
         self._engine = engine
         self._graphs: dict[str, StaticGraph] = {}
-        manifest = bundle.manifest
-        self._rope = RopeTable(
-            manifest.rope.inverse_frequencies,
-            manifest.encodings["position_ids_cos"].encoding(),
-            manifest.encodings["position_ids_sin"].encoding(),
-            positions=manifest.context,
-        )
+        self._ropes = rope_tables(bundle.manifest)
 
     @property
     def times(self) -> StepTimes:
@@ -137,6 +131,6 @@ class Runner:
         graph = self._graphs.get(record.name)
         if graph is None:
             session = self._engine.session(self._bundle.graph_path(record))
-            graph = StaticGraph(session, self._bundle.manifest, record, self.cache, self._rope)
+            graph = StaticGraph(session, self._bundle.manifest, record, self.cache, self._ropes)
             self._graphs[record.name] = graph
         return graph

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import onnxruntime as ort
 
-from edgekv.bundle import GraphRecord, Manifest
+from edgekv.bundle import GraphRecord, Manifest, rope_inputs
 from edgekv.errors import BundleError
 from quant import DTYPES
 
@@ -36,8 +36,8 @@ class Signature:
 
     Attributes:
         inputs: `input_ids` [1, AR], `attention_mask` [1, 1, AR, S], `position_ids_cos` and `_sin`
-            [1, 1, AR, D/2], `logits_index` [1] of prefill graphs, and each past [1, 1, S-AR, D]; keys as columns
-            [1, 1, D, S-AR].
+            [1, 1, AR, R/2] of each rotary embedding, `logits_index` [1] of prefill graphs, and each past
+            [1, 1, S-AR, D]; keys as columns [1, 1, D, S-AR].
         outputs: `logits` [1, AR or 1, V] and each new [1, 1, AR, D]; keys as columns [1, 1, D, AR].
     """
 
@@ -51,8 +51,10 @@ class Signature:
         head_dim = geometry.head_dim
         kv = DTYPES[manifest.kv_dtype].name
         inputs = [Port("input_ids", "int32", (1, ar)), Port("attention_mask", "uint16", (1, 1, ar, context))]
-        for name in ("position_ids_cos", "position_ids_sin"):
-            inputs.append(Port(name, DTYPES[manifest.encodings[name].dtype].name, (1, 1, ar, head_dim // 2)))
+        for suffix, rope in manifest.ropes.items():
+            for name in rope_inputs(suffix):
+                pairs = len(rope.inverse_frequencies)
+                inputs.append(Port(name, DTYPES[manifest.encodings[name].dtype].name, (1, 1, ar, pairs)))
         if graph.role == "prefill":
             inputs.append(Port("logits_index", "int32", (1,)))
         rows = ar if graph.role == "score" else 1

@@ -21,7 +21,7 @@ class Policy(Protocol):
 
     @property
     def inverse_frequencies(self) -> tuple[float, ...]:
-        """Of the rotary embedding, D/2 of them, if tokens move to other positions; empty if they never do."""
+        """Of the rotary embedding, R/2 of them, if tokens move to other positions; empty if they never do."""
 
     def check(self, geometry: Geometry, max_ar: int) -> None:
         """Refuse what cannot work with these graphs.
@@ -102,7 +102,8 @@ class Sinks:
     Attributes:
         tokens: how many of the first stay; at least 1.
         window: how many of the newest stay; at least 1, and with `tokens` at most S less the largest AR.
-        inverse_frequencies: D/2 of them: the angle of pair i at position p is p * inverse_frequencies[i].
+        inverse_frequencies: R/2 of them, for the R elements of a key that turn: the angle of pair i at position p is
+            p * inverse_frequencies[i].
     """
 
     tokens: int
@@ -119,11 +120,11 @@ class Sinks:
                 wanted=f"at least 1 of each, and {most} together at most, so that a step of AR-{max_ar} has room",
                 way_out="Use about half of the context for the newest tokens.",
             )
-        if 2 * len(self.inverse_frequencies) != geometry.head_dim:
+        if not 2 <= 2 * len(self.inverse_frequencies) <= geometry.head_dim:
             raise UsageError(
                 "context policy sinks",
                 found=f"{len(self.inverse_frequencies)} inverse frequencies",
-                wanted=f"{geometry.head_dim / 2:g}, half of head_dim",
+                wanted=f"1 to {geometry.head_dim / 2:g}, half of head_dim",
                 way_out="Take those of the bundle's manifest.",
             )
 

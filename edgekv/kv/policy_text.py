@@ -25,7 +25,7 @@ def parse_policy(text: str, inverse_frequencies: Sequence[float]) -> Policy:
 
     Args:
         text: the policy.
-        inverse_frequencies: of the model's rotary embedding, D/2 of them, for a policy that moves tokens.
+        inverse_frequencies: of the model's rotary embedding, R/2 of them, for a policy that moves tokens.
 
     Raises:
         UsageError: it is none of these.

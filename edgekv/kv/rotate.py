@@ -45,10 +45,10 @@ class Requantization:
 
 
 class Rotation:
-    """Rotates keys in the half-split form of Llama, pairs (i, i + D/2), and adds up what rounding costs."""
+    """Rotates keys in the half-split form of Llama, pairs (i, i + R/2), and adds up what rounding costs."""
 
     def __init__(self, inverse_frequencies: Sequence[float]) -> None:
-        """The angle of pair i for one position is `inverse_frequencies[i]`; D/2 of them."""
+        """The angle of pair i for one position is `inverse_frequencies[i]`; R/2 of them, of at most D/2."""
         self._frequencies = np.asarray(inverse_frequencies, np.float64)
         self._keys = 0
         self._elements = 0
@@ -58,7 +58,7 @@ class Rotation:
         self._greatest = 0.0
 
     def angles(self, moved: Sequence[int]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """Cosines and sines `[tokens, D/2]` for tokens that move by so many positions."""
+        """Cosines and sines `[tokens, R/2]` for tokens that move by so many positions."""
         angles = np.asarray(moved, np.float64)[:, None] * self._frequencies
         return np.cos(angles), np.sin(angles)
 
@@ -66,14 +66,16 @@ class Rotation:
         """Keys `[tokens, D]` of one tensor at their new positions, rounded half to even and saturated.
 
         The rotation is linear and a tensor has one scale, so the integers less the zero point are rotated as they are.
+        Elements from R on stay as they are.
         """
         cos, sin = angles
-        first, second = np.split(keys.astype(np.float64) - zero_point, 2, axis=1)
+        turning, still = np.split(keys, [2 * cos.shape[1]], axis=1)
+        first, second = np.split(turning.astype(np.float64) - zero_point, 2, axis=1)
         exact = np.concatenate((first * cos - second * sin, second * cos + first * sin), axis=1) + zero_point
         limits = np.iinfo(keys.dtype)
         turned = np.rint(exact).clip(limits.min, limits.max)
         self._observe(exact - turned, scale, int(np.count_nonzero(turned != np.rint(exact))))
-        integers: Rows = turned.astype(keys.dtype)
+        integers: Rows = np.concatenate((turned.astype(keys.dtype), still), axis=1)
         return integers
 
     def _observe(self, errors: NDArray[np.float64], scale: float | None, clipped: int) -> None:
