@@ -105,12 +105,12 @@ class Model:
         def make_cache() -> KVCache:
             ar = {g.ar for g in manifest.graphs}
             return KVCache(
-                manifest.geometry,
+                manifest.cache_geometry,
                 ar=ar,
                 strategy=strategy,
                 reserve=ratio,
                 policy=chosen,
-                encodings=[manifest.encodings[tensor.past] for tensor in manifest.geometry.names()],
+                encodings=[manifest.encodings[tensor.past] for tensor in manifest.cache_geometry.names()],
             )
 
         self._own = HeldSequence(make_cache())

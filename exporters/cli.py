@@ -17,7 +17,7 @@ from rich.progress import Progress as Bars
 import edgekv
 from devices import find
 from edgekv.bundle import open_bundle
-from edgekv.cli.numbers import parse_ar
+from edgekv.cli.numbers import parse_numbers
 from edgekv.errors import UsageError
 from edgekv.kv import KeyLayout, KvDtype
 from exporters.checkpoint import Checkpoint
@@ -38,7 +38,9 @@ def export(
     checkpoint: Annotated[str, typer.Argument(help="A Hugging Face folder, or a hub id such as org/model.")],
     output: Annotated[Path, typer.Option("-o", "--output", help="The bundle's folder, to be made.")],
     device: DeviceOption,
-    context: Annotated[int, typer.Option(help="Context length S in tokens.")] = 512,
+    context: Annotated[
+        str, typer.Option(help="Context length S in tokens; several with commas, such as 512,1024,4096.")
+    ] = "512",
     ar: Annotated[str, typer.Option("--ar", help="Tokens per inference of each graph, with commas.")] = "1,32",
     recipe: Annotated[str, typer.Option(help="Integer types of weights and activations.")] = "w8a16",
     kv: Annotated[str, typer.Option(help="Integer type of the KV cache: u8, or s16 from V73 on.")] = "u8",
@@ -60,8 +62,8 @@ def export(
     options = ExportOptions(
         device=find(device),
         recipe=find_recipe(recipe),
-        context=context,
-        ar=parse_ar(ar),
+        context=parse_numbers("--context", context),
+        ar=parse_numbers("--ar", ar),
         kv_dtype=_kv_dtype(kv),
         key_layout=_key_layout(key_layout),
         calibration=calibration,

@@ -44,7 +44,8 @@ class ExportOptions:
     Attributes:
         device: the target.
         recipe: integer types of weights and activations.
-        context: S, tokens; a multiple of the largest AR.
+        context: S, tokens; a multiple of the largest AR. Several numbers make graphs for each of them, over one set of
+            weights and one cache.
         ar: tokens per inference of each graph; 1 is among them.
         kv_dtype: integer type of the cache.
         key_layout: `rows`, as values lie, or `columns`, as Genie wants keys; see `edgekv.kv.Geometry`.
@@ -55,7 +56,7 @@ class ExportOptions:
 
     device: Device
     recipe: Recipe
-    context: int = 512
+    context: int | Sequence[int] = 512
     ar: Sequence[int] = (1, 32)
     kv_dtype: KvDtype = "u8"
     key_layout: KeyLayout = "rows"
@@ -71,14 +72,17 @@ class ExportOptions:
                 wanted="1 and larger numbers, such as 1,32",
                 way_out="Add 1: it decodes.",
             )
+        if not self.contexts:
+            raise UsageError("--context", found="no number", wanted="one at least", way_out="Use --context 512.")
         largest = max(self.ar)
-        if self.context % largest or self.context <= largest:
-            raise UsageError(
-                "--context",
-                found=self.context,
-                wanted=f"a multiple of the largest AR, {largest}, above it",
-                way_out=f"Use {max(2, round(self.context / largest)) * largest}, or another --ar.",
-            )
+        for context in self.contexts:
+            if context % largest or context <= largest:
+                raise UsageError(
+                    "--context",
+                    found=context,
+                    wanted=f"a multiple of the largest AR, {largest}, above it",
+                    way_out=f"Use {max(2, round(context / largest)) * largest}, or another --ar.",
+                )
         if not self.device.supports_kv(self.kv_dtype):
             raise UsageError(
                 "--kv",
@@ -86,6 +90,11 @@ class ExportOptions:
                 wanted="V73 or later for a 16-bit cache",
                 way_out="Use --kv u8, or a later device.",
             )
+
+    @property
+    def contexts(self) -> tuple[int, ...]:
+        """S of the graphs, each once, ascending."""
+        return tuple(sorted({self.context} if isinstance(self.context, int) else set(self.context)))
 
 
 def export_bundle(
@@ -105,26 +114,23 @@ def export_bundle(
         EngineError: the HTP compiler refused a graph or computes part of it in float.
     """
     spec = checkpoint.spec
-    if options.context > spec.max_positions:
+    context = options.contexts[-1]
+    if context > spec.max_positions:
         raise UsageError(
             "--context",
-            found=options.context,
+            found=context,
             wanted=f"at most max_position_embeddings = {spec.max_positions} of the checkpoint",
             way_out=f"Use --context {spec.max_positions // max(options.ar) * max(options.ar)}.",
         )
     calibration = _read_calibration(options.calibration)
     with atomic_directory(target, force=force) as folder:
-        windows = token_windows(
-            checkpoint, calibration.text, min(_CALIBRATION_WINDOW, options.context), _CALIBRATION_WINDOWS
-        )
-        ranges = observe_ranges(
-            checkpoint, windows, options.context, lambda done: progress("calibrate", done, spec.layers)
-        )
-        ropes = [_rope_record(rope, options.context) for rope in spec.ropes]
+        windows = token_windows(checkpoint, calibration.text, min(_CALIBRATION_WINDOW, context), _CALIBRATION_WINDOWS)
+        ranges = observe_ranges(checkpoint, windows, context, lambda done: progress("calibrate", done, spec.layers))
+        ropes = [_rope_record(rope, context) for rope in spec.ropes]
         encodings = choose_encodings(ranges, options.recipe, options.kv_dtype)
         encodings |= rotation_encodings([rope.attention_factor for rope in ropes])
         del ranges
-        graphs = plan_graphs(options.ar, options.context)
+        graphs = plan_graphs(options.ar, options.contexts)
         write_graphs(
             checkpoint,
             encodings,
@@ -143,7 +149,7 @@ def export_bundle(
             recipe=options.recipe.name,
             kv_dtype=options.kv_dtype,
             key_layout=options.key_layout,
-            context=options.context,
+            context=context,
             htp_check=check,
             floating_nodes=floating,
             model=_model_record(checkpoint),

@@ -16,17 +16,21 @@ from exporters.weights import WeightStore
 from quant import Encoding
 
 
-def plan_graphs(ar: Sequence[int], context: int) -> list[GraphRecord]:
-    """The graphs for these AR numbers: AR-1 decodes; a larger AR prefills; the largest also scores."""
-    return [*_plan(sorted(set(ar)), context)]
+def plan_graphs(ar: Sequence[int], contexts: Sequence[int]) -> list[GraphRecord]:
+    """The graphs for these AR numbers in each of these contexts: AR-1 decodes, a larger AR prefills.
+
+    The largest AR in the largest context also scores.
+    """
+    return [*_plan(sorted(set(ar)), sorted(set(contexts)))]
 
 
-def _plan(ar: list[int], context: int) -> Iterator[GraphRecord]:
-    for n in ar:
-        name = f"ar{n}_cl{context}"
-        yield GraphRecord(name=name, file=f"{name}.onnx", ar=n, context=context, role="decode" if n == 1 else "prefill")
-    name = f"ar{ar[-1]}_cl{context}_score"
-    yield GraphRecord(name=name, file=f"{name}.onnx", ar=ar[-1], context=context, role="score")
+def _plan(ar: list[int], contexts: list[int]) -> Iterator[GraphRecord]:
+    for s in contexts:
+        for n in ar:
+            name = f"ar{n}_cl{s}"
+            yield GraphRecord(name=name, file=f"{name}.onnx", ar=n, context=s, role="decode" if n == 1 else "prefill")
+    name = f"ar{ar[-1]}_cl{contexts[-1]}_score"
+    yield GraphRecord(name=name, file=f"{name}.onnx", ar=ar[-1], context=contexts[-1], role="score")
 
 
 def write_graphs(

@@ -47,7 +47,7 @@ class Graph:
             assert window.stop <= self.cache.geometry.context - window.ar
             for tensor, base in enumerate(store.addresses):
                 address = base + store.past_offset_bytes(window)
-                rows = rows_of(store, tensor, address, store.past_shape(window.ar))
+                rows = rows_of(store, tensor, address, store.past_shape(window.columns))
                 seen.add(tuple(tokens(store, tensor, rows[window.first : window.stop])))
         assert len(seen) == 1
         return list(seen.pop())
@@ -95,9 +95,9 @@ def held(cache: KVCache) -> list[int]:
     return list(seen.pop())
 
 
-def feed(cache: KVCache, ar: int, numbers: list[int]) -> list[int]:
+def feed(cache: KVCache, ar: int, numbers: list[int], context: int | None = None) -> list[int]:
     """One step; returns the tokens that it saw."""
-    (window,) = cache.window(ar)
+    (window,) = cache.window(ar, context)
     graph = Graph(cache)
     past = graph.past(window)
     graph.write(window, numbers)

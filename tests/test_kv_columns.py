@@ -31,8 +31,8 @@ def test_a_step_is_bound_as_columns():
     cache = KVCache(GEOMETRY, ar=[1, 8])
     keys, values = cache.stores
     (window,) = cache.window(8)
-    assert (keys.past_shape(8), keys.new_shape(8)) == ([1, 1, 8, 57], [1, 1, 8, 8])
-    assert (values.past_shape(8), values.new_shape(8)) == ([1, 1, 57, 8], [1, 1, 8, 8])
+    assert (keys.past_shape(57), keys.new_shape(8)) == ([1, 1, 8, 57], [1, 1, 8, 8])
+    assert (values.past_shape(57), values.new_shape(8)) == ([1, 1, 57, 8], [1, 1, 8, 8])
     assert {tensor.kind for tensor in keys.tensors} == {"key"}
     assert {tensor.kind for tensor in values.tensors} == {"value"}
     assert (keys.past_offset_bytes(window), values.past_offset_bytes(window)) == (7, 7 * 8)

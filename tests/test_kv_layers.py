@@ -45,11 +45,14 @@ def test_each_layer_sees_the_newest_tokens_of_its_window(strategy, kv_heads, hea
             continue
         new = list(range(count, count + min(ar, fill)))
         for group, window in zip(cache.groups, cache.window(ar), strict=True):
-            wanted = list(range(count))[-(group.geometry.context - ar) :]
+            wanted = list(range(count))[-min(group.geometry.context - 1, 14 - ar) :]
             for store in group.stores:
                 for tensor, base in enumerate(store.addresses):
-                    past = rows_of(store, tensor, base + store.past_offset_bytes(window), store.past_shape(ar))
+                    address, shape = base + store.past_offset_bytes(window), store.past_shape(window.columns)
+                    past = rows_of(store, tensor, address, shape)
                     assert sorted(tokens(store, tensor, past[window.first : window.stop])) == wanted
+                    gone = wanted[: max(0, len(wanted) + ar - group.geometry.context)]
+                    assert tokens(store, tensor, past[list(window.leaving)]) == gone
                 for tensor, base in enumerate(store.new_addresses(window)):
                     rows = rows_of(store, tensor, base + store.new_offset_bytes(window), store.new_shape(ar))
                     for row in range(ar):
@@ -74,8 +77,6 @@ def test_a_rewind_stays_within_what_the_narrowest_layer_holds():
 
 
 def test_what_makes_no_cache_is_refused():
-    with pytest.raises(ValueError, match="context: found 64; wanted 32, the widest layer's window"):
-        LayeredGeometry(2, 64, (1,), (8,), windows=(8, 32))
     with pytest.raises(ValueError, match="head_dim: found an empty list"):
         LayeredGeometry(2, 64, (1,), ())
     with pytest.raises(ValueError, match="ar: found 8; wanted 1 to 7"):
@@ -94,6 +95,18 @@ def test_sinks_need_layers_that_attend_alike_and_keydiff_does_not():
         cache.commit(1)
     assert [group.length for group in cache.groups] == [7, cache.length]
     assert 20 <= cache.length <= 64
+
+
+def test_layers_that_are_all_narrow_hold_their_windows_while_the_context_lasts():
+    geometry = LayeredGeometry(2, 64, (1,), (8,), windows=(8,))
+    cache = KVCache(geometry, ar=[1])
+    for _ in range(64):
+        cache.window(1)
+        cache.commit(1)
+    assert [group.length for group in cache.groups] == [7]
+    assert (cache.length, cache.room(1)) == (64, False)
+    with pytest.raises(UsageError, match=r"keydiff: found layers that attend to 8 tokens of 64.*sliding-window"):
+        KVCache(geometry, ar=[1], policy=KeyDiff(20, 4))
 
 
 def test_used_bytes_are_those_of_rows_that_hold_a_token():

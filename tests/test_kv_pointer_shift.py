@@ -30,9 +30,9 @@ def test_rows_are_the_reserve_and_an_overhang_of_one_step():
 
 def test_the_window_ends_at_the_head_and_the_new_rows_follow():
     strip = PointerShift(GEOMETRY, 2, max_ar=4)
-    assert strip.window(4) == Window(ar=4, past_row=3, new_row=64, in_place=True, first=61, stop=61)
+    assert strip.window(4, 61) == Window(ar=4, columns=61, past_row=3, new_row=64, in_place=True, first=61, stop=61)
     strip.commit(3, 0)
-    assert strip.window(1) == Window(ar=1, past_row=3, new_row=67, in_place=True, first=61, stop=64)
+    assert strip.window(1, 64) == Window(ar=1, columns=64, past_row=3, new_row=67, in_place=True, first=61, stop=64)
 
 
 @pytest.mark.parametrize("policy", ["fail", "sliding-window"])
@@ -92,7 +92,7 @@ def test_a_cache_rewound_to_its_start_is_as_good_as_new():
     run(cache, 30)
     cache.rewind(30)
     before = cache.stats.copies
-    assert cache.window(1) == (PointerShift(GEOMETRY, 1.25, max_ar=1).window(1),)
+    assert cache.window(1) == (PointerShift(GEOMETRY, 1.25, max_ar=1).window(1, 64),)
     assert cache.stats.copies == before
 
 

@@ -22,7 +22,7 @@ def test_a_step_copies_the_whole_past_full_or_empty(ar, policy):
 def test_the_past_is_read_at_one_place():
     strip = ShiftConcat(GEOMETRY, max_ar=8)
     assert (strip.rows, strip.scratch_rows) == (65, 8)
-    strip.prepare(8)
-    assert strip.window(8) == Window(ar=8, past_row=8, new_row=0, in_place=False, first=57, stop=57)
+    strip.prepare(8, 57)
+    assert strip.window(8, 57) == Window(ar=8, columns=57, past_row=8, new_row=0, in_place=False, first=57, stop=57)
     strip.commit(5, 0)
-    assert strip.window(8) == Window(ar=8, past_row=8, new_row=0, in_place=False, first=52, stop=57)
+    assert strip.window(8, 57) == Window(ar=8, columns=57, past_row=8, new_row=0, in_place=False, first=52, stop=57)

@@ -16,7 +16,8 @@ def test_a_step_copies_its_rows_once_and_reads_at_row_0(ar, policy):
     cache = KVCache(GEOMETRY, ar=[ar], strategy="slot", policy=policy)
     for step in range(64 // ar):
         (window,) = cache.window(ar)
-        assert window == Window(ar=ar, past_row=0, new_row=0, in_place=False, first=0, stop=min(step * ar, 65 - ar))
+        stop = min(step * ar, 65 - ar)
+        assert window == Window(ar=ar, columns=65 - ar, past_row=0, new_row=0, in_place=False, first=0, stop=stop)
         cache.commit(ar)
         if cache.length < 64:
             assert cache.stats.copies == step + 1
@@ -46,14 +47,14 @@ def test_single_tokens_go_round_in_a_ring_with_one_write_each():
 def test_a_chunk_behind_a_full_window_first_swaps_the_oldest_out_of_sight():
     slot = Slot(GEOMETRY, max_ar=8)
     slot.commit(64, 0)
-    assert slot.prepare(8) == (
+    assert slot.prepare(8, 57) == (
         Move(0, 0, 7, dst="scratch"),
         Move(57, 0, 7),
         Move(0, 57, 7, src="scratch"),
     )
     assert slot.held_rows()[:7] == list(range(57, 64))
-    assert slot.prepare(8) == ()
-    assert slot.prepare(1) == ()
+    assert slot.prepare(8, 57) == ()
+    assert slot.prepare(1, 64) == ()
 
 
 def test_a_rewind_copies_nothing_before_the_window_slides():

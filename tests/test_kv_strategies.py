@@ -53,8 +53,8 @@ def execute(cells: Cells, moves: Sequence[Move]) -> None:
 def step(strategy: Strategy, policy: Policy, context: int, ar: int, tokens: int) -> None:
     """One step that keeps `tokens` of its rows, checked from what it reads to what is held in the end."""
     length, cells = strategy.length, cells_of(strategy)
-    execute(cells, strategy.prepare(ar))
-    window = strategy.window(ar)
+    execute(cells, strategy.prepare(ar, context - ar))
+    window = strategy.window(ar, context - ar)
     past = cells["arena"][window.past_row : window.past_row + context - ar]
     assert len(past) == context - ar
     assert window.stop <= context - ar

@@ -17,6 +17,7 @@ from edgekv.bundle.manifest import (
     SourceRecord,
     TensorEncoding,
     TokenRecord,
+    mask_name,
     rope_inputs,
 )
 
@@ -36,6 +37,7 @@ __all__ = [
     "TensorEncoding",
     "TokenRecord",
     "atomic_directory",
+    "mask_name",
     "open_bundle",
     "read_manifest",
     "record_files",

@@ -142,6 +142,7 @@ def _check_consistency(folder: Path, file: Path, manifest: Manifest) -> None:
             fail("files", repr(name), "plain paths inside of the bundle")
     try:
         geometry = manifest.geometry
+        manifest.cache_geometry.groups()
         for encoding in manifest.encodings.values():
             encoding.encoding()
     except ValueError as error:
@@ -152,13 +153,16 @@ def _check_consistency(folder: Path, file: Path, manifest: Manifest) -> None:
     for graph in manifest.graphs:
         if graph.file not in manifest.files:
             fail(f"graphs: {graph.name}: file", repr(graph.file), "a file that `files` lists")
-        if graph.context != manifest.context or not 1 <= graph.ar < manifest.context:
+        if not 1 <= graph.ar < graph.context <= manifest.context:
             found = f"ar {graph.ar}, context {graph.context}"
-            fail(f"graphs: {graph.name}", found, f"1 <= ar < context = {manifest.context}")
+            fail(f"graphs: {graph.name}", found, f"1 <= ar < context <= {manifest.context}")
         if graph.role == "decode" and graph.ar != 1:
             fail(f"graphs: {graph.name}: ar", graph.ar, "1 in the role `decode`")
-    if manifest.graph("decode") is None:
+    decode = manifest.graph("decode")
+    if decode is None:
         fail("graphs", f"roles {', '.join(sorted({g.role for g in manifest.graphs}))}", "a graph of role `decode`")
+    elif decode.context != manifest.context:
+        fail("graphs", f"a decode graph for {decode.context} tokens at most", f"one for all {manifest.context}")
     cache = [tensor.past for tensor in geometry.names()]
     rotary = [name for suffix in manifest.ropes for name in rope_inputs(suffix)]
     if missing := [name for name in (*rotary, "logits", *cache) if name not in manifest.encodings]:

@@ -7,6 +7,7 @@ from typing import Literal
 import msgspec
 
 from edgekv.kv.geometry import Geometry, KeyLayout, KvDtype
+from edgekv.kv.layers import LayeredGeometry
 from quant import Dtype, Encoding
 
 FORMAT = 1
@@ -135,7 +136,7 @@ class Manifest(_Part, frozen=True):
         recipe: name of the quantization recipe.
         kv_dtype: integer type of the cache.
         key_layout: how graphs read and write keys; see `Geometry`.
-        context: S of all graphs.
+        context: S of the largest graphs.
         local_rope: rotary embedding of the layers with an attention window, where it is not that of the others; their
             graph inputs are `position_ids_cos_local` and `position_ids_sin_local`.
         htp_check: what the HTP compiler's own graphs showed when the bundle was made.
@@ -143,6 +144,8 @@ class Manifest(_Part, frozen=True):
         encodings: every activation and cache tensor of the graphs, by tensor name; the cache tensors stand
             under the names of their graph inputs. Weight scales lie beside the weights in `weights-*.safetensors`.
         files: every file of the bundle but this one.
+        windows: tokens that each layer attends to, itself included; null for the whole context. A shorter list is
+            repeated; empty if all layers attend to the whole context.
     """
 
     format: int
@@ -162,6 +165,7 @@ class Manifest(_Part, frozen=True):
     source: SourceRecord
     files: dict[str, FileRecord]
     local_rope: RopeRecord | None = None
+    windows: list[int | None] = []
 
     @property
     def ropes(self) -> dict[str, RopeRecord]:
@@ -171,6 +175,7 @@ class Manifest(_Part, frozen=True):
 
     @property
     def geometry(self) -> Geometry:
+        """The sizes of a cache for the largest graphs whose layers all attend to the whole context."""
         return Geometry(
             layers=self.model.layers,
             kv_heads=self.model.kv_heads,
@@ -180,6 +185,36 @@ class Manifest(_Part, frozen=True):
             key_layout=self.key_layout,
         )
 
+    @property
+    def cache_geometry(self) -> Geometry | LayeredGeometry:
+        """The sizes of the cache that the largest graphs read."""
+        plain = self.geometry
+        if not self.windows:
+            return plain
+        return LayeredGeometry(
+            plain.layers,
+            plain.context,
+            (plain.kv_heads,),
+            (plain.head_dim,),
+            self.windows,
+            plain.kv_dtype,
+            plain.key_layout,
+        )
+
+    @property
+    def contexts(self) -> list[int]:
+        """S of the graphs, each once, ascending."""
+        return sorted({graph.context for graph in self.graphs})
+
     def graph(self, role: Role) -> GraphRecord | None:
-        """The graph of this role with the most tokens per inference, if there is one."""
-        return max((g for g in self.graphs if g.role == role), key=lambda g: g.ar, default=None)
+        """The graph of this role for the largest context and with the most tokens per inference, if there is one."""
+        return max((g for g in self.graphs if g.role == role), key=lambda g: (g.context, g.ar), default=None)
+
+    def mask(self, window: int) -> str:
+        """Name of the attention mask of layers that attend to so many tokens."""
+        return mask_name(None if window == self.context else window)
+
+
+def mask_name(window: int | None) -> str:
+    """Name of the attention mask of layers that attend to so many tokens, itself included; None for all."""
+    return "attention_mask" if window is None else f"attention_mask_w{window}"

@@ -5,8 +5,8 @@ from __future__ import annotations
 from edgekv.errors import UsageError
 
 
-def parse_ar(listed: str) -> tuple[int, ...]:
-    """The numbers of `--ar`, such as `1,32`.
+def parse_numbers(option: str, listed: str) -> tuple[int, ...]:
+    """The numbers of an option, such as `--ar 1,32`.
 
     Raises:
         UsageError: these are no numbers with commas between them.
@@ -15,4 +15,4 @@ def parse_ar(listed: str) -> tuple[int, ...]:
         return tuple(int(number) for number in listed.split(","))
     except ValueError:
         wanted = "numbers with commas between them, such as 1,32"
-        raise UsageError("--ar", found=repr(listed), wanted=wanted, way_out="Use --ar 1,32.") from None
+        raise UsageError(option, found=repr(listed), wanted=wanted, way_out="Check the list.") from None

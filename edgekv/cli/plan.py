@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from devices import find
-from edgekv.cli.numbers import parse_ar
+from edgekv.cli.numbers import parse_numbers
 from edgekv.plan import ExportCost, Plan, make_plan
 from edgekv.plan.verdict import duration, gb
 
@@ -34,7 +34,7 @@ def plan(
 
     Nothing but config.json is read. RAM and time of the export are estimates.
     """
-    graphs = None if ar is None else parse_ar(ar)
+    graphs = None if ar is None else parse_numbers("--ar", ar)
     made = make_plan(config, device=find(device), context=context, recipe=recipe, kv=kv, ar=graphs)
     if as_json:
         typer.echo(msgspec.json.encode(made))

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from devices import Device, UnknownDeviceError, find
-from edgekv.cli.numbers import parse_ar
+from edgekv.cli.numbers import parse_numbers
 from edgekv.errors import UsageError
 from edgekv.size import Budget, Overrides, Report, StrategySize, find_subject, make_report, save_plot
 
@@ -50,7 +50,8 @@ def size(
     For each: bytes held, bytes copied per token and in the worst step, tensors to bind anew per step, addresses to
     register once.
     """
-    overrides = Overrides(layers, kv_heads, head_dim, context, kv_bits, None if ar is None else parse_ar(ar))
+    steps = None if ar is None else parse_numbers("--ar", ar)
+    overrides = Overrides(layers, kv_heads, head_dim, context, kv_bits, steps)
     target = None if device is None else _device(device)
     budget = None if budget_gb is None else Budget.of_option(budget_gb)
     report = make_report(find_subject(path, overrides), device=target, budget=budget)

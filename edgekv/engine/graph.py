@@ -10,14 +10,13 @@ import numpy as np
 import onnxruntime as ort
 from numpy.typing import NDArray
 
-from edgekv.bundle import GraphRecord, Manifest, rope_inputs
+from edgekv.bundle import GraphRecord, Manifest
 from edgekv.engine.binding import MemoryBinding
+from edgekv.engine.inputs import StepInputs
 from edgekv.engine.rope import RopeTable
 from edgekv.engine.signature import Signature
 from edgekv.errors import EngineError
-from edgekv.kv import KVCache, Store, Window
-
-_ATTEND = 65535
+from edgekv.kv import Group, KVCache, Store, Window
 
 
 class _Ends:
@@ -25,12 +24,33 @@ class _Ends:
 
     __slots__ = ("new_names", "new_shape", "past_names", "past_shape", "store")
 
-    def __init__(self, store: Store, ar: int) -> None:
+    def __init__(self, store: Store, ar: int, columns: int) -> None:
         self.store = store
         self.past_names = [tensor.past for tensor in store.tensors]
         self.new_names = [tensor.new for tensor in store.tensors]
-        self.past_shape = store.past_shape(ar)
+        self.past_shape = store.past_shape(columns)
         self.new_shape = store.new_shape(ar)
+
+
+class _GroupEnds:
+    """Those of one group of layers, and where they are bound."""
+
+    __slots__ = ("bound", "ends")
+
+    def __init__(self, group: Group, ar: int, context: int) -> None:
+        columns = group.geometry.past_rows(ar, context)
+        self.ends = [_Ends(store, ar, columns) for store in group.stores]
+        self.bound: tuple[int, int] | None = None
+
+    def bind(self, binding: MemoryBinding, window: Window) -> None:
+        if self.bound == (window.past_row, window.new_row):
+            return
+        for each in self.ends:
+            store, dtype = each.store, each.store.dtype
+            past, new = store.past_offset_bytes(window), store.new_offset_bytes(window)
+            binding.inputs(each.past_names, dtype, each.past_shape, store.addresses, past)
+            binding.outputs(each.new_names, dtype, each.new_shape, store.new_addresses(window), new)
+        self.bound = (window.past_row, window.new_row)
 
 
 class StaticGraph:
@@ -64,22 +84,16 @@ class StaticGraph:
         self.steps = 0
         self.run_ns = 0
         self.host_ns = 0
-        self._cache = cache
-        self._pad = manifest.tokens.pad or 0
         self._binding = MemoryBinding(session)
-        self._arrays = self._bind_arrays(signature)
-        self._ids = self._arrays["input_ids"][0]
-        self._mask = self._arrays["attention_mask"][0, 0]
-        self._rotary = [
-            (table, *(self._arrays[name][0, 0] for name in rope_inputs(suffix))) for suffix, table in ropes.items()
-        ]
-        self._index = self._arrays.get("logits_index")
-        self._logits = self._arrays["logits"][0]
-        self._past_rows = record.context - record.ar
-        self._causal = np.tril(np.full((self.ar, self.ar), _ATTEND, np.uint16))
-        self._filled = 0
-        self._ends = [_Ends(store, self.ar) for store in cache.stores]
-        self._bound: tuple[int, int] | None = None
+        masks = [manifest.mask(group.geometry.context) for group in cache.groups]
+        self._inputs = StepInputs(signature.inputs, masks, manifest.tokens.pad or 0, ropes)
+        for name, array in self._inputs.arrays.items():
+            self._binding.input_array(name, array)
+        (logits,) = (port for port in signature.outputs if port.name == "logits")
+        array = np.zeros(logits.shape, logits.dtype)
+        self._binding.output_array(logits.name, array)
+        self._logits = array[0]
+        self.use(cache)
 
     @property
     def logits(self) -> NDArray[Any]:
@@ -87,14 +101,13 @@ class StaticGraph:
 
         One row, of the last token; the graph of role `score` has one for each of the step's tokens.
         """
-        rows: NDArray[Any] = self._logits[: self._filled] if self.record.role == "score" else self._logits
+        rows: NDArray[Any] = self._logits[: self._inputs.filled] if self.record.role == "score" else self._logits
         return rows
 
     def use(self, cache: KVCache) -> None:
         """Work on another cache of the same geometry from the next step on."""
         self._cache = cache
-        self._ends = [_Ends(store, self.ar) for store in cache.stores]
-        self._bound = None
+        self._groups = [_GroupEnds(group, self.ar, self.record.context) for group in cache.groups]
 
     def step(self, tokens: Sequence[int]) -> None:
         """Run 1 to AR tokens and keep their keys and values.
@@ -106,33 +119,31 @@ class StaticGraph:
         started = perf_counter_ns()
         if not 1 <= len(tokens) <= self.ar:
             raise ValueError(f"tokens: found {len(tokens)}; wanted 1 to {self.ar}")
-        (window,) = self._cache.window(self.ar)
+        windows = self._cache.window(self.ar, self.record.context)
         # Only now: a policy that lets tokens leave here may move the others.
         position = self._cache.position
         self.host_ns += perf_counter_ns() - started
-        self.run(tokens, position, window)
+        self.run(tokens, position, windows)
         started = perf_counter_ns()
         self._cache.commit(len(tokens))
         self.host_ns += perf_counter_ns() - started
 
-    def run(self, tokens: Sequence[int], position: int, window: Window, columns: Sequence[int] = ()) -> None:
-        """Run tokens on an open window of the cache; whoever opened it keeps what the graph wrote.
+    def run(self, tokens: Sequence[int], position: int, windows: Sequence[Window], columns: Sequence[int] = ()) -> None:
+        """Run tokens on open windows of the cache; whoever opened them keeps what the graph wrote.
 
         Args:
             tokens: 1 to AR.
             position: absolute position of the first one.
-            window: where the graph reads and writes.
-            columns: of the past, to be seen beside those that the window names.
+            windows: where the graph reads and writes in each group of the cache.
+            columns: of the past, to be seen beside those that the windows name.
 
         Raises:
             EngineError: the runtime failed.
         """
         started = perf_counter_ns()
-        self._write_inputs(tokens, position, window)
-        if columns:
-            self._mask[: len(tokens), columns] = _ATTEND
-        if self._bound != (window.past_row, window.new_row):
-            self._bind_cache(window)
+        self._inputs.write(tokens, position, windows, columns)
+        for group, window in zip(self._groups, windows, strict=True):
+            group.bind(self._binding, window)
         entered = perf_counter_ns()
         try:
             self._binding.run()
@@ -146,42 +157,3 @@ class StaticGraph:
         self.run_ns += perf_counter_ns() - entered
         self.host_ns += entered - started
         self.steps += 1
-
-    def _bind_arrays(self, signature: Signature) -> dict[str, NDArray[Any]]:
-        arrays: dict[str, NDArray[Any]] = {}
-        for ports, bind in (
-            (signature.inputs, self._binding.input_array),
-            (signature.outputs, self._binding.output_array),
-        ):
-            for port in ports:
-                if not port.name.startswith("past_"):
-                    arrays[port.name] = np.zeros(port.shape, port.dtype)
-                    bind(port.name, arrays[port.name])
-        return arrays
-
-    def _write_inputs(self, tokens: Sequence[int], position: int, window: Window) -> None:
-        n, past = len(tokens), self._past_rows
-        self._ids[:n] = tokens
-        for table, cos, sin in self._rotary:
-            cos[:n], sin[:n] = table.rows(position, n)
-        self._mask[:n, :past] = 0
-        self._mask[:n, window.first : window.stop] = _ATTEND
-        if n == self._filled:
-            return
-        # The other rows are read by nobody; a row without an open column is harmless.
-        self._ids[n:] = self._pad
-        for table, cos, sin in self._rotary:
-            cos[n:], sin[n:] = table.rows(0, 1)
-        self._mask[n:] = 0
-        self._mask[:n, past:] = self._causal[:n]
-        if self._index is not None:
-            self._index[0] = n - 1
-        self._filled = n
-
-    def _bind_cache(self, window: Window) -> None:
-        for ends in self._ends:
-            store, dtype = ends.store, ends.store.dtype
-            past, new = store.past_offset_bytes(window), store.new_offset_bytes(window)
-            self._binding.inputs(ends.past_names, dtype, ends.past_shape, store.addresses, past)
-            self._binding.outputs(ends.new_names, dtype, ends.new_shape, store.new_addresses(window), new)
-        self._bound = (window.past_row, window.new_row)

@@ -43,8 +43,15 @@ def choose_ar(remaining: int, available: Iterable[int], room: Callable[[int], bo
     return next((ar for ar in fitting if ar >= remaining), fitting[-1])
 
 
+def choose_context(columns: int, available: Sequence[int]) -> int:
+    """S of the next step's graph: the least that has room for the tokens held and AR more, or else the greatest."""
+    return next((context for context in available if context >= columns), available[-1])
+
+
 class Runner:
     """Feeds tokens to the graphs of a bundle. A graph's session is made when it is first needed.
+
+    Each step runs in the least context that has room for it, and the next larger one takes over by itself.
 
     Attributes:
         cache: the past that all graphs share, until `use` names another one.
@@ -78,15 +85,15 @@ class Runner:
             graph.use(cache)
 
     def prepare(self, *roles: Role) -> None:
-        """Make the sessions of these roles now.
+        """Make the sessions of these roles now, those of the least context.
 
         Raises:
             EngineError: the engine refused a graph.
             BundleError: a graph has not the inputs and outputs that the manifest promises.
         """
-        for record in self._bundle.manifest.graphs:
-            if record.role in roles:
-                self._graph(record)
+        for role in roles:
+            for ladder in self._ladders(role).values():
+                self._graph(next(iter(ladder.values())))
 
     def feed(self, tokens: Sequence[int]) -> NDArray[Any]:
         """Run tokens and return the logits of the last one as integers `[V]`, valid until the next step."""
@@ -100,7 +107,9 @@ class Runner:
         return np.concatenate(rows)
 
     def run(self, token: int, position: int, window: Window, columns: Sequence[int]) -> NDArray[Any]:
-        """Run one token on an open window of the cache, which stays open; see `StaticGraph.run`.
+        """Run one token on an open window of the cache for the largest context; see `StaticGraph.run`.
+
+        The window stays open.
 
         Returns:
             Its logits as integers `[V]`, valid until the next step.
@@ -108,7 +117,7 @@ class Runner:
         record = self._bundle.manifest.graph("decode")
         assert record is not None, "a bundle without a decode graph is not opened"
         graph = self._graph(record)
-        graph.run((token,), position, window, columns)
+        graph.run((token,), position, (window,), columns)
         last: NDArray[Any] = graph.logits[-1]
         return last
 
@@ -116,16 +125,24 @@ class Runner:
         """Run tokens with the graphs of a role and, for single ones, the decode graph."""
         if not tokens:
             raise ValueError("tokens: found none; wanted at least one")
-        records = {g.ar: g for g in self._bundle.manifest.graphs if g.role == role and g.ar > 1}
-        records |= {g.ar: g for g in self._bundle.manifest.graphs if g.role == "decode"}
+        ladders = self._ladders("decode") | self._ladders(role)
         done = 0
         while done < len(tokens):
-            ar = choose_ar(len(tokens) - done, records, self.cache.room)
-            graph = self._graph(records[ar])
+            ar = choose_ar(len(tokens) - done, ladders, self.cache.room)
+            context = choose_context(self.cache.length + ar, [*ladders[ar]])
+            graph = self._graph(ladders[ar][context])
             graph.step(tokens[done : done + ar])
             take(graph.logits)
             done += ar
         return graph.logits
+
+    def _ladders(self, role: Role) -> dict[int, dict[int, GraphRecord]]:
+        """The graphs of a role by AR, then by context, ascending."""
+        ladders: dict[int, dict[int, GraphRecord]] = {}
+        for graph in sorted(self._bundle.manifest.graphs, key=lambda graph: graph.context):
+            if graph.role == role:
+                ladders.setdefault(graph.ar, {})[graph.context] = graph
+        return ladders
 
     def _graph(self, record: GraphRecord) -> StaticGraph:
         graph = self._graphs.get(record.name)

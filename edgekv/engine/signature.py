@@ -37,7 +37,8 @@ class Signature:
     Attributes:
         inputs: `input_ids` [1, AR], `attention_mask` [1, 1, AR, S], `position_ids_cos` and `_sin`
             [1, 1, AR, R/2] of each rotary embedding, `logits_index` [1] of prefill graphs, and each past
-            [1, 1, S-AR, D]; keys as columns [1, 1, D, S-AR].
+            [1, 1, P, D], P = S-AR; keys as columns [1, 1, D, P]. Layers that attend to W < S tokens read
+            P = min(W-1, S-AR) past rows, under a mask of their own, `attention_mask_w{W}` [1, 1, AR, P+AR].
         outputs: `logits` [1, AR or 1, V] and each new [1, 1, AR, D]; keys as columns [1, 1, D, AR].
     """
 
@@ -47,10 +48,12 @@ class Signature:
     @classmethod
     def of(cls, manifest: Manifest, graph: GraphRecord) -> Signature:
         """What the manifest promises."""
-        ar, context, geometry = graph.ar, graph.context, manifest.geometry
-        head_dim = geometry.head_dim
+        ar, head_dim = graph.ar, manifest.model.head_dim
         kv = DTYPES[manifest.kv_dtype].name
-        inputs = [Port("input_ids", "int32", (1, ar)), Port("attention_mask", "uint16", (1, 1, ar, context))]
+        groups = [(group, group.past_rows(ar, graph.context)) for group in manifest.cache_geometry.groups()]
+        inputs = [Port("input_ids", "int32", (1, ar))]
+        for group, past_rows in groups:
+            inputs.append(Port(manifest.mask(group.context), "uint16", (1, 1, ar, past_rows + ar)))
         for suffix, rope in manifest.ropes.items():
             for name in rope_inputs(suffix):
                 pairs = len(rope.inverse_frequencies)
@@ -59,12 +62,13 @@ class Signature:
             inputs.append(Port("logits_index", "int32", (1,)))
         rows = ar if graph.role == "score" else 1
         outputs = [Port("logits", DTYPES[manifest.encodings["logits"].dtype].name, (1, rows, manifest.model.vocab))]
-        for tensor in geometry.names():
-            past, new = (geometry.past_rows(ar), head_dim), (ar, head_dim)
-            if tensor.kind == "key" and geometry.key_layout == "columns":
-                past, new = past[::-1], new[::-1]
-            inputs.append(Port(tensor.past, kv, (1, 1, *past)))
-            outputs.append(Port(tensor.new, kv, (1, 1, *new)))
+        for group, past_rows in groups:
+            for tensor in group.names():
+                past, new = (past_rows, head_dim), (ar, head_dim)
+                if tensor.kind == "key" and manifest.key_layout == "columns":
+                    past, new = past[::-1], new[::-1]
+                inputs.append(Port(tensor.past, kv, (1, 1, *past)))
+                outputs.append(Port(tensor.new, kv, (1, 1, *new)))
         return cls(tuple(inputs), tuple(outputs))
 
     def check(self, session: ort.InferenceSession, graph: GraphRecord) -> None:

@@ -83,8 +83,8 @@ class Arena:
         """Bytes allocated, scratch and alignment included; what is mapped twice counts once."""
         return self._held_bytes
 
-    def past_shape(self, ar: int) -> list[int]:
-        return [1, 1, self.layout.geometry.past_rows(ar), self.layout.geometry.head_dim]
+    def past_shape(self, columns: int) -> list[int]:
+        return [1, 1, columns, self.layout.geometry.head_dim]
 
     def new_shape(self, ar: int) -> list[int]:
         return [1, 1, ar, self.layout.geometry.head_dim]

@@ -24,7 +24,7 @@ from edgekv.kv.window import Window
 
 
 class KVCache:
-    """The past of one sequence, shared by graphs of several AR.
+    """The past of one sequence, shared by graphs of several AR and of contexts up to the cache's own.
 
     A step is `window(ar)`, then the graph, which reads and writes the stores where the windows say, then `commit(n)`
     for its n real tokens. Rows that the graph wrote for the other AR-n are garbage that later steps overwrite. Every
@@ -32,6 +32,10 @@ class KVCache:
 
     Layers that differ stand in groups, each with a strategy and memory of its own. The context policy speaks of the
     groups that attend to the whole context; one that attends to W tokens holds the newest W-1 under any policy.
+
+    A graph of a smaller context works on the same memory: what it reads is a part of what the largest would read, so
+    the graph of the next larger context takes over without a copy. Keys as columns are the exception: the context is
+    the distance of their dimensions.
 
     Attributes:
         geometry: the sizes.
@@ -67,25 +71,23 @@ class KVCache:
                 differ; also what `Arena` raises.
             ValueError: no AR, one out of range, or a wrong number of encodings.
         """
-        geometries = geometry.groups() if isinstance(geometry, LayeredGeometry) else (geometry,)
+        geometries = geometry.groups()
         self.geometry = geometry
         self.ar = tuple(sorted(set(ar)))
         if not self.ar:
             raise ValueError("ar: found none; wanted the tokens per inference of at least one graph")
         for each in geometries:
             for tokens in self.ar:
-                each.past_rows(tokens)
+                each.past_rows(tokens, geometry.context)
         tensors = sum(each.tensors for each in geometries)
         if encodings and len(encodings) != tensors:
             raise ValueError(f"encodings: found {len(encodings)}; wanted one for each of {tensors} tensors")
         self.encodings = tuple(encodings)
         self._policy = find_policy(policy)
-        for each in geometries:
-            self._check_policy(each)
+        self._check_policy(geometries)
         self._rotation = Rotation(self._policy.inverse_frequencies) if self._policy.inverse_frequencies else None
         self.groups = tuple(self._group(each, strategy, reserve) for each in geometries)
         self._wide = tuple(group for group in self.groups if group.geometry.context == geometry.context)
-        self._strategy = self._wide[0].strategy
         self._open_ar: int | None = None
         self._positions = Positions()
         self._tokens_seen = 0
@@ -118,7 +120,12 @@ class KVCache:
     @property
     def length(self) -> int:
         """Tokens held: at most S, or S-1 with `sliding-window`. With `fail`, no step may run when there are S."""
-        return self._strategy.length
+        return self._positions.length
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether no token has left any layer, so that a rewind leaves what was there before."""
+        return all(group.length == self._tokens_seen for group in self.groups)
 
     @property
     def used_bytes(self) -> int:
@@ -159,7 +166,7 @@ class KVCache:
 
     def held_rows(self) -> list[int]:
         """The rows of the tokens held, oldest first, in the layers that attend to the whole context."""
-        return self._strategy.held_rows()
+        return self._wide[0].strategy.held_rows()
 
     def room(self, ar: int) -> bool:
         """Whether a step with the AR-`ar` graph may run now.
@@ -168,23 +175,31 @@ class KVCache:
             ValueError: the cache was not made for such a graph.
         """
         self._check_ar(ar)
-        return self._policy.admits(self.geometry.context, self._strategy.length, ar)
+        return self._policy.admits(self.geometry.context, self.length, ar)
 
-    def window(self, ar: int) -> tuple[Window, ...]:
+    def window(self, ar: int, context: int | None = None) -> tuple[Window, ...]:
         """Open a step with the AR-`ar` graph, which may copy rows, and say where it reads and writes in each group.
 
         A step that was opened before and not committed is dropped. Tokens that the policy evicts leave here.
 
+        Args:
+            ar: tokens per inference.
+            context: S of the graph; None for the largest. A smaller one has room for the tokens held and AR new ones.
+
         Raises:
             ContextFullError: the policy is `fail` and there is no room.
-            ValueError: the cache was not made for such a graph.
+            ValueError: the cache was not made for such a graph, or its context is too small.
         """
         if not self.room(ar):
             raise self._full(ar)
-        if ages := self._policy.leaving(self.geometry.context, self._strategy.length, ar, self._similarity):
+        most = self.geometry.context
+        context = most if context is None else context
+        if context != most and not self.length + ar <= context <= most:
+            raise ValueError(f"context: found {context}; wanted {self.length + ar}, tokens held and new, to {most}")
+        if ages := self._policy.leaving(most, self.length, ar, self._similarity):
             self._evict(ages)
         self._open_ar = ar
-        return tuple([group.window(ar) for group in self.groups])
+        return tuple([group.window(ar, context) for group in self.groups])
 
     def commit(self, n: int) -> None:
         """Keep the first n new rows of the step that is open, and close it.
@@ -196,7 +211,7 @@ class KVCache:
             raise ValueError(f"commit: found {n} tokens but no open step; wanted a call of window(ar) before")
         if not 0 <= n <= self._open_ar:
             raise ValueError(f"commit: found {n} tokens; wanted 0 to {self._open_ar}, the AR of the open step")
-        self._positions.commit(n, self._wide[0].evicted_by(n))
+        self._positions.commit(n, max(0, self.length + n - self._policy.capacity(self.geometry.context)))
         for group in self.groups:
             group.commit(n, group.evicted_by(n))
         self._open_ar = None
@@ -211,7 +226,7 @@ class KVCache:
             ValueError: n is not 0 to `length`, or so many tokens were not held in a row: a layer's window is smaller,
                 or a policy has evicted one between them.
         """
-        most = min(self._positions.rewindable, *(group.length for group in self.groups))
+        most = min(self._positions.rewindable, *[group.length for group in self.groups])
         if not 0 <= n <= most:
             raise ValueError(f"rewind: found {n} tokens; wanted 0 to {most}, the tokens held in a row")
         for group in self.groups:
@@ -279,19 +294,27 @@ class KVCache:
         is_wide = geometry.context == self.geometry.context
         policy = self._policy if is_wide else SlidingWindow()
         made = make_strategy(strategy, geometry, max_ar=self.ar[-1], reserve=reserve)
-        return Group(geometry, made, self.ar, policy.capacity(geometry.context))
+        return Group(geometry, made, self.ar, policy.capacity(geometry.context), self.geometry.context)
 
-    def _check_policy(self, geometry: Geometry) -> None:
-        if geometry.context == self.geometry.context:
-            self._policy.check(geometry, self.ar[-1])
-        elif self._policy.inverse_frequencies:
-            # A narrow layer holds tokens that the wide ones evict, and they have no new position.
-            raise UsageError(
-                f"context policy {self._policy.name}",
-                found=f"layers that attend to {geometry.context} tokens of {self.geometry.context}",
-                wanted="layers that all attend to the whole context",
-                way_out="Use fail, sliding-window or keydiff.",
-            )
+    def _check_policy(self, geometries: Sequence[Geometry]) -> None:
+        context = self.geometry.context
+        narrow = [geometry for geometry in geometries if geometry.context != context]
+        for geometry in geometries:
+            if geometry.context == context:
+                self._policy.check(geometry, self.ar[-1])
+        # A narrow layer holds tokens that the wide ones evict, and they have no new position.
+        if narrow and self._policy.inverse_frequencies:
+            raise self._no_such_layers(narrow[0], "all attend", "fail, sliding-window or keydiff")
+        if len(narrow) == len(geometries) and self._policy.name == "keydiff":
+            raise self._no_such_layers(narrow[0], "in part attend", "fail or sliding-window")
+
+    def _no_such_layers(self, found: Geometry, wanted: str, instead: str) -> UsageError:
+        return UsageError(
+            f"context policy {self._policy.name}",
+            found=f"layers that attend to {found.context} tokens of {self.geometry.context}",
+            wanted=f"layers that {wanted} to the whole context",
+            way_out=f"Use {instead}.",
+        )
 
     def _evict(self, ages: Sequence[int]) -> None:
         for group in self._wide:
@@ -343,7 +366,7 @@ class KVCache:
             raise ValueError(f"ar: found {ar}; wanted one of {', '.join(map(str, self.ar))}, as the cache was made")
 
     def _full(self, ar: int) -> ContextFullError:
-        context, length = self.geometry.context, self._strategy.length
+        context, length = self.geometry.context, self.length
         smaller = [a for a in self.ar if self._policy.admits(context, length, a)]
         retry = f"Run a graph of at most {smaller[-1]} tokens per inference, choose" if smaller else "Choose"
         return ContextFullError(

@@ -24,7 +24,7 @@ _Indexes = NDArray[np.int64]
 class ColumnLayout:
     """For each key tensor a strip, the columns that the strip cannot hold, and a scratch, all in one block.
 
-    A graph reads `[1, 1, D, P]`, P = S-AR: the columns of one dimension are neighbours, and P elements behind each
+    A graph reads `[1, 1, D, P]`, P past rows: the columns of one dimension are neighbours, and P elements behind each
     lies the same column of the next dimension. Element d of the token in row r therefore lies at d*P + r of the
     strip. When the window moves on by one row, all its D*P elements move on by one element: where a dimension's
     oldest column was, the newest column of the dimension before it is written. So S-1 rows of reserve cost S-1
@@ -34,24 +34,20 @@ class ColumnLayout:
     Attributes:
         geometry: the sizes of the cache.
         rows: rows of the strategy; the values of the same tokens have so many.
-        min_ar: the least tokens per inference of the graphs; it gives the greatest P.
-        max_ar: the most; so many columns lie outside of a window of S-AR at most, and land in the scratch.
+        widest: the greatest P of the graphs.
+        max_ar: their most tokens per inference; so many columns lie outside of a window at most, and land in the
+            scratch.
     """
 
     geometry: Geometry
     rows: int
-    min_ar: int
+    widest: int
     max_ar: int
 
     @property
     def tensors(self) -> int:
         """Half of N: the keys."""
         return self.geometry.tensors // 2
-
-    @property
-    def widest(self) -> int:
-        """The greatest P."""
-        return self.geometry.past_rows(self.min_ar)
 
     @property
     def strip_elements(self) -> int:
@@ -79,9 +75,9 @@ class ColumnLayout:
         return self.tensors * self.stride_bytes + ALIGNMENT_BYTES
 
     @classmethod
-    def of(cls, geometry: Geometry, strategy: Strategy, ar: Sequence[int]) -> ColumnLayout:
-        """The layout that a strategy asks for, with graphs of these AR."""
-        return cls(geometry, strategy.rows, min(ar), max(ar))
+    def of(cls, geometry: Geometry, strategy: Strategy, ar: Sequence[int], context: int | None = None) -> ColumnLayout:
+        """The layout that a strategy asks for, with graphs of these AR, the largest of them for a context of S."""
+        return cls(geometry, strategy.rows, geometry.past_rows(min(ar), context), max(ar))
 
     def names(self) -> Iterator[KvTensor]:
         """The keys, in the order of the geometry."""
@@ -91,14 +87,15 @@ class ColumnLayout:
 class ColumnArena:
     """Memory for a column layout, filled with the zero point; a `Store`.
 
-    The distance of the dimensions, P, is that of one graph's input, so when a graph of another AR takes over, all
-    columns held are written anew. Tokens outside of the P columns of the window, which other tensors keep in rows
-    that the graph does not see, stand aside.
+    The distance of the dimensions, P, is that of one graph's input, so when a graph of another P takes over, all
+    columns held are written anew: one of another AR, or of another context. Tokens outside of the P columns of the
+    window, which other tensors keep in rows that the graph does not see, stand aside.
 
     Attributes:
         layout: sizes in elements and bytes.
         tensors: the keys, in order.
         pitch: P now.
+        ar: tokens per inference of the step whose new columns the scratch takes.
         addresses: base address of each strip, a multiple of 64.
         bytes_copied: bytes written by the cache itself so far; D scattered elements for each appended token.
         copies: copies of one range of columns in all tensors so far.
@@ -126,6 +123,7 @@ class ColumnArena:
         self._blocks.fill(geometry.zero_point)
         self._aside: dict[int, int] = {}  # rows outside of the window, and their columns aside
         self._set_pitch(layout.widest)
+        self.open(layout.max_ar)
 
     @property
     def dtype(self) -> np.dtype[Any]:
@@ -136,8 +134,8 @@ class ColumnArena:
         """Bytes allocated, scratch and alignment included."""
         return self._held_bytes
 
-    def past_shape(self, ar: int) -> list[int]:
-        return [1, 1, self.layout.geometry.head_dim, self.layout.geometry.past_rows(ar)]
+    def past_shape(self, columns: int) -> list[int]:
+        return [1, 1, self.layout.geometry.head_dim, columns]
 
     def new_shape(self, ar: int) -> list[int]:
         return [1, 1, self.layout.geometry.head_dim, ar]
@@ -157,6 +155,12 @@ class ColumnArena:
 
     def write(self, tensor: int, rows: Sequence[int], values: Rows) -> None:
         self._blocks[tensor, self._indexes(rows)] = values.T
+
+    def open(self, ar: int) -> None:
+        """Let the scratch take the new columns of an AR step, `[D, AR]`."""
+        head_dim, start = self.layout.geometry.head_dim, self._scratch_element
+        self.ar = ar
+        self._scratch: Rows = self._blocks[:, start : start + head_dim * ar].reshape(-1, head_dim, ar)
 
     def execute(self, move: Move) -> None:
         """Copy columns in all tensors; every token held, before and after, is within the window.
@@ -211,15 +215,12 @@ class ColumnArena:
     def _set_pitch(self, pitch: int) -> None:
         geometry, blocks = self.layout.geometry, self._blocks
         stride_bytes, element_bytes = blocks.strides
-        ar = geometry.context - pitch
         self.pitch = pitch
         self._strips: Rows = np.lib.stride_tricks.as_strided(
             blocks,
             (self.layout.tensors, geometry.head_dim, self.layout.rows),
             (stride_bytes, pitch * element_bytes, element_bytes),
         )
-        scratch = blocks[:, self._scratch_element : self._scratch_element + geometry.head_dim * ar]
-        self._scratch: Rows = scratch.reshape(self.layout.tensors, geometry.head_dim, ar)
 
     def _indexes(self, rows: Sequence[int]) -> _Indexes:
         """Where the columns of these rows lie in a block, `[D, len(rows)]`."""
@@ -234,5 +235,4 @@ class ColumnArena:
 
     def _scratch_indexes(self, columns: int) -> _Indexes:
         dimensions = np.arange(self.layout.geometry.head_dim)[:, None]
-        ar = self.layout.geometry.context - self.pitch
-        return self._scratch_element + dimensions * ar + np.arange(columns)
+        return self._scratch_element + dimensions * self.ar + np.arange(columns)

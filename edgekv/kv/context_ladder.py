@@ -102,4 +102,6 @@ class ContextLadder:
         if home < context - 1:
             raise ValueError(f"home: found row {home}; wanted at least {context - 1}, a strip for {context} tokens")
         past_rows, head = context - ar, home + held
-        return LadderWindow(context, Window(ar, head - past_rows, head, True, max(0, past_rows - held), past_rows))
+        return LadderWindow(
+            context, Window(ar, past_rows, head - past_rows, head, True, max(0, past_rows - held), past_rows)
+        )

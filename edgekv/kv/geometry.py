@@ -41,7 +41,8 @@ class Geometry:
         layers: decoder layers.
         kv_heads: key/value heads of a layer.
         head_dim: D, elements of one head's row.
-        context: S, the tokens that the last one attends to, itself included; at least 2.
+        context: the tokens that the last one attends to, itself included: S of the largest graphs, or the window of
+            layers that attend to fewer; at least 2.
         kv_dtype: `u8` (zero point 128) or `s16` (zero point 0).
         key_layout: how graphs read and write keys: `rows` `[1, 1, S-AR, D]` as values, or `columns`
             `[1, 1, D, S-AR]`, as Genie wants them. Values are always rows.
@@ -89,11 +90,23 @@ class Geometry:
         """The integer that stands for 0.0, with which unused rows are filled."""
         return 128 if self.kv_dtype == "u8" else 0
 
-    def past_rows(self, ar: int) -> int:
-        """S-AR: the rows that a graph for AR new tokens reads of each tensor."""
-        if not 1 <= ar < self.context:
-            raise ValueError(f"ar: found {ar}; wanted 1 to {self.context - 1}, below the context of {self.context}")
-        return self.context - ar
+    def past_rows(self, ar: int, context: int | None = None) -> int:
+        """The rows that a graph for AR new tokens reads of each tensor.
+
+        S-AR, unless these layers' window is smaller: then the W-1 that the first of the new tokens attends to.
+
+        Args:
+            ar: tokens per inference.
+            context: S of the graph; None for the context of this geometry.
+        """
+        if not 1 <= ar < min(self.context, context or self.context):
+            least = min(self.context, context or self.context)
+            raise ValueError(f"ar: found {ar}; wanted 1 to {least - 1}, below the context of {least}")
+        return min(self.context - 1, (context or self.context) - ar)
+
+    def groups(self) -> tuple[Geometry, ...]:
+        """Layers that are alike together: all of them; see `LayeredGeometry`."""
+        return (self,)
 
     def names(self) -> Iterator[KvTensor]:
         """All tensors in the order of the arena: by layer, keys before values, by head."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import numpy as np
@@ -51,14 +51,14 @@ class Group:
         capacity: the most tokens held; the oldest leave when more are committed.
     """
 
-    def __init__(self, geometry: Geometry, strategy: Strategy, ar: Sequence[int], capacity: int) -> None:
-        """Allocate; see `Arena` for what is raised."""
+    def __init__(self, geometry: Geometry, strategy: Strategy, ar: Sequence[int], capacity: int, context: int) -> None:
+        """Allocate for graphs of these AR and contexts up to `context`; see `Arena` for what is raised."""
         self.geometry = geometry
         self.strategy = strategy
         self.capacity = capacity
         self._keys: ColumnArena | None = None
         if geometry.key_layout == "columns":
-            self._keys = ColumnArena(ColumnLayout.of(geometry, strategy, ar))
+            self._keys = ColumnArena(ColumnLayout.of(geometry, strategy, ar, context))
             self._arena = Arena(Layout.of(geometry, strategy, ("value",)))
             self.stores: tuple[Store, ...] = (self._keys, self._arena)
         else:
@@ -70,23 +70,24 @@ class Group:
         """Tokens held."""
         return self.strategy.length
 
-    def window(self, ar: int) -> Window:
-        """Make a step of the AR-`ar` graph possible and say what it sees."""
+    def window(self, ar: int, context: int) -> Window:
+        """Make a step of the AR-`ar` graph for a context of S possible and say what it sees."""
         strategy, keys = self.strategy, self._keys
+        columns = self.geometry.past_rows(ar, context)
         if keys is None:
-            for move in strategy.prepare(ar):
+            for move in strategy.prepare(ar, columns):
                 self._arena.execute(move)
-            return strategy.window(ar)
-        pitch = self.geometry.context - ar
-        if pitch == keys.pitch and strategy.length <= pitch:
-            self._execute(strategy.prepare(ar))
+            return self._seen(strategy.window(ar, columns))
+        if columns == keys.pitch and strategy.length <= columns:
+            self._execute(strategy.prepare(ar, columns))
         else:
             before, pitch_before = strategy.held_rows(), keys.pitch
-            moves = strategy.prepare(ar)
+            moves = strategy.prepare(ar, columns)
             self._execute(moves, values_only=True)
-            if moves or pitch != pitch_before:
-                keys.relocate(before, strategy.held_rows(), strategy.first_row(pitch), pitch)
-        return strategy.window(ar)
+            if moves or columns != pitch_before:
+                keys.relocate(before, strategy.held_rows(), strategy.first_row(columns), columns)
+        keys.open(ar)
+        return self._seen(strategy.window(ar, columns))
 
     def evicted_by(self, tokens: int) -> int:
         """How many of the oldest leave when so many tokens are committed."""
@@ -170,6 +171,15 @@ class Group:
                     encoding = encodings[number[tensor]] if encodings else None
                     zero_point = encoding.zero_point if encoding else self.geometry.zero_point
                     yield HeldKeys(store, at, rows, zero_point, encoding.scale if encoding else None)
+
+    def _seen(self, window: Window) -> Window:
+        """The window with the columns that leave it within the step."""
+        visible = window.stop - window.first
+        leaving = visible + window.ar - self.geometry.context
+        if leaving <= 0:
+            return window
+        rows = self.strategy.held_rows()[-visible:][:leaving]
+        return replace(window, leaving=tuple((row - window.past_row) % self.strategy.rows for row in rows))
 
     def _remove(self, ages: Sequence[int], remove: Callable[[T], Sequence[Move]], what: T) -> None:
         strategy, keys = self.strategy, self._keys

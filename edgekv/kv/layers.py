@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from edgekv.kv.geometry import Geometry, KeyLayout, KvDtype
+from edgekv.kv.geometry import Geometry, KeyLayout, KvDtype, KvTensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,10 +17,11 @@ class LayeredGeometry:
 
     Attributes:
         layers: decoder layers.
-        context: S, the tokens that the widest layers attend to, the last one included.
+        context: S of the largest graphs: the tokens that a layer without a window attends to, the last one included.
         kv_heads: key/value heads by layer.
         head_dim: D by layer.
-        windows: tokens that a layer attends to, itself included. More than S means S: there never are more.
+        windows: tokens that a layer attends to, itself included; None for all. More than S means S: there never are
+            more.
         kv_dtype: see `Geometry`.
         key_layout: see `Geometry`.
     """
@@ -29,7 +30,7 @@ class LayeredGeometry:
     context: int
     kv_heads: Sequence[int]
     head_dim: Sequence[int]
-    windows: Sequence[int] = ()
+    windows: Sequence[int | None] = ()
     kv_dtype: KvDtype = "u8"
     key_layout: KeyLayout = "rows"
 
@@ -37,8 +38,6 @@ class LayeredGeometry:
         for name in ("kv_heads", "head_dim"):
             if not getattr(self, name):
                 raise ValueError(f"{name}: found an empty list; wanted a number at least")
-        if all(self._window(layer) < self.context for layer in range(self.layers)):
-            raise ValueError(f"context: found {self.context}; wanted {max(self.windows)}, the widest layer's window")
         self.groups()
 
     def groups(self) -> tuple[Geometry, ...]:
@@ -58,5 +57,15 @@ class LayeredGeometry:
         # All layers in one group are what a plain geometry says.
         return tuple(groups) if len(groups) > 1 else (replace(groups[0], numbers=()),)
 
+    @property
+    def tensors(self) -> int:
+        """N of all groups."""
+        return sum(group.tensors for group in self.groups())
+
+    def names(self) -> Iterator[KvTensor]:
+        """All tensors in the order of the groups."""
+        return (tensor for group in self.groups() for tensor in group.names())
+
     def _window(self, layer: int) -> int:
-        return min(self.windows[layer % len(self.windows)], self.context) if self.windows else self.context
+        window = self.windows[layer % len(self.windows)] if self.windows else None
+        return self.context if window is None else min(window, self.context)

@@ -26,7 +26,6 @@ class Mirror:
     """
 
     def __init__(self, geometry: Geometry, *, max_ar: int, page_bytes: int = PAGESIZE) -> None:
-        self._context = geometry.context
         whole_rows = page_bytes // gcd(page_bytes, geometry.row_bytes)
         self._rows = -(-(geometry.past_rows(1) + max_ar) // whole_rows) * whole_rows
         self._head = 0
@@ -49,22 +48,22 @@ class Mirror:
     def length(self) -> int:
         return self._length
 
-    def prepare(self, ar: int) -> Sequence[Move]:
+    def prepare(self, ar: int, columns: int) -> Sequence[Move]:
         return ()
 
     def first_row(self, columns: int) -> int:
         return (self._head - columns) % self._rows
 
-    def window(self, ar: int) -> Window:
-        past_rows = self._context - ar
-        past_row = self.first_row(past_rows)
+    def window(self, ar: int, columns: int) -> Window:
+        past_row = self.first_row(columns)
         return Window(
             ar=ar,
+            columns=columns,
             past_row=past_row,
-            new_row=past_row + past_rows,
+            new_row=past_row + columns,
             in_place=True,
-            first=max(0, past_rows - self._length),
-            stop=past_rows,
+            first=max(0, columns - self._length),
+            stop=columns,
         )
 
     def commit(self, tokens: int, evicted: int) -> Sequence[Move]:

@@ -49,7 +49,6 @@ class PointerShift:
     """
 
     def __init__(self, geometry: Geometry, reserve: Fraction | float = DEFAULT_RESERVE, *, max_ar: int) -> None:
-        self._context = geometry.context
         self._home = geometry.past_rows(1)
         self._rows = ceil(parse_reserve(reserve) * self._home) + max_ar
         self._head = self._home
@@ -72,8 +71,8 @@ class PointerShift:
     def length(self) -> int:
         return self._length
 
-    def prepare(self, ar: int) -> Sequence[Move]:
-        if self._context - ar <= self._head <= self._rows - ar:
+    def prepare(self, ar: int, columns: int) -> Sequence[Move]:
+        if columns <= self._head <= self._rows - ar:
             return ()
         # An empty cache has its head at home, where every step fits: there is a row to move.
         slide = Move(self._head - self._length, self._home - self._length, self._length)
@@ -83,15 +82,15 @@ class PointerShift:
     def first_row(self, columns: int) -> int:
         return self._head - columns
 
-    def window(self, ar: int) -> Window:
-        past_rows = self._context - ar
+    def window(self, ar: int, columns: int) -> Window:
         return Window(
             ar=ar,
-            past_row=self.first_row(past_rows),
+            columns=columns,
+            past_row=self.first_row(columns),
             new_row=self._head,
             in_place=True,
-            first=max(0, past_rows - self._length),
-            stop=past_rows,
+            first=max(0, columns - self._length),
+            stop=columns,
         )
 
     def commit(self, tokens: int, evicted: int) -> Sequence[Move]:

@@ -9,11 +9,12 @@ class Positions:
     """Positions ascend, and the newest tokens are neighbours, so only those before a gap are listed.
 
     Attributes:
+        length: tokens held.
         next: position of the next token.
         rewindable: how many of the newest tokens can be dropped without crossing one that a policy has evicted.
     """
 
-    __slots__ = ("_length", "_older", "next", "rewindable")
+    __slots__ = ("_older", "length", "next", "rewindable")
 
     def __init__(self) -> None:
         self.reset()
@@ -30,35 +31,35 @@ class Positions:
             start -= 1
         self.next = next_position
         self.rewindable = rewindable
-        self._length = length
+        self.length = length
         self._older = list(positions[:start])
 
     def listed(self) -> list[int]:
         """Position of each token held, oldest first."""
-        return [*self._older, *range(self.next - (self._length - len(self._older)), self.next)]
+        return [*self._older, *range(self.next - (self.length - len(self._older)), self.next)]
 
     def commit(self, tokens: int, evicted: int) -> None:
         """Append tokens; the oldest leave."""
         self.next += tokens
-        self._length += tokens - evicted
-        self.rewindable = min(self.rewindable + tokens, self._length)
+        self.length += tokens - evicted
+        self.rewindable = min(self.rewindable + tokens, self.length)
         if self._older:
             del self._older[:evicted]
 
     def rewind(self, tokens: int) -> None:
         """Drop the newest tokens, at most `rewindable`."""
         self.next -= tokens
-        self._length -= tokens
+        self.length -= tokens
         self.rewindable -= tokens
 
     def drop(self, ages: Sequence[int]) -> None:
         """Drop the tokens of these ages, ascending and at least one; the others stay where they are."""
         gone = set(ages)
         kept = [position for age, position in enumerate(self.listed()) if age not in gone]
-        self.restore(kept, self.next, min(self.rewindable, self._length - 1 - ages[-1]))
+        self.restore(kept, self.next, min(self.rewindable, self.length - 1 - ages[-1]))
 
     def renumber(self) -> list[int]:
         """Let the oldest token stand at position 0 and the others behind it; by how much each token moves."""
         moved = [age - position for age, position in enumerate(self.listed())]
-        self.restore(range(self._length), self._length, self.rewindable)
+        self.restore(range(self.length), self.length, self.rewindable)
         return moved

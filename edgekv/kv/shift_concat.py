@@ -10,11 +10,11 @@ from edgekv.kv.window import Window
 
 
 class ShiftConcat:
-    """The past of an AR step is the last S-AR of S rows, always; the newest token lies in the last one.
+    """The past of a step is the last P of S rows, always; the newest token lies in the last one.
 
     The graph writes its new rows to a scratch tensor. `commit` moves the past down by as many rows and appends the
-    new ones, which is what concatenating past and new and dropping the oldest amounts to: S-AR rows a step, whether
-    they hold tokens or not.
+    new ones, which is what concatenating past and new and dropping the oldest amounts to: P rows a step, P = S-AR
+    of the graph that ran, whether they hold tokens or not.
 
     No graph reads row 0, but the first token of a full context is kept there.
     """
@@ -22,7 +22,7 @@ class ShiftConcat:
     def __init__(self, geometry: Geometry, *, max_ar: int) -> None:
         self._context = geometry.context
         self._max_ar = max_ar
-        self._ar = 1
+        self._columns = geometry.past_rows(1)
         self._length = 0
 
     @property
@@ -42,24 +42,23 @@ class ShiftConcat:
     def length(self) -> int:
         return self._length
 
-    def prepare(self, ar: int) -> Sequence[Move]:
-        self._ar = ar
+    def prepare(self, ar: int, columns: int) -> Sequence[Move]:
+        self._columns = columns
         return ()
 
     def first_row(self, columns: int) -> int:
         return self._context - columns
 
-    def window(self, ar: int) -> Window:
-        past_rows = self._context - ar
-        first = max(0, past_rows - self._length)
-        return Window(ar=ar, past_row=ar, new_row=0, in_place=False, first=first, stop=past_rows)
+    def window(self, ar: int, columns: int) -> Window:
+        past_row, first = self._context - columns, max(0, columns - self._length)
+        return Window(ar=ar, columns=columns, past_row=past_row, new_row=0, in_place=False, first=first, stop=columns)
 
     def commit(self, tokens: int, evicted: int) -> Sequence[Move]:
         self._length += tokens - evicted
         if not tokens:
             return ()
         # What the graph sees moves as a whole, and so do the older tokens before it.
-        first = min(self._ar, self._context - self._length)
+        first = self._context - max(self._columns, self._length)
         append = Move(0, self._context - tokens, tokens, src="scratch")
         rows = self._context - tokens - first
         return (Move(first + tokens, first, rows), append) if rows else (append,)

@@ -12,14 +12,15 @@ from edgekv.kv.window import Window
 
 
 class Slot:
-    """The past of an AR step is rows [0, S-AR) of each tensor, always; the mask opens those that hold a token.
+    """The past of a step is the first P rows of each tensor, always; the mask opens those that hold a token.
 
     The graph writes its new rows to a scratch tensor, and `commit` copies them to free rows: with one strided write
     for all tensors as long as the free rows lie together. Keys carry their rotary position, so the order of the past
-    does not matter. The tokens held always fill rows [0, length).
+    does not matter. The tokens held always fill rows [0, length), so a graph of a smaller context sees them all as
+    long as it has a column for each, and moving to the next larger one copies nothing.
 
-    When the oldest tokens leave, new ones take their rows, as in a ring. Some of the S-AR newest tokens may then lie
-    at or behind row S-AR, where a graph with AR > 1 does not look; `prepare` swaps them with the oldest (at most
+    When the oldest tokens leave, new ones take their rows, as in a ring. Some of the P newest tokens may then lie
+    at or behind row P = S-AR, where a graph with AR > 1 does not look; `prepare` swaps them with the oldest (at most
     AR-1 rows, by way of the scratch). Rewinding past such an exchange moves at most as many rows as
     tokens are dropped. An AR-1 graph never needs an exchange.
 
@@ -51,17 +52,16 @@ class Slot:
     def length(self) -> int:
         return len(self._order)
 
-    def prepare(self, ar: int) -> Sequence[Move]:
+    def prepare(self, ar: int, columns: int) -> Sequence[Move]:
         order, serials = self._order, self._serials
-        visible = self._context - ar
-        hidden = len(order) - visible
-        if ar == 1 or hidden <= 0:
+        hidden = len(order) - columns
+        if hidden <= 0:
             return ()
-        leaving = sorted((row, age) for age, row in enumerate(islice(order, hidden)) if row < visible)
+        leaving = sorted((row, age) for age, row in enumerate(islice(order, hidden)) if row < columns)
         if not leaving:
             return ()
         oldest = self._oldest
-        entering = [(row, age) for row in range(visible, len(order)) if (age := serials[row] - oldest) >= hidden]
+        entering = [(row, age) for row in range(columns, len(order)) if (age := serials[row] - oldest) >= hidden]
         for (old_row, old), (new_row, new) in zip(leaving, entering, strict=True):
             order[old], order[new] = new_row, old_row
             serials[old_row], serials[new_row] = oldest + new, oldest + old
@@ -77,9 +77,9 @@ class Slot:
     def first_row(self, columns: int) -> int:
         return 0
 
-    def window(self, ar: int) -> Window:
-        stop = min(len(self._order), self._context - ar)
-        return Window(ar=ar, past_row=0, new_row=0, in_place=False, first=0, stop=stop)
+    def window(self, ar: int, columns: int) -> Window:
+        stop = min(len(self._order), columns)
+        return Window(ar=ar, columns=columns, past_row=0, new_row=0, in_place=False, first=0, stop=stop)
 
     def commit(self, tokens: int, evicted: int) -> Sequence[Move]:
         order, serials = self._order, self._serials

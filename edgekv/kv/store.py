@@ -39,8 +39,8 @@ class Store(Protocol):
     def bytes_held(self) -> int:
         """Bytes allocated, scratch and alignment included."""
 
-    def past_shape(self, ar: int) -> list[int]:
-        """Shape of a past input of the AR-`ar` graph."""
+    def past_shape(self, columns: int) -> list[int]:
+        """Shape of a past input of a graph that reads so many past rows."""
 
     def new_shape(self, ar: int) -> list[int]:
         """Shape of a new output of the AR-`ar` graph."""

@@ -33,13 +33,13 @@ class Strategy(Protocol):
     def length(self) -> int:
         """Tokens held."""
 
-    def prepare(self, ar: int) -> Sequence[Move]:
-        """Make a step with the AR-`ar` graph possible; return what must be copied before it runs."""
+    def prepare(self, ar: int, columns: int) -> Sequence[Move]:
+        """Make a step of AR new tokens and `columns` past rows possible; return what must be copied before it runs."""
 
     def first_row(self, columns: int) -> int:
         """First of the rows that a graph with so many past columns would read now; below 0 before `prepare`."""
 
-    def window(self, ar: int) -> Window:
+    def window(self, ar: int, columns: int) -> Window:
         """What that step sees, once it is prepared."""
 
     def commit(self, tokens: int, evicted: int) -> Sequence[Move]:

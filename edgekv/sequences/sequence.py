@@ -41,7 +41,7 @@ class HeldSequence:
             pairs = zip(self.tokens, tokens, strict=False)
             common = next(i for i, (mine, theirs) in enumerate(pairs) if mine != theirs)
         surplus = len(self.tokens) - common
-        if common == 0 or (surplus and self.cache.length != self.cache.tokens_seen):
+        if common == 0 or (surplus and not self.cache.is_whole):
             self.reset()
             return 0
         if surplus:

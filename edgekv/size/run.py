@@ -21,11 +21,11 @@ class Run:
 
     def prepare(self, ar: int) -> int:
         """Make a step with the AR-`ar` graph possible; rows copied before it."""
-        return _rows(self._strategy.prepare(ar))
+        return _rows(self._strategy.prepare(ar, self._context - ar))
 
     def window(self, ar: int) -> Window:
         """What that step sees."""
-        return self._strategy.window(ar)
+        return self._strategy.window(ar, self._context - ar)
 
     def commit(self, tokens: int) -> int:
         """Keep the step's first new rows; rows copied after it."""

@@ -128,8 +128,11 @@ def _from_bundle(folder: Path, given: Overrides) -> Subject:
         raise _contradiction("--ar", ",".join(map(str, given.ar)), ",".join(map(str, ar)), folder)
     shards = [record.bytes for name, record in manifest.files.items() if name.endswith(".safetensors")]
     size_bytes = sum(shards) if shards else None
-    assumptions = (_weights(size_bytes, "the bundle's safetensors"),)
-    return Subject(str(folder), geometry, ar, size_bytes, manifest.model.max_positions, assumptions)
+    assumptions = [_weights(size_bytes, "the bundle's safetensors")]
+    if len(contexts := manifest.contexts) > 1:
+        listed = ", ".join(map(str, contexts))
+        assumptions.append(f"graphs for contexts of {listed} share one cache; costs are those of the largest's graphs")
+    return Subject(str(folder), geometry, ar, size_bytes, manifest.model.max_positions, tuple(assumptions))
 
 
 def _weights(size_bytes: int | None, basis: str) -> str:

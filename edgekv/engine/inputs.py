@@ -1,0 +1,64 @@
+"""The small inputs of a graph, in memory that is bound once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgekv.bundle import rope_inputs
+from edgekv.engine.mask import AttentionMask
+from edgekv.engine.rope import RopeTable
+from edgekv.engine.signature import Port
+from edgekv.kv import Window
+
+
+class StepInputs:
+    """Token ids, masks, rotary embedding and `logits_index` of an AR step.
+
+    Attributes:
+        arrays: by name.
+        filled: tokens of the step that was written last.
+    """
+
+    def __init__(self, ports: Iterable[Port], masks: Sequence[str], pad: int, ropes: Mapping[str, RopeTable]) -> None:
+        """Allocate.
+
+        Args:
+            ports: all inputs of the graph; those of the cache are left out.
+            masks: name of the mask for each group of the cache.
+            pad: the token id of rows without a token.
+            ropes: cosines and sines, by the suffix of their inputs.
+        """
+        self.arrays: dict[str, NDArray[Any]] = {
+            port.name: np.zeros(port.shape, port.dtype) for port in ports if not port.name.startswith("past_")
+        }
+        self.filled = 0
+        self._pad = pad
+        self._ids = self.arrays["input_ids"][0]
+        self._rotary = [
+            (table, *(self.arrays[name][0, 0] for name in rope_inputs(suffix))) for suffix, table in ropes.items()
+        ]
+        self._index = self.arrays.get("logits_index")
+        # Groups of one window see alike: the first speaks for all.
+        self._masks = {masks.index(name): AttentionMask(self.arrays[name][0, 0]) for name in dict.fromkeys(masks)}
+
+    def write(self, tokens: Sequence[int], position: int, windows: Sequence[Window], columns: Sequence[int]) -> None:
+        """Write a step; see `StaticGraph.run`."""
+        n = len(tokens)
+        self._ids[:n] = tokens
+        for table, cos, sin in self._rotary:
+            cos[:n], sin[:n] = table.rows(position, n)
+        for group, mask in self._masks.items():
+            mask.write(n, windows[group], columns)
+        if n == self.filled:
+            return
+        # The other rows are read by nobody; a row without an open column is harmless.
+        self._ids[n:] = self._pad
+        for table, cos, sin in self._rotary:
+            cos[n:], sin[n:] = table.rows(0, 1)
+        if self._index is not None:
+            self._index[0] = n - 1
+        self.filled = n

@@ -1,0 +1,106 @@
+"""A bundle of several contexts against one of the largest alone: the same bits, from the same weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import edgekv
+from devices import find
+from edgekv.bundle import open_bundle
+from edgekv.engine.runner import choose_context
+from edgekv.errors import UsageError
+from exporters.checkpoint import Checkpoint
+from exporters.compile import compile_bundle
+from exporters.export import ExportOptions, export_bundle
+from exporters.recipe import find_recipe
+from tests.checkpoints import write_checkpoint
+
+DEVICE = find("SM8650")
+PROMPT = [(7 * i) % 200 + 3 for i in range(20)]
+
+
+@pytest.fixture(scope="module")
+def bundles(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("contexts")
+    checkpoint = Checkpoint.open(str(write_checkpoint(folder / "checkpoint")))
+    made = {"one": (48,), "three": (32, 16, 48)}
+    for name, context in made.items():
+        options = ExportOptions(DEVICE, find_recipe("w8a16"), context, ar=(1, 8), check_on_htp=False)
+        export_bundle(checkpoint, folder / name, options)
+    return {name: folder / name for name in made}
+
+
+def test_each_context_has_its_graphs_and_all_have_one_set_of_weights(bundles: dict[str, Path]) -> None:
+    one, three = (open_bundle(bundles[name]).manifest for name in ("one", "three"))
+    roles = [(graph.context, graph.ar, graph.role) for graph in three.graphs]
+    steps = [(context, ar, role) for context in (16, 32, 48) for ar, role in ((1, "decode"), (8, "prefill"))]
+    assert roles == [*steps, (48, 8, "score")]
+    assert (three.context, three.contexts) == (48, [16, 32, 48])
+    assert three.encodings == one.encodings
+    assert {n: r for n, r in three.files.items() if "weights" in n} == {
+        n: r for n, r in one.files.items() if "weights" in n
+    }
+
+
+@pytest.mark.parametrize("engine", ["cpu", "htp"])
+@pytest.mark.parametrize("strategy", ["slot", "pointer-shift"])
+def test_the_contexts_are_climbed_without_a_difference(bundles: dict[str, Path], engine: str, strategy: str) -> None:
+    """Bit by bit on the HTP; on the CPU a longer row of attention weights may be summed in another order."""
+    logits = {}
+    for name, folder in bundles.items():
+        model = edgekv.load(folder, engine, kv_update=strategy)
+        runner = model._runner
+        rows = [runner.feed(PROMPT).copy()]
+        rows += [runner.feed([(11 * t) % 200]).copy() for t in range(48 - len(PROMPT))]
+        logits[name] = np.stack(rows).astype(int)
+        copied = model.cache.stats.bytes_copied
+        assert copied == (0 if strategy == "pointer-shift" else 48 * 2 * 2 * 2 * 16)
+        assert len({graph.split("_")[1] for graph in runner._graphs}) == (1 if name == "one" else 3)
+    if engine == "htp":
+        assert np.array_equal(logits["one"], logits["three"])
+    assert np.abs(logits["one"] - logits["three"]).max() <= 64
+    assert logits["one"].std() > 1000
+
+
+def test_a_new_text_begins_in_the_least_context(bundles: dict[str, Path]) -> None:
+    model = edgekv.load(bundles["three"], policy="sinks(4, 20)")
+    first = [token.id for token in model.generate(PROMPT, 60)]
+    model._runner._graphs.clear()
+    assert [token.id for token in model.generate(PROMPT[:5], 4)] and len(first) > 28
+    assert [*model._runner._graphs] == ["ar1_cl16", "ar8_cl16"]
+
+
+def test_scoring_and_beams_use_the_largest_context(bundles: dict[str, Path]) -> None:
+    one, three = (edgekv.load(bundles[name]) for name in ("one", "three"))
+    tokens = PROMPT * 2
+    assert np.abs(one.score(tokens) - three.score(tokens)).max() < 1e-2 * np.abs(one.score(tokens)).max()
+    best = [model.generate(PROMPT, 8, num_beams=3).sequences[0].tokens for model in (one, three)]
+    assert best[0] == best[1]
+
+
+def test_a_kept_sequence_goes_on_across_contexts(bundles: dict[str, Path]) -> None:
+    model = edgekv.load(bundles["three"])
+    turns = [PROMPT[:10], PROMPT + PROMPT[:9]]
+    kept = [[t.id for t in model.generate(turn, 4, sequence=1)] for turn in turns]
+    assert kept == [[t.id for t in model.generate(turn, 4)] for turn in turns]
+
+
+def test_one_binary_holds_all_graphs(bundles: dict[str, Path]) -> None:
+    record = compile_bundle(open_bundle(bundles["three"]), DEVICE)
+    shared = record.binaries[-1]
+    assert [*shared.wrappers] == [f"ar{ar}_cl{context}" for context in (16, 32, 48) for ar in (1, 8)]
+    alone = sum(record.files[binary.file].bytes for binary in record.binaries[:-1])
+    assert shared.graphs == 6 and record.files[shared.file].bytes < alone / 2
+
+
+def test_the_least_context_that_has_room_is_chosen() -> None:
+    assert [choose_context(columns, [16, 32]) for columns in (1, 16, 17, 32, 33)] == [16, 16, 32, 32, 32]
+
+
+@pytest.mark.parametrize("context", [(16, 30), (8, 16), ()])
+def test_a_context_that_no_graph_can_have_is_refused(context: tuple[int, ...]) -> None:
+    with pytest.raises(UsageError, match="--context"):
+        ExportOptions(DEVICE, find_recipe("w8a16"), context, ar=(1, 8))
