@@ -275,6 +275,13 @@ class Model:
         if not isinstance(self.mode, Always):
             way_out = "Choose the mode always, or leave num_beams out."
             raise UsageError("cache mode", found=f"{self.mode} with num_beams", wanted="always", way_out=way_out)
+        if manifest.key_layout != "rows" or manifest.windows:
+            raise UsageError(
+                "num_beams",
+                found="keys as columns" if manifest.key_layout != "rows" else "layers with an attention window",
+                wanted="keys as rows, and layers that all attend to the whole context",
+                way_out="Leave num_beams out, or export another bundle for it.",
+            )
         tokens = self.encode(prompt) if isinstance(prompt, str) else list(prompt)
         self._check(tokens, "prompt")
         # The S-th token is the last one to be run; one more can be chosen.

@@ -5,8 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +76,10 @@ class Checkpoint:
         wanted = {view.name: view for view in views(spec)}
         _check_tensors(tensors, wanted.values(), spec)
         return cls(name, folder, spec, special, tokenizer, tensors, wanted)
+
+    def limited(self, windows: Sequence[int | None]) -> Checkpoint:
+        """The same model whose layers attend to at most so many tokens; see `DecoderSpec.limits`."""
+        return replace(self, spec=replace(self.spec, limits=tuple(windows)))
 
     def tensor(self, key: str) -> NDArray[np.float32]:
         """A tensor of the decoder as float32, read now, under the name that it has in Llama's checkpoints.

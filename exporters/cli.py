@@ -42,6 +42,13 @@ def export(
         str, typer.Option(help="Context length S in tokens; several with commas, such as 512,1024,4096.")
     ] = "512",
     ar: Annotated[str, typer.Option("--ar", help="Tokens per inference of each graph, with commas.")] = "1,32",
+    max_attention_window: Annotated[
+        Optional[str],
+        typer.Option(
+            help="Tokens that each layer attends to at most, with commas; repeated when shorter than the layers.",
+            show_default="the model's own",
+        ),
+    ] = None,
     recipe: Annotated[str, typer.Option(help="Integer types of weights and activations.")] = "w8a16",
     kv: Annotated[str, typer.Option(help="Integer type of the KV cache: u8, or s16 from V73 on.")] = "u8",
     key_layout: Annotated[
@@ -64,6 +71,9 @@ def export(
         recipe=find_recipe(recipe),
         context=parse_numbers("--context", context),
         ar=parse_numbers("--ar", ar),
+        max_attention_window=()
+        if max_attention_window is None
+        else parse_numbers("--max-attention-window", max_attention_window),
         kv_dtype=_kv_dtype(kv),
         key_layout=_key_layout(key_layout),
         calibration=calibration,

@@ -46,6 +46,8 @@ class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
 def open_source(manifest: Manifest, checkpoint: str | None) -> Checkpoint:
     """The checkpoint that a bundle was made from, at its recorded place or at the one given.
 
+    Its layers attend to as many tokens as those of the bundle.
+
     Raises:
         CheckpointError: it is not there, or its weights are others.
     """
@@ -58,7 +60,7 @@ def open_source(manifest: Manifest, checkpoint: str | None) -> Checkpoint:
             wanted=f"{manifest.source.weights_sha256[:12]}..., those that the bundle was made from",
             way_out="Name the right folder with --checkpoint.",
         )
-    return opened
+    return opened.limited(manifest.windows)
 
 
 def evaluate(

@@ -47,6 +47,8 @@ class ExportOptions:
         context: S, tokens; a multiple of the largest AR. Several numbers make graphs for each of them, over one set of
             weights and one cache.
         ar: tokens per inference of each graph; 1 is among them.
+        max_attention_window: tokens that each layer attends to at most, itself included; repeated when it is shorter
+            than the layers. Empty for the model's own windows.
         kv_dtype: integer type of the cache.
         key_layout: `rows`, as values lie, or `columns`, as Genie wants keys; see `edgekv.kv.Geometry`.
         calibration: a text file, or None for the text that ships with edgekv.
@@ -58,6 +60,7 @@ class ExportOptions:
     recipe: Recipe
     context: int | Sequence[int] = 512
     ar: Sequence[int] = (1, 32)
+    max_attention_window: Sequence[int] = ()
     kv_dtype: KvDtype = "u8"
     key_layout: KeyLayout = "rows"
     calibration: Path | None = None
@@ -113,8 +116,17 @@ def export_bundle(
         UsageError: the options do not fit the checkpoint, or the target exists.
         EngineError: the HTP compiler refused a graph or computes part of it in float.
     """
+    checkpoint = checkpoint.limited(options.max_attention_window)
     spec = checkpoint.spec
     context = options.contexts[-1]
+    windows = spec.windows_in(context)
+    if too_narrow := [window for window in windows if window is not None and window <= max(options.ar)]:
+        raise UsageError(
+            "attention window" if not options.max_attention_window else "--max-attention-window",
+            found=too_narrow[0],
+            wanted=f"more than the largest AR, {max(options.ar)}",
+            way_out="Use a wider window, or a smaller --ar.",
+        )
     if context > spec.max_positions:
         raise UsageError(
             "--context",
@@ -124,8 +136,8 @@ def export_bundle(
         )
     calibration = _read_calibration(options.calibration)
     with atomic_directory(target, force=force) as folder:
-        windows = token_windows(checkpoint, calibration.text, min(_CALIBRATION_WINDOW, context), _CALIBRATION_WINDOWS)
-        ranges = observe_ranges(checkpoint, windows, context, lambda done: progress("calibrate", done, spec.layers))
+        texts = token_windows(checkpoint, calibration.text, min(_CALIBRATION_WINDOW, context), _CALIBRATION_WINDOWS)
+        ranges = observe_ranges(checkpoint, texts, context, lambda done: progress("calibrate", done, spec.layers))
         ropes = [_rope_record(rope, context) for rope in spec.ropes]
         encodings = choose_encodings(ranges, options.recipe, options.kv_dtype)
         encodings |= rotation_encodings([rope.attention_factor for rope in ropes])
@@ -164,9 +176,10 @@ def export_bundle(
                 checkpoint=str(checkpoint.folder.resolve()) if Path(checkpoint.name).is_dir() else checkpoint.name,
                 weights_sha256=checkpoint.weights_sha256(),
                 calibration=calibration.name,
-                calibration_tokens=int(sum(len(window) for window in windows)),
+                calibration_tokens=int(sum(len(text) for text in texts)),
             ),
             files=record_files(folder),
+            windows=list(windows),
         )
         write_manifest(folder, manifest)
         progress("seal", 1, 1)

@@ -53,7 +53,8 @@ def write_graphs(
     """
     spec = checkpoint.spec
     store = WeightStore(checkpoint, folder)
-    builders = [QdqOps(g.ar, g.context, spec, encodings, store, key_layout) for g in graphs]
+    windows = spec.windows_in(max(graph.context for graph in graphs))
+    builders = [QdqOps(g.ar, g.context, spec, encodings, store, key_layout, windows) for g in graphs]
     hidden = [ops.embed("model.embed_tokens.weight", "embedding") for ops in builders]
     store.flush("weights-embedding")
     for layer in range(spec.layers):

@@ -11,7 +11,7 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
-from edgekv.bundle import ROPE_SUFFIXES, rope_inputs
+from edgekv.bundle import ROPE_SUFFIXES, mask_name, rope_inputs
 from edgekv.kv import KeyLayout, KvTensor
 from exporters.spec import DecoderSpec
 from exporters.weights import WeightStore
@@ -53,9 +53,23 @@ class QdqOps:
         encodings: Mapping[str, Encoding],
         store: WeightStore,
         key_layout: KeyLayout,
+        windows: Sequence[int | None] = (),
     ) -> None:
+        """Begin with the inputs that every layer needs.
+
+        Args:
+            ar: tokens per inference.
+            context: S.
+            spec: the decoder.
+            encodings: one for every result and input.
+            store: of the weights.
+            key_layout: of the cache.
+            windows: tokens that each layer attends to, None for all; empty if all layers attend to all tokens. Each
+                window has a mask of its own, `[1, 1, AR, P+AR]`.
+        """
         self._ar = ar
-        self._past_rows = context - ar
+        self._context = context
+        self._windows = windows or (None,) * spec.layers
         self._spec = spec
         self._encodings = encodings
         self._store = store
@@ -69,7 +83,7 @@ class QdqOps:
         self._dequantized: set[str] = set()
         self._transposed: dict[str, Tensor] = {}
         self._ids = self._plain_input("input_ids", [1, ar])
-        self._mask = self._input("attention_mask", [1, 1, ar, context])
+        self._masks = {window: self._mask(window) for window in dict.fromkeys(self._windows)}
         self._rotations = [self._rotary_inputs(i, rope.width // 2) for i, rope in enumerate(spec.ropes)]
 
     # ------------------------------------------------------------------ what a decoder needs
@@ -139,7 +153,8 @@ class QdqOps:
 
     def remember(self, new: Tensor, tensor: KvTensor) -> Tensor:
         encoding = self._encodings[tensor.past]
-        past_shape, new_shape = [self._past_rows, self._spec.head_dim], [self._ar, self._spec.head_dim]
+        past_rows = self._past_rows(self._windows[tensor.layer])
+        past_shape, new_shape = [past_rows, self._spec.head_dim], [self._ar, self._spec.head_dim]
         columns = tensor.kind == "key" and self._key_layout == "columns"
         if columns:
             new = self._emit("Transpose", [new.name], new.name + ".t", new.encoding, perm=_TURN)
@@ -161,7 +176,7 @@ class QdqOps:
         return self._emit("MatMul", [query.name, self._transposed[keys.name].name], name)
 
     def masked(self, scores: Tensor, layer: int, name: str) -> Tensor:
-        return self._emit("Add", [scores.name, self._mask.name], name)
+        return self._emit("Add", [scores.name, self._masks[self._windows[layer]].name], name)
 
     def softmax(self, x: Tensor, name: str) -> Tensor:
         return self._emit("Softmax", [x.name], name, axis=-1)
@@ -218,8 +233,16 @@ class QdqOps:
 
     # ------------------------------------------------------------------ inputs, outputs, constants
 
-    def _input(self, name: str, shape: list[int]) -> Tensor:
-        encoding = self._encodings[name]
+    def _past_rows(self, window: int | None) -> int:
+        rows = self._context - self._ar
+        return rows if window is None else min(window - 1, rows)
+
+    def _mask(self, window: int | None) -> Tensor:
+        shape = [1, 1, self._ar, self._past_rows(window) + self._ar]
+        return self._input(mask_name(window), shape, self._encodings["attention_mask"])
+
+    def _input(self, name: str, shape: list[int], encoding: Encoding | None = None) -> Tensor:
+        encoding = encoding or self._encodings[name]
         self._inputs.append(helper.make_tensor_value_info(name, _TYPES[encoding.dtype], shape))
         return self._dequantize(name, name + "_dq", encoding)
 

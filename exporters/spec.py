@@ -21,6 +21,8 @@ class DecoderSpec:
         local_rope: rotary embedding of the layers that have a window, where it is not that of the others.
         windows: tokens that each layer attends to, itself included; None stands for all, and an empty tuple says that
             no layer is limited.
+        limits: tokens that a layer attends to at most, whatever its own window is; None for no limit. A shorter list is
+            repeated.
         activation: of the gate.
         biased: projections that add a bias, such as `self_attn.q_proj`.
         qk_norm: whether each head of queries and keys is normalized before it is rotated.
@@ -47,6 +49,7 @@ class DecoderSpec:
     query_gain: float
     local_rope: Rope | None = None
     windows: tuple[int | None, ...] = ()
+    limits: tuple[int | None, ...] = ()
     activation: Activation = "silu"
     biased: frozenset[str] = frozenset()
     qk_norm: bool = False
@@ -70,7 +73,14 @@ class DecoderSpec:
 
     def window(self, layer: int) -> int | None:
         """Tokens that a layer attends to, itself included, or None for all."""
-        return self.windows[layer] if self.windows else None
+        limit = self.limits[layer % len(self.limits)] if self.limits else None
+        return min((each for each in (self._own_window(layer), limit) if each is not None), default=None)
+
+    def windows_in(self, context: int) -> tuple[int | None, ...]:
+        """The windows that are less than a context of S tokens, by layer; empty if there are none."""
+        found = [self.window(layer) for layer in range(self.layers)]
+        narrow = [window if window is not None and window < context else None for window in found]
+        return () if narrow.count(None) == self.layers else tuple(narrow)
 
     @property
     def ropes(self) -> tuple[Rope, ...]:
@@ -79,8 +89,11 @@ class DecoderSpec:
 
     def rope_index(self, layer: int) -> int:
         """Which of `ropes` the layer has."""
-        return int(self.local_rope is not None and self.window(layer) is not None)
+        return int(self.local_rope is not None and self._own_window(layer) is not None)
 
     def rope_of(self, layer: int) -> Rope:
         """The layer's rotary embedding."""
         return self.ropes[self.rope_index(layer)]
+
+    def _own_window(self, layer: int) -> int | None:
+        return self.windows[layer] if self.windows else None

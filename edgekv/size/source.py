@@ -132,6 +132,8 @@ def _from_bundle(folder: Path, given: Overrides) -> Subject:
     if len(contexts := manifest.contexts) > 1:
         listed = ", ".join(map(str, contexts))
         assumptions.append(f"graphs for contexts of {listed} share one cache; costs are those of the largest's graphs")
+    if manifest.windows:
+        assumptions.append("layers with an attention window are counted as if they held the whole context")
     return Subject(str(folder), geometry, ar, size_bytes, manifest.model.max_positions, tuple(assumptions))
 
 
