@@ -27,6 +27,7 @@ CONFIG: dict[str, Any] = {
     "tie_word_embeddings": True,
     "bos_token_id": 256,
     "eos_token_id": 257,
+    "pad_token_id": 258,
 }
 
 LLAMA3 = {
@@ -42,17 +43,112 @@ OLDER: dict[str, Any] = {"rope_theta": 500000.0, "rope_scaling": LLAMA3, "tie_wo
 """The form before it, with Llama 3's scaling and a head of its own."""
 
 
-def write_checkpoint(folder: Path, *overrides: dict[str, Any], seed: int = 0) -> Path:
-    """A Llama with random bf16 weights; `overrides` of `CONFIG` go into config.json (None removes a field)."""
+WINDOW = 24
+LONGROPE = {
+    "type": "longrope",
+    "short_factor": [1.0, 1.1, 1.2, 1.5, 2.0, 3.0],
+    "long_factor": [1.0, 1.5, 3.0, 6.0, 12.0, 20.0],
+}
+ARCHITECTURES: dict[str, dict[str, Any]] = {
+    "llama-2": {"num_key_value_heads": None, "head_dim": None, "tie_word_embeddings": False},
+    "llama-biased": {**NEWER, "attention_bias": True, "mlp_bias": True},
+    "smollm2": {"rope_theta": 1e5, "num_attention_heads": 3, "num_key_value_heads": 1, "hidden_size": 48},
+    "mistral": {"model_type": "mistral", "rope_theta": 1e4, "sliding_window": WINDOW, "tie_word_embeddings": False},
+    "mistral-0.3": {"model_type": "mistral", "rope_theta": 1e6, "sliding_window": None, "head_dim": 24},
+    "qwen2": {"model_type": "qwen2", "rope_theta": 1e6, "sliding_window": WINDOW, "use_sliding_window": False},
+    "qwen2-sliding": {
+        "model_type": "qwen2",
+        "rope_theta": 1e6,
+        "sliding_window": WINDOW,
+        "use_sliding_window": True,
+        "max_window_layers": 1,
+        "num_hidden_layers": 3,
+        "tie_word_embeddings": False,
+    },
+    "qwen3": {"model_type": "qwen3", "rope_theta": 1e6, "head_dim": 32},
+    "phi3": {"model_type": "phi3", "rope_theta": 1e4, "sliding_window": WINDOW, "tie_word_embeddings": False},
+    "phi4-mini": {
+        "model_type": "phi3",
+        "rope_theta": 1e4,
+        "partial_rotary_factor": 0.75,
+        "rope_scaling": LONGROPE,
+        "original_max_position_embeddings": 64,
+    },
+    "gemma2": {
+        "model_type": "gemma2",
+        "hidden_act": "gelu_pytorch_tanh",
+        "hidden_activation": "gelu_pytorch_tanh",
+        "rope_theta": 1e4,
+        "sliding_window": WINDOW,
+        "query_pre_attn_scalar": 24,
+        "attn_logit_softcapping": 2.0,
+        "final_logit_softcapping": 3.0,
+    },
+    "gemma3": {
+        "model_type": "gemma3_text",
+        "hidden_act": None,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "rope_theta": 1e6,
+        "rope_local_base_freq": 1e4,
+        "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+        "sliding_window": WINDOW,
+        "sliding_window_pattern": 3,
+        "num_hidden_layers": 3,
+        "query_pre_attn_scalar": 24,
+    },
+    "gemma3-newer": {
+        "model_type": "gemma3_text",
+        "hidden_act": None,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "rope_parameters": {
+            "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e6},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e3},
+        },
+        "layer_types": ["sliding_attention", "full_attention"],
+        "sliding_window": WINDOW,
+        "query_pre_attn_scalar": 16,
+        "final_logit_softcapping": 3.0,
+        "tie_word_embeddings": False,
+    },
+}
+"""A configuration of each architecture, as differences from `CONFIG`; None removes a field."""
+
+NORMS = ("input_layernorm", "post_attention_layernorm")
+GEMMA_NORMS = ("pre_feedforward_layernorm", "post_feedforward_layernorm")
+ATTENTION = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj")
+MLP = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
+
+
+def write_checkpoint(
+    folder: Path, *overrides: dict[str, Any], seed: int = 0, dtype: Any = ml_dtypes.bfloat16, shards: int = 1
+) -> Path:
+    """Random weights; `overrides` of `CONFIG` go into config.json (None removes a field).
+
+    Args:
+        folder: to be made.
+        overrides: differences from `CONFIG`.
+        seed: of the weights.
+        dtype: of the stored weights.
+        shards: more than 1 writes an index beside as many safetensors.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     config: dict[str, Any] = dict(CONFIG)
     for override in overrides or (NEWER,):
         config.update(override)
-    config = {name: value for name, value in config.items() if value is not None}
+    # Mistral and Phi-3 tell null from absent; where there is a default of 4096, absent would be a window.
+    config = {name: value for name, value in config.items() if value is not None or name == "sliding_window"}
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [257, 258], "bos_token_id": 256}))
     write_tokenizer(folder / "tokenizer.json")
-    save_file(random_weights(config, seed), folder / "model.safetensors")
+    weights = {name: value.astype(dtype) for name, value in random_weights(config, seed).items()}
+    if shards == 1:
+        save_file(weights, folder / "model.safetensors")
+        return folder
+    names = list(weights)
+    files = {name: f"model-{i * shards // len(names) + 1:05}-of-{shards:05}.safetensors" for i, name in enumerate(names)}
+    for file in sorted(set(files.values())):
+        save_file({name: weights[name] for name in names if files[name] == file}, folder / file)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": files}))
     return folder
 
 
@@ -67,29 +163,45 @@ def write_tokenizer(path: Path, extra: int = 4) -> None:
 
 
 def random_weights(config: dict[str, Any], seed: int) -> dict[str, np.ndarray[Any, Any]]:
+    """float32 tensors that bfloat16 holds exactly, by the names that transformers gives them."""
     random = np.random.Generator(np.random.PCG64(seed))
+    more = np.random.Generator(np.random.PCG64([seed, 1]))  # what Llama does not have
     hidden, width, vocab = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
-    query = config["num_attention_heads"] * config["head_dim"]
-    key_value = config["num_key_value_heads"] * config["head_dim"]
+    head_dim = config.get("head_dim", hidden // config["num_attention_heads"])
+    query = config["num_attention_heads"] * head_dim
+    key_value = config.get("num_key_value_heads", config["num_attention_heads"]) * head_dim
+    kind = config["model_type"]
+    gemma = kind.startswith("gemma")
+
+    def rounded(values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        return values.astype(ml_dtypes.bfloat16).astype(np.float32)
 
     def matrix(out: int, width: int) -> np.ndarray[Any, Any]:
-        return (random.standard_normal((out, width)) * 2 / np.sqrt(width)).astype(ml_dtypes.bfloat16)
+        return rounded(random.standard_normal((out, width)) * 2 / np.sqrt(width))
 
-    def norm() -> np.ndarray[Any, Any]:
-        return (1 + 0.1 * random.standard_normal(hidden)).astype(ml_dtypes.bfloat16)
+    def norm(width: int = hidden, random: np.random.Generator = random) -> np.ndarray[Any, Any]:
+        return rounded((0 if gemma else 1) + 0.1 * random.standard_normal(width))
 
     weights = {"model.embed_tokens.weight": matrix(vocab, hidden), "model.norm.weight": norm()}
     for layer in range(config["num_hidden_layers"]):
         at = f"model.layers.{layer}."
-        weights[at + "input_layernorm.weight"] = norm()
-        weights[at + "post_attention_layernorm.weight"] = norm()
-        weights[at + "self_attn.q_proj.weight"] = matrix(query, hidden)
-        weights[at + "self_attn.k_proj.weight"] = matrix(key_value, hidden)
-        weights[at + "self_attn.v_proj.weight"] = matrix(key_value, hidden)
-        weights[at + "self_attn.o_proj.weight"] = matrix(hidden, query)
-        weights[at + "mlp.gate_proj.weight"] = matrix(width, hidden)
-        weights[at + "mlp.up_proj.weight"] = matrix(width, hidden)
-        weights[at + "mlp.down_proj.weight"] = matrix(hidden, width)
+        for name in NORMS:
+            weights[f"{at}{name}.weight"] = norm()
+        shapes = [(query, hidden), (key_value, hidden), (key_value, hidden), (hidden, query)]
+        shapes += [(width, hidden), (width, hidden), (hidden, width)]
+        matrices = {name: matrix(*shape) for name, shape in zip((*ATTENTION, *MLP), shapes, strict=True)}
+        biased = ATTENTION[:3] if kind == "qwen2" else ATTENTION if config.get("attention_bias") else ()
+        for name in (*biased, *(MLP if config.get("mlp_bias") else ())):
+            weights[f"{at}{name}.bias"] = rounded(more.standard_normal(len(matrices[name])))
+        for name in GEMMA_NORMS if gemma else ():
+            weights[f"{at}{name}.weight"] = norm(random=more)
+        for name in ("q_norm", "k_norm") if kind in ("qwen3", "gemma3_text") else ():
+            weights[f"{at}self_attn.{name}.weight"] = norm(head_dim, more)
+        if kind == "phi3":
+            fused = {"self_attn.qkv_proj": ATTENTION[:3], "mlp.gate_up_proj": MLP[:2]}
+            for name, parts in fused.items():
+                matrices[name] = np.concatenate([matrices.pop(part) for part in parts])
+        weights |= {f"{at}{name}.weight": value for name, value in matrices.items()}
     if not config["tie_word_embeddings"]:
         weights["lm_head.weight"] = matrix(vocab, hidden)
     return weights

@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent))
-from checkpoints import CONFIG, NEWER, OLDER, write_checkpoint  # noqa: E402
+from checkpoints import ARCHITECTURES, CONFIG, NEWER, OLDER, write_checkpoint  # noqa: E402
 
 EMBEDDED = HERE.parent.parent / "models" / "stdlib-4m"
 TOLERANCE = 1e-4
@@ -33,9 +33,30 @@ NEW_TOKENS = 64
 
 def logits(folder: Path, tokens: np.ndarray) -> np.ndarray:
     """float32 `[T, V]`."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    model, loading = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
+    )
+    if any(loading.values()):
+        raise SystemExit(f"{folder.name}: transformers did not load every tensor: {loading}")
     with torch.no_grad():
         return model(torch.tensor(tokens)[None]).logits[0].numpy()
+
+
+def make_architectures() -> dict[str, np.ndarray]:
+    """Tokens and last logits of a random checkpoint of each architecture, of sequences longer than its window.
+
+    The checkpoints whose rotary embedding depends on the length get a second, shorter sequence.
+    """
+    random = np.random.Generator(np.random.PCG64(3))
+    golden: dict[str, np.ndarray] = {}
+    with tempfile.TemporaryDirectory() as scratch:
+        for name, fields in ARCHITECTURES.items():
+            folder = write_checkpoint(Path(scratch) / name, fields)
+            for length in (96, 60) if "rope_scaling" in fields else (96,):
+                tokens = random.integers(0, CONFIG["vocab_size"], length)
+                golden[f"{name}_{length}_tokens"] = tokens
+                golden[f"{name}_{length}_logits"] = logits(folder, tokens)[-12:]
+    return golden
 
 
 def continuation(folder: Path, prompt: str) -> np.ndarray:
@@ -114,16 +135,21 @@ def worst_score(kept: list[dict[str, Any]], made: list[dict[str, Any]]) -> float
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="compare instead of writing")
-    path, beams_path = HERE / "logits.npz", HERE / "beams.json"
-    golden, beams = make(), make_beams()
+    path, beams_path, architectures_path = (HERE / n for n in ("logits.npz", "beams.json", "architectures.npz"))
+    golden, beams, architectures = make(), make_beams(), make_architectures()
     if not parser.parse_args().check:
         np.savez_compressed(path, **golden)
         beams_path.write_text("[\n" + ",\n".join(json.dumps(each) for each in beams) + "\n]\n")
-        for written in (path, beams_path):
+        np.savez_compressed(architectures_path, **architectures)
+        for written in (path, beams_path, architectures_path):
             print(f"{written}: {written.stat().st_size / 1e3:.0f} kB")
         return
     kept = np.load(path)
     worst = max(float(np.abs(kept[name] - value).max()) for name, value in golden.items())
+    kept_architectures = np.load(architectures_path)
+    for name, value in architectures.items():
+        reach = float(np.ptp(value))
+        worst = max(worst, float(np.abs(kept_architectures[name] - value).max()) / reach)
     worst = max(worst, worst_score(json.loads(beams_path.read_text()), beams))
     print(f"greatest difference to the golden logits and scores: {worst:.2e}")
     if worst > TOLERANCE:
