@@ -1,0 +1,102 @@
+"""Traces of every result, and the cause that a difference between two of them shows."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import edgekv
+from edgekv.bundle import open_bundle
+from edgekv.engine import make_engine
+from edgekv.errors import UsageError
+from exporters.checkpoint import Checkpoint
+from exporters.diagnose import Probe, Trace, find_divergence, read_trace, sqnr_db, trace_reference, write_trace
+
+TOKENS = [0, 17, 301, 44, 9, 1200, 77, 3, 512, 8, 90, 2047, 6, 31, 5, 700] * 5
+
+
+@pytest.fixture(scope="module")
+def reference(embedded: Path) -> Trace:
+    return trace_reference(Checkpoint.open(str(embedded)), TOKENS)
+
+
+@pytest.mark.parametrize("engine", ["cpu", "htp"])
+def test_every_result_of_a_graph_is_close_to_the_references(bundle: Path, reference: Trace, engine: str) -> None:
+    found = Probe(open_bundle(bundle), make_engine(engine, device="SM8650")).run(TOKENS)
+    assert set(reference) <= set(found)
+    assert find_divergence(reference, found, limit_db=20).first is None
+    assert {found[name].shape for name in reference} == {reference[name].shape for name in reference}
+
+
+def test_the_probes_logits_are_those_of_the_loop(bundle: Path) -> None:
+    probed = Probe(open_bundle(bundle), make_engine("htp", device="SM8650")).run(TOKENS)["logits"]
+    np.testing.assert_array_equal(probed, edgekv.load(bundle, engine="htp").score(TOKENS))
+
+
+def test_a_trace_survives_its_file(tmp_path: Path, reference: Trace) -> None:
+    write_trace(reference, tmp_path / "a.npz")
+    again = read_trace(tmp_path / "a.npz")
+    assert list(again) == list(reference)
+    assert all(np.array_equal(again[name], reference[name]) for name in reference)
+
+
+def damaged(reference: Trace, name: str, values: np.ndarray) -> Trace:
+    """The reference with one result replaced, and all later ones spoilt, as they would be."""
+    later = False
+    trace = {}
+    noise = np.random.default_rng(1)
+    for each, good in reference.items():
+        trace[each] = good + noise.normal(0, good.std() + 1e-6, good.shape).astype(np.float32) if later else good
+        if each == name:
+            trace[each], later = values, True
+    return trace
+
+
+@pytest.mark.parametrize(
+    ("name", "spoil", "cause"),
+    [
+        ("layers.2.o", lambda x: 1.5 * x, "scale: the values are 1.5 times"),
+        ("layers.1.k.h0.rotated.3", lambda x: turned(x, 0.01), "RoPE: pairs keep their length"),
+        ("layers.1.q.h1.rotated.3", lambda x: np.concatenate((x[:1], x[1:, ::-1])), "RoPE: position 0 agrees"),
+        ("layers.3.attention", lambda x: np.cumsum(x, 0) / np.arange(1, len(x) + 1)[:, None], "mask"),
+        ("past_value_1_h0_in", lambda x: np.round(x / (x.std() * 2)) * x.std() * 2, "KV bits"),
+        ("layers.0.up", lambda x: np.clip(x, -0.3 * np.abs(x).max(), 0.3 * np.abs(x).max()), "range: the values end"),
+        ("layers.0.down", lambda x: x * np.nan, "no numbers"),
+        ("layers.0.down", lambda x: x * 0, "nothing was written"),
+        ("layers.2.gate", lambda x: x + np.roll(x, 1, axis=1), "weights or encoding"),
+    ],
+)
+def test_the_first_difference_is_named_with_its_cause(reference: Trace, name: str, spoil, cause: str) -> None:
+    found = find_divergence(reference, damaged(reference, name, spoil(reference[name]).astype(np.float32)))
+    assert found.first == name
+    assert found.cause is not None and cause in found.cause
+    assert found.layer == (int(name.split("_")[2]) if name.startswith("past") else int(name.split(".")[1]))
+
+
+def turned(x: np.ndarray, angle: float) -> np.ndarray:
+    first, second = np.split(x, 2, axis=1)
+    angles = angle * np.arange(len(x))[:, None] * np.linspace(3, 1, first.shape[1])
+    cos, sin = np.cos(angles), np.sin(angles)
+    return np.concatenate((first * cos - second * sin, second * cos + first * sin), axis=1)
+
+
+@given(st.floats(-40, 40), st.integers(0, 99))
+def test_sqnr_is_the_ratio_of_powers(level: float, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    signal, noise = rng.normal(size=(2, 8, 16))
+    noise *= np.linalg.norm(signal) / np.linalg.norm(noise) * 10 ** (-level / 20)
+    assert sqnr_db(signal, signal + noise) == pytest.approx(level, abs=1e-6)
+
+
+def test_traces_of_other_models_are_refused(tmp_path: Path, reference: Trace) -> None:
+    with pytest.raises(UsageError, match="no result in both"):
+        find_divergence(reference, {"other": np.ones((2, 2), np.float32)})
+    with pytest.raises(UsageError, match=r"layers\.0\.o"):
+        find_divergence(reference, {"layers.0.o": np.ones((2, 2), np.float32)})
+    (tmp_path / "x.npz").write_bytes(b"PK\x03\x04 nothing")
+    with pytest.raises(UsageError, match=r"x\.npz"):
+        read_trace(tmp_path / "x.npz")
