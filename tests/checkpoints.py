@@ -145,7 +145,9 @@ def write_checkpoint(
         save_file(weights, folder / "model.safetensors")
         return folder
     names = list(weights)
-    files = {name: f"model-{i * shards // len(names) + 1:05}-of-{shards:05}.safetensors" for i, name in enumerate(names)}
+    files = {
+        name: f"model-{i * shards // len(names) + 1:05}-of-{shards:05}.safetensors" for i, name in enumerate(names)
+    }
     for file in sorted(set(files.values())):
         save_file({name: weights[name] for name in names if files[name] == file}, folder / file)
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": files}))

@@ -10,11 +10,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import edgekv
+from devices import find
 from edgekv.bundle import open_bundle
 from edgekv.engine import make_engine
 from edgekv.errors import UsageError
 from exporters.checkpoint import Checkpoint
 from exporters.diagnose import Probe, Trace, find_divergence, read_trace, sqnr_db, trace_reference, write_trace
+from exporters.export import ExportOptions, export_bundle
+from exporters.recipe import find_recipe
+from tests.checkpoints import ARCHITECTURES, write_checkpoint
 
 TOKENS = [0, 17, 301, 44, 9, 1200, 77, 3, 512, 8, 90, 2047, 6, 31, 5, 700] * 5
 
@@ -35,6 +39,18 @@ def test_every_result_of_a_graph_is_close_to_the_references(bundle: Path, refere
 def test_the_probes_logits_are_those_of_the_loop(bundle: Path) -> None:
     probed = Probe(open_bundle(bundle), make_engine("htp", device="SM8650")).run(TOKENS)["logits"]
     np.testing.assert_array_equal(probed, edgekv.load(bundle, engine="htp").score(TOKENS))
+
+
+@pytest.mark.parametrize("name", ["gemma3", "phi4-mini"])
+def test_windows_and_other_rotary_embeddings_are_probed(tmp_path: Path, name: str) -> None:
+    checkpoint = Checkpoint.open(str(write_checkpoint(tmp_path / "checkpoint", ARCHITECTURES[name])))
+    options = ExportOptions(find("SM8650"), find_recipe("w8a16"), context=64, ar=(1, 8), check_on_htp=False)
+    export_bundle(checkpoint, tmp_path / "bundle", options)
+    probe = Probe(open_bundle(tmp_path / "bundle"), make_engine("cpu", device="SM8650"))
+    tokens = [(37 * i * i + 5 * i) % 250 for i in range(60)]
+    wanted, found = trace_reference(checkpoint, tokens), probe.run(tokens)
+    assert sqnr_db(edgekv.load(tmp_path / "bundle").score(tokens), found["logits"]) > 50
+    assert find_divergence(wanted, found, limit_db=6).first is None  # random weights quantize badly
 
 
 def test_a_trace_survives_its_file(tmp_path: Path, reference: Trace) -> None:

@@ -13,9 +13,10 @@ import onnx
 from numpy.typing import NDArray
 from onnx import numpy_helper
 
-from edgekv.bundle import Bundle, GraphRecord
+from edgekv.bundle import Bundle, GraphRecord, rope_inputs
 from edgekv.engine import Engine
-from edgekv.engine.rope import RopeTable
+from edgekv.engine.mask import ATTEND
+from edgekv.engine.rope import rope_tables
 from edgekv.engine.signature import Signature
 from edgekv.errors import UsageError
 from edgekv.kv import KvTensor
@@ -25,7 +26,6 @@ from quant import DTYPES, Dtype, Encoding
 
 Integers = NDArray[Any]
 
-_ATTEND = 65535
 _DTYPES: dict[str, Dtype] = {np.dtype(integer).name: name for name, integer in DTYPES.items()}
 # Results that have no row for each token, or are parts of others.
 _OTHER = re.compile(r"\.(scores|masked)\.|^probabilities|^(key|value)_\d|\.(t|first|second)(\.\d+)?_q$")
@@ -55,6 +55,7 @@ class Probe:
         with TemporaryDirectory(dir=bundle.path.parent, prefix=".edgekv-probe-") as scratch:
             self._session = engine.session(_with_outputs(bundle, model, record, self._results, Path(scratch)))
         self._inputs = Signature.of(manifest, record).inputs
+        self._ropes = rope_tables(manifest)
 
     def run(self, tokens: Sequence[int]) -> Trace:
         """The values of every result `[T, width]` for tokens that begin at position 0.
@@ -68,11 +69,9 @@ class Probe:
                 "tokens", found=len(tokens), wanted=f"1 to {context}, the context", way_out="Trace fewer tokens."
             )
         manifest = self._bundle.manifest
-        past = {
-            tensor: np.full((0, manifest.geometry.head_dim), manifest.geometry.zero_point, DTYPES[manifest.kv_dtype])
-            for tensor in manifest.geometry.names()
-        }
-        rows: dict[str, list[NDArray[Any]]] = {name: [] for name in (*self._results, "logits")}
+        zero, dtype = manifest.geometry.zero_point, DTYPES[manifest.kv_dtype]
+        past = {t: np.full((0, manifest.geometry.head_dim), zero, dtype) for t in manifest.geometry.names()}
+        rows: dict[str, list[Integers]] = {name: [] for name in (*self._results, "logits")}
         for start in range(0, len(tokens), ar):
             chunk = tokens[start : start + ar]
             outputs = self._step(chunk, start, past)
@@ -90,30 +89,42 @@ class Probe:
             trace[tensor.past] = manifest.encodings[tensor.past].encoding().dequantize(values)
         return trace
 
-    def _step(
-        self, tokens: Sequence[int], position: int, past: dict[KvTensor, NDArray[Any]]
-    ) -> dict[str, NDArray[Any]]:
-        manifest, record, n = self._bundle.manifest, self._record, len(tokens)
+    def _step(self, tokens: Sequence[int], position: int, past: Mapping[KvTensor, Integers]) -> dict[str, Integers]:
+        manifest, n = self._bundle.manifest, len(tokens)
         feeds = {port.name: np.zeros(port.shape, port.dtype) for port in self._inputs}
         feeds["input_ids"][0, :n] = tokens
-        cos, sin = (manifest.encodings[f"position_ids_{part}"].encoding() for part in ("cos", "sin"))
-        table = RopeTable(manifest.rope.inverse_frequencies, cos, sin, positions=record.context)
-        feeds["position_ids_cos"][0, 0, :n], feeds["position_ids_sin"][0, 0, :n] = table.rows(position, n)
-        past_rows = record.context - record.ar
-        mask = feeds["attention_mask"][0, 0]
-        mask[:n, past_rows:] = np.tril(np.full((n, record.ar), _ATTEND, mask.dtype))
-        mask[:n, max(0, past_rows - position) : past_rows] = _ATTEND
-        for tensor, rows in past.items():
+        for suffix, table in self._ropes.items():
+            for name, rows in zip(rope_inputs(suffix), table.rows(position, n), strict=True):
+                feeds[name][0, 0, :n] = rows
+        for name, mask in feeds.items():
+            if name.startswith("attention_mask"):
+                _open(mask[0, 0, :n], position, self._record.ar, _window(name))
+        for tensor, held in past.items():
             target = feeds[tensor.past][0, 0]
             target[:] = manifest.geometry.zero_point
             target = target.T if self._is_turned(tensor) else target
-            held = rows[-past_rows:]
-            target[past_rows - len(held) :] = held
+            newest = held[max(0, len(held) - len(target)) :]
+            target[len(target) - len(newest) :] = newest
         names = [output.name for output in self._session.get_outputs()]
         return dict(zip(names, self._session.run(names, feeds), strict=True))
 
     def _is_turned(self, tensor: KvTensor) -> bool:
         return tensor.kind == "key" and self._bundle.manifest.key_layout == "columns"
+
+
+def _window(mask: str) -> int | None:
+    """Tokens that the rows of this mask see, themselves included; None for all."""
+    window = mask.removeprefix("attention_mask").removeprefix("_w")
+    return int(window) if window else None
+
+
+def _open(mask: Integers, position: int, ar: int, window: int | None) -> None:
+    """Let row i of `[n, P + AR]` see the tokens up to its own, the newest `window` of them."""
+    rows = np.arange(len(mask))[:, None]
+    columns = np.arange(mask.shape[1]) - (mask.shape[1] - ar)  # 0 is the step's first token
+    distance = rows - columns
+    seen = (distance >= 0) & (columns >= -position)
+    mask[seen if window is None else seen & (distance < window)] = ATTEND
 
 
 def _results(model: onnx.ModelProto) -> dict[str, Encoding]:
@@ -142,5 +153,5 @@ def _with_outputs(
     return path
 
 
-def _tokens_first(values: NDArray[Any]) -> NDArray[Any]:
+def _tokens_first(values: Integers) -> Integers:
     return values.reshape(-1, values.shape[-1])
