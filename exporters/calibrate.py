@@ -76,6 +76,8 @@ def choose_encodings(ranges: Mapping[str, Range], recipe: Recipe, kv_dtype: KvDt
             encodings[masked] = Encoding.asymmetric(min(seen.low, -depth), seen.high, recipe.activations)
         elif name.endswith(".sigmoid"):
             encodings[name] = Encoding.asymmetric(0.0, 1.0, recipe.activations)
+        elif ".tanh" in name:  # as for the sigmoid, the HTP has one range for it, whatever the graph says
+            encodings[name] = Encoding.asymmetric(-1.0, 1.0, recipe.activations)
     encodings["probabilities"] = Encoding.asymmetric(0.0, 1.0, recipe.activations)
     encodings["attention_mask"] = Encoding("u16", scale=depth / 65535, zero_point=65535)
     encodings["logits"] = encodings["head"]

@@ -120,7 +120,12 @@ MLP = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
 
 
 def write_checkpoint(
-    folder: Path, *overrides: dict[str, Any], seed: int = 0, dtype: Any = ml_dtypes.bfloat16, shards: int = 1
+    folder: Path,
+    *overrides: dict[str, Any],
+    seed: int = 0,
+    gain: float = 2.0,
+    dtype: Any = ml_dtypes.bfloat16,
+    shards: int = 1,
 ) -> Path:
     """Random weights; `overrides` of `CONFIG` go into config.json (None removes a field).
 
@@ -128,6 +133,7 @@ def write_checkpoint(
         folder: to be made.
         overrides: differences from `CONFIG`.
         seed: of the weights.
+        gain: how much a matrix amplifies; at 2, attention is as sharp as a trained model's, and rounding is amplified.
         dtype: of the stored weights.
         shards: more than 1 writes an index beside as many safetensors.
     """
@@ -140,7 +146,7 @@ def write_checkpoint(
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [257, 258], "bos_token_id": 256}))
     write_tokenizer(folder / "tokenizer.json")
-    weights = {name: value.astype(dtype) for name, value in random_weights(config, seed).items()}
+    weights = {name: value.astype(dtype) for name, value in random_weights(config, seed, gain).items()}
     if shards == 1:
         save_file(weights, folder / "model.safetensors")
         return folder
@@ -164,7 +170,7 @@ def write_tokenizer(path: Path, extra: int = 4) -> None:
     tokenizer.save(str(path))
 
 
-def random_weights(config: dict[str, Any], seed: int) -> dict[str, np.ndarray[Any, Any]]:
+def random_weights(config: dict[str, Any], seed: int, gain: float = 2.0) -> dict[str, np.ndarray[Any, Any]]:
     """float32 tensors that bfloat16 holds exactly, by the names that transformers gives them."""
     random = np.random.Generator(np.random.PCG64(seed))
     more = np.random.Generator(np.random.PCG64([seed, 1]))  # what Llama does not have
@@ -179,7 +185,7 @@ def random_weights(config: dict[str, Any], seed: int) -> dict[str, np.ndarray[An
         return values.astype(ml_dtypes.bfloat16).astype(np.float32)
 
     def matrix(out: int, width: int) -> np.ndarray[Any, Any]:
-        return rounded(random.standard_normal((out, width)) * 2 / np.sqrt(width))
+        return rounded(random.standard_normal((out, width)) * gain / np.sqrt(width))
 
     def norm(width: int = hidden, random: np.random.Generator = random) -> np.ndarray[Any, Any]:
         return rounded((0 if gemma else 1) + 0.1 * random.standard_normal(width))
