@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import signal
-import subprocess
-import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,6 +10,7 @@ from pathlib import Path
 import msgspec
 
 from devices import Device
+from edgekv.child import run_in_child
 from edgekv.errors import EngineError
 
 _FLOAT_TYPES = {0x0232: "float32", 0x0216: "float16"}  # Qnn_DataType_t
@@ -32,12 +30,10 @@ class HtpJob(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         soc: part number of the target.
         steps: the sessions.
-        reply: where the child writes its `HtpReply`.
     """
 
     soc: str
     steps: list[HtpStep]
-    reply: str
 
 
 class HtpReply(msgspec.Struct, frozen=True, kw_only=True):
@@ -52,20 +48,12 @@ def run_steps(device: Device, steps: Sequence[HtpStep]) -> None:
     Raises:
         EngineError: the compiler is missing, refused a graph, or crashed.
     """
-    with tempfile.TemporaryDirectory(prefix="edgekv-htp-") as scratch:
-        reply_path = Path(scratch) / "reply.json"
-        job = HtpJob(soc=device.soc, steps=list(steps), reply=str(reply_path))
-        done = subprocess.run(
-            [sys.executable, "-m", "exporters.htp_worker"],
-            input=msgspec.json.encode(job),
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            check=False,
-        )
-        if reply_path.exists():
-            error = msgspec.json.decode(reply_path.read_bytes(), type=HtpReply).error
-        else:
-            error = f"the HTP compiler ended with {_describe(done.returncode)}: {_last_line(done.stderr)}"
+    job = HtpJob(soc=device.soc, steps=list(steps))
+    end = run_in_child("exporters.htp_worker", msgspec.json.encode(job))
+    if end.reply is not None:
+        error = msgspec.json.decode(end.reply, type=HtpReply).error
+    else:
+        error = f"the HTP compiler ended with {end.ending}"
     if error is not None:
         names = ", ".join(Path(step.model).name for step in steps)
         raise EngineError(
@@ -118,17 +106,3 @@ def _floating_in(folder: Path) -> list[str]:
             if floats:
                 found.append(f"{name} ({node['type']}, {' and '.join(floats)})")
     return found
-
-
-def _describe(returncode: int) -> str:
-    if returncode >= 0:
-        return f"exit code {returncode}"
-    try:
-        return signal.Signals(-returncode).name
-    except ValueError:
-        return f"signal {-returncode}"
-
-
-def _last_line(raw: bytes) -> str:
-    lines = [line for line in raw.decode("utf-8", "replace").splitlines() if line.strip()]
-    return lines[-1] if lines else "it said nothing"

@@ -1,4 +1,4 @@
-"""The child process behind `exporters.htp`: reads a job on standard input, creates its sessions, replies."""
+"""The child process behind `exporters.htp`: creates the sessions of a job and replies into a file."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def main() -> None:
             )
     except EdgeKVError as failure:
         error = str(failure)
-    Path(job.reply).write_bytes(msgspec.json.encode(HtpReply(error=error)))
+    Path(sys.argv[1]).write_bytes(msgspec.json.encode(HtpReply(error=error)))
 
 
 if __name__ == "__main__":
