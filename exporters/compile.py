@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -10,7 +11,7 @@ from pathlib import Path
 import msgspec
 
 from devices import Device
-from edgekv.bundle import MANIFEST, Bundle, FileRecord, GraphRecord, atomic_directory, record_files, sha256_of
+from edgekv.bundle import MANIFEST, Bundle, FileRecord, atomic_directory, record_files, sha256_of
 from edgekv.errors import EngineError, UsageError
 from exporters.htp import HtpStep, run_steps
 from exporters.progress import Progress, silent
@@ -92,17 +93,17 @@ def compile_bundle(
         binaries = []
         for done, graph in enumerate(graphs):
             progress("compile", done, total)
-            binaries.append(_compile(bundle, device, [graph], folder, prefix=""))
+            binaries.append(compile_graphs(device, {graph.name: bundle.graph_path(graph)}, folder))
         progress("compile", len(graphs), total)
         if len(graphs) > 1:
-            binaries.append(_compile(bundle, device, graphs, folder, prefix="shared_"))
+            models = {graph.name: bundle.graph_path(graph) for graph in graphs}
+            binaries.append(compile_graphs(device, models, folder, prefix="shared_"))
         progress("compile", total, total)
-        found = {_check_target(folder / binary.file, device) for binary in binaries}
         compiled = CompiledManifest(
             soc=device.soc,
             soc_model=device.soc_model,
             arch=device.arch,
-            vtcm_bytes=found.pop().vtcm_bytes,
+            vtcm_bytes=device.vtcm_mb * _MIB,
             compiler=f"onnxruntime-qnn {metadata.version('onnxruntime-qnn')}",
             bundle_sha256=sha256_of(bundle.path / MANIFEST),
             binaries=binaries,
@@ -112,23 +113,35 @@ def compile_bundle(
     return compiled
 
 
-def _compile(bundle: Bundle, device: Device, graphs: list[GraphRecord], folder: Path, *, prefix: str) -> CompiledBinary:
-    """One binary for these graphs. The provider writes a shared one at the last session, named after the first."""
-    wrappers = {graph.name: f"{prefix}{graph.name}.onnx" for graph in graphs}
+def compile_graphs(device: Device, models: Mapping[str, Path], folder: Path, *, prefix: str = "") -> CompiledBinary:
+    """One binary for these graphs, checked for its target and for the number of its graphs.
+
+    The provider writes a shared binary at the last session, named after the first.
+
+    Args:
+        device: the target.
+        models: the ONNX files, by the names of their graphs.
+        folder: for the binary and its wrappers.
+        prefix: of their names.
+
+    Raises:
+        EngineError: the compiler failed, or targeted something else.
+    """
+    wrappers = {name: f"{prefix}{name}.onnx" for name in models}
     steps = []
-    for graph in graphs:
+    for done, (name, model) in enumerate(models.items(), start=1):
         config = {
             "ep.context_enable": "1",
             "ep.context_embed_mode": "0",
-            "ep.context_file_path": str(folder / wrappers[graph.name]),
+            "ep.context_file_path": str(folder / wrappers[name]),
         }
-        if len(graphs) > 1:
+        if len(models) > 1:
             config["ep.share_ep_contexts"] = "1"
-            if graph is graphs[-1]:
+            if done == len(models):
                 config["ep.stop_share_ep_contexts"] = "1"
-        steps.append(HtpStep(model=str(bundle.graph_path(graph)), session_config=config))
+        steps.append(HtpStep(model=str(model), session_config=config))
     run_steps(device, steps)
-    binary = folder / f"{Path(wrappers[graphs[0].name]).stem}_qnn.bin"
+    binary = folder / f"{prefix}{next(iter(models))}_qnn.bin"
     if not binary.is_file():
         raise EngineError(
             f"compiling {binary.stem}",
@@ -137,17 +150,18 @@ def _compile(bundle: Bundle, device: Device, graphs: list[GraphRecord], folder: 
             way_out="Use the tested onnxruntime-qnn, `pip install edgekv[htp]`.",
         )
     held = len(_GRAPH.findall(binary.read_bytes()))
-    if held != len(graphs):
+    if held != len(models):
         raise EngineError(
             binary.name,
             found=f"{held} graphs",
-            wanted=f"{len(graphs)}",
+            wanted=f"{len(models)}",
             way_out="Use the tested onnxruntime-qnn, `pip install edgekv[htp]`.",
         )
+    _check_target(binary, device)
     return CompiledBinary(file=binary.name, wrappers=wrappers, graphs=held)
 
 
-def _check_target(binary: Path, device: Device) -> _Target:
+def _check_target(binary: Path, device: Device) -> None:
     """What the binary itself says that it is for."""
     match = _TARGET.search(binary.read_bytes())
     found = None if match is None else _Target(match[1].decode(), int(match[2]), int(match[3]))
@@ -159,7 +173,6 @@ def _check_target(binary: Path, device: Device) -> _Target:
             wanted=_in_words(wanted),
             way_out="The compiler did not take the target: use the tested version, `pip install edgekv[htp]`.",
         )
-    return wanted
 
 
 def _in_words(target: _Target) -> str:
