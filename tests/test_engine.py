@@ -61,9 +61,16 @@ def test_a_rope_table_that_grew_is_the_one_computed_at_once(position: int, count
 
 
 def test_rope_truncates_as_genie_does() -> None:
+    scale = float(np.float32(UNIT.scale))
     cos, sin = RopeTable([1.0], UNIT, UNIT, positions=4).rows(0, 4)
-    assert cos[:, 0].tolist() == [int(np.cos(p) / UNIT.scale + 32768) for p in range(4)]
-    assert sin[:, 0].tolist() == [int(np.sin(p) / UNIT.scale + 32768) for p in range(4)]
+    assert cos[:, 0].tolist() == [int(np.cos(p) / scale + 32768) for p in range(4)]
+    assert sin[:, 0].tolist() == [int(np.sin(p) / scale + 32768) for p in range(4)]
+
+
+def test_a_cosine_just_below_one_is_cut_at_the_scale_that_the_graph_holds() -> None:
+    """1/32767 rounds down to float32, so that the slow frequencies of llama3 reach the last step."""
+    cos, _ = RopeTable([1e-6], *[Encoding("u16", 1 / 32767, 32768)] * 2, positions=2).rows(1, 1)
+    assert cos.tolist() == [[65535]]
 
 
 def test_the_graph_has_what_the_manifest_promises(

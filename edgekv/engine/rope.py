@@ -17,9 +17,10 @@ Table = NDArray[Any]
 class RopeTable:
     """Rows of cosines and sines, `[positions, R/2]`, in the encodings of the graph's inputs.
 
-    An entry is trunc(attention_factor * cos(position * frequency) / scale + zero_point) in float64. It truncates, as
-    Genie does, so that both feed a graph the same bits. Positions may exceed those that the model was trained on:
-    attention sees differences of positions only, and a window never holds a difference above S.
+    An entry is trunc(attention_factor * cos(position * frequency) / scale + zero_point) in float64, of the scale as the
+    graph holds it in float32. It truncates, as Genie does, so that both feed a graph the same bits. Positions may
+    exceed those that the model was trained on: attention sees differences of positions only, and a window never holds
+    one above S.
     """
 
     def __init__(
@@ -65,6 +66,6 @@ def rope_tables(manifest: Manifest) -> dict[str, RopeTable]:
 
 
 def _truncate(real: NDArray[np.float64], encoding: Encoding) -> Table:
-    steps = np.trunc(real / encoding.scale + encoding.zero_point)
+    steps = np.trunc(real / np.float64(np.float32(encoding.scale)) + encoding.zero_point)
     table: Table = np.clip(steps, *encoding.limits).astype(DTYPES[encoding.dtype])
     return table
