@@ -96,7 +96,7 @@ class Model:
             found, way_out = f"{reserve} with {strategy}", "Leave it out, or choose pointer-shift."
             raise UsageError("reserve", found=found, wanted="the update strategy pointer-shift", way_out=way_out)
         ratio = DEFAULT_RESERVE if reserve is None else parse_reserve(reserve)
-        made = make_engine(engine, device=manifest.device, threads=threads)
+        made = make_engine(engine, bundle=bundle, threads=threads)
         self.bundle = bundle
         self.engine: EngineName = made.name
         self.mode = parse_mode(cache_mode) if isinstance(cache_mode, str) else cache_mode

@@ -5,59 +5,29 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 
 import msgspec
 
 from devices import Device
-from edgekv.bundle import MANIFEST, Bundle, FileRecord, atomic_directory, record_files, sha256_of
+from edgekv.bundle import (
+    COMPILED,
+    MANIFEST,
+    Bundle,
+    CompiledBinary,
+    CompiledManifest,
+    atomic_directory,
+    record_files,
+    sha256_of,
+)
+from edgekv.engine import qnn
 from edgekv.errors import EngineError, UsageError
 from exporters.htp import HtpStep, run_steps
 from exporters.progress import Progress, silent
 
-COMPILED = "compiled.json"
 _TARGET = re.compile(rb"soc_type=(\w+);arch=(\d+);[\x20-\x7e]*?vtcm_size=(\d+)")
 _GRAPH = re.compile(rb"PICKLE/")
 _MIB = 1 << 20
-
-
-class CompiledBinary(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One context binary and what it says of itself.
-
-    Attributes:
-        file: the binary.
-        wrappers: ONNX files with an EPContext node, by graph name; ONNX Runtime loads the binary through them.
-        graphs: how many graphs the binary holds.
-    """
-
-    file: str
-    wrappers: dict[str, str]
-    graphs: int
-
-
-class CompiledManifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`compiled.json`, beside the binaries of one chip.
-
-    Attributes:
-        soc: part number, as read from the binaries.
-        soc_model: the QNN id that was asked for.
-        arch: HTP version, as read from the binaries.
-        vtcm_bytes: as read from the binaries.
-        compiler: the package that compiled, with its version.
-        bundle_sha256: hash of the bundle's manifest: binaries of another export are not mistaken for these.
-        binaries: one for each graph, then one for all graphs with shared weights.
-        files: size and hash of every file.
-    """
-
-    soc: str
-    soc_model: int
-    arch: int
-    vtcm_bytes: int
-    compiler: str
-    bundle_sha256: str
-    binaries: list[CompiledBinary]
-    files: dict[str, FileRecord]
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,31 +56,47 @@ def compile_bundle(
             wanted=f"V73 or later, for the bundle's {manifest.kv_dtype} cache",
             way_out="Export with --kv u8, or compile for a later device.",
         )
-    graphs = [graph for graph in manifest.graphs if graph.role != "score"]
+    models = {graph.name: bundle.graph_path(graph) for graph in manifest.graphs if graph.role != "score"}
     target = bundle.path / "compiled" / device.soc
     with atomic_directory(target, force=force, marker=COMPILED) as folder:
-        total = len(graphs) + 1
-        binaries = []
-        for done, graph in enumerate(graphs):
-            progress("compile", done, total)
-            binaries.append(compile_graphs(device, {graph.name: bundle.graph_path(graph)}, folder))
-        progress("compile", len(graphs), total)
-        if len(graphs) > 1:
-            models = {graph.name: bundle.graph_path(graph) for graph in graphs}
-            binaries.append(compile_graphs(device, models, folder, prefix="shared_"))
-        progress("compile", total, total)
+        binaries = compile_binaries(models, device, folder, progress)
         compiled = CompiledManifest(
             soc=device.soc,
             soc_model=device.soc_model,
             arch=device.arch,
             vtcm_bytes=device.vtcm_mb * _MIB,
-            compiler=f"onnxruntime-qnn {metadata.version('onnxruntime-qnn')}",
+            compiler=qnn.compiler(),
             bundle_sha256=sha256_of(bundle.path / MANIFEST),
             binaries=binaries,
             files=record_files(folder),
         )
         (folder / COMPILED).write_bytes(msgspec.json.format(msgspec.json.encode(compiled), indent=1) + b"\n")
     return compiled
+
+
+def compile_binaries(
+    models: Mapping[str, Path], device: Device, folder: Path, progress: Progress = silent
+) -> list[CompiledBinary]:
+    """Compile graphs into a folder: a binary for each and, if there are several, one that shares weights, last.
+
+    Args:
+        models: ONNX files by the names of their graphs, all over the same weights.
+        device: the target; every binary is searched for it.
+        folder: where the binaries and their wrappers go.
+        progress: told of each binary.
+
+    Raises:
+        EngineError: the compiler failed, or targeted something else.
+    """
+    sets = [{name: model} for name, model in models.items()]
+    if len(models) > 1:
+        sets.append(dict(models))
+    binaries = []
+    for done, part in enumerate(sets):
+        progress("compile", done, len(sets))
+        binaries.append(compile_graphs(device, part, folder, prefix="shared_" if len(part) > 1 else ""))
+    progress("compile", len(sets), len(sets))
+    return binaries
 
 
 def compile_graphs(device: Device, models: Mapping[str, Path], folder: Path, *, prefix: str = "") -> CompiledBinary:
@@ -128,8 +114,9 @@ def compile_graphs(device: Device, models: Mapping[str, Path], folder: Path, *, 
         EngineError: the compiler failed, or targeted something else.
     """
     wrappers = {name: f"{prefix}{name}.onnx" for name in models}
+    names = list(models)
     steps = []
-    for done, (name, model) in enumerate(models.items(), start=1):
+    for name, model in models.items():
         config = {
             "ep.context_enable": "1",
             "ep.context_embed_mode": "0",
@@ -137,11 +124,11 @@ def compile_graphs(device: Device, models: Mapping[str, Path], folder: Path, *, 
         }
         if len(models) > 1:
             config["ep.share_ep_contexts"] = "1"
-            if done == len(models):
+            if name == names[-1]:
                 config["ep.stop_share_ep_contexts"] = "1"
         steps.append(HtpStep(model=str(model), session_config=config))
     run_steps(device, steps)
-    binary = folder / f"{prefix}{next(iter(models))}_qnn.bin"
+    binary = folder / f"{Path(wrappers[names[0]]).stem}_qnn.bin"
     if not binary.is_file():
         raise EngineError(
             f"compiling {binary.stem}",
@@ -154,7 +141,7 @@ def compile_graphs(device: Device, models: Mapping[str, Path], folder: Path, *, 
         raise EngineError(
             binary.name,
             found=f"{held} graphs",
-            wanted=f"{len(models)}",
+            wanted=len(models),
             way_out="Use the tested onnxruntime-qnn, `pip install edgekv[htp]`.",
         )
     _check_target(binary, device)
@@ -162,7 +149,7 @@ def compile_graphs(device: Device, models: Mapping[str, Path], folder: Path, *, 
 
 
 def _check_target(binary: Path, device: Device) -> None:
-    """What the binary itself says that it is for."""
+    """The binary itself must say that it is for this device."""
     match = _TARGET.search(binary.read_bytes())
     found = None if match is None else _Target(match[1].decode(), int(match[2]), int(match[3]))
     wanted = _Target(device.soc, device.arch, device.vtcm_mb * _MIB)

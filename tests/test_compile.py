@@ -1,11 +1,14 @@
+import shutil
 import subprocess
 import sys
 
 import pytest
 
+import edgekv
 from devices import find
 from edgekv.bundle import open_bundle
-from edgekv.errors import EngineError, UsageError
+from edgekv.engine import HtpEngine, make_engine
+from edgekv.errors import BundleError, EngineError, UsageError
 from exporters.checkpoint import Checkpoint
 from exporters.compile import _check_target, compile_bundle
 from exporters.export import ExportOptions, export_bundle
@@ -81,3 +84,33 @@ print("equal")
     wrapper = folder / "compiled" / "SM8650" / record.binaries[0].wrappers["ar1_cl128"]
     command = [sys.executable, "-c", program, str(folder / "ar1_cl128.onnx"), str(wrapper)]
     assert subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()[-1] == "equal"
+
+
+def test_the_engine_loads_what_was_compiled_and_gives_the_same_tokens(compiled, tmp_path):
+    folder, record = compiled
+    shutil.copytree(folder, bare := tmp_path / "bare", ignore=shutil.ignore_patterns("compiled"))
+    wrappers = {graph: name for b in record.binaries if b.graphs == 1 for graph, name in b.wrappers.items()}
+    found = make_engine("htp", bundle=open_bundle(folder)).compiled
+    assert {graph.stem: wrapper.name for graph, wrapper in found.items()} == wrappers
+    assert make_engine("htp", bundle=open_bundle(bare)) == HtpEngine(find("SM8650"))
+    texts = [
+        [token.id for token in edgekv.load(each, engine="htp").generate("def main(", max_new_tokens=8)]
+        for each in (folder, bare)
+    ]
+    assert texts[0] == texts[1]
+
+
+def test_a_damaged_binary_is_refused_before_it_can_crash_anything(compiled, tmp_path):
+    folder, record = compiled
+    shutil.copytree(folder, copy := tmp_path / "copy")
+    binary = copy / "compiled" / "SM8650" / record.binaries[0].file
+    binary.write_bytes(binary.read_bytes()[:-1])
+    with pytest.raises(BundleError, match=rf"{binary.name}: found sha256 .* edgekv compile BUNDLE --device SM8650"):
+        make_engine("htp", bundle=open_bundle(copy))
+
+
+def test_binaries_of_another_export_are_not_loaded(compiled, tmp_path):
+    shutil.copytree(compiled[0], copy := tmp_path / "copy")
+    with (copy / "manifest.json").open("a") as file:
+        file.write("\n")
+    assert make_engine("htp", bundle=open_bundle(copy)).compiled == {}

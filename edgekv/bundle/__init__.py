@@ -2,6 +2,7 @@
 
 from edgekv.bundle.atomic import atomic_directory
 from edgekv.bundle.bundle import Bundle, open_bundle, read_manifest, write_manifest
+from edgekv.bundle.compiled import COMPILED, Compiled, CompiledBinary, CompiledManifest, open_compiled
 from edgekv.bundle.files import record_files, sha256_of
 from edgekv.bundle.manifest import (
     FORMAT,
@@ -22,9 +23,13 @@ from edgekv.bundle.manifest import (
 )
 
 __all__ = [
+    "COMPILED",
     "FORMAT",
     "MANIFEST",
     "Bundle",
+    "Compiled",
+    "CompiledBinary",
+    "CompiledManifest",
     "FileRecord",
     "GraphRecord",
     "HtpCheck",
@@ -39,6 +44,7 @@ __all__ = [
     "atomic_directory",
     "mask_name",
     "open_bundle",
+    "open_compiled",
     "read_manifest",
     "record_files",
     "rope_inputs",

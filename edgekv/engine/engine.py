@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, Protocol
 
 import onnxruntime as ort
 
 from devices import Device, find
+from edgekv.bundle import Bundle, open_compiled
 from edgekv.engine import qnn
 from edgekv.errors import EngineError, UsageError
 
@@ -72,25 +74,30 @@ class HtpEngine:
 
     Attributes:
         device: the target.
+        compiled: wrappers of context binaries that hold one graph each, by the graphs that they were compiled from;
+            other graphs are compiled when their session is made.
     """
 
     device: Device
+    compiled: Mapping[Path, Path] = field(default_factory=dict)
     name: Literal["htp"] = "htp"
 
     def session(self, graph: Path) -> ort.InferenceSession:
-        return qnn.create_session(graph, self.device)
+        return qnn.create_session(self.compiled.get(graph, graph), self.device)
 
 
-def make_engine(name: str, *, device: str, threads: int | None = None) -> Engine:
+def make_engine(name: str, *, bundle: Bundle, threads: int | None = None) -> Engine:
     """An engine by name.
 
     Args:
         name: one of `ENGINES`.
-        device: part number of the target; matters to `htp` alone.
+        bundle: what it shall run: `htp` targets its device, and loads what was compiled of it for that device.
         threads: matters to `cpu` alone.
 
     Raises:
         UsageError: no such engine, or an option that it does not have.
+        EngineError: what the engine needs is not installed.
+        BundleError: a compiled binary was changed.
         devices.UnknownDeviceError: no such device.
     """
     if name == "cpu":
@@ -98,6 +105,15 @@ def make_engine(name: str, *, device: str, threads: int | None = None) -> Engine
     if name == "htp":
         if threads is not None:
             raise UsageError("threads", found=threads, wanted="none with the engine htp", way_out="Leave it out.")
-        return HtpEngine(find(device))
+        device = find(bundle.manifest.device)
+        return HtpEngine(device, _wrappers(bundle, device))
     names = " or ".join(ENGINES)
     raise UsageError("engine", found=repr(name), wanted=names, way_out=f"Use {names}.")
+
+
+def _wrappers(bundle: Bundle, device: Device) -> Mapping[Path, Path]:
+    compiled = open_compiled(bundle, device.soc, qnn.compiler())
+    if compiled is None:
+        return {}
+    found = {bundle.graph_path(graph): compiled.wrapper(graph.name) for graph in bundle.manifest.graphs}
+    return {graph: wrapper for graph, wrapper in found.items() if wrapper is not None}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from functools import lru_cache
+from importlib import metadata
 from pathlib import Path
 from types import MappingProxyType
 
@@ -64,6 +65,18 @@ def create_session(
     )
 
 
+def compiler() -> str:
+    """The package that compiles, with its version, as it is recorded beside binaries.
+
+    Raises:
+        EngineError: it is not installed.
+    """
+    try:
+        return f"onnxruntime-qnn {metadata.version('onnxruntime-qnn')}"
+    except metadata.PackageNotFoundError:
+        raise _missing() from None
+
+
 class _Provider:
     """The registered provider: its one device, and the library that computes."""
 
@@ -78,9 +91,7 @@ def _provider() -> _Provider:
     try:
         import onnxruntime_qnn as qnn
     except ImportError:
-        raise EngineError(
-            "engine htp", found="no package onnxruntime_qnn", wanted="Qualcomm's execution provider", way_out=_INSTALL
-        ) from None
+        raise _missing() from None
     failure = f"no device of {EP_NAME}"
     with captured_output() as noise:
         try:
@@ -95,6 +106,12 @@ def _provider() -> _Provider:
         found=_cause(failure, noise),
         wanted=f"onnxruntime and onnxruntime_qnn in versions that fit (found {ort.__version__}, {qnn.__version__})",
         way_out=_INSTALL,
+    )
+
+
+def _missing() -> EngineError:
+    return EngineError(
+        "engine htp", found="no package onnxruntime_qnn", wanted="Qualcomm's execution provider", way_out=_INSTALL
     )
 
 
