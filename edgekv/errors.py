@@ -47,3 +47,7 @@ class MemoryBudgetError(EdgeKVError):
 
 class EngineError(EdgeKVError):
     """A runtime that is missing, failed, or refused a graph."""
+
+
+class ServiceError(EdgeKVError):
+    """A remote service that refused, failed, or could not be reached."""

@@ -80,7 +80,7 @@ def export(
         allow_float=allow_float,
         check_on_htp=not skip_htp_check,
     )
-    with _shown() as progress:
+    with shown_progress() as progress:
         opened = Checkpoint.open(checkpoint)
         manifest = export_bundle(opened, output, options, force=force, progress=progress)
     if as_json:
@@ -110,7 +110,7 @@ def compile_(
     """
     target = find(device)
     opened = open_bundle(bundle)
-    with _shown() as progress:
+    with shown_progress() as progress:
         compiled = compile_bundle(opened, target, force=force, progress=progress)
     if as_json:
         typer.echo(msgspec.json.encode(compiled))
@@ -140,7 +140,7 @@ def eval_(
     content = read_text(text)
     model = edgekv.load(bundle, engine=engine)
     source = open_source(model.bundle.manifest, checkpoint)
-    with _shown() as progress:
+    with shown_progress() as progress:
         result = evaluate(model, source, content, text.name, tokens=tokens, progress=progress)
     if as_json:
         typer.echo(msgspec.json.encode(result))
@@ -153,7 +153,7 @@ def eval_(
 
 
 @contextmanager
-def _shown() -> Iterator[Progress]:
+def shown_progress() -> Iterator[Progress]:
     """Bars on standard error, one for each stage, only where a person looks on."""
     columns = (TextColumn("{task.description:>14}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Bars(*columns, console=Console(file=sys.stderr)) as bars:

@@ -31,7 +31,15 @@ _MIB = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class _Target:
+class BinaryTarget:
+    """The chip that a context binary was compiled for.
+
+    Attributes:
+        soc: part number.
+        arch: HTP version.
+        vtcm_bytes: tightly coupled memory.
+    """
+
     soc: str
     arch: int
     vtcm_bytes: int
@@ -148,11 +156,16 @@ def compile_graphs(device: Device, models: Mapping[str, Path], folder: Path, *, 
     return CompiledBinary(file=binary.name, wrappers=wrappers, graphs=held)
 
 
+def read_target(binary: Path) -> BinaryTarget | None:
+    """What a binary itself says that it is for; none if it says nothing."""
+    match = _TARGET.search(binary.read_bytes())
+    return None if match is None else BinaryTarget(match[1].decode(), int(match[2]), int(match[3]))
+
+
 def _check_target(binary: Path, device: Device) -> None:
     """The binary itself must say that it is for this device."""
-    match = _TARGET.search(binary.read_bytes())
-    found = None if match is None else _Target(match[1].decode(), int(match[2]), int(match[3]))
-    wanted = _Target(device.soc, device.arch, device.vtcm_mb * _MIB)
+    found = read_target(binary)
+    wanted = BinaryTarget(device.soc, device.arch, device.vtcm_mb * _MIB)
     if found != wanted:
         raise EngineError(
             f"target of {binary.name}",
@@ -162,5 +175,5 @@ def _check_target(binary: Path, device: Device) -> None:
         )
 
 
-def _in_words(target: _Target) -> str:
+def _in_words(target: BinaryTarget) -> str:
     return f"{target.soc}, V{target.arch}, {target.vtcm_bytes // _MIB} MiB VTCM"

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import shutil
+from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import settings
@@ -12,6 +15,10 @@ from devices import find
 from exporters.checkpoint import Checkpoint
 from exporters.export import ExportOptions, export_bundle
 from exporters.recipe import find_recipe
+from tests.checkpoints import write_checkpoint
+
+if TYPE_CHECKING:
+    from tests.aihub_server import AiHub
 
 # A busy machine is no failure, and CI looks at the same examples each time: searching for new ones is for people.
 settings.register_profile("edgekv", deadline=None, derandomize="CI" in os.environ)
@@ -34,3 +41,36 @@ def bundle(tmp_path_factory: pytest.TempPathFactory, embedded: Path) -> Path:
     options = ExportOptions(device=find("SM8650"), recipe=find_recipe("w8a16"), context=128, ar=(1, 32))
     export_bundle(Checkpoint.open(str(embedded)), folder, options)
     return folder
+
+
+@pytest.fixture(scope="session")
+def small_export(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random checkpoint of two layers, exported with a context of 64."""
+    folder = tmp_path_factory.mktemp("small")
+    options = ExportOptions(
+        device=find("SM8650"), recipe=find_recipe("w8a16"), context=64, ar=(1, 8), check_on_htp=False
+    )
+    checkpoint = write_checkpoint(folder / "checkpoint")
+    export_bundle(Checkpoint.open(str(checkpoint)), folder / "bundle", options)
+    return folder / "bundle"
+
+
+@pytest.fixture
+def small(small_export: Path, tmp_path: Path) -> Path:
+    """A copy of it to write into."""
+    return shutil.copytree(small_export, tmp_path / "bundle")
+
+
+@pytest.fixture
+def service(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[AiHub]:
+    """An AI Hub on this machine, for which the client of this process is configured. Nothing else can be reached."""
+    from qai_hub.util import session
+
+    from tests.aihub_server import AiHub, configure
+
+    hub = AiHub()
+    for name, value in configure(tmp_path / "client.ini", hub.url).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(session, "BACKOFF_FACTOR", 0.001)  # the client waits so long before its second try
+    yield hub
+    hub.close()

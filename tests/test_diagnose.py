@@ -28,16 +28,21 @@ def reference(embedded: Path) -> Trace:
     return trace_reference(Checkpoint.open(str(embedded)), TOKENS)
 
 
+def probe(folder: Path, engine: str) -> Probe:
+    bundle = open_bundle(folder)
+    return Probe(bundle, make_engine(engine, bundle=bundle))
+
+
 @pytest.mark.parametrize("engine", ["cpu", "htp"])
 def test_every_result_of_a_graph_is_close_to_the_references(bundle: Path, reference: Trace, engine: str) -> None:
-    found = Probe(open_bundle(bundle), make_engine(engine, device="SM8650")).run(TOKENS)
+    found = probe(bundle, engine).run(TOKENS)
     assert set(reference) <= set(found)
     assert find_divergence(reference, found, limit_db=20).first is None
     assert {found[name].shape for name in reference} == {reference[name].shape for name in reference}
 
 
 def test_the_probes_logits_are_those_of_the_loop(bundle: Path) -> None:
-    probed = Probe(open_bundle(bundle), make_engine("htp", device="SM8650")).run(TOKENS)["logits"]
+    probed = probe(bundle, "htp").run(TOKENS)["logits"]
     np.testing.assert_array_equal(probed, edgekv.load(bundle, engine="htp").score(TOKENS))
 
 
@@ -46,9 +51,9 @@ def test_windows_and_other_rotary_embeddings_are_probed(tmp_path: Path, name: st
     checkpoint = Checkpoint.open(str(write_checkpoint(tmp_path / "checkpoint", ARCHITECTURES[name])))
     options = ExportOptions(find("SM8650"), find_recipe("w8a16"), context=64, ar=(1, 8), check_on_htp=False)
     export_bundle(checkpoint, tmp_path / "bundle", options)
-    probe = Probe(open_bundle(tmp_path / "bundle"), make_engine("cpu", device="SM8650"))
+    probing = probe(tmp_path / "bundle", "cpu")
     tokens = [(37 * i * i + 5 * i) % 250 for i in range(60)]
-    wanted, found = trace_reference(checkpoint, tokens), probe.run(tokens)
+    wanted, found = trace_reference(checkpoint, tokens), probing.run(tokens)
     assert sqnr_db(edgekv.load(tmp_path / "bundle").score(tokens), found["logits"]) > 50
     assert find_divergence(wanted, found, limit_db=6).first is None  # random weights quantize badly
 

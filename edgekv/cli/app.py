@@ -5,9 +5,10 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from importlib import metadata
-from typing import Annotated, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import typer
+from typer.core import TyperGroup
 
 from edgekv.cli.boundary import exit_code_of
 from edgekv.cli.commands import find_commands
@@ -33,6 +34,7 @@ def run(arguments: Sequence[str]) -> int:
 def make_app(arguments: Sequence[str]) -> typer.Typer:
     """The program with those commands that these arguments can mean, in the order of their names."""
     app = typer.Typer(
+        cls=_ByName,
         add_completion=False,
         no_args_is_help=True,
         pretty_exceptions_enable=False,
@@ -41,12 +43,19 @@ def make_app(arguments: Sequence[str]) -> typer.Typer:
     )
     app.callback()(_options)
     first = next(iter(arguments), "")
-    for name, command in sorted(find_commands(first).items()):
+    for name, command in find_commands(first).items():
         if isinstance(command, typer.Typer):
             app.add_typer(command, name=name)
         else:
             app.command(name)(command)
     return app
+
+
+class _ByName(TyperGroup):
+    """Lists commands and groups of commands alike."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return sorted(super().list_commands(ctx))
 
 
 def _print_version(wanted: bool) -> None:

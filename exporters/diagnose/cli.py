@@ -51,7 +51,7 @@ def trace(
     if engine == "reference":
         found = trace_reference(source, window)
     else:
-        found = Probe(opened, make_engine(engine, device=opened.manifest.device)).run(window)
+        found = Probe(opened, make_engine(engine, bundle=opened)).run(window)
     write_trace(found, output)
     if as_json:
         typer.echo(msgspec.json.encode({"file": str(output), "results": len(found), "tokens": len(window)}))

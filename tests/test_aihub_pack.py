@@ -1,0 +1,106 @@
+"""The upload form of a graph, and the step with which it is tried."""
+
+from __future__ import annotations
+
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+
+import edgekv
+from devices import find
+from edgekv.bundle import MANIFEST, open_bundle
+from edgekv.engine import CpuEngine
+from edgekv.errors import BundleError, UsageError
+from exporters.aihub.pack import pack_graph
+from exporters.aihub.sample import read_sample, take_sample
+from exporters.checkpoint import Checkpoint
+from exporters.export import ExportOptions, export_bundle
+from exporters.recipe import find_recipe
+
+TEXT = "def main():\n    return sum(range(10))\n" * 4
+
+
+def test_a_packed_graph_is_one_onnx_and_one_data_file_that_compute_the_same(small: Path, tmp_path: Path) -> None:
+    bundle = open_bundle(small)
+    for graph in bundle.manifest.graphs[:2]:
+        packed = pack_graph(bundle, graph, tmp_path)
+        name = packed.path.name.removesuffix(".onnx.zip")
+        with zipfile.ZipFile(packed.path) as archive:
+            assert archive.namelist() == [f"{name}/{name}.onnx", f"{name}/{name}.data"]
+            archive.extractall(tmp_path)
+        path = tmp_path / name / f"{name}.onnx"
+        assert onnx.load(path, load_external_data=False).graph.name == name
+        sample = take_sample(bundle, graph, TEXT, tmp_path / "samples")
+        outputs = CpuEngine().session(path).run(list(sample.outputs), dict(sample.inputs))
+        assert all((a == b).all() for a, b in zip(outputs, sample.outputs.values(), strict=True))
+
+
+def test_packing_twice_gives_the_same_bytes(small: Path, tmp_path: Path) -> None:
+    bundle = open_bundle(small)
+    first = pack_graph(bundle, bundle.manifest.graphs[0], tmp_path)
+    assert pack_graph(bundle, bundle.manifest.graphs[0], tmp_path) == first
+    assert [path.name for path in tmp_path.glob("*.zip*")] == [first.path.name]
+
+
+def test_a_weight_outside_of_the_bundle_is_refused(small: Path, tmp_path: Path) -> None:
+    bundle = open_bundle(small)
+    graph = bundle.manifest.graphs[0]
+    model = onnx.load(small / graph.file, load_external_data=False)
+    weight = next(t for t in model.graph.initializer if t.external_data)
+    next(entry for entry in weight.external_data if entry.key == "location").value = f"../{MANIFEST}"
+    onnx.save(model, small / graph.file)
+    with pytest.raises(BundleError, match=r"of \.\./manifest\.json; wanted bytes of a file of the bundle"):
+        pack_graph(bundle, graph, tmp_path)
+    assert not list(tmp_path.glob("*.zip*"))
+
+
+def test_a_step_is_one_of_the_generation_loop(small: Path, tmp_path: Path) -> None:
+    bundle = open_bundle(small)
+    scores = edgekv.load(bundle).score(bundle.tokenizer().encode(TEXT).ids[:24])
+    logits = bundle.manifest.encodings["logits"].encoding()
+    for graph, last in ((bundle.manifest.graphs[0], 16), (bundle.manifest.graphs[1], 23)):
+        found = take_sample(bundle, graph, TEXT, tmp_path).outputs["logits"]
+        assert np.abs(logits.dequantize(found)[0, 0] - scores[last]).max() <= 2 * logits.scale
+
+
+@pytest.mark.parametrize(
+    "other", [{"key_layout": "columns"}, {"max_attention_window": (12, 64), "context": (32, 64)}], ids=str
+)
+def test_so_it_is_with_keys_in_columns_and_with_attention_windows(
+    small: Path, tmp_path: Path, other: dict[str, Any]
+) -> None:
+    options = ExportOptions(
+        **{"device": find("SM8650"), "recipe": find_recipe("w8a16"), "context": (64,), "ar": (1, 8)} | other,
+        check_on_htp=False,
+    )
+    export_bundle(Checkpoint.open(open_bundle(small).manifest.source.checkpoint), tmp_path / "other", options)
+    bundle = open_bundle(tmp_path / "other")
+    scores = edgekv.load(bundle).score(bundle.tokenizer().encode(TEXT).ids[:24])
+    logits = bundle.manifest.encodings["logits"].encoding()
+    for graph in bundle.manifest.graphs:
+        if graph.role != "score":
+            found = take_sample(bundle, graph, TEXT, tmp_path / "steps").outputs["logits"]
+            last = 16 if graph.ar == 1 else 23
+            assert np.abs(logits.dequantize(found)[0, 0] - scores[last]).max() <= 3 * logits.scale
+
+
+def test_a_step_is_kept_for_its_text(small: Path, tmp_path: Path) -> None:
+    bundle = open_bundle(small)
+    graph = bundle.manifest.graphs[0]
+    first = take_sample(bundle, graph, TEXT, tmp_path)
+    written = (tmp_path / "token_ar1_cl64_1_of_1.safetensors").stat().st_mtime_ns
+    assert take_sample(bundle, graph, TEXT, tmp_path).sha256 == first.sha256
+    assert (tmp_path / "token_ar1_cl64_1_of_1.safetensors").stat().st_mtime_ns == written
+    assert take_sample(bundle, graph, TEXT[::-1], tmp_path).sha256 != first.sha256
+
+
+def test_a_text_that_is_too_short_and_a_step_that_is_missing_are_said_so(small: Path, tmp_path: Path) -> None:
+    bundle = open_bundle(small)
+    with pytest.raises(UsageError, match=r"--text: found 2 tokens; wanted 17"):
+        take_sample(bundle, bundle.manifest.graphs[0], "ab", tmp_path)
+    with pytest.raises(BundleError, match=r"wanted the step that was submitted\. Run: edgekv hub infer"):
+        read_sample(tmp_path, "token_ar1_cl64_1_of_1")

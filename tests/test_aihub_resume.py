@@ -1,0 +1,136 @@
+"""What an interrupted or failed `edgekv hub` leaves behind, and how the next one goes on."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from edgekv.cli import run
+from tests.aihub_server import AiHub, Fault
+from tests.test_aihub import DECODE, POLL, answer
+
+SUBMIT = "POST /api/v1/jobs/"
+
+
+def killed(bundle: Path, ready: Callable[[], bool]) -> None:
+    """`edgekv hub compile` in a process of its own, killed without warning once `ready` says so."""
+    command = [sys.executable, "-m", "edgekv", "hub", "compile", str(bundle), "--devices", "SM8650", "--poll", "60"]
+    process = subprocess.Popen(command, env=os.environ.copy(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    end = time.monotonic() + 60
+    while not ready() and time.monotonic() < end:
+        time.sleep(0.01)
+    process.send_signal(signal.SIGKILL)
+    assert process.wait() == -signal.SIGKILL and ready()
+
+
+def test_a_run_killed_while_it_waits_is_picked_up(
+    service: AiHub, small: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    jobs = small / "hub" / "jobs"
+
+    def both_are_written_down() -> bool:
+        return sum(json.loads(path.read_text())["state"] == "submitted" for path in jobs.glob("*.json")) == 2
+
+    service.patience = 1000
+    killed(small, both_are_written_down)
+    service.patience = 0
+    report = answer(capsys, "compile", str(small), "--devices", "SM8650", *POLL)
+    assert [job["state"] for job in report["jobs"]] == ["done", "done"]
+    assert (service.count(SUBMIT), service.count("POST /api/v1/models/")) == (2, 2)
+
+
+def test_a_job_whose_answer_never_came_is_found_by_its_name(
+    service: AiHub, small: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    service.faults.append(Fault("POST", "/api/v1/jobs/", kind="stall"))
+    killed(small, lambda: len(service.jobs) == 1)
+    service.stalled.set()
+    report = answer(capsys, "compile", str(small), "--devices", "SM8650", *POLL)
+    assert [job["state"] for job in report["jobs"]] == ["done", "done"]
+    assert service.count(SUBMIT) == 2, "one of the killed run, one of this"
+
+
+def test_jobs_go_on_without_us_and_are_fetched_later(
+    service: AiHub, small: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    service.patience = 1000
+    submitted = answer(capsys, "link", str(small), "--devices", "SM8650", "--no-wait")["jobs"]
+    assert {job["state"] for job in answer(capsys, "status", str(small))["jobs"]} == {"submitted"}
+    assert answer(capsys, "fetch", str(small))["devices"] == []
+    service.patience = 0
+    report = answer(capsys, "fetch", str(small))
+    assert {job["id"] for job in report["jobs"]} == {job["id"] for job in submitted}
+    assert len(report["devices"][0]["artefacts"]) == 3
+
+
+def test_the_same_command_again_submits_nothing_and_another_device_adds_its_own(
+    service: AiHub, small: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first = answer(capsys, "profile", str(small), "--devices", "SM8650", *POLL)
+    submitted = service.count(SUBMIT)
+    assert answer(capsys, "profile", str(small), "--devices", "SM8650", *POLL) == first
+    assert service.count(SUBMIT) == submitted == 5
+    answer(capsys, "profile", str(small), "--devices", "SM8650,SM8750", *POLL)
+    assert (service.count(SUBMIT), service.count("POST /api/v1/models/")) == (10, 2)
+
+
+def test_a_failed_device_does_not_hold_up_the_others_and_is_tried_again_alone(
+    service: AiHub, small: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    service.failures["compile", "Samsung Galaxy S25 (Family)"] = "Op MatMul is beyond this chip."
+    assert run(["hub", "link", str(small), "--devices", "SM8650,SM8750", *POLL, "--json"]) == 1
+    printed = capsys.readouterr()
+    report = json.loads(printed.out)
+    assert [device["soc"] for device in report["devices"]] == ["SM8650"]
+    assert "3 of 6 jobs: found compile of" in printed.err and "Op MatMul is beyond this chip." in printed.err
+    assert "Traceback" not in printed.err
+    service.failures.clear()
+    submitted = service.count(SUBMIT)
+    report = answer(capsys, "link", str(small), "--devices", "SM8650,SM8750", *POLL)
+    assert {job["state"] for job in report["jobs"]} == {"done"}
+    assert service.count(SUBMIT) == submitted + 3
+
+
+def test_force_submits_everything_anew(service: AiHub, small: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    answer(capsys, "compile", str(small), "--devices", "SM8650", *POLL)
+    answer(capsys, "compile", str(small), "--devices", "SM8650", "--force", *POLL)
+    assert service.count(SUBMIT) == 4
+
+
+def test_a_bundle_that_has_changed_since_is_refused_before_anything_is_asked(
+    service: AiHub, small: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    answer(capsys, "compile", str(small), "--devices", "SM8650", "--no-wait")
+    manifest = small / "manifest.json"
+    manifest.write_text(manifest.read_text().replace('"producer": "', '"producer": "another '))
+    asked = len(service.log)
+    for command in (["status"], ["fetch"], ["link", "--devices", "SM8650"]):
+        assert run(["hub", command[0], str(small), *command[1:]]) == 1
+        assert "bundle_sha256: found the bundle has changed since it was submitted" in capsys.readouterr().err
+    assert len(service.log) == asked
+
+
+def test_a_damaged_job_file_is_named(service: AiHub, small: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    answer(capsys, "compile", str(small), "--devices", "SM8650", "--no-wait")
+    (path,) = (small / "hub" / "jobs").glob(f"samsung*{DECODE}.json")
+    path.write_text(path.read_text()[:-9])
+    assert run(["hub", "status", str(small)]) == 1
+    assert f"{path.name}: found " in capsys.readouterr().err
+
+
+def test_a_job_that_the_service_has_lost_is_named(
+    service: AiHub, small: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    answer(capsys, "compile", str(small), "--devices", "SM8650", "--no-wait")
+    service.jobs.clear()
+    assert run(["hub", "status", str(small)]) == 1
+    error = capsys.readouterr().err
+    assert "could not be found" in error and "Submit it anew with --force" in error
