@@ -55,11 +55,12 @@ def run_in_child(
             )
         except subprocess.TimeoutExpired:
             return ChildEnd(None, f"no answer within {timeout_s:g} s")
-        ending = f"{_describe(done.returncode)}: {_last_line(done.stderr)}"
+        ending = f"{describe_exit(done.returncode)}: {_last_line(done.stderr)}"
         return ChildEnd(reply.read_bytes() if reply.exists() else None, ending)
 
 
-def _describe(returncode: int) -> str:
+def describe_exit(returncode: int) -> str:
+    """How a child process ended: its exit code, or the name of the signal that ended it."""
     if returncode >= 0:
         return f"exit code {returncode}"
     try:

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import typer
 
+from exporters.genie.cli import bundle_genie
+
 bundle = typer.Typer(
     no_args_is_help=True, rich_markup_mode=None, help="Write a bundle as the files that another runtime loads."
 )
@@ -15,3 +17,6 @@ bundle = typer.Typer(
 @bundle.callback()
 def _bundle() -> None:
     pass
+
+
+bundle.command("genie")(bundle_genie)

@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Optional, cast
 
 import msgspec
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, TimeElapsedColumn
-from rich.progress import Progress as Bars
 
 import edgekv
 from devices import find
@@ -24,7 +18,7 @@ from exporters.checkpoint import Checkpoint
 from exporters.compile import compile_bundle
 from exporters.evaluate import evaluate, open_source, read_text
 from exporters.export import ExportOptions, export_bundle
-from exporters.progress import Progress
+from exporters.progress import shown
 from exporters.recipe import find_recipe
 
 # ruff: noqa: UP045  (typer reads the annotations of Python 3.10 at run time)
@@ -80,7 +74,7 @@ def export(
         allow_float=allow_float,
         check_on_htp=not skip_htp_check,
     )
-    with shown_progress() as progress:
+    with shown() as progress:
         opened = Checkpoint.open(checkpoint)
         manifest = export_bundle(opened, output, options, force=force, progress=progress)
     if as_json:
@@ -110,7 +104,7 @@ def compile_(
     """
     target = find(device)
     opened = open_bundle(bundle)
-    with shown_progress() as progress:
+    with shown() as progress:
         compiled = compile_bundle(opened, target, force=force, progress=progress)
     if as_json:
         typer.echo(msgspec.json.encode(compiled))
@@ -140,7 +134,7 @@ def eval_(
     content = read_text(text)
     model = edgekv.load(bundle, engine=engine)
     source = open_source(model.bundle.manifest, checkpoint)
-    with shown_progress() as progress:
+    with shown() as progress:
         result = evaluate(model, source, content, text.name, tokens=tokens, progress=progress)
     if as_json:
         typer.echo(msgspec.json.encode(result))
@@ -150,21 +144,6 @@ def eval_(
     typer.echo(f"  reference       {result.reference_perplexity:.4f} (float32)")
     typer.echo(f"  top-1 agreement {result.top1_agreement:.2%}")
     typer.echo(f"  SQNR            {result.sqnr_db:.1f} dB")
-
-
-@contextmanager
-def shown_progress() -> Iterator[Progress]:
-    """Bars on standard error, one for each stage, only where a person looks on."""
-    columns = (TextColumn("{task.description:>14}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Bars(*columns, console=Console(file=sys.stderr)) as bars:
-        tasks: dict[str, TaskID] = {}
-
-        def show(stage: str, done: int, total: int) -> None:
-            if stage not in tasks:
-                tasks[stage] = bars.add_task(stage, total=total)
-            bars.update(tasks[stage], completed=done)
-
-        yield show
 
 
 def _kv_dtype(value: str) -> KvDtype:

@@ -20,8 +20,8 @@ from exporters.aihub.ledger import JobRecord, Ledger
 from exporters.aihub.options import Runtime
 from exporters.aihub.run import HubRun, check_all_done
 from exporters.aihub.show import HostedRow, HubReport, show_devices, show_report
-from exporters.cli import shown_progress
 from exporters.evaluate import read_text
+from exporters.progress import shown
 
 # ruff: noqa: UP045  (typer reads the annotations of Python 3.10 at run time)
 
@@ -186,7 +186,7 @@ def _run(
     names = [name for name in devices.split(",") if name.strip()]
     targets = choose_targets(list_hosted(account), names, opened.manifest.kv_dtype)
     run = HubRun(opened, account, ledger, qairt=manner.qairt)
-    with shown_progress() as progress:
+    with shown() as progress:
         submit(run, targets)
         if manner.wait:
             run.wait(manner.poll_s, progress)

@@ -1,0 +1,112 @@
+"""What a folder for Genie will hold. All that Genie cannot express is refused here, before work starts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from devices import Device, find
+from edgekv.bundle import Bundle, GraphRecord
+from edgekv.errors import BundleError, UsageError
+from edgekv.generate import Sampling
+from exporters.genie.config import positional_encoding
+from exporters.genie.names import graph_name
+
+
+@dataclass(frozen=True, slots=True)
+class GenieOptions:
+    """What a folder is made for.
+
+    Attributes:
+        device: the target; None for the bundle's.
+        context: the longest one to use, tokens; None for that of the largest graphs.
+        max_new_tokens: of one answer; None for the context.
+        sampling: how Genie chooses tokens.
+        bos: put the tokenizer's BOS token in front of the first query; off if the chat template writes it.
+        embedding_table: let Genie look embeddings up in a file, instead of the graphs in themselves.
+        check: let Genie load the result, and compare its tokens with edgekv's.
+    """
+
+    device: Device | None = None
+    context: int | None = None
+    max_new_tokens: int | None = None
+    sampling: Sampling = field(default_factory=Sampling)
+    bos: bool = True
+    embedding_table: bool = False
+    check: bool = True
+
+    def __post_init__(self) -> None:
+        if self.max_new_tokens is not None and self.max_new_tokens < 1:
+            way_out = "Ask for a token or more."
+            raise UsageError("--max-new-tokens", found=self.max_new_tokens, wanted="at least 1", way_out=way_out)
+
+
+@dataclass(frozen=True, slots=True)
+class GeniePlan:
+    """A bundle that Genie can run, and how.
+
+    Attributes:
+        device: the target.
+        graphs: those with logits for every row, as Genie wants them, by the names they get.
+        context: the longest one to use, tokens.
+        bos: put in front of the first query; None for none.
+    """
+
+    device: Device
+    graphs: dict[str, GraphRecord]
+    context: int
+    bos: int | None
+
+    @classmethod
+    def of(cls, bundle: Bundle, options: GenieOptions) -> GeniePlan:
+        """The plan for a bundle.
+
+        Raises:
+            BundleError: Genie cannot express something of the bundle.
+            UsageError: an option does not fit the bundle.
+        """
+        manifest = bundle.manifest
+        if manifest.key_layout != "columns":
+            raise BundleError(
+                f"bundle {bundle.path}: keys",
+                found=f"in {manifest.key_layout}, [1, 1, S-AR, D]",
+                wanted="in columns, [1, 1, D, S-AR], as Genie writes them",
+                way_out="Export it with --key-layout columns.",
+            )
+        device = find(manifest.device)
+        if options.device not in (None, device):
+            raise UsageError(
+                "--device",
+                found=options.device.soc if options.device else None,
+                wanted=f"{device.soc} (V{device.arch}), for which the bundle was exported and checked",
+                way_out=f"Leave it out, or export the bundle with --device {options.device.soc}.",
+            )
+        positional_encoding(manifest.rope)
+        graphs = {graph_name(g.ar, g.context): g for g in manifest.graphs if g.role in ("decode", "score")}
+        largest = max(graph.context for graph in graphs.values())
+        context = largest if options.context is None else options.context
+        least = 1 + max(graph.ar for graph in graphs.values())
+        if not least <= context <= largest:
+            raise UsageError(
+                "--context",
+                found=context,
+                wanted=f"{least} to {largest}, the longest context of the bundle's graphs",
+                way_out=f"Leave it out for {largest}, or export the bundle with a longer --context.",
+            )
+        return cls(device, graphs, context, _bos(bundle) if options.bos else None)
+
+
+def _bos(bundle: Bundle) -> int | None:
+    """The token that the tokenizer puts in front of a text: Genie tokenizes without it and adds it by itself."""
+    tokenizer = bundle.tokenizer()
+    plain = list(tokenizer.encode("a", add_special_tokens=False).ids)
+    whole = list(tokenizer.encode("a").ids)
+    if whole == plain:
+        return None
+    if whole[1:] == plain:
+        return int(whole[0])
+    raise BundleError(
+        f"bundle {bundle.path}: tokenizer",
+        found=f"a text of {len(plain)} tokens becomes {whole}",
+        wanted="at most one token in front of a text",
+        way_out="Genie can add no more: remove it from the post-processor, and export with that tokenizer.json.",
+    )

@@ -1,0 +1,142 @@
+"""From a bundle to the folder that Genie loads."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Sequence
+from importlib import metadata, resources
+from pathlib import Path
+
+import msgspec
+
+from edgekv.bundle import MANIFEST, Bundle, CompiledBinary, atomic_directory, record_files, sha256_of
+from edgekv.engine import HtpEngine, qnn
+from exporters.compile import compile_binaries
+from exporters.genie.config import CONFIG, EXTENSIONS, SHARED_CONFIG, TABLE, GenieConfig, HtpExtensions, genie_config
+from exporters.genie.embeddings import take_table_out
+from exporters.genie.folder import FORMAT, GENIE_MANIFEST, GenieGraph, GenieManifest
+from exporters.genie.graph_file import read_ports
+from exporters.genie.names import name_graphs
+from exporters.genie.plan import GenieOptions, GeniePlan
+from exporters.genie.ports import GeniePorts
+from exporters.genie.proof import prove
+from exporters.genie.vendor import find_library
+from exporters.progress import Progress, silent
+from quant import Encoding
+
+_TOKENIZER = "tokenizer.json"
+_CHECKED_TOKENS = 8
+
+
+def write_genie(
+    bundle: Bundle, target: Path, options: GenieOptions, *, force: bool = False, progress: Progress = silent
+) -> GenieManifest:
+    """Check a bundle's graphs, compile them, write Genie's configuration, and let Genie itself load the result.
+
+    Args:
+        bundle: exported with keys as columns.
+        target: the folder; it appears whole or not at all.
+        options: what for.
+        force: replace a folder that was written before.
+        progress: told of each stage.
+
+    Raises:
+        UsageError: an option does not fit the bundle, or the target exists.
+        BundleError: Genie cannot express something of the bundle, or would misread a graph.
+        EngineError: Genie or the compiler is missing, failed, or chose other tokens.
+    """
+    find_library()
+    plan = GeniePlan.of(bundle, options)
+    with (
+        atomic_directory(target, force=force, marker=GENIE_MANIFEST) as folder,
+        tempfile.TemporaryDirectory(prefix="edgekv-genie-") as scratch,
+    ):
+        models, table = _models(bundle, plan, folder, Path(scratch) if options.embedding_table else None)
+        ports = {name: _check_graph(bundle, plan, name, model, table) for name, model in models.items()}
+        binaries = compile_binaries(models, plan.device, folder, progress)
+        named = {name: full for binary in binaries for name, full in name_graphs(folder, binary).items()}
+        alone = {name: binary for binary in binaries if binary.graphs == 1 for name in binary.wrappers}
+        shared = next((binary.file for binary in binaries if binary.graphs > 1), None)
+
+        def write_config(file: str, listed: Sequence[str]) -> GenieConfig:
+            config = genie_config(
+                bundle.manifest,
+                listed,
+                context=plan.context,
+                bos=plan.bos,
+                sampling=options.sampling,
+                max_new_tokens=options.max_new_tokens or plan.context,
+                table=table,
+            )
+            (folder / file).write_bytes(config.text())
+            return config
+
+        config = write_config(CONFIG, [binary.file for binary in alone.values()])
+        if shared is not None:
+            write_config(SHARED_CONFIG, [shared])
+        (folder / EXTENSIONS).write_bytes(HtpExtensions.of(plan.device).text())
+        shutil.copyfile(bundle.path / _TOKENIZER, folder / _TOKENIZER)
+        if options.check:
+            progress("check on Genie", 0, 1)
+            wrappers = {bundle.graph_path(plan.graphs[name]): folder / alone[name].wrappers[name] for name in alone}
+            engine = HtpEngine(plan.device, {} if options.embedding_table else wrappers)
+            prompt = _prompt(bundle, plan)
+            count = min(_CHECKED_TOKENS, plan.context - len(prompt))
+            prove(folder, config, {named[name]: ports[name] for name in ports}, bundle, engine, prompt, count)
+            progress("check on Genie", 1, 1)
+        _remove_wrappers(folder, binaries)
+        written = GenieManifest(
+            format=FORMAT,
+            producer=f"edgekv {metadata.version('edgekv')}",
+            soc=plan.device.soc,
+            arch=plan.device.arch,
+            compiler=qnn.compiler(),
+            bundle_sha256=sha256_of(bundle.path / MANIFEST),
+            context=plan.context,
+            graphs=[
+                GenieGraph(name=named[name], file=alone[name].file, ar=graph.ar, context=graph.context)
+                for name, graph in plan.graphs.items()
+            ],
+            shared=shared,
+            checked=options.check,
+            files=record_files(folder),
+        )
+        (folder / GENIE_MANIFEST).write_bytes(msgspec.json.format(msgspec.json.encode(written), indent=1) + b"\n")
+    return written
+
+
+def _models(
+    bundle: Bundle, plan: GeniePlan, folder: Path, scratch: Path | None
+) -> tuple[dict[str, Path], Encoding | None]:
+    """The graphs to compile; with `scratch`, they read embeddings, whose table goes into the folder."""
+    models = {name: bundle.graph_path(graph) for name, graph in plan.graphs.items()}
+    if scratch is None:
+        return models, None
+    table = None
+    for name, source in models.items():
+        models[name] = scratch / f"{name}.onnx"
+        table = take_table_out(source, models[name], folder / TABLE)
+    return models, table
+
+
+def _check_graph(bundle: Bundle, plan: GeniePlan, name: str, model: Path, table: Encoding | None) -> GeniePorts:
+    graph = plan.graphs[name]
+    ports = GeniePorts.of(bundle.manifest, graph, table)
+    ports.check_encodings(graph.file)
+    ports.compare(graph.file, read_ports(model))
+    return ports
+
+
+def _prompt(bundle: Bundle, plan: GeniePlan) -> list[int]:
+    """Tokens of a text, enough for two steps of the prefill graph if the context allows for it."""
+    ar = max(graph.ar for graph in plan.graphs.values())
+    text = resources.files("exporters").joinpath("calibration.txt").read_text("utf-8")
+    tokens = list(bundle.tokenizer().encode(text[: 64 * ar], add_special_tokens=False).ids)
+    return [*([] if plan.bos is None else [plan.bos]), *tokens][: min(ar + _CHECKED_TOKENS, plan.context - ar)]
+
+
+def _remove_wrappers(folder: Path, binaries: Sequence[CompiledBinary]) -> None:
+    for binary in binaries:
+        for wrapper in binary.wrappers.values():
+            (folder / wrapper).unlink()

@@ -1,0 +1,287 @@
+"""Qualcomm's own libGenie.so runs here, on what `edgekv bundle genie` writes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import onnx
+import pytest
+
+import edgekv
+from devices import find
+from edgekv.bundle import Bundle, open_bundle
+from edgekv.cli import run
+from edgekv.engine.rope import RopeTable
+from edgekv.errors import BundleError, EdgeKVError, EngineError
+from edgekv.generate import Sampling, Token
+from exporters.checkpoint import Checkpoint
+from exporters.compile import compile_bundle
+from exporters.export import ExportOptions, export_bundle
+from exporters.genie import GenieDialog, GenieFolder, GenieOptions, open_genie_folder, vendor, write_genie
+from exporters.genie.config import Debug, GenieConfig
+from exporters.genie.graph_file import read_ports
+from exporters.genie.ports import GeniePorts
+from exporters.genie.proof import read_specs
+from exporters.recipe import find_recipe
+from tests.checkpoints import OLDER, write_checkpoint
+
+PROMPT = (
+    "def main(argv=None):\n    parser = argparse.ArgumentParser(description='Convert a file to another format.')\n"
+    "    parser.add_argument('source', help='the file to read')\n"
+)
+
+
+def _export(checkpoint: Path, folder: Path, **options: object) -> Bundle:
+    chosen = {"context": 128, "ar": (1, 32), "key_layout": "columns", "check_on_htp": False, **options}
+    made = ExportOptions(device=find("SM8650"), recipe=find_recipe("w8a16"), **chosen)  # type: ignore[arg-type]
+    export_bundle(Checkpoint.open(str(checkpoint)), folder, made)
+    return open_bundle(folder)
+
+
+@pytest.fixture(scope="module")
+def columns(tmp_path_factory: pytest.TempPathFactory, embedded: Path) -> Bundle:
+    """The embedded model with keys in columns, compiled for edgekv's own loop too."""
+    opened = _export(embedded, tmp_path_factory.mktemp("genie") / "bundle")
+    compile_bundle(opened, find("SM8650"))
+    return opened
+
+
+@pytest.fixture(scope="module")
+def folder(columns: Bundle) -> GenieFolder:
+    target = columns.path.parent / "genie"
+    write_genie(columns, target, GenieOptions(check=False))  # the tests below do
+    return open_genie_folder(target)
+
+
+@pytest.fixture
+def genie(folder: GenieFolder) -> Iterator[GenieDialog]:
+    with GenieDialog(folder.path, folder.config()) as dialog:
+        yield dialog
+
+
+@dataclass(frozen=True)
+class Ours:
+    """The prompt's tokens without BOS, which Genie adds, and what edgekv's loop continues them with."""
+
+    prompt: list[int]
+    tokens: list[Token]
+
+    @property
+    def ids(self) -> list[int]:
+        return [token.id for token in self.tokens]
+
+    def text(self, count: int) -> str:
+        return "".join(token.text for token in self.tokens[:count])
+
+
+@pytest.fixture(scope="module")
+def ours(columns: Bundle) -> Ours:
+    """64 tokens on compiled binaries; the emulator takes a fifth of a second for each, so most tests use fewer."""
+    generation = edgekv.load(columns, engine="htp").generate(PROMPT, max_new_tokens=64)
+    tokens = list(generation)
+    return Ours(list(generation.prompt[1:]), tokens)
+
+
+def test_genie_chooses_the_tokens_that_edgekv_chooses(genie: GenieDialog, ours: Ours) -> None:
+    assert len(ours.prompt) > 32, "the prefill graph runs more than once"
+    assert len(ours.ids) == 64
+    assert list(genie.token_query(ours.prompt, max_new_tokens=64)) == ours.ids
+
+
+def test_both_run_the_same_binary(columns: Bundle, folder: GenieFolder) -> None:
+    """Byte for byte but for the name of the graph."""
+    wrapper = onnx.load(columns.path / "compiled" / "SM8650" / "ar1_cl128.onnx")
+    (given,) = (each.s for each in wrapper.graph.node[0].attribute if each.name == "partition_name")
+    (decode,) = (graph for graph in folder.manifest.graphs if graph.ar == 1)
+    binary = (columns.path / "compiled" / "SM8650" / "ar1_cl128_qnn.bin").read_bytes()
+    assert (folder.path / decode.file).read_bytes() == binary.replace(given, decode.name.encode())
+
+
+def test_a_text_is_continued_likewise(genie: GenieDialog, ours: Ours) -> None:
+    assert "".join(genie.query(PROMPT, max_new_tokens=16)) == ours.text(16)
+
+
+def test_a_saved_conversation_goes_on(genie: GenieDialog, folder: GenieFolder, tmp_path: Path) -> None:
+    first = list(genie.token_query([300, 301, 302], max_new_tokens=4))
+    genie.save(tmp_path)
+    second = list(genie.token_query([400, 401], max_new_tokens=4))
+    genie.reset()
+    assert list(genie.token_query([300, 301, 302], max_new_tokens=4)) == first
+    with GenieDialog(folder.path, folder.config()) as other:
+        other.restore(tmp_path)
+        assert list(other.token_query([400, 401], max_new_tokens=4)) == second
+
+
+def test_the_folder_needs_nothing_beside_it(folder: GenieFolder) -> None:
+    there = {path.name for path in folder.path.iterdir()}
+    for config in (folder.config(), folder.config(shared=True)):
+        named = {config.dialog.tokenizer.path, config.dialog.engine.backend.extensions}
+        assert named | set(config.dialog.engine.model.binary.ctx_bins) <= there
+    assert there == {*folder.manifest.files, "genie_bundle.json"}
+    assert not any(path.suffix == ".onnx" for path in folder.path.iterdir())
+
+
+def test_the_shared_binary_holds_both_graphs_and_one_copy_of_the_weights(folder: GenieFolder) -> None:
+    shared = folder.manifest.shared
+    assert shared is not None
+    content = (folder.path / shared).read_bytes()
+    assert all(content.count(graph.name.encode()) == 3 for graph in folder.manifest.graphs)
+    assert [graph.name.strip("_").split("__")[0] for graph in folder.manifest.graphs] == [
+        "token_ar1_cl128",
+        "prompt_ar32_cl128",
+    ]
+    assert all(graph.name.endswith("_1_of_1") for graph in folder.manifest.graphs)
+    alone = sum(folder.manifest.files[graph.file].bytes for graph in folder.manifest.graphs)
+    assert folder.manifest.files[shared].bytes < 0.6 * alone
+
+
+def test_a_crash_of_genie_is_an_error(folder: GenieFolder) -> None:
+    """The emulator cannot load binaries of several graphs, and crashes."""
+    with pytest.raises(
+        EngineError, match=r"Genie: Create: found SIGSEGV; .*binary of several graphs: use genie_config.json"
+    ):
+        GenieDialog(folder.path, folder.config(shared=True))
+
+
+def test_a_prompt_that_does_not_fit_is_an_error(genie: GenieDialog) -> None:
+    with pytest.raises(EngineError, match="the context is full"):
+        list(genie.token_query([300] * 128, max_new_tokens=1))
+
+
+def test_a_misnamed_cache_tensor_is_found_where_genie_finds_nothing(
+    columns: Bundle, folder: GenieFolder, tmp_path: Path, ours: Ours
+) -> None:
+    """In a graph before it is compiled, and in a binary that Genie loads without a word."""
+    (graph,) = (each for each in columns.manifest.graphs if each.role == "decode")
+    wanted = GeniePorts.of(columns.manifest, graph)
+    wanted.compare(graph.file, read_ports(columns.graph_path(graph)))
+    right, wrong = "past_key_1_h1_in", "past_kez_1_h1_in"
+    onnx_bytes = columns.graph_path(graph).read_bytes()
+    (tmp_path / "misnamed.onnx").write_bytes(onnx_bytes.replace(right.encode(), wrong.encode()))
+    message = rf"found no {right}; wanted {right} u8 \[1, 1, 64, 127\], .*Genie would load it"
+    with pytest.raises(BundleError, match=message):
+        wanted.compare(graph.file, read_ports(tmp_path / "misnamed.onnx"))
+
+    config = folder.config()
+    for name in (*config.dialog.engine.model.binary.ctx_bins, "tokenizer.json", "htp_backend_ext_config.json"):
+        content = (folder.path / name).read_bytes()
+        (tmp_path / name).write_bytes(content.replace(right.encode(), wrong.encode()))
+    debug = Debug(path=str(tmp_path / "debug"), dump_specs=True)
+    (tmp_path / "debug").mkdir()
+    with GenieDialog(tmp_path, GenieConfig(dialog=msgspec.structs.replace(config.dialog, debug=debug))) as dialog:
+        assert list(dialog.token_query(ours.prompt, max_new_tokens=8)) != ours.ids[:8]
+    (name,) = (each.name for each in folder.manifest.graphs if each.ar == 1)
+    with pytest.raises(BundleError, match=message):
+        wanted.compare(name, read_specs(tmp_path / "debug")[name])
+
+
+def test_the_table_may_stay_outside_of_the_graphs(
+    columns: Bundle, folder: GenieFolder, tmp_path: Path, ours: Ours
+) -> None:
+    write_genie(columns, tmp_path / "genie", GenieOptions(embedding_table=True, check=False))
+    outside = open_genie_folder(tmp_path / "genie")
+    table = outside.manifest.files["embedding.raw"].bytes
+    assert table == 2 * columns.manifest.model.vocab * columns.manifest.model.hidden
+    for one, other in zip(outside.manifest.graphs, folder.manifest.graphs, strict=True):
+        assert outside.manifest.files[one.file].bytes < folder.manifest.files[other.file].bytes - 0.9 * table
+    with GenieDialog(outside.path, outside.config()) as dialog:
+        assert list(dialog.token_query(ours.prompt, max_new_tokens=8)) == ours.ids[:8]
+
+
+def test_rotary_tables_of_llama3_are_genies_bit_by_bit(tmp_path: Path) -> None:
+    """And a 16-bit cache gives edgekv's tokens, which `write_genie` checks."""
+    bundle = _export(write_checkpoint(tmp_path / "checkpoint", OLDER), tmp_path / "bundle", ar=(1, 8), kv_dtype="s16")
+    write_genie(bundle, tmp_path / "genie", GenieOptions())
+    written = open_genie_folder(tmp_path / "genie")
+    debug = Debug(path=str(tmp_path / "debug"), dump_tensors=True)
+    (tmp_path / "debug").mkdir()
+    config = GenieConfig(dialog=msgspec.structs.replace(written.config().dialog, debug=debug))
+    with GenieDialog(written.path, config) as dialog:
+        list(dialog.token_query([1, 2, 3], max_new_tokens=1))
+    manifest = bundle.manifest
+    encodings = (manifest.encodings[f"position_ids_{name}"].encoding() for name in ("cos", "sin"))
+    rows = RopeTable(manifest.rope.inverse_frequencies, *encodings).rows(0, manifest.context)
+    for name, ours in zip(("cos", "sin"), rows, strict=True):
+        (dump,) = (tmp_path / "debug").rglob(f"position_ids_{name}.u16.dat")
+        assert np.array_equal(np.fromfile(dump, np.uint16), ours.ravel())
+
+
+def test_one_graph_needs_no_shared_binary(tmp_path: Path) -> None:
+    bundle = _export(write_checkpoint(tmp_path / "checkpoint"), tmp_path / "bundle", ar=(1,))
+    options = GenieOptions(context=100, max_new_tokens=5, sampling=Sampling(0.8, top_k=7, seed=3), bos=False)
+    written = write_genie(bundle, tmp_path / "genie", options)
+    assert written.shared is None
+    dialog = json.loads((tmp_path / "genie" / "genie_config.json").read_text())["dialog"]
+    assert (dialog["max-num-tokens"], dialog["context"]["size"], dialog["context"]["bos-token"]) == (5, 100, -1)
+    assert dialog["sampler"] == {
+        "version": 1,
+        "seed": 3,
+        "temp": 0.8,
+        "top-k": 7,
+        "top-p": 1.0,
+        "greedy": False,
+    }
+
+
+def test_the_command_line_writes_and_runs(
+    columns: Bundle, tmp_path: Path, capsys: pytest.CaptureFixture[str], ours: Ours
+) -> None:
+    target = tmp_path / "genie"
+    assert run(["bundle", "genie", str(columns.path), "-o", str(target), "--skip-check", "--json"]) == 0
+    written = json.loads(capsys.readouterr().out)
+    assert (written["soc"], written["checked"], written["context"]) == ("SM8650", False, 128)
+    assert run(["genie", "run", str(target), "--prompt", PROMPT, "--max-new-tokens", "8", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["text"] == ours.text(8)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"device": "SM8750"}, "--device: found SM8750; wanted SM8650 .*export the bundle with --device SM8750"),
+        ({"context": 512}, "--context: found 512; wanted 33 to 128"),
+        ({"context": 32}, "--context: found 32; wanted 33 to 128"),
+    ],
+)
+def test_what_does_not_fit_is_refused_before_work_starts(
+    columns: Bundle, tmp_path: Path, options: dict[str, object], message: str
+) -> None:
+    if "device" in options:
+        options = {"device": find(str(options["device"]))}
+    with pytest.raises(EdgeKVError, match=message):
+        write_genie(columns, tmp_path / "genie", GenieOptions(**options))  # type: ignore[arg-type]
+    assert not any(tmp_path.iterdir())
+
+
+def test_keys_in_rows_are_refused(bundle: Path, tmp_path: Path) -> None:
+    with pytest.raises(BundleError, match=r"keys: found in rows.* Export it with --key-layout columns"):
+        write_genie(open_bundle(bundle), tmp_path / "genie", GenieOptions())
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("TESTED", "2.6.0", "found onnxruntime-qnn 2.7.0; wanted the tested 2.6.0"),
+        ("LIBRARY", "libNone.so", "found no .*libNone.so"),
+    ],
+)
+def test_another_version_of_genie_is_refused(
+    columns: Bundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, value: str, message: str
+) -> None:
+    monkeypatch.setattr(vendor, name, value)
+    with pytest.raises(EngineError, match=message):
+        write_genie(columns, tmp_path / "genie", GenieOptions())
+
+
+def test_a_changed_folder_is_refused(folder: GenieFolder, tmp_path: Path) -> None:
+    for path in folder.path.iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    (tmp_path / "genie_config.json").write_text("{}")
+    with pytest.raises(BundleError, match=r"genie_config.json: found sha256 .*edgekv bundle genie"):
+        open_genie_folder(tmp_path)
+    with pytest.raises(BundleError, match="wanted a folder that edgekv bundle genie wrote"):
+        open_genie_folder(tmp_path / "none")
