@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from edgekv.errors import UsageError
-from edgekv.kv import Geometry
+from edgekv.kv import Geometry, LayeredGeometry
 from edgekv.prefix import (
     BlockAllocator,
     Match,
@@ -21,10 +21,10 @@ from edgekv.prefix import (
     free_memory_bytes,
     split_layers,
 )
-from edgekv.prefix.block import Block
+from edgekv.prefix.block import Block, Node
 from edgekv.prefix.heap import BlockHeap
 from edgekv.prefix.plan import longest_usable
-from edgekv.prefix.tree import Node, Tree
+from edgekv.prefix.tree import Tree
 from tests.test_prefix_model import BLOCK_BYTES, GEOMETRY, STEP, Tokens, audit, rows_of
 
 SEQUENCE = tuple(range(9))
@@ -220,13 +220,13 @@ def limited_store(blocks: int) -> PrefixStore:
 
 
 def test_layers_share_a_pool_by_window_and_heads() -> None:
-    groups = split_layers([2, 2, 1, 2], [64, 8], 64)
+    groups = split_layers(LayeredGeometry(4, 64, (2, 2, 1, 2), (8,), (64, 8)))
     assert [(g.window, g.kv_heads, g.layers, g.ranges) for g in groups] == [
         (None, 2, (0,), ((0, 4),)),
         (None, 1, (2,), ((8, 10),)),
         (8, 2, (1, 3), ((4, 8), (10, 14))),
     ]
-    assert split_layers([2, 2], [], 64)[0].ranges == ((0, 8),)
+    assert split_layers(Geometry(2, 2, 8, 64))[0].ranges == ((0, 8),)
 
 
 def test_memory_is_divided_so_that_each_pool_holds_as_many_sequences() -> None:

@@ -25,10 +25,10 @@ from tests.test_prefix_model import BLOCK_BYTES, GEOMETRY, SALTS, STEP, TOKENS, 
 LONG = tuple(range(12))
 
 
-def opened(folder: Path, **changes: object) -> PrefixStore:
+def opened(folder: Path, fingerprint: str = "weights", **changes: object) -> PrefixStore:
     """A store of two blocks of memory, so that the disk is needed soon."""
-    given = {"tokens_per_block": STEP, "max_bytes": 2 * BLOCK_BYTES, "disk_folder": folder, "fingerprint": "weights"}
-    return PrefixStore(GEOMETRY, StoreConfig(**{**given, **changes}))  # type: ignore[arg-type]
+    given = {"tokens_per_block": STEP, "max_bytes": 2 * BLOCK_BYTES, "disk_folder": folder}
+    return PrefixStore(GEOMETRY, StoreConfig(**{**given, **changes}), fingerprint=fingerprint)  # type: ignore[arg-type]
 
 
 def found(store: PrefixStore, tokens: Tokens, salt: str | None = None) -> int:
@@ -224,9 +224,8 @@ def killed_store(folder: Path) -> PrefixStore:
         max_bytes=6 * block,
         disk_folder=folder,
         disk_cache_size=60 * (block + 2048),
-        fingerprint="weights",
     )
-    return PrefixStore(KILLED_GEOMETRY, config)
+    return PrefixStore(KILLED_GEOMETRY, config, fingerprint="weights")
 
 
 def killed_sequence(k: int) -> Tokens:
@@ -297,7 +296,6 @@ class Tiered(RuleBasedStateMachine):
             host_cache_size=(64 if 64 in windows else 1) * host * size,
             disk_folder=self.folder,
             disk_cache_size=files * 520,
-            fingerprint="weights",
             max_attention_window=windows,
             copy_on_partial_reuse=copy,
         )
@@ -307,7 +305,7 @@ class Tiered(RuleBasedStateMachine):
     @rule()
     def open(self) -> None:
         """Another process takes over; whatever was held or in memory only is lost."""
-        self.store = PrefixStore(self.geometry, self.config, clock_ms=lambda: self.now)
+        self.store = PrefixStore(self.geometry, self.config, fingerprint="weights", clock_ms=lambda: self.now)
         self.held: list[Match] = []
 
     @rule()

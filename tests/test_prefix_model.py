@@ -14,9 +14,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from edgekv.kv import Geometry
 from edgekv.prefix import Match, PrefixStore, RetentionPolicy, StoreConfig, TokenRangeRetentionConfig
-from edgekv.prefix.block import ABSENT, Block, Tier
+from edgekv.prefix.block import ABSENT, Block, Node, Tier
 from edgekv.prefix.memory import Rows
-from edgekv.prefix.tree import Node
 
 GEOMETRY = Geometry(layers=1, kv_heads=1, head_dim=2, context=64)
 STEP = 2
@@ -136,7 +135,7 @@ class Oracle:
                 n[1][upper:]: common(n[1][upper:], rest)
                 for n, e in self.entries.items()
                 if n[0] == salt
-                and len(n[1]) == upper + STEP
+                and upper < len(n[1]) <= upper + STEP
                 and n[1][:upper] == begin
                 and (self.copy or (not e.held and not self.children(n)))
             }
@@ -171,16 +170,25 @@ class Oracle:
             if not entry.held and any(entry is other for other in self.private):
                 self.private = [other for other in self.private if other is not entry]
 
-    def insert(self, salt: str | None, tokens: Tokens, first: int, policy: RetentionPolicy | None) -> list[Name]:
+    def insert(
+        self, salt: str | None, tokens: Tokens, first: int, policy: RetentionPolicy | None, ended: bool = False
+    ) -> list[Name]:
         self.expire()
         path: list[Name] = []
-        for stop in range(STEP, len(tokens) + 1, STEP):
+        stops = list(range(STEP, len(tokens) + 1, STEP))
+        if ended and self.partial and len(tokens) % STEP:
+            stops.append(len(tokens))
+        for stop in stops:
+            start = (stop - 1) // STEP * STEP
             name = (salt, tokens[:stop])
+            if stop % STEP:
+                name = min((n for n in self.beside(name) if n[1][:stop] == tokens), default=name)
             entry = self.entries.get(name)
             if entry is None:
-                if stop - STEP < first or not self.room(Tier.PRIMARY):
+                if start < first or not self.room(Tier.PRIMARY):
                     break
                 entry = self.entries[name] = Entry()
+                self.replace(name)
             else:
                 self.needed.add(id(entry))
                 if not self.bring(entry):
@@ -188,12 +196,32 @@ class Oracle:
             path.append(name)
             self.needed.add(id(entry))
             self.touch(entry)
-            wanted = policy.of(stop - STEP, len(tokens)) if policy else None
+            wanted = policy.of(start, len(tokens)) if policy else None
             if wanted:
                 entry.priority = wanted.priority
                 entry.expires = None if wanted.duration_ms is None else self.now + wanted.duration_ms
         self.needed = set()
         return path
+
+    def beside(self, name: Name) -> list[Name]:
+        """The names of the blocks that follow the same one."""
+        start = (len(name[1]) - 1) // STEP * STEP
+        return [
+            n
+            for n in self.entries
+            if n[0] == name[0] and n[1][:start] == name[1][:start] and 0 < len(n[1]) - start <= STEP
+        ]
+
+    def replace(self, name: Name) -> None:
+        before = max((n for n in self.beside(name) if n[1] < name[1]), default=name)
+        entry = self.entries[before]
+        if (
+            before != name
+            and before[1] == name[1][: len(before[1])]
+            and not entry.held
+            and id(entry) not in self.needed
+        ):
+            del self.entries[before]
 
     def touch(self, entry: Entry) -> None:
         self.stamp += 1
@@ -201,20 +229,34 @@ class Oracle:
 
     def bring(self, entry: Entry) -> bool:
         if entry.tier is Tier.HOST:
-            if not self.room(Tier.PRIMARY):
+            first = self.first(Tier.PRIMARY) if self.is_full(Tier.PRIMARY) else None
+            if first is not None and self.is_worth(first):
+                self.entries[first].tier = Tier.HOST
+            elif not self.room(Tier.PRIMARY):
                 return False
             entry.tier = Tier.PRIMARY
         return True
 
+    def is_full(self, tier: Tier) -> bool:
+        there = sum(e.tier is tier for e in self.entries.values())
+        return there + (len(self.private) if tier is Tier.PRIMARY else 0) >= (self.primary, self.host)[tier]
+
+    def first(self, tier: Tier) -> Name | None:
+        """Who would have to go."""
+        names = [n for n, e in self.entries.items() if e.tier is tier and self.may_go(n, e)]
+        return min(names, key=lambda n: (self.entries[n].priority, self.entries[n].stamp), default=None)
+
+    def is_worth(self, name: Name) -> bool:
+        return self.entries[name].priority >= 35 or bool(self.children(name))
+
     def room(self, tier: Tier) -> bool:
         """Whether one more fits; evicts if need be."""
-        there = [e for e in self.entries.values() if e.tier is tier]
-        if len(there) + (len(self.private) if tier is Tier.PRIMARY else 0) < (self.primary, self.host)[tier]:
+        if not self.is_full(tier):
             return True
-        names = [n for n, e in self.entries.items() if e.tier is tier and self.may_go(n, e)]
-        if not names:
+        first = self.first(tier)
+        if first is None:
             return False
-        self.evict(min(names, key=lambda n: (self.entries[n].priority, self.entries[n].stamp)), tier)
+        self.evict(first, tier)
         return True
 
     def may_go(self, name: Name, entry: Entry) -> bool:
@@ -223,19 +265,24 @@ class Oracle:
 
     def evict(self, name: Name, tier: Tier) -> None:
         entry = self.entries[name]
-        if tier is Tier.PRIMARY and self.host and (entry.priority >= 35 or self.children(name)):
+        if tier is Tier.PRIMARY and self.host and self.is_worth(name):
             self.needed.add(id(entry))
             free = self.room(Tier.HOST)
             self.needed.discard(id(entry))
             if free:
                 entry.tier = Tier.HOST
                 return
+        if len(name[1]) % STEP:
+            del self.entries[name]
+            return
         self.entries = {n: e for n, e in self.entries.items() if n[0] != name[0] or n[1][: len(name[1])] != name[1]}
 
     def children(self, name: Name) -> list[Name]:
         salt, tokens = name
-        size = len(tokens) + STEP
-        return [n for n in self.entries if n[0] == salt and len(n[1]) == size and n[1][: len(tokens)] == tokens]
+        size = len(tokens)
+        if size % STEP:
+            return []
+        return [n for n in self.entries if n[0] == salt and size < len(n[1]) <= size + STEP and n[1][:size] == tokens]
 
 
 def common(one: Tokens, other: Tokens) -> int:
@@ -284,12 +331,13 @@ class AgainstOracle(RuleBasedStateMachine):
         if not keep:
             self.give_back(len(self.held) - 1)
 
-    @rule(salt=SALTS, tokens=TOKENS, first=st.sampled_from([0, 0, 1, 2, 4]), policy=POLICIES)
-    def insert(self, salt: str | None, tokens: Tokens, first: int, policy: RetentionPolicy | None) -> None:
+    @rule(salt=SALTS, tokens=TOKENS, first=st.sampled_from([0, 0, 1, 2, 4]), policy=POLICIES, ended=st.booleans())
+    def insert(self, salt: str | None, tokens: Tokens, first: int, policy: RetentionPolicy | None, ended: bool) -> None:
         first = min(first, len(tokens))
         rows = rows_of(tokens, salt)[:, first:]
-        stored = self.store.insert(tokens, rows, first=first, retention=policy, salt=salt)
-        assert stored == len(self.oracle.insert(salt, tokens, first, policy)) * STEP
+        stored = self.store.insert(tokens, rows, first=first, retention=policy, salt=salt, ended=ended)
+        path = self.oracle.insert(salt, tokens, first, policy, ended)
+        assert stored == min(len(path) * STEP, len(tokens))
 
     @precondition(lambda self: self.held)
     @rule(data=st.data(), more=TOKENS)

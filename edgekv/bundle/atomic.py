@@ -11,6 +11,7 @@ from pathlib import Path
 
 from edgekv.bundle.manifest import MANIFEST
 from edgekv.errors import BundleError, UsageError
+from edgekv.process import is_alive
 
 _in_use: set[Path] = set()
 
@@ -94,25 +95,12 @@ def _clean(target: Path) -> None:
     pattern = re.compile(rf"\.{re.escape(target.name)}\.(partial|old)-(\d+)")
     for path in target.parent.iterdir():
         match = pattern.fullmatch(path.name)
-        if match is None or path in _in_use or _is_alive(int(match[2])):
+        if match is None or path in _in_use or is_alive(int(match[2])):
             continue
         if match[1] == "old" and not target.exists():
             path.replace(target)
         else:
             shutil.rmtree(path, ignore_errors=True)
-
-
-def _is_alive(pid: int) -> bool:
-    """Whether another process has this id; what bears our own id and is not in use is an earlier process's."""
-    if pid == os.getpid():
-        return False
-    try:
-        os.kill(pid, 0)
-    except (ProcessLookupError, OverflowError):
-        return False
-    except PermissionError:
-        return True
-    return True
 
 
 def _flush_tree(folder: Path) -> None:

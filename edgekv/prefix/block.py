@@ -1,15 +1,13 @@
-"""One cached block: where its bytes are and how dear it is."""
+"""One block of tokens: its place in a sequence, where the bytes of its groups are, and how dear they are."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import TYPE_CHECKING
 
 from edgekv.prefix.retention import DEFAULT_PRIORITY
 
-if TYPE_CHECKING:
-    from edgekv.prefix.tree import Node
+Tokens = tuple[int, ...]
 
 ABSENT = -1
 
@@ -57,3 +55,44 @@ class Block:
     @property
     def is_nowhere(self) -> bool:
         return self.places == [ABSENT, ABSENT, ABSENT]
+
+
+class Node:
+    """One block of tokens behind those of its parents.
+
+    Attributes:
+        parent: None for a root.
+        tokens: `tokens_per_block` of them, or fewer at the end of a sequence, behind which nothing follows; none for
+            a root.
+        blocks: of each group the block that is held, or None.
+        children: the nodes that follow, by their tokens.
+        order: the tokens of the children, sorted: the longest common beginning is always beside the place of a query.
+    """
+
+    __slots__ = ("blocks", "children", "order", "parent", "tokens")
+
+    def __init__(self, parent: Node | None, tokens: Tokens, groups: int) -> None:
+        self.parent = parent
+        self.tokens = tokens
+        self.blocks: list[Block | None] = [None] * groups
+        self.children: dict[Tokens, Node] = {}
+        self.order: list[Tokens] = []
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing is held here or behind."""
+        return not self.children and not any(self.blocks)
+
+    def subtree(self) -> list[Node]:
+        """The node and all behind it, parents before children."""
+        nodes = [self]
+        for node in nodes:
+            nodes.extend(node.children.values())
+        return nodes
+
+    def path(self) -> list[Node]:
+        """From the root to this node, both included."""
+        nodes = [self]
+        while (parent := nodes[-1].parent) is not None:
+            nodes.append(parent)
+        return nodes[::-1]

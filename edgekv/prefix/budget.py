@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from edgekv.kv.geometry import Geometry
 from edgekv.prefix.config import StoreConfig
 from edgekv.prefix.errors import PrefixError
 from edgekv.prefix.groups import Group
@@ -49,13 +48,13 @@ class Division:
     context: int
 
     @classmethod
-    def of(cls, groups: Sequence[Group], geometry: Geometry, tokens_per_block: int) -> Division:
-        rows = [group.tensors * geometry.row_bytes for group in groups]
-        windows = [group.window_tokens(geometry.context) for group in groups]
+    def of(cls, groups: Sequence[Group], context: int, element_bytes: int, tokens_per_block: int) -> Division:
+        rows = [group.tensors * group.head_dim * element_bytes for group in groups]
+        windows = [group.window_tokens(context) for group in groups]
         return cls(
             tuple(row * tokens_per_block for row in rows),
             tuple(row * window for row, window in zip(rows, windows, strict=True)),
-            geometry.context,
+            context,
         )
 
     def bytes_of_tokens(self, tokens: int) -> int:

@@ -31,11 +31,11 @@ class StoreConfig:
             that were offloaded before need them.
         disk_folder: where blocks go that leave memory, and where `save` puts them; None is nowhere.
         disk_cache_size: bytes of all block files that the store keeps there.
-        fingerprint: what the bytes depend on beside the tokens: weights, encodings, RoPE, layout. Needed with
-            `disk_folder`; files of another fingerprint are never used.
-        max_attention_window: attention window of each layer in tokens, repeated if shorter; empty is full attention.
+        max_attention_window: attention window of each layer in tokens, repeated if shorter; empty is what the
+            geometry says.
         enable_block_reuse: False stores and matches nothing.
-        enable_partial_reuse: match some tokens of a block where not all of them agree.
+        enable_partial_reuse: match some tokens of a block where not all of them agree, and store the last block of
+            a sequence that has ended although it is not full.
         copy_on_partial_reuse: True: such a block stays as it is for others. False: it is reused only if nobody holds
             it and no block follows it, and it then leaves the store with its match.
 
@@ -51,7 +51,6 @@ class StoreConfig:
     secondary_offload_min_priority: int = DEFAULT_PRIORITY
     disk_folder: Path | None = None
     disk_cache_size: int = DEFAULT_DISK_CACHE_BYTES
-    fingerprint: str = ""
     max_attention_window: tuple[int, ...] = ()
     enable_block_reuse: bool = True
     enable_partial_reuse: bool = True
@@ -70,4 +69,3 @@ class StoreConfig:
         check("host_cache_size", self.host_cache_size >= 0, "0 bytes or more")
         check_priority("secondary_offload_min_priority", self.secondary_offload_min_priority)
         check("disk_cache_size", self.disk_cache_size > 0, "at least 1 byte")
-        check("fingerprint", self.disk_folder is None or bool(self.fingerprint), "a text, with disk_folder")

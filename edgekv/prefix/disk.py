@@ -15,6 +15,7 @@ from edgekv.prefix.blockfile import SUFFIX, BlockRecord, RejectedFileError, enco
 from edgekv.prefix.errors import PrefixError
 from edgekv.prefix.keys import SECRET_BYTES, Keys
 from edgekv.prefix.stats import Counters
+from edgekv.process import is_alive
 
 SECRET = "store.key"
 _NAME = re.compile(r"[0-9a-f]{32}-g\d+\.safetensors")
@@ -56,7 +57,7 @@ class DiskFolder:
         found: list[tuple[int, FoundFile]] = []
         for path in sorted(self._folder.iterdir()):
             if (partial := _PARTIAL.fullmatch(path.name)) is not None:
-                if not _is_alive(int(partial[1])):
+                if not is_alive(int(partial[1])):
                     path.unlink(missing_ok=True)
             elif path.suffix == SUFFIX:
                 try:
@@ -156,16 +157,3 @@ def _secret(folder: Path) -> bytes:
         way_out = "Remove the folder; its blocks cannot be proved any more."
         raise PrefixError(str(path), found=f"{len(secret)} bytes", wanted=f"{SECRET_BYTES} bytes", way_out=way_out)
     return secret
-
-
-def _is_alive(pid: int) -> bool:
-    """Whether another process has this id; at opening, what bears our own id is an earlier process's."""
-    if pid == os.getpid():
-        return False
-    try:
-        os.kill(pid, 0)
-    except (ProcessLookupError, OverflowError):
-        return False
-    except PermissionError:
-        return True
-    return True

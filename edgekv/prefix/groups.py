@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from edgekv.kv.geometry import KINDS, Geometry, KvTensor
+from edgekv.kv.layers import LayeredGeometry
 from edgekv.prefix.errors import PrefixError
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """The layers of one attention window and one number of kv heads; their rows lie together in a block.
+    """The layers of one attention window, one number of kv heads and one width; their rows lie together in a block.
 
     Attributes:
         window: tokens that a token attends to, itself included; None is full attention.
         kv_heads: key/value heads of each layer.
+        head_dim: D of each layer.
         layers: the layers, ascending.
-        ranges: their tensors as ranges `[start, stop)` of the order of `Geometry.names()`.
+        ranges: their tensors as ranges `[start, stop)` of the order of all tensors: by layer, keys before values, by
+            head.
     """
 
     window: int | None
     kv_heads: int
+    head_dim: int
     layers: tuple[int, ...]
     ranges: tuple[tuple[int, int], ...]
 
@@ -28,6 +33,10 @@ class Group:
     def tensors(self) -> int:
         """Tensors of the group: layers x 2 x kv_heads."""
         return len(self.layers) * 2 * self.kv_heads
+
+    def names(self) -> Iterator[KvTensor]:
+        """Its tensors, in the order of a block's rows."""
+        return (KvTensor(layer, kind, head) for layer in self.layers for kind in KINDS for head in range(self.kv_heads))
 
     def first_needed(self, tokens: int) -> int:
         """The first of `tokens` past tokens that the next one attends to."""
@@ -38,32 +47,40 @@ class Group:
         return context if self.window is None else self.window
 
 
-def split_layers(kv_heads: Sequence[int], windows: Sequence[int], context: int) -> tuple[Group, ...]:
-    """One group for each combination of attention window and kv heads, full attention first, widest window first.
+def split_layers(geometry: Geometry | LayeredGeometry, windows: Sequence[int] = ()) -> tuple[Group, ...]:
+    """One group for each combination of window, kv heads and width, full attention first, widest window first.
 
     Args:
-        kv_heads: of each layer.
-        windows: `max_attention_window`: of each layer, repeated over the layers if it is shorter; empty is full
-            attention everywhere. A window of at least the context is full attention.
-        context: S.
+        geometry: the sizes.
+        windows: `max_attention_window`: of each layer, repeated over the layers if it is shorter; empty is what the
+            geometry says, full attention where it says nothing. A window of at least the context is full attention.
 
     Raises:
-        PrefixError: a window below 2 tokens, or more windows than layers.
+        PrefixError: a window below 2 tokens, more windows than layers, or windows where the geometry has its own.
     """
-    if len(windows) > len(kv_heads) or any(window < 2 for window in windows):
-        wanted = f"at most {len(kv_heads)} windows of 2 tokens or more"
+    layers, context = geometry.layers, geometry.context
+    if len(windows) > layers or any(window < 2 for window in windows):
+        wanted = f"at most {layers} windows of 2 tokens or more"
         raise PrefixError("max_attention_window", found=list(windows), wanted=wanted, way_out="Mend the list.")
-    layers: dict[tuple[int, int], list[int]] = {}
+    heads: Sequence[int] = [geometry.kv_heads] if isinstance(geometry, Geometry) else geometry.kv_heads
+    widths: Sequence[int] = [geometry.head_dim] if isinstance(geometry, Geometry) else geometry.head_dim
+    own: Sequence[int] = () if isinstance(geometry, Geometry) else geometry.windows
+    if windows and own:
+        wanted = "none, since the model's layers have windows of their own"
+        raise PrefixError("max_attention_window", found=list(windows), wanted=wanted, way_out="Leave it out.")
+    limits = windows or own or (context,)
+    members: dict[tuple[int, int, int], list[int]] = {}
     starts = [0]
-    for layer, heads in enumerate(kv_heads):
-        window = min(windows[layer % len(windows)], context) if windows else context
-        layers.setdefault((window, heads), []).append(layer)
-        starts.append(starts[-1] + 2 * heads)
+    for layer in range(layers):
+        kv_heads = heads[layer % len(heads)]
+        sizes = (min(limits[layer % len(limits)], context), kv_heads, widths[layer % len(widths)])
+        members.setdefault(sizes, []).append(layer)
+        starts.append(starts[-1] + 2 * kv_heads)
     groups = []
-    for (window, heads), members in sorted(layers.items(), reverse=True):
+    for (window, kv_heads, head_dim), alike in sorted(members.items(), reverse=True):
         ranges: list[tuple[int, int]] = []
-        for layer in members:
+        for layer in alike:
             start = ranges.pop()[0] if ranges and ranges[-1][1] == starts[layer] else starts[layer]
             ranges.append((start, starts[layer + 1]))
-        groups.append(Group(None if window == context else window, heads, tuple(members), tuple(ranges)))
+        groups.append(Group(None if window == context else window, kv_heads, head_dim, tuple(alike), tuple(ranges)))
     return tuple(groups)

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 
-from edgekv.prefix.block import Block, Tier
+from edgekv.prefix.block import Block, Node, Tier, Tokens
 from edgekv.prefix.groups import Group
 from edgekv.prefix.plan import longest_usable
 from edgekv.prefix.retention import Retention
 from edgekv.prefix.stats import Counters
 from edgekv.prefix.tiers import Tiers
-from edgekv.prefix.tree import Node, Root, Tokens, Tree
+from edgekv.prefix.tree import Root, Tree
 
-Write = Callable[[int, int, int], None]
+Write = Callable[[int, int, int, int], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,18 +87,22 @@ class Index:
         self,
         root: Root,
         tokens: Tokens,
-        first: int,
+        first: Sequence[int],
         wanted: Callable[[int], Retention | None],
         write: Write,
+        *,
+        ended: bool = False,
     ) -> list[Node]:
-        """Store the whole blocks of a sequence that are not held yet, as far as there is room.
+        """Store the blocks of a sequence that are not held yet, as far as there is room.
 
         Args:
             root: of the sequence's salt.
             tokens: the sequence.
-            first: the first block whose rows the caller has.
+            first: of each group, the first block whose rows the caller has.
             wanted: what is asked for the block of an index.
-            write: takes a group, an id in primary memory and the index of a block, and writes its rows there.
+            write: takes a group, an id in primary memory, the first token and the number of tokens of a block, and
+                writes its rows there.
+            ended: store the last block too if it is not full and may be reused in part.
 
         Returns:
             The nodes from the beginning on that are stored.
@@ -107,12 +111,11 @@ class Index:
         nodes: list[Node] = []
         guarded: list[deque[tuple[int, Block]]] = [deque() for _ in self._groups]
         try:
-            for index in range(len(tokens) // self._step):
-                start = index * self._step
-                self._pass_windows(guarded, start + self._step)
+            for index, part in enumerate(self._cut(tokens, ended)):
+                self._pass_windows(guarded, index * self._step + len(part))
                 parent = nodes[-1] if nodes else root
-                node = self._tree.child(parent, tokens[start : start + self._step])
-                if not self._fill(node, index, index >= first, write):
+                node = self._node(parent, part)
+                if not self._fill(node, index, first, write):
                     break
                 nodes.append(node)
                 retention = wanted(index)
@@ -129,9 +132,9 @@ class Index:
             for blocks in guarded:
                 self._tiers.unguard(block for _, block in blocks)
 
-    def extend(self, lease: Lease, nodes: list[Node]) -> None:
-        """Hold these nodes instead of what a lease holds; what has left a limited window is held no longer."""
-        held = self._hold(nodes, len(nodes) * self._step)
+    def extend(self, lease: Lease, nodes: list[Node], upper: int) -> None:
+        """Hold `upper` tokens of these nodes instead of what a lease holds, less what has left a limited window."""
+        held = self._hold(nodes, upper)
         self.release(lease)
         lease.tokens, lease.spans = held.tokens, held.spans
 
@@ -183,7 +186,22 @@ class Index:
                     missing = index
         return missing
 
-    def _fill(self, node: Node, index: int, has_rows: bool, write: Write) -> bool:
+    def _cut(self, tokens: Tokens, ended: bool) -> Iterator[Tokens]:
+        whole = len(tokens) // self._step * self._step
+        stop = len(tokens) if ended and self._reuse.partial else whole
+        return (tokens[start : min(start + self._step, stop)] for start in range(0, stop, self._step))
+
+    def _node(self, parent: Node, part: Tokens) -> Node:
+        """Where a block belongs: for one that is not full, a fuller one that begins alike will do."""
+        if len(part) < self._step:
+            for child, count in self._tree.nearest(parent, part):
+                if count < len(part):
+                    break
+                if all(child.blocks):
+                    return child
+        return self._tree.child(parent, part)
+
+    def _fill(self, node: Node, index: int, first: Sequence[int], write: Write) -> bool:
         """Have the blocks of a node in primary memory; False if there is no room, or no rows."""
         present = [block for block in node.blocks if block is not None]
         self._tiers.guard(present)
@@ -195,9 +213,10 @@ class Index:
                         return False
                     break  # its file was rejected, and the node is empty now
             absent = [group for group, block in enumerate(node.blocks) if block is None]
-            if has_rows:
-                return self._write(node, absent, index, write)
-            return not node.is_empty and all(self._groups[group].window is not None for group in absent)
+            ready = [group for group in absent if index >= first[group]]
+            if any(index < first[group] and self._groups[group].window is None for group in absent):
+                return False
+            return bool(ready or not node.is_empty) and self._write(node, ready, index, write)
         finally:
             self._tiers.unguard(present)
 
@@ -212,12 +231,22 @@ class Index:
                 return False
             ids.append(free)
         for group, free in zip(absent, ids, strict=True):
-            write(group, free, index)
+            write(group, free, index * self._step, len(node.tokens))
             block = node.blocks[group] = Block(node, group)
             self._tiers.place(block, Tier.PRIMARY, free)
             self._counters.blocks_inserted += 1
         self._tree.attach(node)
+        if ids:
+            self._replace(node)
         return True
+
+    def _replace(self, node: Node) -> None:
+        """A block that was not full goes when a fuller one continues it."""
+        before = self._tree.left(node)
+        if before is None or before.tokens != node.tokens[: len(before.tokens)]:
+            return
+        if self._is_free(before) and not any(block is not None and block.guards for block in before.blocks):
+            self._tiers.drop(before)
 
     def _pass_windows(self, guarded: Sequence[deque[tuple[int, Block]]], end: int) -> None:
         """Blocks that a limited window has left may be evicted at once."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-Rows = NDArray[Any]
+from edgekv.prefix.rows import Rows
+
 _SLAB_BYTES = 1 << 26
 
 

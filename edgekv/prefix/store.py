@@ -7,8 +7,9 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from edgekv.kv.geometry import Geometry
-from edgekv.prefix.block import Block, Tier
+from edgekv.kv.geometry import Geometry, KvDtype
+from edgekv.kv.layers import LayeredGeometry
+from edgekv.prefix.block import Block, Node, Tier, Tokens
 from edgekv.prefix.budget import Budget, Division, free_memory_bytes, primary_budget
 from edgekv.prefix.config import StoreConfig
 from edgekv.prefix.disk import DiskFolder, FoundFile
@@ -16,14 +17,15 @@ from edgekv.prefix.errors import PrefixError
 from edgekv.prefix.groups import split_layers
 from edgekv.prefix.index import Index, Lease, Reuse
 from edgekv.prefix.keys import Keys
-from edgekv.prefix.memory import Rows
 from edgekv.prefix.retention import RetentionPolicy
+from edgekv.prefix.rows import ArrayRows, Rows, Source, Target
 from edgekv.prefix.stats import Counters, StoreStats
 from edgekv.prefix.storage import DTYPES, BlockStorage, layout_digest
 from edgekv.prefix.tiers import Limits, Tiers
-from edgekv.prefix.tree import Node, Tokens, Tree
+from edgekv.prefix.tree import Tree
 
 _NO_POLICY = RetentionPolicy()
+_ZERO_POINTS: dict[KvDtype, int] = {"u8": 128, "s16": 0}
 
 
 def _now_ms() -> int:
@@ -48,37 +50,51 @@ class Match:
     def tokens(self) -> int:
         return self._lease.tokens
 
+    def block_ids(self, group: int = 0) -> list[int]:
+        """The ids in primary memory of a group's blocks; behind a limited window those that it still reaches."""
+        return [block.places[Tier.PRIMARY] for block in self._lease.spans[group].blocks] if self._lease.spans else []
+
 
 class PrefixStore:
     """Keys and values of token sequences, found again by their longest common beginning. Not for several threads.
 
-    Rows are `[N, tokens, D]` with the tensors in the order of `Geometry.names()`; row t belongs to the token at
-    position t, so that only beginnings of sequences can be reused.
+    Rows are `[N, tokens, D]` with the tensors by layer, keys before values, by head; row t belongs to the token at
+    position t, so that only beginnings of sequences can be reused. Where heads differ in width there is no such
+    array, and a `Source` or `Target` has the rows of each group.
 
     Args:
         geometry: sizes of the rows.
         config: budgets and behaviour.
+        fingerprint: what the bytes depend on beside the tokens: weights, encodings, RoPE. Needed with a disk folder;
+            files of another fingerprint or layout are never used.
         clock_ms: a clock that only goes forward, in milliseconds, for the durations of retention policies.
         free_bytes: memory of which `free_memory_fraction` is taken; None asks the system.
 
     Raises:
-        PrefixError: a budget below one block, windows that cannot be, or a folder that cannot be used.
+        PrefixError: a budget below one block, windows that cannot be, a folder that cannot be used, or one without a
+            fingerprint.
     """
 
     def __init__(
         self,
-        geometry: Geometry,
+        geometry: Geometry | LayeredGeometry,
         config: StoreConfig | None = None,
         *,
+        fingerprint: str = "",
         clock_ms: Callable[[], int] = _now_ms,
         free_bytes: int | None = None,
     ) -> None:
         config = StoreConfig() if config is None else config
+        if config.disk_folder is not None and not fingerprint:
+            way_out = "Say what the bytes depend on, such as a hash of the weights."
+            raise PrefixError("fingerprint", found="''", wanted="a text, with disk_folder", way_out=way_out)
         self.geometry = geometry
         self.config = config
-        self.groups = split_layers([geometry.kv_heads] * geometry.layers, config.max_attention_window, geometry.context)
+        self.fingerprint = fingerprint
+        self.groups = split_layers(geometry, config.max_attention_window)
         step = config.tokens_per_block
-        division = Division.of(self.groups, geometry, step)
+        self._dtype = DTYPES[geometry.kv_dtype]
+        division = Division.of(self.groups, geometry.context, self._dtype.itemsize, step)
         budget = primary_budget(config, division, free_memory_bytes() if free_bytes is None else free_bytes)
         host = division.blocks(Budget("host_cache_size", config.host_cache_size)) if config.host_cache_size else None
         self.limits = Limits(
@@ -88,10 +104,12 @@ class PrefixStore:
             offload_min_priority=config.secondary_offload_min_priority,
         )
         self._counters = Counters()
-        self._digest = layout_digest(config.fingerprint, geometry, self.groups, step)
+        self._digest = layout_digest(fingerprint, geometry.kv_dtype, self.groups, step)
         disk = None if config.disk_folder is None else DiskFolder(config.disk_folder, self._counters)
         self._keys = Keys() if disk is None else disk.keys
-        self._storage = BlockStorage(self.groups, geometry, step, self.limits, self._digest, disk, self._counters)
+        self._storage = BlockStorage(
+            self.groups, geometry.kv_dtype, step, self.limits, self._digest, disk, self._counters
+        )
         self._tree = Tree(step, len(self.groups))
         limited = [group.window is not None for group in self.groups]
         self._tiers = Tiers(self._tree, limited, self.limits, self._storage, self._counters, clock_ms)
@@ -133,27 +151,41 @@ class PrefixStore:
             ValueError: the match was released, or `out` has another shape or type.
         """
         self._check_held(match)
-        shape = (self.geometry.tensors, match.tokens, self.geometry.head_dim)
+        shape = self._shape(match.tokens)
         out = np.empty(shape, self._dtype) if out is None else out
         self._check_rows("out", out, shape)
-        step = self.config.tokens_per_block
-        for number, (group, span) in enumerate(zip(self.groups, match._lease.spans, strict=False)):
+        for group in self.groups:
             for first, stop in group.ranges:
-                out[first:stop, : span.first * step] = self.geometry.zero_point
-            for index, block in enumerate(span.blocks, span.first):
-                self._storage.read(number, block.places[Tier.PRIMARY], out, index * step)
+                out[first:stop, : group.first_needed(match.tokens)] = _ZERO_POINTS[self.geometry.kv_dtype]
+        self.restore(match, ArrayRows(self.groups, out))
         return out
+
+    def restore(self, match: Match, target: Target) -> None:
+        """Give the rows of a match to a target: of each group those of the tokens that the next one attends to.
+
+        Raises:
+            ValueError: the match was released.
+        """
+        self._check_held(match)
+        step, end = self.config.tokens_per_block, match.tokens
+        for number, (group, span) in enumerate(zip(self.groups, match._lease.spans, strict=False)):
+            needed = group.first_needed(end)
+            for token, block in enumerate(span.blocks, span.first):
+                token *= step
+                tokens = slice(max(needed - token, 0), min(step, end - token))
+                self._storage.read(number, block.places[Tier.PRIMARY], target, token, tokens)
 
     def insert(
         self,
         tokens: Sequence[int],
-        rows: Rows,
+        rows: Rows | Source,
         *,
         first: int = 0,
         prompt_tokens: int | None = None,
         retention: RetentionPolicy | None = None,
         salt: str | None = None,
         match: Match | None = None,
+        ended: bool = False,
     ) -> int:
         """Store the whole blocks of a sequence; they can be matched at once. What is stored already is not copied.
 
@@ -161,16 +193,17 @@ class PrefixStore:
 
         Args:
             tokens: the sequence from its beginning on.
-            rows: `[N, len(tokens) - first, D]`, of the tokens from `first` on.
-            first: tokens whose rows the caller does not have.
+            rows: `[N, len(tokens) - first, D]`, of the tokens from `first` on, or a source of them.
+            first: tokens whose rows an array does not have; a source says so itself.
             prompt_tokens: tokens of the prompt; those behind are generated. None: all are of the prompt.
             retention: priorities of the blocks from now on; None leaves stored blocks as they are.
             salt: as in `match`.
             match: a match of the same salt that holds the stored blocks from now on instead of what it found, so
                 that they stay while the request runs. Blocks that its limited windows have left are given back.
+            ended: whether nothing follows: then the last block is stored too if it is not full, for partial reuse.
 
         Returns:
-            How many tokens from the beginning on are stored now, a multiple of `tokens_per_block`.
+            How many tokens from the beginning on are stored now: a multiple of `tokens_per_block`, or all.
 
         Raises:
             PrefixError: an empty salt.
@@ -182,7 +215,10 @@ class PrefixStore:
         for name, value in (("first", first), ("prompt_tokens", prompt_tokens)):
             if not 0 <= value <= len(whole):
                 raise ValueError(f"{name}: found {value}; wanted 0 to {len(whole)}, the tokens")
-        self._check_rows("rows", rows, (self.geometry.tensors, len(whole) - first, self.geometry.head_dim))
+        if isinstance(rows, np.ndarray):
+            self._check_rows("rows", rows, self._shape(len(whole) - first))
+            rows = ArrayRows(self.groups, rows, first)
+        source: Source = rows
         key = self._root_key(salt)
         if match is not None:
             self._check_held(match)
@@ -195,13 +231,23 @@ class PrefixStore:
         nodes = self._index.insert(
             self._tree.root(key),
             whole,
-            -(-first // step),
+            [-(-source.first(group) // step) for group in range(len(self.groups))],
             lambda index: None if policy is _NO_POLICY else policy.of(index * step, prompt_tokens),
-            lambda group, block, index: self._storage.write(group, block, rows, index * step - first),
+            lambda group, block, token, tokens: self._storage.write(group, block, source, token, tokens),
+            ended=ended,
         )
+        upper = min(len(nodes) * step, len(whole))
         if match is not None:
-            self._index.extend(match._lease, nodes)
-        return self._index.usable(nodes, len(nodes) * step)
+            self._index.extend(match._lease, nodes, upper)
+        return self._index.usable(nodes, upper)
+
+    def block(self, block_id: int, group: int = 0) -> Rows:
+        """The rows of a block in primary memory, `[tensors, tokens_per_block, D]`, in the order of `Group.names()`.
+
+        Raises:
+            ValueError: no such id.
+        """
+        return self._storage.view(group, block_id)
 
     def release(self, match: Match) -> None:
         """Give back the blocks of a match; they stay in the store until they are evicted.
@@ -246,9 +292,12 @@ class PrefixStore:
                 held[tier] += pool.used * self._storage.block_bytes(group)
         return self._counters.snapshot(used, held)
 
-    @property
-    def _dtype(self) -> np.dtype[np.generic]:
-        return DTYPES[self.geometry.kv_dtype]
+    def _shape(self, tokens: int) -> tuple[int, int, int]:
+        """Of an array with the rows of all tensors."""
+        widths = {group.head_dim for group in self.groups}
+        if len(widths) > 1:
+            raise ValueError(f"rows: found heads of widths {sorted(widths)}; wanted a source or target, not an array")
+        return (sum(group.tensors for group in self.groups), tokens, widths.pop())
 
     def _root_key(self, salt: str | None) -> bytes:
         if salt == "":
@@ -283,7 +332,7 @@ class PrefixStore:
     def _enter(self, file: FoundFile) -> Block | None:
         """The block of a file, or None if it is of no use without others that are not there."""
         record, step = file.record, self.config.tokens_per_block
-        if record.group >= len(self.groups) or not record.tokens or len(record.tokens) % step:
+        if record.group >= len(self.groups) or not record.tokens:
             return None
         root = self._tree.root(record.root)
         node: Node = root

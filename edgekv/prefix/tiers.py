@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from edgekv.prefix.allocator import BlockAllocator
-from edgekv.prefix.block import ABSENT, MEMORY, Block, Tier
+from edgekv.prefix.block import ABSENT, MEMORY, Block, Node, Tier
 from edgekv.prefix.heap import BlockHeap, Key
 from edgekv.prefix.retention import DEFAULT_PRIORITY, Retention
 from edgekv.prefix.stats import Counters
-from edgekv.prefix.tree import Node, Tree
+from edgekv.prefix.tree import Tree
 
 
 class Storage(Protocol):
@@ -24,6 +24,9 @@ class Storage(Protocol):
 
     def move(self, group: int, source: Tier, source_id: int, target: Tier, target_id: int) -> None:
         """Copy a block between the memories."""
+
+    def swap(self, group: int, primary_id: int, host_id: int) -> None:
+        """Exchange two blocks of the memories."""
 
     def encode(self, block: Block, tier: Tier) -> bytes:
         """The file of a block that is in that memory."""
@@ -167,6 +170,8 @@ class Tiers:
         """Have a guarded block in primary memory; False if there is no room or its file is of no use."""
         if block.is_in(Tier.PRIMARY):
             return True
+        if block.is_in(Tier.HOST) and self._swap(block):
+            return True
         free = self.room(block.group, Tier.PRIMARY)
         if free is None:
             return False
@@ -212,6 +217,13 @@ class Tiers:
         while self.disk_bytes > self.disk_limit_bytes and (victim := self._disk_queue.pop()) is not None:
             self._evict(victim, Tier.DISK)
 
+    def drop(self, node: Node) -> None:
+        """Forget a childless node that nobody holds."""
+        for block in node.blocks:
+            if block is not None:
+                self._discard(block, evicted=False)
+        self._tree.prune(node)
+
     def make_private(self, node: Node) -> None:
         """Take a childless node out of the tree; its blocks' references pass from the tree to the caller."""
         for block in node.blocks:
@@ -248,7 +260,7 @@ class Tiers:
             self._storage.remove_file(block)
         else:
             needed = block.following[Tier.HOST] > 0
-            worth = needed or block.priority >= self._min_priority
+            worth = self._is_worth(block)
             if tier is Tier.PRIMARY and worth and self._offload(block):
                 return
             if needed:
@@ -269,6 +281,30 @@ class Tiers:
         self._take(block, Tier.PRIMARY)
         self.place(block, Tier.HOST, free)
         return True
+
+    def _swap(self, block: Block) -> bool:
+        """When primary memory is full, the block that has to go for one of host memory takes its place there."""
+        pool, queue = self.pools[Tier.PRIMARY][block.group], self._queues[Tier.PRIMARY][block.group]
+        first = queue.first() if pool.used == pool.capacity else None
+        if first is None or not self._is_worth(first[1]):
+            return False
+        victim = first[1]
+        queue.pop()
+        primary_id, host_id = victim.places[Tier.PRIMARY], block.places[Tier.HOST]
+        self._storage.swap(block.group, primary_id, host_id)
+        self._counters.evictions[Tier.PRIMARY] += 1
+        for moved, source, target, place in (
+            (victim, Tier.PRIMARY, Tier.HOST, host_id),
+            (block, Tier.HOST, Tier.PRIMARY, primary_id),
+        ):
+            self._leave(moved, source)
+            moved.places[source] = ABSENT
+            self.place(moved, target, place)
+        return True
+
+    def _is_worth(self, block: Block) -> bool:
+        """Whether a block that leaves primary memory goes to the next tier."""
+        return block.following[Tier.HOST] > 0 or block.priority >= self._min_priority
 
     def _evict_following(self, block: Block) -> None:
         """Nothing stays in host memory behind a block that leaves memory."""
@@ -308,10 +344,10 @@ class Tiers:
                 self._tree.prune(dead)
         self._tree.prune(node)
 
-    def _discard(self, block: Block) -> None:
+    def _discard(self, block: Block, *, evicted: bool = True) -> None:
         for tier in Tier:
             if block.is_in(tier):
-                self._counters.evictions[tier] += 1
+                self._counters.evictions[tier] += evicted
                 if tier is Tier.DISK:
                     self._storage.remove_file(block)
                 self._take(block, tier)

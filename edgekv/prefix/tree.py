@@ -5,49 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Iterator
 
-from edgekv.prefix.block import Block
-
-Tokens = tuple[int, ...]
-
-
-class Node:
-    """One block of tokens behind those of its parents.
-
-    Attributes:
-        parent: None for a root.
-        tokens: `tokens_per_block` of them; none for a root.
-        blocks: of each group the block that is held, or None.
-        children: the nodes that follow, by their tokens.
-        order: the tokens of the children, sorted: the longest common beginning is always beside the place of a query.
-    """
-
-    __slots__ = ("blocks", "children", "order", "parent", "tokens")
-
-    def __init__(self, parent: Node | None, tokens: Tokens, groups: int) -> None:
-        self.parent = parent
-        self.tokens = tokens
-        self.blocks: list[Block | None] = [None] * groups
-        self.children: dict[Tokens, Node] = {}
-        self.order: list[Tokens] = []
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether nothing is held here or behind."""
-        return not self.children and not any(self.blocks)
-
-    def subtree(self) -> list[Node]:
-        """The node and all behind it, parents before children."""
-        nodes = [self]
-        for node in nodes:
-            nodes.extend(node.children.values())
-        return nodes
-
-    def path(self) -> list[Node]:
-        """From the root to this node, both included."""
-        nodes = [self]
-        while (parent := nodes[-1].parent) is not None:
-            nodes.append(parent)
-        return nodes[::-1]
+from edgekv.prefix.block import Node, Tokens
 
 
 class Root(Node):
@@ -106,6 +64,14 @@ class Tree:
                 yield node.children[node.order[left]], left_tokens
                 left -= 1
                 left_tokens = _common(node.order, left, tokens)
+
+    def left(self, node: Node) -> Node | None:
+        """The neighbour before a node in the order of its parent's children."""
+        parent = node.parent
+        if parent is None:
+            return None
+        place = bisect_left(parent.order, node.tokens)
+        return parent.children[parent.order[place - 1]] if place else None
 
     def child(self, node: Node, tokens: Tokens) -> Node:
         """The child of these tokens; a new one is not in the tree before `attach`."""
