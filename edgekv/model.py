@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from fractions import Fraction
-from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, overload
 from weakref import WeakValueDictionary
@@ -14,13 +13,16 @@ from numpy.typing import NDArray
 
 from edgekv.bundle import Bundle, Role, open_bundle
 from edgekv.engine import EngineName, Runner, make_engine
-from edgekv.errors import ContextFullError, UsageError
+from edgekv.errors import UsageError
 from edgekv.generate import Detokenizer, Generation, Sampler, Sampling, StopSequences
 from edgekv.generate.beam import BeamOptions, BeamSearch, EarlyStopping, refuse_beam_options, refuse_sampling
 from edgekv.generate.beam_run import BeamResult, run_beams
 from edgekv.generate.loop import Setup
 from edgekv.kv import DEFAULT_RESERVE, KVCache, Policy, parse_reserve
 from edgekv.kv.policy_text import parse_policy
+from edgekv.prefix import PrefixStore, RetentionPolicy
+from edgekv.prompt import PromptReader
+from edgekv.reuse import PrefixCache, Prefixes, open_store
 from edgekv.sequences import Always, HeldSequence, Mode, SequenceFeeder, SequenceManager, check_mode, parse_mode
 
 if TYPE_CHECKING:
@@ -39,6 +41,7 @@ def load(
     policy: str | Policy = "fail",
     threads: int | None = None,
     cache_mode: str | Mode = "always",
+    prefix_cache: PrefixCache | None = None,
     verify: bool = True,
 ) -> Model:
     """Open a bundle and get it ready to run.
@@ -56,16 +59,27 @@ def load(
         threads: of the engine `cpu`; None leaves it to ONNX Runtime.
         cache_mode: what is kept from one step to the next, as text or as a mode of `edgekv.sequences`: `always`,
             `long-sequence-only(TOKENS)`, `adaptive`, `adaptive(64MiB)`, `adaptive(25%)` or `disabled`.
+        prefix_cache: where beginnings of prompts are kept that need not be run again: a folder, for later processes
+            too; a `StoreConfig`; or a `PrefixStore` that several models of this bundle and engine share. None uses
+            what was baked into the bundle, and keeps nothing. Wants the mode `always` or `adaptive`.
         verify: False skips the hashes of the bundle's files.
 
     Raises:
         BundleError: the bundle is incomplete, changed or of another format version.
+        PrefixError: a configuration of the prefix cache that cannot be, or a folder that cannot be written.
         UsageError: an unknown name, numbers that leave no room, or options that do not go together.
         EngineError: the engine is missing or refused a graph.
     """
     opened = bundle if isinstance(bundle, Bundle) else open_bundle(bundle, verify)
     return Model(
-        opened, engine, kv_update=kv_update, reserve=reserve, policy=policy, threads=threads, cache_mode=cache_mode
+        opened,
+        engine,
+        kv_update=kv_update,
+        reserve=reserve,
+        policy=policy,
+        threads=threads,
+        cache_mode=cache_mode,
+        prefix_cache=prefix_cache,
     )
 
 
@@ -89,6 +103,7 @@ class Model:
         policy: str | Policy = "fail",
         threads: int | None = None,
         cache_mode: str | Mode = "always",
+        prefix_cache: PrefixCache | None = None,
     ) -> None:
         manifest = bundle.manifest
         strategy = kv_update or (DEFAULT_KV_UPDATE if reserve is None else "pointer-shift")
@@ -115,6 +130,8 @@ class Model:
 
         self._own = HeldSequence(make_cache())
         check_mode(self.mode, self._own.cache)
+        self._prompts = PromptReader(bundle)
+        self._shared = open_store(bundle, made.name, self._own.cache, self.mode, prefix_cache)
         self._setup = Setup(made.name, strategy, float(ratio) if strategy == "pointer-shift" else None, str(self.mode))
         self._runner = Runner(bundle, made, self._own.cache)
         self.sequences = SequenceManager(
@@ -132,26 +149,19 @@ class Model:
         """The KV cache that ran last, as that call left it."""
         return self._runner.cache
 
-    @cached_property
+    @property
+    def prefix_store(self) -> PrefixStore | None:
+        """Where beginnings of prompts are kept; None if there is none."""
+        return None if self._shared is None else self._shared.store
+
+    @property
     def tokenizer(self) -> Tokenizer:
         """The tokenizer of the bundle."""
-        return self.bundle.tokenizer()
+        return self._prompts.tokenizer
 
     def encode(self, prompt: str) -> list[int]:
-        """The tokens of a text, with the special tokens that the checkpoint's tokenizer adds.
-
-        Raises:
-            UsageError: the text is not Unicode, as of an argument in another encoding.
-        """
-        try:
-            prompt.encode()
-        except UnicodeEncodeError as error:
-            raise UsageError(
-                "prompt", found=error, wanted="Unicode text", way_out="Give it as UTF-8, or in a file."
-            ) from None
-        tokens = list(self.tokenizer.encode(prompt).ids)
-        bos = self.bundle.manifest.tokens.bos
-        return tokens if tokens or bos is None else [bos]
+        """The tokens of a text; see `PromptReader.encode`."""
+        return self._prompts.encode(prompt)
 
     @overload
     def generate(
@@ -165,6 +175,8 @@ class Model:
         seed: int | None = None,
         stop: Sequence[str] = (),
         sequence: int | None = None,
+        cache_salt: str | None = None,
+        retention: RetentionPolicy | None = None,
     ) -> Generation: ...
 
     @overload
@@ -177,6 +189,8 @@ class Model:
         num_return_sequences: int | None = None,
         length_penalty: float | None = None,
         early_stopping: EarlyStopping | None = None,
+        cache_salt: str | None = None,
+        retention: RetentionPolicy | None = None,
     ) -> BeamResult: ...
 
     def generate(
@@ -194,6 +208,8 @@ class Model:
         num_return_sequences: int | None = None,
         length_penalty: float | None = None,
         early_stopping: EarlyStopping | None = None,
+        cache_salt: str | None = None,
+        retention: RetentionPolicy | None = None,
     ) -> Generation | BeamResult:
         """Continue a prompt.
 
@@ -218,6 +234,8 @@ class Model:
             num_return_sequences: so many of the sequences found; None for 1.
             length_penalty: None for 1.
             early_stopping: None for False.
+            cache_salt: prefixes are shared among calls of equal salts alone; a salt is never written anywhere.
+            retention: how long the prefix cache keeps the blocks of this call.
 
         Returns:
             An iterator of `Token` with `.stats`. A later call for the same sequence ends it, and one without a
@@ -227,7 +245,8 @@ class Model:
         Raises:
             ContextFullError: the prompt is longer than the context and the policy is `fail`; nothing was run.
             MemoryBudgetError: the cache of a new sequence does not fit the mode's budget; nothing was run.
-            UsageError: an option out of range, an empty prompt, or an id that is not in the vocabulary.
+            UsageError: an option out of range, an empty prompt, an id that is not in the vocabulary, or a salt or
+                retention without a prefix cache.
             EngineError: the engine refused a graph.
         """
         if num_beams is not None:
@@ -241,15 +260,14 @@ class Model:
                 1.0 if length_penalty is None else length_penalty,
                 False if early_stopping is None else early_stopping,
             )
-            return self._search(prompt, max_new_tokens, options)
+            return self._search(prompt, max_new_tokens, options, self._feeder(None, cache_salt, retention))
         refuse_beam_options(num_return_sequences, length_penalty, early_stopping)
         sampler = Sampler(
             Sampling(temperature, top_k, top_p, seed), self.bundle.manifest.encodings["logits"].encoding()
         )
         stops = StopSequences(stop)
-        tokens = self.encode(prompt) if isinstance(prompt, str) else list(prompt)
-        self._check(tokens, "prompt")
-        feeder = SequenceFeeder(self._runner, self.mode, self._own, self.sequences, sequence)
+        tokens = self._read(prompt)
+        feeder = self._feeder(sequence, cache_salt, retention)
         generation = Generation(
             feeder,
             tokens,
@@ -265,7 +283,9 @@ class Model:
         self._current[sequence] = generation
         return generation
 
-    def _search(self, prompt: str | Sequence[int], max_new_tokens: int, options: BeamOptions) -> BeamResult:
+    def _search(
+        self, prompt: str | Sequence[int], max_new_tokens: int, options: BeamOptions, feeder: SequenceFeeder
+    ) -> BeamResult:
         manifest = self.bundle.manifest
         if self.cache.policy != "fail":
             way_out = "Choose the policy fail, or leave num_beams out."
@@ -282,8 +302,7 @@ class Model:
                 wanted="keys as rows, and layers that all attend to the whole context",
                 way_out="Leave num_beams out, or export another bundle for it.",
             )
-        tokens = self.encode(prompt) if isinstance(prompt, str) else list(prompt)
-        self._check(tokens, "prompt")
+        tokens = self._read(prompt)
         # The S-th token is the last one to be run; one more can be chosen.
         room = manifest.context + 1 - len(tokens)
         search = BeamSearch(
@@ -292,6 +311,7 @@ class Model:
         self._start(None, "decode", *(("prefill",) if len(tokens) > 1 else ()))
         return run_beams(
             self._runner,
+            feeder,
             tokens,
             self._setup,
             search,
@@ -308,8 +328,7 @@ class Model:
             UsageError: no tokens, or an id that is not in the vocabulary.
             EngineError: the engine refused a graph.
         """
-        tokens = list(tokens)
-        self._check(tokens, "tokens")
+        tokens = self._read(tokens, "tokens")
         self._start(None, "score", "decode")
         return self.bundle.manifest.encodings["logits"].encoding().dequantize(self._runner.feed_all(tokens))
 
@@ -326,17 +345,13 @@ class Model:
         if cache is self._runner.cache:
             self._runner.use(self._own.cache)
 
-    def _check(self, tokens: Sequence[int], field: str) -> None:
-        manifest = self.bundle.manifest
-        if not tokens:
-            raise UsageError(field, found="no tokens", wanted="at least one", way_out="Give some text.")
-        if wrong := [t for t in tokens if not 0 <= t < manifest.model.vocab]:
-            wanted = f"0 to {manifest.model.vocab - 1}, the model's vocabulary"
-            raise UsageError(field, found=f"id {wrong[0]}", wanted=wanted, way_out="Use the bundle's own tokenizer.")
-        if self.cache.policy == "fail" and len(tokens) > manifest.context:
-            raise ContextFullError(
-                field,
-                found=f"{len(tokens)} tokens",
-                wanted=f"at most {manifest.context}, the context of the bundle",
-                way_out="Shorten it, choose the policy sliding-window, or export with a larger --context.",
-            )
+    def _read(self, prompt: str | Sequence[int], field: str = "prompt") -> list[int]:
+        return self._prompts.read(prompt, field, self.cache.policy)
+
+    def _feeder(self, sequence: int | None, salt: str | None, retention: RetentionPolicy | None) -> SequenceFeeder:
+        if self._shared is None and (salt is not None or retention is not None):
+            found, way_out = "one without a prefix cache", "Give load(..., prefix_cache=...), or leave it out."
+            field = "retention" if salt is None else "cache_salt"
+            raise UsageError(field, found=found, wanted="a prefix cache", way_out=way_out)
+        prefixes = None if self._shared is None else Prefixes(self._shared, salt, retention)
+        return SequenceFeeder(self._runner, self.mode, self._own, self.sequences, sequence, prefixes)

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -199,6 +200,33 @@ def test_evicted_blocks_come_back_from_host_memory() -> None:
     assert (stats.primary.evictions, stats.host.bytes_in, stats.host.bytes_out) == (4, 4 * BLOCK_BYTES, 2 * BLOCK_BYTES)
 
 
+def test_a_block_that_comes_back_from_a_full_host_memory_changes_places() -> None:
+    store = store_of(1, host_cache_size=BLOCK_BYTES)
+    insert(store, (1, 1))
+    insert(store, (2, 2))
+    for tokens in ((1, 1), (2, 2), (1, 1)):
+        match = store.match(tokens)
+        np.testing.assert_array_equal(store.fetch(match), rows_of(tokens))
+        store.release(match)
+    assert store.stats.host.evictions == 0
+    audit(store, [])
+
+
+def test_the_end_of_a_sequence_is_found_and_makes_way_for_what_continues_it() -> None:
+    store = store_of(8)
+    assert store.insert((1, 2, 3), rows_of((1, 2, 3)), ended=True) == 3
+    assert (found(store, (1, 2, 3, 4)), store.stats.primary.blocks) == (3, 2)
+    assert insert(store, (1, 2, 3, 4)) == 4
+    assert (found(store, (1, 2, 3, 4)), store.stats.primary.blocks) == (4, 2)
+    assert store_of(8, enable_partial_reuse=False).insert((1, 2, 3), rows_of((1, 2, 3)), ended=True) == 2
+
+
+def test_heads_of_different_widths_have_no_common_array() -> None:
+    store = PrefixStore(LayeredGeometry(2, 16, (1,), (2, 4)), StoreConfig(tokens_per_block=STEP, max_bytes=1 << 12))
+    with pytest.raises(ValueError, match=r"rows: found heads of widths \[2, 4\]"):
+        store.insert((1, 2), rows_of((1, 2)))
+
+
 def test_statistics_tell_hits_from_partial_hits_and_misses() -> None:
     store = store_of(8)
     insert(store, SEQUENCE)
@@ -392,6 +420,14 @@ WRONG: dict[str, tuple[Callable[[], object], str]] = {
     "a range behind an open one": (
         lambda: RetentionPolicy((TokenRangeRetentionConfig(0, None, 1), TokenRangeRetentionConfig(70, 80, 1))),
         "ranges: found [0, end) and [70, 80)",
+    ),
+    "a disk without a fingerprint": (
+        lambda: PrefixStore(GEOMETRY, StoreConfig(disk_folder=Path("x"), max_bytes=64, tokens_per_block=2)),
+        "fingerprint: found ''",
+    ),
+    "windows beside the model's own": (
+        lambda: split_layers(LayeredGeometry(1, 16, (1,), (2,), (8,)), (8,)),
+        "max_attention_window: found [8]; wanted none",
     ),
     "an empty salt": (lambda: store_of(9).match((1,), salt=""), "cache_salt: found an empty text"),
 }

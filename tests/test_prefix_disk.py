@@ -65,6 +65,14 @@ def test_a_new_store_finds_what_an_earlier_one_saved(tmp_path: Path) -> None:
     assert later.stats.rejected_files == 0
 
 
+def test_a_block_that_is_not_full_survives_a_restart(tmp_path: Path) -> None:
+    store = opened(tmp_path, max_bytes=32 * BLOCK_BYTES)
+    store.insert(LONG[:5], rows_of(LONG[:5]), ended=True)
+    assert store.save() == 3
+    later = opened(tmp_path, max_bytes=32 * BLOCK_BYTES)
+    assert (found(later, LONG), later.stats.rejected_files) == (5, 0)
+
+
 def test_priorities_that_last_survive_a_restart(tmp_path: Path) -> None:
     store = opened(tmp_path)
     policy = RetentionPolicy((TokenRangeRetentionConfig(0, None, 90),))

@@ -10,13 +10,14 @@ import typer
 
 from edgekv.cli.generate import generate
 from edgekv.cli.plan import plan
+from edgekv.cli.prefix import app as prefix
 from edgekv.cli.size import size
 
 GROUP = "edgekv.commands"
 
 Command = Callable[..., Any] | typer.Typer
 """A function, or a group of commands."""
-_OWN: dict[str, Command] = {"generate": generate, "plan": plan, "size": size}
+_OWN: dict[str, Command] = {"generate": generate, "plan": plan, "prefix": prefix, "size": size}
 
 
 def find_commands(wanted: str) -> dict[str, Command]:

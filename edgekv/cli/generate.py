@@ -9,6 +9,21 @@ from typing import TYPE_CHECKING, Annotated
 import msgspec
 import typer
 
+from edgekv.cli.prefix_options import (
+    BlockReuseOption,
+    CacheSaltOption,
+    DecodeDurationOption,
+    DecodePriorityOption,
+    DiskSizeOption,
+    HostSizeOption,
+    MaxTokensOption,
+    PartialReuseOption,
+    PrefixCacheOption,
+    PrefixOptions,
+    RetentionOption,
+    TokensPerBlockOption,
+    parse_retention,
+)
 from edgekv.errors import UsageError
 
 if TYPE_CHECKING:
@@ -100,6 +115,17 @@ def generate(
             "computes the whole sequence anew for every token."
         ),
     ] = "always",
+    prefix_cache: PrefixCacheOption = None,
+    cache_salt: CacheSaltOption = None,
+    retention: RetentionOption = None,
+    decode_retention_priority: DecodePriorityOption = None,
+    decode_duration_ms: DecodeDurationOption = None,
+    enable_block_reuse: BlockReuseOption = True,
+    enable_partial_reuse: PartialReuseOption = True,
+    tokens_per_block: TokensPerBlockOption = None,
+    max_tokens: MaxTokensOption = None,
+    host_cache_size: HostSizeOption = None,
+    disk_cache_size: DiskSizeOption = None,
     threads: Annotated[int | None, typer.Option(help="Threads of the engine cpu.", show_default="all cores")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, and nothing else.")] = False,
 ) -> None:
@@ -116,12 +142,37 @@ def generate(
         refuse_beam_options(num_return_sequences, length_penalty, early)
     else:
         refuse_sampling(temperature, top_k, top_p, seed, stop or ())
+    options = PrefixOptions(
+        prefix_cache,
+        tokens_per_block,
+        max_tokens,
+        host_cache_size,
+        disk_cache_size,
+        enable_block_reuse,
+        enable_partial_reuse,
+    )
+    policy = parse_retention(retention or (), decode_retention_priority, decode_duration_ms)
     model = load(
-        bundle, engine, kv_update=kv_update, reserve=reserve, policy=on_full, threads=threads, cache_mode=cache_mode
+        bundle,
+        engine,
+        kv_update=kv_update,
+        reserve=reserve,
+        policy=on_full,
+        threads=threads,
+        cache_mode=cache_mode,
+        prefix_cache=options.config(),
     )
     if num_beams is None:
         generation = model.generate(
-            text, max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, stop=stop or ()
+            text,
+            max_new_tokens,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            seed=seed,
+            stop=stop or (),
+            cache_salt=cache_salt,
+            retention=policy,
         )
         _print_stream(generation, as_json)
     else:
@@ -132,6 +183,8 @@ def generate(
             num_return_sequences=num_return_sequences,
             length_penalty=length_penalty,
             early_stopping=early,
+            cache_salt=cache_salt,
+            retention=policy,
         )
         _print_sequences(result, as_json)
 
@@ -169,10 +222,12 @@ def summary(stats: GenerationStats) -> str:
     """The figures of a generation in one line."""
     decode = "" if stats.decode_ms_per_token is None else f", {stats.decode_ms_per_token:.1f} ms/token"
     reserve = "" if stats.reserve is None else f" {stats.reserve:g}"
+    restored = f" ({stats.restored_tokens} restored)" if stats.restored_tokens else ""
     mode = "" if stats.cache_mode == "always" else f", {stats.cache_mode}, {stats.computed_tokens} tokens computed"
     seed = "" if stats.seed is None else f", seed {stats.seed}"
     return (
-        f"[{stats.engine}: {stats.prompt_tokens} + {stats.generated_tokens} tokens, ended by {stats.stop_reason}; "
+        f"[{stats.engine}: {stats.prompt_tokens}{restored} + {stats.generated_tokens} tokens, "
+        f"ended by {stats.stop_reason}; "
         f"prefill {stats.prefill_ms:.0f} ms{decode}, host {stats.host_us_per_step:.0f} us/step; "
         f"KV {stats.kv_update}{reserve}{mode}: {stats.kv_bytes_held:,} bytes held, "
         f"{stats.kv_bytes_copied:,} copied{_eviction(stats)}{seed}]"

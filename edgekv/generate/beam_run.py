@@ -16,6 +16,8 @@ from edgekv.generate.events import StopReason
 from edgekv.generate.loop import Setup
 from edgekv.generate.text import Detokenizer
 from edgekv.kv.beam_cache import BeamCache
+from edgekv.prefix import StoreStats
+from edgekv.sequences import SequenceFeeder
 from quant import Encoding
 
 if TYPE_CHECKING:
@@ -59,6 +61,8 @@ class BeamStats:
         kv_bytes_copied: bytes copied in all: of the prompt by the cache, and those that follow.
         kv_bytes_kept: one row of all tensors for each beam and position, copied to where it stays.
         kv_bytes_gathered: rows exchanged because the window cannot hold those of all beams. Reordering copies none.
+        restored_tokens: tokens of the prompt that were copied from the store of prefixes.
+        prefix: what the search did with that store, and what it holds now; None without one.
     """
 
     prompt_tokens: int
@@ -76,6 +80,8 @@ class BeamStats:
     kv_bytes_copied: int
     kv_bytes_kept: int
     kv_bytes_gathered: int
+    restored_tokens: int
+    prefix: StoreStats | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,11 +108,20 @@ class RunnerScorer:
         cache_ns: time that it took to gather and keep rows, ns.
     """
 
-    def __init__(self, runner: Runner, prompt: Sequence[int], encoding: Encoding, beams: int, steps: int) -> None:
+    def __init__(
+        self,
+        runner: Runner,
+        feeder: SequenceFeeder,
+        prompt: Sequence[int],
+        encoding: Encoding,
+        beams: int,
+        steps: int,
+    ) -> None:
         """Prepare to score; the runner's cache must be empty.
 
         Args:
             runner: of the bundle.
+            feeder: runs the prompt on the runner's cache.
             prompt: token ids.
             encoding: of the logits.
             beams: how many are run side by side.
@@ -116,6 +131,7 @@ class RunnerScorer:
         self.prefill_ns = 0
         self.cache_ns = 0
         self._runner = runner
+        self._feeder = feeder
         self._prompt = prompt
         self._encoding = encoding
         self._count = beams
@@ -124,7 +140,7 @@ class RunnerScorer:
 
     def first(self) -> NDArray[Any]:
         started = perf_counter_ns()
-        logits = self._encoding.dequantize(self._runner.feed(self._prompt))
+        logits = self._encoding.dequantize(self._feeder.feed(self._prompt))
         self.prefill_ns = perf_counter_ns() - started
         return logits[None]
 
@@ -150,6 +166,7 @@ class RunnerScorer:
 
 def run_beams(
     runner: Runner,
+    feeder: SequenceFeeder,
     prompt: Sequence[int],
     setup: Setup,
     search: BeamSearch,
@@ -162,6 +179,7 @@ def run_beams(
 
     Args:
         runner: of the bundle; its cache is empty, and holds the prompt afterwards.
+        feeder: runs the prompt on that cache.
         prompt: token ids.
         setup: for the statistics.
         search: at its begin; the context has room for all its tokens but the last.
@@ -174,10 +192,11 @@ def run_beams(
     """
     times, copied = runner.times, runner.cache.stats.bytes_copied
     beams = search.options.num_beams
-    scorer = RunnerScorer(runner, prompt, encoding, beams, search.max_new_tokens - 1)
+    scorer = RunnerScorer(runner, feeder, prompt, encoding, beams, search.max_new_tokens - 1)
     started = perf_counter_ns()
     best = run_search(scorer, search)
     decode_ns = perf_counter_ns() - started - scorer.prefill_ns
+    feeder.finish()
 
     def sequence(found: Hypothesis) -> BeamSequence:
         ended = found.tokens[-1] in search.eos
@@ -204,6 +223,8 @@ def run_beams(
         kv_bytes_copied=cache.bytes_copied - copied + kept + gathered,
         kv_bytes_kept=kept,
         kv_bytes_gathered=gathered,
+        restored_tokens=feeder.done.restored_tokens,
+        prefix=feeder.prefix_stats,
     )
     return BeamResult(tuple(prompt), tuple(sequence(found) for found in best), stats)
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from edgekv.kv import Requantization
+from edgekv.prefix import StoreStats
 
 StopReason = Literal["eos", "length", "stop", "context"]
 
@@ -41,7 +42,9 @@ class GenerationStats:
         kv_update: update strategy of the cache.
         reserve: memory of `pointer-shift` in units of S-1 rows; None for other strategies.
         cache_mode: what is kept from step to step; see `edgekv.sequences`.
-        reused_tokens: tokens of the prompt that were not run because the sequence's cache held them.
+        reused_tokens: tokens of the prompt that were not run, because the sequence's cache held them or they were
+            restored.
+        restored_tokens: those of them that were copied from the store of prefixes.
         computed_tokens: tokens run through the graphs, those included that were computed anew.
         kv_bytes_held: bytes allocated for the cache.
         kv_bytes_copied: bytes that the cache copied during this generation.
@@ -50,6 +53,7 @@ class GenerationStats:
             chose them.
         requantization: what moving keys to other positions has cost in the cache of the last step, since that cache
             was made; None if the policy moves none, and before the first token.
+        prefix: what this generation did with the store of prefixes, and what that holds now; None without one.
     """
 
     prompt_tokens: int
@@ -64,9 +68,11 @@ class GenerationStats:
     reserve: float | None
     cache_mode: str
     reused_tokens: int
+    restored_tokens: int
     computed_tokens: int
     kv_bytes_held: int
     kv_bytes_copied: int
     seed: int | None
     evicted_tokens: int
     requantization: Requantization | None
+    prefix: StoreStats | None

@@ -62,6 +62,7 @@ class Generation(Iterator[Token]):
         self._decode_ns = 0
         self._stop_reason: StopReason | None = None
         self._abandoned = False
+        self._finished = False
         self._tokens = self._run()
 
     def __next__(self) -> Token:
@@ -75,6 +76,7 @@ class Generation(Iterator[Token]):
 
     def abandon(self) -> None:
         """The cache is needed for something else; whoever asks for a further token is told so."""
+        self._finish()
         self._abandoned = True
 
     @property
@@ -96,12 +98,14 @@ class Generation(Iterator[Token]):
             reserve=self._setup.reserve,
             cache_mode=self._setup.cache_mode,
             reused_tokens=done.reused_tokens,
+            restored_tokens=done.restored_tokens,
             computed_tokens=done.computed_tokens,
             kv_bytes_held=done.bytes_held,
             kv_bytes_copied=done.bytes_copied,
             seed=self._sampler.seed,
             evicted_tokens=done.evicted_tokens,
             requantization=done.requantization,
+            prefix=self._feeder.prefix_stats,
         )
 
     def _run(self) -> Iterator[Token]:
@@ -117,6 +121,12 @@ class Generation(Iterator[Token]):
             token = self._take(self._feeder.feed((token.id,)))
             self._decode_ns += perf_counter_ns() - started
             yield token
+        self._finish()
+
+    def _finish(self) -> None:
+        if not self._finished:
+            self._finished = True
+            self._feeder.finish()
 
     def _take(self, logits: NDArray[Any]) -> Token:
         """Choose a token, find out whether it is the last one, and what of the text may be printed."""

@@ -9,6 +9,7 @@ from edgekv.kv.cache import KVCache
 from edgekv.kv.columns import ColumnArena, ColumnLayout
 from edgekv.kv.geometry import KINDS, Geometry, KeyLayout, Kind, KvDtype, KvTensor
 from edgekv.kv.group import Group
+from edgekv.kv.held_rows import HeldRows
 from edgekv.kv.layers import LayeredGeometry
 from edgekv.kv.layout import Layout
 from edgekv.kv.memory import ALIGNMENT_BYTES
@@ -47,6 +48,7 @@ __all__ = [
     "KvDtype",
     "KvEncoding",
     "KvTensor",
+    "HeldRows",
     "LayeredGeometry",
     "Layout",
     "Mirror",

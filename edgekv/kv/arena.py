@@ -11,7 +11,7 @@ import numpy as np
 from edgekv.kv.layout import Layout
 from edgekv.kv.memory import HeapMemory, Memory, MirrorMemory
 from edgekv.kv.move import Move, Place
-from edgekv.kv.store import DTYPES, Rows
+from edgekv.kv.store import DTYPES, Rows, as_index
 from edgekv.kv.window import Window
 
 
@@ -103,6 +103,12 @@ class Arena:
 
     def write(self, tensor: int, rows: Sequence[int], values: Rows) -> None:
         self.array[tensor, rows] = values
+
+    def copy_out(self, tensors: slice, rows: Sequence[int], out: Rows) -> None:
+        out[...] = self.array[tensors, as_index(rows)]
+
+    def copy_in(self, tensors: slice, rows: Sequence[int], values: Rows) -> None:
+        self.array[tensors, as_index(rows)] = values
 
     def view(self, tensor: int) -> Rows:
         """One tensor, `[rows, D]`, sharing the arena's memory."""

@@ -94,6 +94,7 @@ class KVCache:
         self._steps = 0
         self._tokens_committed = 0
         self._evicted = 0
+        self._is_prefix = True
 
     @property
     def stores(self) -> tuple[Store, ...]:
@@ -136,6 +137,16 @@ class KVCache:
     def tokens_seen(self) -> int:
         """Tokens of the text so far; it grows past S where the policy allows."""
         return self._tokens_seen
+
+    @property
+    def is_prefix(self) -> bool:
+        """Whether the tokens held are a text from its beginning on, each computed in sight of all before it."""
+        return self._is_prefix
+
+    @property
+    def capacity(self) -> int:
+        """The most tokens held."""
+        return self._policy.capacity(self.geometry.context)
 
     @property
     def position(self) -> int:
@@ -198,6 +209,8 @@ class KVCache:
             raise ValueError(f"context: found {context}; wanted {self.length + ar}, tokens held and new, to {most}")
         if ages := self._policy.leaving(most, self.length, ar, self._similarity):
             self._evict(ages)
+        if self.length < self._tokens_seen or self.length > most - ar:
+            self._is_prefix = False  # the graph does not see all that came before
         self._open_ar = ar
         return tuple([group.window(ar, context) for group in self.groups])
 
@@ -211,7 +224,9 @@ class KVCache:
             raise ValueError(f"commit: found {n} tokens but no open step; wanted a call of window(ar) before")
         if not 0 <= n <= self._open_ar:
             raise ValueError(f"commit: found {n} tokens; wanted 0 to {self._open_ar}, the AR of the open step")
-        self._positions.commit(n, max(0, self.length + n - self._policy.capacity(self.geometry.context)))
+        evicted = max(0, self.length + n - self.capacity)
+        self._is_prefix = self._is_prefix and not evicted
+        self._positions.commit(n, evicted)
         for group in self.groups:
             group.commit(n, group.evicted_by(n))
         self._open_ar = None
@@ -242,6 +257,21 @@ class KVCache:
         self._positions.reset()
         self._open_ar = None
         self._tokens_seen = 0
+        self._is_prefix = True
+
+    def hold(self, tokens: int) -> None:
+        """Hold the first `tokens` tokens of a text and no others; whoever says so writes their rows then.
+
+        Raises:
+            ValueError: the policy does not allow so many.
+        """
+        if not 0 <= tokens <= self.capacity:
+            raise ValueError(f"hold: found {tokens} tokens; wanted 0 to {self.capacity}")
+        self.reset()
+        for group in self.groups:
+            group.reset(min(tokens, group.capacity))
+        self._positions.commit(tokens, 0)
+        self._tokens_seen = tokens
 
     @property
     def state(self) -> CacheState:
@@ -276,6 +306,7 @@ class KVCache:
             group.write(state.rows)
         self._positions.restore(state.positions, state.position, state.rewindable)
         self._tokens_seen = state.tokens_seen
+        self._is_prefix = False
         self._open_ar = None
 
     def save(self, file: str | Path, *, fingerprint: str) -> None:

@@ -13,7 +13,7 @@ from edgekv.kv.geometry import Geometry, KvTensor
 from edgekv.kv.layout import aligned
 from edgekv.kv.memory import ALIGNMENT_BYTES, HeapMemory
 from edgekv.kv.move import Move
-from edgekv.kv.store import DTYPES, Rows
+from edgekv.kv.store import DTYPES, Rows, as_index
 from edgekv.kv.strategy import Strategy
 from edgekv.kv.window import Window
 
@@ -155,6 +155,20 @@ class ColumnArena:
 
     def write(self, tensor: int, rows: Sequence[int], values: Rows) -> None:
         self._blocks[tensor, self._indexes(rows)] = values.T
+
+    def copy_out(self, tensors: slice, rows: Sequence[int], out: Rows) -> None:
+        index = as_index(rows)
+        if self._aside or not isinstance(index, slice):
+            out[...] = self._blocks[tensors, self._indexes(rows)].transpose(0, 2, 1)
+        else:
+            out[...] = self._strips[tensors, :, index].transpose(0, 2, 1)
+
+    def copy_in(self, tensors: slice, rows: Sequence[int], values: Rows) -> None:
+        index = as_index(rows)
+        if self._aside or not isinstance(index, slice):
+            self._blocks[tensors, self._indexes(rows)] = values.transpose(0, 2, 1)
+        else:
+            self._strips[tensors, :, index] = values.transpose(0, 2, 1)
 
     def open(self, ar: int) -> None:
         """Let the scratch take the new columns of an AR step, `[D, AR]`."""

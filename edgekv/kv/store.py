@@ -59,3 +59,16 @@ class Store(Protocol):
 
     def write(self, tensor: int, rows: Sequence[int], values: Rows) -> None:
         """Set these rows of one tensor to `[len(rows), D]`."""
+
+    def copy_out(self, tensors: slice, rows: Sequence[int], out: Rows) -> None:
+        """Copy these rows of consecutive tensors to `out`, `[tensors, len(rows), D]`."""
+
+    def copy_in(self, tensors: slice, rows: Sequence[int], values: Rows) -> None:
+        """Set these rows of consecutive tensors to `[tensors, len(rows), D]`."""
+
+
+def as_index(rows: Sequence[int]) -> Sequence[int] | slice:
+    """Rows in a row as a slice, with which numpy copies them at once."""
+    if rows and list(rows) == list(range(rows[0], rows[0] + len(rows))):
+        return slice(rows[0], rows[0] + len(rows))
+    return rows

@@ -64,16 +64,16 @@ def split_layers(geometry: Geometry | LayeredGeometry, windows: Sequence[int] = 
         raise PrefixError("max_attention_window", found=list(windows), wanted=wanted, way_out="Mend the list.")
     heads: Sequence[int] = [geometry.kv_heads] if isinstance(geometry, Geometry) else geometry.kv_heads
     widths: Sequence[int] = [geometry.head_dim] if isinstance(geometry, Geometry) else geometry.head_dim
-    own: Sequence[int] = () if isinstance(geometry, Geometry) else geometry.windows
+    own: Sequence[int | None] = () if isinstance(geometry, Geometry) else geometry.windows
     if windows and own:
         wanted = "none, since the model's layers have windows of their own"
         raise PrefixError("max_attention_window", found=list(windows), wanted=wanted, way_out="Leave it out.")
-    limits = windows or own or (context,)
+    limits = [context if window is None else min(window, context) for window in windows or own or (None,)]
     members: dict[tuple[int, int, int], list[int]] = {}
     starts = [0]
     for layer in range(layers):
         kv_heads = heads[layer % len(heads)]
-        sizes = (min(limits[layer % len(limits)], context), kv_heads, widths[layer % len(widths)])
+        sizes = (limits[layer % len(limits)], kv_heads, widths[layer % len(widths)])
         members.setdefault(sizes, []).append(layer)
         starts.append(starts[-1] + 2 * kv_heads)
     groups = []

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +23,16 @@ class TierStats:
     bytes_in: int
     bytes_out: int
     evictions: int
+
+    def since(self, earlier: TierStats) -> TierStats:
+        """What was done after `earlier`; what is held is that of now."""
+        return TierStats(
+            self.blocks,
+            self.bytes_held,
+            self.bytes_in - earlier.bytes_in,
+            self.bytes_out - earlier.bytes_out,
+            self.evictions - earlier.evictions,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +66,14 @@ class StoreStats:
     primary: TierStats
     host: TierStats
     disk: TierStats
+
+    def since(self, earlier: StoreStats) -> StoreStats:
+        """What was done after `earlier`; what is held is that of now."""
+        changes: dict[str, Any] = {}
+        for name in (field.name for field in fields(StoreStats)):
+            now, then = getattr(self, name), getattr(earlier, name)
+            changes[name] = now.since(then) if isinstance(now, TierStats) else now - then
+        return StoreStats(**changes)
 
 
 class Counters:

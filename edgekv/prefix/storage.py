@@ -98,7 +98,8 @@ class BlockStorage:
 
     def encode(self, block: Block, tier: Tier) -> bytes:
         assert self._disk is not None
-        rows = self._memories[tier][block.group].view(block.places[tier])[:, : len(block.node.tokens)]
+        held = self._memories[tier][block.group].view(block.places[tier])
+        rows = np.ascontiguousarray(held[:, : len(block.node.tokens)])
         self._counters.bytes_out[tier] += rows.nbytes
         return self._disk.encode(self._record(block), rows)
 

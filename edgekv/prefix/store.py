@@ -118,6 +118,11 @@ class PrefixStore:
         if disk is not None:
             self._adopt(disk)
 
+    def check_salt(self, salt: str | None) -> None:
+        """Raise PrefixError if a salt is empty."""
+        if salt == "":
+            raise PrefixError("cache_salt", found="an empty text", wanted="a text, or None", way_out="Leave it out.")
+
     def match(self, tokens: Sequence[int], salt: str | None = None) -> Match:
         """Find and hold the longest stored beginning of a sequence; blocks of lower tiers come back for it.
 
@@ -300,8 +305,7 @@ class PrefixStore:
         return (sum(group.tensors for group in self.groups), tokens, widths.pop())
 
     def _root_key(self, salt: str | None) -> bytes:
-        if salt == "":
-            raise PrefixError("cache_salt", found="an empty text", wanted="a text, or None", way_out="Leave it out.")
+        self.check_salt(salt)
         return self._keys.root(self._digest, salt)
 
     def _check_held(self, match: Match) -> None:

@@ -10,6 +10,8 @@ from numpy.typing import NDArray
 
 from edgekv.engine.runner import Runner, StepTimes
 from edgekv.kv import CacheStats, Requantization
+from edgekv.prefix import StoreStats
+from edgekv.reuse import Prefixes
 from edgekv.sequences.manager import SequenceManager
 from edgekv.sequences.mode import Mode
 from edgekv.sequences.sequence import HeldSequence
@@ -21,7 +23,8 @@ class Fed:
 
     Attributes:
         times: of its steps.
-        reused_tokens: tokens of the first call, the prompt, that were not run because they were held.
+        reused_tokens: tokens of the first call, the prompt, that were not run because they were held or restored.
+        restored_tokens: those of them that came from the store of prefixes.
         computed_tokens: tokens run, those included that were run again.
         bytes_held: bytes of the cache that was used last.
         bytes_copied: bytes that caches copied.
@@ -32,6 +35,7 @@ class Fed:
 
     times: StepTimes
     reused_tokens: int
+    restored_tokens: int
     computed_tokens: int
     bytes_held: int
     bytes_copied: int
@@ -54,6 +58,7 @@ class SequenceFeeder:
         scratch: HeldSequence,
         manager: SequenceManager,
         sequence: int | None = None,
+        prefixes: Prefixes | None = None,
     ) -> None:
         """Prepare to feed a sequence.
 
@@ -63,14 +68,16 @@ class SequenceFeeder:
             scratch: the model's own cache.
             manager: where named sequences are kept.
             sequence: the id; None for a sequence that lives in `scratch`.
+            prefixes: where beginnings of sequences are found and left, in a mode that keeps all sequences.
         """
         self._runner = runner
         self._mode = mode
         self._scratch = scratch
         self._manager = manager
         self._sequence = sequence
+        self._prefixes = prefixes
         self._tokens: list[int] = []
-        self.done = Fed(StepTimes(0, 0, 0), 0, 0, scratch.cache.stats.bytes_held, 0, 0, None, True)
+        self.done = Fed(StepTimes(0, 0, 0), 0, 0, 0, scratch.cache.stats.bytes_held, 0, 0, None, True)
 
     def claim(self, tokens: int) -> None:
         """Ask for the cache that a sequence of so many tokens needs, so that a refusal comes before any work.
@@ -98,21 +105,61 @@ class SequenceFeeder:
         known = len(self._tokens)
         self._tokens += tokens
         held = self._place()
+        restored = 0
         if not self._keeps(len(self._tokens)):
             held.reset()
             start = 0
         elif held.writer is self and held.cache.tokens_seen == known:
             start = known
         else:
-            start = held.reuse(self._tokens)
+            start, restored = self._recall(held)
         new = self._tokens[start:]
         self._runner.use(held.cache)
         times, before = self._runner.times, held.cache.stats
         try:
-            return self._runner.feed(new)
+            return self._run(held, new)
         finally:
-            held.record(new, self)
-            self._count(held, self._runner.times - times, before, len(new), first)
+            self._count(held, self._runner.times - times, before, len(new), restored, first)
+
+    def finish(self) -> None:
+        """Nothing follows: leave the end of the sequence in the store of prefixes too."""
+        if self._prefixes is None or not self._tokens:
+            return
+        held = self._scratch if self._sequence is None else self._manager.touch(self._sequence)
+        if held is not None and held.writer is self:
+            self._prefixes.end(held.cache, held.tokens)
+
+    @property
+    def prefix_stats(self) -> StoreStats | None:
+        """What was done with the store of prefixes; None if there is none."""
+        return None if self._prefixes is None else self._prefixes.stats
+
+    def _recall(self, held: HeldSequence) -> tuple[int, int]:
+        """How many tokens of the sequence its cache holds now, and how many of these the store has given."""
+        start = held.reuse(self._tokens)
+        if self._prefixes is None or start == len(self._tokens) - 1:
+            return start, 0
+        try:
+            end = self._prefixes.restore(held.cache, self._tokens, start)
+        except BaseException:
+            held.reset()
+            raise
+        if end > start:
+            held.adopt(self._tokens[:end])
+        return end, end - start
+
+    def _run(self, held: HeldSequence, tokens: Sequence[int]) -> NDArray[Any]:
+        """Run tokens; what they fill is left in the store before a layer of limited attention lets go of it."""
+        piece = held.cache.ar[-1] if self._prefixes is not None and len(held.cache.groups) > 1 else len(tokens)
+        for at in range(0, len(tokens), piece):
+            part = tokens[at : at + piece]
+            try:
+                logits = self._runner.feed(part)
+            finally:
+                held.record(part, self)
+            if self._prefixes is not None:
+                self._prefixes.keep(held.cache, held.tokens)
+        return logits
 
     def _keeps(self, tokens: int) -> bool:
         limit = self._mode.recomputed_tokens
@@ -123,13 +170,16 @@ class SequenceFeeder:
             return self._scratch
         return self._manager.touch(self._sequence) or self._manager.get_or_create(self._sequence)
 
-    def _count(self, held: HeldSequence, times: StepTimes, before: CacheStats, computed: int, first: bool) -> None:
+    def _count(
+        self, held: HeldSequence, times: StepTimes, before: CacheStats, computed: int, restored: int, first: bool
+    ) -> None:
         done, cache = self.done, held.cache.stats
         self.done = Fed(
             times=StepTimes(
                 done.times.steps + times.steps, done.times.run_ns + times.run_ns, done.times.host_ns + times.host_ns
             ),
             reused_tokens=len(self._tokens) - computed if first else done.reused_tokens,
+            restored_tokens=restored if first else done.restored_tokens,
             computed_tokens=done.computed_tokens + computed,
             bytes_held=cache.bytes_held,
             bytes_copied=done.bytes_copied + cache.bytes_copied - before.bytes_copied,

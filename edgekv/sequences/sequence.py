@@ -49,6 +49,11 @@ class HeldSequence:
             del self.tokens[common:]
         return common
 
+    def adopt(self, tokens: Sequence[int]) -> None:
+        """Note that the cache was given these tokens instead of what it held."""
+        self.tokens = list(tokens)
+        self.writer = None
+
     def record(self, tokens: Sequence[int], writer: object) -> None:
         """Note that these tokens were run next, as far as the cache has committed them."""
         self.tokens += tokens

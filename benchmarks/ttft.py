@@ -1,0 +1,83 @@
+"""Time to the first token of a prompt whose beginning is in the prefix store, against one whose beginning is not.
+
+    python -m benchmarks.ttft [BUNDLE] [--prompt 480] [--cached 448] [--rounds 9] [--engine cpu]
+
+The embedded model with a context of 512. Cold and warm take turns in one process, each prompt under a salt of its own,
+so that nothing else is found; sessions are made before. Times are from the call until the token is there, and medians.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+import time
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+import edgekv
+from devices import find
+from edgekv.prefix import StoreConfig
+from exporters.checkpoint import Checkpoint
+from exporters.export import ExportOptions, export_bundle
+from exporters.recipe import find_recipe
+
+CHECKPOINT = Path(__file__).parent.parent / "models" / "stdlib-4m"
+
+
+def export(folder: Path) -> Path:
+    """The embedded model with a context of 512, not checked on the HTP compiler."""
+    options = ExportOptions(
+        device=find("SM8650"), recipe=find_recipe("w8a16"), context=(512,), ar=(1, 32), check_on_htp=False
+    )
+    export_bundle(Checkpoint.open(str(CHECKPOINT)), folder, options)
+    return folder
+
+
+def first_token_ms(model: edgekv.Model, tokens: list[int], salt: str) -> tuple[float, int]:
+    """Time to the first token, and how many of the prompt's tokens were restored."""
+    began = time.perf_counter_ns()
+    generation = model.generate(tokens, 1, cache_salt=salt)
+    next(generation)
+    return (time.perf_counter_ns() - began) / 1e6, generation.stats.restored_tokens
+
+
+def measure(model: edgekv.Model, tokens: list[int], cached: int, rounds: int) -> Table:
+    times: dict[str, list[float]] = {"cold": [], "warm": []}
+    restored = {"cold": 0, "warm": 0}
+    for number in range(rounds + 1):
+        list(model.generate(tokens[:cached], 1, cache_salt=f"warm {number}"))
+        for name in times:
+            ms, found = first_token_ms(model, tokens, f"{name} {number}")
+            if number:  # the first round warms the sessions
+                times[name].append(ms)
+                restored[name] = found
+    table = Table(title=f"time to the first token, prompt of {len(tokens)} tokens, {model.engine}")
+    for column in ("prefix", "tokens restored", "ms", "times shorter"):
+        table.add_column(column, justify="left" if column == "prefix" else "right")
+    base = statistics.median(times["cold"])
+    for name, measured in times.items():
+        median = statistics.median(measured)
+        table.add_row(name, str(restored[name]), f"{median:.2f}", f"{base / median:.1f}")
+    return table
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("bundle", type=Path, nargs="?", help="a bundle; the embedded model is exported without one")
+    parser.add_argument("--prompt", type=int, default=480, help="tokens of the prompt")
+    parser.add_argument("--cached", type=int, default=448, help="tokens of it that the store has")
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--engine", default="cpu")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        bundle = args.bundle or export(Path(folder) / "bundle")
+        model = edgekv.load(bundle, args.engine, prefix_cache=StoreConfig(max_tokens=1 << 16))
+        tokens = model.encode((CHECKPOINT / "heldout.txt").read_text("utf-8")[: 8 * args.prompt])[: args.prompt]
+        Console().print(measure(model, tokens, args.cached, args.rounds))
+
+
+if __name__ == "__main__":
+    main()

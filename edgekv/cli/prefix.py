@@ -1,0 +1,101 @@
+"""`edgekv prefix`: put prefixes into a bundle; list and remove them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import typer
+
+from edgekv.errors import UsageError
+
+app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Prefixes that are never computed again.")
+
+PlaceArgument = Annotated[Path, typer.Argument(help="A bundle, or a folder of --prefix-cache.", show_default=False)]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else.")]
+
+
+@app.command()
+def bake(
+    bundle: Annotated[Path, typer.Argument(help="A bundle's folder.", show_default=False)],
+    text: Annotated[Path, typer.Argument(help="A UTF-8 text file: the beginning of prompts.", show_default=False)],
+    name: Annotated[str | None, typer.Option(help="Name of the prefix.", show_default="the file's")] = None,
+    engine: Annotated[str, typer.Option(help="Which engine computes the prefix, and uses it: cpu or htp.")] = "cpu",
+    as_json: JsonOption = False,
+) -> None:
+    """Put a prefix into a bundle.
+
+    Prompts that begin with the text are then continued from its end on, without any option. Engines differ in the last
+    bit, so each has prefixes of its own.
+    """
+    try:
+        content = text.read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        found, way_out = f"{text}: {error}", "Check the path."
+        raise UsageError("TEXT", found=found, wanted="a UTF-8 text file", way_out=way_out) from None
+    from edgekv.reuse.bake import bake_prefix
+
+    baked = bake_prefix(bundle, content, text.stem if name is None else name, engine)
+    if as_json:
+        typer.echo(msgspec.json.encode(baked))
+    else:
+        typer.echo(f"{bundle}: {baked.name}, {baked.tokens} tokens, {baked.engine}")
+
+
+@app.command("ls")
+def list_(place: PlaceArgument, as_json: JsonOption = False) -> None:
+    """List prefixes."""
+    if _is_bundle(place):
+        from edgekv.reuse import baked_prefixes
+
+        baked = baked_prefixes(place)
+        _print(baked, [f"{each.name}: {each.tokens} tokens, {each.engine}" for each in baked], as_json)
+        return
+    from edgekv.reuse.folder import stored_prefixes
+
+    stored = stored_prefixes(place)
+    lines = [
+        f"{each.id}: {each.tokens} tokens, {each.bytes:,} bytes, {each.own_bytes:,} of them its own, "
+        f"priority {each.priority}, store {each.store}"
+        for each in stored
+    ]
+    _print(stored, lines, as_json)
+
+
+@app.command()
+def rm(
+    place: PlaceArgument,
+    prefix: Annotated[str | None, typer.Argument(help="Its name or id.", show_default=False)] = None,
+    engine: Annotated[str | None, typer.Option(help="Of a bundle: only of this engine.", show_default=False)] = None,
+    everything: Annotated[bool, typer.Option("--all", help="Remove all prefixes.")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Remove prefixes."""
+    if (prefix is None) != everything:
+        found = "both" if everything else "neither"
+        raise UsageError("PREFIX, --all", found=found, wanted="one of them", way_out="See edgekv prefix ls.")
+    if _is_bundle(place):
+        from edgekv.reuse import remove_baked
+
+        baked = remove_baked(place, prefix, engine)
+        _print(baked, [f"removed {each.name}, {each.engine}" for each in baked], as_json)
+        return
+    from edgekv.reuse.folder import remove_stored
+
+    stored = remove_stored(place, prefix)
+    _print(stored, [f"removed {each.id}, {each.tokens} tokens" for each in stored], as_json)
+
+
+def _is_bundle(place: Path) -> bool:
+    from edgekv.bundle import MANIFEST
+
+    return (place / MANIFEST).is_file()
+
+
+def _print(entries: object, lines: list[str], as_json: bool) -> None:
+    if as_json:
+        typer.echo(msgspec.json.encode(entries))
+        return
+    for line in lines:
+        typer.echo(line)

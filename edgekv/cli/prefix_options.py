@@ -1,0 +1,126 @@
+"""The options of a prefix cache, named as TensorRT-LLM names them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from edgekv.errors import UsageError
+
+if TYPE_CHECKING:
+    from edgekv.prefix import RetentionPolicy, StoreConfig
+
+PrefixCacheOption = Annotated[
+    Path | None,
+    typer.Option(
+        help="A folder of prefixes: what earlier runs have computed is not computed again.", show_default=False
+    ),
+]
+CacheSaltOption = Annotated[
+    str | None,
+    typer.Option(
+        help="Share prefixes only with runs of the same salt, which is never written anywhere.",
+        envvar="EDGEKV_CACHE_SALT",
+        show_default=False,
+    ),
+]
+RetentionOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="START-END:PRIORITY or START-END:PRIORITY:MS: keep these tokens of the prompt with a priority of 0 to 100 "
+        "(default 35), for so many ms; END may be left out; may be repeated.",
+        show_default=False,
+    ),
+]
+DecodePriorityOption = Annotated[
+    int | None, typer.Option(help="Priority of generated tokens, 0 to 100.", show_default="35")
+]
+DecodeDurationOption = Annotated[int | None, typer.Option(help="After so many ms it is 35 again.", show_default=False)]
+TokensPerBlockOption = Annotated[
+    int | None, typer.Option(help="Tokens of a block of the prefix cache, a power of two.", show_default="32")
+]
+MaxTokensOption = Annotated[
+    int | None, typer.Option(help="Tokens that the prefix cache holds in memory.", show_default=False)
+]
+HostSizeOption = Annotated[
+    int | None, typer.Option(help="Bytes of secondary memory of the prefix cache.", show_default="0")
+]
+DiskSizeOption = Annotated[
+    int | None, typer.Option(help="Bytes of files that the prefix cache keeps.", show_default="1 GiB")
+]
+BlockReuseOption = Annotated[
+    bool, typer.Option("--enable-block-reuse/--no-block-reuse", help="Whether prefixes are reused at all.")
+]
+PartialReuseOption = Annotated[
+    bool, typer.Option("--enable-partial-reuse/--no-partial-reuse", help="Whether blocks are reused in part.")
+]
+
+_RANGE = re.compile(r"(\d+)-(\d*):(\d+)(?::(\d+))?")
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixOptions:
+    """What the command line said of the prefix cache; None is the default of `StoreConfig`."""
+
+    folder: Path | None
+    tokens_per_block: int | None
+    max_tokens: int | None
+    host_cache_size: int | None
+    disk_cache_size: int | None
+    block_reuse: bool
+    partial_reuse: bool
+
+    def config(self) -> StoreConfig | None:
+        """The store that is asked for; None if there is none.
+
+        Raises:
+            UsageError: a number out of range, or options without a folder.
+        """
+        from edgekv.prefix import StoreConfig
+
+        sizes = ("tokens_per_block", "max_tokens", "host_cache_size", "disk_cache_size")
+        given = {name: value for name in sizes if (value := getattr(self, name)) is not None}
+        if not self.block_reuse:
+            return StoreConfig(enable_block_reuse=False)
+        if self.folder is None:
+            if given or not self.partial_reuse:
+                name = next(iter(given), "no_partial_reuse")
+                option, way_out = f"--{name.replace('_', '-')}", "Add --prefix-cache DIR."
+                raise UsageError(option, found="no --prefix-cache", wanted="a folder for it", way_out=way_out)
+            return None
+        config = StoreConfig(disk_folder=self.folder, enable_partial_reuse=self.partial_reuse)
+        return replace(config, **given)
+
+
+def parse_retention(
+    ranges: Sequence[str], decode_priority: int | None, decode_duration_ms: int | None
+) -> RetentionPolicy | None:
+    """A retention policy as users write it; None if nothing is asked for.
+
+    Raises:
+        UsageError: a range that cannot be read, out of range, or two that overlap.
+    """
+    from edgekv.prefix import RetentionPolicy, TokenRangeRetentionConfig
+    from edgekv.prefix.retention import DEFAULT_PRIORITY
+
+    if not ranges and decode_priority is None and decode_duration_ms is None:
+        return None
+    configs = []
+    for text in ranges:
+        match = _RANGE.fullmatch(text.strip())
+        if match is None:
+            wanted = "START-END:PRIORITY or START-END:PRIORITY:MS"
+            raise UsageError("--retention", found=repr(text), wanted=wanted, way_out="Write 0-448:100, for example.")
+        start, end, priority, duration = match.groups()
+        configs.append(
+            TokenRangeRetentionConfig(
+                int(start), int(end) if end else None, int(priority), None if duration is None else int(duration)
+            )
+        )
+    priority_of_decode = DEFAULT_PRIORITY if decode_priority is None else decode_priority
+    return RetentionPolicy(tuple(configs), priority_of_decode, decode_duration_ms)
