@@ -3,27 +3,23 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
-from safetensors import SafetensorError, safe_open
 from tokenizers import Tokenizer
 
 from edgekv.errors import CheckpointError
 from exporters.architectures import describe
 from exporters.spec import DecoderSpec
+from exporters.stored import StoredTensor, read_json, stored_tensors
 from exporters.tensors import EMBEDDING, HEAD, View, views
 
-_FLOATS = {"BF16": np.dtype(ml_dtypes.bfloat16), "F16": np.dtype(np.float16), "F32": np.dtype(np.float32)}
 _RECOMPUTED = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")  # kept by older checkpoints
-_BLOCK_BYTES = 1 << 24
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,19 +32,6 @@ class SpecialTokens:
 
 
 @dataclass(frozen=True, slots=True)
-class _Stored:
-    """Where a tensor's bytes lie."""
-
-    file: Path
-    dtype: np.dtype[Any]
-    shape: tuple[int, ...]
-    offset: int
-
-    def open(self) -> NDArray[Any]:
-        return np.asarray(np.memmap(self.file, self.dtype, mode="r", offset=self.offset, shape=self.shape))
-
-
-@dataclass(frozen=True, slots=True)
 class Checkpoint:
     """An open checkpoint whose configuration, tokenizer and tensor shapes agree with each other."""
 
@@ -57,7 +40,7 @@ class Checkpoint:
     spec: DecoderSpec
     special: SpecialTokens
     tokenizer: Tokenizer
-    _tensors: dict[str, _Stored] = field(repr=False)
+    _tensors: dict[str, StoredTensor] = field(repr=False)
     _views: dict[str, View] = field(repr=False)
 
     @classmethod
@@ -68,11 +51,11 @@ class Checkpoint:
             CheckpointError: naming the file or field that is missing, broken, contradictory or unsupported.
         """
         folder = _locate(name)
-        spec = describe(config := _read_json(folder / "config.json"))
-        generation = _read_json(folder / "generation_config.json", optional=True)
+        spec = describe(config := read_json(folder / "config.json"))
+        generation = read_json(folder / "generation_config.json", optional=True)
         tokenizer = _open_tokenizer(folder / "tokenizer.json", spec.vocab)
         special = _special_tokens(config, generation, tokenizer)
-        tensors = dict(_index(folder))
+        tensors = stored_tensors(folder)
         wanted = {view.name: view for view in views(spec)}
         _check_tensors(tensors, wanted.values(), spec)
         return cls(name, folder, spec, special, tokenizer, tensors, wanted)
@@ -104,6 +87,28 @@ class Checkpoint:
         """How many numbers the model's tensors hold, a tied head counted once."""
         return sum(int(np.prod(self._tensors[key].shape)) for key in {view.key for view in self._views.values()})
 
+    def check_values(self, progress: Callable[[int, int], None] = lambda done, of: None) -> None:
+        """Read every tensor of the decoder once and look for what is no number.
+
+        Args:
+            progress: told of the tensors done and of how many there are.
+
+        Raises:
+            CheckpointError: naming a tensor with NaN or infinite elements.
+        """
+        keys = list(dict.fromkeys(view.key for view in self._views.values()))
+        for done, key in enumerate(keys):
+            progress(done, len(keys))
+            broken = self._tensors[key].count_not_finite()
+            if broken:
+                raise CheckpointError(
+                    f"weights: {key}",
+                    found=f"{broken} elements that are NaN or infinite",
+                    wanted="finite numbers",
+                    way_out="The training or a conversion diverged, or the file is damaged: take another checkpoint.",
+                )
+        progress(len(keys), len(keys))
+
     def weights_sha256(self) -> str:
         """One hash over all weight files, in name order."""
         digest = hashlib.sha256()
@@ -119,7 +124,7 @@ class Checkpoint:
         return ids
 
 
-def _check_tensors(found: Mapping[str, _Stored], wanted: Iterable[View], spec: DecoderSpec) -> None:
+def _check_tensors(found: Mapping[str, StoredTensor], wanted: Iterable[View], spec: DecoderSpec) -> None:
     """All that the decoder reads is there, and nothing that it does not know.
 
     Raises:
@@ -136,7 +141,7 @@ def _check_tensors(found: Mapping[str, _Stored], wanted: Iterable[View], spec: D
                 way_out="The weights and config.json do not belong together; fetch both anew.",
             )
     for key in sorted(found.keys() - shapes.keys()):
-        if key == HEAD and not _equal(found[HEAD], found[EMBEDDING]):
+        if key == HEAD and not found[HEAD].equals(found[EMBEDDING]):
             raise CheckpointError(
                 f"weights: {HEAD}",
                 found="another matrix than the embedding",
@@ -150,19 +155,6 @@ def _check_tensors(found: Mapping[str, _Stored], wanted: Iterable[View], spec: D
                 wanted=f"the tensors of the architecture {spec.model_type} alone",
                 way_out="Merge adapters into the weights first. Another architecture cannot be exported.",
             )
-
-
-def _equal(one: _Stored, other: _Stored) -> bool:
-    if one.shape != other.shape:
-        return False
-    pairs = zip(_blocks(one.open()), _blocks(other.open()), strict=True)
-    return all(np.array_equal(a, b) for a, b in pairs)
-
-
-def _blocks(rows: NDArray[Any]) -> Iterator[NDArray[Any]]:
-    """The rows, as many at a time as are about 16 MiB."""
-    step = max(1, _BLOCK_BYTES * len(rows) // max(1, rows.nbytes))
-    return (rows[first : first + step] for first in range(0, len(rows), step))
 
 
 def _locate(name: str) -> Path:
@@ -180,8 +172,9 @@ def _locate(name: str) -> Path:
 
     patterns = ["*.safetensors", "*.safetensors.index.json", "tokenizer.json"]
     patterns += ["config.json", "generation_config.json"]
+    copies = ["consolidated*", "original/*"]  # the same weights in the form of who trained them
     try:
-        return Path(snapshot_download(name, allow_patterns=patterns))
+        return Path(snapshot_download(name, allow_patterns=patterns, ignore_patterns=copies))
     except Exception as error:  # the hub's own errors share no base class
         raise CheckpointError(
             "checkpoint",
@@ -189,27 +182,6 @@ def _locate(name: str) -> Path:
             wanted="a folder, or a hub id that can be downloaded",
             way_out="Check the path or the id, log in with `hf auth login` for gated models, or download it first.",
         ) from error
-
-
-def _read_json(path: Path, *, optional: bool = False) -> dict[str, Any]:
-    if optional and not path.exists():
-        return {}
-    try:
-        content = json.loads(path.read_text("utf-8"))
-    except FileNotFoundError:
-        found = "no such file"
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        found = f"no valid JSON ({error})"
-    else:
-        if isinstance(content, dict):
-            return content
-        found = f"a JSON {type(content).__name__}"
-    raise CheckpointError(
-        str(path),
-        found=found,
-        wanted="a JSON object",
-        way_out="Point to a whole Hugging Face checkpoint folder.",
-    )
 
 
 def _special_tokens(config: dict[str, Any], generation: dict[str, Any], tokenizer: Tokenizer) -> SpecialTokens:
@@ -252,55 +224,3 @@ def _open_tokenizer(path: Path, vocab: int) -> Tokenizer:
             way_out="This tokenizer belongs to another model; fetch both together.",
         )
     return tokenizer
-
-
-def _index(folder: Path) -> Iterator[tuple[str, _Stored]]:
-    """Every tensor of every `*.safetensors`; the library checks headers and lengths, so truncation shows here."""
-    paths = sorted(folder.glob("*.safetensors"))
-    for part in _parts_of_index(folder):
-        if part not in {path.name for path in paths}:
-            raise CheckpointError(
-                str(folder / part),
-                found="no such file",
-                wanted="every part that model.safetensors.index.json names",
-                way_out="Download the missing part.",
-            )
-    if not paths:
-        raise CheckpointError(
-            str(folder), found="no *.safetensors", wanted="model.safetensors", way_out="Download the weights."
-        )
-    for path in paths:
-        try:
-            with safe_open(path, framework="numpy") as opened:
-                keys = list(opened.keys())
-        except (SafetensorError, OSError) as error:
-            raise CheckpointError(
-                str(path),
-                found=f"a broken file ({error})",
-                wanted="a whole safetensors file",
-                way_out="It is truncated or damaged: download it again.",
-            ) from error
-        header, begin = _header(path)
-        for key in keys:
-            entry = header[key]
-            dtype = _FLOATS.get(entry["dtype"])
-            if dtype is None:
-                raise CheckpointError(
-                    f"{path.name}: {key}",
-                    found=entry["dtype"],
-                    wanted=" or ".join(_FLOATS),
-                    way_out="Start from the checkpoint before quantization.",
-                )
-            yield key, _Stored(path, dtype, tuple(entry["shape"]), begin + entry["data_offsets"][0])
-
-
-def _parts_of_index(folder: Path) -> set[str]:
-    table = _read_json(folder / "model.safetensors.index.json", optional=True)
-    return set(table.get("weight_map", {}).values())
-
-
-def _header(path: Path) -> tuple[dict[str, Any], int]:
-    """The header of a file that the library has accepted, and where its data begins."""
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        return json.loads(file.read(length)), 8 + length

@@ -135,6 +135,7 @@ def export_bundle(
             way_out=f"Use --context {spec.max_positions // max(options.ar) * max(options.ar)}.",
         )
     calibration = _read_calibration(options.calibration)
+    checkpoint.check_values(lambda done, of: progress("read", done, of))
     with atomic_directory(target, force=force) as folder:
         texts = token_windows(checkpoint, calibration.text, min(_CALIBRATION_WINDOW, context), _CALIBRATION_WINDOWS)
         ranges = observe_ranges(checkpoint, texts, context, lambda done: progress("calibrate", done, spec.layers))

@@ -1,5 +1,6 @@
 import json
 
+import ml_dtypes
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
@@ -101,6 +102,71 @@ def test_special_tokens_that_the_tokenizer_lacks_are_refused(tmp_path):
     write_checkpoint(tmp_path)
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": 300}))
     assert "eos_token_id" in refusal(tmp_path)
+
+
+@pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float16, np.float32])
+@pytest.mark.parametrize("shards", [1, 3])
+def test_every_float_type_and_any_number_of_files_give_the_same_numbers(tmp_path, dtype, shards):
+    whole = Checkpoint.open(str(write_checkpoint(tmp_path / "whole", OLDER)))
+    other = Checkpoint.open(str(write_checkpoint(tmp_path / "other", OLDER, dtype=dtype, shards=shards)))
+    other.check_values()
+    for key in ("model.embed_tokens.weight", "model.layers.1.mlp.down_proj.weight", "lm_head.weight"):
+        assert np.allclose(whole.tensor(key), other.tensor(key), rtol=2**-11, atol=2**-24)
+
+
+def test_files_beside_those_of_the_index_are_not_read(tmp_path):
+    write_checkpoint(tmp_path, shards=2)
+    save_file({"tok_embeddings.weight": np.ones((2, 2), np.float32)}, tmp_path / "consolidated.safetensors")
+    Checkpoint.open(str(tmp_path))
+
+
+def test_an_index_that_names_another_file_is_refused(tmp_path):
+    write_checkpoint(tmp_path, shards=2)
+    path = tmp_path / "model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    index["weight_map"]["model.embed_tokens.weight"] = "model-00002-of-00002.safetensors"
+    path.write_text(json.dumps(index))
+    assert "model.embed_tokens.weight: found no such tensor in model-00002-of-00002" in refusal(tmp_path)
+
+
+def change_weights(folder, **changes) -> None:
+    weights = load_file(folder / "model.safetensors")
+    for name, value in changes.items():
+        key = name.replace("__", ".")
+        weights[key] = value(weights) if callable(value) else value
+    save_file(weights, folder / "model.safetensors")
+
+
+@pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float16, np.float32])
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_a_tensor_with_what_is_no_number_is_named(tmp_path, dtype, value):
+    write_checkpoint(tmp_path, dtype=dtype)
+    name = "model.layers.1.mlp.up_proj.weight"
+    broken = load_file(tmp_path / "model.safetensors")[name].copy()
+    broken[-1, 3] = value
+    change_weights(tmp_path, **{name: broken})
+    with pytest.raises(CheckpointError, match=f"{name}: found 1 elements that are NaN or infinite"):
+        Checkpoint.open(str(tmp_path)).check_values()
+
+
+def test_a_tensor_that_the_architecture_does_not_have_is_refused(tmp_path):
+    write_checkpoint(tmp_path)
+    change_weights(tmp_path, model__layers__0__self_attn__q_proj__bias=np.ones(64, np.float32))
+    assert "model.layers.0.self_attn.q_proj.bias: found a tensor that config.json does not account" in refusal(tmp_path)
+
+
+def test_frequencies_that_older_checkpoints_keep_are_no_weights(tmp_path):
+    write_checkpoint(tmp_path)
+    change_weights(tmp_path, model__layers__0__self_attn__rotary_emb__inv_freq=np.ones(8, np.float32))
+    Checkpoint.open(str(tmp_path))
+
+
+def test_a_tied_head_may_be_stored_again_but_not_be_another(tmp_path):
+    write_checkpoint(tmp_path)
+    change_weights(tmp_path, lm_head__weight=lambda weights: weights["model.embed_tokens.weight"].copy())
+    assert Checkpoint.open(str(tmp_path)).spec.tied_head
+    change_weights(tmp_path, lm_head__weight=lambda weights: -weights["model.embed_tokens.weight"])
+    assert "lm_head.weight: found another matrix" in refusal(tmp_path) and "tie_word_embeddings" in refusal(tmp_path)
 
 
 def test_integer_weights_are_refused(tmp_path):
