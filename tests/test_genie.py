@@ -25,6 +25,7 @@ from exporters.export import ExportOptions, export_bundle
 from exporters.genie import GenieDialog, GenieFolder, GenieOptions, open_genie_folder, vendor, write_genie
 from exporters.genie.config import Debug, GenieConfig
 from exporters.genie.graph_file import read_ports
+from exporters.genie.plan import GeniePlan
 from exporters.genie.ports import GeniePorts
 from exporters.genie.proof import read_specs
 from exporters.recipe import find_recipe
@@ -209,6 +210,37 @@ def test_rotary_tables_of_llama3_are_genies_bit_by_bit(tmp_path: Path) -> None:
     for name, ours in zip(("cos", "sin"), rows, strict=True):
         (dump,) = (tmp_path / "debug").rglob(f"position_ids_{name}.u16.dat")
         assert np.array_equal(np.fromfile(dump, np.uint16), ours.ravel())
+
+
+def test_genie_moves_to_the_next_context_as_edgekv_does(tmp_path: Path) -> None:
+    checkpoint = write_checkpoint(tmp_path / "checkpoint")
+    bundle = _export(checkpoint, tmp_path / "bundle", context=(32, 96), ar=(1, 8))
+    written = write_genie(bundle, tmp_path / "genie", GenieOptions(bos=False))
+    assert {(graph.ar, graph.context) for graph in written.graphs} == {(1, 32), (8, 32), (1, 96), (8, 96)}
+    prompt = list(range(20))
+    ours = [token.id for token in edgekv.load(bundle, engine="htp").generate(prompt, max_new_tokens=64)]
+    with GenieDialog(tmp_path / "genie", open_genie_folder(tmp_path / "genie").config()) as dialog:
+        assert list(dialog.token_query(prompt, max_new_tokens=64)) == ours
+    assert len(prompt) + len(ours) > 32
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"windows": [16, None]}, "attention windows: found layers that attend to 16, None tokens"),
+        (
+            {"rope_type": "longrope"},
+            "rotary embedding: found longrope of 64 elements, times 1; wanted default",
+        ),
+        ({"attention_factor": 1.2}, "found default of 64 elements, times 1.2"),
+    ],
+)
+def test_what_genie_was_not_compared_for_is_refused(columns: Bundle, change: dict[str, object], message: str) -> None:
+    manifest = columns.manifest
+    if "windows" not in change:
+        change = {"rope": msgspec.structs.replace(manifest.rope, **change)}
+    with pytest.raises(BundleError, match=message):
+        GeniePlan.of(Bundle(columns.path, msgspec.structs.replace(manifest, **change)), GenieOptions())
 
 
 def test_one_graph_needs_no_shared_binary(tmp_path: Path) -> None:

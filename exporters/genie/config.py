@@ -71,11 +71,20 @@ class Binaries(_Part, frozen=True, kw_only=True):
 
 
 class RopeScaling(_Part, frozen=True, kw_only=True):
-    rope_type: Literal["llama3"]
+    rope_type: Literal["llama3"] = "llama3"
     factor: float
     low_freq_factor: float
     high_freq_factor: float
     original_max_position_embeddings: int
+
+
+class _Llama3(msgspec.Struct, frozen=True):
+    """The parameters as a bundle holds them."""
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_position_embeddings: float
 
 
 class PositionalEncoding(_Part, frozen=True, kw_only=True):
@@ -145,30 +154,33 @@ class GenieConfig(_Part, frozen=True, kw_only=True):
         return msgspec.json.format(msgspec.json.encode(self), indent=1) + b"\n"
 
 
-def positional_encoding(rope: RopeRecord) -> PositionalEncoding:
+def positional_encoding(rope: RopeRecord, head_dim: int) -> PositionalEncoding:
     """The rotary embedding in Genie's words.
 
     Raises:
-        BundleError: a kind that Genie's tables were not compared for.
+        BundleError: a kind for which Genie's tables were not compared with ours.
     """
-    half = len(rope.inverse_frequencies)
+    half = head_dim // 2
+    turned = 2 * len(rope.inverse_frequencies)
+    if rope.rope_type not in ("default", "llama3") or turned != head_dim or rope.attention_factor != 1:
+        raise BundleError(
+            "rotary embedding",
+            found=f"{rope.rope_type} of {turned} elements, times {rope.attention_factor:g}",
+            wanted=f"default or llama3 of all {head_dim} elements, whose tables in Genie are known to equal ours",
+            way_out="Run the bundle with edgekv generate.",
+        )
     if rope.rope_type == "default":
         return PositionalEncoding(rope_dim=half, rope_theta=rope.theta)
-    if rope.rope_type == "llama3":
-        parameters = {name: value for name, value in rope.parameters.items() if isinstance(value, float)}
-        scaling = RopeScaling(
-            rope_type="llama3",
-            factor=parameters["factor"],
-            low_freq_factor=parameters["low_freq_factor"],
-            high_freq_factor=parameters["high_freq_factor"],
-            original_max_position_embeddings=round(parameters["original_max_position_embeddings"]),
-        )
-        return PositionalEncoding(rope_dim=half, rope_theta=rope.theta, rope_scaling=scaling)
-    raise BundleError(
-        "rope",
-        found=repr(rope.rope_type),
-        wanted="default or llama3, whose tables in Genie are known to equal ours",
-        way_out="Run the bundle with edgekv generate.",
+    scaling = msgspec.convert(rope.parameters, _Llama3)
+    return PositionalEncoding(
+        rope_dim=half,
+        rope_theta=rope.theta,
+        rope_scaling=RopeScaling(
+            factor=scaling.factor,
+            low_freq_factor=scaling.low_freq_factor,
+            high_freq_factor=scaling.high_freq_factor,
+            original_max_position_embeddings=round(scaling.original_max_position_embeddings),
+        ),
     )
 
 
@@ -222,7 +234,8 @@ def genie_config(
         engine=Engine(
             backend=Backend(qnn_htp=QnnHtp(kv_dim=manifest.model.head_dim)),
             model=ModelFiles(
-                binary=Binaries(ctx_bins=list(binaries)), positional_encoding=positional_encoding(manifest.rope)
+                binary=Binaries(ctx_bins=list(binaries)),
+                positional_encoding=positional_encoding(manifest.rope, manifest.model.head_dim),
             ),
         ),
         embedding=embedding,

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from devices import Device, find
-from edgekv.bundle import Bundle, GraphRecord
+from edgekv.bundle import Bundle, GraphRecord, Manifest
 from edgekv.errors import BundleError, UsageError
 from edgekv.generate import Sampling
 from exporters.genie.config import positional_encoding
@@ -46,7 +48,7 @@ class GeniePlan:
 
     Attributes:
         device: the target.
-        graphs: those with logits for every row, as Genie wants them, by the names they get.
+        graphs: all that decode or prefill, by the names they get.
         context: the longest one to use, tokens.
         bos: put in front of the first query; None for none.
     """
@@ -80,9 +82,9 @@ class GeniePlan:
                 wanted=f"{device.soc} (V{device.arch}), for which the bundle was exported and checked",
                 way_out=f"Leave it out, or export the bundle with --device {options.device.soc}.",
             )
-        positional_encoding(manifest.rope)
-        graphs = {graph_name(g.ar, g.context): g for g in manifest.graphs if g.role in ("decode", "score")}
-        largest = max(graph.context for graph in graphs.values())
+        _check_attention(manifest)
+        graphs = {graph_name(g.ar, g.context): g for g in manifest.graphs if g.role != "score"}
+        largest = manifest.context
         context = largest if options.context is None else options.context
         least = 1 + max(graph.ar for graph in graphs.values())
         if not least <= context <= largest:
@@ -93,6 +95,26 @@ class GeniePlan:
                 way_out=f"Leave it out for {largest}, or export the bundle with a longer --context.",
             )
         return cls(device, graphs, context, _bos(bundle) if options.bos else None)
+
+    def compiled(self, bundle: Bundle, wrappers: Mapping[str, Path]) -> dict[Path, Path]:
+        """The wrappers, given by name, by those of the bundle's graphs that read and write the same.
+
+        These are the graphs with logits of every row: Genie's prefill graphs are edgekv's scoring ones.
+        """
+        rows = (g for g in bundle.manifest.graphs if g.role != "prefill")
+        return {bundle.graph_path(g): wrappers[graph_name(g.ar, g.context)] for g in rows}
+
+
+def _check_attention(manifest: Manifest) -> None:
+    """Genie fills one mask and one pair of rotary tables, over the whole context."""
+    positional_encoding(manifest.rope, manifest.model.head_dim)
+    if manifest.windows or manifest.local_rope is not None:
+        raise BundleError(
+            "attention windows",
+            found=f"layers that attend to {', '.join(str(each) for each in manifest.windows)} tokens",
+            wanted="layers that all attend to the whole context",
+            way_out="Run the bundle with edgekv generate.",
+        )
 
 
 def _bos(bundle: Bundle) -> int | None:

@@ -79,7 +79,7 @@ def prove(
 def own_tokens(bundle: Bundle, engine: HtpEngine, prompt: Sequence[int], max_new_tokens: int) -> list[int]:
     """Greedy continuation by the graphs that have logits for every row, up to the first end-of-sequence token."""
     manifest = bundle.manifest
-    runner = Runner(bundle, engine, KVCache(manifest.geometry, ar={graph.ar for graph in manifest.graphs}))
+    runner = Runner(bundle, engine, KVCache(manifest.cache_geometry, ar={graph.ar for graph in manifest.graphs}))
     tokens = [int(runner.feed_all(prompt)[-1].argmax())]
     while len(tokens) < max_new_tokens and tokens[-1] not in manifest.tokens.eos:
         tokens.append(int(runner.feed(tokens[-1:]).argmax()))

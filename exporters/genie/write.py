@@ -13,8 +13,8 @@ import msgspec
 from edgekv.bundle import MANIFEST, Bundle, CompiledBinary, atomic_directory, record_files, sha256_of
 from edgekv.engine import HtpEngine, qnn
 from exporters.compile import compile_binaries
+from exporters.genie.adapt import GraphAdapter
 from exporters.genie.config import CONFIG, EXTENSIONS, SHARED_CONFIG, TABLE, GenieConfig, HtpExtensions, genie_config
-from exporters.genie.embeddings import take_table_out
 from exporters.genie.folder import FORMAT, GENIE_MANIFEST, GenieGraph, GenieManifest
 from exporters.genie.graph_file import read_ports
 from exporters.genie.names import name_graphs
@@ -52,7 +52,7 @@ def write_genie(
         atomic_directory(target, force=force, marker=GENIE_MANIFEST) as folder,
         tempfile.TemporaryDirectory(prefix="edgekv-genie-") as scratch,
     ):
-        models, table = _models(bundle, plan, folder, Path(scratch) if options.embedding_table else None)
+        models, table = _adapt(bundle, plan, Path(scratch), folder / TABLE if options.embedding_table else None)
         ports = {name: _check_graph(bundle, plan, name, model, table) for name, model in models.items()}
         binaries = compile_binaries(models, plan.device, folder, progress)
         named = {name: full for binary in binaries for name, full in name_graphs(folder, binary).items()}
@@ -79,8 +79,8 @@ def write_genie(
         shutil.copyfile(bundle.path / _TOKENIZER, folder / _TOKENIZER)
         if options.check:
             progress("check on Genie", 0, 1)
-            wrappers = {bundle.graph_path(plan.graphs[name]): folder / alone[name].wrappers[name] for name in alone}
-            engine = HtpEngine(plan.device, {} if options.embedding_table else wrappers)
+            wrappers = {name: folder / binary.wrappers[name] for name, binary in alone.items()}
+            engine = HtpEngine(plan.device, {} if options.embedding_table else plan.compiled(bundle, wrappers))
             prompt = _prompt(bundle, plan)
             count = min(_CHECKED_TOKENS, plan.context - len(prompt))
             prove(folder, config, {named[name]: ports[name] for name in ports}, bundle, engine, prompt, count)
@@ -106,18 +106,21 @@ def write_genie(
     return written
 
 
-def _models(
-    bundle: Bundle, plan: GeniePlan, folder: Path, scratch: Path | None
+def _adapt(
+    bundle: Bundle, plan: GeniePlan, scratch: Path, table: Path | None
 ) -> tuple[dict[str, Path], Encoding | None]:
-    """The graphs to compile; with `scratch`, they read embeddings, whose table goes into the folder."""
+    """The graphs to compile, by their names; with `table`, they read embeddings, and the table goes there."""
     models = {name: bundle.graph_path(graph) for name, graph in plan.graphs.items()}
-    if scratch is None:
-        return models, None
-    table = None
+    encoding = None
     for name, source in models.items():
-        models[name] = scratch / f"{name}.onnx"
-        table = take_table_out(source, models[name], folder / TABLE)
-    return models, table
+        adapter = GraphAdapter(source)
+        changed = adapter.return_all_rows()
+        if table is not None:
+            encoding = adapter.take_table_out(table)
+        if changed or table is not None:
+            models[name] = scratch / f"{name}.onnx"
+            adapter.save(models[name])
+    return models, encoding
 
 
 def _check_graph(bundle: Bundle, plan: GeniePlan, name: str, model: Path, table: Encoding | None) -> GeniePorts:
