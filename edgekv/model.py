@@ -116,6 +116,13 @@ class Model:
         self.engine: EngineName = made.name
         self.mode = parse_mode(cache_mode) if isinstance(cache_mode, str) else cache_mode
         chosen = parse_policy(policy, manifest.rope.inverse_frequencies) if isinstance(policy, str) else policy
+        if manifest.local_rope is not None and chosen.inverse_frequencies:
+            raise UsageError(
+                f"context policy {chosen.name}",
+                found="layers with two rotary embeddings",
+                wanted="one, by which the keys of all layers can be moved",
+                way_out="Use fail or sliding-window.",
+            )
 
         def make_cache() -> KVCache:
             ar = {g.ar for g in manifest.graphs}

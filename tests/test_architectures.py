@@ -9,12 +9,14 @@ import pytest
 import edgekv
 from devices import find
 from edgekv.bundle import open_bundle
-from edgekv.errors import CheckpointError
+from edgekv.errors import CheckpointError, UsageError
+from edgekv.size import Overrides, find_subject
 from exporters.checkpoint import Checkpoint
 from exporters.export import ExportOptions, export_bundle
 from exporters.htp import floating_nodes
 from exporters.recipe import find_recipe
 from exporters.reference import Reference
+from exporters.tensors import views
 from tests.checkpoints import ARCHITECTURES, LONGROPE, write_checkpoint
 
 GOLDEN = np.load(Path(__file__).parent / "golden" / "architectures.npz")
@@ -63,6 +65,17 @@ def test_a_configuration_that_contradicts_itself_is_refused_by_field(tmp_path, n
     assert all(word in str(refusal.value) for word in words), refusal.value
 
 
+@pytest.mark.parametrize("name", sorted(ARCHITECTURES))
+def test_size_reads_what_export_reads(tmp_path, name):
+    checkpoint = opened(tmp_path, name)
+    subject = find_subject(tmp_path, Overrides(context=64))
+    spec, geometry = checkpoint.spec, subject.geometry
+    assert (geometry.layers, geometry.kv_heads, geometry.head_dim) == (spec.layers, spec.kv_heads, spec.head_dim)
+    matrices = [view for view in views(spec) if view.name.startswith("model.layers.") and len(view.shape) == 2]
+    assert subject.decoder.layer_parameters * spec.layers == sum(np.prod(view.shape) for view in matrices)
+    assert any("attention window" in text for text in subject.assumptions) is any(spec.windows)
+
+
 DEVICE = find("SM8650")
 TEXT = "The quick brown fox jumps over the lazy dog, then sleeps until noon."
 
@@ -87,6 +100,12 @@ def test_the_graphs_lose_what_int8_weights_lose(tmp_path, name):
     tokens = [256, *checkpoint.encode(TEXT)][:64]
     expected = next(Reference(checkpoint, 64).logits([np.array(tokens)]))
     assert sqnr_db(expected, edgekv.load(exported(checkpoint, tmp_path)).score(tokens)) > 28
+
+
+def test_keys_of_two_rotary_embeddings_are_not_moved(tmp_path):
+    bundle = exported(opened(tmp_path / "checkpoint", "gemma3-newer"), tmp_path)
+    with pytest.raises(UsageError, match="sinks: found layers with two rotary embeddings"):
+        edgekv.load(bundle, policy="sinks(2, 20)")
 
 
 @pytest.mark.parametrize("name", ["llama-biased", "qwen3", "phi4-mini", "gemma2", "gemma3"])

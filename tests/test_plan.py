@@ -159,7 +159,7 @@ def test_the_exporter_allocates_what_the_formula_says(tmp_path):
     sizes = {name: getattr(spec, name) for name in Decoder.__slots__}
     windows = [np.arange(cost._WINDOW_TOKENS) % spec.vocab for _ in range(cost._WINDOWS)]
     tracemalloc.start()
-    observe_ranges(checkpoint, windows)
+    observe_ranges(checkpoint, windows, cost._WINDOW_TOKENS)
     _, peak_bytes = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     base_bytes = cost._PROCESS_BYTES + cost._TOKENIZER_BYTES * spec.vocab

@@ -10,8 +10,12 @@ from edgekv.errors import CheckpointError
 from edgekv.size.weights import Decoder
 
 CONFIG = "config.json"
-# Decoders whose matrices are exactly q, k, v, o, gate, up and down.
-PLAIN = frozenset({"llama", "mistral", "qwen2", "qwen3"})
+# Decoders whose matrices are exactly q, k, v, o, gate, up and down once those that are stored as one were split.
+PLAIN = frozenset({"gemma2", "gemma3_text", "llama", "mistral", "phi3", "qwen2", "qwen3"})
+# What these take where config.json says nothing; the others divide hidden_size by the heads.
+_HEAD_DIMS = {"gemma2": 256, "gemma3_text": 256, "qwen3": 128}
+# Their sliding_window counts only where use_sliding_window is true.
+_ASKING = frozenset({"qwen2", "qwen3"})
 _WITH_ROWS = frozenset({"full_attention", "sliding_attention"})
 
 
@@ -28,8 +32,20 @@ class Config(msgspec.Struct, frozen=True):
     vocab_size: int | None = None
     max_position_embeddings: int | None = None
     layer_types: list[str] | None = None
+    sliding_window: int | None = None
+    use_sliding_window: bool | None = None
     kv_lora_rank: int | None = None
     text_config: Config | None = None
+
+    @property
+    def own_head_dim(self) -> int | None:
+        """D as the file says or, where it says nothing, the architecture; None if the heads tell."""
+        return self.head_dim or _HEAD_DIMS.get(self.model_type or "")
+
+    @property
+    def window(self) -> int | None:
+        """Tokens that some layers or all attend to at most, or None."""
+        return None if self.model_type in _ASKING and not self.use_sliding_window else self.sliding_window
 
 
 def read_config(path: Path) -> Config:

@@ -13,6 +13,7 @@ from edgekv.size.subject import DEFAULT_AR, MOST_CONTEXT, Overrides, Subject, ch
 from edgekv.size.weights import w8a16_weights
 
 _FLAGS = ("layers", "kv_heads", "head_dim", "context", "kv_bits")
+_WINDOWS_UNCOUNTED = "layers with an attention window are counted as if they held the whole context"
 _DEFAULT_AR = ",".join(map(str, DEFAULT_AR))
 
 
@@ -84,8 +85,8 @@ def _from_config(file: Path, given: Overrides) -> Subject:
         assumptions.append("a cache of 8 bits, as export writes if nothing else is asked for")
     if longest is not None and context > longest:
         assumptions.append(f"context {context} is above its max_position_embeddings {longest}")
-    if "sliding_attention" in (config.layer_types or ()):
-        assumptions.append("layers of sliding_attention hold rows for the whole context")
+    if config.window is not None and config.window < context:
+        assumptions.append(_WINDOWS_UNCOUNTED)
     try:
         geometry = Geometry(sizes["layers"], sizes["kv_heads"], sizes["head_dim"], context, kv_dtype_of(bits))
     except ValueError as error:
@@ -100,7 +101,7 @@ def _from_config(file: Path, given: Overrides) -> Subject:
 
 def _sizes(file: Path, config: Config, assumptions: list[str]) -> dict[str, int]:
     heads, hidden = config.num_attention_heads, config.hidden_size
-    layers, kv_heads, head_dim = config.num_hidden_layers, config.num_key_value_heads, config.head_dim
+    layers, kv_heads, head_dim = config.num_hidden_layers, config.num_key_value_heads, config.own_head_dim
     if kv_heads is None and heads is not None:
         kv_heads = heads
         assumptions.append(f"kv heads {heads}, as many as num_attention_heads")
@@ -133,7 +134,7 @@ def _from_bundle(folder: Path, given: Overrides) -> Subject:
         listed = ", ".join(map(str, contexts))
         assumptions.append(f"graphs for contexts of {listed} share one cache; costs are those of the largest's graphs")
     if manifest.windows:
-        assumptions.append("layers with an attention window are counted as if they held the whole context")
+        assumptions.append(_WINDOWS_UNCOUNTED)
     return Subject(str(folder), geometry, ar, size_bytes, manifest.model.max_positions, tuple(assumptions))
 
 

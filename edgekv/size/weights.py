@@ -72,7 +72,7 @@ def w8a16_weights(decoder: Decoder) -> Weights:
 
     One byte for each element of a matrix and four for the scale of each of its output channels; two for each
     element of the embedding table and of the norms. The head is a matrix of its own even if it is tied to the
-    table. Biases and norms of single heads are not counted.
+    table. Biases, norms of single heads and norms behind a block are not counted.
     """
     layer_bytes = sum(_matrix_bytes(rows, columns) for rows, columns in decoder.layer_matrices)
     return Weights(
