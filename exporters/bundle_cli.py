@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import typer
 
+from exporters.genai.cli import bundle_genai
 from exporters.genie.cli import bundle_genie
 
 bundle = typer.Typer(
@@ -19,4 +20,5 @@ def _bundle() -> None:
     pass
 
 
+bundle.command("genai")(bundle_genai)
 bundle.command("genie")(bundle_genie)

@@ -1,0 +1,170 @@
+"""Folders for onnxruntime-genai, run with the package itself."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from msgspec import structs
+from tokenizers import Tokenizer
+
+import edgekv
+from devices import find
+from edgekv.bundle import Bundle, open_bundle
+from edgekv.cli.app import run
+from edgekv.errors import BundleError, EngineError, UsageError
+from exporters.genai import GenaiOptions, open_folder, run_folder, write_folder
+from exporters.genai.folder import choose_graphs, choose_pad_token
+
+DEVICE = find("SM8650")
+PAD = 2
+
+
+@pytest.fixture(scope="module")
+def folders(bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The embedded model for onnxruntime-genai, by engine."""
+    parent = tmp_path_factory.mktemp("genai")
+    for engine, device in (("cpu", None), ("htp", DEVICE)):
+        write_folder(open_bundle(bundle), parent / engine, GenaiOptions(device))
+    return {"cpu": parent / "cpu", "htp": parent / "htp"}
+
+
+@pytest.fixture(scope="module")
+def prompt(bundle: Path, embedded: Path) -> list[int]:
+    """40 tokens: with AR-32 a window that is padded and one that is full."""
+    return edgekv.load(bundle, verify=False).encode((embedded / "heldout.txt").read_text("utf-8")[:400])[:40]
+
+
+@pytest.mark.parametrize("engine", ["cpu", "htp"])
+def test_it_generates_the_tokens_that_our_loop_does(
+    engine: str, bundle: Path, folders: dict[str, Path], prompt: list[int]
+) -> None:
+    model = edgekv.load(bundle, engine, verify=False)
+    expected = [token.id for token in model.generate(prompt, 64)]
+    assert len(expected) == 64
+    assert run_folder(open_folder(folders[engine]), prompt, 64) == expected
+
+
+def test_it_ends_where_the_context_does(folders: dict[str, Path], prompt: list[int]) -> None:
+    """Padding counts: 40 tokens in windows of 32 leave 128 - 64."""
+    assert len(run_folder(open_folder(folders["cpu"]), prompt, 1000)) == 64
+
+
+def test_its_tokenizer_is_ours_but_for_the_first_token(folders: dict[str, Path], embedded: Path) -> None:
+    text = (embedded / "heldout.txt").read_text("utf-8")[:20000] + "\n'héllo' 123 <|end_of_text|>"
+    program = (
+        "import json, sys, onnxruntime_genai as og\n"
+        "tokenizer = og.Tokenizer(og.Model(sys.argv[1]))\n"
+        "tokens = [int(token) for token in tokenizer.encode(sys.stdin.read())]\n"
+        "print(json.dumps([tokens, tokenizer.decode(tokens[:500])]))\n"
+    )
+    command = [sys.executable, "-c", program, str(folders["cpu"])]
+    done = subprocess.run(command, input=text, capture_output=True, encoding="utf-8", check=True)
+    tokens, decoded = json.loads(done.stdout)
+    ours = Tokenizer.from_file(str(embedded / "tokenizer.json"))
+    assert [0, *tokens] == ours.encode(text).ids
+    assert decoded == ours.decode(tokens[:500])
+
+
+def test_a_shared_binary_ends_its_process_on_the_emulator_and_no_other(
+    bundle: Path, folders: dict[str, Path], prompt: list[int], tmp_path: Path
+) -> None:
+    """It holds both graphs, which was counted, and is for a Snapdragon alone."""
+    written = write_folder(
+        open_bundle(bundle), tmp_path / "shared", GenaiOptions(DEVICE, share_weights=True, check=False)
+    )
+    (size,) = (record.bytes for name, record in written.files.items() if name.endswith(".bin"))
+    assert size < 0.6 * sum(path.stat().st_size for path in folders["htp"].glob("*.bin"))
+    with pytest.raises(EngineError, match=r"found SIG.*runs on a Snapdragon only"):
+        run_folder(open_folder(tmp_path / "shared"), prompt, 4)
+
+
+def test_prompts_that_it_would_misread_are_refused(folders: dict[str, Path]) -> None:
+    with pytest.raises(UsageError, match="prompt: found the id 2, which pads"):
+        run_folder(open_folder(folders["cpu"]), [0, 5, 2, 6], 4)
+    with pytest.raises(UsageError, match="prompt: found 1 tokens; wanted at least 2"):
+        run_folder(open_folder(folders["cpu"]), [5], 4)
+    with pytest.raises(
+        UsageError, match="prompt: found 97 tokens, 128 with padding; wanted less than the context of 128"
+    ):
+        run_folder(open_folder(folders["cpu"]), [5] * 97, 4)
+
+
+def test_a_folder_that_is_none_or_lacks_a_file_is_explained(folders: dict[str, Path], tmp_path: Path) -> None:
+    with pytest.raises(BundleError, match=r"genai_config.json: found .*No such file.*edgekv bundle genai BUNDLE"):
+        open_folder(tmp_path)
+    shutil.copy(folders["cpu"] / "genai_config.json", tmp_path)
+    with pytest.raises(EngineError, match=r"onnxruntime-genai on .*position-processor.onnx"):
+        run_folder(open_folder(tmp_path), [0, 5], 4)
+
+
+def changed(bundle: Path, **changes: object) -> Bundle:
+    opened = open_bundle(bundle, verify=False)
+    return Bundle(opened.path, structs.replace(opened.manifest, **changes))
+
+
+def test_what_it_cannot_express_is_refused_by_name(bundle: Path, tmp_path: Path) -> None:
+    with pytest.raises(BundleError, match=r"cache: found s16; wanted u8.*Export again with --kv u8"):
+        choose_graphs(changed(bundle, kv_dtype="s16"))
+    graphs = open_bundle(bundle, verify=False).manifest.graphs
+    with pytest.raises(BundleError, match=r"graphs: found only ar1_cl128; .*--ar 1,32"):
+        choose_graphs(changed(bundle, graphs=[g for g in graphs if g.role == "decode"]))
+    with pytest.raises(BundleError, match=r"attention windows: found 32, all; wanted layers that all attend"):
+        choose_graphs(changed(bundle, windows=[32, None]))
+    wide = [structs.replace(g, ar=96) if g.role == "prefill" else g for g in graphs]
+    with pytest.raises(BundleError, match=r"context 128, 96 tokens per inference; wanted a context of at least .* 192"):
+        write_folder(changed(bundle, graphs=wide), tmp_path / "folder", GenaiOptions(None))
+    assert not list(tmp_path.iterdir())
+
+
+def test_padding_is_an_id_that_no_prompt_contains(bundle: Path) -> None:
+    tokens = open_bundle(bundle, verify=False).manifest.tokens
+    assert choose_pad_token(changed(bundle), None) == PAD
+    assert choose_pad_token(changed(bundle), 7) == 7
+    model = structs.replace(open_bundle(bundle, verify=False).manifest.model, vocab=4100)
+    ends = structs.replace(tokens, pad=1)
+    assert choose_pad_token(changed(bundle, tokens=ends, model=model), None) == 4099
+    with pytest.raises(UsageError, match=r"padding: found no padding token.*--pad-token-id; .*2 \(<\|pad\|>\)"):
+        choose_pad_token(changed(bundle, tokens=ends), None)
+    for wrong in (-1, 4096, tokens.eos[0], tokens.bos):
+        with pytest.raises(UsageError, match=f"--pad-token-id: found {wrong}; wanted an id below 4096"):
+            choose_pad_token(changed(bundle), wrong)
+
+
+def test_another_version_is_named(folders: dict[str, Path], tmp_path: Path) -> None:
+    info = tmp_path / "onnxruntime_genai-0.18.0.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: onnxruntime-genai\nVersion: 0.18.0\n")
+    program = "from edgekv.cli.app import run; raise SystemExit(run(['genai', 'run', *__import__('sys').argv[1:]]))"
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(folders["cpu"]), "--prompt", "x y"],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 1
+    assert "onnxruntime-genai: found 0.18.0; wanted 0.15.2 or 0.16.0. Install it: pip install" in done.stderr
+
+
+def test_the_commands_write_a_folder_and_run_it(
+    bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = str(tmp_path / "folder")
+    arguments = ["bundle", "genai", str(bundle), "-o", folder, "--engine", "cpu"]
+    assert run([*arguments, "--skip-check", "--json"]) == 0
+    written = json.loads(capsys.readouterr().out)
+    assert (written["window"], written["soc"], written["checked"]) == (32, None, False)
+    assert run(["genai", "run", folder, "--prompt", "def main(", "--max-new-tokens", "3", "--json"]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert len(printed["tokens"]) == 3 and printed["text"] == "main=None):\n"
+    assert run(arguments) == 2
+    assert "--force" in capsys.readouterr().err
+    assert run([*arguments, "--force", "--device", "SM8650"]) == 2
+    assert run([*arguments, "--force", "--share-weights"]) == 2
+    assert "--share-weights: found it with the engine cpu" in capsys.readouterr().err
+    assert run([*arguments[:-1], "gpu", "--force"]) == 2
