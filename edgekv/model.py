@@ -18,7 +18,7 @@ from edgekv.generate import Detokenizer, Generation, Sampler, Sampling, StopSequ
 from edgekv.generate.beam import BeamOptions, BeamSearch, EarlyStopping, refuse_beam_options, refuse_sampling
 from edgekv.generate.beam_run import BeamResult, run_beams
 from edgekv.generate.loop import Setup
-from edgekv.kv import DEFAULT_RESERVE, KVCache, Policy, parse_reserve
+from edgekv.kv import DEFAULT_RESERVE, GrowthName, KVCache, Policy, parse_growth, parse_reserve
 from edgekv.kv.policy_text import parse_policy
 from edgekv.prefix import PrefixStore, RetentionPolicy
 from edgekv.prompt import PromptReader
@@ -42,6 +42,7 @@ def load(
     threads: int | None = None,
     cache_mode: str | Mode = "always",
     prefix_cache: PrefixCache | None = None,
+    kv_growth: GrowthName | str | None = None,
     verify: bool = True,
 ) -> Model:
     """Open a bundle and get it ready to run.
@@ -62,6 +63,9 @@ def load(
         prefix_cache: where beginnings of prompts are kept that need not be run again: a folder, for later processes
             too; a `StoreConfig`; or a `PrefixStore` that several models of this bundle and engine share. None uses
             what was baked into the bundle, and keeps nothing. Wants the mode `always` or `adaptive`.
+        kv_growth: of a bundle with several contexts, with `slot` or `pointer-shift`: the cache's memory is made for the
+            least context and grows to the next when tokens need it, `staggered` (one layer after the other) or
+            `together`; None makes all of it for the largest.
         verify: False skips the hashes of the bundle's files.
 
     Raises:
@@ -80,6 +84,7 @@ def load(
         threads=threads,
         cache_mode=cache_mode,
         prefix_cache=prefix_cache,
+        kv_growth=kv_growth,
     )
 
 
@@ -104,6 +109,7 @@ class Model:
         threads: int | None = None,
         cache_mode: str | Mode = "always",
         prefix_cache: PrefixCache | None = None,
+        kv_growth: GrowthName | str | None = None,
     ) -> None:
         manifest = bundle.manifest
         strategy = kv_update or (DEFAULT_KV_UPDATE if reserve is None else "pointer-shift")
@@ -124,6 +130,12 @@ class Model:
                 way_out="Use fail or sliding-window.",
             )
 
+        if kv_growth is not None and self.mode.budget is not None:
+            found, way_out = f"{kv_growth} with {self.mode}", "Leave it out, or choose another cache mode."
+            wanted = "a cache mode without a memory budget, which counts on sequences of one size"
+            raise UsageError("growth", found=found, wanted=wanted, way_out=way_out)
+        growth = None if kv_growth is None else parse_growth(kv_growth, manifest.contexts)
+
         def make_cache() -> KVCache:
             ar = {g.ar for g in manifest.graphs}
             return KVCache(
@@ -133,13 +145,17 @@ class Model:
                 reserve=ratio,
                 policy=chosen,
                 encodings=[manifest.encodings[tensor.past] for tensor in manifest.cache_geometry.names()],
+                growth=growth,
             )
 
         self._own = HeldSequence(make_cache())
         check_mode(self.mode, self._own.cache)
         self._prompts = PromptReader(bundle)
         self._shared = open_store(bundle, made.name, self._own.cache, self.mode, prefix_cache)
-        self._setup = Setup(made.name, strategy, float(ratio) if strategy == "pointer-shift" else None, str(self.mode))
+        self._growth = growth.name if growth else None
+        self._setup = Setup(
+            made.name, strategy, float(ratio) if strategy == "pointer-shift" else None, str(self.mode), self._growth
+        )
         self._runner = Runner(bundle, made, self._own.cache)
         self.sequences = SequenceManager(
             make_cache,
@@ -302,6 +318,9 @@ class Model:
         if not isinstance(self.mode, Always):
             way_out = "Choose the mode always, or leave num_beams out."
             raise UsageError("cache mode", found=f"{self.mode} with num_beams", wanted="always", way_out=way_out)
+        if self._growth is not None:
+            found, way_out = f"{self._growth} with num_beams", "Leave one of them out."
+            raise UsageError("growth", found=found, wanted="none with num_beams", way_out=way_out)
         if manifest.key_layout != "rows" or manifest.windows:
             raise UsageError(
                 "num_beams",

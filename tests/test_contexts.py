@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 import edgekv
 from devices import find
 from edgekv.bundle import open_bundle
+from edgekv.cli import run
 from edgekv.engine.runner import choose_context
 from edgekv.errors import UsageError
 from exporters.checkpoint import Checkpoint
@@ -63,6 +65,54 @@ def test_the_contexts_are_climbed_without_a_difference(bundles: dict[str, Path],
         assert np.array_equal(logits["one"], logits["three"])
     assert np.abs(logits["one"] - logits["three"]).max() <= 64
     assert logits["one"].std() > 1000
+
+
+@pytest.mark.parametrize(("engine", "strategy"), [("cpu", "slot"), ("cpu", "pointer-shift"), ("htp", "pointer-shift")])
+def test_a_cache_that_grows_gives_the_same_bits(bundles: dict[str, Path], engine: str, strategy: str) -> None:
+    """The memory moves under sessions that are bound to it; bit by bit on both engines, as the graphs are the same."""
+    logits = {}
+    for growth in (None, "staggered", "together"):
+        model = edgekv.load(bundles["three"], engine, kv_update=strategy, kv_growth=growth)
+        runner = model._runner
+        rows = [runner.feed(PROMPT[:9]).copy()]
+        rows += [runner.feed([(11 * t) % 200]).copy() for t in range(48 - 9)]
+        logits[growth] = np.stack(rows)
+        # The prompt of 9 makes the first of two layers grow before it has a row to copy; 16 and 32 lie behind.
+        assert model.cache.stats.reallocations == (0 if growth is None else 4)
+    assert np.array_equal(logits[None], logits["staggered"])
+    assert np.array_equal(logits[None], logits["together"])
+
+
+def test_a_generation_reports_how_its_memory_grew(bundles: dict[str, Path]) -> None:
+    stats = {}
+    for growth in (None, "staggered", "together"):
+        generation = edgekv.load(bundles["three"], kv_growth=growth).generate(PROMPT[:5], 40)
+        tokens = [token.id for token in generation]
+        stats[growth] = (tokens, generation.stats)
+    assert stats[None][0] == stats["staggered"][0] == stats["together"][0]
+    fixed, staggered, together = (stats[growth][1] for growth in stats)
+    assert (staggered.kv_growth, staggered.kv_reallocations, fixed.kv_reallocations) == ("staggered", 4, 0)
+    assert fixed.kv_bytes_peak == fixed.kv_bytes_held
+    assert staggered.kv_bytes_held < staggered.kv_bytes_peak < together.kv_bytes_peak
+
+
+def test_the_command_lets_the_cache_grow(bundles: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["generate", str(bundles["three"]), "--prompt", "a", "--max-new-tokens", "30", "--kv-growth", "staggered"]
+    assert run([*command, "--json"]) == 0
+    stats = json.loads(capsys.readouterr().out)["stats"]
+    assert (stats["kv_growth"], stats["kv_reallocations"] > 0) == ("staggered", True)
+    assert stats["kv_bytes_held"] < stats["kv_bytes_peak"]
+    assert run(command) == 0
+    assert f"({stats['kv_bytes_peak']:,} at most)" in capsys.readouterr().err
+
+
+def test_growth_goes_with_what_can_grow(bundles: dict[str, Path]) -> None:
+    with pytest.raises(UsageError, match="growth: found one context, of 48 tokens; wanted several"):
+        edgekv.load(bundles["one"], kv_growth="staggered")
+    with pytest.raises(UsageError, match="growth: found staggered with adaptive"):
+        edgekv.load(bundles["three"], kv_growth="staggered", cache_mode="adaptive(1MiB)")
+    with pytest.raises(UsageError, match="growth: found together with num_beams"):
+        edgekv.load(bundles["three"], kv_growth="together").generate(PROMPT, 4, num_beams=2)
 
 
 def test_a_new_text_begins_in_the_least_context(bundles: dict[str, Path]) -> None:

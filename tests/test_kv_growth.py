@@ -1,3 +1,5 @@
+"""Memory that grows from context to context: what it holds, what it costs, and that no token is lost."""
+
 from __future__ import annotations
 
 import tracemalloc
@@ -7,174 +9,225 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edgekv.errors import ContextFullError
-from edgekv.kv import Geometry
-from edgekv.kv.context_ladder import ContextLadder
-from edgekv.kv.growing_arena import GrowingArena
-from edgekv.kv.growth import Growth, GrowthReport, Steps, report_growth
+from edgekv.errors import UsageError
+from edgekv.kv import GROWTHS, Geometry, Growth, GrowthName, KVCache, LayeredGeometry, parse_growth
+from edgekv.kv.policy_text import parse_policy
+from tests.kv_graph import GARBAGE, geometry_of, held, row_of, rows_of, tokens
 
 LAYERS = 32
-ROW_BYTES = (2048,) * LAYERS
+CONTEXTS = (8, 16, 32)
 
 
-def _grown_at(growth: Growth, layer: int, tokens: int) -> set[int]:
-    return {t for t in range(1, tokens) if growth.rows(layer, t) != growth.rows(layer, t - 1)}
-
-
-def _naive(growth: Growth, tokens: int, known_tokens: int) -> int:
-    """The peak in rows, of a list of buffers that a loop really holds."""
-    held = [growth.rows(layer, known_tokens) for layer in range(growth.layers)]
-    peak = sum(held)
-    for t in range(known_tokens + 1, tokens + 1):
-        new = [growth.rows(layer, t) for layer in range(growth.layers)]
-        peak = max(peak, sum(new) + sum(old for old, grown in zip(held, new, strict=True) if old != grown))
-        held = new
-    return peak
-
-
-@given(st.integers(32, 300), st.integers(0, 200), st.integers(1, 700))
-@settings(max_examples=40)
-def test_the_staggered_excess_is_at_most_an_eighth_of_the_synchronous_one(step: int, prompt: int, more: int) -> None:
-    """From the first token on at which equal steps grow at all."""
-    tokens = prompt + step + more
-    staggered = report_growth(Steps.staggered(LAYERS, step, prompt), ROW_BYTES, tokens, known_tokens=prompt)
-    equal = report_growth(Steps.equal(LAYERS, step, prompt), ROW_BYTES, tokens, known_tokens=prompt)
-    assert 0 < 8 * staggered.excess_bytes <= equal.excess_bytes
-    assert staggered.peak_bytes < equal.peak_bytes
-    assert (staggered.most_layers, equal.most_layers) == (1, LAYERS)
-
-
-def test_the_figures_of_a_generation_of_2048_tokens() -> None:
-    """The old buffers of one layer in the way, or those of all 32."""
-    staggered = report_growth(Steps.staggered(LAYERS), ROW_BYTES, 2048)
-    equal = report_growth(Steps.equal(LAYERS), ROW_BYTES, 2048)
-    assert staggered == GrowthReport(
-        peak_bytes=142_467_072,
-        peak_tokens=2045,
-        steady_bytes=138_280_960,
-        excess_bytes=2044 * 2048,
-        grown=511,
-        most_layers=1,
-        copied_bytes=1_071_644_672,
+def make(growth: GrowthName | None, strategy: str = "slot", policy: str = "fail") -> KVCache:
+    return KVCache(
+        geometry_of(CONTEXTS[-1], layers=3),
+        ar=[1, 4],
+        strategy=strategy,
+        policy=policy,
+        growth=growth and Growth(CONTEXTS, growth),
     )
-    assert (equal.peak_bytes, equal.excess_bytes) == (260_046_848, LAYERS * 15 * 128 * 2048)
 
 
-@given(st.integers(1, 40), st.integers(0, 300), st.integers(0, 100))
-def test_staggered_layers_never_grow_together(layers: int, more: int, prompt: int) -> None:
-    steps = Steps.staggered(layers, layers + more, prompt)
-    assert steps.never_together
-    grown = [_grown_at(steps, layer, 600) for layer in range(layers)]
-    assert len(set().union(*grown)) == sum(map(len, grown))
+def large(growth: GrowthName, strategy: str = "slot") -> KVCache:
+    return KVCache(Geometry(LAYERS, 2, 64, 512), ar=[1], strategy=strategy, growth=Growth((128, 256, 512), growth))
 
 
-def test_steps_that_differ_throughout_meet_in_the_end() -> None:
-    drifting = Steps.drifting(LAYERS)
-    assert not drifting.never_together
-    assert 780 + 1 in _grown_at(drifting, 2, 800) & _grown_at(drifting, 28, 800)  # 6 x 130 = 5 x 156
+def least_context(cache: KVCache, ar: int) -> int:
+    return next((context for context in CONTEXTS if cache.length + ar <= context), CONTEXTS[-1])
 
 
-@given(st.lists(st.tuples(st.integers(1, 30), st.integers(1, 12)), min_size=2, max_size=4))
-def test_never_together_is_what_a_long_generation_shows(sizes: list[tuple[int, int]]) -> None:
-    steps = Steps(tuple(first for first, _ in sizes), tuple(step for _, step in sizes))
-    grown = [_grown_at(steps, layer, 400) for layer in range(len(sizes))]
-    assert steps.never_together == (len(set().union(*grown)) == sum(map(len, grown)))
+def feed(cache: KVCache, ar: int, numbers: list[int]) -> list[int]:
+    """One step of the graph of the least context; returns the tokens that it saw, the same in every tensor."""
+    seen = set()
+    for group, window in zip(cache.groups, cache.window(ar, least_context(cache, ar)), strict=True):
+        for store in group.stores:
+            for tensor, base in enumerate(store.addresses):
+                past = rows_of(store, tensor, base + store.past_offset_bytes(window), store.past_shape(window.columns))
+                seen.add((window.first, window.stop, *tokens(store, tensor, past[window.first : window.stop])))
+            for tensor, base in enumerate(store.new_addresses(window)):
+                new = rows_of(store, tensor, base + store.new_offset_bytes(window), store.new_shape(ar))
+                for row in range(ar):
+                    new[row] = row_of(store, tensor, numbers[row] if row < len(numbers) else GARBAGE)
+    cache.commit(len(numbers))
+    ((_, _, *past_tokens),) = seen
+    return past_tokens
 
 
-@given(st.sampled_from(["equal", "staggered", "drifting"]), st.integers(1, 6), st.integers(0, 20), st.integers(0, 90))
-def test_the_report_is_what_a_naive_loop_holds(kind: str, layers: int, prompt: int, more: int) -> None:
-    growth = getattr(Steps, kind)(layers, 8, prompt)
-    report = report_growth(growth, (1,) * layers, prompt + more, known_tokens=prompt)
-    assert report.peak_bytes == _naive(growth, prompt + more, prompt)
-    assert report.steady_bytes == sum(growth.rows(layer, prompt + more) for layer in range(layers))
-
-
-GROWTHS = st.one_of(
-    st.builds(Steps.equal, st.just(3), st.integers(1, 9), st.just(5)),
-    st.builds(Steps.staggered, st.just(3), st.integers(3, 9), st.just(5)),
-    st.builds(ContextLadder, st.just((8, 16, 40)), st.just(3), st.sampled_from([None, 0, 1, 2])),
+EVENTS = st.lists(
+    st.one_of(
+        st.tuples(st.just("step"), st.sampled_from([1, 4]), st.integers(0, 4)),
+        st.tuples(st.just("rewind"), st.integers(0, 20), st.just(0)),
+        st.tuples(st.just("expect"), st.integers(0, 40), st.just(0)),
+        st.tuples(st.just("reset"), st.just(0), st.just(0)),
+        st.tuples(st.just("restore"), st.just(0), st.just(0)),
+    ),
+    max_size=60,
 )
 
 
-@given(GROWTHS, st.integers(5, 39))
-def test_an_arena_holds_what_the_report_says_and_keeps_every_row(growth: Growth, tokens: int) -> None:
-    geometry = Geometry(3, 2, 4, 64, "s16")
-    arena = GrowingArena(geometry, growth, known_tokens=5)
-    truth = np.random.default_rng(0).integers(-999, 999, (3, 4, tokens, 4), np.int16)
-    for start, stop in ((0, 5), *((t, t + 1) for t in range(5, tokens))):
-        arena.begin(stop - start)
-        for layer in range(3):
-            arena.new(layer, stop - start)[:] = truth[layer, :, start:stop]
-        arena.end(stop - start)
-    assert all(np.array_equal(arena.held(layer), truth[layer]) for layer in range(3))
-    report = report_growth(growth, (4 * geometry.row_bytes,) * 3, tokens, known_tokens=5)
-    assert (arena.peak_bytes, arena.live_bytes) == (report.peak_bytes, report.steady_bytes)
-    assert arena.bytes_copied == report.copied_bytes
+@pytest.mark.parametrize("strategy", ["slot", "pointer-shift"])
+@settings(max_examples=80, deadline=None)
+@given(growth=st.sampled_from(GROWTHS), policy=st.sampled_from(["fail", "sliding-window", "keydiff(9)"]), events=EVENTS)
+def test_every_step_sees_what_it_would_in_a_cache_made_for_all_tokens(strategy, growth, policy, events):
+    chosen = parse_policy(policy, ())
+    cache, fixed, serial = make(growth, strategy, chosen), make(None, strategy, chosen), 0
+    for event, size, fill in events:
+        if event == "step" and cache.room(size):
+            numbers = list(range(serial, serial + min(size, fill)))
+            serial += len(numbers)
+            assert sorted(feed(cache, size, numbers)) == sorted(feed(fixed, size, numbers))
+        elif event == "rewind":
+            # What may be rewound, a policy decides: the same for both.
+            for each in (cache, fixed):
+                each.rewind(min(size, each._positions.rewindable, each.length))
+        elif event == "expect":
+            cache.expect(size)
+        elif event == "reset":
+            cache.reset()
+            fixed.reset()
+        elif event == "restore":
+            state = cache.state
+            cache, fixed = make(growth, strategy, chosen), make(None, strategy, chosen)
+            cache.restore(state)
+            fixed.restore(state)
+        # Rows are where each layer's own strategy says.
+        assert {name: rows.tobytes() for name, rows in cache.state.rows.items()} == {
+            name: rows.tobytes() for name, rows in fixed.state.rows.items()
+        }
+        assert cache.positions == fixed.positions
+        assert cache.stats.bytes_held <= cache.stats.peak_bytes
 
 
-def test_the_process_really_allocates_the_peak_that_was_predicted() -> None:
+@pytest.mark.parametrize("strategy", ["slot", "pointer-shift"])
+def test_the_staggered_peak_excess_is_a_layer_instead_of_all(strategy):
+    """Of 32 layers, over what lives at the end: at most an eighth is promised."""
+    excess, peaks = {}, {}
+    for growth in GROWTHS:
+        cache = large(growth, strategy)
+        for _ in range(512):
+            cache.window(1, next(c for c in (128, 256, 512) if cache.length + 1 <= c))
+            cache.commit(1)
+        stats = cache.stats
+        excess[growth], peaks[growth] = stats.peak_bytes - stats.bytes_held, stats.peak_bytes
+        assert stats.reallocations == 2 * LAYERS
+    assert 0 < 8 * excess["staggered"] <= excess["together"]
+    assert excess["together"] == LAYERS * excess["staggered"]
+    assert peaks["staggered"] < peaks["together"]
+
+
+def test_no_two_layers_grow_at_the_same_token():
+    grown = {"staggered": [], "together": []}
+    for growth, steps in grown.items():
+        cache = large(growth)
+        for _ in range(512):
+            before = cache.stats.reallocations
+            cache.window(1, next(c for c in (128, 256, 512) if cache.length + 1 <= c))
+            cache.commit(1)
+            steps.append(cache.stats.reallocations - before)
+    assert max(grown["staggered"]) == 1 and sum(grown["staggered"]) == 2 * LAYERS
+    assert {token: layers for token, layers in enumerate(grown["together"]) if layers} == {128: LAYERS, 256: LAYERS}
+
+
+@given(st.integers(1, 40), st.lists(st.integers(0, 60), min_size=1, max_size=3))
+def test_layers_take_turns_for_any_number_of_them(layers, gaps):
+    contexts = tuple(np.cumsum([max(2, layers) + gap for gap in gaps] + [max(2, layers)]).tolist())
+    growth = Growth(contexts)
+    growth.check(layers)
+    for columns in range(1, contexts[-1]):
+        now, after = growth.contexts_of(layers, columns), growth.contexts_of(layers, columns + 1)
+        assert sum(a != b for a, b in zip(now, after, strict=True)) <= 1
+        assert min(now) >= columns
+
+
+def test_what_grows_is_copied_once_and_counted():
+    """Layers 0, 1 and 2 move up at 3, 6 and 8 tokens held; a pointer-shift copies nothing else."""
+    cache = make("staggered", "pointer-shift")
+    copied = []
+    for token in range(10):
+        before = cache.stats.bytes_copied
+        feed(cache, 1, [token])
+        copied.append((cache.stats.bytes_copied - before) // (4 * cache.geometry.row_bytes))
+    assert copied == [0, 0, 0, 3, 0, 0, 6, 0, 8, 0]
+
+
+def test_the_outgrown_memory_lives_until_the_step_ends():
+    cache = make("together")
+    for token in range(8):
+        feed(cache, 1, [token])
+    before = cache.stats.bytes_held
+    cache.window(1, 16)
+    during = cache.stats.bytes_held
+    cache.commit(1)
+    assert before < cache.stats.bytes_held == during - before
+    assert cache.stats.peak_bytes == during
+
+
+def test_the_process_really_allocates_what_is_counted():
     """Against the interpreter's own count of what numpy allocates, Python's objects included."""
-    geometry = Geometry(LAYERS, 4, 64, 4096)
-    peaks = []
-    for growth in (Steps.equal(LAYERS), Steps.staggered(LAYERS)):
+    for growth in GROWTHS:
         tracemalloc.start()
-        arena = GrowingArena(geometry, growth)
+        cache = large(growth)
         for _ in range(300):
-            arena.begin(1)
-            arena.end(1)
-        _, traced = tracemalloc.get_traced_memory()
+            cache.window(1, next(c for c in (128, 256, 512) if cache.length + 1 <= c))
+            cache.commit(1)
+        now, traced = tracemalloc.get_traced_memory()
         tracemalloc.stop()
-        predicted = report_growth(growth, (8 * 64,) * LAYERS, 300).peak_bytes
-        assert predicted == arena.peak_bytes <= traced < predicted * 1.01
-        peaks.append(traced)
-    assert peaks[1] < peaks[0]
+        assert cache.stats.peak_bytes <= traced < cache.stats.peak_bytes * 1.1
+        assert cache.stats.bytes_held <= now < cache.stats.bytes_held * 1.1
 
 
-@given(st.sampled_from([None, 0, 1]), st.lists(st.tuples(st.sampled_from([1, 4]), st.integers(1, 4)), max_size=20))
-def test_every_graph_of_a_ladder_sees_the_newest_tokens(spacing: int | None, steps: list[tuple[int, int]]) -> None:
-    ladder = ContextLadder((8, 16, 32), 3, spacing)
-    arena = GrowingArena(Geometry(3, 1, 1, 32, "s16"), ladder)
-    held: list[int] = []
-    for ar, kept in steps:
-        if len(held) + ar > 32:
-            break
-        arena.begin(ar)
-        windows = [ladder.window(arena.home(layer), len(held), ar) for layer in range(3)]
-        for layer, seen in enumerate(windows):
-            window, rows = seen.window, arena.buffer(layer)[0, :, 0]
-            past = rows[window.past_row : window.past_row + seen.context - ar]
-            assert past[window.first : window.stop].tolist() == held
-            rows[window.new_row : window.new_row + ar] = range(len(held), len(held) + ar)
-        assert len({seen.context for seen in windows}) == 1
-        kept = min(ar, kept)
-        arena.end(kept)
-        held.extend(range(len(held), len(held) + kept))
-    if spacing is None:
-        assert arena.bytes_copied == 0
+def test_a_prompt_finds_its_memory_without_a_copy():
+    cache = make("staggered")
+    cache.expect(20)
+    before = cache.stats.reallocations
+    for token in range(0, 20, 4):
+        feed(cache, 4, list(range(token, token + 4)))
+    assert cache.stats.reallocations == before
+    assert cache.stats.bytes_copied == 20 * cache.geometry.tensors * cache.geometry.row_bytes
 
 
-def test_a_ladder_grows_one_layer_at_a_time() -> None:
-    row_bytes = (1,) * LAYERS
-    reports = {n: report_growth(ContextLadder((128, 256, 512), LAYERS, n), row_bytes, 512) for n in (None, 0, 4)}
-    assert [reports[n].most_layers for n in (None, 0, 4)] == [0, LAYERS, 1]
-    assert 8 * reports[4].excess_bytes <= reports[0].excess_bytes
-    assert reports[4].peak_bytes < reports[0].peak_bytes
-    assert reports[None].copied_bytes == reports[None].excess_bytes == 0
+def test_reset_keeps_the_memory_for_the_next_text():
+    cache = make("together")
+    for token in range(9):
+        feed(cache, 1, [token])
+    before = cache.stats
+    cache.reset()
+    feed(cache, 1, [7])
+    assert (cache.stats.bytes_held, cache.stats.reallocations) == (before.bytes_held, before.reallocations)
+    assert held(cache) == [7]
 
 
-def test_what_no_context_has_room_for_is_refused() -> None:
-    with pytest.raises(ContextFullError, match="contexts of 8, 16 tokens: found 17 tokens; wanted at most 16"):
-        ContextLadder((8, 16), 1).window(15, 16, 1)
+def test_layers_with_a_window_of_their_own_stay_as_they_are():
+    geometry = LayeredGeometry(4, 32, (1,), (8,), windows=(6, None))
+    cache = KVCache(geometry, ar=[1], strategy="slot", growth=Growth(CONTEXTS))
+    assert [group.geometry.numbers for group in cache.groups] == [(0, 2), (1,), (3,)]
+    for _ in range(32):
+        cache.window(1, least_context(cache, 1))
+        cache.commit(1)
+    assert [group.reallocations for group in cache.groups] == [0, 2, 2]
 
 
-def test_sizes_that_cannot_be_are_refused() -> None:
-    with pytest.raises(ValueError, match="step_rows: found 31; wanted at least 32"):
-        Steps.staggered(32, 31)
-    with pytest.raises(ValueError, match="spacing_tokens: found 32 tokens for all layers; wanted at most 8"):
-        ContextLadder((8, 16), 32, 1)
-    with pytest.raises(ValueError, match="home: found row 7; wanted at least 15"):
-        ContextLadder((8, 16), 1).window(7, 8, 1)
+@pytest.mark.parametrize(
+    ("strategy", "key_layout", "contexts", "message"),
+    [
+        ("mirror", "rows", CONTEXTS, "found mirror; wanted the update strategy slot or pointer-shift"),
+        ("shift-concat", "rows", CONTEXTS, "found shift-concat; wanted the update strategy slot or pointer-shift"),
+        ("slot", "columns", CONTEXTS, "found slot with keys as columns; wanted"),
+        ("slot", "rows", (28, 30, 32), "growth staggered: found contexts of 28, 30, 32 tokens for 3 layers; wanted at"),
+    ],
+)
+def test_what_cannot_grow_is_refused_by_name(strategy, key_layout, contexts, message):
+    with pytest.raises(UsageError, match=message):
+        KVCache(geometry_of(32, layers=3, key_layout=key_layout), ar=[1, 4], strategy=strategy, growth=Growth(contexts))
+
+
+def test_a_growth_that_cannot_be_is_refused():
+    with pytest.raises(UsageError, match="growth: found 'slow'; wanted staggered or together"):
+        parse_growth("slow", CONTEXTS)
+    with pytest.raises(UsageError, match="growth: found one context, of 32 tokens; wanted several"):
+        parse_growth("staggered", [32])
     with pytest.raises(ValueError, match="contexts"):
-        ContextLadder((16, 8), 1)
-    with pytest.raises(ValueError, match="wanted no more than"):
-        GrowingArena(Geometry(1, 1, 1, 8), Steps.equal(1, 4)).end(5)
+        Growth((16, 8))
+    for contexts in ((8, 16), (4, 32)):
+        with pytest.raises(ValueError, match="wanted contexts up to 32, all above AR-4"):
+            KVCache(geometry_of(32), ar=[1, 4], growth=Growth(contexts))

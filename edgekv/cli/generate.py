@@ -126,6 +126,14 @@ def generate(
     max_tokens: MaxTokensOption = None,
     host_cache_size: HostSizeOption = None,
     disk_cache_size: DiskSizeOption = None,
+    kv_growth: Annotated[
+        str | None,
+        typer.Option(
+            help="Let the cache grow from context to context, with slot or pointer-shift: staggered, one layer after "
+            "the other, or together.",
+            show_default="all memory at once",
+        ),
+    ] = None,
     threads: Annotated[int | None, typer.Option(help="Threads of the engine cpu.", show_default="all cores")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, and nothing else.")] = False,
 ) -> None:
@@ -161,6 +169,7 @@ def generate(
         threads=threads,
         cache_mode=cache_mode,
         prefix_cache=options.config(),
+        kv_growth=kv_growth,
     )
     if num_beams is None:
         generation = model.generate(
@@ -224,12 +233,13 @@ def summary(stats: GenerationStats) -> str:
     reserve = "" if stats.reserve is None else f" {stats.reserve:g}"
     restored = f" ({stats.restored_tokens} restored)" if stats.restored_tokens else ""
     mode = "" if stats.cache_mode == "always" else f", {stats.cache_mode}, {stats.computed_tokens} tokens computed"
+    growth = "" if stats.kv_growth is None else f" ({stats.kv_bytes_peak:,} at most)"
     seed = "" if stats.seed is None else f", seed {stats.seed}"
     return (
         f"[{stats.engine}: {stats.prompt_tokens}{restored} + {stats.generated_tokens} tokens, "
         f"ended by {stats.stop_reason}; "
         f"prefill {stats.prefill_ms:.0f} ms{decode}, host {stats.host_us_per_step:.0f} us/step; "
-        f"KV {stats.kv_update}{reserve}{mode}: {stats.kv_bytes_held:,} bytes held, "
+        f"KV {stats.kv_update}{reserve}{mode}: {stats.kv_bytes_held:,} bytes held{growth}, "
         f"{stats.kv_bytes_copied:,} copied{_eviction(stats)}{seed}]"
     )
 

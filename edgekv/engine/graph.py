@@ -22,10 +22,9 @@ from edgekv.kv import Group, KVCache, Store, Window
 class _Ends:
     """The graph inputs and outputs that one store of the cache serves."""
 
-    __slots__ = ("new_names", "new_shape", "past_names", "past_shape", "store")
+    __slots__ = ("new_names", "new_shape", "past_names", "past_shape")
 
     def __init__(self, store: Store, ar: int, columns: int) -> None:
-        self.store = store
         self.past_names = [tensor.past for tensor in store.tensors]
         self.new_names = [tensor.new for tensor in store.tensors]
         self.past_shape = store.past_shape(columns)
@@ -35,22 +34,25 @@ class _Ends:
 class _GroupEnds:
     """Those of one group of layers, and where they are bound."""
 
-    __slots__ = ("bound", "ends")
+    __slots__ = ("bound", "ends", "group")
 
     def __init__(self, group: Group, ar: int, context: int) -> None:
         columns = group.geometry.past_rows(ar, context)
+        self.group = group
         self.ends = [_Ends(store, ar, columns) for store in group.stores]
-        self.bound: tuple[int, int] | None = None
+        self.bound: tuple[int, int, int] | None = None
 
     def bind(self, binding: MemoryBinding, window: Window) -> None:
-        if self.bound == (window.past_row, window.new_row):
+        wanted = (self.group.reallocations, window.past_row, window.new_row)
+        if self.bound == wanted:
             return
-        for each in self.ends:
-            store, dtype = each.store, each.store.dtype
+        # The group is asked anew: a graph that runs no more must not keep outgrown memory alive.
+        for each, store in zip(self.ends, self.group.stores, strict=True):
+            dtype = store.dtype
             past, new = store.past_offset_bytes(window), store.new_offset_bytes(window)
             binding.inputs(each.past_names, dtype, each.past_shape, store.addresses, past)
             binding.outputs(each.new_names, dtype, each.new_shape, store.new_addresses(window), new)
-        self.bound = (window.past_row, window.new_row)
+        self.bound = wanted
 
 
 class StaticGraph:

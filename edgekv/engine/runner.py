@@ -126,6 +126,7 @@ class Runner:
         if not tokens:
             raise ValueError("tokens: found none; wanted at least one")
         ladders = self._ladders("decode") | self._ladders(role)
+        self.cache.expect(len(tokens))
         done = 0
         while done < len(tokens):
             ar = choose_ar(len(tokens) - done, ladders, self.cache.room)

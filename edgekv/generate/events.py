@@ -46,7 +46,10 @@ class GenerationStats:
             restored.
         restored_tokens: those of them that were copied from the store of prefixes.
         computed_tokens: tokens run through the graphs, those included that were computed anew.
+        kv_growth: how the cache's memory grows; None if all of it is allocated at once.
         kv_bytes_held: bytes allocated for the cache.
+        kv_bytes_peak: the most that ever were since the cache was made.
+        kv_reallocations: how often the memory of a layer was replaced by a larger one during this generation.
         kv_bytes_copied: bytes that the cache copied during this generation.
         seed: reproduces a sampled generation; None if it was greedy.
         evicted_tokens: tokens that left the cache during this generation because the policies `sinks` or `keydiff`
@@ -70,7 +73,10 @@ class GenerationStats:
     reused_tokens: int
     restored_tokens: int
     computed_tokens: int
+    kv_growth: str | None
     kv_bytes_held: int
+    kv_bytes_peak: int
+    kv_reallocations: int
     kv_bytes_copied: int
     seed: int | None
     evicted_tokens: int

@@ -24,6 +24,7 @@ class Setup:
     kv_update: str
     reserve: float | None
     cache_mode: str
+    kv_growth: str | None = None
 
 
 class Generation(Iterator[Token]):
@@ -100,7 +101,10 @@ class Generation(Iterator[Token]):
             reused_tokens=done.reused_tokens,
             restored_tokens=done.restored_tokens,
             computed_tokens=done.computed_tokens,
+            kv_growth=self._setup.kv_growth,
             kv_bytes_held=done.bytes_held,
+            kv_bytes_peak=done.peak_bytes,
+            kv_reallocations=done.reallocations,
             kv_bytes_copied=done.bytes_copied,
             seed=self._sampler.seed,
             evicted_tokens=done.evicted_tokens,

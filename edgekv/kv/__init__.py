@@ -9,6 +9,7 @@ from edgekv.kv.cache import KVCache
 from edgekv.kv.columns import ColumnArena, ColumnLayout
 from edgekv.kv.geometry import KINDS, Geometry, KeyLayout, Kind, KvDtype, KvTensor
 from edgekv.kv.group import Group
+from edgekv.kv.growth import GROWTHS, Growth, GrowthName, parse_growth
 from edgekv.kv.held_rows import HeldRows
 from edgekv.kv.layers import LayeredGeometry
 from edgekv.kv.layout import Layout
@@ -30,6 +31,7 @@ from edgekv.kv.window import Window
 __all__ = [
     "ALIGNMENT_BYTES",
     "DEFAULT_RESERVE",
+    "GROWTHS",
     "KINDS",
     "POLICIES",
     "STRATEGIES",
@@ -41,6 +43,8 @@ __all__ = [
     "Fail",
     "Geometry",
     "Group",
+    "Growth",
+    "GrowthName",
     "KVCache",
     "KeyDiff",
     "KeyLayout",
@@ -69,6 +73,7 @@ __all__ = [
     "Window",
     "find_policy",
     "make_strategy",
+    "parse_growth",
     "parse_reserve",
     "read_state",
     "write_state",

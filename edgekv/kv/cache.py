@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from fractions import Fraction
+from functools import partial
 from pathlib import Path
 
 from edgekv.errors import ContextFullError, UsageError
 from edgekv.kv.arena import Arena
 from edgekv.kv.geometry import Geometry
 from edgekv.kv.group import Group, HeldKeys
+from edgekv.kv.growth import Growth
 from edgekv.kv.keydiff import mean_similarity
 from edgekv.kv.layers import LayeredGeometry
 from edgekv.kv.pointer_shift import DEFAULT_RESERVE
@@ -19,7 +22,7 @@ from edgekv.kv.rotate import KvEncoding, Rotation
 from edgekv.kv.state import CacheState, StateError, read_state, write_state
 from edgekv.kv.stats import CacheStats
 from edgekv.kv.store import Store
-from edgekv.kv.strategies import make_strategy
+from edgekv.kv.strategies import GROWING_STRATEGIES, make_strategy
 from edgekv.kv.window import Window
 
 
@@ -37,10 +40,14 @@ class KVCache:
     the graph of the next larger context takes over without a copy. Keys as columns are the exception: the context is
     the distance of their dimensions.
 
+    With a `Growth` each layer that attends to the whole context is a group, whose memory is replaced by a larger one
+    as tokens come. Sessions are still bound to the old memory, so it lives until the step ends. Memory never shrinks:
+    after `reset` the next text finds it.
+
     Attributes:
         geometry: the sizes.
         ar: tokens per inference of the graphs, ascending.
-        groups: layers that are alike; one group for a plain geometry.
+        groups: layers that are alike; one group for a plain geometry that does not grow.
         encodings: what the integers of each tensor stand for, in the order of the groups' names; empty if unknown.
     """
 
@@ -53,6 +60,7 @@ class KVCache:
         reserve: Fraction | float = DEFAULT_RESERVE,
         policy: str | Policy = "fail",
         encodings: Sequence[KvEncoding] = (),
+        growth: Growth | None = None,
     ) -> None:
         """Allocate an empty cache.
 
@@ -65,11 +73,14 @@ class KVCache:
                 `Sinks` or `KeyDiff`.
             encodings: of each tensor, in the order of the groups' names. States are checked against them, and the
                 error of rotated keys is reported in real numbers; without them zero points are the geometry's.
+            growth: how memory grows, with `slot` and `pointer-shift`, up to the geometry's context; None allocates
+                all of it now.
 
         Raises:
-            UsageError: an unknown strategy or policy, numbers out of range, or `Sinks` over layers whose windows
-                differ; also what `Arena` raises.
-            ValueError: no AR, one out of range, or a wrong number of encodings.
+            UsageError: an unknown strategy or policy, numbers out of range, `Sinks` over layers whose windows
+                differ, or growth with another strategy, keys as columns, or more layers than it has tokens for;
+                also what `Arena` raises.
+            ValueError: no AR, one out of range, a wrong number of encodings, or growth to another context.
         """
         geometries = geometry.groups()
         self.geometry = geometry
@@ -86,8 +97,14 @@ class KVCache:
         self._policy = find_policy(policy)
         self._check_policy(geometries)
         self._rotation = Rotation(self._policy.inverse_frequencies) if self._policy.inverse_frequencies else None
+        self._growth = growth
+        if growth is not None:
+            self._check_growth(growth, geometries, strategy)
+            geometries = tuple(self._single_layers(geometries))
         self.groups = tuple(self._group(each, strategy, reserve) for each in geometries)
         self._wide = tuple(group for group in self.groups if group.geometry.context == geometry.context)
+        self._outgrown: list[Store] = []
+        self._peak_bytes = self._bytes_held
         self._open_ar: int | None = None
         self._positions = Positions()
         self._tokens_seen = 0
@@ -170,7 +187,9 @@ class KVCache:
             copies=sum(store.copies for store in stores),
             steps=self._steps,
             tokens=self._tokens_committed,
-            bytes_held=sum(store.bytes_held for store in stores),
+            bytes_held=self._bytes_held,
+            peak_bytes=self._peak_bytes,
+            reallocations=sum(group.reallocations for group in self.groups),
             evicted=self._evicted,
             requantization=self._rotation.cost if self._rotation else None,
         )
@@ -191,7 +210,8 @@ class KVCache:
     def window(self, ar: int, context: int | None = None) -> tuple[Window, ...]:
         """Open a step with the AR-`ar` graph, which may copy rows, and say where it reads and writes in each group.
 
-        A step that was opened before and not committed is dropped. Tokens that the policy evicts leave here.
+        A step that was opened before and not committed is dropped. Tokens that the policy evicts leave here. Memory
+        that grows does so here.
 
         Args:
             ar: tokens per inference.
@@ -211,6 +231,8 @@ class KVCache:
             self._evict(ages)
         if self.length < self._tokens_seen or self.length > most - ar:
             self._is_prefix = False  # the graph does not see all that came before
+        self._outgrown.clear()
+        self._grow(self.length + ar, context)
         self._open_ar = ar
         return tuple([group.window(ar, context) for group in self.groups])
 
@@ -229,7 +251,7 @@ class KVCache:
         self._positions.commit(n, evicted)
         for group in self.groups:
             group.commit(n, group.evicted_by(n))
-        self._open_ar = None
+        self._close()
         self._tokens_seen += n
         self._steps += 1
         self._tokens_committed += n
@@ -247,15 +269,15 @@ class KVCache:
         for group in self.groups:
             group.rewind(n)
         self._positions.rewind(n)
-        self._open_ar = None
+        self._close()
         self._tokens_seen -= n
 
     def reset(self) -> None:
-        """Drop all tokens, and the step that is open, if any; the next token stands at position 0."""
+        """Drop all tokens, and the step that is open, if any; the next token stands at position 0. Memory stays."""
         for group in self.groups:
             group.reset()
         self._positions.reset()
-        self._open_ar = None
+        self._close()
         self._tokens_seen = 0
         self._is_prefix = True
 
@@ -268,10 +290,20 @@ class KVCache:
         if not 0 <= tokens <= self.capacity:
             raise ValueError(f"hold: found {tokens} tokens; wanted 0 to {self.capacity}")
         self.reset()
+        self._grow(tokens, one_by_one=True)
         for group in self.groups:
             group.reset(min(tokens, group.capacity))
         self._positions.commit(tokens, 0)
         self._tokens_seen = tokens
+
+    def expect(self, tokens: int) -> None:
+        """Say that so many tokens come next, as of a prompt: an empty cache that grows has room for them at once.
+
+        What holds tokens grows step by step. A layer has let go of its memory before the next one grows.
+        """
+        if self.length == 0:
+            self._close()
+            self._grow(tokens, one_by_one=True)
 
     @property
     def state(self) -> CacheState:
@@ -302,12 +334,13 @@ class KVCache:
                 )
         for group in self.groups:
             group.check(state, len(state.positions) if group in self._wide else None)
+        self._close()
+        self._grow(len(state.positions), one_by_one=True)
         for group in self.groups:
             group.write(state.rows)
         self._positions.restore(state.positions, state.position, state.rewindable)
         self._tokens_seen = state.tokens_seen
         self._is_prefix = False
-        self._open_ar = None
 
     def save(self, file: str | Path, *, fingerprint: str) -> None:
         """Write `state`; see `write_state`."""
@@ -324,8 +357,53 @@ class KVCache:
     def _group(self, geometry: Geometry, strategy: str, reserve: Fraction | float) -> Group:
         is_wide = geometry.context == self.geometry.context
         policy = self._policy if is_wide else SlidingWindow()
-        made = make_strategy(strategy, geometry, max_ar=self.ar[-1], reserve=reserve)
-        return Group(geometry, made, self.ar, policy.capacity(geometry.context), self.geometry.context)
+        context = self._growth.contexts[0] if self._growth and is_wide else self.geometry.context
+        # No closure over the cache: the last reference to it must free its memory.
+        make = partial(make_strategy, strategy, max_ar=self.ar[-1], reserve=reserve)
+        return Group(geometry, make, self.ar, policy.capacity(geometry.context), context)
+
+    def _single_layers(self, geometries: Sequence[Geometry]) -> Iterator[Geometry]:
+        for each in geometries:
+            if each.context < self.geometry.context:
+                yield each
+            else:
+                yield from (replace(each, layers=1, numbers=(n,)) for n in each.numbers or range(each.layers))
+
+    def _check_growth(self, growth: Growth, geometries: Sequence[Geometry], strategy: str) -> None:
+        if growth.contexts[-1] != self.geometry.context or growth.contexts[0] <= self.ar[-1]:
+            wanted = f"up to {self.geometry.context}, all above AR-{self.ar[-1]}"
+            raise ValueError(f"growth: found {growth.contexts}; wanted contexts {wanted}")
+        columns = any(each.key_layout == "columns" for each in geometries)
+        if strategy not in GROWING_STRATEGIES or columns:
+            names = " or ".join(GROWING_STRATEGIES)
+            raise UsageError(
+                f"growth {growth.name}",
+                found=f"{strategy}{' with keys as columns' if columns else ''}",
+                wanted=f"the update strategy {names}, and keys as rows",
+                way_out="Leave growth out, export keys as rows." if columns else f"Use {names}, or leave growth out.",
+            )
+        growth.check(sum(each.layers for each in geometries if each.context == self.geometry.context))
+
+    @property
+    def _bytes_held(self) -> int:
+        return sum(store.bytes_held for store in (*self.stores, *self._outgrown))
+
+    def _grow(self, columns: int, context: int = 0, *, one_by_one: bool = False) -> None:
+        """Make room for so many tokens and for the graph of `context`."""
+        if self._growth is None:
+            return
+        wanted = self._growth.contexts_of(len(self._wide), columns)
+        for group, least in zip(self._wide, wanted, strict=True):
+            if max(least, context) > group.context:
+                self._outgrown.extend(group.grow(max(least, context)))
+                self._peak_bytes = max(self._peak_bytes, self._bytes_held)
+                if one_by_one:
+                    self._outgrown.clear()
+
+    def _close(self) -> None:
+        """End the step that is open, if any, and let go of what it outgrew."""
+        self._open_ar = None
+        self._outgrown.clear()
 
     def _check_policy(self, geometries: Sequence[Geometry]) -> None:
         context = self.geometry.context

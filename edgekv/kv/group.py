@@ -49,21 +49,28 @@ class Group:
         strategy: where rows lie.
         stores: all tensors in one; or keys as columns, then values.
         capacity: the most tokens held; the oldest leave when more are committed.
+        context: S of the largest graph that the memory serves.
+        reallocations: how often the memory was replaced; the addresses of the stores are others then.
     """
 
-    def __init__(self, geometry: Geometry, strategy: Strategy, ar: Sequence[int], capacity: int, context: int) -> None:
+    strategy: Strategy
+    stores: tuple[Store, ...]
+
+    def __init__(
+        self,
+        geometry: Geometry,
+        make_strategy: Callable[[Geometry], Strategy],
+        ar: Sequence[int],
+        capacity: int,
+        context: int,
+    ) -> None:
         """Allocate for graphs of these AR and contexts up to `context`; see `Arena` for what is raised."""
         self.geometry = geometry
-        self.strategy = strategy
         self.capacity = capacity
-        self._keys: ColumnArena | None = None
-        if geometry.key_layout == "columns":
-            self._keys = ColumnArena(ColumnLayout.of(geometry, strategy, ar, context))
-            self._arena = Arena(Layout.of(geometry, strategy, ("value",)))
-            self.stores: tuple[Store, ...] = (self._keys, self._arena)
-        else:
-            self._arena = Arena(Layout.of(geometry, strategy))
-            self.stores = (self._arena,)
+        self.reallocations = 0
+        self._make_strategy = make_strategy
+        self._ar = ar
+        self._allocate(context)
 
     @property
     def length(self) -> int:
@@ -88,6 +95,20 @@ class Group:
                 keys.relocate(before, strategy.held_rows(), strategy.first_row(columns), columns)
         keys.open(ar)
         return self._seen(strategy.window(ar, columns))
+
+    def grow(self, context: int) -> tuple[Store, ...]:
+        """Move the tokens held to memory for graphs of contexts up to `context`; return what they lay in before."""
+        stores, before = self.stores, self.strategy.held_rows()
+        self._allocate(context)
+        self.reset(len(before))
+        rows = self.strategy.held_rows()
+        for old, new in zip(stores, self.stores, strict=True):
+            for tensor in range(len(new.tensors)):
+                new.write(tensor, rows, old.read(tensor, before))
+            new.bytes_copied = old.bytes_copied + len(rows) * len(new.tensors) * self.geometry.row_bytes
+            new.copies = old.copies + (1 if rows else 0)
+        self.reallocations += 1
+        return stores
 
     def evicted_by(self, tokens: int) -> int:
         """How many of the oldest leave when so many tokens are committed."""
@@ -171,6 +192,21 @@ class Group:
                     encoding = encodings[number[tensor]] if encodings else None
                     zero_point = encoding.zero_point if encoding else self.geometry.zero_point
                     yield HeldKeys(store, at, rows, zero_point, encoding.scale if encoding else None)
+
+    def _allocate(self, context: int) -> None:
+        geometry = replace(self.geometry, context=min(self.geometry.context, context))
+        strategy = self._make_strategy(geometry)
+        keys: ColumnArena | None = None
+        stores: tuple[Store, ...]
+        if geometry.key_layout == "columns":
+            keys = ColumnArena(ColumnLayout.of(geometry, strategy, self._ar, context))
+            arena = Arena(Layout.of(geometry, strategy, ("value",)))
+            stores = (keys, arena)
+        else:
+            arena = Arena(Layout.of(geometry, strategy))
+            stores = (arena,)
+        # Only now: an allocation that fails changes nothing.
+        self.strategy, self.context, self.stores, self._keys, self._arena = strategy, context, stores, keys, arena
 
     def _seen(self, window: Window) -> Window:
         """The window with the columns that leave it within the step."""

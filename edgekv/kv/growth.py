@@ -1,157 +1,86 @@
-"""Buffers that grow when the context is not known: how many rows each layer has at which token, in integers."""
+"""Memory that grows with the text: for how many tokens each layer's memory is made at which token, in integers."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import combinations
-from math import gcd
-from typing import Protocol
+from typing import Literal
 
+from edgekv.errors import UsageError
 
-class Growth(Protocol):
-    """Says how many rows the tensors of each layer have.
-
-    A layer that grows gets new buffers and copies its rows into them. The old ones stay until the step ends: what
-    was queued on an accelerator before may still read them. So every layer that grows in a step is held twice.
-    """
-
-    @property
-    def layers(self) -> int:
-        """Decoder layers."""
-
-    def rows(self, layer: int, tokens: int) -> int:
-        """Rows of each tensor of the layer in the step that brings the tokens held to `tokens`."""
-
-    def home(self, layer: int, tokens: int) -> int:
-        """The row of the oldest token in that step."""
+GrowthName = Literal["staggered", "together"]
+GROWTHS: tuple[GrowthName, ...] = ("staggered", "together")
 
 
 @dataclass(frozen=True, slots=True)
-class Steps:
-    """Layer i has first_rows[i] rows, and step_rows[i] more whenever they are used up.
+class Growth:
+    """The memory of a layer is made for one context after the other.
+
+    One graph reads all layers, so all need memory for its context when it first runs. But memory for a larger
+    context serves the smaller graph as well, so the layers may change one after the other in the tokens before:
+
+        tokens   0               128             256                             512
+        layer 0  | 128   | 256           | 512                                   |
+        layer 1  | 128           | 256           | 512                           |
 
     Attributes:
-        first_rows: what each layer starts with; at least 1.
-        step_rows: what each layer grows by; at least 1.
+        contexts: what memory is made for, ascending; the last is S of the largest graphs.
+        name: `staggered` spreads the layers evenly over the tokens from one context to the next; `together` lets all
+            grow when they must.
     """
 
-    first_rows: tuple[int, ...]
-    step_rows: tuple[int, ...]
+    contexts: tuple[int, ...]
+    name: GrowthName = "staggered"
 
     def __post_init__(self) -> None:
-        if not self.first_rows or len(self.first_rows) != len(self.step_rows):
-            raise ValueError(f"steps: found {self}; wanted as many first sizes as steps, and at least one layer")
-        if min(*self.first_rows, *self.step_rows) < 1:
-            raise ValueError(f"steps: found {self}; wanted at least 1 row")
+        if not self.contexts or self.contexts[0] < 2 or list(self.contexts) != sorted(set(self.contexts)):
+            raise ValueError(f"contexts: found {self.contexts}; wanted ascending numbers from 2 on")
+        if len(self.contexts) == 1:
+            raise UsageError(
+                "growth",
+                found=f"one context, of {self.contexts[0]} tokens",
+                wanted="several: a graph reads rows of its whole context, whether they hold a token or not",
+                way_out="Leave it out, or export with several, as --context 512,1024,4096.",
+            )
 
-    @classmethod
-    def equal(cls, layers: int, step_rows: int = 128, known_tokens: int = 0) -> Steps:
-        """All layers alike, so that all of them grow in the same step.
-
-        Args:
-            layers: decoder layers.
-            step_rows: rows that are allocated ahead.
-            known_tokens: tokens that are certain to come, as of a prompt; the first buffers have room for them.
-        """
-        return cls((known_tokens + step_rows,) * layers, (step_rows,) * layers)
-
-    @classmethod
-    def staggered(cls, layers: int, step_rows: int = 128, known_tokens: int = 0) -> Steps:
-        """One layer after the other, evenly spread: no two ever grow at the same token.
-
-        The first sizes differ by step_rows / layers from layer to layer, and equal steps keep that distance for
-        ever. Steps that differ throughout, as in OpenVINO's GPU plugin, meet at their common multiples.
+    def check(self, layers: int) -> None:
+        """Refuse layers of which two would grow at the same token.
 
         Raises:
-            ValueError: fewer rows in a step than layers: two of them would have to grow at once.
+            UsageError: `staggered`, and a context is fewer tokens above the one before than there are layers.
         """
-        if step_rows < layers:
-            raise ValueError(f"step_rows: found {step_rows}; wanted at least {layers}, one token for each layer")
-        first = tuple(known_tokens + step_rows * (layer + 1) // layers for layer in range(layers))
-        return cls(first, (step_rows,) * layers)
+        steps = [above - below for below, above in zip((0, *self.contexts), self.contexts[:-1], strict=False)]
+        if self.name == "staggered" and min(steps) < layers:
+            raise UsageError(
+                "growth staggered",
+                found=f"contexts of {', '.join(map(str, self.contexts))} tokens for {layers} layers",
+                wanted=f"at least {layers} tokens to the next, one for each layer to grow at",
+                way_out="Use together, or export with contexts that lie farther apart.",
+            )
 
-    @classmethod
-    def drifting(cls, layers: int, step_rows: int = 128, known_tokens: int = 0) -> Steps:
-        """Every layer with a step of its own, step_rows + layer, as in OpenVINO's GPU plugin (`kv_cache.cpp`)."""
-        steps = tuple(step_rows + layer for layer in range(layers))
-        return cls(tuple(known_tokens + step for step in steps), steps)
+    def context(self, layer: int, layers: int, columns: int) -> int:
+        """What the memory of a layer is made for in a step, where `columns` is the tokens held + AR."""
+        below = 0
+        for context in self.contexts[:-1]:
+            early = (context - below) * (layers - 1 - layer) // layers if self.name == "staggered" else 0
+            if columns <= context - early:
+                return context
+            below = context
+        return self.contexts[-1]
 
-    @property
-    def layers(self) -> int:
-        return len(self.first_rows)
-
-    @property
-    def never_together(self) -> bool:
-        """Whether no two layers grow at the same token, however long the generation.
-
-        a + k*s = b + l*t has a solution in integers k and l exactly if gcd(s, t) divides a - b. That k and l may be
-        kept positive follows by adding multiples of the steps.
-        """
-        pairs = combinations(zip(self.first_rows, self.step_rows, strict=True), 2)
-        return all((first - other) % gcd(step, stride) for (first, step), (other, stride) in pairs)
-
-    def rows(self, layer: int, tokens: int) -> int:
-        first, step = self.first_rows[layer], self.step_rows[layer]
-        return first + max(0, -(-(tokens - first) // step)) * step
-
-    def home(self, layer: int, tokens: int) -> int:
-        return 0
+    def contexts_of(self, layers: int, columns: int) -> Sequence[int]:
+        """`context` of all layers."""
+        return [self.context(layer, layers, columns) for layer in range(layers)]
 
 
-@dataclass(frozen=True, slots=True)
-class GrowthReport:
-    """The memory of a generation, token by token, of which this is the worst.
-
-    Attributes:
-        peak_bytes: the most that lives at once.
-        peak_tokens: tokens held at the end of the step where that is so, the first such step.
-        steady_bytes: what lives at the end.
-        excess_bytes: the most that lives at once only because layers are growing.
-        grown: how often a layer grew.
-        most_layers: the most layers that grew in one step.
-        copied_bytes: what growing copied.
-    """
-
-    peak_bytes: int
-    peak_tokens: int
-    steady_bytes: int
-    excess_bytes: int
-    grown: int
-    most_layers: int
-    copied_bytes: int
-
-
-def report_growth(growth: Growth, row_bytes: Sequence[int], tokens: int, *, known_tokens: int = 0) -> GrowthReport:
-    """What a generation of single-token steps costs, exactly.
-
-    Args:
-        growth: how buffers grow.
-        row_bytes: for each layer, bytes of one token's rows in all tensors of the layer.
-        tokens: tokens held at the end.
-        known_tokens: tokens of the prompt; buffers are first allocated for it.
+def parse_growth(name: str, contexts: Sequence[int]) -> Growth:
+    """A growth by name, over these contexts.
 
     Raises:
-        ValueError: not one `row_bytes` for each layer, or an end before the prompt's.
+        UsageError: no such growth, or a single context.
     """
-    if len(row_bytes) != growth.layers or not 0 <= known_tokens <= tokens:
-        found = f"{len(row_bytes)} row_bytes, {known_tokens} to {tokens} tokens"
-        raise ValueError(f"growth: found {found}; wanted {growth.layers} row_bytes, and tokens after the prompt")
-    rows = [growth.rows(layer, known_tokens) for layer in range(growth.layers)]
-    steady = sum(count * each for count, each in zip(rows, row_bytes, strict=True))
-    peak, peak_tokens, worst_excess, grown, most, copied = steady, known_tokens, 0, 0, 0, 0
-    for count in range(known_tokens + 1, tokens + 1):
-        wanted = [growth.rows(layer, count) for layer in range(growth.layers)]
-        if wanted == rows:
-            continue
-        growing = [layer for layer in range(growth.layers) if wanted[layer] != rows[layer]]
-        excess = sum(rows[layer] * row_bytes[layer] for layer in growing)
-        steady += sum((wanted[layer] - rows[layer]) * row_bytes[layer] for layer in growing)
-        if steady + excess > peak:
-            peak, peak_tokens = steady + excess, count
-        worst_excess = max(worst_excess, excess)
-        grown += len(growing)
-        most = max(most, len(growing))
-        copied += sum((count - 1) * row_bytes[layer] for layer in growing)
-        rows = wanted
-    return GrowthReport(peak, peak_tokens, steady, worst_excess, grown, most, copied)
+    for known in GROWTHS:
+        if name == known:
+            return Growth(tuple(contexts), known)
+    names = " or ".join(GROWTHS)
+    raise UsageError("growth", found=repr(name), wanted=names, way_out=f"Use {names}, or leave it out.")

@@ -15,6 +15,8 @@ from edgekv.kv.strategy import Strategy
 
 StrategyName = Literal["pointer-shift", "slot", "mirror", "shift-concat"]
 STRATEGIES: tuple[StrategyName, ...] = ("pointer-shift", "slot", "mirror", "shift-concat")
+# Of the others one has rings of whole pages, and one moves all rows in every step as it is.
+GROWING_STRATEGIES: tuple[StrategyName, ...] = ("slot", "pointer-shift")
 
 
 def make_strategy(

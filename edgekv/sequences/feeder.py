@@ -27,6 +27,8 @@ class Fed:
         restored_tokens: those of them that came from the store of prefixes.
         computed_tokens: tokens run, those included that were run again.
         bytes_held: bytes of the cache that was used last.
+        peak_bytes: the most that this cache ever had.
+        reallocations: how often caches replaced the memory of a layer.
         bytes_copied: bytes that caches copied.
         evicted_tokens: tokens that left because a context policy chose them.
         requantization: what moving keys has cost in the cache of the last step, since that cache was made.
@@ -38,6 +40,8 @@ class Fed:
     restored_tokens: int
     computed_tokens: int
     bytes_held: int
+    peak_bytes: int
+    reallocations: int
     bytes_copied: int
     evicted_tokens: int
     requantization: Requantization | None
@@ -77,7 +81,8 @@ class SequenceFeeder:
         self._sequence = sequence
         self._prefixes = prefixes
         self._tokens: list[int] = []
-        self.done = Fed(StepTimes(0, 0, 0), 0, 0, 0, scratch.cache.stats.bytes_held, 0, 0, None, True)
+        stats = scratch.cache.stats
+        self.done = Fed(StepTimes(0, 0, 0), 0, 0, 0, stats.bytes_held, stats.peak_bytes, 0, 0, 0, None, True)
 
     def claim(self, tokens: int) -> None:
         """Ask for the cache that a sequence of so many tokens needs, so that a refusal comes before any work.
@@ -182,6 +187,8 @@ class SequenceFeeder:
             restored_tokens=restored if first else done.restored_tokens,
             computed_tokens=done.computed_tokens + computed,
             bytes_held=cache.bytes_held,
+            peak_bytes=cache.peak_bytes,
+            reallocations=done.reallocations + cache.reallocations - before.reallocations,
             bytes_copied=done.bytes_copied + cache.bytes_copied - before.bytes_copied,
             evicted_tokens=done.evicted_tokens + cache.evicted - before.evicted,
             requantization=cache.requantization,
