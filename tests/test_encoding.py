@@ -77,3 +77,12 @@ def test_clipping_beats_covering_where_outliers_are_rare():
         return float(np.square(encoding.dequantize(encoding.quantize(values)) - values).mean())
 
     assert error(seen.symmetric("u8")) < 0.85 * error(Encoding.symmetric(seen.absmax, "u8"))
+
+
+@given(dtypes, st.integers(0, 255), st.floats(2**-10, 2**10))
+def test_times_lets_the_same_integers_stand_for_multiples(dtype, integer, factor):
+    encoding = Encoding.asymmetric(-1.0, 3.0, dtype)
+    integers = np.array([integer]).astype(DTYPES[dtype])
+    assert encoding.times(factor).dequantize(integers) == pytest.approx(
+        factor * encoding.dequantize(integers), rel=1e-6
+    )
