@@ -14,7 +14,7 @@ from msgspec import structs
 
 from devices import find
 from edgekv.bundle import Bundle, open_bundle
-from edgekv.engine import make_engine
+from edgekv.engine import CpuEngine, HtpEngine
 from edgekv.engine.rope import rope_tables
 from edgekv.errors import BundleError, EngineError
 from exporters.checkpoint import Checkpoint
@@ -78,7 +78,7 @@ def stacked(bundle: Bundle, per_head: dict[str, np.ndarray], end: str) -> dict[s
 def test_stacking_heads_changes_no_integer(small: Bundle, role: str, engine: str, tmp_path: Path) -> None:
     """AR-16 is one of those for which the compiler multiplies wrongly what is not laid out as one row."""
     path = write_stacked(small, role, tmp_path)
-    made = make_engine(engine, device="SM8650")
+    made = CpuEngine() if engine == "cpu" else HtpEngine(DEVICE)
     plain, whole = made.session(small.graph_path(small.manifest.graph(role))), made.session(path)
     random = np.random.default_rng(0)
     feeds = {}
