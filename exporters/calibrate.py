@@ -1,9 +1,9 @@
-"""From text to encodings: run the reference, watch every result, choose an encoding for each."""
+"""From text to encodings: its tokens in windows, and an encoding for every result that was observed on them."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,7 +13,6 @@ from edgekv.errors import UsageError
 from edgekv.kv import KvDtype
 from exporters.checkpoint import Checkpoint
 from exporters.recipe import Recipe
-from exporters.reference import Floats, Reference
 from quant import Encoding, Range
 
 _LEAST_MASK_DEPTH = 64.0
@@ -39,21 +38,14 @@ def token_windows(checkpoint: Checkpoint, text: str, length: int, most: int | No
     return windows[:most]
 
 
-def observe_ranges(
-    checkpoint: Checkpoint,
-    windows: Sequence[NDArray[np.int64]],
-    context: int,
-    progress: Callable[[int], None] | None = None,
-) -> dict[str, Range]:
-    """What values every result of the float decoder takes on these windows, as part of a context of S tokens."""
-    ranges: dict[str, Range] = {}
+def calibration_windows(checkpoint: Checkpoint, text: str, length: int, most: int) -> list[NDArray[np.int64]]:
+    """Windows of a calibration text, all of one length: a last one that is shorter is left out.
 
-    def observe(name: str, values: Floats) -> None:
-        ranges.setdefault(name, Range()).observe(values, keep_sample=name.startswith("past_"))
-
-    for _ in Reference(checkpoint, context).logits(windows, observe=observe, progress=progress):
-        pass
-    return ranges
+    Raises:
+        UsageError: the text has fewer than two tokens.
+    """
+    windows = token_windows(checkpoint, text, length, most)
+    return [window for window in windows if len(window) == len(windows[0])]
 
 
 def choose_encodings(ranges: Mapping[str, Range], recipe: Recipe, kv_dtype: KvDtype) -> dict[str, Encoding]:

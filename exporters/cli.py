@@ -19,7 +19,7 @@ from exporters.compile import compile_bundle
 from exporters.evaluate import evaluate, open_source, read_text
 from exporters.export import ExportOptions, export_bundle
 from exporters.progress import shown
-from exporters.recipe import find_recipe
+from exporters.recipe import describe_recipe, find_recipe
 
 # ruff: noqa: UP045  (typer reads the annotations of Python 3.10 at run time)
 
@@ -43,7 +43,10 @@ def export(
             show_default="the model's own",
         ),
     ] = None,
-    recipe: Annotated[str, typer.Option(help="Integer types of weights and activations.")] = "w8a16",
+    recipe: Annotated[
+        str,
+        typer.Option(help="Integer types: w8a16, w4a16, w4a16-lpbq32, -lpbq64, -lpbq128, or a recipe file (.json)."),
+    ] = "w8a16",
     kv: Annotated[str, typer.Option(help="Integer type of the KV cache: u8, or s16 from V73 on.")] = "u8",
     key_layout: Annotated[
         str, typer.Option(help="How keys lie in the cache: rows, or columns, as Genie wants them.")
@@ -81,7 +84,9 @@ def export(
         typer.echo(msgspec.json.encode(manifest))
         return
     held = sum(record.bytes for record in manifest.files.values())
-    typer.echo(f"{output}: {opened.parameters / 1e6:.1f} M parameters, {manifest.recipe}, {held / 1e6:.1f} MB")
+    typer.echo(f"{output}: {opened.parameters / 1e6:.1f} M parameters, {manifest.recipe.name}, {held / 1e6:.1f} MB")
+    for line in describe_recipe(manifest.recipe):
+        typer.echo(f"  {line}")
     for graph in manifest.graphs:
         typer.echo(f"  {graph.name}: {graph.role}, {graph.ar} tokens per inference, context {graph.context}")
     verdict = {

@@ -15,23 +15,29 @@ from edgekv.bundle import (
     HtpCheck,
     Manifest,
     ModelRecord,
+    RecipeRecord,
     RopeRecord,
+    RotationName,
     SourceRecord,
     TensorEncoding,
     TokenRecord,
+    WeightRecord,
     atomic_directory,
     record_files,
     write_manifest,
 )
 from edgekv.errors import EngineError, UsageError
 from edgekv.kv import KeyLayout, KvDtype
-from exporters.calibrate import choose_encodings, observe_ranges, rotation_encodings, token_windows
+from exporters.calibrate import calibration_windows, choose_encodings, rotation_encodings
 from exporters.checkpoint import Checkpoint
 from exporters.graphs import plan_graphs, write_graphs
 from exporters.htp import floating_nodes
 from exporters.progress import Progress, silent
+from exporters.quantize import QuantizedMatrices, quantize_decoder
 from exporters.recipe import Recipe
 from exporters.rope import Rope
+from exporters.rotate import applied_rotation, rotated
+from exporters.tensors import matrices as matrices_of
 
 _CALIBRATION_WINDOW = 512
 _CALIBRATION_WINDOWS = 16
@@ -134,24 +140,40 @@ def export_bundle(
             wanted=f"at most max_position_embeddings = {spec.max_positions} of the checkpoint",
             way_out=f"Use --context {spec.max_positions // max(options.ar) * max(options.ar)}.",
         )
+    options.recipe.check(spec)
+    rotation = applied_rotation(spec, options.recipe.rotation)
     calibration = _read_calibration(options.calibration)
     checkpoint.check_values(lambda done, of: progress("read", done, of))
     with atomic_directory(target, force=force) as folder:
-        texts = token_windows(checkpoint, calibration.text, min(_CALIBRATION_WINDOW, context), _CALIBRATION_WINDOWS)
-        ranges = observe_ranges(checkpoint, texts, context, lambda done: progress("calibrate", done, spec.layers))
+        texts = calibration_windows(
+            checkpoint, calibration.text, min(_CALIBRATION_WINDOW, context), _CALIBRATION_WINDOWS
+        )
+        tensors = rotated(checkpoint, rotation)
+        (scratch := folder / "quantized").mkdir()
+        matrices = QuantizedMatrices(scratch, options.recipe)
+        ranges = quantize_decoder(
+            tensors,
+            texts,
+            context,
+            options.recipe,
+            matrices,
+            lambda done: progress("quantize", done, spec.layers),
+        )
         ropes = [_rope_record(rope, context) for rope in spec.ropes]
         encodings = choose_encodings(ranges, options.recipe, options.kv_dtype)
         encodings |= rotation_encodings([rope.attention_factor for rope in ropes])
         del ranges
         graphs = plan_graphs(options.ar, options.contexts)
         write_graphs(
-            checkpoint,
+            tensors,
+            matrices,
             encodings,
             graphs,
             folder,
             options.key_layout,
-            lambda done: progress("quantize", done, spec.layers),
+            lambda done: progress("write", done, spec.layers),
         )
+        shutil.rmtree(scratch)
         check, floating = _check(graphs, folder, options, progress)
         shutil.copyfile(checkpoint.folder / "tokenizer.json", folder / "tokenizer.json")
         progress("seal", 0, 1)
@@ -159,7 +181,7 @@ def export_bundle(
             format=FORMAT,
             producer=f"edgekv {metadata.version('edgekv')}",
             device=options.device.soc,
-            recipe=options.recipe.name,
+            recipe=_recipe_record(checkpoint, options.recipe, rotation),
             kv_dtype=options.kv_dtype,
             key_layout=options.key_layout,
             context=context,
@@ -225,6 +247,12 @@ def _read_calibration(path: Path | None) -> _Calibration:
         raise UsageError(
             "--calibration", found=f"{path}: {error}", wanted="a UTF-8 text file", way_out="Check the path."
         ) from error
+
+
+def _recipe_record(checkpoint: Checkpoint, recipe: Recipe, rotation: RotationName) -> RecipeRecord:
+    rules = ((name, recipe.rule(name)) for name in matrices_of(checkpoint.spec))
+    weights = [WeightRecord(tensor=name, dtype=rule.dtype, method=rule.method) for name, rule in rules]
+    return RecipeRecord(name=recipe.name, rotation=rotation, weights=weights)
 
 
 def _model_record(checkpoint: Checkpoint) -> ModelRecord:

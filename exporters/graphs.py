@@ -9,9 +9,10 @@ import onnx
 
 from edgekv.bundle import GraphRecord
 from edgekv.kv import KeyLayout
-from exporters.checkpoint import Checkpoint
 from exporters.decoder import decoder_layer, logits
 from exporters.qdq import QdqOps
+from exporters.quantize import QuantizedMatrices
+from exporters.reference import Tensors
 from exporters.weights import WeightStore
 from quant import Encoding
 
@@ -34,7 +35,8 @@ def _plan(ar: list[int], contexts: list[int]) -> Iterator[GraphRecord]:
 
 
 def write_graphs(
-    checkpoint: Checkpoint,
+    tensors: Tensors,
+    matrices: QuantizedMatrices,
     encodings: Mapping[str, Encoding],
     graphs: Sequence[GraphRecord],
     folder: Path,
@@ -44,15 +46,16 @@ def write_graphs(
     """Write every graph and the weights they share into `folder`.
 
     Args:
-        checkpoint: where the weights come from.
+        tensors: where the other weights come from.
+        matrices: the integers of every matrix.
         encodings: one for every result of the decoder and every input.
         graphs: what to write.
         folder: where to.
         key_layout: of the keys in every graph; see `edgekv.kv.Geometry`.
         progress: called with the number of layers done.
     """
-    spec = checkpoint.spec
-    store = WeightStore(checkpoint, folder)
+    spec = tensors.spec
+    store = WeightStore(tensors, matrices, folder)
     windows = spec.windows_in(max(graph.context for graph in graphs))
     builders = [QdqOps(g.ar, g.context, spec, encodings, store, key_layout, windows) for g in graphs]
     hidden = [ops.embed("model.embed_tokens.weight", "embedding") for ops in builders]
@@ -65,7 +68,7 @@ def write_graphs(
     ends = []
     for ops, each, graph in zip(builders, hidden, graphs, strict=True):
         rows = ops.select(each) if graph.role == "prefill" else each
-        ends.append(logits(ops, spec, checkpoint.head_key, rows))
+        ends.append(logits(ops, spec, tensors.head_key, rows))
     store.flush("weights-head")
     for ops, end, graph in zip(builders, ends, graphs, strict=True):
         rows_out = 1 if graph.role == "prefill" else graph.ar

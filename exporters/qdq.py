@@ -274,11 +274,32 @@ class QdqOps:
         return target
 
     def _matrix(self, key: str, head: int | None, gain: float) -> str:
-        """A stored matrix under one scale for each column, dequantized."""
-        integers, scales = self._store.matrix(key, head=head, gain=gain)
+        """A stored matrix under one scale for each column, or for each block of it, dequantized.
+
+        Scales of blocks are themselves dequantized: integers times the column's scale. That is the only form of
+        block quantization that the HTP multiplies as integers, and it wants the zero points spelt out.
+        """
+        integers, scales, block_scales, blocks = self._store.matrix(key, head=head, gain=gain)
         self._stored[integers] = self._stored[scales] = None
-        self._node("DequantizeLinear", [integers, scales], [integers + "_dq"], axis=1)
-        return integers + "_dq"
+        target = integers + "_dq"
+        if blocks is None or block_scales is None:
+            self._node("DequantizeLinear", [integers, scales], [target], axis=1)
+            return target
+        self._stored[block_scales] = None
+        zeros = (
+            self._zeros(TensorProto.UINT8, [blocks.columns]),
+            self._zeros(TensorProto.INT4, [blocks.count, blocks.columns]),
+        )
+        steps = block_scales + "_dq"
+        self._node("DequantizeLinear", [block_scales, scales, zeros[0]], [steps], axis=1)
+        self._node("DequantizeLinear", [integers, steps, zeros[1]], [target], axis=0, block_size=blocks.rows)
+        return target
+
+    def _zeros(self, dtype: int, shape: list[int]) -> str:
+        name = f"zeros_{TensorProto.DataType.Name(dtype).lower()}_" + "_".join(map(str, shape))
+        if name not in self._constants:
+            self._constants[name] = helper.make_tensor(name, dtype, shape, np.zeros(shape, np.int8))
+        return name
 
     def _parameters(self, encoding: Encoding) -> tuple[str, str]:
         zero = np.array(encoding.zero_point, DTYPES[encoding.dtype])

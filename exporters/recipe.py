@@ -1,39 +1,140 @@
-"""How a checkpoint becomes integers."""
+"""How a checkpoint becomes integers: rules over tensor names, read from a file."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import re
+from collections.abc import Iterator
+from fnmatch import fnmatchcase
+from importlib import resources
+from pathlib import Path
+from typing import Literal
 
+import msgspec
+
+from edgekv.bundle import RecipeRecord, RotationName
 from edgekv.errors import UsageError
-from quant import Dtype
+from exporters.spec import DecoderSpec
+from exporters.tensors import matrices
+from quant import Method, WeightDtype, block_rows
 
 
-@dataclass(frozen=True, slots=True)
-class Recipe:
-    """Integer types by role.
+class WeightRule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What becomes of the matrices whose names match.
 
     Attributes:
-        name: what the user writes.
+        tensors: a pattern with `*` and `?` over names such as `model.layers.3.mlp.down_proj.weight`.
+        dtype: integer type.
+        method: how the integers are chosen; see `quant.quantize`.
+    """
+
+    tensors: str
+    dtype: WeightDtype
+    method: Method = "gptq"
+
+
+class _RecipeFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    weights: list[WeightRule]
+    activations: Literal["u16"] = "u16"
+    rotation: RotationName = "none"
+
+
+class Recipe(msgspec.Struct, frozen=True, kw_only=True):
+    """A recipe file and its name.
+
+    Attributes:
+        name: of the file, without its suffix.
+        weights: rules for matrices; of those that match a name the last holds.
         activations: type of every activation.
-        weight_bits: bits of a weight, one scale for each output channel.
+        rotation: `hadamard` rotates the residual stream and folds that into the weights; see `exporters.rotate`.
     """
 
     name: str
-    activations: Dtype
-    weight_bits: int
+    weights: tuple[WeightRule, ...]
+    activations: Literal["u16"]
+    rotation: RotationName
+
+    def rule(self, tensor: str) -> WeightRule:
+        """What becomes of this matrix.
+
+        Raises:
+            UsageError: no rule speaks of it.
+        """
+        found = [rule for rule in self.weights if fnmatchcase(tensor, rule.tensors)]
+        if found:
+            return found[-1]
+        raise UsageError(
+            f"--recipe {self.name}",
+            found=f"no rule for {tensor}",
+            wanted="a rule for every matrix",
+            way_out='Begin the list of weights with a rule for "*".',
+        )
+
+    def check(self, spec: DecoderSpec) -> None:
+        """That every matrix of the decoder can be quantized so.
+
+        Raises:
+            UsageError: no rule speaks of a matrix, or its inputs do not fill whole blocks.
+        """
+        for name, (_, inputs) in matrices(spec).items():
+            dtype = self.rule(name).dtype
+            block = block_rows(dtype)
+            if block and inputs % block:
+                raise UsageError(
+                    f"--recipe {self.name}",
+                    found=f"{dtype} for {name}, which has {inputs} inputs",
+                    wanted=f"a multiple of {block} inputs",
+                    way_out="Use smaller blocks, or give this tensor a rule of its own in a recipe file.",
+                )
 
 
-RECIPES = (Recipe("w8a16", activations="u16", weight_bits=8),)
+def recipe_names() -> list[str]:
+    """The recipes that ship with edgekv."""
+    return sorted(path.name.removesuffix(".json") for path in _folder().iterdir() if path.name.endswith(".json"))
 
 
 def find_recipe(name: str) -> Recipe:
-    """The recipe of this name.
+    """The recipe of this name, or the one in this file if it ends with `.json`.
 
     Raises:
-        UsageError: there is none.
+        UsageError: there is none, or the file is not a recipe.
     """
-    for recipe in RECIPES:
-        if recipe.name == name:
-            return recipe
-    known = " or ".join(recipe.name for recipe in RECIPES)
-    raise UsageError("--recipe", found=repr(name), wanted=known, way_out="Choose one of these.")
+    if name.endswith(".json"):
+        path = Path(name)
+        try:
+            content = path.read_bytes()
+        except OSError as error:
+            raise _refused(f"{name}: {error.strerror}", "a recipe file", "Check the path.") from error
+        stem = path.stem
+    elif name in recipe_names():
+        content, stem = _folder().joinpath(f"{name}.json").read_bytes(), name
+    else:
+        raise _refused(repr(name), " or ".join(recipe_names()), "Choose one of these, or name a .json file.")
+    try:
+        read = msgspec.json.decode(content, type=_RecipeFile)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise _refused(f"{name}: {error}", "a recipe file", "Compare it with exporters/recipes.") from error
+    return Recipe(name=stem, weights=tuple(read.weights), activations=read.activations, rotation=read.rotation)
+
+
+def describe_recipe(record: RecipeRecord) -> Iterator[str]:
+    """What became of the matrices, in lines: a layer's matrices of one name together where all were treated alike."""
+    names: dict[tuple[str, str, str], list[str]] = {}
+    for weight in record.weights:
+        part = re.sub(r"^model\.layers\.\d+\.(self_attn|mlp)\.", "", weight.tensor).removesuffix(".weight")
+        names.setdefault((weight.dtype, weight.method, part), []).append(weight.tensor)
+    kinds: dict[tuple[str, str], list[str]] = {}
+    for (dtype, method, part), tensors in names.items():
+        layers = [name.split(".")[2] for name in tensors if name.startswith("model.layers.")]
+        count = f" of {len(layers)} layers" if len(layers) > 1 else "".join(f" of layer {layer}" for layer in layers)
+        kinds.setdefault((dtype, method), []).append(part + count)
+    for (dtype, method), parts in kinds.items():
+        yield f"{dtype}, {method}: {', '.join(parts)}"
+    yield f"rotation of the residual: {record.rotation}"
+
+
+def _folder() -> resources.abc.Traversable:
+    return resources.files("exporters").joinpath("recipes")
+
+
+def _refused(found: str, wanted: str, way_out: str) -> UsageError:
+    return UsageError("--recipe", found=found, wanted=wanted, way_out=way_out)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,10 +19,25 @@ Floats = NDArray[np.float32]
 Observer = Callable[[str, Floats], None]
 
 
-class Weights:
-    """Tensors of a checkpoint, each read once until it is dropped."""
+class Tensors(Protocol):
+    """What the weights of a decoder are read from."""
 
-    def __init__(self, checkpoint: Checkpoint) -> None:
+    @property
+    def spec(self) -> DecoderSpec:
+        """The decoder."""
+
+    @property
+    def head_key(self) -> str:
+        """The tensor that makes logits."""
+
+    def tensor(self, key: str) -> Floats:
+        """A tensor as float32; matrices are `[out, in]`."""
+
+
+class Weights:
+    """Tensors, each read once until it is dropped."""
+
+    def __init__(self, checkpoint: Tensors) -> None:
         self._checkpoint = checkpoint
         self._read: dict[str, Floats] = {}
 
@@ -120,7 +135,7 @@ class NumpyOps:
         return self._seen(tensor.past, new)
 
     def scores(self, query: Floats, keys: Floats, name: str) -> Floats:
-        return self._seen(name, query @ keys.T)
+        return self._seen(name, query @ keys.swapaxes(-1, -2))
 
     def masked(self, scores: Floats, layer: int, name: str) -> Floats:
         return scores + self._masks[self._spec.window(layer)]

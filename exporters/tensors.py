@@ -82,3 +82,13 @@ def _projections(
         if part in spec.biased:
             yield View(f"{prefix}{part}.bias", (width,), f"{prefix}{stored}.bias", rows, first)
         first += width if fused else 0
+
+
+def matrices(spec: DecoderSpec) -> dict[str, tuple[int, int]]:
+    """`[out, in]` of every matrix that is multiplied with activations, by name."""
+    found = {}
+    for view in views(spec):
+        if len(view.shape) == 2 and view.name != EMBEDDING:
+            rows, inputs = view.shape
+            found[view.name] = rows, inputs
+    return found

@@ -2,6 +2,31 @@
 
 from quant.encoding import DTYPES, Dtype, Encoding
 from quant.ranges import Range
-from quant.weights import QuantizedWeight, quantize_per_channel
+from quant.rounding import LayerInputs, Method, quantize, quantize_per_channel
+from quant.weights import (
+    WEIGHT_DTYPES,
+    Grid,
+    QuantizedWeight,
+    WeightDtype,
+    block_rows,
+    pack_int4,
+    weight_bits,
+)
 
-__all__ = ["DTYPES", "Dtype", "Encoding", "QuantizedWeight", "Range", "quantize_per_channel"]
+__all__ = [
+    "DTYPES",
+    "WEIGHT_DTYPES",
+    "Dtype",
+    "Encoding",
+    "Grid",
+    "LayerInputs",
+    "Method",
+    "QuantizedWeight",
+    "Range",
+    "WeightDtype",
+    "block_rows",
+    "pack_int4",
+    "quantize",
+    "quantize_per_channel",
+    "weight_bits",
+]

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from quant.encoding import Dtype, Encoding
 
-_SAMPLE = 65536
+_SAMPLE = 4096
 _CLIPS = np.linspace(1.0, 0.4, 31)
 
 
@@ -24,12 +24,13 @@ class Range:
         self._samples: list[NDArray[np.float32]] = []
 
     def observe(self, values: NDArray[Any], *, keep_sample: bool = False) -> None:
-        """Widen the extremes; with `keep_sample` also keep up to 65,536 values, evenly spaced."""
+        """Widen the extremes; with `keep_sample` also keep some 4,096 values, evenly spaced."""
         self.low = min(self.low, float(values.min()))
         self.high = max(self.high, float(values.max()))
         if keep_sample:
             flat = np.asarray(values, np.float32).reshape(-1)
-            self._samples.append(flat[:: max(1, flat.size // _SAMPLE)].copy())
+            # An odd step meets every element of a head, whose width is even.
+            self._samples.append(flat[:: flat.size // _SAMPLE | 1].copy())
 
     @property
     def absmax(self) -> float:

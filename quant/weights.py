@@ -1,12 +1,63 @@
-"""Integer weights: one symmetric scale for each output channel."""
+"""Integer weights: a symmetric grid for each output channel, or for each block of inputs of each channel."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
+
+WeightDtype = Literal["int8", "int4", "lpbq32", "lpbq64", "lpbq128"]
+WEIGHT_DTYPES: tuple[WeightDtype, ...] = get_args(WeightDtype)
+LPBQ_LEVELS = 15
+"""The greatest integer that multiplies a channel's scale in a block (QNN's BLOCKWISE_EXPANSION with 4 bits)."""
+
+
+def weight_bits(dtype: WeightDtype) -> int:
+    """Bits of an integer, scales aside."""
+    return 8 if dtype == "int8" else 4
+
+
+def block_rows(dtype: WeightDtype) -> int | None:
+    """Inputs that share a block scale, or None if all inputs of a channel share one scale."""
+    return int(dtype.removeprefix("lpbq")) if dtype.startswith("lpbq") else None
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """The numbers that a matrix `[in, out]` may hold: integers from -most to most, times a step.
+
+    Attributes:
+        dtype: bits of the integers and rows of a block.
+        scales: float32 `[out]`, one for each output channel.
+        block_scales: uint8 `[in / block, out]`, 1 to 15, only for LPBQ (low power blockwise quantization): the step
+            of a block is the channel's scale times this integer.
+    """
+
+    dtype: WeightDtype
+    scales: NDArray[np.float32]
+    block_scales: NDArray[np.uint8] | None = None
+
+    def __post_init__(self) -> None:
+        if (block_rows(self.dtype) is None) != (self.block_scales is None):
+            raise ValueError(f"block_scales: {self.dtype} has them if and only if it has blocks")
+
+    @property
+    def most(self) -> int:
+        """The greatest integer; the least is its negative."""
+        return int(2 ** (weight_bits(self.dtype) - 1)) - 1
+
+    def steps(self, rows: int) -> NDArray[np.float32]:
+        """The distance of neighbouring numbers, `[in, out]`, for a matrix of so many rows; not to be written to."""
+        if self.block_scales is None:
+            return np.broadcast_to(self.scales, (rows, len(self.scales)))
+        return np.repeat(self.block_scales.astype(np.float32) * self.scales, rows // len(self.block_scales), axis=0)
+
+    def columns(self, start: int, stop: int) -> Grid:
+        """The grid of the output channels from `start` up to `stop`."""
+        blocks = None if self.block_scales is None else np.ascontiguousarray(self.block_scales[:, start:stop])
+        return Grid(self.dtype, np.ascontiguousarray(self.scales[start:stop]), blocks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,34 +65,33 @@ class QuantizedWeight:
     """A matrix as integers, zero point 0.
 
     Attributes:
-        integers: int8 `[in, out]`.
-        scales: float32 `[out]`, one for each output channel (ONNX axis 1).
+        integers: int8 `[in, out]`, within -7 to 7 if the grid has 4 bits.
+        grid: what the integers stand for.
     """
 
     integers: NDArray[np.int8]
-    scales: NDArray[np.float32]
+    grid: Grid
+
+    @property
+    def scales(self) -> NDArray[np.float32]:
+        """`[out]`, one for each output channel."""
+        return self.grid.scales
 
     def columns(self, start: int, stop: int) -> QuantizedWeight:
         """The output channels from `start` up to `stop`: the same integers, so a head is a slice of the whole."""
-        return QuantizedWeight(
-            np.ascontiguousarray(self.integers[:, start:stop]), np.ascontiguousarray(self.scales[start:stop])
-        )
+        return QuantizedWeight(np.ascontiguousarray(self.integers[:, start:stop]), self.grid.columns(start, stop))
 
     def dequantize(self) -> NDArray[np.float32]:
         """float32 `[in, out]`."""
-        return self.integers.astype(np.float32) * self.scales
+        values: NDArray[np.float32] = self.integers.astype(np.float32)
+        values *= self.grid.steps(len(values))
+        return values
 
 
-def quantize_per_channel(weight: NDArray[Any]) -> QuantizedWeight:
-    """int8, symmetric, the channel's greatest magnitude at 127.
-
-    Args:
-        weight: float `[in, out]`.
-    """
-    weight = np.asarray(weight, np.float32)
-    if weight.ndim != 2:
-        raise ValueError(f"weight: found shape {weight.shape}; wanted two dimensions, [in, out]")
-    absmax = np.abs(weight).max(axis=0)
-    scales = np.maximum(absmax / np.float32(127), np.finfo(np.float32).tiny).astype(np.float32)
-    integers = np.clip(np.rint(weight / scales), -127, 127).astype(np.int8)
-    return QuantizedWeight(integers, scales)
+def pack_int4(integers: NDArray[np.int8]) -> NDArray[np.uint8]:
+    """Two integers in a byte, the first in the low half, as ONNX packs INT4: uint8 `[ceil(size / 2)]`."""
+    flat = integers.reshape(-1).view(np.uint8) & np.uint8(0x0F)
+    if flat.size % 2:
+        flat = np.append(flat, np.uint8(0))
+    packed: NDArray[np.uint8] = flat[0::2] | (flat[1::2] << np.uint8(4))
+    return packed

@@ -19,11 +19,12 @@ from edgekv.errors import EngineError, UsageError
 from exporters.checkpoint import Checkpoint
 from exporters.export import ExportOptions, export_bundle
 from exporters.htp import floating_nodes
-from exporters.recipe import find_recipe
+from exporters.recipe import Recipe, WeightRule, find_recipe
 from quant import quantize_per_channel
 from tests.checkpoints import OLDER, write_checkpoint
 
 DEVICE = find("SM8650")
+NEAREST = WeightRule(tensors="*", dtype="int8", method="nearest")
 
 
 def options(**changes) -> ExportOptions:
@@ -74,9 +75,12 @@ def test_past_and_new_rows_of_a_head_have_one_encoding_in_all_graphs(small):
             assert past[0] == f"scale_{manifest.encodings[tensor.past].scale!r}" and past[1] == "zero_u8_128"
 
 
-def test_heads_are_slices_of_the_quantized_matrix(small):
+def test_heads_are_slices_of_the_quantized_matrix(small, tmp_path):
+    """Rounded to nearest, so that the integers depend on nothing but the matrix."""
     checkpoint = Checkpoint.open(open_bundle(small).manifest.source.checkpoint)
-    stored = load_file(small / "weights-layer-01.safetensors")
+    recipe = Recipe(name="plain", weights=(NEAREST,), activations="u16", rotation="none")
+    export_bundle(checkpoint, tmp_path / "bundle", options(recipe=recipe))
+    stored = load_file(tmp_path / "bundle" / "weights-layer-01.safetensors")
     key = "model.layers.1.self_attn.q_proj.weight"
     heads = [stored[f"{key}.h{head}.int8"] for head in range(4)]
     assert (np.concatenate(heads, axis=1) == quantize_per_channel(checkpoint.tensor(key).T).integers).all()

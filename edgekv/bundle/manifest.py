@@ -8,7 +8,7 @@ import msgspec
 
 from edgekv.kv.geometry import Geometry, KeyLayout, KvDtype
 from edgekv.kv.layers import LayeredGeometry
-from quant import Dtype, Encoding
+from quant import Dtype, Encoding, Method, WeightDtype
 
 FORMAT = 1
 MANIFEST = "manifest.json"
@@ -16,6 +16,7 @@ MANIFEST = "manifest.json"
 ROPE_SUFFIXES = ("", "_local")
 
 Role = Literal["decode", "prefill", "score"]
+RotationName = Literal["none", "hadamard"]
 HtpCheck = Literal["integers-only", "float-allowed", "not-run"]
 
 
@@ -126,6 +127,34 @@ class SourceRecord(_Part, frozen=True):
     calibration_tokens: int
 
 
+class WeightRecord(_Part, frozen=True):
+    """How a matrix became integers.
+
+    Attributes:
+        tensor: its name in the checkpoint.
+        dtype: integer type.
+        method: how the integers were chosen.
+    """
+
+    tensor: str
+    dtype: WeightDtype
+    method: Method
+
+
+class RecipeRecord(_Part, frozen=True):
+    """The recipe as it was carried out.
+
+    Attributes:
+        name: as it was asked for.
+        rotation: of the residual stream, folded into the weights.
+        weights: every matrix; the embedding table and norms have 16 bits.
+    """
+
+    name: str
+    rotation: RotationName
+    weights: list[WeightRecord]
+
+
 class Manifest(_Part, frozen=True):
     """`manifest.json`.
 
@@ -133,7 +162,7 @@ class Manifest(_Part, frozen=True):
         format: version of this layout.
         producer: the program and version that wrote the bundle.
         device: part number of the target that the graphs were checked against.
-        recipe: name of the quantization recipe.
+        recipe: what became of every matrix.
         kv_dtype: integer type of the cache.
         key_layout: how graphs read and write keys; see `Geometry`.
         context: S of the largest graphs.
@@ -151,7 +180,7 @@ class Manifest(_Part, frozen=True):
     format: int
     producer: str
     device: str
-    recipe: str
+    recipe: RecipeRecord
     kv_dtype: KvDtype
     key_layout: KeyLayout
     context: int

@@ -22,7 +22,7 @@ def plan(
     context: Annotated[
         int | None, typer.Option(help="Context length in tokens.", show_default="the model's longest")
     ] = None,
-    recipe: Annotated[str, typer.Option(help="Integer types of weights and activations: w8a16.")] = "w8a16",
+    recipe: Annotated[str, typer.Option(help="Integer types, such as w8a16 or w4a16-lpbq64.")] = "w8a16",
     kv: Annotated[str, typer.Option(help="Integer type of the KV cache: u8, or s16 from V73 on.")] = "u8",
     ar: Annotated[
         str | None,

@@ -1,13 +1,13 @@
 """RAM, time and disk that an export takes: the exporter's own allocations, and times fitted to measurements.
 
-Measured with w8a16, 16 windows of 512 tokens, on two x86 cores that other work shared:
+Measured with w8a16, 16 windows of 512 tokens, on two x86 cores that other work shared; a dash was not measured:
 
-| shape | calibrate + quantize | peak RAM | HTP check of a graph | its peak RAM | graph |
+| shape | quantize and write | peak RAM | HTP check of a graph | its peak RAM | graph |
 |---|---|---|---|---|---|
-| 4 layers, hidden 256, vocab 4,096 | 3 s | 0.15 GB | 1.4 s | 0.19 GB | 0.19 MB |
+| 4 layers, hidden 256, vocab 4,096 | 5.5 s | 0.44 GB | 1.4 s | 0.19 GB | 0.19 MB |
 | 15 layers of SmolLM2-135M | - | - | 9.7 s | 0.63 GB | 1.31 MB |
-| SmolLM2-135M | 36 to 58 s | 0.87 GB | 47 s | 0.90 GB | 2.63 MB |
-| 2 layers of Llama-3.2-1B | 95 s | 3.83 GB | 18 s | 2.14 GB | 0.55 MB |
+| SmolLM2-135M | 155 s | 0.85 GB | 47 s | 0.90 GB | 2.63 MB |
+| 2 layers of Llama-3.2-1B | - | - | 18 s | 2.14 GB | 0.55 MB |
 """
 
 from __future__ import annotations
@@ -20,15 +20,16 @@ from edgekv.kv import Geometry
 from edgekv.size import Decoder, Weights
 
 _WINDOWS, _WINDOW_TOKENS = 16, 512
-_SAMPLE = 65_536  # elements kept of a cache tensor in a window, and up to twice as many
+_SAMPLE = 4_096  # elements kept of a cache tensor in a window, and up to twice as many
 _FLOAT_BYTES = 4
 
 _PROCESS_BYTES = 64_000_000
 _TOKENIZER_BYTES = 800  # for each token of the vocabulary
 _READING_BYTES = 6  # for each element: float32 beside the mapped pages of bfloat16
-_SCORES_AT_ONCE = 7  # [T, T] of a window: mask, scores and weights of two heads, and what softmax makes on its way
-_ROWS_AT_ONCE = 5  # [T, intermediate] of a window: gate, up, silu, their product, and one on its way
-_LOGITS_AT_ONCE = 3  # [T, vocab]: the last window's, the product, and the product scaled
+_SCORES_AT_ONCE = 5  # [T, T]: scores and weights of a head, and what softmax makes on its way
+_ROWS_AT_ONCE = 4  # [T, intermediate]: gate, up, silu and their product
+_SQUARES_AT_ONCE = 5  # [intermediate, intermediate]: sums over inputs, their factor, and what is made on its way
+_LOGITS_AT_ONCE = 2  # [T, vocab]: a window's, and the parts that they are stacked from
 _QUANTIZING_BYTES = 14  # for each element of a matrix: float32 thrice (read, scaled and rounded, clipped), then uint16
 
 _QUERY_HEAD_GRAPH_BYTES, _KV_HEAD_GRAPH_BYTES, _LAYER_GRAPH_BYTES = 6_050, 9_150, 5_700
@@ -107,27 +108,37 @@ def export_cost(decoder: Decoder, weights: Weights, geometry: Geometry, ar: Sequ
 
 
 def _calibration_bytes(decoder: Decoder, geometry: Geometry, window: int) -> int:
-    """The most of three: the embedding read, the last layer at work, or the head at work.
+    """The most of four: the embedding read, attention or feed-forward of the last layer, or the head, at work.
 
-    Cache samples and states of all windows stay; a layer writes new states beside the old ones.
+    Cache samples and states of all windows stay. Every value of a layer is held for all windows, twice: in the exact
+    decoder and in the quantized one.
     """
-    hidden_bytes = _FLOAT_BYTES * _WINDOWS * window * decoder.hidden
-    row = window * decoder.head_dim
-    kept = -(-row // max(1, row // _SAMPLE))
-    held_bytes = hidden_bytes + _FLOAT_BYTES * geometry.tensors * _WINDOWS * kept
-    attention = _SCORES_AT_ONCE * window * window + window * decoder.heads * decoder.head_dim
-    feed_forward = _ROWS_AT_ONCE * window * decoder.intermediate
-    layer_bytes = hidden_bytes + _FLOAT_BYTES * (decoder.layer_parameters + max(attention, feed_forward))
-    logits_bytes = _LOGITS_AT_ONCE * _FLOAT_BYTES * window * decoder.vocab
-    head_bytes = _FLOAT_BYTES * decoder.table_parameters + logits_bytes
+    both_bytes = 2 * _FLOAT_BYTES * _WINDOWS * window  # of a value one element wide
+    kept = -(-window * decoder.head_dim // (window * decoder.head_dim // _SAMPLE | 1))
+    held_bytes = both_bytes * decoder.hidden + _FLOAT_BYTES * geometry.tensors * _WINDOWS * kept
+    weights_bytes = 2 * _FLOAT_BYTES * decoder.layer_parameters
+    queries = decoder.heads * decoder.head_dim
+    attention_bytes = both_bytes * (_SCORES_AT_ONCE * window + decoder.hidden + queries)
+    inner_bytes = both_bytes * (_ROWS_AT_ONCE * decoder.intermediate + 2 * decoder.hidden)
+    statistics = _SQUARES_AT_ONCE * decoder.intermediate**2 + 4 * decoder.intermediate * decoder.hidden
+    layer_bytes = weights_bytes + max(attention_bytes, inner_bytes + _FLOAT_BYTES * statistics)
+    logits_bytes = 2 * _LOGITS_AT_ONCE * _FLOAT_BYTES * window * decoder.vocab
+    head_bytes = both_bytes * decoder.hidden + 2 * _FLOAT_BYTES * decoder.table_parameters + logits_bytes
     reading_bytes = _READING_BYTES * decoder.table_parameters
     return held_bytes + max(layer_bytes, head_bytes, reading_bytes)
 
 
 def _export_seconds(decoder: Decoder, window: int) -> float:
-    products = _WINDOWS * window * (decoder.layers * decoder.layer_parameters + decoder.table_parameters)
-    scores = _WINDOWS * decoder.layers * decoder.heads * window * window
-    return _SECONDS_PER_PRODUCT * products + _SECONDS_PER_SCORE * scores
+    """The exact decoder and the quantized one, and GPTQ: two sums over tokens for each width of inputs, and for each
+    matrix an update of every row from all rows before it.
+    """
+    tokens = _WINDOWS * window
+    products = 2 * tokens * (decoder.layers * decoder.layer_parameters + decoder.table_parameters)
+    queries = decoder.heads * decoder.head_dim
+    sums = 2 * tokens * (2 * decoder.hidden**2 + queries**2 + decoder.intermediate**2)
+    updates = sum(rows**2 * columns for rows, columns in decoder.layer_matrices)
+    scores = 2 * _WINDOWS * decoder.layers * decoder.heads * window * window
+    return _SECONDS_PER_PRODUCT * (products + decoder.layers * (sums + updates)) + _SECONDS_PER_SCORE * scores
 
 
 def _check_seconds(weights: Weights, each_bytes: int) -> float:

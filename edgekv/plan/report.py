@@ -19,19 +19,21 @@ from edgekv.plan.verdict import PROTOBUF_BYTES, Demand, PlanVerdict, make_plan_v
 from edgekv.size import (
     CHOICES,
     HTP_CONTEXT_BYTES,
+    WEIGHT_DTYPES,
     Choice,
     Decoder,
     Overrides,
     Recommendation,
     Subject,
+    Weights,
     find_subject,
     is_bundle,
     largest_multiple,
     make_report,
-    w8a16_weights,
+    recipe_weights,
 )
 
-RECIPES = ("w8a16",)
+RECIPES = tuple(WEIGHT_DTYPES)
 _KV_BITS = {"u8": 8, "s16": 16}
 _OWN_ASSUMPTIONS = (
     "one HTP context of 3.75 GB, a limit met in the field; compiled binaries, 1 to 3 % above their weights where "
@@ -120,8 +122,8 @@ def make_plan(
         for choice, size in zip(CHOICES, report.strategies, strict=True)
         if (size.strategy, size.reserve) == (strategy.strategy, strategy.reserve)
     )
-    demand = _demand(decoder, subject.geometry, subject.ar, choice)
-    weights = w8a16_weights(decoder)
+    weights = recipe_weights(decoder, recipe)
+    demand = _demand(decoder, weights, subject.geometry, subject.ar, choice)
     parts = pack(
         weights,
         layer_cache_bytes=-(-demand.cache_bytes // decoder.layers),
@@ -135,9 +137,9 @@ def make_plan(
             demand,
             device=device,
             context=subject.geometry.context,
-            largest_context=_largest_context(decoder, subject, choice),
+            largest_context=_largest_context(decoder, weights, subject, choice),
             longest=subject.max_positions,
-            with_u8=_with_u8(decoder, subject, choice),
+            with_u8=_with_u8(decoder, weights, subject, choice),
             parts=None if parts is None else len(parts),
             strategy=strategy,
             export=cost,
@@ -181,31 +183,31 @@ def _check_context(subject: Subject) -> None:
         raise UsageError("--context", found=context, wanted=wanted, way_out=f"Use --context {context // step * step}.")
 
 
-def _demand(decoder: Decoder, geometry: Geometry, ar: Sequence[int], choice: Choice) -> Demand:
+def _demand(decoder: Decoder, weights: Weights, geometry: Geometry, ar: Sequence[int], choice: Choice) -> Demand:
     return Demand(
-        weights_bytes=w8a16_weights(decoder).total_bytes,
+        weights_bytes=weights.total_bytes,
         cache_bytes=choice.held_bytes(geometry, ar),
         activations_bytes=activation_bytes(decoder, geometry, max(ar)),
         context_bytes=HTP_CONTEXT_BYTES,
     )
 
 
-def _largest_context(decoder: Decoder, subject: Subject, choice: Choice) -> int | None:
+def _largest_context(decoder: Decoder, weights: Weights, subject: Subject, choice: Choice) -> int | None:
     step, longest = subject.ar[-1], subject.max_positions
 
     def is_within(context: int) -> bool:
         if longest is not None and context > longest:
             return False
-        return _demand(decoder, replace(subject.geometry, context=context), subject.ar, choice).fits
+        return _demand(decoder, weights, replace(subject.geometry, context=context), subject.ar, choice).fits
 
     return largest_multiple(step, is_within)
 
 
-def _with_u8(decoder: Decoder, subject: Subject, choice: Choice) -> bool:
+def _with_u8(decoder: Decoder, weights: Weights, subject: Subject, choice: Choice) -> bool:
     """Whether a cache of 8 bits would make the difference."""
     if subject.geometry.kv_dtype == "u8":
         return False
-    return _demand(decoder, replace(subject.geometry, kv_dtype="u8"), subject.ar, choice).fits
+    return _demand(decoder, weights, replace(subject.geometry, kv_dtype="u8"), subject.ar, choice).fits
 
 
 def _protobuf(cost: ExportCost) -> str:

@@ -9,7 +9,7 @@ from edgekv.size.strategies import CHOICES, Choice, StrategySize
 from edgekv.size.subject import Overrides, Subject, kv_dtype_of
 from edgekv.size.traffic import Traffic, count_windows, measure_traffic
 from edgekv.size.verdict import HTP_CONTEXT_BYTES, Budget, Verdict, check_cache_type, largest_multiple
-from edgekv.size.weights import Decoder, Weights, w8a16_weights
+from edgekv.size.weights import WEIGHT_DTYPES, Decoder, Weights, recipe_weights
 
 __all__ = [
     "CHOICES",
@@ -35,5 +35,6 @@ __all__ = [
     "make_report",
     "measure_traffic",
     "save_plot",
-    "w8a16_weights",
+    "recipe_weights",
+    "WEIGHT_DTYPES",
 ]

@@ -10,7 +10,7 @@ from edgekv.errors import CheckpointError, UsageError
 from edgekv.kv import Geometry
 from edgekv.size.config import CONFIG, Config, decoder_of, read_config
 from edgekv.size.subject import DEFAULT_AR, MOST_CONTEXT, Overrides, Subject, checked_ar, kv_dtype_of
-from edgekv.size.weights import w8a16_weights
+from edgekv.size.weights import recipe_weights
 
 _FLAGS = ("layers", "kv_heads", "head_dim", "context", "kv_bits")
 _WINDOWS_UNCOUNTED = "layers with an attention window are counted as if they held the whole context"
@@ -94,7 +94,7 @@ def _from_config(file: Path, given: Overrides) -> Subject:
         raise CheckpointError(str(file), found=error, wanted="sizes that can exist", way_out=way_out) from None
     ar = _ar(given, context, assumptions)
     decoder = decoder_of(config, kv_heads=geometry.kv_heads, head_dim=geometry.head_dim)
-    size_bytes = None if decoder is None else w8a16_weights(decoder).total_bytes
+    size_bytes = None if decoder is None else recipe_weights(decoder, "w8a16").total_bytes
     assumptions.append(_weights(size_bytes, "the recipe w8a16, with a 16-bit embedding table and an 8-bit head"))
     return Subject(str(file), geometry, ar, size_bytes, longest, tuple(assumptions), decoder)
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from quant import WeightDtype, block_rows, weight_bits
+
 
 @dataclass(frozen=True, slots=True)
 class Decoder:
@@ -67,21 +69,34 @@ class Weights:
         return self.embedding_bytes + self.layers * self.layer_bytes + self.head_bytes
 
 
-def w8a16_weights(decoder: Decoder) -> Weights:
-    """The weights in the recipe w8a16.
+WEIGHT_DTYPES: dict[str, WeightDtype] = {
+    "w8a16": "int8",
+    "w4a16": "int4",
+    "w4a16-lpbq32": "lpbq32",
+    "w4a16-lpbq64": "lpbq64",
+    "w4a16-lpbq128": "lpbq128",
+}
+"""Type of the layers' matrices in the recipes that export ships; their heads are int8."""
 
-    One byte for each element of a matrix and four for the scale of each of its output channels; two for each
-    element of the embedding table and of the norms. The head is a matrix of its own even if it is tied to the
-    table. Biases, norms of single heads and norms behind a block are not counted.
+
+def recipe_weights(decoder: Decoder, recipe: str) -> Weights:
+    """The weights in one of the recipes of `WEIGHT_DTYPES`.
+
+    One byte for each element of a matrix, or half a byte; four for the scale of each of its output channels, and one
+    for each of their blocks; two for each element of the embedding table and of the norms. The head is a matrix of its
+    own even if it is tied to the table. Biases, norms of single heads and norms behind a block are not counted.
     """
-    layer_bytes = sum(_matrix_bytes(rows, columns) for rows, columns in decoder.layer_matrices)
+    dtype = WEIGHT_DTYPES[recipe]
+    layer_bytes = sum(_matrix_bytes(rows, columns, dtype) for rows, columns in decoder.layer_matrices)
     return Weights(
         embedding_bytes=2 * decoder.table_parameters,
         layer_bytes=layer_bytes + 2 * 2 * decoder.hidden,
         layers=decoder.layers,
-        head_bytes=_matrix_bytes(decoder.hidden, decoder.vocab) + 2 * decoder.hidden,
+        head_bytes=_matrix_bytes(decoder.hidden, decoder.vocab, "int8") + 2 * decoder.hidden,
     )
 
 
-def _matrix_bytes(rows: int, columns: int) -> int:
-    return rows * columns + 4 * columns
+def _matrix_bytes(rows: int, columns: int, dtype: WeightDtype) -> int:
+    block = block_rows(dtype)
+    blocks = rows // block if block else 0
+    return rows * columns * weight_bits(dtype) // 8 + (4 + blocks) * columns

@@ -1,0 +1,90 @@
+"""A rotation of the residual stream, folded into the weights: the same model, easier to quantize.
+
+RMSNorm without its weights commutes with a rotation, so the weights of each norm go into the matrices behind it, and
+an orthogonal R into all that writes to the residual and, undone, into all that reads from it (QuaRot, Ashkboos et al.
+2024, arXiv 2404.00456). Outliers of single channels spread over all of them, and nothing is added to the graph.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgekv.bundle import RotationName
+from exporters.reference import Tensors
+from exporters.spec import DecoderSpec
+from exporters.tensors import EMBEDDING, HEAD
+
+_NORM = re.compile(r"(model\.layers\.\d+\.(input|post_attention)_layernorm|model\.norm)\.weight")
+_WRITER = re.compile(r"model\.layers\.\d+\.(self_attn\.o|mlp\.down)_proj\.(weight|bias)")
+_READER = re.compile(r"(model\.layers\.\d+\.)(self_attn\.[qkv]|mlp\.(?:gate|up))_proj\.weight")
+
+
+def applied_rotation(spec: DecoderSpec, asked: RotationName) -> RotationName:
+    """The rotation that a decoder can have: none if what its layers add is normalized first (Gemma)."""
+    return "none" if spec.post_norms else asked
+
+
+class RotatedCheckpoint:
+    """The tensors of a checkpoint with its residual stream rotated."""
+
+    def __init__(self, checkpoint: Tensors) -> None:
+        if checkpoint.spec.post_norms:
+            raise ValueError("checkpoint: found norms behind its layers; wanted a residual that can be rotated")
+        self._checkpoint = checkpoint
+        self.spec = checkpoint.spec
+        self.head_key = checkpoint.head_key
+        self._rotation = hadamard(self.spec.hidden)
+
+    def tensor(self, key: str) -> NDArray[np.float32]:
+        """As `Checkpoint.tensor`."""
+        stored = self._checkpoint.tensor(key)
+        if _NORM.fullmatch(key):
+            return np.ones_like(stored)
+        if _WRITER.fullmatch(key):
+            return _float32(self._rotation.T @ stored)
+        if key == EMBEDDING:
+            return _float32(stored @ self._rotation)
+        norm = self._norm_before(key)
+        if norm is None:
+            return stored
+        return _float32((stored * self._checkpoint.tensor(norm)) @ self._rotation)
+
+    def _norm_before(self, key: str) -> str | None:
+        if key == HEAD:
+            return "model.norm.weight"
+        reader = _READER.fullmatch(key)
+        if reader is None:
+            return None
+        norm = "input_layernorm" if reader[2].startswith("self_attn") else "post_attention_layernorm"
+        return f"{reader[1]}{norm}.weight"
+
+
+def rotated(checkpoint: Tensors, rotation: RotationName) -> Tensors:
+    """The checkpoint with this rotation of its residual stream."""
+    return checkpoint if rotation == "none" else RotatedCheckpoint(checkpoint)
+
+
+def hadamard(size: int) -> NDArray[np.float32]:
+    """An orthogonal matrix of few distinct magnitudes: Sylvester's for the power of two in `size`, the discrete cosine
+    transform for the odd rest.
+    """
+    power = size & -size
+    matrix = np.ones((1, 1))
+    while len(matrix) < power:
+        matrix = np.kron(matrix, [[1, 1], [1, -1]])
+    return _float32(np.kron(matrix / np.sqrt(power), _cosines(size // power)))
+
+
+def _cosines(size: int) -> NDArray[np.float64]:
+    rows = np.arange(size)[:, None]
+    matrix: NDArray[np.float64] = np.sqrt(2 / size) * np.cos(np.pi / size * rows * (np.arange(size) + 0.5))
+    matrix[0] = np.sqrt(1 / size)
+    return matrix
+
+
+def _float32(values: NDArray[Any]) -> NDArray[np.float32]:
+    return values.astype(np.float32, copy=False)

@@ -1,0 +1,113 @@
+import json
+
+import numpy as np
+import onnx
+import pytest
+
+import edgekv
+from devices import find
+from edgekv.bundle import open_bundle
+from edgekv.errors import UsageError
+from exporters.checkpoint import Checkpoint
+from exporters.export import ExportOptions, export_bundle
+from exporters.recipe import describe_recipe, find_recipe, recipe_names
+from exporters.reference import Reference
+from exporters.rotate import RotatedCheckpoint, applied_rotation, hadamard
+from tests.checkpoints import NEWER, write_checkpoint
+
+SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "head_dim": 16}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory) -> Checkpoint:
+    return Checkpoint.open(str(write_checkpoint(tmp_path_factory.mktemp("checkpoint"), NEWER, SIZES)))
+
+
+def export(checkpoint, folder, recipe, *, check=False):
+    options = ExportOptions(device=find("SM8650"), recipe=recipe, context=64, ar=(1, 16), check_on_htp=check)
+    return export_bundle(checkpoint, folder, options)
+
+
+def write_recipe(folder, *rules, **fields):
+    path = folder / "mine.json"
+    path.write_text(json.dumps({"weights": list(rules), **fields}))
+    return str(path)
+
+
+@pytest.mark.parametrize("size", [1, 7, 64, 96, 576])
+def test_the_rotation_is_orthogonal(size):
+    rotation = hadamard(size)
+    np.testing.assert_allclose(rotation @ rotation.T, np.eye(size), atol=1e-5)
+
+
+def test_a_rotated_checkpoint_has_the_same_logits(checkpoint):
+    window = [np.arange(40)]
+    exact, turned = (next(Reference(each).logits(window)) for each in (checkpoint, RotatedCheckpoint(checkpoint)))
+    assert np.abs(exact - turned).max() < 1e-4 * np.ptp(exact)
+
+
+def test_a_residual_behind_norms_is_not_rotated(checkpoint):
+    from dataclasses import replace
+
+    assert applied_rotation(checkpoint.spec, "hadamard") == "hadamard"
+    assert applied_rotation(replace(checkpoint.spec, post_norms=True), "hadamard") == "none"
+
+
+@pytest.mark.parametrize("name", ["w4a16", "w4a16-lpbq32"])
+def test_4_bits_are_integers_on_the_htp_and_half_the_bytes(checkpoint, tmp_path, name):
+    manifest = export(checkpoint, tmp_path / "bundle", find_recipe(name), check=True)
+    assert manifest.htp_check == "integers-only"
+    graph = onnx.load(tmp_path / "bundle" / "ar1_cl64.onnx", load_external_data=False).graph
+    stored = {each.name: each for each in graph.initializer}["model.layers.0.mlp.up_proj.weight.int4"]
+    assert stored.data_type == onnx.TensorProto.INT4 and list(stored.dims) == [64, 128]
+    assert {each.key: each.value for each in stored.external_data}["length"] == str(64 * 128 // 2)
+    window = np.arange(40)
+    logits = edgekv.load(tmp_path / "bundle").score(window.tolist())
+    exact = next(Reference(checkpoint, 64).logits([window]))
+    assert np.square(logits - exact).mean() < 0.5 * np.square(exact).mean()
+
+
+def test_the_same_recipe_gives_the_same_bytes(checkpoint, tmp_path):
+    first, second = (export(checkpoint, tmp_path / name, find_recipe("w4a16-lpbq64")) for name in ("a", "b"))
+    assert first == second
+
+
+def test_the_last_rule_that_matches_holds_and_the_manifest_says_so(checkpoint, tmp_path):
+    rules = [{"tensors": "*", "dtype": "int4"}, {"tensors": "*.1.mlp.down_proj.*", "dtype": "int8", "method": "search"}]
+    export(checkpoint, tmp_path / "bundle", find_recipe(write_recipe(tmp_path, *rules)))
+    record = open_bundle(tmp_path / "bundle").manifest.recipe
+    assert (record.name, record.rotation, len(record.weights)) == ("mine", "none", 15)
+    changed = [each.tensor for each in record.weights if (each.dtype, each.method) == ("int8", "search")]
+    assert changed == ["model.layers.1.mlp.down_proj.weight"]
+    assert "int8, search: down_proj of layer 1" in list(describe_recipe(record))
+
+
+@pytest.mark.parametrize("name", recipe_names())
+def test_every_recipe_that_ships_keeps_the_head_at_8_bits(name):
+    assert find_recipe(name).rule("lm_head.weight").dtype == "int8"
+
+
+def test_blocks_that_do_not_divide_a_matrix_are_refused_by_name(embedded, tmp_path):
+    with pytest.raises(UsageError, match=r"lpbq128 for model.layers.0.mlp.down_proj.weight, which has 704 inputs"):
+        export(Checkpoint.open(str(embedded)), tmp_path / "bundle", find_recipe("w4a16-lpbq128"))
+    assert not (tmp_path / "bundle").exists()
+
+
+def test_a_matrix_without_a_rule_is_refused_by_name(checkpoint, tmp_path):
+    recipe = find_recipe(write_recipe(tmp_path, {"tensors": "*_proj.weight", "dtype": "int4"}))
+    with pytest.raises(UsageError, match=r"no rule for lm_head\.weight"):
+        export(checkpoint, tmp_path / "bundle", recipe)
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("{", "recipe file"),
+        ('{"weights": [{"tensors": "*", "dtype": "int3"}]}', "int3"),
+        ('{"weights": [{"tensors": "*", "dtype": "int4", "bits": 4}]}', "bits"),
+    ],
+)
+def test_a_file_that_is_no_recipe_is_refused(tmp_path, content, said):
+    (tmp_path / "mine.json").write_text(content)
+    with pytest.raises(UsageError, match=said):
+        find_recipe(str(tmp_path / "mine.json"))

@@ -1,0 +1,77 @@
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from quant import WEIGHT_DTYPES, LayerInputs, pack_int4, quantize
+from quant.cholesky import cholesky, solve
+
+RANDOM = np.random.default_rng(0)
+WEIGHT = RANDOM.standard_normal((256, 24)).astype(np.float32)
+MIXED = RANDOM.standard_normal((256, 256)).astype(np.float32) / 16
+INPUTS = RANDOM.standard_normal((2048, 256)).astype(np.float32) * np.linspace(0.1, 2, 256, dtype=np.float32) @ MIXED
+
+
+def output_error(quantized, exact=INPUTS, inputs=INPUTS) -> float:
+    return float(np.square(inputs @ quantized.dequantize() - exact @ WEIGHT).mean())
+
+
+@pytest.mark.parametrize("dtype", WEIGHT_DTYPES)
+def test_no_method_is_worse_than_the_one_before(dtype):
+    sums = LayerInputs.of(INPUTS, INPUTS)
+    nearest, search, gptq = (
+        output_error(quantize(WEIGHT, dtype, method, sums)) for method in ("nearest", "search", "gptq")
+    )
+    assert gptq < search <= nearest
+
+
+@pytest.mark.parametrize("dtype", WEIGHT_DTYPES)
+def test_a_slice_keeps_every_integer(dtype):
+    whole = quantize(WEIGHT, dtype, "gptq", LayerInputs.of(INPUTS, INPUTS))
+    assert np.abs(whole.integers).max() <= whole.grid.most
+    parts = [whole.columns(start, start + 8).dequantize() for start in range(0, 24, 8)]
+    assert np.array_equal(np.concatenate(parts, axis=1), whole.dequantize())
+
+
+def test_gptq_makes_up_for_inputs_that_have_drifted():
+    drifted = INPUTS * np.float32(0.9)
+    ignorant = quantize(WEIGHT, "int8", "gptq", LayerInputs.of(drifted, drifted))
+    aware = quantize(WEIGHT, "int8", "gptq", LayerInputs.of(INPUTS, drifted))
+    assert output_error(aware, inputs=drifted) < 0.1 * output_error(ignorant, inputs=drifted)
+
+
+def test_the_scales_of_blocks_are_1_to_15_times_their_channels():
+    grid = quantize(WEIGHT, "lpbq64", "nearest", None).grid
+    assert grid.block_scales.shape == (4, 24)
+    assert grid.block_scales.min() >= 1 and (grid.block_scales.max(axis=0) == 15).all()
+
+
+def test_a_channel_of_zeros_stays_zero():
+    weight = WEIGHT.copy()
+    weight[:, 3] = 0
+    for dtype in WEIGHT_DTYPES:
+        assert not quantize(weight, dtype, "gptq", LayerInputs.of(INPUTS, INPUTS)).integers[:, 3].any()
+
+
+@given(st.lists(st.integers(-8, 7)))
+def test_packed_integers_return_low_half_first(values):
+    packed = pack_int4(np.array(values, np.int8))
+    halves = [half for byte in packed.tolist() for half in (byte & 15, byte >> 4)]
+    assert [half - 16 * (half > 7) for half in halves[: len(values)]] == values
+    assert len(packed) == -(-len(values) // 2)
+
+
+@pytest.mark.parametrize("size", [5, 256, 600])
+def test_the_factor_solves(size):
+    rows = RANDOM.standard_normal((2 * size, size)).astype(np.float32)
+    matrix = rows.T @ rows
+    right = RANDOM.standard_normal((size, 3)).astype(np.float32)
+    lower = cholesky(matrix.copy())
+    assert np.array_equal(lower, np.tril(lower))
+    np.testing.assert_allclose(lower @ lower.T, matrix, atol=1e-3 * size)
+    np.testing.assert_allclose(matrix @ solve(lower, right), right, atol=1e-2)
+
+
+def test_blocks_that_do_not_fit_are_refused():
+    with pytest.raises(ValueError, match="multiple of 128"):
+        quantize(WEIGHT[:96], "lpbq128", "nearest", None)
