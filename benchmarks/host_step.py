@@ -28,6 +28,7 @@ from rich.table import Table
 from devices import find
 from edgekv.bundle import Bundle, open_bundle
 from edgekv.engine import CpuEngine, StaticGraph
+from edgekv.engine.binding import MemoryBinding
 from edgekv.engine.rope import rope_tables
 from edgekv.engine.signature import Port, Signature
 from edgekv.kv import KVCache
@@ -82,7 +83,7 @@ def bound(bundle: Bundle, session: ort.InferenceSession, strategy: str, reserve:
     """A function that runs one step and returns its host time in microseconds."""
     manifest = bundle.manifest
     cache = KVCache(manifest.geometry, ar=(1,), strategy=strategy, reserve=reserve, policy="sliding-window")
-    graph = StaticGraph(session, manifest, manifest.graphs[0], cache, rope_tables(manifest))
+    graph = StaticGraph(MemoryBinding(session), manifest, manifest.graphs[0], cache, rope_tables(manifest))
 
     def step() -> float:
         before = graph.host_ns

@@ -46,4 +46,4 @@ class Device:
 
     def supports_kv(self, kv_dtype: str) -> bool:
         """Whether the HTP multiplies by a cache of this type: 16-bit caches need V73."""
-        return kv_dtype == "u8" or self.arch >= 73
+        return kv_dtype in ("u8", "s8") or self.arch >= 73

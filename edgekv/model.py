@@ -12,13 +12,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgekv.bundle import Bundle, Role, open_bundle
-from edgekv.engine import EngineName, Runner, make_engine
+from edgekv.engine import Engine, EngineName, Runner, make_engine
 from edgekv.errors import UsageError
 from edgekv.generate import Detokenizer, Generation, Sampler, Sampling, StopSequences
 from edgekv.generate.beam import BeamOptions, BeamSearch, EarlyStopping, refuse_beam_options, refuse_sampling
 from edgekv.generate.beam_run import BeamResult, run_beams
 from edgekv.generate.loop import Setup
-from edgekv.kv import DEFAULT_RESERVE, GrowthName, KVCache, Policy, parse_growth, parse_reserve
+from edgekv.kv import DEFAULT_RESERVE, Geometry, GrowthName, KVCache, Policy, parse_growth, parse_reserve
 from edgekv.kv.policy_text import parse_policy
 from edgekv.prefix import PrefixStore, RetentionPolicy
 from edgekv.prompt import PromptReader
@@ -49,7 +49,7 @@ def load(
 
     Args:
         bundle: its folder, or what `open_bundle` gave.
-        engine: `cpu` or `htp`.
+        engine: `cpu` or `htp` for a bundle of ONNX graphs, `litert` or `tflite` for one of TFLite graphs.
         kv_update: one of `edgekv.kv.STRATEGIES`; None for `slot` (`pointer-shift` if a reserve is given).
         reserve: memory of `pointer-shift`, in units of S-1 rows per tensor, above 1, at most 2; None for 2.
         policy: what happens when the context is full, as text or as a policy of `edgekv.kv`. `fail` ends a generation;
@@ -57,7 +57,7 @@ def load(
             positions within the context; `keydiff(BUDGET)` or `keydiff(BUDGET, RECENT)` keeps the BUDGET tokens whose
             keys are least like the mean key, the RECENT newest (an eighth) among them. What is kept must leave room
             for the graph with the most tokens per inference.
-        threads: of the engine `cpu`; None leaves it to ONNX Runtime.
+        threads: of one operation, on a CPU; None leaves it to the runtime.
         cache_mode: what is kept from one step to the next, as text or as a mode of `edgekv.sequences`: `always`,
             `long-sequence-only(TOKENS)`, `adaptive`, `adaptive(64MiB)`, `adaptive(25%)` or `disabled`.
         prefix_cache: where beginnings of prompts are kept that need not be run again: a folder, for later processes
@@ -118,6 +118,7 @@ class Model:
             raise UsageError("reserve", found=found, wanted="the update strategy pointer-shift", way_out=way_out)
         ratio = DEFAULT_RESERVE if reserve is None else parse_reserve(reserve)
         made = make_engine(engine, bundle=bundle, threads=threads)
+        _check_alignment(made, manifest.geometry, strategy)
         self.bundle = bundle
         self.engine: EngineName = made.name
         self.mode = parse_mode(cache_mode) if isinstance(cache_mode, str) else cache_mode
@@ -381,3 +382,14 @@ class Model:
             raise UsageError(field, found=found, wanted="a prefix cache", way_out=way_out)
         prefixes = None if self._shared is None else Prefixes(self._shared, salt, retention)
         return SequenceFeeder(self._runner, self.mode, self._own, self.sequences, sequence, prefixes)
+
+
+def _check_alignment(engine: Engine, geometry: Geometry, strategy: str) -> None:
+    """Refuse a window that moves by rows to addresses that the engine cannot be bound to."""
+    if geometry.row_bytes % engine.alignment_bytes and strategy != "slot":
+        raise UsageError(
+            "update strategy",
+            found=f"{strategy} with rows of {geometry.row_bytes} bytes on the engine {engine.name}",
+            wanted=f"rows of a multiple of {engine.alignment_bytes} bytes, which it can be bound to anywhere",
+            way_out="Use slot, which stays at one address.",
+        )

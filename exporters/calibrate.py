@@ -13,7 +13,7 @@ from edgekv.errors import UsageError
 from edgekv.kv import KvDtype
 from exporters.checkpoint import Checkpoint
 from exporters.recipe import Recipe
-from quant import Encoding, Range
+from quant import Dtype, Encoding, Range
 
 _LEAST_MASK_DEPTH = 64.0
 _U16_SOFTMAX_REACH = 12.0  # exp(-12) is below half a step of a 16-bit probability
@@ -76,10 +76,10 @@ def choose_encodings(ranges: Mapping[str, Range], recipe: Recipe, kv_dtype: KvDt
     return encodings
 
 
-def rotation_encodings(attention_factors: Sequence[float]) -> dict[str, Encoding]:
+def rotation_encodings(attention_factors: Sequence[float], dtype: Dtype = "u16") -> dict[str, Encoding]:
     """Encodings of the cosines and sines of every rotary embedding: from -factor to factor, both ends exact."""
     return {
-        name: Encoding("u16", scale=factor / 32767, zero_point=32768)
+        name: Encoding(dtype, scale=factor / 32767, zero_point=32768 if dtype == "u16" else 0)
         for suffix, factor in zip(ROPE_SUFFIXES, attention_factors, strict=False)
         for name in rope_inputs(suffix)
     }

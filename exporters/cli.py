@@ -10,14 +10,14 @@ import typer
 
 import edgekv
 from devices import find
-from edgekv.bundle import open_bundle
+from edgekv.bundle import GraphFormat, open_bundle
 from edgekv.cli.numbers import parse_numbers
 from edgekv.errors import UsageError
 from edgekv.kv import KeyLayout, KvDtype
 from exporters.checkpoint import Checkpoint
 from exporters.compile import compile_bundle
 from exporters.evaluate import evaluate, open_source, read_text
-from exporters.export import ExportOptions, export_bundle
+from exporters.export import KV_DTYPES, ExportOptions, export_bundle
 from exporters.progress import shown
 from exporters.recipe import describe_recipe, find_recipe
 
@@ -47,7 +47,16 @@ def export(
         str,
         typer.Option(help="Integer types: w8a16, w4a16, w4a16-lpbq32, -lpbq64, -lpbq128, or a recipe file (.json)."),
     ] = "w8a16",
-    kv: Annotated[str, typer.Option(help="Integer type of the KV cache: u8, or s16 from V73 on.")] = "u8",
+    graph_format: Annotated[
+        str, typer.Option("--format", help="What to write: onnx, or tflite for LiteRT and tflite-runtime.")
+    ] = "onnx",
+    kv: Annotated[
+        Optional[str],
+        typer.Option(
+            help="Integer type of the KV cache: 8 bits, or s16 from V73 on.",
+            show_default="u8; s8 with --format tflite",
+        ),
+    ] = None,
     key_layout: Annotated[
         str, typer.Option(help="How keys lie in the cache: rows, or columns, as Genie wants them.")
     ] = "rows",
@@ -71,11 +80,12 @@ def export(
         max_attention_window=()
         if max_attention_window is None
         else parse_numbers("--max-attention-window", max_attention_window),
-        kv_dtype=_kv_dtype(kv),
+        kv_dtype=_kv_dtype(kv, _graph_format(graph_format)),
         key_layout=_key_layout(key_layout),
         calibration=calibration,
         allow_float=allow_float,
         check_on_htp=not skip_htp_check,
+        graph_format=_graph_format(graph_format),
     )
     with shown() as progress:
         opened = Checkpoint.open(checkpoint)
@@ -125,7 +135,9 @@ def compile_(
 def eval_(
     bundle: Annotated[Path, typer.Argument(help="A bundle's folder.")],
     text: Annotated[Path, typer.Option("--text", help="A UTF-8 text file.")],
-    engine: Annotated[str, typer.Option(help="Where the bundle runs: cpu or htp.")] = "cpu",
+    engine: Annotated[
+        str, typer.Option(help="Where the bundle runs: cpu or htp; of TFLite graphs litert or tflite.")
+    ] = "cpu",
     tokens: Annotated[int, typer.Option(min=1, help="How many tokens to predict at most.")] = 4096,
     checkpoint: Annotated[
         Optional[str], typer.Option(help="The checkpoint, if it is not where the bundle was made from.")
@@ -151,15 +163,24 @@ def eval_(
     typer.echo(f"  SQNR            {result.sqnr_db:.1f} dB")
 
 
-def _kv_dtype(value: str) -> KvDtype:
-    if value in ("u8", "s16"):
+def _kv_dtype(value: str | None, graph_format: GraphFormat) -> KvDtype:
+    dtypes = KV_DTYPES[graph_format]
+    if value is None:
+        return dtypes[0]
+    if value in ("u8", "s8", "s16"):
         return cast(KvDtype, value)
     raise UsageError(
         "--kv",
         found=repr(value),
-        wanted="u8 or s16",
-        way_out="Use u8; u16 would be cut to 8 bits by the HTP compiler without a word.",
+        wanted=" or ".join(dtypes),
+        way_out=f"Use {dtypes[0]}; u16 would be cut to 8 bits by the HTP compiler without a word.",
     )
+
+
+def _graph_format(value: str) -> GraphFormat:
+    if value in KV_DTYPES:
+        return value
+    raise UsageError("--format", found=repr(value), wanted=" or ".join(KV_DTYPES), way_out="Use onnx or tflite.")
 
 
 def _key_layout(value: str) -> KeyLayout:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata, resources
 from pathlib import Path
@@ -11,6 +11,7 @@ from pathlib import Path
 from devices import Device
 from edgekv.bundle import (
     FORMAT,
+    GraphFormat,
     GraphRecord,
     HtpCheck,
     Manifest,
@@ -35,9 +36,16 @@ from exporters.htp import floating_nodes
 from exporters.progress import Progress, silent
 from exporters.quantize import QuantizedMatrices, quantize_decoder
 from exporters.recipe import Recipe
+from exporters.reference import Tensors
 from exporters.rope import Rope
 from exporters.rotate import applied_rotation, rotated
 from exporters.tensors import matrices as matrices_of
+from exporters.tflite.encodings import symmetric_encodings
+from exporters.tflite.limits import check_tflite
+from quant import Encoding, Range, weight_bits
+
+KV_DTYPES: dict[GraphFormat, tuple[KvDtype, ...]] = {"onnx": ("u8", "s16"), "tflite": ("s8", "s16")}
+"""Integer types of the cache for each format; the first is the default."""
 
 _CALIBRATION_WINDOW = 512
 _CALIBRATION_WINDOWS = 16
@@ -59,7 +67,8 @@ class ExportOptions:
         key_layout: `rows`, as values lie, or `columns`, as Genie wants keys; see `edgekv.kv.Geometry`.
         calibration: a text file, or None for the text that ships with edgekv.
         allow_float: accept nodes that compute in float, and record them.
-        check_on_htp: compile every graph and look for float nodes.
+        check_on_htp: compile every graph and look for float nodes; ONNX graphs only.
+        graph_format: what to write: ONNX graphs, or one `.tflite` file.
     """
 
     device: Device
@@ -72,6 +81,7 @@ class ExportOptions:
     calibration: Path | None = None
     allow_float: bool = False
     check_on_htp: bool = True
+    graph_format: GraphFormat = "onnx"
 
     def __post_init__(self) -> None:
         if 1 not in self.ar or min(self.ar) < 1:
@@ -92,12 +102,27 @@ class ExportOptions:
                     wanted=f"a multiple of the largest AR, {largest}, above it",
                     way_out=f"Use {max(2, round(context / largest)) * largest}, or another --ar.",
                 )
+        if self.kv_dtype not in KV_DTYPES[self.graph_format]:
+            kinds = " or ".join(KV_DTYPES[self.graph_format])
+            raise UsageError(
+                "--kv",
+                found=f"{self.kv_dtype} with --format {self.graph_format}",
+                wanted=f"{kinds}, which its kernels multiply by",
+                way_out=f"Use --kv {KV_DTYPES[self.graph_format][0]}.",
+            )
+        if self.graph_format == "tflite" and self.key_layout != "rows":
+            raise UsageError(
+                "--key-layout",
+                found=f"{self.key_layout} with --format tflite",
+                wanted="rows",
+                way_out="Leave it out, or use --format onnx.",
+            )
         if not self.device.supports_kv(self.kv_dtype):
             raise UsageError(
                 "--kv",
                 found=f"{self.kv_dtype} for {self.device.soc} (V{self.device.arch})",
                 wanted="V73 or later for a 16-bit cache",
-                way_out="Use --kv u8, or a later device.",
+                way_out=f"Use --kv {KV_DTYPES[self.graph_format][0]}, or a later device.",
             )
 
     @property
@@ -142,6 +167,8 @@ def export_bundle(
         )
     options.recipe.check(spec)
     rotation = applied_rotation(spec, options.recipe.rotation)
+    if options.graph_format == "tflite":
+        check_tflite(checkpoint)
     calibration = _read_calibration(options.calibration)
     checkpoint.check_values(lambda done, of: progress("read", done, of))
     with atomic_directory(target, force=force) as folder:
@@ -160,19 +187,9 @@ def export_bundle(
             lambda done: progress("quantize", done, spec.layers),
         )
         ropes = [_rope_record(rope, context) for rope in spec.ropes]
-        encodings = choose_encodings(ranges, options.recipe, options.kv_dtype)
-        encodings |= rotation_encodings([rope.attention_factor for rope in ropes])
+        graphs = plan_graphs(options.ar, options.contexts, options.graph_format)
+        encodings = _write(tensors, matrices, ranges, ropes, graphs, folder, options, progress)
         del ranges
-        graphs = plan_graphs(options.ar, options.contexts)
-        write_graphs(
-            tensors,
-            matrices,
-            encodings,
-            graphs,
-            folder,
-            options.key_layout,
-            lambda done: progress("write", done, spec.layers),
-        )
         shutil.rmtree(scratch)
         check, floating = _check(graphs, folder, options, progress)
         shutil.copyfile(checkpoint.folder / "tokenizer.json", folder / "tokenizer.json")
@@ -203,16 +220,44 @@ def export_bundle(
             ),
             files=record_files(folder),
             windows=list(windows),
+            graph_format=options.graph_format,
         )
         write_manifest(folder, manifest)
         progress("seal", 1, 1)
     return manifest
 
 
+def _write(
+    tensors: Tensors,
+    matrices: QuantizedMatrices,
+    ranges: Mapping[str, Range],
+    ropes: Sequence[RopeRecord],
+    graphs: Sequence[GraphRecord],
+    folder: Path,
+    options: ExportOptions,
+    progress: Progress,
+) -> dict[str, Encoding]:
+    """Write the graphs in the format asked for; return the encodings, which are the format's own."""
+
+    def done(layers: int) -> None:
+        progress("write", layers, tensors.spec.layers)
+
+    factors = [rope.attention_factor for rope in ropes]
+    if options.graph_format == "tflite":
+        from exporters.tflite.graphs import write_tflite  # its package is optional
+
+        encodings = symmetric_encodings(ranges, options.kv_dtype) | rotation_encodings(factors, "s16")
+        write_tflite(tensors, matrices, encodings, graphs, folder, done)
+    else:
+        encodings = choose_encodings(ranges, options.recipe, options.kv_dtype) | rotation_encodings(factors)
+        write_graphs(tensors, matrices, encodings, graphs, folder, options.key_layout, done)
+    return encodings
+
+
 def _check(
     graphs: Sequence[GraphRecord], folder: Path, options: ExportOptions, progress: Progress
 ) -> tuple[HtpCheck, list[str]]:
-    if not options.check_on_htp:
+    if options.graph_format != "onnx" or not options.check_on_htp:
         return "not-run", []
     found = []
     for done, graph in enumerate(graphs):

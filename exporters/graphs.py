@@ -7,7 +7,7 @@ from pathlib import Path
 
 import onnx
 
-from edgekv.bundle import GraphRecord
+from edgekv.bundle import GraphFormat, GraphRecord, Role
 from edgekv.kv import KeyLayout
 from exporters.decoder import decoder_layer, logits
 from exporters.qdq import QdqOps
@@ -16,22 +16,28 @@ from exporters.reference import Tensors
 from exporters.weights import WeightStore
 from quant import Encoding
 
+TFLITE_FILE = "graphs.tflite"
 
-def plan_graphs(ar: Sequence[int], contexts: Sequence[int]) -> list[GraphRecord]:
+
+def plan_graphs(ar: Sequence[int], contexts: Sequence[int], graph_format: GraphFormat = "onnx") -> list[GraphRecord]:
     """The graphs for these AR numbers in each of these contexts: AR-1 decodes, a larger AR prefills.
 
-    The largest AR in the largest context also scores.
+    The largest AR in the largest context also scores. An ONNX graph has a file of its own; TFLite graphs are signatures
+    of one file.
     """
-    return [*_plan(sorted(set(ar)), sorted(set(contexts)))]
+    return [*_plan(sorted(set(ar)), sorted(set(contexts)), graph_format)]
 
 
-def _plan(ar: list[int], contexts: list[int]) -> Iterator[GraphRecord]:
+def _plan(ar: list[int], contexts: list[int], graph_format: GraphFormat) -> Iterator[GraphRecord]:
+    def record(n: int, s: int, role: Role, suffix: str = "") -> GraphRecord:
+        name = f"ar{n}_cl{s}{suffix}"
+        file = f"{name}.onnx" if graph_format == "onnx" else TFLITE_FILE
+        return GraphRecord(name=name, file=file, ar=n, context=s, role=role)
+
     for s in contexts:
         for n in ar:
-            name = f"ar{n}_cl{s}"
-            yield GraphRecord(name=name, file=f"{name}.onnx", ar=n, context=s, role="decode" if n == 1 else "prefill")
-    name = f"ar{ar[-1]}_cl{contexts[-1]}_score"
-    yield GraphRecord(name=name, file=f"{name}.onnx", ar=ar[-1], context=contexts[-1], role="score")
+            yield record(n, s, "decode" if n == 1 else "prefill")
+    yield record(ar[-1], contexts[-1], "score", "_score")
 
 
 def write_graphs(

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 TOKENIZER = "tokenizer.json"
 _EXPORT_AGAIN = "Export the bundle again: edgekv export CHECKPOINT -o {folder} --force"
 # What the runtime could pick up from a folder; notes that someone lays beside them harm nobody.
-_KNOWN_SUFFIXES = frozenset({".onnx", ".data", ".bin", ".safetensors"})
+_KNOWN_SUFFIXES = frozenset({".onnx", ".data", ".bin", ".safetensors", ".tflite"})
 _KNOWN_NAMES = frozenset({TOKENIZER})
 
 
@@ -35,7 +35,7 @@ class Bundle:
     manifest: Manifest
 
     def graph_path(self, record: GraphRecord) -> Path:
-        """The ONNX file of one of the manifest's graphs."""
+        """The file of one of the manifest's graphs."""
         return self.path / record.file
 
     def tokenizer(self) -> Tokenizer:
@@ -165,7 +165,7 @@ def _check_consistency(folder: Path, file: Path, manifest: Manifest) -> None:
         fail("graphs", f"a decode graph for {decode.context} tokens at most", f"one for all {manifest.context}")
     cache = [tensor.past for tensor in geometry.names()]
     rotary = [name for suffix in manifest.ropes for name in rope_inputs(suffix)]
-    if missing := [name for name in (*rotary, "logits", *cache) if name not in manifest.encodings]:
+    if missing := [name for name in ("attention_mask", *rotary, "logits", *cache) if name not in manifest.encodings]:
         fail("encodings", f"none of {missing[0]}", "one for each graph input and output")
     half = manifest.model.head_dim // 2
     for record in manifest.ropes.values():

@@ -17,6 +17,7 @@ ROPE_SUFFIXES = ("", "_local")
 
 Role = Literal["decode", "prefill", "score"]
 RotationName = Literal["none", "hadamard"]
+GraphFormat = Literal["onnx", "tflite"]
 HtpCheck = Literal["integers-only", "float-allowed", "not-run"]
 
 
@@ -97,7 +98,7 @@ class GraphRecord(_Part, frozen=True):
 
     Attributes:
         name: unique in the bundle, such as `ar32_cl512`.
-        file: the ONNX file, relative to the bundle.
+        file: the ONNX file, relative to the bundle; or the `.tflite` file, in which the graph is the signature `name`.
         ar: tokens per inference.
         context: S.
         role: `decode` (AR-1, logits [1, 1, V]); `prefill` (logits [1, 1, V] of the row that the input
@@ -165,6 +166,7 @@ class Manifest(_Part, frozen=True):
         recipe: what became of every matrix.
         kv_dtype: integer type of the cache.
         key_layout: how graphs read and write keys; see `Geometry`.
+        graph_format: what the graphs' files are.
         context: S of the largest graphs.
         local_rope: rotary embedding of the layers with an attention window, where it is not that of the others; their
             graph inputs are `position_ids_cos_local` and `position_ids_sin_local`.
@@ -195,6 +197,7 @@ class Manifest(_Part, frozen=True):
     files: dict[str, FileRecord]
     local_rope: RopeRecord | None = None
     windows: list[int | None] = []
+    graph_format: GraphFormat = "onnx"
 
     @property
     def ropes(self) -> dict[str, RopeRecord]:

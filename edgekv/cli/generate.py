@@ -55,7 +55,9 @@ def generate(
     prompt_file: Annotated[
         Path | None, typer.Option(help="A file with the text; - for standard input.", show_default=False)
     ] = None,
-    engine: Annotated[str, typer.Option(help="Where the graphs run: cpu or htp.")] = "cpu",
+    engine: Annotated[
+        str, typer.Option(help="Where the graphs run: cpu or htp; of TFLite graphs litert or tflite.")
+    ] = "cpu",
     kv_update: Annotated[
         str | None,
         typer.Option(
@@ -134,7 +136,9 @@ def generate(
             show_default="all memory at once",
         ),
     ] = None,
-    threads: Annotated[int | None, typer.Option(help="Threads of the engine cpu.", show_default="all cores")] = None,
+    threads: Annotated[
+        int | None, typer.Option(help="Threads of an engine on the CPU.", show_default="all cores")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, and nothing else.")] = False,
 ) -> None:
     """Continue a prompt.

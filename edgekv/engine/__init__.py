@@ -2,7 +2,9 @@
 
 from edgekv.engine.engine import ENGINES, CpuEngine, Engine, EngineName, HtpEngine, make_engine
 from edgekv.engine.graph import StaticGraph
+from edgekv.engine.litert import LitertEngine
 from edgekv.engine.runner import Runner, StepTimes
+from edgekv.engine.tflite import TfliteEngine
 
 __all__ = [
     "ENGINES",
@@ -10,8 +12,10 @@ __all__ = [
     "Engine",
     "EngineName",
     "HtpEngine",
+    "LitertEngine",
     "Runner",
     "StaticGraph",
     "StepTimes",
+    "TfliteEngine",
     "make_engine",
 ]

@@ -9,6 +9,9 @@ import numpy as np
 import onnxruntime as ort
 from numpy.typing import NDArray
 
+from edgekv.engine.signature import Port, Signature
+from edgekv.kv.memory import ALIGNMENT_BYTES, HeapMemory
+
 # TensorProto.DataType: the runtime takes a number faster than a numpy type.
 _ELEMENTS: dict[str, int] = {"uint8": 2, "int8": 3, "uint16": 4, "int16": 5, "int32": 6}
 
@@ -19,13 +22,12 @@ class _BindAll(Protocol):
     ) -> None: ...
 
 
-class MemoryBinding:
-    """The bindings of one session. Whoever binds an address keeps its memory alive."""
+class Binding(Protocol):
+    """A loaded graph and the memory that it reads and writes. Whoever binds an address keeps its memory alive."""
 
-    def __init__(self, session: ort.InferenceSession) -> None:
-        self._session = session
-        self._io = session.io_binding()
-        self._inputs, self._outputs = _binders(self._io)
+    @property
+    def signature(self) -> Signature:
+        """The inputs and outputs that the graph has."""
 
     def inputs(
         self,
@@ -36,7 +38,6 @@ class MemoryBinding:
         offset_bytes: int = 0,
     ) -> None:
         """Bind inputs of one type and shape, each `offset_bytes` behind its address."""
-        self._inputs(names, _ELEMENTS[dtype.name], shape, addresses, offset_bytes)
 
     def outputs(
         self,
@@ -47,6 +48,50 @@ class MemoryBinding:
         offset_bytes: int = 0,
     ) -> None:
         """Bind outputs likewise."""
+
+    def run(self) -> None:
+        """Run the graph on what is bound."""
+
+
+def aligned_zeros(shape: Sequence[int], dtype: str) -> NDArray[Any]:
+    """An array of zeros that every runtime can be bound to: it begins on a boundary of 64 bytes."""
+    made = np.zeros(shape, dtype)
+    memory = HeapMemory(made.nbytes + ALIGNMENT_BYTES)
+    aligned: NDArray[Any] = np.ndarray(made.shape, made.dtype, memory.buffer, memory.offset)
+    aligned.fill(0)
+    return aligned
+
+
+class MemoryBinding:
+    """The bindings of a session of ONNX Runtime; a `Binding`."""
+
+    def __init__(self, session: ort.InferenceSession) -> None:
+        self._session = session
+        self._io = session.io_binding()
+        self._inputs, self._outputs = _binders(self._io)
+
+    @property
+    def signature(self) -> Signature:
+        return Signature(_ports(self._session.get_inputs()), _ports(self._session.get_outputs()))
+
+    def inputs(
+        self,
+        names: Sequence[str],
+        dtype: np.dtype[Any],
+        shape: Sequence[int],
+        addresses: Sequence[int],
+        offset_bytes: int = 0,
+    ) -> None:
+        self._inputs(names, _ELEMENTS[dtype.name], shape, addresses, offset_bytes)
+
+    def outputs(
+        self,
+        names: Sequence[str],
+        dtype: np.dtype[Any],
+        shape: Sequence[int],
+        addresses: Sequence[int],
+        offset_bytes: int = 0,
+    ) -> None:
         self._outputs(names, _ELEMENTS[dtype.name], shape, addresses, offset_bytes)
 
     def input_array(self, name: str, array: NDArray[Any]) -> None:
@@ -58,8 +103,11 @@ class MemoryBinding:
         self.outputs([name], array.dtype, array.shape, [array.ctypes.data])
 
     def run(self) -> None:
-        """Run the graph on what is bound."""
         self._session.run_with_iobinding(self._io)
+
+
+def _ports(found: Sequence[ort.NodeArg]) -> tuple[Port, ...]:
+    return tuple(Port(a.name, a.type.removeprefix("tensor(").rstrip(")"), tuple(a.shape)) for a in found)
 
 
 def _binders(io: ort.IOBinding) -> tuple[_BindAll, _BindAll]:

@@ -10,25 +10,33 @@ from typing import Literal, Protocol
 import onnxruntime as ort
 
 from devices import Device, find
-from edgekv.bundle import Bundle, open_compiled
+from edgekv.bundle import Bundle, GraphFormat, open_compiled
 from edgekv.engine import qnn
+from edgekv.engine.binding import Binding, MemoryBinding
+from edgekv.engine.litert import LitertEngine
+from edgekv.engine.tflite import TfliteEngine
 from edgekv.errors import EngineError, UsageError
 
-EngineName = Literal["cpu", "htp"]
-ENGINES: tuple[EngineName, ...] = ("cpu", "htp")
+EngineName = Literal["cpu", "htp", "litert", "tflite"]
+ENGINES: dict[EngineName, GraphFormat] = {"cpu": "onnx", "htp": "onnx", "litert": "tflite", "tflite": "tflite"}
+"""The engines, and which graphs they run."""
 
 _ERROR = 3
 
 
 class Engine(Protocol):
-    """Makes sessions of graphs."""
+    """Loads the graphs of a bundle."""
 
     @property
     def name(self) -> EngineName:
         """As users give it."""
 
-    def session(self, graph: Path) -> ort.InferenceSession:
-        """A session of an ONNX file.
+    @property
+    def alignment_bytes(self) -> int:
+        """Memory that is bound must begin on a boundary of so many bytes."""
+
+    def load(self, file: Path, name: str) -> Binding:
+        """The graph of this name in a file, ready to be bound.
 
         Raises:
             EngineError: the runtime is missing or refused the graph.
@@ -50,7 +58,19 @@ class CpuEngine:
         if self.threads is not None and self.threads < 1:
             raise UsageError("threads", found=self.threads, wanted="at least 1", way_out="Give a positive number.")
 
+    @property
+    def alignment_bytes(self) -> int:
+        return 1
+
+    def load(self, file: Path, name: str) -> Binding:
+        return MemoryBinding(self.session(file))
+
     def session(self, graph: Path) -> ort.InferenceSession:
+        """A session of an ONNX file.
+
+        Raises:
+            EngineError: the runtime refused the graph.
+        """
         options = ort.SessionOptions()
         options.log_severity_level = _ERROR
         # Without it weights are dequantized in every step: no kernel multiplies u16 activations.
@@ -82,7 +102,19 @@ class HtpEngine:
     compiled: Mapping[Path, Path] = field(default_factory=dict)
     name: Literal["htp"] = "htp"
 
+    @property
+    def alignment_bytes(self) -> int:
+        return 1
+
+    def load(self, file: Path, name: str) -> Binding:
+        return MemoryBinding(self.session(file))
+
     def session(self, graph: Path) -> ort.InferenceSession:
+        """A session of an ONNX file, or of what it was compiled to.
+
+        Raises:
+            EngineError: the runtime is missing or refused the graph.
+        """
         return qnn.create_session(self.compiled.get(graph, graph), self.device)
 
 
@@ -92,23 +124,38 @@ def make_engine(name: str, *, bundle: Bundle, threads: int | None = None) -> Eng
     Args:
         name: one of `ENGINES`.
         bundle: what it shall run: `htp` targets its device, and loads what was compiled of it for that device.
-        threads: matters to `cpu` alone.
+        threads: of one operation; not for `htp`.
 
     Raises:
-        UsageError: no such engine, or an option that it does not have.
-        EngineError: what the engine needs is not installed.
+        UsageError: no such engine, one for other graphs, or an option that it does not have.
+        EngineError: what the engine needs is not installed, or another version.
         BundleError: a compiled binary was changed.
         devices.UnknownDeviceError: no such device.
     """
-    if name == "cpu":
-        return CpuEngine(threads)
+    graph_format = bundle.manifest.graph_format
+    runnable = " or ".join(engine for engine, runs in ENGINES.items() if runs == graph_format)
+    if name not in ENGINES:
+        names = " or ".join(ENGINES)
+        raise UsageError("engine", found=repr(name), wanted=names, way_out=f"Use {runnable}.")
+    if ENGINES[name] != graph_format:
+        raise UsageError(
+            "engine",
+            found=f"{name} for a bundle of {graph_format} graphs",
+            wanted=runnable,
+            way_out=f"Use {runnable}, or export with --format {ENGINES[name]}.",
+        )
+    if threads is not None and threads < 1:
+        raise UsageError("threads", found=threads, wanted="at least 1", way_out="Give a positive number.")
     if name == "htp":
         if threads is not None:
             raise UsageError("threads", found=threads, wanted="none with the engine htp", way_out="Leave it out.")
         device = find(bundle.manifest.device)
         return HtpEngine(device, _wrappers(bundle, device))
-    names = " or ".join(ENGINES)
-    raise UsageError("engine", found=repr(name), wanted=names, way_out=f"Use {names}.")
+    if name == "litert":
+        return LitertEngine(threads)
+    if name == "tflite":
+        return TfliteEngine(threads)
+    return CpuEngine(threads)
 
 
 def _wrappers(bundle: Bundle, device: Device) -> Mapping[Path, Path]:

@@ -6,12 +6,10 @@ from collections.abc import Mapping, Sequence
 from time import perf_counter_ns
 from typing import Any
 
-import numpy as np
-import onnxruntime as ort
 from numpy.typing import NDArray
 
 from edgekv.bundle import GraphRecord, Manifest
-from edgekv.engine.binding import MemoryBinding
+from edgekv.engine.binding import Binding, aligned_zeros
 from edgekv.engine.inputs import StepInputs
 from edgekv.engine.rope import RopeTable
 from edgekv.engine.signature import Signature
@@ -42,7 +40,7 @@ class _GroupEnds:
         self.ends = [_Ends(store, ar, columns) for store in group.stores]
         self.bound: tuple[int, int, int] | None = None
 
-    def bind(self, binding: MemoryBinding, window: Window) -> None:
+    def bind(self, binding: Binding, window: Window) -> None:
         wanted = (self.group.reallocations, window.past_row, window.new_row)
         if self.bound == wanted:
             return
@@ -56,7 +54,7 @@ class _GroupEnds:
 
 
 class StaticGraph:
-    """A session whose inputs and outputs are bound once; a step writes small inputs and moves the cache's window.
+    """A graph whose inputs and outputs are bound once; a step writes small inputs and moves the cache's window.
 
     Attributes:
         record: what the manifest says of the graph.
@@ -68,32 +66,33 @@ class StaticGraph:
 
     def __init__(
         self,
-        session: ort.InferenceSession,
+        binding: Binding,
         manifest: Manifest,
         record: GraphRecord,
         cache: KVCache,
         ropes: Mapping[str, RopeTable],
     ) -> None:
-        """Bind a session to a cache; `ropes` are those of `rope_tables`.
+        """Bind a loaded graph to a cache; `ropes` are those of `rope_tables`.
 
         Raises:
             BundleError: the graph has not the inputs and outputs that the manifest promises.
         """
         signature = Signature.of(manifest, record)
-        signature.check(session, record)
+        signature.check(binding.signature, record)
         self.record = record
         self.ar = record.ar
         self.steps = 0
         self.run_ns = 0
         self.host_ns = 0
-        self._binding = MemoryBinding(session)
+        self._binding = binding
         masks = [manifest.mask(group.geometry.context) for group in cache.groups]
-        self._inputs = StepInputs(signature.inputs, masks, manifest.tokens.pad or 0, ropes)
+        mask_encoding = manifest.encodings["attention_mask"].encoding()
+        self._inputs = StepInputs(signature.inputs, masks, mask_encoding, manifest.tokens.pad or 0, ropes)
         for name, array in self._inputs.arrays.items():
-            self._binding.input_array(name, array)
+            binding.inputs([name], array.dtype, array.shape, [array.ctypes.data])
         (logits,) = (port for port in signature.outputs if port.name == "logits")
-        array = np.zeros(logits.shape, logits.dtype)
-        self._binding.output_array(logits.name, array)
+        array = aligned_zeros(logits.shape, logits.dtype)
+        binding.outputs([logits.name], array.dtype, array.shape, [array.ctypes.data])
         self._logits = array[0]
         self.use(cache)
 

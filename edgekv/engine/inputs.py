@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-import numpy as np
 from numpy.typing import NDArray
 
 from edgekv.bundle import rope_inputs
+from edgekv.engine.binding import aligned_zeros
 from edgekv.engine.mask import AttentionMask
 from edgekv.engine.rope import RopeTable
 from edgekv.engine.signature import Port
 from edgekv.kv import Window
+from quant import Encoding
 
 
 class StepInputs:
@@ -23,17 +24,25 @@ class StepInputs:
         filled: tokens of the step that was written last.
     """
 
-    def __init__(self, ports: Iterable[Port], masks: Sequence[str], pad: int, ropes: Mapping[str, RopeTable]) -> None:
+    def __init__(
+        self,
+        ports: Iterable[Port],
+        masks: Sequence[str],
+        mask_encoding: Encoding,
+        pad: int,
+        ropes: Mapping[str, RopeTable],
+    ) -> None:
         """Allocate.
 
         Args:
             ports: all inputs of the graph; those of the cache are left out.
             masks: name of the mask for each group of the cache.
+            mask_encoding: of all masks.
             pad: the token id of rows without a token.
             ropes: cosines and sines, by the suffix of their inputs.
         """
         self.arrays: dict[str, NDArray[Any]] = {
-            port.name: np.zeros(port.shape, port.dtype) for port in ports if not port.name.startswith("past_")
+            port.name: aligned_zeros(port.shape, port.dtype) for port in ports if not port.name.startswith("past_")
         }
         self.filled = 0
         self._pad = pad
@@ -43,7 +52,9 @@ class StepInputs:
         ]
         self._index = self.arrays.get("logits_index")
         # Groups of one window see alike: the first speaks for all.
-        self._masks = {masks.index(name): AttentionMask(self.arrays[name][0, 0]) for name in dict.fromkeys(masks)}
+        self._masks = {
+            masks.index(name): AttentionMask(self.arrays[name][0, 0], mask_encoding) for name in dict.fromkeys(masks)
+        }
 
     def write(self, tokens: Sequence[int], position: int, windows: Sequence[Window], columns: Sequence[int]) -> None:
         """Write a step; see `StaticGraph.run`."""

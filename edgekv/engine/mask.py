@@ -9,22 +9,22 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgekv.kv import Window
-
-ATTEND = 65535
+from quant import Encoding
 
 
 class AttentionMask:
     """Rows of a graph's mask, `[AR, P + AR]`: columns of the past, then those of the new tokens.
 
-    Rows without a token, and columns that no row may see, are 0.
+    A column that a row sees holds 0.0; one that it does not, as rows without a token, the least that the encoding can.
     """
 
-    def __init__(self, rows: NDArray[Any]) -> None:
+    def __init__(self, rows: NDArray[Any], encoding: Encoding) -> None:
         """Write into these rows from now on."""
         self._rows = rows
         self._ar = len(rows)
         self._past = rows.shape[1] - self._ar
-        self._causal = np.tril(np.full((self._ar, self._ar), ATTEND, rows.dtype))
+        self._open, self._closed = encoding.zero_point, encoding.limits[0]
+        self._causal = np.where(np.tri(self._ar, dtype=bool), self._open, self._closed).astype(rows.dtype)
         self._filled = 0
 
     def write(self, tokens: int, window: Window, columns: Sequence[int] = ()) -> None:
@@ -36,14 +36,14 @@ class AttentionMask:
             columns: of the past, to be seen beside those that the window names.
         """
         rows = self._rows
-        rows[:tokens, : self._past] = 0
-        rows[:tokens, window.first : window.stop] = ATTEND
+        rows[:tokens, : self._past] = self._closed
+        rows[:tokens, window.first : window.stop] = self._open
         if columns:
-            rows[:tokens, columns] = ATTEND
+            rows[:tokens, columns] = self._open
         # A column that has left a row's window has left those of all later rows.
         for gone, column in enumerate(window.leaving, self._ar - len(window.leaving)):
-            rows[gone:, column] = 0
+            rows[gone:, column] = self._closed
         if tokens != self._filled:
-            rows[tokens:] = 0
+            rows[tokens:] = self._closed
             rows[:tokens, self._past :] = self._causal[:tokens]
             self._filled = tokens

@@ -49,7 +49,7 @@ def choose_context(columns: int, available: Sequence[int]) -> int:
 
 
 class Runner:
-    """Feeds tokens to the graphs of a bundle. A graph's session is made when it is first needed.
+    """Feeds tokens to the graphs of a bundle. A graph is loaded when it is first needed.
 
     Each step runs in the least context that has room for it, and the next larger one takes over by itself.
 
@@ -85,7 +85,7 @@ class Runner:
             graph.use(cache)
 
     def prepare(self, *roles: Role) -> None:
-        """Make the sessions of these roles now, those of the least context.
+        """Load the graphs of these roles now, those of the least context.
 
         Raises:
             EngineError: the engine refused a graph.
@@ -148,7 +148,7 @@ class Runner:
     def _graph(self, record: GraphRecord) -> StaticGraph:
         graph = self._graphs.get(record.name)
         if graph is None:
-            session = self._engine.session(self._bundle.graph_path(record))
-            graph = StaticGraph(session, self._bundle.manifest, record, self.cache, self._ropes)
+            binding = self._engine.load(self._bundle.graph_path(record), record.name)
+            graph = StaticGraph(binding, self._bundle.manifest, record, self.cache, self._ropes)
             self._graphs[record.name] = graph
         return graph

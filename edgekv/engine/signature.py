@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-import onnxruntime as ort
-
 from edgekv.bundle import GraphRecord, Manifest, rope_inputs
 from edgekv.errors import BundleError
 from quant import DTYPES
@@ -52,8 +50,9 @@ class Signature:
         kv = DTYPES[manifest.kv_dtype].name
         groups = [(group, group.past_rows(ar, graph.context)) for group in manifest.cache_geometry.groups()]
         inputs = [Port("input_ids", "int32", (1, ar))]
+        mask = DTYPES[manifest.encodings["attention_mask"].dtype].name
         for group, past_rows in groups:
-            inputs.append(Port(manifest.mask(group.context), "uint16", (1, 1, ar, past_rows + ar)))
+            inputs.append(Port(manifest.mask(group.context), mask, (1, 1, ar, past_rows + ar)))
         for suffix, rope in manifest.ropes.items():
             for name in rope_inputs(suffix):
                 pairs = len(rope.inverse_frequencies)
@@ -71,18 +70,18 @@ class Signature:
                 outputs.append(Port(tensor.new, kv, (1, 1, *new)))
         return cls(tuple(inputs), tuple(outputs))
 
-    def check(self, session: ort.InferenceSession, graph: GraphRecord) -> None:
-        """Compare with what a session has.
+    def check(self, found: Signature, graph: GraphRecord) -> None:
+        """Compare with what a loaded graph has.
 
         Raises:
             BundleError: an input or output is missing, unknown, or of another type or shape.
         """
-        _compare(graph, "input", self.inputs, session.get_inputs())
-        _compare(graph, "output", self.outputs, session.get_outputs())
+        _compare(graph, "input", self.inputs, found.inputs)
+        _compare(graph, "output", self.outputs, found.outputs)
 
 
-def _compare(graph: GraphRecord, kind: str, wanted: Iterable[Port], found: Iterable[ort.NodeArg]) -> None:
-    ports = {arg.name: Port(arg.name, arg.type.removeprefix("tensor(").rstrip(")"), tuple(arg.shape)) for arg in found}
+def _compare(graph: GraphRecord, kind: str, wanted: Iterable[Port], found: Iterable[Port]) -> None:
+    ports = {port.name: port for port in found}
     names = [port.name for port in wanted]
     way_out = "Export the bundle again with this edgekv."
     for port in wanted:

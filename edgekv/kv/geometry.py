@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-KvDtype = Literal["u8", "s16"]
+KvDtype = Literal["u8", "s8", "s16"]
 Kind = Literal["key", "value"]
 KeyLayout = Literal["rows", "columns"]
 
-_ELEMENT_BYTES: dict[KvDtype, int] = {"u8": 1, "s16": 2}
+_ELEMENT_BYTES: dict[KvDtype, int] = {"u8": 1, "s8": 1, "s16": 2}
 KINDS: tuple[Kind, Kind] = ("key", "value")
 
 
@@ -43,7 +43,7 @@ class Geometry:
         head_dim: D, elements of one head's row.
         context: the tokens that the last one attends to, itself included: S of the largest graphs, or the window of
             layers that attend to fewer; at least 2.
-        kv_dtype: `u8` (zero point 128) or `s16` (zero point 0).
+        kv_dtype: `u8` (zero point 128), `s8` or `s16` (zero point 0).
         key_layout: how graphs read and write keys: `rows` `[1, 1, S-AR, D]` as values, or `columns`
             `[1, 1, D, S-AR]`, as Genie wants them. Values are always rows.
         numbers: which layers of the model these are; empty for all, from 0 on.

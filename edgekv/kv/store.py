@@ -13,7 +13,7 @@ from edgekv.kv.window import Window
 
 Rows = NDArray[Any]
 
-DTYPES: dict[KvDtype, type[np.uint8] | type[np.int16]] = {"u8": np.uint8, "s16": np.int16}
+DTYPES: dict[KvDtype, type[np.integer[Any]]] = {"u8": np.uint8, "s8": np.int8, "s16": np.int16}
 
 
 class Store(Protocol):

@@ -20,7 +20,7 @@ from edgekv.prefix.stats import Counters
 from edgekv.prefix.tiers import Limits
 from edgekv.prefix.tree import Root
 
-DTYPES: dict[KvDtype, np.dtype[Any]] = {"u8": np.dtype(np.uint8), "s16": np.dtype(np.int16)}
+DTYPES: dict[KvDtype, np.dtype[Any]] = {"u8": np.dtype(np.uint8), "s8": np.dtype(np.int8), "s16": np.dtype(np.int16)}
 
 
 def layout_digest(fingerprint: str, kv_dtype: KvDtype, groups: Sequence[Group], step: int) -> bytes:

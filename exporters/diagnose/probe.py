@@ -14,8 +14,7 @@ from numpy.typing import NDArray
 from onnx import numpy_helper
 
 from edgekv.bundle import Bundle, GraphRecord, rope_inputs
-from edgekv.engine import Engine
-from edgekv.engine.mask import ATTEND
+from edgekv.engine import CpuEngine, Engine, HtpEngine
 from edgekv.engine.rope import rope_tables
 from edgekv.engine.signature import Signature
 from edgekv.errors import UsageError
@@ -25,6 +24,8 @@ from exporters.reference import Floats
 from quant import DTYPES, Dtype, Encoding
 
 Integers = NDArray[Any]
+
+_ATTEND = 65535  # stands for 0.0 in ONNX graphs
 
 _DTYPES: dict[str, Dtype] = {np.dtype(integer).name: name for name, integer in DTYPES.items()}
 # Results that have no row for each token, or are parts of others.
@@ -45,6 +46,13 @@ class Probe:
             UsageError: the bundle's graphs cannot be probed.
             EngineError: the engine refused the graph.
         """
+        if not isinstance(engine, CpuEngine | HtpEngine):
+            raise UsageError(
+                "bundle",
+                found=f"{bundle.manifest.graph_format} graphs",
+                wanted="onnx graphs, which can be given more outputs",
+                way_out="Export with --format onnx.",
+            )
         manifest = bundle.manifest
         record = manifest.graph("score")
         assert record is not None, "a bundle without a score graph is not opened"
@@ -124,7 +132,7 @@ def _open(mask: Integers, position: int, ar: int, window: int | None) -> None:
     columns = np.arange(mask.shape[1]) - (mask.shape[1] - ar)  # 0 is the step's first token
     distance = rows - columns
     seen = (distance >= 0) & (columns >= -position)
-    mask[seen if window is None else seen & (distance < window)] = ATTEND
+    mask[seen if window is None else seen & (distance < window)] = _ATTEND
 
 
 def _results(model: onnx.ModelProto) -> dict[str, Encoding]:

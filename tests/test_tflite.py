@@ -1,0 +1,197 @@
+"""A bundle of TFLite graphs: written without TensorFlow, run by LiteRT and by tflite-runtime on the cache's memory."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import edgekv
+from devices import find
+from edgekv.bundle import open_bundle
+from edgekv.engine import LitertEngine, TfliteEngine
+from edgekv.engine.binding import aligned_zeros
+from edgekv.errors import EngineError, UsageError
+from edgekv.kv import STRATEGIES
+from exporters.checkpoint import Checkpoint
+from exporters.export import ExportOptions, export_bundle
+from exporters.recipe import find_recipe
+from exporters.tflite import limits
+from tests.checkpoints import write_checkpoint
+
+# tflite-runtime was built for numpy 1 and breaks with 2, where these run on LiteRT alone.
+ENGINES = ["litert", pytest.param("tflite", marks=pytest.mark.numpy1)]
+PROMPT = "import os\n\ndef main(argv):\n    parser = argparse.ArgumentParser()\n    parser.add_argument("
+
+
+def export(checkpoint, folder, **options):
+    made = ExportOptions(
+        device=find("SM8650"),
+        recipe=find_recipe("w8a16"),
+        **{"context": 128, "ar": (1, 32), "kv_dtype": "s8", "graph_format": "tflite"} | options,
+    )
+    export_bundle(Checkpoint.open(str(checkpoint)), folder, made)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory, embedded):
+    return export(embedded, tmp_path_factory.mktemp("tflite") / "bundle")
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory):
+    """Rows of 16 bytes: where they begin is rarely a multiple of 64."""
+    folder = tmp_path_factory.mktemp("small")
+    return export(write_checkpoint(folder / "checkpoint"), folder / "bundle", context=64, ar=(1, 8))
+
+
+def tokens(model, count=24):
+    return [token.id for token in model.generate(PROMPT, count)]
+
+
+def test_one_file_holds_a_signature_for_each_graph_and_weights_once(exported):
+    manifest = open_bundle(exported).manifest
+    parameters = 4_000_000
+    assert {graph.file for graph in manifest.graphs} == {"graphs.tflite"} and len(manifest.graphs) == 3
+    assert manifest.files["graphs.tflite"].bytes < 1.2 * (parameters + 2 * manifest.model.vocab * manifest.model.hidden)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_the_most_likely_tokens_are_those_of_the_onnx_graphs(exported, bundle, embedded, engine):
+    cpu, model = edgekv.load(bundle, "cpu"), edgekv.load(exported, engine)
+    ids = cpu.encode((embedded / "heldout.txt").read_text("utf-8"))[:640]
+    windows = [ids[start : start + 128] for start in range(0, len(ids), 128)]
+    agreed = [(cpu.score(w).argmax(-1) == model.score(w).argmax(-1)).mean() for w in windows]
+    assert np.mean(agreed) >= 0.98
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_every_strategy_gives_the_same_tokens(exported, engine):
+    """They do so only if the runtime reads and writes the cache's own memory, wherever its window moves."""
+    runs = {name: edgekv.load(exported, engine, kv_update=name) for name in STRATEGIES}
+    found = {name: tokens(model, 100) for name, model in runs.items()}
+    assert len({tuple(each) for each in found.values()}) == 1
+    assert runs["pointer-shift"].cache.stats.bytes_copied == runs["mirror"].cache.stats.bytes_copied == 0
+
+
+def test_litert_is_lent_the_addresses_of_the_cache(exported):
+    model = edgekv.load(exported, "litert", kv_update="pointer-shift")
+    tokens(model, 3)
+    (store,) = model.cache.stores
+    graph = model._runner._graphs["ar1_cl128"]
+    past, new = graph._bound
+    inputs, outputs = graph._binding._inputs.addresses(), graph._binding._outputs.addresses()
+    for tensor, address in zip(store.tensors, store.addresses, strict=True):
+        assert inputs[tensor.past] == address + past * store.row_bytes
+        assert outputs[tensor.new] == address + new * store.row_bytes
+
+
+@pytest.mark.numpy1
+def test_tflite_runtime_is_laid_over_the_addresses_of_the_cache(exported):
+    model = edgekv.load(exported, "tflite", kv_update="pointer-shift")
+    tokens(model, 3)
+    (store,) = model.cache.stores
+    graph = model._runner._graphs["ar1_cl128"]
+    past, new = graph._bound
+    binding = graph._binding
+    details = {**binding._details.get_input_details(), **binding._details.get_output_details()}
+
+    def address(name):
+        return binding._runtime.tensor(binding, details[name]["index"], binding._subgraph).ctypes.data
+
+    for tensor, base in zip(store.tensors, store.addresses, strict=True):
+        assert address(tensor.past) == base + past * store.row_bytes
+        assert address(tensor.new) == base + new * store.row_bytes
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_cache_of_16_bits_runs_too(tmp_path, embedded, engine):
+    exported = export(embedded, tmp_path / "bundle", context=64, ar=(1, 16), kv_dtype="s16")
+    model = edgekv.load(exported, engine)
+    assert model.cache.stores[0].dtype == np.int16
+    assert len(tokens(model, 8)) == 8
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_rows_that_cannot_be_bound_anywhere_need_the_strategy_slot(small, engine):
+    assert len([*edgekv.load(small, engine).generate([5, 6, 7], 8)]) == 8
+    with pytest.raises(UsageError, match=r"found pointer-shift with rows of 16 bytes on the engine .* Use slot"):
+        edgekv.load(small, engine, kv_update="pointer-shift")
+
+
+@pytest.mark.parametrize("make", [LitertEngine, pytest.param(TfliteEngine, marks=pytest.mark.numpy1)])
+def test_an_address_that_is_not_aligned_is_refused_not_copied(exported, make):
+    binding = make().load(exported / "graphs.tflite", "ar1_cl128")
+    port = next(each for each in binding.signature.inputs if each.name == "attention_mask")
+    array = aligned_zeros(port.shape, port.dtype)
+    with pytest.raises(ValueError, match=r"attention_mask: found address 0x.*; wanted a multiple of 64"):
+        binding.inputs([port.name], array.dtype, array.shape, [array.ctypes.data], 8)
+
+
+@pytest.mark.parametrize("make", [LitertEngine, pytest.param(TfliteEngine, marks=pytest.mark.numpy1)])
+def test_a_broken_file_is_refused_by_name(tmp_path, make):
+    (tmp_path / "graphs.tflite").write_bytes(b"not a graph")
+    with pytest.raises(EngineError, match=r"graphs.tflite on "):
+        make().load(tmp_path / "graphs.tflite", "ar1_cl128")
+
+
+@pytest.mark.numpy2
+def test_numpy_2_with_tflite_runtime_is_explained(exported):
+    with pytest.raises(EngineError, match=r"engine tflite: found numpy 2.*wanted numpy below 2.*--engine litert"):
+        tokens(edgekv.load(exported, "tflite"))
+
+
+def test_engines_and_graphs_that_do_not_go_together_are_refused(exported, bundle):
+    with pytest.raises(UsageError, match=r"found cpu for a bundle of tflite graphs; wanted litert or tflite"):
+        edgekv.load(exported, "cpu")
+    with pytest.raises(UsageError, match=r"found litert for a bundle of onnx graphs; wanted cpu or htp"):
+        edgekv.load(bundle, "litert")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"kv_dtype": "u8"}, "found u8 with --format tflite; wanted s8 or s16"),
+        ({"kv_dtype": "s8", "graph_format": "onnx"}, "found s8 with --format onnx; wanted u8 or s16"),
+        ({"key_layout": "columns"}, "found columns with --format tflite; wanted rows"),
+    ],
+)
+def test_what_the_kernels_cannot_do_is_refused_before_work_starts(tmp_path, options, message):
+    with pytest.raises(UsageError, match=message):
+        export("nowhere", tmp_path / "bundle", **options)
+
+
+def test_more_than_a_flatbuffer_can_address_is_refused(tmp_path, embedded, monkeypatch):
+    monkeypatch.setattr(limits, "MOST_BYTES", 1_000_000)
+    with pytest.raises(UsageError, match=r"--format tflite: found 0.0 GB of weights"):
+        export(embedded, tmp_path / "bundle")
+    assert not (tmp_path / "bundle").exists()
+
+
+@pytest.mark.parametrize(
+    ("package", "arguments", "message"),
+    [
+        ("ai_edge_litert", ["generate", "BUNDLE", "--prompt", "x", "--engine", "litert"], "edgekv[litert]"),
+        (
+            "ai_edge_litert",
+            ["export", "CHECKPOINT", "-o", "OUT", "--device", "SM8650", "--format", "tflite"],
+            "[litert]",
+        ),
+    ],
+)
+def test_a_missing_package_tells_how_to_install_it(exported, embedded, tmp_path, package, arguments, message):
+    places = {"BUNDLE": str(exported), "CHECKPOINT": str(embedded), "OUT": str(tmp_path / "out")}
+    arguments = [places.get(each, each) for each in arguments]
+    code = f"""
+import sys
+sys.modules[{package!r}] = None  # as if it were not installed
+from edgekv.cli import run
+sys.exit(run({arguments!r}))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=Path(__file__).parent.parent
+    )
+    assert done.returncode == 1
+    assert f"found no package {package}" in done.stderr and message in done.stderr
