@@ -50,6 +50,8 @@ def compile_bundle(
 ) -> CompiledManifest:
     """Write `compiled/<SOC>/` into the bundle: a context binary for each graph and one that shares weights.
 
+    TFLite graphs become one `.tflite` file that calls such a context.
+
     The binaries are searched for the chip they target; the shared one also for the number of its graphs.
 
     Raises:
@@ -67,19 +69,37 @@ def compile_bundle(
     models = {graph.name: bundle.graph_path(graph) for graph in manifest.graphs if graph.role != "score"}
     target = bundle.path / "compiled" / device.soc
     with atomic_directory(target, force=force, marker=COMPILED) as folder:
-        binaries = compile_binaries(models, device, folder, progress)
+        if manifest.graph_format == "tflite":
+            binary, compiler = _compile_tflite(models, device, folder, progress)
+            binaries = [binary]
+        else:
+            binaries, compiler = compile_binaries(models, device, folder, progress), qnn.compiler()
         compiled = CompiledManifest(
             soc=device.soc,
             soc_model=device.soc_model,
             arch=device.arch,
             vtcm_bytes=device.vtcm_mb * _MIB,
-            compiler=qnn.compiler(),
+            compiler=compiler,
             bundle_sha256=sha256_of(bundle.path / MANIFEST),
             binaries=binaries,
             files=record_files(folder),
         )
         (folder / COMPILED).write_bytes(msgspec.json.format(msgspec.json.encode(compiled), indent=1) + b"\n")
     return compiled
+
+
+def _compile_tflite(
+    models: Mapping[str, Path], device: Device, folder: Path, progress: Progress
+) -> tuple[CompiledBinary, str]:
+    """One `.tflite` file that holds a context of these signatures of another, and the compiler."""
+    from exporters.tflite.compile import compile_tflite, compiler  # its packages are optional
+
+    (source,) = set(models.values())
+    progress("compile", 0, 1)
+    compile_tflite(source, folder / source.name, list(models), device)
+    _check_target(folder / source.name, device)
+    progress("compile", 1, 1)
+    return CompiledBinary(file=source.name, wrappers=dict.fromkeys(models, source.name), graphs=len(models)), compiler()
 
 
 def compile_binaries(

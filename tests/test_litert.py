@@ -1,0 +1,87 @@
+"""TFLite graphs compiled for a chip by LiteRT's Qualcomm plugin, with the QNN libraries of onnxruntime-qnn."""
+
+import subprocess
+import sys
+
+import pytest
+
+from devices import find
+from edgekv.bundle import open_bundle
+from edgekv.errors import EngineError, UsageError
+from exporters.checkpoint import Checkpoint
+from exporters.compile import compile_bundle
+from exporters.export import ExportOptions, export_bundle
+from exporters.recipe import find_recipe
+from exporters.tflite.compile import _operators, compile_tflite
+from exporters.tflite.flatbuffer import TfliteFile
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory, embedded):
+    """The embedded model for SM8650, with the record of its binaries."""
+    folder = tmp_path_factory.mktemp("litert") / "bundle"
+    options = ExportOptions(
+        device=find("SM8650"),
+        recipe=find_recipe("w8a16"),
+        context=128,
+        ar=(1, 32),
+        kv_dtype="s8",
+        graph_format="tflite",
+    )
+    export_bundle(Checkpoint.open(str(embedded)), folder, options)
+    return folder, compile_bundle(open_bundle(folder), find("SM8650"))
+
+
+def test_every_graph_is_one_call_of_one_context(compiled):
+    folder, record = compiled
+    (binary,) = record.binaries
+    assert binary.wrappers == {"ar1_cl128": "graphs.tflite", "ar32_cl128": "graphs.tflite"}
+    operators = _operators(folder / "compiled" / "SM8650" / "graphs.tflite")
+    assert operators == {"ar1_cl128": [b"DISPATCH_OP"], "ar32_cl128": [b"DISPATCH_OP"]}
+
+
+def test_the_graphs_share_their_weights(compiled):
+    folder, record = compiled
+    before = open_bundle(folder).manifest.files["graphs.tflite"].bytes
+    assert record.files["graphs.tflite"].bytes < 1.3 * before
+
+
+def test_the_binary_itself_says_which_chip_it_targets(compiled):
+    folder, record = compiled
+    assert (record.soc, record.arch, record.vtcm_bytes) == ("SM8650", 75, 8 << 20)
+    assert compile_bundle(open_bundle(folder), find("SM8750")).arch == 79
+
+
+def test_a_chip_that_the_plugin_does_not_know_is_refused(compiled):
+    with pytest.raises(UsageError, match=r"--device: found QCS8550 for TFLite graphs; .* --format onnx"):
+        compile_bundle(open_bundle(compiled[0]), find("QCS8550"))
+
+
+def test_an_operator_that_the_compiler_leaves_to_the_cpu_is_refused_by_name(tmp_path):
+    file = TfliteFile()
+    graph = file.subgraph("graph")
+    a, b = graph.input("a", "f32", [1, 8]), graph.input("b", "f32", [1, 8])
+    angle = graph.result("angle", "f32", [1, 8])
+    graph.operate("ATAN2", [a, b], [angle])
+    total = graph.result("total", "f32", [1, 8])
+    graph.operate("ADD", [angle, a], [total], "AddOptions")
+    graph.output("total", total)
+    file.save(tmp_path / "graphs.tflite")
+    with pytest.raises(EngineError, match=r"found .*refused: \w*[Aa]tan2; wanted all operators in one partition"):
+        compile_tflite(tmp_path / "graphs.tflite", tmp_path / "out.tflite", ["graph"], find("SM8650"))
+
+
+@pytest.mark.parametrize("package", ["ai_edge_litert", "onnxruntime_qnn"])
+def test_a_missing_package_tells_how_to_install_it(compiled, package):
+    program = f"""
+import sys
+from importlib import util
+find = util.find_spec
+util.find_spec = lambda name: None if name == {package!r} else find(name)  # as if it were not installed
+from edgekv.cli import run
+sys.exit(run(["compile", {str(compiled[0])!r}, "--device", "SM8850"]))
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 1
+    assert f"found no package {package}" in done.stderr and 'pip install "edgekv[litert,htp]"' in done.stderr
+    assert not (compiled[0] / "compiled" / "SM8850").exists()
