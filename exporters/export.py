@@ -110,6 +110,13 @@ class ExportOptions:
                 wanted=f"{kinds}, which its kernels multiply by",
                 way_out=f"Use --kv {KV_DTYPES[self.graph_format][0]}.",
             )
+        if self.graph_format == "tflite" and self.recipe.weight_bits != 8:
+            raise UsageError(
+                "--recipe",
+                found=f"{self.recipe.name} with --format tflite",
+                wanted="weights of 8 bits, which tflite-runtime multiplies int16 by",
+                way_out="Use --recipe w8a16, or --format onnx.",
+            )
         if self.graph_format == "tflite" and self.key_layout != "rows":
             raise UsageError(
                 "--key-layout",

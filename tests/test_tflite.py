@@ -16,9 +16,10 @@ from edgekv.errors import EngineError, UsageError
 from edgekv.kv import STRATEGIES
 from exporters.checkpoint import Checkpoint
 from exporters.export import ExportOptions, export_bundle
-from exporters.recipe import find_recipe
+from exporters.recipe import Recipe, find_recipe
+from exporters.reference import Reference
 from exporters.tflite import limits
-from tests.checkpoints import write_checkpoint
+from tests.checkpoints import ARCHITECTURES, write_checkpoint
 
 # tflite-runtime was built for numpy 1 and breaks with 2, where these run on LiteRT alone.
 ENGINES = ["litert", pytest.param("tflite", marks=pytest.mark.numpy1)]
@@ -28,8 +29,8 @@ PROMPT = "import os\n\ndef main(argv):\n    parser = argparse.ArgumentParser()\n
 def export(checkpoint, folder, **options):
     made = ExportOptions(
         device=find("SM8650"),
-        recipe=find_recipe("w8a16"),
-        **{"context": 128, "ar": (1, 32), "kv_dtype": "s8", "graph_format": "tflite"} | options,
+        **{"recipe": find_recipe("w8a16"), "context": 128, "ar": (1, 32), "kv_dtype": "s8", "graph_format": "tflite"}
+        | options,
     )
     export_bundle(Checkpoint.open(str(checkpoint)), folder, made)
     return folder
@@ -81,7 +82,7 @@ def test_litert_is_lent_the_addresses_of_the_cache(exported):
     tokens(model, 3)
     (store,) = model.cache.stores
     graph = model._runner._graphs["ar1_cl128"]
-    past, new = graph._bound
+    ((past, new),) = (group.bound for group in graph._groups)
     inputs, outputs = graph._binding._inputs.addresses(), graph._binding._outputs.addresses()
     for tensor, address in zip(store.tensors, store.addresses, strict=True):
         assert inputs[tensor.past] == address + past * store.row_bytes
@@ -94,7 +95,7 @@ def test_tflite_runtime_is_laid_over_the_addresses_of_the_cache(exported):
     tokens(model, 3)
     (store,) = model.cache.stores
     graph = model._runner._graphs["ar1_cl128"]
-    past, new = graph._bound
+    ((past, new),) = (group.bound for group in graph._groups)
     binding = graph._binding
     details = {**binding._details.get_input_details(), **binding._details.get_output_details()}
 
@@ -104,6 +105,22 @@ def test_tflite_runtime_is_laid_over_the_addresses_of_the_cache(exported):
     for tensor, base in zip(store.tensors, store.addresses, strict=True):
         assert address(tensor.past) == base + past * store.row_bytes
         assert address(tensor.new) == base + new * store.row_bytes
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("architecture", ["llama-biased", "qwen2", "qwen3", "gemma2", "gemma3", "phi3"])
+def test_every_architecture_is_as_near_to_float_as_its_onnx_graphs(tmp_path, architecture, engine):
+    folder = write_checkpoint(tmp_path / "checkpoint", ARCHITECTURES[architecture])
+    options = {"context": 64, "ar": (1, 8), "kv_dtype": "s16", "check_on_htp": False}
+    onnx = export(folder, tmp_path / "onnx", **options, graph_format="onnx")
+    tflite = export(folder, tmp_path / "tflite", **options)
+    ids = [ord(letter) for letter in "the quick brown fox jumps over the lazy dog, twice"]
+    (float32,) = Reference(Checkpoint.open(str(folder)), 64).logits([np.array(ids)])
+
+    def sqnr_db(model):
+        return 10 * np.log10(np.square(float32).sum() / np.square(model.score(ids) - float32).sum())
+
+    assert sqnr_db(edgekv.load(tflite, engine)) > max(20, sqnr_db(edgekv.load(onnx, "cpu")) - 1)
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -155,6 +172,7 @@ def test_engines_and_graphs_that_do_not_go_together_are_refused(exported, bundle
     [
         ({"kv_dtype": "u8"}, "found u8 with --format tflite; wanted s8 or s16"),
         ({"kv_dtype": "s8", "graph_format": "onnx"}, "found s8 with --format onnx; wanted u8 or s16"),
+        ({"recipe": Recipe("w4a16", "u16", 4)}, "found w4a16 with --format tflite; wanted weights of 8 bits"),
         ({"key_layout": "columns"}, "found columns with --format tflite; wanted rows"),
     ],
 )

@@ -146,10 +146,14 @@ class TfliteBinding:
         self._lay(self._lay_output, names, math.prod(shape) * dtype.itemsize, addresses, offset_bytes)
 
     def run(self) -> None:
+        self.lay_out()
+        self._runtime.Invoke(self._subgraph)
+
+    def lay_out(self) -> None:
+        """Let the runtime take over what was bound since it last did; `run` does so by itself."""
         if not self._is_laid_out:
             self._runtime.AllocateTensors(self._subgraph)
             self._is_laid_out = True
-        self._runtime.Invoke(self._subgraph)
 
     def _lay(
         self, lay: Any, names: Sequence[str], size_bytes: int, addresses: Sequence[int], offset_bytes: int
