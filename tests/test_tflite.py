@@ -12,9 +12,10 @@ from devices import find
 from edgekv.bundle import open_bundle
 from edgekv.engine import LitertEngine, TfliteEngine
 from edgekv.engine.binding import aligned_zeros
-from edgekv.errors import EngineError, UsageError
+from edgekv.errors import BundleError, EngineError, UsageError
 from edgekv.kv import STRATEGIES
 from exporters.checkpoint import Checkpoint
+from exporters.diagnose.probe import Probe
 from exporters.export import ExportOptions, export_bundle
 from exporters.recipe import Recipe, find_recipe
 from exporters.reference import Reference
@@ -213,3 +214,10 @@ sys.exit(run({arguments!r}))
     )
     assert done.returncode == 1
     assert f"found no package {package}" in done.stderr and message in done.stderr
+
+
+def test_what_reads_onnx_graphs_alone_says_so(exported):
+    with pytest.raises(BundleError, match=r"found tflite graphs; wanted onnx graphs, which Genie reads. Export it"):
+        open_bundle(exported).require_onnx("Genie")
+    with pytest.raises(BundleError, match=r"found tflite graphs; wanted onnx graphs"):
+        Probe(open_bundle(exported), LitertEngine())

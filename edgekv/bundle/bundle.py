@@ -38,6 +38,20 @@ class Bundle:
         """The file of one of the manifest's graphs."""
         return self.path / record.file
 
+    def require_onnx(self, reader: str) -> None:
+        """Refuse other graphs than ONNX graphs on behalf of what reads nothing else.
+
+        Raises:
+            BundleError: the bundle has other graphs.
+        """
+        if self.manifest.graph_format != "onnx":
+            raise BundleError(
+                f"bundle {self.path}: graphs",
+                found=f"{self.manifest.graph_format} graphs",
+                wanted=f"onnx graphs, which {reader} reads",
+                way_out="Export it with --format onnx.",
+            )
+
     def tokenizer(self) -> Tokenizer:
         """The tokenizer of the checkpoint.
 

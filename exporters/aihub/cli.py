@@ -199,6 +199,7 @@ def _run(
 def _open(bundle: Path, profile: str | None, *, force: bool) -> tuple[Bundle, Account, Ledger]:
     account = connect(profile)
     opened = open_bundle(bundle)
+    opened.require_onnx("AI Hub's uploader")
     if force:
         Ledger.forget(opened)
     return opened, account, Ledger(opened, account.service)

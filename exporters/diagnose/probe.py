@@ -43,16 +43,11 @@ class Probe:
         """Make the session.
 
         Raises:
-            UsageError: the bundle's graphs cannot be probed.
+            BundleError: the bundle's graphs cannot be probed.
             EngineError: the engine refused the graph.
         """
-        if not isinstance(engine, CpuEngine | HtpEngine):
-            raise UsageError(
-                "bundle",
-                found=f"{bundle.manifest.graph_format} graphs",
-                wanted="onnx graphs, which can be given more outputs",
-                way_out="Export with --format onnx.",
-            )
+        bundle.require_onnx("the trace")
+        assert isinstance(engine, CpuEngine | HtpEngine), "no other engine runs ONNX graphs"
         manifest = bundle.manifest
         record = manifest.graph("score")
         assert record is not None, "a bundle without a score graph is not opened"

@@ -66,6 +66,7 @@ class GeniePlan:
             BundleError: Genie cannot express something of the bundle.
             UsageError: an option does not fit the bundle.
         """
+        bundle.require_onnx("the writer for Genie")
         manifest = bundle.manifest
         if manifest.key_layout != "columns":
             raise BundleError(
