@@ -83,7 +83,7 @@ def test_litert_is_lent_the_addresses_of_the_cache(exported):
     tokens(model, 3)
     (store,) = model.cache.stores
     graph = model._runner._graphs["ar1_cl128"]
-    ((past, new),) = (group.bound for group in graph._groups)
+    ((_, past, new),) = (group.bound for group in graph._groups)
     inputs, outputs = graph._binding._inputs.addresses(), graph._binding._outputs.addresses()
     for tensor, address in zip(store.tensors, store.addresses, strict=True):
         assert inputs[tensor.past] == address + past * store.row_bytes
@@ -96,7 +96,7 @@ def test_tflite_runtime_is_laid_over_the_addresses_of_the_cache(exported):
     tokens(model, 3)
     (store,) = model.cache.stores
     graph = model._runner._graphs["ar1_cl128"]
-    ((past, new),) = (group.bound for group in graph._groups)
+    ((_, past, new),) = (group.bound for group in graph._groups)
     binding = graph._binding
     details = {**binding._details.get_input_details(), **binding._details.get_output_details()}
 
@@ -108,8 +108,13 @@ def test_tflite_runtime_is_laid_over_the_addresses_of_the_cache(exported):
         assert address(tensor.new) == base + new * store.row_bytes
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("architecture", ["llama-biased", "qwen2", "qwen3", "gemma2", "gemma3", "phi3"])
+@pytest.mark.parametrize(
+    ("architecture", "engine"),
+    [
+        *((name, "litert") for name in ("llama-biased", "qwen2", "qwen3", "gemma3", "phi3")),
+        pytest.param("gemma2", "tflite", marks=pytest.mark.numpy1),
+    ],
+)
 def test_every_architecture_is_as_near_to_float_as_its_onnx_graphs(tmp_path, architecture, engine):
     folder = write_checkpoint(tmp_path / "checkpoint", ARCHITECTURES[architecture])
     options = {"context": 64, "ar": (1, 8), "kv_dtype": "s16", "check_on_htp": False}
@@ -221,3 +226,20 @@ def test_what_reads_onnx_graphs_alone_says_so(exported):
         open_bundle(exported).require_onnx("Genie")
     with pytest.raises(BundleError, match=r"found tflite graphs; wanted onnx graphs"):
         Probe(open_bundle(exported), LitertEngine())
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_prefix_is_not_run_again(exported, tmp_path, engine):
+    model = edgekv.load(exported, engine, prefix_cache=tmp_path / "prefixes")
+    first = [token.id for token in model.generate(PROMPT * 2, 8)]
+    again = model.generate(PROMPT * 2, 8)
+    assert [token.id for token in again] == first
+    assert again.stats.reused_tokens > 32
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_cache_that_grows_is_lent_anew(tmp_path, embedded, engine):
+    exported = export(embedded, tmp_path / "bundle", context=(64, 128))
+    grown = edgekv.load(exported, engine, kv_growth="staggered")
+    assert tokens(grown, 80) == tokens(edgekv.load(exported, engine), 80)
+    assert grown.cache.groups[0].reallocations > 0

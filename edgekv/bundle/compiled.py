@@ -20,7 +20,8 @@ class CompiledBinary(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     Attributes:
         file: the binary.
-        wrappers: ONNX files with an EPContext node, by graph name; ONNX Runtime loads the binary through them.
+        wrappers: ONNX files with an EPContext node, by graph name; ONNX Runtime loads the binary through them. A
+            `.tflite` file holds its binary, and wraps itself.
         graphs: how many graphs the binary holds.
     """
 

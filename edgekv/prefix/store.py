@@ -25,7 +25,7 @@ from edgekv.prefix.tiers import Limits, Tiers
 from edgekv.prefix.tree import Tree
 
 _NO_POLICY = RetentionPolicy()
-_ZERO_POINTS: dict[KvDtype, int] = {"u8": 128, "s16": 0}
+_ZERO_POINTS: dict[KvDtype, int] = {"u8": 128, "s8": 0, "s16": 0}
 
 
 def _now_ms() -> int:

@@ -136,6 +136,7 @@ def choose_graphs(bundle: Bundle) -> tuple[GraphRecord, GraphRecord]:
     Raises:
         BundleError: onnxruntime-genai cannot work with the bundle's cache or graphs.
     """
+    bundle.require_onnx("onnxruntime-genai")
     manifest = bundle.manifest
     name = f"bundle {bundle.path}"
     if manifest.kv_dtype != "u8":

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from devices import find
 from edgekv.bundle import Bundle, GraphRecord, Manifest, open_bundle
-from edgekv.engine import CpuEngine, Engine, HtpEngine
+from edgekv.engine import CpuEngine, HtpEngine
 from edgekv.errors import EdgeKVError
 from exporters.genai.proof import ProofJob, ProofReply
 from exporters.genai.stacked import new_name, past_name
@@ -32,7 +32,7 @@ def main() -> None:
 
 def _compare(job: ProofJob) -> list[str]:
     bundle = open_bundle(job.bundle, verify=False)
-    engine: Engine = CpuEngine() if job.soc is None else HtpEngine(find(job.soc))
+    engine = CpuEngine() if job.soc is None else HtpEngine(find(job.soc))
     records = {record.name: record for record in bundle.manifest.graphs}
     different = []
     for graph in job.graphs:
@@ -42,7 +42,7 @@ def _compare(job: ProofJob) -> list[str]:
     return different
 
 
-def _both(bundle: Bundle, record: GraphRecord, stacked: Path, engine: Engine) -> tuple[Arrays, Arrays]:
+def _both(bundle: Bundle, record: GraphRecord, stacked: Path, engine: CpuEngine | HtpEngine) -> tuple[Arrays, Arrays]:
     """The outputs of the graph with stacked heads, and those of the bundle's graph, stacked."""
     manifest = bundle.manifest
     session = engine.session(bundle.graph_path(record))
