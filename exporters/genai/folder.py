@@ -146,6 +146,13 @@ def choose_graphs(bundle: Bundle) -> tuple[GraphRecord, GraphRecord]:
             wanted="u8, the only type that onnxruntime-genai's windowed cache has",
             way_out="Export again with --kv u8.",
         )
+    if other := [graph.file for graph in manifest.graphs if not graph.file.endswith(".onnx")]:
+        raise BundleError(
+            f"{name}: graphs",
+            found=other[0],
+            wanted="ONNX graphs",
+            way_out="Export again without --format, or run the bundle with edgekv.",
+        )
     if manifest.windows:
         raise BundleError(
             f"{name}: attention windows",
