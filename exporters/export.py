@@ -110,7 +110,7 @@ class ExportOptions:
                 wanted=f"{kinds}, which its kernels multiply by",
                 way_out=f"Use --kv {KV_DTYPES[self.graph_format][0]}.",
             )
-        if self.graph_format == "tflite" and self.recipe.weight_bits != 8:
+        if self.graph_format == "tflite" and any(weight_bits(rule.dtype) != 8 for rule in self.recipe.weights):
             raise UsageError(
                 "--recipe",
                 found=f"{self.recipe.name} with --format tflite",

@@ -8,6 +8,7 @@ from typing import Any
 
 import typer
 
+from edgekv.cli.doctor import doctor
 from edgekv.cli.generate import generate
 from edgekv.cli.plan import plan
 from edgekv.cli.prefix import app as prefix
@@ -17,7 +18,7 @@ GROUP = "edgekv.commands"
 
 Command = Callable[..., Any] | typer.Typer
 """A function, or a group of commands."""
-_OWN: dict[str, Command] = {"generate": generate, "plan": plan, "prefix": prefix, "size": size}
+_OWN: dict[str, Command] = {"doctor": doctor, "generate": generate, "plan": plan, "prefix": prefix, "size": size}
 
 
 def find_commands(wanted: str) -> dict[str, Command]:

@@ -1,0 +1,59 @@
+"""`edgekv doctor`: what works on this machine, and what to install for what does not."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from edgekv.doctor import Examination, Package, examine
+
+_SHOWN_DEVICES = 5
+
+
+def doctor(
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Try every engine and runtime, each in a process of its own.
+
+    The exit code is 0 if bundles can be run on the CPU. No token is printed.
+    """
+    examined = examine()
+    if as_json:
+        typer.echo(msgspec.json.encode(examined))
+    else:
+        _show(examined)
+    if not examined.core_works:
+        raise typer.Exit(1)
+
+
+def _show(examined: Examination) -> None:
+    console = Console(markup=False, highlight=False)
+    console.print(f"edgekv {examined.edgekv}, Python {examined.python}, {examined.machine}", end="\n\n")
+    tried = Table.grid(padding=(0, 2, 0, 0))
+    tried.add_column(no_wrap=True)
+    tried.add_column(no_wrap=True)
+    tried.add_column(overflow="fold")
+    for finding in examined.findings:
+        tried.add_row(finding.name, finding.status, finding.detail)
+        if finding.devices:
+            rest = len(finding.devices) - _SHOWN_DEVICES
+            more = f" and {rest} more" if rest > 0 else ""
+            tried.add_row("", "", ", ".join(finding.devices[:_SHOWN_DEVICES]) + more)
+        if finding.way_out:
+            tried.add_row("", "", finding.way_out)
+    console.print(tried)
+    console.print()
+    packages = Table.grid(padding=(0, 2, 0, 0))
+    for package in examined.packages:
+        packages.add_row(*_row(package))
+    console.print(packages)
+
+
+def _row(package: Package) -> tuple[str, str, str, str]:
+    extra = "" if package.extra is None else f"edgekv[{package.extra}]"
+    wanted = "" if package.fits else f"wanted {package.wanted or 'any'}"
+    return package.name, package.installed or "-", extra, wanted

@@ -1,0 +1,88 @@
+"""All probes, side by side."""
+
+from __future__ import annotations
+
+import platform
+from concurrent.futures import ThreadPoolExecutor
+from importlib import metadata
+
+import msgspec
+
+from edgekv.child import run_in_child
+from edgekv.doctor.finding import Finding
+from edgekv.doctor.packages import Package, list_packages
+
+GROUP = "edgekv.probes"
+
+_CORE = "engine cpu"
+_OWN = {
+    _CORE: "edgekv.doctor.probes:cpu",
+    "engine htp": "edgekv.doctor.probes:htp",
+    "engine litert": "edgekv.doctor.probes:litert",
+    "engine tflite": "edgekv.doctor.probes:tflite",
+}
+_AT_ONCE = 2
+_TIMEOUT_S = 60.0
+
+
+class Examination(msgspec.Struct, frozen=True, kw_only=True):
+    """What was found.
+
+    Attributes:
+        edgekv: its version.
+        python: version of the interpreter.
+        machine: operating system and processor.
+        core_works: bundles can be run on the CPU.
+        findings: one for each probe.
+        packages: what edgekv and its extras ask for.
+    """
+
+    edgekv: str
+    python: str
+    machine: str
+    core_works: bool
+    findings: list[Finding]
+    packages: list[Package]
+
+
+def examine(timeout_s: float = _TIMEOUT_S) -> Examination:
+    """Run every probe in a process of its own: one that crashes or hangs is a finding like others.
+
+    Args:
+        timeout_s: for each probe.
+    """
+    points = {point.name: point.value for point in metadata.entry_points(group=GROUP)}
+    probes = _OWN | dict(sorted(points.items()))
+    with ThreadPoolExecutor(_AT_ONCE) as pool:
+        findings = list(pool.map(lambda name: run_probe(name, probes[name], timeout_s), probes))
+    packages = list_packages()
+    core = [finding.status == "works" for finding in findings if finding.name == _CORE]
+    core += [package.fits for package in packages if package.extra is None]
+    return Examination(
+        edgekv=metadata.version("edgekv"),
+        python=platform.python_version(),
+        machine=f"{platform.system()} {platform.machine()}",
+        core_works=all(core),
+        findings=findings,
+        packages=packages,
+    )
+
+
+def run_probe(name: str, function: str, timeout_s: float = _TIMEOUT_S) -> Finding:
+    """One probe in a process of its own.
+
+    Args:
+        name: for the finding.
+        function: as `module:name`.
+        timeout_s: how long it may take.
+    """
+    end = run_in_child("edgekv.doctor.worker", function.encode(), timeout_s=timeout_s)
+    if end.reply is None:
+        finding = Finding(
+            status="broken",
+            detail=f"the process that tried it ended with {end.ending}",
+            way_out="Install the versions that edgekv asks for.",
+        )
+    else:
+        finding = msgspec.json.decode(end.reply, type=Finding)
+    return msgspec.structs.replace(finding, name=name)

@@ -1,0 +1,60 @@
+"""What a probe found."""
+
+from __future__ import annotations
+
+from importlib import metadata
+from typing import Literal
+
+import msgspec
+
+from edgekv.errors import EdgeKVError
+
+Status = Literal["works", "missing", "not configured", "broken"]
+
+
+class Finding(msgspec.Struct, frozen=True, kw_only=True):
+    """The result of one probe.
+
+    Attributes:
+        status: `missing` is not installed; `broken` is installed and fails.
+        detail: what works, in which version; or what was found instead.
+        way_out: what to do next, empty if it works.
+        devices: names of the devices that can be reached through it.
+        name: of the probe.
+    """
+
+    status: Status
+    detail: str
+    way_out: str = ""
+    devices: list[str] = []
+    name: str = ""
+
+    @classmethod
+    def of(cls, error: EdgeKVError, status: Status = "broken") -> Finding:
+        """An error as a finding."""
+        return cls(status=status, detail=f"{error.field}: found {error.found}", way_out=error.way_out)
+
+
+class NotInstalledError(EdgeKVError):
+    """A package that a probe needs is not there."""
+
+
+def require(package: str, extra: str | None = None) -> str:
+    """Name and version of an installed package.
+
+    Args:
+        package: as it is installed.
+        extra: of edgekv, which brings it; None if edgekv itself does.
+
+    Raises:
+        NotInstalledError: it is not there.
+    """
+    try:
+        return f"{package} {metadata.version(package)}"
+    except metadata.PackageNotFoundError:
+        raise NotInstalledError(
+            package,
+            found="nothing",
+            wanted="it",
+            way_out="Install it: pip install " + (f'"edgekv[{extra}]"' if extra else "edgekv"),
+        ) from None

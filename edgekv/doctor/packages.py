@@ -1,0 +1,59 @@
+"""What edgekv's own metadata asks for, and what is there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from importlib import metadata
+
+import msgspec
+from packaging.requirements import Requirement
+
+_FOR_DEVELOPERS = frozenset({"test", "parity"})
+
+
+class Package(msgspec.Struct, frozen=True, kw_only=True):
+    """One requirement.
+
+    Attributes:
+        name: of the package.
+        extra: of edgekv that asks for it; None for edgekv itself.
+        wanted: the versions that fit.
+        installed: the version that is there, if one is.
+        fits: whether that is one of them.
+    """
+
+    name: str
+    extra: str | None
+    wanted: str
+    installed: str | None
+    fits: bool
+
+
+def list_packages() -> list[Package]:
+    """The requirements of edgekv and of its extras on this machine, but for those of developers."""
+    extras = metadata.metadata("edgekv").get_all("Provides-Extra") or []
+    requirements = [Requirement(text) for text in metadata.requires("edgekv") or []]
+    found = []
+    for extra in (None, *sorted(set(extras) - _FOR_DEVELOPERS)):
+        found += [_check(each, extra) for each in _asked_for(requirements, extra)]
+    return found
+
+
+def _asked_for(requirements: list[Requirement], extra: str | None) -> Iterator[Requirement]:
+    for each in requirements:
+        always = each.marker is None or each.marker.evaluate({"extra": ""})
+        if extra is None:
+            if always:
+                yield each
+        elif not always and each.marker is not None and each.marker.evaluate({"extra": extra}):
+            yield each
+
+
+def _check(requirement: Requirement, extra: str | None) -> Package:
+    try:
+        installed = metadata.version(requirement.name)
+    except metadata.PackageNotFoundError:
+        installed = None
+    fits = installed is not None and requirement.specifier.contains(installed, prereleases=True)
+    wanted = str(requirement.specifier)
+    return Package(name=requirement.name, extra=extra, wanted=wanted, installed=installed, fits=fits)

@@ -1,0 +1,30 @@
+"""The child process behind `edgekv.doctor.examine`: runs the probe that it is told, and replies with the finding."""
+
+from __future__ import annotations
+
+import sys
+from importlib import metadata
+from pathlib import Path
+
+import msgspec
+
+from edgekv.doctor.finding import Finding, NotInstalledError
+from edgekv.errors import EdgeKVError
+
+
+def main() -> None:
+    point = metadata.EntryPoint(name="probe", value=sys.stdin.read(), group="")
+    try:
+        finding = point.load()()
+    except NotInstalledError as error:
+        finding = Finding(status="missing", detail="not installed", way_out=error.way_out)
+    except EdgeKVError as error:
+        finding = Finding.of(error)
+    except Exception as error:  # whatever a foreign package raises
+        detail = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        finding = Finding(status="broken", detail=detail, way_out="Install the versions that edgekv asks for.")
+    Path(sys.argv[1]).write_bytes(msgspec.json.encode(finding))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,136 @@
+"""`edgekv doctor` on this machine, with what is installed here."""
+
+from __future__ import annotations
+
+import json
+from importlib import metadata
+from pathlib import Path
+
+import numpy as np
+import onnxruntime as ort
+import pytest
+
+from edgekv.cli.app import run
+from edgekv.doctor import list_packages, require
+from edgekv.doctor.examine import run_probe
+from edgekv.doctor.finding import NotInstalledError
+from edgekv.doctor.samples import onnx_sum_case, write_onnx_sum
+from tests.aihub_server import DEVICES, TOKEN, AiHub
+
+PACKAGES = {
+    "engine cpu": "onnxruntime",
+    "engine htp": "onnxruntime-qnn",
+    "engine litert": "ai-edge-litert",
+    "engine tflite": "tflite-runtime",
+    "genie": "onnxruntime-qnn",
+    "onnxruntime-genai": "onnxruntime-genai",
+    "Qualcomm AI Hub": "qai-hub",
+}
+
+
+def version_of(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def test_what_is_installed_is_tried_and_the_rest_named(
+    service: AiHub, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "client.ini").unlink()
+    assert run(["doctor", "--json"]) == 0
+    examined = json.loads(capsys.readouterr().out)
+    assert examined["core_works"] and examined["edgekv"] == metadata.version("edgekv")
+    findings = {finding["name"]: finding for finding in examined["findings"]}
+    assert set(findings) == set(PACKAGES)
+    for name, package in PACKAGES.items():
+        finding, version = findings[name], version_of(package)
+        if version is None:
+            assert finding["status"] == "missing" and 'pip install "edgekv[' in finding["way_out"]
+        elif package == "qai-hub":
+            assert finding["status"] == "not configured" and "qai-hub configure" in finding["way_out"]
+        elif package == "tflite-runtime" and np.lib.NumpyVersion(np.__version__) >= "2.0.0":
+            assert finding["status"] == "broken" and 'pip install "numpy<2"' in finding["way_out"]
+            assert f"numpy {np.__version__}: it was built for numpy below 2" in finding["detail"]
+        else:
+            assert finding["status"] == "works" and version in finding["detail"], finding
+
+
+def test_devices_are_listed_if_the_client_is_configured_and_the_token_never(
+    service: AiHub, capsys: pytest.CaptureFixture[str]
+) -> None:
+    finding = run_probe("hub", "exporters.probes:aihub")
+    assert finding.status == "works" and finding.devices == [device.name for device in DEVICES]
+    assert run(["doctor"]) == 0
+    printed = capsys.readouterr()
+    assert DEVICES[0].name in printed.out
+    assert TOKEN not in printed.out + printed.err
+
+
+def test_a_service_that_refuses_the_token_is_a_finding(service: AiHub, tmp_path: Path) -> None:
+    file = tmp_path / "client.ini"
+    file.write_text(file.read_text().replace(TOKEN, "another"))
+    finding = run_probe("hub", "exporters.probes:aihub")
+    assert finding.status == "broken" and "a token that the service refuses" in finding.detail
+    assert "another" not in str(finding)
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "detail"),
+    [
+        ("return Finding(status='works', detail='fine')", "works", "fine"),
+        ("os.kill(os.getpid(), signal.SIGSEGV)", "broken", "ended with SIGSEGV"),
+        ("time.sleep(60)", "broken", "no answer within 3 s"),
+        ("raise ImportError('numpy.core failed')", "broken", "ImportError: numpy.core failed"),
+        ("return require('no-such-package', 'htp')", "missing", "not installed"),
+        ("raise EngineError('x', found=1, wanted=2, way_out='y')", "broken", "x: found 1"),
+    ],
+)
+def test_a_probe_that_crashes_hangs_or_raises_is_a_finding_like_others(
+    body: str, status: str, detail: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "other_probe.py").write_text(
+        "import os, signal, time\nfrom edgekv.doctor import Finding, require\nfrom edgekv.errors import EngineError\n"
+        f"def probe():\n    {body}\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
+    finding = run_probe("other", "other_probe:probe", timeout_s=3)
+    assert (finding.name, finding.status) == ("other", status)
+    assert detail in finding.detail
+
+
+def test_a_core_that_lacks_a_package_ends_with_1(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An installation of edgekv that asks for more than there is, and registers no further probes."""
+    info = tmp_path / "edgekv-9.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: edgekv\nVersion: 9.0\nProvides-Extra: htp\nProvides-Extra: test\n"
+        "Requires-Dist: numpy>=1\nRequires-Dist: no-such-package>=3; python_version>='3'\n"
+        "Requires-Dist: onnxruntime==0.1; extra == 'htp'\nRequires-Dist: pytest; extra == 'test'\n"
+        "Requires-Dist: too-old; python_version<'3'\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    found = {(package.name, package.extra): package for package in list_packages()}
+    assert set(found) == {("numpy", None), ("no-such-package", None), ("onnxruntime", "htp")}
+    assert found["numpy", None].fits and found["numpy", None].installed == np.__version__
+    assert found["no-such-package", None].installed is None
+    assert not found["onnxruntime", "htp"].fits and found["onnxruntime", "htp"].installed == ort.__version__
+    assert run(["doctor"]) == 1
+    assert "no-such-package  -" in capsys.readouterr().out
+
+
+def test_the_sample_graph_is_the_sum_that_its_case_says(tmp_path: Path) -> None:
+    write_onnx_sum(tmp_path / "sum.onnx")
+    x, y = onnx_sum_case()
+    (found,) = ort.InferenceSession(tmp_path / "sum.onnx").run(None, {"x": x})
+    assert np.array_equal(found, y)
+
+
+def test_a_package_of_edgekv_itself_needs_no_extra() -> None:
+    assert require("numpy") == f"numpy {np.__version__}"
+    with pytest.raises(NotInstalledError, match=r"pip install edgekv$"):
+        require("no-such-package")
