@@ -65,7 +65,7 @@ def _manifest(folder: Path) -> Manifest:
         graphs=[GraphRecord(name="ar1_cl8", file=GRAPH, ar=1, context=8, role="decode")],
         htp_check="not-run",
         floating_nodes=[],
-        encodings={"logits": U16, "position_ids_cos": U16, "position_ids_sin": U16, **cache},
+        encodings={"attention_mask": U16, "logits": U16, "position_ids_cos": U16, "position_ids_sin": U16, **cache},
         source=SourceRecord(checkpoint="/nowhere", weights_sha256="0", calibration="none", calibration_tokens=0),
         files=record_files(folder),
     )

@@ -329,7 +329,13 @@ def test_an_option_that_contradicts_a_config_is_refused(tmp_path):
 
 def write_bundle(folder):
     geometry = Geometry(layers=2, kv_heads=1, head_dim=4, context=64)
-    names = ["position_ids_cos", "position_ids_sin", "logits", *(tensor.past for tensor in geometry.names())]
+    names = [
+        "attention_mask",
+        "position_ids_cos",
+        "position_ids_sin",
+        "logits",
+        *(tensor.past for tensor in geometry.names()),
+    ]
     files = {"decode.onnx": 100, "prefill.onnx": 100, "weights-head.safetensors": 700, "weights-layer.safetensors": 800}
     write_manifest(
         folder,
