@@ -17,7 +17,7 @@ from edgekv.kv import STRATEGIES
 from exporters.checkpoint import Checkpoint
 from exporters.diagnose.probe import Probe
 from exporters.export import ExportOptions, export_bundle
-from exporters.recipe import Recipe, find_recipe
+from exporters.recipe import find_recipe
 from exporters.reference import Reference
 from exporters.tflite import limits
 from tests.checkpoints import ARCHITECTURES, write_checkpoint
@@ -178,7 +178,7 @@ def test_engines_and_graphs_that_do_not_go_together_are_refused(exported, bundle
     [
         ({"kv_dtype": "u8"}, "found u8 with --format tflite; wanted s8 or s16"),
         ({"kv_dtype": "s8", "graph_format": "onnx"}, "found s8 with --format onnx; wanted u8 or s16"),
-        ({"recipe": Recipe("w4a16", "u16", 4)}, "found w4a16 with --format tflite; wanted weights of 8 bits"),
+        ({"recipe": find_recipe("w4a16")}, "found w4a16 with --format tflite; wanted weights of 8 bits"),
         ({"key_layout": "columns"}, "found columns with --format tflite; wanted rows"),
     ],
 )
