@@ -12,12 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from edgekv.bundle import GraphRecord, Manifest, open_bundle
-from edgekv.engine import CpuEngine
+from edgekv.engine import CpuEngine, binding
 from edgekv.engine.binding import MemoryBinding, _public
 from edgekv.engine.rope import RopeTable
-from edgekv.engine.runner import choose_ar
+from edgekv.engine.runner import Runner, choose_ar
 from edgekv.engine.signature import Signature
 from edgekv.errors import BundleError, EngineError
+from edgekv.kv import KVCache
 from quant import Encoding
 
 UNIT = Encoding("u16", 2 / 65535, 32768)
@@ -101,19 +102,42 @@ def test_both_ways_to_bind_give_the_same_bits(
     """The fast one uses what the runtime does not promise to keep; without it the public one is used."""
     logits = []
     for public in (False, True):
-        binding = MemoryBinding(session)
+        bindings = MemoryBinding(session)
         if public:
-            binding._inputs, binding._outputs = _public(binding._io.bind_input), _public(binding._io.bind_output)
+            io = bindings._bound.io
+            bindings._bound._binders = (_public(io.bind_input), _public(io.bind_output))
         signature = Signature.of(manifest, decode)
         arrays = {port.name: np.ones(port.shape, port.dtype) for port in (*signature.inputs, *signature.outputs)}
         for port in signature.inputs:
-            binding.input_array(port.name, arrays[port.name])
+            bindings.input_array(port.name, arrays[port.name])
         for port in signature.outputs:
-            binding.output_array(port.name, arrays[port.name])
-        binding.run()
+            bindings.output_array(port.name, arrays[port.name])
+        bindings.run()
         logits.append(arrays["logits"])
     assert np.array_equal(*logits)
     assert logits[0].std() > 0
+
+
+def test_bindings_that_are_moved_ahead_change_nothing(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The cache goes back, slides and is left for another one, none of which is foreseen."""
+    engine, opened = CpuEngine(threads=1), open_bundle(bundle)
+    geometry = opened.manifest.geometry
+    logits = []
+    for many in (10**9, 1):
+        monkeypatch.setattr(binding, "_MANY", many)
+        monkeypatch.setattr(binding, "_LONG_NS", -1)
+        caches = [KVCache(geometry, ar=(1, 32), reserve=1.05, policy="sliding-window") for _ in range(2)]
+        runner = Runner(opened, engine, caches[0])
+        rows = []
+        for cache, steps in ((0, 100), (1, 20), (0, 30)):
+            runner.use(caches[cache])
+            for step in range(steps):
+                rows.append(runner.feed([step]).copy())
+                if step % 13 == 5:
+                    caches[cache].rewind(3)
+        assert caches[0].stats.bytes_copied > 0
+        logits.append(np.array(rows))
+    assert np.array_equal(*logits)
 
 
 def test_a_broken_graph_is_refused_by_name(tmp_path: Path) -> None:
