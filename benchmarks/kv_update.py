@@ -4,8 +4,8 @@
 
 The cache is full and its window slides: each step evicts one token. A step is `KVCache.window`, the addresses of all
 past inputs and new outputs where they move (pointer-shift, mirror), and `KVCache.commit`; no graph runs, and handing
-the addresses to a runtime is what `benchmarks.host_step` measures. `naive` is what a plain loop does: concatenate past and new in numpy, drop the
-oldest row.
+the addresses to a runtime is what `benchmarks.host_step` measures. `naive` is what a plain loop does: concatenate past
+and new in numpy, drop the oldest row.
 
 A strategy whose window moves runs a whole lap, from the row behind one slide (or turn of the ring) to the next: the
 mean holds exactly its share of slides, and the median is a step without one. The others do the same work in each step.

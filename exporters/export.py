@@ -42,7 +42,7 @@ from exporters.rotate import applied_rotation, rotated
 from exporters.tensors import matrices as matrices_of
 from exporters.tflite.encodings import symmetric_encodings
 from exporters.tflite.limits import check_tflite
-from quant import Encoding, Range, weight_bits
+from quant import Encoding, Range, block_rows
 
 KV_DTYPES: dict[GraphFormat, tuple[KvDtype, ...]] = {"onnx": ("u8", "s16"), "tflite": ("s8", "s16")}
 """Integer types of the cache for each format; the first is the default."""
@@ -110,12 +110,12 @@ class ExportOptions:
                 wanted=f"{kinds}, which its kernels multiply by",
                 way_out=f"Use --kv {KV_DTYPES[self.graph_format][0]}.",
             )
-        if self.graph_format == "tflite" and any(weight_bits(rule.dtype) != 8 for rule in self.recipe.weights):
+        if self.graph_format == "tflite" and any(block_rows(rule.dtype) for rule in self.recipe.weights):
             raise UsageError(
                 "--recipe",
-                found=f"{self.recipe.name} with --format tflite",
-                wanted="weights of 8 bits, which tflite-runtime multiplies int16 by",
-                way_out="Use --recipe w8a16, or --format onnx.",
+                found=f"{self.recipe.name}, with a scale for each block, with --format tflite",
+                wanted="a scale for each output channel, which its kernels multiply int16 by",
+                way_out="Use --recipe w8a16 or w4a16, or --format onnx.",
             )
         if self.graph_format == "tflite" and self.key_layout != "rows":
             raise UsageError(

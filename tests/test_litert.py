@@ -46,6 +46,21 @@ def test_the_graphs_share_their_weights(compiled):
     assert record.files["graphs.tflite"].bytes < 1.3 * before
 
 
+def test_weights_of_4_bits_stay_packed(compiled, tmp_path, embedded):
+    options = ExportOptions(
+        device=find("SM8650"),
+        recipe=find_recipe("w4a16"),
+        context=128,
+        ar=(1,),
+        kv_dtype="s8",
+        graph_format="tflite",
+    )
+    export_bundle(Checkpoint.open(str(embedded)), tmp_path / "bundle", options)
+    packed = compile_bundle(open_bundle(tmp_path / "bundle"), find("SM8650"))
+    assert _operators(tmp_path / "bundle/compiled/SM8650/graphs.tflite") == {"ar1_cl128": [b"DISPATCH_OP"]}
+    assert packed.files["graphs.tflite"].bytes < 0.8 * compiled[1].files["graphs.tflite"].bytes
+
+
 def test_the_binary_itself_says_which_chip_it_targets(compiled):
     folder, record = compiled
     assert (record.soc, record.arch, record.vtcm_bytes) == ("SM8650", 75, 8 << 20)

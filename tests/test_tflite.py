@@ -69,6 +69,19 @@ def test_the_most_likely_tokens_are_those_of_the_onnx_graphs(exported, bundle, e
     assert np.mean(agreed) >= 0.98
 
 
+def test_weights_of_4_bits_are_packed_and_run_on_litert_alone(exported, tmp_path, embedded):
+    recipe = find_recipe("w4a16")
+    packed = export(embedded, tmp_path / "tflite", recipe=recipe)
+    onnx = export(embedded, tmp_path / "onnx", recipe=recipe, kv_dtype="u8", graph_format="onnx", check_on_htp=False)
+    sizes = [open_bundle(each).manifest.files["graphs.tflite"].bytes for each in (packed, exported)]
+    assert sizes[0] < 0.8 * sizes[1]  # the embedding table and the head keep their bits
+    cpu, model = edgekv.load(onnx, "cpu"), edgekv.load(packed, "litert")
+    ids = cpu.encode((embedded / "heldout.txt").read_text("utf-8"))[:128]
+    assert (cpu.score(ids).argmax(-1) == model.score(ids).argmax(-1)).mean() >= 0.98
+    with pytest.raises(UsageError, match=r"found tflite for a bundle with int4 weights, .* Use litert"):
+        edgekv.load(packed, "tflite")
+
+
 @pytest.mark.parametrize("engine", ENGINES)
 def test_every_strategy_gives_the_same_tokens(exported, engine):
     """They do so only if the runtime reads and writes the cache's own memory, wherever its window moves."""
@@ -178,7 +191,7 @@ def test_engines_and_graphs_that_do_not_go_together_are_refused(exported, bundle
     [
         ({"kv_dtype": "u8"}, "found u8 with --format tflite; wanted s8 or s16"),
         ({"kv_dtype": "s8", "graph_format": "onnx"}, "found s8 with --format onnx; wanted u8 or s16"),
-        ({"recipe": find_recipe("w4a16")}, "found w4a16 with --format tflite; wanted weights of 8 bits"),
+        ({"recipe": find_recipe("w4a16-lpbq64")}, "found w4a16-lpbq64, with a scale for each block, with --format"),
         ({"key_layout": "columns"}, "found columns with --format tflite; wanted rows"),
     ],
 )

@@ -16,6 +16,7 @@ from edgekv.engine.binding import Binding, MemoryBinding
 from edgekv.engine.litert import LitertEngine
 from edgekv.engine.tflite import TfliteEngine
 from edgekv.errors import EngineError, UsageError
+from quant import weight_bits
 
 EngineName = Literal["cpu", "htp", "litert", "tflite"]
 ENGINES: dict[EngineName, GraphFormat] = {"cpu": "onnx", "htp": "onnx", "litert": "tflite", "tflite": "tflite"}
@@ -154,8 +155,21 @@ def make_engine(name: str, *, bundle: Bundle, threads: int | None = None) -> Eng
     if name == "litert":
         return LitertEngine(threads)
     if name == "tflite":
+        _check_weights(bundle)
         return TfliteEngine(threads)
     return CpuEngine(threads)
+
+
+def _check_weights(bundle: Bundle) -> None:
+    """That tflite-runtime has kernels for a bundle's weights."""
+    packed = [weight for weight in bundle.manifest.recipe.weights if weight_bits(weight.dtype) != 8]
+    if packed:
+        raise UsageError(
+            "engine",
+            found=f"tflite for a bundle with {packed[0].dtype} weights, the first: {packed[0].tensor}",
+            wanted="int8 weights, the only ones that tflite-runtime multiplies int16 by",
+            way_out="Use litert, or export with --recipe w8a16.",
+        )
 
 
 def _wrappers(bundle: Bundle, device: Device) -> Mapping[Path, Path]:

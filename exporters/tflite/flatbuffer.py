@@ -18,13 +18,14 @@ from numpy.typing import NDArray
 
 from quant import Encoding
 
-ElementType = Literal["u8", "s8", "s16", "i32", "f32"]
+ElementType = Literal["u8", "s4", "s8", "s16", "i32", "f32"]
 
 _VERSION = 3
 _IDENTIFIER = b"TFL3"
 _LARGEST_OLD_CODE = 127  # the field that old readers look at is a byte
 _ELEMENTS: dict[str, int] = {
     "u8": schema.TensorType.UINT8,
+    "s4": schema.TensorType.INT4,
     "s8": schema.TensorType.INT8,
     "s16": schema.TensorType.INT16,
     "i32": schema.TensorType.INT32,
@@ -125,7 +126,10 @@ class Subgraph:
         encoding: Encoding | None = None,
         scales: NDArray[np.float32] | None = None,
     ) -> Tensor:
-        """The constant under this key; `scales` are those of symmetric integers, one for each of the first axis."""
+        """The constant under this key; `scales` are those of symmetric integers, one for each of the first axis.
+
+        Integers of 4 bits are made in bytes of two; see `quant.pack_int4`.
+        """
         if key not in self._constants:
             made = self._tensor(key, element, shape, encoding)
             stored = self._tensors[made.index]

@@ -27,7 +27,7 @@ def write_tflite(
 
     Args:
         tensors: where the other weights come from.
-        matrices: the integers of every matrix, all of 8 bits.
+        matrices: the integers of every matrix, none with blocks.
         encodings: one for every result of the decoder and every input.
         graphs: what to write.
         folder: where to.

@@ -7,7 +7,7 @@ import numpy as np
 from exporters.quantize import QuantizedMatrices
 from exporters.reference import Tensors
 from exporters.tflite.flatbuffer import Subgraph, Tensor
-from quant import Encoding, QuantizedWeight
+from quant import Encoding, QuantizedWeight, pack_int4, weight_bits
 
 
 class TfliteWeights:
@@ -19,7 +19,7 @@ class TfliteWeights:
         self._quantized: dict[str, QuantizedWeight] = {}
 
     def matrix(self, graph: Subgraph, key: str, *, head: int | None, gain: float) -> Tensor:
-        """A matrix `[out, in]`, int8 with a scale for each output channel, or one head's channels of it."""
+        """A matrix `[out, in]`, of 8 or 4 bits with a scale for each output channel, or one head's channels of it."""
         if key not in self._quantized:
             self._quantized[key] = self._matrices[key]
         weight = self._quantized[key]
@@ -28,8 +28,10 @@ class TfliteWeights:
             width = self._tensors.spec.head_dim
             weight = weight.columns(head * width, (head + 1) * width)
             name = f"{key}.h{head}"
-        integers, scales = weight.integers, weight.scales * np.float32(gain)
-        return graph.constant(name, "s8", integers.T.shape, lambda: integers.T, scales=scales)
+        integers, scales = np.ascontiguousarray(weight.integers.T), weight.scales * np.float32(gain)
+        if weight_bits(weight.grid.dtype) == 4:
+            return graph.constant(name, "s4", integers.shape, lambda: pack_int4(integers), scales=scales)
+        return graph.constant(name, "s8", integers.shape, lambda: integers, scales=scales)
 
     def table(self, graph: Subgraph, key: str) -> Tensor:
         """A whole tensor under one 16-bit scale: the embedding table."""
