@@ -1,0 +1,64 @@
+"""Bundles of other integers than the default's, in runtimes that people ship: the real programs choose our tokens."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import edgekv
+from devices import find
+from edgekv.bundle import Bundle, open_bundle
+from edgekv.kv import KvDtype
+from exporters.checkpoint import Checkpoint
+from exporters.export import ExportOptions, export_bundle
+from exporters.genai import GenaiOptions, open_folder, run_folder, write_folder
+from exporters.genie import GenieDialog, GenieOptions, open_genie_folder, write_genie
+from exporters.recipe import find_recipe
+from tests.checkpoints import NEWER, write_checkpoint
+
+DEVICE = find("SM8650")
+SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "head_dim": 16}
+PROMPT = [*range(3, 23)]  # more tokens than a window takes
+COUNT = 12
+
+
+def export(folder: Path, recipe: str, kv_dtype: KvDtype) -> Bundle:
+    options = ExportOptions(
+        device=DEVICE,
+        recipe=find_recipe(recipe),
+        context=64,
+        ar=(1, 16),
+        kv_dtype=kv_dtype,
+        key_layout="columns",
+        check_on_htp=False,
+    )
+    checkpoint = write_checkpoint(folder / "checkpoint", NEWER, SIZES)
+    export_bundle(Checkpoint.open(str(checkpoint)), folder / "bundle", options)
+    return open_bundle(folder / "bundle")
+
+
+def own_tokens(bundle: Bundle) -> list[int]:
+    """What edgekv's own loop chooses on the HTP."""
+    tokens = [token.id for token in edgekv.load(bundle.path, "htp").generate(PROMPT, COUNT)]
+    assert len(tokens) == COUNT and len(set(tokens)) > 4
+    return tokens
+
+
+def genie_tokens(bundle: Bundle, folder: Path) -> list[int]:
+    write_genie(bundle, folder, GenieOptions(check=False, bos=False))
+    with GenieDialog(folder, open_genie_folder(folder).config()) as dialog:
+        return list(dialog.token_query(PROMPT, max_new_tokens=COUNT))
+
+
+def test_blocks_of_4_bits_go_through_genie_and_onnxruntime_genai(tmp_path: Path) -> None:
+    bundle = export(tmp_path, "w4a16-lpbq32", "u8")
+    tokens = own_tokens(bundle)
+    assert genie_tokens(bundle, tmp_path / "genie") == tokens
+    write_folder(bundle, tmp_path / "genai", GenaiOptions(DEVICE))
+    assert run_folder(open_folder(tmp_path / "genai"), PROMPT, COUNT) == tokens
+
+
+def test_a_16_bit_cache_goes_through_genie(tmp_path: Path) -> None:
+    bundle = export(tmp_path, "w8a16", "s16")
+    tokens = own_tokens(bundle)
+    assert genie_tokens(bundle, tmp_path / "genie") == tokens
+    assert [token.id for token in edgekv.load(bundle.path, "cpu").generate(PROMPT, COUNT)] == tokens
