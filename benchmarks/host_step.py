@@ -83,7 +83,7 @@ def bound(bundle: Bundle, session: ort.InferenceSession, strategy: str, reserve:
     """A function that runs one step and returns its host time in microseconds."""
     manifest = bundle.manifest
     cache = KVCache(manifest.geometry, ar=(1,), strategy=strategy, reserve=reserve, policy="sliding-window")
-    graph = StaticGraph(MemoryBinding(session), manifest, manifest.graphs[0], cache, rope_tables(manifest))
+    graph = StaticGraph([MemoryBinding(session)], manifest, manifest.graphs[0], cache, rope_tables(manifest))
 
     def step() -> float:
         before = graph.host_ns

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Optional, cast
+from typing import Annotated, Optional, TypeVar, cast
 
 import msgspec
 import typer
@@ -22,6 +23,8 @@ from exporters.progress import shown
 from exporters.recipe import describe_recipe, find_recipe
 
 # ruff: noqa: UP045  (typer reads the annotations of Python 3.10 at run time)
+
+Name = TypeVar("Name", bound=str)
 
 DeviceOption = Annotated[str, typer.Option("--device", help="Target: part number or name, such as SM8650.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output.")]
@@ -60,6 +63,25 @@ def export(
     key_layout: Annotated[
         str, typer.Option(help="How keys lie in the cache: rows, or columns, as Genie wants them.")
     ] = "rows",
+    splits: Annotated[
+        Optional[int],
+        typer.Option(
+            help="Parts that the layers are divided over.", show_default="1, while it stays inside all limits"
+        ),
+    ] = None,
+    embedding: Annotated[
+        Optional[str],
+        typer.Option(
+            help="Who looks embeddings up: graph, or host, from a mapped table.", show_default="graph; host with splits"
+        ),
+    ] = None,
+    head: Annotated[
+        Optional[str],
+        typer.Option(
+            help="The head: own, a part by itself that all graphs share, or last, in the last part of layers.",
+            show_default="last; own with splits",
+        ),
+    ] = None,
     calibration: Annotated[Optional[Path], typer.Option(help="Text to calibrate on, instead of edgekv's own.")] = None,
     allow_float: Annotated[bool, typer.Option("--allow-float", help="Accept nodes that compute in float.")] = False,
     skip_htp_check: Annotated[
@@ -86,6 +108,9 @@ def export(
         allow_float=allow_float,
         check_on_htp=not skip_htp_check,
         graph_format=_graph_format(graph_format),
+        splits=splits,
+        embedding=_choice("--embedding", embedding, ("graph", "host")),
+        head=_choice("--head", head, ("own", "last")),
     )
     with shown() as progress:
         opened = Checkpoint.open(checkpoint)
@@ -98,7 +123,8 @@ def export(
     for line in describe_recipe(manifest.recipe):
         typer.echo(f"  {line}")
     for graph in manifest.graphs:
-        typer.echo(f"  {graph.name}: {graph.role}, {graph.ar} tokens per inference, context {graph.context}")
+        parts = f", in {len(graph.parts)} parts" if len(graph.parts) > 1 else ""
+        typer.echo(f"  {graph.name}: {graph.role}, {graph.ar} tokens per inference, context {graph.context}{parts}")
     verdict = {
         "integers-only": f"every graph compiles for {manifest.device}, integers only",
         "float-allowed": f"compiles for {manifest.device}; {len(manifest.floating_nodes)} nodes compute in float",
@@ -110,17 +136,26 @@ def export(
 def compile_(
     bundle: Annotated[Path, typer.Argument(help="A bundle's folder.")],
     device: DeviceOption,
+    each: Annotated[
+        Optional[bool],
+        typer.Option(
+            "--each/--no-each",
+            help="Add a binary for each graph by itself: the emulator on x86 loads no others.",
+            show_default="added, unless the graphs are divided into parts",
+        ),
+    ] = None,
     force: ForceOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Write context binaries for a chip.
 
-    They go into the bundle, one for each graph and one that shares weights. The chip is read back from the binary.
+    They go into the bundle: for each part of the graphs one in which all graphs share its weights. The chip is read
+    back from the binary.
     """
     target = find(device)
     opened = open_bundle(bundle)
     with shown() as progress:
-        compiled = compile_bundle(opened, target, force=force, progress=progress)
+        compiled = compile_bundle(opened, target, each=each, force=force, progress=progress)
     if as_json:
         typer.echo(msgspec.json.encode(compiled))
         return
@@ -129,7 +164,8 @@ def compile_(
     for binary in compiled.binaries:
         size = compiled.files[binary.file].bytes / 1e6
         held = "weights shared by " if binary.graphs > 1 else ""
-        typer.echo(f"  {binary.file}: {size:.2f} MB, {held}{', '.join(binary.wrappers)}")
+        peak = f"; compiled in {binary.peak_bytes / 1e9:.2f} GB of RAM" if binary.peak_bytes else ""
+        typer.echo(f"  {binary.file}: {size:.2f} MB, {held}{', '.join(binary.wrappers)}{peak}")
 
 
 def eval_(
@@ -181,6 +217,13 @@ def _graph_format(value: str) -> GraphFormat:
     if value in KV_DTYPES:
         return value
     raise UsageError("--format", found=repr(value), wanted=" or ".join(KV_DTYPES), way_out="Use onnx or tflite.")
+
+
+def _choice(option: str, value: str | None, names: Sequence[Name]) -> Name | None:
+    found = [name for name in names if name == value]
+    if value is None or found:
+        return found[0] if found else None
+    raise UsageError(option, found=repr(value), wanted=" or ".join(names), way_out=f"Use {option} {names[0]}.")
 
 
 def _key_layout(value: str) -> KeyLayout:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -46,16 +46,25 @@ class BinaryTarget:
 
 
 def compile_bundle(
-    bundle: Bundle, device: Device, *, force: bool = False, progress: Progress = silent
+    bundle: Bundle, device: Device, *, each: bool | None = None, force: bool = False, progress: Progress = silent
 ) -> CompiledManifest:
-    """Write `compiled/<SOC>/` into the bundle: a context binary for each graph and one that shares weights.
+    """Write `compiled/<SOC>/` into the bundle: for each part a context binary in which all graphs share its weights.
 
     TFLite graphs become one `.tflite` file that calls such a context.
 
-    The binaries are searched for the chip they target; the shared one also for the number of its graphs.
+    The binaries are searched for the chip they target; shared ones also for the number of their graphs.
+
+    Args:
+        bundle: what to compile.
+        device: the target.
+        each: add a binary for each graph by itself. The emulator on x86 loads no others; a phone needs none of them,
+            and compiling them takes as long again. None adds them unless the layers are divided over parts: a model of
+            that size is nothing for the emulator.
+        force: replace what was compiled before.
+        progress: told of each binary.
 
     Raises:
-        UsageError: the device cannot run the bundle, or was compiled for before.
+        UsageError: the device cannot run the bundle, was compiled for before, or `each` does not fit the bundle.
         EngineError: the compiler failed, or targeted something else.
     """
     manifest = bundle.manifest
@@ -66,14 +75,22 @@ def compile_bundle(
             wanted=f"V73 or later, for the bundle's {manifest.kv_dtype} cache",
             way_out="Export with --kv u8, or compile for a later device.",
         )
-    models = {graph.name: bundle.graph_path(graph) for graph in manifest.graphs if graph.role != "score"}
+    if manifest.graph_format == "tflite" and each is not None:
+        raise UsageError(
+            "--each/--no-each",
+            found="one of them for a bundle of TFLite graphs",
+            wanted="neither: they are compiled into one file",
+            way_out="Leave it out.",
+        )
     target = bundle.path / "compiled" / device.soc
     with atomic_directory(target, force=force, marker=COMPILED) as folder:
         if manifest.graph_format == "tflite":
+            (models,) = _parts(bundle)
             binary, compiler = _compile_tflite(models, device, folder, progress)
             binaries = [binary]
         else:
-            binaries, compiler = compile_binaries(models, device, folder, progress), qnn.compiler()
+            alone = manifest.is_whole if each is None else each
+            binaries, compiler = compile_binaries(_parts(bundle), device, folder, alone, progress), qnn.compiler()
         compiled = CompiledManifest(
             soc=device.soc,
             soc_model=device.soc_model,
@@ -86,6 +103,16 @@ def compile_bundle(
         )
         (folder / COMPILED).write_bytes(msgspec.json.format(msgspec.json.encode(compiled), indent=1) + b"\n")
     return compiled
+
+
+def _parts(bundle: Bundle) -> list[dict[str, Path]]:
+    """The files of each part of all graphs but the scoring one, which no device needs."""
+    stages: dict[range, dict[str, Path]] = {}
+    for graph in bundle.manifest.graphs:
+        if graph.role != "score":
+            for part in graph.parts:
+                stages.setdefault(part.layers, {})[part.name] = bundle.part_path(part)
+    return [*stages.values()]
 
 
 def _compile_tflite(
@@ -103,22 +130,26 @@ def _compile_tflite(
 
 
 def compile_binaries(
-    models: Mapping[str, Path], device: Device, folder: Path, progress: Progress = silent
+    parts: Sequence[Mapping[str, Path]], device: Device, folder: Path, each: bool, progress: Progress = silent
 ) -> list[CompiledBinary]:
-    """Compile graphs into a folder: a binary for each and, if there are several, one that shares weights, last.
+    """Compile graphs into a folder, each binary in a process of its own.
 
     Args:
-        models: ONNX files by the names of their graphs, all over the same weights.
+        parts: for each part of the graphs, its ONNX files by name, all over the same weights.
         device: the target; every binary is searched for it.
         folder: where the binaries and their wrappers go.
+        each: make a binary of each file too, before the one that shares weights, if there are several.
         progress: told of each binary.
 
     Raises:
         EngineError: the compiler failed, or targeted something else.
     """
-    sets = [{name: model} for name, model in models.items()]
-    if len(models) > 1:
-        sets.append(dict(models))
+    sets = []
+    for models in parts:
+        if each or len(models) == 1:
+            sets += [{name: model} for name, model in models.items()]
+        if len(models) > 1:
+            sets.append(dict(models))
     binaries = []
     for done, part in enumerate(sets):
         progress("compile", done, len(sets))
@@ -155,7 +186,7 @@ def compile_graphs(device: Device, models: Mapping[str, Path], folder: Path, *, 
             if name == names[-1]:
                 config["ep.stop_share_ep_contexts"] = "1"
         steps.append(HtpStep(model=str(model), session_config=config))
-    run_steps(device, steps)
+    peak_bytes = run_steps(device, steps)
     binary = folder / f"{Path(wrappers[names[0]]).stem}_qnn.bin"
     if not binary.is_file():
         raise EngineError(
@@ -173,7 +204,7 @@ def compile_graphs(device: Device, models: Mapping[str, Path], folder: Path, *, 
             way_out="Use the tested onnxruntime-qnn, `pip install edgekv[htp]`.",
         )
     _check_target(binary, device)
-    return CompiledBinary(file=binary.name, wrappers=wrappers, graphs=held)
+    return CompiledBinary(file=binary.name, wrappers=wrappers, graphs=held, peak_bytes=peak_bytes)
 
 
 def read_target(binary: Path) -> BinaryTarget | None:

@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata, resources
+from itertools import product
 from pathlib import Path
 
 from devices import Device
@@ -28,10 +29,10 @@ from edgekv.bundle import (
     write_manifest,
 )
 from edgekv.errors import EngineError, UsageError
-from edgekv.kv import KeyLayout, KvDtype
+from edgekv.kv import Geometry, KeyLayout, KvDtype
 from exporters.calibrate import calibration_windows, choose_encodings, rotation_encodings
 from exporters.checkpoint import Checkpoint
-from exporters.graphs import plan_graphs, write_graphs
+from exporters.graphs import embedding_record, plan_graphs, write_graphs
 from exporters.htp import floating_nodes
 from exporters.progress import Progress, silent
 from exporters.quantize import QuantizedMatrices, quantize_decoder
@@ -39,6 +40,7 @@ from exporters.recipe import Recipe
 from exporters.reference import Tensors
 from exporters.rope import Rope
 from exporters.rotate import applied_rotation, rotated
+from exporters.split import EmbeddingPlace, HeadPlace, Split, choose_split
 from exporters.tensors import matrices as matrices_of
 from exporters.tflite.encodings import symmetric_encodings
 from exporters.tflite.limits import check_tflite
@@ -47,6 +49,7 @@ from quant import Encoding, Range, block_rows
 KV_DTYPES: dict[GraphFormat, tuple[KvDtype, ...]] = {"onnx": ("u8", "s16"), "tflite": ("s8", "s16")}
 """Integer types of the cache for each format; the first is the default."""
 
+_TFLITE_SPLITS = [*product((None, 1), (None, "graph"), (None, "last"))]
 _CALIBRATION_WINDOW = 512
 _CALIBRATION_WINDOWS = 16
 
@@ -69,6 +72,10 @@ class ExportOptions:
         allow_float: accept nodes that compute in float, and record them.
         check_on_htp: compile every graph and look for float nodes; ONNX graphs only.
         graph_format: what to write: ONNX graphs, or one `.tflite` file.
+        splits: parts that the layers are divided over; None for one as long as it stays inside all limits.
+        embedding: who looks embeddings up, the graph or the host; None for the graph, unless layers are divided.
+        head: `own` for a head that is a part by itself, `last` for one in the last part of layers; None for `last`,
+            unless layers are divided.
     """
 
     device: Device
@@ -82,6 +89,9 @@ class ExportOptions:
     allow_float: bool = False
     check_on_htp: bool = True
     graph_format: GraphFormat = "onnx"
+    splits: int | None = None
+    embedding: EmbeddingPlace | None = None
+    head: HeadPlace | None = None
 
     def __post_init__(self) -> None:
         if 1 not in self.ar or min(self.ar) < 1:
@@ -123,6 +133,13 @@ class ExportOptions:
                 found=f"{self.key_layout} with --format tflite",
                 wanted="rows",
                 way_out="Leave it out, or use --format onnx.",
+            )
+        if self.graph_format == "tflite" and (self.splits, self.embedding, self.head) not in _TFLITE_SPLITS:
+            raise UsageError(
+                "--splits, --embedding, --head",
+                found=", ".join(str(each) for each in (self.splits, self.embedding, self.head) if each is not None),
+                wanted="graphs that are whole with --format tflite",
+                way_out="Leave them out, or use --format onnx.",
             )
         if not self.device.supports_kv(self.kv_dtype):
             raise UsageError(
@@ -176,6 +193,7 @@ def export_bundle(
     rotation = applied_rotation(spec, options.recipe.rotation)
     if options.graph_format == "tflite":
         check_tflite(checkpoint)
+    split = _split(checkpoint, options)
     calibration = _read_calibration(options.calibration)
     checkpoint.check_values(lambda done, of: progress("read", done, of))
     with atomic_directory(target, force=force) as folder:
@@ -194,7 +212,7 @@ def export_bundle(
             lambda done: progress("quantize", done, spec.layers),
         )
         ropes = [_rope_record(rope, context) for rope in spec.ropes]
-        graphs = plan_graphs(options.ar, options.contexts, options.graph_format)
+        graphs = plan_graphs(options.ar, options.contexts, split, options.graph_format)
         encodings = _write(tensors, matrices, ranges, ropes, graphs, folder, options, progress)
         del ranges
         shutil.rmtree(scratch)
@@ -214,6 +232,8 @@ def export_bundle(
             model=_model_record(checkpoint),
             rope=ropes[0],
             local_rope=ropes[1] if len(ropes) > 1 else None,
+            local_layers=[layer for layer in range(spec.layers) if spec.rope_index(layer)],
+            embedding=embedding_record(split),
             tokens=TokenRecord(
                 bos=checkpoint.special.bos, eos=list(checkpoint.special.eos), pad=checkpoint.special.pad
             ),
@@ -257,8 +277,25 @@ def _write(
         write_tflite(tensors, matrices, encodings, graphs, folder, done)
     else:
         encodings = choose_encodings(ranges, options.recipe, options.kv_dtype) | rotation_encodings(factors)
-        write_graphs(tensors, matrices, encodings, graphs, folder, options.key_layout, done)
+        encodings = write_graphs(tensors, matrices, encodings, graphs, folder, options.key_layout, done)
     return encodings
+
+
+def _split(checkpoint: Checkpoint, options: ExportOptions) -> Split:
+    spec = checkpoint.spec
+    if options.graph_format == "tflite":
+        return Split.whole(spec.layers)
+    context = options.contexts[-1]
+    return choose_split(
+        spec,
+        options.recipe,
+        splits=options.splits,
+        embedding=options.embedding,
+        head=options.head,
+        geometry=Geometry(spec.layers, spec.kv_heads, spec.head_dim, context, options.kv_dtype, options.key_layout),
+        ar=max(options.ar),
+        graphs=len(set(options.ar)) * len(options.contexts),
+    )
 
 
 def _check(
@@ -267,10 +304,11 @@ def _check(
     if options.graph_format != "onnx" or not options.check_on_htp:
         return "not-run", []
     found = []
-    for done, graph in enumerate(graphs):
-        progress("check on HTP", done, len(graphs))
-        found += floating_nodes([folder / graph.file], options.device)
-    progress("check on HTP", len(graphs), len(graphs))
+    files = [*dict.fromkeys(part.file for graph in graphs for part in graph.parts)]
+    for done, file in enumerate(files):
+        progress("check on HTP", done, len(files))
+        found += floating_nodes([folder / file], options.device)
+    progress("check on HTP", len(files), len(files))
     if not found:
         return "integers-only", []
     if not options.allow_float:

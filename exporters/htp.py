@@ -37,13 +37,22 @@ class HtpJob(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class HtpReply(msgspec.Struct, frozen=True, kw_only=True):
-    """The text of the error that stopped the job, if one did."""
+    """How a job ended.
+
+    Attributes:
+        error: the text of the error that stopped it, if one did.
+        peak_bytes: RAM, the most that the process held.
+    """
 
     error: str | None = None
+    peak_bytes: int = 0
 
 
-def run_steps(device: Device, steps: Sequence[HtpStep]) -> None:
+def run_steps(device: Device, steps: Sequence[HtpStep]) -> int:
     """Create the sessions in a child process.
+
+    Returns:
+        RAM, the most that the process held, in bytes.
 
     Raises:
         EngineError: the compiler is missing, refused a graph, or crashed.
@@ -51,17 +60,18 @@ def run_steps(device: Device, steps: Sequence[HtpStep]) -> None:
     job = HtpJob(soc=device.soc, steps=list(steps))
     end = run_in_child("exporters.htp_worker", msgspec.json.encode(job))
     if end.reply is not None:
-        error = msgspec.json.decode(end.reply, type=HtpReply).error
+        reply = msgspec.json.decode(end.reply, type=HtpReply)
     else:
-        error = f"the HTP compiler ended with {end.ending}"
-    if error is not None:
+        reply = HtpReply(error=f"the HTP compiler ended with {end.ending}")
+    if reply.error is not None:
         names = ", ".join(Path(step.model).name for step in steps)
         raise EngineError(
             f"compiling {names} for {device.soc}",
-            found=error,
+            found=reply.error,
             wanted="graphs that the HTP compiler accepts whole",
             way_out="Install the tested compiler with `pip install edgekv[htp]`; if it is, please report this graph.",
         )
+    return reply.peak_bytes
 
 
 def floating_nodes(models: Sequence[Path], device: Device) -> list[str]:

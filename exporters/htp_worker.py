@@ -10,6 +10,7 @@ import msgspec
 from devices import find
 from edgekv.engine import qnn
 from edgekv.errors import EdgeKVError
+from edgekv.process import peak_bytes
 from exporters.htp import HtpJob, HtpReply
 
 
@@ -30,7 +31,7 @@ def main() -> None:
             )
     except EdgeKVError as failure:
         error = str(failure)
-    Path(sys.argv[1]).write_bytes(msgspec.json.encode(HtpReply(error=error)))
+    Path(sys.argv[1]).write_bytes(msgspec.json.encode(HtpReply(error=error, peak_bytes=peak_bytes())))
 
 
 if __name__ == "__main__":

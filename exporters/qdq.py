@@ -11,9 +11,10 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
-from edgekv.bundle import ROPE_SUFFIXES, mask_name, rope_inputs
+from edgekv.bundle import IDS, LOGITS, ROPE_SUFFIXES, GraphRecord, PartRecord, mask_name, rope_inputs
 from edgekv.kv import KeyLayout, KvTensor
 from exporters.spec import DecoderSpec
+from exporters.tensors import EMBEDDING
 from exporters.weights import WeightStore
 from quant import DTYPES, Dtype, Encoding
 
@@ -39,7 +40,7 @@ class Tensor:
 
 
 class QdqOps:
-    """A graph for AR new tokens in a context of S, under construction.
+    """A part of a graph for AR new tokens in a context of S, under construction.
 
     Every operation reads dequantized tensors and its result is quantized at once, in the encoding that the
     result's name has: the pattern from which the HTP compiler makes integer operations.
@@ -47,19 +48,19 @@ class QdqOps:
 
     def __init__(
         self,
-        ar: int,
-        context: int,
+        graph: GraphRecord,
+        part: PartRecord,
         spec: DecoderSpec,
         encodings: Mapping[str, Encoding],
         store: WeightStore,
         key_layout: KeyLayout,
         windows: Sequence[int | None] = (),
     ) -> None:
-        """Begin with the inputs that every layer needs.
+        """Begin with the inputs that all of its layers need.
 
         Args:
-            ar: tokens per inference.
-            context: S.
+            graph: AR, context and role.
+            part: which part of the graph.
             spec: the decoder.
             encodings: one for every result and input.
             store: of the weights.
@@ -67,8 +68,10 @@ class QdqOps:
             windows: tokens that each layer attends to, None for all; empty if all layers attend to all tokens. Each
                 window has a mask of its own, `[1, 1, AR, P+AR]`.
         """
-        self._ar = ar
-        self._context = context
+        self._graph = graph
+        self._part = part
+        self._ar = graph.ar
+        self._context = graph.context
         self._windows = windows or (None,) * spec.layers
         self._spec = spec
         self._encodings = encodings
@@ -82,18 +85,18 @@ class QdqOps:
         self._stored: dict[str, None] = {}
         self._dequantized: set[str] = set()
         self._transposed: dict[str, Tensor] = {}
-        self._ids = self._plain_input("input_ids", [1, ar])
-        self._masks = {window: self._mask(window) for window in dict.fromkeys(self._windows)}
-        self._rotations = [self._rotary_inputs(i, rope.width // 2) for i, rope in enumerate(spec.ropes)]
+        self._entry = self._embed() if part.embeds else self._residual()
+        held = [self._windows[layer] for layer in part.layers]
+        self._masks = {window: self._mask(window) for window in dict.fromkeys(held)}
+        turned = sorted({spec.rope_index(layer) for layer in part.layers})
+        self._rotations = {i: self._rotary_inputs(i, spec.ropes[i].width // 2) for i in turned}
 
     # ------------------------------------------------------------------ what a decoder needs
 
-    def embed(self, key: str, name: str) -> Tensor:
-        """The rows of the embedding table for `input_ids`, `[1, 1, AR, hidden]`."""
-        stored, encoding = self._store.tensor(key)
-        rows = self._emit("Gather", [self._weight(stored, encoding), self._ids], name, encoding, axis=0)
-        shape = self._constant("shape_1_1_ar", np.array([1, 1, self._ar, -1], np.int64))
-        return self._emit("Reshape", [rows.name, shape], name, encoding)
+    @property
+    def entry(self) -> Tensor:
+        """The residual in front of the part's first layer, `[1, 1, AR, hidden]`; or the rows that a head reads."""
+        return self._entry
 
     def linear(
         self,
@@ -188,21 +191,51 @@ class QdqOps:
     def attend(self, weights: Tensor, values: Tensor, name: str) -> Tensor:
         return self._emit("MatMul", [weights.name, values.name], name)
 
-    # ------------------------------------------------------------------ the end of a graph
+    # ------------------------------------------------------------------ the ends of a part
+
+    def _embed(self) -> Tensor:
+        """The rows of the embedding table for `input_ids`."""
+        ids = self._plain_input(IDS, [1, self._ar])
+        stored, encoding = self._store.tensor(EMBEDDING)
+        rows = self._emit("Gather", [self._weight(stored, encoding), ids], "embedding", encoding, axis=0)
+        shape = self._constant("shape_1_1_ar", np.array([1, 1, self._ar, -1], np.int64))
+        return self._emit("Reshape", [rows.name, shape], "embedding", encoding)
+
+    def _residual(self) -> Tensor:
+        """What the host or the part before left."""
+        rows = self._ar if self._part.layers else self._logit_rows
+        name = self._part.entry
+        return self._input(name, [1, 1, rows, self._spec.hidden])
+
+    @property
+    def _logit_rows(self) -> int:
+        return self._ar if self._graph.role == "score" else 1
 
     def select(self, hidden: Tensor) -> Tensor:
         """The one row of `hidden` that the input `logits_index` names, `[1, 1, 1, hidden]`."""
         index = self._plain_input("logits_index", [1])
         return self._emit("Gather", [hidden.name, index], "selected", hidden.encoding, axis=_ROWS)
 
-    def finish(self, logits: Tensor, name: str, rows: int, vocab: int) -> onnx.ModelProto:
-        """The model, with `logits` `[1, rows, vocab]` as its last output. Call it after the store was flushed."""
-        shape = self._constant("shape_logits", np.array([1, rows, vocab], np.int64))
-        self._node("Reshape", [logits.name, shape], ["logits_f"])
-        self._quantize("logits_f", "logits", logits.encoding)
-        self._output("logits", logits.encoding.dtype, [1, rows, vocab])
+    def give_logits(self, logits: Tensor) -> None:
+        """Make `[1, rows, vocab]` of them an output, the last one."""
+        shape = [1, self._logit_rows, self._spec.vocab]
+        self._node("Reshape", [logits.name, self._constant("shape_logits", np.array(shape, np.int64))], ["logits_f"])
+        self._quantize("logits_f", LOGITS, logits.encoding)
+        self._output(LOGITS, logits.encoding.dtype, shape)
+
+    def give_residual(self, hidden: Tensor) -> None:
+        """Make the integers behind the newest result an output, as they are."""
+        quantize, dequantize = self._nodes[-2:]
+        assert dequantize.output[0] == hidden.name, "something was computed behind it"
+        quantize.output[0] = self._part.exit
+        self._nodes.pop()
+        self._output(self._part.exit, hidden.encoding.dtype, [1, 1, self._ar, self._spec.hidden])
+
+    def finish(self) -> onnx.ModelProto:
+        """The model. Call it after the store was flushed."""
         stored = [self._store.initializer(each) for each in self._stored]
-        graph = helper.make_graph(self._nodes, name, self._inputs, self._outputs, [*self._constants.values(), *stored])
+        constants = [*self._constants.values(), *stored]
+        graph = helper.make_graph(self._nodes, self._part.name, self._inputs, self._outputs, constants)
         model: onnx.ModelProto = helper.make_model(
             graph, opset_imports=[helper.make_opsetid("", OPSET)], ir_version=IR_VERSION, producer_name="edgekv"
         )

@@ -62,7 +62,7 @@ def _manifest(folder: Path) -> Manifest:
         ),
         rope=RopeRecord(rope_type="default", theta=10000.0, parameters={}, inverse_frequencies=[1.0, 0.01]),
         tokens=TokenRecord(bos=None, eos=[1], pad=None),
-        graphs=[GraphRecord(name="ar1_cl8", file=GRAPH, ar=1, context=8, role="decode")],
+        graphs=[GraphRecord.whole("ar1_cl8", GRAPH, layers=1, ar=1, context=8, role="decode")],
         htp_check="not-run",
         floating_nodes=[],
         encodings={"attention_mask": U16, "logits": U16, "position_ids_cos": U16, "position_ids_sin": U16, **cache},

@@ -77,7 +77,7 @@ def test_a_cosine_just_below_one_is_cut_at_the_scale_that_the_graph_holds() -> N
 def test_the_graph_has_what_the_manifest_promises(
     session: ort.InferenceSession, manifest: Manifest, decode: GraphRecord
 ) -> None:
-    Signature.of(manifest, decode).check(MemoryBinding(session).signature, decode)
+    Signature.of(manifest, decode).check(MemoryBinding(session).signature, decode.file)
 
 
 @pytest.mark.parametrize(
@@ -93,7 +93,7 @@ def test_a_graph_of_another_model_is_refused(
 ) -> None:
     other = msgspec.structs.replace(manifest, model=msgspec.structs.replace(manifest.model, **{field: value}))
     with pytest.raises(BundleError, match=f"{decode.file}: {message}"):
-        Signature.of(other, decode).check(MemoryBinding(session).signature, decode)
+        Signature.of(other, decode).check(MemoryBinding(session).signature, decode.file)
 
 
 def test_both_ways_to_bind_give_the_same_bits(

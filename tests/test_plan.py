@@ -1,7 +1,6 @@
 import json
 import tracemalloc
 from dataclasses import replace
-from itertools import pairwise
 
 import msgspec
 import numpy as np
@@ -15,8 +14,19 @@ from devices import find
 from edgekv.cli.plan import plan
 from edgekv.errors import CheckpointError, UsageError
 from edgekv.kv import Geometry
-from edgekv.plan import PROTOBUF_BYTES, RECIPES, Plan, activation_bytes, cost, export_cost, make_plan, pack
-from edgekv.size import HTP_CONTEXT_BYTES, Decoder, Weights, recipe_weights
+from edgekv.plan import (
+    PROTOBUF_BYTES,
+    RECIPES,
+    Load,
+    Plan,
+    activation_bytes,
+    cost,
+    export_cost,
+    lay_out,
+    least_splits,
+    make_plan,
+)
+from edgekv.size import Decoder, Weights, recipe_weights
 from exporters import export as exporter
 from exporters.checkpoint import Checkpoint
 from exporters.export import ExportOptions, export_bundle
@@ -192,29 +202,29 @@ def test_the_plan_and_the_exporter_agree_on_their_constants():
 # What fits
 
 
-@given(
-    st.integers(0, 40),
-    st.integers(1, 20),
-    st.integers(1, 12),
-    st.integers(0, 40),
-    st.integers(0, 5),
-    st.integers(1, 99),
-)
-def test_parts_are_whole_in_order_and_none_could_hold_more(embedding, layer, layers, head, activations, room):
-    weights = Weights(embedding_bytes=embedding, layer_bytes=layer, layers=layers, head_bytes=head)
-    parts = pack(weights, layer_cache_bytes=1, activations_bytes=activations, context_bytes=room)
-    if parts is None:
-        assert max(embedding, layer + 1, head) + activations > room
+@given(st.lists(st.integers(1, 4000), min_size=1, max_size=12), st.integers(0, 4000), st.integers(1, 8))
+def test_the_fewest_parts_that_stay_inside_all_limits_are_made(layers, head, graphs):
+    load = Load(
+        layers=[each * 10**6 for each in layers],
+        embedding_bytes=10**8,
+        head_bytes=head * 10**6,
+        layer_cache_bytes=10**7,
+        activations_bytes=10**6,
+        layer_graph_bytes=10**5,
+        graphs=graphs,
+    )
+    splits = least_splits(load)
+    if splits is None:
+        assert not all(part.is_runnable for part in lay_out(load, len(layers)))
         return
-    assert [part.embedding for part in parts] == [True, *[False] * (len(parts) - 1)]
+    parts = lay_out(load, splits)
+    assert [layer for part in parts for layer in range(part.first_layer, part.first_layer + part.layers)] == [
+        *range(len(layers))
+    ]
     assert [part.head for part in parts] == [*[False] * (len(parts) - 1), True]
-    assert sum(part.layers for part in parts) == layers
-    for part in parts:
-        pieces = part.embedding * embedding + part.layers * (layer + 1) + part.head * head
-        assert part.used_bytes == pieces + activations <= room
-    for part, following in pairwise(parts):
-        assert following.first_layer == part.first_layer + part.layers
-        assert part.used_bytes + (layer + 1 if following.layers else head) > room
+    assert parts[0].embedding == (splits == 1)
+    assert all(part.fits for part in parts) or splits == len(layers)
+    assert not any(all(part.fits for part in lay_out(load, fewer)) for fewer in range(1, splits))
 
 
 @given(st.integers(2, 4096), st.integers(1, 64))
@@ -246,7 +256,7 @@ def test_a_context_that_is_too_long_names_what_fits(llama):
     text = made.verdict.text
     assert text.startswith("It does not fit on SM8650 (V75) with a context of 131,072: 1.76 GB of weights, 2.15 GB")
     assert f"--context {made.verdict.largest_context} (the largest that fits)" in text
-    assert "parted over 2 contexts, which export does not do" in text
+    assert f"parted over {len(made.parts)} contexts, as export does by itself" in text
 
 
 def test_a_smaller_cache_type_is_named_if_it_helps(tmp_path):
@@ -262,9 +272,9 @@ def test_a_model_above_one_context_is_parted_by_whole_layers(tmp_path):
     path = write_config(tmp_path, **changes, head_dim=128, vocab_size=32000)
     made = make_plan(path, device=SM8650, context=2048)
     assert made.verdict.largest_context is None
-    assert "The weights alone are too large. What would fit: the model parted over 3 contexts" in made.verdict.text
-    assert [part.first_layer for part in made.parts] == [0, 15, 31]
-    assert all(part.used_bytes <= HTP_CONTEXT_BYTES for part in made.parts)
+    assert "The weights alone are too large. What would fit: the model parted over 9 contexts" in made.verdict.text
+    assert [part.first_layer for part in made.parts] == [0, 4, 8, 12, 16, 20, 24, 28, 32]
+    assert all(part.fits for part in made.parts)
 
 
 def test_a_layer_above_one_context_cannot_be_parted(tmp_path):

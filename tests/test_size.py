@@ -362,8 +362,8 @@ def write_bundle(folder):
             rope=RopeRecord(rope_type="default", theta=10000.0, parameters={}, inverse_frequencies=[1.0, 0.01]),
             tokens=TokenRecord(bos=None, eos=[0], pad=None),
             graphs=[
-                GraphRecord(name="decode", file="decode.onnx", ar=1, context=64, role="decode"),
-                GraphRecord(name="prefill", file="prefill.onnx", ar=16, context=64, role="prefill"),
+                GraphRecord.whole("decode", "decode.onnx", layers=2, ar=1, context=64, role="decode"),
+                GraphRecord.whole("prefill", "prefill.onnx", layers=2, ar=16, context=64, role="prefill"),
             ],
             floating_nodes=[],
             encodings={name: TensorEncoding(dtype="u8", scale=0.1, zero_point=128) for name in names},

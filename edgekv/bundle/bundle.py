@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
 
 import msgspec
 
+from edgekv.bundle.consistency import check_consistency
 from edgekv.bundle.files import sha256_of
-from edgekv.bundle.manifest import FORMAT, MANIFEST, GraphRecord, Manifest, rope_inputs
+from edgekv.bundle.graphs import GraphRecord, PartRecord
+from edgekv.bundle.manifest import FORMAT, MANIFEST, Manifest
 from edgekv.errors import BundleError
 
 if TYPE_CHECKING:
@@ -35,8 +37,28 @@ class Bundle:
     manifest: Manifest
 
     def graph_path(self, record: GraphRecord) -> Path:
-        """The file of one of the manifest's graphs."""
+        """The file of one of the manifest's graphs, of which all is in one part."""
         return self.path / record.file
+
+    def part_path(self, record: PartRecord) -> Path:
+        """The file of one part of a graph."""
+        return self.path / record.file
+
+    def require_whole(self, reader: str) -> None:
+        """Refuse graphs of several parts, or without the embedding, on behalf of what runs a graph as one file.
+
+        Raises:
+            BundleError: the bundle has such graphs.
+        """
+        if not self.manifest.is_whole:
+            parts = max(len(graph.parts) for graph in self.manifest.graphs)
+            found = f"graphs of {parts} parts" if parts > 1 else "graphs that read embeddings"
+            raise BundleError(
+                f"bundle {self.path}: graphs",
+                found=found,
+                wanted=f"graphs that are one file from token ids to logits, which {reader} runs",
+                way_out="Export it with --splits 1 --head last --embedding graph.",
+            )
 
     def require_onnx(self, reader: str) -> None:
         """Refuse other graphs than ONNX graphs on behalf of what reads nothing else.
@@ -117,7 +139,11 @@ def read_manifest(path: str | Path) -> Manifest:
         ) from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise BundleError(str(file), found=error, wanted="whole JSON", way_out=_again(folder)) from None
-    _check_consistency(folder, file, manifest)
+
+    def fail(field: str, found: object, wanted: object) -> NoReturn:
+        raise BundleError(f"{file}: {field}", found=found, wanted=wanted, way_out=_again(folder))
+
+    check_consistency(manifest, fail)
     return manifest
 
 
@@ -144,47 +170,6 @@ def _check_format(folder: Path, file: Path, raw: bytes) -> None:
         )
     if version != FORMAT:
         raise BundleError(f"{file}: format", found=version, wanted=FORMAT, way_out=_again(folder))
-
-
-def _check_consistency(folder: Path, file: Path, manifest: Manifest) -> None:
-    def fail(field: str, found: object, wanted: object) -> None:
-        raise BundleError(f"{file}: {field}", found=found, wanted=wanted, way_out=_again(folder))
-
-    for name in manifest.files:
-        pure = PurePosixPath(name)
-        if pure.is_absolute() or ".." in pure.parts or pure.as_posix() != name or "\\" in name:
-            fail("files", repr(name), "plain paths inside of the bundle")
-    try:
-        geometry = manifest.geometry
-        manifest.cache_geometry.groups()
-        for encoding in manifest.encodings.values():
-            encoding.encoding()
-    except ValueError as error:
-        fail("model", error, "sizes and encodings that can exist")
-    names = [graph.name for graph in manifest.graphs]
-    if len(set(names)) != len(names):
-        fail("graphs", f"names {', '.join(names)}", "unique names")
-    for graph in manifest.graphs:
-        if graph.file not in manifest.files:
-            fail(f"graphs: {graph.name}: file", repr(graph.file), "a file that `files` lists")
-        if not 1 <= graph.ar < graph.context <= manifest.context:
-            found = f"ar {graph.ar}, context {graph.context}"
-            fail(f"graphs: {graph.name}", found, f"1 <= ar < context <= {manifest.context}")
-        if graph.role == "decode" and graph.ar != 1:
-            fail(f"graphs: {graph.name}: ar", graph.ar, "1 in the role `decode`")
-    decode = manifest.graph("decode")
-    if decode is None:
-        fail("graphs", f"roles {', '.join(sorted({g.role for g in manifest.graphs}))}", "a graph of role `decode`")
-    elif decode.context != manifest.context:
-        fail("graphs", f"a decode graph for {decode.context} tokens at most", f"one for all {manifest.context}")
-    cache = [tensor.past for tensor in geometry.names()]
-    rotary = [name for suffix in manifest.ropes for name in rope_inputs(suffix)]
-    if missing := [name for name in ("attention_mask", *rotary, "logits", *cache) if name not in manifest.encodings]:
-        fail("encodings", f"none of {missing[0]}", "one for each graph input and output")
-    half = manifest.model.head_dim // 2
-    for record in manifest.ropes.values():
-        if not 1 <= (pairs := len(record.inverse_frequencies)) <= half:
-            fail("rope: inverse_frequencies", f"{pairs} values", f"1 to {half}, head_dim / 2")
 
 
 def _check_files(folder: Path, manifest: Manifest, *, hashes: bool) -> None:

@@ -20,14 +20,16 @@ class CompiledBinary(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     Attributes:
         file: the binary.
-        wrappers: ONNX files with an EPContext node, by graph name; ONNX Runtime loads the binary through them. A
-            `.tflite` file holds its binary, and wraps itself.
+        wrappers: ONNX files with an EPContext node, by the name of a part of a graph; ONNX Runtime loads the binary
+            through them. A `.tflite` file holds its binary, and wraps itself.
         graphs: how many graphs the binary holds.
+        peak_bytes: RAM, the most that the compiler's process held; 0 if that is not known.
     """
 
     file: str
     wrappers: dict[str, str]
     graphs: int
+    peak_bytes: int = 0
 
 
 class CompiledManifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -40,7 +42,8 @@ class CompiledManifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
         vtcm_bytes: as read from the binaries.
         compiler: the package that compiled, with its version.
         bundle_sha256: hash of the bundle's manifest: binaries of another export are not mistaken for these.
-        binaries: one for each graph, then one for all graphs with shared weights.
+        binaries: of the first part of all graphs, then of the second, and so on. For each, one binary for each graph,
+            if these were asked for, then one for all graphs with shared weights.
         files: size and hash of every file.
     """
 
@@ -66,17 +69,17 @@ class Compiled:
     path: Path
     manifest: CompiledManifest
 
-    def wrapper(self, graph: str) -> Path | None:
-        """The wrapper of the binary that holds this graph alone; None if there is none.
+    def wrapper(self, part: str) -> Path | None:
+        """The wrapper of the binary that holds this part of a graph alone; None if there is none.
 
         Raises:
             BundleError: the wrapper or its binary was changed: a damaged binary may crash the process that loads it.
         """
         for binary in self.manifest.binaries:
-            if binary.graphs == 1 and graph in binary.wrappers:
-                for name in (binary.wrappers[graph], binary.file):
+            if binary.graphs == 1 and part in binary.wrappers:
+                for name in (binary.wrappers[part], binary.file):
                     self._check(name)
-                return self.path / binary.wrappers[graph]
+                return self.path / binary.wrappers[part]
         return None
 
     def _check(self, name: str) -> None:

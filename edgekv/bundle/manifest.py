@@ -6,16 +6,16 @@ from typing import Literal
 
 import msgspec
 
+from edgekv.bundle.graphs import GraphRecord, PartRecord, Role, mask_name
 from edgekv.kv.geometry import Geometry, KeyLayout, KvDtype
 from edgekv.kv.layers import LayeredGeometry
 from quant import Dtype, Encoding, Method, WeightDtype
 
-FORMAT = 1
+FORMAT = 2
 MANIFEST = "manifest.json"
 
 ROPE_SUFFIXES = ("", "_local")
 
-Role = Literal["decode", "prefill", "score"]
 RotationName = Literal["none", "hadamard"]
 GraphFormat = Literal["onnx", "tflite"]
 HtpCheck = Literal["integers-only", "float-allowed", "not-run"]
@@ -80,11 +80,6 @@ class RopeRecord(_Part, frozen=True):
     attention_factor: float = 1.0
 
 
-def rope_inputs(suffix: str) -> tuple[str, str]:
-    """Names of the graph inputs for cosines and sines."""
-    return "position_ids_cos" + suffix, "position_ids_sin" + suffix
-
-
 class TokenRecord(_Part, frozen=True):
     """Special token ids; `bos` and `pad` may be absent."""
 
@@ -93,23 +88,16 @@ class TokenRecord(_Part, frozen=True):
     pad: int | None
 
 
-class GraphRecord(_Part, frozen=True):
-    """One static graph.
+class EmbeddingRecord(_Part, frozen=True):
+    """The embedding table that the host reads, uint16 `[V, hidden]`, encoded as `inputs_embeds`.
 
     Attributes:
-        name: unique in the bundle, such as `ar32_cl512`.
-        file: the ONNX file, relative to the bundle; or the `.tflite` file, in which the graph is the signature `name`.
-        ar: tokens per inference.
-        context: S.
-        role: `decode` (AR-1, logits [1, 1, V]); `prefill` (logits [1, 1, V] of the row that the input
-            `logits_index` selects); `score` (logits [1, AR, V] of all rows).
+        file: a safetensors file of the bundle.
+        tensor: its name there.
     """
 
-    name: str
     file: str
-    ar: int
-    context: int
-    role: Role
+    tensor: str
 
 
 class SourceRecord(_Part, frozen=True):
@@ -170,6 +158,7 @@ class Manifest(_Part, frozen=True):
         context: S of the largest graphs.
         local_rope: rotary embedding of the layers with an attention window, where it is not that of the others; their
             graph inputs are `position_ids_cos_local` and `position_ids_sin_local`.
+        local_layers: the layers that have it.
         htp_check: what the HTP compiler's own graphs showed when the bundle was made.
         floating_nodes: QNN nodes that run in float, empty unless they were allowed.
         encodings: every activation and cache tensor of the graphs, by tensor name; the cache tensors stand
@@ -177,6 +166,7 @@ class Manifest(_Part, frozen=True):
         files: every file of the bundle but this one.
         windows: tokens that each layer attends to, itself included; null for the whole context. A shorter list is
             repeated; empty if all layers attend to the whole context.
+        embedding: what the host reads embeddings from; null if the graphs look them up.
     """
 
     format: int
@@ -196,14 +186,21 @@ class Manifest(_Part, frozen=True):
     source: SourceRecord
     files: dict[str, FileRecord]
     local_rope: RopeRecord | None = None
+    local_layers: list[int] = []
     windows: list[int | None] = []
     graph_format: GraphFormat = "onnx"
+    embedding: EmbeddingRecord | None = None
 
     @property
     def ropes(self) -> dict[str, RopeRecord]:
         """Every rotary embedding, by what the names of its graph inputs end in; see `rope_inputs`."""
         records = (self.rope, self.local_rope)
         return {suffix: each for suffix, each in zip(ROPE_SUFFIXES, records, strict=True) if each is not None}
+
+    def ropes_of(self, layers: range) -> dict[str, RopeRecord]:
+        """Those of `ropes` that some of these layers have."""
+        local = {layer in self.local_layers for layer in layers}
+        return {suffix: each for suffix, each in self.ropes.items() if (suffix == ROPE_SUFFIXES[1]) in local}
 
     @property
     def geometry(self) -> Geometry:
@@ -234,6 +231,16 @@ class Manifest(_Part, frozen=True):
         )
 
     @property
+    def parts(self) -> list[PartRecord]:
+        """The parts of all graphs, each once."""
+        return [*{part.name: part for graph in self.graphs for part in graph.parts}.values()]
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether every graph is one part that reads token ids."""
+        return all(len(graph.parts) == 1 and graph.part.embeds for graph in self.graphs)
+
+    @property
     def contexts(self) -> list[int]:
         """S of the graphs, each once, ascending."""
         return sorted({graph.context for graph in self.graphs})
@@ -245,8 +252,3 @@ class Manifest(_Part, frozen=True):
     def mask(self, window: int) -> str:
         """Name of the attention mask of layers that attend to so many tokens."""
         return mask_name(None if window == self.context else window)
-
-
-def mask_name(window: int | None) -> str:
-    """Name of the attention mask of layers that attend to so many tokens, itself included; None for all."""
-    return "attention_mask" if window is None else f"attention_mask_w{window}"

@@ -74,6 +74,7 @@ def _rows(made: Plan) -> list[tuple[str, str, str] | None]:
         ("activations", gb(demand.activations_bytes), f"one layer of AR-{made.ar[-1]}, an estimate from above"),
         ("together", gb(demand.used_bytes), f"of {gb(demand.context_bytes)} in one HTP context"),
         ("HTP contexts", str(len(parts)) if parts else "none", ", ".join(gb(part.used_bytes) for part in parts)),
+        ("RAM to compile", gb(max((part.compile_peak_bytes for part in parts), default=0)), "the most, for one part"),
         ("largest context", _or_none(made.verdict.largest_context), "that fits one, and that the model was made for"),
         None,
         ("graph", gb(export.graph_bytes), f"each of {export.graphs}, without weights"),

@@ -23,6 +23,7 @@ ENGINES: dict[EngineName, GraphFormat] = {"cpu": "onnx", "htp": "onnx", "litert"
 """The engines, and which graphs they run."""
 
 _ERROR = 3
+_Sessions = dict[Path, ort.InferenceSession]
 
 
 class Engine(Protocol):
@@ -37,7 +38,7 @@ class Engine(Protocol):
         """Memory that is bound must begin on a boundary of so many bytes."""
 
     def load(self, file: Path, name: str) -> Binding:
-        """The graph of this name in a file, ready to be bound.
+        """The graph of this name in a file, ready to be bound. A file that is loaded again is held in memory once.
 
         Raises:
             EngineError: the runtime is missing or refused the graph.
@@ -54,6 +55,7 @@ class CpuEngine:
 
     threads: int | None = None
     name: Literal["cpu"] = "cpu"
+    _sessions: _Sessions = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if self.threads is not None and self.threads < 1:
@@ -64,7 +66,9 @@ class CpuEngine:
         return 1
 
     def load(self, file: Path, name: str) -> Binding:
-        return MemoryBinding(self.session(file))
+        if file not in self._sessions:
+            self._sessions[file] = self.session(file)
+        return MemoryBinding(self._sessions[file])
 
     def session(self, graph: Path) -> ort.InferenceSession:
         """A session of an ONNX file.
@@ -102,13 +106,16 @@ class HtpEngine:
     device: Device
     compiled: Mapping[Path, Path] = field(default_factory=dict)
     name: Literal["htp"] = "htp"
+    _sessions: _Sessions = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property
     def alignment_bytes(self) -> int:
         return 1
 
     def load(self, file: Path, name: str) -> Binding:
-        return MemoryBinding(self.session(file))
+        if file not in self._sessions:
+            self._sessions[file] = self.session(file)
+        return MemoryBinding(self._sessions[file])
 
     def session(self, graph: Path) -> ort.InferenceSession:
         """A session of an ONNX file, or of what it was compiled to.
@@ -176,5 +183,5 @@ def _wrappers(bundle: Bundle, device: Device) -> Mapping[Path, Path]:
     compiled = open_compiled(bundle, device.soc, qnn.compiler())
     if compiled is None:
         return {}
-    found = {bundle.graph_path(graph): compiled.wrapper(graph.name) for graph in bundle.manifest.graphs}
-    return {graph: wrapper for graph, wrapper in found.items() if wrapper is not None}
+    found = {bundle.part_path(part): compiled.wrapper(part.name) for part in bundle.manifest.parts}
+    return {part: wrapper for part, wrapper in found.items() if wrapper is not None}

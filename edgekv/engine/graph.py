@@ -8,53 +8,20 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from edgekv.bundle import GraphRecord, Manifest
+from edgekv.bundle import LOGITS, GraphRecord, Manifest
 from edgekv.engine.binding import Binding, aligned_zeros
 from edgekv.engine.inputs import StepInputs
+from edgekv.engine.part import BoundPart
 from edgekv.engine.rope import RopeTable
 from edgekv.engine.signature import Signature
 from edgekv.errors import EngineError
-from edgekv.kv import Group, KVCache, Store, Window
-
-
-class _Ends:
-    """The graph inputs and outputs that one store of the cache serves."""
-
-    __slots__ = ("new_names", "new_shape", "past_names", "past_shape")
-
-    def __init__(self, store: Store, ar: int, columns: int) -> None:
-        self.past_names = [tensor.past for tensor in store.tensors]
-        self.new_names = [tensor.new for tensor in store.tensors]
-        self.past_shape = store.past_shape(columns)
-        self.new_shape = store.new_shape(ar)
-
-
-class _GroupEnds:
-    """Those of one group of layers, and where they are bound."""
-
-    __slots__ = ("bound", "ends", "group")
-
-    def __init__(self, group: Group, ar: int, context: int) -> None:
-        columns = group.geometry.past_rows(ar, context)
-        self.group = group
-        self.ends = [_Ends(store, ar, columns) for store in group.stores]
-        self.bound: tuple[int, int, int] | None = None
-
-    def bind(self, binding: Binding, window: Window) -> None:
-        wanted = (self.group.reallocations, window.past_row, window.new_row)
-        if self.bound == wanted:
-            return
-        # The group is asked anew: a graph that runs no more must not keep outgrown memory alive.
-        for each, store in zip(self.ends, self.group.stores, strict=True):
-            dtype = store.dtype
-            past, new = store.past_offset_bytes(window), store.new_offset_bytes(window)
-            binding.inputs(each.past_names, dtype, each.past_shape, store.addresses, past)
-            binding.outputs(each.new_names, dtype, each.new_shape, store.new_addresses(window), new)
-        self.bound = wanted
+from edgekv.kv import KVCache, Window
 
 
 class StaticGraph:
     """A graph whose inputs and outputs are bound once; a step writes small inputs and moves the cache's window.
+
+    Its parts run in order. What one leaves for the next lies in memory that both are bound to.
 
     Attributes:
         record: what the manifest says of the graph.
@@ -66,39 +33,48 @@ class StaticGraph:
 
     def __init__(
         self,
-        binding: Binding,
+        bindings: Sequence[Binding],
         manifest: Manifest,
         record: GraphRecord,
         cache: KVCache,
         ropes: Mapping[str, RopeTable],
+        embeddings: NDArray[Any] | None = None,
     ) -> None:
-        """Bind a loaded graph to a cache; `ropes` are those of `rope_tables`.
+        """Bind a loaded graph to a cache.
+
+        Args:
+            bindings: of its parts, in order.
+            manifest: of the bundle.
+            record: what the manifest says of the graph.
+            cache: see `use`.
+            ropes: those of `rope_tables`.
+            embeddings: the table of `open_table`.
 
         Raises:
             BundleError: the graph has not the inputs and outputs that the manifest promises.
         """
-        signature = Signature.of(manifest, record)
-        signature.check(binding.signature, record)
+        signatures = [Signature.of(manifest, record, part) for part in record.parts]
         self.record = record
         self.ar = record.ar
         self.steps = 0
         self.run_ns = 0
         self.host_ns = 0
-        self._binding = binding
         masks = [manifest.mask(group.geometry.context) for group in cache.groups]
         mask_encoding = manifest.encodings["attention_mask"].encoding()
-        self._inputs = StepInputs(signature.inputs, masks, mask_encoding, manifest.tokens.pad or 0, ropes)
-        for name, array in self._inputs.arrays.items():
-            binding.inputs([name], array.dtype, array.shape, [array.ctypes.data])
-        (logits,) = (port for port in signature.outputs if port.name == "logits")
-        array = aligned_zeros(logits.shape, logits.dtype)
-        binding.outputs([logits.name], array.dtype, array.shape, [array.ctypes.data])
-        self._logits = array[0]
+        inputs = [port for signature in signatures for port in signature.inputs]
+        self._inputs = StepInputs(inputs, masks, mask_encoding, manifest.tokens.pad or 0, ropes, embeddings)
+        left = [port for each in signatures for port in each.outputs if not port.name.startswith("past_")]
+        arrays = self._inputs.arrays | {port.name: aligned_zeros(port.shape, port.dtype) for port in left}
+        self._parts = [
+            BoundPart(binding, part, signature, arrays)
+            for binding, part, signature in zip(bindings, record.parts, signatures, strict=True)
+        ]
+        self._logits = arrays[LOGITS][0]
         self.use(cache)
 
     @property
     def logits(self) -> NDArray[Any]:
-        """The logits of the last step as integers `[rows, V]`, in the graph's own memory.
+        """The logits of the last step that was asked for some, as integers `[rows, V]`, in the graph's own memory.
 
         One row, of the last token; the graph of role `score` has one for each of the step's tokens.
         """
@@ -108,10 +84,11 @@ class StaticGraph:
     def use(self, cache: KVCache) -> None:
         """Work on another cache of the same geometry from the next step on."""
         self._cache = cache
-        self._groups = [_GroupEnds(group, self.ar, self.record.context) for group in cache.groups]
+        for part in self._parts:
+            part.use(cache, self.ar, self.record.context)
 
-    def step(self, tokens: Sequence[int]) -> None:
-        """Run 1 to AR tokens and keep their keys and values.
+    def step(self, tokens: Sequence[int], *, logits: bool = True) -> None:
+        """Run 1 to AR tokens and keep their keys and values; without `logits`, a head by itself is left out.
 
         Raises:
             ContextFullError: the cache has no room for a step of this graph.
@@ -124,12 +101,20 @@ class StaticGraph:
         # Only now: a policy that lets tokens leave here may move the others.
         position = self._cache.position
         self.host_ns += perf_counter_ns() - started
-        self.run(tokens, position, windows)
+        self.run(tokens, position, windows, logits=logits)
         started = perf_counter_ns()
         self._cache.commit(len(tokens))
         self.host_ns += perf_counter_ns() - started
 
-    def run(self, tokens: Sequence[int], position: int, windows: Sequence[Window], columns: Sequence[int] = ()) -> None:
+    def run(
+        self,
+        tokens: Sequence[int],
+        position: int,
+        windows: Sequence[Window],
+        columns: Sequence[int] = (),
+        *,
+        logits: bool = True,
+    ) -> None:
         """Run tokens on open windows of the cache; whoever opened them keeps what the graph wrote.
 
         Args:
@@ -137,17 +122,20 @@ class StaticGraph:
             position: absolute position of the first one.
             windows: where the graph reads and writes in each group of the cache.
             columns: of the past, to be seen beside those that the windows name.
+            logits: see `step`.
 
         Raises:
             EngineError: the runtime failed.
         """
         started = perf_counter_ns()
         self._inputs.write(tokens, position, windows, columns)
-        for group, window in zip(self._groups, windows, strict=True):
-            group.bind(self._binding, window)
+        parts = self._parts if logits else [part for part in self._parts if not part.is_head]
+        for part in parts:
+            part.bind(windows, len(tokens))
         entered = perf_counter_ns()
         try:
-            self._binding.run()
+            for part in parts:
+                part.run()
         except Exception as error:  # the runtime's exceptions have no common base
             raise EngineError(
                 f"running {self.record.name}",

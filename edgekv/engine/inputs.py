@@ -7,7 +7,7 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from edgekv.bundle import rope_inputs
+from edgekv.bundle import EMBEDDINGS, IDS, rope_inputs
 from edgekv.engine.binding import aligned_zeros
 from edgekv.engine.mask import AttentionMask
 from edgekv.engine.rope import RopeTable
@@ -17,7 +17,7 @@ from quant import Encoding
 
 
 class StepInputs:
-    """Token ids, masks, rotary embedding and `logits_index` of an AR step.
+    """Token ids or their embeddings, masks, rotary embedding and `logits_index` of an AR step.
 
     Attributes:
         arrays: by name.
@@ -31,22 +31,27 @@ class StepInputs:
         mask_encoding: Encoding,
         pad: int,
         ropes: Mapping[str, RopeTable],
+        embeddings: NDArray[Any] | None = None,
     ) -> None:
         """Allocate.
 
         Args:
-            ports: all inputs of the graph; those of the cache are left out.
+            ports: all inputs of the graph; those of the cache, and between parts, are left out.
             masks: name of the mask for each group of the cache.
             mask_encoding: of all masks.
             pad: the token id of rows without a token.
             ropes: cosines and sines, by the suffix of their inputs.
+            embeddings: the table `[V, hidden]`, if the graph reads `inputs_embeds` instead of ids.
         """
         self.arrays: dict[str, NDArray[Any]] = {
-            port.name: aligned_zeros(port.shape, port.dtype) for port in ports if not port.name.startswith("past_")
+            port.name: aligned_zeros(port.shape, port.dtype)
+            for port in ports
+            if not port.name.startswith(("past_", "hidden_"))
         }
         self.filled = 0
         self._pad = pad
-        self._ids = self.arrays["input_ids"][0]
+        self._table = embeddings
+        self._entry = self.arrays[IDS][0] if embeddings is None else self.arrays[EMBEDDINGS][0, 0]
         self._rotary = [
             (table, *(self.arrays[name][0, 0] for name in rope_inputs(suffix))) for suffix, table in ropes.items()
         ]
@@ -59,7 +64,7 @@ class StepInputs:
     def write(self, tokens: Sequence[int], position: int, windows: Sequence[Window], columns: Sequence[int]) -> None:
         """Write a step; see `StaticGraph.run`."""
         n = len(tokens)
-        self._ids[:n] = tokens
+        self._entry[:n] = tokens if self._table is None else self._table[list(tokens)]
         for table, cos, sin in self._rotary:
             cos[:n], sin[:n] = table.rows(position, n)
         for group, mask in self._masks.items():
@@ -67,7 +72,7 @@ class StepInputs:
         if n == self.filled:
             return
         # The other rows are read by nobody; a row without an open column is harmless.
-        self._ids[n:] = self._pad
+        self._entry[n:] = self._pad if self._table is None else self._table[self._pad]
         for table, cos, sin in self._rotary:
             cos[n:], sin[n:] = table.rows(0, 1)
         if self._index is not None:

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgekv.bundle import Bundle, GraphRecord, Role
+from edgekv.engine.embedding import open_table
 from edgekv.engine.engine import Engine
 from edgekv.engine.graph import StaticGraph
 from edgekv.engine.rope import rope_tables
@@ -58,11 +59,17 @@ class Runner:
     """
 
     def __init__(self, bundle: Bundle, engine: Engine, cache: KVCache) -> None:
+        """Load no graph yet.
+
+        Raises:
+            BundleError: the embedding table is not what the manifest promises.
+        """
         self.cache = cache
         self._bundle = bundle
         self._engine = engine
         self._graphs: dict[str, StaticGraph] = {}
         self._ropes = rope_tables(bundle.manifest)
+        self._embeddings = open_table(bundle)
 
     @property
     def times(self) -> StepTimes:
@@ -97,7 +104,7 @@ class Runner:
 
     def feed(self, tokens: Sequence[int]) -> NDArray[Any]:
         """Run tokens and return the logits of the last one as integers `[V]`, valid until the next step."""
-        last: NDArray[Any] = self._steps(tokens, "prefill", lambda _: None)[-1]
+        last: NDArray[Any] = self._steps(tokens, "prefill")[-1]
         return last
 
     def feed_all(self, tokens: Sequence[int]) -> NDArray[Any]:
@@ -121,8 +128,14 @@ class Runner:
         last: NDArray[Any] = graph.logits[-1]
         return last
 
-    def _steps(self, tokens: Sequence[int], role: Role, take: Callable[[NDArray[Any]], None]) -> NDArray[Any]:
-        """Run tokens with the graphs of a role and, for single ones, the decode graph."""
+    def _steps(
+        self, tokens: Sequence[int], role: Role, take: Callable[[NDArray[Any]], None] | None = None
+    ) -> NDArray[Any]:
+        """Run tokens with the graphs of a role and, for single ones, the decode graph.
+
+        Returns:
+            The logits of the last step; `take` is given those of each.
+        """
         if not tokens:
             raise ValueError("tokens: found none; wanted at least one")
         ladders = self._ladders("decode") | self._ladders(role)
@@ -132,8 +145,9 @@ class Runner:
             ar = choose_ar(len(tokens) - done, ladders, self.cache.room)
             context = choose_context(self.cache.length + ar, [*ladders[ar]])
             graph = self._graph(ladders[ar][context])
-            graph.step(tokens[done : done + ar])
-            take(graph.logits)
+            graph.step(tokens[done : done + ar], logits=take is not None or done + ar >= len(tokens))
+            if take is not None:
+                take(graph.logits)
             done += ar
         return graph.logits
 
@@ -148,7 +162,7 @@ class Runner:
     def _graph(self, record: GraphRecord) -> StaticGraph:
         graph = self._graphs.get(record.name)
         if graph is None:
-            binding = self._engine.load(self._bundle.graph_path(record), record.name)
-            graph = StaticGraph(binding, self._bundle.manifest, record, self.cache, self._ropes)
+            bindings = [self._engine.load(self._bundle.part_path(part), part.name) for part in record.parts]
+            graph = StaticGraph(bindings, self._bundle.manifest, record, self.cache, self._ropes, self._embeddings)
             self._graphs[record.name] = graph
         return graph

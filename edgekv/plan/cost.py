@@ -76,8 +76,13 @@ class ExportCost(msgspec.Struct, frozen=True, kw_only=True):
 
 def graph_bytes(decoder: Decoder) -> int:
     """The file of one graph, without weights: nodes and names, counted by heads in graphs that export wrote."""
+    return decoder.layers * layer_graph_bytes(decoder)
+
+
+def layer_graph_bytes(decoder: Decoder) -> int:
+    """The share of one layer in that."""
     heads_bytes = decoder.heads * _QUERY_HEAD_GRAPH_BYTES + decoder.kv_heads * _KV_HEAD_GRAPH_BYTES
-    return decoder.layers * (heads_bytes + _LAYER_GRAPH_BYTES)
+    return heads_bytes + _LAYER_GRAPH_BYTES
 
 
 def export_cost(decoder: Decoder, weights: Weights, geometry: Geometry, ar: Sequence[int]) -> ExportCost:

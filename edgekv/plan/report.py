@@ -12,10 +12,10 @@ from devices import Device
 from edgekv.errors import CheckpointError, UsageError
 from edgekv.kv import Geometry, KvDtype
 from edgekv.plan.activations import activation_bytes
-from edgekv.plan.cost import ExportCost, export_cost
-from edgekv.plan.parts import Part, pack
+from edgekv.plan.cost import ExportCost, export_cost, layer_graph_bytes
+from edgekv.plan.parts import PROTOBUF_BYTES, Load, Part, lay_out, least_splits
 from edgekv.plan.roofline import Roofline, roofline
-from edgekv.plan.verdict import PROTOBUF_BYTES, Demand, PlanVerdict, make_plan_verdict
+from edgekv.plan.verdict import Demand, PlanVerdict, make_plan_verdict
 from edgekv.size import (
     CHOICES,
     HTP_CONTEXT_BYTES,
@@ -60,7 +60,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         parameters: elements of all matrices, the table counted once as the embedding and once as the head.
         strategy: the update strategy that is planned with, and why.
         demand: bytes in one context.
-        parts: the fewest contexts that would hold the model, or None if a single layer is too large for one.
+        parts: what export divides the graphs into, or None if a single layer is too large for a context.
         export: what exporting it takes.
         roofline: how fast it can be at best.
         assumptions: what all this rests on.
@@ -124,12 +124,17 @@ def make_plan(
     )
     weights = recipe_weights(decoder, recipe)
     demand = _demand(decoder, weights, subject.geometry, subject.ar, choice)
-    parts = pack(
-        weights,
+    load = Load(
+        layers=[weights.layer_bytes] * weights.layers,
+        embedding_bytes=weights.embedding_bytes,
+        head_bytes=weights.head_bytes,
         layer_cache_bytes=-(-demand.cache_bytes // decoder.layers),
         activations_bytes=demand.activations_bytes,
-        context_bytes=HTP_CONTEXT_BYTES,
+        layer_graph_bytes=layer_graph_bytes(decoder),
+        graphs=len(subject.ar),
     )
+    splits = least_splits(load)
+    parts = None if splits is None else lay_out(load, splits)
     cost = export_cost(decoder, weights, subject.geometry, subject.ar)
     speed = roofline(decoder, weights, subject.geometry, device)
     return Plan(
@@ -140,7 +145,7 @@ def make_plan(
             largest_context=_largest_context(decoder, weights, subject, choice),
             longest=subject.max_positions,
             with_u8=_with_u8(decoder, weights, subject, choice),
-            parts=None if parts is None else len(parts),
+            parts=parts,
             strategy=strategy,
             export=cost,
             speed=speed,

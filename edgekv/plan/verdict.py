@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
 
 from devices import Device
 from edgekv.plan.cost import ExportCost
+from edgekv.plan.parts import PROTOBUF_BYTES, Part
 from edgekv.plan.roofline import Roofline
 from edgekv.size import Recommendation
-
-PROTOBUF_BYTES = (1 << 31) - 1
 
 
 class Demand(msgspec.Struct, frozen=True, kw_only=True):
@@ -60,7 +61,7 @@ def make_plan_verdict(
     largest_context: int | None,
     longest: int | None,
     with_u8: bool,
-    parts: int | None,
+    parts: Sequence[Part] | None,
     strategy: Recommendation,
     export: ExportCost,
     speed: Roofline,
@@ -74,7 +75,7 @@ def make_plan_verdict(
         largest_context: the largest that fits, or None.
         longest: the longest that the model was made for, if that is known.
         with_u8: whether a cache of 8 bits would make it fit.
-        parts: how many contexts would hold it, or None if no number does.
+        parts: what export divides the graphs into, or None if no division would do.
         strategy: what the cache is planned with.
         export: what exporting it takes.
         speed: how fast it can be.
@@ -94,6 +95,9 @@ def make_plan_verdict(
     elif largest_context is not None and largest_context > context:
         limit = "the longest that the model was made for" if largest_context == longest else "the largest that fits"
         lines.append(f"So does a context of {largest_context:,}, {limit}.")
+    if parts is not None and len(parts) > 1:
+        most = gb(max(part.compile_peak_bytes for part in parts))
+        lines.append(f"Export divides it into {len(parts)} parts, each compiled in {most} of RAM at most.")
     lines.append(
         f"At best {speed.tokens_per_s:.0f} tokens a second. The export takes about {gb(export.peak_bytes)} of RAM and "
         f"{duration(export.seconds)}."
@@ -101,14 +105,14 @@ def make_plan_verdict(
     return PlanVerdict(fits=fits, text=" ".join(lines), largest_context=largest_context)
 
 
-def _way_out(demand: Demand, largest_context: int | None, with_u8: bool, parts: int | None) -> str:
+def _way_out(demand: Demand, largest_context: int | None, with_u8: bool, parts: Sequence[Part] | None) -> str:
     ways = []
     if largest_context is not None:
         ways.append(f"--context {largest_context} (the largest that fits)")
     if with_u8:
         ways.append("--kv u8")
     if parts is not None:
-        ways.append(f"the model parted over {parts} contexts, which export does not do")
+        ways.append(f"the model parted over {len(parts)} contexts, as export does by itself")
     else:
         ways.append("a smaller model: a single part of this one is above one context")
     alone = "The weights alone are too large. " if demand.weights_bytes > demand.context_bytes else ""

@@ -9,7 +9,7 @@ from edgekv.size.strategies import CHOICES, Choice, StrategySize
 from edgekv.size.subject import Overrides, Subject, kv_dtype_of
 from edgekv.size.traffic import Traffic, count_windows, measure_traffic
 from edgekv.size.verdict import HTP_CONTEXT_BYTES, Budget, Verdict, check_cache_type, largest_multiple
-from edgekv.size.weights import WEIGHT_DTYPES, Decoder, Weights, recipe_weights
+from edgekv.size.weights import WEIGHT_DTYPES, Decoder, Weights, matrix_bytes, recipe_weights
 
 __all__ = [
     "CHOICES",
@@ -33,6 +33,7 @@ __all__ = [
     "kv_dtype_of",
     "largest_multiple",
     "make_report",
+    "matrix_bytes",
     "measure_traffic",
     "save_plot",
     "recipe_weights",

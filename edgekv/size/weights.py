@@ -87,16 +87,17 @@ def recipe_weights(decoder: Decoder, recipe: str) -> Weights:
     own even if it is tied to the table. Biases, norms of single heads and norms behind a block are not counted.
     """
     dtype = WEIGHT_DTYPES[recipe]
-    layer_bytes = sum(_matrix_bytes(rows, columns, dtype) for rows, columns in decoder.layer_matrices)
+    layer_bytes = sum(matrix_bytes(rows, columns, dtype) for rows, columns in decoder.layer_matrices)
     return Weights(
         embedding_bytes=2 * decoder.table_parameters,
         layer_bytes=layer_bytes + 2 * 2 * decoder.hidden,
         layers=decoder.layers,
-        head_bytes=_matrix_bytes(decoder.hidden, decoder.vocab, "int8") + 2 * decoder.hidden,
+        head_bytes=matrix_bytes(decoder.hidden, decoder.vocab, "int8") + 2 * decoder.hidden,
     )
 
 
-def _matrix_bytes(rows: int, columns: int, dtype: WeightDtype) -> int:
+def matrix_bytes(rows: int, columns: int, dtype: WeightDtype) -> int:
+    """Bytes of a matrix `[rows, columns]`, its scales included."""
     block = block_rows(dtype)
     blocks = rows // block if block else 0
     return rows * columns * weight_bits(dtype) // 8 + (4 + blocks) * columns

@@ -200,6 +200,7 @@ def _open(bundle: Path, profile: str | None, *, force: bool) -> tuple[Bundle, Ac
     account = connect(profile)
     opened = open_bundle(bundle)
     opened.require_onnx("AI Hub's uploader")
+    opened.require_whole("AI Hub's uploader")
     if force:
         Ledger.forget(opened)
     return opened, account, Ledger(opened, account.service)

@@ -47,6 +47,7 @@ class Probe:
             EngineError: the engine refused the graph.
         """
         bundle.require_onnx("the trace")
+        bundle.require_whole("the trace")
         assert isinstance(engine, CpuEngine | HtpEngine), "no other engine runs ONNX graphs"
         manifest = bundle.manifest
         record = manifest.graph("score")

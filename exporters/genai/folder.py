@@ -137,6 +137,7 @@ def choose_graphs(bundle: Bundle) -> tuple[GraphRecord, GraphRecord]:
         BundleError: onnxruntime-genai cannot work with the bundle's cache or graphs.
     """
     bundle.require_onnx("onnxruntime-genai")
+    bundle.require_whole("onnxruntime-genai")
     manifest = bundle.manifest
     name = f"bundle {bundle.path}"
     if manifest.kv_dtype != "u8":
@@ -145,13 +146,6 @@ def choose_graphs(bundle: Bundle) -> tuple[GraphRecord, GraphRecord]:
             found=manifest.kv_dtype,
             wanted="u8, the only type that onnxruntime-genai's windowed cache has",
             way_out="Export again with --kv u8.",
-        )
-    if other := [graph.file for graph in manifest.graphs if not graph.file.endswith(".onnx")]:
-        raise BundleError(
-            f"{name}: graphs",
-            found=other[0],
-            wanted="ONNX graphs",
-            way_out="Export again without --format, or run the bundle with edgekv.",
         )
     if manifest.windows:
         raise BundleError(

@@ -67,6 +67,7 @@ class GeniePlan:
             UsageError: an option does not fit the bundle.
         """
         bundle.require_onnx("the writer for Genie")
+        bundle.require_whole("the writer for Genie")
         manifest = bundle.manifest
         if manifest.key_layout != "columns":
             raise BundleError(

@@ -54,7 +54,7 @@ def write_genie(
     ):
         models, table = _adapt(bundle, plan, Path(scratch), folder / TABLE if options.embedding_table else None)
         ports = {name: _check_graph(bundle, plan, name, model, table) for name, model in models.items()}
-        binaries = compile_binaries(models, plan.device, folder, progress)
+        binaries = compile_binaries([models], plan.device, folder, True, progress)
         named = {name: full for binary in binaries for name, full in name_graphs(folder, binary).items()}
         alone = {name: binary for binary in binaries if binary.graphs == 1 for name in binary.wrappers}
         shared = next((binary.file for binary in binaries if binary.graphs > 1), None)

@@ -1,0 +1,71 @@
+"""Whether the fields of a manifest go together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import PurePosixPath
+from typing import NoReturn
+
+from edgekv.bundle.graphs import IDS, rope_inputs
+from edgekv.bundle.manifest import Manifest
+
+Fail = Callable[[str, object, object], NoReturn]
+
+
+def check_consistency(manifest: Manifest, fail: Fail) -> None:
+    """Call `fail` with the first field that contradicts another: its name, what was found, what is wanted."""
+    for name in manifest.files:
+        pure = PurePosixPath(name)
+        if pure.is_absolute() or ".." in pure.parts or pure.as_posix() != name or "\\" in name:
+            fail("files", repr(name), "plain paths inside of the bundle")
+    try:
+        geometry = manifest.geometry
+        manifest.cache_geometry.groups()
+        for encoding in manifest.encodings.values():
+            encoding.encoding()
+    except ValueError as error:
+        fail("model", error, "sizes and encodings that can exist")
+    _check_graphs(manifest, fail)
+    decode = manifest.graph("decode")
+    if decode is None:
+        fail("graphs", f"roles {', '.join(sorted({g.role for g in manifest.graphs}))}", "a graph of role `decode`")
+    elif decode.context != manifest.context:
+        fail("graphs", f"a decode graph for {decode.context} tokens at most", f"one for all {manifest.context}")
+    cache = [tensor.past for tensor in geometry.names()]
+    rotary = [name for suffix in manifest.ropes for name in rope_inputs(suffix)]
+    ends = {name: None for part in manifest.parts for name in (part.entry, part.exit) if name != IDS}
+    if missing := [name for name in ("attention_mask", *rotary, *ends, *cache) if name not in manifest.encodings]:
+        fail("encodings", f"none of {missing[0]}", "one for each graph input and output")
+    half = manifest.model.head_dim // 2
+    for record in manifest.ropes.values():
+        if not 1 <= (pairs := len(record.inverse_frequencies)) <= half:
+            fail("rope: inverse_frequencies", f"{pairs} values", f"1 to {half}, head_dim / 2")
+
+
+def _check_graphs(manifest: Manifest, fail: Fail) -> None:
+    names = [graph.name for graph in manifest.graphs]
+    if len(set(names)) != len(names):
+        fail("graphs", f"names {', '.join(names)}", "unique names")
+    layers = manifest.model.layers
+    parts = {part.name: part for graph in manifest.graphs for part in graph.parts}
+    for graph in manifest.graphs:
+        at = f"graphs: {graph.name}"
+        if not 1 <= graph.ar < graph.context <= manifest.context:
+            fail(at, f"ar {graph.ar}, context {graph.context}", f"1 <= ar < context <= {manifest.context}")
+        if graph.role == "decode" and graph.ar != 1:
+            fail(f"{at}: ar", graph.ar, "1 in the role `decode`")
+        for part in graph.parts:
+            if part.file not in manifest.files:
+                fail(f"{at}: file", repr(part.file), "a file that `files` lists")
+            if parts[part.name] != part:
+                fail(f"{at}: {part.name}", part, f"{parts[part.name]}, as in another graph")
+        held = [layer for part in graph.parts for layer in part.layers]
+        heads = [part.head for part in graph.parts]
+        empty = any(not part.layers and not part.head for part in graph.parts)
+        if held != [*range(layers)] or empty or heads != [False] * (len(heads) - 1) + [True]:
+            found = ", ".join(f"{part.first_layer}:{part.stop_layer}{' head' * part.head}" for part in graph.parts)
+            fail(f"{at}: parts", found or "none", f"layers 0 to {layers}, in order, and a head at the end")
+        if [part.embeds for part in graph.parts] != [manifest.embedding is None] + [False] * (len(heads) - 1):
+            fail(f"{at}: embeds", [part.embeds for part in graph.parts], "the first part alone, or the host for all")
+    if manifest.embedding is not None and manifest.embedding.file not in manifest.files:
+        fail("embedding: file", repr(manifest.embedding.file), "a file that `files` lists")

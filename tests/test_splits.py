@@ -1,0 +1,181 @@
+"""Graphs divided into parts against whole ones: the same bits, from the same weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import edgekv
+from devices import find
+from edgekv.bundle import Bundle, open_bundle
+from edgekv.cli import run
+from edgekv.errors import BundleError, UsageError
+from edgekv.plan import divide
+from exporters.checkpoint import Checkpoint
+from exporters.compile import compile_bundle
+from exporters.diagnose.probe import Probe
+from exporters.export import ExportOptions, export_bundle
+from exporters.genai.folder import choose_graphs
+from exporters.htp import floating_nodes
+from exporters.recipe import find_recipe
+from tests.checkpoints import write_checkpoint
+
+DEVICE = find("SM8650")
+PROMPT = [(7 * i) % 200 + 3 for i in range(20)]
+SPLITS = {
+    "whole": {},
+    "body and head": {"splits": 1, "head": "own"},
+    "host": {"splits": 1, "embedding": "host"},
+    "two": {"splits": 2},
+    "three": {"splits": 3, "embedding": "graph", "head": "last"},
+}
+
+
+@pytest.fixture(scope="module")
+def bundles(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("splits")
+    checkpoint = Checkpoint.open(str(write_checkpoint(folder / "checkpoint", {"num_hidden_layers": 3})))
+    for name, split in SPLITS.items():
+        options = ExportOptions(DEVICE, find_recipe("w8a16"), (24, 48), ar=(1, 8), check_on_htp=False, **split)
+        export_bundle(checkpoint, folder / name, options)
+    return {name: folder / name for name in SPLITS}
+
+
+@pytest.fixture(scope="module")
+def two(bundles: dict[str, Path]) -> Bundle:
+    return open_bundle(bundles["two"])
+
+
+def _logits(folder: Path, engine: str, strategy: str) -> tuple[np.ndarray, np.ndarray]:
+    """Of a prompt and single tokens across both contexts; and of every token, scored."""
+    model = edgekv.load(folder, engine, kv_update=strategy)
+    runner = model._runner
+    rows = [runner.feed(PROMPT).copy(), *(runner.feed([(11 * t) % 200]).copy() for t in range(8))]
+    return np.stack(rows), model.score(PROMPT)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "names"), [("slot", [*SPLITS][1:]), ("pointer-shift", ["two"])], ids=["slot", "pointer-shift"]
+)
+def test_parts_give_the_bits_of_the_whole(bundles: dict[str, Path], strategy: str, names: list[str]) -> None:
+    wanted = _logits(bundles["whole"], "cpu", strategy)
+    for name in names:
+        for found, each in zip(_logits(bundles[name], "cpu", strategy), wanted, strict=True):
+            assert np.array_equal(found, each) and each.std() > 0
+
+
+def test_parts_give_the_bits_of_the_whole_on_the_htp(bundles: dict[str, Path]) -> None:
+    for found, wanted in zip(*(_logits(bundles[each], "htp", "slot") for each in ("two", "whole")), strict=True):
+        assert np.array_equal(found, wanted)
+
+
+def test_graphs_share_parts_and_weights(bundles: dict[str, Path], two: Bundle) -> None:
+    names = {graph.name: [part.name for part in graph.parts] for graph in two.manifest.graphs}
+    assert names["ar1_cl24"] == ["ar1_cl24_part1", "ar1_cl24_part2", "head"]
+    assert names["ar8_cl48"] == ["ar8_cl48_part1", "ar8_cl48_part2", "head"]
+    assert names["ar8_cl48_score"] == ["ar8_cl48_part1", "ar8_cl48_part2", "head_ar8"]
+    whole = open_bundle(bundles["whole"]).manifest
+    assert [graph.file for graph in whole.graphs[:2]] == ["ar1_cl24.onnx", "ar8_cl24.onnx"] and whole.is_whole
+    assert {n: r for n, r in two.manifest.files.items() if "weights" in n} == {
+        n: r for n, r in whole.files.items() if "weights" in n
+    }
+
+
+def test_a_head_by_itself_runs_once_a_feed(bundles: dict[str, Path]) -> None:
+    runner = edgekv.load(bundles["two"])._runner
+    runner.feed(PROMPT[:8])
+    (prefill,) = runner._graphs.values()
+    before = prefill.logits.copy()
+    prefill.step(PROMPT[8:16], logits=False)
+    assert np.array_equal(prefill.logits, before) and runner.cache.length == 16
+    prefill.step(PROMPT[16:20])
+    assert not np.array_equal(prefill.logits, before)
+
+
+def test_every_part_computes_in_integers(two: Bundle) -> None:
+    parts = two.manifest.graphs[1].parts
+    assert floating_nodes([two.part_path(part) for part in parts], DEVICE) == []
+
+
+def test_one_binary_for_each_part_that_all_graphs_share(two: Bundle) -> None:
+    record = compile_bundle(two, DEVICE)
+    graphs = [f"ar{ar}_cl{context}" for context in (24, 48) for ar in (1, 8)]
+    assert [[*binary.wrappers] for binary in record.binaries] == [
+        [f"{graph}_part1" for graph in graphs],
+        [f"{graph}_part2" for graph in graphs],
+        ["head"],
+    ]
+    assert all(50e6 < binary.peak_bytes < 2e9 for binary in record.binaries)
+    with pytest.raises(UsageError, match="--force"):
+        compile_bundle(two, DEVICE, each=True)
+
+
+def test_what_runs_a_graph_as_one_file_refuses_parts_by_name(two: Bundle) -> None:
+    wanted = r"found graphs of 3 parts; wanted .*, which {} runs. Export it with --splits 1 --head last"
+    with pytest.raises(BundleError, match=wanted.format("onnxruntime-genai")):
+        choose_graphs(two)
+    with pytest.raises(BundleError, match=wanted.format("the trace")):
+        Probe(two, edgekv.engine.CpuEngine())
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ('"stop_layer": 1,', '"stop_layer": 2,', r"parts: found 0:2, 1:3, 3:3 head; wanted layers 0 to 3"),
+        ('"embeds": false', '"embeds": true', r"embeds: found \[True, "),
+        ('"head": true', '"head": false', r"parts: found"),
+    ],
+)
+def test_parts_that_are_no_decoder_are_refused(two: Bundle, tmp_path: Path, old: str, new: str, message: str) -> None:
+    text = (two.path / "manifest.json").read_text()
+    (tmp_path / "manifest.json").write_text(text.replace(old, new))
+    with pytest.raises(BundleError, match=message):
+        open_bundle(tmp_path)
+
+
+def test_a_table_of_another_model_is_refused(bundles: dict[str, Path], tmp_path: Path) -> None:
+    text = (bundles["host"] / "manifest.json").read_text()
+    assert '"vocab": 320' in text
+    for path in bundles["host"].iterdir():
+        (tmp_path / path.name).symlink_to(path)
+    (tmp_path / "manifest.json").unlink()
+    (tmp_path / "manifest.json").write_text(text.replace('"vocab": 320', '"vocab": 319'))
+    with pytest.raises(BundleError, match=r"embed_tokens.weight.uint16: found U16 \[320, .*wanted U16 \[319, "):
+        edgekv.load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--splits", "4"], "--splits: found 4; wanted 1 to 3, the layers of the checkpoint. Use --splits 3"),
+        (["--splits", "0"], "--splits: found 0"),
+        (["--embedding", "phone"], "--embedding: found 'phone'; wanted graph or host"),
+        (["--head", "first"], "--head: found 'first'; wanted own or last"),
+        (["--splits", "2", "--format", "tflite"], "--splits, --embedding, --head: found 2"),
+    ],
+)
+def test_a_split_that_cannot_be_is_refused(
+    bundles: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str], message: str
+) -> None:
+    checkpoint = bundles["two"].parent / "checkpoint"
+    command = ["export", str(checkpoint), "-o", str(tmp_path / "bundle"), "--device", "SM8650", "--context", "64"]
+    assert run([*command, *options]) == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "bundle").exists()
+
+
+@given(st.lists(st.integers(1, 50), min_size=1, max_size=12), st.data(), st.integers(0, 99), st.integers(0, 99))
+def test_layers_are_divided_in_order_and_evenly(layers: list[int], data: st.DataObject, first: int, last: int) -> None:
+    splits = data.draw(st.integers(1, len(layers)))
+    parts = divide(layers, splits, first_bytes=first, last_bytes=last)
+    assert [layer for part in parts for layer in part] == [*range(len(layers))]
+    assert len(parts) == splits and all(parts)
+
+
+def test_equal_layers_are_divided_into_parts_that_differ_by_one_at_most() -> None:
+    assert [len(part) for part in divide([10] * 16, 5)] == [3, 3, 4, 3, 3]
+    assert [len(part) for part in divide([10] * 6, 3, last_bytes=20)] == [3, 2, 1]
