@@ -155,16 +155,17 @@ def compile_(
     target = find(device)
     opened = open_bundle(bundle)
     with shown() as progress:
-        compiled = compile_bundle(opened, target, each=each, force=force, progress=progress)
+        peaks: dict[str, int] = {}
+        compiled = compile_bundle(opened, target, each=each, force=force, progress=progress, watch=peaks.__setitem__)
     if as_json:
-        typer.echo(msgspec.json.encode(compiled))
+        typer.echo(msgspec.json.encode(msgspec.to_builtins(compiled) | {"peak_bytes": peaks}))
         return
     vtcm = compiled.vtcm_bytes >> 20
     typer.echo(f"{bundle / 'compiled' / compiled.soc}: {compiled.soc}, V{compiled.arch}, {vtcm} MiB VTCM")
     for binary in compiled.binaries:
         size = compiled.files[binary.file].bytes / 1e6
         held = "weights shared by " if binary.graphs > 1 else ""
-        peak = f"; compiled in {binary.peak_bytes / 1e9:.2f} GB of RAM" if binary.peak_bytes else ""
+        peak = f"; compiled in {peaks[binary.file] / 1e9:.2f} GB of RAM" if binary.file in peaks else ""
         typer.echo(f"  {binary.file}: {size:.2f} MB, {held}{', '.join(binary.wrappers)}{peak}")
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,6 +30,14 @@ _GRAPH = re.compile(rb"PICKLE/")
 _MIB = 1 << 20
 
 
+Watch = Callable[[str, int], None]
+"""Told the name of a binary and the most RAM, in bytes, that its compiler held."""
+
+
+def unwatched(binary: str, peak_bytes: int) -> None:
+    """Nobody wants to know."""
+
+
 @dataclass(frozen=True, slots=True)
 class BinaryTarget:
     """The chip that a context binary was compiled for.
@@ -46,7 +54,13 @@ class BinaryTarget:
 
 
 def compile_bundle(
-    bundle: Bundle, device: Device, *, each: bool | None = None, force: bool = False, progress: Progress = silent
+    bundle: Bundle,
+    device: Device,
+    *,
+    each: bool | None = None,
+    force: bool = False,
+    progress: Progress = silent,
+    watch: Watch = unwatched,
 ) -> CompiledManifest:
     """Write `compiled/<SOC>/` into the bundle: for each part a context binary in which all graphs share its weights.
 
@@ -62,6 +76,7 @@ def compile_bundle(
             that size is nothing for the emulator.
         force: replace what was compiled before.
         progress: told of each binary.
+        watch: told how much RAM each took; no file holds that, so that compiling again writes the same bytes.
 
     Raises:
         UsageError: the device cannot run the bundle, was compiled for before, or `each` does not fit the bundle.
@@ -90,7 +105,10 @@ def compile_bundle(
             binaries = [binary]
         else:
             alone = manifest.is_whole if each is None else each
-            binaries, compiler = compile_binaries(_parts(bundle), device, folder, alone, progress), qnn.compiler()
+            binaries, compiler = (
+                compile_binaries(_parts(bundle), device, folder, alone, progress, watch),
+                qnn.compiler(),
+            )
         compiled = CompiledManifest(
             soc=device.soc,
             soc_model=device.soc_model,
@@ -130,7 +148,12 @@ def _compile_tflite(
 
 
 def compile_binaries(
-    parts: Sequence[Mapping[str, Path]], device: Device, folder: Path, each: bool, progress: Progress = silent
+    parts: Sequence[Mapping[str, Path]],
+    device: Device,
+    folder: Path,
+    each: bool,
+    progress: Progress = silent,
+    watch: Watch = unwatched,
 ) -> list[CompiledBinary]:
     """Compile graphs into a folder, each binary in a process of its own.
 
@@ -140,6 +163,7 @@ def compile_binaries(
         folder: where the binaries and their wrappers go.
         each: make a binary of each file too, before the one that shares weights, if there are several.
         progress: told of each binary.
+        watch: told how much RAM each took.
 
     Raises:
         EngineError: the compiler failed, or targeted something else.
@@ -153,12 +177,15 @@ def compile_binaries(
     binaries = []
     for done, part in enumerate(sets):
         progress("compile", done, len(sets))
-        binaries.append(compile_graphs(device, part, folder, prefix="shared_" if len(part) > 1 else ""))
+        prefix = "shared_" if len(part) > 1 else ""
+        binaries.append(compile_graphs(device, part, folder, prefix=prefix, watch=watch))
     progress("compile", len(sets), len(sets))
     return binaries
 
 
-def compile_graphs(device: Device, models: Mapping[str, Path], folder: Path, *, prefix: str = "") -> CompiledBinary:
+def compile_graphs(
+    device: Device, models: Mapping[str, Path], folder: Path, *, prefix: str = "", watch: Watch = unwatched
+) -> CompiledBinary:
     """One binary for these graphs, checked for its target and for the number of its graphs.
 
     The provider writes a shared binary at the last session, named after the first.
@@ -168,6 +195,7 @@ def compile_graphs(device: Device, models: Mapping[str, Path], folder: Path, *, 
         models: the ONNX files, by the names of their graphs.
         folder: for the binary and its wrappers.
         prefix: of their names.
+        watch: told how much RAM it took.
 
     Raises:
         EngineError: the compiler failed, or targeted something else.
@@ -204,7 +232,8 @@ def compile_graphs(device: Device, models: Mapping[str, Path], folder: Path, *, 
             way_out="Use the tested onnxruntime-qnn, `pip install edgekv[htp]`.",
         )
     _check_target(binary, device)
-    return CompiledBinary(file=binary.name, wrappers=wrappers, graphs=held, peak_bytes=peak_bytes)
+    watch(binary.name, peak_bytes)
+    return CompiledBinary(file=binary.name, wrappers=wrappers, graphs=held)
 
 
 def read_target(binary: Path) -> BinaryTarget | None:

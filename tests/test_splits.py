@@ -102,14 +102,16 @@ def test_every_part_computes_in_integers(two: Bundle) -> None:
 
 
 def test_one_binary_for_each_part_that_all_graphs_share(two: Bundle) -> None:
-    record = compile_bundle(two, DEVICE)
+    peaks: dict[str, int] = {}
+    record = compile_bundle(two, DEVICE, watch=peaks.__setitem__)
     graphs = [f"ar{ar}_cl{context}" for context in (24, 48) for ar in (1, 8)]
     assert [[*binary.wrappers] for binary in record.binaries] == [
         [f"{graph}_part1" for graph in graphs],
         [f"{graph}_part2" for graph in graphs],
         ["head"],
     ]
-    assert all(50e6 < binary.peak_bytes < 2e9 for binary in record.binaries)
+    assert [*peaks] == [binary.file for binary in record.binaries]
+    assert all(50e6 < peak_bytes < 2e9 for peak_bytes in peaks.values())
     with pytest.raises(UsageError, match="--force"):
         compile_bundle(two, DEVICE, each=True)
 

@@ -95,9 +95,9 @@ def test_litert_is_lent_the_addresses_of_the_cache(exported):
     model = edgekv.load(exported, "litert", kv_update="pointer-shift")
     tokens(model, 3)
     (store,) = model.cache.stores
-    graph = model._runner._graphs["ar1_cl128"]
-    ((_, past, new),) = (group.bound for group in graph._groups)
-    inputs, outputs = graph._binding._inputs.addresses(), graph._binding._outputs.addresses()
+    (part,) = model._runner._graphs["ar1_cl128"]._parts
+    ((_, past, new),) = (group.bound for _, group in part._groups)
+    inputs, outputs = part._binding._inputs.addresses(), part._binding._outputs.addresses()
     for tensor, address in zip(store.tensors, store.addresses, strict=True):
         assert inputs[tensor.past] == address + past * store.row_bytes
         assert outputs[tensor.new] == address + new * store.row_bytes
@@ -108,9 +108,9 @@ def test_tflite_runtime_is_laid_over_the_addresses_of_the_cache(exported):
     model = edgekv.load(exported, "tflite", kv_update="pointer-shift")
     tokens(model, 3)
     (store,) = model.cache.stores
-    graph = model._runner._graphs["ar1_cl128"]
-    ((_, past, new),) = (group.bound for group in graph._groups)
-    binding = graph._binding
+    (part,) = model._runner._graphs["ar1_cl128"]._parts
+    ((_, past, new),) = (group.bound for _, group in part._groups)
+    binding = part._binding
     details = {**binding._details.get_input_details(), **binding._details.get_output_details()}
 
     def address(name):

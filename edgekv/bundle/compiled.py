@@ -23,13 +23,11 @@ class CompiledBinary(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         wrappers: ONNX files with an EPContext node, by the name of a part of a graph; ONNX Runtime loads the binary
             through them. A `.tflite` file holds its binary, and wraps itself.
         graphs: how many graphs the binary holds.
-        peak_bytes: RAM, the most that the compiler's process held; 0 if that is not known.
     """
 
     file: str
     wrappers: dict[str, str]
     graphs: int
-    peak_bytes: int = 0
 
 
 class CompiledManifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
