@@ -128,8 +128,7 @@ def test_the_folder_needs_nothing_beside_it(folder: GenieFolder) -> None:
 
 
 def test_the_shared_binary_holds_both_graphs_and_one_copy_of_the_weights(folder: GenieFolder) -> None:
-    shared = folder.manifest.shared
-    assert shared is not None
+    (shared,) = folder.manifest.shared
     content = (folder.path / shared).read_bytes()
     assert all(content.count(graph.name.encode()) == 3 for graph in folder.manifest.graphs)
     assert [graph.name.strip("_").split("__")[0] for graph in folder.manifest.graphs] == [
@@ -159,7 +158,7 @@ def test_a_misnamed_cache_tensor_is_found_where_genie_finds_nothing(
 ) -> None:
     """In a graph before it is compiled, and in a binary that Genie loads without a word."""
     (graph,) = (each for each in columns.manifest.graphs if each.role == "decode")
-    wanted = GeniePorts.of(columns.manifest, graph)
+    wanted = GeniePorts.of(columns.manifest, graph, graph.part)
     wanted.compare(graph.file, read_ports(columns.graph_path(graph)))
     right, wrong = "past_key_1_h1_in", "past_kez_1_h1_in"
     onnx_bytes = columns.graph_path(graph).read_bytes()
@@ -212,6 +211,26 @@ def test_rotary_tables_of_llama3_are_genies_bit_by_bit(tmp_path: Path) -> None:
         assert np.array_equal(np.fromfile(dump, np.uint16), ours.ravel())
 
 
+def test_genie_runs_the_parts_of_a_split_model_as_edgekv_does(tmp_path: Path) -> None:
+    """Three parts, the last a head by itself, with embeddings from a table: of 16 tokens, prefilled in two steps."""
+    checkpoint = write_checkpoint(tmp_path / "checkpoint")
+    bundle = _export(checkpoint, tmp_path / "bundle", context=(32, 96), ar=(1, 8), splits=2)
+    written = write_genie(bundle, tmp_path / "genie", GenieOptions(bos=False))
+    assert written.checked and [graph.part for graph in written.graphs] == [1] * 4 + [2] * 4 + [3] * 2
+    assert len(written.shared) == 3 and written.files["embedding.raw"].bytes == 2 * 320 * bundle.manifest.model.hidden
+    prompt = list(range(16))
+    ours = [token.id for token in edgekv.load(bundle, engine="htp").generate(prompt, max_new_tokens=48)]
+    with GenieDialog(tmp_path / "genie", open_genie_folder(tmp_path / "genie").config()) as dialog:
+        assert list(dialog.token_query(prompt, max_new_tokens=48)) == ours
+    assert len(prompt) + len(ours) > 32
+
+
+@pytest.mark.parametrize("split", [{"splits": 2, "embedding": "graph", "head": "last"}, {"splits": 1, "head": "own"}])
+def test_genie_runs_other_splits_too(tmp_path: Path, split: dict[str, object]) -> None:
+    bundle = _export(write_checkpoint(tmp_path / "checkpoint"), tmp_path / "bundle", ar=(1, 8), context=32, **split)
+    assert write_genie(bundle, tmp_path / "genie", GenieOptions(bos=False)).checked
+
+
 def test_genie_moves_to_the_next_context_as_edgekv_does(tmp_path: Path) -> None:
     checkpoint = write_checkpoint(tmp_path / "checkpoint")
     bundle = _export(checkpoint, tmp_path / "bundle", context=(32, 96), ar=(1, 8))
@@ -247,7 +266,7 @@ def test_one_graph_needs_no_shared_binary(tmp_path: Path) -> None:
     bundle = _export(write_checkpoint(tmp_path / "checkpoint"), tmp_path / "bundle", ar=(1,))
     options = GenieOptions(context=100, max_new_tokens=5, sampling=Sampling(0.8, top_k=7, seed=3), bos=False)
     written = write_genie(bundle, tmp_path / "genie", options)
-    assert written.shared is None
+    assert written.shared == []
     dialog = json.loads((tmp_path / "genie" / "genie_config.json").read_text())["dialog"]
     assert (dialog["max-num-tokens"], dialog["context"]["size"], dialog["context"]["bos-token"]) == (5, 100, -1)
     assert dialog["sampler"] == {

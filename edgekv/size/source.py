@@ -133,6 +133,8 @@ def _from_bundle(folder: Path, given: Overrides) -> Subject:
     if len(contexts := manifest.contexts) > 1:
         listed = ", ".join(map(str, contexts))
         assumptions.append(f"graphs for contexts of {listed} share one cache; costs are those of the largest's graphs")
+    if not manifest.is_whole:
+        assumptions.append("inputs and outputs of graphs that are divided into parts are counted as if they were whole")
     if manifest.windows:
         assumptions.append(_WINDOWS_UNCOUNTED)
     return Subject(str(folder), geometry, ar, size_bytes, manifest.model.max_positions, tuple(assumptions))

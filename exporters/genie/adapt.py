@@ -12,25 +12,25 @@ from pathlib import Path
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
+from edgekv.bundle import EMBEDDINGS, IDS, LOGITS, PartRecord
 from edgekv.errors import BundleError
-from exporters.genie.ports import EMBEDDINGS, IDS
 from quant import Encoding
 
 _INDEX = "logits_index"
-_LOGITS = "logits"
 
 
 class GraphAdapter:
-    """One graph, its weights left where they are."""
+    """One part of a graph, its weights left where they are."""
 
-    def __init__(self, source: Path) -> None:
-        """Read a graph of a bundle."""
+    def __init__(self, source: Path, part: PartRecord) -> None:
+        """Read a part of a graph of a bundle."""
         self._source = source
+        self._part = part
         self._model = onnx.load(source, load_external_data=False)
         self._graph = self._model.graph
 
-    def return_all_rows(self) -> bool:
-        """Compute the logits of every row, `[1, AR, V]`, instead of the one that `logits_index` selects.
+    def return_all_rows(self, ar: int) -> bool:
+        """Compute the logits of every row, `[1, AR, V]`, instead of one that `logits_index` or the host selects.
 
         Returns:
             Whether the graph was another before.
@@ -38,9 +38,23 @@ class GraphAdapter:
         Raises:
             BundleError: the graph does not end as edgekv's graphs do.
         """
+        outputs = {each.name: each for each in self._graph.output}
+        if not self._part.head or _dimension(outputs[LOGITS], 1).dim_value == ar:
+            return False
         select = self._readers().get(_INDEX)
         if select is None:
-            return False
+            (hidden,) = (each for each in self._graph.input if each.name == self._part.entry)
+            _dimension(hidden, 2).dim_value = ar
+        else:
+            self._drop_selection(select)
+        _dimension(outputs[LOGITS], 1).dim_value = ar
+        shape = self._constant(self._writers()[self._writers()[LOGITS].input[0]].input[1])
+        whole = numpy_helper.to_array(shape).copy()
+        whole[1] = ar
+        shape.CopyFrom(numpy_helper.from_array(whole, shape.name))
+        return True
+
+    def _drop_selection(self, select: onnx.NodeProto) -> None:
         # hidden -> Gather -> Quantize -> Dequantize -> the final norm
         dropped = self._chain(select, "DequantizeLinear")
         hidden, row = select.input[0], dropped[-1].output[0]
@@ -48,17 +62,9 @@ class GraphAdapter:
             for at, name in enumerate(node.input):
                 if name == row:
                     node.input[at] = hidden
-        (output,) = (each for each in self._graph.output if each.name == _LOGITS)
-        rows = self._ids().type.tensor_type.shape.dim[1].dim_value
-        output.type.tensor_type.shape.dim[1].dim_value = rows
-        shape = self._constant(self._writers()[self._writers()[_LOGITS].input[0]].input[1])
-        whole = numpy_helper.to_array(shape).copy()
-        whole[1] = rows
-        shape.CopyFrom(numpy_helper.from_array(whole, shape.name))
         (index,) = (each for each in self._graph.input if each.name == _INDEX)
         self._graph.input.remove(index)
         self._drop(dropped)
-        return True
 
     def take_table_out(self, table: Path) -> Encoding:
         """Read `inputs_embeds` `[1, 1, AR, hidden]` instead of ids.
@@ -148,6 +154,11 @@ class GraphAdapter:
             wanted="a graph that begins and ends as edgekv's graphs do",
             way_out="Export the bundle again with this edgekv, or leave out --embedding-table.",
         )
+
+
+def _dimension(value: onnx.ValueInfoProto, axis: int) -> onnx.TensorShapeProto.Dimension:
+    dimension: onnx.TensorShapeProto.Dimension = value.type.tensor_type.shape.dim[axis]
+    return dimension
 
 
 def _link(source: Path, target: Path) -> None:

@@ -76,10 +76,8 @@ def bundle_genie(
     for graph in written.graphs:
         size = written.files[graph.file].bytes / 1e6
         typer.echo(f"  {graph.file}: {size:.2f} MB, {graph.ar} tokens per inference, context {graph.context}")
-    if written.shared is not None:
-        typer.echo(
-            f"  {written.shared}: {written.files[written.shared].bytes / 1e6:.2f} MB, all of them, weights shared"
-        )
+    for shared in written.shared:
+        typer.echo(f"  {shared}: {written.files[shared].bytes / 1e6:.2f} MB, all of them, weights shared")
     typer.echo("  Genie chooses edgekv's tokens" if written.checked else "  not run in Genie")
 
 

@@ -12,14 +12,15 @@ from edgekv.errors import BundleError
 from exporters.genie.config import CONFIG, SHARED_CONFIG, GenieConfig
 
 GENIE_MANIFEST = "genie_bundle.json"
-FORMAT = 1
+FORMAT = 2
 
 
 class GenieGraph(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One graph: its name in the binaries, the binary that holds it alone, AR and context."""
+    """One part of a graph: its name in the binaries, the binary that holds it alone, its number, AR and context."""
 
     name: str
     file: str
+    part: int
     ar: int
     context: int
 
@@ -35,8 +36,8 @@ class GenieManifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         compiler: the package that compiled, with its version; its Genie loads the binaries.
         bundle_sha256: hash of the manifest of the bundle that they were made from.
         context: S of the largest graphs.
-        graphs: all graphs.
-        shared: the binary of all graphs over one copy of the weights; None if there is one graph.
+        graphs: all graphs; if they are divided, the first part of all, then the second, and so on.
+        shared: for each part the binary of all graphs over one copy of the weights; empty if there is one graph.
         checked: Genie itself loaded the binaries of single graphs and chose the tokens that edgekv chooses.
         files: size and hash of every other file.
     """
@@ -49,7 +50,7 @@ class GenieManifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     bundle_sha256: str
     context: int
     graphs: list[GenieGraph]
-    shared: str | None
+    shared: list[str]
     checked: bool
     files: dict[str, FileRecord]
 

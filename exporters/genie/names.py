@@ -6,6 +6,7 @@ its own, which nothing can change, so they are replaced in the binary by names o
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import onnx
@@ -13,6 +14,7 @@ import onnx
 from edgekv.bundle import CompiledBinary
 from edgekv.errors import EngineError
 
+_PART = re.compile(r"_\d+_of_\d+$")
 _PLACES = 3  # where a binary of the tested compiler holds the name of a graph
 
 
@@ -21,17 +23,20 @@ def graph_name(ar: int, context: int) -> str:
     return f"{'token' if ar == 1 else 'prompt'}_ar{ar}_cl{context}"
 
 
-def name_graphs(folder: Path, binary: CompiledBinary, part: int = 1, parts: int = 1) -> dict[str, str]:
+def part_name(graph: str, part: int, parts: int) -> str:
+    """The name of one of several parts, counted from 1; that of a whole graph stays as it is."""
+    return graph if parts == 1 else f"{graph}_{part}_of_{parts}"
+
+
+def name_graphs(folder: Path, binary: CompiledBinary) -> dict[str, str]:
     """Give the graphs of a binary, and its wrappers, the names under which the wrappers are listed.
 
     Args:
         folder: where the binary and its wrappers lie.
         binary: the binary.
-        part: which part of a split model it holds, from 1 on.
-        parts: how many there are.
 
     Returns:
-        The full names, padded with underscores to the length of those they replace.
+        The full names, which end in the part and are padded with underscores to the length of those they replace.
 
     Raises:
         EngineError: a name is not where the tested compiler puts it.
@@ -42,8 +47,8 @@ def name_graphs(folder: Path, binary: CompiledBinary, part: int = 1, parts: int 
         wrapper = onnx.load(folder / file)
         (node,) = wrapper.graph.node
         (partition,) = (each for each in node.attribute if each.name == "partition_name")
-        end = f"_{part}_of_{parts}"
-        name = graph.ljust(len(partition.s) - len(end), "_") + end
+        end = found[0] if (found := _PART.search(graph)) else "_1_of_1"
+        name = graph.removesuffix(end).ljust(len(partition.s) - len(end), "_") + end
         if content.count(partition.s) != _PLACES or len(name) != len(partition.s):
             raise EngineError(
                 f"{binary.file}: name of {graph}",

@@ -11,7 +11,7 @@ from edgekv.bundle import Bundle, GraphRecord, Manifest
 from edgekv.errors import BundleError, UsageError
 from edgekv.generate import Sampling
 from exporters.genie.config import positional_encoding
-from exporters.genie.names import graph_name
+from exporters.genie.names import graph_name, part_name
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,6 @@ class GeniePlan:
             UsageError: an option does not fit the bundle.
         """
         bundle.require_onnx("the writer for Genie")
-        bundle.require_whole("the writer for Genie")
         manifest = bundle.manifest
         if manifest.key_layout != "columns":
             raise BundleError(
@@ -98,13 +97,34 @@ class GeniePlan:
             )
         return cls(device, graphs, context, _bos(bundle) if options.bos else None)
 
+    @property
+    def parts(self) -> int:
+        """How many parts each graph has."""
+        return len(next(iter(self.graphs.values())).parts)
+
+    def named(self, number: int) -> list[tuple[str, GraphRecord]]:
+        """All graphs, by the names that their parts of this number, from 0 on, get.
+
+        A head by itself is the same for all contexts: Genie takes one for each AR.
+        """
+        named = {
+            (graph.ar, graph.context if graph.parts[number].layers else None): (name, graph)
+            for name, graph in self.graphs.items()
+        }
+        return [(part_name(name, number + 1, self.parts), graph) for name, graph in named.values()]
+
     def compiled(self, bundle: Bundle, wrappers: Mapping[str, Path]) -> dict[Path, Path]:
         """The wrappers, given by name, by those of the bundle's graphs that read and write the same.
 
         These are the graphs with logits of every row: Genie's prefill graphs are edgekv's scoring ones.
         """
-        rows = (g for g in bundle.manifest.graphs if g.role != "prefill")
-        return {bundle.graph_path(g): wrappers[graph_name(g.ar, g.context)] for g in rows}
+        rows = {(graph.ar, graph.context): graph for graph in bundle.manifest.graphs if graph.role != "prefill"}
+        return {
+            bundle.part_path(rows[graph.ar, graph.context].parts[number]): wrappers[name]
+            for number in range(self.parts)
+            for name, graph in self.named(number)
+            if (graph.ar, graph.context) in rows
+        }
 
 
 def _check_attention(manifest: Manifest) -> None:

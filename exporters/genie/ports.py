@@ -11,11 +11,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from edgekv.bundle import GraphRecord, Manifest
+from edgekv.bundle import EMBEDDINGS, IDS, LOGITS, GraphRecord, Manifest, PartRecord
 from edgekv.errors import BundleError
 from quant import Encoding
 
-IDS, EMBEDDINGS = "input_ids", "inputs_embeds"
 _RANK = 4
 _AGAIN = "Genie would load it and generate noise: export the bundle again with this edgekv."
 
@@ -50,37 +49,39 @@ class GeniePort:
 
 @dataclass(frozen=True, slots=True)
 class GeniePorts:
-    """All inputs and outputs of one graph of AR tokens in a context of S.
+    """All inputs and outputs of one part of a graph of AR tokens in a context of S.
 
     Attributes:
-        inputs: `input_ids` [1, AR] or `inputs_embeds` [1, 1, AR, hidden]; `attention_mask` [1, 1, AR, S], where
-            Genie writes 65535 to attend and 0 not to; `position_ids_cos` and `_sin` [1, 1, AR, D/2]; of every head the
-            past keys [1, 1, D, S-AR] and values [1, 1, S-AR, D], cleared to the middle of their type.
-        outputs: `logits` [1, AR, V]; the new keys [1, 1, D, AR] and values [1, 1, AR, D] in the encodings of the past.
+        inputs: `input_ids` [1, AR], `inputs_embeds` [1, 1, AR, hidden], or what the part before left, under the same
+            name; where there are layers, `attention_mask` [1, 1, AR, S], where Genie writes 65535 to attend and 0 not
+            to; `position_ids_cos` and `_sin` [1, 1, AR, D/2]; of every head the past keys [1, 1, D, S-AR] and values
+            [1, 1, S-AR, D], cleared to the middle of their type.
+        outputs: `logits` [1, AR, V], or what the next part goes on from; the new keys [1, 1, D, AR] and values
+            [1, 1, AR, D] in the encodings of the past.
     """
 
     inputs: tuple[GeniePort, ...]
     outputs: tuple[GeniePort, ...]
 
     @classmethod
-    def of(cls, manifest: Manifest, graph: GraphRecord, embeddings: Encoding | None = None) -> GeniePorts:
-        """What a graph of this bundle must have; with `embeddings`, it reads these instead of ids."""
+    def of(
+        cls, manifest: Manifest, graph: GraphRecord, part: PartRecord, embeddings: Encoding | None = None
+    ) -> GeniePorts:
+        """What a part of a graph of this bundle must have; with `embeddings`, the first reads these, not ids."""
         ar, context, model = graph.ar, graph.context, manifest.model
-        first = (
-            GeniePort.of(IDS, (1, ar), None)
-            if embeddings is None
-            else GeniePort.of(EMBEDDINGS, (1, 1, ar, model.hidden), embeddings)
-        )
         encodings = {name: record.encoding() for name, record in manifest.encodings.items()}
-        turns = (1, 1, ar, model.head_dim // 2)
-        inputs = [
-            first,
-            GeniePort.of("attention_mask", (1, 1, ar, context), encodings["attention_mask"]),
-            GeniePort.of("position_ids_cos", turns, encodings["position_ids_cos"]),
-            GeniePort.of("position_ids_sin", turns, encodings["position_ids_sin"]),
-        ]
-        outputs = [GeniePort.of("logits", (1, ar, model.vocab), encodings["logits"])]
-        for layer in range(model.layers):
+        if embeddings is not None:
+            encodings[EMBEDDINGS] = embeddings
+        entry = EMBEDDINGS if part.embeds and embeddings is not None else part.entry
+        width = (1, 1, ar, model.hidden)
+        inputs = [GeniePort.of(IDS, (1, ar), None) if entry == IDS else GeniePort.of(entry, width, encodings[entry])]
+        if part.layers:
+            shapes = {"attention_mask": (1, 1, ar, context)}
+            shapes |= dict.fromkeys(("position_ids_cos", "position_ids_sin"), (1, 1, ar, model.head_dim // 2))
+            inputs += [GeniePort.of(name, shape, encodings[name]) for name, shape in shapes.items()]
+        left = (1, ar, model.vocab) if part.exit == LOGITS else width
+        outputs = [GeniePort.of(part.exit, left, encodings[part.exit])]
+        for layer in part.layers:
             for kind in ("key", "value"):
                 for head in range(model.kv_heads):
                     name = f"past_{kind}_{layer}_h{head}"

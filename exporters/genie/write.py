@@ -10,8 +10,19 @@ from pathlib import Path
 
 import msgspec
 
-from edgekv.bundle import MANIFEST, Bundle, CompiledBinary, atomic_directory, record_files, sha256_of
+from edgekv.bundle import (
+    EMBEDDINGS,
+    MANIFEST,
+    Bundle,
+    CompiledBinary,
+    GraphRecord,
+    PartRecord,
+    atomic_directory,
+    record_files,
+    sha256_of,
+)
 from edgekv.engine import HtpEngine, qnn
+from edgekv.engine.embedding import open_table
 from exporters.compile import compile_binaries
 from exporters.genie.adapt import GraphAdapter
 from exporters.genie.config import CONFIG, EXTENSIONS, SHARED_CONFIG, TABLE, GenieConfig, HtpExtensions, genie_config
@@ -47,40 +58,47 @@ def write_genie(
         EngineError: Genie or the compiler is missing, failed, or chose other tokens.
     """
     find_library()
-    plan = GeniePlan.of(bundle, options)
+    plan, manifest = GeniePlan.of(bundle, options), bundle.manifest
     with (
         atomic_directory(target, force=force, marker=GENIE_MANIFEST) as folder,
         tempfile.TemporaryDirectory(prefix="edgekv-genie-") as scratch,
     ):
-        models, table = _adapt(bundle, plan, Path(scratch), folder / TABLE if options.embedding_table else None)
-        ports = {name: _check_graph(bundle, plan, name, model, table) for name, model in models.items()}
-        binaries = compile_binaries([models], plan.device, folder, True, progress)
+        table = _Table(bundle, folder / TABLE) if options.embedding_table or manifest.embedding else None
+        parts = [_adapt_part(bundle, plan, number, Path(scratch), table) for number in range(plan.parts)]
+        encoding = None if table is None else table.encoding
+        ports = {
+            name: _check_graph(bundle, graph, graph.parts[number], models[name], encoding)
+            for number, models in enumerate(parts)
+            for name, graph in plan.named(number)
+        }
+        binaries = compile_binaries(parts, plan.device, folder, True, progress)
         named = {name: full for binary in binaries for name, full in name_graphs(folder, binary).items()}
         alone = {name: binary for binary in binaries if binary.graphs == 1 for name in binary.wrappers}
-        shared = next((binary.file for binary in binaries if binary.graphs > 1), None)
+        shared = [binary.file for binary in binaries if binary.graphs > 1]
 
         def write_config(file: str, listed: Sequence[str]) -> GenieConfig:
             config = genie_config(
-                bundle.manifest,
+                manifest,
                 listed,
                 context=plan.context,
                 bos=plan.bos,
                 sampling=options.sampling,
                 max_new_tokens=options.max_new_tokens or plan.context,
-                table=table,
+                table=encoding,
             )
             (folder / file).write_bytes(config.text())
             return config
 
         config = write_config(CONFIG, [binary.file for binary in alone.values()])
-        if shared is not None:
-            write_config(SHARED_CONFIG, [shared])
+        if shared:
+            write_config(SHARED_CONFIG, shared)
         (folder / EXTENSIONS).write_bytes(HtpExtensions.of(plan.device).text())
         shutil.copyfile(bundle.path / _TOKENIZER, folder / _TOKENIZER)
         if options.check:
             progress("check on Genie", 0, 1)
             wrappers = {name: folder / binary.wrappers[name] for name, binary in alone.items()}
-            engine = HtpEngine(plan.device, {} if options.embedding_table else plan.compiled(bundle, wrappers))
+            reads_alike = table is None or manifest.embedding is not None
+            engine = HtpEngine(plan.device, plan.compiled(bundle, wrappers) if reads_alike else {})
             prompt = _prompt(bundle, plan)
             count = min(_CHECKED_TOKENS, plan.context - len(prompt))
             prove(folder, config, {named[name]: ports[name] for name in ports}, bundle, engine, prompt, count)
@@ -95,8 +113,9 @@ def write_genie(
             bundle_sha256=sha256_of(bundle.path / MANIFEST),
             context=plan.context,
             graphs=[
-                GenieGraph(name=named[name], file=alone[name].file, ar=graph.ar, context=graph.context)
-                for name, graph in plan.graphs.items()
+                GenieGraph(name=named[name], file=alone[name].file, part=number + 1, ar=graph.ar, context=graph.context)
+                for number in range(plan.parts)
+                for name, graph in plan.named(number)
             ],
             shared=shared,
             checked=options.check,
@@ -106,28 +125,44 @@ def write_genie(
     return written
 
 
-def _adapt(
-    bundle: Bundle, plan: GeniePlan, scratch: Path, table: Path | None
-) -> tuple[dict[str, Path], Encoding | None]:
-    """The graphs to compile, by their names; with `table`, they read embeddings, and the table goes there."""
-    models = {name: bundle.graph_path(graph) for name, graph in plan.graphs.items()}
-    encoding = None
-    for name, source in models.items():
-        adapter = GraphAdapter(source)
-        changed = adapter.return_all_rows()
-        if table is not None:
-            encoding = adapter.take_table_out(table)
-        if changed or table is not None:
-            models[name] = scratch / f"{name}.onnx"
+class _Table:
+    """The embedding table as Genie's own file, uint16 `[V, hidden]` without a header."""
+
+    def __init__(self, bundle: Bundle, path: Path) -> None:
+        """Write the table of a bundle whose graphs read embeddings; that of others comes out of their graphs."""
+        self.path = path
+        self.encoding: Encoding | None = None
+        if (rows := open_table(bundle)) is not None:
+            rows.tofile(path)
+            self.encoding = bundle.manifest.encodings[EMBEDDINGS].encoding()
+
+    def take_out(self, adapter: GraphAdapter) -> None:
+        """Let a graph read embeddings that looked them up."""
+        self.encoding = adapter.take_table_out(self.path)
+
+
+def _adapt_part(bundle: Bundle, plan: GeniePlan, number: int, scratch: Path, table: _Table | None) -> dict[str, Path]:
+    """One part of the graphs to compile, by their names."""
+    models = {}
+    for name, graph in plan.named(number):
+        part = graph.parts[number]
+        adapter = GraphAdapter(bundle.part_path(part), part)
+        changed = adapter.return_all_rows(graph.ar)
+        if table is not None and part.embeds:
+            table.take_out(adapter)
+            changed = True
+        models[name] = scratch / f"{name}.onnx" if changed else bundle.part_path(part)
+        if changed:
             adapter.save(models[name])
-    return models, encoding
+    return models
 
 
-def _check_graph(bundle: Bundle, plan: GeniePlan, name: str, model: Path, table: Encoding | None) -> GeniePorts:
-    graph = plan.graphs[name]
-    ports = GeniePorts.of(bundle.manifest, graph, table)
-    ports.check_encodings(graph.file)
-    ports.compare(graph.file, read_ports(model))
+def _check_graph(
+    bundle: Bundle, graph: GraphRecord, part: PartRecord, model: Path, table: Encoding | None
+) -> GeniePorts:
+    ports = GeniePorts.of(bundle.manifest, graph, part, table)
+    ports.check_encodings(part.file)
+    ports.compare(part.file, read_ports(model))
     return ports
 
 
