@@ -13,14 +13,17 @@ import edgekv
 from devices import find
 from edgekv.bundle import GraphFormat, open_bundle
 from edgekv.cli.numbers import parse_numbers
+from edgekv.engine import make_engine
 from edgekv.errors import UsageError
 from edgekv.kv import KeyLayout, KvDtype
 from exporters.checkpoint import Checkpoint
 from exporters.compile import compile_bundle
-from exporters.evaluate import evaluate, open_source, read_text
+from exporters.diagnose import layer_lines, measure_layers, parse_budget, proposal_lines, propose
+from exporters.evaluate import evaluate, evaluation_windows, open_source, read_text
 from exporters.export import KV_DTYPES, ExportOptions, export_bundle
 from exporters.progress import shown
-from exporters.recipe import describe_recipe, find_recipe
+from exporters.recipe import Recipe, check_recipe_path, describe_recipe, find_recipe
+from exporters.rotate import rotated
 
 # ruff: noqa: UP045  (typer reads the annotations of Python 3.10 at run time)
 
@@ -176,6 +179,16 @@ def eval_(
         str, typer.Option(help="Where the bundle runs: cpu or htp; of TFLite graphs litert or tflite.")
     ] = "cpu",
     tokens: Annotated[int, typer.Option(min=1, help="How many tokens to predict at most.")] = 4096,
+    layers: Annotated[
+        bool, typer.Option("--layers", help="SQNR of every layer and tensor, and what to do about the worst ten.")
+    ] = False,
+    suggest_recipe: Annotated[
+        Optional[Path],
+        typer.Option(help="A recipe file (.json) to write: int8 for the matrices that gain most by it."),
+    ] = None,
+    size_budget: Annotated[
+        str, typer.Option(help="What the weights may become with it: 1.2x of what they are, or bytes.")
+    ] = "1.2x",
     checkpoint: Annotated[
         Optional[str], typer.Option(help="The checkpoint, if it is not where the bundle was made from.")
     ] = None,
@@ -183,21 +196,44 @@ def eval_(
 ) -> None:
     """Compare a bundle with its checkpoint.
 
-    Perplexity on a text beside that of the float32 reference, and how often both hold the same token most likely.
+    Perplexity on a text beside that of the float32 reference, and how often both hold the same token most likely. With
+    --layers, where quality went; with --suggest-recipe, where a few bytes would bring most of it back.
     """
     content = read_text(text)
+    budget = parse_budget("--size-budget", size_budget)
+    if suggest_recipe is not None:
+        check_recipe_path(suggest_recipe)
     model = edgekv.load(bundle, engine=engine)
-    source = open_source(model.bundle.manifest, checkpoint)
+    manifest = model.bundle.manifest
+    source = open_source(manifest, checkpoint)
+    report = proposal = None
     with shown() as progress:
-        result = evaluate(model, source, content, text.name, tokens=tokens, progress=progress)
+        if layers or suggest_recipe is not None:
+            windows = evaluation_windows(source, content, manifest.context, tokens)
+            tensors = rotated(source, manifest.recipe.rotation)
+            if suggest_recipe is not None:
+                proposal = propose(model.bundle, tensors, windows, budget, progress)
+            runner = make_engine(engine, bundle=model.bundle)
+            report = measure_layers(model.bundle, runner, tensors, windows, text.name, progress)
+            report, result = msgspec.structs.replace(report, proposal=proposal), report.evaluation
+        else:
+            result = evaluate(model, source, content, text.name, tokens=tokens, progress=progress)
+    if proposal is not None and suggest_recipe is not None:
+        proposal.recipe(Recipe.of(manifest.recipe)).write(suggest_recipe)
     if as_json:
-        typer.echo(msgspec.json.encode(result))
+        typer.echo(msgspec.json.encode(report or result))
         return
     typer.echo(f"{result.tokens} tokens of {result.text} on {result.engine}")
     typer.echo(f"  perplexity      {result.perplexity:.4f}, {result.perplexity_ratio:.5f} x the reference's")
     typer.echo(f"  reference       {result.reference_perplexity:.4f} (float32)")
     typer.echo(f"  top-1 agreement {result.top1_agreement:.2%}")
     typer.echo(f"  SQNR            {result.sqnr_db:.1f} dB")
+    if report is not None:
+        for line in layer_lines(report):
+            typer.echo(line)
+    if proposal is not None:
+        for line in proposal_lines(proposal, str(suggest_recipe)):
+            typer.echo(line)
 
 
 def _kv_dtype(value: str | None, graph_format: GraphFormat) -> KvDtype:

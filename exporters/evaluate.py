@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -77,31 +76,45 @@ def evaluate(
         progress: told of every window.
     """
     context = model.bundle.manifest.context
-    windows = _limit(token_windows(checkpoint, text, context), tokens)
+    windows = evaluation_windows(checkpoint, text, context, tokens)
     reference = Reference(checkpoint, context).logits(windows)
-    nll = reference_nll = signal = noise = 0.0
-    agreed = count = 0
+    tally = Tally()
     for done, (window, expected) in enumerate(zip(windows, reference, strict=True)):
         progress("evaluate", done, len(windows))
-        actual = model.score(window.tolist())
-        nll += negative_log_likelihood(actual, window)
-        reference_nll += negative_log_likelihood(expected, window)
-        agreed += int((actual[:-1].argmax(-1) == expected[:-1].argmax(-1)).sum())
-        signal += float(np.square(expected, dtype=np.float64).sum())
-        noise += float(np.square(actual - expected, dtype=np.float64).sum())
-        count += len(window) - 1
+        tally.add(window, expected, model.score(window.tolist()))
     progress("evaluate", len(windows), len(windows))
-    perplexity, reference_perplexity = math.exp(nll / count), math.exp(reference_nll / count)
-    return Evaluation(
-        tokens=count,
-        perplexity=perplexity,
-        reference_perplexity=reference_perplexity,
-        perplexity_ratio=perplexity / reference_perplexity,
-        top1_agreement=agreed / count,
-        sqnr_db=10 * math.log10(signal / max(noise, 1e-30)),
-        engine=model.engine,
-        text=text_name,
-    )
+    return tally.evaluation(model.engine, text_name)
+
+
+class Tally:
+    """Sums up logits window by window."""
+
+    def __init__(self) -> None:
+        self._nll = self._reference_nll = self._signal = self._noise = 0.0
+        self._agreed = self._tokens = 0
+
+    def add(self, window: NDArray[np.int64], expected: Floats, actual: Floats) -> None:
+        """Token ids `[T]`, and the logits `[T, V]` of the reference and of the bundle."""
+        self._nll += negative_log_likelihood(actual, window)
+        self._reference_nll += negative_log_likelihood(expected, window)
+        self._agreed += int((actual[:-1].argmax(-1) == expected[:-1].argmax(-1)).sum())
+        self._signal += float(np.square(expected, dtype=np.float64).sum())
+        self._noise += float(np.square(actual - expected, dtype=np.float64).sum())
+        self._tokens += len(window) - 1
+
+    def evaluation(self, engine: str, text: str) -> Evaluation:
+        """What came of all windows."""
+        perplexity, reference = (math.exp(each / self._tokens) for each in (self._nll, self._reference_nll))
+        return Evaluation(
+            tokens=self._tokens,
+            perplexity=perplexity,
+            reference_perplexity=reference,
+            perplexity_ratio=perplexity / reference,
+            top1_agreement=self._agreed / self._tokens,
+            sqnr_db=10 * math.log10(self._signal / max(self._noise, 1e-30)),
+            engine=engine,
+            text=text,
+        )
 
 
 def negative_log_likelihood(logits: Floats, tokens: NDArray[np.int64]) -> float:
@@ -126,9 +139,14 @@ def read_text(path: Path) -> str:
         ) from error
 
 
-def _limit(windows: Sequence[NDArray[np.int64]], tokens: int) -> list[NDArray[np.int64]]:
+def evaluation_windows(checkpoint: Checkpoint, text: str, context: int, tokens: int) -> list[NDArray[np.int64]]:
+    """The text in windows of the context length that do not overlap, until `tokens` tokens have one before them.
+
+    Raises:
+        UsageError: the text has fewer than two tokens.
+    """
     kept: list[NDArray[np.int64]] = []
-    for window in windows:
+    for window in token_windows(checkpoint, text, context):
         left = tokens - sum(len(each) - 1 for each in kept)
         if left <= 0:
             break

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+from collections import Counter
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
 from importlib import resources
@@ -53,6 +55,38 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
     activations: Literal["u16"]
     rotation: RotationName
 
+    @classmethod
+    def of(cls, record: RecipeRecord) -> Recipe:
+        """The rules that a manifest's record comes from: what most matrices have for all, and the others by name."""
+        kinds = Counter((each.dtype, each.method) for each in record.weights)
+        (dtype, method), _ = kinds.most_common(1)[0]
+        rules = [WeightRule(tensors="*", dtype=dtype, method=method)]
+        rules += [
+            WeightRule(tensors=each.tensor, dtype=each.dtype, method=each.method)
+            for each in record.weights
+            if (each.dtype, each.method) != (dtype, method)
+        ]
+        return cls(name=record.name, weights=tuple(rules), activations="u16", rotation=record.rotation)
+
+    def write(self, file: Path) -> None:
+        """Write a recipe file that `find_recipe` reads; it appears whole or not at all.
+
+        Raises:
+            UsageError: it cannot be written, or not found again by its name.
+        """
+        check_recipe_path(file)
+        content = _RecipeFile(weights=list(self.weights), activations=self.activations, rotation=self.rotation)
+        partial = file.with_name(f".{file.name}.partial-{os.getpid()}")
+        try:
+            partial.write_bytes(msgspec.json.format(msgspec.json.encode(content), indent=2) + b"\n")
+            partial.replace(file)
+        except OSError as error:
+            raise UsageError(
+                str(file), found=error.strerror, wanted="a file that can be written", way_out="Choose another place."
+            ) from None
+        finally:
+            partial.unlink(missing_ok=True)
+
     def rule(self, tensor: str) -> WeightRule:
         """What becomes of this matrix.
 
@@ -85,6 +119,18 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
                     wanted=f"a multiple of {block} inputs",
                     way_out="Use smaller blocks, or give this tensor a rule of its own in a recipe file.",
                 )
+
+
+def check_recipe_path(file: Path) -> None:
+    """That a recipe can be written there, and found again.
+
+    Raises:
+        UsageError: the name does not end with `.json`, or there is no such folder.
+    """
+    if file.suffix != ".json":
+        raise UsageError(str(file), found="a name without .json", wanted="a recipe file (.json)", way_out="Add it.")
+    if not file.parent.is_dir():
+        raise UsageError(str(file), found="no such folder", wanted="a folder to write into", way_out="Make it first.")
 
 
 def recipe_names() -> list[str]:

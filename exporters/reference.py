@@ -87,11 +87,16 @@ class NumpyOps:
     ) -> Floats:
         width = self._spec.head_dim
         rows = slice(None) if head is None else slice(head * width, (head + 1) * width)
-        product = x @ self._weights[weight][rows].T * np.float32(gain)
+        product = self.product(x, weight, rows, gain)
         if bias is None:
             return self._seen(name, product)
         product = self._seen(name + ".unbiased", product)
         return self._seen(name, product + self._weights[bias][rows] * np.float32(gain))
+
+    def product(self, x: Floats, weight: str, rows: slice, gain: float) -> Floats:
+        """`x @ weight.T * gain` for some rows of a matrix, its output channels."""
+        product: Floats = x @ self._weights[weight][rows].T * np.float32(gain)
+        return product
 
     def rms_norm(self, x: Floats, weight: str, name: str, *, gain: float = 1.0) -> Floats:
         variance = np.square(x).mean(-1, keepdims=True)

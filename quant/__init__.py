@@ -10,6 +10,7 @@ from quant.weights import (
     WeightDtype,
     block_rows,
     pack_int4,
+    unpack_int4,
     weight_bits,
 )
 
@@ -28,5 +29,6 @@ __all__ = [
     "pack_int4",
     "quantize",
     "quantize_per_channel",
+    "unpack_int4",
     "weight_bits",
 ]

@@ -95,3 +95,10 @@ def pack_int4(integers: NDArray[np.int8]) -> NDArray[np.uint8]:
         flat = np.append(flat, np.uint8(0))
     packed: NDArray[np.uint8] = flat[0::2] | (flat[1::2] << np.uint8(4))
     return packed
+
+
+def unpack_int4(packed: NDArray[np.uint8]) -> NDArray[np.int8]:
+    """What `pack_int4` packed: int8 `[2 * size]`, from -8 to 7."""
+    pairs = np.stack((packed << np.uint8(4), packed), axis=-1).view(np.int8)
+    integers: NDArray[np.int8] = (pairs >> np.int8(4)).reshape(-1)
+    return integers

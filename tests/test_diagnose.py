@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,13 +16,17 @@ from devices import find
 from edgekv.bundle import open_bundle
 from edgekv.engine import make_engine
 from edgekv.errors import UsageError
+from edgekv.kv import KvTensor
 from exporters.checkpoint import Checkpoint
 from exporters.diagnose import Probe, Trace, find_divergence, read_trace, sqnr_db, trace_reference, write_trace
+from exporters.diagnose.trace import merged, trace_stages
 from exporters.export import ExportOptions, export_bundle
 from exporters.recipe import find_recipe
+from exporters.reference import NumpyOps
 from tests.checkpoints import ARCHITECTURES, write_checkpoint
 
 TOKENS = [0, 17, 301, 44, 9, 1200, 77, 3, 512, 8, 90, 2047, 6, 31, 5, 700] * 5
+SHORT = [i * i % 250 for i in range(40)]
 
 
 @pytest.fixture(scope="module")
@@ -96,6 +102,34 @@ def test_the_first_difference_is_named_with_its_cause(reference: Trace, name: st
     assert found.first == name
     assert found.cause is not None and cause in found.cause
     assert found.layer == (int(name.split("_")[2]) if name.startswith("past") else int(name.split(".")[1]))
+
+
+class CoarseCache(NumpyOps):
+    """Keys and values in 4 bits."""
+
+    def remember(self, new: np.ndarray, tensor: KvTensor) -> np.ndarray:
+        step = np.abs(new).max() / 7
+        return super().remember(np.round(new / step) * step, tensor)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "first", "cause"),
+    [
+        (lambda c: trace_reference(respelt(c, query_gain=0.5), SHORT), "layers.0.q.h0", "scale: the values are 2 "),
+        (lambda c: trace_reference(respelt(c, rope=replace(c.spec.rope, theta=9.0)), SHORT), "layers.0.k.h0", "RoPE"),
+        (lambda c: trace_reference(c.limited([8]), SHORT), "layers.0.attention", "mask"),
+        (lambda c: merged(trace_stages(c, [np.array(SHORT)], None, CoarseCache)), "past_key_0_h0_in", "KV bits: the"),
+    ],
+)
+def test_a_model_that_is_wrong_in_one_thing_is_told_from_the_right_one(tmp_path, wrong, first, cause) -> None:
+    checkpoint = Checkpoint.open(str(write_checkpoint(tmp_path / "checkpoint")))
+    found = find_divergence(trace_reference(checkpoint, SHORT), wrong(checkpoint))
+    assert found.first is not None and found.first.startswith(first)
+    assert found.cause is not None and found.cause.startswith(cause)
+
+
+def respelt(checkpoint: Checkpoint, **fields: Any) -> Checkpoint:
+    return replace(checkpoint, spec=replace(checkpoint.spec, **fields))
 
 
 def turned(x: np.ndarray, angle: float) -> np.ndarray:

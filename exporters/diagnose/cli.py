@@ -16,6 +16,7 @@ from exporters.diagnose.divergence import find_divergence
 from exporters.diagnose.probe import Probe
 from exporters.diagnose.trace import read_trace, trace_reference, write_trace
 from exporters.evaluate import open_source, read_text
+from exporters.rotate import rotated
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output.")]
 
@@ -49,7 +50,8 @@ def trace(
     source = open_source(opened.manifest, checkpoint)
     window = token_windows(source, content, tokens, 1)[0].tolist()
     if engine == "reference":
-        found = trace_reference(source, window)
+        tensors = rotated(source, opened.manifest.recipe.rotation)
+        found = trace_reference(tensors, window, opened.manifest.context)
     else:
         found = Probe(opened, make_engine(engine, bundle=opened)).run(window)
     write_trace(found, output)

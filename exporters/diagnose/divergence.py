@@ -15,6 +15,7 @@ PERFECT_DB = 200.0
 _CLEARER_DB = 12.0  # so much better must a hypothesis explain what is seen
 _LEVELS = 256
 
+_ROTARY_PRODUCTS = (".x_cos", ".y_sin", ".y_cos", ".x_sin")
 _LAYER = re.compile(r"^(?:layers\.|past_(?:key|value)_)(\d+)")
 
 
@@ -120,6 +121,8 @@ def _cause(name: str, a: Floats, b: Floats, level_db: float) -> str:
         return "mask (or softmax): queries, keys and values agree up to here"
     if np.abs(b).max() < 0.99 * np.abs(a).max() and _is_clipped(a, b):
         return f"range: the values end at {np.abs(b).max():.4g}, where they should reach {np.abs(a).max():.4g}"
+    if name.endswith(_ROTARY_PRODUCTS):
+        return "RoPE: what is turned agrees, its products with cosines or sines do not (base, scaling or position)"
     return "weights or encoding of this result: what it is computed from agrees"
 
 

@@ -2,49 +2,43 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
-import onnx
+import onnxruntime as ort
 from numpy.typing import NDArray
-from onnx import numpy_helper
 
-from edgekv.bundle import Bundle, GraphRecord, rope_inputs
-from edgekv.engine import CpuEngine, Engine, HtpEngine
+from edgekv.bundle import Bundle, rope_inputs
+from edgekv.engine import CpuEngine, Engine, EngineName, HtpEngine
 from edgekv.engine.rope import rope_tables
 from edgekv.engine.signature import Signature
 from edgekv.errors import UsageError
 from edgekv.kv import KvTensor
-from exporters.diagnose.trace import Trace
+from exporters.diagnose.pieces import Piece, cut
+from exporters.diagnose.trace import Trace, merged
 from exporters.reference import Floats
-from quant import DTYPES, Dtype, Encoding
+from quant import DTYPES, Encoding
 
 Integers = NDArray[Any]
 
 _ATTEND = 65535  # stands for 0.0 in ONNX graphs
 
-_DTYPES: dict[str, Dtype] = {np.dtype(integer).name: name for name, integer in DTYPES.items()}
-# Results that have no row for each token, or are parts of others.
-_OTHER = re.compile(r"\.(scores|masked)\.|^probabilities|^(key|value)_\d|\.(t|first|second)(\.\d+)?_q$")
-
 
 class Probe:
-    """The graph of a bundle that gives the logits of every token, run step by step on plain arrays.
+    """The graph of a bundle that gives the logits of every token, run layer by layer and step by step on plain arrays.
 
     Nothing is bound or shared: the past is copied from step to step. That is slow, and independent of all that makes
-    the loop fast.
+    the loop fast. One layer is loaded at a time.
     """
 
     def __init__(self, bundle: Bundle, engine: Engine) -> None:
-        """Make the session.
+        """Cut the graph into its layers.
 
         Raises:
             BundleError: the bundle's graphs cannot be probed.
-            EngineError: the engine refused the graph.
         """
         bundle.require_onnx("the trace")
         bundle.require_whole("the trace")
@@ -53,53 +47,101 @@ class Probe:
         record = manifest.graph("score")
         assert record is not None, "a bundle without a score graph is not opened"
         self._bundle = bundle
+        self._engine = engine
         self._record = record
-        model = onnx.load(bundle.graph_path(record), load_external_data=False)
-        self._results = _results(model)
-        with TemporaryDirectory(dir=bundle.path.parent, prefix=".edgekv-probe-") as scratch:
-            self._session = engine.session(_with_outputs(bundle, model, record, self._results, Path(scratch)))
-        self._inputs = Signature.of(manifest, record).inputs
+        self._pieces = cut(bundle, record)
+        self._inputs = {port.name: port for port in Signature.of(manifest, record).inputs}
         self._ropes = rope_tables(manifest)
+
+    @property
+    def engine(self) -> EngineName:
+        """Where the graph runs."""
+        return self._engine.name
+
+    @property
+    def encodings(self) -> Mapping[str, Encoding]:
+        """Of every result, by its name in traces."""
+        kept = {name.removesuffix("_q"): encoding for piece in self._pieces for name, encoding in piece.results.items()}
+        held = self._bundle.manifest.encodings
+        return kept | {tensor.past: held[tensor.past].encoding() for p in self._pieces for tensor in p.tensors}
 
     def run(self, tokens: Sequence[int]) -> Trace:
         """The values of every result `[T, width]` for tokens that begin at position 0.
 
         Raises:
             UsageError: more tokens than the context has, or none.
+            EngineError: the engine refused the graph.
         """
-        context, ar = self._record.context, self._record.ar
-        if not 1 <= len(tokens) <= context:
-            raise UsageError(
-                "tokens", found=len(tokens), wanted=f"1 to {context}, the context", way_out="Trace fewer tokens."
-            )
-        manifest = self._bundle.manifest
+        return merged(self.stages([np.asarray(tokens)]))
+
+    def stages(self, windows: Sequence[NDArray[Any]]) -> Iterator[Trace]:
+        """The same in parts: for each layer, and then for the head, the values of every window.
+
+        Args:
+            windows: token ids `[T]`; each window begins at position 0.
+
+        Raises:
+            UsageError: more tokens than the context has, or none.
+            EngineError: the engine refused a layer.
+        """
+        context = self._record.context
+        for window in windows:
+            if not 1 <= len(window) <= context:
+                raise UsageError(
+                    "tokens", found=len(window), wanted=f"1 to {context}, the context", way_out="Trace fewer tokens."
+                )
+        states: list[Integers] = list(windows)
+        for piece in self._pieces:
+            with TemporaryDirectory(dir=self._bundle.path.parent, prefix=".edgekv-probe-") as scratch:
+                session = self._engine.session(piece.save(self._bundle, Path(scratch)))
+            for number, state in enumerate(states):
+                trace, states[number] = self._run(session, piece, state)
+                yield trace
+            del session
+
+    def _run(self, session: ort.InferenceSession, piece: Piece, state: Integers) -> tuple[Trace, Integers]:
+        """What a piece makes of a window's token ids `[T]` or states `[T, hidden]`, and the integers that follow."""
+        manifest, ar = self._bundle.manifest, self._record.ar
         zero, dtype = manifest.geometry.zero_point, DTYPES[manifest.kv_dtype]
-        past = {t: np.full((0, manifest.geometry.head_dim), zero, dtype) for t in manifest.geometry.names()}
-        rows: dict[str, list[Integers]] = {name: [] for name in (*self._results, "logits")}
-        for start in range(0, len(tokens), ar):
-            chunk = tokens[start : start + ar]
-            outputs = self._step(chunk, start, past)
+        past = {tensor: np.full((0, manifest.geometry.head_dim), zero, dtype) for tensor in piece.tensors}
+        rows: dict[str, list[Integers]] = {name: [] for name in piece.results}
+        for start in range(0, len(state), ar):
+            chunk = state[start : start + ar]
+            outputs = self._step(session, piece, chunk, start, past)
             for name in rows:
                 rows[name].append(_tokens_first(outputs[name])[: len(chunk)])
             for tensor in past:
                 new = outputs[tensor.new][0, 0]
                 new = new.T if self._is_turned(tensor) else new
                 past[tensor] = np.concatenate((past[tensor], new[: len(chunk)]))
-        encodings = {**self._results, "logits": manifest.encodings["logits"].encoding()}
+        results = {name: np.concatenate(parts) for name, parts in rows.items()}
         trace: dict[str, Floats] = {
-            name.removesuffix("_q"): encodings[name].dequantize(np.concatenate(parts)) for name, parts in rows.items()
+            name.removesuffix("_q"): piece.results[name].dequantize(values) for name, values in results.items()
         }
         for tensor, values in past.items():
             trace[tensor.past] = manifest.encodings[tensor.past].encoding().dequantize(values)
-        return trace
+        return trace, results[piece.result]
 
-    def _step(self, tokens: Sequence[int], position: int, past: Mapping[KvTensor, Integers]) -> dict[str, Integers]:
-        manifest, n = self._bundle.manifest, len(tokens)
-        feeds = {port.name: np.zeros(port.shape, port.dtype) for port in self._inputs}
-        feeds["input_ids"][0, :n] = tokens
+    def _step(
+        self,
+        session: ort.InferenceSession,
+        piece: Piece,
+        chunk: Integers,
+        position: int,
+        past: Mapping[KvTensor, Integers],
+    ) -> dict[str, Integers]:
+        manifest, n = self._bundle.manifest, len(chunk)
+        wanted = {each.name for each in session.get_inputs()} - {piece.source}
+        feeds = {name: np.zeros(port.shape, port.dtype) for name, port in self._inputs.items() if name in wanted}
+        if piece.source is None:
+            feeds["input_ids"][0, :n] = chunk
+        else:
+            feeds[piece.source] = np.zeros((1, 1, self._record.ar, chunk.shape[1]), chunk.dtype)
+            feeds[piece.source][0, 0, :n] = chunk
         for suffix, table in self._ropes.items():
             for name, rows in zip(rope_inputs(suffix), table.rows(position, n), strict=True):
-                feeds[name][0, 0, :n] = rows
+                if name in wanted:
+                    feeds[name][0, 0, :n] = rows
         for name, mask in feeds.items():
             if name.startswith("attention_mask"):
                 _open(mask[0, 0, :n], position, self._record.ar, _window(name))
@@ -109,8 +151,8 @@ class Probe:
             target = target.T if self._is_turned(tensor) else target
             newest = held[max(0, len(held) - len(target)) :]
             target[len(target) - len(newest) :] = newest
-        names = [output.name for output in self._session.get_outputs()]
-        return dict(zip(names, self._session.run(names, feeds), strict=True))
+        names = [output.name for output in session.get_outputs()]
+        return dict(zip(names, session.run(names, feeds), strict=True))
 
     def _is_turned(self, tensor: KvTensor) -> bool:
         return tensor.kind == "key" and self._bundle.manifest.key_layout == "columns"
@@ -129,32 +171,6 @@ def _open(mask: Integers, position: int, ar: int, window: int | None) -> None:
     distance = rows - columns
     seen = (distance >= 0) & (columns >= -position)
     mask[seen if window is None else seen & (distance < window)] = _ATTEND
-
-
-def _results(model: onnx.ModelProto) -> dict[str, Encoding]:
-    """The quantized results of a graph that have a row for each token, in order, by the name of their integers."""
-    constants = {each.name: each for each in model.graph.initializer if not each.external_data}
-    found = {}
-    for node in model.graph.node:
-        if node.op_type != "QuantizeLinear" or not node.output[0].endswith("_q") or _OTHER.search(node.output[0]):
-            continue
-        scale, zero_point = (numpy_helper.to_array(constants[name]) for name in node.input[1:])
-        found[node.output[0]] = Encoding(_DTYPES[zero_point.dtype.name], float(scale), int(zero_point))
-    return found
-
-
-def _with_outputs(
-    bundle: Bundle, model: onnx.ModelProto, record: GraphRecord, results: Mapping[str, Encoding], folder: Path
-) -> Path:
-    """The graph with further outputs, in `folder`, beside links to the weights that it points to."""
-    for name, encoding in results.items():
-        element = onnx.helper.np_dtype_to_tensor_dtype(np.dtype(DTYPES[encoding.dtype]))
-        model.graph.output.append(onnx.helper.make_tensor_value_info(name, element, None))
-    for shard in bundle.path.glob("*.safetensors"):
-        (folder / shard.name).hardlink_to(shard)
-    path = folder / record.file
-    onnx.save(model, path)
-    return path
 
 
 def _tokens_first(values: Integers) -> Integers:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import zipfile
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgekv.errors import UsageError
-from exporters.checkpoint import Checkpoint
-from exporters.reference import Floats, Reference
+from exporters.decoder import decoder_layer, logits
+from exporters.reference import Floats, NumpyOps, Observer, Tensors, Weights
+from exporters.spec import DecoderSpec
 
 Trace = Mapping[str, Floats]
 """Results in the order in which they were computed, each `[T, width]`.
@@ -24,19 +25,57 @@ under the names of their cache tensors. Attention scores, whose width is the con
 """
 
 
-def trace_reference(checkpoint: Checkpoint, tokens: Sequence[int]) -> Trace:
-    """What the float reference computes for tokens that begin at position 0."""
+def trace_reference(tensors: Tensors, tokens: Sequence[int], context: int | None = None) -> Trace:
+    """What the float reference computes for tokens that begin at position 0.
+
+    Args:
+        tensors: the weights; for a bundle whose recipe rotates the residual stream, rotated likewise.
+        tokens: ids.
+        context: the longest sequence that the rotary embedding is made for; None: these tokens.
+    """
+    return merged(trace_stages(tensors, [np.asarray(tokens)], context))
+
+
+def trace_stages(
+    tensors: Tensors,
+    windows: Sequence[NDArray[Any]],
+    context: int | None = None,
+    make_ops: Callable[[DecoderSpec, Weights, int, int, Observer], NumpyOps] = NumpyOps,
+) -> Iterator[Trace]:
+    """The same in parts: for each layer, and then for the head, the values of every window of token ids `[T]`."""
+    spec, weights = tensors.spec, Weights(tensors)
+    seen: dict[str, Floats] = {}
     uses: Counter[str] = Counter()
-    trace: dict[str, Floats] = {}
 
     def observe(name: str, values: Floats) -> None:
         uses[name] += 1
         if ".scores." not in name:
-            trace[name if uses[name] == 1 else f"{name}.{uses[name]}"] = values
+            seen[name if uses[name] == 1 else f"{name}.{uses[name]}"] = values
 
-    for logits in Reference(checkpoint).logits([np.asarray(tokens)], observe=observe):
-        trace["logits"] = logits
-    return trace
+    def stage() -> Trace:
+        """What was seen since the last time."""
+        trace = dict(seen)
+        seen.clear()
+        uses.clear()
+        return trace
+
+    ops = {n: make_ops(spec, weights, n, context or n, observe) for n in {len(window) for window in windows}}
+    states = list(windows)
+    for layer in range(spec.layers):
+        for number, state in enumerate(states):
+            of = ops[len(state)]
+            hidden = of.embed(state, "embedding") if layer == 0 else state
+            states[number] = decoder_layer(of, spec, layer, hidden)
+            yield stage()
+        weights.drop()
+    for state in states:
+        seen["logits"] = logits(ops[len(state)], spec, tensors.head_key, state)
+        yield stage()
+
+
+def merged(stages: Iterable[Trace]) -> Trace:
+    """The parts of one window's trace as one."""
+    return {name: values for stage in stages for name, values in stage.items()}
 
 
 def write_trace(trace: Trace, file: Path) -> None:

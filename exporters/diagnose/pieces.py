@@ -1,0 +1,122 @@
+"""A graph of a bundle cut into its layers, so that one of them is in memory at a time."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import onnx
+from onnx import numpy_helper
+
+from edgekv.bundle import Bundle, GraphRecord
+from edgekv.kv import KvTensor
+from quant import DTYPES, Dtype, Encoding
+
+_DTYPES: dict[str, Dtype] = {np.dtype(integer).name: name for name, integer in DTYPES.items()}
+# Results that have no row for each token, or are parts of others.
+_OTHER = re.compile(r"\.(scores|masked)\.|^probabilities|^(key|value)_\d|\.(t|first|second)(\.\d+)?_q$")
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A part of a graph: one layer (the first with the embedding), or what comes behind the layers.
+
+    Attributes:
+        model: the part, its weights still in the bundle's files.
+        source: the integers `[1, 1, AR, hidden]` that it goes on from, under their name; None: the token ids.
+        result: the integers that the next piece goes on from, or `logits`.
+        results: the encodings of all results that have a row for each token, in order, `result` among them.
+        tensors: the cache tensors that it reads and writes.
+    """
+
+    model: onnx.ModelProto
+    source: str | None
+    result: str
+    results: Mapping[str, Encoding]
+    tensors: Sequence[KvTensor]
+
+    def save(self, bundle: Bundle, folder: Path) -> Path:
+        """Write the piece into `folder`, beside links to the weights that it points to."""
+        for shard in _files(self.model):
+            if not (link := folder / shard).exists():
+                link.hardlink_to(bundle.path / shard)
+        path = folder / f"{self.result}.onnx"
+        onnx.save(self.model, path)
+        return path
+
+
+def cut(bundle: Bundle, record: GraphRecord) -> list[Piece]:
+    """A graph that gives the logits of every token, as pieces: one for each layer, and the head."""
+    model = onnx.load(bundle.graph_path(record), load_external_data=False)
+    manifest, geometry = bundle.manifest, bundle.manifest.geometry
+    constants = {each.name: each for each in model.graph.initializer}
+    ends = [f"layers.{layer}.mlp_add_q" for layer in range(geometry.layers)]
+    pieces: list[Piece] = []
+    for number, end in enumerate([*ends, "logits"]):
+        source = pieces[-1].result if pieces else None
+        tensors = [tensor for tensor in geometry.names() if tensor.layer == number]
+        nodes = _nodes_between(model.graph, source, [end, *(tensor.new for tensor in tensors)])
+        results = _results(nodes, constants)
+        if end == "logits":
+            results[end] = manifest.encodings[end].encoding()
+        shape = [1, 1, record.ar, manifest.model.hidden]
+        hidden = None if source is None else _value(source, pieces[-1].results[source], shape)
+        outputs = [_value(name, encoding) for name, encoding in results.items()]
+        outputs += [_value(tensor.new, manifest.encodings[tensor.past].encoding()) for tensor in tensors]
+        pieces.append(Piece(_part(model, nodes, hidden, outputs), source, end, results, tensors))
+    return pieces
+
+
+def _nodes_between(graph: onnx.GraphProto, source: str | None, ends: Collection[str]) -> list[onnx.NodeProto]:
+    """What computes `ends` from `source` and the graph's inputs, in order."""
+    wanted, found = set(ends), []
+    for node in reversed(graph.node):  # sorted: whoever reads a result stands behind it
+        if wanted.intersection(node.output) and source not in node.output:
+            wanted.update(node.input)
+            found.append(node)
+    return found[::-1]
+
+
+def _results(nodes: Sequence[onnx.NodeProto], constants: Mapping[str, onnx.TensorProto]) -> dict[str, Encoding]:
+    """The quantized results that have a row for each token, in order, by the name of their integers."""
+    found = {}
+    for node in nodes:
+        if node.op_type != "QuantizeLinear" or not node.output[0].endswith("_q") or _OTHER.search(node.output[0]):
+            continue
+        scale, zero_point = (numpy_helper.to_array(constants[name]) for name in node.input[1:])
+        found[node.output[0]] = Encoding(_DTYPES[zero_point.dtype.name], float(scale), int(zero_point))
+    return found
+
+
+def _part(
+    model: onnx.ModelProto,
+    nodes: Sequence[onnx.NodeProto],
+    added_input: onnx.ValueInfoProto | None,
+    outputs: Sequence[onnx.ValueInfoProto],
+) -> onnx.ModelProto:
+    read = {name for node in nodes for name in node.input}
+    graph = onnx.helper.make_graph(
+        nodes,
+        model.graph.name,
+        [each for each in (added_input, *model.graph.input) if each is not None and each.name in read],
+        outputs,
+        [each for each in model.graph.initializer if each.name in read],
+    )
+    part: onnx.ModelProto = onnx.helper.make_model(
+        graph, opset_imports=model.opset_import, ir_version=model.ir_version, producer_name=model.producer_name
+    )
+    return part
+
+
+def _value(name: str, encoding: Encoding, shape: Sequence[int] | None = None) -> onnx.ValueInfoProto:
+    element = onnx.helper.np_dtype_to_tensor_dtype(DTYPES[encoding.dtype])
+    value: onnx.ValueInfoProto = onnx.helper.make_tensor_value_info(name, element, shape)
+    return value
+
+
+def _files(model: onnx.ModelProto) -> set[str]:
+    """Where the weights lie."""
+    return {entry.value for each in model.graph.initializer for entry in each.external_data if entry.key == "location"}

@@ -1,0 +1,171 @@
+"""What a bundle lost in each layer and tensor, and a recipe that gets most of it back for few bytes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import edgekv
+from devices import find
+from edgekv.bundle import open_bundle
+from edgekv.cli import run
+from edgekv.engine import make_engine
+from exporters.checkpoint import Checkpoint
+from exporters.diagnose import LayersReport, Proposal, find_divergence, measure_layers, propose, trace_reference
+from exporters.diagnose.integers import StoredMatrices
+from exporters.diagnose.probe import Probe
+from exporters.evaluate import evaluate, evaluation_windows
+from exporters.export import ExportOptions, export_bundle
+from exporters.recipe import Recipe, WeightRule, find_recipe
+from exporters.rotate import rotated
+from quant import quantize
+from tests.checkpoints import ARCHITECTURES, NEWER, write_checkpoint
+
+SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "head_dim": 16}
+TEXT = "".join(chr(33 + i * i * 7 % 90) for i in range(140))
+ALL = WeightRule(tensors="*", dtype="int8", method="nearest")
+
+
+def export(checkpoint: Checkpoint, folder: Path, recipe: Recipe) -> Path:
+    options = ExportOptions(find("SM8650"), recipe, context=64, ar=(1, 16), check_on_htp=False)
+    export_bundle(checkpoint, folder, options)
+    return folder
+
+
+def recipe(*rules: WeightRule, rotation: str = "none") -> Recipe:
+    return Recipe(name="mine", weights=rules, activations="u16", rotation=rotation)
+
+
+def report(folder: Path, checkpoint: Checkpoint) -> LayersReport:
+    bundle = open_bundle(folder)
+    windows = evaluation_windows(checkpoint, TEXT, 64, 100)
+    tensors = rotated(checkpoint, bundle.manifest.recipe.rotation)
+    return measure_layers(bundle, make_engine("cpu", bundle=bundle), tensors, windows, "text")
+
+
+def proposal(folder: Path, checkpoint: Checkpoint, budget: float) -> Proposal:
+    bundle = open_bundle(folder)
+    windows = evaluation_windows(checkpoint, TEXT, 64, 100)
+    return propose(bundle, rotated(checkpoint, bundle.manifest.recipe.rotation), windows, budget)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
+    return Checkpoint.open(str(write_checkpoint(tmp_path_factory.mktemp("checkpoint"), NEWER, SIZES)))
+
+
+@pytest.fixture(scope="module")
+def four_bits(tmp_path_factory: pytest.TempPathFactory, checkpoint: Checkpoint) -> Path:
+    return export(checkpoint, tmp_path_factory.mktemp("four") / "bundle", find_recipe("w4a16-lpbq32"))
+
+
+@pytest.mark.parametrize("name", ["llama-biased", "qwen3", "phi4-mini", "gemma3"])
+def test_every_architecture_has_a_level_for_every_layer_and_tensor(tmp_path: Path, name: str) -> None:
+    checkpoint = Checkpoint.open(str(write_checkpoint(tmp_path / "checkpoint", ARCHITECTURES[name], gain=1.0)))
+    found = report(export(checkpoint, tmp_path / "bundle", recipe(ALL, rotation="hadamard")), checkpoint)
+    spec = checkpoint.spec
+    assert [layer.place for layer in found.layers] == ["embedding", *map(str, range(spec.layers)), "head"]
+    assert [sum(loss.kind == kind for loss in found.tensors) for kind in ("weight", "key", "value")] == [
+        7 * spec.layers + 1,
+        spec.layers * spec.kv_heads,
+        spec.layers * spec.kv_heads,
+    ]
+    assert min(loss.sqnr_db for loss in found.tensors if loss.kind == "weight") > 30
+    assert min(loss.own_db for loss in found.tensors) > 15  # of values that calibration never saw
+    assert all(layer.levels["weight"].least_db <= layer.levels["weight"].mean_db for layer in found.layers[1:])
+
+
+def test_the_report_evaluates_what_eval_does(four_bits: Path, checkpoint: Checkpoint) -> None:
+    found = report(four_bits, checkpoint).evaluation
+    plain = evaluate(edgekv.load(four_bits), checkpoint, TEXT, "text", tokens=100)
+    assert (found.tokens, found.engine) == (plain.tokens, plain.engine)
+    assert found.perplexity == pytest.approx(plain.perplexity, rel=1e-4)
+    assert found.reference_perplexity == pytest.approx(plain.reference_perplexity, rel=1e-4)
+
+
+@pytest.mark.parametrize("dtype", ["int8", "int4", "lpbq32"])
+@pytest.mark.parametrize("part", ["self_attn.q_proj", "mlp.down_proj"])
+def test_matrices_are_read_as_they_were_written(tmp_path: Path, checkpoint: Checkpoint, dtype: str, part: str) -> None:
+    folder = export(checkpoint, tmp_path / "bundle", recipe(WeightRule(tensors="*", dtype=dtype, method="nearest")))
+    key = f"model.layers.1.{part}.weight"
+    wanted = quantize(checkpoint.tensor(key).T, dtype, "nearest", None).dequantize().T
+    gain = checkpoint.spec.query_gain if "q_proj" in part else 1.0
+    np.testing.assert_allclose(StoredMatrices(open_bundle(folder)).matrix(key), gain * wanted, rtol=1e-6)
+
+
+def test_the_one_matrix_of_4_bits_is_the_worst_and_shall_have_8(tmp_path: Path, checkpoint: Checkpoint) -> None:
+    key = "model.layers.1.mlp.up_proj.weight"
+    rule = WeightRule(tensors=key, dtype="int4", method="nearest")
+    folder = export(checkpoint, tmp_path / "bundle", recipe(ALL, rule))
+    first = report(folder, checkpoint).worst[0]
+    assert (first.name, first.suggestion) == (key, "int8 for this matrix")
+    assert [each.tensor for each in proposal(folder, checkpoint, 1.5).promotions] == [key]
+
+
+def test_a_suggested_recipe_has_the_size_foretold_and_less_error(
+    tmp_path: Path, four_bits: Path, checkpoint: Checkpoint
+) -> None:
+    found = proposal(four_bits, checkpoint, 1.15)
+    assert found.expected_bytes <= found.budget_bytes == int(1.15 * found.weights_bytes)
+    assert 0 < found.expected_nats < found.nats
+    before = open_bundle(four_bits).manifest
+    found.recipe(Recipe.of(before.recipe)).write(tmp_path / "better.json")
+    folder = export(checkpoint, tmp_path / "bundle", find_recipe(str(tmp_path / "better.json")))
+    after = open_bundle(folder).manifest
+    assert StoredMatrices(open_bundle(folder)).total_bytes == found.expected_bytes
+    changed = {a.tensor for a, b in zip(after.recipe.weights, before.recipe.weights, strict=True) if a != b}
+    assert changed == {each.tensor for each in found.promotions}
+    one, other = (report(each, checkpoint).evaluation.sqnr_db for each in (four_bits, folder))
+    assert other > one + 1
+
+
+def test_the_trace_of_a_rotated_reference_is_that_of_a_rotated_bundle(tmp_path: Path, checkpoint: Checkpoint) -> None:
+    bundle = open_bundle(export(checkpoint, tmp_path / "bundle", recipe(ALL, rotation="hadamard")))
+    tokens = list(range(20))
+    found = Probe(bundle, make_engine("cpu", bundle=bundle)).run(tokens)
+    assert find_divergence(trace_reference(rotated(checkpoint, "hadamard"), tokens), found, limit_db=5).first is None
+    assert find_divergence(trace_reference(checkpoint, tokens), found, limit_db=5).first == "embedding"
+
+
+def test_eval_prints_layers_and_writes_the_recipe(four_bits: Path, tmp_path: Path, capsys) -> None:
+    (tmp_path / "text").write_text(TEXT)
+    asked = ["eval", str(four_bits), "--text", str(tmp_path / "text"), "--tokens", "100"]
+    assert run([*asked, "--layers"]) == 0
+    printed = capsys.readouterr().out
+    assert "layer 1 " in printed and printed.count(": int8 for this matrix") == 10
+    assert run([*asked, "--suggest-recipe", str(tmp_path / "more.json"), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["proposal"]["expected_bytes"] <= 1.2 * found["proposal"]["weights_bytes"]
+    assert len(found["worst"]) == 10 and found["evaluation"]["tokens"] == 100
+    rules = find_recipe(str(tmp_path / "more.json")).weights
+    assert [rule.tensors for rule in rules[2:]] == [each["tensor"] for each in found["proposal"]["promotions"]]
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--suggest-recipe", "more.txt"], "more.txt: found a name without .json"),
+        (["--suggest-recipe", "nowhere/more.json"], "no such folder"),
+        (["--suggest-recipe", "more.json", "--size-budget", "much"], "--size-budget: found 'much'"),
+        (["--suggest-recipe", "more.json", "--size-budget", "nanx"], "--size-budget: found 'nanx'"),
+        (["--suggest-recipe", "more.json", "--size-budget", "1000"], "which give one matrix 8 bits"),
+    ],
+)
+def test_what_cannot_be_suggested_is_refused(
+    four_bits: Path, tmp_path: Path, monkeypatch, capsys, options: list[str], said: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text").write_text(TEXT)
+    assert run(["eval", str(four_bits), "--text", "text", "--tokens", "63", *options]) == 2
+    assert said in capsys.readouterr().err
+    assert not (tmp_path / "more.json").exists()
+
+
+def test_8_bits_leave_nothing_to_suggest(small: Path, tmp_path: Path, capsys) -> None:
+    (tmp_path / "text").write_text(TEXT)
+    asked = ["eval", str(small), "--text", str(tmp_path / "text"), "--suggest-recipe", str(tmp_path / "more.json")]
+    assert run(asked) == 2
+    assert "no matrix of less than 8 bits" in capsys.readouterr().err
