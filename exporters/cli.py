@@ -21,9 +21,9 @@ from exporters.compile import compile_bundle
 from exporters.diagnose import layer_lines, measure_layers, parse_budget, proposal_lines, propose
 from exporters.evaluate import evaluate, evaluation_windows, open_source, read_text
 from exporters.export import KV_DTYPES, ExportOptions, export_bundle
+from exporters.heads import transformed
 from exporters.progress import shown
 from exporters.recipe import Recipe, check_recipe_path, describe_recipe, find_recipe
-from exporters.rotate import rotated
 
 # ruff: noqa: UP045  (typer reads the annotations of Python 3.10 at run time)
 
@@ -210,7 +210,7 @@ def eval_(
     with shown() as progress:
         if layers or suggest_recipe is not None:
             windows = evaluation_windows(source, content, manifest.context, tokens)
-            tensors = rotated(source, manifest.recipe.rotation)
+            tensors = transformed(source, manifest.recipe)
             if suggest_recipe is not None:
                 proposal = propose(model.bundle, tensors, windows, budget, progress)
             runner = make_engine(engine, bundle=model.bundle)

@@ -19,7 +19,6 @@ from edgekv.bundle import (
     ModelRecord,
     RecipeRecord,
     RopeRecord,
-    RotationName,
     SourceRecord,
     TensorEncoding,
     TokenRecord,
@@ -33,13 +32,15 @@ from edgekv.kv import Geometry, KeyLayout, KvDtype
 from exporters.calibrate import calibration_windows, choose_encodings, rotation_encodings
 from exporters.checkpoint import Checkpoint
 from exporters.graphs import embedding_record, plan_graphs, write_graphs
+from exporters.heads import transformed
 from exporters.htp import floating_nodes
 from exporters.progress import Progress, silent
 from exporters.quantize import QuantizedMatrices, quantize_decoder
 from exporters.recipe import Recipe
 from exporters.reference import Tensors
 from exporters.rope import Rope
-from exporters.rotate import applied_rotation, rotated
+from exporters.rotate import applied_rotation
+from exporters.spec import DecoderSpec
 from exporters.split import EmbeddingPlace, HeadPlace, Split, choose_split
 from exporters.tensors import matrices as matrices_of
 from exporters.tflite.encodings import symmetric_encodings
@@ -190,7 +191,7 @@ def export_bundle(
             way_out=f"Use --context {spec.max_positions // max(options.ar) * max(options.ar)}.",
         )
     options.recipe.check(spec)
-    rotation = applied_rotation(spec, options.recipe.rotation)
+    recipe = _recipe_record(spec, options.recipe)
     if options.graph_format == "tflite":
         check_tflite(checkpoint)
     split = _split(checkpoint, options)
@@ -200,7 +201,7 @@ def export_bundle(
         texts = calibration_windows(
             checkpoint, calibration.text, min(_CALIBRATION_WINDOW, context), _CALIBRATION_WINDOWS
         )
-        tensors = rotated(checkpoint, rotation)
+        tensors = transformed(checkpoint, recipe)
         (scratch := folder / "quantized").mkdir()
         matrices = QuantizedMatrices(scratch, options.recipe)
         ranges = quantize_decoder(
@@ -223,7 +224,7 @@ def export_bundle(
             format=FORMAT,
             producer=f"edgekv {metadata.version('edgekv')}",
             device=options.device.soc,
-            recipe=_recipe_record(checkpoint, options.recipe, rotation),
+            recipe=recipe,
             kv_dtype=options.kv_dtype,
             key_layout=options.key_layout,
             context=context,
@@ -339,10 +340,21 @@ def _read_calibration(path: Path | None) -> _Calibration:
         ) from error
 
 
-def _recipe_record(checkpoint: Checkpoint, recipe: Recipe, rotation: RotationName) -> RecipeRecord:
-    rules = ((name, recipe.rule(name)) for name in matrices_of(checkpoint.spec))
+def _recipe_record(spec: DecoderSpec, recipe: Recipe) -> RecipeRecord:
+    """The recipe as it will be carried out.
+
+    Raises:
+        UsageError: no rule speaks of a matrix.
+    """
+    rules = ((name, recipe.rule(name)) for name in matrices_of(spec))
     weights = [WeightRecord(tensor=name, dtype=rule.dtype, method=rule.method) for name, rule in rules]
-    return RecipeRecord(name=recipe.name, rotation=rotation, weights=weights)
+    return RecipeRecord(
+        name=recipe.name,
+        rotation=applied_rotation(spec, recipe.rotation),
+        weights=weights,
+        value_rotation=recipe.value_rotation,
+        key_scaling=recipe.key_scaling,
+    )
 
 
 def _model_record(checkpoint: Checkpoint) -> ModelRecord:

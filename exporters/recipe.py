@@ -13,7 +13,7 @@ from typing import Literal
 
 import msgspec
 
-from edgekv.bundle import RecipeRecord, RotationName
+from edgekv.bundle import KeyScalingName, RecipeRecord, RotationName
 from edgekv.errors import UsageError
 from exporters.spec import DecoderSpec
 from exporters.tensors import matrices
@@ -38,6 +38,8 @@ class _RecipeFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     weights: list[WeightRule]
     activations: Literal["u16"] = "u16"
     rotation: RotationName = "none"
+    value_rotation: RotationName = "none"
+    key_scaling: KeyScalingName = "none"
 
 
 class Recipe(msgspec.Struct, frozen=True, kw_only=True):
@@ -48,12 +50,16 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
         weights: rules for matrices; of those that match a name the last holds.
         activations: type of every activation.
         rotation: `hadamard` rotates the residual stream and folds that into the weights; see `exporters.rotate`.
+        value_rotation: `hadamard` rotates the values of each head, folded likewise; see `exporters.heads`.
+        key_scaling: `pairs` scales the keys of each head pair by pair, folded likewise.
     """
 
     name: str
     weights: tuple[WeightRule, ...]
     activations: Literal["u16"]
     rotation: RotationName
+    value_rotation: RotationName = "none"
+    key_scaling: KeyScalingName = "none"
 
     @classmethod
     def of(cls, record: RecipeRecord) -> Recipe:
@@ -66,7 +72,14 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
             for each in record.weights
             if (each.dtype, each.method) != (dtype, method)
         ]
-        return cls(name=record.name, weights=tuple(rules), activations="u16", rotation=record.rotation)
+        return cls(
+            name=record.name,
+            weights=tuple(rules),
+            activations="u16",
+            rotation=record.rotation,
+            value_rotation=record.value_rotation,
+            key_scaling=record.key_scaling,
+        )
 
     def write(self, file: Path) -> None:
         """Write a recipe file that `find_recipe` reads; it appears whole or not at all.
@@ -75,7 +88,8 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
             UsageError: it cannot be written, or not found again by its name.
         """
         check_recipe_path(file)
-        content = _RecipeFile(weights=list(self.weights), activations=self.activations, rotation=self.rotation)
+        fields = {name: getattr(self, name) for name in _RecipeFile.__struct_fields__}
+        content = _RecipeFile(**{**fields, "weights": list(self.weights)})
         partial = file.with_name(f".{file.name}.partial-{os.getpid()}")
         try:
             partial.write_bytes(msgspec.json.format(msgspec.json.encode(content), indent=2) + b"\n")
@@ -159,7 +173,14 @@ def find_recipe(name: str) -> Recipe:
         read = msgspec.json.decode(content, type=_RecipeFile)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise _refused(f"{name}: {error}", "a recipe file", "Compare it with exporters/recipes.") from error
-    return Recipe(name=stem, weights=tuple(read.weights), activations=read.activations, rotation=read.rotation)
+    return Recipe(
+        name=stem,
+        weights=tuple(read.weights),
+        activations=read.activations,
+        rotation=read.rotation,
+        value_rotation=read.value_rotation,
+        key_scaling=read.key_scaling,
+    )
 
 
 def describe_recipe(record: RecipeRecord) -> Iterator[str]:
@@ -176,6 +197,10 @@ def describe_recipe(record: RecipeRecord) -> Iterator[str]:
     for (dtype, method), parts in kinds.items():
         yield f"{dtype}, {method}: {', '.join(parts)}"
     yield f"rotation of the residual: {record.rotation}"
+    if record.value_rotation != "none":
+        yield f"rotation of each head's values: {record.value_rotation}"
+    if record.key_scaling != "none":
+        yield f"scaling of keys: {record.key_scaling}"
 
 
 def _folder() -> resources.abc.Traversable:

@@ -17,6 +17,7 @@ MANIFEST = "manifest.json"
 ROPE_SUFFIXES = ("", "_local")
 
 RotationName = Literal["none", "hadamard"]
+KeyScalingName = Literal["none", "pairs"]
 GraphFormat = Literal["onnx", "tflite"]
 HtpCheck = Literal["integers-only", "float-allowed", "not-run"]
 
@@ -136,12 +137,16 @@ class RecipeRecord(_Part, frozen=True):
     Attributes:
         name: as it was asked for.
         rotation: of the residual stream, folded into the weights.
+        value_rotation: of each head's values, likewise.
+        key_scaling: `pairs` gives the pairs of a head's keys one reach, likewise.
         weights: every matrix; the embedding table and norms have 16 bits.
     """
 
     name: str
     rotation: RotationName
     weights: list[WeightRecord]
+    value_rotation: RotationName = "none"
+    key_scaling: KeyScalingName = "none"
 
 
 class Manifest(_Part, frozen=True):

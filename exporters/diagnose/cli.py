@@ -16,7 +16,7 @@ from exporters.diagnose.divergence import find_divergence
 from exporters.diagnose.probe import Probe
 from exporters.diagnose.trace import read_trace, trace_reference, write_trace
 from exporters.evaluate import open_source, read_text
-from exporters.rotate import rotated
+from exporters.heads import transformed
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output.")]
 
@@ -50,7 +50,7 @@ def trace(
     source = open_source(opened.manifest, checkpoint)
     window = token_windows(source, content, tokens, 1)[0].tolist()
     if engine == "reference":
-        tensors = rotated(source, opened.manifest.recipe.rotation)
+        tensors = transformed(source, opened.manifest.recipe)
         found = trace_reference(tensors, window, opened.manifest.context)
     else:
         found = Probe(opened, make_engine(engine, bundle=opened)).run(window)
