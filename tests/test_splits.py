@@ -13,6 +13,8 @@ import edgekv
 from devices import find
 from edgekv.bundle import Bundle, open_bundle
 from edgekv.cli import run
+from edgekv.engine import CpuEngine, make_engine
+from edgekv.engine.signature import Signature
 from edgekv.errors import BundleError, UsageError
 from edgekv.plan import divide
 from exporters.checkpoint import Checkpoint
@@ -22,7 +24,7 @@ from exporters.export import ExportOptions, export_bundle
 from exporters.genai.folder import choose_graphs
 from exporters.htp import floating_nodes
 from exporters.recipe import find_recipe
-from tests.checkpoints import write_checkpoint
+from tests.checkpoints import ARCHITECTURES, write_checkpoint
 
 DEVICE = find("SM8650")
 PROMPT = [(7 * i) % 200 + 3 for i in range(20)]
@@ -73,6 +75,28 @@ def test_parts_give_the_bits_of_the_whole_on_the_htp(bundles: dict[str, Path]) -
         assert np.array_equal(found, wanted)
 
 
+def test_a_part_reads_the_masks_and_rotary_embeddings_of_its_own_layers(tmp_path: Path) -> None:
+    """Gemma's local and global layers have one each."""
+    checkpoint = Checkpoint.open(str(write_checkpoint(tmp_path / "checkpoint", ARCHITECTURES["gemma3"])))
+    found = []
+    for splits in (1, 3):
+        options = ExportOptions(DEVICE, find_recipe("w8a16"), 48, ar=(1, 8), check_on_htp=False, splits=splits)
+        export_bundle(checkpoint, tmp_path / str(splits), options)
+        found.append(edgekv.load(tmp_path / str(splits)).score(PROMPT))
+    assert np.array_equal(*found)
+    opened = open_bundle(tmp_path / "3")
+    decode = opened.manifest.graphs[0]
+    ports = [Signature.of(opened.manifest, decode, part).inputs for part in decode.parts]
+    small = [[port.name for port in each if "past" not in port.name] for each in ports]
+    local = ["attention_mask_w24", "position_ids_cos_local", "position_ids_sin_local"]
+    assert small == [
+        ["inputs_embeds", *local],
+        ["hidden_1", *local],
+        ["hidden_2", "attention_mask", "position_ids_cos", "position_ids_sin"],
+        ["hidden_3"],
+    ]
+
+
 def test_graphs_share_parts_and_weights(bundles: dict[str, Path], two: Bundle) -> None:
     names = {graph.name: [part.name for part in graph.parts] for graph in two.manifest.graphs}
     assert names["ar1_cl24"] == ["ar1_cl24_part1", "ar1_cl24_part2", "head"]
@@ -116,12 +140,24 @@ def test_one_binary_for_each_part_that_all_graphs_share(two: Bundle) -> None:
         compile_bundle(two, DEVICE, each=True)
 
 
+def test_the_engine_loads_what_was_compiled_of_each_part(bundles: dict[str, Path]) -> None:
+    bundle = open_bundle(bundles["body and head"])
+    found = [_logits(bundle.path, "htp", "slot")[0]]
+    compile_bundle(bundle, DEVICE, each=True)
+    loaded = make_engine("htp", bundle=bundle).compiled
+    assert {part.stem: wrapper.stem for part, wrapper in loaded.items()} == {
+        name: name for name in [*(f"ar{ar}_cl{context}_body" for ar in (1, 8) for context in (24, 48)), "head"]
+    }
+    found.append(_logits(bundle.path, "htp", "slot")[0])
+    assert np.array_equal(*found)
+
+
 def test_what_runs_a_graph_as_one_file_refuses_parts_by_name(two: Bundle) -> None:
     wanted = r"found graphs of 3 parts; wanted .*, which {} runs. Export it with --splits 1 --head last"
     with pytest.raises(BundleError, match=wanted.format("onnxruntime-genai")):
         choose_graphs(two)
     with pytest.raises(BundleError, match=wanted.format("the trace")):
-        Probe(two, edgekv.engine.CpuEngine())
+        Probe(two, CpuEngine())
 
 
 @pytest.mark.parametrize(
