@@ -1,0 +1,148 @@
+"""The CPU engine's graphs: fewer nodes, the same bits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime as ort
+import pytest
+
+from devices import find
+from edgekv.bundle import Bundle, GraphRecord, open_bundle
+from edgekv.engine import CpuEngine
+from edgekv.engine.binding import Binding, MemoryBinding
+from edgekv.engine.merge import merged
+from edgekv.engine.signature import Signature
+from exporters.checkpoint import Checkpoint
+from exporters.export import ExportOptions, export_bundle
+from exporters.recipe import find_recipe
+from tests.checkpoints import ARCHITECTURES, write_checkpoint
+
+Arrays = dict[str, np.ndarray[Any, Any]]
+
+
+def _any_step(bundle: Bundle, graph: GraphRecord) -> Arrays:
+    """Inputs of every integer that their types have."""
+    random, feeds = np.random.default_rng(0), {}
+    for port in Signature.of(bundle.manifest, graph).inputs:
+        low, high = np.iinfo(port.dtype).min, np.iinfo(port.dtype).max
+        if port.dtype == "int32":  # ids and rows
+            low, high = 0, graph.ar - 1
+        values = random.choice([low, high], port.shape) if "mask" in port.name else None
+        values = random.integers(low, high, port.shape, endpoint=True) if values is None else values
+        feeds[port.name] = values.astype(port.dtype)
+    return feeds
+
+
+def _outputs(binding: Binding, feeds: Arrays) -> Arrays:
+    made = {port.name: np.zeros(port.shape, port.dtype) for port in binding.signature.outputs}
+    for bind, arrays in ((binding.inputs, feeds), (binding.outputs, made)):
+        for name, array in arrays.items():
+            bind([name], array.dtype, array.shape, [array.ctypes.data])
+    binding.run()
+    return made
+
+
+def _assert_same_bits(bundle: Bundle) -> None:
+    engine = CpuEngine(threads=1)
+    for graph in bundle.manifest.graphs:
+        path, feeds = bundle.graph_path(graph), _any_step(bundle, graph)
+        plain = _outputs(MemoryBinding(engine.session(path)), feeds)
+        fast = _outputs(engine.load(path, graph.name), feeds)
+        assert np.ptp(plain["logits"]) > 1000
+        assert [name for name in plain if not np.array_equal(plain[name], fast[name])] == []
+
+
+def test_merging_heads_changes_no_bit_of_the_embedded_model(bundle: Path) -> None:
+    _assert_same_bits(open_bundle(bundle))
+
+
+@pytest.mark.parametrize(
+    ("architecture", "recipe", "layout"),
+    [
+        ("qwen2", "w8a16", "rows"),  # biases
+        ("phi4-mini", "w4a16", "columns"),  # heads that turn in part
+        ("gemma3", "w4a16-lpbq32", "rows"),  # norms of heads, windows, two rotary embeddings
+    ],
+)
+def test_merging_heads_changes_no_bit(tmp_path: Path, architecture: str, recipe: str, layout: Any) -> None:
+    checkpoint = Checkpoint.open(str(write_checkpoint(tmp_path / "checkpoint", ARCHITECTURES[architecture])))
+    options = ExportOptions(
+        device=find("SM8650"),
+        recipe=find_recipe(recipe),
+        context=64,
+        ar=(1, 8),
+        key_layout=layout,
+        check_on_htp=False,
+    )
+    export_bundle(checkpoint, tmp_path / "bundle", options)
+    _assert_same_bits(open_bundle(tmp_path / "bundle"))
+
+
+def test_the_number_of_nodes_does_not_grow_with_the_heads(tmp_path: Path) -> None:
+    nodes = []
+    for heads in (4, 8):
+        shape = {"num_attention_heads": heads, "num_key_value_heads": heads // 2}
+        checkpoint = Checkpoint.open(str(write_checkpoint(tmp_path / f"{heads}", shape)))
+        options = ExportOptions(
+            device=find("SM8650"), recipe=find_recipe("w8a16"), context=16, ar=(1,), check_on_htp=False
+        )
+        export_bundle(checkpoint, tmp_path / f"bundle{heads}", options)
+        graph = merged(tmp_path / f"bundle{heads}" / "ar1_cl16.onnx").graph
+        constants = {each.name for each in graph.initializer}
+        nodes.append(sum(not constants.issuperset(node.input) for node in graph.node))
+    assert nodes[0] == nodes[1]
+
+
+def _written(folder: Path, text: str) -> Path:
+    onnx.save(onnx.parser.parse_model(text), folder / "graph.onnx")
+    return folder / "graph.onnx"
+
+
+HEAD = '<ir_version: 10, opset_import: ["": 21]>'
+
+
+def test_heads_that_end_the_graph_keep_their_names(tmp_path: Path) -> None:
+    heads = ["float[1,1,2,3] past_a", "float[1,1,2,3] past_b"]
+    outputs = "float[1,1,2,3] x, float[1,1,2,3] y"
+    path = _written(
+        tmp_path, f"{HEAD} agraph ({', '.join(heads)}) => ({outputs}) {{ x = Tanh(past_a)  y = Tanh(past_b) }}"
+    )
+    assert [node.op_type for node in merged(path).graph.node] == ["Concat", "Tanh", "Split"]
+    random = np.random.default_rng(0)
+    feeds = {name: random.normal(size=(1, 1, 2, 3)).astype(np.float32) for name in ("past_a", "past_b")}
+    found = CpuEngine().session(path).run(["x", "y"], feeds)
+    session = ort.InferenceSession(merged(path).SerializeToString())
+    assert all(np.array_equal(a, b) for a, b in zip(session.run(["x", "y"], feeds), found, strict=True))
+
+
+def test_what_differs_is_left_as_it_is(tmp_path: Path) -> None:
+    """Another operation, another attribute, another shape, another axis than that of the heads."""
+    shape = "float[1,1,2,3]"
+    path = _written(
+        tmp_path,
+        f"""{HEAD} agraph ({shape} past_a, {shape} past_b, float[1,1,2,4] past_c)
+        => ({shape} u, {shape} v, {shape} w, float[1,1,2,4] x, {shape} y, {shape} z) {{
+            u = Tanh(past_a)  v = Softmax<axis = -1>(past_a)  w = Softmax<axis = 2>(past_b)
+            x = Softmax<axis = -1>(past_c)  y = Softmax<axis = 0>(past_a)  z = Softmax<axis = 0>(past_b)
+        }}""",
+    )
+    assert merged(path).graph.node == onnx.load(path).graph.node
+
+
+def test_requantizing_to_another_encoding_is_kept(tmp_path: Path) -> None:
+    """Only where scale and zero point stay the same is a moved value the moved integer."""
+    path = _written(
+        tmp_path,
+        f"""{HEAD} agraph (uint8[1,1,2,3] a) => (uint8[1,1,3,2] x, uint8[1,1,3,2] y)
+        <float s = {{0.5}}, float t = {{0.25}}, uint8 z = {{128}}> {{
+            b = DequantizeLinear(a, s, z)
+            c = Transpose<perm = [0, 1, 3, 2]>(b)  x = QuantizeLinear(c, s, z)
+            d = Transpose<perm = [0, 1, 3, 2]>(b)  y = QuantizeLinear(d, t, z)
+        }}""",
+    )
+    made = {node.output[0]: node.op_type for node in merged(path).graph.node}
+    assert made == {"b": "DequantizeLinear", "x": "Transpose", "d": "Transpose", "y": "QuantizeLinear"}
