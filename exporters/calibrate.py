@@ -38,13 +38,13 @@ def token_windows(checkpoint: Checkpoint, text: str, length: int, most: int | No
     return windows[:most]
 
 
-def calibration_windows(checkpoint: Checkpoint, text: str, length: int, most: int) -> list[NDArray[np.int64]]:
-    """Windows of a calibration text, all of one length: a last one that is shorter is left out.
+def calibration_windows(checkpoint: Checkpoint, text: str, length: int, tokens: int) -> list[NDArray[np.int64]]:
+    """Windows of a calibration text, all of one length, with this many tokens at most: a shorter one is left out.
 
     Raises:
         UsageError: the text has fewer than two tokens.
     """
-    windows = token_windows(checkpoint, text, length, most)
+    windows = token_windows(checkpoint, text, length, max(1, tokens // length))
     return [window for window in windows if len(window) == len(windows[0])]
 
 

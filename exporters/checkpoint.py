@@ -19,6 +19,9 @@ from exporters.spec import DecoderSpec
 from exporters.stored import StoredTensor, read_json, stored_tensors
 from exporters.tensors import EMBEDDING, HEAD, View, views
 
+Rows = slice | NDArray[np.int64]  # of a tensor: its first dimension
+EVERY = slice(None)
+
 _RECOMPUTED = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")  # kept by older checkpoints
 
 
@@ -64,18 +67,23 @@ class Checkpoint:
         """The same model whose layers attend to at most so many tokens; see `DecoderSpec.limits`."""
         return replace(self, spec=replace(self.spec, limits=tuple(windows)))
 
-    def tensor(self, key: str) -> NDArray[np.float32]:
+    def tensor(self, key: str, rows: Rows = EVERY) -> NDArray[np.float32]:
         """A tensor of the decoder as float32, read now, under the name that it has in Llama's checkpoints.
 
         Matrices are `[out, in]`, as stored; see `View` for what else is done to what is stored.
+
+        Args:
+            key: its name.
+            rows: which of its rows.
         """
         view = self._views[key]
-        rows = self._tensors[view.key].open()[view.first : view.first + view.shape[0]].astype(np.float32)
+        stored = self._tensors[view.key].open()[view.first : view.first + view.shape[0]]
+        values = stored[rows].astype(np.float32)
         if view.offset:
-            rows += np.float32(view.offset)
+            values += np.float32(view.offset)
         if view.gain != 1.0:
-            rows *= np.float32(view.gain)
-        return rows
+            values *= np.float32(view.gain)
+        return values
 
     @property
     def head_key(self) -> str:

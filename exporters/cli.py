@@ -86,6 +86,12 @@ def export(
         ),
     ] = None,
     calibration: Annotated[Optional[Path], typer.Option(help="Text to calibrate on, instead of edgekv's own.")] = None,
+    calibration_tokens: Annotated[
+        Optional[int],
+        typer.Option(
+            help="How many tokens of it to use, if it has as many.", show_default="8192; 4096 from 500 M parameters on"
+        ),
+    ] = None,
     allow_float: Annotated[bool, typer.Option("--allow-float", help="Accept nodes that compute in float.")] = False,
     skip_htp_check: Annotated[
         bool, typer.Option("--skip-htp-check", help="Do not compile for the HTP; the bundle says that it is unchecked.")
@@ -108,6 +114,7 @@ def export(
         kv_dtype=_kv_dtype(kv, _graph_format(graph_format)),
         key_layout=_key_layout(key_layout),
         calibration=calibration,
+        calibration_tokens=calibration_tokens,
         allow_float=allow_float,
         check_on_htp=not skip_htp_check,
         graph_format=_graph_format(graph_format),
@@ -123,6 +130,7 @@ def export(
         return
     held = sum(record.bytes for record in manifest.files.values())
     typer.echo(f"{output}: {opened.parameters / 1e6:.1f} M parameters, {manifest.recipe.name}, {held / 1e6:.1f} MB")
+    typer.echo(f"  calibrated on {manifest.source.calibration_tokens:,} tokens of {manifest.source.calibration} text")
     for line in describe_recipe(manifest.recipe):
         typer.echo(f"  {line}")
     for graph in manifest.graphs:

@@ -71,32 +71,22 @@ def decoder_layer(ops: Ops[V], spec: DecoderSpec, layer: int, hidden: V) -> V:
     """One layer: attention and feed-forward, each on the normalized residual and added to it.
 
     With `spec.post_norms` what is added is normalized too (Gemma), and Hugging Face's names of the norms shift: there
-    `post_attention_layernorm` stands behind attention; elsewhere it stands in front of the feed-forward.
+    `post_attention_layernorm` stands behind attention; elsewhere it stands in front of the feed-forward. The six
+    functions that follow are its parts: each begins with matrices that read the same, or with what they read.
     """
-    at, weights = f"layers.{layer}.", f"model.layers.{layer}."
-    before_mlp = "pre_feedforward_layernorm" if spec.post_norms else "post_attention_layernorm"
-    x = ops.rms_norm(hidden, weights + "input_layernorm.weight", at + "attention_norm")
-    attended = _linear(ops, spec, _attention(ops, spec, layer, x), layer, "self_attn.o_proj", at + "o")
-    if spec.post_norms:
-        attended = ops.rms_norm(attended, weights + "post_attention_layernorm.weight", at + "attention_post_norm")
-    hidden = ops.add(hidden, attended, at + "attention_add")
-    x = ops.rms_norm(hidden, f"{weights}{before_mlp}.weight", at + "mlp_norm")
-    down = _feed_forward(ops, spec, layer, x)
-    if spec.post_norms:
-        down = ops.rms_norm(down, weights + "post_feedforward_layernorm.weight", at + "mlp_post_norm")
-    return ops.add(hidden, down, at + "mlp_add")
+    attended = attention(ops, spec, layer, attention_inputs(ops, spec, layer, hidden))
+    hidden = add_attention(ops, spec, layer, hidden, attended)
+    inner = feed_forward(ops, spec, layer, feed_forward_inputs(ops, spec, layer, hidden))
+    return add_feed_forward(ops, spec, layer, hidden, inner)
 
 
-def logits(ops: Ops[V], spec: DecoderSpec, head: str, hidden: V) -> V:
-    """The last norm and the head, whose matrix is the tensor `head`."""
-    x = ops.rms_norm(hidden, "model.norm.weight", "final_norm")
-    if spec.logits_cap is None:
-        return ops.linear(x, head, "head")
-    uncapped = ops.linear(x, head, "head.uncapped", gain=1 / spec.logits_cap)
-    return ops.scale(ops.tanh(uncapped, "head.tanh"), spec.logits_cap, "head")
+def attention_inputs(ops: Ops[V], spec: DecoderSpec, layer: int, hidden: V) -> V:
+    """What the layer's matrices for queries, keys and values read."""
+    return ops.rms_norm(hidden, f"model.layers.{layer}.input_layernorm.weight", f"layers.{layer}.attention_norm")
 
 
-def _attention(ops: Ops[V], spec: DecoderSpec, layer: int, x: V) -> V:
+def attention(ops: Ops[V], spec: DecoderSpec, layer: int, x: V) -> V:
+    """All heads side by side, which the output matrix reads."""
     at, outputs = f"layers.{layer}.", []
     for kv in range(spec.kv_heads):
         key = _rotate(ops, spec, layer, _head(ops, spec, x, layer, "k", kv), f"{at}k.h{kv}")
@@ -109,6 +99,53 @@ def _attention(ops: Ops[V], spec: DecoderSpec, layer: int, x: V) -> V:
             probabilities = ops.softmax(ops.masked(scores, layer, f"{at}masked.h{head}"), "probabilities")
             outputs.append(ops.attend(probabilities, values, at + "attention"))
     return ops.join(outputs, at + "attention")
+
+
+def add_attention(ops: Ops[V], spec: DecoderSpec, layer: int, hidden: V, attended: V) -> V:
+    """The residual behind attention."""
+    at = f"layers.{layer}."
+    attended = _linear(ops, spec, attended, layer, "self_attn.o_proj", at + "o")
+    if spec.post_norms:
+        norm = f"model.layers.{layer}.post_attention_layernorm.weight"
+        attended = ops.rms_norm(attended, norm, at + "attention_post_norm")
+    return ops.add(hidden, attended, at + "attention_add")
+
+
+def feed_forward_inputs(ops: Ops[V], spec: DecoderSpec, layer: int, hidden: V) -> V:
+    """What the layer's matrices for the gate and beside it read."""
+    norm = "pre_feedforward_layernorm" if spec.post_norms else "post_attention_layernorm"
+    return ops.rms_norm(hidden, f"model.layers.{layer}.{norm}.weight", f"layers.{layer}.mlp_norm")
+
+
+def feed_forward(ops: Ops[V], spec: DecoderSpec, layer: int, x: V) -> V:
+    """What the matrix that leads back to the residual reads."""
+    at = f"layers.{layer}."
+    gate = _linear(ops, spec, x, layer, "mlp.gate_proj", at + "gate")
+    up = _linear(ops, spec, x, layer, "mlp.up_proj", at + "up")
+    if spec.activation == "silu":
+        active = ops.multiply(gate, ops.sigmoid(gate, at + "sigmoid"), at + "silu")
+    else:
+        active = ops.gelu(gate, at + "gelu")
+    return ops.multiply(active, up, at + "mlp")
+
+
+def add_feed_forward(ops: Ops[V], spec: DecoderSpec, layer: int, hidden: V, inner: V) -> V:
+    """The residual behind the layer."""
+    at = f"layers.{layer}."
+    down = _linear(ops, spec, inner, layer, "mlp.down_proj", at + "down")
+    if spec.post_norms:
+        norm = f"model.layers.{layer}.post_feedforward_layernorm.weight"
+        down = ops.rms_norm(down, norm, at + "mlp_post_norm")
+    return ops.add(hidden, down, at + "mlp_add")
+
+
+def logits(ops: Ops[V], spec: DecoderSpec, head: str, hidden: V) -> V:
+    """The last norm and the head, whose matrix is the tensor `head`."""
+    x = ops.rms_norm(hidden, "model.norm.weight", "final_norm")
+    if spec.logits_cap is None:
+        return ops.linear(x, head, "head")
+    uncapped = ops.linear(x, head, "head.uncapped", gain=1 / spec.logits_cap)
+    return ops.scale(ops.tanh(uncapped, "head.tanh"), spec.logits_cap, "head")
 
 
 def _head(ops: Ops[V], spec: DecoderSpec, x: V, layer: int, kind: str, head: int) -> V:
@@ -127,17 +164,6 @@ def _scores(ops: Ops[V], spec: DecoderSpec, layer: int, query: V, keys: V, head:
         return ops.scores(query, keys, f"{at}scores.h{head}")
     uncapped = ops.scores(query, keys, f"{at}uncapped.h{head}")
     return ops.scale(ops.tanh(uncapped, f"{at}tanh.h{head}"), spec.attention_cap, f"{at}scores.h{head}")
-
-
-def _feed_forward(ops: Ops[V], spec: DecoderSpec, layer: int, x: V) -> V:
-    at = f"layers.{layer}."
-    gate = _linear(ops, spec, x, layer, "mlp.gate_proj", at + "gate")
-    up = _linear(ops, spec, x, layer, "mlp.up_proj", at + "up")
-    if spec.activation == "silu":
-        active = ops.multiply(gate, ops.sigmoid(gate, at + "sigmoid"), at + "silu")
-    else:
-        active = ops.gelu(gate, at + "gelu")
-    return _linear(ops, spec, ops.multiply(active, up, at + "mlp"), layer, "mlp.down_proj", at + "down")
 
 
 def _linear(

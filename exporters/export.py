@@ -29,6 +29,7 @@ from edgekv.bundle import (
 )
 from edgekv.errors import EngineError, UsageError
 from edgekv.kv import Geometry, KeyLayout, KvDtype
+from edgekv.plan import CALIBRATION_WINDOW, default_calibration_tokens
 from exporters.calibrate import calibration_windows, choose_encodings, rotation_encodings
 from exporters.checkpoint import Checkpoint
 from exporters.graphs import embedding_record, plan_graphs, write_graphs
@@ -51,8 +52,6 @@ KV_DTYPES: dict[GraphFormat, tuple[KvDtype, ...]] = {"onnx": ("u8", "s16"), "tfl
 """Integer types of the cache for each format; the first is the default."""
 
 _TFLITE_SPLITS = [*product((None, 1), (None, "graph"), (None, "last"))]
-_CALIBRATION_WINDOW = 512
-_CALIBRATION_WINDOWS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +69,8 @@ class ExportOptions:
         kv_dtype: integer type of the cache.
         key_layout: `rows`, as values lie, or `columns`, as Genie wants keys; see `edgekv.kv.Geometry`.
         calibration: a text file, or None for the text that ships with edgekv.
+        calibration_tokens: how many of its tokens to use, if it has as many; None for
+            `edgekv.plan.default_calibration_tokens`.
         allow_float: accept nodes that compute in float, and record them.
         check_on_htp: compile every graph and look for float nodes; ONNX graphs only.
         graph_format: what to write: ONNX graphs, or one `.tflite` file.
@@ -87,6 +88,7 @@ class ExportOptions:
     kv_dtype: KvDtype = "u8"
     key_layout: KeyLayout = "rows"
     calibration: Path | None = None
+    calibration_tokens: int | None = None
     allow_float: bool = False
     check_on_htp: bool = True
     graph_format: GraphFormat = "onnx"
@@ -113,6 +115,13 @@ class ExportOptions:
                     wanted=f"a multiple of the largest AR, {largest}, above it",
                     way_out=f"Use {max(2, round(context / largest)) * largest}, or another --ar.",
                 )
+        if self.calibration_tokens is not None and self.calibration_tokens < 2:
+            raise UsageError(
+                "--calibration-tokens",
+                found=self.calibration_tokens,
+                wanted="at least 2",
+                way_out="Use --calibration-tokens 4096.",
+            )
         if self.kv_dtype not in KV_DTYPES[self.graph_format]:
             kinds = " or ".join(KV_DTYPES[self.graph_format])
             raise UsageError(
@@ -198,9 +207,8 @@ def export_bundle(
     calibration = _read_calibration(options.calibration)
     checkpoint.check_values(lambda done, of: progress("read", done, of))
     with atomic_directory(target, force=force) as folder:
-        texts = calibration_windows(
-            checkpoint, calibration.text, min(_CALIBRATION_WINDOW, context), _CALIBRATION_WINDOWS
-        )
+        tokens = options.calibration_tokens or default_calibration_tokens(spec.sizes)
+        texts = calibration_windows(checkpoint, calibration.text, min(CALIBRATION_WINDOW, context, tokens), tokens)
         tensors = transformed(checkpoint, recipe)
         (scratch := folder / "quantized").mkdir()
         matrices = QuantizedMatrices(scratch, options.recipe)

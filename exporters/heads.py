@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgekv.bundle import KeyScalingName, RecipeRecord, RotationName
+from exporters.checkpoint import EVERY, Rows
 from exporters.reference import Floats, Tensors
 from exporters.rotate import hadamard, rotated
 
@@ -38,12 +39,15 @@ class FoldedHeads:
         self._scales_keys = keys == "pairs"
         self._scales: dict[int, Floats] = {}
 
-    def tensor(self, key: str) -> Floats:
+    def tensor(self, key: str, rows: Rows = EVERY) -> Floats:
         """As `Checkpoint.tensor`."""
-        stored = self._tensors.tensor(key)
         match = _PROJECTION.fullmatch(key)
         if match is None:
-            return stored
+            return self._tensors.tensor(key, rows)
+        whole: Floats = self._transformed(match, self._tensors.tensor(key))[rows]
+        return whole
+
+    def _transformed(self, match: re.Match[str], stored: Floats) -> Floats:
         layer, part, kind = int(match[2]), match[3], match[4]
         if part == "v" and self._rotation is not None:
             return self._turn_rows(stored)

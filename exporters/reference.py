@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgekv.kv import KvTensor
-from exporters.checkpoint import Checkpoint
+from exporters.checkpoint import EVERY, Checkpoint, Rows
 from exporters.decoder import decoder_layer, logits
 from exporters.rope import Rotation
 from exporters.spec import DecoderSpec
@@ -30,8 +30,8 @@ class Tensors(Protocol):
     def head_key(self) -> str:
         """The tensor that makes logits."""
 
-    def tensor(self, key: str) -> Floats:
-        """A tensor as float32; matrices are `[out, in]`."""
+    def tensor(self, key: str, rows: Rows = EVERY) -> Floats:
+        """A tensor as float32, or some of its rows; matrices are `[out, in]`."""
 
 
 class Weights:

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgekv.bundle import RotationName
+from exporters.checkpoint import EVERY, Rows
 from exporters.reference import Tensors
 from exporters.spec import DecoderSpec
 from exporters.tensors import EMBEDDING, HEAD
@@ -37,21 +38,32 @@ class RotatedCheckpoint:
         self._checkpoint = checkpoint
         self.spec = checkpoint.spec
         self.head_key = checkpoint.head_key
-        self._rotation = hadamard(self.spec.hidden)
+        self._factors = hadamard_factors(self.spec.hidden)
 
-    def tensor(self, key: str) -> NDArray[np.float32]:
+    def tensor(self, key: str, rows: Rows = EVERY) -> NDArray[np.float32]:
         """As `Checkpoint.tensor`."""
-        stored = self._checkpoint.tensor(key)
         if _NORM.fullmatch(key):
-            return np.ones_like(stored)
+            return np.ones_like(self._checkpoint.tensor(key, rows))
         if _WRITER.fullmatch(key):
-            return _float32(self._rotation.T @ stored)
+            stored = self._checkpoint.tensor(key)
+            rotated: NDArray[np.float32] = self._rotate(stored.T).T[rows]
+            return rotated
+        stored = self._checkpoint.tensor(key, rows)
         if key == EMBEDDING:
-            return _float32(stored @ self._rotation)
-        norm = self._norm_before(key)
-        if norm is None:
+            return self._rotate(stored)
+        if (norm := self._norm_before(key)) is None:
             return stored
-        return _float32((stored * self._checkpoint.tensor(norm)) @ self._rotation)
+        stored *= self._checkpoint.tensor(norm)
+        return self._rotate(stored)
+
+    def _rotate(self, vectors: NDArray[np.float32]) -> NDArray[np.float32]:
+        """`vectors @ R`, a factor of R at a time: few products instead of hidden for each element."""
+        shape, behind = vectors.shape, 1
+        for factor in reversed(self._factors):
+            before = vectors.reshape(-1, len(factor), behind)
+            vectors = (before[..., 0] @ factor)[..., None] if behind == 1 else factor.T @ before
+            behind *= len(factor)
+        return vectors.reshape(shape)
 
     def _norm_before(self, key: str) -> str | None:
         if key == HEAD:
@@ -72,11 +84,28 @@ def hadamard(size: int) -> NDArray[np.float32]:
     """An orthogonal matrix of few distinct magnitudes: Sylvester's for the power of two in `size`, the discrete cosine
     transform for the odd rest.
     """
-    power = size & -size
     matrix = np.ones((1, 1))
-    while len(matrix) < power:
+    for factor in hadamard_factors(size):
+        matrix = np.kron(matrix, factor)
+    return _float32(matrix)
+
+
+def hadamard_factors(size: int) -> list[NDArray[np.float32]]:
+    """The matrices whose Kronecker product is `hadamard(size)`, of powers of two up to 64, then the odd rest."""
+    power = size & -size
+    factors = [_float32(_cosines(size // power))] if size > power else []
+    while power > 1:
+        part = min(power, 64)
+        factors.insert(0, _sylvester(part))
+        power //= part
+    return factors
+
+
+def _sylvester(size: int) -> NDArray[np.float32]:
+    matrix = np.ones((1, 1))
+    while len(matrix) < size:
         matrix = np.kron(matrix, [[1, 1], [1, -1]])
-    return _float32(np.kron(matrix / np.sqrt(power), _cosines(size // power)))
+    return _float32(matrix / np.sqrt(size))
 
 
 def _cosines(size: int) -> NDArray[np.float64]:

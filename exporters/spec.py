@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from edgekv.size import Decoder
 from exporters.rope import Rope
 
 Activation = Literal["silu", "gelu-tanh"]
@@ -65,6 +66,19 @@ class DecoderSpec:
             raise ValueError(f"windows: found {len(self.windows)}; wanted none or {self.layers}, one for each layer")
         if self.heads % self.kv_heads:
             raise ValueError(f"kv_heads: found {self.kv_heads}; wanted a divisor of {self.heads} heads")
+
+    @property
+    def sizes(self) -> Decoder:
+        """What plans are made with."""
+        return Decoder(
+            layers=self.layers,
+            hidden=self.hidden,
+            heads=self.heads,
+            kv_heads=self.kv_heads,
+            head_dim=self.head_dim,
+            intermediate=self.intermediate,
+            vocab=self.vocab,
+        )
 
     @property
     def group(self) -> int:

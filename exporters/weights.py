@@ -6,7 +6,7 @@ lie there in bytes of two, since safetensors has no such type.
 
 from __future__ import annotations
 
-import json
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,10 +14,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import onnx
 from numpy.typing import NDArray
-from safetensors.numpy import save
 
 from exporters.quantize import QuantizedMatrices
 from exporters.reference import Tensors
+from exporters.shards import Extent, Streamed, write_shard
+from exporters.tensors import EMBEDDING
 from quant import Encoding, QuantizedWeight, pack_int4, weight_bits
 
 _ONNX_TYPES = {
@@ -27,6 +28,8 @@ _ONNX_TYPES = {
     "uint16": onnx.TensorProto.UINT16,
     "float32": onnx.TensorProto.FLOAT,
 }
+
+_TABLE_ROWS_AT_ONCE = 8192
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +62,7 @@ class _Place:
     file: str
     dtype: str
     shape: tuple[int, ...]
-    offset: int
-    bytes: int
+    extent: Extent
 
 
 class WeightStore:
@@ -73,7 +75,7 @@ class WeightStore:
         self._parts: dict[str, MatrixNames] = {}
         self._encodings: dict[str, Encoding] = {}
         self._shapes: dict[str, tuple[int, ...]] = {}
-        self._pending: dict[str, NDArray[Any]] = {}
+        self._pending: dict[str, NDArray[Any] | Streamed] = {}
         self._quantized: dict[str, QuantizedWeight] = {}
         self._places: dict[str, _Place] = {}
 
@@ -94,27 +96,16 @@ class WeightStore:
         """Name and encoding of a tensor, or of one head's part of a bias, under one 16-bit scale."""
         name = (key if head is None else f"{key}.h{head}") + ".uint16"
         if name not in self._encodings:
-            values = self._tensors.tensor(key)
-            if head is not None:
-                width = self._tensors.spec.head_dim
-                values = values[head * width : (head + 1) * width]
-            encoding = Encoding.asymmetric(float(values.min()), float(values.max()), "u16")
-            self._pending[name] = encoding.quantize(values)
-            self._encodings[name] = encoding
+            self._encodings[name], self._pending[name] = self._sixteen_bits(key, head)
         return name, self._encodings[name]
 
     def flush(self, shard: str) -> None:
         """Write what is pending to `<shard>.safetensors` and forget the values."""
         path = self._folder / f"{shard}.safetensors"
-        path.write_bytes(save(self._pending))  # save_file would make it readable by its owner alone
-        with path.open("rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            header = json.loads(file.read(length))
-        for name, values in self._pending.items():
-            begin, end = header[name]["data_offsets"]
-            dtype = "int4" if name in self._shapes else str(values.dtype)
-            shape = self._shapes.get(name, values.shape)
-            self._places[name] = _Place(path.name, dtype, shape, 8 + length + begin, end - begin)
+        for name, extent in write_shard(path, self._pending).items():
+            values = self._pending[name]
+            dtype = "int4" if name in self._shapes else np.dtype(values.dtype).name
+            self._places[name] = _Place(path.name, dtype, self._shapes.get(name, values.shape), extent)
         self._pending.clear()
         self._quantized.clear()
 
@@ -127,9 +118,30 @@ class WeightStore:
             dims=place.shape,
             data_location=onnx.TensorProto.EXTERNAL,
         )
-        for key, value in (("location", place.file), ("offset", place.offset), ("length", place.bytes)):
+        for key, value in (
+            ("location", place.file),
+            ("offset", place.extent.offset),
+            ("length", place.extent.bytes),
+        ):
             proto.external_data.add(key=key, value=str(value))
         return proto
+
+    def _sixteen_bits(self, key: str, head: int | None) -> tuple[Encoding, NDArray[Any] | Streamed]:
+        spec = self._tensors.spec
+        if key == EMBEDDING:  # the one tensor that is too large to be held in float32
+            tables = [slice(first, first + _TABLE_ROWS_AT_ONCE) for first in range(0, spec.vocab, _TABLE_ROWS_AT_ONCE)]
+            ends = [(rows.min(), rows.max()) for rows in (self._tensors.tensor(key, each) for each in tables)]
+            encoding = _covering(min(low for low, _ in ends), max(high for _, high in ends))
+
+            def blocks() -> Iterator[NDArray[Any]]:
+                return (encoding.quantize(self._tensors.tensor(key, each)) for each in tables)
+
+            return encoding, Streamed(np.uint16, (spec.vocab, spec.hidden), blocks)
+        values = self._tensors.tensor(key)
+        if head is not None:
+            values = values[head * spec.head_dim : (head + 1) * spec.head_dim]
+        encoding = _covering(values.min(), values.max())
+        return encoding, encoding.quantize(values)
 
     def _put(self, part: str, weight: QuantizedWeight, gain: float) -> MatrixNames:
         grid, (rows, columns) = weight.grid, weight.integers.shape
@@ -146,3 +158,7 @@ class WeightStore:
             self._pending[block_scales] = grid.block_scales
             blocks = Blocks(len(grid.block_scales), rows // len(grid.block_scales), columns)
         return MatrixNames(integers, scales, block_scales, blocks)
+
+
+def _covering(low: np.floating[Any], high: np.floating[Any]) -> Encoding:
+    return Encoding.asymmetric(float(low), float(high), "u16")

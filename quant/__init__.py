@@ -1,8 +1,9 @@
 """Numbers only: encodings, ranges and integer weights. Knows nothing of graphs, files or devices."""
 
 from quant.encoding import DTYPES, Dtype, Encoding
+from quant.inputs import LayerInputs
 from quant.ranges import Range
-from quant.rounding import LayerInputs, Method, quantize, quantize_per_channel
+from quant.rounding import Method, quantize, quantize_per_channel
 from quant.weights import (
     WEIGHT_DTYPES,
     Grid,

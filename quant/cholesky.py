@@ -10,7 +10,10 @@ _BLOCK = 256
 
 
 def cholesky(matrix: Floats) -> Floats:
-    """The lower triangular L with L L^T = `matrix`, which is overwritten.
+    """The upper triangular U with U U^T = `matrix`, which is overwritten.
+
+    Column blocks are made from the last to the first, each from all behind it in one product, so that nothing as large
+    as the matrix is allocated.
 
     Args:
         matrix: symmetric and positive definite.
@@ -19,26 +22,28 @@ def cholesky(matrix: Floats) -> Floats:
         numpy.linalg.LinAlgError: it is not positive definite.
     """
     size = len(matrix)
-    for start in range(0, size, _BLOCK):
+    for start in reversed(range(0, size, _BLOCK)):
         stop = min(start + _BLOCK, size)
-        corner = np.linalg.cholesky(matrix[start:stop, start:stop])
-        below = matrix[stop:, start:stop] @ np.linalg.inv(corner).T
-        matrix[start:stop, start:stop] = corner
-        matrix[stop:, start:stop] = below
-        matrix[start:stop, stop:] = 0
-        matrix[stop:, stop:] -= below @ below.T
+        here = slice(start, stop)
+        panel = matrix[:stop, here] - matrix[:stop, stop:] @ matrix[here, stop:].T
+        corner = np.linalg.cholesky(panel[start:][::-1, ::-1])[::-1, ::-1]
+        matrix[:start, here] = panel[:start] @ np.linalg.inv(corner).T
+        matrix[here, here] = corner
+        matrix[stop:, here] = 0
     return matrix
 
 
-def solve(lower: Floats, right: Floats) -> Floats:
-    """The X with L L^T X = `right`, for the factor L of `cholesky`."""
-    starts = range(0, len(lower), _BLOCK)
-    found = right.copy()
-    for start in starts:
-        here, corner = slice(start, start + _BLOCK), lower[start : start + _BLOCK, start : start + _BLOCK]
-        found[here] = np.linalg.solve(corner, found[here] - lower[here, :start] @ found[:start])
-    for start in reversed(starts):
-        here, after = slice(start, start + _BLOCK), slice(start + _BLOCK, None)
-        corner = lower[here, here].T
-        found[here] = np.linalg.solve(corner, found[here] - lower[after, here].T @ found[after])
-    return found
+def corner_inverses(upper: Floats) -> list[Floats]:
+    """The inverses of the blocks on the diagonal of such a U, for `solve`."""
+    corners = (slice(start, start + _BLOCK) for start in range(0, len(upper), _BLOCK))
+    return [np.linalg.inv(upper[corner, corner]) for corner in corners]
+
+
+def solve(upper: Floats, inverses: list[Floats], right: Floats) -> Floats:
+    """The X with U U^T X = `right`, which is overwritten, for the factor U of `cholesky`."""
+    blocks = [(slice(i * _BLOCK, (i + 1) * _BLOCK), inverse) for i, inverse in enumerate(inverses)]
+    for here, inverse in reversed(blocks):
+        right[here] = inverse @ (right[here] - upper[here, here.stop :] @ right[here.stop :])
+    for here, inverse in blocks:
+        right[here] = inverse.T @ (right[here] - upper[: here.start, here].T @ right[: here.start])
+    return right

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -53,6 +54,13 @@ class Grid:
         if self.block_scales is None:
             return np.broadcast_to(self.scales, (rows, len(self.scales)))
         return np.repeat(self.block_scales.astype(np.float32) * self.scales, rows // len(self.block_scales), axis=0)
+
+    @classmethod
+    def joined(cls, grids: Sequence[Grid]) -> Grid:
+        """The grid of matrices side by side, at least one."""
+        blocks = [grid.block_scales for grid in grids if grid.block_scales is not None]
+        scales = np.concatenate([grid.scales for grid in grids])
+        return cls(grids[0].dtype, scales, np.concatenate(blocks, axis=1) if blocks else None)
 
     def columns(self, start: int, stop: int) -> Grid:
         """The grid of the output channels from `start` up to `stop`."""

@@ -77,7 +77,7 @@ def test_weights_of_4_bits_are_packed_and_run_on_litert_alone(exported, tmp_path
     assert sizes[0] < 0.8 * sizes[1]  # the embedding table and the head keep their bits
     cpu, model = edgekv.load(onnx, "cpu"), edgekv.load(packed, "litert")
     ids = cpu.encode((embedded / "heldout.txt").read_text("utf-8"))[:128]
-    assert (cpu.score(ids).argmax(-1) == model.score(ids).argmax(-1)).mean() >= 0.98
+    assert (cpu.score(ids).argmax(-1) == model.score(ids).argmax(-1)).mean() >= 0.96
     with pytest.raises(UsageError, match=r"found tflite for a bundle with int4 weights, .* Use litert"):
         edgekv.load(packed, "tflite")
 

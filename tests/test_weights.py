@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quant import WEIGHT_DTYPES, LayerInputs, pack_int4, quantize
-from quant.cholesky import cholesky, solve
+from quant.cholesky import cholesky, corner_inverses, solve
 
 RANDOM = np.random.default_rng(0)
 WEIGHT = RANDOM.standard_normal((256, 24)).astype(np.float32)
@@ -18,7 +18,7 @@ def output_error(quantized, exact=INPUTS, inputs=INPUTS) -> float:
 
 @pytest.mark.parametrize("dtype", WEIGHT_DTYPES)
 def test_no_method_is_worse_than_the_one_before(dtype):
-    sums = LayerInputs.of(INPUTS, INPUTS)
+    sums = LayerInputs(INPUTS, INPUTS)
     nearest, search, gptq = (
         output_error(quantize(WEIGHT, dtype, method, sums)) for method in ("nearest", "search", "gptq")
     )
@@ -27,7 +27,7 @@ def test_no_method_is_worse_than_the_one_before(dtype):
 
 @pytest.mark.parametrize("dtype", WEIGHT_DTYPES)
 def test_a_slice_keeps_every_integer(dtype):
-    whole = quantize(WEIGHT, dtype, "gptq", LayerInputs.of(INPUTS, INPUTS))
+    whole = quantize(WEIGHT, dtype, "gptq", LayerInputs(INPUTS, INPUTS))
     assert np.abs(whole.integers).max() <= whole.grid.most
     parts = [whole.columns(start, start + 8).dequantize() for start in range(0, 24, 8)]
     assert np.array_equal(np.concatenate(parts, axis=1), whole.dequantize())
@@ -35,8 +35,8 @@ def test_a_slice_keeps_every_integer(dtype):
 
 def test_gptq_makes_up_for_inputs_that_have_drifted():
     drifted = INPUTS * np.float32(0.9)
-    ignorant = quantize(WEIGHT, "int8", "gptq", LayerInputs.of(drifted, drifted))
-    aware = quantize(WEIGHT, "int8", "gptq", LayerInputs.of(INPUTS, drifted))
+    ignorant = quantize(WEIGHT, "int8", "gptq", LayerInputs(drifted, drifted))
+    aware = quantize(WEIGHT, "int8", "gptq", LayerInputs(INPUTS, drifted))
     assert output_error(aware, inputs=drifted) < 0.1 * output_error(ignorant, inputs=drifted)
 
 
@@ -50,7 +50,7 @@ def test_a_channel_of_zeros_stays_zero():
     weight = WEIGHT.copy()
     weight[:, 3] = 0
     for dtype in WEIGHT_DTYPES:
-        assert not quantize(weight, dtype, "gptq", LayerInputs.of(INPUTS, INPUTS)).integers[:, 3].any()
+        assert not quantize(weight, dtype, "gptq", LayerInputs(INPUTS, INPUTS)).integers[:, 3].any()
 
 
 @given(st.lists(st.integers(-8, 7)))
@@ -66,10 +66,10 @@ def test_the_factor_solves(size):
     rows = RANDOM.standard_normal((2 * size, size)).astype(np.float32)
     matrix = rows.T @ rows
     right = RANDOM.standard_normal((size, 3)).astype(np.float32)
-    lower = cholesky(matrix.copy())
-    assert np.array_equal(lower, np.tril(lower))
-    np.testing.assert_allclose(lower @ lower.T, matrix, atol=1e-3 * size)
-    np.testing.assert_allclose(matrix @ solve(lower, right), right, atol=1e-2)
+    upper = cholesky(matrix.copy())
+    assert np.array_equal(upper, np.triu(upper))
+    np.testing.assert_allclose(upper @ upper.T, matrix, atol=1e-3 * size)
+    np.testing.assert_allclose(matrix @ solve(upper, corner_inverses(upper), right.copy()), right, atol=1e-2)
 
 
 def test_blocks_that_do_not_fit_are_refused():

@@ -94,8 +94,8 @@ def _rows(made: Plan) -> list[tuple[str, str, str] | None]:
 
 def _phases(export: ExportCost) -> str:
     phases = {
-        "calibrate": export.calibration_peak_bytes,
         "quantize": export.quantization_peak_bytes,
+        "write": export.writing_peak_bytes,
         "check on HTP": export.check_peak_bytes,
     }
     return ", ".join(f"{name} {gb(peak_bytes)}" for name, peak_bytes in phases.items())

@@ -1,12 +1,14 @@
 """RAM, time and disk that an export takes: the exporter's own allocations, and times fitted to measurements.
 
-Measured with w8a16, 16 windows of 512 tokens, on two x86 cores that other work shared; a dash was not measured:
+Times were measured on two x86 cores that other work shared, RAM to quantize with w4a16-lpbq64; a dash was not measured:
 
-| shape | quantize and write | peak RAM | HTP check of a graph | its peak RAM | graph |
+| shape | quantize and write | RAM to quantize | HTP check of a graph | its peak RAM | graph |
 |---|---|---|---|---|---|
-| 4 layers, hidden 256, vocab 4,096 | 5.5 s | 0.44 GB | 1.4 s | 0.19 GB | 0.19 MB |
+| 4 layers, hidden 256, vocab 4,096 | 5.5 s | 0.22 GB | 1.4 s | 0.19 GB | 0.19 MB |
 | 15 layers of SmolLM2-135M | - | - | 9.7 s | 0.63 GB | 1.31 MB |
-| SmolLM2-135M | 155 s | 0.85 GB | 47 s | 0.90 GB | 2.63 MB |
+| SmolLM2-135M | 155 s | - | 47 s | 0.90 GB | 2.63 MB |
+| 2 layers of SmolLM2-135M | - | 0.35 GB | - | - | - |
+| 1 layer of Llama-3.2-1B | - | 1.19 GB | - | - | - |
 | 2 layers of Llama-3.2-1B | - | - | 18 s | 2.14 GB | 0.55 MB |
 """
 
@@ -19,18 +21,23 @@ import msgspec
 from edgekv.kv import Geometry
 from edgekv.size import Decoder, Weights
 
-_WINDOWS, _WINDOW_TOKENS = 16, 512
+CALIBRATION_WINDOW = 512
+"""Tokens of a window of calibration text, at most."""
+
+_CALIBRATION_TOKENS, _CALIBRATION_TOKENS_LARGE = 8192, 4096
+_LARGE_PARAMETERS = 500_000_000
+
 _SAMPLE = 4_096  # elements kept of a cache tensor in a window, and up to twice as many
 _FLOAT_BYTES = 4
 
-_PROCESS_BYTES = 64_000_000
+_PROCESS_BYTES = 120_000_000
 _TOKENIZER_BYTES = 800  # for each token of the vocabulary
-_READING_BYTES = 6  # for each element: float32 beside the mapped pages of bfloat16
-_SCORES_AT_ONCE = 5  # [T, T]: scores and weights of a head, and what softmax makes on its way
-_ROWS_AT_ONCE = 4  # [T, intermediate]: gate, up, silu and their product
-_SQUARES_AT_ONCE = 5  # [intermediate, intermediate]: sums over inputs, their factor, and what is made on its way
-_LOGITS_AT_ONCE = 2  # [T, vocab]: a window's, and the parts that they are stacked from
-_QUANTIZING_BYTES = 14  # for each element of a matrix: float32 thrice (read, scaled and rounded, clipped), then uint16
+_SCORES_AT_ONCE = 5  # [T, T]: scores, masked scores, and what softmax makes on its way
+_ROWS_AT_ONCE = 5  # [T, intermediate]: gate, up, sigmoid, silu and their product
+_COLUMNS_AT_ONCE = 1024  # of a matrix on its way to integers
+_COPIES_OF_COLUMNS = 7  # those, what they become, their errors and steps
+_TABLE_ROWS_AT_ONCE = 8192  # of the head or of the embedding table
+_COPIES_OF_ROWS = 4  # those read, rotated, rounded, and what they stand for
 
 _QUERY_HEAD_GRAPH_BYTES, _KV_HEAD_GRAPH_BYTES, _LAYER_GRAPH_BYTES = 6_050, 9_150, 5_700
 
@@ -38,7 +45,8 @@ _CHECK_PROCESS_BYTES = 148_000_000
 _CHECK_BYTES_PER_WEIGHT_BYTE = 2.1
 _CHECK_BYTES_PER_GRAPH_BYTE = 131
 
-_SECONDS_PER_PRODUCT = 0.238 / 1e6 / (_WINDOWS * _WINDOW_TOKENS)  # one element of a matrix times one token
+_SECONDS_PER_PRODUCT = 1 / 50e9  # float32, multiplied and added
+_SECONDS_PER_ELEMENT = 80e-9  # of a matrix, for the search for its grid and the rounding
 _SECONDS_PER_SCORE = 13e-9  # one score of one query head
 _CHECK_SECONDS = 0.7
 _CHECK_SECONDS_PER_WEIGHT_BYTE = 7e-9
@@ -50,12 +58,13 @@ class ExportCost(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         peak_bytes: RAM, the most of the three that follow.
-        calibration_peak_bytes: one layer or the head in float32, states and cache samples of all windows, and what
-            is computed on one of them.
-        quantization_peak_bytes: the largest matrix on its way to integers.
+        quantization_peak_bytes: states and cache samples of all windows, and some matrices of a layer or rows of the
+            head on their way to integers.
+        writing_peak_bytes: the integers of a layer or of the head, or some rows of the embedding table.
         check_peak_bytes: the HTP compiler in a process of its own, beside the waiting exporter.
         seconds: the two that follow together.
         export_seconds: calibration and quantization.
+        calibration_tokens: of the calibration text, unless it is shorter.
         check_seconds: the check on the HTP compiler, one graph after another.
         graphs: one for each AR, and one more that scores.
         graph_bytes: each graph's file, without weights.
@@ -63,15 +72,72 @@ class ExportCost(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     peak_bytes: int
-    calibration_peak_bytes: int
     quantization_peak_bytes: int
+    writing_peak_bytes: int
     check_peak_bytes: int
     seconds: float
+    calibration_tokens: int
     export_seconds: float
     check_seconds: float
     graphs: int
     graph_bytes: int
     bundle_bytes: int
+
+
+def default_calibration_tokens(decoder: Decoder) -> int:
+    """Tokens to calibrate on where nothing is said: fewer for large models, which need more time for each."""
+    parameters = decoder.layers * decoder.layer_parameters + decoder.table_parameters
+    return _CALIBRATION_TOKENS if parameters < _LARGE_PARAMETERS else _CALIBRATION_TOKENS_LARGE
+
+
+def quantization_bytes(decoder: Decoder, cache_tensors: int, tokens: int, window: int) -> int:
+    """RAM to quantize with this many calibration tokens in windows: the most of the pieces that a layer is gone
+    through in, and of the head.
+
+    States are held of all tokens, twice: in the exact decoder and in the quantized one. A matrix that waits for its
+    inputs needs a square over them.
+    """
+    hidden, inner, queries = decoder.hidden, decoder.intermediate, decoder.heads * decoder.head_dim
+    keys = decoder.kv_heads * decoder.head_dim
+    both, window_bytes = 2 * _FLOAT_BYTES * tokens, 2 * _FLOAT_BYTES * window
+
+    def factoring(inputs: int, outputs: int) -> int:
+        """A square over the inputs, or two where that takes fewer products, the inputs once more, and some columns."""
+        squares = 1 if 2 * tokens * outputs < inputs * (tokens + outputs) else 2
+        columns = min(outputs, _COLUMNS_AT_ONCE)
+        return _FLOAT_BYTES * inputs * (squares * inputs + tokens + _COPIES_OF_COLUMNS * columns)
+
+    attention_weights = 2 * _FLOAT_BYTES * hidden * (queries + 2 * keys)
+    output_weights = 2 * _FLOAT_BYTES * queries * hidden
+    gate_weights, down_weights = 4 * _FLOAT_BYTES * hidden * inner, 2 * _FLOAT_BYTES * inner * hidden
+    scores = _SCORES_AT_ONCE * window_bytes * window
+    rows = _ROWS_AT_ONCE * window_bytes * inner
+    table_rows = min(decoder.vocab, _TABLE_ROWS_AT_ONCE)
+    pieces = (
+        both * hidden + attention_weights + factoring(hidden, queries),
+        both * (hidden + queries) + attention_weights + scores + window_bytes * queries,
+        both * queries + output_weights // 2 + factoring(queries, hidden),
+        both * (hidden + queries) + output_weights,
+        both * hidden + gate_weights * 3 // 4 + factoring(hidden, inner),
+        both * (hidden + inner) + gate_weights + rows,
+        both * inner + down_weights // 2 + factoring(inner, hidden),
+        both * (hidden + inner) + down_weights,
+        decoder.table_parameters + _FLOAT_BYTES * table_rows * (_COPIES_OF_ROWS * hidden + window),
+    )
+    sampled = window * decoder.head_dim
+    kept = -(-sampled // (sampled // _SAMPLE | 1))
+    samples = _FLOAT_BYTES * cache_tensors * (tokens // window) * kept
+    return _base_bytes(decoder) + samples + both * hidden + max(pieces)
+
+
+def writing_bytes(decoder: Decoder) -> int:
+    """RAM to write weights."""
+    rows = _FLOAT_BYTES * _COPIES_OF_ROWS * min(decoder.vocab, _TABLE_ROWS_AT_ONCE) * decoder.hidden
+    return _base_bytes(decoder) + max(rows, decoder.table_parameters, 2 * decoder.layer_parameters)
+
+
+def _base_bytes(decoder: Decoder) -> int:
+    return _PROCESS_BYTES + _TOKENIZER_BYTES * decoder.vocab
 
 
 def graph_bytes(decoder: Decoder) -> int:
@@ -87,23 +153,23 @@ def layer_graph_bytes(decoder: Decoder) -> int:
 
 def export_cost(decoder: Decoder, weights: Weights, geometry: Geometry, ar: Sequence[int]) -> ExportCost:
     """The cost of exporting graphs of these AR with a calibration text that fills all windows."""
-    window = min(_WINDOW_TOKENS, geometry.context)
+    window = min(CALIBRATION_WINDOW, geometry.context)
+    tokens = default_calibration_tokens(decoder) // window * window
     each_bytes = graph_bytes(decoder)
     graphs = len(ar) + 1
-    base_bytes = _PROCESS_BYTES + _TOKENIZER_BYTES * decoder.vocab
-    calibration_bytes = base_bytes + _calibration_bytes(decoder, geometry, window)
-    largest = max(decoder.table_parameters, *(rows * columns for rows, columns in decoder.layer_matrices))
-    quantization_bytes = base_bytes + _QUANTIZING_BYTES * largest
+    quantizing = quantization_bytes(decoder, geometry.tensors, tokens, window)
+    writing = writing_bytes(decoder)
     compiler_bytes = _CHECK_BYTES_PER_WEIGHT_BYTE * weights.total_bytes + _CHECK_BYTES_PER_GRAPH_BYTE * each_bytes
-    check_bytes = base_bytes + _CHECK_PROCESS_BYTES + round(compiler_bytes)
-    export_seconds = _export_seconds(decoder, window)
+    check_bytes = _base_bytes(decoder) + _CHECK_PROCESS_BYTES + round(compiler_bytes)
+    export_seconds = _export_seconds(decoder, tokens, window)
     check_seconds = graphs * _check_seconds(weights, each_bytes)
     return ExportCost(
-        peak_bytes=max(calibration_bytes, quantization_bytes, check_bytes),
-        calibration_peak_bytes=calibration_bytes,
-        quantization_peak_bytes=quantization_bytes,
+        peak_bytes=max(quantizing, writing, check_bytes),
+        quantization_peak_bytes=quantizing,
+        writing_peak_bytes=writing,
         check_peak_bytes=check_bytes,
         seconds=export_seconds + check_seconds,
+        calibration_tokens=tokens,
         export_seconds=export_seconds,
         check_seconds=check_seconds,
         graphs=graphs,
@@ -112,38 +178,20 @@ def export_cost(decoder: Decoder, weights: Weights, geometry: Geometry, ar: Sequ
     )
 
 
-def _calibration_bytes(decoder: Decoder, geometry: Geometry, window: int) -> int:
-    """The most of four: the embedding read, attention or feed-forward of the last layer, or the head, at work.
-
-    Cache samples and states of all windows stay. Every value of a layer is held for all windows, twice: in the exact
-    decoder and in the quantized one.
+def _export_seconds(decoder: Decoder, tokens: int, window: int) -> float:
+    """The exact decoder and the quantized one, and GPTQ: for each width of inputs two sums over tokens and a factor,
+    for each matrix what the quantized inputs lack, its solution, and an update of every row from all rows before it.
     """
-    both_bytes = 2 * _FLOAT_BYTES * _WINDOWS * window  # of a value one element wide
-    kept = -(-window * decoder.head_dim // (window * decoder.head_dim // _SAMPLE | 1))
-    held_bytes = both_bytes * decoder.hidden + _FLOAT_BYTES * geometry.tensors * _WINDOWS * kept
-    weights_bytes = 2 * _FLOAT_BYTES * decoder.layer_parameters
-    queries = decoder.heads * decoder.head_dim
-    attention_bytes = both_bytes * (_SCORES_AT_ONCE * window + decoder.hidden + queries)
-    inner_bytes = both_bytes * (_ROWS_AT_ONCE * decoder.intermediate + 2 * decoder.hidden)
-    statistics = _SQUARES_AT_ONCE * decoder.intermediate**2 + 4 * decoder.intermediate * decoder.hidden
-    layer_bytes = weights_bytes + max(attention_bytes, inner_bytes + _FLOAT_BYTES * statistics)
-    logits_bytes = 2 * _LOGITS_AT_ONCE * _FLOAT_BYTES * window * decoder.vocab
-    head_bytes = both_bytes * decoder.hidden + 2 * _FLOAT_BYTES * decoder.table_parameters + logits_bytes
-    reading_bytes = _READING_BYTES * decoder.table_parameters
-    return held_bytes + max(layer_bytes, head_bytes, reading_bytes)
-
-
-def _export_seconds(decoder: Decoder, window: int) -> float:
-    """The exact decoder and the quantized one, and GPTQ: two sums over tokens for each width of inputs, and for each
-    matrix an update of every row from all rows before it.
-    """
-    tokens = _WINDOWS * window
-    products = 2 * tokens * (decoder.layers * decoder.layer_parameters + decoder.table_parameters)
-    queries = decoder.heads * decoder.head_dim
-    sums = 2 * tokens * (2 * decoder.hidden**2 + queries**2 + decoder.intermediate**2)
-    updates = sum(rows**2 * columns for rows, columns in decoder.layer_matrices)
-    scores = 2 * _WINDOWS * decoder.layers * decoder.heads * window * window
-    return _SECONDS_PER_PRODUCT * (products + decoder.layers * (sums + updates)) + _SECONDS_PER_SCORE * scores
+    hidden, inner, queries = decoder.hidden, decoder.intermediate, decoder.heads * decoder.head_dim
+    widths = (hidden, queries, hidden, inner)
+    products = tokens * (2 * decoder.layers * decoder.layer_parameters + decoder.table_parameters)
+    sums = tokens * sum(width * (width / 2 + min(width, 2 * hidden)) for width in widths)
+    factors = sum(width**3 for width in widths) / 6
+    updates = 2.5 * sum(rows**2 * columns for rows, columns in decoder.layer_matrices)
+    elements = decoder.layers * decoder.layer_parameters
+    scores = 2 * decoder.layers * decoder.heads * tokens * window
+    multiplied = products + decoder.layers * (sums + factors + updates)
+    return _SECONDS_PER_PRODUCT * multiplied + _SECONDS_PER_ELEMENT * elements + _SECONDS_PER_SCORE * scores
 
 
 def _check_seconds(weights: Weights, each_bytes: int) -> float:

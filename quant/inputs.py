@@ -1,0 +1,87 @@
+"""What a matrix is multiplied with while calibration text runs, and what GPTQ needs to know of it."""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quant.cholesky import cholesky, corner_inverses, solve
+
+Floats = NDArray[np.float32]
+
+_DAMPING = 0.1  # of the mean of the diagonal: a short calibration text wants more than the usual 0.01
+
+
+class LayerInputs:
+    """Inputs of a matrix, or of several that share them, on all calibration tokens.
+
+    What is derived from them is made when it is first asked for, and kept.
+
+    Args:
+        exact: `[tokens, in]`, E, as the exact model gives them.
+        quantized: `[tokens, in]`, X, as the quantized model gives them.
+    """
+
+    def __init__(self, exact: Floats, quantized: Floats) -> None:
+        self._exact = exact
+        self._quantized = quantized
+
+    @cached_property
+    def importance(self) -> Floats:
+        """`[in]`, the sum of squares of each input: the diagonal of H = X^T X."""
+        found: Floats = np.einsum("ti,ti->i", self._quantized, self._quantized)
+        return found
+
+    @property
+    def damping(self) -> np.float32:
+        """What is added to the diagonal of H."""
+        return np.float32(_DAMPING * float(self.importance.mean()) + float(np.finfo(np.float32).tiny))
+
+    @cached_property
+    def order(self) -> NDArray[np.intp]:
+        """`[in]`, the inputs from the greatest diagonal of H to the least."""
+        return np.argsort(self.importance, kind="stable")[::-1]
+
+    @cached_property
+    def factor(self) -> Floats:
+        """`[in, in]`, the upper triangular U with U U^T = H + damping, rows and columns in `order`."""
+        ordered = self._quantized[:, self.order]
+        hessian = ordered.T @ ordered
+        del ordered
+        hessian[np.diag_indices(len(hessian))] += self.damping
+        return cholesky(hessian)
+
+    def caught_up(self, weight: Floats, columns: slice) -> Floats:
+        """Columns of W + (H + damping)^-1 X^T (E - X) W, rows in `order`.
+
+        On the quantized model's inputs their outputs are nearest to those of the exact model (as in GPTAQ, arXiv
+        2504.02692).
+
+        Args:
+            weight: `[in, out]`, W.
+            columns: which of them.
+        """
+        tokens, (inputs, outputs) = len(self._exact), weight.shape
+        chosen = weight[:, columns]
+        if 2 * tokens * outputs < tokens * inputs + inputs * outputs:  # fewer products than through [in, in]
+            missing = self._quantized.T @ (self._difference @ chosen)
+        else:
+            missing = self._drift @ chosen
+        target = solve(self.factor, self._inverses, missing[self.order])
+        target += chosen[self.order]
+        return target
+
+    @cached_property
+    def _inverses(self) -> list[Floats]:
+        return corner_inverses(self.factor)
+
+    @cached_property
+    def _difference(self) -> Floats:
+        return self._exact - self._quantized
+
+    @cached_property
+    def _drift(self) -> Floats:
+        """`[in, in]`, X^T (E - X)."""
+        return self._quantized.T @ (self._exact - self._quantized)
