@@ -85,7 +85,7 @@ class BundleDecoder:
     def __init__(self, bundle: Bundle, load: Callable[[Path], Binding]) -> None:
         manifest, record = bundle.manifest, bundle.manifest.graphs[0]
         cache = KVCache(manifest.geometry, ar=(1,), strategy="slot", policy="sliding-window")
-        self.graph = StaticGraph(load(bundle.graph_path(record)), manifest, record, cache, rope_tables(manifest))
+        self.graph = StaticGraph([load(bundle.graph_path(record))], manifest, record, cache, rope_tables(manifest))
 
     def step(self) -> None:
         self.graph.step([1])
