@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,6 +20,31 @@ from quant import Dtype, Encoding, Range
 
 _LEAST_MASK_DEPTH = 64.0
 _U16_SOFTMAX_REACH = 12.0  # exp(-12) is below half a step of a 16-bit probability
+
+
+@dataclass(frozen=True, slots=True)
+class CalibrationText:
+    """A text and what the manifest calls it."""
+
+    name: str
+    text: str
+
+
+def read_calibration(path: Path | None) -> CalibrationText:
+    """The text of a file, or without one that which ships with edgekv.
+
+    Raises:
+        UsageError: the file is no text.
+    """
+    if path is None:
+        default = resources.files("exporters").joinpath("calibration.txt")
+        return CalibrationText("edgekv's own", default.read_text("utf-8"))
+    try:
+        return CalibrationText(path.name, path.read_text("utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(
+            "--calibration", found=f"{path}: {error}", wanted="a UTF-8 text file", way_out="Check the path."
+        ) from error
 
 
 def token_windows(checkpoint: Checkpoint, text: str, length: int, most: int | None = None) -> list[NDArray[np.int64]]:

@@ -20,10 +20,13 @@ from exporters.checkpoint import Checkpoint
 from exporters.compile import compile_bundle
 from exporters.diagnose import layer_lines, measure_layers, parse_budget, proposal_lines, propose
 from exporters.evaluate import evaluate, evaluation_windows, open_source, read_text
-from exporters.export import KV_DTYPES, ExportOptions, export_bundle
+from exporters.export import ExportOptions, RunOptions, export_bundle
 from exporters.heads import transformed
+from exporters.options import KV_DTYPES
 from exporters.progress import shown
 from exporters.recipe import Recipe, check_recipe_path, describe_recipe, find_recipe
+from exporters.room import parse_bytes
+from exporters.stages import stage_store
 
 # ruff: noqa: UP045  (typer reads the annotations of Python 3.10 at run time)
 
@@ -32,6 +35,22 @@ Name = TypeVar("Name", bound=str)
 DeviceOption = Annotated[str, typer.Option("--device", help="Target: part number or name, such as SM8650.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output.")]
 ForceOption = Annotated[bool, typer.Option("--force", help="Replace what is there.")]
+
+
+class StagesReport(msgspec.Struct, frozen=True, kw_only=True):
+    """What `edgekv stages` found.
+
+    Attributes:
+        folder: where stages are kept.
+        stages: how many.
+        bytes: of all their files.
+        cleared: whether they were removed.
+    """
+
+    folder: str
+    stages: int
+    bytes: int
+    cleared: bool
 
 
 def export(
@@ -96,6 +115,24 @@ def export(
     skip_htp_check: Annotated[
         bool, typer.Option("--skip-htp-check", help="Do not compile for the HTP; the bundle says that it is unchecked.")
     ] = False,
+    max_ram: Annotated[
+        Optional[str],
+        typer.Option(help="RAM that edgekv may hold, such as 4GB; the HTP compiler's own is not counted."),
+    ] = None,
+    cache_dir: Annotated[
+        Optional[Path],
+        typer.Option(
+            help="Where finished layers are kept until the bundle stands.",
+            show_default="EDGEKV_CACHE_DIR, or the user's own cache",
+        ),
+    ] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with an export that was stopped.")] = False,
+    keep_stages: Annotated[
+        bool,
+        typer.Option(
+            "--keep-stages", help="Keep finished layers: another recipe with --resume begins where it differs."
+        ),
+    ] = False,
     force: ForceOption = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -122,9 +159,15 @@ def export(
         embedding=_choice("--embedding", embedding, ("graph", "host")),
         head=_choice("--head", head, ("own", "last")),
     )
+    run = RunOptions(
+        max_ram_bytes=None if max_ram is None else parse_bytes("--max-ram", max_ram),
+        cache_dir=cache_dir,
+        resume=resume,
+        keep_stages=keep_stages,
+    )
     with shown() as progress:
         opened = Checkpoint.open(checkpoint)
-        manifest = export_bundle(opened, output, options, force=force, progress=progress)
+        manifest = export_bundle(opened, output, options, run, force=force, progress=progress)
     if as_json:
         typer.echo(msgspec.json.encode(manifest))
         return
@@ -142,6 +185,28 @@ def export(
         "not-run": "not checked on the HTP compiler",
     }
     typer.echo(f"  {verdict[manifest.htp_check]}")
+
+
+def stages(
+    clear: Annotated[bool, typer.Option("--clear", help="Remove them all.")] = False,
+    cache_dir: Annotated[
+        Optional[Path],
+        typer.Option(help="The cache directory.", show_default="EDGEKV_CACHE_DIR, or the user's own cache"),
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Say what exports that were stopped left, or remove it.
+
+    An export keeps every layer that it has finished, for --resume, until its bundle stands.
+    """
+    store = stage_store(cache_dir)
+    found = StagesReport(folder=str(store.folder), stages=store.stages, bytes=store.bytes, cleared=clear)
+    if clear:
+        store.clear()
+    if as_json:
+        typer.echo(msgspec.json.encode(found))
+        return
+    typer.echo(f"{store.folder}: {found.stages} stages, {found.bytes / 1e6:.1f} MB{', removed' if clear else ''}")
 
 
 def compile_(

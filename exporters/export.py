@@ -4,186 +4,152 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from importlib import metadata, resources
-from itertools import product
+from importlib import metadata
 from pathlib import Path
 
-from devices import Device
+import numpy as np
+from numpy.typing import NDArray
+
 from edgekv.bundle import (
     FORMAT,
-    GraphFormat,
     GraphRecord,
     HtpCheck,
     Manifest,
-    ModelRecord,
-    RecipeRecord,
     RopeRecord,
     SourceRecord,
     TensorEncoding,
-    TokenRecord,
-    WeightRecord,
     atomic_directory,
     record_files,
     write_manifest,
 )
 from edgekv.errors import EngineError, UsageError
-from edgekv.kv import Geometry, KeyLayout, KvDtype
+from edgekv.kv import Geometry
 from edgekv.plan import CALIBRATION_WINDOW, default_calibration_tokens
-from exporters.calibrate import calibration_windows, choose_encodings, rotation_encodings
+from exporters.calibrate import calibration_windows, choose_encodings, read_calibration, rotation_encodings
 from exporters.checkpoint import Checkpoint
 from exporters.graphs import embedding_record, plan_graphs, write_graphs
 from exporters.heads import transformed
 from exporters.htp import floating_nodes
+from exporters.options import ExportOptions, RunOptions
 from exporters.progress import Progress, silent
-from exporters.quantize import QuantizedMatrices, quantize_decoder
-from exporters.recipe import Recipe
+from exporters.quantize import QuantizedMatrices
+from exporters.records import model_record, recipe_record, rope_record, token_record
 from exporters.reference import Tensors
-from exporters.rope import Rope
-from exporters.rotate import applied_rotation
-from exporters.spec import DecoderSpec
-from exporters.split import EmbeddingPlace, HeadPlace, Split, choose_split
-from exporters.tensors import matrices as matrices_of
+from exporters.room import bundle_bytes, check_disk, check_ram, full_disk_named, stage_bytes
+from exporters.split import Split, choose_split
+from exporters.stages import quantize_in_stages, stage_keys, stage_store
 from exporters.tflite.encodings import symmetric_encodings
 from exporters.tflite.limits import check_tflite
-from quant import Encoding, Range, block_rows
+from quant import Encoding, Range
 
-KV_DTYPES: dict[GraphFormat, tuple[KvDtype, ...]] = {"onnx": ("u8", "s16"), "tflite": ("s8", "s16")}
-"""Integer types of the cache for each format; the first is the default."""
+__all__ = ["ExportOptions", "RunOptions", "export_bundle"]
 
-_TFLITE_SPLITS = [*product((None, 1), (None, "graph"), (None, "last"))]
-
-
-@dataclass(frozen=True, slots=True)
-class ExportOptions:
-    """What a bundle is made for.
-
-    Attributes:
-        device: the target.
-        recipe: integer types of weights and activations.
-        context: S, tokens; a multiple of the largest AR. Several numbers make graphs for each of them, over one set of
-            weights and one cache.
-        ar: tokens per inference of each graph; 1 is among them.
-        max_attention_window: tokens that each layer attends to at most, itself included; repeated when it is shorter
-            than the layers. Empty for the model's own windows.
-        kv_dtype: integer type of the cache.
-        key_layout: `rows`, as values lie, or `columns`, as Genie wants keys; see `edgekv.kv.Geometry`.
-        calibration: a text file, or None for the text that ships with edgekv.
-        calibration_tokens: how many of its tokens to use, if it has as many; None for
-            `edgekv.plan.default_calibration_tokens`.
-        allow_float: accept nodes that compute in float, and record them.
-        check_on_htp: compile every graph and look for float nodes; ONNX graphs only.
-        graph_format: what to write: ONNX graphs, or one `.tflite` file.
-        splits: parts that the layers are divided over; None for one as long as it stays inside all limits.
-        embedding: who looks embeddings up, the graph or the host; None for the graph, unless layers are divided.
-        head: `own` for a head that is a part by itself, `last` for one in the last part of layers; None for `last`,
-            unless layers are divided.
-    """
-
-    device: Device
-    recipe: Recipe
-    context: int | Sequence[int] = 512
-    ar: Sequence[int] = (1, 32)
-    max_attention_window: Sequence[int] = ()
-    kv_dtype: KvDtype = "u8"
-    key_layout: KeyLayout = "rows"
-    calibration: Path | None = None
-    calibration_tokens: int | None = None
-    allow_float: bool = False
-    check_on_htp: bool = True
-    graph_format: GraphFormat = "onnx"
-    splits: int | None = None
-    embedding: EmbeddingPlace | None = None
-    head: HeadPlace | None = None
-
-    def __post_init__(self) -> None:
-        if 1 not in self.ar or min(self.ar) < 1:
-            raise UsageError(
-                "--ar",
-                found=_listed(self.ar),
-                wanted="1 and larger numbers, such as 1,32",
-                way_out="Add 1: it decodes.",
-            )
-        if not self.contexts:
-            raise UsageError("--context", found="no number", wanted="one at least", way_out="Use --context 512.")
-        largest = max(self.ar)
-        for context in self.contexts:
-            if context % largest or context <= largest:
-                raise UsageError(
-                    "--context",
-                    found=context,
-                    wanted=f"a multiple of the largest AR, {largest}, above it",
-                    way_out=f"Use {max(2, round(context / largest)) * largest}, or another --ar.",
-                )
-        if self.calibration_tokens is not None and self.calibration_tokens < 2:
-            raise UsageError(
-                "--calibration-tokens",
-                found=self.calibration_tokens,
-                wanted="at least 2",
-                way_out="Use --calibration-tokens 4096.",
-            )
-        if self.kv_dtype not in KV_DTYPES[self.graph_format]:
-            kinds = " or ".join(KV_DTYPES[self.graph_format])
-            raise UsageError(
-                "--kv",
-                found=f"{self.kv_dtype} with --format {self.graph_format}",
-                wanted=f"{kinds}, which its kernels multiply by",
-                way_out=f"Use --kv {KV_DTYPES[self.graph_format][0]}.",
-            )
-        if self.graph_format == "tflite" and any(block_rows(rule.dtype) for rule in self.recipe.weights):
-            raise UsageError(
-                "--recipe",
-                found=f"{self.recipe.name}, with a scale for each block, with --format tflite",
-                wanted="a scale for each output channel, which its kernels multiply int16 by",
-                way_out="Use --recipe w8a16 or w4a16, or --format onnx.",
-            )
-        if self.graph_format == "tflite" and self.key_layout != "rows":
-            raise UsageError(
-                "--key-layout",
-                found=f"{self.key_layout} with --format tflite",
-                wanted="rows",
-                way_out="Leave it out, or use --format onnx.",
-            )
-        if self.graph_format == "tflite" and (self.splits, self.embedding, self.head) not in _TFLITE_SPLITS:
-            raise UsageError(
-                "--splits, --embedding, --head",
-                found=", ".join(str(each) for each in (self.splits, self.embedding, self.head) if each is not None),
-                wanted="graphs that are whole with --format tflite",
-                way_out="Leave them out, or use --format onnx.",
-            )
-        if not self.device.supports_kv(self.kv_dtype):
-            raise UsageError(
-                "--kv",
-                found=f"{self.kv_dtype} for {self.device.soc} (V{self.device.arch})",
-                wanted="V73 or later for a 16-bit cache",
-                way_out=f"Use --kv {KV_DTYPES[self.graph_format][0]}, or a later device.",
-            )
-
-    @property
-    def contexts(self) -> tuple[int, ...]:
-        """S of the graphs, each once, ascending."""
-        return tuple(sorted({self.context} if isinstance(self.context, int) else set(self.context)))
+_PLAIN = RunOptions()
 
 
 def export_bundle(
-    checkpoint: Checkpoint, target: Path, options: ExportOptions, *, force: bool = False, progress: Progress = silent
+    checkpoint: Checkpoint,
+    target: Path,
+    options: ExportOptions,
+    run: RunOptions = _PLAIN,
+    *,
+    force: bool = False,
+    progress: Progress = silent,
 ) -> Manifest:
     """Calibrate, write graphs and weights, check them on the HTP compiler, and put the bundle in place.
+
+    Every finished layer is kept in a cache directory until the bundle stands, so that an export that was stopped can
+    be resumed.
 
     Args:
         checkpoint: what to export.
         target: the bundle's folder; it appears whole or not at all.
         options: what for.
+        run: how.
         force: replace an existing bundle.
         progress: told of each stage.
 
     Raises:
-        UsageError: the options do not fit the checkpoint, or the target exists.
+        UsageError: the options do not fit the checkpoint, the target exists, or more RAM is needed than allowed.
+        BundleError: a disk is full, or cannot be written.
         EngineError: the HTP compiler refused a graph or computes part of it in float.
     """
     checkpoint = checkpoint.limited(options.max_attention_window)
-    spec = checkpoint.spec
-    context = options.contexts[-1]
+    _check_fit(checkpoint, options)
+    spec, context = checkpoint.spec, options.contexts[-1]
+    recipe = recipe_record(spec, options.recipe)
+    split = _split(checkpoint, options)
+    graphs = plan_graphs(options.ar, options.contexts, split, options.graph_format)
+    calibration = read_calibration(options.calibration)
+    tokens = _calibration_tokens(checkpoint, calibration.text, options)
+    store = stage_store(run.cache_dir)
+    check_ram(spec, tokens.size, tokens.shape[1], run.max_ram_bytes)
+    disk = {target: bundle_bytes(spec, options.recipe, len(graphs)), store.folder: stage_bytes(spec, tokens.size)}
+    check_disk(disk)
+    checkpoint.check_values(lambda done, of: progress("read", done, of))
+    weights_sha256 = checkpoint.weights_sha256()
+    keys = stage_keys(checkpoint, weights_sha256, tokens, context, recipe)
+    with full_disk_named(target, disk[target], "the bundle"), atomic_directory(target, force=force) as folder:
+        tensors = transformed(checkpoint, recipe)
+        with full_disk_named(store.folder, disk[store.folder], "stages"):
+            matrices, ranges = quantize_in_stages(
+                tensors,
+                tokens,
+                context,
+                options.recipe,
+                store,
+                keys,
+                resume=run.resume,
+                progress=lambda done: progress("quantize", done, spec.layers),
+            )
+        ropes = [rope_record(rope, context) for rope in spec.ropes]
+        encodings = _write(tensors, matrices, ranges, ropes, graphs, folder, options, progress)
+        del ranges
+        check, floating = _check(graphs, folder, options, progress)
+        shutil.copyfile(checkpoint.folder / "tokenizer.json", folder / "tokenizer.json")
+        progress("seal", 0, 1)
+        manifest = Manifest(
+            format=FORMAT,
+            producer=f"edgekv {metadata.version('edgekv')}",
+            device=options.device.soc,
+            recipe=recipe,
+            kv_dtype=options.kv_dtype,
+            key_layout=options.key_layout,
+            context=context,
+            htp_check=check,
+            floating_nodes=floating,
+            model=model_record(checkpoint),
+            rope=ropes[0],
+            local_rope=ropes[1] if len(ropes) > 1 else None,
+            local_layers=[layer for layer in range(spec.layers) if spec.rope_index(layer)],
+            embedding=embedding_record(split),
+            tokens=token_record(checkpoint),
+            graphs=graphs,
+            encodings={name: TensorEncoding.of(encoding) for name, encoding in encodings.items()},
+            source=SourceRecord(
+                checkpoint=str(checkpoint.folder.resolve()) if Path(checkpoint.name).is_dir() else checkpoint.name,
+                weights_sha256=weights_sha256,
+                calibration=calibration.name,
+                calibration_tokens=tokens.size,
+            ),
+            files=record_files(folder),
+            windows=list(spec.windows_in(context)),
+            graph_format=options.graph_format,
+        )
+        write_manifest(folder, manifest)
+        progress("seal", 1, 1)
+    if not run.keep_stages:
+        store.remove(keys)
+    return manifest
+
+
+def _check_fit(checkpoint: Checkpoint, options: ExportOptions) -> None:
+    """Refuse options that this checkpoint cannot have.
+
+    Raises:
+        UsageError: naming the option.
+    """
+    spec, context = checkpoint.spec, options.contexts[-1]
     windows = spec.windows_in(context)
     if too_narrow := [window for window in windows if window is not None and window <= max(options.ar)]:
         raise UsageError(
@@ -200,67 +166,15 @@ def export_bundle(
             way_out=f"Use --context {spec.max_positions // max(options.ar) * max(options.ar)}.",
         )
     options.recipe.check(spec)
-    recipe = _recipe_record(spec, options.recipe)
     if options.graph_format == "tflite":
         check_tflite(checkpoint)
-    split = _split(checkpoint, options)
-    calibration = _read_calibration(options.calibration)
-    checkpoint.check_values(lambda done, of: progress("read", done, of))
-    with atomic_directory(target, force=force) as folder:
-        tokens = options.calibration_tokens or default_calibration_tokens(spec.sizes)
-        texts = calibration_windows(checkpoint, calibration.text, min(CALIBRATION_WINDOW, context, tokens), tokens)
-        tensors = transformed(checkpoint, recipe)
-        (scratch := folder / "quantized").mkdir()
-        matrices = QuantizedMatrices(scratch, options.recipe)
-        ranges = quantize_decoder(
-            tensors,
-            texts,
-            context,
-            options.recipe,
-            matrices,
-            lambda done: progress("quantize", done, spec.layers),
-        )
-        ropes = [_rope_record(rope, context) for rope in spec.ropes]
-        graphs = plan_graphs(options.ar, options.contexts, split, options.graph_format)
-        encodings = _write(tensors, matrices, ranges, ropes, graphs, folder, options, progress)
-        del ranges
-        shutil.rmtree(scratch)
-        check, floating = _check(graphs, folder, options, progress)
-        shutil.copyfile(checkpoint.folder / "tokenizer.json", folder / "tokenizer.json")
-        progress("seal", 0, 1)
-        manifest = Manifest(
-            format=FORMAT,
-            producer=f"edgekv {metadata.version('edgekv')}",
-            device=options.device.soc,
-            recipe=recipe,
-            kv_dtype=options.kv_dtype,
-            key_layout=options.key_layout,
-            context=context,
-            htp_check=check,
-            floating_nodes=floating,
-            model=_model_record(checkpoint),
-            rope=ropes[0],
-            local_rope=ropes[1] if len(ropes) > 1 else None,
-            local_layers=[layer for layer in range(spec.layers) if spec.rope_index(layer)],
-            embedding=embedding_record(split),
-            tokens=TokenRecord(
-                bos=checkpoint.special.bos, eos=list(checkpoint.special.eos), pad=checkpoint.special.pad
-            ),
-            graphs=graphs,
-            encodings={name: TensorEncoding.of(encoding) for name, encoding in encodings.items()},
-            source=SourceRecord(
-                checkpoint=str(checkpoint.folder.resolve()) if Path(checkpoint.name).is_dir() else checkpoint.name,
-                weights_sha256=checkpoint.weights_sha256(),
-                calibration=calibration.name,
-                calibration_tokens=int(sum(len(text) for text in texts)),
-            ),
-            files=record_files(folder),
-            windows=list(windows),
-            graph_format=options.graph_format,
-        )
-        write_manifest(folder, manifest)
-        progress("seal", 1, 1)
-    return manifest
+
+
+def _calibration_tokens(checkpoint: Checkpoint, text: str, options: ExportOptions) -> NDArray[np.int64]:
+    """`[windows, T]`."""
+    tokens = options.calibration_tokens or default_calibration_tokens(checkpoint.spec.sizes)
+    window = min(CALIBRATION_WINDOW, options.contexts[-1], tokens)
+    return np.stack(calibration_windows(checkpoint, text, window, tokens))
 
 
 def _write(
@@ -328,68 +242,3 @@ def _check(
             way_out="Report this model, or accept the slow nodes with --allow-float.",
         )
     return "float-allowed", found
-
-
-@dataclass(frozen=True, slots=True)
-class _Calibration:
-    name: str
-    text: str
-
-
-def _read_calibration(path: Path | None) -> _Calibration:
-    if path is None:
-        default = resources.files("exporters").joinpath("calibration.txt")
-        return _Calibration("edgekv's own", default.read_text("utf-8"))
-    try:
-        return _Calibration(path.name, path.read_text("utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(
-            "--calibration", found=f"{path}: {error}", wanted="a UTF-8 text file", way_out="Check the path."
-        ) from error
-
-
-def _recipe_record(spec: DecoderSpec, recipe: Recipe) -> RecipeRecord:
-    """The recipe as it will be carried out.
-
-    Raises:
-        UsageError: no rule speaks of a matrix.
-    """
-    rules = ((name, recipe.rule(name)) for name in matrices_of(spec))
-    weights = [WeightRecord(tensor=name, dtype=rule.dtype, method=rule.method) for name, rule in rules]
-    return RecipeRecord(
-        name=recipe.name,
-        rotation=applied_rotation(spec, recipe.rotation),
-        weights=weights,
-        value_rotation=recipe.value_rotation,
-        key_scaling=recipe.key_scaling,
-    )
-
-
-def _model_record(checkpoint: Checkpoint) -> ModelRecord:
-    spec = checkpoint.spec
-    return ModelRecord(
-        model_type=spec.model_type,
-        layers=spec.layers,
-        hidden=spec.hidden,
-        heads=spec.heads,
-        kv_heads=spec.kv_heads,
-        head_dim=spec.head_dim,
-        intermediate=spec.intermediate,
-        vocab=spec.vocab,
-        max_positions=spec.max_positions,
-    )
-
-
-def _rope_record(rope: Rope, context: int) -> RopeRecord:
-    rotation = rope.rotation(context)
-    return RopeRecord(
-        rope_type=rope.rope_type,
-        theta=rope.theta,
-        parameters={name: list(v) if isinstance(v, tuple) else v for name, v in rope.parameters.items()},
-        inverse_frequencies=rotation.inverse_frequencies.tolist(),
-        attention_factor=rotation.attention_factor,
-    )
-
-
-def _listed(numbers: Sequence[int]) -> str:
-    return ",".join(str(n) for n in numbers)

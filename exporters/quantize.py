@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
-from safetensors.numpy import load_file, save_file
 
 from exporters.decoder import (
     add_attention,
@@ -27,26 +25,10 @@ from quant import Grid, LayerInputs, QuantizedWeight, Range, quantize
 _HEAD_ROWS_AT_ONCE = 8192
 
 
-class QuantizedMatrices:
-    """Quantized matrices in files of a folder, by name, so that none needs to stay in memory."""
+class QuantizedMatrices(Protocol):
+    """Quantized matrices by name, so that none needs to stay in memory."""
 
-    def __init__(self, folder: Path, recipe: Recipe) -> None:
-        self._folder = folder
-        self._recipe = recipe
-
-    def __getitem__(self, key: str) -> QuantizedWeight:
-        parts = load_file(self._path(key))
-        grid = Grid(self._recipe.rule(key).dtype, parts["scales"], parts.get("block_scales"))
-        return QuantizedWeight(parts["integers"], grid)
-
-    def __setitem__(self, key: str, weight: QuantizedWeight) -> None:
-        parts: dict[str, NDArray[Any]] = {"integers": weight.integers, "scales": weight.grid.scales}
-        if weight.grid.block_scales is not None:
-            parts["block_scales"] = weight.grid.block_scales
-        save_file(parts, self._path(key))
-
-    def _path(self, key: str) -> Path:
-        return self._folder / f"{key}.safetensors"
+    def __getitem__(self, key: str) -> QuantizedWeight: ...
 
 
 class PairedOps(NumpyOps):
@@ -169,35 +151,6 @@ class Quantizer:
             made[:, window] = step(self._ops, self._spec, layer, *each)
         self._ops.drop()
         return made
-
-
-def quantize_decoder(
-    tensors: Tensors,
-    windows: Sequence[NDArray[Any]],
-    context: int,
-    recipe: Recipe,
-    matrices: QuantizedMatrices,
-    progress: Callable[[int], None] | None = None,
-) -> dict[str, Range]:
-    """Quantize every matrix, and say what values every result takes in the quantized decoder.
-
-    Args:
-        tensors: the exact weights.
-        windows: token ids of the calibration text, all of one length T.
-        context: the longest sequence that the rotary embedding is made for.
-        recipe: what becomes of each matrix.
-        matrices: where the integers go.
-        progress: called with the number of layers done.
-    """
-    quantizer = Quantizer(tensors, np.stack(windows), context, recipe)
-    for layer in range(tensors.spec.layers):
-        for name, weight in quantizer.layer(layer):
-            matrices[name] = weight
-        if progress is not None:
-            progress(layer + 1)
-    name, weight = quantizer.head()
-    matrices[name] = weight
-    return quantizer.take_ranges()
 
 
 def _inputs(x: Floats) -> LayerInputs:

@@ -18,10 +18,10 @@ class Range:
 
     __slots__ = ("_samples", "high", "low")
 
-    def __init__(self) -> None:
-        self.low = 0.0
-        self.high = 0.0
-        self._samples: list[NDArray[np.float32]] = []
+    def __init__(self, low: float = 0.0, high: float = 0.0, sample: NDArray[np.float32] | None = None) -> None:
+        self.low = low
+        self.high = high
+        self._samples: list[NDArray[np.float32]] = [] if sample is None else [sample]
 
     def observe(self, values: NDArray[Any], *, keep_sample: bool = False) -> None:
         """Widen the extremes; with `keep_sample` also keep some 4,096 values, evenly spaced."""
@@ -31,6 +31,11 @@ class Range:
             flat = np.asarray(values, np.float32).reshape(-1)
             # An odd step meets every element of a head, whose width is even.
             self._samples.append(flat[:: flat.size // _SAMPLE | 1].copy())
+
+    @property
+    def sample(self) -> NDArray[np.float32]:
+        """The values that were kept; empty if none were."""
+        return np.concatenate(self._samples) if self._samples else np.empty(0, np.float32)
 
     @property
     def absmax(self) -> float:
@@ -45,7 +50,7 @@ class Range:
         """The symmetric encoding of least mean squared error on the sample (no clipping without a sample)."""
         if not self._samples:
             return Encoding.symmetric(self.absmax, dtype)
-        sample = np.concatenate(self._samples)
+        sample = self.sample
         candidates = [Encoding.symmetric(self.absmax * float(clip), dtype) for clip in _CLIPS]
         errors = [float(np.square(e.dequantize(e.quantize(sample)) - sample).mean()) for e in candidates]
         return candidates[int(np.argmin(errors))]

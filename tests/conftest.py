@@ -25,6 +25,15 @@ settings.register_profile("edgekv", deadline=None, derandomize="CI" in os.enviro
 settings.load_profile("edgekv")
 
 
+@pytest.fixture(scope="session", autouse=True)
+def cache_dir(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A cache directory of its own for everything that the tests run."""
+    folder = tmp_path_factory.mktemp("cache")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("EDGEKV_CACHE_DIR", str(folder))
+        yield folder
+
+
 @pytest.fixture(scope="session")
 def embedded() -> Path:
     """The embedded checkpoint."""

@@ -29,11 +29,10 @@ from edgekv.plan import (
     quantization_bytes,
 )
 from edgekv.size import Decoder, Weights, recipe_weights
-from exporters import quantize as quantizer
-from exporters import weights
+from exporters import quantize, weights
 from exporters.checkpoint import Checkpoint
 from exporters.export import ExportOptions, export_bundle
-from exporters.quantize import QuantizedMatrices, quantize_decoder
+from exporters.quantize import Quantizer
 from exporters.recipe import find_recipe, recipe_names
 from quant import ranges, rounding
 from tests.checkpoints import write_checkpoint
@@ -173,11 +172,12 @@ def test_the_exporter_allocates_what_the_formula_says(tmp_path):
     checkpoint = Checkpoint.open(str(write_checkpoint(tmp_path)))
     sizes, window = checkpoint.spec.sizes, cost.CALIBRATION_WINDOW
     tokens = cost.default_calibration_tokens(sizes)
-    windows = [np.arange(window) % sizes.vocab for _ in range(tokens // window)]
-    recipe = find_recipe("w8a16")
-    matrices = QuantizedMatrices(tmp_path, recipe)
+    windows = np.arange(tokens).reshape(-1, window) % sizes.vocab
     tracemalloc.start()
-    quantize_decoder(checkpoint, windows, window, recipe, matrices)
+    quantizer = Quantizer(checkpoint, windows, window, find_recipe("w8a16"))
+    for layer in range(sizes.layers):
+        dict(quantizer.layer(layer))
+    quantizer.head()
     _, peak_bytes = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     base_bytes = cost._PROCESS_BYTES + cost._TOKENIZER_BYTES * sizes.vocab
@@ -200,7 +200,7 @@ def test_the_exporter_writes_what_the_plan_says(tmp_path):
 def test_the_plan_and_the_exporter_agree_on_their_constants():
     assert cost._SAMPLE == ranges._SAMPLE
     assert cost._COLUMNS_AT_ONCE == rounding._COLUMNS_AT_ONCE
-    assert cost._TABLE_ROWS_AT_ONCE == quantizer._HEAD_ROWS_AT_ONCE == weights._TABLE_ROWS_AT_ONCE
+    assert cost._TABLE_ROWS_AT_ONCE == quantize._HEAD_ROWS_AT_ONCE == weights._TABLE_ROWS_AT_ONCE
     assert set(RECIPES) <= set(recipe_names())
 
 

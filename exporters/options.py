@@ -1,0 +1,154 @@
+"""What a bundle is made for, and how."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+
+from devices import Device
+from edgekv.bundle import GraphFormat
+from edgekv.errors import UsageError
+from edgekv.kv import KeyLayout, KvDtype
+from exporters.recipe import Recipe
+from exporters.split import EmbeddingPlace, HeadPlace
+from quant import block_rows
+
+KV_DTYPES: dict[GraphFormat, tuple[KvDtype, ...]] = {"onnx": ("u8", "s16"), "tflite": ("s8", "s16")}
+"""Integer types of the cache for each format; the first is the default."""
+
+_TFLITE_SPLITS = [*product((None, 1), (None, "graph"), (None, "last"))]
+
+
+@dataclass(frozen=True, slots=True)
+class ExportOptions:
+    """What a bundle is made for.
+
+    Attributes:
+        device: the target.
+        recipe: integer types of weights and activations.
+        context: S, tokens; a multiple of the largest AR. Several numbers make graphs for each of them, over one set of
+            weights and one cache.
+        ar: tokens per inference of each graph; 1 is among them.
+        max_attention_window: tokens that each layer attends to at most, itself included; repeated when it is shorter
+            than the layers. Empty for the model's own windows.
+        kv_dtype: integer type of the cache.
+        key_layout: `rows`, as values lie, or `columns`, as Genie wants keys; see `edgekv.kv.Geometry`.
+        calibration: a text file, or None for the text that ships with edgekv.
+        calibration_tokens: how many of its tokens to use, if it has as many; None for
+            `edgekv.plan.default_calibration_tokens`.
+        allow_float: accept nodes that compute in float, and record them.
+        check_on_htp: compile every graph and look for float nodes; ONNX graphs only.
+        graph_format: what to write: ONNX graphs, or one `.tflite` file.
+        splits: parts that the layers are divided over; None for one as long as it stays inside all limits.
+        embedding: who looks embeddings up, the graph or the host; None for the graph, unless layers are divided.
+        head: `own` for a head that is a part by itself, `last` for one in the last part of layers; None for `last`,
+            unless layers are divided.
+    """
+
+    device: Device
+    recipe: Recipe
+    context: int | Sequence[int] = 512
+    ar: Sequence[int] = (1, 32)
+    max_attention_window: Sequence[int] = ()
+    kv_dtype: KvDtype = "u8"
+    key_layout: KeyLayout = "rows"
+    calibration: Path | None = None
+    calibration_tokens: int | None = None
+    allow_float: bool = False
+    check_on_htp: bool = True
+    graph_format: GraphFormat = "onnx"
+    splits: int | None = None
+    embedding: EmbeddingPlace | None = None
+    head: HeadPlace | None = None
+
+    def __post_init__(self) -> None:
+        if 1 not in self.ar or min(self.ar) < 1:
+            raise UsageError(
+                "--ar",
+                found=_listed(self.ar),
+                wanted="1 and larger numbers, such as 1,32",
+                way_out="Add 1: it decodes.",
+            )
+        if not self.contexts:
+            raise UsageError("--context", found="no number", wanted="one at least", way_out="Use --context 512.")
+        largest = max(self.ar)
+        for context in self.contexts:
+            if context % largest or context <= largest:
+                raise UsageError(
+                    "--context",
+                    found=context,
+                    wanted=f"a multiple of the largest AR, {largest}, above it",
+                    way_out=f"Use {max(2, round(context / largest)) * largest}, or another --ar.",
+                )
+        if self.calibration_tokens is not None and self.calibration_tokens < 2:
+            raise UsageError(
+                "--calibration-tokens",
+                found=self.calibration_tokens,
+                wanted="at least 2",
+                way_out="Use --calibration-tokens 4096.",
+            )
+        if self.kv_dtype not in KV_DTYPES[self.graph_format]:
+            kinds = " or ".join(KV_DTYPES[self.graph_format])
+            raise UsageError(
+                "--kv",
+                found=f"{self.kv_dtype} with --format {self.graph_format}",
+                wanted=f"{kinds}, which its kernels multiply by",
+                way_out=f"Use --kv {KV_DTYPES[self.graph_format][0]}.",
+            )
+        if self.graph_format == "tflite" and any(block_rows(rule.dtype) for rule in self.recipe.weights):
+            raise UsageError(
+                "--recipe",
+                found=f"{self.recipe.name}, with a scale for each block, with --format tflite",
+                wanted="a scale for each output channel, which its kernels multiply int16 by",
+                way_out="Use --recipe w8a16 or w4a16, or --format onnx.",
+            )
+        if self.graph_format == "tflite" and self.key_layout != "rows":
+            raise UsageError(
+                "--key-layout",
+                found=f"{self.key_layout} with --format tflite",
+                wanted="rows",
+                way_out="Leave it out, or use --format onnx.",
+            )
+        if self.graph_format == "tflite" and (self.splits, self.embedding, self.head) not in _TFLITE_SPLITS:
+            raise UsageError(
+                "--splits, --embedding, --head",
+                found=", ".join(str(each) for each in (self.splits, self.embedding, self.head) if each is not None),
+                wanted="graphs that are whole with --format tflite",
+                way_out="Leave them out, or use --format onnx.",
+            )
+        if not self.device.supports_kv(self.kv_dtype):
+            raise UsageError(
+                "--kv",
+                found=f"{self.kv_dtype} for {self.device.soc} (V{self.device.arch})",
+                wanted="V73 or later for a 16-bit cache",
+                way_out=f"Use --kv {KV_DTYPES[self.graph_format][0]}, or a later device.",
+            )
+
+    @property
+    def contexts(self) -> tuple[int, ...]:
+        """S of the graphs, each once, ascending."""
+        return tuple(sorted({self.context} if isinstance(self.context, int) else set(self.context)))
+
+
+@dataclass(frozen=True, slots=True)
+class RunOptions:
+    """How a bundle is made; none of it shows in the bundle.
+
+    Attributes:
+        max_ram_bytes: RAM that this process may hold, or None; what the HTP compiler holds in processes of its own is
+            not counted.
+        cache_dir: where finished layers are kept; None for EDGEKV_CACHE_DIR or else the user's own cache.
+        resume: take up the finished layers of an export that was stopped, as far as they are what would be made now.
+        keep_stages: keep finished layers once the bundle stands, for other recipes.
+    """
+
+    max_ram_bytes: int | None = None
+    cache_dir: Path | None = None
+    resume: bool = False
+    keep_stages: bool = False
+
+
+def _listed(numbers: Sequence[int]) -> str:
+    return ",".join(str(n) for n in numbers)

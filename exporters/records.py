@@ -1,0 +1,62 @@
+"""What the manifest says of a checkpoint and a recipe."""
+
+from __future__ import annotations
+
+from edgekv.bundle import ModelRecord, RecipeRecord, RopeRecord, TokenRecord, WeightRecord
+from exporters.checkpoint import Checkpoint
+from exporters.recipe import Recipe
+from exporters.rope import Rope
+from exporters.rotate import applied_rotation
+from exporters.spec import DecoderSpec
+from exporters.tensors import matrices
+
+
+def recipe_record(spec: DecoderSpec, recipe: Recipe) -> RecipeRecord:
+    """The recipe as it will be carried out.
+
+    Raises:
+        UsageError: no rule speaks of a matrix.
+    """
+    rules = ((name, recipe.rule(name)) for name in matrices(spec))
+    weights = [WeightRecord(tensor=name, dtype=rule.dtype, method=rule.method) for name, rule in rules]
+    return RecipeRecord(
+        name=recipe.name,
+        rotation=applied_rotation(spec, recipe.rotation),
+        weights=weights,
+        value_rotation=recipe.value_rotation,
+        key_scaling=recipe.key_scaling,
+    )
+
+
+def model_record(checkpoint: Checkpoint) -> ModelRecord:
+    """Its sizes."""
+    spec = checkpoint.spec
+    return ModelRecord(
+        model_type=spec.model_type,
+        layers=spec.layers,
+        hidden=spec.hidden,
+        heads=spec.heads,
+        kv_heads=spec.kv_heads,
+        head_dim=spec.head_dim,
+        intermediate=spec.intermediate,
+        vocab=spec.vocab,
+        max_positions=spec.max_positions,
+    )
+
+
+def rope_record(rope: Rope, context: int) -> RopeRecord:
+    """A rotary embedding that is made for this many tokens."""
+    rotation = rope.rotation(context)
+    return RopeRecord(
+        rope_type=rope.rope_type,
+        theta=rope.theta,
+        parameters={name: list(v) if isinstance(v, tuple) else v for name, v in rope.parameters.items()},
+        inverse_frequencies=rotation.inverse_frequencies.tolist(),
+        attention_factor=rotation.attention_factor,
+    )
+
+
+def token_record(checkpoint: Checkpoint) -> TokenRecord:
+    """Its special tokens."""
+    special = checkpoint.special
+    return TokenRecord(bos=special.bos, eos=list(special.eos), pad=special.pad)

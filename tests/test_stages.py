@@ -1,0 +1,274 @@
+import json
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import msgspec
+import numpy as np
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from devices import find
+from edgekv.bundle import Manifest
+from edgekv.errors import BundleError, UsageError
+from exporters import room
+from exporters.calibrate import calibration_windows
+from exporters.checkpoint import Checkpoint
+from exporters.cli import stages
+from exporters.export import ExportOptions, RunOptions, export_bundle
+from exporters.recipe import WeightRule, find_recipe
+from exporters.records import recipe_record
+from exporters.room import parse_bytes
+from exporters.stages import stage_keys
+from tests.checkpoints import write_checkpoint
+
+LAYERS = 3
+RECIPE = find_recipe("w4a16-lpbq32")
+LAST_LAYER = "model.layers.2.*"
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    folder = write_checkpoint(tmp_path_factory.mktemp("checkpoint"), {"num_hidden_layers": LAYERS})
+    return Checkpoint.open(str(folder))
+
+
+def options(recipe=RECIPE):
+    return ExportOptions(
+        device=find("SM8650"),
+        recipe=recipe,
+        context=64,
+        ar=(1, 16),
+        check_on_htp=False,
+        calibration_tokens=256,
+    )
+
+
+def with_rule(recipe, rule):
+    return msgspec.structs.replace(recipe, weights=(*recipe.weights, rule))
+
+
+@dataclass
+class Workplace:
+    """Exports of one checkpoint into one folder."""
+
+    checkpoint: Checkpoint
+    folder: object
+    steps: list = field(default_factory=list)
+
+    def export(self, name="bundle", recipe=RECIPE, stop_after=None, **run) -> Manifest:
+        """Export; `steps` is then the layers done, from the first that was told of."""
+        self.steps = []
+
+        def progress(stage, done, total):
+            if stage == "quantize":
+                self.steps.append(done)
+                if done == stop_after:
+                    raise KeyboardInterrupt
+
+        chosen = RunOptions(cache_dir=self.folder / "cache", **run)
+        return export_bundle(self.checkpoint, self.folder / name, options(recipe), chosen, progress=progress)
+
+    @property
+    def stages(self):
+        return sorted((self.folder / "cache" / "stages").glob("*"))
+
+
+@pytest.fixture
+def work(checkpoint, tmp_path):
+    return Workplace(checkpoint, tmp_path)
+
+
+def test_an_export_that_was_stopped_goes_on_where_it_was(work):
+    whole = work.export("whole")
+    assert work.steps == [0, 1, 2, 3] and work.stages == []
+    with pytest.raises(KeyboardInterrupt):
+        work.export(stop_after=2)
+    assert len(work.stages) == 2 and not (work.folder / "bundle").exists()
+    assert work.export(resume=True) == whole
+    assert work.steps == [2, 3] and work.stages == []
+
+
+def test_an_export_that_was_killed_goes_on_where_it_was(work):
+    program = f"""
+import os, signal
+from pathlib import Path
+from tests.test_stages import *
+def kill(stage, done, total):
+    if (stage, done) == ("quantize", 1):
+        os.kill(os.getpid(), signal.SIGKILL)
+checkpoint = Checkpoint.open({str(work.checkpoint.folder)!r})
+run = RunOptions(cache_dir=Path({str(work.folder / "cache")!r}))
+export_bundle(checkpoint, Path({str(work.folder / "bundle")!r}), options(), run, progress=kill)
+"""
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == -signal.SIGKILL
+    assert not (work.folder / "bundle").exists()
+    work.export(resume=True)
+    assert work.steps == [1, 2, 3]
+    assert sorted(path.name for path in work.folder.iterdir()) == ["bundle", "cache"]
+
+
+def test_without_resume_everything_is_done_anew(work):
+    first = work.export(keep_stages=True)
+    assert work.export("again", keep_stages=True) == first
+    assert work.steps == [0, 1, 2, 3] and len(work.stages) == LAYERS + 1
+
+
+def test_another_rule_for_a_layer_redoes_that_layer_and_those_behind_it(work):
+    work.export(keep_stages=True)
+    other = with_rule(RECIPE, WeightRule(tensors=LAST_LAYER, dtype="int8"))
+    changed = work.export("changed", other, resume=True, keep_stages=True)
+    assert work.steps == [2, 3]
+    assert changed == work.export("whole", other, keep_stages=True)
+    work.export("head", with_rule(RECIPE, WeightRule(tensors="lm_head.weight", dtype="int4")), resume=True)
+    assert work.steps == [3]
+
+
+def test_a_damaged_stage_is_made_anew(work):
+    first = work.export(keep_stages=True)
+    for stage in work.stages:
+        if "model.layers.1." in (stage / "stage.json").read_text():
+            content = bytearray((stage / "tensors.safetensors").read_bytes())
+            content[-1] ^= 1
+            (stage / "tensors.safetensors").write_bytes(content)
+    assert work.export("again", resume=True) == first
+    assert work.steps == [1, 2, 3]
+
+
+def test_clearing_the_cache_takes_nothing_from_an_export_that_runs(work):
+    whole = work.export("whole")
+
+    def clear(stage, done, total):
+        if (stage, done) == ("quantize", LAYERS):
+            shutil.rmtree(work.folder / "cache")
+
+    run = RunOptions(cache_dir=work.folder / "cache")
+    assert export_bundle(work.checkpoint, work.folder / "bundle", options(), run, progress=clear) == whole
+
+
+def test_keys_depend_on_what_the_integers_depend_on(checkpoint):
+    tokens = np.stack(calibration_windows(checkpoint, "some text " * 100, 32, 64))
+
+    def keys(sha="a", tokens=tokens, context=64, recipe=RECIPE, checkpoint=checkpoint):
+        return stage_keys(checkpoint, sha, tokens, context, recipe_record(checkpoint.spec, recipe))
+
+    mine = keys()
+    assert len(set(mine)) == LAYERS + 1 and keys(context=128) == mine
+    for other in (
+        keys("b"),
+        keys(tokens=tokens[:1]),
+        keys(recipe=msgspec.structs.replace(RECIPE, rotation="none")),
+        keys(recipe=msgspec.structs.replace(RECIPE, key_scaling="pairs")),
+        keys(checkpoint=checkpoint.limited([16])),
+        keys(recipe=find_recipe("w8a16")),
+    ):
+        assert not set(other) & set(mine)
+    assert keys(recipe=with_rule(RECIPE, WeightRule(tensors=LAST_LAYER, dtype="int8")))[:2] == mine[:2]
+
+
+# Disks
+
+
+@contextmanager
+def files_of_at_most(size_bytes):
+    """What a disk with so little room says, the system says of a file that is larger."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size_bytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_disk_that_is_full_for_stages_is_named_and_nothing_is_left(work):
+    with files_of_at_most(50_000), pytest.raises(BundleError, match=r"while writing stages; wanted .*--resume"):
+        work.export()
+    assert [path.name for path in work.folder.iterdir()] == ["cache"] and work.stages == []
+
+
+def test_a_disk_that_is_full_for_the_bundle_is_named_and_the_export_goes_on_later(work):
+    whole = work.export("whole", keep_stages=True)
+    graph = max(record.bytes for record in whole.files.values())
+    with files_of_at_most(graph - 1), pytest.raises(BundleError, match=r"while writing the bundle; wanted .*--resume"):
+        work.export(resume=True, keep_stages=True)
+    assert not (work.folder / "bundle").exists() and not [*work.folder.glob(".bundle*")]
+    assert work.export(resume=True) == whole and work.steps == [LAYERS]
+
+
+def test_a_disk_without_room_is_refused_before_anything_is_written(work, monkeypatch):
+    monkeypatch.setattr(room.shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**9, 10**9, 10**5))
+    with pytest.raises(BundleError, match=r"found 1MB free; wanted \d+MB. Free some space"):
+        work.export()
+    assert not (work.folder / "bundle").exists() and work.stages == []
+
+
+def test_a_cache_directory_that_cannot_be_made_is_refused(checkpoint, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UsageError, match="--cache-dir"):
+        export_bundle(checkpoint, tmp_path / "bundle", options(), RunOptions(cache_dir=tmp_path / "file"))
+
+
+# RAM
+
+
+@pytest.mark.parametrize(
+    ("text", "size_bytes"),
+    [("4GB", 4 * 10**9), ("4 GiB", 4 << 30), ("1.5g", 1_500_000_000), ("512MiB", 512 << 20), ("7", 7)],
+)
+def test_sizes_are_read(text, size_bytes):
+    assert parse_bytes("--max-ram", text) == size_bytes
+
+
+@pytest.mark.parametrize("text", ["", "GB", "-1GB", "4XB", "four"])
+def test_what_is_no_size_is_refused(text):
+    with pytest.raises(UsageError, match="--max-ram"):
+        parse_bytes("--max-ram", text)
+
+
+def test_a_cap_that_one_layer_exceeds_is_refused_and_says_what_is_needed(work):
+    with pytest.raises(UsageError, match=r"--max-ram: found 100MB; wanted (\d+)MB for a layer") as caught:
+        work.export(max_ram_bytes=100_000_000)
+    needed = parse_bytes("--max-ram", caught.value.wanted.split()[0])
+    assert work.stages == [] and work.export(max_ram_bytes=needed)
+
+
+PEAK = """
+import sys
+from pathlib import Path
+from edgekv.process import peak_bytes
+from tests.test_stages import *
+checkpoint, target = Checkpoint.open(sys.argv[1]), Path(sys.argv[2])
+most = int(sys.argv[3])
+export_bundle(checkpoint, target, options(), RunOptions(max_ram_bytes=most))
+print(peak_bytes())
+"""
+
+
+def test_an_export_holds_the_cap_that_it_accepts(tmp_path):
+    sizes = {"hidden_size": 512, "intermediate_size": 2048, "vocab_size": 16384, "num_hidden_layers": 1}
+    folder = write_checkpoint(tmp_path / "checkpoint", sizes)
+    with pytest.raises(UsageError) as caught:
+        export_bundle(Checkpoint.open(str(folder)), tmp_path / "x", options(), RunOptions(max_ram_bytes=1))
+    most = parse_bytes("--max-ram", caught.value.wanted.split()[0])
+    command = [sys.executable, "-c", PEAK, str(folder), str(tmp_path / "bundle"), str(most)]
+    held = int(subprocess.run(command, capture_output=True, check=True, text=True).stdout)
+    assert most / 2 < held <= most
+
+
+# The command
+
+
+def test_the_command_says_what_is_left_and_removes_it(work):
+    app, run, cache = typer.Typer(), CliRunner(), str(work.folder / "cache")
+    app.command("stages")(stages)
+    work.export(keep_stages=True)
+    left = json.loads(run.invoke(app, ["--cache-dir", cache, "--json"]).stdout)
+    assert left["stages"] == LAYERS + 1 and left["bytes"] > 100_000 and not left["cleared"]
+    assert "removed" in run.invoke(app, ["--cache-dir", cache, "--clear"]).stdout
+    assert json.loads(run.invoke(app, ["--cache-dir", cache, "--json"]).stdout)["stages"] == 0
+    assert work.stages == []
