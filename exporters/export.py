@@ -29,7 +29,6 @@ from exporters.calibrate import calibration_windows, choose_encodings, read_cali
 from exporters.checkpoint import Checkpoint
 from exporters.graphs import embedding_record, plan_graphs, write_graphs
 from exporters.heads import transformed
-from exporters.htp import floating_nodes
 from exporters.options import ExportOptions, RunOptions
 from exporters.progress import Progress, silent
 from exporters.quantize import QuantizedMatrices
@@ -37,7 +36,7 @@ from exporters.records import model_record, recipe_record, rope_record, token_re
 from exporters.reference import Tensors
 from exporters.room import bundle_bytes, check_disk, check_ram, full_disk_named, stage_bytes
 from exporters.split import Split, choose_split
-from exporters.stages import quantize_in_stages, stage_keys, stage_store
+from exporters.stages import Checks, quantize_in_stages, stage_keys, stage_store
 from exporters.tflite.encodings import symmetric_encodings
 from exporters.tflite.limits import check_tflite
 from quant import Encoding, Range
@@ -105,9 +104,14 @@ def export_bundle(
         ropes = [rope_record(rope, context) for rope in spec.ropes]
         encodings = _write(tensors, matrices, ranges, ropes, graphs, folder, options, progress)
         del ranges
-        check, floating = _check(graphs, folder, options, progress)
         shutil.copyfile(checkpoint.folder / "tokenizer.json", folder / "tokenizer.json")
         progress("seal", 0, 1)
+        files = record_files(folder)
+        checks = Checks(store.folder, options.device, files, resume=run.resume)
+        check: HtpCheck = "not-run"
+        floating: list[str] = []
+        if options.graph_format == "onnx" and options.check_on_htp:
+            check, floating = _check(graphs, folder, checks, allow_float=options.allow_float, progress=progress)
         manifest = Manifest(
             format=FORMAT,
             producer=f"edgekv {metadata.version('edgekv')}",
@@ -132,7 +136,7 @@ def export_bundle(
                 calibration=calibration.name,
                 calibration_tokens=tokens.size,
             ),
-            files=record_files(folder),
+            files=files,
             windows=list(spec.windows_in(context)),
             graph_format=options.graph_format,
         )
@@ -140,6 +144,7 @@ def export_bundle(
         progress("seal", 1, 1)
     if not run.keep_stages:
         store.remove(keys)
+        checks.remove()
     return manifest
 
 
@@ -222,19 +227,17 @@ def _split(checkpoint: Checkpoint, options: ExportOptions) -> Split:
 
 
 def _check(
-    graphs: Sequence[GraphRecord], folder: Path, options: ExportOptions, progress: Progress
+    graphs: Sequence[GraphRecord], folder: Path, checks: Checks, *, allow_float: bool, progress: Progress
 ) -> tuple[HtpCheck, list[str]]:
-    if options.graph_format != "onnx" or not options.check_on_htp:
-        return "not-run", []
     found = []
     files = [*dict.fromkeys(part.file for graph in graphs for part in graph.parts)]
     for done, file in enumerate(files):
         progress("check on HTP", done, len(files))
-        found += floating_nodes([folder / file], options.device)
+        found += checks.floating_nodes(folder / file)
     progress("check on HTP", len(files), len(files))
     if not found:
         return "integers-only", []
-    if not options.allow_float:
+    if not allow_float:
         raise EngineError(
             "float check",
             found=f"{len(found)} nodes that compute in float, the first: {', '.join(found[:3])}",

@@ -5,7 +5,7 @@ import signal
 import subprocess
 import sys
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import msgspec
 import numpy as np
@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from devices import find
 from edgekv.bundle import Manifest
-from edgekv.errors import BundleError, UsageError
+from edgekv.errors import BundleError, EngineError, UsageError
 from exporters import room
 from exporters.calibrate import calibration_windows
 from exporters.checkpoint import Checkpoint
@@ -24,7 +24,7 @@ from exporters.export import ExportOptions, RunOptions, export_bundle
 from exporters.recipe import WeightRule, find_recipe
 from exporters.records import recipe_record
 from exporters.room import parse_bytes
-from exporters.stages import stage_keys
+from exporters.stages import checks, stage_keys
 from tests.checkpoints import write_checkpoint
 
 LAYERS = 3
@@ -171,6 +171,26 @@ def test_keys_depend_on_what_the_integers_depend_on(checkpoint):
     assert keys(recipe=with_rule(RECIPE, WeightRule(tensors=LAST_LAYER, dtype="int8")))[:2] == mine[:2]
 
 
+def test_a_graph_that_was_checked_is_not_checked_again(work, monkeypatch):
+    checked, one = [], options()
+
+    def found(models, device):
+        checked.extend(model.name for model in models)
+        return ["a node"]
+
+    monkeypatch.setattr(checks, "floating_nodes", found)  # the compiler takes seconds, and finds none
+
+    def export(**changes):
+        run = RunOptions(cache_dir=work.folder / "cache", resume=True)
+        return export_bundle(work.checkpoint, work.folder / "b", replace(one, check_on_htp=True, **changes), run)
+
+    with pytest.raises(EngineError, match="compute in float"):
+        export()
+    assert len(set(checked)) == len(checked) == 3
+    assert export(allow_float=True).floating_nodes == ["a node"] * 3
+    assert len(checked) == 3 and work.stages == []
+
+
 # Disks
 
 
@@ -250,7 +270,7 @@ print(peak_bytes())
 
 
 def test_an_export_holds_the_cap_that_it_accepts(tmp_path):
-    sizes = {"hidden_size": 512, "intermediate_size": 2048, "vocab_size": 16384, "num_hidden_layers": 1}
+    sizes = {"hidden_size": 512, "intermediate_size": 1536, "vocab_size": 8192, "num_hidden_layers": 1}
     folder = write_checkpoint(tmp_path / "checkpoint", sizes)
     with pytest.raises(UsageError) as caught:
         export_bundle(Checkpoint.open(str(folder)), tmp_path / "x", options(), RunOptions(max_ram_bytes=1))

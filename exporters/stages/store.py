@@ -49,7 +49,7 @@ class StageStore:
     @property
     def stages(self) -> int:
         """How many it holds."""
-        return len([*self.folder.glob("[!.]*")])
+        return sum(1 for path in self.folder.glob("[!.]*") if path.is_dir())
 
     @property
     def bytes(self) -> int:
