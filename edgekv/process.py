@@ -24,8 +24,17 @@ def peak_bytes() -> int:
 
     `getrusage` would count what the process held that this one was forked from.
     """
+    return _bytes_in(Path("/proc/self/status"), "VmHWM:")
+
+
+def available_bytes() -> int:
+    """RAM that new work can have without swapping, in bytes; 0 where Linux does not say."""
+    return _bytes_in(Path("/proc/meminfo"), "MemAvailable:")
+
+
+def _bytes_in(path: Path, field: str) -> int:
     try:
-        lines = Path("/proc/self/status").read_text("ascii").splitlines()
+        lines = path.read_text("ascii").splitlines()
     except OSError:
         return 0
-    return next((int(line.split()[1]) << 10 for line in lines if line.startswith("VmHWM:")), 0)
+    return next((int(line.split()[1]) << 10 for line in lines if line.startswith(field)), 0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -23,6 +24,7 @@ from edgekv.bundle import (
 from edgekv.engine import qnn
 from edgekv.errors import EngineError, UsageError
 from exporters.htp import HtpStep, run_steps
+from exporters.parallel import compiler_processes, side_by_side
 from exporters.progress import Progress, silent
 
 _TARGET = re.compile(rb"soc_type=(\w+);arch=(\d+);[\x20-\x7e]*?vtcm_size=(\d+)")
@@ -174,13 +176,11 @@ def compile_binaries(
             sets += [{name: model} for name, model in models.items()]
         if len(models) > 1:
             sets.append(dict(models))
-    binaries = []
-    for done, part in enumerate(sets):
-        progress("compile", done, len(sets))
-        prefix = "shared_" if len(part) > 1 else ""
-        binaries.append(compile_graphs(device, part, folder, prefix=prefix, watch=watch))
-    progress("compile", len(sets), len(sets))
-    return binaries
+    work = [
+        partial(compile_graphs, device, models, folder, prefix="shared_" if len(models) > 1 else "", watch=watch)
+        for models in sets
+    ]
+    return [*side_by_side(work, compiler_processes(), "compile", progress)]
 
 
 def compile_graphs(

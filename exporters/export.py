@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Mapping, Sequence
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 
@@ -30,6 +31,7 @@ from exporters.checkpoint import Checkpoint
 from exporters.graphs import embedding_record, plan_graphs, write_graphs
 from exporters.heads import transformed
 from exporters.options import ExportOptions, RunOptions
+from exporters.parallel import compiler_processes, side_by_side
 from exporters.progress import Progress, silent
 from exporters.quantize import QuantizedMatrices
 from exporters.records import model_record, recipe_record, rope_record, token_record
@@ -229,12 +231,10 @@ def _split(checkpoint: Checkpoint, options: ExportOptions) -> Split:
 def _check(
     graphs: Sequence[GraphRecord], folder: Path, checks: Checks, *, allow_float: bool, progress: Progress
 ) -> tuple[HtpCheck, list[str]]:
-    found = []
-    files = [*dict.fromkeys(part.file for graph in graphs for part in graph.parts)]
-    for done, file in enumerate(files):
-        progress("check on HTP", done, len(files))
-        found += checks.floating_nodes(folder / file)
-    progress("check on HTP", len(files), len(files))
+    files = dict.fromkeys(part.file for graph in graphs for part in graph.parts)
+    work = [partial(checks.floating_nodes, folder / file) for file in files]
+    floating = side_by_side(work, compiler_processes(), "check on HTP", progress)
+    found = [node for nodes in floating for node in nodes]
     if not found:
         return "integers-only", []
     if not allow_float:

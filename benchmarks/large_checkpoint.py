@@ -1,0 +1,149 @@
+"""Random checkpoints of real models' exact shapes, written some rows at a time."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from exporters.architectures import describe
+from exporters.tensors import views
+from tests.checkpoints import write_tokenizer
+
+_LLAMA: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 131072,
+    "rope_theta": 500000.0,
+    "rope_scaling": {
+        "rope_type": "llama3",
+        "factor": 32.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    },
+    "tie_word_embeddings": True,
+    "bos_token_id": 256,
+    "eos_token_id": 257,
+}
+_QWEN: dict[str, Any] = {
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1000000.0,
+    "tie_word_embeddings": True,
+    "bos_token_id": None,
+    "eos_token_id": 257,
+    "vocab_size": 151936,
+}
+SHAPES: dict[str, dict[str, Any]] = {
+    "smollm2-135m": _LLAMA
+    | {
+        "hidden_size": 576,
+        "intermediate_size": 1536,
+        "num_hidden_layers": 30,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "vocab_size": 49152,
+        "max_position_embeddings": 8192,
+        "rope_theta": 100000.0,
+        "rope_scaling": None,
+    },
+    "qwen2.5-0.5b": _QWEN
+    | {
+        "architectures": ["Qwen2ForCausalLM"],
+        "model_type": "qwen2",
+        "hidden_size": 896,
+        "intermediate_size": 4864,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 14,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 32768,
+        "use_sliding_window": False,
+    },
+    "qwen3-0.6b": _QWEN
+    | {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "max_position_embeddings": 40960,
+        "attention_bias": False,
+        "use_sliding_window": False,
+    },
+    "llama-3.2-1b": _LLAMA
+    | {
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "vocab_size": 128256,
+    },
+    "llama-3.1-8b": _LLAMA
+    | {
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "vocab_size": 128256,
+        "tie_word_embeddings": False,
+    },
+}
+"""config.json of each; weights are bfloat16."""
+
+_ROWS = 4096
+_SHARD_BYTES = 4 << 30
+
+
+def write_large_checkpoint(folder: Path, shape: str) -> Path:
+    """Write the folder unless it is there: matrices N(0, 0.02), norms near 1, a tokenizer of bytes."""
+    if (folder / "model.safetensors.index.json").exists():
+        return folder
+    folder.mkdir(parents=True, exist_ok=True)
+    config = {name: value for name, value in SHAPES[shape].items() if value is not None or name == "rope_scaling"}
+    (folder / "config.json").write_text(json.dumps(config))
+    write_tokenizer(folder / "tokenizer.json")
+    shapes = {view.key: view.stored_shape for view in views(describe(config))}
+    shards: list[dict[str, tuple[int, ...]]] = [{}]
+    for name, dimensions in shapes.items():
+        if sum(2 * int(np.prod(each)) for each in shards[-1].values()) > _SHARD_BYTES:
+            shards.append({})
+        shards[-1][name] = dimensions
+    files = {f"model-{at:05}-of-{len(shards):05}.safetensors": shard for at, shard in enumerate(shards, start=1)}
+    random = np.random.default_rng(0)
+    for file, shard in files.items():
+        _write_shard(folder / file, shard, random)
+    index = {name: file for file, shard in files.items() for name in shard}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
+    return folder
+
+
+def _write_shard(path: Path, shapes: dict[str, tuple[int, ...]], random: np.random.Generator) -> None:
+    header, offset = {}, 0
+    for name, shape in shapes.items():
+        end = offset + 2 * int(np.prod(shape))
+        header[name] = {"dtype": "BF16", "shape": list(shape), "data_offsets": [offset, end]}
+        offset = end
+    encoded = json.dumps(header).encode()
+    encoded += b" " * (-len(encoded) % 8)
+    with path.open("wb") as file:
+        file.write(len(encoded).to_bytes(8, "little") + encoded)
+        for name, shape in shapes.items():
+            for start in range(0, shape[0], _ROWS):
+                rows = min(_ROWS, shape[0] - start)
+                values = random.standard_normal((rows, *shape[1:]), np.float32)
+                values *= np.float32(0.05 if len(shape) == 1 else 0.02)
+                if name.endswith("norm.weight"):
+                    values += 1
+                file.write(values.astype(ml_dtypes.bfloat16).tobytes())

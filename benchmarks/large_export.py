@@ -1,0 +1,137 @@
+"""Time and RAM from a large checkpoint to context binaries.
+
+    python -m benchmarks.large_export SHAPE [--recipe w4a16-lpbq64] [--context 1024,4096] [--ar 1,128] [--folder DIR]
+
+SHAPE is one of benchmarks.large_checkpoint: a checkpoint of random weights is written first, and not timed. Then
+`edgekv export` and `edgekv compile` run as a user runs them. RAM is the most that any process held, read from the
+system while it ran: edgekv's own, and those in which Qualcomm's compiler works.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.large_checkpoint import SHAPES, write_large_checkpoint
+from edgekv.bundle import open_bundle
+from exporters.checkpoint import Checkpoint
+from exporters.recipe import find_recipe
+from exporters.tensors import matrices
+from quant import weight_bits
+
+DEVICE = "SM8650"
+POLL_SECONDS = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """A command that has ended.
+
+    Attributes:
+        seconds: wall time.
+        own_bytes: the most RAM that its own process held.
+        compiler_bytes: the most that any of its children held; 0 if it had none.
+    """
+
+    seconds: float
+    own_bytes: int
+    compiler_bytes: int
+
+
+def measure(arguments: Sequence[str]) -> Measured:
+    """Run `edgekv ARGUMENTS`; its output goes to the terminal."""
+    began = time.perf_counter()
+    running = subprocess.Popen([sys.executable, "-m", "edgekv", *arguments])
+    peaks: dict[int, int] = {}
+    while running.poll() is None:
+        for pid in (running.pid, *_children(running.pid)):
+            peaks[pid] = max(peaks.get(pid, 0), _peak_bytes(pid))
+        time.sleep(POLL_SECONDS)
+    if running.returncode:
+        sys.exit(running.returncode)
+    own_bytes = peaks.pop(running.pid)
+    return Measured(time.perf_counter() - began, own_bytes, max(peaks.values(), default=0))
+
+
+def _children(pid: int) -> list[int]:
+    found = []
+    for task in Path(f"/proc/{pid}/task").glob("*/children"):
+        try:
+            found += [int(child) for child in task.read_text().split()]
+        except OSError:  # it has just ended
+            continue
+    return found
+
+
+def _peak_bytes(pid: int) -> int:
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) << 10 for line in lines if line.startswith("VmHWM:")), 0)
+
+
+def bits_bytes(bundle: Path, recipe: str) -> int:
+    """What the matrices of the layers and the head take at the recipe's bits, scales aside."""
+    rules = find_recipe(recipe)
+    spec = Checkpoint.open(open_bundle(bundle, verify=False).manifest.source.checkpoint).spec
+    sizes = matrices(spec).items()
+    return sum(rows * inputs * weight_bits(rules.rule(name).dtype) // 8 for name, (rows, inputs) in sizes)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("shape", choices=SHAPES)
+    parser.add_argument("--recipe", default="w4a16-lpbq64")
+    parser.add_argument("--context", default="1024,4096")
+    parser.add_argument("--ar", default="1,128")
+    parser.add_argument("--folder", type=Path, help="where to work; what is there is used again")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = args.folder or Path(scratch)
+        checkpoint = write_large_checkpoint(folder / args.shape, args.shape)
+        bundle = folder / f"{args.shape}-{args.recipe}"
+        given = ["--device", DEVICE, "--force"]
+        what = ["--recipe", args.recipe, "--context", args.context, "--ar", args.ar]
+        steps = {
+            "export, checked on the HTP's compiler": [
+                "export",
+                str(checkpoint),
+                "-o",
+                str(bundle),
+                *given,
+                *what,
+                "--max-ram",
+                "4GB",
+            ],
+            "compile": ["compile", str(bundle), *given],
+        }
+        table = Table(title=f"{args.shape}, {args.recipe}, contexts {args.context}, AR {args.ar}, {DEVICE}")
+        for column in ("step", "seconds", "edgekv's RAM", "largest compiler's RAM"):
+            table.add_column(column, justify="left" if column == "step" else "right")
+        total = 0.0
+        for name, arguments in steps.items():
+            done = measure(arguments)
+            total += done.seconds
+            sizes = (f"{size / 1e9:.2f} GB" for size in (done.own_bytes, done.compiler_bytes))
+            table.add_row(name, f"{done.seconds:,.0f}", *sizes)
+        table.add_row("both", f"{total:,.0f}", "", "")
+        Console(width=110).print(table)
+        binaries = sum(path.stat().st_size for path in (bundle / "compiled" / DEVICE).glob("*.bin"))
+        bits = bits_bytes(bundle, args.recipe)
+        floats = len(open_bundle(bundle, verify=False).manifest.floating_nodes)
+        print(f"binaries {binaries / 1e6:,.0f} MB, {binaries / bits:.3f} x what their matrices' bits take")
+        print(f"{floats} nodes compute in float")
+
+
+if __name__ == "__main__":
+    main()
