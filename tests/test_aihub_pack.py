@@ -12,11 +12,11 @@ import pytest
 
 import edgekv
 from devices import find
-from edgekv.bundle import MANIFEST, open_bundle
+from edgekv.bundle import MANIFEST, Bundle, GraphRecord, open_bundle
 from edgekv.engine import CpuEngine
 from edgekv.errors import BundleError, UsageError
 from exporters.aihub.pack import pack_graph
-from exporters.aihub.sample import read_sample, take_sample
+from exporters.aihub.sample import Sample, read_sample, take_sample
 from exporters.checkpoint import Checkpoint
 from exporters.export import ExportOptions, export_bundle
 from exporters.recipe import find_recipe
@@ -31,11 +31,9 @@ def test_a_packed_graph_is_one_onnx_and_one_data_file_that_compute_the_same(smal
         name = packed.path.name.removesuffix(".onnx.zip")
         with zipfile.ZipFile(packed.path) as archive:
             assert archive.namelist() == [f"{name}/{name}.onnx", f"{name}/{name}.data"]
-            archive.extractall(tmp_path)
-        path = tmp_path / name / f"{name}.onnx"
-        assert onnx.load(path, load_external_data=False).graph.name == name
         sample = take_sample(bundle, graph, TEXT, tmp_path / "samples")
-        outputs = CpuEngine().session(path).run(list(sample.outputs), dict(sample.inputs))
+        outputs = _run_packed(bundle, graph, tmp_path, sample)
+        assert onnx.load(tmp_path / name / f"{name}.onnx", load_external_data=False).graph.name == name
         assert all((a == b).all() for a, b in zip(outputs, sample.outputs.values(), strict=True))
 
 
@@ -68,9 +66,15 @@ def test_a_step_is_one_of_the_generation_loop(small: Path, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(
-    "other", [{"key_layout": "columns"}, {"max_attention_window": (12, 64), "context": (32, 64)}], ids=str
+    "other",
+    [
+        {"key_layout": "columns"},
+        {"max_attention_window": (12, 64), "context": (32, 64)},
+        {"recipe": find_recipe("w4a16-lpbq32")},
+    ],
+    ids=["columns", "windows", "blocks"],
 )
-def test_so_it_is_with_keys_in_columns_and_with_attention_windows(
+def test_so_it_is_with_keys_in_columns_attention_windows_and_4_bits(
     small: Path, tmp_path: Path, other: dict[str, Any]
 ) -> None:
     options = ExportOptions(
@@ -83,9 +87,21 @@ def test_so_it_is_with_keys_in_columns_and_with_attention_windows(
     logits = bundle.manifest.encodings["logits"].encoding()
     for graph in bundle.manifest.graphs:
         if graph.role != "score":
-            found = take_sample(bundle, graph, TEXT, tmp_path / "steps").outputs["logits"]
+            sample = take_sample(bundle, graph, TEXT, tmp_path / "steps")
             last = 16 if graph.ar == 1 else 23
-            assert np.abs(logits.dequantize(found)[0, 0] - scores[last]).max() <= 3 * logits.scale
+            found = logits.dequantize(sample.outputs["logits"])
+            assert np.abs(found[0, 0] - scores[last]).max() <= 3 * logits.scale
+            outputs = _run_packed(bundle, graph, tmp_path, sample)
+            assert all((a == b).all() for a, b in zip(outputs, sample.outputs.values(), strict=True))
+
+
+def _run_packed(bundle: Bundle, graph: GraphRecord, folder: Path, sample: Sample) -> list[np.ndarray[Any, Any]]:
+    """Outputs of the packed graph on the inputs of a step."""
+    packed = pack_graph(bundle, graph, folder)
+    with zipfile.ZipFile(packed.path) as archive:
+        archive.extractall(folder)
+    name = packed.path.name.removesuffix(".onnx.zip")
+    return CpuEngine().session(folder / name / f"{name}.onnx").run(list(sample.outputs), dict(sample.inputs))
 
 
 def test_a_step_is_kept_for_its_text(small: Path, tmp_path: Path) -> None:

@@ -46,13 +46,13 @@ def test_the_graphs_share_their_weights(compiled):
     assert record.files["graphs.tflite"].bytes < 1.3 * before
 
 
-def test_weights_of_4_bits_stay_packed(compiled, tmp_path, embedded):
+def test_weights_of_4_bits_stay_packed_beside_a_cache_of_16(compiled, tmp_path, embedded):
     options = ExportOptions(
         device=find("SM8650"),
         recipe=find_recipe("w4a16"),
         context=128,
         ar=(1,),
-        kv_dtype="s8",
+        kv_dtype="s16",
         graph_format="tflite",
     )
     export_bundle(Checkpoint.open(str(embedded)), tmp_path / "bundle", options)
