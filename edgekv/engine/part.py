@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 from numpy.typing import NDArray
 
 from edgekv.bundle import PartRecord
 from edgekv.engine.binding import Binding
 from edgekv.engine.signature import Port, Signature
 from edgekv.kv import Group, KVCache, Store, Window
+
+_Bind = Callable[[Sequence[str], "np.dtype[Any]", Sequence[int], Sequence[int], int], None]
 
 
 class _Ends:
@@ -105,5 +108,5 @@ class BoundPart:
         self._binding.run()
 
 
-def _bind(bind: Any, port: Port, array: NDArray[Any], offset_bytes: int = 0) -> None:
+def _bind(bind: _Bind, port: Port, array: NDArray[Any], offset_bytes: int = 0) -> None:
     bind([port.name], array.dtype, port.shape, [array.ctypes.data], offset_bytes)
