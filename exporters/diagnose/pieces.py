@@ -11,7 +11,7 @@ import numpy as np
 import onnx
 from onnx import numpy_helper
 
-from edgekv.bundle import Bundle, GraphRecord
+from edgekv.bundle import LOGITS, Bundle, GraphRecord, PartRecord, hidden_name
 from edgekv.kv import KvTensor
 from quant import DTYPES, Dtype, Encoding
 
@@ -26,7 +26,7 @@ class Piece:
 
     Attributes:
         model: the part, its weights still in the bundle's files.
-        source: the integers `[1, 1, AR, hidden]` that it goes on from, under their name; None: the token ids.
+        source: the integers `[1, 1, AR, hidden]` that it goes on from, under their name; None: the tokens.
         result: the integers that the next piece goes on from, or `logits`.
         results: the encodings of all results that have a row for each token, in order, `result` among them.
         tensors: the cache tensors that it reads and writes.
@@ -50,24 +50,42 @@ class Piece:
 
 def cut(bundle: Bundle, record: GraphRecord) -> list[Piece]:
     """A graph that gives the logits of every token, as pieces: one for each layer, and the head."""
-    model = onnx.load(bundle.graph_path(record), load_external_data=False)
     manifest, geometry = bundle.manifest, bundle.manifest.geometry
-    constants = {each.name: each for each in model.graph.initializer}
-    ends = [f"layers.{layer}.mlp_add_q" for layer in range(geometry.layers)]
+    shape = [1, 1, record.ar, manifest.model.hidden]
     pieces: list[Piece] = []
-    for number, end in enumerate([*ends, "logits"]):
-        source = pieces[-1].result if pieces else None
-        tensors = [tensor for tensor in geometry.names() if tensor.layer == number]
-        nodes = _nodes_between(model.graph, source, [end, *(tensor.new for tensor in tensors)])
-        results = _results(nodes, constants)
-        if end == "logits":
-            results[end] = manifest.encodings[end].encoding()
-        shape = [1, 1, record.ar, manifest.model.hidden]
-        hidden = None if source is None else _value(source, pieces[-1].results[source], shape)
-        outputs = [_value(name, encoding) for name, encoding in results.items()]
-        outputs += [_value(tensor.new, manifest.encodings[tensor.past].encoding()) for tensor in tensors]
-        pieces.append(Piece(_part(model, nodes, hidden, outputs), source, end, results, tensors))
+    for part in record.parts:
+        model = _load(bundle, part)
+        constants = {each.name: each for each in model.graph.initializer}
+        ends = [*map(_residual, part.layers), *([LOGITS] if part.head else [])]
+        for number, end in enumerate(ends, part.first_layer):
+            source = pieces[-1].result if pieces else None
+            tensors = [tensor for tensor in geometry.names() if tensor.layer == number]
+            nodes = _nodes_between(model.graph, source, [end, *(tensor.new for tensor in tensors)])
+            results = _results(nodes, constants)
+            if end == LOGITS:
+                results[end] = manifest.encodings[end].encoding()
+            hidden = None if source is None else _value(source, pieces[-1].results[source], shape)
+            outputs = [_value(name, encoding) for name, encoding in results.items()]
+            outputs += [_value(tensor.new, manifest.encodings[tensor.past].encoding()) for tensor in tensors]
+            pieces.append(Piece(_piece(model, nodes, hidden, outputs), source, end, results, tensors))
     return pieces
+
+
+def _residual(layer: int) -> str:
+    """The integers behind a layer."""
+    return f"layers.{layer}.mlp_add_q"
+
+
+def _load(bundle: Bundle, part: PartRecord) -> onnx.ModelProto:
+    """A part of the graph. What it goes on from, or leaves, is called by the name of the result that it is."""
+    model: onnx.ModelProto = onnx.load(bundle.part_path(part), load_external_data=False)
+    results = {hidden_name(layer): _residual(layer - 1) for layer in (part.first_layer, part.stop_layer) if layer}
+    for node in model.graph.node:
+        for names in (node.input, node.output):
+            names[:] = [results.get(name, name) for name in names]
+    for value in model.graph.input:
+        value.name = results.get(value.name, value.name)
+    return model
 
 
 def _nodes_between(graph: onnx.GraphProto, source: str | None, ends: Collection[str]) -> list[onnx.NodeProto]:
@@ -91,24 +109,25 @@ def _results(nodes: Sequence[onnx.NodeProto], constants: Mapping[str, onnx.Tenso
     return found
 
 
-def _part(
+def _piece(
     model: onnx.ModelProto,
     nodes: Sequence[onnx.NodeProto],
     added_input: onnx.ValueInfoProto | None,
     outputs: Sequence[onnx.ValueInfoProto],
 ) -> onnx.ModelProto:
     read = {name for node in nodes for name in node.input}
+    inputs = {each.name: each for each in (added_input, *model.graph.input) if each is not None and each.name in read}
     graph = onnx.helper.make_graph(
         nodes,
         model.graph.name,
-        [each for each in (added_input, *model.graph.input) if each is not None and each.name in read],
+        [*inputs.values()],
         outputs,
         [each for each in model.graph.initializer if each.name in read],
     )
-    part: onnx.ModelProto = onnx.helper.make_model(
+    piece: onnx.ModelProto = onnx.helper.make_model(
         graph, opset_imports=model.opset_import, ir_version=model.ir_version, producer_name=model.producer_name
     )
-    return part
+    return piece
 
 
 def _value(name: str, encoding: Encoding, shape: Sequence[int] | None = None) -> onnx.ValueInfoProto:

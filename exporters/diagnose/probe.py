@@ -11,8 +11,9 @@ import numpy as np
 import onnxruntime as ort
 from numpy.typing import NDArray
 
-from edgekv.bundle import Bundle, rope_inputs
+from edgekv.bundle import EMBEDDINGS, Bundle, rope_inputs
 from edgekv.engine import CpuEngine, Engine, EngineName, HtpEngine
+from edgekv.engine.embedding import open_table
 from edgekv.engine.rope import rope_tables
 from edgekv.engine.signature import Signature
 from edgekv.errors import UsageError
@@ -24,6 +25,7 @@ from quant import DTYPES, Encoding
 
 Integers = NDArray[Any]
 
+_EMBEDDING = "embedding"
 _ATTEND = 65535  # stands for 0.0 in ONNX graphs
 
 
@@ -41,7 +43,6 @@ class Probe:
             BundleError: the bundle's graphs cannot be probed.
         """
         bundle.require_onnx("the trace")
-        bundle.require_whole("the trace")
         assert isinstance(engine, CpuEngine | HtpEngine), "no other engine runs ONNX graphs"
         manifest = bundle.manifest
         record = manifest.graph("score")
@@ -50,7 +51,10 @@ class Probe:
         self._engine = engine
         self._record = record
         self._pieces = cut(bundle, record)
-        self._inputs = {port.name: port for port in Signature.of(manifest, record).inputs}
+        signatures = [Signature.of(manifest, record, part) for part in record.parts]
+        self._inputs = {port.name: port for signature in signatures for port in signature.inputs}
+        self._entry = record.parts[0].entry
+        self._table = open_table(bundle)
         self._ropes = rope_tables(manifest)
 
     @property
@@ -63,6 +67,8 @@ class Probe:
         """Of every result, by its name in traces."""
         kept = {name.removesuffix("_q"): encoding for piece in self._pieces for name, encoding in piece.results.items()}
         held = self._bundle.manifest.encodings
+        if self._table is not None:
+            kept[_EMBEDDING] = held[EMBEDDINGS].encoding()
         return kept | {tensor.past: held[tensor.past].encoding() for p in self._pieces for tensor in p.tensors}
 
     def run(self, tokens: Sequence[int]) -> Trace:
@@ -118,6 +124,8 @@ class Probe:
         trace: dict[str, Floats] = {
             name.removesuffix("_q"): piece.results[name].dequantize(values) for name, values in results.items()
         }
+        if piece.source is None and self._table is not None:
+            trace[_EMBEDDING] = manifest.encodings[EMBEDDINGS].encoding().dequantize(self._table[state])
         for tensor, values in past.items():
             trace[tensor.past] = manifest.encodings[tensor.past].encoding().dequantize(values)
         return trace, results[piece.result]
@@ -133,11 +141,13 @@ class Probe:
         manifest, n = self._bundle.manifest, len(chunk)
         wanted = {each.name for each in session.get_inputs()} - {piece.source}
         feeds = {name: np.zeros(port.shape, port.dtype) for name, port in self._inputs.items() if name in wanted}
-        if piece.source is None:
-            feeds["input_ids"][0, :n] = chunk
+        if piece.source is None and self._table is None:
+            feeds[self._entry][0, :n] = chunk
         else:
-            feeds[piece.source] = np.zeros((1, 1, self._record.ar, chunk.shape[1]), chunk.dtype)
-            feeds[piece.source][0, 0, :n] = chunk
+            rows = chunk if piece.source is not None or self._table is None else self._table[chunk]
+            source = piece.source or self._entry
+            feeds[source] = np.zeros((1, 1, self._record.ar, rows.shape[1]), rows.dtype)
+            feeds[source][0, 0, :n] = rows
         for suffix, table in self._ropes.items():
             for name, rows in zip(rope_inputs(suffix), table.rows(position, n), strict=True):
                 if name in wanted:
