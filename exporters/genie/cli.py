@@ -46,6 +46,13 @@ def bundle_genie(
     embedding_table: Annotated[
         bool, typer.Option("--embedding-table", help="Let Genie look embeddings up, outside of the graphs.")
     ] = False,
+    each: Annotated[
+        bool,
+        typer.Option(
+            "--each/--no-each",
+            help="Write a binary for each graph by itself too: Genie on x86 loads no others, a phone needs none.",
+        ),
+    ] = True,
     skip_check: Annotated[
         bool, typer.Option("--skip-check", help="Do not run the result in Genie; the folder says that it is unchecked.")
     ] = False,
@@ -64,6 +71,7 @@ def bundle_genie(
         sampling=Sampling(temperature, top_k, top_p, seed),
         bos=not no_bos,
         embedding_table=embedding_table,
+        each=each,
         check=not skip_check,
     )
     opened = open_bundle(bundle)
@@ -73,9 +81,9 @@ def bundle_genie(
         typer.echo(msgspec.json.encode(written))
         return
     typer.echo(f"{output}: {written.soc}, V{written.arch}, context {written.context}, {written.compiler}")
-    for graph in written.graphs:
-        size = written.files[graph.file].bytes / 1e6
-        typer.echo(f"  {graph.file}: {size:.2f} MB, {graph.ar} tokens per inference, context {graph.context}")
+    for file in dict.fromkeys(graph.file for graph in written.graphs):
+        held = [f"AR-{graph.ar} in {graph.context}" for graph in written.graphs if graph.file == file]
+        typer.echo(f"  {file}: {written.files[file].bytes / 1e6:.2f} MB, {', '.join(held)}")
     for shared in written.shared:
         typer.echo(f"  {shared}: {written.files[shared].bytes / 1e6:.2f} MB, all of them, weights shared")
     typer.echo("  Genie chooses edgekv's tokens" if written.checked else "  not run in Genie")

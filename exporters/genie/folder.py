@@ -16,7 +16,10 @@ FORMAT = 2
 
 
 class GenieGraph(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One part of a graph: its name in the binaries, the binary that holds it alone, its number, AR and context."""
+    """One part of a graph: its name in the binaries, the binary that holds it alone, its number, AR and context.
+
+    Where there are no binaries of single graphs, the binary holds that part of all graphs.
+    """
 
     name: str
     file: str
@@ -37,7 +40,7 @@ class GenieManifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         bundle_sha256: hash of the manifest of the bundle that they were made from.
         context: S of the largest graphs.
         graphs: all graphs; if they are divided, the first part of all, then the second, and so on.
-        shared: for each part the binary of all graphs over one copy of the weights; empty if there is one graph.
+        shared: for each part the binary of all graphs over one copy of the weights; empty if there are no others.
         checked: Genie itself loaded the binaries of single graphs and chose the tokens that edgekv chooses.
         files: size and hash of every other file.
     """

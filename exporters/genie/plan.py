@@ -25,6 +25,7 @@ class GenieOptions:
         sampling: how Genie chooses tokens.
         bos: put the tokenizer's BOS token in front of the first query; off if the chat template writes it.
         embedding_table: let Genie look embeddings up in a file, instead of the graphs in themselves.
+        each: write a binary for each graph by itself too, for Genie on x86, which loads no others.
         check: let Genie load the result, and compare its tokens with edgekv's.
     """
 
@@ -34,12 +35,20 @@ class GenieOptions:
     sampling: Sampling = field(default_factory=Sampling)
     bos: bool = True
     embedding_table: bool = False
+    each: bool = True
     check: bool = True
 
     def __post_init__(self) -> None:
         if self.max_new_tokens is not None and self.max_new_tokens < 1:
             way_out = "Ask for a token or more."
             raise UsageError("--max-new-tokens", found=self.max_new_tokens, wanted="at least 1", way_out=way_out)
+        if self.check and not self.each:
+            raise UsageError(
+                "--no-each",
+                found="no binaries of single graphs",
+                wanted="some for the check: Genie on x86 loads no others",
+                way_out="Add --skip-check.",
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,15 +112,15 @@ class GeniePlan:
         return len(next(iter(self.graphs.values())).parts)
 
     def named(self, number: int) -> list[tuple[str, GraphRecord]]:
-        """All graphs, by the names that their parts of this number, from 0 on, get.
+        """All graphs, by the names that their parts of this number, from 1 on, get.
 
         A head by itself is the same for all contexts: Genie takes one for each AR.
         """
         named = {
-            (graph.ar, graph.context if graph.parts[number].layers else None): (name, graph)
+            (graph.ar, graph.context if graph.parts[number - 1].layers else None): (name, graph)
             for name, graph in self.graphs.items()
         }
-        return [(part_name(name, number + 1, self.parts), graph) for name, graph in named.values()]
+        return [(part_name(name, number, self.parts), graph) for name, graph in named.values()]
 
     def compiled(self, bundle: Bundle, wrappers: Mapping[str, Path]) -> dict[Path, Path]:
         """The wrappers, given by name, by those of the bundle's graphs that read and write the same.
@@ -120,8 +129,8 @@ class GeniePlan:
         """
         rows = {(graph.ar, graph.context): graph for graph in bundle.manifest.graphs if graph.role != "prefill"}
         return {
-            bundle.part_path(rows[graph.ar, graph.context].parts[number]): wrappers[name]
-            for number in range(self.parts)
+            bundle.part_path(rows[graph.ar, graph.context].parts[number - 1]): wrappers[name]
+            for number in range(1, self.parts + 1)
             for name, graph in self.named(number)
             if (graph.ar, graph.context) in rows
         }

@@ -64,17 +64,19 @@ def write_genie(
         tempfile.TemporaryDirectory(prefix="edgekv-genie-") as scratch,
     ):
         table = _Table(bundle, folder / TABLE) if options.embedding_table or manifest.embedding else None
-        parts = [_adapt_part(bundle, plan, number, Path(scratch), table) for number in range(plan.parts)]
+        parts = [_adapt_part(bundle, plan, part, Path(scratch), table) for part in range(1, plan.parts + 1)]
         encoding = None if table is None else table.encoding
         ports = {
-            name: _check_graph(bundle, graph, graph.parts[number], models[name], encoding)
-            for number, models in enumerate(parts)
-            for name, graph in plan.named(number)
+            name: _check_graph(bundle, graph, graph.parts[part - 1], models[name], encoding)
+            for part, models in enumerate(parts, 1)
+            for name, graph in plan.named(part)
         }
-        binaries = compile_binaries(parts, plan.device, folder, True, progress)
+        binaries = compile_binaries(parts, plan.device, folder, options.each, progress)
         named = {name: full for binary in binaries for name, full in name_graphs(folder, binary).items()}
         alone = {name: binary for binary in binaries if binary.graphs == 1 for name in binary.wrappers}
-        shared = [binary.file for binary in binaries if binary.graphs > 1]
+        whole = [next(b for b in binaries if b.wrappers.keys() == models.keys()) for models in parts]
+        shared = [binary.file for binary in whole] if len(whole) < len(binaries) else []
+        holders = {name: binary for binary in whole for name in binary.wrappers} | alone
 
         def write_config(file: str, listed: Sequence[str]) -> GenieConfig:
             config = genie_config(
@@ -89,7 +91,7 @@ def write_genie(
             (folder / file).write_bytes(config.text())
             return config
 
-        config = write_config(CONFIG, [binary.file for binary in alone.values()])
+        config = write_config(CONFIG, [*dict.fromkeys(binary.file for binary in holders.values())])
         if shared:
             write_config(SHARED_CONFIG, shared)
         (folder / EXTENSIONS).write_bytes(HtpExtensions.of(plan.device).text())
@@ -113,9 +115,9 @@ def write_genie(
             bundle_sha256=sha256_of(bundle.path / MANIFEST),
             context=plan.context,
             graphs=[
-                GenieGraph(name=named[name], file=alone[name].file, part=number + 1, ar=graph.ar, context=graph.context)
-                for number in range(plan.parts)
-                for name, graph in plan.named(number)
+                GenieGraph(name=named[name], file=holders[name].file, part=part, ar=graph.ar, context=graph.context)
+                for part in range(1, plan.parts + 1)
+                for name, graph in plan.named(part)
             ],
             shared=shared,
             checked=options.check,
@@ -145,7 +147,7 @@ def _adapt_part(bundle: Bundle, plan: GeniePlan, number: int, scratch: Path, tab
     """One part of the graphs to compile, by their names."""
     models = {}
     for name, graph in plan.named(number):
-        part = graph.parts[number]
+        part = graph.parts[number - 1]
         adapter = GraphAdapter(bundle.part_path(part), part)
         changed = adapter.return_all_rows(graph.ar)
         if table is not None and part.embeds:
