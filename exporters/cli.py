@@ -26,7 +26,7 @@ from exporters.options import KV_DTYPES
 from exporters.progress import shown
 from exporters.recipe import Recipe, check_recipe_path, describe_recipe, find_recipe
 from exporters.room import parse_bytes
-from exporters.stages import stage_store
+from exporters.stages.cli import resumable
 
 # ruff: noqa: UP045  (typer reads the annotations of Python 3.10 at run time)
 
@@ -35,22 +35,6 @@ Name = TypeVar("Name", bound=str)
 DeviceOption = Annotated[str, typer.Option("--device", help="Target: part number or name, such as SM8650.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output.")]
 ForceOption = Annotated[bool, typer.Option("--force", help="Replace what is there.")]
-
-
-class StagesReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What `edgekv stages` found.
-
-    Attributes:
-        folder: where stages are kept.
-        stages: how many.
-        bytes: of all their files.
-        cleared: whether they were removed.
-    """
-
-    folder: str
-    stages: int
-    bytes: int
-    cleared: bool
 
 
 def export(
@@ -165,7 +149,7 @@ def export(
         resume=resume,
         keep_stages=keep_stages,
     )
-    with shown() as progress:
+    with shown() as bars, resumable(bars) as progress:
         opened = Checkpoint.open(checkpoint)
         manifest = export_bundle(opened, output, options, run, force=force, progress=progress)
     if as_json:
@@ -185,28 +169,6 @@ def export(
         "not-run": "not checked on the HTP compiler",
     }
     typer.echo(f"  {verdict[manifest.htp_check]}")
-
-
-def stages(
-    clear: Annotated[bool, typer.Option("--clear", help="Remove them all.")] = False,
-    cache_dir: Annotated[
-        Optional[Path],
-        typer.Option(help="The cache directory.", show_default="EDGEKV_CACHE_DIR, or the user's own cache"),
-    ] = None,
-    as_json: JsonOption = False,
-) -> None:
-    """Say what exports that were stopped left, or remove it.
-
-    An export keeps every layer that it has finished, for --resume, until its bundle stands.
-    """
-    store = stage_store(cache_dir)
-    found = StagesReport(folder=str(store.folder), stages=store.stages, bytes=store.bytes, cleared=clear)
-    if clear:
-        store.clear()
-    if as_json:
-        typer.echo(msgspec.json.encode(found))
-        return
-    typer.echo(f"{store.folder}: {found.stages} stages, {found.bytes / 1e6:.1f} MB{', removed' if clear else ''}")
 
 
 def compile_(
