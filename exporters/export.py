@@ -84,8 +84,9 @@ def export_bundle(
     calibration = read_calibration(options.calibration)
     tokens = _calibration_tokens(checkpoint, calibration.text, options)
     store = stage_store(run.cache_dir)
-    check_ram(spec, tokens.size, tokens.shape[1], run.max_ram_bytes)
     disk = {target: bundle_bytes(spec, options.recipe, len(graphs)), store.folder: stage_bytes(spec, tokens.size)}
+    in_memory = disk[target] if options.graph_format == "tflite" else 0
+    check_ram(spec, tokens.size, tokens.shape[1], in_memory, run.max_ram_bytes)
     check_disk(disk)
     checkpoint.check_values(lambda done, of: progress("read", done, of))
     weights_sha256 = checkpoint.weights_sha256()

@@ -18,6 +18,7 @@ from quant import weight_bits
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kMGT]?i?)B?", re.IGNORECASE)
 _POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
+_FILE_COPIES = 3  # its parts, the file put together, and what is handed to the system
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 
@@ -34,7 +35,7 @@ def parse_bytes(option: str, text: str) -> int:
     return int(float(match[1]) * (1024 if unit.endswith("I") else 1000) ** _POWERS[unit.removesuffix("I")])
 
 
-def check_ram(spec: DecoderSpec, tokens: int, window: int, most_bytes: int | None) -> None:
+def check_ram(spec: DecoderSpec, tokens: int, window: int, file_bytes: int, most_bytes: int | None) -> None:
     """Refuse a cap that the export would not hold.
 
     What is worked on at a time is as small as it gets without a layer's own arithmetic: nothing is gained from a
@@ -44,6 +45,7 @@ def check_ram(spec: DecoderSpec, tokens: int, window: int, most_bytes: int | Non
         spec: the decoder.
         tokens: of the calibration text.
         window: tokens of each of its windows.
+        file_bytes: of a file that is written from memory, as TFLite's is; 0 if there is none.
         most_bytes: the cap, or None.
 
     Raises:
@@ -55,7 +57,7 @@ def check_ram(spec: DecoderSpec, tokens: int, window: int, most_bytes: int | Non
         f"a layer on {tokens:,} calibration tokens": quantization_bytes(
             spec.sizes, 2 * spec.layers * spec.kv_heads, tokens, window
         ),
-        "writing weights": writing_bytes(spec.sizes),
+        "writing weights": writing_bytes(spec.sizes) + _FILE_COPIES * file_bytes,
     }
     stage, needed = max(needs.items(), key=lambda each: each[1])
     if needed > most_bytes:

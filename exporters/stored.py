@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -60,10 +61,10 @@ class StoredTensor:
         return sum(int(np.count_nonzero((block.view(bits.dtype) & bits) == bits)) for block in self._blocks())
 
     def _blocks(self) -> Iterator[NDArray[Any]]:
-        """Some rows at a time, 16 MiB as float32."""
-        rows = self.open()
-        step = max(1, _BLOCK_BYTES // 4 * len(rows) // rows.size)
-        return (rows[first : first + step] for first in range(0, len(rows), step))
+        """Some rows at a time, 16 MiB as float32; each is mapped by itself, so that pages that were read are let go."""
+        rows = self.shape[0]
+        step = max(1, _BLOCK_BYTES // 4 * rows // math.prod(self.shape))
+        return (self.open()[first : first + step] for first in range(0, rows, step))
 
 
 def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
