@@ -310,20 +310,19 @@ class QdqOps:
         """A stored matrix under one scale for each column, or for each block of it, dequantized.
 
         Scales of blocks are themselves dequantized: integers times the column's scale. That is the only form of
-        block quantization that the HTP multiplies as integers, and it wants the zero points spelt out.
+        block quantization that the HTP multiplies as integers. Zero points are spelt out wherever there are 4 bits:
+        without them the HTP takes the integers for others, and says nothing.
         """
-        integers, scales, block_scales, blocks = self._store.matrix(key, head=head, gain=gain)
+        integers, bits, columns, scales, block_scales, blocks = self._store.matrix(key, head=head, gain=gain)
         self._stored[integers] = self._stored[scales] = None
         target = integers + "_dq"
         if blocks is None or block_scales is None:
-            self._node("DequantizeLinear", [integers, scales], [target], axis=1)
+            zeros = [self._zeros(TensorProto.INT4, [columns])] if bits == 4 else []
+            self._node("DequantizeLinear", [integers, scales, *zeros], [target], axis=1)
             return target
         self._stored[block_scales] = None
-        zeros = (
-            self._zeros(TensorProto.UINT8, [blocks.columns]),
-            self._zeros(TensorProto.INT4, [blocks.count, blocks.columns]),
-        )
         steps = block_scales + "_dq"
+        zeros = [self._zeros(TensorProto.UINT8, [columns]), self._zeros(TensorProto.INT4, [blocks.count, columns])]
         self._node("DequantizeLinear", [block_scales, scales, zeros[0]], [steps], axis=1)
         self._node("DequantizeLinear", [integers, steps, zeros[1]], [target], axis=0, block_size=blocks.rows)
         return target

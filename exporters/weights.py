@@ -34,11 +34,10 @@ _TABLE_ROWS_AT_ONCE = 8192
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """How a matrix is divided: `count` blocks of `rows` inputs in each of its `columns`."""
+    """How a matrix is divided: `count` blocks of `rows` inputs in each of its columns."""
 
     count: int
     rows: int
-    columns: int
 
 
 class MatrixNames(NamedTuple):
@@ -46,12 +45,16 @@ class MatrixNames(NamedTuple):
 
     Attributes:
         integers: `[in, out]`.
+        bits: of each.
+        columns: out.
         scales: `[out]`.
         block_scales: `[in / block, out]`, if it has blocks.
         blocks: their shape, if it has blocks.
     """
 
     integers: str
+    bits: int
+    columns: int
     scales: str
     block_scales: str | None
     blocks: Blocks | None
@@ -156,8 +159,8 @@ class WeightStore:
         if grid.block_scales is not None:
             block_scales = part + ".block_scale"
             self._pending[block_scales] = grid.block_scales
-            blocks = Blocks(len(grid.block_scales), rows // len(grid.block_scales), columns)
-        return MatrixNames(integers, scales, block_scales, blocks)
+            blocks = Blocks(len(grid.block_scales), rows // len(grid.block_scales))
+        return MatrixNames(integers, bits, columns, scales, block_scales, blocks)
 
 
 def _covering(low: np.floating[Any], high: np.floating[Any]) -> Encoding:

@@ -62,7 +62,8 @@ def test_4_bits_are_integers_on_the_htp_and_half_the_bytes(checkpoint, tmp_path,
     assert stored.data_type == onnx.TensorProto.INT4 and list(stored.dims) == [64, 128]
     assert {each.key: each.value for each in stored.external_data}["length"] == str(64 * 128 // 2)
     window = np.arange(40)
-    logits = edgekv.load(tmp_path / "bundle").score(window.tolist())
+    logits, on_htp = (edgekv.load(tmp_path / "bundle", engine=e).score(window.tolist()) for e in ("cpu", "htp"))
+    assert np.square(on_htp - logits).mean() < 1e-3 * np.square(logits).mean()
     exact = next(Reference(checkpoint, 64).logits([window]))
     assert np.square(logits - exact).mean() < 0.5 * np.square(exact).mean()
 
