@@ -8,9 +8,10 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 from numpy.typing import NDArray
 
-from quant.weights import LPBQ_LEVELS, Grid, WeightDtype, block_rows, weight_bits
+from quant.weights import LPBQ_LEVELS, Grid, WeightDtype, block_rows, integer_limits
 
 Floats = NDArray[np.float32]
+Limits = tuple[int, int]
 
 _CLIPS = np.linspace(1.0, 0.6, 21, dtype=np.float32)
 _BLOCK_CLIPS = np.linspace(1.0, 0.6, 9, dtype=np.float32)
@@ -26,14 +27,14 @@ def choose_grid(weight: Floats, dtype: WeightDtype, importance: Floats | None = 
     Without `importance` it reaches each channel's (and block's) greatest magnitude. With it, `[in]`, the mean square
     of each input, it is the clipped one with the least error of the output, as if inputs were independent.
     """
-    most = int(2 ** (weight_bits(dtype) - 1)) - 1
+    limits = integer_limits(dtype)
     block = block_rows(dtype)
 
     def part(start: int) -> tuple[Floats, NDArray[np.uint8] | None]:
         columns = weight[:, start : start + _COLUMNS_AT_ONCE]
         if block is None:
-            return _channels(columns, most, importance), None
-        return _blocks(columns, block, importance)
+            return _channels(columns, limits, importance), None
+        return _blocks(columns, block, limits, importance)
 
     with ThreadPoolExecutor(_WORKERS) as workers:
         parts = list(workers.map(part, range(0, weight.shape[1], _COLUMNS_AT_ONCE)))
@@ -42,9 +43,9 @@ def choose_grid(weight: Floats, dtype: WeightDtype, importance: Floats | None = 
     return Grid(dtype, scales, np.concatenate(levels, axis=1) if levels else None)
 
 
-def _channels(weight: Floats, most: int, importance: Floats | None) -> Floats:
+def _channels(weight: Floats, limits: Limits, importance: Floats | None) -> Floats:
     """`[out]`, a scale for each channel."""
-    covering = np.maximum(_absmax(weight) / np.float32(most), _TINY)
+    covering = np.maximum(_absmax(weight) / np.float32(limits[1]), _TINY)
     if importance is None:
         return covering
     errors = np.zeros((len(_CLIPS), weight.shape[1]), np.float32)
@@ -53,18 +54,18 @@ def _channels(weight: Floats, most: int, importance: Floats | None) -> Floats:
         group = np.ascontiguousarray(weight[rows])[None]
         scratch = np.empty((2, *group.shape), np.float32)
         for clip, error in zip(_CLIPS, errors, strict=True):
-            error += _error(group, (covering * clip)[None], most, importance[None, rows], scratch)[0]
+            error += _error(group, (covering * clip)[None], limits, importance[None, rows], scratch)[0]
     scales: Floats = covering * _CLIPS[errors.argmin(axis=0)]
     return scales
 
 
-def _blocks(weight: Floats, block: int, importance: Floats | None) -> tuple[Floats, NDArray[np.uint8]]:
+def _blocks(weight: Floats, block: int, limits: Limits, importance: Floats | None) -> tuple[Floats, NDArray[np.uint8]]:
     """Scales `[out]` and block scales `[in / block, out]`, such that a channel's widest block has block scale 15.
 
     Of the clipped scales of a channel, each with the best block scales that it allows, the one of least error wins.
     """
     blocks = weight.reshape(-1, block, weight.shape[1])
-    covering = np.maximum(np.stack([_absmax(each) for each in blocks]) / np.float32(7), _TINY)
+    covering = np.maximum(np.stack([_absmax(each) for each in blocks]) / np.float32(limits[1]), _TINY)
     scales = np.maximum(covering.max(axis=0) / np.float32(LPBQ_LEVELS), _TINY)
     if importance is None:
         return scales, _levels(covering / scales).astype(np.uint8)
@@ -77,7 +78,7 @@ def _blocks(weight: Floats, block: int, importance: Floats | None) -> tuple[Floa
         here = slice(first, first + at_once)
         group = np.ascontiguousarray(blocks[here])
         for clip, level, error in zip(_BLOCK_CLIPS, levels, errors, strict=True):
-            level[here], least = _block_scales(group, covering[here], scales * clip, weights[here], scratch)
+            level[here], least = _block_scales(group, covering[here], scales * clip, weights[here], limits, scratch)
             error += least.sum(axis=0)
     best = errors.argmin(axis=0)
     chosen = np.take_along_axis(levels, best[None, None], axis=0)[0]
@@ -86,7 +87,7 @@ def _blocks(weight: Floats, block: int, importance: Floats | None) -> tuple[Floa
 
 
 def _block_scales(
-    group: Floats, covering: Floats, scales: Floats, weights: Floats, scratch: Floats
+    group: Floats, covering: Floats, scales: Floats, weights: Floats, limits: Limits, scratch: Floats
 ) -> tuple[Floats, Floats]:
     """Of the block scales `[blocks, out]` that clip, those of least error, and that error."""
     best = tried = np.zeros_like(covering)
@@ -96,7 +97,7 @@ def _block_scales(
         if np.array_equal(candidate, tried):
             continue
         tried = candidate
-        error = _error(group, candidate * scales, 7, weights, scratch)
+        error = _error(group, candidate * scales, limits, weights, scratch)
         best, least = np.where(error < least, candidate, best), np.minimum(error, least)
     return best, least
 
@@ -113,12 +114,13 @@ def _absmax(weight: Floats) -> Floats:
     return found
 
 
-def _error(group: Floats, steps: Floats, most: int, weights: Floats, scratch: Floats) -> Floats:
+def _error(group: Floats, steps: Floats, limits: Limits, weights: Floats, scratch: Floats) -> Floats:
     """Weighted squared rounding error `[blocks, out]` of `[blocks, rows, out]`, with weights `[blocks, rows]`."""
     scaled = np.multiply(group, (1 / steps)[:, None], out=scratch[0, : len(group)])
     rounded = np.rint(scaled, out=scratch[1, : len(group)])
+    least, most = limits
     np.minimum(rounded, np.float32(most), out=rounded)
-    np.maximum(rounded, np.float32(-most), out=rounded)
+    np.maximum(rounded, np.float32(least), out=rounded)
     rounded -= scaled
     rounded *= rounded
     total: Floats = (weights[:, None] @ rounded)[:, 0]

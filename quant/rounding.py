@@ -76,7 +76,7 @@ def _gptq(weight: Floats, columns: slice, dtype: WeightDtype, inputs: LayerInput
         here = slice(start, start + _ROWS_AT_ONCE)
         feedback = factor[: here.stop, here] / pivots[here]
         wanted = target[here] + feedback[:start].T @ errors[:start]
-        _feed_back(wanted, feedback[start:], target[here], steps[here], grid.most, errors[here], rounded[here])
+        _feed_back(wanted, feedback[start:], target[here], steps[here], grid.limits, errors[here], rounded[here])
     integers[order, columns] = rounded
     return grid
 
@@ -86,11 +86,12 @@ def _feed_back(
     feedback: Floats,
     target: Floats,
     steps: Floats,
-    most: int,
+    limits: tuple[int, int],
     errors: Floats,
     rounded: NDArray[np.int8],
 ) -> None:
     """Round rows one after another; their errors reach the rows behind them through `feedback`, `[rows, rows]`."""
+    least, most = limits
     for start in range(0, len(wanted), _ROWS_IN_CACHE):
         stop = min(start + _ROWS_IN_CACHE, len(wanted))
         for row in range(start, stop):
@@ -99,7 +100,7 @@ def _feed_back(
             corrected /= steps[row]
             np.rint(corrected, out=corrected)
             np.minimum(corrected, most, out=corrected)
-            np.maximum(corrected, -most, out=corrected)
+            np.maximum(corrected, least, out=corrected)
             rounded[row] = corrected
             corrected *= steps[row]
             np.subtract(target[row], corrected, out=errors[row])
@@ -109,6 +110,7 @@ def _feed_back(
 def _rounded(weight: Floats, grid: Grid) -> Floats:
     scaled = weight / grid.steps(len(weight))
     np.rint(scaled, out=scaled)
-    np.minimum(scaled, grid.most, out=scaled)
-    np.maximum(scaled, -grid.most, out=scaled)
+    least, most = grid.limits
+    np.minimum(scaled, most, out=scaled)
+    np.maximum(scaled, least, out=scaled)
     return scaled

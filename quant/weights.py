@@ -20,6 +20,11 @@ def weight_bits(dtype: WeightDtype) -> int:
     return 8 if dtype == "int8" else 4
 
 
+def integer_limits(dtype: WeightDtype) -> tuple[int, int]:
+    """The least and the greatest integer: of 8 bits the same on both sides, of 4 all, since one level of 16 counts."""
+    return (-127, 127) if weight_bits(dtype) == 8 else (-8, 7)
+
+
 def block_rows(dtype: WeightDtype) -> int | None:
     """Inputs that share a block scale, or None if all inputs of a channel share one scale."""
     return int(dtype.removeprefix("lpbq")) if dtype.startswith("lpbq") else None
@@ -27,7 +32,7 @@ def block_rows(dtype: WeightDtype) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """The numbers that a matrix `[in, out]` may hold: integers from -most to most, times a step.
+    """The numbers that a matrix `[in, out]` may hold: integers from least to most, times a step.
 
     Attributes:
         dtype: bits of the integers and rows of a block.
@@ -45,9 +50,9 @@ class Grid:
             raise ValueError(f"block_scales: {self.dtype} has them if and only if it has blocks")
 
     @property
-    def most(self) -> int:
-        """The greatest integer; the least is its negative."""
-        return int(2 ** (weight_bits(self.dtype) - 1)) - 1
+    def limits(self) -> tuple[int, int]:
+        """The least and the greatest integer; see `integer_limits`."""
+        return integer_limits(self.dtype)
 
     def steps(self, rows: int) -> NDArray[np.float32]:
         """The distance of neighbouring numbers, `[in, out]`, for a matrix of so many rows; not to be written to."""
@@ -73,7 +78,7 @@ class QuantizedWeight:
     """A matrix as integers, zero point 0.
 
     Attributes:
-        integers: int8 `[in, out]`, within -7 to 7 if the grid has 4 bits.
+        integers: int8 `[in, out]`, within the grid's limits.
         grid: what the integers stand for.
     """
 

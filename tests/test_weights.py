@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quant import WEIGHT_DTYPES, LayerInputs, pack_int4, quantize
+from quant import WEIGHT_DTYPES, LayerInputs, pack_int4, quantize, unpack_int4
 from quant.cholesky import cholesky, corner_inverses, solve
 
 RANDOM = np.random.default_rng(0)
@@ -28,7 +28,7 @@ def test_no_method_is_worse_than_the_one_before(dtype):
 @pytest.mark.parametrize("dtype", WEIGHT_DTYPES)
 def test_a_slice_keeps_every_integer(dtype):
     whole = quantize(WEIGHT, dtype, "gptq", LayerInputs(INPUTS, INPUTS))
-    assert np.abs(whole.integers).max() <= whole.grid.most
+    assert (whole.integers.min(), whole.integers.max()) == whole.grid.limits
     parts = [whole.columns(start, start + 8).dequantize() for start in range(0, 24, 8)]
     assert np.array_equal(np.concatenate(parts, axis=1), whole.dequantize())
 
@@ -59,6 +59,7 @@ def test_packed_integers_return_low_half_first(values):
     halves = [half for byte in packed.tolist() for half in (byte & 15, byte >> 4)]
     assert [half - 16 * (half > 7) for half in halves[: len(values)]] == values
     assert len(packed) == -(-len(values) // 2)
+    assert unpack_int4(packed)[: len(values)].tolist() == values
 
 
 @pytest.mark.parametrize("size", [5, 256, 600])
