@@ -92,7 +92,7 @@ def export(
     calibration_tokens: Annotated[
         Optional[int],
         typer.Option(
-            help="How many tokens of it to use, if it has as many.", show_default="8192; 4096 from 500 M parameters on"
+            help="How many tokens of it to use, if it has as many.", show_default="12800; 4096 from 500 M parameters on"
         ),
     ] = None,
     allow_float: Annotated[bool, typer.Option("--allow-float", help="Accept nodes that compute in float.")] = False,

@@ -24,7 +24,7 @@ from edgekv.size import Decoder, Weights
 CALIBRATION_WINDOW = 512
 """Tokens of a window of calibration text, at most."""
 
-_CALIBRATION_TOKENS, _CALIBRATION_TOKENS_LARGE = 8192, 4096
+_CALIBRATION_TOKENS, _CALIBRATION_TOKENS_LARGE = 12_800, 4_096
 _LARGE_PARAMETERS = 500_000_000
 
 _SAMPLE = 4_096  # elements kept of a cache tensor in a window, and up to twice as many

@@ -69,6 +69,7 @@ class Weights:
         return self.embedding_bytes + self.layers * self.layer_bytes + self.head_bytes
 
 
+_VALUES = 2  # among a layer's matrices
 WEIGHT_DTYPES: dict[str, WeightDtype] = {
     "w8a16": "int8",
     "w4a16": "int4",
@@ -76,7 +77,7 @@ WEIGHT_DTYPES: dict[str, WeightDtype] = {
     "w4a16-lpbq64": "lpbq64",
     "w4a16-lpbq128": "lpbq128",
 }
-"""Type of the layers' matrices in the recipes that export ships; their heads are int8."""
+"""Type of the layers' matrices in the recipes that export ships; those of values and the head are int8."""
 
 
 def recipe_weights(decoder: Decoder, recipe: str) -> Weights:
@@ -87,7 +88,9 @@ def recipe_weights(decoder: Decoder, recipe: str) -> Weights:
     own even if it is tied to the table. Biases, norms of single heads and norms behind a block are not counted.
     """
     dtype = WEIGHT_DTYPES[recipe]
-    layer_bytes = sum(matrix_bytes(rows, columns, dtype) for rows, columns in decoder.layer_matrices)
+    dtypes: list[WeightDtype] = [dtype] * len(decoder.layer_matrices)
+    dtypes[_VALUES] = "int8"
+    layer_bytes = sum(matrix_bytes(*shape, dtype) for shape, dtype in zip(decoder.layer_matrices, dtypes, strict=True))
     return Weights(
         embedding_bytes=2 * decoder.table_parameters,
         layer_bytes=layer_bytes + 2 * 2 * decoder.hidden,
