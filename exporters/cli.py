@@ -26,6 +26,7 @@ from exporters.options import KV_DTYPES
 from exporters.progress import shown
 from exporters.recipe import Recipe, check_recipe_path, describe_recipe, find_recipe
 from exporters.room import parse_bytes
+from exporters.stages import FinishedBinaries, stage_store
 from exporters.stages.cli import resumable
 
 # ruff: noqa: UP045  (typer reads the annotations of Python 3.10 at run time)
@@ -34,6 +35,14 @@ Name = TypeVar("Name", bound=str)
 
 DeviceOption = Annotated[str, typer.Option("--device", help="Target: part number or name, such as SM8650.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output.")]
+CacheOption = Annotated[
+    Optional[Path],
+    typer.Option(
+        "--cache-dir",
+        help="Where what is finished is kept until all is.",
+        show_default="EDGEKV_CACHE_DIR, or the user's own cache",
+    ),
+]
 ForceOption = Annotated[bool, typer.Option("--force", help="Replace what is there.")]
 
 
@@ -103,13 +112,7 @@ def export(
         Optional[str],
         typer.Option(help="RAM that edgekv may hold, such as 4GB; the HTP compiler's own is not counted."),
     ] = None,
-    cache_dir: Annotated[
-        Optional[Path],
-        typer.Option(
-            help="Where finished layers are kept until the bundle stands.",
-            show_default="EDGEKV_CACHE_DIR, or the user's own cache",
-        ),
-    ] = None,
+    cache_dir: CacheOption = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with an export that was stopped.")] = False,
     keep_stages: Annotated[
         bool,
@@ -182,6 +185,8 @@ def compile_(
             show_default="added, unless the graphs are divided into parts",
         ),
     ] = None,
+    cache_dir: CacheOption = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with a compilation that was stopped.")] = False,
     force: ForceOption = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -194,7 +199,17 @@ def compile_(
     opened = open_bundle(bundle)
     with shown() as progress:
         peaks: dict[str, int] = {}
-        compiled = compile_bundle(opened, target, each=each, force=force, progress=progress, watch=peaks.__setitem__)
+        binaries = FinishedBinaries(stage_store(cache_dir).folder, opened, resume=resume)
+        compiled = compile_bundle(
+            opened,
+            target,
+            each=each,
+            force=force,
+            progress=progress,
+            watch=peaks.__setitem__,
+            make=binaries.compile,
+        )
+        binaries.remove()
     if as_json:
         typer.echo(msgspec.json.encode(msgspec.to_builtins(compiled) | {"peak_bytes": peaks}))
         return

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Protocol
 
 import msgspec
 
@@ -40,6 +41,14 @@ def unwatched(binary: str, peak_bytes: int) -> None:
     """Nobody wants to know."""
 
 
+class MakeBinary(Protocol):
+    """Compiles graphs into one binary, as `compile_graphs` does."""
+
+    def __call__(
+        self, device: Device, models: Mapping[str, Path], folder: Path, *, prefix: str, watch: Watch
+    ) -> CompiledBinary: ...
+
+
 @dataclass(frozen=True, slots=True)
 class BinaryTarget:
     """The chip that a context binary was compiled for.
@@ -63,6 +72,7 @@ def compile_bundle(
     force: bool = False,
     progress: Progress = silent,
     watch: Watch = unwatched,
+    make: MakeBinary | None = None,
 ) -> CompiledManifest:
     """Write `compiled/<SOC>/` into the bundle: for each part a context binary in which all graphs share its weights.
 
@@ -79,6 +89,7 @@ def compile_bundle(
         force: replace what was compiled before.
         progress: told of each binary.
         watch: told how much RAM each took; no file holds that, so that compiling again writes the same bytes.
+        make: compiles one binary; None for `compile_graphs`.
 
     Raises:
         UsageError: the device cannot run the bundle, was compiled for before, or `each` does not fit the bundle.
@@ -108,7 +119,7 @@ def compile_bundle(
         else:
             alone = manifest.is_whole if each is None else each
             binaries, compiler = (
-                compile_binaries(_parts(bundle), device, folder, alone, progress, watch),
+                compile_binaries(_parts(bundle), device, folder, alone, progress, watch, make),
                 qnn.compiler(),
             )
         compiled = CompiledManifest(
@@ -156,6 +167,7 @@ def compile_binaries(
     each: bool,
     progress: Progress = silent,
     watch: Watch = unwatched,
+    make: MakeBinary | None = None,
 ) -> list[CompiledBinary]:
     """Compile graphs into a folder, each binary in a process of its own.
 
@@ -166,6 +178,7 @@ def compile_binaries(
         each: make a binary of each file too, before the one that shares weights, if there are several.
         progress: told of each binary.
         watch: told how much RAM each took.
+        make: compiles one binary; None for `compile_graphs`.
 
     Raises:
         EngineError: the compiler failed, or targeted something else.
@@ -176,8 +189,9 @@ def compile_binaries(
             sets += [{name: model} for name, model in models.items()]
         if len(models) > 1:
             sets.append(dict(models))
+    compiling = make or compile_graphs
     work = [
-        partial(compile_graphs, device, models, folder, prefix="shared_" if len(models) > 1 else "", watch=watch)
+        partial(compiling, device, models, folder, prefix="shared_" if len(models) > 1 else "", watch=watch)
         for models in sets
     ]
     return [*side_by_side(work, compiler_processes(), "compile", progress)]

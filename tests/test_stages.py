@@ -15,18 +15,19 @@ import typer
 from typer.testing import CliRunner
 
 from devices import find
-from edgekv.bundle import Manifest
+from edgekv.bundle import COMPILED, Manifest, open_bundle
 from edgekv.errors import BundleError, EngineError, UsageError
 from exporters import room
 from exporters.calibrate import calibration_windows
 from exporters.checkpoint import Checkpoint
 from exporters.cli import export
+from exporters.compile import compile_bundle
 from exporters.export import ExportOptions, RunOptions, export_bundle
 from exporters.quantize import Quantizer
 from exporters.recipe import WeightRule, find_recipe
 from exporters.records import recipe_record
 from exporters.room import parse_bytes
-from exporters.stages import checks, stage_keys
+from exporters.stages import FinishedBinaries, binaries, checks, stage_keys
 from exporters.stages.cli import stages
 from tests.checkpoints import write_checkpoint
 
@@ -192,6 +193,32 @@ def test_a_graph_that_was_checked_is_not_checked_again(work, monkeypatch):
     assert len(set(checked)) == len(checked) == 3
     assert export(allow_float=True).floating_nodes == ["a node"] * 3
     assert len(checked) == 3 and work.stages == []
+
+
+def test_binaries_that_are_finished_are_not_compiled_again(work, monkeypatch):
+    work.export()
+    bundle, chip = open_bundle(work.folder / "bundle"), find("SM8650")
+    compiled, compile_graphs = [], binaries.compile_graphs
+
+    def counted(device, models, folder, **rest):
+        if len(models) > stop_above:
+            raise KeyboardInterrupt
+        compiled.append(list(models))
+        return compile_graphs(device, models, folder, **rest)
+
+    monkeypatch.setattr(binaries, "compile_graphs", counted)
+    finished = FinishedBinaries(work.folder / "cache", bundle, resume=True)
+    stop_above = 1
+    with pytest.raises(KeyboardInterrupt):
+        compile_bundle(bundle, chip, make=finished.compile)
+    assert not (bundle.path / "compiled" / chip.soc).exists()
+    assert sorted(compiled) == [["ar16_cl64"], ["ar1_cl64"]]
+    stop_above = 2
+    resumed = compile_bundle(bundle, chip, make=finished.compile)
+    assert compiled[2:] == [["ar1_cl64", "ar16_cl64"]]
+    assert {*resumed.files, COMPILED} == {path.name for path in (bundle.path / "compiled" / chip.soc).iterdir()}
+    finished.remove()
+    assert [path.name for path in (work.folder / "cache").iterdir()] == ["stages"]
 
 
 # Disks

@@ -40,9 +40,9 @@ def stages(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output.")] = False,
 ) -> None:
-    """Say what exports that were stopped left, or remove it.
+    """Say what was left by exports and compilations that were stopped, or remove it.
 
-    An export keeps every layer that it has finished, for --resume, until its bundle stands.
+    They keep every layer and every binary that is finished, for --resume, until all are.
     """
     store = stage_store(cache_dir)
     found = StagesReport(folder=str(store.folder), stages=store.stages, bytes=store.bytes, cleared=clear)
