@@ -97,7 +97,12 @@ class QuantizedWeight:
     def dequantize(self) -> NDArray[np.float32]:
         """float32 `[in, out]`."""
         values: NDArray[np.float32] = self.integers.astype(np.float32)
-        values *= self.grid.steps(len(values))
+        if self.grid.block_scales is None:
+            values *= self.scales
+        else:
+            steps = self.grid.block_scales.astype(np.float32) * self.scales
+            blocks = values.reshape(len(steps), -1, values.shape[1])
+            blocks *= steps[:, None]
         return values
 
 

@@ -94,8 +94,8 @@ def quantization_bytes(decoder: Decoder, cache_tensors: int, tokens: int, window
     """RAM to quantize with this many calibration tokens in windows: the most of the pieces that a layer is gone
     through in, and of the head.
 
-    States are held of all tokens, twice: in the exact decoder and in the quantized one. A matrix that waits for its
-    inputs needs a square over them.
+    States are held of all tokens, twice: in the exact decoder and in the quantized one; of the layer's matrices their
+    integers, a byte each. A matrix that waits for its inputs needs a square over them.
     """
     hidden, inner, queries = decoder.hidden, decoder.intermediate, decoder.heads * decoder.head_dim
     keys = decoder.kv_heads * decoder.head_dim
@@ -127,7 +127,7 @@ def quantization_bytes(decoder: Decoder, cache_tensors: int, tokens: int, window
     sampled = window * decoder.head_dim
     kept = -(-sampled // (sampled // _SAMPLE | 1))
     samples = _FLOAT_BYTES * cache_tensors * (tokens // window) * kept
-    return _base_bytes(decoder) + samples + both * hidden + max(pieces)
+    return _base_bytes(decoder) + samples + decoder.layer_parameters + both * hidden + max(pieces)
 
 
 def writing_bytes(decoder: Decoder) -> int:
