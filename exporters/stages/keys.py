@@ -5,8 +5,7 @@ from __future__ import annotations
 import hashlib
 from functools import cache
 from importlib import resources
-from importlib.resources.abc import Traversable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
@@ -15,6 +14,9 @@ from numpy.typing import NDArray
 from edgekv.bundle import RecipeRecord
 from exporters.checkpoint import Checkpoint
 from exporters.tensors import HEAD
+
+if TYPE_CHECKING:
+    from importlib.resources.abc import Traversable  # since Python 3.11
 
 
 def stage_keys(
