@@ -140,8 +140,10 @@ def test_eval_prints_layers_and_writes_the_recipe(four_bits: Path, tmp_path: Pat
     found = json.loads(capsys.readouterr().out)
     assert found["proposal"]["expected_bytes"] <= 1.2 * found["proposal"]["weights_bytes"]
     assert len(found["worst"]) == 10 and found["evaluation"]["tokens"] == 100
-    rules = find_recipe(str(tmp_path / "more.json")).weights[len(find_recipe("w4a16").weights) :]
-    assert [rule.tensors for rule in rules] == [each["tensor"] for each in found["proposal"]["promotions"]]
+    promoted = [each["tensor"] for each in found["proposal"]["promotions"]]
+    rules = find_recipe(str(tmp_path / "more.json")).weights
+    assert [rule.tensors for rule in rules[-len(promoted) :]] == promoted
+    assert {rule.dtype for rule in rules[-len(promoted) :]} == {"int8"}
 
 
 @pytest.mark.parametrize(
