@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Optional, TypeVar, cast
 
@@ -11,9 +11,9 @@ import typer
 
 import edgekv
 from devices import find
-from edgekv.bundle import GraphFormat, open_bundle
+from edgekv.bundle import CompiledManifest, GraphFormat, open_bundle, open_compiled
 from edgekv.cli.numbers import parse_numbers
-from edgekv.engine import make_engine
+from edgekv.engine import make_engine, qnn
 from edgekv.errors import UsageError
 from edgekv.kv import KeyLayout, KvDtype
 from exporters.checkpoint import Checkpoint
@@ -108,6 +108,9 @@ def export(
     skip_htp_check: Annotated[
         bool, typer.Option("--skip-htp-check", help="Do not compile for the HTP; the bundle says that it is unchecked.")
     ] = False,
+    compile_too: Annotated[
+        bool, typer.Option("--compile", help="Write context binaries too; edgekv compile would run the compiler again.")
+    ] = False,
     max_ram: Annotated[
         Optional[str],
         typer.Option(help="RAM that edgekv may hold, such as 4GB; the HTP compiler's own is not counted."),
@@ -141,6 +144,7 @@ def export(
         calibration_tokens=calibration_tokens,
         allow_float=allow_float,
         check_on_htp=not skip_htp_check,
+        compile=compile_too,
         graph_format=_graph_format(graph_format),
         splits=splits,
         embedding=_choice("--embedding", embedding, ("graph", "host")),
@@ -154,7 +158,8 @@ def export(
     )
     with shown() as bars, resumable(bars) as progress:
         opened = Checkpoint.open(checkpoint)
-        manifest = export_bundle(opened, output, options, run, force=force, progress=progress)
+        peaks: dict[str, int] = {}
+        manifest = export_bundle(opened, output, options, run, force=force, progress=progress, watch=peaks.__setitem__)
     if as_json:
         typer.echo(msgspec.json.encode(manifest))
         return
@@ -172,6 +177,10 @@ def export(
         "not-run": "not checked on the HTP compiler",
     }
     typer.echo(f"  {verdict[manifest.htp_check]}")
+    if compile_too:
+        compiled = open_compiled(open_bundle(output, verify=False), manifest.device, qnn.compiler())
+        assert compiled is not None, "it was just written"
+        _show_compiled(compiled.path, compiled.manifest, peaks)
 
 
 def compile_(
@@ -213,13 +222,7 @@ def compile_(
     if as_json:
         typer.echo(msgspec.json.encode(msgspec.to_builtins(compiled) | {"peak_bytes": peaks}))
         return
-    vtcm = compiled.vtcm_bytes >> 20
-    typer.echo(f"{bundle / 'compiled' / compiled.soc}: {compiled.soc}, V{compiled.arch}, {vtcm} MiB VTCM")
-    for binary in compiled.binaries:
-        size = compiled.files[binary.file].bytes / 1e6
-        held = "weights shared by " if binary.graphs > 1 else ""
-        peak = f"; compiled in {peaks[binary.file] / 1e9:.2f} GB of RAM" if binary.file in peaks else ""
-        typer.echo(f"  {binary.file}: {size:.2f} MB, {held}{', '.join(binary.wrappers)}{peak}")
+    _show_compiled(bundle / "compiled" / compiled.soc, compiled, peaks)
 
 
 def eval_(
@@ -284,6 +287,16 @@ def eval_(
     if proposal is not None:
         for line in proposal_lines(proposal, str(suggest_recipe)):
             typer.echo(line)
+
+
+def _show_compiled(folder: Path, compiled: CompiledManifest, peaks: Mapping[str, int]) -> None:
+    vtcm = compiled.vtcm_bytes >> 20
+    typer.echo(f"{folder}: {compiled.soc}, V{compiled.arch}, {vtcm} MiB VTCM")
+    for binary in compiled.binaries:
+        size = compiled.files[binary.file].bytes / 1e6
+        held = "weights shared by " if binary.graphs > 1 else ""
+        peak = f"; compiled in {peaks[binary.file] / 1e9:.2f} GB of RAM" if binary.file in peaks else ""
+        typer.echo(f"  {binary.file}: {size:.2f} MB, {held}{', '.join(binary.wrappers)}{peak}")
 
 
 def _kv_dtype(value: str | None, graph_format: GraphFormat) -> KvDtype:

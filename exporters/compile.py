@@ -18,13 +18,14 @@ from edgekv.bundle import (
     Bundle,
     CompiledBinary,
     CompiledManifest,
+    GraphRecord,
     atomic_directory,
     record_files,
     sha256_of,
 )
 from edgekv.engine import qnn
 from edgekv.errors import EngineError, UsageError
-from exporters.htp import HtpStep, run_steps
+from exporters.htp import HtpStep, run_and_lint, run_steps
 from exporters.parallel import compiler_processes, side_by_side
 from exporters.progress import Progress, silent
 
@@ -39,6 +40,10 @@ Watch = Callable[[str, int], None]
 
 def unwatched(binary: str, peak_bytes: int) -> None:
     """Nobody wants to know."""
+
+
+Lint = Callable[[str, list[str]], None]
+"""Told the file of a graph and its nodes that compute in float, as `exporters.htp.floating_nodes` names them."""
 
 
 class MakeBinary(Protocol):
@@ -113,36 +118,41 @@ def compile_bundle(
     target = bundle.path / "compiled" / device.soc
     with atomic_directory(target, force=force, marker=COMPILED) as folder:
         if manifest.graph_format == "tflite":
-            (models,) = _parts(bundle)
+            (models,) = device_parts(manifest.graphs, bundle.path)
             binary, compiler = _compile_tflite(models, device, folder, progress)
             binaries = [binary]
         else:
             alone = manifest.is_whole if each is None else each
-            binaries, compiler = (
-                compile_binaries(_parts(bundle), device, folder, alone, progress, watch, make),
-                qnn.compiler(),
-            )
-        compiled = CompiledManifest(
-            soc=device.soc,
-            soc_model=device.soc_model,
-            arch=device.arch,
-            vtcm_bytes=device.vtcm_mb * _MIB,
-            compiler=compiler,
-            bundle_sha256=sha256_of(bundle.path / MANIFEST),
-            binaries=binaries,
-            files=record_files(folder),
-        )
-        (folder / COMPILED).write_bytes(msgspec.json.format(msgspec.json.encode(compiled), indent=1) + b"\n")
+            parts, compiler = device_parts(manifest.graphs, bundle.path), qnn.compiler()
+            binaries = compile_binaries(parts, device, folder, alone, progress, watch, make)
+        return write_compiled(folder, device, binaries, compiler, bundle.path / MANIFEST)
+
+
+def write_compiled(
+    folder: Path, device: Device, binaries: Sequence[CompiledBinary], compiler: str, manifest: Path
+) -> CompiledManifest:
+    """Write `compiled.json` beside the binaries of the bundle that has this manifest."""
+    compiled = CompiledManifest(
+        soc=device.soc,
+        soc_model=device.soc_model,
+        arch=device.arch,
+        vtcm_bytes=device.vtcm_mb * _MIB,
+        compiler=compiler,
+        bundle_sha256=sha256_of(manifest),
+        binaries=list(binaries),
+        files=record_files(folder),
+    )
+    (folder / COMPILED).write_bytes(msgspec.json.format(msgspec.json.encode(compiled), indent=1) + b"\n")
     return compiled
 
 
-def _parts(bundle: Bundle) -> list[dict[str, Path]]:
-    """The files of each part of all graphs but the scoring one, which no device needs."""
+def device_parts(graphs: Sequence[GraphRecord], folder: Path) -> list[dict[str, Path]]:
+    """The files in a bundle's folder of each part of all graphs but the scoring one, which no device needs."""
     stages: dict[range, dict[str, Path]] = {}
-    for graph in bundle.manifest.graphs:
+    for graph in graphs:
         if graph.role != "score":
             for part in graph.parts:
-                stages.setdefault(part.layers, {})[part.name] = bundle.part_path(part)
+                stages.setdefault(part.layers, {})[part.name] = folder / part.file
     return [*stages.values()]
 
 
@@ -198,7 +208,13 @@ def compile_binaries(
 
 
 def compile_graphs(
-    device: Device, models: Mapping[str, Path], folder: Path, *, prefix: str = "", watch: Watch = unwatched
+    device: Device,
+    models: Mapping[str, Path],
+    folder: Path,
+    *,
+    prefix: str = "",
+    watch: Watch = unwatched,
+    lint: Lint | None = None,
 ) -> CompiledBinary:
     """One binary for these graphs, checked for its target and for the number of its graphs.
 
@@ -210,6 +226,7 @@ def compile_graphs(
         folder: for the binary and its wrappers.
         prefix: of their names.
         watch: told how much RAM it took.
+        lint: told the nodes of each file that compute in float.
 
     Raises:
         EngineError: the compiler failed, or targeted something else.
@@ -228,7 +245,12 @@ def compile_graphs(
             if name == names[-1]:
                 config["ep.stop_share_ep_contexts"] = "1"
         steps.append(HtpStep(model=str(model), session_config=config))
-    peak_bytes = run_steps(device, steps)
+    if lint is None:
+        peak_bytes = run_steps(device, steps)
+    else:
+        peak_bytes, floating = run_and_lint(device, steps)
+        for model, nodes in zip(models.values(), floating, strict=True):
+            lint(model.name, nodes)
     binary = folder / f"{Path(wrappers[names[0]]).stem}_qnn.bin"
     if not binary.is_file():
         raise EngineError(

@@ -13,6 +13,8 @@ from numpy.typing import NDArray
 
 from edgekv.bundle import (
     FORMAT,
+    MANIFEST,
+    CompiledBinary,
     GraphRecord,
     HtpCheck,
     Manifest,
@@ -23,11 +25,13 @@ from edgekv.bundle import (
     record_files,
     write_manifest,
 )
+from edgekv.engine import qnn
 from edgekv.errors import EngineError, UsageError
 from edgekv.kv import Geometry
 from edgekv.plan import CALIBRATION_WINDOW, default_calibration_tokens
 from exporters.calibrate import calibration_windows, choose_encodings, read_calibration, rotation_encodings
 from exporters.checkpoint import Checkpoint
+from exporters.compile import Watch, compile_binaries, compile_graphs, device_parts, unwatched, write_compiled
 from exporters.graphs import embedding_record, plan_graphs, write_graphs
 from exporters.heads import transformed
 from exporters.options import ExportOptions, RunOptions
@@ -56,6 +60,7 @@ def export_bundle(
     *,
     force: bool = False,
     progress: Progress = silent,
+    watch: Watch = unwatched,
 ) -> Manifest:
     """Calibrate, write graphs and weights, check them on the HTP compiler, and put the bundle in place.
 
@@ -69,6 +74,7 @@ def export_bundle(
         run: how.
         force: replace an existing bundle.
         progress: told of each stage.
+        watch: told how much RAM each context binary took, if there are any.
 
     Raises:
         UsageError: the options do not fit the checkpoint, the target exists, or more RAM is needed than allowed.
@@ -111,6 +117,10 @@ def export_bundle(
         progress("seal", 0, 1)
         files = record_files(folder)
         checks = Checks(store.folder, options.device, files, resume=run.resume)
+        compiled, binaries = folder / "compiled" / options.device.soc, list[CompiledBinary]()
+        if options.compile:
+            compiled.mkdir(parents=True)
+            binaries = _compile(graphs, folder, compiled, options, checks, progress, watch)
         check: HtpCheck = "not-run"
         floating: list[str] = []
         if options.graph_format == "onnx" and options.check_on_htp:
@@ -144,6 +154,8 @@ def export_bundle(
             graph_format=options.graph_format,
         )
         write_manifest(folder, manifest)
+        if options.compile:
+            write_compiled(compiled, options.device, binaries, qnn.compiler(), folder / MANIFEST)
         progress("seal", 1, 1)
     if not run.keep_stages:
         store.remove(keys)
@@ -227,6 +239,22 @@ def _split(checkpoint: Checkpoint, options: ExportOptions) -> Split:
         ar=max(options.ar),
         graphs=len(set(options.ar)) * len(options.contexts),
     )
+
+
+def _compile(
+    graphs: Sequence[GraphRecord],
+    folder: Path,
+    target: Path,
+    options: ExportOptions,
+    checks: Checks,
+    progress: Progress,
+    watch: Watch,
+) -> list[CompiledBinary]:
+    """Write the device's binaries; what computes in float is known from the same run of the compiler."""
+    whole = all(len(graph.parts) == 1 and graph.part.embeds for graph in graphs)
+    make = partial(compile_graphs, lint=checks.keep)
+    parts = device_parts(graphs, folder)
+    return compile_binaries(parts, options.device, target, whole, progress, watch, make)
 
 
 def _check(

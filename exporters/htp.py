@@ -83,18 +83,32 @@ def floating_nodes(models: Sequence[Path], device: Device) -> list[str]:
     Raises:
         EngineError: the compiler is missing or refused a graph.
     """
-    found = []
+    _, found = run_and_lint(device, [HtpStep(model=str(model)) for model in models])
+    return [node for nodes in found for node in nodes]
+
+
+def run_and_lint(device: Device, steps: Sequence[HtpStep]) -> tuple[int, list[list[str]]]:
+    """Create the sessions in a child process, and look for nodes that compute in float.
+
+    Returns:
+        RAM, the most that the process held, in bytes; for each session its nodes, as `floating_nodes` names them.
+
+    Raises:
+        EngineError: the compiler is missing, refused a graph, or crashed.
+    """
     with tempfile.TemporaryDirectory(prefix="edgekv-lint-") as scratch:
-        steps = []
-        for model in models:
-            folder = Path(scratch) / model.stem
+        folders, dumping = [], []
+        for number, step in enumerate(steps):
+            folders.append(folder := Path(scratch) / str(number))
             folder.mkdir()
-            options = {"dump_json_qnn_graph": "1", "json_qnn_graph_dir": str(folder)}
-            steps.append(HtpStep(model=str(model), provider_options=options))
-        run_steps(device, steps)
-        for model in models:
-            found += [f"{model.stem}: {node}" for node in _floating_in(Path(scratch) / model.stem)]
-    return found
+            options = step.provider_options | {"dump_json_qnn_graph": "1", "json_qnn_graph_dir": str(folder)}
+            dumping.append(msgspec.structs.replace(step, provider_options=options))
+        peak_bytes = run_steps(device, dumping)
+        found = [
+            [f"{Path(step.model).stem}: {node}" for node in _floating_in(folder)]
+            for step, folder in zip(steps, folders, strict=True)
+        ]
+    return peak_bytes, found
 
 
 def _floating_in(folder: Path) -> list[str]:

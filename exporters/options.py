@@ -40,6 +40,7 @@ class ExportOptions:
             `edgekv.plan.default_calibration_tokens`.
         allow_float: accept nodes that compute in float, and record them.
         check_on_htp: compile every graph and look for float nodes; ONNX graphs only.
+        compile: write the device's context binaries too, with the float check on the way; ONNX graphs only.
         graph_format: what to write: ONNX graphs, or one `.tflite` file.
         splits: parts that the layers are divided over; None for one as long as it stays inside all limits.
         embedding: who looks embeddings up, the graph or the host; None for the graph, unless layers are divided.
@@ -58,6 +59,7 @@ class ExportOptions:
     calibration_tokens: int | None = None
     allow_float: bool = False
     check_on_htp: bool = True
+    compile: bool = False
     graph_format: GraphFormat = "onnx"
     splits: int | None = None
     embedding: EmbeddingPlace | None = None
@@ -110,6 +112,13 @@ class ExportOptions:
                 found=f"{self.key_layout} with --format tflite",
                 wanted="rows",
                 way_out="Leave it out, or use --format onnx.",
+            )
+        if self.compile and (self.graph_format == "tflite" or not self.check_on_htp):
+            raise UsageError(
+                "--compile",
+                found="--format tflite" if self.graph_format == "tflite" else "--skip-htp-check",
+                wanted="ONNX graphs, which are checked and compiled at once",
+                way_out="Leave it out, and run edgekv compile on the bundle.",
             )
         if self.graph_format == "tflite" and (self.splits, self.embedding, self.head) not in _TFLITE_SPLITS:
             raise UsageError(

@@ -6,13 +6,14 @@ import pytest
 
 import edgekv
 from devices import find
-from edgekv.bundle import open_bundle
+from edgekv.bundle import open_bundle, open_compiled
 from edgekv.engine import HtpEngine, make_engine
 from edgekv.errors import BundleError, EngineError, UsageError
 from exporters.checkpoint import Checkpoint
 from exporters.compile import _check_target, compile_bundle
 from exporters.export import ExportOptions, export_bundle
 from exporters.recipe import find_recipe
+from tests.checkpoints import write_checkpoint
 
 
 @pytest.fixture(scope="module")
@@ -47,6 +48,33 @@ def test_the_binary_itself_says_which_chip_it_targets(compiled):
 def test_every_chip_of_the_catalogue_is_targeted_for_real(compiled, soc):
     record = compile_bundle(open_bundle(compiled[0]), find(soc))
     assert (record.soc, record.arch) == (soc, find(soc).arch)
+
+
+def test_an_export_that_compiles_checks_and_writes_binaries_at_once(tmp_path):
+    checkpoint = Checkpoint.open(str(write_checkpoint(tmp_path / "checkpoint")))
+    options = {"device": find("SM8650"), "recipe": find_recipe("w8a16"), "context": 64, "ar": (1, 8)}
+    peaks = {}
+    made = export_bundle(
+        checkpoint, tmp_path / "at-once", ExportOptions(**options, compile=True), watch=peaks.__setitem__
+    )
+    assert made == export_bundle(checkpoint, tmp_path / "apart", ExportOptions(**options))
+    assert made.htp_check == "integers-only"
+    apart = compile_bundle(open_bundle(tmp_path / "apart"), find("SM8650"))
+    opened = open_bundle(tmp_path / "at-once")
+    at_once = open_compiled(opened, "SM8650", apart.compiler)
+    assert at_once is not None and at_once.manifest.binaries == apart.binaries
+    # ONNX Runtime names graphs after a hash of their path, so that bytes are not compared.
+    assert (
+        edgekv.load(opened, "htp").score([3, 4, 5]).tolist()
+        == edgekv.load(open_bundle(tmp_path / "apart"), "htp").score([3, 4, 5]).tolist()
+    )
+    assert peaks.keys() == {binary.file for binary in apart.binaries}
+
+
+@pytest.mark.parametrize("options", [{"graph_format": "tflite", "kv_dtype": "s8"}, {"check_on_htp": False}])
+def test_compiling_at_once_needs_graphs_that_are_checked(options):
+    with pytest.raises(UsageError, match=r"--compile: found .*; wanted ONNX graphs, which are checked"):
+        ExportOptions(device=find("SM8650"), recipe=find_recipe("w8a16"), compile=True, **options)
 
 
 def test_a_compiled_bundle_still_opens(compiled):

@@ -34,28 +34,38 @@ class Checks:
         self._device = device
         self._files = files
         self._resume = resume
-        self._kept: list[Path] = []
+        self._kept: set[Path] = set()
 
     def floating_nodes(self, model: Path) -> list[str]:
         """See `exporters.htp.floating_nodes`."""
-        path = self._folder / f"{self._key(model.name)}{_SUFFIX}"
-        self._kept.append(path)
-        if self._resume:
+        path = self._path(model.name)
+        known = self._resume or path in self._kept
+        self._kept.add(path)
+        if known:
             try:
                 return msgspec.json.decode(path.read_bytes(), type=list[str])
             except (OSError, msgspec.DecodeError):
                 pass
         found = floating_nodes([model], self._device)
+        self.keep(model.name, found)
+        return found
+
+    def keep(self, name: str, found: list[str]) -> None:
+        """Keep what was found in a file; it is not looked for again."""
+        path = self._path(name)
+        self._kept.add(path)
         self._folder.mkdir(parents=True, exist_ok=True)
         partial = path.with_name(f".{path.name}.partial-{os.getpid()}")
         partial.write_bytes(msgspec.json.encode(found))
         partial.replace(path)
-        return found
 
     def remove(self) -> None:
         """Forget the results of this export."""
         for path in self._kept:
             path.unlink(missing_ok=True)
+
+    def _path(self, name: str) -> Path:
+        return self._folder / f"{self._key(name)}{_SUFFIX}"
 
     def _key(self, name: str) -> str:
         hashes = {file: record.sha256 for file, record in self._files.items() if file == name or ".onnx" not in file}
