@@ -101,6 +101,13 @@ def test_what_llama_needs_in_a_context_by_hand(llama):
     assert demand.used_bytes == 1_763_238_912 + 67_633_216 + 23_849_472 < demand.context_bytes == 3_750_000_000
 
 
+def test_the_weights_assumed_are_those_of_the_recipe(llama):
+    made = make_plan(llama, device=SM8650, context=4096, recipe="w4a16-lpbq64")
+    expected = recipe_weights(LLAMA_1B, "w4a16-lpbq64").total_bytes
+    assert made.demand.weights_bytes == expected
+    assert any(each.startswith(f"weights of {expected:,} bytes: the recipe w4a16-lpbq64") for each in made.assumptions)
+
+
 def test_the_roofline_of_llama_by_hand(llama):
     speed = make_plan(llama, device=SM8650, context=4096).roofline
     assert speed.weights_bytes == 16 * 60_919_808 + 263_185_408 + 2 * 2048 == 1_237_906_432

@@ -112,7 +112,7 @@ def make_plan(
     if is_bundle(path):
         way_out = "It is exported already: `edgekv size` says what it costs."
         raise CheckpointError(str(path), found="a bundle", wanted="a checkpoint's config.json", way_out=way_out)
-    subject = find_subject(path, Overrides(context=context, kv_bits=_KV_BITS[kv], ar=ar))
+    subject = find_subject(path, Overrides(context=context, kv_bits=_KV_BITS[kv], ar=ar, recipe=recipe))
     decoder = _decoder(subject)
     _check_context(subject)
     report = make_report(subject, device=device)

@@ -94,8 +94,9 @@ def _from_config(file: Path, given: Overrides) -> Subject:
         raise CheckpointError(str(file), found=error, wanted="sizes that can exist", way_out=way_out) from None
     ar = _ar(given, context, assumptions)
     decoder = decoder_of(config, kv_heads=geometry.kv_heads, head_dim=geometry.head_dim)
-    size_bytes = None if decoder is None else recipe_weights(decoder, "w8a16").total_bytes
-    assumptions.append(_weights(size_bytes, "the recipe w8a16, with a 16-bit embedding table and an 8-bit head"))
+    size_bytes = None if decoder is None else recipe_weights(decoder, given.recipe).total_bytes
+    basis = f"the recipe {given.recipe}, with a 16-bit embedding table and an 8-bit head"
+    assumptions.append(_weights(size_bytes, basis))
     return Subject(str(file), geometry, ar, size_bytes, longest, tuple(assumptions), decoder)
 
 

@@ -25,6 +25,7 @@ class Overrides:
         context: S, tokens.
         kv_bits: bits of a cache element, 8 or 16.
         ar: tokens per inference of each graph.
+        recipe: one of `WEIGHT_DTYPES`, of a model that is no bundle yet.
     """
 
     layers: int | None = None
@@ -33,6 +34,7 @@ class Overrides:
     context: int | None = None
     kv_bits: int | None = None
     ar: tuple[int, ...] | None = None
+    recipe: str = "w8a16"
 
 
 @dataclass(frozen=True, slots=True)
