@@ -12,6 +12,7 @@ import edgekv
 from edgekv.bundle import Bundle, TokenRecord
 from edgekv.errors import ContextFullError, UsageError
 from edgekv.generate import Token
+from tests.endless import endless
 
 PROMPT = "import os\n\ndef read_file(path):\n"
 IN_ORDER: tuple[dict[str, Any], ...] = ({"kv_update": "pointer-shift", "reserve": 2.0}, {"reserve": 1.5})
@@ -65,7 +66,7 @@ def test_nothing_is_copied_while_the_context_fills(bundle: Path) -> None:
 def test_a_sliding_window_goes_on_beyond_the_context(bundle: Path) -> None:
     streams = []
     for options in IN_ORDER:
-        model = edgekv.load(bundle, policy="sliding-window", threads=1, **options)
+        model = edgekv.load(endless(bundle), policy="sliding-window", threads=1, **options)
         context = model.bundle.manifest.context
         generation = model.generate(PROMPT, 2 * context, temperature=1.0, seed=7)
         streams.append(_ids(list(generation)))
