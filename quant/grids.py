@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from concurrent.futures import ThreadPoolExecutor
 
@@ -14,7 +15,9 @@ Floats = NDArray[np.float32]
 Limits = tuple[int, int]
 
 _CLIPS = np.linspace(1.0, 0.6, 21, dtype=np.float32)
-_BLOCK_CLIPS = np.linspace(1.0, 0.6, 9, dtype=np.float32)
+_CHANNEL_CLIPS = np.linspace(1.0, 0.6, 9, dtype=np.float32)
+_STEPS = np.linspace(0.6, 1.2, 13, dtype=np.float32)  # tried in every block, in parts of the one that covers
+_LEAST_COVERING = 1 / 8  # of a channel's scale; a block that needs less becomes zeros
 _COLUMNS_AT_ONCE = 512
 _ROWS_AT_ONCE = 256  # with the columns, what stays in a core's cache
 _WORKERS = min(8, os.cpu_count() or 1)
@@ -69,37 +72,65 @@ def _blocks(weight: Floats, block: int, limits: Limits, importance: Floats | Non
     scales = np.maximum(covering.max(axis=0) / np.float32(LPBQ_LEVELS), _TINY)
     if importance is None:
         return scales, _levels(covering / scales).astype(np.uint8)
-    weights = importance.reshape(-1, block)
-    levels = np.empty((len(_BLOCK_CLIPS), *covering.shape), np.uint8)
-    errors = np.zeros((len(_BLOCK_CLIPS), weight.shape[1]), np.float32)
-    at_once = max(1, _ROWS_AT_ONCE // block)
-    scratch = np.empty((2, at_once, block, weight.shape[1]), np.float32)
+    errors = _errors(blocks, covering, limits, importance.reshape(-1, block))
+    best = scales
+    least = np.full_like(scales, np.inf)
+    chosen = np.zeros_like(covering)
+    for clip in _CHANNEL_CLIPS:
+        levels, error = _block_scales(errors, covering / (scales * clip))
+        better = error < least
+        best, least, chosen = (
+            np.where(better, scales * clip, best),
+            np.minimum(error, least),
+            np.where(better, levels, chosen),
+        )
+    return best, chosen.astype(np.uint8)
+
+
+def _errors(blocks: Floats, covering: Floats, limits: Limits, weights: Floats) -> Floats:
+    """`[steps, in / block, out]`, what rounding to multiples of each of `_STEPS` times `covering` costs."""
+    errors = np.empty((len(_STEPS), *covering.shape), np.float32)
+    at_once = max(1, _ROWS_AT_ONCE // blocks.shape[1])
+    scratch = np.empty((2, at_once, *blocks.shape[1:]), np.float32)
     for first in range(0, len(blocks), at_once):
         here = slice(first, first + at_once)
         group = np.ascontiguousarray(blocks[here])
-        for clip, level, error in zip(_BLOCK_CLIPS, levels, errors, strict=True):
-            level[here], least = _block_scales(group, covering[here], scales * clip, weights[here], limits, scratch)
-            error += least.sum(axis=0)
-    best = errors.argmin(axis=0)
-    chosen = np.take_along_axis(levels, best[None, None], axis=0)[0]
-    clipped: Floats = scales * _BLOCK_CLIPS[best]
-    return clipped, chosen
+        for step, error in zip(_STEPS, errors, strict=True):
+            error[here] = _error(group, covering[here] * step, limits, weights[here], scratch)
+    return errors
 
 
-def _block_scales(
-    group: Floats, covering: Floats, scales: Floats, weights: Floats, limits: Limits, scratch: Floats
-) -> tuple[Floats, Floats]:
-    """Of the block scales `[blocks, out]` that clip, those of least error, and that error."""
-    best = tried = np.zeros_like(covering)
+def _block_scales(errors: Floats, covering: Floats) -> tuple[Floats, Floats]:
+    """The block scales of least error, `[in / block, out]`, and what they cost each channel, `[out]`.
+
+    What a step costs that was not tried is read between those that were.
+
+    Args:
+        errors: of `_errors`.
+        covering: `[in / block, out]`, the block scales that cover, as real numbers.
+    """
+    covering = np.maximum(covering, np.float32(_LEAST_COVERING))
+    best = np.zeros_like(covering)
     least = np.full_like(covering, np.inf)
-    for clip in _BLOCK_CLIPS:
-        candidate = _levels(covering / scales * clip)
-        if np.array_equal(candidate, tried):
-            continue
-        tried = candidate
-        error = _error(group, candidate * scales, limits, weights, scratch)
-        best, least = np.where(error < least, candidate, best), np.minimum(error, least)
-    return best, least
+    widest = _levels(covering)
+    for fewer in range(math.ceil(LPBQ_LEVELS * (1 - float(_STEPS[0])))):
+        levels = np.maximum(widest - fewer, 1)
+        error = _between(errors, levels / covering)
+        better = error < least
+        best, least = np.where(better, levels, best), np.where(better, error, least)
+    return best, least.sum(axis=0)
+
+
+def _between(errors: Floats, steps: Floats) -> Floats:
+    """Errors at real `steps`, in parts of the covering one; infinite below what was tried, quadratic above."""
+    place = (steps - _STEPS[0]) / (_STEPS[1] - _STEPS[0])
+    left = np.clip(place.astype(np.intp), 0, len(_STEPS) - 2)
+    below = np.take_along_axis(errors, left[None], axis=0)[0]
+    above = np.take_along_axis(errors, left[None] + 1, axis=0)[0]
+    part = np.clip(place - left, 0, 1)
+    found: Floats = (below + (above - below) * part) * np.maximum(steps / _STEPS[-1], 1) ** 2
+    found[place < -1e-3] = np.inf
+    return found
 
 
 def _levels(ratio: Floats) -> Floats:
@@ -118,11 +149,12 @@ def _error(group: Floats, steps: Floats, limits: Limits, weights: Floats, scratc
     """Weighted squared rounding error `[blocks, out]` of `[blocks, rows, out]`, with weights `[blocks, rows]`."""
     scaled = np.multiply(group, (1 / steps)[:, None], out=scratch[0, : len(group)])
     rounded = np.rint(scaled, out=scratch[1, : len(group)])
-    least, most = limits
-    np.minimum(rounded, np.float32(most), out=rounded)
-    np.maximum(rounded, np.float32(least), out=rounded)
+    least, most = (np.full(group.shape[2], limit, np.float32) for limit in limits)  # numpy is slower with one number
+    np.minimum(rounded, most, out=rounded)
+    np.maximum(rounded, least, out=rounded)
     rounded -= scaled
     rounded *= rounded
-    total: Floats = (weights[:, None] @ rounded)[:, 0]
+    rounded *= weights[..., None]
+    total: Floats = rounded.sum(axis=1)
     total *= steps * steps
     return total
