@@ -49,6 +49,9 @@ def choose_context(columns: int, available: Sequence[int]) -> int:
     return next((context for context in available if context >= columns), available[-1])
 
 
+_Ladders = dict[int, dict[int, GraphRecord]]  # by AR, then by context, ascending
+
+
 class Runner:
     """Feeds tokens to the graphs of a bundle. A graph is loaded when it is first needed.
 
@@ -68,6 +71,7 @@ class Runner:
         self._bundle = bundle
         self._engine = engine
         self._graphs: dict[str, StaticGraph] = {}
+        self._ladders = _ladders(bundle.manifest.graphs)
         self._ropes = rope_tables(bundle.manifest)
         self._embeddings = open_table(bundle)
 
@@ -99,7 +103,7 @@ class Runner:
             BundleError: a graph has not the inputs and outputs that the manifest promises.
         """
         for role in roles:
-            for ladder in self._ladders(role).values():
+            for ladder in self._ladders.get(role, {}).values():
                 self._graph(next(iter(ladder.values())))
 
     def feed(self, tokens: Sequence[int]) -> NDArray[Any]:
@@ -138,7 +142,7 @@ class Runner:
         """
         if not tokens:
             raise ValueError("tokens: found none; wanted at least one")
-        ladders = self._ladders("decode") | self._ladders(role)
+        ladders = self._ladders["decode"] | self._ladders.get(role, {})
         self.cache.expect(len(tokens))
         done = 0
         while done < len(tokens):
@@ -151,14 +155,6 @@ class Runner:
             done += ar
         return graph.logits
 
-    def _ladders(self, role: Role) -> dict[int, dict[int, GraphRecord]]:
-        """The graphs of a role by AR, then by context, ascending."""
-        ladders: dict[int, dict[int, GraphRecord]] = {}
-        for graph in sorted(self._bundle.manifest.graphs, key=lambda graph: graph.context):
-            if graph.role == role:
-                ladders.setdefault(graph.ar, {})[graph.context] = graph
-        return ladders
-
     def _graph(self, record: GraphRecord) -> StaticGraph:
         graph = self._graphs.get(record.name)
         if graph is None:
@@ -166,3 +162,11 @@ class Runner:
             graph = StaticGraph(bindings, self._bundle.manifest, record, self.cache, self._ropes, self._embeddings)
             self._graphs[record.name] = graph
         return graph
+
+
+def _ladders(graphs: Iterable[GraphRecord]) -> dict[Role, _Ladders]:
+    """The graphs of each role."""
+    ladders: dict[Role, _Ladders] = {}
+    for graph in sorted(graphs, key=lambda graph: graph.context):
+        ladders.setdefault(graph.role, {}).setdefault(graph.ar, {})[graph.context] = graph
+    return ladders
