@@ -23,6 +23,7 @@ from rich.table import Table
 
 from benchmarks.large_checkpoint import SHAPES, write_large_checkpoint
 from edgekv.bundle import open_bundle
+from edgekv.process import peak_bytes
 from exporters.checkpoint import Checkpoint
 from exporters.recipe import find_recipe
 from exporters.tensors import matrices
@@ -54,7 +55,7 @@ def measure(arguments: Sequence[str]) -> Measured:
     peaks: dict[int, int] = {}
     while running.poll() is None:
         for pid in (running.pid, *_children(running.pid)):
-            peaks[pid] = max(peaks.get(pid, 0), _peak_bytes(pid))
+            peaks[pid] = max(peaks.get(pid, 0), peak_bytes(pid))
         time.sleep(POLL_SECONDS)
     if running.returncode:
         sys.exit(running.returncode)
@@ -70,14 +71,6 @@ def _children(pid: int) -> list[int]:
         except OSError:  # it has just ended
             continue
     return found
-
-
-def _peak_bytes(pid: int) -> int:
-    try:
-        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    except OSError:
-        return 0
-    return next((int(line.split()[1]) << 10 for line in lines if line.startswith("VmHWM:")), 0)
 
 
 def bits_bytes(bundle: Path, recipe: str) -> int:

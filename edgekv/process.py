@@ -19,12 +19,12 @@ def is_alive(pid: int) -> bool:
     return True
 
 
-def peak_bytes() -> int:
-    """RAM, the most that this process held so far, in bytes; 0 where Linux does not say.
+def peak_bytes(pid: int | None = None) -> int:
+    """RAM, the most that a process held so far, in bytes: this one, or another. 0 where Linux does not say.
 
     `getrusage` would count what the process held that this one was forked from.
     """
-    return _bytes_in(Path("/proc/self/status"), "VmHWM:")
+    return _bytes_in(Path(f"/proc/{pid or 'self'}/status"), "VmHWM:")
 
 
 def available_bytes() -> int:
