@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections import Counter
 from collections.abc import Iterator
@@ -13,7 +12,7 @@ from typing import Literal
 
 import msgspec
 
-from edgekv.bundle import KeyScalingName, RecipeRecord, RotationName
+from edgekv.bundle import KeyScalingName, RecipeRecord, RotationName, atomic_file
 from edgekv.errors import UsageError
 from exporters.spec import DecoderSpec
 from exporters.tensors import matrices
@@ -90,16 +89,13 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
         check_recipe_path(file)
         fields = {name: getattr(self, name) for name in _RecipeFile.__struct_fields__}
         content = _RecipeFile(**{**fields, "weights": list(self.weights)})
-        partial = file.with_name(f".{file.name}.partial-{os.getpid()}")
         try:
-            partial.write_bytes(msgspec.json.format(msgspec.json.encode(content), indent=2) + b"\n")
-            partial.replace(file)
+            with atomic_file(file) as partial:
+                partial.write_bytes(msgspec.json.format(msgspec.json.encode(content), indent=2) + b"\n")
         except OSError as error:
             raise UsageError(
                 str(file), found=error.strerror, wanted="a file that can be written", way_out="Choose another place."
             ) from None
-        finally:
-            partial.unlink(missing_ok=True)
 
     def rule(self, tensor: str) -> WeightRule:
         """What becomes of this matrix.

@@ -1,6 +1,6 @@
 """A bundle: a folder that says everything about itself, verified when it is opened, written atomically."""
 
-from edgekv.bundle.atomic import atomic_directory
+from edgekv.bundle.atomic import atomic_directory, atomic_file
 from edgekv.bundle.bundle import Bundle, open_bundle, read_manifest, write_manifest
 from edgekv.bundle.compiled import COMPILED, Compiled, CompiledBinary, CompiledManifest, open_compiled
 from edgekv.bundle.files import record_files, sha256_of
@@ -65,6 +65,7 @@ __all__ = [
     "TokenRecord",
     "WeightRecord",
     "atomic_directory",
+    "atomic_file",
     "hidden_name",
     "mask_name",
     "open_bundle",

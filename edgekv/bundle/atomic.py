@@ -1,10 +1,11 @@
-"""Folders that appear whole or not at all."""
+"""Files and folders that appear whole or not at all."""
 
 from __future__ import annotations
 
 import os
 import re
 import shutil
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,6 +15,23 @@ from edgekv.errors import BundleError, UsageError
 from edgekv.process import is_alive
 
 _in_use: set[Path] = set()
+
+
+@contextmanager
+def atomic_file(target: Path) -> Iterator[Path]:
+    """A path beside `target` to write a file to, which takes its name when the block ends without an exception.
+
+    The file is `.NAME.partial-PID-THREAD`; on any exception it is removed. It is not forced to the disk.
+
+    Raises:
+        OSError: the folder cannot be written.
+    """
+    partial = target.with_name(f".{target.name}.partial-{os.getpid()}-{threading.get_ident()}")
+    try:
+        yield partial
+        partial.replace(target)
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 @contextmanager

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
 import msgspec
 
-from edgekv.bundle import MANIFEST, Bundle, sha256_of
+from edgekv.bundle import MANIFEST, Bundle, atomic_file, sha256_of
 from edgekv.errors import BundleError
 
 FORMAT = 1
@@ -108,12 +107,8 @@ class Ledger:
         """Write a record; it takes the place of an earlier one with its key."""
         self._jobs.mkdir(parents=True, exist_ok=True)
         path = self._jobs / f"{_file_name(record.key)}.json"
-        partial = path.with_name(f".{path.name}.partial-{os.getpid()}")
-        try:
+        with atomic_file(path) as partial:
             partial.write_bytes(msgspec.json.format(msgspec.json.encode(record), indent=1) + b"\n")
-            partial.replace(path)
-        finally:
-            partial.unlink(missing_ok=True)
         self._records[record.key] = record
         return record
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 
 import onnx
 
-from edgekv.bundle import Bundle, GraphRecord, sha256_of
+from edgekv.bundle import Bundle, GraphRecord, atomic_file, sha256_of
 from edgekv.errors import BundleError
 from exporters.aihub.options import graph_name
 
@@ -55,25 +54,23 @@ def pack_graph(bundle: Bundle, graph: GraphRecord, folder: Path) -> PackedGraph:
     model.graph.name = name
     pieces = _redirect(model, bundle, graph, f"{name}.data")
     target = folder / f"{name}.onnx.zip"
-    partial = target.with_suffix(f".partial-{os.getpid()}")
-    try:
-        with zipfile.ZipFile(partial, "w", zipfile.ZIP_STORED, allowZip64=True) as archive:
-            archive.writestr(zipfile.ZipInfo(f"{name}/{name}.onnx", _TIMESTAMP), model.SerializeToString())
-            with archive.open(zipfile.ZipInfo(f"{name}/{name}.data", _TIMESTAMP), "w", force_zip64=True) as out:
-                written = 0
-                for piece in pieces:
-                    out.write(bytes(piece.target - written))
-                    with (bundle.path / piece.file).open("rb") as shard:
-                        shard.seek(piece.source)
-                        left = piece.length
-                        while left:
-                            block = shard.read(min(_BLOCK_BYTES, left))
-                            out.write(block)
-                            left -= len(block)
-                    written = piece.target + piece.length
-        partial.replace(target)
-    finally:
-        partial.unlink(missing_ok=True)
+    with (
+        atomic_file(target) as partial,
+        zipfile.ZipFile(partial, "w", zipfile.ZIP_STORED, allowZip64=True) as archive,
+    ):
+        archive.writestr(zipfile.ZipInfo(f"{name}/{name}.onnx", _TIMESTAMP), model.SerializeToString())
+        with archive.open(zipfile.ZipInfo(f"{name}/{name}.data", _TIMESTAMP), "w", force_zip64=True) as out:
+            written = 0
+            for piece in pieces:
+                out.write(bytes(piece.target - written))
+                with (bundle.path / piece.file).open("rb") as shard:
+                    shard.seek(piece.source)
+                    left = piece.length
+                    while left:
+                        block = shard.read(min(_BLOCK_BYTES, left))
+                        out.write(block)
+                        left -= len(block)
+                written = piece.target + piece.length
     return PackedGraph(target, sha256_of(target))
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +13,7 @@ from numpy.typing import NDArray
 from safetensors import safe_open
 from safetensors.numpy import load_file, save
 
-from edgekv.bundle import Bundle, GraphRecord, Manifest
+from edgekv.bundle import Bundle, GraphRecord, Manifest, atomic_file
 from edgekv.engine import CpuEngine
 from edgekv.engine.inputs import StepInputs
 from edgekv.engine.rope import rope_tables
@@ -78,12 +77,8 @@ def take_sample(bundle: Bundle, graph: GraphRecord, text: str, folder: Path) -> 
     named = {_INPUT + name: value for name, value in inputs.items()}
     named |= {_OUTPUT + name: value for name, value in outputs.items()}
     folder.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.partial-{os.getpid()}")
-    try:
+    with atomic_file(path) as partial:
         partial.write_bytes(save(named, metadata={"text_sha256": digest}))
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
     return Sample(inputs, outputs, _hash(inputs))
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import zipfile
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -12,6 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from edgekv.bundle import atomic_file
 from edgekv.errors import UsageError
 from exporters.decoder import decoder_layer, logits
 from exporters.reference import Floats, NumpyOps, Observer, Tensors, Weights
@@ -84,17 +84,13 @@ def write_trace(trace: Trace, file: Path) -> None:
     Raises:
         UsageError: the file cannot be written.
     """
-    partial = file.with_name(f".{file.name}.partial-{os.getpid()}")
     try:
-        with partial.open("wb") as target:
+        with atomic_file(file) as partial, partial.open("wb") as target:
             np.savez(target, **{name: np.asarray(values, np.float32) for name, values in trace.items()})
-        partial.replace(file)
     except OSError as error:
         raise UsageError(
             str(file), found=error.strerror, wanted="a file that can be written", way_out="Choose another place."
         ) from None
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 def read_trace(file: Path) -> Trace:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
 
 from devices import Device
-from edgekv.bundle import FileRecord
+from edgekv.bundle import FileRecord, atomic_file
 from edgekv.engine import qnn
 from exporters.htp import floating_nodes
 from exporters.stages.keys import program_sha256
@@ -55,9 +54,8 @@ class Checks:
         path = self._path(name)
         self._kept.add(path)
         self._folder.mkdir(parents=True, exist_ok=True)
-        partial = path.with_name(f".{path.name}.partial-{os.getpid()}")
-        partial.write_bytes(msgspec.json.encode(found))
-        partial.replace(path)
+        with atomic_file(path) as partial:
+            partial.write_bytes(msgspec.json.encode(found))
 
     def remove(self) -> None:
         """Forget the results of this export."""
