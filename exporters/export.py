@@ -251,7 +251,7 @@ def _compile(
     watch: Watch,
 ) -> list[CompiledBinary]:
     """Write the device's binaries; what computes in float is known from the same run of the compiler."""
-    whole = all(len(graph.parts) == 1 and graph.part.embeds for graph in graphs)
+    whole = all(graph.is_whole for graph in graphs)
     make = partial(compile_graphs, lint=checks.keep)
     parts = device_parts(graphs, folder)
     return compile_binaries(parts, options.device, target, whole, progress, watch, make)

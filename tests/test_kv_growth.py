@@ -132,7 +132,7 @@ def test_no_two_layers_grow_at_the_same_token():
 def test_layers_take_turns_for_any_number_of_them(layers, gaps):
     contexts = tuple(np.cumsum([max(2, layers) + gap for gap in gaps] + [max(2, layers)]).tolist())
     growth = Growth(contexts)
-    growth.check(layers)
+    growth.check([Geometry(layers, 1, 8, contexts[-1])], contexts[-1], 1, "slot")
     for columns in range(1, contexts[-1]):
         now, after = growth.contexts_of(layers, columns), growth.contexts_of(layers, columns + 1)
         assert sum(a != b for a, b in zip(now, after, strict=True)) <= 1

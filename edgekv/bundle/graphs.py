@@ -73,6 +73,11 @@ class GraphRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         return cls(name=name, parts=[part], ar=ar, context=context, role=role)
 
     @property
+    def is_whole(self) -> bool:
+        """Whether one file takes token ids and gives logits."""
+        return len(self.parts) == 1 and self.part.embeds
+
+    @property
     def part(self) -> PartRecord:
         """The only part; see `Bundle.require_whole` for who needs one.
 

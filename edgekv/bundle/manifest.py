@@ -243,7 +243,7 @@ class Manifest(_Part, frozen=True):
     @property
     def is_whole(self) -> bool:
         """Whether every graph is one part that reads token ids."""
-        return all(len(graph.parts) == 1 and graph.part.embeds for graph in self.graphs)
+        return all(graph.is_whole for graph in self.graphs)
 
     @property
     def contexts(self) -> list[int]:

@@ -3,26 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
 from fractions import Fraction
 from functools import partial
 from pathlib import Path
 
-from edgekv.errors import ContextFullError, UsageError
+from edgekv.errors import ContextFullError
 from edgekv.kv.arena import Arena
+from edgekv.kv.footprint import Footprint
 from edgekv.kv.geometry import Geometry
 from edgekv.kv.group import Group, HeldKeys
-from edgekv.kv.growth import Growth
+from edgekv.kv.growth import Growth, single_layers
 from edgekv.kv.keydiff import mean_similarity
 from edgekv.kv.layers import LayeredGeometry
 from edgekv.kv.pointer_shift import DEFAULT_RESERVE
-from edgekv.kv.policy import Policy, PolicyName, SlidingWindow, find_policy
+from edgekv.kv.policy import Policy, PolicyName, SlidingWindow, check_layers, find_policy
 from edgekv.kv.positions import Positions
 from edgekv.kv.rotate import KvEncoding, Rotation
 from edgekv.kv.state import CacheState, StateError, read_state, write_state
 from edgekv.kv.stats import CacheStats
 from edgekv.kv.store import Store
-from edgekv.kv.strategies import GROWING_STRATEGIES, make_strategy
+from edgekv.kv.strategies import make_strategy
 from edgekv.kv.window import Window
 
 
@@ -95,16 +95,15 @@ class KVCache:
             raise ValueError(f"encodings: found {len(encodings)}; wanted one for each of {tensors} tensors")
         self.encodings = tuple(encodings)
         self._policy = find_policy(policy)
-        self._check_policy(geometries)
+        check_layers(self._policy, geometries, geometry.context, self.ar[-1])
         self._rotation = Rotation(self._policy.inverse_frequencies) if self._policy.inverse_frequencies else None
         self._growth = growth
         if growth is not None:
-            self._check_growth(growth, geometries, strategy)
-            geometries = tuple(self._single_layers(geometries))
+            growth.check(geometries, geometry.context, self.ar[-1], strategy)
+            geometries = single_layers(geometries, geometry.context)
         self.groups = tuple(self._group(each, strategy, reserve) for each in geometries)
         self._wide = tuple(group for group in self.groups if group.geometry.context == geometry.context)
-        self._outgrown: list[Store] = []
-        self._peak_bytes = self._bytes_held
+        self._footprint = Footprint(self.groups, self._wide, growth)
         self._open_ar: int | None = None
         self._positions = Positions()
         self._tokens_seen = 0
@@ -187,8 +186,8 @@ class KVCache:
             copies=sum(store.copies for store in stores),
             steps=self._steps,
             tokens=self._tokens_committed,
-            bytes_held=self._bytes_held,
-            peak_bytes=self._peak_bytes,
+            bytes_held=self._footprint.bytes_held,
+            peak_bytes=self._footprint.peak_bytes,
             reallocations=sum(group.reallocations for group in self.groups),
             evicted=self._evicted,
             requantization=self._rotation.cost if self._rotation else None,
@@ -231,8 +230,8 @@ class KVCache:
             self._evict(ages)
         if self.length < self._tokens_seen or self.length > most - ar:
             self._is_prefix = False  # the graph does not see all that came before
-        self._outgrown.clear()
-        self._grow(self.length + ar, context)
+        self._footprint.let_go()
+        self._footprint.grow(self.length + ar, context)
         self._open_ar = ar
         return tuple([group.window(ar, context) for group in self.groups])
 
@@ -290,7 +289,7 @@ class KVCache:
         if not 0 <= tokens <= self.capacity:
             raise ValueError(f"hold: found {tokens} tokens; wanted 0 to {self.capacity}")
         self.reset()
-        self._grow(tokens, one_by_one=True)
+        self._footprint.grow(tokens, one_by_one=True)
         for group in self.groups:
             group.reset(min(tokens, group.capacity))
         self._positions.commit(tokens, 0)
@@ -303,7 +302,7 @@ class KVCache:
         """
         if self.length == 0:
             self._close()
-            self._grow(tokens, one_by_one=True)
+            self._footprint.grow(tokens, one_by_one=True)
 
     @property
     def state(self) -> CacheState:
@@ -335,7 +334,7 @@ class KVCache:
         for group in self.groups:
             group.check(state, len(state.positions) if group in self._wide else None)
         self._close()
-        self._grow(len(state.positions), one_by_one=True)
+        self._footprint.grow(len(state.positions), one_by_one=True)
         for group in self.groups:
             group.write(state.rows)
         self._positions.restore(state.positions, state.position, state.rewindable)
@@ -362,68 +361,10 @@ class KVCache:
         make = partial(make_strategy, strategy, max_ar=self.ar[-1], reserve=reserve)
         return Group(geometry, make, self.ar, policy.capacity(geometry.context), context)
 
-    def _single_layers(self, geometries: Sequence[Geometry]) -> Iterator[Geometry]:
-        for each in geometries:
-            if each.context < self.geometry.context:
-                yield each
-            else:
-                yield from (replace(each, layers=1, numbers=(n,)) for n in each.numbers or range(each.layers))
-
-    def _check_growth(self, growth: Growth, geometries: Sequence[Geometry], strategy: str) -> None:
-        if growth.contexts[-1] != self.geometry.context or growth.contexts[0] <= self.ar[-1]:
-            wanted = f"up to {self.geometry.context}, all above AR-{self.ar[-1]}"
-            raise ValueError(f"growth: found {growth.contexts}; wanted contexts {wanted}")
-        columns = any(each.key_layout == "columns" for each in geometries)
-        if strategy not in GROWING_STRATEGIES or columns:
-            names = " or ".join(GROWING_STRATEGIES)
-            raise UsageError(
-                f"growth {growth.name}",
-                found=f"{strategy}{' with keys as columns' if columns else ''}",
-                wanted=f"the update strategy {names}, and keys as rows",
-                way_out="Leave growth out, export keys as rows." if columns else f"Use {names}, or leave growth out.",
-            )
-        growth.check(sum(each.layers for each in geometries if each.context == self.geometry.context))
-
-    @property
-    def _bytes_held(self) -> int:
-        return sum(store.bytes_held for store in (*self.stores, *self._outgrown))
-
-    def _grow(self, columns: int, context: int = 0, *, one_by_one: bool = False) -> None:
-        """Make room for so many tokens and for the graph of `context`."""
-        if self._growth is None:
-            return
-        wanted = self._growth.contexts_of(len(self._wide), columns)
-        for group, least in zip(self._wide, wanted, strict=True):
-            if max(least, context) > group.context:
-                self._outgrown.extend(group.grow(max(least, context)))
-                self._peak_bytes = max(self._peak_bytes, self._bytes_held)
-                if one_by_one:
-                    self._outgrown.clear()
-
     def _close(self) -> None:
         """End the step that is open, if any, and let go of what it outgrew."""
         self._open_ar = None
-        self._outgrown.clear()
-
-    def _check_policy(self, geometries: Sequence[Geometry]) -> None:
-        context = self.geometry.context
-        narrow = [geometry for geometry in geometries if geometry.context != context]
-        for geometry in geometries:
-            if geometry.context == context:
-                self._policy.check(geometry, self.ar[-1])
-        # A narrow layer holds tokens that the wide ones evict, and they have no new position.
-        if narrow and self._policy.inverse_frequencies:
-            raise self._no_such_layers(narrow[0], "all attend", "fail, sliding-window or keydiff")
-        if len(narrow) == len(geometries) and self._policy.name == "keydiff":
-            raise self._no_such_layers(narrow[0], "in part attend", "fail or sliding-window")
-
-    def _no_such_layers(self, found: Geometry, wanted: str, instead: str) -> UsageError:
-        return UsageError(
-            f"context policy {self._policy.name}",
-            found=f"layers that attend to {found.context} tokens of {self.geometry.context}",
-            wanted=f"layers that {wanted} to the whole context",
-            way_out=f"Use {instead}.",
-        )
+        self._footprint.let_go()
 
     def _evict(self, ages: Sequence[int]) -> None:
         for group in self._wide:

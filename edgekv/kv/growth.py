@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from edgekv.errors import UsageError
+from edgekv.kv.geometry import Geometry
+from edgekv.kv.strategies import GROWING_STRATEGIES
 
 GrowthName = Literal["staggered", "together"]
 GROWTHS: tuple[GrowthName, ...] = ("staggered", "together")
@@ -43,12 +45,31 @@ class Growth:
                 way_out="Leave it out, or export with several, as --context 512,1024,4096.",
             )
 
-    def check(self, layers: int) -> None:
-        """Refuse layers of which two would grow at the same token.
+    def check(self, geometries: Sequence[Geometry], context: int, max_ar: int, strategy: str) -> None:
+        """Refuse a cache that cannot grow like this.
+
+        Args:
+            geometries: of its layers.
+            context: S of the largest graphs.
+            max_ar: the most tokens per inference.
+            strategy: by name.
 
         Raises:
-            UsageError: `staggered`, and a context is fewer tokens above the one before than there are layers.
+            ValueError: growth to another context, or one that begins below the tokens of a step.
+            UsageError: another strategy, keys as columns, or two layers that would grow at the same token.
         """
+        if self.contexts[-1] != context or self.contexts[0] <= max_ar:
+            raise ValueError(f"growth: found {self.contexts}; wanted contexts up to {context}, all above AR-{max_ar}")
+        columns = any(each.key_layout == "columns" for each in geometries)
+        if strategy not in GROWING_STRATEGIES or columns:
+            names = " or ".join(GROWING_STRATEGIES)
+            raise UsageError(
+                f"growth {self.name}",
+                found=f"{strategy}{' with keys as columns' if columns else ''}",
+                wanted=f"the update strategy {names}, and keys as rows",
+                way_out="Leave growth out, export keys as rows." if columns else f"Use {names}, or leave growth out.",
+            )
+        layers = sum(each.layers for each in geometries if each.context == context)
         steps = [above - below for below, above in zip((0, *self.contexts), self.contexts[:-1], strict=False)]
         if self.name == "staggered" and min(steps) < layers:
             raise UsageError(
@@ -71,6 +92,17 @@ class Growth:
     def contexts_of(self, layers: int, columns: int) -> Sequence[int]:
         """`context` of all layers."""
         return [self.context(layer, layers, columns) for layer in range(layers)]
+
+
+def single_layers(geometries: Sequence[Geometry], context: int) -> tuple[Geometry, ...]:
+    """The same layers, each that attends to the whole context by itself: it grows at a token of its own."""
+    alone: list[Geometry] = []
+    for each in geometries:
+        if each.context < context:
+            alone.append(each)
+        else:
+            alone += (replace(each, layers=1, numbers=(n,)) for n in each.numbers or range(each.layers))
+    return tuple(alone)
 
 
 def parse_growth(name: str, contexts: Sequence[int]) -> Growth:

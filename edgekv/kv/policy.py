@@ -198,3 +198,33 @@ def find_policy(policy: str | Policy) -> Policy:
             return known
     names = " or ".join(known.name for known in POLICIES)
     raise UsageError("context policy", found=repr(policy), wanted=names, way_out=f"Use {names}.")
+
+
+def check_layers(policy: Policy, geometries: Sequence[Geometry], context: int, max_ar: int) -> None:
+    """Refuse a policy that these layers cannot have.
+
+    Args:
+        policy: the policy.
+        geometries: of the layers.
+        context: S.
+        max_ar: the most tokens per inference of the graphs.
+
+    Raises:
+        UsageError: naming the layers, or what `Policy.check` names.
+    """
+    narrow = [geometry for geometry in geometries if geometry.context != context]
+    for geometry in geometries:
+        if geometry.context == context:
+            policy.check(geometry, max_ar)
+    wanted = instead = ""
+    if narrow and policy.inverse_frequencies:  # a narrow layer holds evicted tokens, which have no new position
+        wanted, instead = "all attend", "fail, sliding-window or keydiff"
+    elif len(narrow) == len(geometries) and policy.name == "keydiff":
+        wanted, instead = "in part attend", "fail or sliding-window"
+    if wanted:
+        raise UsageError(
+            f"context policy {policy.name}",
+            found=f"layers that attend to {narrow[0].context} tokens of {context}",
+            wanted=f"layers that {wanted} to the whole context",
+            way_out=f"Use {instead}.",
+        )
