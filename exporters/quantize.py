@@ -111,8 +111,9 @@ class Quantizer:
         windows = range(self.hidden.shape[1])
         inputs = None
         if rule.method != "nearest":
-            normed = [ops.rms_norm(self.hidden[:, w], "model.norm.weight", "final_norm") for w in windows]
-            inputs = _inputs(np.stack(normed, axis=1))
+            inputs = _inputs(
+                np.stack([ops.rms_norm(self.hidden[:, w], "model.norm.weight", "final_norm") for w in windows], axis=1)
+            )
         integers = np.empty((spec.hidden, spec.vocab), np.int8)
         grids = []
         for start in range(0, spec.vocab, _HEAD_ROWS_AT_ONCE):

@@ -122,7 +122,10 @@ def quantization_bytes(decoder: Decoder, cache_tensors: int, tokens: int, window
         both * (hidden + inner) + gate_weights + rows,
         both * inner + down_weights // 2 + factoring(inner, hidden),
         both * (hidden + inner) + down_weights,
-        decoder.table_parameters + _FLOAT_BYTES * table_rows * (_COPIES_OF_ROWS * hidden + window),
+        decoder.table_parameters
+        + _FLOAT_BYTES * table_rows * (_COPIES_OF_ROWS * hidden + window)
+        + both * hidden
+        + factoring(hidden, table_rows),
     )
     sampled = window * decoder.head_dim
     kept = -(-sampled // (sampled // _SAMPLE | 1))
