@@ -208,7 +208,7 @@ def compile_(
     opened = open_bundle(bundle)
     with shown() as progress:
         peaks: dict[str, int] = {}
-        binaries = FinishedBinaries(stage_store(cache_dir).folder, opened, resume=resume)
+        binaries = FinishedBinaries(stage_store(cache_dir).folder, opened.manifest.files, resume=resume)
         compiled = compile_bundle(
             opened,
             target,

@@ -31,7 +31,7 @@ from edgekv.kv import Geometry
 from edgekv.plan import CALIBRATION_WINDOW, default_calibration_tokens
 from exporters.calibrate import calibration_windows, choose_encodings, read_calibration, rotation_encodings
 from exporters.checkpoint import Checkpoint
-from exporters.compile import Watch, compile_binaries, compile_graphs, device_parts, unwatched, write_compiled
+from exporters.compile import Watch, compile_binaries, device_parts, unwatched, write_compiled
 from exporters.graphs import embedding_record, plan_graphs, write_graphs
 from exporters.heads import transformed
 from exporters.options import ExportOptions, RunOptions
@@ -42,7 +42,7 @@ from exporters.records import model_record, recipe_record, rope_record, token_re
 from exporters.reference import Tensors
 from exporters.room import bundle_bytes, check_disk, check_ram, full_disk_named, stage_bytes
 from exporters.split import Split, choose_split
-from exporters.stages import Checks, quantize_in_stages, stage_keys, stage_store
+from exporters.stages import Checks, FinishedBinaries, quantize_in_stages, stage_keys, stage_store
 from exporters.tflite.encodings import symmetric_encodings
 from exporters.tflite.limits import check_tflite
 from quant import Encoding, Range
@@ -64,8 +64,8 @@ def export_bundle(
 ) -> Manifest:
     """Calibrate, write graphs and weights, check them on the HTP compiler, and put the bundle in place.
 
-    Every finished layer is kept in a cache directory until the bundle stands, so that an export that was stopped can
-    be resumed.
+    Every finished layer and binary is kept in a cache directory until the bundle stands, so that an export that was
+    stopped can be resumed.
 
     Args:
         checkpoint: what to export.
@@ -117,10 +117,13 @@ def export_bundle(
         progress("seal", 0, 1)
         files = record_files(folder)
         checks = Checks(store.folder, options.device, files, resume=run.resume)
+        finished = FinishedBinaries(store.folder, files, resume=run.resume, lint=checks.keep)
         compiled, binaries = folder / "compiled" / options.device.soc, list[CompiledBinary]()
         if options.compile:
             compiled.mkdir(parents=True)
-            binaries = _compile(graphs, folder, compiled, options, checks, progress, watch)
+            whole = all(graph.is_whole for graph in graphs)
+            parts = device_parts(graphs, folder)
+            binaries = compile_binaries(parts, options.device, compiled, whole, progress, watch, finished.compile)
         check: HtpCheck = "not-run"
         floating: list[str] = []
         if options.graph_format == "onnx" and options.check_on_htp:
@@ -160,6 +163,7 @@ def export_bundle(
     if not run.keep_stages:
         store.remove(keys)
         checks.remove()
+        finished.remove()
     return manifest
 
 
@@ -239,22 +243,6 @@ def _split(checkpoint: Checkpoint, options: ExportOptions) -> Split:
         ar=max(options.ar),
         graphs=len(set(options.ar)) * len(options.contexts),
     )
-
-
-def _compile(
-    graphs: Sequence[GraphRecord],
-    folder: Path,
-    target: Path,
-    options: ExportOptions,
-    checks: Checks,
-    progress: Progress,
-    watch: Watch,
-) -> list[CompiledBinary]:
-    """Write the device's binaries; what computes in float is known from the same run of the compiler."""
-    whole = all(graph.is_whole for graph in graphs)
-    make = partial(compile_graphs, lint=checks.keep)
-    parts = device_parts(graphs, folder)
-    return compile_binaries(parts, options.device, target, whole, progress, watch, make)
 
 
 def _check(

@@ -149,7 +149,7 @@ class RunOptions:
         max_ram_bytes: RAM that this process may hold, or None; what the HTP compiler holds in processes of its own is
             not counted.
         cache_dir: where finished layers are kept; None for EDGEKV_CACHE_DIR or else the user's own cache.
-        resume: take up the finished layers of an export that was stopped, as far as they are what would be made now.
+        resume: take up what an export that was stopped had finished, as far as it is what would be made now.
         keep_stages: keep finished layers once the bundle stands, for other recipes.
     """
 

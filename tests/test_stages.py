@@ -15,7 +15,8 @@ import typer
 from typer.testing import CliRunner
 
 from devices import find
-from edgekv.bundle import COMPILED, Manifest, open_bundle
+from edgekv.bundle import COMPILED, Manifest, open_bundle, open_compiled
+from edgekv.engine import qnn
 from edgekv.errors import BundleError, EngineError, UsageError
 from exporters import room
 from exporters.calibrate import calibration_windows
@@ -195,30 +196,68 @@ def test_a_graph_that_was_checked_is_not_checked_again(work, monkeypatch):
     assert len(checked) == 3 and work.stages == []
 
 
-def test_binaries_that_are_finished_are_not_compiled_again(work, monkeypatch):
-    work.export()
-    bundle, chip = open_bundle(work.folder / "bundle"), find("SM8650")
-    compiled, compile_graphs = [], binaries.compile_graphs
+@dataclass
+class Compilations:
+    """What the compiler was given, as names of graphs; it stops before it is given more than `most` at once."""
 
-    def counted(device, models, folder, **rest):
-        if len(models) > stop_above:
+    most: int = 1
+    done: list = field(default_factory=list)
+
+
+@pytest.fixture
+def compilations(monkeypatch):
+    counted, compile_graphs = Compilations(), binaries.compile_graphs
+
+    def counting(device, models, folder, **rest):
+        if len(models) > counted.most:
             raise KeyboardInterrupt
-        compiled.append(list(models))
+        counted.done.append(list(models))
         return compile_graphs(device, models, folder, **rest)
 
-    monkeypatch.setattr(binaries, "compile_graphs", counted)
-    finished = FinishedBinaries(work.folder / "cache", bundle, resume=True)
-    stop_above = 1
+    monkeypatch.setattr(binaries, "compile_graphs", counting)
+    return counted
+
+
+def test_binaries_that_are_finished_are_not_compiled_again(work, compilations):
+    work.export()
+    bundle, chip = open_bundle(work.folder / "bundle"), find("SM8650")
+    finished = FinishedBinaries(work.folder / "cache", bundle.manifest.files, resume=True)
     with pytest.raises(KeyboardInterrupt):
         compile_bundle(bundle, chip, make=finished.compile)
     assert not (bundle.path / "compiled" / chip.soc).exists()
-    assert sorted(compiled) == [["ar16_cl64"], ["ar1_cl64"]]
-    stop_above = 2
+    assert sorted(compilations.done) == [["ar16_cl64"], ["ar1_cl64"]]
+    compilations.most = 2
     resumed = compile_bundle(bundle, chip, make=finished.compile)
-    assert compiled[2:] == [["ar1_cl64", "ar16_cl64"]]
+    assert compilations.done[2:] == [["ar1_cl64", "ar16_cl64"]]
     assert {*resumed.files, COMPILED} == {path.name for path in (bundle.path / "compiled" / chip.soc).iterdir()}
     finished.remove()
     assert [path.name for path in (work.folder / "cache").iterdir()] == ["stages"]
+
+
+def test_an_export_that_stopped_while_it_compiled_takes_the_binaries_that_are_finished(work, compilations, monkeypatch):
+    checked, floating_nodes = [], checks.floating_nodes
+
+    def counting(models, device):
+        checked.extend(model.name for model in models)
+        return floating_nodes(models, device)
+
+    monkeypatch.setattr(checks, "floating_nodes", counting)
+    chosen = replace(options(), check_on_htp=True, compile=True)
+
+    def export(name, resume):
+        run = RunOptions(cache_dir=work.folder / "cache", resume=resume)
+        return export_bundle(work.checkpoint, work.folder / name, chosen, run)
+
+    with pytest.raises(KeyboardInterrupt):
+        export("stopped", resume=False)
+    assert not (work.folder / "stopped").exists() and sorted(compilations.done) == [["ar16_cl64"], ["ar1_cl64"]]
+    compilations.most = 2
+    resumed = export("resumed", resume=True)
+    assert compilations.done[2:] == [["ar1_cl64", "ar16_cl64"]] and work.stages == []
+    assert checked == ["ar16_cl64_score.onnx"]  # no binary holds it; the others were looked at while they compiled
+    assert resumed.htp_check == "integers-only"
+    compiled = open_compiled(open_bundle(work.folder / "resumed"), "SM8650", qnn.compiler())
+    assert [binary.graphs for binary in compiled.manifest.binaries] == [1, 1, 2]
 
 
 # Disks

@@ -11,9 +11,9 @@ from pathlib import Path
 import msgspec
 
 from devices import Device
-from edgekv.bundle import Bundle, CompiledBinary, FileRecord, atomic_directory, sha256_of
+from edgekv.bundle import CompiledBinary, FileRecord, atomic_directory, sha256_of
 from edgekv.engine import qnn
-from exporters.compile import Watch, compile_graphs, unwatched
+from exporters.compile import Lint, Watch, compile_graphs, unwatched
 from exporters.stages.keys import program_sha256
 
 _RECORD = "binary.json"
@@ -27,17 +27,21 @@ class _Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 class FinishedBinaries:
     """Compiles graphs of a bundle, unless their binary is kept."""
 
-    def __init__(self, folder: Path, bundle: Bundle, *, resume: bool) -> None:
+    def __init__(
+        self, folder: Path, files: Mapping[str, FileRecord], *, resume: bool, lint: Lint | None = None
+    ) -> None:
         """Prepares to compile.
 
         Args:
             folder: where binaries are kept.
-            bundle: whose graphs. They point into its other files, so that a binary is one of all of these.
+            files: of the bundle. Its graphs point into its other files, so that a binary is one of all of these.
             resume: take binaries that are kept.
+            lint: told the nodes that compute in float of each graph that is compiled.
         """
         self._folder = folder
-        self._sources = {name: file.sha256 for name, file in bundle.manifest.files.items()}
+        self._sources = {name: file.sha256 for name, file in files.items()}
         self._resume = resume
+        self._lint = lint
         self._kept: list[Path] = []
 
     def compile(
@@ -49,7 +53,7 @@ class FinishedBinaries:
         self._kept.append(kept)
         if self._resume and (found := _taken(kept, folder)) is not None:
             return found
-        binary = compile_graphs(device, models, folder, prefix=prefix, watch=watch)
+        binary = compile_graphs(device, models, folder, prefix=prefix, watch=watch, lint=self._lint)
         with atomic_directory(kept, force=True, marker=_RECORD) as partial:
             files = {}
             for name in (binary.file, *binary.wrappers.values()):
