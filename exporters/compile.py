@@ -9,8 +9,6 @@ from functools import partial
 from pathlib import Path
 from typing import Protocol
 
-import msgspec
-
 from devices import Device
 from edgekv.bundle import (
     COMPILED,
@@ -20,6 +18,7 @@ from edgekv.bundle import (
     CompiledManifest,
     GraphRecord,
     atomic_directory,
+    readable_json,
     record_files,
     sha256_of,
 )
@@ -142,7 +141,7 @@ def write_compiled(
         binaries=list(binaries),
         files=record_files(folder),
     )
-    (folder / COMPILED).write_bytes(msgspec.json.format(msgspec.json.encode(compiled), indent=1) + b"\n")
+    (folder / COMPILED).write_bytes(readable_json(compiled))
     return compiled
 
 

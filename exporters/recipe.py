@@ -12,7 +12,7 @@ from typing import Literal
 
 import msgspec
 
-from edgekv.bundle import KeyScalingName, RecipeRecord, RotationName, atomic_file
+from edgekv.bundle import KeyScalingName, RecipeRecord, RotationName, atomic_file, readable_json
 from edgekv.errors import UsageError
 from exporters.spec import DecoderSpec
 from exporters.tensors import matrices
@@ -91,7 +91,7 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
         content = _RecipeFile(**{**fields, "weights": list(self.weights)})
         try:
             with atomic_file(file) as partial:
-                partial.write_bytes(msgspec.json.format(msgspec.json.encode(content), indent=2) + b"\n")
+                partial.write_bytes(readable_json(content, indent=2))
         except OSError as error:
             raise UsageError(
                 str(file), found=error.strerror, wanted="a file that can be written", way_out="Choose another place."

@@ -34,6 +34,7 @@ from edgekv.bundle.manifest import (
     TokenRecord,
     WeightRecord,
 )
+from edgekv.bundle.readable import readable_json
 
 __all__ = [
     "COMPILED",
@@ -71,6 +72,7 @@ __all__ = [
     "open_bundle",
     "open_compiled",
     "read_manifest",
+    "readable_json",
     "record_files",
     "rope_inputs",
     "sha256_of",

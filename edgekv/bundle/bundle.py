@@ -12,6 +12,7 @@ from edgekv.bundle.consistency import check_consistency
 from edgekv.bundle.files import sha256_of
 from edgekv.bundle.graphs import GraphRecord, PartRecord
 from edgekv.bundle.manifest import FORMAT, MANIFEST, Manifest
+from edgekv.bundle.readable import readable_json
 from edgekv.errors import BundleError
 
 if TYPE_CHECKING:
@@ -149,8 +150,7 @@ def read_manifest(path: str | Path) -> Manifest:
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
     """Write `manifest.json` into a folder, indented for readers."""
-    text = msgspec.json.format(msgspec.json.encode(manifest), indent=1)
-    (folder / MANIFEST).write_bytes(text + b"\n")
+    (folder / MANIFEST).write_bytes(readable_json(manifest))
 
 
 def _again(folder: Path) -> str:

@@ -12,7 +12,7 @@ import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
-from edgekv.bundle import Bundle, FileRecord, atomic_directory, record_files, sha256_of
+from edgekv.bundle import Bundle, FileRecord, atomic_directory, readable_json, record_files, sha256_of
 from edgekv.errors import BundleError, UsageError
 from edgekv.prefix import PrefixStore, RetentionPolicy, TokenRangeRetentionConfig
 from edgekv.prefix.retention import MAX_PRIORITY
@@ -186,7 +186,7 @@ def _copy(bundle: Path, entries: Sequence[BakedPrefix], folder: Path) -> None:
 
 def _write_record(folder: Path, entries: list[BakedPrefix]) -> None:
     record = BakedRecord(format=FORMAT, prefixes=entries, files=record_files(folder))
-    (folder / RECORD).write_bytes(msgspec.json.format(msgspec.json.encode(record), indent=1) + b"\n")
+    (folder / RECORD).write_bytes(readable_json(record))
 
 
 def _read_record(bundle: Path) -> BakedRecord:

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from edgekv.bundle import Bundle, FileRecord, atomic_directory, record_files
+from edgekv.bundle import Bundle, FileRecord, atomic_directory, readable_json, record_files
 from edgekv.errors import BundleError, ServiceError
 from exporters.aihub.account import Account
 from exporters.aihub.compare import Comparison, compare
@@ -124,7 +124,7 @@ def fetch_device(bundle: Bundle, account: Account, records: Sequence[JobRecord])
             comparisons=comparisons,
             files=record_files(folder),
         )
-        (folder / FETCHED).write_bytes(msgspec.json.format(msgspec.json.encode(fetched), indent=1) + b"\n")
+        (folder / FETCHED).write_bytes(readable_json(fetched))
     return fetched
 
 
@@ -162,7 +162,7 @@ def _profile(account: Account, record: JobRecord, folder: Path) -> ProfileResult
         summary = raw["execution_summary"] if raw else {}
         if not summary.get("estimated_inference_time"):
             raise ValueError("a profile without an inference time")
-    (folder / f"profile_{record.graphs[0]}.json").write_bytes(msgspec.json.format(msgspec.json.encode(raw), indent=1))
+    (folder / f"profile_{record.graphs[0]}.json").write_bytes(readable_json(raw))
     return ProfileResult(
         graph=record.graphs[0],
         job=record.id,

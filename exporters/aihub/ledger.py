@@ -9,7 +9,7 @@ from typing import Literal
 
 import msgspec
 
-from edgekv.bundle import MANIFEST, Bundle, atomic_file, sha256_of
+from edgekv.bundle import MANIFEST, Bundle, atomic_file, readable_json, sha256_of
 from edgekv.errors import BundleError
 
 FORMAT = 1
@@ -108,7 +108,7 @@ class Ledger:
         self._jobs.mkdir(parents=True, exist_ok=True)
         path = self._jobs / f"{_file_name(record.key)}.json"
         with atomic_file(path) as partial:
-            partial.write_bytes(msgspec.json.format(msgspec.json.encode(record), indent=1) + b"\n")
+            partial.write_bytes(readable_json(record))
         self._records[record.key] = record
         return record
 

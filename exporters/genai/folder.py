@@ -12,7 +12,7 @@ import onnx
 from onnx.external_data_helper import uses_external_data
 
 from devices import Device
-from edgekv.bundle import Bundle, FileRecord, GraphRecord, atomic_directory, record_files
+from edgekv.bundle import Bundle, FileRecord, GraphRecord, atomic_directory, readable_json, record_files
 from edgekv.engine import EngineName
 from edgekv.errors import BundleError, EngineError, UsageError
 from exporters.compile import compile_graphs
@@ -114,8 +114,8 @@ def write_folder(
             shutil.rmtree(graphs)
         onnx.save(position_processor(manifest, decode.context), folder / POSITION_PROCESSOR)
         onnx.save(dequantizer(manifest), folder / DEQUANTIZER)
-        config = msgspec.json.encode(genai_config(manifest, decode, prefill, options.engine, pad_token))
-        (folder / CONFIG).write_bytes(msgspec.json.format(config, indent=1) + b"\n")
+        config = genai_config(manifest, decode, prefill, options.engine, pad_token)
+        (folder / CONFIG).write_bytes(readable_json(config))
         shutil.copyfile(bundle.path / TOKENIZER, folder / TOKENIZER)
         (folder / "tokenizer_config.json").write_bytes(_TOKENIZER_CONFIG)
         return GenaiFolder(

@@ -9,7 +9,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from devices import Device
-from edgekv.bundle import Manifest, RopeRecord
+from edgekv.bundle import Manifest, RopeRecord, readable_json
 from edgekv.errors import BundleError
 from edgekv.generate import Sampling
 from quant import Encoding
@@ -151,7 +151,7 @@ class GenieConfig(_Part, frozen=True, kw_only=True):
 
     def text(self) -> bytes:
         """The file, indented for readers."""
-        return msgspec.json.format(msgspec.json.encode(self), indent=1) + b"\n"
+        return readable_json(self)
 
 
 def positional_encoding(rope: RopeRecord, head_dim: int) -> PositionalEncoding:
@@ -281,4 +281,4 @@ class HtpExtensions(_Snake, frozen=True, kw_only=True):
 
     def text(self) -> bytes:
         """The file, indented for readers."""
-        return msgspec.json.format(msgspec.json.encode(self), indent=1) + b"\n"
+        return readable_json(self)

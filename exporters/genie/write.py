@@ -8,8 +8,6 @@ from collections.abc import Sequence
 from importlib import metadata, resources
 from pathlib import Path
 
-import msgspec
-
 from edgekv.bundle import (
     EMBEDDINGS,
     MANIFEST,
@@ -18,6 +16,7 @@ from edgekv.bundle import (
     GraphRecord,
     PartRecord,
     atomic_directory,
+    readable_json,
     record_files,
     sha256_of,
 )
@@ -123,7 +122,7 @@ def write_genie(
             checked=options.check,
             files=record_files(folder),
         )
-        (folder / GENIE_MANIFEST).write_bytes(msgspec.json.format(msgspec.json.encode(written), indent=1) + b"\n")
+        (folder / GENIE_MANIFEST).write_bytes(readable_json(written))
     return written
 
 
