@@ -24,6 +24,7 @@ from rich.table import Table
 from benchmarks.large_checkpoint import SHAPES, write_large_checkpoint
 from edgekv.bundle import open_bundle
 from edgekv.process import peak_bytes
+from edgekv.size import matrix_bytes
 from exporters.checkpoint import Checkpoint
 from exporters.recipe import find_recipe
 from exporters.tensors import matrices
@@ -73,12 +74,15 @@ def _children(pid: int) -> list[int]:
     return found
 
 
-def bits_bytes(bundle: Path, recipe: str) -> int:
-    """What the matrices of the layers and the head take at the recipe's bits, scales aside."""
+def weights_bytes(checkpoint: Path, recipe: str) -> tuple[int, int]:
+    """What the matrices of the layers and the head take at the recipe's bits, without their scales and with them."""
     rules = find_recipe(recipe)
-    spec = Checkpoint.open(open_bundle(bundle, verify=False).manifest.source.checkpoint).spec
-    sizes = matrices(spec).items()
-    return sum(rows * inputs * weight_bits(rules.rule(name).dtype) // 8 for name, (rows, inputs) in sizes)
+    bits = scaled = 0
+    for name, (rows, inputs) in matrices(Checkpoint.open(str(checkpoint)).spec).items():
+        dtype = rules.rule(name).dtype
+        bits += rows * inputs * weight_bits(dtype) // 8
+        scaled += matrix_bytes(inputs, rows, dtype)
+    return bits, scaled
 
 
 def main() -> None:
@@ -126,9 +130,10 @@ def main() -> None:
         table.add_row("all", f"{total:,.0f}", "", "")
         Console(width=110).print(table)
         binaries = sum(path.stat().st_size for path in (bundle / "compiled" / DEVICE).glob("*.bin"))
-        bits = bits_bytes(bundle, args.recipe)
+        bits, scaled = weights_bytes(checkpoint, args.recipe)
         floats = len(open_bundle(bundle, verify=False).manifest.floating_nodes)
-        print(f"binaries {binaries / 1e6:,.0f} MB, {binaries / bits:.3f} x what their matrices' bits take")
+        ratios = f"{binaries / bits:.3f} x what their matrices' bits take, {binaries / scaled:.3f} x with scales"
+        print(f"binaries {binaries / 1e6:,.0f} MB, {ratios}")
         print(f"{floats} nodes compute in float")
 
 
