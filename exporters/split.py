@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from edgekv.errors import UsageError
 from edgekv.kv import Geometry
 from edgekv.plan import Load, activation_bytes, divide, layer_graph_bytes, least_splits
-from edgekv.size import Decoder, matrix_bytes
+from edgekv.size import Decoder, matrix_bytes, packed_matrix_bytes
 from exporters.recipe import Recipe
 from exporters.spec import DecoderSpec
 from exporters.tensors import HEAD, matrices
+from quant import WeightDtype
 
 EmbeddingPlace = Literal["graph", "host"]
 HeadPlace = Literal["own", "last"]
@@ -78,10 +79,11 @@ def choose_split(
             wanted=f"1 to {spec.layers}, the layers of the checkpoint",
             way_out=f"Use --splits {min(spec.layers, max(1, splits))}, or leave it out.",
         )
-    layers = layer_bytes(spec, recipe)
+    layers = _layer_bytes(spec, recipe, matrix_bytes)
     decoder = Decoder(spec.layers, spec.hidden, spec.heads, spec.kv_heads, spec.head_dim, spec.intermediate, spec.vocab)
     load = Load(
         layers=layers,
+        packed=_layer_bytes(spec, recipe, packed_matrix_bytes),
         embedding_bytes=2 * decoder.table_parameters,
         head_bytes=matrix_bytes(spec.hidden, spec.vocab, recipe.rule(HEAD).dtype),
         layer_cache_bytes=2 * geometry.kv_heads * geometry.context * geometry.row_bytes,
@@ -98,10 +100,10 @@ def choose_split(
     return Split(divide(layers, chosen, first_bytes=first, last_bytes=last), place == "graph", own_head)
 
 
-def layer_bytes(spec: DecoderSpec, recipe: Recipe) -> Sequence[int]:
-    """Bytes of the matrices of each layer."""
+def _layer_bytes(spec: DecoderSpec, recipe: Recipe, count: Callable[[int, int, WeightDtype], int]) -> Sequence[int]:
+    """Bytes of the matrices of each layer, as `count` has them of one."""
     found = [0] * spec.layers
     for name, (columns, rows) in matrices(spec).items():
         if name != HEAD:
-            found[int(name.split(".")[2])] += matrix_bytes(rows, columns, recipe.rule(name).dtype)
+            found[int(name.split(".")[2])] += count(rows, columns, recipe.rule(name).dtype)
     return found

@@ -28,12 +28,14 @@ from edgekv.plan import (
     make_plan,
     quantization_bytes,
 )
-from edgekv.size import Decoder, Weights, recipe_weights
+from edgekv.size import Decoder, Weights, matrix_bytes, recipe_weights
 from exporters import quantize, weights
+from exporters.architectures import describe
 from exporters.checkpoint import Checkpoint
 from exporters.export import ExportOptions, export_bundle
 from exporters.quantize import Quantizer
 from exporters.recipe import find_recipe, recipe_names
+from exporters.tensors import matrices
 from quant import ranges, rounding
 from tests.checkpoints import write_checkpoint
 
@@ -84,7 +86,10 @@ def test_the_weights_of_llama_by_hand():
     assert layer == 60_817_408 + 94_208 + 8_192 == 60_919_808
     table, head = 2 * 128256 * 2048, 128256 * 2048 + 4 * 128256
     weights = recipe_weights(LLAMA_1B, "w8a16")
-    assert weights == Weights(embedding_bytes=table, layer_bytes=layer, layers=16, head_bytes=head + 2 * 2048)
+    head += 2 * 2048
+    assert weights == Weights(
+        embedding_bytes=table, layer_bytes=layer, layer_packed_bytes=0, layers=16, head_bytes=head
+    )
     assert weights.total_bytes == 16 * 60_919_808 + 525_336_576 + 263_181_312 + 4_096 == 1_763_238_912
 
 
@@ -220,6 +225,7 @@ def test_the_plan_and_the_exporter_agree_on_their_constants():
 def test_the_fewest_parts_that_stay_inside_all_limits_are_made(layers, head, graphs):
     load = Load(
         layers=[each * 10**6 for each in layers],
+        packed=[each * 10**6 // 2 for each in layers],
         embedding_bytes=10**8,
         head_bytes=head * 10**6,
         layer_cache_bytes=10**7,
@@ -293,12 +299,34 @@ def test_a_model_above_one_context_is_parted_by_whole_layers(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("graphs", "weights_mb", "graph_mb", "measured_gb"),
-    [(1, 198, 2.63, 1.26), (2, 198, 2.63, 2.20), (4, 198, 2.63, 3.72), (2, 487, 2.18, 4.58), (1, 263, 0, 1.26)],
+    ("graphs", "weights_mb", "packed_mb", "graph_mb", "measured_gb"),
+    [
+        (1, 198, 0, 2.63, 1.26),
+        (2, 198, 0, 2.63, 2.20),
+        (4, 198, 0, 2.63, 3.72),
+        (2, 487, 0, 2.18, 4.58),
+        (1, 263, 0, 0, 1.26),
+        (4, 260, 231, 2.18, 5.45),
+        (2, 583, 524, 1.36, 5.81),
+        (2, 700, 629, 1.64, 6.88),
+    ],
 )
-def test_ram_to_compile_is_near_what_was_measured(graphs, weights_mb, graph_mb, measured_gb):
-    found = compile_bytes(weights_mb * 10**6, round(graph_mb * 10**6), graphs)
+def test_ram_to_compile_is_near_what_was_measured(graphs, weights_mb, packed_mb, graph_mb, measured_gb):
+    graph_bytes = round(graph_mb * 10**6)
+    found = compile_bytes(weights_mb * 10**6, graph_bytes, graphs, packed_bytes=packed_mb * 10**6)
     assert found == pytest.approx(measured_gb * 1e9, rel=0.2)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_the_weights_of_a_recipe_are_those_of_its_rules(name):
+    sizes, recipe = matrices(describe(CONFIG | {"hidden_act": "silu", "rms_norm_eps": 1e-5})), find_recipe(name)
+    layer = [(shape, recipe.rule(key).dtype) for key, shape in sizes.items() if ".layers.3." in key]
+    found = recipe_weights(LLAMA_1B, name)
+    assert found.layer_bytes == sum(matrix_bytes(*reversed(shape), dtype) for shape, dtype in layer) + 4 * 2048
+    packed = sum(rows * columns // 2 for (rows, columns), dtype in layer if dtype != "int8")
+    assert found.layer_packed_bytes == packed
+    head_bytes = matrix_bytes(2048, 128256, recipe.rule("lm_head.weight").dtype)
+    assert found.head_bytes == head_bytes + 2 * 2048
 
 
 def test_a_layer_above_one_context_cannot_be_parted(tmp_path):

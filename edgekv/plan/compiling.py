@@ -1,4 +1,4 @@
-"""RAM that QNN's compiler takes for a context binary: fitted to measurements, with w8a16 on x86.
+"""RAM that QNN's compiler takes for a context binary: fitted to measurements on x86.
 
 | what | graphs in the binary | weights | a graph's file | peak RAM | estimated here |
 |---|---|---|---|---|---|
@@ -8,6 +8,9 @@
 | 8 layers of Llama-3.2-1B | 2 | 0.49 GB | 2.2 MB | 4.58 GB | 4.42 GB |
 | its head | 1 | 0.26 GB | 0 | 1.26 GB | 1.25 GB |
 | Llama-3.2-1B, whole | 1 | 1.76 GB | 4.4 MB | 7.7 GB | 8.12 GB |
+| 8 layers of it, w4a16-lpbq64 | 4 | 0.26 GB | 2.2 MB | 5.45 GB | 5.43 GB |
+| 5 layers of Llama-3.1-8B, w4a16-lpbq64 | 2 | 0.58 GB | 1.4 MB | 5.81 GB | 5.83 GB |
+| 6 layers | | 0.70 GB | 1.6 MB | 6.88 GB | 6.97 GB |
 """
 
 from __future__ import annotations
@@ -19,15 +22,17 @@ _PROCESS_BYTES = 148_000_000
 _PER_WEIGHT_BYTE = 4.2
 _PER_GRAPH_BYTE = 131
 _MORE_PER_WEIGHT_BYTE = 3.4  # for each further graph, whose weights the compiler shares only at the end
+_PER_PACKED_BYTE = 1.7  # the compiler unpacks integers of 4 bits
 
 
-def compile_bytes(weights_bytes: int, graph_bytes: int, graphs: int) -> int:
+def compile_bytes(weights_bytes: int, graph_bytes: int, graphs: int, *, packed_bytes: int = 0) -> int:
     """RAM to compile graphs over the same weights into one binary: an estimate.
 
     Args:
         weights_bytes: of one graph.
         graph_bytes: file of one graph, without weights.
         graphs: how many.
+        packed_bytes: those of the weights that hold two integers.
     """
-    factor = _PER_WEIGHT_BYTE + (graphs - 1) * _MORE_PER_WEIGHT_BYTE
-    return _PROCESS_BYTES + round(factor * weights_bytes + graphs * _PER_GRAPH_BYTE * graph_bytes)
+    weights = (_PER_WEIGHT_BYTE + (graphs - 1) * _MORE_PER_WEIGHT_BYTE) * weights_bytes
+    return _PROCESS_BYTES + round(weights + _PER_PACKED_BYTE * packed_bytes + graphs * _PER_GRAPH_BYTE * graph_bytes)

@@ -45,8 +45,8 @@ _CHECK_PROCESS_BYTES = 148_000_000
 _CHECK_BYTES_PER_WEIGHT_BYTE = 2.1
 _CHECK_BYTES_PER_GRAPH_BYTE = 131
 
-_SECONDS_PER_PRODUCT = 1 / 50e9  # float32, multiplied and added
-_SECONDS_PER_ELEMENT = 80e-9  # of a matrix, for the search for its grid and the rounding
+_SECONDS_PER_PRODUCT = 1 / 100e9  # float32, multiplied and added
+_SECONDS_PER_ELEMENT = 40e-9  # of a matrix, for the search for its grid and the rounding
 _SECONDS_PER_SCORE = 13e-9  # one score of one query head
 _CHECK_SECONDS = 0.7
 _CHECK_SECONDS_PER_WEIGHT_BYTE = 7e-9
@@ -184,6 +184,7 @@ def export_cost(decoder: Decoder, weights: Weights, geometry: Geometry, ar: Sequ
 def _export_seconds(decoder: Decoder, tokens: int, window: int) -> float:
     """The exact decoder and the quantized one, and GPTQ: for each width of inputs two sums over tokens and a factor,
     for each matrix what the quantized inputs lack, its solution, and an update of every row from all rows before it.
+    So for the head.
     """
     hidden, inner, queries = decoder.hidden, decoder.intermediate, decoder.heads * decoder.head_dim
     widths = (hidden, queries, hidden, inner)
@@ -191,9 +192,10 @@ def _export_seconds(decoder: Decoder, tokens: int, window: int) -> float:
     sums = tokens * sum(width * (width / 2 + min(width, 2 * hidden)) for width in widths)
     factors = sum(width**3 for width in widths) / 6
     updates = 2.5 * sum(rows**2 * columns for rows, columns in decoder.layer_matrices)
-    elements = decoder.layers * decoder.layer_parameters
+    elements = decoder.layers * decoder.layer_parameters + decoder.table_parameters
     scores = 2 * decoder.layers * decoder.heads * tokens * window
-    multiplied = products + decoder.layers * (sums + factors + updates)
+    head = 2.5 * hidden * decoder.table_parameters
+    multiplied = products + decoder.layers * (sums + factors + updates) + head
     return _SECONDS_PER_PRODUCT * multiplied + _SECONDS_PER_ELEMENT * elements + _SECONDS_PER_SCORE * scores
 
 

@@ -21,6 +21,7 @@ class Load:
 
     Attributes:
         layers: bytes of the weights of each layer.
+        packed: those of each layer that hold two integers.
         embedding_bytes: of the table.
         head_bytes: of the last norm and the head.
         layer_cache_bytes: cache of one layer.
@@ -30,6 +31,7 @@ class Load:
     """
 
     layers: Sequence[int]
+    packed: Sequence[int]
     embedding_bytes: int
     head_bytes: int
     layer_cache_bytes: int
@@ -127,5 +129,10 @@ def _part(load: Load, layers: range, *, embedding: bool = False, head: bool = Fa
         head=head,
         used_bytes=weights_bytes + cache_bytes + load.activations_bytes,
         graph_bytes=graph_bytes,
-        compile_peak_bytes=compile_bytes(weights_bytes, graph_bytes, load.graphs if layers else 1),
+        compile_peak_bytes=compile_bytes(
+            weights_bytes,
+            graph_bytes,
+            load.graphs if layers else 1,
+            packed_bytes=sum(load.packed[layer] for layer in layers),
+        ),
     )

@@ -126,6 +126,7 @@ def make_plan(
     demand = _demand(decoder, weights, subject.geometry, subject.ar, choice)
     load = Load(
         layers=[weights.layer_bytes] * weights.layers,
+        packed=[weights.layer_packed_bytes] * weights.layers,
         embedding_bytes=weights.embedding_bytes,
         head_bytes=weights.head_bytes,
         layer_cache_bytes=-(-demand.cache_bytes // decoder.layers),

@@ -9,7 +9,7 @@ from edgekv.size.strategies import CHOICES, Choice, StrategySize
 from edgekv.size.subject import Overrides, Subject, kv_dtype_of
 from edgekv.size.traffic import Traffic, count_windows, measure_traffic
 from edgekv.size.verdict import HTP_CONTEXT_BYTES, Budget, Verdict, check_cache_type, largest_multiple
-from edgekv.size.weights import WEIGHT_DTYPES, Decoder, Weights, matrix_bytes, recipe_weights
+from edgekv.size.weights import WEIGHT_DTYPES, Decoder, Weights, matrix_bytes, packed_matrix_bytes, recipe_weights
 
 __all__ = [
     "CHOICES",
@@ -35,6 +35,7 @@ __all__ = [
     "make_report",
     "matrix_bytes",
     "measure_traffic",
+    "packed_matrix_bytes",
     "save_plot",
     "recipe_weights",
     "WEIGHT_DTYPES",

@@ -55,12 +55,14 @@ class Weights:
     Attributes:
         embedding_bytes: the table.
         layer_bytes: one layer.
+        layer_packed_bytes: those of a layer that hold two integers.
         layers: how many.
         head_bytes: the last norm and the head.
     """
 
     embedding_bytes: int
     layer_bytes: int
+    layer_packed_bytes: int
     layers: int
     head_bytes: int
 
@@ -69,7 +71,7 @@ class Weights:
         return self.embedding_bytes + self.layers * self.layer_bytes + self.head_bytes
 
 
-_VALUES = 2  # among a layer's matrices
+_KEYS_AND_VALUES = (1, 2)  # among a layer's matrices
 WEIGHT_DTYPES: dict[str, WeightDtype] = {
     "w8a16": "int8",
     "w4a16": "int4",
@@ -77,7 +79,7 @@ WEIGHT_DTYPES: dict[str, WeightDtype] = {
     "w4a16-lpbq64": "lpbq64",
     "w4a16-lpbq128": "lpbq128",
 }
-"""Type of the layers' matrices in the recipes that export ships; those of values and the head are int8."""
+"""Type of the layers' matrices in the recipes that export ships; those of keys, of values and the head are int8."""
 
 
 def recipe_weights(decoder: Decoder, recipe: str) -> Weights:
@@ -88,12 +90,15 @@ def recipe_weights(decoder: Decoder, recipe: str) -> Weights:
     own even if it is tied to the table. Biases, norms of single heads and norms behind a block are not counted.
     """
     dtype = WEIGHT_DTYPES[recipe]
-    dtypes: list[WeightDtype] = [dtype] * len(decoder.layer_matrices)
-    dtypes[_VALUES] = "int8"
-    layer_bytes = sum(matrix_bytes(*shape, dtype) for shape, dtype in zip(decoder.layer_matrices, dtypes, strict=True))
+    layer_bytes = packed_bytes = 0
+    for place, (rows, columns) in enumerate(decoder.layer_matrices):
+        kind = "int8" if place in _KEYS_AND_VALUES else dtype
+        layer_bytes += matrix_bytes(rows, columns, kind)
+        packed_bytes += packed_matrix_bytes(rows, columns, kind)
     return Weights(
         embedding_bytes=2 * decoder.table_parameters,
         layer_bytes=layer_bytes + 2 * 2 * decoder.hidden,
+        layer_packed_bytes=packed_bytes,
         layers=decoder.layers,
         head_bytes=matrix_bytes(decoder.hidden, decoder.vocab, "int8") + 2 * decoder.hidden,
     )
@@ -104,3 +109,8 @@ def matrix_bytes(rows: int, columns: int, dtype: WeightDtype) -> int:
     block = block_rows(dtype)
     blocks = rows // block if block else 0
     return rows * columns * weight_bits(dtype) // 8 + (4 + blocks) * columns
+
+
+def packed_matrix_bytes(rows: int, columns: int, dtype: WeightDtype) -> int:
+    """Those of the bytes that hold two integers."""
+    return rows * columns // 2 if weight_bits(dtype) == 4 else 0
