@@ -1,15 +1,17 @@
 """RAM, time and disk that an export takes: the exporter's own allocations, and times fitted to measurements.
 
-Times were measured on two x86 cores that other work shared, RAM to quantize with w4a16-lpbq64; a dash was not measured:
+Measured on two x86 cores, quantization with w4a16-lpbq64; the check while other work shared them. A dash was not
+measured:
 
 | shape | quantize and write | RAM to quantize | HTP check of a graph | its peak RAM | graph |
 |---|---|---|---|---|---|
-| 4 layers, hidden 256, vocab 4,096 | 5.5 s | 0.22 GB | 1.4 s | 0.19 GB | 0.19 MB |
+| 4 layers, hidden 256, vocab 4,096 | 4.4 s | 0.22 GB | 1.4 s | 0.19 GB | 0.19 MB |
 | 15 layers of SmolLM2-135M | - | - | 9.7 s | 0.63 GB | 1.31 MB |
-| SmolLM2-135M | 155 s | - | 47 s | 0.90 GB | 2.63 MB |
+| SmolLM2-135M | 82 s | - | 47 s | 0.90 GB | 2.63 MB |
 | 2 layers of SmolLM2-135M | - | 0.35 GB | - | - | - |
 | 1 layer of Llama-3.2-1B | - | 1.19 GB | - | - | - |
 | 2 layers of Llama-3.2-1B | - | - | 18 s | 2.14 GB | 0.55 MB |
+| Llama-3.2-1B | 269 s | - | - | - | - |
 """
 
 from __future__ import annotations
