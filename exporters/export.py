@@ -160,10 +160,10 @@ def export_bundle(
         if options.compile:
             write_compiled(compiled, options.device, binaries, qnn.compiler(), folder / MANIFEST)
         progress("seal", 1, 1)
+    finished.remove()
+    checks.remove()
     if not run.keep_stages:
         store.remove(keys)
-        checks.remove()
-        finished.remove()
     return manifest
 
 
