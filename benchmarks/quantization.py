@@ -34,7 +34,7 @@ def rounded_to_nearest(recipe: Recipe) -> Recipe:
 
 
 def measure(checkpoint: Checkpoint, recipe: Recipe, tokens: int) -> Evaluation:
-    text = (CHECKPOINT / "heldout.txt").read_text("utf-8")
+    text = (checkpoint.folder / "heldout.txt").read_text("utf-8")
     with tempfile.TemporaryDirectory() as scratch:
         bundle = Path(scratch) / "bundle"
         export_bundle(checkpoint, bundle, ExportOptions(device=find("SM8650"), recipe=recipe, check_on_htp=False))

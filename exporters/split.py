@@ -9,7 +9,7 @@ from typing import Literal
 from edgekv.errors import UsageError
 from edgekv.kv import Geometry
 from edgekv.plan import Load, activation_bytes, divide, layer_graph_bytes, least_splits
-from edgekv.size import Decoder, matrix_bytes, packed_matrix_bytes
+from edgekv.size import matrix_bytes, packed_matrix_bytes
 from exporters.recipe import Recipe
 from exporters.spec import DecoderSpec
 from exporters.tensors import HEAD, matrices
@@ -80,7 +80,7 @@ def choose_split(
             way_out=f"Use --splits {min(spec.layers, max(1, splits))}, or leave it out.",
         )
     layers = _layer_bytes(spec, recipe, matrix_bytes)
-    decoder = Decoder(spec.layers, spec.hidden, spec.heads, spec.kv_heads, spec.head_dim, spec.intermediate, spec.vocab)
+    decoder = spec.sizes
     load = Load(
         layers=layers,
         packed=_layer_bytes(spec, recipe, packed_matrix_bytes),

@@ -46,6 +46,15 @@ def choose_grid(weight: Floats, dtype: WeightDtype, importance: Floats | None = 
     return Grid(dtype, scales, np.concatenate(levels, axis=1) if levels else None)
 
 
+def round_within(values: Floats, limits: Limits, *, out: Floats) -> Floats:
+    """The nearest integers that stay within limits, in `out`, which may be `values`."""
+    np.rint(values, out=out)
+    least, most = (np.full(values.shape[-1], limit, np.float32) for limit in limits)  # numpy is slower with one number
+    np.minimum(out, most, out=out)
+    np.maximum(out, least, out=out)
+    return out
+
+
 def _channels(weight: Floats, limits: Limits, importance: Floats | None) -> Floats:
     """`[out]`, a scale for each channel."""
     covering = np.maximum(_absmax(weight) / np.float32(limits[1]), _TINY)
@@ -148,10 +157,7 @@ def _absmax(weight: Floats) -> Floats:
 def _error(group: Floats, steps: Floats, limits: Limits, weights: Floats, scratch: Floats) -> Floats:
     """Weighted squared rounding error `[blocks, out]` of `[blocks, rows, out]`, with weights `[blocks, rows]`."""
     scaled = np.multiply(group, (1 / steps)[:, None], out=scratch[0, : len(group)])
-    rounded = np.rint(scaled, out=scratch[1, : len(group)])
-    least, most = (np.full(group.shape[2], limit, np.float32) for limit in limits)  # numpy is slower with one number
-    np.minimum(rounded, most, out=rounded)
-    np.maximum(rounded, least, out=rounded)
+    rounded = round_within(scaled, limits, out=scratch[1, : len(group)])
     rounded -= scaled
     rounded *= rounded
     rounded *= weights[..., None]

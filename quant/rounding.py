@@ -7,7 +7,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from quant.grids import choose_grid
+from quant.grids import choose_grid, round_within
 from quant.inputs import LayerInputs
 from quant.weights import Grid, QuantizedWeight, WeightDtype, block_rows
 
@@ -91,17 +91,13 @@ def _feed_back(
     rounded: NDArray[np.int8],
 ) -> None:
     """Round rows one after another; their errors reach the rows behind them through `feedback`, `[rows, rows]`."""
-    least, most = limits
     for start in range(0, len(wanted), _ROWS_IN_CACHE):
         stop = min(start + _ROWS_IN_CACHE, len(wanted))
         for row in range(start, stop):
             corrected = wanted[row]
             corrected += feedback[start:row, row] @ errors[start:row]
             corrected /= steps[row]
-            np.rint(corrected, out=corrected)
-            np.minimum(corrected, most, out=corrected)
-            np.maximum(corrected, least, out=corrected)
-            rounded[row] = corrected
+            rounded[row] = round_within(corrected, limits, out=corrected)
             corrected *= steps[row]
             np.subtract(target[row], corrected, out=errors[row])
         wanted[stop:] += feedback[start:stop, stop:].T @ errors[start:stop]
@@ -109,8 +105,4 @@ def _feed_back(
 
 def _rounded(weight: Floats, grid: Grid) -> Floats:
     scaled = weight / grid.steps(len(weight))
-    np.rint(scaled, out=scaled)
-    least, most = grid.limits
-    np.minimum(scaled, most, out=scaled)
-    np.maximum(scaled, least, out=scaled)
-    return scaled
+    return round_within(scaled, grid.limits, out=scaled)

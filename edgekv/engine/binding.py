@@ -79,9 +79,9 @@ class _Place:
     offset_bytes: int
 
     def is_at(self, other: _Place | None) -> bool:
-        if other is None or other is self:
-            return other is self
-        return other.offset_bytes == self.offset_bytes and other.addresses == self.addresses
+        if other is self:
+            return True
+        return other is not None and other.offset_bytes == self.offset_bytes and other.addresses == self.addresses
 
     def next(self, earlier: _Place | None) -> _Place:
         """Where the tensors will be if they go on as they came here from `earlier`."""

@@ -9,7 +9,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from devices import Device
-from edgekv.bundle import Manifest, RopeRecord, readable_json
+from edgekv.bundle import Manifest, RopeRecord
 from edgekv.errors import BundleError
 from edgekv.generate import Sampling
 from quant import Encoding
@@ -149,10 +149,6 @@ class GenieConfig(_Part, frozen=True, kw_only=True):
 
     dialog: Dialog
 
-    def text(self) -> bytes:
-        """The file, indented for readers."""
-        return readable_json(self)
-
 
 def positional_encoding(rope: RopeRecord, head_dim: int) -> PositionalEncoding:
     """The rotary embedding in Genie's words.
@@ -278,7 +274,3 @@ class HtpExtensions(_Snake, frozen=True, kw_only=True):
     def of(cls, device: Device) -> HtpExtensions:
         target = HtpDevice(soc_model=device.soc_model, dsp_arch=f"v{device.arch}", cores=[Core()])
         return cls(devices=[target], memory=Memory(), context=Sharing())
-
-    def text(self) -> bytes:
-        """The file, indented for readers."""
-        return readable_json(self)

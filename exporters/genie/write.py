@@ -87,13 +87,13 @@ def write_genie(
                 max_new_tokens=options.max_new_tokens or plan.context,
                 table=encoding,
             )
-            (folder / file).write_bytes(config.text())
+            (folder / file).write_bytes(readable_json(config))
             return config
 
         config = write_config(CONFIG, [*dict.fromkeys(binary.file for binary in holders.values())])
         if shared:
             write_config(SHARED_CONFIG, shared)
-        (folder / EXTENSIONS).write_bytes(HtpExtensions.of(plan.device).text())
+        (folder / EXTENSIONS).write_bytes(readable_json(HtpExtensions.of(plan.device)))
         shutil.copyfile(bundle.path / _TOKENIZER, folder / _TOKENIZER)
         if options.check:
             progress("check on Genie", 0, 1)
