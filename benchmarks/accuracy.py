@@ -19,11 +19,11 @@ from rich.table import Table
 
 import edgekv
 from devices import find
-from exporters.calibrate import token_windows
-from exporters.checkpoint import Checkpoint
-from exporters.evaluate import evaluate
+from exporters.checkpoint.checkpoint import Checkpoint
 from exporters.export import ExportOptions, export_bundle
-from exporters.recipe import find_recipe
+from exporters.inspect.evaluate import evaluate
+from exporters.quantize.calibrate import token_windows
+from exporters.quantize.recipe import find_recipe
 
 CHECKPOINT = Path("models/stdlib-4m")
 

@@ -21,9 +21,9 @@ from rich.table import Table
 
 import edgekv
 from devices import find
-from exporters.checkpoint import Checkpoint
+from exporters.checkpoint.checkpoint import Checkpoint
 from exporters.export import ExportOptions, export_bundle
-from exporters.recipe import find_recipe
+from exporters.quantize.recipe import find_recipe
 
 CHECKPOINT = Path("models/stdlib-4m")
 MODES = ("always", "disabled")

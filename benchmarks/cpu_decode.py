@@ -31,13 +31,13 @@ from benchmarks.float_graph import write_float_graph
 from benchmarks.quantization import rounded_to_nearest
 from devices import find
 from edgekv.bundle import Bundle, open_bundle
-from edgekv.engine import CpuEngine, StaticGraph
-from edgekv.engine.binding import Binding, MemoryBinding
-from edgekv.engine.rope import rope_tables
 from edgekv.kv import KVCache
-from exporters.checkpoint import Checkpoint
+from edgekv.runtime import CpuEngine, StaticGraph
+from edgekv.runtime.binding import Binding, MemoryBinding
+from edgekv.runtime.rope import rope_tables
+from exporters.checkpoint.checkpoint import Checkpoint
 from exporters.export import ExportOptions, export_bundle
-from exporters.recipe import find_recipe
+from exporters.quantize.recipe import find_recipe
 from tests.checkpoints import NEWER, write_checkpoint
 
 RECIPES = ("w8a16", "w4a16-lpbq64")

@@ -14,8 +14,8 @@ from onnx import TensorProto, helper, numpy_helper
 from edgekv.bundle import ROPE_SUFFIXES, mask_name, rope_inputs
 from edgekv.kv import KvTensor
 from exporters.decoder import decoder_layer, logits
-from exporters.qdq import IR_VERSION, OPSET
-from exporters.reference import Tensors
+from exporters.graphs.qdq import IR_VERSION, OPSET
+from exporters.quantize.reference import Tensors
 
 
 class FloatOps:

@@ -27,14 +27,14 @@ from rich.table import Table
 
 from devices import find
 from edgekv.bundle import Bundle, open_bundle
-from edgekv.engine import CpuEngine, StaticGraph
-from edgekv.engine.binding import MemoryBinding
-from edgekv.engine.rope import rope_tables
-from edgekv.engine.signature import Port, Signature
 from edgekv.kv import KVCache
-from exporters.checkpoint import Checkpoint
+from edgekv.runtime import CpuEngine, StaticGraph
+from edgekv.runtime.binding import MemoryBinding
+from edgekv.runtime.rope import rope_tables
+from edgekv.runtime.signature import Port, Signature
+from exporters.checkpoint.checkpoint import Checkpoint
 from exporters.export import ExportOptions, export_bundle
-from exporters.recipe import find_recipe
+from exporters.quantize.recipe import find_recipe
 from tests.checkpoints import NEWER, write_checkpoint
 
 CONTEXT, HEAD_DIM, KV_HEADS = 1024, 64, 8

@@ -9,8 +9,8 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from exporters.architectures import describe
-from exporters.tensors import views
+from edgekv.spec.families import describe
+from edgekv.spec.tensors import views
 from tests.checkpoints import write_tokenizer
 
 _LLAMA: dict[str, Any] = {

@@ -23,11 +23,11 @@ from rich.table import Table
 
 from benchmarks.large_checkpoint import SHAPES, write_large_checkpoint
 from edgekv.bundle import open_bundle
-from edgekv.process import peak_bytes
-from edgekv.size import matrix_bytes
-from exporters.checkpoint import Checkpoint
-from exporters.recipe import find_recipe
-from exporters.tensors import matrices
+from edgekv.plan.cache import matrix_bytes
+from edgekv.spec.tensors import matrices
+from edgekv.system import peak_bytes
+from exporters.checkpoint.checkpoint import Checkpoint
+from exporters.quantize.recipe import find_recipe
 from quant import weight_bits
 
 DEVICE = "SM8650"

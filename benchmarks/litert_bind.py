@@ -26,12 +26,12 @@ from rich.table import Table
 
 from devices import find
 from edgekv.bundle import Bundle, open_bundle
-from edgekv.engine import LitertEngine, TfliteEngine
-from edgekv.engine.binding import aligned_zeros
 from edgekv.kv import KVCache, Window
-from exporters.checkpoint import Checkpoint
+from edgekv.runtime import LitertEngine, TfliteEngine
+from edgekv.runtime.binding import aligned_zeros
+from exporters.checkpoint.checkpoint import Checkpoint
 from exporters.export import ExportOptions, export_bundle
-from exporters.recipe import find_recipe
+from exporters.quantize.recipe import find_recipe
 from tests.checkpoints import NEWER, write_checkpoint
 
 HEAD_DIM, KV_HEADS, TURN = 64, 8, 10

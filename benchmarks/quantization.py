@@ -18,10 +18,10 @@ from rich.table import Table
 
 import edgekv
 from devices import find
-from exporters.checkpoint import Checkpoint
-from exporters.evaluate import Evaluation, evaluate
+from exporters.checkpoint.checkpoint import Checkpoint
 from exporters.export import ExportOptions, export_bundle
-from exporters.recipe import Recipe, find_recipe
+from exporters.inspect.evaluate import Evaluation, evaluate
+from exporters.quantize.recipe import Recipe, find_recipe
 
 CHECKPOINT = Path("models/stdlib-4m")
 RECIPES = ("w8a16", "w4a16", "w4a16-lpbq32", "w4a16-lpbq64")  # 704 inputs are no multiple of 128

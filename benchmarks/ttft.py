@@ -20,9 +20,9 @@ from rich.table import Table
 import edgekv
 from devices import find
 from edgekv.prefix import StoreConfig
-from exporters.checkpoint import Checkpoint
+from exporters.checkpoint.checkpoint import Checkpoint
 from exporters.export import ExportOptions, export_bundle
-from exporters.recipe import find_recipe
+from exporters.quantize.recipe import find_recipe
 
 CHECKPOINT = Path(__file__).parent.parent / "models" / "stdlib-4m"
 

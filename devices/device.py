@@ -32,7 +32,7 @@ class Device:
     def __post_init__(self) -> None:
         for name in ("soc_model", "arch", "vtcm_mb"):
             if getattr(self, name) < 1:
-                raise ValueError(f"{name}: found {getattr(self, name)}; wanted at least 1")
+                raise ValueError(f"{name}: got {getattr(self, name)}; expected at least 1")
 
     @property
     def dram_gb_per_s(self) -> float:

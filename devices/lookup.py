@@ -16,18 +16,18 @@ class UnknownDeviceError(LookupError):
     """No device has this name.
 
     Attributes:
-        found: the name that was asked for.
+        got: the name that was asked for.
         near: names that look like it, each with its part number if it is an alias.
-        wanted: all part numbers.
+        expected: all part numbers.
     """
 
-    def __init__(self, found: str) -> None:
-        self.found = found
-        self.near = _near(found)
-        self.wanted = tuple(device.soc for device in CATALOGUE)
+    def __init__(self, got: str) -> None:
+        self.got = got
+        self.near = _near(got)
+        self.expected = tuple(device.soc for device in CATALOGUE)
         near = f" Did you mean {' or '.join(self.near)}?" if self.near else ""
         super().__init__(
-            f"device: found {found!r}; wanted one of {', '.join(self.wanted)}, or a name that one is sold under.{near}"
+            f"device: got {got!r}; expected one of {', '.join(self.expected)}, or a name that one is sold under.{near}"
         )
 
 

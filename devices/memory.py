@@ -23,9 +23,9 @@ class Memory:
 
     def __post_init__(self) -> None:
         if self.mega_transfers_per_s <= 0:
-            raise ValueError(f"mega_transfers_per_s: found {self.mega_transfers_per_s}; wanted a number above 0")
+            raise ValueError(f"mega_transfers_per_s: got {self.mega_transfers_per_s}; expected a number above 0")
         if self.bus_bits < 16 or self.bus_bits % 16:
-            raise ValueError(f"bus_bits: found {self.bus_bits}; wanted a multiple of 16, the width of an LPDDR channel")
+            raise ValueError(f"bus_bits: got {self.bus_bits}; expected a multiple of 16, the width of an LPDDR channel")
 
     @property
     def gb_per_s(self) -> float:

@@ -1,26 +1,26 @@
-"""The errors a user can meet: each says what, what was found, what is wanted and the way out."""
+"""Errors shown to users. Each names the field, the value found, the value expected and the fix."""
 
 from __future__ import annotations
 
 
 class EdgeKVError(Exception):
-    """Something that the user can mend. The command line prints it without a traceback and exits with 1.
+    """An error that the user can fix. The command line prints it without a traceback and exits with 1.
 
     Args:
         field: what is wrong: a file, an option, a tensor, a field of a configuration.
-        found: the value that was met.
-        wanted: what would have been accepted.
-        way_out: what to do next.
+        got: the value found.
+        expected: what is accepted.
+        fix: what to do next.
     """
 
     exit_code = 1
 
-    def __init__(self, field: str, *, found: object, wanted: object, way_out: str) -> None:
-        super().__init__(f"{field}: found {found}; wanted {wanted}. {way_out}")
+    def __init__(self, field: str, *, got: object, expected: object, fix: str) -> None:
+        super().__init__(f"{field}: got {got}; expected {expected}. {fix}")
         self.field = field
-        self.found = found
-        self.wanted = wanted
-        self.way_out = way_out
+        self.got = got
+        self.expected = expected
+        self.fix = fix
 
 
 class UsageError(EdgeKVError):

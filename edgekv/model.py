@@ -12,18 +12,29 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgekv.bundle import Bundle, Role, open_bundle
-from edgekv.engine import Engine, EngineName, Runner, make_engine
 from edgekv.errors import UsageError
-from edgekv.generate import Detokenizer, Generation, Sampler, Sampling, StopSequences
-from edgekv.generate.beam import BeamOptions, BeamSearch, EarlyStopping, refuse_beam_options, refuse_sampling
-from edgekv.generate.beam_run import BeamResult, run_beams
-from edgekv.generate.loop import Setup
 from edgekv.kv import DEFAULT_RESERVE, Geometry, GrowthName, KVCache, Policy, parse_growth, parse_reserve
 from edgekv.kv.policy_text import parse_policy
-from edgekv.prefix import PrefixStore, RetentionPolicy
-from edgekv.prompt import PromptReader
-from edgekv.reuse import PrefixCache, Prefixes, open_store
-from edgekv.sequences import Always, HeldSequence, Mode, SequenceFeeder, SequenceManager, check_mode, parse_mode
+from edgekv.prefix import PrefixCache, Prefixes, PrefixStore, RetentionPolicy, open_store
+from edgekv.runtime import Engine, EngineName, Runner, make_engine
+from edgekv.session import (
+    Always,
+    Detokenizer,
+    Generation,
+    HeldSequence,
+    Mode,
+    Sampler,
+    Sampling,
+    SequenceFeeder,
+    SequenceManager,
+    StopSequences,
+    check_mode,
+    parse_mode,
+)
+from edgekv.session.beam import BeamOptions, BeamSearch, EarlyStopping, refuse_beam_options, refuse_sampling
+from edgekv.session.beam_run import BeamResult, run_beams
+from edgekv.session.loop import Setup
+from edgekv.session.prompt import PromptReader
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -58,7 +69,7 @@ def load(
             keys are least like the mean key, the RECENT newest (an eighth) among them. What is kept must leave room
             for the graph with the most tokens per inference.
         threads: of one operation, on a CPU; None leaves it to the runtime.
-        cache_mode: what is kept from one step to the next, as text or as a mode of `edgekv.sequences`: `always`,
+        cache_mode: what is kept from one step to the next, as text or as a mode of `edgekv.session`: `always`,
             `long-sequence-only(TOKENS)`, `adaptive`, `adaptive(64MiB)`, `adaptive(25%)` or `disabled`.
         prefix_cache: where beginnings of prompts are kept that need not be run again: a folder, for later processes
             too; a `StoreConfig`; or a `PrefixStore` that several models of this bundle and engine share. None uses
@@ -114,8 +125,8 @@ class Model:
         manifest = bundle.manifest
         strategy = kv_update or (DEFAULT_KV_UPDATE if reserve is None else "pointer-shift")
         if reserve is not None and strategy != "pointer-shift":
-            found, way_out = f"{reserve} with {strategy}", "Leave it out, or choose pointer-shift."
-            raise UsageError("reserve", found=found, wanted="the update strategy pointer-shift", way_out=way_out)
+            found, fix = f"{reserve} with {strategy}", "Leave it out, or choose pointer-shift."
+            raise UsageError("reserve", got=found, expected="the update strategy pointer-shift", fix=fix)
         ratio = DEFAULT_RESERVE if reserve is None else parse_reserve(reserve)
         made = make_engine(engine, bundle=bundle, threads=threads)
         _check_alignment(made, manifest.geometry, strategy)
@@ -126,15 +137,15 @@ class Model:
         if manifest.local_rope is not None and chosen.inverse_frequencies:
             raise UsageError(
                 f"context policy {chosen.name}",
-                found="layers with two rotary embeddings",
-                wanted="one, by which the keys of all layers can be moved",
-                way_out="Use fail or sliding-window.",
+                got="layers with two rotary embeddings",
+                expected="one, by which the keys of all layers can be moved",
+                fix="Use fail or sliding-window.",
             )
 
         if kv_growth is not None and self.mode.budget is not None:
-            found, way_out = f"{kv_growth} with {self.mode}", "Leave it out, or choose another cache mode."
+            found, fix = f"{kv_growth} with {self.mode}", "Leave it out, or choose another cache mode."
             wanted = "a cache mode without a memory budget, which counts on sequences of one size"
-            raise UsageError("growth", found=found, wanted=wanted, way_out=way_out)
+            raise UsageError("growth", got=found, expected=wanted, fix=fix)
         growth = None if kv_growth is None else parse_growth(kv_growth, manifest.contexts)
 
         def make_cache() -> KVCache:
@@ -276,8 +287,8 @@ class Model:
         if num_beams is not None:
             refuse_sampling(temperature, top_k, top_p, seed, stop)
             if sequence is not None:
-                found, way_out = f"{sequence} with num_beams", "Leave one of them out."
-                raise UsageError("sequence", found=found, wanted="none with num_beams", way_out=way_out)
+                found, fix = f"{sequence} with num_beams", "Leave one of them out."
+                raise UsageError("sequence", got=found, expected="none with num_beams", fix=fix)
             options = BeamOptions(
                 num_beams,
                 1 if num_return_sequences is None else num_return_sequences,
@@ -312,22 +323,20 @@ class Model:
     ) -> BeamResult:
         manifest = self.bundle.manifest
         if self.cache.policy != "fail":
-            way_out = "Choose the policy fail, or leave num_beams out."
-            raise UsageError(
-                "context policy", found=f"{self.cache.policy} with num_beams", wanted="fail", way_out=way_out
-            )
+            fix = "Choose the policy fail, or leave num_beams out."
+            raise UsageError("context policy", got=f"{self.cache.policy} with num_beams", expected="fail", fix=fix)
         if not isinstance(self.mode, Always):
-            way_out = "Choose the mode always, or leave num_beams out."
-            raise UsageError("cache mode", found=f"{self.mode} with num_beams", wanted="always", way_out=way_out)
+            fix = "Choose the mode always, or leave num_beams out."
+            raise UsageError("cache mode", got=f"{self.mode} with num_beams", expected="always", fix=fix)
         if self._growth is not None:
-            found, way_out = f"{self._growth} with num_beams", "Leave one of them out."
-            raise UsageError("growth", found=found, wanted="none with num_beams", way_out=way_out)
+            found, fix = f"{self._growth} with num_beams", "Leave one of them out."
+            raise UsageError("growth", got=found, expected="none with num_beams", fix=fix)
         if manifest.key_layout != "rows" or manifest.windows:
             raise UsageError(
                 "num_beams",
-                found="keys as columns" if manifest.key_layout != "rows" else "layers with an attention window",
-                wanted="keys as rows, and layers that all attend to the whole context",
-                way_out="Leave num_beams out, or export another bundle for it.",
+                got="keys as columns" if manifest.key_layout != "rows" else "layers with an attention window",
+                expected="keys as rows, and layers that all attend to the whole context",
+                fix="Leave num_beams out, or export another bundle for it.",
             )
         tokens = self._read(prompt)
         # The S-th token is the last one to be run; one more can be chosen.
@@ -377,9 +386,9 @@ class Model:
 
     def _feeder(self, sequence: int | None, salt: str | None, retention: RetentionPolicy | None) -> SequenceFeeder:
         if self._shared is None and (salt is not None or retention is not None):
-            found, way_out = "one without a prefix cache", "Give load(..., prefix_cache=...), or leave it out."
+            found, fix = "one without a prefix cache", "Give load(..., prefix_cache=...), or leave it out."
             field = "retention" if salt is None else "cache_salt"
-            raise UsageError(field, found=found, wanted="a prefix cache", way_out=way_out)
+            raise UsageError(field, got=found, expected="a prefix cache", fix=fix)
         prefixes = None if self._shared is None else Prefixes(self._shared, salt, retention)
         return SequenceFeeder(self._runner, self.mode, self._own, self.sequences, sequence, prefixes)
 
@@ -389,7 +398,7 @@ def _check_alignment(engine: Engine, geometry: Geometry, strategy: str) -> None:
     if geometry.row_bytes % engine.alignment_bytes and strategy != "slot":
         raise UsageError(
             "update strategy",
-            found=f"{strategy} with rows of {geometry.row_bytes} bytes on the engine {engine.name}",
-            wanted=f"rows of a multiple of {engine.alignment_bytes} bytes, which it can be bound to anywhere",
-            way_out="Use slot, which stays at one address.",
+            got=f"{strategy} with rows of {geometry.row_bytes} bytes on the engine {engine.name}",
+            expected=f"rows of a multiple of {engine.alignment_bytes} bytes, which it can be bound to anywhere",
+            fix="Use slot, which stays at one address.",
         )

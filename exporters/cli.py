@@ -13,21 +13,21 @@ import edgekv
 from devices import find
 from edgekv.bundle import CompiledManifest, GraphFormat, open_bundle, open_compiled
 from edgekv.cli.numbers import parse_numbers
-from edgekv.engine import make_engine, qnn
 from edgekv.errors import UsageError
 from edgekv.kv import KeyLayout, KvDtype
-from exporters.checkpoint import Checkpoint
-from exporters.compile import compile_bundle
-from exporters.diagnose import layer_lines, measure_layers, parse_budget, proposal_lines, propose
-from exporters.evaluate import evaluate, evaluation_windows, open_source, read_text
+from edgekv.runtime import make_engine, qnn
+from exporters.checkpoint.checkpoint import Checkpoint
+from exporters.checkpoint.heads import transformed
 from exporters.export import ExportOptions, RunOptions, export_bundle
-from exporters.heads import transformed
+from exporters.htp.compile import compile_bundle
+from exporters.inspect import layer_lines, measure_layers, parse_budget, proposal_lines, propose
+from exporters.inspect.evaluate import evaluate, evaluation_windows, open_source, read_text
 from exporters.options import KV_DTYPES
 from exporters.progress import shown
-from exporters.recipe import Recipe, check_recipe_path, describe_recipe, find_recipe
-from exporters.room import parse_bytes
-from exporters.stages import FinishedBinaries, stage_store
-from exporters.stages.cli import resumable
+from exporters.quantize.recipe import Recipe, check_recipe_path, describe_recipe, find_recipe
+from exporters.quantize.stages import FinishedBinaries, stage_store
+from exporters.quantize.stages.cli import resumable
+from exporters.resources import parse_bytes
 
 # ruff: noqa: UP045  (typer reads the annotations of Python 3.10 at run time)
 
@@ -307,26 +307,26 @@ def _kv_dtype(value: str | None, graph_format: GraphFormat) -> KvDtype:
         return cast(KvDtype, value)
     raise UsageError(
         "--kv",
-        found=repr(value),
-        wanted=" or ".join(dtypes),
-        way_out=f"Use {dtypes[0]}; u16 would be cut to 8 bits by the HTP compiler without a word.",
+        got=repr(value),
+        expected=" or ".join(dtypes),
+        fix=f"Use {dtypes[0]}; u16 would be cut to 8 bits by the HTP compiler without a word.",
     )
 
 
 def _graph_format(value: str) -> GraphFormat:
     if value in KV_DTYPES:
         return value
-    raise UsageError("--format", found=repr(value), wanted=" or ".join(KV_DTYPES), way_out="Use onnx or tflite.")
+    raise UsageError("--format", got=repr(value), expected=" or ".join(KV_DTYPES), fix="Use onnx or tflite.")
 
 
 def _choice(option: str, value: str | None, names: Sequence[Name]) -> Name | None:
     found = [name for name in names if name == value]
     if value is None or found:
         return found[0] if found else None
-    raise UsageError(option, found=repr(value), wanted=" or ".join(names), way_out=f"Use {option} {names[0]}.")
+    raise UsageError(option, got=repr(value), expected=" or ".join(names), fix=f"Use {option} {names[0]}.")
 
 
 def _key_layout(value: str) -> KeyLayout:
     if value in ("rows", "columns"):
         return cast(KeyLayout, value)
-    raise UsageError("--key-layout", found=repr(value), wanted="rows or columns", way_out="Use rows.")
+    raise UsageError("--key-layout", got=repr(value), expected="rows or columns", fix="Use rows.")

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Protocol, TypeVar
 
 from edgekv.kv import KvTensor
-from exporters.spec import DecoderSpec
+from edgekv.spec.decoder import DecoderSpec
 
 V = TypeVar("V")
 

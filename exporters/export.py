@@ -25,26 +25,26 @@ from edgekv.bundle import (
     record_files,
     write_manifest,
 )
-from edgekv.engine import qnn
 from edgekv.errors import EngineError, UsageError
 from edgekv.kv import Geometry
 from edgekv.plan import CALIBRATION_WINDOW, default_calibration_tokens
-from exporters.calibrate import calibration_windows, choose_encodings, read_calibration, rotation_encodings
-from exporters.checkpoint import Checkpoint
-from exporters.compile import Watch, compile_binaries, device_parts, unwatched, write_compiled
-from exporters.graphs import embedding_record, plan_graphs, write_graphs
-from exporters.heads import transformed
+from edgekv.runtime import qnn
+from exporters.checkpoint.checkpoint import Checkpoint
+from exporters.checkpoint.heads import transformed
+from exporters.graphs.onnx import embedding_record, plan_graphs, write_graphs
+from exporters.graphs.split import Split, choose_split
+from exporters.graphs.tflite.encodings import symmetric_encodings
+from exporters.graphs.tflite.limits import check_tflite
+from exporters.htp.compile import Watch, compile_binaries, device_parts, unwatched, write_compiled
 from exporters.options import ExportOptions, RunOptions
 from exporters.parallel import compiler_processes, side_by_side
 from exporters.progress import Progress, silent
-from exporters.quantize import QuantizedMatrices
+from exporters.quantize.calibrate import calibration_windows, choose_encodings, read_calibration, rotation_encodings
+from exporters.quantize.matrices import QuantizedMatrices
+from exporters.quantize.reference import Tensors
+from exporters.quantize.stages import Checks, FinishedBinaries, quantize_in_stages, stage_keys, stage_store
 from exporters.records import model_record, recipe_record, rope_record, token_record
-from exporters.reference import Tensors
-from exporters.room import bundle_bytes, check_disk, check_ram, full_disk_named, stage_bytes
-from exporters.split import Split, choose_split
-from exporters.stages import Checks, FinishedBinaries, quantize_in_stages, stage_keys, stage_store
-from exporters.tflite.encodings import symmetric_encodings
-from exporters.tflite.limits import check_tflite
+from exporters.resources import bundle_bytes, check_disk, check_ram, full_disk_named, stage_bytes
 from quant import Encoding, Range
 
 __all__ = ["ExportOptions", "RunOptions", "export_bundle"]
@@ -178,16 +178,16 @@ def _check_fit(checkpoint: Checkpoint, options: ExportOptions) -> None:
     if too_narrow := [window for window in windows if window is not None and window <= max(options.ar)]:
         raise UsageError(
             "attention window" if not options.max_attention_window else "--max-attention-window",
-            found=too_narrow[0],
-            wanted=f"more than the largest AR, {max(options.ar)}",
-            way_out="Use a wider window, or a smaller --ar.",
+            got=too_narrow[0],
+            expected=f"more than the largest AR, {max(options.ar)}",
+            fix="Use a wider window, or a smaller --ar.",
         )
     if context > spec.max_positions:
         raise UsageError(
             "--context",
-            found=context,
-            wanted=f"at most max_position_embeddings = {spec.max_positions} of the checkpoint",
-            way_out=f"Use --context {spec.max_positions // max(options.ar) * max(options.ar)}.",
+            got=context,
+            expected=f"at most max_position_embeddings = {spec.max_positions} of the checkpoint",
+            fix=f"Use --context {spec.max_positions // max(options.ar) * max(options.ar)}.",
         )
     options.recipe.check(spec)
     if options.graph_format == "tflite":
@@ -218,7 +218,7 @@ def _write(
 
     factors = [rope.attention_factor for rope in ropes]
     if options.graph_format == "tflite":
-        from exporters.tflite.graphs import write_tflite  # its package is optional
+        from exporters.graphs.tflite.graphs import write_tflite  # its package is optional
 
         encodings = symmetric_encodings(ranges, options.kv_dtype) | rotation_encodings(factors, "s16")
         write_tflite(tensors, matrices, encodings, graphs, folder, done)
@@ -257,8 +257,8 @@ def _check(
     if not allow_float:
         raise EngineError(
             "float check",
-            found=f"{len(found)} nodes that compute in float, the first: {', '.join(found[:3])}",
-            wanted="integers only",
-            way_out="Report this model, or accept the slow nodes with --allow-float.",
+            got=f"{len(found)} nodes that compute in float, the first: {', '.join(found[:3])}",
+            expected="integers only",
+            fix="Report this model, or accept the slow nodes with --allow-float.",
         )
     return "float-allowed", found

@@ -11,8 +11,8 @@ from devices import Device
 from edgekv.bundle import GraphFormat
 from edgekv.errors import UsageError
 from edgekv.kv import KeyLayout, KvDtype
-from exporters.recipe import Recipe
-from exporters.split import EmbeddingPlace, HeadPlace
+from exporters.graphs.split import EmbeddingPlace, HeadPlace
+from exporters.quantize.recipe import Recipe
 from quant import block_rows
 
 KV_DTYPES: dict[GraphFormat, tuple[KvDtype, ...]] = {"onnx": ("u8", "s16"), "tflite": ("s8", "s16")}
@@ -69,70 +69,70 @@ class ExportOptions:
         if 1 not in self.ar or min(self.ar) < 1:
             raise UsageError(
                 "--ar",
-                found=_listed(self.ar),
-                wanted="1 and larger numbers, such as 1,32",
-                way_out="Add 1: it decodes.",
+                got=_listed(self.ar),
+                expected="1 and larger numbers, such as 1,32",
+                fix="Add 1: it decodes.",
             )
         if not self.contexts:
-            raise UsageError("--context", found="no number", wanted="one at least", way_out="Use --context 512.")
+            raise UsageError("--context", got="no number", expected="one at least", fix="Use --context 512.")
         largest = max(self.ar)
         for context in self.contexts:
             if context % largest or context <= largest:
                 raise UsageError(
                     "--context",
-                    found=context,
-                    wanted=f"a multiple of the largest AR, {largest}, above it",
-                    way_out=f"Use {max(2, round(context / largest)) * largest}, or another --ar.",
+                    got=context,
+                    expected=f"a multiple of the largest AR, {largest}, above it",
+                    fix=f"Use {max(2, round(context / largest)) * largest}, or another --ar.",
                 )
         if self.calibration_tokens is not None and self.calibration_tokens < 2:
             raise UsageError(
                 "--calibration-tokens",
-                found=self.calibration_tokens,
-                wanted="at least 2",
-                way_out="Use --calibration-tokens 4096.",
+                got=self.calibration_tokens,
+                expected="at least 2",
+                fix="Use --calibration-tokens 4096.",
             )
         if self.kv_dtype not in KV_DTYPES[self.graph_format]:
             kinds = " or ".join(KV_DTYPES[self.graph_format])
             raise UsageError(
                 "--kv",
-                found=f"{self.kv_dtype} with --format {self.graph_format}",
-                wanted=f"{kinds}, which its kernels multiply by",
-                way_out=f"Use --kv {KV_DTYPES[self.graph_format][0]}.",
+                got=f"{self.kv_dtype} with --format {self.graph_format}",
+                expected=f"{kinds}, which its kernels multiply by",
+                fix=f"Use --kv {KV_DTYPES[self.graph_format][0]}.",
             )
         if self.graph_format == "tflite" and any(block_rows(rule.dtype) for rule in self.recipe.weights):
             raise UsageError(
                 "--recipe",
-                found=f"{self.recipe.name}, with a scale for each block, with --format tflite",
-                wanted="a scale for each output channel, which its kernels multiply int16 by",
-                way_out="Use --recipe w8a16 or w4a16, or --format onnx.",
+                got=f"{self.recipe.name}, with a scale for each block, with --format tflite",
+                expected="a scale for each output channel, which its kernels multiply int16 by",
+                fix="Use --recipe w8a16 or w4a16, or --format onnx.",
             )
         if self.graph_format == "tflite" and self.key_layout != "rows":
             raise UsageError(
                 "--key-layout",
-                found=f"{self.key_layout} with --format tflite",
-                wanted="rows",
-                way_out="Leave it out, or use --format onnx.",
+                got=f"{self.key_layout} with --format tflite",
+                expected="rows",
+                fix="Leave it out, or use --format onnx.",
             )
         if self.compile and (self.graph_format == "tflite" or not self.check_on_htp):
             raise UsageError(
                 "--compile",
-                found="--format tflite" if self.graph_format == "tflite" else "--skip-htp-check",
-                wanted="ONNX graphs, which are checked and compiled at once",
-                way_out="Leave it out, and run edgekv compile on the bundle.",
+                got="--format tflite" if self.graph_format == "tflite" else "--skip-htp-check",
+                expected="ONNX graphs, which are checked and compiled at once",
+                fix="Leave it out, and run edgekv compile on the bundle.",
             )
         if self.graph_format == "tflite" and (self.splits, self.embedding, self.head) not in _TFLITE_SPLITS:
             raise UsageError(
                 "--splits, --embedding, --head",
-                found=", ".join(str(each) for each in (self.splits, self.embedding, self.head) if each is not None),
-                wanted="graphs that are whole with --format tflite",
-                way_out="Leave them out, or use --format onnx.",
+                got=", ".join(str(each) for each in (self.splits, self.embedding, self.head) if each is not None),
+                expected="graphs that are whole with --format tflite",
+                fix="Leave them out, or use --format onnx.",
             )
         if not self.device.supports_kv(self.kv_dtype):
             raise UsageError(
                 "--kv",
-                found=f"{self.kv_dtype} for {self.device.soc} (V{self.device.arch})",
-                wanted="V73 or later for a 16-bit cache",
-                way_out=f"Use --kv {KV_DTYPES[self.graph_format][0]}, or a later device.",
+                got=f"{self.kv_dtype} for {self.device.soc} (V{self.device.arch})",
+                expected="V73 or later for a 16-bit cache",
+                fix=f"Use --kv {KV_DTYPES[self.graph_format][0]}, or a later device.",
             )
 
     @property

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 from edgekv.plan import COMPILE_BYTES
-from edgekv.process import available_bytes
+from edgekv.system import available_bytes
 from exporters.progress import Progress
 
 T = TypeVar("T")

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from edgekv.bundle import ModelRecord, RecipeRecord, RopeRecord, TokenRecord, WeightRecord
-from exporters.checkpoint import Checkpoint
-from exporters.recipe import Recipe
-from exporters.rope import Rope
-from exporters.rotate import applied_rotation
-from exporters.spec import DecoderSpec
-from exporters.tensors import matrices
+from edgekv.spec.decoder import DecoderSpec
+from edgekv.spec.rope import Rope
+from edgekv.spec.tensors import matrices
+from exporters.checkpoint.checkpoint import Checkpoint
+from exporters.checkpoint.rotate import applied_rotation
+from exporters.quantize.recipe import Recipe
 
 
 def recipe_record(spec: DecoderSpec, recipe: Recipe) -> RecipeRecord:

@@ -1,6 +1,6 @@
 """Make the calibration text that ships with the exporters: help topics and module openings, none held out.
 
-python models/calibration_text.py > exporters/calibration.txt
+python models/calibration_text.py > exporters/quantize/calibration.txt
 """
 
 from __future__ import annotations

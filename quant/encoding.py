@@ -34,12 +34,12 @@ class Encoding:
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
-            raise ValueError(f"dtype: found {self.dtype!r}; wanted one of {', '.join(DTYPES)}")
+            raise ValueError(f"dtype: got {self.dtype!r}; expected one of {', '.join(DTYPES)}")
         if not (np.isfinite(self.scale) and self.scale > 0):
-            raise ValueError(f"scale: found {self.scale}; wanted a finite number above 0")
+            raise ValueError(f"scale: got {self.scale}; expected a finite number above 0")
         low, high = self.limits
         if not low <= self.zero_point <= high:
-            raise ValueError(f"zero_point: found {self.zero_point}; wanted {low} to {high}")
+            raise ValueError(f"zero_point: got {self.zero_point}; expected {low} to {high}")
 
     @classmethod
     def asymmetric(cls, low: float, high: float, dtype: Dtype) -> Encoding:

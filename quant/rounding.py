@@ -31,7 +31,7 @@ def quantize(weight: NDArray[Any], dtype: WeightDtype, method: Method, inputs: L
     """
     block = block_rows(dtype)
     if weight.ndim != 2 or (block and len(weight) % block):
-        raise ValueError(f"weight: found shape {weight.shape}; wanted [in, out], in a multiple of {block or 1}")
+        raise ValueError(f"weight: got shape {weight.shape}; expected [in, out], in a multiple of {block or 1}")
     if method != "nearest" and inputs is None:
         raise ValueError(f"inputs: {method} needs them")
     integers = np.empty(weight.shape, np.int8)

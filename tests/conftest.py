@@ -12,9 +12,9 @@ import pytest
 from hypothesis import settings
 
 from devices import find
-from exporters.checkpoint import Checkpoint
+from exporters.checkpoint.checkpoint import Checkpoint
 from exporters.export import ExportOptions, export_bundle
-from exporters.recipe import find_recipe
+from exporters.quantize.recipe import find_recipe
 from tests.checkpoints import write_checkpoint
 
 if TYPE_CHECKING:

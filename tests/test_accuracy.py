@@ -8,9 +8,9 @@ import pytest
 import edgekv
 from benchmarks.quantization import measure, rounded_to_nearest
 from edgekv.cli import run
-from exporters.calibrate import token_windows
-from exporters.checkpoint import Checkpoint
-from exporters.recipe import find_recipe
+from exporters.checkpoint.checkpoint import Checkpoint
+from exporters.quantize.calibrate import token_windows
+from exporters.quantize.recipe import find_recipe
 
 
 @pytest.fixture

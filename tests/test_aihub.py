@@ -11,7 +11,7 @@ import pytest
 
 from edgekv.bundle import open_bundle
 from edgekv.cli import run
-from exporters.compile import read_target
+from exporters.htp.compile import read_target
 from tests.aihub_server import TOKEN, AiHub
 
 S24, S25 = "samsung_galaxy_s24_family", "samsung_galaxy_s25_family"
@@ -122,4 +122,4 @@ def test_fetching_again_downloads_no_binary_again(
     assert sum(line.endswith("/download/") for line in service.log) == downloads
     (small / "hub" / S24 / f"compile_{DECODE}.dlc").write_bytes(b"")
     assert run(["hub", "fetch", str(small)]) == 1
-    assert "found another content" in capsys.readouterr().err
+    assert "got another content" in capsys.readouterr().err

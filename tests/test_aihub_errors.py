@@ -49,17 +49,20 @@ def test_what_passes_is_tried_again(
     [
         (
             Fault("POST", "/jobs/", status=409, text="Too many graphs."),
-            "submitting edgekv compile .*: found Too many gra",
+            "submitting edgekv compile .*: got Too many gra",
         ),
-        (Fault("POST", "/jobs/", status=400, text=f"You sent {TOKEN}."), r"found You sent \*\*\*; wanted what the ser"),
-        (Fault("POST", "/models/", status=413, text="Too large."), "uploading ar1_cl64: found Too large"),
-        (Fault("GET", "/devices/", status=401), "found a token that the service refuses; .*qai-hub configure"),
-        (Fault("GET", "/devices/", status=403, text="No access."), "listing devices: found No access"),
-        (Fault("GET", "/devices/", status=426, text="Client too old."), "found Client too old"),
+        (
+            Fault("POST", "/jobs/", status=400, text=f"You sent {TOKEN}."),
+            r"got You sent \*\*\*; expected what the ser",
+        ),
+        (Fault("POST", "/models/", status=413, text="Too large."), "uploading ar1_cl64: got Too large"),
+        (Fault("GET", "/devices/", status=401), "got a token that the service refuses; .*qai-hub configure"),
+        (Fault("GET", "/devices/", status=403, text="No access."), "listing devices: got No access"),
+        (Fault("GET", "/devices/", status=426, text="Client too old."), "got Client too old"),
         (Fault("GET", "/devices/", status=503, times=99), "is unavailable right now|reported errors"),
         (Fault("POST", "/jobs/", status=429, text="Slow down.", times=99), "Wait some minutes"),
         (Fault("GET", "/devices/", kind="drop", times=99), "Could not connect to"),
-        (Fault("GET", "/devices/", status=200, text="<html>"), "found "),
+        (Fault("GET", "/devices/", status=200, text="<html>"), "got "),
     ],
     ids=lambda value: str(value)[:60],
 )
@@ -108,7 +111,7 @@ def test_a_configuration_that_cannot_be_used_says_where_the_token_comes_from(
 def test_another_profile_of_the_client_can_be_named(
     service: AiHub, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert "work.ini: found no such file" in refused(capsys, "devices", "--profile", "work", code=2)
+    assert "work.ini: got no such file" in refused(capsys, "devices", "--profile", "work", code=2)
     (tmp_path / ".qai_hub").mkdir()
     configure(tmp_path / ".qai_hub" / "work.ini", service.url)
     assert len(answer(capsys, "devices", "--profile", "work")) == 5
@@ -117,18 +120,22 @@ def test_another_profile_of_the_client_can_be_named(
 def test_a_refused_token_is_said_so(service: AiHub, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     configure(tmp_path / "client.ini", service.url, token="an-0ld-token")
     line = refused(capsys, "devices")
-    assert "found a token that the service refuses" in line and "an-0ld-token" not in line
+    assert "got a token that the service refuses" in line and "an-0ld-token" not in line
 
 
 @pytest.mark.parametrize(
     ("command", "devices", "said"),
     [
         ("compile", "Galaxy S99", r"Galaxy S99"),
-        ("compile", "Samsung Galaxy S25 (Famly)", "wanted Samsung Galaxy S25 (Family)"),
-        ("compile", "SM8850", "found no hosted device with SM8850; wanted a hosted device with one of QCS6490, SM8650"),
-        ("compile", "Pixel 9", "found a chip that edgekv does not know"),
-        ("link", "QCS6490", "found a device without htp-supports-weight-sharing"),
-        ("compile", " , ", "--devices: found none"),
+        ("compile", "Samsung Galaxy S25 (Famly)", "expected Samsung Galaxy S25 (Family)"),
+        (
+            "compile",
+            "SM8850",
+            "got no hosted device with SM8850; expected a hosted device with one of QCS6490, SM8650",
+        ),
+        ("compile", "Pixel 9", "got a chip that edgekv does not know"),
+        ("link", "QCS6490", "got a device without htp-supports-weight-sharing"),
+        ("compile", " , ", "--devices: got none"),
     ],
 )
 def test_a_device_that_cannot_serve_is_refused_before_work_starts(
@@ -144,15 +151,15 @@ def test_a_16_bit_cache_is_refused_on_an_older_chip(
     manifest = small / "manifest.json"
     manifest.write_text(manifest.read_text().replace('"kv_dtype": "u8"', '"kv_dtype": "s16"'))
     line = refused(capsys, "compile", str(small), "--devices", "QCS6490", code=2)
-    assert "found QCS6490 (V68); wanted V73 or later, for the bundle's s16 cache" in line
+    assert "got QCS6490 (V68); expected V73 or later, for the bundle's s16 cache" in line
 
 
 def test_a_bundle_without_jobs_and_a_wrong_runtime_are_said_so(
     service: AiHub, small: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert "found none; wanted some" in refused(capsys, "status", str(small), code=2)
+    assert "got none; expected some" in refused(capsys, "status", str(small), code=2)
     line = refused(capsys, "compile", str(small), "--devices", "SM8650", "--runtime", "tflite", code=2)
-    assert "found 'tflite'; wanted qnn_dlc or qnn_context_binary" in line
+    assert "got 'tflite'; expected qnn_dlc or qnn_context_binary" in line
 
 
 def test_a_missing_client_is_named(small: Path) -> None:

@@ -13,13 +13,13 @@ import pytest
 import edgekv
 from devices import find
 from edgekv.bundle import MANIFEST, Bundle, GraphRecord, open_bundle
-from edgekv.engine import CpuEngine
 from edgekv.errors import BundleError, UsageError
-from exporters.aihub.pack import pack_graph
-from exporters.aihub.sample import Sample, read_sample, take_sample
-from exporters.checkpoint import Checkpoint
+from edgekv.runtime import CpuEngine
+from exporters.checkpoint.checkpoint import Checkpoint
 from exporters.export import ExportOptions, export_bundle
-from exporters.recipe import find_recipe
+from exporters.quantize.recipe import find_recipe
+from exporters.targets.aihub.pack import pack_graph
+from exporters.targets.aihub.sample import Sample, read_sample, take_sample
 
 TEXT = "def main():\n    return sum(range(10))\n" * 4
 
@@ -51,7 +51,7 @@ def test_a_weight_outside_of_the_bundle_is_refused(small: Path, tmp_path: Path) 
     weight = next(t for t in model.graph.initializer if t.external_data)
     next(entry for entry in weight.external_data if entry.key == "location").value = f"../{MANIFEST}"
     onnx.save(model, small / graph.file)
-    with pytest.raises(BundleError, match=r"of \.\./manifest\.json; wanted bytes of a file of the bundle"):
+    with pytest.raises(BundleError, match=r"of \.\./manifest\.json; expected bytes of a file of the bundle"):
         pack_graph(bundle, graph, tmp_path)
     assert not list(tmp_path.glob("*.zip*"))
 
@@ -116,7 +116,7 @@ def test_a_step_is_kept_for_its_text(small: Path, tmp_path: Path) -> None:
 
 def test_a_text_that_is_too_short_and_a_step_that_is_missing_are_said_so(small: Path, tmp_path: Path) -> None:
     bundle = open_bundle(small)
-    with pytest.raises(UsageError, match=r"--text: found 2 tokens; wanted 17"):
+    with pytest.raises(UsageError, match=r"--text: got 2 tokens; expected 17"):
         take_sample(bundle, bundle.manifest.graphs[0], "ab", tmp_path)
-    with pytest.raises(BundleError, match=r"wanted the step that was submitted\. Run: edgekv hub infer"):
+    with pytest.raises(BundleError, match=r"expected the step that was submitted\. Run: edgekv hub infer"):
         read_sample(tmp_path, "token_ar1_cl64_1_of_1")

@@ -90,7 +90,7 @@ def test_a_failed_device_does_not_hold_up_the_others_and_is_tried_again_alone(
     printed = capsys.readouterr()
     report = json.loads(printed.out)
     assert [device["soc"] for device in report["devices"]] == ["SM8650"]
-    assert "3 of 6 jobs: found compile of" in printed.err and "Op MatMul is beyond this chip." in printed.err
+    assert "3 of 6 jobs: got compile of" in printed.err and "Op MatMul is beyond this chip." in printed.err
     assert "Traceback" not in printed.err
     service.failures.clear()
     submitted = service.count(SUBMIT)
@@ -114,7 +114,7 @@ def test_a_bundle_that_has_changed_since_is_refused_before_anything_is_asked(
     asked = len(service.log)
     for command in (["status"], ["fetch"], ["link", "--devices", "SM8650"]):
         assert run(["hub", command[0], str(small), *command[1:]]) == 1
-        assert "bundle_sha256: found the bundle has changed since it was submitted" in capsys.readouterr().err
+        assert "bundle_sha256: got the bundle has changed since it was submitted" in capsys.readouterr().err
     assert len(service.log) == asked
 
 
@@ -123,7 +123,7 @@ def test_a_damaged_job_file_is_named(service: AiHub, small: Path, capsys: pytest
     (path,) = (small / "hub" / "jobs").glob(f"samsung*{DECODE}.json")
     path.write_text(path.read_text()[:-9])
     assert run(["hub", "status", str(small)]) == 1
-    assert f"{path.name}: found " in capsys.readouterr().err
+    assert f"{path.name}: got " in capsys.readouterr().err
 
 
 def test_a_job_that_the_service_has_lost_is_named(

@@ -10,13 +10,13 @@ import edgekv
 from devices import find
 from edgekv.bundle import open_bundle
 from edgekv.errors import CheckpointError, UsageError
-from edgekv.size import Overrides, find_subject
-from exporters.checkpoint import Checkpoint
+from edgekv.plan.cache import Overrides, find_subject
+from edgekv.spec.tensors import views
+from exporters.checkpoint.checkpoint import Checkpoint
 from exporters.export import ExportOptions, export_bundle
-from exporters.htp import floating_nodes
-from exporters.recipe import find_recipe
-from exporters.reference import Reference
-from exporters.tensors import views
+from exporters.htp.check import floating_nodes
+from exporters.quantize.recipe import find_recipe
+from exporters.quantize.reference import Reference
 from tests.checkpoints import ARCHITECTURES, LONGROPE, write_checkpoint
 
 GOLDEN = np.load(Path(__file__).parent / "golden" / "architectures.npz")
@@ -39,7 +39,7 @@ def test_the_reference_equals_transformers(tmp_path, case):
 @pytest.mark.parametrize(
     ("name", "override", "words"),
     [
-        ("mistral", {"sliding_window": 0}, ["sliding_window", "found 0", "above 0"]),
+        ("mistral", {"sliding_window": 0}, ["sliding_window", "got 0", "above 0"]),
         ("mistral", {"layer_types": ["full_attention"] * 2}, ["layer_types", "sliding_attention"]),
         ("qwen2", {"layer_types": ["sliding_attention"] * 2}, ["sliding_window", "since layers slide"]),
         ("qwen2-sliding", {"max_window_layers": -1}, ["max_window_layers"]),
@@ -104,7 +104,7 @@ def test_the_graphs_lose_what_int8_weights_lose(tmp_path, name):
 
 def test_keys_of_two_rotary_embeddings_are_not_moved(tmp_path):
     bundle = exported(opened(tmp_path / "checkpoint", "gemma3-newer"), tmp_path)
-    with pytest.raises(UsageError, match="sinks: found layers with two rotary embeddings"):
+    with pytest.raises(UsageError, match="sinks: got layers with two rotary embeddings"):
         edgekv.load(bundle, policy="sinks(2, 20)")
 
 

@@ -82,9 +82,9 @@ def test_force_replaces_no_folder_of_another_kind(tmp_path: Path) -> None:
 
 def test_a_file_is_never_replaced(tmp_path: Path) -> None:
     (tmp_path / "bundle").write_text("a file")
-    with pytest.raises(UsageError, match="found a file"):
+    with pytest.raises(UsageError, match="got a file"):
         _make(tmp_path / "bundle", "new", force=True)
-    with pytest.raises(BundleError, match="wanted a writable folder"):
+    with pytest.raises(BundleError, match="expected a writable folder"):
         _make(tmp_path / "bundle" / "within", "new")
 
 

@@ -100,7 +100,7 @@ def test_memory_is_that_of_one_sequence_while_all_beams_fit_into_it() -> None:
 
 
 def test_a_full_cache_is_refused() -> None:
-    with pytest.raises(ContextFullError, match="context of 16 tokens: found 16 tokens held"):
+    with pytest.raises(ContextFullError, match="context of 16 tokens: got 16 tokens held"):
         BeamCache(_prompt("slot", 16), 2, kept=0)
-    with pytest.raises(ValueError, match="found 2 beams of 6 rows; wanted beams of 0 to 5 rows"):
+    with pytest.raises(ValueError, match="got 2 beams of 6 rows; expected beams of 0 to 5 rows"):
         BeamCache(_prompt("slot", 10), 2, kept=6)

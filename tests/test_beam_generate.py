@@ -13,7 +13,7 @@ import edgekv
 from edgekv.bundle import Bundle, TokenRecord
 from edgekv.cli import run
 from edgekv.errors import ContextFullError, UsageError
-from edgekv.generate.beam import BeamOptions, BeamSearch, Hypothesis, run_search
+from edgekv.session.beam import BeamOptions, BeamSearch, Hypothesis, run_search
 
 PROMPT = "import os\n\ndef read_file(path):\n"
 
@@ -130,23 +130,23 @@ def test_a_full_context_ends_a_search(model: edgekv.Model, text_tokens: list[int
     assert len(result.sequences[0].tokens) == tokens
     assert result.sequences[0].stop_reason == "context"
     assert model.generate(prompt, tokens, num_beams=4).sequences[0].stop_reason == "length"
-    with pytest.raises(ContextFullError, match="prompt: found 129 tokens"):
+    with pytest.raises(ContextFullError, match="prompt: got 129 tokens"):
         model.generate([5] * 129, 1, num_beams=4)
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"num_beams": 0}, "num_beams: found 0; wanted at least 1"),
-        ({"num_beams": 2, "num_return_sequences": 3}, "num_return_sequences: found 3; wanted 1 to 2"),
-        ({"num_beams": 2, "temperature": 0.5}, "temperature: found 0.5 with num_beams; wanted nothing"),
-        ({"num_beams": 2, "top_k": 5}, "top_k: found 5 with num_beams"),
-        ({"num_beams": 2, "top_p": 0.5}, "top_p: found 0.5 with num_beams"),
-        ({"num_beams": 2, "seed": 0}, "seed: found 0 with num_beams"),
-        ({"num_beams": 2, "stop": ["x"]}, r"stop: found \['x'\] with num_beams"),
-        ({"num_return_sequences": 2}, "num_return_sequences: found 2 without num_beams"),
-        ({"length_penalty": 1.0}, "length_penalty: found 1.0 without num_beams"),
-        ({"early_stopping": False}, "early_stopping: found False without num_beams"),
+        ({"num_beams": 0}, "num_beams: got 0; expected at least 1"),
+        ({"num_beams": 2, "num_return_sequences": 3}, "num_return_sequences: got 3; expected 1 to 2"),
+        ({"num_beams": 2, "temperature": 0.5}, "temperature: got 0.5 with num_beams; expected nothing"),
+        ({"num_beams": 2, "top_k": 5}, "top_k: got 5 with num_beams"),
+        ({"num_beams": 2, "top_p": 0.5}, "top_p: got 0.5 with num_beams"),
+        ({"num_beams": 2, "seed": 0}, "seed: got 0 with num_beams"),
+        ({"num_beams": 2, "stop": ["x"]}, r"stop: got \['x'\] with num_beams"),
+        ({"num_return_sequences": 2}, "num_return_sequences: got 2 without num_beams"),
+        ({"length_penalty": 1.0}, "length_penalty: got 1.0 without num_beams"),
+        ({"early_stopping": False}, "early_stopping: got False without num_beams"),
     ],
 )
 def test_options_that_do_not_go_together_are_refused(
@@ -157,13 +157,13 @@ def test_options_that_do_not_go_together_are_refused(
 
 
 def test_what_beams_cannot_go_with_is_refused(bundle: Path) -> None:
-    with pytest.raises(UsageError, match="cache mode: found disabled with num_beams; wanted always"):
+    with pytest.raises(UsageError, match="cache mode: got disabled with num_beams; expected always"):
         edgekv.load(bundle, cache_mode="disabled", verify=False).generate(PROMPT, 5, num_beams=2)
 
 
 def test_a_sliding_window_is_refused(bundle: Path) -> None:
     sliding = edgekv.load(bundle, policy="sliding-window", verify=False)
-    with pytest.raises(UsageError, match="context policy: found sliding-window with num_beams; wanted fail"):
+    with pytest.raises(UsageError, match="context policy: got sliding-window with num_beams; expected fail"):
         sliding.generate(PROMPT, 5, num_beams=2)
 
 
@@ -184,14 +184,14 @@ def test_the_command_prints_sequences_and_scores(bundle: Path, capsys: pytest.Ca
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--num-beams", "0"], "num_beams: found 0"),
-        (["--num-beams", "2", "--top-k", "3"], "top_k: found 3 with num_beams"),
-        (["--length-penalty", "2"], "length_penalty: found 2.0 without num_beams"),
+        (["--num-beams", "0"], "num_beams: got 0"),
+        (["--num-beams", "2", "--top-k", "3"], "top_k: got 3 with num_beams"),
+        (["--length-penalty", "2"], "length_penalty: got 2.0 without num_beams"),
         (
             ["--num-beams", "2", "--early-stopping", "soon"],
-            "--early-stopping: found 'soon'; wanted true, false or never",
+            "--early-stopping: got 'soon'; expected true, false or never",
         ),
-        (["--num-beams", "2", "--on-full", "sliding-window"], "context policy: found sliding-window"),
+        (["--num-beams", "2", "--on-full", "sliding-window"], "context policy: got sliding-window"),
     ],
 )
 def test_the_command_refuses_them_by_name(

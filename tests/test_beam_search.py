@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from edgekv.errors import UsageError
-from edgekv.generate.beam import BeamOptions, BeamSearch, Hypothesis, run_search
-from exporters.checkpoint import Checkpoint
-from exporters.reference import Reference
+from edgekv.session.beam import BeamOptions, BeamSearch, Hypothesis, run_search
+from exporters.checkpoint.checkpoint import Checkpoint
+from exporters.quantize.reference import Reference
 from tests.checkpoints import NEWER, OLDER, write_checkpoint
 
 GOLDEN = json.loads((Path(__file__).parent / "golden" / "beams.json").read_text())
@@ -103,14 +103,14 @@ def test_of_equal_continuations_the_first_beam_and_the_lowest_token_come_first()
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"num_beams": 0}, "num_beams: found 0; wanted at least 1"),
-        ({"num_beams": 2, "num_return_sequences": 3}, "num_return_sequences: found 3; wanted 1 to 2"),
-        ({"num_beams": 2, "num_return_sequences": 0}, "num_return_sequences: found 0"),
-        ({"num_beams": 2, "length_penalty": float("nan")}, "length_penalty: found nan"),
-        ({"num_beams": 2, "length_penalty": 1e6}, r"length_penalty: found 1000000.0; wanted one with which 16\*\*"),
-        ({"num_beams": 2, "early_stopping": "soon"}, "early_stopping: found 'soon'; wanted True, False or 'never'"),
-        ({"num_beams": 107}, "num_beams: found 107; wanted at most 106 with a vocabulary of 320"),
-        ({"num_beams": 2, "max_new_tokens": 0}, "max_new_tokens: found 0"),
+        ({"num_beams": 0}, "num_beams: got 0; expected at least 1"),
+        ({"num_beams": 2, "num_return_sequences": 3}, "num_return_sequences: got 3; expected 1 to 2"),
+        ({"num_beams": 2, "num_return_sequences": 0}, "num_return_sequences: got 0"),
+        ({"num_beams": 2, "length_penalty": float("nan")}, "length_penalty: got nan"),
+        ({"num_beams": 2, "length_penalty": 1e6}, r"length_penalty: got 1000000.0; expected one with which 16\*\*"),
+        ({"num_beams": 2, "early_stopping": "soon"}, "early_stopping: got 'soon'; expected True, False or 'never'"),
+        ({"num_beams": 107}, "num_beams: got 107; expected at most 106 with a vocabulary of 320"),
+        ({"num_beams": 2, "max_new_tokens": 0}, "max_new_tokens: got 0"),
     ],
 )
 def test_options_that_cannot_be_are_refused(options: dict[str, Any], message: str) -> None:
@@ -121,8 +121,8 @@ def test_options_that_cannot_be_are_refused(options: dict[str, Any], message: st
 
 def test_a_search_refuses_logits_of_other_beams_and_steps_after_its_end() -> None:
     search = BeamSearch(BeamOptions(2), eos=(), max_new_tokens=1, vocab=8)
-    with pytest.raises(ValueError, match="logits: found 2 rows; wanted 1"):
+    with pytest.raises(ValueError, match="logits: got 2 rows; expected 1"):
         search.advance(np.zeros((2, 8)))
     search.advance(np.zeros((1, 8)))
-    with pytest.raises(ValueError, match="found a search that is done"):
+    with pytest.raises(ValueError, match="got a search that is done"):
         search.advance(np.zeros((2, 8)))

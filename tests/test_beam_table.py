@@ -92,10 +92,10 @@ def test_memory_beside_the_window_is_what_the_worst_search_needs() -> None:
 
 
 def test_what_cannot_be_is_refused() -> None:
-    with pytest.raises(ValueError, match="found 2 beams of 4 rows; wanted beams of 0 to 3 rows"):
+    with pytest.raises(ValueError, match="got 2 beams of 4 rows; expected beams of 0 to 3 rows"):
         BeamTable(2, columns=3, kept=4)
     table = BeamTable(2, columns=3, kept=0)
-    with pytest.raises(ValueError, match=r"parents: found \[0, 2\]; wanted 2 numbers of beams"):
+    with pytest.raises(ValueError, match=r"parents: got \[0, 2\]; expected 2 numbers of beams"):
         table.reorder([0, 2])
-    with pytest.raises(ValueError, match="append: found 0 rows of beam 1"):
+    with pytest.raises(ValueError, match="append: got 0 rows of beam 1"):
         table.append(1)

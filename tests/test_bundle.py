@@ -87,7 +87,7 @@ def test_a_changed_byte_of_an_exported_bundle_is_refused(bundle: Path, tmp_path:
     raw = bytearray(weights.read_bytes())
     raw[-1] ^= 1
     weights.write_bytes(raw)
-    with pytest.raises(BundleError, match=rf"{weights.name}: found sha256 \w+; wanted sha256 \w+\. Export"):
+    with pytest.raises(BundleError, match=rf"{weights.name}: got sha256 \w+; expected sha256 \w+\. Export"):
         open_bundle(copy)
 
 
@@ -98,32 +98,32 @@ def _rewrite(folder: Path, old: str, new: str) -> None:
 
 
 DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
-    "no manifest": (lambda f: (f / MANIFEST).unlink(), "manifest.json: found No such file"),
+    "no manifest": (lambda f: (f / MANIFEST).unlink(), "manifest.json: got No such file"),
     "a manifest cut short": (
         lambda f: (f / MANIFEST).write_text((f / MANIFEST).read_text()[:-9]),
-        "manifest.json: found .* wanted whole JSON",
+        "manifest.json: got .* expected whole JSON",
     ),
-    "a manifest that is not text": (lambda f: (f / MANIFEST).write_bytes(b"\xff\xfe"), "manifest.json: found "),
+    "a manifest that is not text": (lambda f: (f / MANIFEST).write_bytes(b"\xff\xfe"), "manifest.json: got "),
     "a newer format": (
         lambda f: _rewrite(f, f'"format": {FORMAT}', f'"format": {FORMAT + 1}'),
-        f"format: found {FORMAT + 1}; wanted {FORMAT}. Install a newer edgekv",
+        f"format: got {FORMAT + 1}; expected {FORMAT}. Install a newer edgekv",
     ),
     "an older format": (
         lambda f: _rewrite(f, f'"format": {FORMAT}', '"format": 0'),
-        f"format: found 0; wanted {FORMAT}. Export",
+        f"format: got 0; expected {FORMAT}. Export",
     ),
     "an unknown field": (lambda f: _rewrite(f, '"recipe"', '"receipt"'), "receipt"),
     "a field of another type": (lambda f: _rewrite(f, '"context": 8', '"context": "8"'), "Expected `int`, got `str`"),
-    "a size that cannot be": (lambda f: _rewrite(f, '"layers": 1', '"layers": 0'), "model: found layers: found 0"),
-    "an encoding too few": (lambda f: _rewrite(f, '"logits": {', '"logit": {'), "encodings: found none of logits"),
-    "a file too few": (lambda f: (f / GRAPH).unlink(), f"{GRAPH}: found no such file; wanted a file of 7 bytes"),
-    "a file cut short": (lambda f: (f / GRAPH).write_bytes(b"a gra"), f"{GRAPH}: found 5 bytes; wanted 7 bytes"),
-    "a changed byte": (lambda f: (f / GRAPH).write_bytes(b"a grAph"), f"{GRAPH}: found sha256"),
-    "a graph too many": (lambda f: (f / "other.onnx").write_bytes(b""), "other.onnx: found a file that the manifest"),
-    "a graph that is no file of it": (lambda f: _rewrite(f, f'"file": "{GRAPH}"', '"file": "x"'), "file: found 'x'"),
+    "a size that cannot be": (lambda f: _rewrite(f, '"layers": 1', '"layers": 0'), "model: got layers: got 0"),
+    "an encoding too few": (lambda f: _rewrite(f, '"logits": {', '"logit": {'), "encodings: got none of logits"),
+    "a file too few": (lambda f: (f / GRAPH).unlink(), f"{GRAPH}: got no such file; expected a file of 7 bytes"),
+    "a file cut short": (lambda f: (f / GRAPH).write_bytes(b"a gra"), f"{GRAPH}: got 5 bytes; expected 7 bytes"),
+    "a changed byte": (lambda f: (f / GRAPH).write_bytes(b"a grAph"), f"{GRAPH}: got sha256"),
+    "a graph too many": (lambda f: (f / "other.onnx").write_bytes(b""), "other.onnx: got a file that the manifest"),
+    "a graph that is no file of it": (lambda f: _rewrite(f, f'"file": "{GRAPH}"', '"file": "x"'), "file: got 'x'"),
     "a file of somewhere else": (
         lambda f: _rewrite(f, '"tokenizer.json": {', '"../tokenizer.json": {'),
-        "files: found '../tokenizer.json'; wanted plain paths",
+        "files: got '../tokenizer.json'; expected plain paths",
     ),
 }
 
@@ -137,14 +137,14 @@ def test_a_damaged_bundle_is_refused_by_name(folder: Path, name: str) -> None:
 
 
 def test_a_folder_that_is_not_there_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(BundleError, match=r"nothing there; wanted a bundle's folder\. Make one with: edgekv export"):
+    with pytest.raises(BundleError, match=r"nothing there; expected a bundle's folder\. Make one with: edgekv export"):
         open_bundle(tmp_path / "none")
 
 
 def test_a_bundle_without_a_decode_graph_is_refused(folder: Path) -> None:
     manifest = msgspec.structs.replace(_manifest(folder), graphs=[])
     write_manifest(folder, manifest)
-    with pytest.raises(BundleError, match="wanted a graph of role `decode`"):
+    with pytest.raises(BundleError, match="expected a graph of role `decode`"):
         read_manifest(folder)
 
 

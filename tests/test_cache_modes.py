@@ -15,9 +15,8 @@ import pytest
 import edgekv
 from edgekv.cli import run
 from edgekv.errors import MemoryBudgetError, UsageError
-from edgekv.generate import Token
 from edgekv.kv import KVCache
-from edgekv.sequences import Adaptive, ByteBudget, FreeMemoryBudget, SequenceFeeder
+from edgekv.session import Adaptive, ByteBudget, FreeMemoryBudget, SequenceFeeder, Token
 
 PROMPT = "import os\n\ndef read_file(path):\n"
 NEW_TOKENS = 24
@@ -157,7 +156,7 @@ def test_sequences_take_turns(bundle: Path, engine: str, kv_update: str) -> None
 
 def test_a_cache_of_other_sizes_is_not_used(model: edgekv.Model) -> None:
     other = KVCache(replace(model.cache.geometry, context=64), ar=model.cache.ar)
-    with pytest.raises(ValueError, match=r"cache: found .*context=64"):
+    with pytest.raises(ValueError, match=r"cache: got .*context=64"):
         model._runner.use(other)
 
 
@@ -189,7 +188,7 @@ def test_a_sequence_that_gave_way_is_computed_anew(bundle: Path, wanted: list[in
 def test_a_sequence_beyond_the_budget_is_refused_before_anything_runs(bundle: Path) -> None:
     for mode in (Adaptive(FreeMemoryBudget(Fraction(1, 2), lambda: 1000)), "always(1000)"):
         model = edgekv.load(bundle, threads=1, verify=False, cache_mode=mode)
-        with pytest.raises(MemoryBudgetError, match="wanted at most "):
+        with pytest.raises(MemoryBudgetError, match="expected at most "):
             model.generate(PROMPT, 1, sequence=1)
         assert model.cache.stats.steps == 0
         assert len(list(model.generate(PROMPT, 1))) == 1  # the model's own cache is there from the start
@@ -204,12 +203,12 @@ def test_the_command_line_has_the_mode(bundle: Path, wanted: list[int], capsys: 
     assert run([*command, "long-sequence-only(99)"]) == 0
     assert "KV slot, long-sequence-only(99), " in capsys.readouterr().err
     assert run([*command, "often"]) == 2
-    assert "cache mode: found 'often'; wanted always" in capsys.readouterr().err
+    assert "cache mode: got 'often'; expected always" in capsys.readouterr().err
     assert run([*command, "disabled", "--on-full", "sliding-window"]) == 2
 
 
 def test_modes_that_cannot_be_are_refused(bundle: Path) -> None:
-    with pytest.raises(UsageError, match="cache mode disabled: found the context policy sliding-window"):
+    with pytest.raises(UsageError, match="cache mode disabled: got the context policy sliding-window"):
         edgekv.load(bundle, policy="sliding-window", cache_mode="disabled", verify=False)
-    with pytest.raises(UsageError, match="sequence: found -1"):
+    with pytest.raises(UsageError, match="sequence: got -1"):
         _load(bundle, "disabled").generate(PROMPT, sequence=-1)

@@ -6,9 +6,9 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from edgekv.errors import CheckpointError
-from exporters.checkpoint import Checkpoint
-from exporters.config import Config
-from exporters.rope import Rope
+from edgekv.spec.config import Config
+from edgekv.spec.rope import Rope
+from exporters.checkpoint.checkpoint import Checkpoint
 from tests.checkpoints import LLAMA3, NEWER, OLDER, write_checkpoint, write_tokenizer
 
 
@@ -126,7 +126,7 @@ def test_an_index_that_names_another_file_is_refused(tmp_path):
     index = json.loads(path.read_text())
     index["weight_map"]["model.embed_tokens.weight"] = "model-00002-of-00002.safetensors"
     path.write_text(json.dumps(index))
-    assert "model.embed_tokens.weight: found no such tensor in model-00002-of-00002" in refusal(tmp_path)
+    assert "model.embed_tokens.weight: got no such tensor in model-00002-of-00002" in refusal(tmp_path)
 
 
 def change_weights(folder, **changes) -> None:
@@ -145,14 +145,14 @@ def test_a_tensor_with_what_is_no_number_is_named(tmp_path, dtype, value):
     broken = load_file(tmp_path / "model.safetensors")[name].copy()
     broken[-1, 3] = value
     change_weights(tmp_path, **{name: broken})
-    with pytest.raises(CheckpointError, match=f"{name}: found 1 elements that are NaN or infinite"):
+    with pytest.raises(CheckpointError, match=f"{name}: got 1 elements that are NaN or infinite"):
         Checkpoint.open(str(tmp_path)).check_values()
 
 
 def test_a_tensor_that_the_architecture_does_not_have_is_refused(tmp_path):
     write_checkpoint(tmp_path)
     change_weights(tmp_path, model__layers__0__self_attn__q_proj__bias=np.ones(64, np.float32))
-    assert "model.layers.0.self_attn.q_proj.bias: found a tensor that config.json does not account" in refusal(tmp_path)
+    assert "model.layers.0.self_attn.q_proj.bias: got a tensor that config.json does not account" in refusal(tmp_path)
 
 
 def test_frequencies_that_older_checkpoints_keep_are_no_weights(tmp_path):
@@ -166,7 +166,7 @@ def test_a_tied_head_may_be_stored_again_but_not_be_another(tmp_path):
     change_weights(tmp_path, lm_head__weight=lambda weights: weights["model.embed_tokens.weight"].copy())
     assert Checkpoint.open(str(tmp_path)).spec.tied_head
     change_weights(tmp_path, lm_head__weight=lambda weights: -weights["model.embed_tokens.weight"])
-    assert "lm_head.weight: found another matrix" in refusal(tmp_path) and "tie_word_embeddings" in refusal(tmp_path)
+    assert "lm_head.weight: got another matrix" in refusal(tmp_path) and "tie_word_embeddings" in refusal(tmp_path)
 
 
 def test_integer_weights_are_refused(tmp_path):

@@ -13,7 +13,7 @@ import pytest
 
 from devices import find
 from edgekv.cli import run
-from edgekv.cli.boundary import exit_code_of
+from edgekv.cli.exit_codes import exit_code_of
 from edgekv.errors import BundleError, UsageError
 
 PROMPT = "import os\n"
@@ -107,9 +107,9 @@ def test_a_reader_that_has_gone_is_no_bug(bundle: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
-        (["generate", "NONE", "--prompt", "x"], 1, "found nothing there; wanted a bundle's folder"),
-        (["generate", "NONE"], 2, "--prompt, --prompt-file: found neither; wanted one of them"),
-        (["generate", "NONE", "--prompt", "x", "--prompt-file", "y"], 2, "found both; wanted one"),
+        (["generate", "NONE", "--prompt", "x"], 1, "got nothing there; expected a bundle's folder"),
+        (["generate", "NONE"], 2, "--prompt, --prompt-file: got neither; expected one of them"),
+        (["generate", "NONE", "--prompt", "x", "--prompt-file", "y"], 2, "got both; expected one"),
         (["generate", "NONE", "--prompt-file", "NONE"], 2, "No such file"),
         (["generate", "NONE", "--prompt", "x", "--no-such-option"], 2, "No such option: --no-such-option"),
         (["generate", "NONE", "--prompt", "x", "--top-k", "many"], 2, "Invalid value for '--top-k'"),
@@ -126,14 +126,14 @@ def test_bad_arguments_are_named(
 @pytest.mark.parametrize(
     ("option", "value", "code", "message"),
     [
-        ("--engine", "gpu", 2, "engine: found 'gpu'; wanted cpu or htp"),
-        ("--kv-update", "copy", 2, "update strategy: found 'copy'; wanted "),
-        ("--reserve", "3", 2, "reserve: found 3; wanted a number above 1"),
-        ("--on-full", "forget", 2, "context policy: found 'forget'"),
-        ("--max-new-tokens", "0", 2, "max_new_tokens: found 0"),
-        ("--temperature", "-1", 2, "temperature: found -1.0"),
-        ("--seed", "1", 2, "seed: found 1 at temperature 0"),
-        ("--prompt", "x" * 4000, 1, "prompt: found "),
+        ("--engine", "gpu", 2, "engine: got 'gpu'; expected cpu or htp"),
+        ("--kv-update", "copy", 2, "update strategy: got 'copy'; expected "),
+        ("--reserve", "3", 2, "reserve: got 3; expected a number above 1"),
+        ("--on-full", "forget", 2, "context policy: got 'forget'"),
+        ("--max-new-tokens", "0", 2, "max_new_tokens: got 0"),
+        ("--temperature", "-1", 2, "temperature: got -1.0"),
+        ("--seed", "1", 2, "seed: got 1 at temperature 0"),
+        ("--prompt", "x" * 4000, 1, "prompt: got "),
     ],
 )
 def test_bad_values_are_named(
@@ -174,12 +174,12 @@ def test_a_broken_command_of_another_package_is_named_and_left_out(tmp_path: Pat
 
 
 def test_each_kind_of_failure_has_its_exit_code(capsys: pytest.CaptureFixture[str]) -> None:
-    facts = {"found": 1, "wanted": 2, "way_out": "Count again."}
+    facts = {"got": 1, "expected": 2, "fix": "Count again."}
     assert _raising(BundleError("fingers", **facts)) == 1
-    assert _last_line(capsys) == "edgekv: error: fingers: found 1; wanted 2. Count again."
+    assert _last_line(capsys) == "edgekv: error: fingers: got 1; expected 2. Count again."
     assert _raising(UsageError("fingers", **facts)) == 2
     assert exit_code_of(lambda: print(find("no such chip"))) == 2
-    assert "device: found 'no such chip'" in _last_line(capsys)
+    assert "device: got 'no such chip'" in _last_line(capsys)
     assert _raising(KeyboardInterrupt()) == 130
     assert _raising(MemoryError()) == 1
     assert _raising(PermissionError(errno.EACCES, "Permission denied", "/etc/shadow")) == 1

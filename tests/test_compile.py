@@ -7,12 +7,12 @@ import pytest
 import edgekv
 from devices import find
 from edgekv.bundle import open_bundle, open_compiled
-from edgekv.engine import HtpEngine, make_engine
 from edgekv.errors import BundleError, EngineError, UsageError
-from exporters.checkpoint import Checkpoint
-from exporters.compile import _check_target, compile_bundle
+from edgekv.runtime import HtpEngine, make_engine
+from exporters.checkpoint.checkpoint import Checkpoint
 from exporters.export import ExportOptions, export_bundle
-from exporters.recipe import find_recipe
+from exporters.htp.compile import _check_target, compile_bundle
+from exporters.quantize.recipe import find_recipe
 from tests.checkpoints import write_checkpoint
 
 
@@ -40,7 +40,7 @@ def test_the_binary_itself_says_which_chip_it_targets(compiled):
     folder, record = compiled
     assert (record.soc, record.arch, record.vtcm_bytes) == ("SM8650", 75, 8 << 20)
     binary = folder / "compiled" / "SM8650" / record.binaries[0].file
-    with pytest.raises(EngineError, match=r"found SM8650, V75, 8 MiB VTCM; wanted SM8750, V79"):
+    with pytest.raises(EngineError, match=r"got SM8650, V75, 8 MiB VTCM; expected SM8750, V79"):
         _check_target(binary, find("SM8750"))
 
 
@@ -73,7 +73,7 @@ def test_an_export_that_compiles_checks_and_writes_binaries_at_once(tmp_path):
 
 @pytest.mark.parametrize("options", [{"graph_format": "tflite", "kv_dtype": "s8"}, {"check_on_htp": False}])
 def test_compiling_at_once_needs_graphs_that_are_checked(options):
-    with pytest.raises(UsageError, match=r"--compile: found .*; wanted ONNX graphs, which are checked"):
+    with pytest.raises(UsageError, match=r"--compile: got .*; expected ONNX graphs, which are checked"):
         ExportOptions(device=find("SM8650"), recipe=find_recipe("w8a16"), compile=True, **options)
 
 
@@ -95,7 +95,7 @@ def test_a_compiled_graph_runs_like_the_one_it_was_made_from(compiled):
 import sys, numpy as np
 from pathlib import Path
 from devices import find
-from edgekv.engine import qnn
+from edgekv.runtime import qnn
 outputs = []
 for path in sys.argv[1:]:
     session = qnn.create_session(Path(path), find("SM8650"))
@@ -133,7 +133,7 @@ def test_a_damaged_binary_is_refused_before_it_can_crash_anything(compiled, tmp_
     shutil.copytree(folder, copy := tmp_path / "copy")
     binary = copy / "compiled" / "SM8650" / record.binaries[0].file
     binary.write_bytes(binary.read_bytes()[:-1])
-    with pytest.raises(BundleError, match=rf"{binary.name}: found sha256 .* edgekv compile BUNDLE --device SM8650"):
+    with pytest.raises(BundleError, match=rf"{binary.name}: got sha256 .* edgekv compile BUNDLE --device SM8650"):
         make_engine("htp", bundle=open_bundle(copy))
 
 

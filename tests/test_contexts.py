@@ -12,12 +12,12 @@ import edgekv
 from devices import find
 from edgekv.bundle import open_bundle
 from edgekv.cli import run
-from edgekv.engine.runner import choose_context
 from edgekv.errors import UsageError
-from exporters.checkpoint import Checkpoint
-from exporters.compile import compile_bundle
+from edgekv.runtime.runner import choose_context
+from exporters.checkpoint.checkpoint import Checkpoint
 from exporters.export import ExportOptions, export_bundle
-from exporters.recipe import find_recipe
+from exporters.htp.compile import compile_bundle
+from exporters.quantize.recipe import find_recipe
 from tests.checkpoints import write_checkpoint
 
 DEVICE = find("SM8650")
@@ -107,11 +107,11 @@ def test_the_command_lets_the_cache_grow(bundles: dict[str, Path], capsys: pytes
 
 
 def test_growth_goes_with_what_can_grow(bundles: dict[str, Path]) -> None:
-    with pytest.raises(UsageError, match="growth: found one context, of 48 tokens; wanted several"):
+    with pytest.raises(UsageError, match="growth: got one context, of 48 tokens; expected several"):
         edgekv.load(bundles["one"], kv_growth="staggered")
-    with pytest.raises(UsageError, match="growth: found staggered with adaptive"):
+    with pytest.raises(UsageError, match="growth: got staggered with adaptive"):
         edgekv.load(bundles["three"], kv_growth="staggered", cache_mode="adaptive(1MiB)")
-    with pytest.raises(UsageError, match="growth: found together with num_beams"):
+    with pytest.raises(UsageError, match="growth: got together with num_beams"):
         edgekv.load(bundles["three"], kv_growth="together").generate(PROMPT, 4, num_beams=2)
 
 

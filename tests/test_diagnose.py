@@ -14,15 +14,15 @@ from hypothesis import strategies as st
 import edgekv
 from devices import find
 from edgekv.bundle import open_bundle
-from edgekv.engine import make_engine
 from edgekv.errors import UsageError
 from edgekv.kv import KvTensor
-from exporters.checkpoint import Checkpoint
-from exporters.diagnose import Probe, Trace, find_divergence, read_trace, sqnr_db, trace_reference, write_trace
-from exporters.diagnose.trace import merged, trace_stages
+from edgekv.runtime import make_engine
+from exporters.checkpoint.checkpoint import Checkpoint
 from exporters.export import ExportOptions, export_bundle
-from exporters.recipe import find_recipe
-from exporters.reference import NumpyOps
+from exporters.inspect import Probe, Trace, find_divergence, read_trace, sqnr_db, trace_reference, write_trace
+from exporters.inspect.trace import merged, trace_stages
+from exporters.quantize.recipe import find_recipe
+from exporters.quantize.reference import NumpyOps
 from tests.checkpoints import ARCHITECTURES, write_checkpoint
 
 TOKENS = [0, 17, 301, 44, 9, 1200, 77, 3, 512, 8, 90, 2047, 6, 31, 5, 700] * 5

@@ -47,11 +47,11 @@ def test_what_is_installed_is_tried_and_the_rest_named(
     for name, package in PACKAGES.items():
         finding, version = findings[name], version_of(package)
         if version is None:
-            assert finding["status"] == "missing" and 'pip install "edgekv[' in finding["way_out"]
+            assert finding["status"] == "missing" and 'pip install "edgekv[' in finding["fix"]
         elif package == "qai-hub":
-            assert finding["status"] == "not configured" and "qai-hub configure" in finding["way_out"]
+            assert finding["status"] == "not configured" and "qai-hub configure" in finding["fix"]
         elif package == "tflite-runtime" and np.lib.NumpyVersion(np.__version__) >= "2.0.0":
-            assert finding["status"] == "broken" and 'pip install "numpy<2"' in finding["way_out"]
+            assert finding["status"] == "broken" and 'pip install "numpy<2"' in finding["fix"]
             assert f"numpy {np.__version__}: it was built for numpy below 2" in finding["detail"]
         else:
             assert finding["status"] == "works" and version in finding["detail"], finding
@@ -60,7 +60,7 @@ def test_what_is_installed_is_tried_and_the_rest_named(
 def test_devices_are_listed_if_the_client_is_configured_and_the_token_never(
     service: AiHub, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    finding = run_probe("hub", "exporters.probes:aihub")
+    finding = run_probe("hub", "exporters.targets.probes:aihub")
     assert finding.status == "works" and finding.devices == [device.name for device in DEVICES]
     assert run(["doctor"]) == 0
     printed = capsys.readouterr()
@@ -71,7 +71,7 @@ def test_devices_are_listed_if_the_client_is_configured_and_the_token_never(
 def test_a_service_that_refuses_the_token_is_a_finding(service: AiHub, tmp_path: Path) -> None:
     file = tmp_path / "client.ini"
     file.write_text(file.read_text().replace(TOKEN, "another"))
-    finding = run_probe("hub", "exporters.probes:aihub")
+    finding = run_probe("hub", "exporters.targets.probes:aihub")
     assert finding.status == "broken" and "a token that the service refuses" in finding.detail
     assert "another" not in str(finding)
 
@@ -84,7 +84,7 @@ def test_a_service_that_refuses_the_token_is_a_finding(service: AiHub, tmp_path:
         ("time.sleep(60)", "broken", "no answer within 3 s"),
         ("raise ImportError('numpy.core failed')", "broken", "ImportError: numpy.core failed"),
         ("return require('no-such-package', 'htp')", "missing", "not installed"),
-        ("raise EngineError('x', found=1, wanted=2, way_out='y')", "broken", "x: found 1"),
+        ("raise EngineError('x', got=1, expected=2, fix='y')", "broken", "x: got 1"),
     ],
 )
 def test_a_probe_that_crashes_hangs_or_raises_is_a_finding_like_others(

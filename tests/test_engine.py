@@ -12,13 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from edgekv.bundle import GraphRecord, Manifest, open_bundle
-from edgekv.engine import CpuEngine, binding
-from edgekv.engine.binding import MemoryBinding, _public
-from edgekv.engine.rope import RopeTable
-from edgekv.engine.runner import Runner, choose_ar
-from edgekv.engine.signature import Signature
 from edgekv.errors import BundleError, EngineError
 from edgekv.kv import KVCache
+from edgekv.runtime import CpuEngine, binding
+from edgekv.runtime.binding import MemoryBinding, _public
+from edgekv.runtime.rope import RopeTable
+from edgekv.runtime.runner import Runner, choose_ar
+from edgekv.runtime.signature import Signature
 from quant import Encoding
 
 UNIT = Encoding("u16", 2 / 65535, 32768)
@@ -83,9 +83,9 @@ def test_the_graph_has_what_the_manifest_promises(
 @pytest.mark.parametrize(
     ("field", "value", "message"),
     [
-        ("head_dim", 32, r"input: found past_key_0_h0_in uint8 \[1, 1, 127, 64\]; wanted past_key_0_h0_in"),
-        ("vocab", 7, r"output: found logits uint16 \[1, 1, 4096\]; wanted logits uint16 \[1, 1, 7\]"),
-        ("layers", 3, r"input: found past_key_3_h0_in .* wanted no further one"),
+        ("head_dim", 32, r"input: got past_key_0_h0_in uint8 \[1, 1, 127, 64\]; expected past_key_0_h0_in"),
+        ("vocab", 7, r"output: got logits uint16 \[1, 1, 4096\]; expected logits uint16 \[1, 1, 7\]"),
+        ("layers", 3, r"input: got past_key_3_h0_in .* wanted no further one"),
     ],
 )
 def test_a_graph_of_another_model_is_refused(
@@ -142,7 +142,7 @@ def test_bindings_that_are_moved_ahead_change_nothing(bundle: Path, monkeypatch:
 
 def test_a_broken_graph_is_refused_by_name(tmp_path: Path) -> None:
     (tmp_path / "graph.onnx").write_bytes(b"not a graph")
-    with pytest.raises(EngineError, match=r"graph.onnx on the CPU: found .*Protobuf"):
+    with pytest.raises(EngineError, match=r"graph.onnx on the CPU: got .*Protobuf"):
         CpuEngine().session(tmp_path / "graph.onnx")
 
 
@@ -156,6 +156,6 @@ sys.exit(run(["generate", {str(bundle)!r}, "--prompt", "x", "--engine", "htp"]))
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 1
     assert (
-        'found no package onnxruntime_qnn; wanted Qualcomm\'s execution provider. Install it: pip install "edgekv[htp]"'
+        'got no package onnxruntime_qnn; expected Qualcomm\'s execution provider. Install it: pip install "edgekv[htp]"'
         in done.stderr
     )

@@ -16,10 +16,10 @@ import edgekv
 from devices import find
 from edgekv.bundle import open_bundle
 from edgekv.errors import EngineError, UsageError
-from exporters.checkpoint import Checkpoint
+from exporters.checkpoint.checkpoint import Checkpoint
 from exporters.export import ExportOptions, export_bundle
-from exporters.htp import floating_nodes
-from exporters.recipe import Recipe, WeightRule, find_recipe
+from exporters.htp.check import floating_nodes
+from exporters.quantize.recipe import Recipe, WeightRule, find_recipe
 from quant import quantize_per_channel
 from tests.checkpoints import OLDER, write_checkpoint
 
@@ -213,7 +213,7 @@ def test_the_float_check_names_the_node(tmp_path):
 
 def test_an_export_with_float_nodes_is_refused_unless_they_are_allowed(tmp_path, monkeypatch):
     """A decoder whose SiLU lost its inner quantization, as an export bug would make it."""
-    from exporters.qdq import QdqOps, Tensor
+    from exporters.graphs.qdq import QdqOps, Tensor
 
     def bare_sigmoid(self, x, name):
         self._node("Sigmoid", [x.name], [self._unique(name)])

@@ -18,8 +18,8 @@ from devices import find
 from edgekv.bundle import Bundle, open_bundle
 from edgekv.cli.app import run
 from edgekv.errors import BundleError, EngineError, UsageError
-from exporters.genai import GenaiOptions, open_folder, run_folder, write_folder
-from exporters.genai.folder import choose_graphs, choose_pad_token
+from exporters.targets.genai import GenaiOptions, open_folder, run_folder, write_folder
+from exporters.targets.genai.folder import choose_graphs, choose_pad_token
 
 DEVICE = find("SM8650")
 PAD = 2
@@ -80,23 +80,23 @@ def test_a_shared_binary_ends_its_process_on_the_emulator_and_no_other(
     )
     (size,) = (record.bytes for name, record in written.files.items() if name.endswith(".bin"))
     assert size < 0.6 * sum(path.stat().st_size for path in folders["htp"].glob("*.bin"))
-    with pytest.raises(EngineError, match=r"found SIG.*runs on a Snapdragon only"):
+    with pytest.raises(EngineError, match=r"got SIG.*runs on a Snapdragon only"):
         run_folder(open_folder(tmp_path / "shared"), prompt, 4)
 
 
 def test_prompts_that_it_would_misread_are_refused(folders: dict[str, Path]) -> None:
-    with pytest.raises(UsageError, match="prompt: found the id 2, which pads"):
+    with pytest.raises(UsageError, match="prompt: got the id 2, which pads"):
         run_folder(open_folder(folders["cpu"]), [0, 5, 2, 6], 4)
-    with pytest.raises(UsageError, match="prompt: found 1 tokens; wanted at least 2"):
+    with pytest.raises(UsageError, match="prompt: got 1 tokens; expected at least 2"):
         run_folder(open_folder(folders["cpu"]), [5], 4)
     with pytest.raises(
-        UsageError, match="prompt: found 97 tokens, 128 with padding; wanted less than the context of 128"
+        UsageError, match="prompt: got 97 tokens, 128 with padding; expected less than the context of 128"
     ):
         run_folder(open_folder(folders["cpu"]), [5] * 97, 4)
 
 
 def test_a_folder_that_is_none_or_lacks_a_file_is_explained(folders: dict[str, Path], tmp_path: Path) -> None:
-    with pytest.raises(BundleError, match=r"genai_config.json: found .*No such file.*edgekv bundle genai BUNDLE"):
+    with pytest.raises(BundleError, match=r"genai_config.json: got .*No such file.*edgekv bundle genai BUNDLE"):
         open_folder(tmp_path)
     shutil.copy(folders["cpu"] / "genai_config.json", tmp_path)
     with pytest.raises(EngineError, match=r"onnxruntime-genai on .*position-processor.onnx"):
@@ -109,17 +109,19 @@ def changed(bundle: Path, **changes: object) -> Bundle:
 
 
 def test_what_it_cannot_express_is_refused_by_name(bundle: Path, tmp_path: Path) -> None:
-    with pytest.raises(BundleError, match=r"cache: found s16; wanted u8.*Export again with --kv u8"):
+    with pytest.raises(BundleError, match=r"cache: got s16; expected u8.*Export again with --kv u8"):
         choose_graphs(changed(bundle, kv_dtype="s16"))
     graphs = open_bundle(bundle, verify=False).manifest.graphs
-    with pytest.raises(BundleError, match=r"graphs: found only ar1_cl128; .*--ar 1,32"):
+    with pytest.raises(BundleError, match=r"graphs: got only ar1_cl128; .*--ar 1,32"):
         choose_graphs(changed(bundle, graphs=[g for g in graphs if g.role == "decode"]))
-    with pytest.raises(BundleError, match=r"attention windows: found 32, all; wanted layers that all attend"):
+    with pytest.raises(BundleError, match=r"attention windows: got 32, all; expected layers that all attend"):
         choose_graphs(changed(bundle, windows=[32, None]))
-    with pytest.raises(BundleError, match=r"found tflite graphs; wanted onnx graphs, which onnxruntime-genai"):
+    with pytest.raises(BundleError, match=r"got tflite graphs; expected onnx graphs, which onnxruntime-genai"):
         choose_graphs(changed(bundle, graph_format="tflite"))
     wide = [structs.replace(g, ar=96) if g.role == "prefill" else g for g in graphs]
-    with pytest.raises(BundleError, match=r"context 128, 96 tokens per inference; wanted a context of at least .* 192"):
+    with pytest.raises(
+        BundleError, match=r"context 128, 96 tokens per inference; expected a context of at least .* 192"
+    ):
         write_folder(changed(bundle, graphs=wide), tmp_path / "folder", GenaiOptions(None))
     assert not list(tmp_path.iterdir())
 
@@ -131,10 +133,10 @@ def test_padding_is_an_id_that_no_prompt_contains(bundle: Path) -> None:
     model = structs.replace(open_bundle(bundle, verify=False).manifest.model, vocab=4100)
     ends = structs.replace(tokens, pad=1)
     assert choose_pad_token(changed(bundle, tokens=ends, model=model), None) == 4099
-    with pytest.raises(UsageError, match=r"padding: found no padding token.*--pad-token-id; .*2 \(<\|pad\|>\)"):
+    with pytest.raises(UsageError, match=r"padding: got no padding token.*--pad-token-id; .*2 \(<\|pad\|>\)"):
         choose_pad_token(changed(bundle, tokens=ends), None)
     for wrong in (-1, 4096, tokens.eos[0], tokens.bos):
-        with pytest.raises(UsageError, match=f"--pad-token-id: found {wrong}; wanted an id below 4096"):
+        with pytest.raises(UsageError, match=f"--pad-token-id: got {wrong}; expected an id below 4096"):
             choose_pad_token(changed(bundle), wrong)
 
 
@@ -150,7 +152,7 @@ def test_another_version_is_named(folders: dict[str, Path], tmp_path: Path) -> N
         text=True,
     )
     assert done.returncode == 1
-    assert "onnxruntime-genai: found 0.18.0; wanted 0.15.2 or 0.16.0. Install it: pip install" in done.stderr
+    assert "onnxruntime-genai: got 0.18.0; expected 0.15.2 or 0.16.0. Install it: pip install" in done.stderr
 
 
 def test_the_commands_write_a_folder_and_run_it(
@@ -168,5 +170,5 @@ def test_the_commands_write_a_folder_and_run_it(
     assert "--force" in capsys.readouterr().err
     assert run([*arguments, "--force", "--device", "SM8650"]) == 2
     assert run([*arguments, "--force", "--share-weights"]) == 2
-    assert "--share-weights: found it with the engine cpu" in capsys.readouterr().err
+    assert "--share-weights: got it with the engine cpu" in capsys.readouterr().err
     assert run([*arguments[:-1], "gpu", "--force"]) == 2

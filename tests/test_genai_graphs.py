@@ -14,16 +14,16 @@ from msgspec import structs
 
 from devices import find
 from edgekv.bundle import Bundle, open_bundle
-from edgekv.engine import CpuEngine, HtpEngine
-from edgekv.engine.rope import rope_tables
 from edgekv.errors import BundleError, EngineError
-from exporters.checkpoint import Checkpoint
+from edgekv.runtime import CpuEngine, HtpEngine
+from edgekv.runtime.rope import rope_tables
+from exporters.checkpoint.checkpoint import Checkpoint
 from exporters.export import ExportOptions, export_bundle
-from exporters.genai.helpers import dequantizer, position_processor
-from exporters.genai.proof import StackedGraph, prove
-from exporters.genai.stacked import stack_heads
-from exporters.htp import floating_nodes
-from exporters.recipe import find_recipe
+from exporters.htp.check import floating_nodes
+from exporters.quantize.recipe import find_recipe
+from exporters.targets.genai.helpers import dequantizer, position_processor
+from exporters.targets.genai.proof import StackedGraph, prove
+from exporters.targets.genai.stacked import stack_heads
 from tests.checkpoints import write_checkpoint
 
 DEVICE = find("SM8650")
@@ -105,7 +105,7 @@ def test_stacking_heads_keeps_the_graphs_in_integers(small: Bundle, tmp_path: Pa
 def test_a_cache_of_another_shape_is_refused(small: Bundle) -> None:
     record = small.manifest.graph("prefill")
     model = onnx.load(small.graph_path(record), load_external_data=False)
-    with pytest.raises(BundleError, match=r"past_key_0_h0_in: found \[1, 1, .*Export the bundle again"):
+    with pytest.raises(BundleError, match=r"past_key_0_h0_in: got \[1, 1, .*Export the bundle again"):
         stack_heads(model, small.manifest, structs.replace(record, context=CONTEXT - 1))
 
 
@@ -119,11 +119,11 @@ def test_the_proof_finds_a_head_that_is_scaled_twice(small: Bundle, tmp_path: Pa
     )
     one.CopyFrom(onnx.numpy_helper.from_array(np.array(2, np.uint8), one.name))
     onnx.save(model, path)
-    with pytest.raises(EngineError, match=r"found other integers in ar1_cl64: past_value_1_out \(1 outputs\)"):
+    with pytest.raises(EngineError, match=r"got other integers in ar1_cl64: past_value_1_out \(1 outputs\)"):
         prove(small, stacked, None)
     path.write_bytes(b"no graph")
     with pytest.raises(
-        EngineError, match=r"running the graphs with stacked heads: found stacked_ar1_cl64.onnx on the CPU"
+        EngineError, match=r"running the graphs with stacked heads: got stacked_ar1_cl64.onnx on the CPU"
     ):
         prove(small, stacked, None)
 

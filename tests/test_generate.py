@@ -11,7 +11,7 @@ import pytest
 import edgekv
 from edgekv.bundle import Bundle, TokenRecord
 from edgekv.errors import ContextFullError, UsageError
-from edgekv.generate import Token
+from edgekv.session import Token
 from tests.endless import endless
 
 PROMPT = "import os\n\ndef read_file(path):\n"
@@ -154,7 +154,7 @@ def test_sampling_is_reproduced_by_its_seed(model: edgekv.Model) -> None:
 
 def test_a_prompt_longer_than_the_context_is_refused_before_anything_runs(model: edgekv.Model) -> None:
     context, steps = model.bundle.manifest.context, model.cache.stats.steps
-    with pytest.raises(ContextFullError, match=rf"prompt: found {context + 1} tokens; wanted at most {context}"):
+    with pytest.raises(ContextFullError, match=rf"prompt: got {context + 1} tokens; expected at most {context}"):
         model.generate([5] * (context + 1))
     assert model.cache.stats.steps == steps
 
@@ -177,13 +177,13 @@ def test_a_later_generation_ends_an_earlier_one(model: edgekv.Model) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"engine": "gpu"}, "engine: found 'gpu'; wanted cpu or htp"),
-        ({"kv_update": "copy"}, "update strategy: found 'copy'"),
-        ({"reserve": 3}, "reserve: found 3"),
-        ({"reserve": 1.5, "kv_update": "slot"}, "reserve: found 1.5 with slot"),
-        ({"policy": "forget"}, "context policy: found 'forget'"),
-        ({"threads": 0}, "threads: found 0"),
-        ({"threads": 2, "engine": "htp"}, "threads: found 2"),
+        ({"engine": "gpu"}, "engine: got 'gpu'; expected cpu or htp"),
+        ({"kv_update": "copy"}, "update strategy: got 'copy'"),
+        ({"reserve": 3}, "reserve: got 3"),
+        ({"reserve": 1.5, "kv_update": "slot"}, "reserve: got 1.5 with slot"),
+        ({"policy": "forget"}, "context policy: got 'forget'"),
+        ({"threads": 0}, "threads: got 0"),
+        ({"threads": 2, "engine": "htp"}, "threads: got 2"),
     ],
 )
 def test_options_that_cannot_be_are_refused(bundle: Path, options: dict[str, Any], message: str) -> None:
@@ -194,12 +194,12 @@ def test_options_that_cannot_be_are_refused(bundle: Path, options: dict[str, Any
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        ({"prompt": []}, "prompt: found no tokens"),
-        ({"prompt": [4096]}, "prompt: found id 4096; wanted 0 to 4095"),
-        ({"prompt": [-1]}, "prompt: found id -1"),
-        ({"prompt": "\udcff"}, "prompt: found .*surrogates not allowed"),
-        ({"prompt": "x", "max_new_tokens": 0}, "max_new_tokens: found 0"),
-        ({"prompt": "x", "stop": [""]}, "stop: found an empty text"),
+        ({"prompt": []}, "prompt: got no tokens"),
+        ({"prompt": [4096]}, "prompt: got id 4096; expected 0 to 4095"),
+        ({"prompt": [-1]}, "prompt: got id -1"),
+        ({"prompt": "\udcff"}, "prompt: got .*surrogates not allowed"),
+        ({"prompt": "x", "max_new_tokens": 0}, "max_new_tokens: got 0"),
+        ({"prompt": "x", "stop": [""]}, "stop: got an empty text"),
     ],
 )
 def test_prompts_that_cannot_be_are_refused(model: edgekv.Model, call: dict[str, Any], message: str) -> None:

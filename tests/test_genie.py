@@ -16,19 +16,27 @@ import edgekv
 from devices import find
 from edgekv.bundle import Bundle, open_bundle
 from edgekv.cli import run
-from edgekv.engine.rope import RopeTable
 from edgekv.errors import BundleError, EdgeKVError, EngineError, UsageError
-from edgekv.generate import Sampling, Token
-from exporters.checkpoint import Checkpoint
-from exporters.compile import compile_bundle
+from edgekv.runtime.rope import RopeTable
+from edgekv.session import Sampling, Token
+from exporters.checkpoint.checkpoint import Checkpoint
 from exporters.export import ExportOptions, export_bundle
-from exporters.genie import GenieDialog, GenieFolder, GenieOptions, open_genie_folder, vendor, write, write_genie
-from exporters.genie.config import Debug, GenieConfig
-from exporters.genie.graph_file import read_ports
-from exporters.genie.plan import GeniePlan
-from exporters.genie.ports import GeniePorts
-from exporters.genie.proof import read_specs
-from exporters.recipe import find_recipe
+from exporters.htp.compile import compile_bundle
+from exporters.quantize.recipe import find_recipe
+from exporters.targets.genie import (
+    GenieDialog,
+    GenieFolder,
+    GenieOptions,
+    open_genie_folder,
+    vendor,
+    write,
+    write_genie,
+)
+from exporters.targets.genie.config import Debug, GenieConfig
+from exporters.targets.genie.graph_file import read_ports
+from exporters.targets.genie.plan import GeniePlan
+from exporters.targets.genie.ports import GeniePorts
+from exporters.targets.genie.proof import read_specs
 from tests.checkpoints import OLDER, write_checkpoint
 
 PROMPT = (
@@ -143,7 +151,7 @@ def test_the_shared_binary_holds_both_graphs_and_one_copy_of_the_weights(folder:
 def test_a_crash_of_genie_is_an_error(folder: GenieFolder) -> None:
     """The emulator cannot load binaries of several graphs, and crashes."""
     with pytest.raises(
-        EngineError, match=r"Genie: Create: found SIGSEGV; .*binary of several graphs: use genie_config.json"
+        EngineError, match=r"Genie: Create: got SIGSEGV; .*binary of several graphs: use genie_config.json"
     ):
         GenieDialog(folder.path, folder.config(shared=True))
 
@@ -163,7 +171,7 @@ def test_a_misnamed_cache_tensor_is_found_where_genie_finds_nothing(
     right, wrong = "past_key_1_h1_in", "past_kez_1_h1_in"
     onnx_bytes = columns.graph_path(graph).read_bytes()
     (tmp_path / "misnamed.onnx").write_bytes(onnx_bytes.replace(right.encode(), wrong.encode()))
-    message = rf"found no {right}; wanted {right} u8 \[1, 1, 64, 127\], .*Genie would load it"
+    message = rf"got no {right}; expected {right} u8 \[1, 1, 64, 127\], .*Genie would load it"
     with pytest.raises(BundleError, match=message):
         wanted.compare(graph.file, read_ports(tmp_path / "misnamed.onnx"))
 
@@ -242,12 +250,12 @@ def test_genie_moves_to_the_next_context_as_edgekv_does(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"windows": [16, None]}, "attention windows: found layers that attend to 16, None tokens"),
+        ({"windows": [16, None]}, "attention windows: got layers that attend to 16, None tokens"),
         (
             {"rope_type": "longrope"},
-            "rotary embedding: found longrope of 64 elements, times 1; wanted default",
+            "rotary embedding: got longrope of 64 elements, times 1; expected default",
         ),
-        ({"attention_factor": 1.2}, "found default of 64 elements, times 1.2"),
+        ({"attention_factor": 1.2}, "got default of 64 elements, times 1.2"),
     ],
 )
 def test_what_genie_was_not_compared_for_is_refused(columns: Bundle, change: dict[str, object], message: str) -> None:
@@ -260,7 +268,7 @@ def test_what_genie_was_not_compared_for_is_refused(columns: Bundle, change: dic
 
 def test_a_phone_needs_no_binaries_of_single_graphs(tmp_path: Path) -> None:
     bundle = _export(write_checkpoint(tmp_path / "checkpoint"), tmp_path / "bundle", ar=(1, 8), context=32, splits=2)
-    with pytest.raises(UsageError, match=r"--no-each: found no binaries of single graphs; .* Add --skip-check"):
+    with pytest.raises(UsageError, match=r"--no-each: got no binaries of single graphs; .* Add --skip-check"):
         GenieOptions(each=False)
     written = write_genie(bundle, tmp_path / "genie", GenieOptions(each=False, check=False))
     listed = open_genie_folder(tmp_path / "genie").config().dialog.engine.model.binary.ctx_bins
@@ -300,9 +308,9 @@ def test_the_command_line_writes_and_runs(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"device": "SM8750"}, "--device: found SM8750; wanted SM8650 .*export the bundle with --device SM8750"),
-        ({"context": 512}, "--context: found 512; wanted 33 to 128"),
-        ({"context": 32}, "--context: found 32; wanted 33 to 128"),
+        ({"device": "SM8750"}, "--device: got SM8750; expected SM8650 .*export the bundle with --device SM8750"),
+        ({"context": 512}, "--context: got 512; expected 33 to 128"),
+        ({"context": 32}, "--context: got 32; expected 33 to 128"),
     ],
 )
 def test_what_does_not_fit_is_refused_before_work_starts(
@@ -316,15 +324,15 @@ def test_what_does_not_fit_is_refused_before_work_starts(
 
 
 def test_keys_in_rows_are_refused(bundle: Path, tmp_path: Path) -> None:
-    with pytest.raises(BundleError, match=r"keys: found in rows.* Export it with --key-layout columns"):
+    with pytest.raises(BundleError, match=r"keys: got in rows.* Export it with --key-layout columns"):
         write_genie(open_bundle(bundle), tmp_path / "genie", GenieOptions())
 
 
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
-        ("TESTED", "2.6.0", "found onnxruntime-qnn 2.7.0; wanted the tested 2.6.0"),
-        ("LIBRARY", "libNone.so", "found no .*libNone.so"),
+        ("TESTED", "2.6.0", "got onnxruntime-qnn 2.7.0; expected the tested 2.6.0"),
+        ("LIBRARY", "libNone.so", "got no .*libNone.so"),
     ],
 )
 def test_another_version_of_genie_is_refused(
@@ -339,7 +347,7 @@ def test_a_changed_folder_is_refused(folder: GenieFolder, tmp_path: Path) -> Non
     for path in folder.path.iterdir():
         (tmp_path / path.name).write_bytes(path.read_bytes())
     (tmp_path / "genie_config.json").write_text("{}")
-    with pytest.raises(BundleError, match=r"genie_config.json: found sha256 .*edgekv bundle genie"):
+    with pytest.raises(BundleError, match=r"genie_config.json: got sha256 .*edgekv bundle genie"):
         open_genie_folder(tmp_path)
-    with pytest.raises(BundleError, match="wanted a folder that edgekv bundle genie wrote"):
+    with pytest.raises(BundleError, match="expected a folder that edgekv bundle genie wrote"):
         open_genie_folder(tmp_path / "none")

@@ -7,11 +7,11 @@ import pytest
 
 import edgekv
 from edgekv.bundle import open_bundle
-from edgekv.engine import CpuEngine, Runner
-from edgekv.engine.rope import RopeTable
 from edgekv.kv import KVCache
-from exporters.checkpoint import Checkpoint
-from exporters.reference import Reference
+from edgekv.runtime import CpuEngine, Runner
+from edgekv.runtime.rope import RopeTable
+from exporters.checkpoint.checkpoint import Checkpoint
+from exporters.quantize.reference import Reference
 from tests.ties import assert_same_or_tied
 
 GOLDEN = np.load(Path(__file__).parent / "golden" / "logits.npz")["text"].tolist()

@@ -9,13 +9,13 @@ import pytest
 
 from devices import find
 from edgekv.bundle import RecipeRecord, open_bundle
-from exporters.checkpoint import EVERY, Checkpoint, Rows
-from exporters.diagnose import trace_reference
+from exporters.checkpoint.checkpoint import EVERY, Checkpoint, Rows
+from exporters.checkpoint.heads import transformed
+from exporters.checkpoint.rotate import applied_rotation
 from exporters.export import ExportOptions, export_bundle
-from exporters.heads import transformed
-from exporters.recipe import Recipe, WeightRule, describe_recipe
-from exporters.reference import Floats, Reference, Tensors
-from exporters.rotate import applied_rotation
+from exporters.inspect import trace_reference
+from exporters.quantize.recipe import Recipe, WeightRule, describe_recipe
+from exporters.quantize.reference import Floats, Reference, Tensors
 from quant import Encoding
 from tests.checkpoints import ARCHITECTURES, write_checkpoint
 

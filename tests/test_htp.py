@@ -12,8 +12,8 @@ from onnx import TensorProto, helper, numpy_helper
 
 import edgekv
 from devices import find
-from edgekv.engine import qnn
 from edgekv.errors import EngineError
+from edgekv.runtime import qnn
 
 STRATEGIES: tuple[dict[str, Any], ...] = (
     {"kv_update": "pointer-shift", "reserve": 2.0},
@@ -66,7 +66,7 @@ def test_a_refused_graph_is_explained_by_its_node(tmp_path: Path, capfd: pytest.
     """The HTP multiplies no s16 by u8; the runtime itself says only that a node would fall back to the CPU."""
     path = tmp_path / "refused.onnx"
     _write_matmul_of_s16_and_u8(path)
-    with pytest.raises(EngineError, match=r"refused.onnx on SM8650: found .*`the_matmul` of type `MatMul`"):
+    with pytest.raises(EngineError, match=r"refused.onnx on SM8650: got .*`the_matmul` of type `MatMul`"):
         qnn.create_session(path, find("SM8650"))
     assert capfd.readouterr() == ("", "")
 

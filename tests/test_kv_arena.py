@@ -94,7 +94,7 @@ def test_a_move_beyond_the_end_is_refused_before_a_byte_is_copied(move):
     arena = Arena(Layout(Geometry(layers=1, kv_heads=1, head_dim=2, context=4), 4, 1))
     arena.array[:] = np.arange(16, dtype=np.uint8).reshape(2, 4, 2)
     before = arena.array.copy()
-    with pytest.raises(ValueError, match="move: found"):
+    with pytest.raises(ValueError, match="move: got"):
         arena.execute(move)
     assert np.array_equal(arena.array, before)
     assert arena.bytes_copied == arena.copies == 0
@@ -116,11 +116,11 @@ def test_strides_are_rounded_up_to_whole_boundaries():
 
 @pytest.mark.parametrize("rows", [(0, 0), (1, -1)])
 def test_a_layout_needs_rows(rows):
-    with pytest.raises(ValueError, match="layout: found"):
+    with pytest.raises(ValueError, match="layout: got"):
         Layout(Geometry(layers=1, kv_heads=1, head_dim=2, context=4), *rows)
 
 
 @pytest.mark.parametrize("rows", [(-1, 0, 1), (0, -1, 1), (0, 0, 0)])
 def test_a_move_needs_rows(rows):
-    with pytest.raises(ValueError, match="move: found"):
+    with pytest.raises(ValueError, match="move: got"):
         Move(*rows)

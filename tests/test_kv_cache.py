@@ -147,7 +147,7 @@ def test_refused_calls_change_nothing(strategy, policy):
         lambda: cache.window(2),
         lambda: cache.room(3),
     ):
-        with pytest.raises(ValueError, match=r"found .*wanted"):
+        with pytest.raises(ValueError, match=r"got .*expected"):
             refused()
         assert image(cache) == before
     cache.commit(2)
@@ -191,9 +191,9 @@ def test_stats_count_steps_and_tokens_and_go_on_after_a_reset():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"strategy": "paged"}, r"update strategy: found 'paged'; wanted pointer-shift or slot"),
-        ({"policy": "forget"}, r"context policy: found 'forget'; wanted fail or sliding-window"),
-        ({"reserve": 3}, r"reserve: found 3; wanted a number above 1 and at most 2"),
+        ({"strategy": "paged"}, r"update strategy: got 'paged'; expected pointer-shift or slot"),
+        ({"policy": "forget"}, r"context policy: got 'forget'; expected fail or sliding-window"),
+        ({"reserve": 3}, r"reserve: got 3; expected a number above 1 and at most 2"),
     ],
 )
 def test_options_of_a_user_are_refused_by_name(options, message):
@@ -203,7 +203,7 @@ def test_options_of_a_user_are_refused_by_name(options, message):
 
 @pytest.mark.parametrize("ar", [[], [0], [8], [1, 9]])
 def test_only_ar_below_the_context_is_taken(ar):
-    with pytest.raises(ValueError, match="ar: found"):
+    with pytest.raises(ValueError, match="ar: got"):
         KVCache(SMALL, ar=ar)
 
 

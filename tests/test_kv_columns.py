@@ -85,7 +85,7 @@ def test_a_graph_that_sees_less_than_is_held_loses_nothing(strategy):
 def test_a_move_beyond_the_end_is_refused_before_a_byte_is_copied(move):
     arena = ColumnArena(ColumnLayout.of(GEOMETRY, PointerShift(GEOMETRY, 2, max_ar=1), [1]))
     before = arena.read(0, range(129)).copy()
-    with pytest.raises(ValueError, match="move: found"):
+    with pytest.raises(ValueError, match="move: got"):
         arena.execute(move)
     assert np.array_equal(arena.read(0, range(129)), before)
     assert arena.bytes_copied == arena.copies == 0

@@ -86,6 +86,6 @@ def test_a_context_without_room_is_refused():
     for token in range(8):
         feed(cache, 1, [token])
     for context in (8, 33):
-        with pytest.raises(ValueError, match=f"context: found {context}; wanted 9, tokens held and new, to 32"):
+        with pytest.raises(ValueError, match=f"context: got {context}; expected 9, tokens held and new, to 32"):
             cache.window(1, context)
     assert held(cache) == list(range(8))

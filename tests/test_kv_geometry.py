@@ -34,7 +34,7 @@ def test_a_graph_sees_the_context_less_its_own_tokens():
     assert GEOMETRY.past_rows(1) == 511
     assert GEOMETRY.past_rows(32) == 480
     for ar in (0, 512):
-        with pytest.raises(ValueError, match=f"ar: found {ar}; wanted 1 to 511"):
+        with pytest.raises(ValueError, match=f"ar: got {ar}; expected 1 to 511"):
             GEOMETRY.past_rows(ar)
 
 
@@ -43,5 +43,5 @@ def test_a_graph_sees_the_context_less_its_own_tokens():
 )
 def test_sizes_that_make_no_cache_are_refused(wrong):
     sizes = {"layers": 1, "kv_heads": 1, "head_dim": 1, "context": 2, **wrong}
-    with pytest.raises(ValueError, match=f"{next(iter(wrong))}: found"):
+    with pytest.raises(ValueError, match=f"{next(iter(wrong))}: got"):
         Geometry(**sizes)

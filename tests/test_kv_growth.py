@@ -210,10 +210,10 @@ def test_layers_with_a_window_of_their_own_stay_as_they_are():
 @pytest.mark.parametrize(
     ("strategy", "key_layout", "contexts", "message"),
     [
-        ("mirror", "rows", CONTEXTS, "found mirror; wanted the update strategy slot or pointer-shift"),
-        ("shift-concat", "rows", CONTEXTS, "found shift-concat; wanted the update strategy slot or pointer-shift"),
-        ("slot", "columns", CONTEXTS, "found slot with keys as columns; wanted"),
-        ("slot", "rows", (28, 30, 32), "growth staggered: found contexts of 28, 30, 32 tokens for 3 layers; wanted at"),
+        ("mirror", "rows", CONTEXTS, "got mirror; expected the update strategy slot or pointer-shift"),
+        ("shift-concat", "rows", CONTEXTS, "got shift-concat; expected the update strategy slot or pointer-shift"),
+        ("slot", "columns", CONTEXTS, "got slot with keys as columns; expected"),
+        ("slot", "rows", (28, 30, 32), "growth staggered: got contexts of 28, 30, 32 tokens for 3 layers; expected at"),
     ],
 )
 def test_what_cannot_grow_is_refused_by_name(strategy, key_layout, contexts, message):
@@ -222,12 +222,12 @@ def test_what_cannot_grow_is_refused_by_name(strategy, key_layout, contexts, mes
 
 
 def test_a_growth_that_cannot_be_is_refused():
-    with pytest.raises(UsageError, match="growth: found 'slow'; wanted staggered or together"):
+    with pytest.raises(UsageError, match="growth: got 'slow'; expected staggered or together"):
         parse_growth("slow", CONTEXTS)
-    with pytest.raises(UsageError, match="growth: found one context, of 32 tokens; wanted several"):
+    with pytest.raises(UsageError, match="growth: got one context, of 32 tokens; expected several"):
         parse_growth("staggered", [32])
     with pytest.raises(ValueError, match="contexts"):
         Growth((16, 8))
     for contexts in ((8, 16), (4, 32)):
-        with pytest.raises(ValueError, match="wanted contexts up to 32, all above AR-4"):
+        with pytest.raises(ValueError, match="expected contexts up to 32, all above AR-4"):
             KVCache(geometry_of(32), ar=[1, 4], growth=Growth(contexts))

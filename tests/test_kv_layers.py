@@ -69,7 +69,7 @@ def test_a_rewind_stays_within_what_the_narrowest_layer_holds():
     for _ in range(20):
         cache.window(1)
         cache.commit(1)
-    with pytest.raises(ValueError, match="found 8 tokens; wanted 0 to 7"):
+    with pytest.raises(ValueError, match="got 8 tokens; expected 0 to 7"):
         cache.rewind(8)
     cache.rewind(7)
     assert [group.length for group in cache.groups] == [0, 13]
@@ -77,17 +77,17 @@ def test_a_rewind_stays_within_what_the_narrowest_layer_holds():
 
 
 def test_what_makes_no_cache_is_refused():
-    with pytest.raises(ValueError, match="head_dim: found an empty list"):
+    with pytest.raises(ValueError, match="head_dim: got an empty list"):
         LayeredGeometry(2, 64, (1,), ())
-    with pytest.raises(ValueError, match="ar: found 8; wanted 1 to 7"):
+    with pytest.raises(ValueError, match="ar: got 8; expected 1 to 7"):
         KVCache(LayeredGeometry(2, 64, (1,), (8,), windows=(8, 64)), ar=[8])
-    with pytest.raises(ValueError, match="numbers: found"):
+    with pytest.raises(ValueError, match="numbers: got"):
         Geometry(2, 1, 8, 64, numbers=(1,))
 
 
 def test_sinks_need_layers_that_attend_alike_and_keydiff_does_not():
     geometry = LayeredGeometry(2, 64, (1,), (8,), windows=(8, 64))
-    with pytest.raises(UsageError, match=r"sinks: found layers that attend to 8 tokens of 64.*keydiff"):
+    with pytest.raises(UsageError, match=r"sinks: got layers that attend to 8 tokens of 64.*keydiff"):
         KVCache(geometry, ar=[1], policy=Sinks(4, 20, (1.0, 0.1, 0.01, 0.001)))
     cache = KVCache(geometry, ar=[1], policy=KeyDiff(20, 4))
     for _ in range(200):
@@ -105,7 +105,7 @@ def test_layers_that_are_all_narrow_hold_their_windows_while_the_context_lasts()
         cache.commit(1)
     assert [group.length for group in cache.groups] == [7]
     assert (cache.length, cache.room(1)) == (64, False)
-    with pytest.raises(UsageError, match=r"keydiff: found layers that attend to 8 tokens of 64.*sliding-window"):
+    with pytest.raises(UsageError, match=r"keydiff: got layers that attend to 8 tokens of 64.*sliding-window"):
         KVCache(geometry, ar=[1], policy=KeyDiff(20, 4))
 
 

@@ -98,22 +98,22 @@ def test_mappings_end_with_the_last_array_on_them():
 
 def test_a_system_without_anonymous_files_is_told_what_to_use(monkeypatch):
     monkeypatch.delattr(os, "memfd_create")
-    with pytest.raises(UsageError, match=r"mirror: found a system without memfd_create.*pointer-shift or slot"):
+    with pytest.raises(UsageError, match=r"mirror: got a system without memfd_create.*pointer-shift or slot"):
         KVCache(GEOMETRY, ar=[1], strategy="mirror")
 
 
 def test_a_system_that_refuses_keeps_nothing_mapped():
     before = mappings()
-    with pytest.raises(EngineError, match=r"mirror: found .* rings of .*pointer-shift or slot"):
+    with pytest.raises(EngineError, match=r"mirror: got .* rings of .*pointer-shift or slot"):
         MirrorMemory(1 << 20, 1 << 40)
     assert mappings() == before
 
 
 def test_a_ring_must_be_whole_pages():
-    with pytest.raises(ValueError, match="ring_bytes: found 100"):
+    with pytest.raises(ValueError, match="ring_bytes: got 100"):
         MirrorMemory(1, 100)
 
 
 def test_keys_as_columns_are_refused_by_name():
-    with pytest.raises(UsageError, match=r"found mirror with keys as columns; wanted keys as rows.*slot"):
+    with pytest.raises(UsageError, match=r"got mirror with keys as columns; expected keys as rows.*slot"):
         KVCache(Geometry(1, 1, 64, 64, key_layout="columns"), ar=[1], strategy="mirror")

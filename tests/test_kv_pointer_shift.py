@@ -115,5 +115,5 @@ def test_a_reserve_means_the_decimal_that_was_written(given, exact):
 
 @pytest.mark.parametrize("reserve", [1, 1.0, 2.01, 0, -1.5, float("nan"), float("inf"), "much", "1/0"])
 def test_other_reserves_are_refused(reserve):
-    with pytest.raises(UsageError, match=r"reserve: found .* wanted a number above 1 and at most 2"):
+    with pytest.raises(UsageError, match=r"reserve: got .* expected a number above 1 and at most 2"):
         parse_reserve(reserve)

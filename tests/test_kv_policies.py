@@ -155,7 +155,7 @@ def test_a_rewind_never_crosses_a_token_that_was_evicted(policy):
     for _ in range(41):
         model.step(1, 1)
     assert (model.cache.length, model.cache.stats.evicted) == (14, 27)
-    with pytest.raises(ValueError, match=r"found 14 tokens; wanted 0 to 1\d, the tokens held in a row"):
+    with pytest.raises(ValueError, match=r"got 14 tokens; expected 0 to 1\d, the tokens held in a row"):
         model.cache.rewind(14)
     before = model.cache.position
     model.cache.rewind(11)
@@ -179,11 +179,11 @@ def test_a_state_of_another_policy_goes_on():
 @pytest.mark.parametrize(
     ("policy", "message"),
     [
-        (Sinks(0, 10, FREQUENCIES), r"sinks: found 0 first and 10 newest tokens; wanted at least 1 of each, and 36"),
-        (Sinks(4, 33, FREQUENCIES), r"found 4 first and 33 newest tokens; wanted .*36 together at most.*AR-4"),
-        (Sinks(4, 10, (1.0,) * 9), r"found 9 inverse frequencies; wanted 1 to 8, half of head_dim"),
-        (KeyDiff(37, 4), r"keydiff: found a budget of 37 tokens, 4 of them recent; wanted 1 to 36 tokens"),
-        (KeyDiff(10, 11), r"found a budget of 10 tokens, 11 of them recent"),
+        (Sinks(0, 10, FREQUENCIES), r"sinks: got 0 first and 10 newest tokens; expected at least 1 of each, and 36"),
+        (Sinks(4, 33, FREQUENCIES), r"got 4 first and 33 newest tokens; expected .*36 together at most.*AR-4"),
+        (Sinks(4, 10, (1.0,) * 9), r"got 9 inverse frequencies; expected 1 to 8, half of head_dim"),
+        (KeyDiff(37, 4), r"keydiff: got a budget of 37 tokens, 4 of them recent; expected 1 to 36 tokens"),
+        (KeyDiff(10, 11), r"got a budget of 10 tokens, 11 of them recent"),
         (KeyDiff(10, 0), r"0 of them recent"),
     ],
 )

@@ -88,12 +88,12 @@ def file(tmp_path):
 
 def test_what_does_not_belong_is_refused_by_name(file):
     same = {"encodings": [Encoding("u8", 0.5, 128)] * 4}
-    assert "fingerprint: found a model; wanted another" in refused(make(**same), file, "another")
-    assert "geometry: found" in refused(make(context=13, **same), file)
-    assert "geometry: found" in refused(make(kv_dtype="s16"), file)
-    assert "encodings: found" in refused(make(), file)
-    assert "encodings: found" in refused(make(encodings=[Encoding("u8", 0.25, 128)] * 4), file)
-    assert "file: found No such file" in refused(make(), file.with_name("none"))
+    assert "fingerprint: got a model; expected another" in refused(make(**same), file, "another")
+    assert "geometry: got" in refused(make(context=13, **same), file)
+    assert "geometry: got" in refused(make(kv_dtype="s16"), file)
+    assert "encodings: got" in refused(make(), file)
+    assert "encodings: got" in refused(make(encodings=[Encoding("u8", 0.25, 128)] * 4), file)
+    assert "file: got No such file" in refused(make(), file.with_name("none"))
     make(**same).load(file, fingerprint="a model")
 
 
@@ -123,12 +123,12 @@ def test_more_tokens_than_a_policy_holds_are_refused(file):
     cache = make()
     for token in range(12):
         feed(cache, 1, [token])
-    with pytest.raises(EdgeKVError, match="tokens: found 12; wanted 11 at most"):
+    with pytest.raises(EdgeKVError, match="tokens: got 12; expected 11 at most"):
         make(policy="sliding-window").restore(cache.state)
 
 
 def test_a_folder_that_cannot_be_written_is_named(tmp_path):
-    with pytest.raises(StateError, match="No such file or directory; wanted a writable file"):
+    with pytest.raises(StateError, match="No such file or directory; expected a writable file"):
         make().save(tmp_path / "none" / "state", fingerprint="a model")
 
 

@@ -12,15 +12,15 @@ import edgekv
 from devices import find
 from edgekv.bundle import open_bundle
 from edgekv.cli import run
-from edgekv.engine import make_engine
-from exporters.checkpoint import Checkpoint
-from exporters.diagnose import LayersReport, Proposal, find_divergence, measure_layers, propose, trace_reference
-from exporters.diagnose.integers import StoredMatrices
-from exporters.diagnose.probe import Probe
-from exporters.evaluate import evaluate, evaluation_windows
+from edgekv.runtime import make_engine
+from exporters.checkpoint.checkpoint import Checkpoint
+from exporters.checkpoint.rotate import rotated
 from exporters.export import ExportOptions, export_bundle
-from exporters.recipe import Recipe, WeightRule, find_recipe
-from exporters.rotate import rotated
+from exporters.inspect import LayersReport, Proposal, find_divergence, measure_layers, propose, trace_reference
+from exporters.inspect.evaluate import evaluate, evaluation_windows
+from exporters.inspect.integers import StoredMatrices
+from exporters.inspect.probe import Probe
+from exporters.quantize.recipe import Recipe, WeightRule, find_recipe
 from quant import quantize
 from tests.checkpoints import ARCHITECTURES, NEWER, write_checkpoint
 
@@ -149,10 +149,10 @@ def test_eval_prints_layers_and_writes_the_recipe(four_bits: Path, tmp_path: Pat
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["--suggest-recipe", "more.txt"], "more.txt: found a name without .json"),
+        (["--suggest-recipe", "more.txt"], "more.txt: got a name without .json"),
         (["--suggest-recipe", "nowhere/more.json"], "no such folder"),
-        (["--suggest-recipe", "more.json", "--size-budget", "much"], "--size-budget: found 'much'"),
-        (["--suggest-recipe", "more.json", "--size-budget", "nanx"], "--size-budget: found 'nanx'"),
+        (["--suggest-recipe", "more.json", "--size-budget", "much"], "--size-budget: got 'much'"),
+        (["--suggest-recipe", "more.json", "--size-budget", "nanx"], "--size-budget: got 'nanx'"),
         (["--suggest-recipe", "more.json", "--size-budget", "1000"], "which give one matrix 8 bits"),
     ],
 )

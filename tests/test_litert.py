@@ -8,12 +8,12 @@ import pytest
 from devices import find
 from edgekv.bundle import open_bundle
 from edgekv.errors import EngineError, UsageError
-from exporters.checkpoint import Checkpoint
-from exporters.compile import compile_bundle
+from exporters.checkpoint.checkpoint import Checkpoint
 from exporters.export import ExportOptions, export_bundle
-from exporters.recipe import find_recipe
-from exporters.tflite.compile import _operators, compile_tflite
-from exporters.tflite.flatbuffer import TfliteFile
+from exporters.graphs.tflite.flatbuffer import TfliteFile
+from exporters.htp.compile import compile_bundle
+from exporters.htp.compile_tflite import _operators, compile_tflite
+from exporters.quantize.recipe import find_recipe
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +68,7 @@ def test_the_binary_itself_says_which_chip_it_targets(compiled):
 
 
 def test_a_chip_that_the_plugin_does_not_know_is_refused(compiled):
-    with pytest.raises(UsageError, match=r"--device: found QCS8550 for TFLite graphs; .* --format onnx"):
+    with pytest.raises(UsageError, match=r"--device: got QCS8550 for TFLite graphs; .* --format onnx"):
         compile_bundle(open_bundle(compiled[0]), find("QCS8550"))
 
 
@@ -82,7 +82,7 @@ def test_an_operator_that_the_compiler_leaves_to_the_cpu_is_refused_by_name(tmp_
     graph.operate("ADD", [angle, a], [total], "AddOptions")
     graph.output("total", total)
     file.save(tmp_path / "graphs.tflite")
-    with pytest.raises(EngineError, match=r"found .*refused: \w*[Aa]tan2; wanted all operators in one partition"):
+    with pytest.raises(EngineError, match=r"got .*refused: \w*[Aa]tan2; expected all operators in one partition"):
         compile_tflite(tmp_path / "graphs.tflite", tmp_path / "out.tflite", ["graph"], find("SM8650"))
 
 
@@ -98,5 +98,5 @@ sys.exit(run(["compile", {str(compiled[0])!r}, "--device", "SM8850"]))
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.returncode == 1
-    assert f"found no package {package}" in done.stderr and 'pip install "edgekv[litert,htp]"' in done.stderr
+    assert f"got no package {package}" in done.stderr and 'pip install "edgekv[litert,htp]"' in done.stderr
     assert not (compiled[0] / "compiled" / "SM8850").exists()

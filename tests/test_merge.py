@@ -12,13 +12,13 @@ import pytest
 
 from devices import find
 from edgekv.bundle import Bundle, GraphRecord, open_bundle
-from edgekv.engine import CpuEngine
-from edgekv.engine.binding import Binding, MemoryBinding
-from edgekv.engine.merge import merged
-from edgekv.engine.signature import Signature
-from exporters.checkpoint import Checkpoint
+from edgekv.runtime import CpuEngine
+from edgekv.runtime.binding import Binding, MemoryBinding
+from edgekv.runtime.merge import merged
+from edgekv.runtime.signature import Signature
+from exporters.checkpoint.checkpoint import Checkpoint
 from exporters.export import ExportOptions, export_bundle
-from exporters.recipe import find_recipe
+from exporters.quantize.recipe import find_recipe
 from tests.checkpoints import ARCHITECTURES, write_checkpoint
 
 Arrays = dict[str, np.ndarray[Any, Any]]

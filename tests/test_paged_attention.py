@@ -314,7 +314,7 @@ def test_bad_input_is_named_and_changes_nothing(field, change, rotated):
     case = small(**(TURN if rotated and "rotat" not in field else {}))
     keys, values = case.key_cache, case.value_cache
     before = keys.tobytes(), values.tobytes()
-    with pytest.raises(ValueError, match=r": found .+; wanted .+") as caught:
+    with pytest.raises(ValueError, match=r": got .+; expected .+") as caught:
         run(replace(case, **change(case)))
     assert isinstance(caught.value, PagedInputError)
     assert caught.value.field == field

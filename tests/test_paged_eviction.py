@@ -211,7 +211,7 @@ def test_a_row_of_the_table_undoes_as_many_positions():
     ],
 )
 def test_areas_that_make_no_sense_are_refused(field, sizes):
-    with pytest.raises(ValueError, match=r": found .+; wanted .+") as caught:
+    with pytest.raises(ValueError, match=r": got .+; expected .+") as caught:
         CacheEvictionConfig(*sizes)
     assert isinstance(caught.value, PagedInputError)
     assert caught.value.field == field
@@ -233,7 +233,7 @@ def test_areas_that_make_no_sense_are_refused(field, sizes):
 )
 def test_a_refused_call_of_the_evictor_changes_nothing(field, call):
     evictor = evictor_with([1.0] * 10)
-    with pytest.raises(ValueError, match=r": found .+; wanted .+") as caught:
+    with pytest.raises(ValueError, match=r": got .+; expected .+") as caught:
         call(evictor)
     assert caught.value.field == field
     assert evictor.tokens == 10

@@ -28,14 +28,14 @@ from edgekv.plan import (
     make_plan,
     quantization_bytes,
 )
-from edgekv.size import Decoder, Weights, matrix_bytes, recipe_weights
+from edgekv.plan.cache import Decoder, Weights, matrix_bytes, recipe_weights
+from edgekv.spec.families import describe
+from edgekv.spec.tensors import matrices
 from exporters import quantize, weights
-from exporters.architectures import describe
-from exporters.checkpoint import Checkpoint
+from exporters.checkpoint.checkpoint import Checkpoint
 from exporters.export import ExportOptions, export_bundle
-from exporters.quantize import Quantizer
-from exporters.recipe import find_recipe, recipe_names
-from exporters.tensors import matrices
+from exporters.quantize.matrices import Quantizer
+from exporters.quantize.recipe import find_recipe, recipe_names
 from quant import ranges, rounding
 from tests.checkpoints import write_checkpoint
 
@@ -347,10 +347,10 @@ def test_a_graph_above_the_protobuf_limit_does_not_fit(tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"recipe": "w2a2"}, r"--recipe: found 'w2a2'; wanted w8a16"),
-        ({"kv": "u16"}, r"--kv: found 'u16'; wanted u8 or s16"),
-        ({"context": 131104}, r"--context: found 131104; wanted at most max_position_embeddings = 131072"),
-        ({"context": 1000}, r"--context: found 1000; wanted a multiple of the largest AR, 32.*--context 992"),
+        ({"recipe": "w2a2"}, r"--recipe: got 'w2a2'; expected w8a16"),
+        ({"kv": "u16"}, r"--kv: got 'u16'; expected u8 or s16"),
+        ({"context": 131104}, r"--context: got 131104; expected at most max_position_embeddings = 131072"),
+        ({"context": 1000}, r"--context: got 1000; expected a multiple of the largest AR, 32.*--context 992"),
         ({"context": 1}, r"--context"),
         ({"ar": (32,)}, r"--ar"),
         ({"device": find("SM8450"), "kv": "s16", "context": 512}, r"SM8450 \(V69\)"),
@@ -371,7 +371,7 @@ def test_a_model_of_unknown_weights_is_refused(tmp_path):
 def test_a_bundle_is_refused(tmp_path):
     (tmp_path / "manifest.json").write_text("{}")
     for path in (tmp_path, tmp_path / "manifest.json"):
-        with pytest.raises(CheckpointError, match="found a bundle"):
+        with pytest.raises(CheckpointError, match="got a bundle"):
             make_plan(path, device=SM8650)
 
 

@@ -47,8 +47,8 @@ BAD_FORMS = (
 def test_other_texts_are_refused_with_all_forms(text: str) -> None:
     with pytest.raises(UsageError) as refusal:
         parse_policy(text, [])
-    assert str(refusal.value).startswith("context policy: found ")
-    assert "wanted fail, sliding-window, sinks(N, WINDOW), keydiff(BUDGET) or keydiff(BUDGET, RECENT)" in str(
+    assert str(refusal.value).startswith("context policy: got ")
+    assert "expected fail, sliding-window, sinks(N, WINDOW), keydiff(BUDGET) or keydiff(BUDGET, RECENT)" in str(
         refusal.value
     )
 
@@ -206,14 +206,14 @@ def test_the_command_line_shows_what_left(bundle: Path, policy: str, capsys: pyt
 @pytest.mark.parametrize(
     ("policy", "message"),
     [
-        ("sinks(4, 96)", "sinks: found 4 first and 96 newest tokens; wanted at least 1 of each, and 96 together"),
-        ("sinks(0, 9)", "sinks: found 0 first and 9 newest tokens"),
-        ("sinks(9, 0)", "sinks: found 9 first and 0 newest tokens"),
-        ("keydiff(100)", "keydiff: found a budget of 100 tokens, 12 of them recent; wanted 1 to 96 tokens"),
-        ("keydiff(0)", "keydiff: found a budget of 0 tokens"),
-        ("keydiff(9, 10)", "keydiff: found a budget of 9 tokens, 10 of them recent"),
-        ("keydiff(9, 0)", "keydiff: found a budget of 9 tokens, 0 of them recent"),
-        ("sinks", "found 'sinks'; wanted fail, sliding-window, sinks(N, WINDOW)"),
+        ("sinks(4, 96)", "sinks: got 4 first and 96 newest tokens; expected at least 1 of each, and 96 together"),
+        ("sinks(0, 9)", "sinks: got 0 first and 9 newest tokens"),
+        ("sinks(9, 0)", "sinks: got 9 first and 0 newest tokens"),
+        ("keydiff(100)", "keydiff: got a budget of 100 tokens, 12 of them recent; expected 1 to 96 tokens"),
+        ("keydiff(0)", "keydiff: got a budget of 0 tokens"),
+        ("keydiff(9, 10)", "keydiff: got a budget of 9 tokens, 10 of them recent"),
+        ("keydiff(9, 0)", "keydiff: got a budget of 9 tokens, 0 of them recent"),
+        ("sinks", "got 'sinks'; expected fail, sliding-window, sinks(N, WINDOW)"),
     ],
 )
 def test_numbers_that_leave_no_room_are_refused(
@@ -231,6 +231,6 @@ def test_what_would_not_come_out_the_same_is_refused(
     bundle: Path, policy: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(_command(bundle, policy, "--cache-mode", "disabled")) == 2
-    assert f"found the context policy {policy.partition('(')[0]}" in capsys.readouterr().err
+    assert f"got the context policy {policy.partition('(')[0]}" in capsys.readouterr().err
     assert run(_command(bundle, policy, "--num-beams", "2")) == 2
-    assert f"found {policy.partition('(')[0]} with num_beams" in capsys.readouterr().err
+    assert f"got {policy.partition('(')[0]} with num_beams" in capsys.readouterr().err

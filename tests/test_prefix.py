@@ -223,7 +223,7 @@ def test_the_end_of_a_sequence_is_found_and_makes_way_for_what_continues_it() ->
 
 def test_heads_of_different_widths_have_no_common_array() -> None:
     store = PrefixStore(LayeredGeometry(2, 16, (1,), (2, 4)), StoreConfig(tokens_per_block=STEP, max_bytes=1 << 12))
-    with pytest.raises(ValueError, match=r"rows: found heads of widths \[2, 4\]"):
+    with pytest.raises(ValueError, match=r"rows: got heads of widths \[2, 4\]"):
         store.insert((1, 2), rows_of((1, 2)))
 
 
@@ -350,12 +350,12 @@ def test_an_allocator_gives_each_id_once() -> None:
 def test_ids_out_of_range_are_refused(block: int) -> None:
     allocator = BlockAllocator(2)
     for call in (allocator.retain, allocator.release, allocator.references):
-        with pytest.raises(ValueError, match=rf"block: found {block}; wanted 0 to 1"):
+        with pytest.raises(ValueError, match=rf"block: got {block}; expected 0 to 1"):
             call(block)
 
 
 def test_a_free_id_is_not_released_again() -> None:
-    with pytest.raises(ValueError, match="block: found 1, which is free"):
+    with pytest.raises(ValueError, match="block: got 1, which is free"):
         BlockAllocator(2).release(1)
 
 
@@ -382,54 +382,54 @@ def test_memory_is_taken_as_it_is_used() -> None:
 
 
 WRONG: dict[str, tuple[Callable[[], object], str]] = {
-    "a block size of 1": (lambda: StoreConfig(tokens_per_block=1), "tokens_per_block: found 1; wanted a power of two"),
-    "a block size of 48": (lambda: StoreConfig(tokens_per_block=48), "tokens_per_block: found 48; wanted a power of"),
-    "a block size of 0": (lambda: StoreConfig(tokens_per_block=0), "tokens_per_block: found 0"),
+    "a block size of 1": (lambda: StoreConfig(tokens_per_block=1), "tokens_per_block: got 1; expected a power of two"),
+    "a block size of 48": (lambda: StoreConfig(tokens_per_block=48), "tokens_per_block: got 48; expected a power of"),
+    "a block size of 0": (lambda: StoreConfig(tokens_per_block=0), "tokens_per_block: got 0"),
     "a budget below a block": (
         lambda: store_of(0, max_bytes=7),
-        "max_bytes: found 7 bytes; wanted at least 8 bytes",
+        "max_bytes: got 7 bytes; expected at least 8 bytes",
     ),
-    "tokens below a block": (lambda: store_of(9, max_tokens=1), "max_tokens: found 4 bytes; wanted at least 8 bytes"),
+    "tokens below a block": (lambda: store_of(9, max_tokens=1), "max_tokens: got 4 bytes; expected at least 8 bytes"),
     "too little free memory": (
         lambda: PrefixStore(GEOMETRY, StoreConfig(), free_bytes=10),
-        "free_memory_fraction: found 9 bytes; wanted at least 128 bytes",
+        "free_memory_fraction: got 9 bytes; expected at least 128 bytes",
     ),
-    "a host memory below a block": (lambda: store_of(1, host_cache_size=3), "host_cache_size: found 3 bytes"),
-    "a negative host memory": (lambda: StoreConfig(host_cache_size=-1), "host_cache_size: found -1"),
-    "a fraction of 0": (lambda: StoreConfig(free_memory_fraction=0), "free_memory_fraction: found 0; wanted above 0"),
-    "a fraction above 1": (lambda: StoreConfig(free_memory_fraction=1.5), "free_memory_fraction: found 1.5"),
+    "a host memory below a block": (lambda: store_of(1, host_cache_size=3), "host_cache_size: got 3 bytes"),
+    "a negative host memory": (lambda: StoreConfig(host_cache_size=-1), "host_cache_size: got -1"),
+    "a fraction of 0": (lambda: StoreConfig(free_memory_fraction=0), "free_memory_fraction: got 0; expected above 0"),
+    "a fraction above 1": (lambda: StoreConfig(free_memory_fraction=1.5), "free_memory_fraction: got 1.5"),
     "an offload priority of 101": (
         lambda: StoreConfig(secondary_offload_min_priority=101),
-        "secondary_offload_min_priority: found 101; wanted 0 to 100",
+        "secondary_offload_min_priority: got 101; expected 0 to 100",
     ),
-    "a window of 1": (lambda: store_of(9, max_attention_window=(1,)), "max_attention_window: found [1]"),
-    "windows for no layer": (lambda: store_of(9, max_attention_window=(8, 8)), "max_attention_window: found [8, 8]"),
-    "a priority of 101": (lambda: TokenRangeRetentionConfig(0, 1, 101), "priority: found 101; wanted 0 to 100"),
-    "a priority of -1": (lambda: TokenRangeRetentionConfig(0, 1, -1), "priority: found -1; wanted 0 to 100"),
+    "a window of 1": (lambda: store_of(9, max_attention_window=(1,)), "max_attention_window: got [1]"),
+    "windows for no layer": (lambda: store_of(9, max_attention_window=(8, 8)), "max_attention_window: got [8, 8]"),
+    "a priority of 101": (lambda: TokenRangeRetentionConfig(0, 1, 101), "priority: got 101; expected 0 to 100"),
+    "a priority of -1": (lambda: TokenRangeRetentionConfig(0, 1, -1), "priority: got -1; expected 0 to 100"),
     "a decode priority of 101": (
         lambda: RetentionPolicy(decode_retention_priority=101),
-        "decode_retention_priority: found 101",
+        "decode_retention_priority: got 101",
     ),
-    "a duration of 0": (lambda: TokenRangeRetentionConfig(0, 1, 5, 0), "duration_ms: found 0; wanted at least 1 ms"),
-    "an empty range": (lambda: TokenRangeRetentionConfig(3, 3, 5), "token_end: found 3; wanted None or above"),
-    "a range before the beginning": (lambda: TokenRangeRetentionConfig(-1, 3, 5), "token_start: found -1"),
+    "a duration of 0": (lambda: TokenRangeRetentionConfig(0, 1, 5, 0), "duration_ms: got 0; expected at least 1 ms"),
+    "an empty range": (lambda: TokenRangeRetentionConfig(3, 3, 5), "token_end: got 3; expected None or above"),
+    "a range before the beginning": (lambda: TokenRangeRetentionConfig(-1, 3, 5), "token_start: got -1"),
     "ranges that overlap": (
         lambda: RetentionPolicy((TokenRangeRetentionConfig(60, 128, 1), TokenRangeRetentionConfig(0, 64, 1))),
-        "ranges: found [0, 64) and [60, 128); wanted ranges that do not overlap",
+        "ranges: got [0, 64) and [60, 128); expected ranges that do not overlap",
     ),
     "a range behind an open one": (
         lambda: RetentionPolicy((TokenRangeRetentionConfig(0, None, 1), TokenRangeRetentionConfig(70, 80, 1))),
-        "ranges: found [0, end) and [70, 80)",
+        "ranges: got [0, end) and [70, 80)",
     ),
     "a disk without a fingerprint": (
         lambda: PrefixStore(GEOMETRY, StoreConfig(disk_folder=Path("x"), max_bytes=64, tokens_per_block=2)),
-        "fingerprint: found ''",
+        "fingerprint: got ''",
     ),
     "windows beside the model's own": (
         lambda: split_layers(LayeredGeometry(1, 16, (1,), (2,), (8,)), (8,)),
-        "max_attention_window: found [8]; wanted none",
+        "max_attention_window: got [8]; expected none",
     ),
-    "an empty salt": (lambda: store_of(9).match((1,), salt=""), "cache_salt: found an empty text"),
+    "an empty salt": (lambda: store_of(9).match((1,), salt=""), "cache_salt: got an empty text"),
 }
 
 
@@ -449,19 +449,19 @@ def _released(store: PrefixStore) -> Match:
 
 
 MISUSED: dict[str, tuple[Callable[[PrefixStore], object], str]] = {
-    "rows too few": (lambda s: s.insert(SEQUENCE, rows_of(SEQUENCE[1:])), "rows: found uint8 [2, 8, 2]; wanted uint8"),
-    "rows of another type": (lambda s: s.insert((1,), rows_of((1,)).astype(np.int16)), "rows: found int16 [2, 1, 2]"),
-    "first behind the end": (lambda s: s.insert((1,), rows_of(()), first=2), "first: found 2; wanted 0 to 1"),
-    "a prompt behind the end": (lambda s: s.insert((1,), rows_of((1,)), prompt_tokens=2), "prompt_tokens: found 2"),
-    "a released match is fetched": (lambda s: s.fetch(_released(s)), "match: found one that was released"),
-    "a match is released twice": (lambda s: s.release(_released(s)), "match: found one that was released"),
+    "rows too few": (lambda s: s.insert(SEQUENCE, rows_of(SEQUENCE[1:])), "rows: got uint8 [2, 8, 2]; expected uint8"),
+    "rows of another type": (lambda s: s.insert((1,), rows_of((1,)).astype(np.int16)), "rows: got int16 [2, 1, 2]"),
+    "first behind the end": (lambda s: s.insert((1,), rows_of(()), first=2), "first: got 2; expected 0 to 1"),
+    "a prompt behind the end": (lambda s: s.insert((1,), rows_of((1,)), prompt_tokens=2), "prompt_tokens: got 2"),
+    "a released match is fetched": (lambda s: s.fetch(_released(s)), "match: got one that was released"),
+    "a match is released twice": (lambda s: s.release(_released(s)), "match: got one that was released"),
     "a match of another salt": (
         lambda s: s.insert((1,), rows_of((1,)), salt="a", match=s.match((1,))),
-        "match: found one of another salt",
+        "match: got one of another salt",
     ),
     "an output of another shape": (
         lambda s: s.fetch(s.match(SEQUENCE), np.empty((2, 3, 2), np.uint8)),
-        "out: found uint8 [2, 3, 2]; wanted uint8 [2, 0, 2]",
+        "out: got uint8 [2, 3, 2]; expected uint8 [2, 0, 2]",
     ),
 }
 

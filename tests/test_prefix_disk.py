@@ -199,14 +199,14 @@ def test_salts_and_tokens_are_nowhere_in_clear(tmp_path: Path) -> None:
 
 def test_a_folder_that_is_a_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"")
-    with pytest.raises(PrefixError, match=r"disk_folder .*file: found File exists; wanted a writable folder"):
+    with pytest.raises(PrefixError, match=r"disk_folder .*file: got File exists; expected a writable folder"):
         opened(tmp_path / "file")
 
 
 def test_a_broken_secret_is_refused(tmp_path: Path) -> None:
     saved(tmp_path)
     (tmp_path / "store.key").write_bytes(b"short")
-    with pytest.raises(PrefixError, match=r"store.key: found 5 bytes; wanted 32 bytes"):
+    with pytest.raises(PrefixError, match=r"store.key: got 5 bytes; expected 32 bytes"):
         opened(tmp_path)
 
 

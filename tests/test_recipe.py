@@ -8,11 +8,11 @@ import edgekv
 from devices import find
 from edgekv.bundle import open_bundle
 from edgekv.errors import UsageError
-from exporters.checkpoint import Checkpoint
+from exporters.checkpoint.checkpoint import Checkpoint
+from exporters.checkpoint.rotate import RotatedCheckpoint, applied_rotation, hadamard
 from exporters.export import ExportOptions, export_bundle
-from exporters.recipe import describe_recipe, find_recipe, recipe_names
-from exporters.reference import Reference
-from exporters.rotate import RotatedCheckpoint, applied_rotation, hadamard
+from exporters.quantize.recipe import describe_recipe, find_recipe, recipe_names
+from exporters.quantize.reference import Reference
 from tests.checkpoints import NEWER, write_checkpoint
 
 SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "head_dim": 16}

@@ -3,8 +3,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from exporters.checkpoint import Checkpoint
-from exporters.reference import Reference
+from exporters.checkpoint.checkpoint import Checkpoint
+from exporters.quantize.reference import Reference
 from tests.checkpoints import NEWER, OLDER, write_checkpoint
 
 GOLDEN = np.load(Path(__file__).parent / "golden" / "logits.npz")

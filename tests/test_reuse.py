@@ -17,16 +17,15 @@ import edgekv
 from devices import find
 from edgekv.cli import run
 from edgekv.errors import BundleError, UsageError
-from edgekv.generate import Token
 from edgekv.kv import Geometry, KVCache, LayeredGeometry
-from edgekv.kv.geometry import KeyLayout, KvDtype
 from edgekv.paged import paged_attention
-from edgekv.prefix import PrefixStore, RetentionPolicy, StoreConfig, TokenRangeRetentionConfig
-from edgekv.reuse import CacheRows
-from edgekv.reuse.bake import bake_prefix
-from exporters.checkpoint import Checkpoint
+from edgekv.prefix import CacheRows, PrefixStore, RetentionPolicy, StoreConfig, TokenRangeRetentionConfig
+from edgekv.session import Token
+from edgekv.session.bake import bake_prefix
+from edgekv.spec.geometry import KeyLayout, KvDtype
+from exporters.checkpoint.checkpoint import Checkpoint
 from exporters.export import ExportOptions, export_bundle
-from exporters.recipe import find_recipe
+from exporters.quantize.recipe import find_recipe
 from tests.checkpoints import write_checkpoint
 from tests.ties import ROW_STEPS, assert_same_or_tied
 
@@ -347,7 +346,7 @@ def test_a_baked_prefix_that_was_changed_is_refused(own_bundle: Path, bundle: Pa
     file = next((own_bundle / "prefixes").glob("*.safetensors"))
     raw = file.read_bytes()
     file.write_bytes(raw[:-1] + bytes([raw[-1] ^ 1]))
-    with pytest.raises(BundleError, match=r"system-cpu.safetensors: found a missing or changed file"):
+    with pytest.raises(BundleError, match=r"system-cpu.safetensors: got a missing or changed file"):
         edgekv.load(own_bundle)
     file.write_bytes(raw)
     edgekv.load(own_bundle)
@@ -355,7 +354,7 @@ def test_a_baked_prefix_that_was_changed_is_refused(own_bundle: Path, bundle: Pa
     manifest = json.loads((other / "manifest.json").read_text())
     manifest["encodings"]["logits"]["scale"] *= 2
     (other / "manifest.json").write_text(json.dumps(manifest))
-    with pytest.raises(BundleError, match="found a prefix of another bundle"):
+    with pytest.raises(BundleError, match="got a prefix of another bundle"):
         edgekv.load(other)
 
 
@@ -372,11 +371,11 @@ def test_retention_reaches_the_store(model: edgekv.Model, text: list[int]) -> No
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"prefix_cache": CONFIG, "cache_mode": "disabled"}, "cache mode: found disabled with a prefix cache"),
-        ({"prefix_cache": StoreConfig(max_attention_window=(8,))}, r"max_attention_window: found \[8\]"),
-        ({"prefix_cache": StoreConfig(max_bytes=7)}, "max_bytes: found 7 bytes"),
-        ({"prefix_cache": PrefixStore(Geometry(1, 1, 8, 64))}, "prefix_cache: found a store of another bundle"),
-        ({"prefix_cache": __file__}, r"disk_folder .*test_reuse.py/.*: found Not a directory"),
+        ({"prefix_cache": CONFIG, "cache_mode": "disabled"}, "cache mode: got disabled with a prefix cache"),
+        ({"prefix_cache": StoreConfig(max_attention_window=(8,))}, r"max_attention_window: got \[8\]"),
+        ({"prefix_cache": StoreConfig(max_bytes=7)}, "max_bytes: got 7 bytes"),
+        ({"prefix_cache": PrefixStore(Geometry(1, 1, 8, 64))}, "prefix_cache: got a store of another bundle"),
+        ({"prefix_cache": __file__}, r"disk_folder .*test_reuse.py/.*: got Not a directory"),
     ],
 )
 def test_stores_that_cannot_be_are_refused(bundle: Path, options: dict[str, Any], message: str) -> None:
@@ -387,14 +386,14 @@ def test_stores_that_cannot_be_are_refused(bundle: Path, options: dict[str, Any]
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["generate", "{}", "--prompt", "x", "--cache-salt", "s"], "cache_salt: found one without a prefix cache"),
-        (["generate", "{}", "--prompt", "x", "--host-cache-size", "9"], "--host-cache-size: found no --prefix-cache"),
-        (["generate", "{}", "--prompt", "x", "--retention", "5"], "--retention: found '5'"),
-        (["generate", "{}", "--prompt", "x", "--retention", "0-9:101"], "priority: found 101; wanted 0 to 100"),
-        (["prefix", "bake", "{}", "nowhere.txt"], "TEXT: found nowhere.txt"),
-        (["prefix", "rm", "{}", "nothing"], "found no prefix; wanted nothing"),
-        (["prefix", "rm", "{}"], "PREFIX, --all: found neither"),
-        (["prefix", "ls", "nowhere"], "nowhere: found no folder"),
+        (["generate", "{}", "--prompt", "x", "--cache-salt", "s"], "cache_salt: got one without a prefix cache"),
+        (["generate", "{}", "--prompt", "x", "--host-cache-size", "9"], "--host-cache-size: got no --prefix-cache"),
+        (["generate", "{}", "--prompt", "x", "--retention", "5"], "--retention: got '5'"),
+        (["generate", "{}", "--prompt", "x", "--retention", "0-9:101"], "priority: got 101; expected 0 to 100"),
+        (["prefix", "bake", "{}", "nowhere.txt"], "TEXT: got nowhere.txt"),
+        (["prefix", "rm", "{}", "nothing"], "got no prefix; expected nothing"),
+        (["prefix", "rm", "{}"], "PREFIX, --all: got neither"),
+        (["prefix", "ls", "nowhere"], "nowhere: got no folder"),
     ],
 )
 def test_command_lines_that_cannot_be_are_refused(

@@ -10,11 +10,11 @@ import edgekv
 from devices import find
 from edgekv.bundle import Bundle, open_bundle
 from edgekv.kv import KvDtype
-from exporters.checkpoint import Checkpoint
+from exporters.checkpoint.checkpoint import Checkpoint
 from exporters.export import ExportOptions, export_bundle
-from exporters.genai import GenaiOptions, open_folder, run_folder, write_folder
-from exporters.genie import GenieDialog, GenieOptions, open_genie_folder, write_genie
-from exporters.recipe import find_recipe
+from exporters.quantize.recipe import find_recipe
+from exporters.targets.genai import GenaiOptions, open_folder, run_folder, write_folder
+from exporters.targets.genie import GenieDialog, GenieOptions, open_genie_folder, write_genie
 from tests.checkpoints import NEWER, write_checkpoint
 
 DEVICE = find("SM8650")

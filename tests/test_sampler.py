@@ -10,7 +10,7 @@ from hypothesis.extra import numpy as hnp
 from numpy.typing import NDArray
 
 from edgekv.errors import UsageError
-from edgekv.generate import Sampler, Sampling
+from edgekv.session import Sampler, Sampling
 from quant import Encoding
 
 Logits = NDArray[Any]
@@ -82,14 +82,14 @@ def test_a_seed_that_was_drawn_can_be_used_again() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"temperature": -1.0}, "temperature: found -1.0"),
-        ({"temperature": float("nan")}, "temperature: found nan"),
-        ({"temperature": 1.0, "top_k": 0}, "top_k: found 0"),
-        ({"temperature": 1.0, "top_p": 0.0}, "top_p: found 0.0"),
-        ({"temperature": 1.0, "top_p": 1.5}, "top_p: found 1.5"),
-        ({"temperature": 1.0, "seed": -1}, "seed: found -1"),
-        ({"top_k": 5}, "top_k: found 5 at temperature 0"),
-        ({"seed": 5}, "seed: found 5 at temperature 0"),
+        ({"temperature": -1.0}, "temperature: got -1.0"),
+        ({"temperature": float("nan")}, "temperature: got nan"),
+        ({"temperature": 1.0, "top_k": 0}, "top_k: got 0"),
+        ({"temperature": 1.0, "top_p": 0.0}, "top_p: got 0.0"),
+        ({"temperature": 1.0, "top_p": 1.5}, "top_p: got 1.5"),
+        ({"temperature": 1.0, "seed": -1}, "seed: got -1"),
+        ({"top_k": 5}, "top_k: got 5 at temperature 0"),
+        ({"seed": 5}, "seed: got 5 at temperature 0"),
     ],
 )
 def test_options_out_of_range_are_refused(options: dict[str, Any], message: str) -> None:

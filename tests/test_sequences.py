@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from edgekv.errors import MemoryBudgetError, UsageError
 from edgekv.kv import Geometry, KVCache
-from edgekv.sequences import (
+from edgekv.session import (
     Adaptive,
     Always,
     Budget,
@@ -69,7 +69,7 @@ def test_a_mode_is_what_its_text_says(text: str, mode: Mode) -> None:
     "text", ["", "never", "disabled(1)", "long-sequence-only", "long-sequence-only(x)", "long-sequence-only(-1)"]
 )
 def test_what_is_no_mode_is_refused(text: str) -> None:
-    with pytest.raises(UsageError, match=r"cache mode: found .* wanted always, long-sequence-only"):
+    with pytest.raises(UsageError, match=r"cache mode: got .* expected always, long-sequence-only"):
         parse_mode(text)
 
 
@@ -80,7 +80,7 @@ def test_what_is_no_budget_is_refused(text: str) -> None:
 
 
 def test_a_threshold_of_nothing_is_refused() -> None:
-    with pytest.raises(UsageError, match=r"found long-sequence-only\(0\); wanted a threshold of at least 1"):
+    with pytest.raises(UsageError, match=r"got long-sequence-only\(0\); expected a threshold of at least 1"):
         parse_mode("long-sequence-only(0)")
 
 
@@ -89,7 +89,7 @@ def test_computing_anew_beyond_a_sliding_window_is_refused() -> None:
     check_mode(LongSequenceOnly(12), sliding)
     check_mode(Disabled(), _cache())
     for mode in (LongSequenceOnly(13), Disabled()):
-        with pytest.raises(UsageError, match="found the context policy sliding-window; wanted fail, or at most 12"):
+        with pytest.raises(UsageError, match="got the context policy sliding-window; expected fail, or at most 12"):
             check_mode(mode, sliding)
 
 
@@ -115,7 +115,7 @@ def test_an_empty_manager_has_figures_too() -> None:
 
 @pytest.mark.parametrize("sequence", [-1, 2**64, True, 1.0, "7"])
 def test_what_is_no_64_bit_id_is_refused(sequence: int) -> None:
-    with pytest.raises(UsageError, match="sequence: found"):
+    with pytest.raises(UsageError, match="sequence: got"):
         _manager().get_or_create(sequence)
 
 
@@ -132,7 +132,7 @@ def test_beyond_the_budget_a_new_sequence_is_refused() -> None:
     manager = _manager(ByteBudget(2 * BYTES))
     manager.get_or_create(1)
     manager.get_or_create(2)
-    with pytest.raises(MemoryBudgetError, match=f"found {BYTES:,} bytes for a new one beside {2 * BYTES:,} held"):
+    with pytest.raises(MemoryBudgetError, match=f"got {BYTES:,} bytes for a new one beside {2 * BYTES:,} held"):
         manager.get_or_create(3)
     assert manager.ids == [1, 2]
 
@@ -150,7 +150,7 @@ def test_what_never_fits_is_refused_before_anything_gives_way() -> None:
     manager = _manager(FreeMemoryBudget(Fraction(1, 2), lambda: free), evicts=True)
     manager.get_or_create(1)
     free = 0
-    with pytest.raises(MemoryBudgetError, match=f"found {BYTES:,} bytes for a new one; wanted at most {BYTES // 2:,}"):
+    with pytest.raises(MemoryBudgetError, match=f"got {BYTES:,} bytes for a new one; expected at most {BYTES // 2:,}"):
         manager.get_or_create(2)
     assert manager.ids == [1]
 

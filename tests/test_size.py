@@ -27,7 +27,7 @@ from edgekv.bundle import (
 from edgekv.cli.size import size
 from edgekv.errors import BundleError, CheckpointError, UsageError
 from edgekv.kv import STRATEGIES, Geometry, KVCache
-from edgekv.size import (
+from edgekv.plan.cache import (
     CHOICES,
     HTP_CONTEXT_BYTES,
     Budget,
@@ -230,7 +230,7 @@ def test_the_estimate_is_what_slot_holds_without_its_scratch(geometry):
 
 
 def test_an_estimate_of_nothing_is_refused():
-    with pytest.raises(ValueError, match="kv_heads: found 0"):
+    with pytest.raises(ValueError, match="kv_heads: got 0"):
         estimate(layers=1, kv_heads=0, head_dim=64, tokens=16)
 
 
@@ -323,7 +323,7 @@ def test_an_impossible_option_is_refused(option, changes):
 def test_an_option_that_contradicts_a_config_is_refused(tmp_path):
     path = write_config(tmp_path)
     assert find_subject(path, Overrides(layers=16, kv_bits=16)).geometry.kv_dtype == "s16"
-    with pytest.raises(UsageError, match=r"--layers: found 32; wanted 16"):
+    with pytest.raises(UsageError, match=r"--layers: got 32; expected 16"):
         find_subject(path, Overrides(layers=32))
 
 

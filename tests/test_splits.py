@@ -13,17 +13,17 @@ import edgekv
 from devices import find
 from edgekv.bundle import Bundle, open_bundle
 from edgekv.cli import run
-from edgekv.engine import CpuEngine, make_engine
-from edgekv.engine.signature import Signature
 from edgekv.errors import BundleError, UsageError
 from edgekv.plan import divide
-from exporters.checkpoint import Checkpoint
-from exporters.compile import compile_bundle
-from exporters.diagnose.probe import Probe
+from edgekv.runtime import CpuEngine, make_engine
+from edgekv.runtime.signature import Signature
+from exporters.checkpoint.checkpoint import Checkpoint
 from exporters.export import ExportOptions, export_bundle
-from exporters.genai.folder import choose_graphs
-from exporters.htp import floating_nodes
-from exporters.recipe import find_recipe
+from exporters.htp.check import floating_nodes
+from exporters.htp.compile import compile_bundle
+from exporters.inspect.probe import Probe
+from exporters.quantize.recipe import find_recipe
+from exporters.targets.genai.folder import choose_graphs
 from tests.checkpoints import ARCHITECTURES, write_checkpoint
 
 DEVICE = find("SM8650")
@@ -155,7 +155,7 @@ def test_the_engine_loads_what_was_compiled_of_each_part(bundles: dict[str, Path
 
 
 def test_what_runs_a_graph_as_one_file_refuses_parts_by_name(two: Bundle) -> None:
-    wanted = r"found graphs of 3 parts; wanted .*, which {} runs. Export it with --splits 1 --head last"
+    wanted = r"got graphs of 3 parts; expected .*, which {} runs. Export it with --splits 1 --head last"
     with pytest.raises(BundleError, match=wanted.format("onnxruntime-genai")):
         choose_graphs(two)
 
@@ -172,9 +172,9 @@ def test_a_trace_of_parts_is_that_of_the_whole(bundles: dict[str, Path]) -> None
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ('"stop_layer": 1,', '"stop_layer": 2,', r"parts: found 0:2, 1:3, 3:3 head; wanted layers 0 to 3"),
-        ('"embeds": false', '"embeds": true', r"embeds: found \[True, "),
-        ('"head": true', '"head": false', r"parts: found"),
+        ('"stop_layer": 1,', '"stop_layer": 2,', r"parts: got 0:2, 1:3, 3:3 head; expected layers 0 to 3"),
+        ('"embeds": false', '"embeds": true', r"embeds: got \[True, "),
+        ('"head": true', '"head": false', r"parts: got"),
     ],
 )
 def test_parts_that_are_no_decoder_are_refused(two: Bundle, tmp_path: Path, old: str, new: str, message: str) -> None:
@@ -191,18 +191,18 @@ def test_a_table_of_another_model_is_refused(bundles: dict[str, Path], tmp_path:
         (tmp_path / path.name).symlink_to(path)
     (tmp_path / "manifest.json").unlink()
     (tmp_path / "manifest.json").write_text(text.replace('"vocab": 320', '"vocab": 319'))
-    with pytest.raises(BundleError, match=r"embed_tokens.weight.uint16: found U16 \[320, .*wanted U16 \[319, "):
+    with pytest.raises(BundleError, match=r"embed_tokens.weight.uint16: got U16 \[320, .*expected U16 \[319, "):
         edgekv.load(tmp_path)
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--splits", "4"], "--splits: found 4; wanted 1 to 3, the layers of the checkpoint. Use --splits 3"),
-        (["--splits", "0"], "--splits: found 0"),
-        (["--embedding", "phone"], "--embedding: found 'phone'; wanted graph or host"),
-        (["--head", "first"], "--head: found 'first'; wanted own or last"),
-        (["--splits", "2", "--format", "tflite"], "--splits, --embedding, --head: found 2"),
+        (["--splits", "4"], "--splits: got 4; expected 1 to 3, the layers of the checkpoint. Use --splits 3"),
+        (["--splits", "0"], "--splits: got 0"),
+        (["--embedding", "phone"], "--embedding: got 'phone'; expected graph or host"),
+        (["--head", "first"], "--head: got 'first'; expected own or last"),
+        (["--splits", "2", "--format", "tflite"], "--splits, --embedding, --head: got 2"),
     ],
 )
 def test_a_split_that_cannot_be_is_refused(

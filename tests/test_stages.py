@@ -16,20 +16,20 @@ from typer.testing import CliRunner
 
 from devices import find
 from edgekv.bundle import COMPILED, Manifest, open_bundle, open_compiled
-from edgekv.engine import qnn
 from edgekv.errors import BundleError, EngineError, UsageError
+from edgekv.runtime import qnn
 from exporters import room
-from exporters.calibrate import calibration_windows
-from exporters.checkpoint import Checkpoint
+from exporters.checkpoint.checkpoint import Checkpoint
 from exporters.cli import export
-from exporters.compile import compile_bundle
 from exporters.export import ExportOptions, RunOptions, export_bundle
-from exporters.quantize import Quantizer
-from exporters.recipe import WeightRule, find_recipe
+from exporters.htp.compile import compile_bundle
+from exporters.quantize.calibrate import calibration_windows
+from exporters.quantize.matrices import Quantizer
+from exporters.quantize.recipe import WeightRule, find_recipe
+from exporters.quantize.stages import FinishedBinaries, binaries, checks, stage_keys
+from exporters.quantize.stages.cli import stages
 from exporters.records import recipe_record
-from exporters.room import parse_bytes
-from exporters.stages import FinishedBinaries, binaries, checks, stage_keys
-from exporters.stages.cli import stages
+from exporters.resources import parse_bytes
 from tests.checkpoints import write_checkpoint
 
 LAYERS = 3
@@ -275,7 +275,7 @@ def files_of_at_most(size_bytes):
 
 
 def test_a_disk_that_is_full_for_stages_is_named_and_nothing_is_left(work):
-    with files_of_at_most(50_000), pytest.raises(BundleError, match=r"while writing stages; wanted .*--resume"):
+    with files_of_at_most(50_000), pytest.raises(BundleError, match=r"while writing stages; expected .*--resume"):
         work.export()
     assert [path.name for path in work.folder.iterdir()] == ["cache"] and work.stages == []
 
@@ -283,7 +283,10 @@ def test_a_disk_that_is_full_for_stages_is_named_and_nothing_is_left(work):
 def test_a_disk_that_is_full_for_the_bundle_is_named_and_the_export_goes_on_later(work):
     whole = work.export("whole", keep_stages=True)
     graph = max(record.bytes for record in whole.files.values())
-    with files_of_at_most(graph - 1), pytest.raises(BundleError, match=r"while writing the bundle; wanted .*--resume"):
+    with (
+        files_of_at_most(graph - 1),
+        pytest.raises(BundleError, match=r"while writing the bundle; expected .*--resume"),
+    ):
         work.export(resume=True, keep_stages=True)
     assert not (work.folder / "bundle").exists() and not [*work.folder.glob(".bundle*")]
     assert work.export(resume=True) == whole and work.steps == [LAYERS]
@@ -291,7 +294,7 @@ def test_a_disk_that_is_full_for_the_bundle_is_named_and_the_export_goes_on_late
 
 def test_a_disk_without_room_is_refused_before_anything_is_written(work, monkeypatch):
     monkeypatch.setattr(room.shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**9, 10**9, 10**5))
-    with pytest.raises(BundleError, match=r"found 1MB free; wanted \d+MB. Free some space"):
+    with pytest.raises(BundleError, match=r"got 1MB free; expected \d+MB. Free some space"):
         work.export()
     assert not (work.folder / "bundle").exists() and work.stages == []
 
@@ -320,16 +323,16 @@ def test_what_is_no_size_is_refused(text):
 
 
 def test_a_cap_that_one_layer_exceeds_is_refused_and_says_what_is_needed(work):
-    with pytest.raises(UsageError, match=r"--max-ram: found 100MB; wanted (\d+)MB for a layer") as caught:
+    with pytest.raises(UsageError, match=r"--max-ram: got 100MB; expected (\d+)MB for a layer") as caught:
         work.export(max_ram_bytes=100_000_000)
-    needed = parse_bytes("--max-ram", caught.value.wanted.split()[0])
+    needed = parse_bytes("--max-ram", caught.value.expected.split()[0])
     assert work.stages == [] and work.export(max_ram_bytes=needed)
 
 
 PEAK = """
 import sys
 from pathlib import Path
-from edgekv.process import peak_bytes
+from edgekv.system import peak_bytes
 from tests.test_stages import *
 checkpoint, target = Checkpoint.open(sys.argv[1]), Path(sys.argv[2])
 most = int(sys.argv[3])
@@ -343,7 +346,7 @@ def test_an_export_holds_the_cap_that_it_accepts(tmp_path):
     folder = write_checkpoint(tmp_path / "checkpoint", sizes)
     with pytest.raises(UsageError) as caught:
         export_bundle(Checkpoint.open(str(folder)), tmp_path / "x", options(), RunOptions(max_ram_bytes=1))
-    most = parse_bytes("--max-ram", caught.value.wanted.split()[0])
+    most = parse_bytes("--max-ram", caught.value.expected.split()[0])
     command = [sys.executable, "-c", PEAK, str(folder), str(tmp_path / "bundle"), str(most)]
     one_thread = {**os.environ, "OPENBLAS_NUM_THREADS": "1"}
     held = int(subprocess.run(command, capture_output=True, check=True, text=True, env=one_thread).stdout)

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 
 from edgekv.errors import UsageError
-from edgekv.generate import Detokenizer, StopSequences
+from edgekv.session import Detokenizer, StopSequences
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 TEXTS = st.text(st.characters(exclude_categories=["Cs"], exclude_characters=REPLACEMENT), max_size=40)
@@ -103,5 +103,5 @@ def test_what_may_begin_a_stop_sequence_is_held_back() -> None:
 
 
 def test_an_empty_stop_sequence_is_refused() -> None:
-    with pytest.raises(UsageError, match="stop: found an empty text"):
+    with pytest.raises(UsageError, match="stop: got an empty text"):
         StopSequences([""])

@@ -10,17 +10,17 @@ import pytest
 import edgekv
 from devices import find
 from edgekv.bundle import open_bundle
-from edgekv.engine import LitertEngine, TfliteEngine
-from edgekv.engine.binding import aligned_zeros
 from edgekv.errors import BundleError, EngineError, UsageError
 from edgekv.kv import STRATEGIES
-from exporters.checkpoint import Checkpoint
-from exporters.diagnose.probe import Probe
+from edgekv.runtime import LitertEngine, TfliteEngine
+from edgekv.runtime.binding import aligned_zeros
+from edgekv.spec.tensors import matrices
+from exporters.checkpoint.checkpoint import Checkpoint
 from exporters.export import ExportOptions, export_bundle
-from exporters.recipe import find_recipe
-from exporters.reference import Reference
-from exporters.tensors import matrices
-from exporters.tflite import limits
+from exporters.graphs.tflite import limits
+from exporters.inspect.probe import Probe
+from exporters.quantize.recipe import find_recipe
+from exporters.quantize.reference import Reference
 from tests.checkpoints import ARCHITECTURES, write_checkpoint
 
 # tflite-runtime was built for numpy 1 and breaks with 2, where these run on LiteRT alone.
@@ -81,7 +81,7 @@ def test_weights_of_4_bits_are_packed_and_run_on_litert_alone(exported, tmp_path
     cpu, model = edgekv.load(onnx, "cpu"), edgekv.load(packed, "litert")
     ids = cpu.encode((embedded / "heldout.txt").read_text("utf-8"))[:128]
     assert (cpu.score(ids).argmax(-1) == model.score(ids).argmax(-1)).mean() >= 0.96
-    with pytest.raises(UsageError, match=r"found tflite for a bundle with int4 weights, .* Use litert"):
+    with pytest.raises(UsageError, match=r"got tflite for a bundle with int4 weights, .* Use litert"):
         edgekv.load(packed, "tflite")
 
 
@@ -156,7 +156,7 @@ def test_a_cache_of_16_bits_runs_too(tmp_path, embedded, engine):
 @pytest.mark.parametrize("engine", ENGINES)
 def test_rows_that_cannot_be_bound_anywhere_need_the_strategy_slot(small, engine):
     assert len([*edgekv.load(small, engine).generate([5, 6, 7], 8)]) == 8
-    with pytest.raises(UsageError, match=r"found pointer-shift with rows of 16 bytes on the engine .* Use slot"):
+    with pytest.raises(UsageError, match=r"got pointer-shift with rows of 16 bytes on the engine .* Use slot"):
         edgekv.load(small, engine, kv_update="pointer-shift")
 
 
@@ -165,7 +165,7 @@ def test_an_address_that_is_not_aligned_is_refused_not_copied(exported, make):
     binding = make().load(exported / "graphs.tflite", "ar1_cl128")
     port = next(each for each in binding.signature.inputs if each.name == "attention_mask")
     array = aligned_zeros(port.shape, port.dtype)
-    with pytest.raises(ValueError, match=r"attention_mask: found address 0x.*; wanted a multiple of 64"):
+    with pytest.raises(ValueError, match=r"attention_mask: got address 0x.*; expected a multiple of 64"):
         binding.inputs([port.name], array.dtype, array.shape, [array.ctypes.data], 8)
 
 
@@ -178,24 +178,24 @@ def test_a_broken_file_is_refused_by_name(tmp_path, make):
 
 @pytest.mark.numpy2
 def test_numpy_2_with_tflite_runtime_is_explained(exported):
-    with pytest.raises(EngineError, match=r"engine tflite: found numpy 2.*wanted numpy below 2.*--engine litert"):
+    with pytest.raises(EngineError, match=r"engine tflite: got numpy 2.*expected numpy below 2.*--engine litert"):
         tokens(edgekv.load(exported, "tflite"))
 
 
 def test_engines_and_graphs_that_do_not_go_together_are_refused(exported, bundle):
-    with pytest.raises(UsageError, match=r"found cpu for a bundle of tflite graphs; wanted litert or tflite"):
+    with pytest.raises(UsageError, match=r"got cpu for a bundle of tflite graphs; expected litert or tflite"):
         edgekv.load(exported, "cpu")
-    with pytest.raises(UsageError, match=r"found litert for a bundle of onnx graphs; wanted cpu or htp"):
+    with pytest.raises(UsageError, match=r"got litert for a bundle of onnx graphs; expected cpu or htp"):
         edgekv.load(bundle, "litert")
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"kv_dtype": "u8"}, "found u8 with --format tflite; wanted s8 or s16"),
-        ({"kv_dtype": "s8", "graph_format": "onnx"}, "found s8 with --format onnx; wanted u8 or s16"),
-        ({"recipe": find_recipe("w4a16-lpbq64")}, "found w4a16-lpbq64, with a scale for each block, with --format"),
-        ({"key_layout": "columns"}, "found columns with --format tflite; wanted rows"),
+        ({"kv_dtype": "u8"}, "got u8 with --format tflite; expected s8 or s16"),
+        ({"kv_dtype": "s8", "graph_format": "onnx"}, "got s8 with --format onnx; expected u8 or s16"),
+        ({"recipe": find_recipe("w4a16-lpbq64")}, "got w4a16-lpbq64, with a scale for each block, with --format"),
+        ({"key_layout": "columns"}, "got columns with --format tflite; expected rows"),
     ],
 )
 def test_what_the_kernels_cannot_do_is_refused_before_work_starts(tmp_path, options, message):
@@ -205,7 +205,7 @@ def test_what_the_kernels_cannot_do_is_refused_before_work_starts(tmp_path, opti
 
 def test_more_than_a_flatbuffer_can_address_is_refused(tmp_path, embedded, monkeypatch):
     monkeypatch.setattr(limits, "MOST_BYTES", 1_000_000)
-    with pytest.raises(UsageError, match=r"--format tflite: found 0.0 GB of weights"):
+    with pytest.raises(UsageError, match=r"--format tflite: got 0.0 GB of weights"):
         export(embedded, tmp_path / "bundle")
     assert not (tmp_path / "bundle").exists()
 
@@ -234,13 +234,13 @@ sys.exit(run({arguments!r}))
         [sys.executable, "-c", code], capture_output=True, text=True, cwd=Path(__file__).parent.parent
     )
     assert done.returncode == 1
-    assert f"found no package {package}" in done.stderr and message in done.stderr
+    assert f"got no package {package}" in done.stderr and message in done.stderr
 
 
 def test_what_reads_onnx_graphs_alone_says_so(exported):
-    with pytest.raises(BundleError, match=r"found tflite graphs; wanted onnx graphs, which Genie reads. Export it"):
+    with pytest.raises(BundleError, match=r"got tflite graphs; expected onnx graphs, which Genie reads. Export it"):
         open_bundle(exported).require_onnx("Genie")
-    with pytest.raises(BundleError, match=r"found tflite graphs; wanted onnx graphs"):
+    with pytest.raises(BundleError, match=r"got tflite graphs; expected onnx graphs"):
         Probe(open_bundle(exported), LitertEngine())
 
 

@@ -13,11 +13,11 @@ from devices import find
 from edgekv.bundle import open_bundle
 from edgekv.errors import UsageError
 from edgekv.kv import STRATEGIES
-from exporters.checkpoint import Checkpoint
-from exporters.evaluate import open_source
+from exporters.checkpoint.checkpoint import Checkpoint
 from exporters.export import ExportOptions, export_bundle
-from exporters.recipe import find_recipe
-from exporters.reference import Reference
+from exporters.inspect.evaluate import open_source
+from exporters.quantize.recipe import find_recipe
+from exporters.quantize.reference import Reference
 from tests.checkpoints import write_checkpoint
 from tests.endless import endless
 
@@ -122,7 +122,7 @@ def test_one_mask_for_each_window(bundles: dict[str, Path]) -> None:
 def test_what_cannot_be_is_refused(bundles: dict[str, Path], tmp_path: Path) -> None:
     manifest = open_bundle(bundles["mixed"]).manifest
     options = ExportOptions(find("SM8650"), find_recipe("w8a16"), 64, (1, 8), (8,), check_on_htp=False)
-    with pytest.raises(UsageError, match="--max-attention-window: found 8; wanted more than the largest AR, 8"):
+    with pytest.raises(UsageError, match="--max-attention-window: got 8; expected more than the largest AR, 8"):
         export_bundle(Checkpoint.open(manifest.source.checkpoint), tmp_path / "bundle", options)
-    with pytest.raises(UsageError, match="num_beams: found layers with an attention window"):
+    with pytest.raises(UsageError, match="num_beams: got layers with an attention window"):
         edgekv.load(bundles["mixed"]).generate(TOKENS[:3], 1, num_beams=2)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from edgekv.bundle.manifest import MANIFEST
 from edgekv.errors import BundleError, UsageError
-from edgekv.process import is_alive
+from edgekv.system import is_alive
 
 _in_use: set[Path] = set()
 
@@ -61,10 +61,8 @@ def atomic_directory(target: str | Path, *, force: bool = False, marker: str = M
         _check_target(target, force=force, marker=marker)
         partial.mkdir()
     except OSError as error:
-        way_out = "Give a path in a folder that you can write."
-        raise BundleError(
-            f"output {target}", found=error.strerror, wanted="a writable folder", way_out=way_out
-        ) from None
+        fix = "Give a path in a folder that you can write."
+        raise BundleError(f"output {target}", got=error.strerror, expected="a writable folder", fix=fix) from None
     _in_use.add(partial)
     try:
         yield partial
@@ -83,13 +81,13 @@ def _check_target(target: Path, *, force: bool, marker: str) -> None:
         return
     field = f"output {target}"
     if not target.is_dir() or target.is_symlink():
-        raise UsageError(field, found="a file", wanted="a path that does not exist", way_out="Give another path.")
+        raise UsageError(field, got="a file", expected="a path that does not exist", fix="Give another path.")
     if not force:
-        way_out = "Give another path, or --force to replace it."
-        raise UsageError(field, found="an existing folder", wanted="a path that does not exist", way_out=way_out)
+        fix = "Give another path, or --force to replace it."
+        raise UsageError(field, got="an existing folder", expected="a path that does not exist", fix=fix)
     if any(target.iterdir()) and not (target / marker).is_file():
-        way_out = "Give another path, or remove the folder yourself."
-        raise UsageError(field, found=f"a folder without {marker}", wanted=f"one that has {marker}", way_out=way_out)
+        fix = "Give another path, or remove the folder yourself."
+        raise UsageError(field, got=f"a folder without {marker}", expected=f"one that has {marker}", fix=fix)
 
 
 def _swap(partial: Path, target: Path) -> None:

@@ -56,9 +56,9 @@ class Bundle:
             found = f"graphs of {parts} parts" if parts > 1 else "graphs that read embeddings"
             raise BundleError(
                 f"bundle {self.path}: graphs",
-                found=found,
-                wanted=f"graphs that are one file from token ids to logits, which {reader} runs",
-                way_out="Export it with --splits 1 --head last --embedding graph.",
+                got=found,
+                expected=f"graphs that are one file from token ids to logits, which {reader} runs",
+                fix="Export it with --splits 1 --head last --embedding graph.",
             )
 
     def require_onnx(self, reader: str) -> None:
@@ -70,9 +70,9 @@ class Bundle:
         if self.manifest.graph_format != "onnx":
             raise BundleError(
                 f"bundle {self.path}: graphs",
-                found=f"{self.manifest.graph_format} graphs",
-                wanted=f"onnx graphs, which {reader} reads",
-                way_out="Export it with --format onnx.",
+                got=f"{self.manifest.graph_format} graphs",
+                expected=f"onnx graphs, which {reader} reads",
+                fix="Export it with --format onnx.",
             )
 
     def tokenizer(self) -> Tokenizer:
@@ -87,12 +87,12 @@ class Bundle:
         wanted = "a tokenizer.json that the tokenizers library reads"
         if not path.is_file():
             raise BundleError(
-                str(path), found="no such file", wanted=wanted, way_out="Give the prompt as token ids instead."
+                str(path), got="no such file", expected=wanted, fix="Give the prompt as token ids instead."
             )
         try:
             return Tokenizer.from_file(str(path))
         except Exception as error:  # the library raises a bare Exception
-            raise BundleError(str(path), found=error, wanted=wanted, way_out=_again(self.path)) from None
+            raise BundleError(str(path), got=error, expected=wanted, fix=_again(self.path)) from None
 
 
 def open_bundle(path: str | Path, verify: bool = True) -> Bundle:
@@ -123,26 +123,24 @@ def read_manifest(path: str | Path) -> Manifest:
     file = folder / MANIFEST
     if not folder.is_dir():
         found = "a file" if folder.exists() else "nothing there"
-        way_out = "Make one with: edgekv export CHECKPOINT -o BUNDLE --device DEVICE"
-        raise BundleError(f"bundle {folder}", found=found, wanted="a bundle's folder", way_out=way_out)
+        fix = "Make one with: edgekv export CHECKPOINT -o BUNDLE --device DEVICE"
+        raise BundleError(f"bundle {folder}", got=found, expected="a bundle's folder", fix=fix)
     try:
         raw = file.read_bytes()
     except OSError as error:
         raise BundleError(
-            str(file), found=error.strerror, wanted="the manifest of a bundle", way_out=_again(folder)
+            str(file), got=error.strerror, expected="the manifest of a bundle", fix=_again(folder)
         ) from None
     try:
         _check_format(folder, file, raw)
         manifest = msgspec.json.decode(raw, type=Manifest)
     except msgspec.ValidationError as error:
-        raise BundleError(
-            str(file), found=error, wanted=f"the fields of format {FORMAT}", way_out=_again(folder)
-        ) from None
+        raise BundleError(str(file), got=error, expected=f"the fields of format {FORMAT}", fix=_again(folder)) from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise BundleError(str(file), found=error, wanted="whole JSON", way_out=_again(folder)) from None
+        raise BundleError(str(file), got=error, expected="whole JSON", fix=_again(folder)) from None
 
     def fail(field: str, found: object, wanted: object) -> NoReturn:
-        raise BundleError(f"{file}: {field}", found=found, wanted=wanted, way_out=_again(folder))
+        raise BundleError(f"{file}: {field}", got=found, expected=wanted, fix=_again(folder))
 
     check_consistency(manifest, fail)
     return manifest
@@ -166,10 +164,10 @@ def _check_format(folder: Path, file: Path, raw: bytes) -> None:
     version = msgspec.json.decode(raw, type=_Format).format
     if version > FORMAT:
         raise BundleError(
-            f"{file}: format", found=version, wanted=FORMAT, way_out="Install a newer edgekv: pip install -U edgekv"
+            f"{file}: format", got=version, expected=FORMAT, fix="Install a newer edgekv: pip install -U edgekv"
         )
     if version != FORMAT:
-        raise BundleError(f"{file}: format", found=version, wanted=FORMAT, way_out=_again(folder))
+        raise BundleError(f"{file}: format", got=version, expected=FORMAT, fix=_again(folder))
 
 
 def _check_files(folder: Path, manifest: Manifest, *, hashes: bool) -> None:
@@ -177,17 +175,15 @@ def _check_files(folder: Path, manifest: Manifest, *, hashes: bool) -> None:
         path = folder / name
         if not path.is_file():
             wanted = f"a file of {record.bytes} bytes"
-            raise BundleError(str(path), found="no such file", wanted=wanted, way_out=_again(folder))
+            raise BundleError(str(path), got="no such file", expected=wanted, fix=_again(folder))
         if (size := path.stat().st_size) != record.bytes:
             found, wanted = f"{size} bytes", f"{record.bytes} bytes"
-            raise BundleError(str(path), found=found, wanted=wanted, way_out=_again(folder))
+            raise BundleError(str(path), got=found, expected=wanted, fix=_again(folder))
         if hashes and (digest := sha256_of(path)) != record.sha256:
             found, wanted = f"sha256 {digest}", f"sha256 {record.sha256}"
-            raise BundleError(str(path), found=found, wanted=wanted, way_out=_again(folder))
+            raise BundleError(str(path), got=found, expected=wanted, fix=_again(folder))
     for path in sorted(folder.iterdir()):  # folders within, such as `compiled`, have manifests of their own
         known = path.suffix in _KNOWN_SUFFIXES or path.name in _KNOWN_NAMES
         if known and path.name not in manifest.files:
-            way_out = "Move it out of the bundle."
-            raise BundleError(
-                str(path), found="a file that the manifest does not list", wanted="listed files", way_out=way_out
-            )
+            fix = "Move it out of the bundle."
+            raise BundleError(str(path), got="a file that the manifest does not list", expected="listed files", fix=fix)

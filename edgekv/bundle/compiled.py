@@ -86,9 +86,9 @@ class Compiled:
         if record is None or digest != record.sha256:
             raise BundleError(
                 str(path),
-                found="no such file" if digest is None else f"sha256 {digest}",
-                wanted="a file that its compiled.json lists" if record is None else f"sha256 {record.sha256}",
-                way_out=f"Compile again: edgekv compile BUNDLE --device {self.manifest.soc} --force",
+                got="no such file" if digest is None else f"sha256 {digest}",
+                expected="a file that its compiled.json lists" if record is None else f"sha256 {record.sha256}",
+                fix=f"Compile again: edgekv compile BUNDLE --device {self.manifest.soc} --force",
             )
 
 
@@ -106,9 +106,7 @@ def open_compiled(bundle: Bundle, soc: str, compiler: str) -> Compiled | None:
     try:
         manifest = msgspec.json.decode(raw, type=CompiledManifest)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        way_out = f"Compile again: edgekv compile {bundle.path} --device {soc} --force"
-        raise BundleError(
-            str(folder / COMPILED), found=error, wanted="what edgekv compile wrote", way_out=way_out
-        ) from None
+        fix = f"Compile again: edgekv compile {bundle.path} --device {soc} --force"
+        raise BundleError(str(folder / COMPILED), got=error, expected="what edgekv compile wrote", fix=fix) from None
     made_of = (manifest.soc, manifest.compiler, manifest.bundle_sha256)
     return Compiled(folder, manifest) if made_of == (soc, compiler, sha256_of(bundle.path / MANIFEST)) else None

@@ -85,7 +85,7 @@ class GraphRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             ValueError: there are several.
         """
         if len(self.parts) != 1:
-            raise ValueError(f"{self.name}: found {len(self.parts)} parts; wanted one")
+            raise ValueError(f"{self.name}: got {len(self.parts)} parts; expected one")
         return self.parts[0]
 
     @property

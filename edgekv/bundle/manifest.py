@@ -7,8 +7,8 @@ from typing import Literal
 import msgspec
 
 from edgekv.bundle.graphs import GraphRecord, PartRecord, Role, mask_name
-from edgekv.kv.geometry import Geometry, KeyLayout, KvDtype
-from edgekv.kv.layers import LayeredGeometry
+from edgekv.spec.geometry import Geometry, KeyLayout, KvDtype
+from edgekv.spec.layers import LayeredGeometry
 from quant import Dtype, Encoding, Method, WeightDtype
 
 FORMAT = 2

@@ -10,8 +10,8 @@ from typing import Annotated, Any, NoReturn
 import typer
 from typer.core import TyperGroup
 
-from edgekv.cli.boundary import exit_code_of
 from edgekv.cli.commands import find_commands
+from edgekv.cli.exit_codes import exit_code_of
 
 
 def main() -> NoReturn:

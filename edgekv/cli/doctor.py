@@ -43,8 +43,8 @@ def _show(examined: Examination) -> None:
             rest = len(finding.devices) - _SHOWN_DEVICES
             more = f" and {rest} more" if rest > 0 else ""
             tried.add_row("", "", ", ".join(finding.devices[:_SHOWN_DEVICES]) + more)
-        if finding.way_out:
-            tried.add_row("", "", finding.way_out)
+        if finding.fix:
+            tried.add_row("", "", finding.fix)
     console.print(tried)
     console.print()
     packages = Table.grid(padding=(0, 2, 0, 0))
@@ -55,5 +55,5 @@ def _show(examined: Examination) -> None:
 
 def _row(package: Package) -> tuple[str, str, str, str]:
     extra = "" if package.extra is None else f"edgekv[{package.extra}]"
-    wanted = "" if package.fits else f"wanted {package.wanted or 'any'}"
-    return package.name, package.installed or "-", extra, wanted
+    expected = "" if package.fits else f"expected {package.expected or 'any'}"
+    return package.name, package.installed or "-", extra, expected

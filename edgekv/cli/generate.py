@@ -27,9 +27,9 @@ from edgekv.cli.prefix_options import (
 from edgekv.errors import UsageError
 
 if TYPE_CHECKING:
-    from edgekv.generate import Generation, GenerationStats
-    from edgekv.generate.beam import EarlyStopping
-    from edgekv.generate.beam_run import BeamResult, BeamSequence, BeamStats
+    from edgekv.session import Generation, GenerationStats
+    from edgekv.session.beam import EarlyStopping
+    from edgekv.session.beam_run import BeamResult, BeamSequence, BeamStats
 
 
 class Output(msgspec.Struct, frozen=True):
@@ -147,8 +147,8 @@ def generate(
     """
     text = _prompt(prompt, prompt_file)
     early = None if early_stopping is None else _early_stopping(early_stopping)
-    from edgekv.generate.beam import refuse_beam_options, refuse_sampling
     from edgekv.model import load  # the runtime, which the help needs not wait for
+    from edgekv.session.beam import refuse_beam_options, refuse_sampling
 
     if num_beams is None:
         refuse_beam_options(num_return_sequences, length_penalty, early)
@@ -274,14 +274,14 @@ def _early_stopping(text: str) -> EarlyStopping:
     meanings: dict[str, EarlyStopping] = {"true": True, "false": False, "never": "never"}
     if text not in meanings:
         wanted = "true, false or never"
-        raise UsageError("--early-stopping", found=repr(text), wanted=wanted, way_out="Leave it out for false.")
+        raise UsageError("--early-stopping", got=repr(text), expected=wanted, fix="Leave it out for false.")
     return meanings[text]
 
 
 def _prompt(text: str | None, file: Path | None) -> str:
     if (text is None) == (file is None):
         found = "neither" if text is None else "both"
-        raise UsageError("--prompt, --prompt-file", found=found, wanted="one of them", way_out="Give one.")
+        raise UsageError("--prompt, --prompt-file", got=found, expected="one of them", fix="Give one.")
     if file is None:
         return text or ""
     try:
@@ -289,5 +289,5 @@ def _prompt(text: str | None, file: Path | None) -> str:
         return raw.decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(
-            "--prompt-file", found=f"{file}: {error}", wanted="a UTF-8 text file", way_out="Check the path."
+            "--prompt-file", got=f"{file}: {error}", expected="a UTF-8 text file", fix="Check the path."
         ) from None

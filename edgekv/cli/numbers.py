@@ -15,4 +15,4 @@ def parse_numbers(option: str, listed: str) -> tuple[int, ...]:
         return tuple(int(number) for number in listed.split(","))
     except ValueError:
         wanted = "numbers with commas between them, such as 1,32"
-        raise UsageError(option, found=repr(listed), wanted=wanted, way_out="Check the list.") from None
+        raise UsageError(option, got=repr(listed), expected=wanted, fix="Check the list.") from None

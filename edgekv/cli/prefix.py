@@ -32,9 +32,9 @@ def bake(
     try:
         content = text.read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        found, way_out = f"{text}: {error}", "Check the path."
-        raise UsageError("TEXT", found=found, wanted="a UTF-8 text file", way_out=way_out) from None
-    from edgekv.reuse.bake import bake_prefix
+        found, fix = f"{text}: {error}", "Check the path."
+        raise UsageError("TEXT", got=found, expected="a UTF-8 text file", fix=fix) from None
+    from edgekv.session.bake import bake_prefix
 
     baked = bake_prefix(bundle, content, text.stem if name is None else name, engine)
     if as_json:
@@ -47,12 +47,12 @@ def bake(
 def list_(place: PlaceArgument, as_json: JsonOption = False) -> None:
     """List prefixes."""
     if _is_bundle(place):
-        from edgekv.reuse import baked_prefixes
+        from edgekv.prefix import baked_prefixes
 
         baked = baked_prefixes(place)
         _print(baked, [f"{each.name}: {each.tokens} tokens, {each.engine}" for each in baked], as_json)
         return
-    from edgekv.reuse.folder import stored_prefixes
+    from edgekv.prefix.folder import stored_prefixes
 
     stored = stored_prefixes(place)
     lines = [
@@ -74,14 +74,14 @@ def rm(
     """Remove prefixes."""
     if (prefix is None) != everything:
         found = "both" if everything else "neither"
-        raise UsageError("PREFIX, --all", found=found, wanted="one of them", way_out="See edgekv prefix ls.")
+        raise UsageError("PREFIX, --all", got=found, expected="one of them", fix="See edgekv prefix ls.")
     if _is_bundle(place):
-        from edgekv.reuse import remove_baked
+        from edgekv.prefix import remove_baked
 
         baked = remove_baked(place, prefix, engine)
         _print(baked, [f"removed {each.name}, {each.engine}" for each in baked], as_json)
         return
-    from edgekv.reuse.folder import remove_stored
+    from edgekv.prefix.folder import remove_stored
 
     stored = remove_stored(place, prefix)
     _print(stored, [f"removed {each.id}, {each.tokens} tokens" for each in stored], as_json)

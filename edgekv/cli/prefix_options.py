@@ -90,8 +90,8 @@ class PrefixOptions:
         if self.folder is None:
             if given or not self.partial_reuse:
                 name = next(iter(given), "no_partial_reuse")
-                option, way_out = f"--{name.replace('_', '-')}", "Add --prefix-cache DIR."
-                raise UsageError(option, found="no --prefix-cache", wanted="a folder for it", way_out=way_out)
+                option, fix = f"--{name.replace('_', '-')}", "Add --prefix-cache DIR."
+                raise UsageError(option, got="no --prefix-cache", expected="a folder for it", fix=fix)
             return None
         config = StoreConfig(disk_folder=self.folder, enable_partial_reuse=self.partial_reuse)
         return replace(config, **given)
@@ -115,7 +115,7 @@ def parse_retention(
         match = _RANGE.fullmatch(text.strip())
         if match is None:
             wanted = "START-END:PRIORITY or START-END:PRIORITY:MS"
-            raise UsageError("--retention", found=repr(text), wanted=wanted, way_out="Write 0-448:100, for example.")
+            raise UsageError("--retention", got=repr(text), expected=wanted, fix="Write 0-448:100, for example.")
         start, end, priority, duration = match.groups()
         configs.append(
             TokenRangeRetentionConfig(

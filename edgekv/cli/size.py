@@ -14,7 +14,7 @@ from rich.table import Table
 from devices import Device, UnknownDeviceError, find
 from edgekv.cli.numbers import parse_numbers
 from edgekv.errors import UsageError
-from edgekv.size import Budget, Overrides, Report, StrategySize, find_subject, make_report, save_plot
+from edgekv.plan.cache import Budget, Overrides, Report, StrategySize, find_subject, make_report, save_plot
 
 
 def size(
@@ -68,8 +68,8 @@ def _device(name: str) -> Device:
         return find(name)
     except UnknownDeviceError as error:
         near = f"Did you mean {' or '.join(error.near)}?" if error.near else "Use one of these."
-        wanted = f"one of {', '.join(error.wanted)}, or a name that one is sold under"
-        raise UsageError("--device", found=repr(name), wanted=wanted, way_out=near) from None
+        wanted = f"one of {', '.join(error.expected)}, or a name that one is sold under"
+        raise UsageError("--device", got=repr(name), expected=wanted, fix=near) from None
 
 
 def _show(report: Report) -> None:

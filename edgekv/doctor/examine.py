@@ -81,7 +81,7 @@ def run_probe(name: str, function: str, timeout_s: float = _TIMEOUT_S) -> Findin
         finding = Finding(
             status="broken",
             detail=f"the process that tried it ended with {end.ending}",
-            way_out="Install the versions that edgekv asks for.",
+            fix="Install the versions that edgekv asks for.",
         )
     else:
         finding = msgspec.json.decode(end.reply, type=Finding)

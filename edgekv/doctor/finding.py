@@ -18,21 +18,21 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         status: `missing` is not installed; `broken` is installed and fails.
         detail: what works, in which version; or what was found instead.
-        way_out: what to do next, empty if it works.
+        fix: what to do next, empty if it works.
         devices: names of the devices that can be reached through it.
         name: of the probe.
     """
 
     status: Status
     detail: str
-    way_out: str = ""
+    fix: str = ""
     devices: list[str] = []
     name: str = ""
 
     @classmethod
     def of(cls, error: EdgeKVError, status: Status = "broken") -> Finding:
         """An error as a finding."""
-        return cls(status=status, detail=f"{error.field}: found {error.found}", way_out=error.way_out)
+        return cls(status=status, detail=f"{error.field}: got {error.got}", fix=error.fix)
 
 
 class NotInstalledError(EdgeKVError):
@@ -54,7 +54,7 @@ def require(package: str, extra: str | None = None) -> str:
     except metadata.PackageNotFoundError:
         raise NotInstalledError(
             package,
-            found="nothing",
-            wanted="it",
-            way_out="Install it: pip install " + (f'"edgekv[{extra}]"' if extra else "edgekv"),
+            got="nothing",
+            expected="it",
+            fix="Install it: pip install " + (f'"edgekv[{extra}]"' if extra else "edgekv"),
         ) from None

@@ -17,14 +17,14 @@ class Package(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         name: of the package.
         extra: of edgekv that asks for it; None for edgekv itself.
-        wanted: the versions that fit.
+        expected: the versions that fit.
         installed: the version that is there, if one is.
         fits: whether that is one of them.
     """
 
     name: str
     extra: str | None
-    wanted: str
+    expected: str
     installed: str | None
     fits: bool
 
@@ -55,5 +55,5 @@ def _check(requirement: Requirement, extra: str | None) -> Package:
     except metadata.PackageNotFoundError:
         installed = None
     fits = installed is not None and requirement.specifier.contains(installed, prereleases=True)
-    wanted = str(requirement.specifier)
-    return Package(name=requirement.name, extra=extra, wanted=wanted, installed=installed, fits=fits)
+    expected = str(requirement.specifier)
+    return Package(name=requirement.name, extra=extra, expected=expected, installed=installed, fits=fits)

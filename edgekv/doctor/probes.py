@@ -11,8 +11,8 @@ import numpy as np
 from devices import find
 from edgekv.doctor.finding import Finding, require
 from edgekv.doctor.samples import onnx_sum_case, tflite_model, write_onnx_sum
-from edgekv.engine import CpuEngine, HtpEngine
 from edgekv.errors import EngineError
+from edgekv.runtime import CpuEngine, HtpEngine
 
 _SOC = "SM8650"
 _EMULATED = ("x86_64", "amd64")
@@ -56,7 +56,7 @@ def tflite() -> Finding:
             status="broken",
             detail=f"{version} with numpy {np.__version__}: it was built for numpy below 2, and fails with "
             f"{type(error).__name__} when an interpreter is made; importing it succeeds",
-            way_out='Install an older one: pip install "numpy<2". LiteRT runs with both: pip install "edgekv[litert]"',
+            fix='Install an older one: pip install "numpy<2". LiteRT runs with both: pip install "edgekv[litert]"',
         )
     return Finding(status="works", detail=f"{version}, numpy {np.__version__}")
 
@@ -75,7 +75,7 @@ def _run_sum(engine: CpuEngine | HtpEngine) -> None:
     if not np.array_equal(found, wanted):
         raise EngineError(
             f"engine {engine.name}: a sum",
-            found=found[0, :4].tolist(),
-            wanted=wanted[0, :4].tolist(),
-            way_out='Install the tested versions: pip install "edgekv[htp]"',
+            got=found[0, :4].tolist(),
+            expected=wanted[0, :4].tolist(),
+            fix='Install the tested versions: pip install "edgekv[htp]"',
         )

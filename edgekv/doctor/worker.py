@@ -17,12 +17,12 @@ def main() -> None:
     try:
         finding = point.load()()
     except NotInstalledError as error:
-        finding = Finding(status="missing", detail="not installed", way_out=error.way_out)
+        finding = Finding(status="missing", detail="not installed", fix=error.fix)
     except EdgeKVError as error:
         finding = Finding.of(error)
     except Exception as error:  # whatever a foreign package raises
         detail = f"{type(error).__name__}: {' '.join(str(error).split())}"
-        finding = Finding(status="broken", detail=detail, way_out="Install the versions that edgekv asks for.")
+        finding = Finding(status="broken", detail=detail, fix="Install the versions that edgekv asks for.")
     Path(sys.argv[1]).write_bytes(msgspec.json.encode(finding))
 
 

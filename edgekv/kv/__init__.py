@@ -7,11 +7,9 @@ context is full) are pure integers; `Layout` gives the bytes of any strategy wit
 from edgekv.kv.arena import Arena
 from edgekv.kv.cache import KVCache
 from edgekv.kv.columns import ColumnArena, ColumnLayout
-from edgekv.kv.geometry import KINDS, Geometry, KeyLayout, Kind, KvDtype, KvTensor
 from edgekv.kv.group import Group
 from edgekv.kv.growth import GROWTHS, Growth, GrowthName, parse_growth
 from edgekv.kv.held_rows import HeldRows
-from edgekv.kv.layers import LayeredGeometry
 from edgekv.kv.layout import Layout
 from edgekv.kv.memory import ALIGNMENT_BYTES
 from edgekv.kv.mirror import Mirror
@@ -27,6 +25,8 @@ from edgekv.kv.store import Store
 from edgekv.kv.strategies import STRATEGIES, StrategyName, make_strategy
 from edgekv.kv.strategy import Strategy
 from edgekv.kv.window import Window
+from edgekv.spec.geometry import KINDS, Geometry, KeyLayout, Kind, KvDtype, KvTensor
+from edgekv.spec.layers import LayeredGeometry
 
 __all__ = [
     "ALIGNMENT_BYTES",

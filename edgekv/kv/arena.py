@@ -122,7 +122,7 @@ class Arena:
         """
         source_rows, target_rows = self._reach_rows(move.src), self._reach_rows(move.dst)
         if move.src_row + move.rows > source_rows or move.dst_row + move.rows > target_rows:
-            raise ValueError(f"move: found {move}; wanted rows below {source_rows} and {target_rows}")
+            raise ValueError(f"move: got {move}; expected rows below {source_rows} and {target_rows}")
         if move.src == move.dst:
             self._shift(move)
         else:

@@ -35,7 +35,7 @@ class BeamTable:
             kept: the most rows of one beam; at most `columns`.
         """
         if beams < 1 or not 0 <= kept <= columns:
-            raise ValueError(f"beam table: found {beams} beams of {kept} rows; wanted beams of 0 to {columns} rows")
+            raise ValueError(f"beam table: got {beams} beams of {kept} rows; expected beams of 0 to {columns} rows")
         # One row more than can be in use, so that an exchange has a place to put a row down.
         self.spill = beams * kept + 1 - columns if beams * kept > columns else 0
         self.columns = columns
@@ -66,7 +66,7 @@ class BeamTable:
         """
         rows = self._rows[beam]
         if len(rows) >= self._kept:
-            raise ValueError(f"append: found {len(rows)} rows of beam {beam}; wanted at most {self._kept - 1} before")
+            raise ValueError(f"append: got {len(rows)} rows of beam {beam}; expected at most {self._kept - 1} before")
         row = (self._free_columns or self._free_spill).pop()
         rows.append(row)
         return row
@@ -78,7 +78,7 @@ class BeamTable:
             ValueError: not one parent for each beam.
         """
         if len(parents) != self.beams or not all(0 <= parent < self.beams for parent in parents):
-            raise ValueError(f"parents: found {list(parents)}; wanted {self.beams} numbers of beams")
+            raise ValueError(f"parents: got {list(parents)}; expected {self.beams} numbers of beams")
         before = self._rows
         self._rows = [list(before[parent]) for parent in parents]
         dropped = [rows for beam, rows in enumerate(before) if beam not in set(parents)]

@@ -10,11 +10,9 @@ from pathlib import Path
 from edgekv.errors import ContextFullError
 from edgekv.kv.arena import Arena
 from edgekv.kv.footprint import Footprint
-from edgekv.kv.geometry import Geometry
 from edgekv.kv.group import Group, HeldKeys
 from edgekv.kv.growth import Growth, single_layers
 from edgekv.kv.keydiff import mean_similarity
-from edgekv.kv.layers import LayeredGeometry
 from edgekv.kv.pointer_shift import DEFAULT_RESERVE
 from edgekv.kv.policy import Policy, PolicyName, SlidingWindow, check_layers, find_policy
 from edgekv.kv.positions import Positions
@@ -24,6 +22,8 @@ from edgekv.kv.stats import CacheStats
 from edgekv.kv.store import Store
 from edgekv.kv.strategies import make_strategy
 from edgekv.kv.window import Window
+from edgekv.spec.geometry import Geometry
+from edgekv.spec.layers import LayeredGeometry
 
 
 class KVCache:
@@ -86,13 +86,13 @@ class KVCache:
         self.geometry = geometry
         self.ar = tuple(sorted(set(ar)))
         if not self.ar:
-            raise ValueError("ar: found none; wanted the tokens per inference of at least one graph")
+            raise ValueError("ar: got none; expected the tokens per inference of at least one graph")
         for each in geometries:
             for tokens in self.ar:
                 each.past_rows(tokens, geometry.context)
         tensors = sum(each.tensors for each in geometries)
         if encodings and len(encodings) != tensors:
-            raise ValueError(f"encodings: found {len(encodings)}; wanted one for each of {tensors} tensors")
+            raise ValueError(f"encodings: got {len(encodings)}; expected one for each of {tensors} tensors")
         self.encodings = tuple(encodings)
         self._policy = find_policy(policy)
         check_layers(self._policy, geometries, geometry.context, self.ar[-1])
@@ -126,7 +126,7 @@ class KVCache:
         """
         stores = self.stores
         if len(stores) != 1 or not isinstance(stores[0], Arena):
-            raise ValueError(f"arena: found {len(stores)} stores; wanted one that holds all tensors row by row")
+            raise ValueError(f"arena: got {len(stores)} stores; expected one that holds all tensors row by row")
         return stores[0]
 
     @property
@@ -225,7 +225,7 @@ class KVCache:
         most = self.geometry.context
         context = most if context is None else context
         if context != most and not self.length + ar <= context <= most:
-            raise ValueError(f"context: found {context}; wanted {self.length + ar}, tokens held and new, to {most}")
+            raise ValueError(f"context: got {context}; expected {self.length + ar}, tokens held and new, to {most}")
         if ages := self._policy.leaving(most, self.length, ar, self._similarity):
             self._evict(ages)
         if self.length < self._tokens_seen or self.length > most - ar:
@@ -242,9 +242,9 @@ class KVCache:
             ValueError: no step is open, or n is not 0 to its AR.
         """
         if self._open_ar is None:
-            raise ValueError(f"commit: found {n} tokens but no open step; wanted a call of window(ar) before")
+            raise ValueError(f"commit: got {n} tokens but no open step; expected a call of window(ar) before")
         if not 0 <= n <= self._open_ar:
-            raise ValueError(f"commit: found {n} tokens; wanted 0 to {self._open_ar}, the AR of the open step")
+            raise ValueError(f"commit: got {n} tokens; expected 0 to {self._open_ar}, the AR of the open step")
         evicted = max(0, self.length + n - self.capacity)
         self._is_prefix = self._is_prefix and not evicted
         self._positions.commit(n, evicted)
@@ -264,7 +264,7 @@ class KVCache:
         """
         most = min(self._positions.rewindable, *[group.length for group in self.groups])
         if not 0 <= n <= most:
-            raise ValueError(f"rewind: found {n} tokens; wanted 0 to {most}, the tokens held in a row")
+            raise ValueError(f"rewind: got {n} tokens; expected 0 to {most}, the tokens held in a row")
         for group in self.groups:
             group.rewind(n)
         self._positions.rewind(n)
@@ -287,7 +287,7 @@ class KVCache:
             ValueError: the policy does not allow so many.
         """
         if not 0 <= tokens <= self.capacity:
-            raise ValueError(f"hold: found {tokens} tokens; wanted 0 to {self.capacity}")
+            raise ValueError(f"hold: got {tokens} tokens; expected 0 to {self.capacity}")
         self.reset()
         self._footprint.grow(tokens, one_by_one=True)
         for group in self.groups:
@@ -328,9 +328,7 @@ class KVCache:
             ("encodings", state.encodings, self._named_encodings()),
         ):
             if found != wanted:
-                raise StateError(
-                    f"state: {field}", found=found, wanted=wanted, way_out="Use a cache of the same model."
-                )
+                raise StateError(f"state: {field}", got=found, expected=wanted, fix="Use a cache of the same model.")
         for group in self.groups:
             group.check(state, len(state.positions) if group in self._wide else None)
         self._close()
@@ -413,7 +411,7 @@ class KVCache:
 
     def _check_ar(self, ar: int) -> None:
         if ar not in self.ar:
-            raise ValueError(f"ar: found {ar}; wanted one of {', '.join(map(str, self.ar))}, as the cache was made")
+            raise ValueError(f"ar: got {ar}; expected one of {', '.join(map(str, self.ar))}, as the cache was made")
 
     def _full(self, ar: int) -> ContextFullError:
         context, length = self.geometry.context, self.length
@@ -421,7 +419,7 @@ class KVCache:
         retry = f"Run a graph of at most {smaller[-1]} tokens per inference, choose" if smaller else "Choose"
         return ContextFullError(
             f"context of {context} tokens",
-            found=f"{length} tokens held",
-            wanted=f"at most {context - ar} before a step of AR-{ar}",
-            way_out=f"{retry} the policy sliding-window, or export with a larger --context.",
+            got=f"{length} tokens held",
+            expected=f"at most {context - ar} before a step of AR-{ar}",
+            fix=f"{retry} the policy sliding-window, or export with a larger --context.",
         )

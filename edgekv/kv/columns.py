@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from edgekv.kv.geometry import Geometry, KvTensor
 from edgekv.kv.layout import aligned
 from edgekv.kv.memory import ALIGNMENT_BYTES, HeapMemory
 from edgekv.kv.move import Move
 from edgekv.kv.store import DTYPES, Rows, as_index
 from edgekv.kv.strategy import Strategy
 from edgekv.kv.window import Window
+from edgekv.spec.geometry import Geometry, KvTensor
 
 _Indexes = NDArray[np.int64]
 
@@ -185,7 +185,7 @@ class ColumnArena:
         source_rows = self._scratch.shape[2] if move.src == "scratch" else self.layout.rows
         target_rows = 0 if move.dst == "scratch" else self.layout.rows
         if move.src_row + move.rows > source_rows or move.dst_row + move.rows > target_rows:
-            raise ValueError(f"move: found {move}; wanted rows below {source_rows} and {target_rows}")
+            raise ValueError(f"move: got {move}; expected rows below {source_rows} and {target_rows}")
         to, start = slice(move.dst_row, move.dst_row + move.rows), slice(move.src_row, move.src_row + move.rows)
         if move.src == "scratch":
             self._strips[:, :, to] = self._scratch[:, :, start]

@@ -10,7 +10,6 @@ import numpy as np
 
 from edgekv.kv.arena import Arena
 from edgekv.kv.columns import ColumnArena, ColumnLayout
-from edgekv.kv.geometry import Geometry
 from edgekv.kv.layout import Layout
 from edgekv.kv.move import Move
 from edgekv.kv.rotate import KvEncoding
@@ -18,6 +17,7 @@ from edgekv.kv.state import CacheState, StateError
 from edgekv.kv.store import Rows, Store
 from edgekv.kv.strategy import Strategy
 from edgekv.kv.window import Window
+from edgekv.spec.geometry import Geometry
 
 T = TypeVar("T")
 
@@ -170,7 +170,7 @@ class Group:
         Raises:
             StateError: a tensor is missing, or of another type or shape, or there are too many tokens.
         """
-        geometry, way_out = self.geometry, "Save the state again from a cache of this kind."
+        geometry, fix = self.geometry, "Save the state again from a cache of this kind."
         for store in self.stores:
             for tensor in store.tensors:
                 rows = state.rows.get(tensor.past, np.empty(0))
@@ -178,10 +178,10 @@ class Group:
                     tokens = len(rows)
                 if rows.dtype != store.dtype or rows.shape != (tokens, geometry.head_dim):
                     found, wanted = f"{rows.dtype} {list(rows.shape)}", f"{store.dtype} {[tokens, geometry.head_dim]}"
-                    raise StateError(f"state: {tensor.past}", found=found, wanted=wanted, way_out=way_out)
+                    raise StateError(f"state: {tensor.past}", got=found, expected=wanted, fix=fix)
         if tokens is not None and tokens > self.capacity:
-            way_out = "Rewind before saving, or restore it into a cache with the policy fail."
-            raise StateError("state: tokens", found=tokens, wanted=f"{self.capacity} at most", way_out=way_out)
+            fix = "Rewind before saving, or restore it into a cache with the policy fail."
+            raise StateError("state: tokens", got=tokens, expected=f"{self.capacity} at most", fix=fix)
 
     def keys(self, encodings: Sequence[KvEncoding]) -> Iterator[HeldKeys]:
         """The keys held, tensor by tensor; `encodings` is in the order of the geometry's names, or empty."""

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from edgekv.errors import UsageError
-from edgekv.kv.geometry import Geometry
 from edgekv.kv.strategies import GROWING_STRATEGIES
+from edgekv.spec.geometry import Geometry
 
 GrowthName = Literal["staggered", "together"]
 GROWTHS: tuple[GrowthName, ...] = ("staggered", "together")
@@ -36,13 +36,13 @@ class Growth:
 
     def __post_init__(self) -> None:
         if not self.contexts or self.contexts[0] < 2 or list(self.contexts) != sorted(set(self.contexts)):
-            raise ValueError(f"contexts: found {self.contexts}; wanted ascending numbers from 2 on")
+            raise ValueError(f"contexts: got {self.contexts}; expected ascending numbers from 2 on")
         if len(self.contexts) == 1:
             raise UsageError(
                 "growth",
-                found=f"one context, of {self.contexts[0]} tokens",
-                wanted="several: a graph reads rows of its whole context, whether they hold a token or not",
-                way_out="Leave it out, or export with several, as --context 512,1024,4096.",
+                got=f"one context, of {self.contexts[0]} tokens",
+                expected="several: a graph reads rows of its whole context, whether they hold a token or not",
+                fix="Leave it out, or export with several, as --context 512,1024,4096.",
             )
 
     def check(self, geometries: Sequence[Geometry], context: int, max_ar: int, strategy: str) -> None:
@@ -59,24 +59,24 @@ class Growth:
             UsageError: another strategy, keys as columns, or two layers that would grow at the same token.
         """
         if self.contexts[-1] != context or self.contexts[0] <= max_ar:
-            raise ValueError(f"growth: found {self.contexts}; wanted contexts up to {context}, all above AR-{max_ar}")
+            raise ValueError(f"growth: got {self.contexts}; expected contexts up to {context}, all above AR-{max_ar}")
         columns = any(each.key_layout == "columns" for each in geometries)
         if strategy not in GROWING_STRATEGIES or columns:
             names = " or ".join(GROWING_STRATEGIES)
             raise UsageError(
                 f"growth {self.name}",
-                found=f"{strategy}{' with keys as columns' if columns else ''}",
-                wanted=f"the update strategy {names}, and keys as rows",
-                way_out="Leave growth out, export keys as rows." if columns else f"Use {names}, or leave growth out.",
+                got=f"{strategy}{' with keys as columns' if columns else ''}",
+                expected=f"the update strategy {names}, and keys as rows",
+                fix="Leave growth out, export keys as rows." if columns else f"Use {names}, or leave growth out.",
             )
         layers = sum(each.layers for each in geometries if each.context == context)
         steps = [above - below for below, above in zip((0, *self.contexts), self.contexts[:-1], strict=False)]
         if self.name == "staggered" and min(steps) < layers:
             raise UsageError(
                 "growth staggered",
-                found=f"contexts of {', '.join(map(str, self.contexts))} tokens for {layers} layers",
-                wanted=f"at least {layers} tokens to the next, one for each layer to grow at",
-                way_out="Use together, or export with contexts that lie farther apart.",
+                got=f"contexts of {', '.join(map(str, self.contexts))} tokens for {layers} layers",
+                expected=f"at least {layers} tokens to the next, one for each layer to grow at",
+                fix="Use together, or export with contexts that lie farther apart.",
             )
 
     def context(self, layer: int, layers: int, columns: int) -> int:
@@ -115,4 +115,4 @@ def parse_growth(name: str, contexts: Sequence[int]) -> Growth:
         if name == known:
             return Growth(tuple(contexts), known)
     names = " or ".join(GROWTHS)
-    raise UsageError("growth", found=repr(name), wanted=names, way_out=f"Use {names}, or leave it out.")
+    raise UsageError("growth", got=repr(name), expected=names, fix=f"Use {names}, or leave it out.")

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from edgekv.kv.geometry import KvTensor
 from edgekv.kv.group import Group
 from edgekv.kv.store import Rows, Store
+from edgekv.spec.geometry import KvTensor
 
 
 class HeldRows:

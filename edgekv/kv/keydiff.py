@@ -29,6 +29,6 @@ def mean_similarity(tensors: Iterable[tuple[Rows, int]]) -> NDArray[np.float64]:
         total = cosines if total is None else total + cosines
         count += 1
     if total is None:
-        raise ValueError("tensors: found none; wanted the keys of at least one head")
+        raise ValueError("tensors: got none; expected the keys of at least one head")
     mean: NDArray[np.float64] = total / count
     return mean

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from edgekv.kv.geometry import KINDS, Geometry, Kind, KvTensor
 from edgekv.kv.memory import ALIGNMENT_BYTES
 from edgekv.kv.strategy import Strategy
+from edgekv.spec.geometry import KINDS, Geometry, Kind, KvTensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ class Layout:
 
     def __post_init__(self) -> None:
         if self.rows < 1 or self.scratch_rows < 0 or (self.mirrored and self.scratch_rows):
-            raise ValueError(f"layout: found {self}; wanted rows >= 1 and scratch_rows >= 0, 0 if mirrored")
+            raise ValueError(f"layout: got {self}; expected rows >= 1 and scratch_rows >= 0, 0 if mirrored")
 
     @classmethod
     def of(cls, geometry: Geometry, strategy: Strategy, kinds: tuple[Kind, ...] = KINDS) -> Layout:

@@ -65,13 +65,13 @@ class MirrorMemory:
             ValueError: a ring is not a whole number of pages.
         """
         if ring_bytes < 1 or ring_bytes % mmap.PAGESIZE:
-            raise ValueError(f"ring_bytes: found {ring_bytes}; wanted a multiple of {mmap.PAGESIZE}, the page")
+            raise ValueError(f"ring_bytes: got {ring_bytes}; expected a multiple of {mmap.PAGESIZE}, the page")
         if not hasattr(os, "memfd_create"):
             raise UsageError(
                 "update strategy mirror",
-                found="a system without memfd_create",
-                wanted="Linux or Android",
-                way_out=_WAY_OUT,
+                got="a system without memfd_create",
+                expected="Linux or Android",
+                fix=_WAY_OUT,
             )
         size_bytes = 2 * rings * ring_bytes
         try:
@@ -79,9 +79,9 @@ class MirrorMemory:
         except OSError as error:
             raise EngineError(
                 "update strategy mirror",
-                found=f"{error.strerror} for {rings} rings of {ring_bytes} bytes",
-                wanted="memory that can be mapped twice (see the system's vm.max_map_count)",
-                way_out=_WAY_OUT,
+                got=f"{error.strerror} for {rings} rings of {ring_bytes} bytes",
+                expected="memory that can be mapped twice (see the system's vm.max_map_count)",
+                fix=_WAY_OUT,
             ) from None
         self.offset = 0
         self.buffer: Any = (ctypes.c_uint8 * size_bytes).from_address(self.address)

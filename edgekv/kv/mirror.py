@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from math import gcd
 from mmap import PAGESIZE
 
-from edgekv.kv.geometry import Geometry
 from edgekv.kv.move import Move, close_gaps
 from edgekv.kv.window import Window
+from edgekv.spec.geometry import Geometry
 
 
 class Mirror:

@@ -29,7 +29,7 @@ class Move:
 
     def __post_init__(self) -> None:
         if self.src_row < 0 or self.dst_row < 0 or self.rows < 1:
-            raise ValueError(f"move: found {self}; wanted rows from 0 on, and at least one of them")
+            raise ValueError(f"move: got {self}; expected rows from 0 on, and at least one of them")
 
     @property
     def overlaps(self) -> bool:

@@ -7,9 +7,9 @@ from fractions import Fraction
 from math import ceil
 
 from edgekv.errors import UsageError
-from edgekv.kv.geometry import Geometry
 from edgekv.kv.move import Move, close_gaps
 from edgekv.kv.window import Window
+from edgekv.spec.geometry import Geometry
 
 DEFAULT_RESERVE = Fraction(2)
 
@@ -25,7 +25,7 @@ def parse_reserve(reserve: Fraction | float | str) -> Fraction:
     except (ValueError, ZeroDivisionError):
         ratio = Fraction(0)
     if not 1 < ratio <= 2:
-        raise UsageError("reserve", found=reserve, wanted="a number above 1 and at most 2", way_out="Use 2.0 or 1.5.")
+        raise UsageError("reserve", got=reserve, expected="a number above 1 and at most 2", fix="Use 2.0 or 1.5.")
     return ratio
 
 

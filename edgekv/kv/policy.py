@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from edgekv.errors import UsageError
-from edgekv.kv.geometry import Geometry
+from edgekv.spec.geometry import Geometry
 
 PolicyName = Literal["fail", "sliding-window", "sinks", "keydiff"]
 
@@ -116,16 +116,16 @@ class Sinks:
         if self.tokens < 1 or self.window < 1 or self.tokens + self.window > most:
             raise UsageError(
                 "context policy sinks",
-                found=f"{self.tokens} first and {self.window} newest tokens",
-                wanted=f"at least 1 of each, and {most} together at most, so that a step of AR-{max_ar} has room",
-                way_out="Use about half of the context for the newest tokens.",
+                got=f"{self.tokens} first and {self.window} newest tokens",
+                expected=f"at least 1 of each, and {most} together at most, so that a step of AR-{max_ar} has room",
+                fix="Use about half of the context for the newest tokens.",
             )
         if not 2 <= 2 * len(self.inverse_frequencies) <= geometry.head_dim:
             raise UsageError(
                 "context policy sinks",
-                found=f"{len(self.inverse_frequencies)} inverse frequencies",
-                wanted=f"1 to {geometry.head_dim / 2:g}, half of head_dim",
-                way_out="Take those of the bundle's manifest.",
+                got=f"{len(self.inverse_frequencies)} inverse frequencies",
+                expected=f"1 to {geometry.head_dim / 2:g}, half of head_dim",
+                fix="Take those of the bundle's manifest.",
             )
 
     def capacity(self, context: int) -> int:
@@ -160,9 +160,9 @@ class KeyDiff:
         if not 1 <= self.recent <= self.budget <= most:
             raise UsageError(
                 "context policy keydiff",
-                found=f"a budget of {self.budget} tokens, {self.recent} of them recent",
-                wanted=f"1 to {most} tokens, so that a step of AR-{max_ar} has room, and at least 1 recent one",
-                way_out="Use about half of the context, and an eighth of that for the recent ones.",
+                got=f"a budget of {self.budget} tokens, {self.recent} of them recent",
+                expected=f"1 to {most} tokens, so that a step of AR-{max_ar} has room, and at least 1 recent one",
+                fix="Use about half of the context, and an eighth of that for the recent ones.",
             )
 
     def capacity(self, context: int) -> int:
@@ -197,7 +197,7 @@ def find_policy(policy: str | Policy) -> Policy:
         if known.name == policy:
             return known
     names = " or ".join(known.name for known in POLICIES)
-    raise UsageError("context policy", found=repr(policy), wanted=names, way_out=f"Use {names}.")
+    raise UsageError("context policy", got=repr(policy), expected=names, fix=f"Use {names}.")
 
 
 def check_layers(policy: Policy, geometries: Sequence[Geometry], context: int, max_ar: int) -> None:
@@ -224,7 +224,7 @@ def check_layers(policy: Policy, geometries: Sequence[Geometry], context: int, m
     if wanted:
         raise UsageError(
             f"context policy {policy.name}",
-            found=f"layers that attend to {narrow[0].context} tokens of {context}",
-            wanted=f"layers that {wanted} to the whole context",
-            way_out=f"Use {instead}.",
+            got=f"layers that attend to {narrow[0].context} tokens of {context}",
+            expected=f"layers that {wanted} to the whole context",
+            fix=f"Use {instead}.",
         )

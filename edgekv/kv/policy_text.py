@@ -44,7 +44,7 @@ def parse_policy(text: str, inverse_frequencies: Sequence[float]) -> Policy:
                 return KeyDiff(budget, max(1, budget // _RECENT_DIVISOR))
             case ("keydiff", int(budget), int(recent)):
                 return KeyDiff(budget, recent)
-    raise UsageError("context policy", found=repr(text), wanted=POLICY_FORMS, way_out="Use fail.")
+    raise UsageError("context policy", got=repr(text), expected=POLICY_FORMS, fix="Use fail.")
 
 
 def _numbers(text: str) -> list[int]:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from edgekv.kv.geometry import Geometry
 from edgekv.kv.move import Move, close_gaps
 from edgekv.kv.window import Window
+from edgekv.spec.geometry import Geometry
 
 
 class ShiftConcat:

@@ -6,9 +6,9 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from itertools import islice
 
-from edgekv.kv.geometry import Geometry
 from edgekv.kv.move import Move, moves_of
 from edgekv.kv.window import Window
+from edgekv.spec.geometry import Geometry
 
 
 class Slot:

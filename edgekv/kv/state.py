@@ -85,7 +85,7 @@ def write_state(state: CacheState, file: str | Path, *, fingerprint: str) -> Non
                 raise
     except OSError as error:
         raise StateError(
-            f"state {file}", found=error.strerror, wanted="a writable file", way_out="Give a path that you can write."
+            f"state {file}", got=error.strerror, expected="a writable file", fix="Give a path that you can write."
         ) from None
 
 
@@ -124,7 +124,7 @@ def read_state(file: str | Path, *, fingerprint: str) -> CacheState:
 
 def _refusal(file: str | Path, field: str, found: object, wanted: object) -> StateError:
     return StateError(
-        f"state {file}: {field}", found=found, wanted=wanted, way_out="Run the prompt again, and save a new state."
+        f"state {file}: {field}", got=found, expected=wanted, fix="Run the prompt again, and save a new state."
     )
 
 

@@ -8,8 +8,8 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from edgekv.kv.geometry import KvDtype, KvTensor
 from edgekv.kv.window import Window
+from edgekv.spec.geometry import KvDtype, KvTensor
 
 Rows = NDArray[Any]
 

@@ -6,12 +6,12 @@ from fractions import Fraction
 from typing import Literal
 
 from edgekv.errors import UsageError
-from edgekv.kv.geometry import Geometry
 from edgekv.kv.mirror import Mirror
 from edgekv.kv.pointer_shift import DEFAULT_RESERVE, PointerShift
 from edgekv.kv.shift_concat import ShiftConcat
 from edgekv.kv.slot import Slot
 from edgekv.kv.strategy import Strategy
+from edgekv.spec.geometry import Geometry
 
 StrategyName = Literal["pointer-shift", "slot", "mirror", "shift-concat"]
 STRATEGIES: tuple[StrategyName, ...] = ("pointer-shift", "slot", "mirror", "shift-concat")
@@ -38,9 +38,9 @@ def make_strategy(
     if name == "mirror":
         raise UsageError(
             "update strategy",
-            found="mirror with keys as columns",
-            wanted="keys as rows",
-            way_out="Use pointer-shift or slot, or export keys as rows.",
+            got="mirror with keys as columns",
+            expected="keys as rows",
+            fix="Use pointer-shift or slot, or export keys as rows.",
         )
     names = " or ".join(STRATEGIES)
-    raise UsageError("update strategy", found=repr(name), wanted=names, way_out=f"Use {names}.")
+    raise UsageError("update strategy", got=repr(name), expected=names, fix=f"Use {names}.")

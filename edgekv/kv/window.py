@@ -35,4 +35,4 @@ class Window:
 
     def __post_init__(self) -> None:
         if self.ar < 1 or self.past_row < 0 or self.new_row < 0 or not 0 <= self.first <= self.stop <= self.columns:
-            raise ValueError(f"window: found {self}; wanted ar >= 1, rows >= 0 and 0 <= first <= stop <= columns")
+            raise ValueError(f"window: got {self}; expected ar >= 1, rows >= 0 and 0 <= first <= stop <= columns")

@@ -28,9 +28,9 @@ def check_array(field: str, given: object, dtype: DTypeLike, dims: int) -> NDArr
     """
     wanted = f"a numpy array of {np.dtype(dtype)} with {dims} dimension{'s' if dims > 1 else ''}"
     if not isinstance(given, np.ndarray):
-        raise PagedInputError(field, found=type(given).__name__, wanted=wanted)
+        raise PagedInputError(field, got=type(given).__name__, expected=wanted)
     if given.dtype != dtype or given.ndim != dims:
-        raise PagedInputError(field, found=f"{given.dtype} {shape_text(given.shape)}", wanted=wanted)
+        raise PagedInputError(field, got=f"{given.dtype} {shape_text(given.shape)}", expected=wanted)
     return given
 
 
@@ -41,7 +41,7 @@ def check_shape(field: str, given: NDArray[Any], shape: tuple[int, ...], meaning
         PagedInputError: the shape differs.
     """
     if given.shape != shape:
-        raise PagedInputError(field, found=shape_text(given.shape), wanted=f"{shape_text(shape)}, {meaning}")
+        raise PagedInputError(field, got=shape_text(given.shape), expected=f"{shape_text(shape)}, {meaning}")
 
 
 def check_range(field: str, given: NDArray[Any], low: int, stop: int | None, meaning: str) -> None:
@@ -54,7 +54,7 @@ def check_range(field: str, given: NDArray[Any], low: int, stop: int | None, mea
     if outside.any():
         place = [int(i) for i in np.argwhere(outside)[0]]
         limits = f"at least {low}" if stop is None else f"{low} to {stop - 1}" if stop > low else "no entry"
-        raise PagedInputError(field, found=f"{given[tuple(place)]} at {place}", wanted=f"{limits}, {meaning}")
+        raise PagedInputError(field, got=f"{given[tuple(place)]} at {place}", expected=f"{limits}, {meaning}")
 
 
 def check_begins(field: str, given: object, sequences: int, end: int, meaning: str) -> Ints:
@@ -66,7 +66,7 @@ def check_begins(field: str, given: object, sequences: int, end: int, meaning: s
     begins: Ints = check_array(field, given, np.int32, 1).astype(np.int64)
     check_shape(field, begins, (sequences + 1,), "one more than past_lens")
     if begins[0] != 0 or begins[-1] != end or (np.diff(begins) < 0).any():
-        raise PagedInputError(field, found=begins.tolist(), wanted=f"numbers rising from 0 to {end}, {meaning}")
+        raise PagedInputError(field, got=begins.tolist(), expected=f"numbers rising from 0 to {end}, {meaning}")
     return begins
 
 
@@ -79,13 +79,13 @@ def check_integer(field: str, given: object, low: int, meaning: str) -> int:
     wanted = f"an integer of at least {low}, {meaning}"
     boolean = isinstance(given, (bool, np.bool_)) or (isinstance(given, np.ndarray) and given.dtype == np.bool_)
     if boolean or not isinstance(given, SupportsIndex):
-        raise PagedInputError(field, found=repr(given), wanted=wanted)
+        raise PagedInputError(field, got=repr(given), expected=wanted)
     try:
         integer = operator.index(given)
     except TypeError:
-        raise PagedInputError(field, found=repr(given), wanted=wanted) from None
+        raise PagedInputError(field, got=repr(given), expected=wanted) from None
     if integer < low:
-        raise PagedInputError(field, found=integer, wanted=wanted)
+        raise PagedInputError(field, got=integer, expected=wanted)
     return integer
 
 
@@ -98,7 +98,7 @@ def check_finite(field: str, given: object, meaning: str) -> float:
     wanted = f"a finite number, {meaning}"
     array = np.asarray(given)
     if array.shape != () or array.dtype.kind not in "iuf":
-        raise PagedInputError(field, found=repr(given), wanted=wanted)
+        raise PagedInputError(field, got=repr(given), expected=wanted)
     if not math.isfinite(number := float(array)):
-        raise PagedInputError(field, found=number, wanted=wanted)
+        raise PagedInputError(field, got=number, expected=wanted)
     return number

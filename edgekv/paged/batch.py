@@ -86,8 +86,8 @@ class Batch:
             i = int(short[0])
             raise PagedInputError(
                 "block_indices",
-                found=f"{entries[i]} blocks for sequence {i}",
-                wanted=f"at least {needed[i]} for its {length[i]} tokens, {caches.block_tokens} to a block",
+                got=f"{entries[i]} blocks for sequence {i}",
+                expected=f"at least {needed[i]} for its {length[i]} tokens, {caches.block_tokens} to a block",
             )
         return cls(past, begins, blocks, block_begins, caches.block_tokens)
 

@@ -38,20 +38,20 @@ class Caches:
         dtype = getattr(self.key, "dtype", None)
         if dtype not in FLOATS:
             found = dtype or type(self.key).__name__
-            raise PagedInputError("key_cache", found=found, wanted="a numpy array of float16, float32 or float64")
+            raise PagedInputError("key_cache", got=found, expected="a numpy array of float16, float32 or float64")
         for field, array in (("key_cache", self.key), ("value_cache", self.value)):
             check_array(field, array, dtype, 4)
             if 0 in array.shape[1:]:
                 raise PagedInputError(
-                    field, found=shape_text(array.shape), wanted="no empty dimension behind the first"
+                    field, got=shape_text(array.shape), expected="no empty dimension behind the first"
                 )
             if not array.flags.writeable:
-                raise PagedInputError(field, found="a read-only array", wanted="one that can be updated in place")
+                raise PagedInputError(field, got="a read-only array", expected="one that can be updated in place")
         check_shape(
             "value_cache", self.value, (*self.key.shape[:3], self.value.shape[3]), "but for the last as key_cache"
         )
         if np.shares_memory(self.key, self.value):
-            raise PagedInputError("value_cache", found="memory shared with key_cache", wanted="memory of its own")
+            raise PagedInputError("value_cache", got="memory shared with key_cache", expected="memory of its own")
 
     @property
     def dtype(self) -> np.dtype[Any]:

@@ -8,12 +8,12 @@ class PagedInputError(ValueError):
 
     Args:
         field: the parameter.
-        found: what it held.
-        wanted: what would have been accepted.
+        got: the value found.
+        expected: what is accepted.
     """
 
-    def __init__(self, field: str, *, found: object, wanted: object) -> None:
-        super().__init__(f"{field}: found {found}; wanted {wanted}")
+    def __init__(self, field: str, *, got: object, expected: object) -> None:
+        super().__init__(f"{field}: got {got}; expected {expected}")
         self.field = field
-        self.found = found
-        self.wanted = wanted
+        self.got = got
+        self.expected = expected

@@ -37,18 +37,18 @@ class CacheEvictionConfig:
 
     def __post_init__(self) -> None:
         if self.block_tokens < 1:
-            raise PagedInputError("block_tokens", found=self.block_tokens, wanted="at least 1")
+            raise PagedInputError("block_tokens", got=self.block_tokens, expected="at least 1")
         for field in ("start_tokens", "recent_tokens", "max_tokens"):
             tokens = getattr(self, field)
             if tokens < 1 or tokens % self.block_tokens:
                 wanted = f"a multiple of the {self.block_tokens} tokens of a block, at least one block"
-                raise PagedInputError(field, found=tokens, wanted=wanted)
+                raise PagedInputError(field, got=tokens, expected=wanted)
         if self.max_tokens <= (kept := self.start_tokens + self.recent_tokens):
             wanted = f"more than start and recent together, {kept} tokens"
-            raise PagedInputError("max_tokens", found=self.max_tokens, wanted=wanted)
+            raise PagedInputError("max_tokens", got=self.max_tokens, expected=wanted)
         if self.aggregation not in AGGREGATIONS:
             wanted = " or ".join(map(repr, AGGREGATIONS))
-            raise PagedInputError("aggregation", found=repr(self.aggregation), wanted=wanted)
+            raise PagedInputError("aggregation", got=repr(self.aggregation), expected=wanted)
 
     @classmethod
     def in_blocks(
@@ -169,9 +169,9 @@ class CacheEvictor:
         check_range("block_indices", table, 0, None, "a block of the caches")
         needed = -(-self.tokens // self.config.block_tokens)
         if len(table) < needed:
-            raise PagedInputError("block_indices", found=f"{len(table)} blocks", wanted=f"at least {needed}")
+            raise PagedInputError("block_indices", got=f"{len(table)} blocks", expected=f"at least {needed}")
         if len(np.unique(table)) < len(table):
-            raise PagedInputError("block_indices", found=table.tolist(), wanted="each block once")
+            raise PagedInputError("block_indices", got=table.tolist(), expected="each block once")
         return table
 
     def _table(self, rows: int) -> Floats:

@@ -23,7 +23,7 @@ class ScoreLedger:
 
     def __init__(self, aggregation: Aggregation) -> None:
         if aggregation not in AGGREGATIONS:
-            raise PagedInputError("aggregation", found=repr(aggregation), wanted=" or ".join(map(repr, AGGREGATIONS)))
+            raise PagedInputError("aggregation", got=repr(aggregation), expected=" or ".join(map(repr, AGGREGATIONS)))
         self.aggregation = aggregation
         self._weights = np.zeros(0)
         self._queries = np.zeros(0, np.int64)
@@ -45,14 +45,14 @@ class ScoreLedger:
         """
         for field, count in (("new_tokens", new_tokens), ("aggregation_window", aggregation_window)):
             if count < 0:
-                raise PagedInputError(field, found=count, wanted="at least 0")
+                raise PagedInputError(field, got=count, expected="at least 0")
         weights = np.asarray(scores, np.float64)
         tokens = len(self) + new_tokens
         if weights.shape != (tokens,):
             wanted = f"[{tokens}], {len(self)} tokens cached and {new_tokens} new"
-            raise PagedInputError("scores", found=shape_text(weights.shape), wanted=wanted)
+            raise PagedInputError("scores", got=shape_text(weights.shape), expected=wanted)
         if not (np.isfinite(weights) & (weights >= 0)).all():
-            raise PagedInputError("scores", found=weights.tolist(), wanted="sums of attention weights, 0 or above")
+            raise PagedInputError("scores", got=weights.tolist(), expected="sums of attention weights, 0 or above")
         # Of the last queries a token is seen by those behind it and by itself.
         seen = np.minimum(min(aggregation_window, new_tokens), tokens - np.arange(tokens))
         self._weights = np.pad(self._weights, (0, new_tokens)) + weights

@@ -59,9 +59,9 @@ def _slopes(caches: Caches, heads: int, given: object) -> NDArray[np.float64] | 
     slopes: NDArray[np.float64] = check_array("alibi_slopes", given, caches.dtype, 1).astype(np.float64)
     if len(slopes) not in (heads, caches.kv_heads):
         wanted = f"[{heads}] or [{caches.kv_heads}], one for each query head or KV head"
-        raise PagedInputError("alibi_slopes", found=shape_text(slopes.shape), wanted=wanted)
+        raise PagedInputError("alibi_slopes", got=shape_text(slopes.shape), expected=wanted)
     if not np.isfinite(slopes).all():
-        raise PagedInputError("alibi_slopes", found=slopes.tolist(), wanted="finite numbers")
+        raise PagedInputError("alibi_slopes", got=slopes.tolist(), expected="finite numbers")
     return np.repeat(slopes, heads // len(slopes))
 
 

@@ -25,9 +25,9 @@ def rotation_trig_lut(inverse_frequencies: Sequence[float], rows: int, dtype: DT
     frequencies = np.asarray(inverse_frequencies, np.float64)
     if frequencies.ndim != 1 or not frequencies.size or not np.isfinite(frequencies).all():
         wanted = "one finite number for each pair of a head's elements"
-        raise PagedInputError("inverse_frequencies", found=inverse_frequencies, wanted=wanted)
+        raise PagedInputError("inverse_frequencies", got=inverse_frequencies, expected=wanted)
     if rows < 1:
-        raise PagedInputError("rows", found=rows, wanted="at least 1")
+        raise PagedInputError("rows", got=rows, expected="at least 1")
     angles = np.arange(rows)[:, None] * frequencies
     table: Floats = np.concatenate([np.cos(angles), np.sin(-angles)], axis=1).astype(dtype)
     return table
@@ -61,17 +61,17 @@ class Rotation:
             return None
         if missing:
             present = " and ".join(field for field in given if field not in missing)
-            raise PagedInputError(missing[0], found="None", wanted=f"an array, because {present} was given")
+            raise PagedInputError(missing[0], got="None", expected=f"an array, because {present} was given")
         listed: Ints = check_array("rotated_block_indices", blocks, np.int32, 1).astype(np.int64)
         check_range("rotated_block_indices", listed, 0, caches.blocks, f"a block of the {caches.blocks} in the caches")
         lut = check_array("rotation_trig_lut", table, caches.dtype, 2)
         check_shape("rotation_trig_lut", lut, (len(lut), caches.key_size), "rows as long as a key")
         if caches.key_size % 2:
-            raise PagedInputError("key_cache", found=f"keys of {caches.key_size}", wanted="an even size, to be rotated")
+            raise PagedInputError("key_cache", got=f"keys of {caches.key_size}", expected="an even size, to be rotated")
         rows: Ints = check_array("rotation_deltas", deltas, np.int32, 2).astype(np.int64)
         if len(rows) != len(listed) or rows.shape[1] not in (1, caches.block_tokens):
             wanted = f"[{len(listed)}, 1] or [{len(listed)}, {caches.block_tokens}], one row for each rotated block"
-            raise PagedInputError("rotation_deltas", found=shape_text(rows.shape), wanted=wanted)
+            raise PagedInputError("rotation_deltas", got=shape_text(rows.shape), expected=wanted)
         check_range("rotation_deltas", rows, 0, len(lut), f"a row of the {len(lut)} in rotation_trig_lut")
         return cls(listed, rows, lut)
 

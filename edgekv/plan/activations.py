@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from edgekv.kv import Geometry
-from edgekv.size import Decoder
+from edgekv.plan.cache import Decoder
 
 _ELEMENT_BYTES = 2  # every activation is uint16
 

@@ -21,7 +21,7 @@ from collections.abc import Sequence
 import msgspec
 
 from edgekv.kv import Geometry
-from edgekv.size import Decoder, Weights
+from edgekv.plan.cache import Decoder, Weights
 
 CALIBRATION_WINDOW = 512
 """Tokens of a window of calibration text, at most."""

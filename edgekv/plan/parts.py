@@ -9,8 +9,8 @@ from itertools import accumulate, pairwise
 
 import msgspec
 
+from edgekv.plan.cache import HTP_CONTEXT_BYTES
 from edgekv.plan.compiling import COMPILE_BYTES, compile_bytes
-from edgekv.size import HTP_CONTEXT_BYTES
 
 PROTOBUF_BYTES = (1 << 31) - 1
 
@@ -83,7 +83,7 @@ def divide(layers: Sequence[int], splits: int, *, first_bytes: int = 0, last_byt
     """
     count = len(layers)
     if not 1 <= splits <= count:
-        raise ValueError(f"splits: found {splits}; wanted 1 to {count}, the layers")
+        raise ValueError(f"splits: got {splits}; expected 1 to {count}, the layers")
     ends = [first_bytes + end for end in accumulate(layers, initial=0)]
     share = (ends[-1] + last_bytes) / splits
     cuts = [0]

@@ -12,11 +12,7 @@ from devices import Device
 from edgekv.errors import CheckpointError, UsageError
 from edgekv.kv import Geometry, KvDtype
 from edgekv.plan.activations import activation_bytes
-from edgekv.plan.cost import ExportCost, export_cost, layer_graph_bytes
-from edgekv.plan.parts import PROTOBUF_BYTES, Load, Part, lay_out, least_splits
-from edgekv.plan.roofline import Roofline, roofline
-from edgekv.plan.verdict import Demand, PlanVerdict, make_plan_verdict
-from edgekv.size import (
+from edgekv.plan.cache import (
     CHOICES,
     HTP_CONTEXT_BYTES,
     WEIGHT_DTYPES,
@@ -32,6 +28,10 @@ from edgekv.size import (
     make_report,
     recipe_weights,
 )
+from edgekv.plan.cost import ExportCost, export_cost, layer_graph_bytes
+from edgekv.plan.parts import PROTOBUF_BYTES, Load, Part, lay_out, least_splits
+from edgekv.plan.roofline import Roofline, roofline
+from edgekv.plan.verdict import Demand, PlanVerdict, make_plan_verdict
 
 RECIPES = tuple(WEIGHT_DTYPES)
 _KV_BITS = {"u8": 8, "s16": 16}
@@ -106,12 +106,12 @@ def make_plan(
         CheckpointError: a `config.json` that cannot be read, or a model whose weights are not known.
     """
     if recipe not in RECIPES:
-        raise UsageError("--recipe", found=repr(recipe), wanted=" or ".join(RECIPES), way_out="Use --recipe w8a16.")
+        raise UsageError("--recipe", got=repr(recipe), expected=" or ".join(RECIPES), fix="Use --recipe w8a16.")
     if kv not in _KV_BITS:
-        raise UsageError("--kv", found=repr(kv), wanted=" or ".join(_KV_BITS), way_out="Use --kv u8.")
+        raise UsageError("--kv", got=repr(kv), expected=" or ".join(_KV_BITS), fix="Use --kv u8.")
     if is_bundle(path):
-        way_out = "It is exported already: `edgekv size` says what it costs."
-        raise CheckpointError(str(path), found="a bundle", wanted="a checkpoint's config.json", way_out=way_out)
+        fix = "It is exported already: `edgekv size` says what it costs."
+        raise CheckpointError(str(path), got="a bundle", expected="a checkpoint's config.json", fix=fix)
     subject = find_subject(path, Overrides(context=context, kv_bits=_KV_BITS[kv], ar=ar, recipe=recipe))
     decoder = _decoder(subject)
     _check_context(subject)
@@ -171,9 +171,9 @@ def _decoder(subject: Subject) -> Decoder:
     if subject.decoder is None:
         raise CheckpointError(
             subject.source,
-            found="a model whose matrices are not known",
-            wanted="a decoder of the Llama family: llama, mistral, qwen2 or qwen3, with all sizes",
-            way_out="`edgekv size` says what its cache costs.",
+            got="a model whose matrices are not known",
+            expected="a decoder of the Llama family: llama, mistral, qwen2 or qwen3, with all sizes",
+            fix="`edgekv size` says what its cache costs.",
         )
     return subject.decoder
 
@@ -182,11 +182,11 @@ def _check_context(subject: Subject) -> None:
     context, step, longest = subject.geometry.context, subject.ar[-1], subject.max_positions
     if longest is not None and context > longest:
         wanted = f"at most max_position_embeddings = {longest}"
-        way_out = f"Use --context {longest // step * step}."
-        raise UsageError("--context", found=context, wanted=wanted, way_out=way_out)
+        fix = f"Use --context {longest // step * step}."
+        raise UsageError("--context", got=context, expected=wanted, fix=fix)
     if context % step:
         wanted = f"a multiple of the largest AR, {step}, which export asks for"
-        raise UsageError("--context", found=context, wanted=wanted, way_out=f"Use --context {context // step * step}.")
+        raise UsageError("--context", got=context, expected=wanted, fix=f"Use --context {context // step * step}.")
 
 
 def _demand(decoder: Decoder, weights: Weights, geometry: Geometry, ar: Sequence[int], choice: Choice) -> Demand:

@@ -6,7 +6,7 @@ import msgspec
 
 from devices import Device
 from edgekv.kv import Geometry
-from edgekv.size import Decoder, Weights
+from edgekv.plan.cache import Decoder, Weights
 
 
 class Roofline(msgspec.Struct, frozen=True, kw_only=True):

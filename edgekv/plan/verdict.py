@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import msgspec
 
 from devices import Device
+from edgekv.plan.cache import Recommendation
 from edgekv.plan.cost import ExportCost
 from edgekv.plan.parts import PROTOBUF_BYTES, Part
 from edgekv.plan.roofline import Roofline
-from edgekv.size import Recommendation
 
 
 class Demand(msgspec.Struct, frozen=True, kw_only=True):

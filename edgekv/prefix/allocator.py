@@ -11,7 +11,7 @@ class BlockAllocator:
 
     def __init__(self, capacity: int) -> None:
         if capacity < 0:
-            raise ValueError(f"capacity: found {capacity}; wanted 0 or more")
+            raise ValueError(f"capacity: got {capacity}; expected 0 or more")
         self.capacity = capacity
         self._freed: list[int] = []
         self._references: list[int] = []
@@ -39,7 +39,7 @@ class BlockAllocator:
             ValueError: no such id.
         """
         if not 0 <= block < self.capacity:
-            raise ValueError(f"block: found {block}; wanted 0 to {self.capacity - 1}")
+            raise ValueError(f"block: got {block}; expected 0 to {self.capacity - 1}")
         return self._references[block] if block < len(self._references) else 0
 
     def retain(self, block: int) -> None:
@@ -58,4 +58,4 @@ class BlockAllocator:
 
     def _check_used(self, block: int) -> None:
         if not self.references(block):
-            raise ValueError(f"block: found {block}, which is free; wanted one in use")
+            raise ValueError(f"block: got {block}, which is free; expected one in use")

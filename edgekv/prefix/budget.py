@@ -77,8 +77,8 @@ class Division:
                 -(-total * size // share) for share, size in zip(self.sequence_bytes, self.block_bytes, strict=True)
             )
             wanted = f"at least {least} bytes, so that every pool has one block"
-            way_out = "Raise it, or lower tokens_per_block."
-            raise PrefixError(budget.field, found=f"{budget.bytes} bytes", wanted=wanted, way_out=way_out)
+            fix = "Raise it, or lower tokens_per_block."
+            raise PrefixError(budget.field, got=f"{budget.bytes} bytes", expected=wanted, fix=fix)
         return blocks
 
 

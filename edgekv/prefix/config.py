@@ -59,7 +59,7 @@ class StoreConfig:
     def __post_init__(self) -> None:
         def check(field: str, right: bool, wanted: str) -> None:
             if not right:
-                raise PrefixError(field, found=repr(getattr(self, field)), wanted=wanted, way_out=_WAY_OUT)
+                raise PrefixError(field, got=repr(getattr(self, field)), expected=wanted, fix=_WAY_OUT)
 
         tokens = self.tokens_per_block
         check("tokens_per_block", tokens > 1 and tokens & (tokens - 1) == 0, "a power of two above 1")

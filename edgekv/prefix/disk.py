@@ -15,7 +15,7 @@ from edgekv.prefix.blockfile import SUFFIX, BlockRecord, RejectedFileError, enco
 from edgekv.prefix.errors import PrefixError
 from edgekv.prefix.keys import SECRET_BYTES, Keys
 from edgekv.prefix.stats import Counters
-from edgekv.process import is_alive
+from edgekv.system import is_alive
 
 SECRET = "store.key"
 _NAME = re.compile(r"[0-9a-f]{32}-g\d+\.safetensors")
@@ -47,9 +47,9 @@ class DiskFolder:
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             self.keys = Keys(_secret(folder))
         except OSError as error:
-            way_out = "Give a folder that you can write."
+            fix = "Give a folder that you can write."
             raise PrefixError(
-                f"disk_folder {folder}", found=error.strerror, wanted="a writable folder", way_out=way_out
+                f"disk_folder {folder}", got=error.strerror, expected="a writable folder", fix=fix
             ) from None
 
     def scan(self, fingerprint: bytes) -> list[FoundFile]:
@@ -154,6 +154,6 @@ def _secret(folder: Path) -> bytes:
         fresh.unlink()
     secret = path.read_bytes()
     if len(secret) != SECRET_BYTES:
-        way_out = "Remove the folder; its blocks cannot be proved any more."
-        raise PrefixError(str(path), found=f"{len(secret)} bytes", wanted=f"{SECRET_BYTES} bytes", way_out=way_out)
+        fix = "Remove the folder; its blocks cannot be proved any more."
+        raise PrefixError(str(path), got=f"{len(secret)} bytes", expected=f"{SECRET_BYTES} bytes", fix=fix)
     return secret

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from edgekv.kv.geometry import KINDS, Geometry, KvTensor
-from edgekv.kv.layers import LayeredGeometry
 from edgekv.prefix.errors import PrefixError
+from edgekv.spec.geometry import KINDS, Geometry, KvTensor
+from edgekv.spec.layers import LayeredGeometry
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,13 +61,13 @@ def split_layers(geometry: Geometry | LayeredGeometry, windows: Sequence[int] = 
     layers, context = geometry.layers, geometry.context
     if len(windows) > layers or any(window < 2 for window in windows):
         wanted = f"at most {layers} windows of 2 tokens or more"
-        raise PrefixError("max_attention_window", found=list(windows), wanted=wanted, way_out="Mend the list.")
+        raise PrefixError("max_attention_window", got=list(windows), expected=wanted, fix="Mend the list.")
     heads: Sequence[int] = [geometry.kv_heads] if isinstance(geometry, Geometry) else geometry.kv_heads
     widths: Sequence[int] = [geometry.head_dim] if isinstance(geometry, Geometry) else geometry.head_dim
     own: Sequence[int | None] = () if isinstance(geometry, Geometry) else geometry.windows
     if windows and own:
         wanted = "none, since the model's layers have windows of their own"
-        raise PrefixError("max_attention_window", found=list(windows), wanted=wanted, way_out="Leave it out.")
+        raise PrefixError("max_attention_window", got=list(windows), expected=wanted, fix="Leave it out.")
     limits = [context if window is None else min(window, context) for window in windows or own or (None,)]
     members: dict[tuple[int, int, int], list[int]] = {}
     starts = [0]

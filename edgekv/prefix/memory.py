@@ -35,7 +35,7 @@ class BlockMemory:
             ValueError: no such id.
         """
         if not 0 <= block < self._capacity:
-            raise ValueError(f"block: found {block}; wanted 0 to {self._capacity - 1}")
+            raise ValueError(f"block: got {block}; expected 0 to {self._capacity - 1}")
         number, place = divmod(block, self._per_slab)
         slab = self._slabs.get(number)
         if slab is None:

@@ -14,12 +14,12 @@ _WAY_OUT = "Mend the retention policy."
 def check_priority(field: str, priority: int) -> None:
     """Raise PrefixError unless a priority is 0 to 100."""
     if not MIN_PRIORITY <= priority <= MAX_PRIORITY:
-        raise PrefixError(field, found=priority, wanted=f"{MIN_PRIORITY} to {MAX_PRIORITY}", way_out=_WAY_OUT)
+        raise PrefixError(field, got=priority, expected=f"{MIN_PRIORITY} to {MAX_PRIORITY}", fix=_WAY_OUT)
 
 
 def _check_duration(field: str, duration_ms: int | None) -> None:
     if duration_ms is not None and duration_ms < 1:
-        raise PrefixError(field, found=duration_ms, wanted="at least 1 ms, or None for ever", way_out=_WAY_OUT)
+        raise PrefixError(field, got=duration_ms, expected="at least 1 ms, or None for ever", fix=_WAY_OUT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,10 +51,10 @@ class TokenRangeRetentionConfig:
 
     def __post_init__(self) -> None:
         if self.token_start < 0:
-            raise PrefixError("token_start", found=self.token_start, wanted="0 or above", way_out=_WAY_OUT)
+            raise PrefixError("token_start", got=self.token_start, expected="0 or above", fix=_WAY_OUT)
         if self.token_end is not None and self.token_end <= self.token_start:
             wanted = f"None or above token_start, {self.token_start}"
-            raise PrefixError("token_end", found=self.token_end, wanted=wanted, way_out=_WAY_OUT)
+            raise PrefixError("token_end", got=self.token_end, expected=wanted, fix=_WAY_OUT)
         check_priority("priority", self.priority)
         _check_duration("duration_ms", self.duration_ms)
 
@@ -90,7 +90,7 @@ class RetentionPolicy:
         for earlier, later in pairwise(ordered):
             if earlier.token_end is None or later.token_start < earlier.token_end:
                 found = f"{earlier} and {later}"
-                raise PrefixError("ranges", found=found, wanted="ranges that do not overlap", way_out=_WAY_OUT)
+                raise PrefixError("ranges", got=found, expected="ranges that do not overlap", fix=_WAY_OUT)
 
     def of(self, first_token: int, prompt_tokens: int) -> Retention | None:
         """What is asked for the block that begins at a token of a request with so many prompt tokens."""

@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 
-from edgekv.kv.geometry import KvDtype
 from edgekv.prefix.block import MEMORY, Block, Tier
 from edgekv.prefix.blockfile import BlockRecord
 from edgekv.prefix.disk import DiskFolder
@@ -19,6 +18,7 @@ from edgekv.prefix.rows import Rows, Source, Target
 from edgekv.prefix.stats import Counters
 from edgekv.prefix.tiers import Limits
 from edgekv.prefix.tree import Root
+from edgekv.spec.geometry import KvDtype
 
 DTYPES: dict[KvDtype, np.dtype[Any]] = {"u8": np.dtype(np.uint8), "s8": np.dtype(np.int8), "s16": np.dtype(np.int16)}
 

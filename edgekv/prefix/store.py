@@ -7,8 +7,6 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from edgekv.kv.geometry import Geometry, KvDtype
-from edgekv.kv.layers import LayeredGeometry
 from edgekv.prefix.block import Block, Node, Tier, Tokens
 from edgekv.prefix.budget import Budget, Division, free_memory_bytes, primary_budget
 from edgekv.prefix.config import StoreConfig
@@ -23,6 +21,8 @@ from edgekv.prefix.stats import Counters, StoreStats
 from edgekv.prefix.storage import DTYPES, BlockStorage, layout_digest
 from edgekv.prefix.tiers import Limits, Tiers
 from edgekv.prefix.tree import Tree
+from edgekv.spec.geometry import Geometry, KvDtype
+from edgekv.spec.layers import LayeredGeometry
 
 _NO_POLICY = RetentionPolicy()
 _ZERO_POINTS: dict[KvDtype, int] = {"u8": 128, "s8": 0, "s16": 0}
@@ -86,8 +86,8 @@ class PrefixStore:
     ) -> None:
         config = StoreConfig() if config is None else config
         if config.disk_folder is not None and not fingerprint:
-            way_out = "Say what the bytes depend on, such as a hash of the weights."
-            raise PrefixError("fingerprint", found="''", wanted="a text, with disk_folder", way_out=way_out)
+            fix = "Say what the bytes depend on, such as a hash of the weights."
+            raise PrefixError("fingerprint", got="''", expected="a text, with disk_folder", fix=fix)
         self.geometry = geometry
         self.config = config
         self.fingerprint = fingerprint
@@ -121,7 +121,7 @@ class PrefixStore:
     def check_salt(self, salt: str | None) -> None:
         """Raise PrefixError if a salt is empty."""
         if salt == "":
-            raise PrefixError("cache_salt", found="an empty text", wanted="a text, or None", way_out="Leave it out.")
+            raise PrefixError("cache_salt", got="an empty text", expected="a text, or None", fix="Leave it out.")
 
     def match(self, tokens: Sequence[int], salt: str | None = None) -> Match:
         """Find and hold the longest stored beginning of a sequence; blocks of lower tiers come back for it.
@@ -219,7 +219,7 @@ class PrefixStore:
         prompt_tokens = len(whole) if prompt_tokens is None else prompt_tokens
         for name, value in (("first", first), ("prompt_tokens", prompt_tokens)):
             if not 0 <= value <= len(whole):
-                raise ValueError(f"{name}: found {value}; wanted 0 to {len(whole)}, the tokens")
+                raise ValueError(f"{name}: got {value}; expected 0 to {len(whole)}, the tokens")
         if isinstance(rows, np.ndarray):
             self._check_rows("rows", rows, self._shape(len(whole) - first))
             rows = ArrayRows(self.groups, rows, first)
@@ -228,7 +228,7 @@ class PrefixStore:
         if match is not None:
             self._check_held(match)
             if match._key != key:
-                raise ValueError("match: found one of another salt; wanted one of the salt of the insertion")
+                raise ValueError("match: got one of another salt; expected one of the salt of the insertion")
         if not self.config.enable_block_reuse:
             return 0
         step = self.config.tokens_per_block
@@ -301,7 +301,7 @@ class PrefixStore:
         """Of an array with the rows of all tensors."""
         widths = {group.head_dim for group in self.groups}
         if len(widths) > 1:
-            raise ValueError(f"rows: found heads of widths {sorted(widths)}; wanted a source or target, not an array")
+            raise ValueError(f"rows: got heads of widths {sorted(widths)}; expected a source or target, not an array")
         return (sum(group.tensors for group in self.groups), tokens, widths.pop())
 
     def _root_key(self, salt: str | None) -> bytes:
@@ -310,12 +310,12 @@ class PrefixStore:
 
     def _check_held(self, match: Match) -> None:
         if match._released:
-            raise ValueError("match: found one that was released; wanted one that is held")
+            raise ValueError("match: got one that was released; expected one that is held")
 
     def _check_rows(self, field: str, rows: Rows, shape: tuple[int, int, int]) -> None:
         if rows.shape != shape or rows.dtype != self._dtype:
             found = f"{rows.dtype} {list(rows.shape)}"
-            raise ValueError(f"{field}: found {found}; wanted {self._dtype} {list(shape)}")
+            raise ValueError(f"{field}: got {found}; expected {self._dtype} {list(shape)}")
 
     def _adopt(self, disk: DiskFolder) -> None:
         """Enter the files of earlier stores, beginnings before what follows them, in the order of their last use."""

@@ -1,5 +1,0 @@
-"""Makes a graph of single heads cheap on a CPU, bit by bit: fewer and larger nodes, fewer bytes moved."""
-
-from edgekv.engine.merge.merger import merged
-
-__all__ = ["merged"]

@@ -1,0 +1,121 @@
+"""What a folder of prefixes holds, for people: no bundle is needed to look at it or to clear it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import msgspec
+
+from edgekv.errors import UsageError
+from edgekv.prefix.blockfile import SUFFIX, BlockRecord, RejectedFileError, read_record
+from edgekv.prefix.disk import SECRET
+
+_ID_CHARACTERS = 12
+
+
+class StoredPrefix(msgspec.Struct, frozen=True, kw_only=True):
+    """One sequence: its last block and all before it.
+
+    Attributes:
+        id: the beginning of the last block's name.
+        tokens: how many.
+        bytes: of its files, those included that other sequences share.
+        own_bytes: of the files that no other sequence needs.
+        priority: of the last block.
+        store: the folder of one bundle and engine.
+    """
+
+    id: str
+    tokens: int
+    bytes: int
+    own_bytes: int
+    priority: int
+    store: str
+
+
+class _Files:
+    """The block files of one store, by salt and tokens."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.paths: dict[tuple[bytes, tuple[int, ...]], list[Path]] = {}
+        self.records: dict[Path, BlockRecord] = {}
+        for path in sorted(folder.glob(f"*{SUFFIX}")):
+            with suppress(OSError, RejectedFileError):  # the store itself rejects and counts them
+                record = self.records[path] = read_record(path)
+                self.paths.setdefault((record.root, record.tokens), []).append(path)
+        names = sorted(self.paths)
+        # What another sequence continues is no end of one.
+        self.ends = [
+            name
+            for name, later in zip(names, [*names[1:], (b"", ())], strict=True)
+            if not (later[0] == name[0] and later[1][: len(name[1])] == name[1])
+        ]
+
+    def chain(self, end: tuple[bytes, tuple[int, ...]]) -> list[Path]:
+        """The files of a sequence."""
+        root, tokens = end
+        return [path for n in range(1, len(tokens) + 1) for path in self.paths.get((root, tokens[:n]), ())]
+
+    def own(self, end: tuple[bytes, tuple[int, ...]]) -> list[Path]:
+        """Those that no other sequence needs."""
+        others = {path for each in self.ends if each != end for path in self.chain(each)}
+        return [path for path in self.chain(end) if path not in others]
+
+    def prefixes(self) -> Iterator[tuple[StoredPrefix, list[Path]]]:
+        """Each sequence, and its own files."""
+        for end in self.ends:
+            last, own = self.paths[end][0], self.own(end)
+            yield (
+                StoredPrefix(
+                    id=last.name[:_ID_CHARACTERS],
+                    tokens=len(end[1]),
+                    bytes=_size(self.chain(end)),
+                    own_bytes=_size(own),
+                    priority=self.records[last].priority,
+                    store=self.folder.name,
+                ),
+                own,
+            )
+
+
+def stored_prefixes(folder: Path) -> list[StoredPrefix]:
+    """The sequences in a folder that was given as a prefix cache.
+
+    Raises:
+        UsageError: it is no such folder.
+    """
+    return [prefix for files in _stores(folder) for prefix, _ in files.prefixes()]
+
+
+def remove_stored(folder: Path, wanted: str | None) -> list[StoredPrefix]:
+    """Remove the sequences whose id begins so, all for None, and return them; what others share stays.
+
+    Raises:
+        UsageError: it is no such folder, or there is no such sequence.
+    """
+    removed = []
+    for files in _stores(folder):
+        found = [(prefix, own) for prefix, own in files.prefixes() if wanted is None or prefix.id.startswith(wanted)]
+        for prefix, own in found:
+            for path in files.records if wanted is None else own:
+                path.unlink(missing_ok=True)
+            removed.append(prefix)
+    if wanted is not None and not removed:
+        raise UsageError("prefix", got=repr(wanted), expected="the id of one", fix=f"See edgekv prefix ls {folder}.")
+    return removed
+
+
+def _stores(folder: Path) -> list[_Files]:
+    folders = [key.parent for key in sorted([*folder.glob(SECRET), *folder.glob(f"*/{SECRET}")])]
+    if not folders:
+        found = "no prefixes" if folder.is_dir() else "no folder"
+        fix = "Give the folder of --prefix-cache, or a bundle."
+        raise UsageError(str(folder), got=found, expected="a folder of prefixes, or a bundle", fix=fix)
+    return [_Files(each) for each in folders]
+
+
+def _size(paths: list[Path]) -> int:
+    return sum(path.stat().st_size for path in paths)

@@ -1,0 +1,41 @@
+"""The embedding table of a bundle whose graphs read embeddings, where the host looks them up."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgekv.bundle import Bundle
+from edgekv.errors import BundleError
+
+
+def open_table(bundle: Bundle) -> NDArray[Any] | None:
+    """The table `[V, hidden]`, uint16, mapped from its file: a step reads the pages of its own rows alone.
+
+    None if the graphs look embeddings up.
+
+    Raises:
+        BundleError: the file does not hold the table that the manifest promises.
+    """
+    record, model = bundle.manifest.embedding, bundle.manifest.model
+    if record is None:
+        return None
+    path, shape = bundle.path / record.file, (model.vocab, model.hidden)
+    try:
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            entry = json.loads(file.read(length))[record.tensor]
+        found, begin = (entry["dtype"], *entry["shape"]), int(entry["data_offsets"][0])
+        if found != ("U16", *shape):
+            raise ValueError(f"{found[0]} {list(found[1:])}")
+        return np.memmap(path, np.uint16, "r", 8 + length + begin, shape)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise BundleError(
+            f"{path}: {record.tensor}",
+            got=error,
+            expected=f"U16 {list(shape)}",
+            fix="Export the bundle again with this edgekv.",
+        ) from None

@@ -1,0 +1,148 @@
+"""One static graph on bound memory, stepping through a sequence."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from time import perf_counter_ns
+from typing import Any
+
+from numpy.typing import NDArray
+
+from edgekv.bundle import LOGITS, GraphRecord, Manifest
+from edgekv.errors import EngineError
+from edgekv.kv import KVCache, Window
+from edgekv.runtime.binding import Binding, aligned_zeros
+from edgekv.runtime.inputs import StepInputs
+from edgekv.runtime.part import BoundPart
+from edgekv.runtime.rope import RopeTable
+from edgekv.runtime.signature import Signature
+
+
+class StaticGraph:
+    """A graph whose inputs and outputs are bound once; a step writes small inputs and moves the cache's window.
+
+    Its parts run in order. What one leaves for the next lies in memory that both are bound to.
+
+    Attributes:
+        record: what the manifest says of the graph.
+        ar: tokens per inference.
+        steps: steps run.
+        run_ns: time within the runtime's own run, of all steps, ns.
+        host_ns: all other time of the steps: inputs, bindings and the cache's copies, ns.
+    """
+
+    def __init__(
+        self,
+        bindings: Sequence[Binding],
+        manifest: Manifest,
+        record: GraphRecord,
+        cache: KVCache,
+        ropes: Mapping[str, RopeTable],
+        embeddings: NDArray[Any] | None = None,
+    ) -> None:
+        """Bind a loaded graph to a cache.
+
+        Args:
+            bindings: of its parts, in order.
+            manifest: of the bundle.
+            record: what the manifest says of the graph.
+            cache: see `use`.
+            ropes: those of `rope_tables`.
+            embeddings: the table of `open_table`.
+
+        Raises:
+            BundleError: the graph has not the inputs and outputs that the manifest promises.
+        """
+        signatures = [Signature.of(manifest, record, part) for part in record.parts]
+        self.record = record
+        self.ar = record.ar
+        self.steps = 0
+        self.run_ns = 0
+        self.host_ns = 0
+        masks = [manifest.mask(group.geometry.context) for group in cache.groups]
+        mask_encoding = manifest.encodings["attention_mask"].encoding()
+        inputs = [port for signature in signatures for port in signature.inputs]
+        self._inputs = StepInputs(inputs, masks, mask_encoding, manifest.tokens.pad or 0, ropes, embeddings)
+        left = [port for each in signatures for port in each.outputs if not port.name.startswith("past_")]
+        arrays = self._inputs.arrays | {port.name: aligned_zeros(port.shape, port.dtype) for port in left}
+        self._parts = [
+            BoundPart(binding, part, signature, arrays)
+            for binding, part, signature in zip(bindings, record.parts, signatures, strict=True)
+        ]
+        self._logits = arrays[LOGITS][0]
+        self.use(cache)
+
+    @property
+    def logits(self) -> NDArray[Any]:
+        """The logits of the last step that was asked for some, as integers `[rows, V]`, in the graph's own memory.
+
+        One row, of the last token; the graph of role `score` has one for each of the step's tokens.
+        """
+        rows: NDArray[Any] = self._logits[: self._inputs.filled] if self.record.role == "score" else self._logits
+        return rows
+
+    def use(self, cache: KVCache) -> None:
+        """Work on another cache of the same geometry from the next step on."""
+        self._cache = cache
+        for part in self._parts:
+            part.use(cache, self.ar, self.record.context)
+
+    def step(self, tokens: Sequence[int], *, logits: bool = True) -> None:
+        """Run 1 to AR tokens and keep their keys and values; without `logits`, a head by itself is left out.
+
+        Raises:
+            ContextFullError: the cache has no room for a step of this graph.
+            EngineError: the runtime failed; the cache is as it was before the step.
+        """
+        started = perf_counter_ns()
+        if not 1 <= len(tokens) <= self.ar:
+            raise ValueError(f"tokens: got {len(tokens)}; expected 1 to {self.ar}")
+        windows = self._cache.window(self.ar, self.record.context)
+        # Only now: a policy that lets tokens leave here may move the others.
+        position = self._cache.position
+        self.host_ns += perf_counter_ns() - started
+        self.run(tokens, position, windows, logits=logits)
+        started = perf_counter_ns()
+        self._cache.commit(len(tokens))
+        self.host_ns += perf_counter_ns() - started
+
+    def run(
+        self,
+        tokens: Sequence[int],
+        position: int,
+        windows: Sequence[Window],
+        columns: Sequence[int] = (),
+        *,
+        logits: bool = True,
+    ) -> None:
+        """Run tokens on open windows of the cache; whoever opened them keeps what the graph wrote.
+
+        Args:
+            tokens: 1 to AR.
+            position: absolute position of the first one.
+            windows: where the graph reads and writes in each group of the cache.
+            columns: of the past, to be seen beside those that the windows name.
+            logits: see `step`.
+
+        Raises:
+            EngineError: the runtime failed.
+        """
+        started = perf_counter_ns()
+        self._inputs.write(tokens, position, windows, columns)
+        parts = self._parts if logits else [part for part in self._parts if not part.is_head]
+        for part in parts:
+            part.bind(windows, len(tokens))
+        entered = perf_counter_ns()
+        try:
+            for part in parts:
+                part.run()
+        except Exception as error:  # the runtime's exceptions have no common base
+            raise EngineError(
+                f"running {self.record.name}",
+                got=" ".join(str(error).split()),
+                expected="a step",
+                fix="Try another --engine; if it runs there, report this graph.",
+            ) from None
+        self.run_ns += perf_counter_ns() - entered
+        self.host_ns += entered - started
+        self.steps += 1

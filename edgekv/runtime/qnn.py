@@ -1,0 +1,126 @@
+"""Sessions on Qualcomm's execution provider: the x86 emulator of the HTP here, the NPU on a Snapdragon."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from functools import lru_cache
+from importlib import metadata
+from pathlib import Path
+from types import MappingProxyType
+
+import onnxruntime as ort
+
+from devices import Device
+from edgekv.errors import EngineError
+from edgekv.runtime.native_output import Noise, captured_output
+
+EP_NAME = "QNNExecutionProvider"
+
+_WARNING = 2  # the cause of a refusal is logged as a warning, and only there
+_CAUSE = re.compile(r"backendValidateOpConfig\(\) failed|Unsupported nodes in QNN EP|Failed to|failed|QNN_\w*ERROR")
+_SHOWN_LINES = 3
+_NOTHING: Mapping[str, str] = MappingProxyType({})
+_INSTALL = 'Install it: pip install "edgekv[htp]"'
+
+
+def create_session(
+    model_path: Path,
+    device: Device,
+    *,
+    session_config: Mapping[str, str] = _NOTHING,
+    provider_options: Mapping[str, str] = _NOTHING,
+) -> ort.InferenceSession:
+    """Compile a graph for a device, whole: no node falls back to the CPU.
+
+    What the vendor's libraries print meanwhile is kept off the terminal.
+
+    Args:
+        model_path: an ONNX file, or the wrapper of a context binary.
+        device: the target; only its `soc_model` is handed over, which alone decides.
+        session_config: more entries of ONNX Runtime's session configuration.
+        provider_options: more options of the provider.
+
+    Raises:
+        EngineError: `onnxruntime_qnn` is missing or does not start, or the graph was refused.
+    """
+    provider = _provider()
+    options = ort.SessionOptions()
+    options.log_severity_level = _WARNING
+    options.add_session_config_entry("session.disable_cpu_ep_fallback", "1")
+    for key, value in session_config.items():
+        options.add_session_config_entry(key, value)
+    target = {"backend_path": provider.backend_path, "soc_model": str(device.soc_model), **provider_options}
+    with captured_output() as noise:
+        try:
+            options.add_provider_for_devices([provider.device], target)
+            return ort.InferenceSession(str(model_path), options)
+        except Exception as error:  # the runtime's exceptions have no common base
+            failure = str(error)
+    raise EngineError(
+        f"{model_path.name} on {device.soc}",
+        got=_cause(failure, noise),
+        expected=f"a graph that the HTP (V{device.arch}) runs whole",
+        fix="Export it again with this edgekv; if it stays refused, report the nodes named here.",
+    )
+
+
+def compiler() -> str:
+    """The package that compiles, with its version, as it is recorded beside binaries.
+
+    Raises:
+        EngineError: it is not installed.
+    """
+    try:
+        return f"onnxruntime-qnn {metadata.version('onnxruntime-qnn')}"
+    except metadata.PackageNotFoundError:
+        raise _missing() from None
+
+
+class _Provider:
+    """The registered provider: its one device, and the library that computes."""
+
+    def __init__(self, device: ort.OrtEpDevice, backend_path: str) -> None:
+        self.device = device
+        self.backend_path = backend_path
+
+
+@lru_cache(maxsize=1)
+def _provider() -> _Provider:
+    """Registered once in a process: the runtime refuses a second time."""
+    try:
+        import onnxruntime_qnn as qnn
+    except ImportError:
+        raise _missing() from None
+    failure = f"no device of {EP_NAME}"
+    with captured_output() as noise:
+        try:
+            if not _ep_devices():
+                ort.register_execution_provider_library(EP_NAME, qnn.get_library_path())
+            if found := _ep_devices():
+                return _Provider(found[0], qnn.get_qnn_htp_path())
+        except Exception as error:  # as above
+            failure = str(error)
+    raise EngineError(
+        "engine htp",
+        got=_cause(failure, noise),
+        expected=f"onnxruntime and onnxruntime_qnn in versions that fit (found {ort.__version__}, {qnn.__version__})",
+        fix=_INSTALL,
+    )
+
+
+def _missing() -> EngineError:
+    return EngineError(
+        "engine htp", got="no package onnxruntime_qnn", expected="Qualcomm's execution provider", fix=_INSTALL
+    )
+
+
+def _ep_devices() -> list[ort.OrtEpDevice]:
+    return [device for device in ort.get_ep_devices() if device.ep_name == EP_NAME]
+
+
+def _cause(failure: str, noise: Noise) -> str:
+    """The runtime's message tells little; the lines behind it name the node."""
+    lines = [line for line in noise.complaints() if _CAUSE.search(line)]
+    more = f" (and {len(lines) - _SHOWN_LINES} more lines)" if len(lines) > _SHOWN_LINES else ""
+    return "; ".join([" ".join(failure.split()), *lines[:_SHOWN_LINES]]) + more

@@ -1,0 +1,193 @@
+"""tflite-runtime on memory that the KV cache owns.
+
+Its Python package only copies; the library behind it lets a tensor be laid over memory of the caller, by a C++ method
+that is looked up under its mangled name. It is the last version of that package, so the name stays.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import io
+import math
+from collections.abc import Mapping, Sequence
+from contextlib import redirect_stderr
+from functools import lru_cache
+from importlib import metadata
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from edgekv.errors import EngineError
+from edgekv.kv.memory import ALIGNMENT_BYTES
+from edgekv.runtime.native_output import captured_output
+from edgekv.runtime.signature import Port, Signature
+
+TESTED = "2.14.0"
+
+_INSTALL = 'Install it: pip install "edgekv[tflite]"'
+_RUNNER = "_ZN6tflite4impl11Interpreter18GetSignatureRunnerEPKc"
+_LAY_INPUT = "_ZN6tflite4impl15SignatureRunner33SetCustomAllocationForInputTensorEPKcRK22TfLiteCustomAllocationl"
+_LAY_OUTPUT = "_ZN6tflite4impl15SignatureRunner34SetCustomAllocationForOutputTensorEPKcRK22TfLiteCustomAllocationl"
+
+
+class TfliteEngine:
+    """tflite-runtime on the CPU.
+
+    Attributes:
+        threads: threads of one operation; None leaves it to the runtime.
+    """
+
+    name: Literal["tflite"] = "tflite"
+
+    def __init__(self, threads: int | None = None) -> None:
+        """Look for the runtime.
+
+        Raises:
+            EngineError: it is missing, or another version.
+        """
+        try:
+            found = metadata.version("tflite-runtime")
+        except metadata.PackageNotFoundError:
+            raise EngineError(
+                "engine tflite",
+                got="no package tflite_runtime",
+                expected=f"tflite-runtime {TESTED}",
+                fix=f"{_INSTALL}, or use --engine litert.",
+            ) from None
+        if found != TESTED:
+            raise EngineError(
+                "engine tflite",
+                got=f"tflite-runtime {found}",
+                expected=f"the tested version, {TESTED}",
+                fix=_INSTALL,
+            )
+        self.threads = threads
+        self._interpreters: dict[Path, Any] = {}
+
+    @property
+    def alignment_bytes(self) -> int:
+        return ALIGNMENT_BYTES
+
+    def load(self, file: Path, name: str) -> TfliteBinding:
+        if file not in self._interpreters:
+            self._interpreters[file] = self._open(file)
+        return TfliteBinding(self._interpreters[file], name)
+
+    def _open(self, file: Path) -> Any:
+        """An interpreter. Only making one shows a numpy that it does not run with: importing it succeeds."""
+        with captured_output() as noise, redirect_stderr(io.StringIO()):
+            try:
+                from tflite_runtime.interpreter import Interpreter, OpResolverType
+
+                return Interpreter(
+                    str(file),
+                    num_threads=self.threads,
+                    # The delegate would take the float islands alone, and hand every tensor over and back.
+                    experimental_op_resolver_type=OpResolverType.BUILTIN_WITHOUT_DEFAULT_DELEGATES,
+                )
+            except Exception as error:  # SystemError, ImportError, AttributeError, ValueError, RuntimeError
+                failure = str(error)
+        if np.lib.NumpyVersion(np.__version__) >= "2.0.0":
+            raise EngineError(
+                "engine tflite",
+                got=f"numpy {np.__version__}",
+                expected=f"numpy below 2, for which tflite-runtime {TESTED} was built",
+                fix='Install it: pip install "numpy<2". Or use --engine litert, which runs with both.',
+            )
+        raise EngineError(
+            f"{file.name} on tflite-runtime",
+            got=" ".join((failure or noise.text).split()),
+            expected="graphs that tflite-runtime loads",
+            fix=f"Export the bundle again with this edgekv and tflite-runtime {TESTED}, or use --engine litert.",
+        )
+
+
+class _Allocation(ctypes.Structure):
+    """TfLiteCustomAllocation."""
+
+    _fields_ = (("data", ctypes.c_void_p), ("bytes", ctypes.c_size_t))
+
+
+class TfliteBinding:
+    """One signature of an interpreter; a `Binding`. Tensors are laid over memory as it is, never copied."""
+
+    def __init__(self, interpreter: Any, name: str) -> None:
+        self._details = interpreter.get_signature_runner(name)
+        self._runtime = interpreter._interpreter  # the public methods know the first signature only
+        self._subgraph: int = self._details._subgraph_index
+        native = _native()
+        self._runner = native.runner(interpreter._native_handle(), name.encode())
+        self._lay_input, self._lay_output = native.lay_input, native.lay_output
+        self._is_laid_out = False
+
+    @property
+    def signature(self) -> Signature:
+        return Signature(_ports(self._details.get_input_details()), _ports(self._details.get_output_details()))
+
+    def inputs(
+        self,
+        names: Sequence[str],
+        dtype: np.dtype[Any],
+        shape: Sequence[int],
+        addresses: Sequence[int],
+        offset_bytes: int = 0,
+    ) -> None:
+        self._lay(self._lay_input, names, math.prod(shape) * dtype.itemsize, addresses, offset_bytes)
+
+    def outputs(
+        self,
+        names: Sequence[str],
+        dtype: np.dtype[Any],
+        shape: Sequence[int],
+        addresses: Sequence[int],
+        offset_bytes: int = 0,
+    ) -> None:
+        self._lay(self._lay_output, names, math.prod(shape) * dtype.itemsize, addresses, offset_bytes)
+
+    def run(self) -> None:
+        self.lay_out()
+        self._runtime.Invoke(self._subgraph)
+
+    def lay_out(self) -> None:
+        """Let the runtime take over what was bound since it last did; `run` does so by itself."""
+        if not self._is_laid_out:
+            self._runtime.AllocateTensors(self._subgraph)
+            self._is_laid_out = True
+
+    def _lay(
+        self, lay: Any, names: Sequence[str], size_bytes: int, addresses: Sequence[int], offset_bytes: int
+    ) -> None:
+        self._is_laid_out = False
+        allocation = _Allocation(None, size_bytes)
+        by_reference = ctypes.byref(allocation)
+        for name, address in zip(names, addresses, strict=True):
+            allocation.data = address + offset_bytes
+            if lay(self._runner, name.encode(), by_reference, 0):
+                raise ValueError(f"{name}: got address {address + offset_bytes:#x}; expected a multiple of 64")
+
+
+class _Native:
+    """The methods of the runtime's library that its Python package does not offer."""
+
+    def __init__(self) -> None:
+        import tflite_runtime
+
+        (path,) = Path(tflite_runtime.__file__).parent.glob("_pywrap*.so")
+        library = ctypes.CDLL(str(path))
+        self.runner = library[_RUNNER]
+        self.runner.argtypes, self.runner.restype = [ctypes.c_void_p, ctypes.c_char_p], ctypes.c_void_p
+        self.lay_input, self.lay_output = library[_LAY_INPUT], library[_LAY_OUTPUT]
+        for lay in (self.lay_input, self.lay_output):
+            lay.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p, ctypes.c_int64]
+
+
+@lru_cache(maxsize=1)
+def _native() -> _Native:
+    return _Native()
+
+
+def _ports(details: Mapping[str, Any]) -> tuple[Port, ...]:
+    return tuple(
+        Port(name, np.dtype(each["dtype"]).name, tuple(int(n) for n in each["shape"])) for name, each in details.items()
+    )

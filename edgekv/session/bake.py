@@ -1,0 +1,32 @@
+"""Computing a prefix and putting it into a bundle."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from edgekv.model import load
+from edgekv.prefix import StoreConfig
+from edgekv.prefix.baked import BAKED_TOKENS_PER_BLOCK, BakedPrefix, add_baked, check_name
+
+
+def bake_prefix(bundle: str | Path, text: str, name: str, engine: str = "cpu") -> BakedPrefix:
+    """Run a text and put its keys and values into the bundle, for all later runs on the same engine.
+
+    Args:
+        bundle: its folder.
+        text: the beginning of prompts; what a tokenizer would merge with the text behind it is left to be run again.
+        name: of the prefix; one of the same name and engine is replaced.
+        engine: `cpu` or `htp`.
+
+    Raises:
+        BundleError: the bundle is broken, or its folder cannot be written.
+        ContextFullError: the text is longer than the context.
+        UsageError: an empty text, a name that is no plain file name, or an unknown engine.
+        EngineError: the engine is missing or refused a graph.
+    """
+    model = load(bundle, engine, prefix_cache=StoreConfig(tokens_per_block=BAKED_TOKENS_PER_BLOCK))
+    check_name(name)
+    generation = model.generate(text, 1)
+    list(generation)
+    assert model.prefix_store is not None
+    return add_baked(model.bundle.path, name, model.engine, generation.prompt, model.prefix_store)

@@ -1,0 +1,167 @@
+"""Caching modes: of which sequences the keys and values are kept from one step to the next."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from fractions import Fraction
+from typing import Protocol
+
+from edgekv.errors import UsageError
+from edgekv.kv import KVCache
+from edgekv.session.budget import Budget, FreeMemoryBudget, parse_budget
+
+
+class Mode(Protocol):
+    """Decides what is kept and what is computed anew."""
+
+    @property
+    def recomputed_tokens(self) -> int | None:
+        """A sequence of at most so many tokens is computed anew in every step; None for every sequence."""
+
+    @property
+    def budget(self) -> Budget | None:
+        """What the caches of the sequences may hold together; None for no limit."""
+
+    @property
+    def evicts(self) -> bool:
+        """Whether sequences give way when the budget is used up, the least recently used first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Always:
+    """Every sequence is kept until it is dropped. Beyond the budget, if there is one, a new one is refused."""
+
+    budget: Budget | None = None
+
+    @property
+    def recomputed_tokens(self) -> int:
+        return 0
+
+    @property
+    def evicts(self) -> bool:
+        return False
+
+    def __str__(self) -> str:
+        return "always" if self.budget is None else f"always({self.budget})"
+
+
+@dataclass(frozen=True, slots=True)
+class LongSequenceOnly:
+    """Only sequences above a threshold are kept: short ones cost no memory, and every step computes them anew.
+
+    Attributes:
+        threshold_tokens: at least 1; tokens of the prompt and generated ones.
+    """
+
+    threshold_tokens: int
+
+    def __post_init__(self) -> None:
+        if self.threshold_tokens < 1:
+            wanted, fix = "a threshold of at least 1 token", "Use always to keep every sequence."
+            raise UsageError("cache mode", got=self, expected=wanted, fix=fix)
+
+    @property
+    def recomputed_tokens(self) -> int:
+        return self.threshold_tokens
+
+    @property
+    def budget(self) -> None:
+        return None
+
+    @property
+    def evicts(self) -> bool:
+        return False
+
+    def __str__(self) -> str:
+        return f"long-sequence-only({self.threshold_tokens})"
+
+
+@dataclass(frozen=True, slots=True)
+class Adaptive:
+    """Every sequence is kept while memory lasts; under pressure those go that were not used for longest.
+
+    Attributes:
+        budget: half of the free memory, unless another one is given.
+    """
+
+    budget: Budget = field(default_factory=lambda: FreeMemoryBudget(Fraction(1, 2)))
+
+    @property
+    def recomputed_tokens(self) -> int:
+        return 0
+
+    @property
+    def evicts(self) -> bool:
+        return True
+
+    def __str__(self) -> str:
+        return f"adaptive({self.budget})"
+
+
+@dataclass(frozen=True, slots=True)
+class Disabled:
+    """Nothing is kept: every step computes the whole sequence anew. The baseline of a benchmark."""
+
+    @property
+    def recomputed_tokens(self) -> None:
+        return None
+
+    @property
+    def budget(self) -> None:
+        return None
+
+    @property
+    def evicts(self) -> bool:
+        return False
+
+    def __str__(self) -> str:
+        return "disabled"
+
+
+_FORM = re.compile(r"([a-z-]+)(?:\(([^()]*)\))?")
+_WANTED = "always, long-sequence-only(TOKENS), adaptive or disabled; always and adaptive take a budget, as in "
+_EXAMPLES = "adaptive(64MiB) or adaptive(25%)"
+
+
+def parse_mode(text: str) -> Mode:
+    """A caching mode as users write it.
+
+    `always`, `always(64MiB)`, `long-sequence-only(256)`, `adaptive`, `adaptive(64MiB)`, `adaptive(25%)` (of the
+    free memory) or `disabled`.
+
+    Raises:
+        UsageError: it is none of these.
+    """
+    match = _FORM.fullmatch(text.strip())
+    name, argument = (match[1], match[2]) if match else ("", None)
+    if name == "always":
+        return Always(None if argument is None else parse_budget(argument))
+    if name == "adaptive":
+        return Adaptive() if argument is None else Adaptive(parse_budget(argument))
+    if name == "long-sequence-only" and argument is not None and re.fullmatch(r"[0-9]+", argument.strip()):
+        return LongSequenceOnly(int(argument))
+    if name == "disabled" and argument is None:
+        return Disabled()
+    raise UsageError("cache mode", got=repr(text), expected=_WANTED + _EXAMPLES, fix="Use always.")
+
+
+def check_mode(mode: Mode, cache: KVCache) -> None:
+    """Refuse to compute anew what would not come out the same.
+
+    Once tokens have left the window, keys and values that were computed while those were there differ from new ones;
+    and a step of AR tokens sees fewer of the past than single steps when it begins behind S-AR.
+
+    Raises:
+        UsageError: sequences are computed anew up to a length where tokens may fall out of a graph's window.
+    """
+    safe = cache.geometry.context - cache.ar[-1]
+    limit = mode.recomputed_tokens
+    if cache.policy == "fail" or (limit is not None and limit <= safe):
+        return
+    raise UsageError(
+        f"cache mode {mode}",
+        got=f"the context policy {cache.policy}",
+        expected=f"fail, or at most {safe} tokens computed anew",
+        fix="Choose the policy fail, or keep the sequence: always, adaptive, or a lower threshold.",
+    )

@@ -1,0 +1,18 @@
+"""Mistral: a Llama whose layers may all see the same number of tokens."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from edgekv.spec.config import Config
+from edgekv.spec.decoder import DecoderSpec
+from edgekv.spec.families.shared import plain, same_window
+
+WINDOW = 4096  # where config.json says nothing
+
+
+def describe(config: Config) -> DecoderSpec:
+    """Llama's decoder with `sliding_window` for every layer (arXiv 2310.06825)."""
+    config.expect("hidden_act", "silu")
+    spec = plain(config)
+    return replace(spec, windows=same_window(config, spec.layers, config.optional_size("sliding_window", WINDOW)))

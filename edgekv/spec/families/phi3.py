@@ -1,0 +1,19 @@
+"""Phi-3, Phi-3.5 and Phi-4-mini: a Llama with fused matrices, of whose heads a part may turn."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from edgekv.spec.config import Config
+from edgekv.spec.decoder import DecoderSpec
+from edgekv.spec.families.shared import plain, same_window
+
+EPS = 1e-5  # where config.json says nothing
+
+
+def describe(config: Config) -> DecoderSpec:
+    """Llama's decoder with `qkv_proj` and `gate_up_proj` (arXiv 2404.14219); a window for every layer, if any."""
+    config.expect("hidden_act", "silu")
+    config.expect("attention_bias", False)
+    spec = plain(config, eps=EPS)
+    return replace(spec, fused=True, windows=same_window(config, spec.layers, config.optional_size("sliding_window")))

@@ -1,0 +1,30 @@
+"""Qwen2 and Qwen2.5: a Llama with biases on queries, keys and values."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from edgekv.spec.config import Config
+from edgekv.spec.decoder import DecoderSpec
+from edgekv.spec.families.shared import ATTENTION_INPUTS, plain, windows
+
+WINDOW = 4096  # these two where config.json says nothing
+FIRST_SLIDING = 28
+
+
+def describe(config: Config) -> DecoderSpec:
+    """Llama's decoder with biases (arXiv 2412.15115); windows as `sliding_windows` reads them."""
+    config.expect("hidden_act", "silu")
+    spec = plain(config)
+    return replace(spec, biased=ATTENTION_INPUTS, windows=sliding_windows(config, spec.layers))
+
+
+def sliding_windows(config: Config, layers: int) -> tuple[int | None, ...]:
+    """`sliding_window` from layer `max_window_layers` on, and only where `use_sliding_window` says so.
+
+    Raises:
+        CheckpointError: a field is wrong, or layers slide without a window.
+    """
+    window = config.optional_size("sliding_window", WINDOW) if config.flag("use_sliding_window") else None
+    first = config.count("max_window_layers", FIRST_SLIDING)
+    return windows(config, layers, window, lambda layer: window is not None and layer >= first)

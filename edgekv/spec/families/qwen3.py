@@ -1,0 +1,20 @@
+"""Qwen3: a Llama that normalizes every head of queries and keys."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from edgekv.spec.config import Config
+from edgekv.spec.decoder import DecoderSpec
+from edgekv.spec.families.qwen2 import sliding_windows
+from edgekv.spec.families.shared import ATTENTION, plain
+
+HEAD_DIM = 128
+
+
+def describe(config: Config) -> DecoderSpec:
+    """Llama's decoder with q and k norms (arXiv 2505.09388); windows as in Qwen2."""
+    config.expect("hidden_act", "silu")
+    spec = plain(config, head_dim=HEAD_DIM)
+    biased = ATTENTION if config.flag("attention_bias") else frozenset[str]()
+    return replace(spec, qk_norm=True, biased=biased, windows=sliding_windows(config, spec.layers))

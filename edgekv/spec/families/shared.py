@@ -1,0 +1,85 @@
+"""What the configurations of several architectures have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from edgekv.spec.config import Config
+from edgekv.spec.decoder import DecoderSpec
+from edgekv.spec.rope import Rope
+
+ATTENTION_INPUTS = frozenset({"self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"})
+ATTENTION = ATTENTION_INPUTS | {"self_attn.o_proj"}
+MLP = frozenset({"mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"})
+
+_FULL, _SLIDING = "full_attention", "sliding_attention"
+
+
+def plain(config: Config, *, head_dim: int | None = None, eps: float = 1e-6, tied_head: bool = False) -> DecoderSpec:
+    """A decoder with the sizes and the rotary embedding of a configuration, and otherwise Llama's.
+
+    Args:
+        config: the configuration.
+        head_dim: what the architecture takes where the configuration says nothing; None: hidden_size over the heads.
+        eps: likewise.
+        tied_head: likewise.
+
+    Raises:
+        CheckpointError: naming the field that is missing or contradicts another.
+    """
+    heads, hidden = config.size("num_attention_heads"), config.size("hidden_size")
+    if "head_dim" not in config and head_dim is None and hidden % heads:
+        raise config.refusal("hidden_size", f"a multiple of num_attention_heads = {heads}")
+    dim = config.size("head_dim", head_dim or max(1, hidden // heads))
+    kv_heads = config.size("num_key_value_heads", heads)
+    if heads % kv_heads:
+        raise config.refusal("num_key_value_heads", f"a divisor of num_attention_heads = {heads}")
+    if dim % 2:
+        raise config.refusal("head_dim", "an even number")
+    return DecoderSpec(
+        model_type=config.text("model_type"),
+        layers=config.size("num_hidden_layers"),
+        hidden=hidden,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=dim,
+        intermediate=config.size("intermediate_size"),
+        vocab=config.size("vocab_size"),
+        max_positions=config.size("max_position_embeddings"),
+        eps=config.number("rms_norm_eps", eps),
+        tied_head=config.flag("tie_word_embeddings", tied_head),
+        rope=Rope.from_config(config, dim),
+        query_gain=dim**-0.5,
+    )
+
+
+def same_window(config: Config, layers: int, window: int | None) -> tuple[int | None, ...]:
+    """One window for all layers, or none.
+
+    Raises:
+        CheckpointError: `layer_types` contradicts it.
+    """
+    kind = _FULL if window is None else _SLIDING
+    if "layer_types" in config and set(config.texts("layer_types", layers)) != {kind}:
+        raise config.refusal("layer_types", f"{kind} alone, as sliding_window says")
+    return () if window is None else (window,) * layers
+
+
+def windows(config: Config, layers: int, window: int | None, slides: Callable[[int], bool]) -> tuple[int | None, ...]:
+    """A window for the layers that slide: those that `layer_types` names, or else those of the architecture's rule.
+
+    Raises:
+        CheckpointError: `layer_types` is no list of known kinds for all layers, or there is no window for one of them.
+    """
+    if "layer_types" in config:
+        kinds = config.texts("layer_types", layers)
+        if not set(kinds) <= {_FULL, _SLIDING}:
+            raise config.refusal("layer_types", f"{_FULL} or {_SLIDING} for each layer")
+        sliding = [kind == _SLIDING for kind in kinds]
+    else:
+        sliding = [slides(layer) for layer in range(layers)]
+    if not any(sliding):
+        return ()
+    if window is None:
+        raise config.refusal("sliding_window", "a whole number above 0, since layers slide")
+    return tuple(window if each else None for each in sliding)

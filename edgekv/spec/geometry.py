@@ -1,0 +1,116 @@
+"""The sizes of a KV cache, in integers: what every other part of `edgekv.kv` agrees on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+KvDtype = Literal["u8", "s8", "s16"]
+Kind = Literal["key", "value"]
+KeyLayout = Literal["rows", "columns"]
+
+_ELEMENT_BYTES: dict[KvDtype, int] = {"u8": 1, "s8": 1, "s16": 2}
+KINDS: tuple[Kind, Kind] = ("key", "value")
+
+
+@dataclass(frozen=True, slots=True)
+class KvTensor:
+    """One per-head cache tensor and the names of its two ends in every graph (Genie's names)."""
+
+    layer: int
+    kind: Kind
+    head: int
+
+    @property
+    def past(self) -> str:
+        """The graph input `[1, 1, S-AR, D]`, or `[1, 1, D, S-AR]` for keys as columns."""
+        return f"past_{self.kind}_{self.layer}_h{self.head}_in"
+
+    @property
+    def new(self) -> str:
+        """The graph output `[1, 1, AR, D]`, or `[1, 1, D, AR]` for keys as columns."""
+        return f"past_{self.kind}_{self.layer}_h{self.head}_out"
+
+
+@dataclass(frozen=True, slots=True)
+class Geometry:
+    """A cache of `layers x 2 x kv_heads` tensors of `head_dim` columns for a context of S tokens.
+
+    Attributes:
+        layers: decoder layers.
+        kv_heads: key/value heads of a layer.
+        head_dim: D, elements of one head's row.
+        context: the tokens that the last one attends to, itself included: S of the largest graphs, or the window of
+            layers that attend to fewer; at least 2.
+        kv_dtype: `u8` (zero point 128), `s8` or `s16` (zero point 0).
+        key_layout: how graphs read and write keys: `rows` `[1, 1, S-AR, D]` as values, or `columns`
+            `[1, 1, D, S-AR]`, as Genie wants them. Values are always rows.
+        numbers: which layers of the model these are; empty for all, from 0 on.
+    """
+
+    layers: int
+    kv_heads: int
+    head_dim: int
+    context: int
+    kv_dtype: KvDtype = "u8"
+    key_layout: KeyLayout = "rows"
+    numbers: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name in ("layers", "kv_heads", "head_dim"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}: got {getattr(self, name)}; expected at least 1")
+        if self.context < 2:
+            raise ValueError(f"context: got {self.context}; expected at least 2 tokens")
+        if self.kv_dtype not in _ELEMENT_BYTES:
+            raise ValueError(f"kv_dtype: got {self.kv_dtype!r}; expected one of {', '.join(_ELEMENT_BYTES)}")
+        if self.key_layout not in ("rows", "columns"):
+            raise ValueError(f"key_layout: got {self.key_layout!r}; expected rows or columns")
+        if self.numbers and (len(self.numbers) != self.layers or min(self.numbers) < 0):
+            raise ValueError(f"numbers: got {self.numbers}; expected those of {self.layers} layers, from 0 on")
+
+    @property
+    def tensors(self) -> int:
+        """N = layers x 2 x kv_heads."""
+        return self.layers * 2 * self.kv_heads
+
+    @property
+    def element_bytes(self) -> int:
+        """Bytes of one element."""
+        return _ELEMENT_BYTES[self.kv_dtype]
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one token's row in one tensor."""
+        return self.head_dim * self.element_bytes
+
+    @property
+    def zero_point(self) -> int:
+        """The integer that stands for 0.0, with which unused rows are filled."""
+        return 128 if self.kv_dtype == "u8" else 0
+
+    def past_rows(self, ar: int, context: int | None = None) -> int:
+        """The rows that a graph for AR new tokens reads of each tensor.
+
+        S-AR, unless these layers' window is smaller: then the W-1 that the first of the new tokens attends to.
+
+        Args:
+            ar: tokens per inference.
+            context: S of the graph; None for the context of this geometry.
+        """
+        if not 1 <= ar < min(self.context, context or self.context):
+            least = min(self.context, context or self.context)
+            raise ValueError(f"ar: got {ar}; expected 1 to {least - 1}, below the context of {least}")
+        return min(self.context - 1, (context or self.context) - ar)
+
+    def groups(self) -> tuple[Geometry, ...]:
+        """Layers that are alike together: all of them; see `LayeredGeometry`."""
+        return (self,)
+
+    def names(self) -> Iterator[KvTensor]:
+        """All tensors in the order of the arena: by layer, keys before values, by head."""
+        for layer in self.numbers or range(self.layers):
+            for kind in KINDS:
+                for head in range(self.kv_heads):
+                    yield KvTensor(layer, kind, head)

@@ -1,0 +1,71 @@
+"""Models whose layers differ, and the groups of layers that do not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from edgekv.spec.geometry import Geometry, KeyLayout, KvDtype, KvTensor
+
+
+@dataclass(frozen=True, slots=True)
+class LayeredGeometry:
+    """A cache whose layers differ in key/value heads, width of a head, or how many tokens they attend to.
+
+    Each list is repeated when it is shorter than the layers, so one number holds for all and (512, 512, 4096) makes
+    every third layer a global one.
+
+    Attributes:
+        layers: decoder layers.
+        context: S of the largest graphs: the tokens that a layer without a window attends to, the last one included.
+        kv_heads: key/value heads by layer.
+        head_dim: D by layer.
+        windows: tokens that a layer attends to, itself included; None for all. More than S means S: there never are
+            more.
+        kv_dtype: see `Geometry`.
+        key_layout: see `Geometry`.
+    """
+
+    layers: int
+    context: int
+    kv_heads: Sequence[int]
+    head_dim: Sequence[int]
+    windows: Sequence[int | None] = ()
+    kv_dtype: KvDtype = "u8"
+    key_layout: KeyLayout = "rows"
+
+    def __post_init__(self) -> None:
+        for name in ("kv_heads", "head_dim"):
+            if not getattr(self, name):
+                raise ValueError(f"{name}: got an empty list; expected a number at least")
+        self.groups()
+
+    def groups(self) -> tuple[Geometry, ...]:
+        """Layers of the same heads, width and window together, in the order of their first layers."""
+        found: dict[tuple[int, int, int], list[int]] = {}
+        for layer in range(self.layers):
+            sizes = (
+                self.kv_heads[layer % len(self.kv_heads)],
+                self.head_dim[layer % len(self.head_dim)],
+                self._window(layer),
+            )
+            found.setdefault(sizes, []).append(layer)
+        groups = [
+            Geometry(len(numbers), kv_heads, head_dim, window, self.kv_dtype, self.key_layout, tuple(numbers))
+            for (kv_heads, head_dim, window), numbers in found.items()
+        ]
+        # All layers in one group are what a plain geometry says.
+        return tuple(groups) if len(groups) > 1 else (replace(groups[0], numbers=()),)
+
+    @property
+    def tensors(self) -> int:
+        """N of all groups."""
+        return sum(group.tensors for group in self.groups())
+
+    def names(self) -> Iterator[KvTensor]:
+        """All tensors in the order of the groups."""
+        return (tensor for group in self.groups() for tensor in group.names())
+
+    def _window(self, layer: int) -> int:
+        window = self.windows[layer % len(self.windows)] if self.windows else None
+        return self.context if window is None else min(window, self.context)

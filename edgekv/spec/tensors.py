@@ -1,0 +1,94 @@
+"""From the names that the decoder reads to what a checkpoint stores under others, fused or shifted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from edgekv.spec.decoder import DecoderSpec
+
+EMBEDDING = "model.embed_tokens.weight"
+HEAD = "lm_head.weight"
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """A tensor of the decoder as a part of a stored one: `(stored[first:first + shape[0]] + offset) * gain`.
+
+    Attributes:
+        name: what the decoder calls it: the name that Llama's checkpoints have.
+        shape: of the part.
+        key: of the stored tensor.
+        rows: of the stored tensor.
+        first: row of the stored tensor that is the first of the part.
+        offset: added to every element.
+        gain: multiplies every element.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    key: str
+    rows: int
+    first: int = 0
+    offset: float = 0.0
+    gain: float = 1.0
+
+    @property
+    def stored_shape(self) -> tuple[int, ...]:
+        return (self.rows, *self.shape[1:])
+
+
+def views(spec: DecoderSpec) -> Iterator[View]:
+    """Every tensor that the decoder reads, in the order in which it does."""
+    table = (spec.vocab, spec.hidden)
+    yield View(EMBEDDING, table, EMBEDDING, spec.vocab, gain=spec.embedding_gain)
+    for layer in range(spec.layers):
+        yield from _layer(spec, f"model.layers.{layer}.")
+    yield View("model.norm.weight", (spec.hidden,), "model.norm.weight", spec.hidden, offset=spec.norm_offset)
+    yield View(HEAD, table, EMBEDDING if spec.tied_head else HEAD, spec.vocab)
+
+
+def _layer(spec: DecoderSpec, prefix: str) -> Iterator[View]:
+    query, key_value = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
+    hidden, inner = spec.hidden, spec.intermediate
+    norms = ["input_layernorm", "post_attention_layernorm"]
+    if spec.post_norms:
+        norms += ["pre_feedforward_layernorm", "post_feedforward_layernorm"]
+    for norm in norms:
+        yield _norm(spec, f"{prefix}{norm}.weight", hidden)
+    if spec.qk_norm:
+        yield _norm(spec, prefix + "self_attn.q_norm.weight", spec.head_dim)
+        yield _norm(spec, prefix + "self_attn.k_norm.weight", spec.head_dim)
+    attention = {"self_attn.q_proj": query, "self_attn.k_proj": key_value, "self_attn.v_proj": key_value}
+    yield from _projections(spec, prefix, attention, hidden, "self_attn.qkv_proj" if spec.fused else None)
+    yield from _projections(spec, prefix, {"self_attn.o_proj": hidden}, query)
+    gates = {"mlp.gate_proj": inner, "mlp.up_proj": inner}
+    yield from _projections(spec, prefix, gates, hidden, "mlp.gate_up_proj" if spec.fused else None)
+    yield from _projections(spec, prefix, {"mlp.down_proj": hidden}, inner)
+
+
+def _norm(spec: DecoderSpec, name: str, width: int) -> View:
+    return View(name, (width,), name, width, offset=spec.norm_offset)
+
+
+def _projections(
+    spec: DecoderSpec, prefix: str, widths: dict[str, int], width_in: int, fused: str | None = None
+) -> Iterator[View]:
+    """Matrices `[out, in]` and biases `[out]` of projections by their output widths; `fused` stores them as one."""
+    total, first = sum(widths.values()), 0
+    for part, width in widths.items():
+        stored, rows = (fused, total) if fused else (part, width)
+        yield View(f"{prefix}{part}.weight", (width, width_in), f"{prefix}{stored}.weight", rows, first)
+        if part in spec.biased:
+            yield View(f"{prefix}{part}.bias", (width,), f"{prefix}{stored}.bias", rows, first)
+        first += width if fused else 0
+
+
+def matrices(spec: DecoderSpec) -> dict[str, tuple[int, int]]:
+    """`[out, in]` of every matrix that is multiplied with activations, by name."""
+    found = {}
+    for view in views(spec):
+        if len(view.shape) == 2 and view.name != EMBEDDING:
+            rows, inputs = view.shape
+            found[view.name] = rows, inputs
+    return found

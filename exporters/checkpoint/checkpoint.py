@@ -1,0 +1,234 @@
+"""A Hugging Face checkpoint on disk: configuration, tokenizer, and weights that are read when asked for."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from tokenizers import Tokenizer
+
+from edgekv.errors import CheckpointError
+from edgekv.spec.decoder import DecoderSpec
+from edgekv.spec.families import describe
+from edgekv.spec.tensors import EMBEDDING, HEAD, View, views
+from exporters.checkpoint.stored import StoredTensor, read_json, stored_tensors
+
+Rows = slice | NDArray[np.int64]  # of a tensor: its first dimension
+EVERY = slice(None)
+
+_RECOMPUTED = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")  # kept by older checkpoints
+
+
+@dataclass(frozen=True, slots=True)
+class SpecialTokens:
+    """Token ids; `eos` may hold several."""
+
+    bos: int | None
+    eos: tuple[int, ...]
+    pad: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """An open checkpoint whose configuration, tokenizer and tensor shapes agree with each other."""
+
+    name: str
+    folder: Path
+    spec: DecoderSpec
+    special: SpecialTokens
+    tokenizer: Tokenizer
+    _tensors: dict[str, StoredTensor] = field(repr=False)
+    _views: dict[str, View] = field(repr=False)
+
+    @classmethod
+    def open(cls, name: str) -> Checkpoint:
+        """Opens a folder, or downloads a hub id such as `org/model` through huggingface_hub.
+
+        Raises:
+            CheckpointError: naming the file or field that is missing, broken, contradictory or unsupported.
+        """
+        folder = _locate(name)
+        spec = describe(config := read_json(folder / "config.json"))
+        generation = read_json(folder / "generation_config.json", optional=True)
+        tokenizer = _open_tokenizer(folder / "tokenizer.json", spec.vocab)
+        special = _special_tokens(config, generation, tokenizer)
+        tensors = stored_tensors(folder)
+        wanted = {view.name: view for view in views(spec)}
+        _check_tensors(tensors, wanted.values(), spec)
+        return cls(name, folder, spec, special, tokenizer, tensors, wanted)
+
+    def limited(self, windows: Sequence[int | None]) -> Checkpoint:
+        """The same model whose layers attend to at most so many tokens; see `DecoderSpec.limits`."""
+        return replace(self, spec=replace(self.spec, limits=tuple(windows)))
+
+    def tensor(self, key: str, rows: Rows = EVERY) -> NDArray[np.float32]:
+        """A tensor of the decoder as float32, read now, under the name that it has in Llama's checkpoints.
+
+        Matrices are `[out, in]`, as stored; see `View` for what else is done to what is stored.
+
+        Args:
+            key: its name.
+            rows: which of its rows.
+        """
+        view = self._views[key]
+        stored = self._tensors[view.key].open()[view.first : view.first + view.shape[0]]
+        values = stored[rows].astype(np.float32)
+        if view.offset:
+            values += np.float32(view.offset)
+        if view.gain != 1.0:
+            values *= np.float32(view.gain)
+        return values
+
+    @property
+    def head_key(self) -> str:
+        """The tensor that makes logits."""
+        return HEAD
+
+    @property
+    def parameters(self) -> int:
+        """How many numbers the model's tensors hold, a tied head counted once."""
+        return sum(int(np.prod(self._tensors[key].shape)) for key in {view.key for view in self._views.values()})
+
+    def check_values(self, progress: Callable[[int, int], None] = lambda done, of: None) -> None:
+        """Read every tensor of the decoder once and look for what is no number.
+
+        Args:
+            progress: told of the tensors done and of how many there are.
+
+        Raises:
+            CheckpointError: naming a tensor with NaN or infinite elements.
+        """
+        keys = list(dict.fromkeys(view.key for view in self._views.values()))
+        for done, key in enumerate(keys):
+            progress(done, len(keys))
+            broken = self._tensors[key].count_not_finite()
+            if broken:
+                raise CheckpointError(
+                    f"weights: {key}",
+                    got=f"{broken} elements that are NaN or infinite",
+                    expected="finite numbers",
+                    fix="The training or a conversion diverged, or the file is damaged: take another checkpoint.",
+                )
+        progress(len(keys), len(keys))
+
+    def weights_sha256(self) -> str:
+        """One hash over all weight files, in name order."""
+        digest = hashlib.sha256()
+        for path in sorted({stored.file for stored in self._tensors.values()}):
+            with path.open("rb") as file:
+                while block := file.read(1 << 22):
+                    digest.update(block)
+        return digest.hexdigest()
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a text, without any that the tokenizer would add."""
+        ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False).ids
+        return ids
+
+
+def _check_tensors(found: Mapping[str, StoredTensor], wanted: Iterable[View], spec: DecoderSpec) -> None:
+    """All that the decoder reads is there, and nothing that it does not know.
+
+    Raises:
+        CheckpointError: naming the tensor.
+    """
+    shapes = {view.key: view.stored_shape for view in wanted}
+    for key, shape in shapes.items():
+        stored = found.get(key)
+        if stored is None or stored.shape != shape:
+            raise CheckpointError(
+                f"weights: {key}",
+                got="no such tensor" if stored is None else f"shape {list(stored.shape)}",
+                expected=f"shape {list(shape)}, as config.json says",
+                fix="The weights and config.json do not belong together; fetch both anew.",
+            )
+    for key in sorted(found.keys() - shapes.keys()):
+        if key == HEAD and not found[HEAD].equals(found[EMBEDDING]):
+            raise CheckpointError(
+                f"weights: {HEAD}",
+                got="another matrix than the embedding",
+                expected="the same or none, as tie_word_embeddings of config.json says",
+                fix="Set tie_word_embeddings to false if the head is a matrix of its own.",
+            )
+        if key != HEAD and _RECOMPUTED.fullmatch(key) is None:
+            raise CheckpointError(
+                f"weights: {key}",
+                got="a tensor that config.json does not account for",
+                expected=f"the tensors of the architecture {spec.model_type} alone",
+                fix="Merge adapters into the weights first. Another architecture cannot be exported.",
+            )
+
+
+def _locate(name: str) -> Path:
+    folder = Path(name)
+    if folder.is_dir():
+        return folder
+    if folder.exists() or name.count("/") != 1 or name.startswith((".", "/", "~")):
+        raise CheckpointError(
+            "checkpoint",
+            got=f"{name!r}, which is no folder",
+            expected="a folder with config.json, tokenizer.json and safetensors, or a hub id such as org/model",
+            fix="Check the path.",
+        )
+    from huggingface_hub import snapshot_download
+
+    patterns = ["*.safetensors", "*.safetensors.index.json", "tokenizer.json"]
+    patterns += ["config.json", "generation_config.json"]
+    copies = ["consolidated*", "original/*"]  # the same weights in the form of who trained them
+    try:
+        return Path(snapshot_download(name, allow_patterns=patterns, ignore_patterns=copies))
+    except Exception as error:  # the hub's own errors share no base class
+        raise CheckpointError(
+            "checkpoint",
+            got=f"{name!r}: no such folder, and the hub said {type(error).__name__}",
+            expected="a folder, or a hub id that can be downloaded",
+            fix="Check the path or the id, log in with `hf auth login` for gated models, or download it first.",
+        ) from error
+
+
+def _special_tokens(config: dict[str, Any], generation: dict[str, Any], tokenizer: Tokenizer) -> SpecialTokens:
+    def pick(name: str) -> tuple[int, ...]:
+        value = generation.get(name)
+        value = config.get(name) if value is None else value
+        ids = tuple(value) if isinstance(value, list) else () if value is None else (value,)
+        for token in ids:
+            if not isinstance(token, int) or token < 0 or tokenizer.id_to_token(token) is None:
+                raise CheckpointError(
+                    name,
+                    got=repr(token),
+                    expected="the id of a token of tokenizer.json",
+                    fix="The tokenizer and the configuration do not belong together; fetch both anew.",
+                )
+        return ids
+
+    bos = pick("bos_token_id")
+    pad = () if config.get("pad_token_id") == -1 else pick("pad_token_id")  # -1 is how some say none
+    return SpecialTokens(bos=bos[0] if bos else None, eos=pick("eos_token_id"), pad=pad[0] if pad else None)
+
+
+def _open_tokenizer(path: Path, vocab: int) -> Tokenizer:
+    if not path.exists():
+        raise CheckpointError(
+            str(path), got="no such file", expected="tokenizer.json", fix="Fetch it with the checkpoint."
+        )
+    try:
+        tokenizer = Tokenizer.from_file(str(path))
+    except Exception as error:  # tokenizers raises plain Exception
+        raise CheckpointError(
+            str(path), got=f"an unreadable tokenizer ({error})", expected="tokenizer.json", fix="Fetch it anew."
+        ) from error
+    highest = max(tokenizer.get_vocab(with_added_tokens=True).values())
+    if highest >= vocab:
+        raise CheckpointError(
+            str(path),
+            got=f"a token with id {highest}",
+            expected=f"ids below vocab_size = {vocab} of config.json",
+            fix="This tokenizer belongs to another model; fetch both together.",
+        )
+    return tokenizer

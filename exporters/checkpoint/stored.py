@@ -1,0 +1,184 @@
+"""The tensors of a checkpoint's safetensors files: where each one lies, and what its numbers are."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from numpy.typing import NDArray
+from safetensors import SafetensorError, safe_open
+
+from edgekv.errors import CheckpointError
+
+INDEX = "model.safetensors.index.json"
+WHOLE = "model.safetensors"
+
+_FLOATS = {"BF16": np.dtype(ml_dtypes.bfloat16), "F16": np.dtype(np.float16), "F32": np.dtype(np.float32)}
+# Of these bits, NaN and infinity alone set all: nothing has to be converted to find them.
+_EXPONENTS: dict[np.dtype[Any], np.unsignedinteger[Any]] = {
+    _FLOATS["BF16"]: np.uint16(0x7F80),
+    _FLOATS["F16"]: np.uint16(0x7C00),
+    _FLOATS["F32"]: np.uint32(0x7F800000),
+}
+_BLOCK_BYTES = 1 << 24
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """Where a tensor's bytes lie.
+
+    Attributes:
+        file: a safetensors file.
+        dtype: bfloat16, float16 or float32.
+        shape: its dimensions.
+        offset: of its first byte in the file.
+    """
+
+    file: Path
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...]
+    offset: int
+
+    def open(self) -> NDArray[Any]:
+        """The tensor, mapped: a page is read when it is touched."""
+        return np.asarray(np.memmap(self.file, self.dtype, mode="r", offset=self.offset, shape=self.shape))
+
+    def equals(self, other: StoredTensor) -> bool:
+        """Whether both hold the same numbers."""
+        if self.shape != other.shape:
+            return False
+        return all(np.array_equal(a, b) for a, b in zip(self._blocks(), other._blocks(), strict=True))
+
+    def count_not_finite(self) -> int:
+        """How many elements are NaN or infinite."""
+        bits = _EXPONENTS[self.dtype]
+        return sum(int(np.count_nonzero((block.view(bits.dtype) & bits) == bits)) for block in self._blocks())
+
+    def _blocks(self) -> Iterator[NDArray[Any]]:
+        """Some rows at a time, 16 MiB as float32; each is mapped by itself, so that pages that were read are let go."""
+        rows = self.shape[0]
+        step = max(1, _BLOCK_BYTES // 4 * rows // math.prod(self.shape))
+        return (self.open()[first : first + step] for first in range(0, rows, step))
+
+
+def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
+    """Every tensor of the files that the index names; without one, of `model.safetensors` or else of all files.
+
+    The library checks headers and lengths, so truncation shows here.
+
+    Raises:
+        CheckpointError: a file or a tensor of the index is missing, a file is damaged, a tensor is stored twice or is
+            of another type.
+    """
+    places = _read_index(folder)
+    if places:
+        files = sorted({folder / name for name in places.values()})
+    else:
+        files = [folder / WHOLE] if (folder / WHOLE).is_file() else sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise CheckpointError(str(folder), got="no *.safetensors", expected=WHOLE, fix="Download the weights.")
+    found: dict[str, StoredTensor] = {}
+    for file in files:
+        for key, tensor in _tensors_of(file):
+            if key in found:
+                raise CheckpointError(
+                    f"weights: {key}",
+                    got=f"one in {found[key].file.name} and one in {file.name}",
+                    expected=f"each tensor once, or {INDEX}",
+                    fix="Move the files that do not belong to the checkpoint elsewhere.",
+                )
+            found[key] = tensor
+    for key, name in places.items():
+        if key not in found or found[key].file.name != name:
+            raise CheckpointError(
+                f"weights: {key}",
+                got=f"no such tensor in {name}",
+                expected=f"what {INDEX} says",
+                fix="The index and the files do not belong together; fetch both anew.",
+            )
+    return found
+
+
+def read_json(path: Path, *, optional: bool = False) -> dict[str, Any]:
+    """The JSON object in a file; empty if the file is not there and may be absent.
+
+    Raises:
+        CheckpointError: there is no file, or something else in it.
+    """
+    if optional and not path.exists():
+        return {}
+    try:
+        content = json.loads(path.read_text("utf-8"))
+    except FileNotFoundError:
+        found = "no such file"
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        found = f"no valid JSON ({error})"
+    else:
+        if isinstance(content, dict):
+            return content
+        found = f"a JSON {type(content).__name__}"
+    raise CheckpointError(
+        str(path),
+        got=found,
+        expected="a JSON object",
+        fix="Point to a whole Hugging Face checkpoint folder.",
+    )
+
+
+def _read_index(folder: Path) -> dict[str, str]:
+    """File names by tensor, empty without an index."""
+    path = folder / INDEX
+    if not path.exists():
+        return {}
+    places = read_json(path).get("weight_map")
+    if not isinstance(places, dict) or not places or not all(isinstance(name, str) for name in places.values()):
+        raise CheckpointError(
+            f"{path}: weight_map", got="no table of files", expected="a file for each tensor", fix="Fetch it anew."
+        )
+    for name in sorted(set(places.values())):
+        if Path(name).name != name or not (folder / name).is_file():
+            raise CheckpointError(
+                str(folder / name),
+                got="no such file",
+                expected=f"every part that {INDEX} names",
+                fix="Download the missing part.",
+            )
+    return places
+
+
+def _tensors_of(file: Path) -> Iterator[tuple[str, StoredTensor]]:
+    try:
+        with safe_open(file, framework="numpy") as opened:
+            keys = list(opened.keys())
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(
+            str(file),
+            got=f"a broken file ({error})",
+            expected="a whole safetensors file",
+            fix="It is truncated or damaged: download it again.",
+        ) from error
+    header, begin = _header(file)
+    for key in keys:
+        entry = header[key]
+        dtype = _FLOATS.get(entry["dtype"])
+        if dtype is None:
+            raise CheckpointError(
+                f"{file.name}: {key}",
+                got=entry["dtype"],
+                expected=" or ".join(_FLOATS),
+                fix="Start from the checkpoint before quantization.",
+            )
+        yield key, StoredTensor(file, dtype, tuple(entry["shape"]), begin + entry["data_offsets"][0])
+
+
+def _header(file: Path) -> tuple[dict[str, Any], int]:
+    """The header of a file that the library has accepted, and where its data begins."""
+    with file.open("rb") as opened:
+        length = int.from_bytes(opened.read(8), "little")
+        return json.loads(opened.read(length)), 8 + length

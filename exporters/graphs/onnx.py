@@ -1,0 +1,142 @@
+"""The static graphs of a bundle, all built over one weight store, a layer at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+import onnx
+
+from edgekv.bundle import EMBEDDINGS, EmbeddingRecord, GraphFormat, GraphRecord, PartRecord, Role, hidden_name
+from edgekv.kv import KeyLayout
+from edgekv.spec.tensors import EMBEDDING
+from exporters.decoder import decoder_layer, logits
+from exporters.graphs.qdq import QdqOps
+from exporters.graphs.split import Split
+from exporters.quantize.matrices import QuantizedMatrices
+from exporters.quantize.reference import Tensors
+from exporters.quantize.weights import WeightStore
+from quant import Encoding
+
+TFLITE_FILE = "graphs.tflite"
+
+EMBEDDING_SHARD = "weights-embedding"
+_HEAD_SHARD = "weights-head"
+
+
+def plan_graphs(
+    ar: Sequence[int], contexts: Sequence[int], split: Split, graph_format: GraphFormat = "onnx"
+) -> list[GraphRecord]:
+    """The graphs for these AR numbers in each of these contexts: AR-1 decodes, a larger AR prefills.
+
+    The largest AR in the largest context also scores. An ONNX graph has a file for each of its parts; TFLite graphs are
+    signatures of one file. Graphs share what would be the same: a head by itself that reads one row is one for all.
+    """
+    graphs = [*_plan(sorted(set(ar)), sorted(set(contexts)), split)]
+    if graph_format == "tflite":
+        (layers,) = split.layers
+        return [
+            GraphRecord.whole(g.name, TFLITE_FILE, layers=len(layers), ar=g.ar, context=g.context, role=g.role)
+            for g in graphs
+        ]
+    return graphs
+
+
+def _plan(ar: list[int], contexts: list[int], split: Split) -> Iterator[GraphRecord]:
+    def record(n: int, s: int, role: Role) -> GraphRecord:
+        name = f"ar{n}_cl{s}" + ("_score" if role == "score" else "")
+        parts = [*_parts(name, f"ar{n}_cl{s}", n if role == "score" else 1, split)]
+        return GraphRecord(name=name, parts=parts, ar=n, context=s, role=role)
+
+    for s in contexts:
+        for n in ar:
+            yield record(n, s, "decode" if n == 1 else "prefill")
+    yield record(ar[-1], contexts[-1], "score")
+
+
+def _parts(graph: str, shared: str, head_rows: int, split: Split) -> Iterator[PartRecord]:
+    """The parts of a graph; `shared` names those whose results do not depend on which logits are wanted."""
+
+    def part(name: str, layers: range, *, head: bool) -> PartRecord:
+        embeds = split.embeds and layers.start == 0
+        first, stop = layers.start, layers.stop
+        return PartRecord(name=name, file=f"{name}.onnx", first_layer=first, stop_layer=stop, embeds=embeds, head=head)
+
+    *others, last = split.layers
+    for number, layers in enumerate(others, 1):
+        yield part(f"{shared}_part{number}", layers, head=False)
+    if split.own_head:
+        suffix = f"_part{len(split.layers)}" if others else "_body"
+        yield part(shared + suffix, last, head=False)
+        name = "head" if head_rows == 1 else f"head_ar{head_rows}"
+        yield part(name, range(last.stop, last.stop), head=True)
+    else:
+        yield part(f"{graph}_part{len(split.layers)}" if others else graph, last, head=True)
+
+
+def embedding_record(split: Split) -> EmbeddingRecord | None:
+    """What the host reads embeddings from; None if the graphs look them up."""
+    if split.embeds:
+        return None
+    return EmbeddingRecord(file=f"{EMBEDDING_SHARD}.safetensors", tensor=f"{EMBEDDING}.uint16")
+
+
+def write_graphs(
+    tensors: Tensors,
+    matrices: QuantizedMatrices,
+    encodings: Mapping[str, Encoding],
+    graphs: Sequence[GraphRecord],
+    folder: Path,
+    key_layout: KeyLayout = "rows",
+    progress: Callable[[int], None] | None = None,
+) -> dict[str, Encoding]:
+    """Write every part of every graph, and the weights they share, into `folder`.
+
+    Parts of the same layers are built together; once they are saved, the next ones begin.
+
+    Args:
+        tensors: where the other weights come from.
+        matrices: the integers of every matrix.
+        encodings: one for every result of the decoder and every input.
+        graphs: what to write.
+        folder: where to.
+        key_layout: of the keys in every graph; see `edgekv.kv.Geometry`.
+        progress: called with the number of layers done.
+
+    Returns:
+        The encodings, with those of what one part, or the host, leaves for the next: the residual's own.
+    """
+    spec = tensors.spec
+    store = WeightStore(tensors, matrices, folder)
+    windows = spec.windows_in(max(graph.context for graph in graphs))
+    stops = sorted({part.stop_layer for graph in graphs for part in graph.parts if not part.head})
+    encodings = {**encodings, **{hidden_name(stop): encodings[f"layers.{stop - 1}.mlp_add"] for stop in stops}}
+    _, embeddings = store.tensor(EMBEDDING)
+    store.flush(EMBEDDING_SHARD)
+    if any(part.entry == EMBEDDINGS for graph in graphs for part in graph.parts):
+        encodings[EMBEDDINGS] = embeddings
+    stages: dict[range, dict[str, tuple[GraphRecord, PartRecord]]] = {}
+    for graph in graphs:
+        for part in graph.parts:
+            stages.setdefault(part.layers, {})[part.name] = graph, part
+    for layers, parts in stages.items():
+        builders = [QdqOps(g, part, spec, encodings, store, key_layout, windows) for g, part in parts.values()]
+        hidden = [ops.entry for ops in builders]
+        for layer in layers:
+            hidden = [decoder_layer(ops, spec, layer, each) for ops, each in zip(builders, hidden, strict=True)]
+            store.flush(f"weights-layer-{layer:02d}")
+            if progress is not None:
+                progress(layer + 1)
+        heads = False
+        for ops, each, (graph, part) in zip(builders, hidden, parts.values(), strict=True):
+            if part.head:
+                heads = True
+                rows = ops.select(each) if part.layers and graph.role == "prefill" else each
+                ops.give_logits(logits(ops, spec, tensors.head_key, rows))
+            else:
+                ops.give_residual(each)
+        if heads:
+            store.flush(_HEAD_SHARD)
+        for ops, (_, part) in zip(builders, parts.values(), strict=True):
+            onnx.save(ops.finish(), folder / part.file)
+    return encodings

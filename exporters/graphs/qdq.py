@@ -1,0 +1,346 @@
+"""Carries the decoder out by writing it down: a static ONNX graph in which every result is quantized."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import onnx
+from onnx import TensorProto, helper, numpy_helper
+
+from edgekv.bundle import IDS, LOGITS, ROPE_SUFFIXES, GraphRecord, PartRecord, mask_name, rope_inputs
+from edgekv.kv import KeyLayout, KvTensor
+from edgekv.spec.decoder import DecoderSpec
+from edgekv.spec.tensors import EMBEDDING
+from exporters.quantize.weights import WeightStore
+from quant import DTYPES, Dtype, Encoding
+
+OPSET = 23  # the first with RMSNormalization, which the HTP runs as one integer operation
+IR_VERSION = 11
+
+_TYPES: dict[Dtype, int] = {
+    "u8": TensorProto.UINT8,
+    "s8": TensorProto.INT8,
+    "u16": TensorProto.UINT16,
+    "s16": TensorProto.INT16,
+}
+_MATRIX, _ROWS = -1, 2  # axes of [1, 1, rows, width]
+_TURN = [0, 1, 3, 2]
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """A dequantized tensor of the graph, and the encoding of the integers behind it."""
+
+    name: str
+    encoding: Encoding
+
+
+class QdqOps:
+    """A part of a graph for AR new tokens in a context of S, under construction.
+
+    Every operation reads dequantized tensors and its result is quantized at once, in the encoding that the
+    result's name has: the pattern from which the HTP compiler makes integer operations.
+    """
+
+    def __init__(
+        self,
+        graph: GraphRecord,
+        part: PartRecord,
+        spec: DecoderSpec,
+        encodings: Mapping[str, Encoding],
+        store: WeightStore,
+        key_layout: KeyLayout,
+        windows: Sequence[int | None] = (),
+    ) -> None:
+        """Begin with the inputs that all of its layers need.
+
+        Args:
+            graph: AR, context and role.
+            part: which part of the graph.
+            spec: the decoder.
+            encodings: one for every result and input.
+            store: of the weights.
+            key_layout: of the cache.
+            windows: tokens that each layer attends to, None for all; empty if all layers attend to all tokens. Each
+                window has a mask of its own, `[1, 1, AR, P+AR]`.
+        """
+        self._graph = graph
+        self._part = part
+        self._ar = graph.ar
+        self._context = graph.context
+        self._windows = windows or (None,) * spec.layers
+        self._spec = spec
+        self._encodings = encodings
+        self._store = store
+        self._key_layout = key_layout
+        self._uses: Counter[str] = Counter()
+        self._nodes: list[onnx.NodeProto] = []
+        self._inputs: list[onnx.ValueInfoProto] = []
+        self._outputs: list[onnx.ValueInfoProto] = []
+        self._constants: dict[str, onnx.TensorProto] = {}
+        self._stored: dict[str, None] = {}
+        self._dequantized: set[str] = set()
+        self._transposed: dict[str, Tensor] = {}
+        self._entry = self._embed() if part.embeds else self._residual()
+        held = [self._windows[layer] for layer in part.layers]
+        self._masks = {window: self._mask(window) for window in dict.fromkeys(held)}
+        turned = sorted({spec.rope_index(layer) for layer in part.layers})
+        self._rotations = {i: self._rotary_inputs(i, spec.ropes[i].width // 2) for i in turned}
+
+    # ------------------------------------------------------------------ what a decoder needs
+
+    @property
+    def entry(self) -> Tensor:
+        """The residual in front of the part's first layer, `[1, 1, AR, hidden]`; or the rows that a head reads."""
+        return self._entry
+
+    def linear(
+        self,
+        x: Tensor,
+        weight: str,
+        name: str,
+        *,
+        bias: str | None = None,
+        head: int | None = None,
+        gain: float = 1.0,
+    ) -> Tensor:
+        product = "MatMul", [x.name, self._matrix(weight, head, gain)]
+        if bias is None:
+            return self._emit(*product, name)
+        # A sum of its own takes any kind of weight; int32 biases want a Gemm, which the HTP refuses for LPBQ, and are
+        # off by 0.25 of a step of the result where this is by 0.37.
+        added = self._weight(*self._store.tensor(bias, head=head), gain)
+        return self._emit("Add", [self._emit(*product, name + ".unbiased").name, added], name)
+
+    def rms_norm(self, x: Tensor, weight: str, name: str, *, gain: float = 1.0) -> Tensor:
+        gamma = self._weight(*self._store.tensor(weight), gain)
+        return self._emit("RMSNormalization", [x.name, gamma], name, axis=-1, epsilon=self._spec.eps)
+
+    def add(self, a: Tensor, b: Tensor, name: str) -> Tensor:
+        return self._emit("Add", [a.name, b.name], name)
+
+    def subtract(self, a: Tensor, b: Tensor, name: str) -> Tensor:
+        return self._emit("Sub", [a.name, b.name], name)
+
+    def multiply(self, a: Tensor, b: Tensor, name: str) -> Tensor:
+        return self._emit("Mul", [a.name, b.name], name)
+
+    def scale(self, x: Tensor, factor: float, name: str) -> Tensor:
+        encoding = Encoding.asymmetric(0.0, factor, x.encoding.dtype)
+        integer = self._constant(f"factor_{factor!r}", encoding.quantize(np.array(factor)))
+        return self._emit("Mul", [x.name, self._dequantize_once(integer, encoding)], name)
+
+    def sigmoid(self, x: Tensor, name: str) -> Tensor:
+        return self._emit("Sigmoid", [x.name], name)
+
+    def tanh(self, x: Tensor, name: str) -> Tensor:
+        return self._emit("Tanh", [x.name], name)
+
+    def gelu(self, x: Tensor, name: str) -> Tensor:
+        # One node on the HTP, 8 of 65536 steps off on the mean; six that make up a sigmoid are 0.5 off. Beside int8
+        # weights neither shows: with this one, logits of the HTP and of the CPU agree to 47 dB.
+        return self._emit("Gelu", [x.name], name, approximate="tanh")
+
+    def split(self, x: Tensor, widths: Sequence[int]) -> list[Tensor]:
+        names = [self._unique(f"{x.name}.part") for _ in widths]
+        floats = [name + "_f" for name in names]
+        sizes = self._constant("widths_" + "_".join(map(str, widths)), np.array(widths, np.int64))
+        self._node("Split", [x.name, sizes], floats, axis=_MATRIX)
+        return [self._requantize(f, n, x.encoding) for f, n in zip(floats, names, strict=True)]
+
+    def join(self, parts: list[Tensor], name: str) -> Tensor:
+        return self._emit("Concat", [part.name for part in parts], name, axis=_MATRIX)
+
+    def rotation(self, layer: int) -> tuple[Tensor, Tensor]:
+        return self._rotations[self._spec.rope_index(layer)]
+
+    def remember(self, new: Tensor, tensor: KvTensor) -> Tensor:
+        encoding = self._encodings[tensor.past]
+        past_rows = self._past_rows(self._windows[tensor.layer])
+        past_shape, new_shape = [past_rows, self._spec.head_dim], [self._ar, self._spec.head_dim]
+        columns = tensor.kind == "key" and self._key_layout == "columns"
+        if columns:
+            new = self._emit("Transpose", [new.name], new.name + ".t", new.encoding, perm=_TURN)
+            past_shape.reverse()
+            new_shape.reverse()
+        past = self._input(tensor.past, [1, 1, *past_shape])
+        self._quantize(new.name, tensor.new, encoding)
+        self._output(tensor.new, encoding.dtype, [1, 1, *new_shape])
+        added = self._dequantize(tensor.new, tensor.new + "_dq", encoding)
+        name = f"{tensor.kind}_{tensor.layer}_h{tensor.head}"
+        return self._emit("Concat", [past.name, added.name], name, encoding, axis=_MATRIX if columns else _ROWS)
+
+    def scores(self, query: Tensor, keys: Tensor, name: str) -> Tensor:
+        if self._key_layout == "columns":
+            return self._emit("MatMul", [query.name, keys.name], name)
+        if keys.name not in self._transposed:  # the heads of a group share it
+            turned = self._emit("Transpose", [keys.name], keys.name + ".t", keys.encoding, perm=_TURN)
+            self._transposed[keys.name] = turned
+        return self._emit("MatMul", [query.name, self._transposed[keys.name].name], name)
+
+    def masked(self, scores: Tensor, layer: int, name: str) -> Tensor:
+        return self._emit("Add", [scores.name, self._masks[self._windows[layer]].name], name)
+
+    def softmax(self, x: Tensor, name: str) -> Tensor:
+        return self._emit("Softmax", [x.name], name, axis=-1)
+
+    def attend(self, weights: Tensor, values: Tensor, name: str) -> Tensor:
+        return self._emit("MatMul", [weights.name, values.name], name)
+
+    # ------------------------------------------------------------------ the ends of a part
+
+    def _embed(self) -> Tensor:
+        """The rows of the embedding table for `input_ids`."""
+        ids = self._plain_input(IDS, [1, self._ar])
+        stored, encoding = self._store.tensor(EMBEDDING)
+        rows = self._emit("Gather", [self._weight(stored, encoding), ids], "embedding", encoding, axis=0)
+        shape = self._constant("shape_1_1_ar", np.array([1, 1, self._ar, -1], np.int64))
+        return self._emit("Reshape", [rows.name, shape], "embedding", encoding)
+
+    def _residual(self) -> Tensor:
+        """What the host or the part before left."""
+        rows = self._ar if self._part.layers else self._logit_rows
+        name = self._part.entry
+        return self._input(name, [1, 1, rows, self._spec.hidden])
+
+    @property
+    def _logit_rows(self) -> int:
+        return self._ar if self._graph.role == "score" else 1
+
+    def select(self, hidden: Tensor) -> Tensor:
+        """The one row of `hidden` that the input `logits_index` names, `[1, 1, 1, hidden]`."""
+        index = self._plain_input("logits_index", [1])
+        return self._emit("Gather", [hidden.name, index], "selected", hidden.encoding, axis=_ROWS)
+
+    def give_logits(self, logits: Tensor) -> None:
+        """Make `[1, rows, vocab]` of them an output, the last one."""
+        shape = [1, self._logit_rows, self._spec.vocab]
+        self._node("Reshape", [logits.name, self._constant("shape_logits", np.array(shape, np.int64))], ["logits_f"])
+        self._quantize("logits_f", LOGITS, logits.encoding)
+        self._output(LOGITS, logits.encoding.dtype, shape)
+
+    def give_residual(self, hidden: Tensor) -> None:
+        """Make the integers behind the newest result an output, as they are."""
+        quantize, dequantize = self._nodes[-2:]
+        assert dequantize.output[0] == hidden.name, "something was computed behind it"
+        quantize.output[0] = self._part.exit
+        self._nodes.pop()
+        self._output(self._part.exit, hidden.encoding.dtype, [1, 1, self._ar, self._spec.hidden])
+
+    def finish(self) -> onnx.ModelProto:
+        """The model. Call it after the store was flushed."""
+        stored = [self._store.initializer(each) for each in self._stored]
+        constants = [*self._constants.values(), *stored]
+        graph = helper.make_graph(self._nodes, self._part.name, self._inputs, self._outputs, constants)
+        model: onnx.ModelProto = helper.make_model(
+            graph, opset_imports=[helper.make_opsetid("", OPSET)], ir_version=IR_VERSION, producer_name="edgekv"
+        )
+        return model
+
+    # ------------------------------------------------------------------ writing nodes
+
+    def _emit(
+        self, op: str, inputs: Sequence[str], name: str, encoding: Encoding | None = None, **attributes: Any
+    ) -> Tensor:
+        unique = self._unique(name)
+        self._node(op, inputs, [unique + "_f"], **attributes)
+        return self._requantize(unique + "_f", unique, encoding or self._encodings[name])
+
+    def _requantize(self, source: str, name: str, encoding: Encoding) -> Tensor:
+        self._quantize(source, name + "_q", encoding)
+        return self._dequantize(name + "_q", name, encoding)
+
+    def _quantize(self, source: str, target: str, encoding: Encoding) -> None:
+        self._node("QuantizeLinear", [source, *self._parameters(encoding)], [target])
+
+    def _dequantize(self, source: str, target: str, encoding: Encoding) -> Tensor:
+        self._node("DequantizeLinear", [source, *self._parameters(encoding)], [target])
+        return Tensor(target, encoding)
+
+    def _node(self, op: str, inputs: Sequence[str], outputs: Sequence[str], **attributes: Any) -> None:
+        self._nodes.append(helper.make_node(op, inputs, outputs, name=outputs[0] + "_node", **attributes))
+
+    def _unique(self, name: str) -> str:
+        self._uses[name] += 1
+        return name if self._uses[name] == 1 else f"{name}.{self._uses[name]}"
+
+    # ------------------------------------------------------------------ inputs, outputs, constants
+
+    def _past_rows(self, window: int | None) -> int:
+        rows = self._context - self._ar
+        return rows if window is None else min(window - 1, rows)
+
+    def _mask(self, window: int | None) -> Tensor:
+        shape = [1, 1, self._ar, self._past_rows(window) + self._ar]
+        return self._input(mask_name(window), shape, self._encodings["attention_mask"])
+
+    def _input(self, name: str, shape: list[int], encoding: Encoding | None = None) -> Tensor:
+        encoding = encoding or self._encodings[name]
+        self._inputs.append(helper.make_tensor_value_info(name, _TYPES[encoding.dtype], shape))
+        return self._dequantize(name, name + "_dq", encoding)
+
+    def _rotary_inputs(self, index: int, pairs: int) -> tuple[Tensor, Tensor]:
+        cos, sin = (self._input(name, [1, 1, self._ar, pairs]) for name in rope_inputs(ROPE_SUFFIXES[index]))
+        return cos, sin
+
+    def _plain_input(self, name: str, shape: list[int]) -> str:
+        self._inputs.append(helper.make_tensor_value_info(name, TensorProto.INT32, shape))
+        return name
+
+    def _output(self, name: str, dtype: Dtype, shape: list[int]) -> None:
+        self._outputs.append(helper.make_tensor_value_info(name, _TYPES[dtype], shape))
+
+    def _weight(self, stored: str, encoding: Encoding, gain: float = 1.0) -> str:
+        """A stored tensor under one encoding, times a constant, dequantized once."""
+        self._stored[stored] = None
+        return self._dequantize_once(stored, encoding.times(gain))
+
+    def _dequantize_once(self, constant: str, encoding: Encoding) -> str:
+        target = constant + "_dq"
+        if constant not in self._dequantized:
+            self._dequantized.add(constant)
+            self._dequantize(constant, target, encoding)
+        return target
+
+    def _matrix(self, key: str, head: int | None, gain: float) -> str:
+        """A stored matrix under one scale for each column, or for each block of it, dequantized.
+
+        Scales of blocks are themselves dequantized: integers times the column's scale. That is the only form of
+        block quantization that the HTP multiplies as integers. Zero points are spelt out wherever there are 4 bits:
+        without them the HTP takes the integers for others, and says nothing.
+        """
+        integers, bits, columns, scales, block_scales, blocks = self._store.matrix(key, head=head, gain=gain)
+        self._stored[integers] = self._stored[scales] = None
+        target = integers + "_dq"
+        if blocks is None or block_scales is None:
+            zeros = [self._zeros(TensorProto.INT4, [columns])] if bits == 4 else []
+            self._node("DequantizeLinear", [integers, scales, *zeros], [target], axis=1)
+            return target
+        self._stored[block_scales] = None
+        steps = block_scales + "_dq"
+        zeros = [self._zeros(TensorProto.UINT8, [columns]), self._zeros(TensorProto.INT4, [blocks.count, columns])]
+        self._node("DequantizeLinear", [block_scales, scales, zeros[0]], [steps], axis=1)
+        self._node("DequantizeLinear", [integers, steps, zeros[1]], [target], axis=0, block_size=blocks.rows)
+        return target
+
+    def _zeros(self, dtype: int, shape: list[int]) -> str:
+        name = f"zeros_{TensorProto.DataType.Name(dtype).lower()}_" + "_".join(map(str, shape))
+        if name not in self._constants:
+            self._constants[name] = helper.make_tensor(name, dtype, shape, np.zeros(shape, np.int8))
+        return name
+
+    def _parameters(self, encoding: Encoding) -> tuple[str, str]:
+        zero = np.array(encoding.zero_point, DTYPES[encoding.dtype])
+        return (
+            self._constant(f"scale_{encoding.scale!r}", np.array(encoding.scale, np.float32)),
+            self._constant(f"zero_{encoding.dtype}_{encoding.zero_point}", zero),
+        )
+
+    def _constant(self, name: str, value: np.ndarray[Any, Any]) -> str:
+        if name not in self._constants:
+            self._constants[name] = numpy_helper.from_array(value, name)
+        return name

@@ -1,0 +1,50 @@
+"""All graphs of a bundle as signatures of one `.tflite` file, built a layer at a time over shared weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from edgekv.bundle import GraphRecord
+from exporters.decoder import decoder_layer, logits
+from exporters.graphs.tflite.flatbuffer import TfliteFile
+from exporters.graphs.tflite.ops import TfliteOps
+from exporters.graphs.tflite.weights import TfliteWeights
+from exporters.quantize.matrices import QuantizedMatrices
+from exporters.quantize.reference import Tensors
+from quant import Encoding
+
+
+def write_tflite(
+    tensors: Tensors,
+    matrices: QuantizedMatrices,
+    encodings: Mapping[str, Encoding],
+    graphs: Sequence[GraphRecord],
+    folder: Path,
+    progress: Callable[[int], None] | None = None,
+) -> None:
+    """Write the `.tflite` file into `folder`; each graph is a signature of its name.
+
+    Args:
+        tensors: where the other weights come from.
+        matrices: the integers of every matrix, none with blocks.
+        encodings: one for every result of the decoder and every input.
+        graphs: what to write.
+        folder: where to.
+        progress: called with the number of layers done.
+    """
+    spec = tensors.spec
+    (target,) = {graph.file for graph in graphs}
+    file, weights = TfliteFile(), TfliteWeights(tensors, matrices)
+    windows = spec.windows_in(max(graph.context for graph in graphs))
+    builders = [TfliteOps(file.subgraph(g.name), g.ar, g.context, spec, encodings, weights, windows) for g in graphs]
+    hidden = [ops.embed("model.embed_tokens.weight", "embedding") for ops in builders]
+    for layer in range(spec.layers):
+        hidden = [decoder_layer(ops, spec, layer, each) for ops, each in zip(builders, hidden, strict=True)]
+        weights.forget()
+        if progress is not None:
+            progress(layer + 1)
+    for ops, each, graph in zip(builders, hidden, graphs, strict=True):
+        rows = ops.select(each) if graph.role == "prefill" else each
+        ops.finish(logits(ops, spec, tensors.head_key, rows))
+    file.save(folder / target)

@@ -1,0 +1,37 @@
+"""What a `.tflite` file cannot hold, said before anything is computed."""
+
+from __future__ import annotations
+
+from importlib import util
+
+from edgekv.errors import EngineError, UsageError
+from exporters.checkpoint.checkpoint import Checkpoint
+
+MOST_BYTES = (1 << 31) - (1 << 24)  # a flatbuffer's offsets are signed 32-bit numbers; 16 MiB for all but weights
+
+
+def check_tflite(checkpoint: Checkpoint) -> None:
+    """Refuse what cannot be written.
+
+    Raises:
+        EngineError: the package with the format's schema is missing.
+        UsageError: the weights are too large for one file.
+    """
+    if util.find_spec("ai_edge_litert") is None:
+        raise EngineError(
+            "--format tflite",
+            got="no package ai_edge_litert",
+            expected="LiteRT, which brings the schema of the format",
+            fix='Install it: pip install "edgekv[litert]"',
+        )
+    spec = checkpoint.spec
+    table = spec.vocab * spec.hidden
+    # Matrices in int8; the embedding table in int16 and, if it is the head too, once more in int8.
+    held_bytes = checkpoint.parameters + table * (2 if spec.tied_head else 1)
+    if held_bytes > MOST_BYTES:
+        raise UsageError(
+            "--format tflite",
+            got=f"{held_bytes / 1e9:.1f} GB of weights",
+            expected=f"at most {MOST_BYTES / 1e9:.1f} GB, what a flatbuffer can address",
+            fix="Use --format onnx, or a smaller model.",
+        )

@@ -1,0 +1,258 @@
+"""Carries the decoder out by writing it down as a subgraph of a `.tflite` file."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from edgekv.bundle import ROPE_SUFFIXES, mask_name, rope_inputs
+from edgekv.kv import KvTensor
+from edgekv.spec.decoder import DecoderSpec
+from exporters.graphs.tflite.flatbuffer import ElementType, Subgraph, Tensor
+from exporters.graphs.tflite.weights import TfliteWeights
+from quant import Encoding
+
+_ROWS, _WIDTH = 2, 3  # axes of [1, 1, rows, width]
+_NORM_REACH = 128.0  # squares stay far below the greatest float16, 65504
+
+
+class TfliteOps:
+    """A subgraph for AR new tokens in a context of S, under construction.
+
+    Activations are int16 with zero point 0. RMSNorm, softmax and GELU compute in float between two conversions: no
+    int16 kernel for them is both exact and in every runtime. (RSQRT and GELU in int16 are missing from tflite-runtime
+    and tens of steps off in LiteRT; SOFTMAX in int16 gives a masked position at least exp(-10), which adds up over a
+    context.)
+    """
+
+    def __init__(
+        self,
+        graph: Subgraph,
+        ar: int,
+        context: int,
+        spec: DecoderSpec,
+        encodings: Mapping[str, Encoding],
+        weights: TfliteWeights,
+        windows: Sequence[int | None] = (),
+    ) -> None:
+        """Begin with the inputs that every layer needs.
+
+        Args:
+            graph: an empty subgraph.
+            ar: tokens per inference.
+            context: S.
+            spec: the decoder.
+            encodings: one for every result and input.
+            weights: those of the file.
+            windows: tokens that each layer attends to, None for all; empty if all layers attend to all tokens. Each
+                window has a mask of its own, `[1, 1, AR, P+AR]`.
+        """
+        self._graph = graph
+        self._ar = ar
+        self._context = context
+        self._windows = windows or (None,) * spec.layers
+        self._spec = spec
+        self._encodings = encodings
+        self._weights = weights
+        self._ids = graph.input("input_ids", "i32", [1, ar])
+        self._masks = {window: self._mask(window) for window in dict.fromkeys(self._windows)}
+        self._rotations = [self._rotary_inputs(i, rope.width // 2) for i, rope in enumerate(spec.ropes)]
+
+    # ------------------------------------------------------------------ what a decoder needs
+
+    def embed(self, key: str, name: str) -> Tensor:
+        """The rows of the embedding table for `input_ids`, `[1, 1, AR, hidden]`."""
+        table = self._weights.table(self._graph, key)
+        shape = [1, self._ar, table.shape[1]]
+        rows = self._emit("GATHER", [table, self._ids], name, shape, table.encoding, "GatherOptions", axis=0)
+        return self._reshape(rows, [1, *shape], name)
+
+    def linear(
+        self,
+        x: Tensor,
+        weight: str,
+        name: str,
+        *,
+        bias: str | None = None,
+        head: int | None = None,
+        gain: float = 1.0,
+    ) -> Tensor:
+        matrix = self._weights.matrix(self._graph, weight, head=head, gain=gain)
+        shape = [*x.shape[:-1], matrix.shape[0]]
+        product = name if bias is None else name + ".unbiased"
+        options = {"keepNumDims": True}
+        inputs = [x, matrix, None]
+        result = self._emit("FULLY_CONNECTED", inputs, product, shape, None, "FullyConnectedOptions", **options)
+        if bias is None:
+            return result
+        # Not the operator's own bias: its scale is tied to those of x and the matrix, and int32 can overflow.
+        return self.add(result, self._weights.bias(self._graph, bias, head=head, gain=gain), name)
+
+    def rms_norm(self, x: Tensor, weight: str, name: str, *, gain: float = 1.0) -> Tensor:
+        assert x.encoding is not None
+        # The result does not change when x and eps are scaled alike; a power of two loses nothing.
+        factor = 2.0 ** math.floor(math.log2(_NORM_REACH / x.encoding.reach[1]))
+        scaled = self._float("MUL", [self._dequantize(x, name), self._number(factor)], name + ".scaled")
+        square = self._float("MUL", [scaled, scaled], name + ".square")
+        mean = self._graph.result(name + ".mean", "f32", [*x.shape[:-1], 1])
+        axis = self._integers("axis_width", [_WIDTH])
+        self._graph.operate("MEAN", [square, axis], [mean], "ReducerOptions", {"keepDims": True})
+        shifted = self._float("ADD", [mean, self._number(self._spec.eps * factor * factor)], name + ".shifted")
+        inverse = self._float("RSQRT", [shifted], name + ".inverse")
+        normal = self._float("MUL", [scaled, inverse], name + ".normal")
+        weighted = self._float("MUL", [normal, self._weights.norm(self._graph, weight, gain=gain)], name + ".weighted")
+        return self._emit("QUANTIZE", [weighted], name, x.shape)
+
+    def add(self, a: Tensor, b: Tensor, name: str) -> Tensor:
+        return self._emit("ADD", [a, b], name, a.shape, None, "AddOptions", potScaleInt16=False)
+
+    def subtract(self, a: Tensor, b: Tensor, name: str) -> Tensor:
+        return self._emit("SUB", [a, b], name, a.shape, None, "SubOptions", potScaleInt16=False)
+
+    def multiply(self, a: Tensor, b: Tensor, name: str) -> Tensor:
+        return self._emit("MUL", [a, b], name, a.shape, None, "MulOptions")
+
+    def scale(self, x: Tensor, factor: float, name: str) -> Tensor:
+        encoding = Encoding.symmetric(factor, "s16")
+        constant = self._graph.constant(
+            f"factor_{factor!r}", "s16", [1], lambda: encoding.quantize(np.array([factor])), encoding=encoding
+        )
+        return self.multiply(x, constant, name)
+
+    def sigmoid(self, x: Tensor, name: str) -> Tensor:
+        return self._emit("LOGISTIC", [x], name, x.shape)
+
+    def tanh(self, x: Tensor, name: str) -> Tensor:
+        return self._emit("TANH", [x], name, x.shape)
+
+    def gelu(self, x: Tensor, name: str) -> Tensor:
+        result = self._graph.result(name + ".float", "f32", x.shape)
+        self._graph.operate("GELU", [self._dequantize(x, name)], [result], "GeluOptions", {"approximate": True})
+        return self._emit("QUANTIZE", [result], name, x.shape)
+
+    def split(self, x: Tensor, widths: Sequence[int]) -> list[Tensor]:
+        parts, start = [], 0
+        for width in widths:
+            shape = [*x.shape[:-1], width]
+            begin, size = self._integers(f"begin_{start}", [0, 0, 0, start]), self._integers(_named(shape), shape)
+            parts.append(self._emit("SLICE", [x, begin, size], "part", shape, x.encoding, "SliceOptions"))
+            start += width
+        return parts
+
+    def join(self, parts: list[Tensor], name: str) -> Tensor:
+        shape = [*parts[0].shape[:-1], sum(part.shape[-1] for part in parts)]
+        return self._emit("CONCATENATION", parts, name, shape, None, "ConcatenationOptions", axis=_WIDTH)
+
+    def rotation(self, layer: int) -> tuple[Tensor, Tensor]:
+        return self._rotations[self._spec.rope_index(layer)]
+
+    def remember(self, new: Tensor, tensor: KvTensor) -> Tensor:
+        encoding = self._encodings[tensor.past]
+        past_rows, head_dim = self._past_rows(self._windows[tensor.layer]), self._spec.head_dim
+        past = self._input(tensor.past, [1, 1, past_rows, head_dim])
+        added = self._emit("QUANTIZE", [new], tensor.new, new.shape, encoding)
+        self._graph.output(tensor.new, added)
+        name = f"{tensor.kind}_{tensor.layer}_h{tensor.head}"
+        shape = [1, 1, past_rows + self._ar, head_dim]
+        rows = self._emit("CONCATENATION", [past, added], name, shape, encoding, "ConcatenationOptions", axis=_ROWS)
+        if encoding.dtype == "s16":
+            return rows
+        # No kernel multiplies int16 by int8. The integers stay what they are, in a wider type.
+        wide = Encoding("s16", encoding.scale, 0)
+        return self._emit("CAST", [rows], name + ".wide", shape, wide)
+
+    def scores(self, query: Tensor, keys: Tensor, name: str) -> Tensor:
+        shape = [*query.shape[:-1], keys.shape[_ROWS]]
+        return self._emit("BATCH_MATMUL", [query, keys], name, shape, None, "BatchMatMulOptions", adjY=True)
+
+    def masked(self, scores: Tensor, layer: int, name: str) -> Tensor:
+        return self.add(scores, self._masks[self._windows[layer]], name)
+
+    def softmax(self, x: Tensor, name: str) -> Tensor:
+        weights = self._graph.result(name + ".float", "f32", x.shape)
+        self._graph.operate("SOFTMAX", [self._dequantize(x, name)], [weights], "SoftmaxOptions", {"beta": 1.0})
+        return self._emit("QUANTIZE", [weights], name, x.shape)
+
+    def attend(self, weights: Tensor, values: Tensor, name: str) -> Tensor:
+        shape = [*weights.shape[:-1], values.shape[_WIDTH]]
+        return self._emit("BATCH_MATMUL", [weights, values], name, shape, None, "BatchMatMulOptions")
+
+    # ------------------------------------------------------------------ the end of a graph
+
+    def select(self, hidden: Tensor) -> Tensor:
+        """The one row of `hidden` that the input `logits_index` names, `[1, 1, 1, hidden]`."""
+        index = self._graph.input("logits_index", "i32", [1])
+        shape = [1, 1, 1, hidden.shape[_WIDTH]]
+        return self._emit("GATHER", [hidden, index], "selected", shape, hidden.encoding, "GatherOptions", axis=_ROWS)
+
+    def finish(self, logits: Tensor) -> None:
+        """Make `logits` the last output, `[1, rows, V]`."""
+        self._graph.output("logits", self._reshape(logits, [1, *logits.shape[_ROWS:]], "logits"))
+
+    # ------------------------------------------------------------------ writing operators
+
+    def _emit(
+        self,
+        operator: str,
+        inputs: Sequence[Tensor | None],
+        name: str,
+        shape: Sequence[int],
+        encoding: Encoding | None = None,
+        kind: str | None = None,
+        **options: object,
+    ) -> Tensor:
+        encoding = encoding or self._encodings[name]
+        result = self._graph.result(name, _element(encoding), shape, encoding)
+        self._graph.operate(operator, inputs, [result], kind, options)
+        return result
+
+    def _reshape(self, x: Tensor, shape: Sequence[int], name: str) -> Tensor:
+        wanted = self._integers(_named(shape), shape)
+        return self._emit("RESHAPE", [x, wanted], name, shape, x.encoding, "ReshapeOptions", newShape=list(shape))
+
+    def _dequantize(self, x: Tensor, name: str) -> Tensor:
+        result = self._graph.result(name + ".real", "f32", x.shape)
+        self._graph.operate("DEQUANTIZE", [x], [result])
+        return result
+
+    def _float(self, operator: str, inputs: Sequence[Tensor], name: str) -> Tensor:
+        kind = {"MUL": "MulOptions", "ADD": "AddOptions"}.get(operator)
+        result = self._graph.result(name, "f32", inputs[0].shape)
+        self._graph.operate(operator, inputs, [result], kind)
+        return result
+
+    # ------------------------------------------------------------------ inputs and constants
+
+    def _past_rows(self, window: int | None) -> int:
+        rows = self._context - self._ar
+        return rows if window is None else min(window - 1, rows)
+
+    def _mask(self, window: int | None) -> Tensor:
+        shape = [1, 1, self._ar, self._past_rows(window) + self._ar]
+        return self._input(mask_name(window), shape, self._encodings["attention_mask"])
+
+    def _rotary_inputs(self, index: int, pairs: int) -> tuple[Tensor, Tensor]:
+        cos, sin = (self._input(name, [1, 1, self._ar, pairs]) for name in rope_inputs(ROPE_SUFFIXES[index]))
+        return cos, sin
+
+    def _input(self, name: str, shape: Sequence[int], encoding: Encoding | None = None) -> Tensor:
+        encoding = encoding or self._encodings[name]
+        return self._graph.input(name, _element(encoding), shape, encoding)
+
+    def _integers(self, key: str, values: Sequence[int]) -> Tensor:
+        return self._graph.constant(key, "i32", [len(values)], lambda: np.array(values, np.int32))
+
+    def _number(self, value: float) -> Tensor:
+        return self._graph.constant(f"number_{value!r}", "f32", [1], lambda: np.array([value], np.float32))
+
+
+def _named(shape: Sequence[int]) -> str:
+    return "shape_" + "_".join(map(str, shape))
+
+
+def _element(encoding: Encoding) -> ElementType:
+    if encoding.dtype in ("s8", "s16"):
+        return encoding.dtype
+    raise ValueError(f"encoding: got {encoding.dtype}; expected s8 or s16, which the runtimes' kernels take")

@@ -1,0 +1,59 @@
+"""The integer weights of a `.tflite` file: quantized once, stored once, shared by its subgraphs."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from exporters.graphs.tflite.flatbuffer import Subgraph, Tensor
+from exporters.quantize.matrices import QuantizedMatrices
+from exporters.quantize.reference import Tensors
+from quant import Encoding, QuantizedWeight, pack_int4, weight_bits
+
+
+class TfliteWeights:
+    """Hands out what subgraphs ask for: whole matrices, and slices of them for heads."""
+
+    def __init__(self, tensors: Tensors, matrices: QuantizedMatrices) -> None:
+        self._tensors = tensors
+        self._matrices = matrices
+        self._quantized: dict[str, QuantizedWeight] = {}
+
+    def matrix(self, graph: Subgraph, key: str, *, head: int | None, gain: float) -> Tensor:
+        """A matrix `[out, in]`, of 8 or 4 bits with a scale for each output channel, or one head's channels of it."""
+        if key not in self._quantized:
+            self._quantized[key] = self._matrices[key]
+        weight = self._quantized[key]
+        name = key
+        if head is not None:
+            width = self._tensors.spec.head_dim
+            weight = weight.columns(head * width, (head + 1) * width)
+            name = f"{key}.h{head}"
+        integers, scales = np.ascontiguousarray(weight.integers.T), weight.scales * np.float32(gain)
+        if weight_bits(weight.grid.dtype) == 4:
+            return graph.constant(name, "s4", integers.shape, lambda: pack_int4(integers), scales=scales)
+        return graph.constant(name, "s8", integers.shape, lambda: integers, scales=scales)
+
+    def table(self, graph: Subgraph, key: str) -> Tensor:
+        """A whole tensor under one 16-bit scale: the embedding table."""
+        values = self._tensors.tensor(key)
+        encoding = Encoding.symmetric(float(np.abs(values).max()), "s16")
+        return graph.constant(key + ".int16", "s16", values.shape, lambda: encoding.quantize(values), encoding=encoding)
+
+    def bias(self, graph: Subgraph, key: str, *, head: int | None, gain: float) -> Tensor:
+        """A bias, or one head's part of it, under one 16-bit scale."""
+        values, name = self._tensors.tensor(key), key
+        if head is not None:
+            width = self._tensors.spec.head_dim
+            values, name = values[head * width : (head + 1) * width], f"{key}.h{head}"
+        encoding = Encoding.symmetric(float(np.abs(values).max()), "s16")
+        scaled = encoding.times(gain)
+        return graph.constant(name, "s16", values.shape, lambda: encoding.quantize(values), encoding=scaled)
+
+    def norm(self, graph: Subgraph, key: str, *, gain: float) -> Tensor:
+        """A norm's weights times a constant, in float."""
+        values = self._tensors.tensor(key) * np.float32(gain)
+        return graph.constant(key, "f32", values.shape, lambda: values)
+
+    def forget(self) -> None:
+        """Let go of what was quantized: every subgraph has asked for this layer."""
+        self._quantized.clear()

@@ -1,0 +1,132 @@
+"""The HTP compiler, run in a child process: a crash of a vendor library never takes the caller down."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from devices import Device
+from edgekv.child import run_in_child
+from edgekv.errors import EngineError
+
+_FLOAT_TYPES = {0x0232: "float32", 0x0216: "float16"}  # Qnn_DataType_t
+
+
+class HtpStep(msgspec.Struct, frozen=True, kw_only=True):
+    """One session to create: an ONNX file and the options of ONNX Runtime and of its QNN provider."""
+
+    model: str
+    session_config: dict[str, str] = {}
+    provider_options: dict[str, str] = {}
+
+
+class HtpJob(msgspec.Struct, frozen=True, kw_only=True):
+    """Sessions to create one after another, all alive until the last is done (shared weights need that).
+
+    Attributes:
+        soc: part number of the target.
+        steps: the sessions.
+    """
+
+    soc: str
+    steps: list[HtpStep]
+
+
+class HtpReply(msgspec.Struct, frozen=True, kw_only=True):
+    """How a job ended.
+
+    Attributes:
+        error: the text of the error that stopped it, if one did.
+        peak_bytes: RAM, the most that the process held.
+    """
+
+    error: str | None = None
+    peak_bytes: int = 0
+
+
+def run_steps(device: Device, steps: Sequence[HtpStep]) -> int:
+    """Create the sessions in a child process.
+
+    Returns:
+        RAM, the most that the process held, in bytes.
+
+    Raises:
+        EngineError: the compiler is missing, refused a graph, or crashed.
+    """
+    job = HtpJob(soc=device.soc, steps=list(steps))
+    end = run_in_child("exporters.htp.worker", msgspec.json.encode(job))
+    if end.reply is not None:
+        reply = msgspec.json.decode(end.reply, type=HtpReply)
+    else:
+        reply = HtpReply(error=f"the HTP compiler ended with {end.ending}")
+    if reply.error is not None:
+        names = ", ".join(Path(step.model).name for step in steps)
+        raise EngineError(
+            f"compiling {names} for {device.soc}",
+            got=reply.error,
+            expected="graphs that the HTP compiler accepts whole",
+            fix="Install the tested compiler with `pip install edgekv[htp]`; if it is, please report this graph.",
+        )
+    return reply.peak_bytes
+
+
+def floating_nodes(models: Sequence[Path], device: Device) -> list[str]:
+    """The QNN nodes that would compute in float on this device, as `graph: node (operation, type)`.
+
+    The provider runs what it cannot keep in integers as float without a word, so its own dump of the QNN graph
+    is read. An empty list means integers only.
+
+    Raises:
+        EngineError: the compiler is missing or refused a graph.
+    """
+    _, found = run_and_lint(device, [HtpStep(model=str(model)) for model in models])
+    return [node for nodes in found for node in nodes]
+
+
+def run_and_lint(device: Device, steps: Sequence[HtpStep]) -> tuple[int, list[list[str]]]:
+    """Create the sessions in a child process, and look for nodes that compute in float.
+
+    Returns:
+        RAM, the most that the process held, in bytes; for each session its nodes, as `floating_nodes` names them.
+
+    Raises:
+        EngineError: the compiler is missing, refused a graph, or crashed.
+    """
+    with tempfile.TemporaryDirectory(prefix="edgekv-lint-") as scratch:
+        folders, dumping = [], []
+        for number, step in enumerate(steps):
+            folders.append(folder := Path(scratch) / str(number))
+            folder.mkdir()
+            options = step.provider_options | {"dump_json_qnn_graph": "1", "json_qnn_graph_dir": str(folder)}
+            dumping.append(msgspec.structs.replace(step, provider_options=options))
+        peak_bytes = run_steps(device, dumping)
+        found = [
+            [f"{Path(step.model).stem}: {node}" for node in _floating_in(folder)]
+            for step, folder in zip(steps, folders, strict=True)
+        ]
+    return peak_bytes, found
+
+
+def _floating_in(folder: Path) -> list[str]:
+    dumps = [path for path in sorted(folder.glob("*.json")) if not path.stem.endswith("_tensor_log")]
+    if not dumps:
+        raise EngineError(
+            "float check",
+            got="no dump of the QNN graph",
+            expected="one from the HTP compiler",
+            fix="Use the tested onnxruntime-qnn, `pip install edgekv[htp]`.",
+        )
+    found = []
+    for path in dumps:
+        graph = json.loads(path.read_text("utf-8"))["graph"]
+        types = {name: tensor["data_type"] for name, tensor in graph["tensors"].items()}
+        for name, node in graph["nodes"].items():
+            touched = {types.get(tensor) for tensor in (*node["input_names"], *node["output_names"])}
+            floats = [text for code, text in _FLOAT_TYPES.items() if code in touched]
+            if floats:
+                found.append(f"{name} ({node['type']}, {' and '.join(floats)})")
+    return found

@@ -1,0 +1,294 @@
+"""From a bundle's graphs to context binaries for one chip."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Protocol
+
+from devices import Device
+from edgekv.bundle import (
+    COMPILED,
+    MANIFEST,
+    Bundle,
+    CompiledBinary,
+    CompiledManifest,
+    GraphRecord,
+    atomic_directory,
+    readable_json,
+    record_files,
+    sha256_of,
+)
+from edgekv.errors import EngineError, UsageError
+from edgekv.runtime import qnn
+from exporters.htp.check import HtpStep, run_and_lint, run_steps
+from exporters.parallel import compiler_processes, side_by_side
+from exporters.progress import Progress, silent
+
+_TARGET = re.compile(rb"soc_type=(\w+);arch=(\d+);[\x20-\x7e]*?vtcm_size=(\d+)")
+_GRAPH = re.compile(rb"PICKLE/")
+_MIB = 1 << 20
+
+
+Watch = Callable[[str, int], None]
+"""Told the name of a binary and the most RAM, in bytes, that its compiler held."""
+
+
+def unwatched(binary: str, peak_bytes: int) -> None:
+    """Nobody wants to know."""
+
+
+Lint = Callable[[str, list[str]], None]
+"""Told the file of a graph and its nodes that compute in float, as `exporters.htp.check.floating_nodes` names them."""
+
+
+class MakeBinary(Protocol):
+    """Compiles graphs into one binary, as `compile_graphs` does."""
+
+    def __call__(
+        self, device: Device, models: Mapping[str, Path], folder: Path, *, prefix: str, watch: Watch
+    ) -> CompiledBinary: ...
+
+
+@dataclass(frozen=True, slots=True)
+class BinaryTarget:
+    """The chip that a context binary was compiled for.
+
+    Attributes:
+        soc: part number.
+        arch: HTP version.
+        vtcm_bytes: tightly coupled memory.
+    """
+
+    soc: str
+    arch: int
+    vtcm_bytes: int
+
+
+def compile_bundle(
+    bundle: Bundle,
+    device: Device,
+    *,
+    each: bool | None = None,
+    force: bool = False,
+    progress: Progress = silent,
+    watch: Watch = unwatched,
+    make: MakeBinary | None = None,
+) -> CompiledManifest:
+    """Write `compiled/<SOC>/` into the bundle: for each part a context binary in which all graphs share its weights.
+
+    TFLite graphs become one `.tflite` file that calls such a context.
+
+    The binaries are searched for the chip they target; shared ones also for the number of their graphs.
+
+    Args:
+        bundle: what to compile.
+        device: the target.
+        each: add a binary for each graph by itself. The emulator on x86 loads no others; a phone needs none of them,
+            and compiling them takes as long again. None adds them unless the layers are divided over parts: a model of
+            that size is nothing for the emulator.
+        force: replace what was compiled before.
+        progress: told of each binary.
+        watch: told how much RAM each took; no file holds that, so that compiling again writes the same bytes.
+        make: compiles one binary; None for `compile_graphs`.
+
+    Raises:
+        UsageError: the device cannot run the bundle, was compiled for before, or `each` does not fit the bundle.
+        EngineError: the compiler failed, or targeted something else.
+    """
+    manifest = bundle.manifest
+    if not device.supports_kv(manifest.kv_dtype):
+        raise UsageError(
+            "--device",
+            got=f"{device.soc} (V{device.arch})",
+            expected=f"V73 or later, for the bundle's {manifest.kv_dtype} cache",
+            fix="Export with --kv u8, or compile for a later device.",
+        )
+    if manifest.graph_format == "tflite" and each is not None:
+        raise UsageError(
+            "--each/--no-each",
+            got="one of them for a bundle of TFLite graphs",
+            expected="neither: they are compiled into one file",
+            fix="Leave it out.",
+        )
+    target = bundle.path / "compiled" / device.soc
+    with atomic_directory(target, force=force, marker=COMPILED) as folder:
+        if manifest.graph_format == "tflite":
+            (models,) = device_parts(manifest.graphs, bundle.path)
+            binary, compiler = _compile_tflite(models, device, folder, progress)
+            binaries = [binary]
+        else:
+            alone = manifest.is_whole if each is None else each
+            parts, compiler = device_parts(manifest.graphs, bundle.path), qnn.compiler()
+            binaries = compile_binaries(parts, device, folder, alone, progress, watch, make)
+        return write_compiled(folder, device, binaries, compiler, bundle.path / MANIFEST)
+
+
+def write_compiled(
+    folder: Path, device: Device, binaries: Sequence[CompiledBinary], compiler: str, manifest: Path
+) -> CompiledManifest:
+    """Write `compiled.json` beside the binaries of the bundle that has this manifest."""
+    compiled = CompiledManifest(
+        soc=device.soc,
+        soc_model=device.soc_model,
+        arch=device.arch,
+        vtcm_bytes=device.vtcm_mb * _MIB,
+        compiler=compiler,
+        bundle_sha256=sha256_of(manifest),
+        binaries=list(binaries),
+        files=record_files(folder),
+    )
+    (folder / COMPILED).write_bytes(readable_json(compiled))
+    return compiled
+
+
+def device_parts(graphs: Sequence[GraphRecord], folder: Path) -> list[dict[str, Path]]:
+    """The files in a bundle's folder of each part of all graphs but the scoring one, which no device needs."""
+    stages: dict[range, dict[str, Path]] = {}
+    for graph in graphs:
+        if graph.role != "score":
+            for part in graph.parts:
+                stages.setdefault(part.layers, {})[part.name] = folder / part.file
+    return [*stages.values()]
+
+
+def _compile_tflite(
+    models: Mapping[str, Path], device: Device, folder: Path, progress: Progress
+) -> tuple[CompiledBinary, str]:
+    """One `.tflite` file that holds a context of these signatures of another, and the compiler."""
+    from exporters.htp.compile_tflite import compile_tflite, compiler  # its packages are optional
+
+    (source,) = set(models.values())
+    progress("compile", 0, 1)
+    compile_tflite(source, folder / source.name, list(models), device)
+    _check_target(folder / source.name, device)
+    progress("compile", 1, 1)
+    return CompiledBinary(file=source.name, wrappers=dict.fromkeys(models, source.name), graphs=len(models)), compiler()
+
+
+def compile_binaries(
+    parts: Sequence[Mapping[str, Path]],
+    device: Device,
+    folder: Path,
+    each: bool,
+    progress: Progress = silent,
+    watch: Watch = unwatched,
+    make: MakeBinary | None = None,
+) -> list[CompiledBinary]:
+    """Compile graphs into a folder, each binary in a process of its own.
+
+    Args:
+        parts: for each part of the graphs, its ONNX files by name, all over the same weights.
+        device: the target; every binary is searched for it.
+        folder: where the binaries and their wrappers go.
+        each: make a binary of each file too, before the one that shares weights, if there are several.
+        progress: told of each binary.
+        watch: told how much RAM each took.
+        make: compiles one binary; None for `compile_graphs`.
+
+    Raises:
+        EngineError: the compiler failed, or targeted something else.
+    """
+    sets = []
+    for models in parts:
+        if each or len(models) == 1:
+            sets += [{name: model} for name, model in models.items()]
+        if len(models) > 1:
+            sets.append(dict(models))
+    compiling = make or compile_graphs
+    work = [
+        partial(compiling, device, models, folder, prefix="shared_" if len(models) > 1 else "", watch=watch)
+        for models in sets
+    ]
+    return [*side_by_side(work, compiler_processes(), "compile", progress)]
+
+
+def compile_graphs(
+    device: Device,
+    models: Mapping[str, Path],
+    folder: Path,
+    *,
+    prefix: str = "",
+    watch: Watch = unwatched,
+    lint: Lint | None = None,
+) -> CompiledBinary:
+    """One binary for these graphs, checked for its target and for the number of its graphs.
+
+    The provider writes a shared binary at the last session, named after the first.
+
+    Args:
+        device: the target.
+        models: the ONNX files, by the names of their graphs.
+        folder: for the binary and its wrappers.
+        prefix: of their names.
+        watch: told how much RAM it took.
+        lint: told the nodes of each file that compute in float.
+
+    Raises:
+        EngineError: the compiler failed, or targeted something else.
+    """
+    wrappers = {name: f"{prefix}{name}.onnx" for name in models}
+    names = list(models)
+    steps = []
+    for name, model in models.items():
+        config = {
+            "ep.context_enable": "1",
+            "ep.context_embed_mode": "0",
+            "ep.context_file_path": str(folder / wrappers[name]),
+        }
+        if len(models) > 1:
+            config["ep.share_ep_contexts"] = "1"
+            if name == names[-1]:
+                config["ep.stop_share_ep_contexts"] = "1"
+        steps.append(HtpStep(model=str(model), session_config=config))
+    if lint is None:
+        peak_bytes = run_steps(device, steps)
+    else:
+        peak_bytes, floating = run_and_lint(device, steps)
+        for model, nodes in zip(models.values(), floating, strict=True):
+            lint(model.name, nodes)
+    binary = folder / f"{Path(wrappers[names[0]]).stem}_qnn.bin"
+    if not binary.is_file():
+        raise EngineError(
+            f"compiling {binary.stem}",
+            got=f"no {binary.name}",
+            expected="a context binary",
+            fix="Use the tested onnxruntime-qnn, `pip install edgekv[htp]`.",
+        )
+    held = len(_GRAPH.findall(binary.read_bytes()))
+    if held != len(models):
+        raise EngineError(
+            binary.name,
+            got=f"{held} graphs",
+            expected=len(models),
+            fix="Use the tested onnxruntime-qnn, `pip install edgekv[htp]`.",
+        )
+    _check_target(binary, device)
+    watch(binary.name, peak_bytes)
+    return CompiledBinary(file=binary.name, wrappers=wrappers, graphs=held)
+
+
+def read_target(binary: Path) -> BinaryTarget | None:
+    """What a binary itself says that it is for; none if it says nothing."""
+    match = _TARGET.search(binary.read_bytes())
+    return None if match is None else BinaryTarget(match[1].decode(), int(match[2]), int(match[3]))
+
+
+def _check_target(binary: Path, device: Device) -> None:
+    """The binary itself must say that it is for this device."""
+    found = read_target(binary)
+    wanted = BinaryTarget(device.soc, device.arch, device.vtcm_mb * _MIB)
+    if found != wanted:
+        raise EngineError(
+            f"target of {binary.name}",
+            got="no soc_type in the binary" if found is None else _in_words(found),
+            expected=_in_words(wanted),
+            fix="The compiler did not take the target: use the tested version, `pip install edgekv[htp]`.",
+        )
+
+
+def _in_words(target: BinaryTarget) -> str:
+    return f"{target.soc}, V{target.arch}, {target.vtcm_bytes // _MIB} MiB VTCM"

@@ -1,0 +1,160 @@
+"""From the graphs of a `.tflite` file to one context for a chip, by LiteRT's Qualcomm plugin.
+
+The plugin is a program of LiteRT's package and runs as a child process. It loads QNN's libraries, which are taken from
+onnxruntime-qnn: the package meant for it downloads them from Qualcomm while it is installed.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from importlib import metadata, util
+from pathlib import Path
+from typing import Any
+
+import flatbuffers
+
+from devices import Device
+from edgekv.errors import EngineError, UsageError
+
+SOCS = frozenset(["SA8255", "SA8295", "SM8350", "SM8450", "SM8475", "SM8550", "SM8650", "SM8750", "SM8845", "SM8850"])
+"""What the plugin of ai-edge-litert 2.3 compiles for."""
+
+_DISPATCH = b"DISPATCH_OP"
+_REFUSED = re.compile(r"LiteRT Op #\d+ '(\w+)' \(code=\d+\) is not supported")
+_ERROR = re.compile(r"ERROR: \[[^\]]*\] ?(.+)")
+_SHOWN = 3
+
+
+def compile_tflite(source: Path, target: Path, graphs: Sequence[str], device: Device) -> None:
+    """Compile these signatures of a file into one context that shares their weights.
+
+    Args:
+        source: a file that `write_tflite` wrote.
+        target: the file to write: the same signatures, each one operator that calls the context.
+        graphs: the signatures.
+        device: the chip.
+
+    Raises:
+        UsageError: the plugin does not know the chip.
+        EngineError: a package is missing, or the plugin refused an operator, failed or crashed.
+    """
+    if device.soc not in SOCS:
+        raise UsageError(
+            "--device",
+            got=f"{device.soc} for TFLite graphs",
+            expected=f"one that LiteRT's plugin knows: {', '.join(sorted(SOCS))}",
+            fix="Export with --format onnx, which compiles for every chip of the catalogue.",
+        )
+    litert, libraries = _package("ai_edge_litert"), _package("onnxruntime_qnn")
+    with tempfile.TemporaryDirectory(prefix="edgekv-litert-") as scratch:
+        folder = Path(scratch)
+        _link_libraries(libraries, folder)
+        graph = folder / "graphs.tflite"
+        graph.write_bytes(_for_htp(source, graphs))
+        done = subprocess.run(
+            [
+                str(litert / "tools" / "apply_plugin_main"),
+                "--cmd=apply",
+                f"--model={graph}",
+                f"--o={target}",
+                "--soc_manufacturer=Qualcomm",
+                f"--soc_model={device.soc}",
+                f"--libs={litert / 'vendors' / 'qualcomm' / 'compiler'}",
+                "--qualcomm_enable_weight_sharing=true",
+            ],
+            env={**os.environ, "LD_LIBRARY_PATH": os.pathsep.join([scratch, str(litert)])},
+            capture_output=True,
+            text=True,
+            errors="replace",
+            check=False,
+        )
+    cause = _cause(done.stdout + done.stderr)
+    if done.returncode or not target.is_file():
+        raise _refusal(device, cause or f"exit code {done.returncode}", "a context binary")
+    for name, operators in _operators(target).items():
+        if operators != [_DISPATCH]:
+            found = f"{len(operators)} operators left in {name}" + (f"; {cause}" if cause else "")
+            raise _refusal(device, found, "all operators in one partition")
+
+
+def compiler() -> str:
+    """The packages that compile, with their versions."""
+    return " with ".join(f"{name} {metadata.version(name)}" for name in ("ai-edge-litert", "onnxruntime-qnn"))
+
+
+def _package(name: str) -> Path:
+    spec = util.find_spec(name)
+    if spec is None or not spec.submodule_search_locations:
+        raise EngineError(
+            "compiling TFLite graphs",
+            got=f"no package {name}",
+            expected="LiteRT's plugin and the QNN libraries that it loads",
+            fix='Install them: pip install "edgekv[litert,htp]"',
+        )
+    return Path(spec.submodule_search_locations[0])
+
+
+def _link_libraries(package: Path, folder: Path) -> None:
+    """Lay links to what the plugin loads into one folder."""
+    bundled = package.parent / f"{package.name}.libs"
+    for library in (*package.glob("libQnn*.so"), *bundled.glob("*")):
+        (folder / library.name).symlink_to(library)
+    stand_in = folder / "libQnnLpai.so"
+    if not stand_in.exists():  # the plugin is linked with a backend that it calls for other chips alone
+        stand_in.symlink_to(package / "libQnnSaver.so")
+
+
+def _for_htp(source: Path, graphs: Sequence[str]) -> bytes:
+    """The file with these signatures alone, in the operators that QNN takes.
+
+    CAST of an int8 tensor to int16 becomes QUANTIZE, which means the same here, as both have one scale: tflite-runtime
+    has no such kernel of QUANTIZE, and QNN none of CAST.
+    """
+    from ai_edge_litert import schema_py_generated as schema
+
+    model = schema.ModelT.InitFromObj(schema.Model.GetRootAs(source.read_bytes(), 0))
+    kept = [each for each in model.signatureDefs if each.signatureKey.decode() in graphs]
+    model.subgraphs = [model.subgraphs[each.subgraphIndex] for each in kept]
+    for index, each in enumerate(kept):
+        each.subgraphIndex = index
+    model.signatureDefs = kept
+    for code in model.operatorCodes:
+        if code.builtinCode == schema.BuiltinOperator.CAST:
+            code.builtinCode = code.deprecatedBuiltinCode = schema.BuiltinOperator.QUANTIZE
+    builder = flatbuffers.Builder(source.stat().st_size)
+    builder.Finish(model.Pack(builder), b"TFL3")
+    return bytes(builder.Output())
+
+
+def _operators(file: Path) -> dict[str, list[Any]]:
+    """The operators of each subgraph: the names of custom ones, the numbers of others."""
+    from ai_edge_litert import schema_py_generated as schema
+
+    model = schema.Model.GetRootAs(file.read_bytes(), 0)
+    found: dict[str, list[Any]] = {}
+    for index in range(model.SubgraphsLength()):
+        subgraph = model.Subgraphs(index)
+        codes = [model.OperatorCodes(subgraph.Operators(i).OpcodeIndex()) for i in range(subgraph.OperatorsLength())]
+        found[subgraph.Name().decode()] = [code.CustomCode() or code.BuiltinCode() for code in codes]
+    return found
+
+
+def _cause(log: str) -> str:
+    """The operators that the plugin refused, or else its first errors."""
+    refused = list(dict.fromkeys(_REFUSED.findall(log)))
+    if refused:
+        return f"refused: {', '.join(refused)}"
+    return "; ".join(list(dict.fromkeys(" ".join(each.split()) for each in _ERROR.findall(log)))[:_SHOWN])
+
+
+def _refusal(device: Device, found: str, wanted: str) -> EngineError:
+    return EngineError(
+        f"compiling TFLite graphs for {device.soc}",
+        got=found,
+        expected=wanted,
+        fix='Install the tested compiler with `pip install "edgekv[litert,htp]"`; if it is, please report this.',
+    )

@@ -1,0 +1,87 @@
+"""The commands `edgekv trace` and `edgekv diff`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import typer
+
+from edgekv.bundle import open_bundle
+from edgekv.errors import UsageError
+from edgekv.runtime import make_engine
+from exporters.checkpoint.heads import transformed
+from exporters.inspect.divergence import find_divergence
+from exporters.inspect.evaluate import open_source, read_text
+from exporters.inspect.probe import Probe
+from exporters.inspect.trace import read_trace, trace_reference, write_trace
+from exporters.quantize.calibrate import token_windows
+
+JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output.")]
+
+
+def trace(
+    bundle: Annotated[Path, typer.Argument(help="A bundle's folder.")],
+    output: Annotated[Path, typer.Option("-o", "--output", help="The .npz file to write.")],
+    text: Annotated[Path, typer.Option("--text", help="A UTF-8 text file; its first tokens are run.")],
+    engine: Annotated[
+        str, typer.Option(help="reference (the float32 checkpoint), cpu or htp (the bundle's graph).")
+    ] = "cpu",
+    tokens: Annotated[int, typer.Option(min=2, help="How many tokens.")] = 64,
+    checkpoint: Annotated[
+        str | None, typer.Option(help="The checkpoint, if it is not where the bundle was made from.")
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Write the value of every result of a decoder for the first tokens of a text.
+
+    Two traces of one model and text can be compared with `edgekv diff`.
+    """
+    content = read_text(text)
+    opened = open_bundle(bundle)
+    if tokens > opened.manifest.context:
+        raise UsageError(
+            "--tokens",
+            got=tokens,
+            expected=f"at most {opened.manifest.context}, the context of the bundle",
+            fix="Trace fewer tokens.",
+        )
+    source = open_source(opened.manifest, checkpoint)
+    window = token_windows(source, content, tokens, 1)[0].tolist()
+    if engine == "reference":
+        tensors = transformed(source, opened.manifest.recipe)
+        found = trace_reference(tensors, window, opened.manifest.context)
+    else:
+        found = Probe(opened, make_engine(engine, bundle=opened)).run(window)
+    write_trace(found, output)
+    if as_json:
+        typer.echo(msgspec.json.encode({"file": str(output), "results": len(found), "tokens": len(window)}))
+    else:
+        typer.echo(f"{output}: {len(found)} results of {len(window)} tokens on {engine}")
+
+
+def diff(
+    a: Annotated[Path, typer.Argument(metavar="A.npz", help="What is right, such as a trace of the reference.")],
+    b: Annotated[Path, typer.Argument(metavar="B.npz", help="What is in question.")],
+    limit_db: Annotated[float, typer.Option(help="Results differ where the SQNR is below this, in dB.")] = 20.0,
+    as_json: JsonOption = False,
+) -> None:
+    """Name the first result in which two traces differ, and the probable cause.
+
+    The exit code is 0 either way.
+    """
+    found = find_divergence(read_trace(a), read_trace(b), limit_db=limit_db)
+    if as_json:
+        typer.echo(msgspec.json.encode(found))
+        return
+    if found.first is None:
+        typer.echo(f"no difference: all {found.results} results agree to {limit_db:g} dB or better")
+    else:
+        place = "" if found.layer is None else f", layer {found.layer}"
+        typer.echo(f"first difference: {found.first}{place}, {found.sqnr_db:.1f} dB from token {found.token} on")
+        typer.echo(f"  before it: {found.before}, {found.before_db:.1f} dB" if found.before else "  nothing before it")
+        typer.echo(f"  probable cause: {found.cause}")
+    typer.echo("results that agree least:")
+    for name, level in found.worst:
+        typer.echo(f"  {level:6.1f} dB  {name}")

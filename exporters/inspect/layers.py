@@ -1,0 +1,165 @@
+"""Where quality went: for every layer and tensor, how far a bundle is from its float32 reference."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any, get_args
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgekv.bundle import Bundle
+from edgekv.runtime import Engine
+from edgekv.spec.decoder import DecoderSpec
+from exporters.inspect.advice import worst
+from exporters.inspect.evaluate import Tally
+from exporters.inspect.integers import StoredMatrices
+from exporters.inspect.meters import MatrixMeter, ResultMeter
+from exporters.inspect.probe import Probe
+from exporters.inspect.report import Kind, LayerLoss, LayersReport, Levels, TensorLoss
+from exporters.inspect.trace import trace_stages
+from exporters.progress import Progress, silent
+from exporters.quantize.reference import Floats, NumpyOps, Observer, Tensors, Weights
+
+_LAYER = re.compile(r"^(?:model\.)?(?:layers\.|past_(?:key|value)_)(\d+)")
+_OUTLIER_SHARE = 0.25  # of a matrix's error
+_OUTLIER_RATIO = 8.0  # of the typical channel's greatest value
+
+
+def measure_layers(
+    bundle: Bundle,
+    engine: Engine,
+    tensors: Tensors,
+    windows: Sequence[NDArray[Any]],
+    text_name: str,
+    progress: Progress = silent,
+) -> LayersReport:
+    """Run windows of token ids through the bundle's graph and through the reference, a layer at a time.
+
+    Args:
+        bundle: what is measured.
+        engine: where its graph runs.
+        tensors: the checkpoint that it was made from, with the transforms that its recipe folds into the weights.
+        windows: token ids `[T]`.
+        text_name: for the report.
+        progress: told of every layer.
+
+    Raises:
+        BundleError: the bundle has other graphs than ONNX graphs.
+        EngineError: the engine refused a layer.
+    """
+    probe, matrices = Probe(bundle, engine), MatrixMeters(bundle, tensors)
+    tally, losses, last = Tally(), list[TensorLoss](), tensors.spec.layers
+    exact = trace_stages(tensors, windows, bundle.manifest.context, partial(_MeasuringOps, matrices))
+    traces = zip(exact, probe.stages(windows), strict=True)
+    for stage in range(last + 1):
+        progress("layers", stage, last + 1)
+        results: dict[str, ResultMeter] = {}
+        for window in windows:
+            wanted, found = next(traces)
+            for name in wanted:
+                results.setdefault(name, ResultMeter(probe.encodings[name])).add(wanted[name], found[name])
+            if stage == last:
+                tally.add(window, wanted["logits"], found["logits"])
+        losses += matrices.close()
+        losses += [_result_loss(name, meter) for name, meter in results.items()]
+    progress("layers", last + 1, last + 1)
+    return LayersReport(
+        evaluation=tally.evaluation(probe.engine, text_name),
+        layers=list(_layers(losses, last)),
+        worst=worst(losses, bundle.manifest.recipe),
+        tensors=losses,
+    )
+
+
+class MatrixMeters:
+    """Meters of the matrices that were used, until they are closed."""
+
+    def __init__(self, bundle: Bundle, tensors: Tensors) -> None:
+        self._stored = StoredMatrices(bundle)
+        self._tensors = tensors
+        self._dtypes = {each.tensor: each.dtype for each in bundle.manifest.recipe.weights}
+        self._meters: dict[str, MatrixMeter] = {}
+
+    def add(self, key: str, x: Floats, product: Floats, rows: slice, gain: float) -> None:
+        """What the exact matrix's `rows`, times `gain`, make of inputs `[T, in]`."""
+        if key not in self._meters:
+            stored = self._stored.matrix(key)
+            self._meters[key] = MatrixMeter(self._tensors.tensor(key) * np.float32(gain), stored)
+        self._meters[key].add(x, product, rows)
+
+    def close(self) -> list[TensorLoss]:
+        """What was found, and forget the matrices."""
+        for meter in self._meters.values():
+            meter.close()
+        losses = [self._loss(key, meter) for key, meter in self._meters.items()]
+        self._meters.clear()
+        return losses
+
+    def _loss(self, key: str, meter: MatrixMeter) -> TensorLoss:
+        channel, share = meter.outlier
+        return TensorLoss(
+            name=key,
+            kind="weight",
+            layer=_layer_of(key),
+            dtype=self._dtypes[key],
+            sqnr_db=meter.weights.sqnr_db,
+            own_db=meter.output.sqnr_db,
+            outlier=channel if share > _OUTLIER_SHARE else None,
+        )
+
+
+class _MeasuringOps(NumpyOps):
+    """The reference, in which every matrix's inputs are also multiplied with the bundle's."""
+
+    def __init__(
+        self,
+        meters: MatrixMeters,
+        spec: DecoderSpec,
+        weights: Weights,
+        tokens: int,
+        context: int,
+        observe: Observer | None = None,
+    ) -> None:
+        super().__init__(spec, weights, tokens, context, observe)
+        self._meters = meters
+
+    def product(self, x: Floats, weight: str, rows: slice, gain: float) -> Floats:
+        product = super().product(x, weight, rows, gain)
+        self._meters.add(weight, x, product, rows, gain)
+        return product
+
+
+def _result_loss(name: str, meter: ResultMeter) -> TensorLoss:
+    outlier = meter.outlier
+    return TensorLoss(
+        name=name,
+        kind="key" if name.startswith("past_key_") else "value" if name.startswith("past_value_") else "activation",
+        layer=_layer_of(name),
+        dtype=meter.encoding.dtype,
+        sqnr_db=meter.whole.sqnr_db,
+        own_db=meter.own.sqnr_db,
+        outlier=outlier[0] if outlier is not None and outlier[1] > _OUTLIER_RATIO else None,
+        clipped=meter.clipped.noise / max(meter.own.noise, 1e-30),
+    )
+
+
+def _layer_of(name: str) -> int | None:
+    match = _LAYER.match(name)
+    return int(match[1]) if match else None
+
+
+def _layers(losses: Sequence[TensorLoss], layers: int) -> Iterator[LayerLoss]:
+    places: dict[str, list[TensorLoss]] = {"embedding": [], **{str(layer): [] for layer in range(layers)}, "head": []}
+    for loss in losses:
+        other = "embedding" if loss.name == "embedding" else "head"
+        places[other if loss.layer is None else str(loss.layer)].append(loss)
+    for place, members in places.items():
+        levels = {}
+        for kind in get_args(Kind):
+            found = [loss.sqnr_db for loss in members if loss.kind == kind]
+            if found:
+                levels[kind] = Levels(min(found), sum(found) / len(found))
+        yield LayerLoss(place=place, levels=levels)

@@ -1,0 +1,187 @@
+"""A bundle's graph with every result as an output: what it computes for a few tokens, value by value."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+import onnxruntime as ort
+from numpy.typing import NDArray
+
+from edgekv.bundle import EMBEDDINGS, Bundle, rope_inputs
+from edgekv.errors import UsageError
+from edgekv.kv import KvTensor
+from edgekv.runtime import CpuEngine, Engine, EngineName, HtpEngine
+from edgekv.runtime.embedding import open_table
+from edgekv.runtime.rope import rope_tables
+from edgekv.runtime.signature import Signature
+from exporters.inspect.pieces import Piece, cut
+from exporters.inspect.trace import Trace, merged
+from exporters.quantize.reference import Floats
+from quant import DTYPES, Encoding
+
+Integers = NDArray[Any]
+
+_EMBEDDING = "embedding"
+_ATTEND = 65535  # stands for 0.0 in ONNX graphs
+
+
+class Probe:
+    """The graph of a bundle that gives the logits of every token, run layer by layer and step by step on plain arrays.
+
+    Nothing is bound or shared: the past is copied from step to step. That is slow, and independent of all that makes
+    the loop fast. One layer is loaded at a time.
+    """
+
+    def __init__(self, bundle: Bundle, engine: Engine) -> None:
+        """Cut the graph into its layers.
+
+        Raises:
+            BundleError: the bundle's graphs cannot be probed.
+        """
+        bundle.require_onnx("the trace")
+        assert isinstance(engine, CpuEngine | HtpEngine), "no other engine runs ONNX graphs"
+        manifest = bundle.manifest
+        record = manifest.graph("score")
+        assert record is not None, "a bundle without a score graph is not opened"
+        self._bundle = bundle
+        self._engine = engine
+        self._record = record
+        self._pieces = cut(bundle, record)
+        signatures = [Signature.of(manifest, record, part) for part in record.parts]
+        self._inputs = {port.name: port for signature in signatures for port in signature.inputs}
+        self._entry = record.parts[0].entry
+        self._table = open_table(bundle)
+        self._ropes = rope_tables(manifest)
+
+    @property
+    def engine(self) -> EngineName:
+        """Where the graph runs."""
+        return self._engine.name
+
+    @property
+    def encodings(self) -> Mapping[str, Encoding]:
+        """Of every result, by its name in traces."""
+        kept = {name.removesuffix("_q"): encoding for piece in self._pieces for name, encoding in piece.results.items()}
+        held = self._bundle.manifest.encodings
+        if self._table is not None:
+            kept[_EMBEDDING] = held[EMBEDDINGS].encoding()
+        return kept | {tensor.past: held[tensor.past].encoding() for p in self._pieces for tensor in p.tensors}
+
+    def run(self, tokens: Sequence[int]) -> Trace:
+        """The values of every result `[T, width]` for tokens that begin at position 0.
+
+        Raises:
+            UsageError: more tokens than the context has, or none.
+            EngineError: the engine refused the graph.
+        """
+        return merged(self.stages([np.asarray(tokens)]))
+
+    def stages(self, windows: Sequence[NDArray[Any]]) -> Iterator[Trace]:
+        """The same in parts: for each layer, and then for the head, the values of every window.
+
+        Args:
+            windows: token ids `[T]`; each window begins at position 0.
+
+        Raises:
+            UsageError: more tokens than the context has, or none.
+            EngineError: the engine refused a layer.
+        """
+        context = self._record.context
+        for window in windows:
+            if not 1 <= len(window) <= context:
+                raise UsageError(
+                    "tokens", got=len(window), expected=f"1 to {context}, the context", fix="Trace fewer tokens."
+                )
+        states: list[Integers] = list(windows)
+        for piece in self._pieces:
+            with TemporaryDirectory(dir=self._bundle.path.parent, prefix=".edgekv-probe-") as scratch:
+                session = self._engine.session(piece.save(self._bundle, Path(scratch)))
+            for number, state in enumerate(states):
+                trace, states[number] = self._run(session, piece, state)
+                yield trace
+            del session
+
+    def _run(self, session: ort.InferenceSession, piece: Piece, state: Integers) -> tuple[Trace, Integers]:
+        """What a piece makes of a window's token ids `[T]` or states `[T, hidden]`, and the integers that follow."""
+        manifest, ar = self._bundle.manifest, self._record.ar
+        zero, dtype = manifest.geometry.zero_point, DTYPES[manifest.kv_dtype]
+        past = {tensor: np.full((0, manifest.geometry.head_dim), zero, dtype) for tensor in piece.tensors}
+        rows: dict[str, list[Integers]] = {name: [] for name in piece.results}
+        for start in range(0, len(state), ar):
+            chunk = state[start : start + ar]
+            outputs = self._step(session, piece, chunk, start, past)
+            for name in rows:
+                rows[name].append(_tokens_first(outputs[name])[: len(chunk)])
+            for tensor in past:
+                new = outputs[tensor.new][0, 0]
+                new = new.T if self._is_turned(tensor) else new
+                past[tensor] = np.concatenate((past[tensor], new[: len(chunk)]))
+        results = {name: np.concatenate(parts) for name, parts in rows.items()}
+        trace: dict[str, Floats] = {
+            name.removesuffix("_q"): piece.results[name].dequantize(values) for name, values in results.items()
+        }
+        if piece.source is None and self._table is not None:
+            trace[_EMBEDDING] = manifest.encodings[EMBEDDINGS].encoding().dequantize(self._table[state])
+        for tensor, values in past.items():
+            trace[tensor.past] = manifest.encodings[tensor.past].encoding().dequantize(values)
+        return trace, results[piece.result]
+
+    def _step(
+        self,
+        session: ort.InferenceSession,
+        piece: Piece,
+        chunk: Integers,
+        position: int,
+        past: Mapping[KvTensor, Integers],
+    ) -> dict[str, Integers]:
+        manifest, n = self._bundle.manifest, len(chunk)
+        wanted = {each.name for each in session.get_inputs()} - {piece.source}
+        feeds = {name: np.zeros(port.shape, port.dtype) for name, port in self._inputs.items() if name in wanted}
+        if piece.source is None and self._table is None:
+            feeds[self._entry][0, :n] = chunk
+        else:
+            rows = chunk if piece.source is not None or self._table is None else self._table[chunk]
+            source = piece.source or self._entry
+            feeds[source] = np.zeros((1, 1, self._record.ar, rows.shape[1]), rows.dtype)
+            feeds[source][0, 0, :n] = rows
+        for suffix, table in self._ropes.items():
+            for name, rows in zip(rope_inputs(suffix), table.rows(position, n), strict=True):
+                if name in wanted:
+                    feeds[name][0, 0, :n] = rows
+        for name, mask in feeds.items():
+            if name.startswith("attention_mask"):
+                _open(mask[0, 0, :n], position, self._record.ar, _window(name))
+        for tensor, held in past.items():
+            target = feeds[tensor.past][0, 0]
+            target[:] = manifest.geometry.zero_point
+            target = target.T if self._is_turned(tensor) else target
+            newest = held[max(0, len(held) - len(target)) :]
+            target[len(target) - len(newest) :] = newest
+        names = [output.name for output in session.get_outputs()]
+        return dict(zip(names, session.run(names, feeds), strict=True))
+
+    def _is_turned(self, tensor: KvTensor) -> bool:
+        return tensor.kind == "key" and self._bundle.manifest.key_layout == "columns"
+
+
+def _window(mask: str) -> int | None:
+    """Tokens that the rows of this mask see, themselves included; None for all."""
+    window = mask.removeprefix("attention_mask").removeprefix("_w")
+    return int(window) if window else None
+
+
+def _open(mask: Integers, position: int, ar: int, window: int | None) -> None:
+    """Let row i of `[n, P + AR]` see the tokens up to its own, the newest `window` of them."""
+    rows = np.arange(len(mask))[:, None]
+    columns = np.arange(mask.shape[1]) - (mask.shape[1] - ar)  # 0 is the step's first token
+    distance = rows - columns
+    seen = (distance >= 0) & (columns >= -position)
+    mask[seen if window is None else seen & (distance < window)] = _ATTEND
+
+
+def _tokens_first(values: Integers) -> Integers:
+    return values.reshape(-1, values.shape[-1])

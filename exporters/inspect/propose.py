@@ -1,0 +1,240 @@
+"""A recipe that spends a few bytes more where they bring most."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from edgekv.bundle import Bundle
+from edgekv.errors import UsageError
+from edgekv.spec.tensors import matrices
+from exporters.decoder import decoder_layer, logits
+from exporters.inspect.integers import StoredMatrices
+from exporters.progress import Progress, silent
+from exporters.quantize.recipe import Recipe, WeightRule
+from exporters.quantize.reference import Floats, NumpyOps, Tensors, Weights
+from quant import weight_bits
+
+_WINDOWS, _TOKENS = 2, 128
+
+
+class Promotion(msgspec.Struct, frozen=True, kw_only=True):
+    """A matrix of 4 bits that gets 8.
+
+    Attributes:
+        tensor: its name.
+        dtype: what it was.
+        nats: expected fall of the divergence from the float32 model's next tokens, nats a token.
+        bytes: what it takes more.
+    """
+
+    tensor: str
+    dtype: str
+    nats: float
+    bytes: int
+
+
+class Proposal(msgspec.Struct, frozen=True, kw_only=True):
+    """A recipe under a budget.
+
+    Attributes:
+        weights_bytes: all weights, without the headers of their files, now.
+        budget_bytes: what they may become.
+        expected_bytes: what they will become.
+        nats: the divergence that all matrices of 4 bits cause now, as the sum of what each causes by itself.
+        expected_nats: what of it will be left.
+        promotions: what changes, the most useful byte first.
+    """
+
+    weights_bytes: int
+    budget_bytes: int
+    expected_bytes: int
+    nats: float
+    expected_nats: float
+    promotions: list[Promotion]
+
+    def recipe(self, before: Recipe) -> Recipe:
+        """The recipe `before`, with a rule more for each promotion."""
+        rules = [
+            WeightRule(tensors=each.tensor, dtype="int8", method=before.rule(each.tensor).method)
+            for each in self.promotions
+        ]
+        return msgspec.structs.replace(before, weights=(*before.weights, *rules))
+
+
+def parse_budget(option: str, given: str) -> float | int:
+    """Bytes, or how many times the present ones: `1.2x`.
+
+    Raises:
+        UsageError: it is neither.
+    """
+    try:
+        budget = float(given[:-1]) if given.endswith("x") else int(given)
+    except ValueError:
+        budget = 0
+    if not 0 < budget < math.inf:
+        raise UsageError(option, got=repr(given), expected="1.2x, or bytes", fix="Use --size-budget 1.2x.")
+    return budget
+
+
+def propose(
+    bundle: Bundle,
+    tensors: Tensors,
+    windows: Sequence[NDArray[Any]],
+    budget: float | int,
+    progress: Progress = silent,
+) -> Proposal:
+    """Choose the matrices that get 8 bits: those of the greatest expected gain for a byte, while the budget lasts.
+
+    Args:
+        bundle: what it starts from.
+        tensors: its checkpoint, with the transforms that the recipe folds into the weights.
+        windows: token ids `[T]`; the first 128 of two windows are used.
+        budget: bytes that all weights may have, or if it is a float, how many times what they have now.
+        progress: told of every layer.
+
+    Raises:
+        BundleError: the bundle has other graphs than ONNX graphs.
+        UsageError: nothing has less than 8 bits, or nothing fits into the budget.
+    """
+    stored = StoredMatrices(bundle)
+    now = stored.total_bytes
+    most = int(now * budget) if isinstance(budget, float) else budget
+    small = [each for each in bundle.manifest.recipe.weights if weight_bits(each.dtype) < 8]
+    if not small:
+        raise UsageError(
+            "--suggest-recipe",
+            got="no matrix of less than 8 bits in this bundle",
+            expected="some, which could have 8",
+            fix="Leave it out: `edgekv eval --layers` says what else costs.",
+        )
+    costs = matrix_costs(stored, tensors, windows, bundle.manifest.context, [each.tensor for each in small], progress)
+    candidates = []
+    for each in small:
+        outputs, inputs = matrices(tensors.spec)[each.tensor]
+        more = outputs * (inputs + 4) - stored.bytes(each.tensor)
+        candidates.append(Promotion(tensor=each.tensor, dtype=each.dtype, nats=costs[each.tensor], bytes=more))
+    candidates.sort(key=lambda candidate: candidate.nats / candidate.bytes, reverse=True)
+    chosen, size = [], now
+    for candidate in candidates:
+        if size + candidate.bytes <= most and candidate.nats > 0:
+            chosen.append(candidate)
+            size += candidate.bytes
+    if not chosen:
+        raise UsageError(
+            "--size-budget",
+            got=f"{most} bytes",
+            expected=f"{now + min(each.bytes for each in candidates)} or more, which give one matrix 8 bits",
+            fix=f"Allow more: all weights have {now} bytes now.",
+        )
+    return Proposal(
+        weights_bytes=now,
+        budget_bytes=most,
+        expected_bytes=size,
+        nats=sum(each.nats for each in candidates),
+        expected_nats=sum(each.nats for each in candidates if each not in chosen),
+        promotions=chosen,
+    )
+
+
+def matrix_costs(
+    stored: StoredMatrices,
+    tensors: Tensors,
+    windows: Sequence[NDArray[Any]],
+    context: int,
+    keys: Sequence[str],
+    progress: Progress = silent,
+) -> dict[str, float]:
+    """How far the next tokens move from the float32 model's if one matrix alone is the bundle's, nats a token.
+
+    Every matrix is exchanged by itself, and its error followed to the end of its layer. What becomes of an error from
+    there to the logits is measured once for each layer, with all of its matrices exchanged; divergence grows with the
+    square of the error. Integers of 8 bits would leave a three-hundredth of what those of 4 cost.
+
+    Args:
+        stored: the bundle's matrices.
+        tensors: the exact ones.
+        windows: token ids `[T]`.
+        context: the longest sequence that the rotary embedding is made for.
+        keys: which matrices.
+        progress: told of every layer.
+    """
+    spec = tensors.spec
+    weights = Weights(tensors)
+    texts = [np.asarray(window[:_TOKENS]) for window in windows[:_WINDOWS]]
+    ops = [_ExchangingOps(spec, weights, len(text), context) for text in texts]
+    states = [[of.embed(text, "embedding")] for of, text in zip(ops, texts, strict=True)]
+    errors = dict.fromkeys(keys, 0.0)
+    together = [0.0] * spec.layers
+    for layer in range(spec.layers):
+        progress("sensitivity", layer, spec.layers + 1)
+        weights.drop()
+        inside = [key for key in keys if key.startswith(f"model.layers.{layer}.")]
+        exchanged = {key: stored.matrix(key) for key in inside}
+        for number, of in enumerate(ops):
+            start = states[number][0]
+            states[number] = [decoder_layer(of, spec, layer, state) for state in states[number]]
+            exact = states[number][0]
+            for key in inside:
+                errors[key] += _square(of.exchanging({key: exchanged[key]}, layer, start) - exact)
+            states[number].append(of.exchanging(exchanged, layer, start))
+            together[layer] += _square(states[number][-1] - exact)
+    weights.drop()
+    head = {key: stored.matrix(key) for key in keys if key == tensors.head_key}
+    divergences = [0.0] * spec.layers
+    for of, (final, *others) in zip(ops, states, strict=True):
+        exact = logits(of, spec, tensors.head_key, final)
+        for layer, state in enumerate(others):
+            divergences[layer] += _divergence(exact, logits(of, spec, tensors.head_key, state))
+        if head:
+            of.exchanged = head
+            errors[tensors.head_key] += _divergence(exact, logits(of, spec, tensors.head_key, final))
+            of.exchanged = {}
+    progress("sensitivity", spec.layers + 1, spec.layers + 1)
+    tokens = sum(len(text) for text in texts)
+    followed = [after / max(before, 1e-30) for after, before in zip(divergences, together, strict=True)]
+    return {
+        key: error / tokens * (1.0 if key == tensors.head_key else followed[int(key.split(".")[2])])
+        for key, error in errors.items()
+    }
+
+
+class _ExchangingOps(NumpyOps):
+    """The reference, some of whose matrices are the bundle's."""
+
+    exchanged: Mapping[str, Floats] = {}
+
+    def exchanging(self, exchanged: Mapping[str, Floats], layer: int, states: Floats) -> Floats:
+        """A layer with these matrices, `[T, hidden]`."""
+        self.exchanged = exchanged
+        found = decoder_layer(self, self._spec, layer, states)
+        self.exchanged = {}
+        return found
+
+    def product(self, x: Floats, weight: str, rows: slice, gain: float) -> Floats:
+        stored = self.exchanged.get(weight)
+        if stored is None:
+            return super().product(x, weight, rows, gain)
+        product: Floats = x @ stored[rows].T  # the gain is in it
+        return product
+
+
+def _square(difference: Floats) -> float:
+    return float(np.square(difference, dtype=np.float64).sum())
+
+
+def _divergence(exact: Floats, other: Floats) -> float:
+    """The Kullback-Leibler divergence of next tokens, summed over the rows of logits `[T, V]`, nats."""
+    one, two = (_log_softmax(each.astype(np.float64)) for each in (exact, other))
+    return float((np.exp(one) * (one - two)).sum())
+
+
+def _log_softmax(logits: NDArray[np.float64]) -> NDArray[np.float64]:
+    shifted = logits - logits.max(-1, keepdims=True)
+    found: NDArray[np.float64] = shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
+    return found

@@ -1,0 +1,122 @@
+"""The values of every named result of a decoder for one window of tokens."""
+
+from __future__ import annotations
+
+import zipfile
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgekv.bundle import atomic_file
+from edgekv.errors import UsageError
+from edgekv.spec.decoder import DecoderSpec
+from exporters.decoder import decoder_layer, logits
+from exporters.quantize.reference import Floats, NumpyOps, Observer, Tensors, Weights
+
+Trace = Mapping[str, Floats]
+"""Results in the order in which they were computed, each `[T, width]`.
+
+They have the names of `exporters.decoder`; the second result of one name has `.2` behind it. Keys and values stand
+under the names of their cache tensors. Attention scores, whose width is the context, are left out.
+"""
+
+
+def trace_reference(tensors: Tensors, tokens: Sequence[int], context: int | None = None) -> Trace:
+    """What the float reference computes for tokens that begin at position 0.
+
+    Args:
+        tensors: the weights; for a bundle whose recipe rotates the residual stream, rotated likewise.
+        tokens: ids.
+        context: the longest sequence that the rotary embedding is made for; None: these tokens.
+    """
+    return merged(trace_stages(tensors, [np.asarray(tokens)], context))
+
+
+def trace_stages(
+    tensors: Tensors,
+    windows: Sequence[NDArray[Any]],
+    context: int | None = None,
+    make_ops: Callable[[DecoderSpec, Weights, int, int, Observer], NumpyOps] = NumpyOps,
+) -> Iterator[Trace]:
+    """The same in parts: for each layer, and then for the head, the values of every window of token ids `[T]`."""
+    spec, weights = tensors.spec, Weights(tensors)
+    seen: dict[str, Floats] = {}
+    uses: Counter[str] = Counter()
+
+    def observe(name: str, values: Floats) -> None:
+        uses[name] += 1
+        if ".scores." not in name:
+            seen[name if uses[name] == 1 else f"{name}.{uses[name]}"] = values
+
+    def stage() -> Trace:
+        """What was seen since the last time."""
+        trace = dict(seen)
+        seen.clear()
+        uses.clear()
+        return trace
+
+    ops = {n: make_ops(spec, weights, n, context or n, observe) for n in {len(window) for window in windows}}
+    states = list(windows)
+    for layer in range(spec.layers):
+        for number, state in enumerate(states):
+            of = ops[len(state)]
+            hidden = of.embed(state, "embedding") if layer == 0 else state
+            states[number] = decoder_layer(of, spec, layer, hidden)
+            yield stage()
+        weights.drop()
+    for state in states:
+        seen["logits"] = logits(ops[len(state)], spec, tensors.head_key, state)
+        yield stage()
+
+
+def merged(stages: Iterable[Trace]) -> Trace:
+    """The parts of one window's trace as one."""
+    return {name: values for stage in stages for name, values in stage.items()}
+
+
+def write_trace(trace: Trace, file: Path) -> None:
+    """Write a trace as `.npz`, one array for each result, in order; the file appears whole or not at all.
+
+    Raises:
+        UsageError: the file cannot be written.
+    """
+    try:
+        with atomic_file(file) as partial, partial.open("wb") as target:
+            np.savez(target, **{name: np.asarray(values, np.float32) for name, values in trace.items()})
+    except OSError as error:
+        raise UsageError(
+            str(file), got=error.strerror, expected="a file that can be written", fix="Choose another place."
+        ) from None
+
+
+def read_trace(file: Path) -> Trace:
+    """Read what `write_trace` wrote, or any `.npz` of numbers whose last axis is the width.
+
+    Raises:
+        UsageError: it is no such file.
+    """
+    try:
+        with np.load(file, allow_pickle=False) as arrays:
+            trace = {name: _rows(name, arrays[name]) for name in arrays.files}
+    except (OSError, ValueError, EOFError, AttributeError, zipfile.BadZipFile) as error:
+        raise _unreadable(file, str(error) or type(error).__name__) from None
+    if not trace:
+        raise _unreadable(file, "no arrays")
+    return trace
+
+
+def _rows(name: str, values: NDArray[Any]) -> Floats:
+    if values.dtype.kind not in "fiu" or not values.size or not values.ndim:
+        raise ValueError(f"{name}: an array of {values.dtype} with shape {list(values.shape)}")
+    rows: Floats = values.reshape(-1, values.shape[-1]).astype(np.float32)
+    return rows
+
+
+def _unreadable(file: Path, found: str) -> UsageError:
+    return UsageError(
+        str(file), got=found, expected="a .npz file with an array for each result", fix="Make it with edgekv trace."
+    )

@@ -1,0 +1,159 @@
+"""The decoder run on calibration text; each matrix is quantized where it is met, on the inputs it will really have."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgekv.spec.tensors import EMBEDDING
+from exporters.decoder import (
+    add_attention,
+    add_feed_forward,
+    attention,
+    attention_inputs,
+    feed_forward,
+    feed_forward_inputs,
+    logits,
+)
+from exporters.quantize.recipe import Recipe
+from exporters.quantize.reference import Floats, NumpyOps, Tensors, Weights
+from quant import Grid, LayerInputs, QuantizedWeight, Range, quantize
+
+_HEAD_ROWS_AT_ONCE = 8192
+
+
+class QuantizedMatrices(Protocol):
+    """Quantized matrices by name, so that none needs to stay in memory."""
+
+    def __getitem__(self, key: str) -> QuantizedWeight: ...
+
+
+class PairedOps(NumpyOps):
+    """Carries out the exact decoder and the quantized one side by side on a window: `[2, T, width]`.
+
+    With `[1, T, width]` the quantized one alone. Ranges are those of the quantized decoder.
+    """
+
+    def __init__(self, tensors: Tensors, tokens: int, context: int) -> None:
+        self.exact = Weights(tensors)
+        self.quantized: dict[str, Floats] = {}
+        self.ranges: dict[str, Range] = {}
+        super().__init__(tensors.spec, self.exact, tokens, context, self._widen)
+
+    def product(self, x: Floats, weight: str, rows: slice, gain: float) -> Floats:
+        quantized = self.quantized[weight][rows].T
+        product = np.empty((*x.shape[:-1], quantized.shape[1]), np.float32)
+        np.matmul(x[-1], quantized, out=product[-1])
+        if len(x) == 2:
+            np.matmul(x[0], self.exact[weight][rows].T, out=product[0])
+        if gain != 1:
+            product *= np.float32(gain)
+        return product
+
+    def drop(self) -> None:
+        """Forget the weights that were used."""
+        self.exact.drop()
+        self.quantized.clear()
+
+    def _widen(self, name: str, values: Floats) -> None:
+        self.ranges.setdefault(name, Range()).observe(values[-1], keep_sample=name.startswith("past_"))
+
+
+class Quantizer:
+    """Goes through the decoder once, with the residual of all windows in memory and the weights in use.
+
+    A layer is gone through in pieces that end where matrices wait for their inputs: these are gathered from all
+    windows, the matrices quantized, and the windows led on one after another. What is wider than the residual is kept
+    of one window, but for the inputs of the next matrices.
+
+    Attributes:
+        hidden: `[2, windows, T, hidden]`, the residual of the exact decoder and of the quantized one.
+    """
+
+    def __init__(self, tensors: Tensors, tokens: NDArray[Any], context: int, recipe: Recipe) -> None:
+        """Begins with the embeddings.
+
+        Args:
+            tensors: the exact weights.
+            tokens: ids of the calibration text `[windows, T]`.
+            context: the longest sequence that the rotary embedding is made for.
+            recipe: what becomes of each matrix.
+        """
+        self._tensors = tensors
+        self._spec = tensors.spec
+        self._recipe = recipe
+        self._ops = PairedOps(tensors, tokens.shape[1], context)
+        rows = tensors.tensor(EMBEDDING, tokens.reshape(-1)).reshape(*tokens.shape, -1)
+        self.hidden: Floats = np.stack([rows, rows])
+        self._ops.ranges["embedding"] = Range()
+        self._ops.ranges["embedding"].observe(rows)
+
+    def layer(self, layer: int) -> Iterator[tuple[str, QuantizedWeight]]:
+        """Lead the residual through a layer, the one behind the last; yields its matrices by name."""
+        x = self._led(layer, attention_inputs, self.hidden)
+        yield from self._quantized(layer, ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), x)
+        x = self._led(layer, attention, x)
+        yield from self._quantized(layer, ("self_attn.o_proj",), x)
+        self.hidden = self._led(layer, add_attention, self.hidden, x)
+        x = self._led(layer, feed_forward_inputs, self.hidden)
+        yield from self._quantized(layer, ("mlp.gate_proj", "mlp.up_proj"), x)
+        x = self._led(layer, feed_forward, x)
+        yield from self._quantized(layer, ("mlp.down_proj",), x)
+        self.hidden = self._led(layer, add_feed_forward, self.hidden, x)
+
+    def head(self) -> tuple[str, QuantizedWeight]:
+        """The head by its name, quantized some rows of the vocabulary at a time, as are the logits observed."""
+        ops, spec, key = self._ops, self._spec, self._tensors.head_key
+        rule = self._recipe.rule(key)
+        windows = range(self.hidden.shape[1])
+        inputs = None
+        if rule.method != "nearest":
+            inputs = _inputs(
+                np.stack([ops.rms_norm(self.hidden[:, w], "model.norm.weight", "final_norm") for w in windows], axis=1)
+            )
+        integers = np.empty((spec.hidden, spec.vocab), np.int8)
+        grids = []
+        for start in range(0, spec.vocab, _HEAD_ROWS_AT_ONCE):
+            rows = slice(start, start + _HEAD_ROWS_AT_ONCE)
+            part = quantize(self._tensors.tensor(key, rows).T, rule.dtype, rule.method, inputs)
+            integers[:, rows] = part.integers
+            grids.append(part.grid)
+            ops.quantized[key] = part.dequantize().T
+            for window in windows:
+                logits(ops, spec, key, self.hidden[1:, window])
+        ops.drop()
+        return key, QuantizedWeight(integers, Grid.joined(grids))
+
+    def take_ranges(self) -> dict[str, Range]:
+        """The ranges of what was observed since they were last taken."""
+        taken, self._ops.ranges = self._ops.ranges, {}
+        return taken
+
+    def _quantized(self, layer: int, projections: Sequence[str], x: Floats) -> Iterator[tuple[str, QuantizedWeight]]:
+        """Quantize the matrices that read `x`."""
+        inputs = _inputs(x)
+        for projection in projections:
+            name = f"model.layers.{layer}.{projection}.weight"
+            rule = self._recipe.rule(name)
+            weight = quantize(self._ops.exact[name].T, rule.dtype, rule.method, inputs)
+            self._ops.quantized[name] = weight.dequantize().T
+            yield name, weight
+
+    def _led(self, layer: int, step: Callable[..., Floats], *states: Floats) -> Floats:
+        """`[2, windows, T, width]`: what a part of the decoder makes of every window of these; then drops weights."""
+        windows = [[state[:, window] for state in states] for window in range(states[0].shape[1])]
+        first = step(self._ops, self._spec, layer, *windows[0])
+        made = np.empty((len(first), len(windows), *first.shape[1:]), np.float32)
+        made[:, 0] = first
+        for window, each in enumerate(windows[1:], start=1):
+            made[:, window] = step(self._ops, self._spec, layer, *each)
+        self._ops.drop()
+        return made
+
+
+def _inputs(x: Floats) -> LayerInputs:
+    exact, quantized = x.reshape(2, -1, x.shape[-1])
+    return LayerInputs(exact, quantized)

@@ -1,0 +1,207 @@
+"""How a checkpoint becomes integers: rules over tensor names, read from a file."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator
+from fnmatch import fnmatchcase
+from importlib import resources
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from edgekv.bundle import KeyScalingName, RecipeRecord, RotationName, atomic_file, readable_json
+from edgekv.errors import UsageError
+from edgekv.spec.decoder import DecoderSpec
+from edgekv.spec.tensors import matrices
+from quant import Method, WeightDtype, block_rows
+
+
+class WeightRule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What becomes of the matrices whose names match.
+
+    Attributes:
+        tensors: a pattern with `*` and `?` over names such as `model.layers.3.mlp.down_proj.weight`.
+        dtype: integer type.
+        method: how the integers are chosen; see `quant.quantize`.
+    """
+
+    tensors: str
+    dtype: WeightDtype
+    method: Method = "gptq"
+
+
+class _RecipeFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    weights: list[WeightRule]
+    activations: Literal["u16"] = "u16"
+    rotation: RotationName = "none"
+    value_rotation: RotationName = "none"
+    key_scaling: KeyScalingName = "none"
+
+
+class Recipe(msgspec.Struct, frozen=True, kw_only=True):
+    """A recipe file and its name.
+
+    Attributes:
+        name: of the file, without its suffix.
+        weights: rules for matrices; of those that match a name the last holds.
+        activations: type of every activation.
+        rotation: `hadamard` rotates the residual and is folded into the weights; see `checkpoint.rotate`.
+        value_rotation: `hadamard` rotates the values of each head, folded likewise; see `exporters.checkpoint.heads`.
+        key_scaling: `pairs` scales the keys of each head pair by pair, folded likewise.
+    """
+
+    name: str
+    weights: tuple[WeightRule, ...]
+    activations: Literal["u16"]
+    rotation: RotationName
+    value_rotation: RotationName = "none"
+    key_scaling: KeyScalingName = "none"
+
+    @classmethod
+    def of(cls, record: RecipeRecord) -> Recipe:
+        """The rules that a manifest's record comes from: what most matrices have for all, and the others by name."""
+        kinds = Counter((each.dtype, each.method) for each in record.weights)
+        (dtype, method), _ = kinds.most_common(1)[0]
+        rules = [WeightRule(tensors="*", dtype=dtype, method=method)]
+        rules += [
+            WeightRule(tensors=each.tensor, dtype=each.dtype, method=each.method)
+            for each in record.weights
+            if (each.dtype, each.method) != (dtype, method)
+        ]
+        return cls(
+            name=record.name,
+            weights=tuple(rules),
+            activations="u16",
+            rotation=record.rotation,
+            value_rotation=record.value_rotation,
+            key_scaling=record.key_scaling,
+        )
+
+    def write(self, file: Path) -> None:
+        """Write a recipe file that `find_recipe` reads; it appears whole or not at all.
+
+        Raises:
+            UsageError: it cannot be written, or not found again by its name.
+        """
+        check_recipe_path(file)
+        fields = {name: getattr(self, name) for name in _RecipeFile.__struct_fields__}
+        content = _RecipeFile(**{**fields, "weights": list(self.weights)})
+        try:
+            with atomic_file(file) as partial:
+                partial.write_bytes(readable_json(content, indent=2))
+        except OSError as error:
+            raise UsageError(
+                str(file), got=error.strerror, expected="a file that can be written", fix="Choose another place."
+            ) from None
+
+    def rule(self, tensor: str) -> WeightRule:
+        """What becomes of this matrix.
+
+        Raises:
+            UsageError: no rule speaks of it.
+        """
+        found = [rule for rule in self.weights if fnmatchcase(tensor, rule.tensors)]
+        if found:
+            return found[-1]
+        raise UsageError(
+            f"--recipe {self.name}",
+            got=f"no rule for {tensor}",
+            expected="a rule for every matrix",
+            fix='Begin the list of weights with a rule for "*".',
+        )
+
+    def check(self, spec: DecoderSpec) -> None:
+        """That every matrix of the decoder can be quantized so.
+
+        Raises:
+            UsageError: no rule speaks of a matrix, or its inputs do not fill whole blocks.
+        """
+        for name, (_, inputs) in matrices(spec).items():
+            dtype = self.rule(name).dtype
+            block = block_rows(dtype)
+            if block and inputs % block:
+                raise UsageError(
+                    f"--recipe {self.name}",
+                    got=f"{dtype} for {name}, which has {inputs} inputs",
+                    expected=f"a multiple of {block} inputs",
+                    fix="Use smaller blocks, or give this tensor a rule of its own in a recipe file.",
+                )
+
+
+def check_recipe_path(file: Path) -> None:
+    """That a recipe can be written there, and found again.
+
+    Raises:
+        UsageError: the name does not end with `.json`, or there is no such folder.
+    """
+    if file.suffix != ".json":
+        raise UsageError(str(file), got="a name without .json", expected="a recipe file (.json)", fix="Add it.")
+    if not file.parent.is_dir():
+        raise UsageError(str(file), got="no such folder", expected="a folder to write into", fix="Make it first.")
+
+
+def recipe_names() -> list[str]:
+    """The recipes that ship with edgekv."""
+    return sorted(path.name.removesuffix(".json") for path in _folder().iterdir() if path.name.endswith(".json"))
+
+
+def find_recipe(name: str) -> Recipe:
+    """The recipe of this name, or the one in this file if it ends with `.json`.
+
+    Raises:
+        UsageError: there is none, or the file is not a recipe.
+    """
+    if name.endswith(".json"):
+        path = Path(name)
+        try:
+            content = path.read_bytes()
+        except OSError as error:
+            raise _refused(f"{name}: {error.strerror}", "a recipe file", "Check the path.") from error
+        stem = path.stem
+    elif name in recipe_names():
+        content, stem = _folder().joinpath(f"{name}.json").read_bytes(), name
+    else:
+        raise _refused(repr(name), " or ".join(recipe_names()), "Choose one of these, or name a .json file.")
+    try:
+        read = msgspec.json.decode(content, type=_RecipeFile)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise _refused(f"{name}: {error}", "a recipe file", "Compare it with exporters/quantize/recipes.") from error
+    return Recipe(
+        name=stem,
+        weights=tuple(read.weights),
+        activations=read.activations,
+        rotation=read.rotation,
+        value_rotation=read.value_rotation,
+        key_scaling=read.key_scaling,
+    )
+
+
+def describe_recipe(record: RecipeRecord) -> Iterator[str]:
+    """What became of the matrices, in lines: a layer's matrices of one name together where all were treated alike."""
+    names: dict[tuple[str, str, str], list[str]] = {}
+    for weight in record.weights:
+        part = re.sub(r"^model\.layers\.\d+\.(self_attn|mlp)\.", "", weight.tensor).removesuffix(".weight")
+        names.setdefault((weight.dtype, weight.method, part), []).append(weight.tensor)
+    kinds: dict[tuple[str, str], list[str]] = {}
+    for (dtype, method, part), tensors in names.items():
+        layers = [name.split(".")[2] for name in tensors if name.startswith("model.layers.")]
+        count = f" of {len(layers)} layers" if len(layers) > 1 else "".join(f" of layer {layer}" for layer in layers)
+        kinds.setdefault((dtype, method), []).append(part + count)
+    for (dtype, method), parts in kinds.items():
+        yield f"{dtype}, {method}: {', '.join(parts)}"
+    yield f"rotation of the residual: {record.rotation}"
+    if record.value_rotation != "none":
+        yield f"rotation of each head's values: {record.value_rotation}"
+    if record.key_scaling != "none":
+        yield f"scaling of keys: {record.key_scaling}"
+
+
+def _folder() -> resources.abc.Traversable:
+    return resources.files("exporters.quantize").joinpath("recipes")
+
+
+def _refused(found: str, wanted: str, fix: str) -> UsageError:
+    return UsageError("--recipe", got=found, expected=wanted, fix=fix)

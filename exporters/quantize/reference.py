@@ -1,0 +1,218 @@
+"""The decoder in float32 with numpy: what every quantized graph is measured against, and what calibrates it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgekv.kv import KvTensor
+from edgekv.spec.decoder import DecoderSpec
+from edgekv.spec.rope import Rotation
+from exporters.checkpoint.checkpoint import EVERY, Checkpoint, Rows
+from exporters.decoder import decoder_layer, logits
+
+Floats = NDArray[np.float32]
+Observer = Callable[[str, Floats], None]
+
+
+class Tensors(Protocol):
+    """What the weights of a decoder are read from."""
+
+    @property
+    def spec(self) -> DecoderSpec:
+        """The decoder."""
+
+    @property
+    def head_key(self) -> str:
+        """The tensor that makes logits."""
+
+    def tensor(self, key: str, rows: Rows = EVERY) -> Floats:
+        """A tensor as float32, or some of its rows; matrices are `[out, in]`."""
+
+
+class Weights:
+    """Tensors, each read once until it is dropped."""
+
+    def __init__(self, checkpoint: Tensors) -> None:
+        self._checkpoint = checkpoint
+        self._read: dict[str, Floats] = {}
+
+    def __getitem__(self, key: str) -> Floats:
+        if key not in self._read:
+            self._read[key] = self._checkpoint.tensor(key)
+        return self._read[key]
+
+    def drop(self) -> None:
+        """Forget what was read: one layer in memory at a time."""
+        self._read.clear()
+
+
+class NumpyOps:
+    """Carries the decoder out on whole sequences, `[T, width]`, with no past: causal attention over T tokens.
+
+    Args:
+        spec: the decoder.
+        weights: its weights.
+        tokens: T.
+        context: the longest sequence that the rotary embedding is made for.
+        observe: called with the name and value of every result.
+    """
+
+    def __init__(
+        self, spec: DecoderSpec, weights: Weights, tokens: int, context: int, observe: Observer | None = None
+    ) -> None:
+        self._spec = spec
+        self._weights = weights
+        self._observe = observe
+        self._rotations = [_cos_sin(rope.rotation(context), tokens) for rope in spec.ropes]
+        self._masks = {window: _mask(tokens, window) for window in {spec.window(i) for i in range(spec.layers)}}
+
+    def embed(self, tokens: NDArray[Any], name: str) -> Floats:
+        """Rows of the embedding, `[T, hidden]`."""
+        return self._seen(name, self._weights["model.embed_tokens.weight"][tokens])
+
+    def linear(
+        self,
+        x: Floats,
+        weight: str,
+        name: str,
+        *,
+        bias: str | None = None,
+        head: int | None = None,
+        gain: float = 1.0,
+    ) -> Floats:
+        width = self._spec.head_dim
+        rows = slice(None) if head is None else slice(head * width, (head + 1) * width)
+        product = self.product(x, weight, rows, gain)
+        if bias is None:
+            return self._seen(name, product)
+        product = self._seen(name + ".unbiased", product)
+        return self._seen(name, product + self._weights[bias][rows] * np.float32(gain))
+
+    def product(self, x: Floats, weight: str, rows: slice, gain: float) -> Floats:
+        """`x @ weight.T * gain` for some rows of a matrix, its output channels."""
+        product: Floats = x @ self._weights[weight][rows].T * np.float32(gain)
+        return product
+
+    def rms_norm(self, x: Floats, weight: str, name: str, *, gain: float = 1.0) -> Floats:
+        variance = np.square(x).mean(-1, keepdims=True)
+        scale = 1 / np.sqrt(variance + np.float32(self._spec.eps))
+        normed: Floats = x * scale * self._weights[weight] * np.float32(gain)
+        return self._seen(name, normed)
+
+    def add(self, a: Floats, b: Floats, name: str) -> Floats:
+        return self._seen(name, a + b)
+
+    def subtract(self, a: Floats, b: Floats, name: str) -> Floats:
+        return self._seen(name, a - b)
+
+    def multiply(self, a: Floats, b: Floats, name: str) -> Floats:
+        return self._seen(name, a * b)
+
+    def scale(self, x: Floats, factor: float, name: str) -> Floats:
+        return self._seen(name, x * np.float32(factor))
+
+    def sigmoid(self, x: Floats, name: str) -> Floats:
+        with np.errstate(over="ignore"):
+            return self._seen(name, 1 / (1 + np.exp(-x)))
+
+    def tanh(self, x: Floats, name: str) -> Floats:
+        return self._seen(name, np.tanh(x))
+
+    def gelu(self, x: Floats, name: str) -> Floats:
+        inner = np.float32(math.sqrt(2 / math.pi)) * (x + np.float32(0.044715) * x * x * x)
+        return self._seen(name, np.float32(0.5) * x * (1 + np.tanh(inner)))
+
+    def split(self, x: Floats, widths: Sequence[int]) -> list[Floats]:
+        return np.split(x, np.cumsum(widths)[:-1], axis=-1)
+
+    def join(self, parts: list[Floats], name: str) -> Floats:
+        return self._seen(name, np.concatenate(parts, axis=-1))
+
+    def rotation(self, layer: int) -> tuple[Floats, Floats]:
+        return self._rotations[self._spec.rope_index(layer)]
+
+    def remember(self, new: Floats, tensor: KvTensor) -> Floats:
+        return self._seen(tensor.past, new)
+
+    def scores(self, query: Floats, keys: Floats, name: str) -> Floats:
+        return self._seen(name, query @ keys.swapaxes(-1, -2))
+
+    def masked(self, scores: Floats, layer: int, name: str) -> Floats:
+        return scores + self._masks[self._spec.window(layer)]
+
+    def softmax(self, x: Floats, name: str) -> Floats:
+        weights: Floats = np.exp(x - x.max(-1, keepdims=True))
+        weights /= weights.sum(-1, keepdims=True)
+        return weights
+
+    def attend(self, weights: Floats, values: Floats, name: str) -> Floats:
+        return self._seen(name, weights @ values)
+
+    def _seen(self, name: str, value: Floats) -> Floats:
+        if self._observe is not None:
+            self._observe(name, value)
+        return value
+
+
+def _cos_sin(rotation: Rotation, tokens: int) -> tuple[Floats, Floats]:
+    angles = np.arange(tokens)[:, None] * rotation.inverse_frequencies
+    cos, sin = np.cos(angles) * rotation.attention_factor, np.sin(angles) * rotation.attention_factor
+    return cos.astype(np.float32), sin.astype(np.float32)
+
+
+def _mask(tokens: int, window: int | None) -> Floats:
+    """0 where a token sees another, `[T, T]`: itself and the window - 1 tokens before it."""
+    distance = np.arange(tokens)[:, None] - np.arange(tokens)
+    seen = (distance >= 0) & (distance < (window or tokens))
+    mask: Floats = np.where(seen, np.float32(0), np.float32(-np.inf))
+    return mask
+
+
+class Reference:
+    """The checkpoint in float32.
+
+    Layers run one after another over all windows, so that one layer's weights are in memory at a time, and so
+    are the logits of one window.
+
+    Args:
+        checkpoint: the model.
+        context: the longest sequence that the rotary embedding is made for: the context of a bundle that is measured
+            against it; None: the length of each window, as transformers does.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, context: int | None = None) -> None:
+        self._checkpoint = checkpoint
+        self._context = context
+
+    def logits(
+        self,
+        windows: Iterable[NDArray[Any]],
+        *,
+        observe: Observer | None = None,
+        progress: Callable[[int], None] | None = None,
+    ) -> Iterator[Floats]:
+        """Yield the logits `[T, V]` of each window of token ids `[T]`; every window begins at position 0.
+
+        Args:
+            windows: token ids; the windows may differ in length.
+            observe: called with the name and value of every result.
+            progress: called with the number of layers done.
+        """
+        windows = [np.asarray(window) for window in windows]
+        spec, weights = self._checkpoint.spec, Weights(self._checkpoint)
+        lengths = {len(window) for window in windows}
+        ops = {n: NumpyOps(spec, weights, n, self._context or n, observe) for n in lengths}
+        states = [ops[len(window)].embed(window, "embedding") for window in windows]
+        for layer in range(spec.layers):
+            weights.drop()
+            states = [decoder_layer(ops[len(state)], spec, layer, state) for state in states]
+            if progress is not None:
+                progress(layer + 1)
+        weights.drop()
+        for state in states:
+            yield logits(ops[len(state)], spec, self._checkpoint.head_key, state)

@@ -1,0 +1,19 @@
+"""What an export or a compilation has finished, kept in a cache directory so that it need not be done again."""
+
+from exporters.quantize.stages.binaries import FinishedBinaries
+from exporters.quantize.stages.checks import Checks
+from exporters.quantize.stages.keys import stage_keys
+from exporters.quantize.stages.resumable import StagedMatrices, quantize_in_stages
+from exporters.quantize.stages.stage import Stage
+from exporters.quantize.stages.store import StageStore, stage_store
+
+__all__ = [
+    "Checks",
+    "FinishedBinaries",
+    "Stage",
+    "StageStore",
+    "StagedMatrices",
+    "quantize_in_stages",
+    "stage_keys",
+    "stage_store",
+]

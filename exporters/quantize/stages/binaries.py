@@ -1,0 +1,89 @@
+"""Context binaries that are finished, kept until all of a bundle's are: large ones take minutes each."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+
+import msgspec
+
+from devices import Device
+from edgekv.bundle import CompiledBinary, FileRecord, atomic_directory, sha256_of
+from edgekv.runtime import qnn
+from exporters.htp.compile import Lint, Watch, compile_graphs, unwatched
+from exporters.quantize.stages.keys import program_sha256
+
+_RECORD = "binary.json"
+
+
+class _Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    binary: CompiledBinary
+    files: dict[str, FileRecord]
+
+
+class FinishedBinaries:
+    """Compiles graphs of a bundle, unless their binary is kept."""
+
+    def __init__(
+        self, folder: Path, files: Mapping[str, FileRecord], *, resume: bool, lint: Lint | None = None
+    ) -> None:
+        """Prepares to compile.
+
+        Args:
+            folder: where binaries are kept.
+            files: of the bundle. Its graphs point into its other files, so that a binary is one of all of these.
+            resume: take binaries that are kept.
+            lint: told the nodes that compute in float of each graph that is compiled.
+        """
+        self._folder = folder
+        self._sources = {name: file.sha256 for name, file in files.items()}
+        self._resume = resume
+        self._lint = lint
+        self._kept: list[Path] = []
+
+    def compile(
+        self, device: Device, models: Mapping[str, Path], folder: Path, *, prefix: str = "", watch: Watch = unwatched
+    ) -> CompiledBinary:
+        """As `exporters.htp.compile.compile_graphs`."""
+        content = (program_sha256(), qnn.compiler(), device.soc, list(models), prefix, self._sources)
+        kept = self._folder / hashlib.sha256(msgspec.json.encode(content)).hexdigest()[:32]
+        self._kept.append(kept)
+        if self._resume and (found := _taken(kept, folder)) is not None:
+            return found
+        binary = compile_graphs(device, models, folder, prefix=prefix, watch=watch, lint=self._lint)
+        with atomic_directory(kept, force=True, marker=_RECORD) as partial:
+            files = {}
+            for name in (binary.file, *binary.wrappers.values()):
+                _link(folder / name, partial / name)
+                files[name] = FileRecord(bytes=(folder / name).stat().st_size, sha256=sha256_of(folder / name))
+            (partial / _RECORD).write_bytes(msgspec.json.encode(_Record(binary=binary, files=files)))
+        return binary
+
+    def remove(self) -> None:
+        """Forget the binaries of this bundle."""
+        for kept in self._kept:
+            shutil.rmtree(kept, ignore_errors=True)
+
+
+def _taken(kept: Path, folder: Path) -> CompiledBinary | None:
+    """Put the files of a binary that is kept whole into a folder."""
+    try:
+        record = msgspec.json.decode((kept / _RECORD).read_bytes(), type=_Record)
+        if any(sha256_of(kept / name) != file.sha256 for name, file in record.files.items()):
+            return None
+        for name in record.files:
+            _link(kept / name, folder / name)
+    except (FileNotFoundError, msgspec.DecodeError, UnicodeDecodeError):
+        return None
+    return record.binary
+
+
+def _link(source: Path, target: Path) -> None:
+    """The same file under another name, or a copy where a disk ends: nothing writes into it again."""
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copyfile(source, target)

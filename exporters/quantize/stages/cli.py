@@ -1,0 +1,72 @@
+"""`edgekv stages`, and what an export that stops says of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Optional
+
+import msgspec
+import typer
+
+from exporters.progress import Progress
+from exporters.quantize.stages.store import stage_store
+
+# ruff: noqa: UP045  (typer reads the annotations of Python 3.10 at run time)
+
+
+class StagesReport(msgspec.Struct, frozen=True, kw_only=True):
+    """What `edgekv stages` found.
+
+    Attributes:
+        folder: where stages are kept.
+        stages: how many.
+        bytes: of all their files.
+        cleared: whether they were removed.
+    """
+
+    folder: str
+    stages: int
+    bytes: int
+    cleared: bool
+
+
+def stages(
+    clear: Annotated[bool, typer.Option("--clear", help="Remove them all.")] = False,
+    cache_dir: Annotated[
+        Optional[Path],
+        typer.Option(help="The cache directory.", show_default="EDGEKV_CACHE_DIR, or the user's own cache"),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output.")] = False,
+) -> None:
+    """Say what was left by exports and compilations that were stopped, or remove it.
+
+    They keep every layer and every binary that is finished, for --resume, until all are.
+    """
+    store = stage_store(cache_dir)
+    found = StagesReport(folder=str(store.folder), stages=store.stages, bytes=store.bytes, cleared=clear)
+    if clear:
+        store.clear()
+    if as_json:
+        typer.echo(msgspec.json.encode(found))
+        return
+    typer.echo(f"{store.folder}: {found.stages} stages, {found.bytes / 1e6:.1f} MB{', removed' if clear else ''}")
+
+
+@contextmanager
+def resumable(progress: Progress) -> Iterator[Progress]:
+    """Whoever stops an export, or sees it fail, is told that what was finished need not be done again."""
+    finished = 0
+
+    def watched(stage: str, done: int, total: int) -> None:
+        nonlocal finished
+        finished = done if stage == "quantize" else finished
+        progress(stage, done, total)
+
+    try:
+        yield watched
+    except BaseException:
+        if finished:
+            typer.echo(f"{finished} layers are finished: the same command with --resume goes on behind them.", err=True)
+        raise

@@ -1,0 +1,81 @@
+"""Names of stages that follow from all that they depend on."""
+
+from __future__ import annotations
+
+import hashlib
+from functools import cache
+from importlib import resources
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from edgekv.bundle import RecipeRecord
+from edgekv.spec.tensors import HEAD
+from exporters.checkpoint.checkpoint import Checkpoint
+
+if TYPE_CHECKING:
+    from importlib.resources.abc import Traversable  # since Python 3.11
+
+
+def stage_keys(
+    checkpoint: Checkpoint,
+    weights_sha256: str,
+    tokens: NDArray[Any],
+    context: int,
+    recipe: RecipeRecord,
+) -> list[str]:
+    """The key of each layer's stage and of the head's, in hexadecimal.
+
+    A key follows from the weights, the configuration, the calibration tokens, the program, and what the recipe says of
+    the matrices up to and with this stage: other rules for one layer leave the stages before it as they are.
+
+    Args:
+        checkpoint: the model.
+        weights_sha256: its `Checkpoint.weights_sha256`.
+        tokens: ids of the calibration text, `[windows, T]`.
+        context: the longest sequence that the rotary embedding is made for.
+        recipe: what becomes of each matrix, and what is folded into it.
+    """
+    spec = checkpoint.spec
+    ropes = [rope.rotation(context) for rope in spec.ropes]
+    shared = {
+        "program": program_sha256(),
+        "weights": weights_sha256,
+        "configuration": hashlib.sha256((checkpoint.folder / "config.json").read_bytes()).hexdigest(),
+        "windows": [spec.window(layer) for layer in range(spec.layers)],
+        "rotary": [(rope.inverse_frequencies.tolist(), rope.attention_factor) for rope in ropes],
+        "tokens": (tokens.shape, hashlib.sha256(tokens.astype(np.int64).tobytes()).hexdigest()),
+        "folded": (recipe.rotation, recipe.value_rotation, recipe.key_scaling),
+    }
+    key, keys = _hashed(shared), []
+    for layer in range(spec.layers):
+        prefix = f"model.layers.{layer}."
+        key = _hashed([key, [rule for rule in recipe.weights if rule.tensor.startswith(prefix)]])
+        keys.append(key)
+    return [*keys, _hashed([key, [rule for rule in recipe.weights if rule.tensor == HEAD]])]
+
+
+@cache
+def program_sha256() -> str:
+    """One hash over the sources that integers come from, and over numpy's version."""
+    digest = hashlib.sha256(np.__version__.encode())
+    for package in ("quant", "exporters"):
+        for name, content in _sources(resources.files(package)):
+            digest.update(f"{package}/{name}\0".encode() + content)
+    return digest.hexdigest()
+
+
+def _sources(folder: Traversable, prefix: str = "") -> list[tuple[str, bytes]]:
+    found = []
+    for entry in sorted(folder.iterdir(), key=lambda each: each.name):
+        if entry.is_dir():
+            found += _sources(entry, f"{prefix}{entry.name}/")
+        elif entry.name.endswith(".py"):
+            found.append((prefix + entry.name, entry.read_bytes()))
+    return found
+
+
+def _hashed(content: object) -> str:
+    return hashlib.sha256(msgspec.json.encode(content)).hexdigest()

@@ -1,0 +1,76 @@
+"""Quantization stage by stage, from the first that is not kept yet."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from exporters.quantize.matrices import Quantizer
+from exporters.quantize.recipe import Recipe
+from exporters.quantize.reference import Tensors
+from exporters.quantize.stages.stage import Stage
+from exporters.quantize.stages.store import StageStore
+from quant import QuantizedWeight, Range
+
+
+class StagedMatrices:
+    """The quantized matrices of a decoder by name, each read from its stage when asked for."""
+
+    def __init__(self, stages: Sequence[Stage]) -> None:
+        self._stages = {name: stage for stage in stages for name in stage.names}
+
+    def __getitem__(self, key: str) -> QuantizedWeight:
+        return self._stages[key].matrix(key)
+
+
+def quantize_in_stages(
+    tensors: Tensors,
+    tokens: NDArray[np.int64],
+    context: int,
+    recipe: Recipe,
+    store: StageStore,
+    keys: Sequence[str],
+    *,
+    resume: bool = False,
+    progress: Callable[[int], None] = lambda done: None,
+) -> tuple[StagedMatrices, dict[str, Range]]:
+    """Quantize every matrix, and say what values every result takes in the quantized decoder.
+
+    Args:
+        tensors: the exact weights.
+        tokens: ids of the calibration text, `[windows, T]`.
+        context: the longest sequence that the rotary embedding is made for.
+        recipe: what becomes of each matrix.
+        store: where each stage is kept as soon as it is finished.
+        keys: of the stages, a layer each and the head.
+        resume: take up the stages that are kept, and go on behind them.
+        progress: called with the number of layers done.
+    """
+    stages = _kept(store, keys) if resume else []
+    quantizer = Quantizer(tensors, tokens, context, recipe)
+    layers = tensors.spec.layers
+    if 0 < len(stages) <= layers:
+        quantizer.hidden = stages[-1].hidden()
+        quantizer.take_ranges()
+    progress(min(len(stages), layers))
+    for layer in range(len(stages), layers):
+        matrices = dict(quantizer.layer(layer))
+        stages.append(store.write(keys[layer], matrices, quantizer.take_ranges(), quantizer.hidden))
+        progress(layer + 1)
+    if len(stages) == layers:
+        name, head = quantizer.head()
+        stages.append(store.write(keys[layers], {name: head}, quantizer.take_ranges(), None))
+    return StagedMatrices(stages), {name: seen for stage in stages for name, seen in stage.ranges().items()}
+
+
+def _kept(store: StageStore, keys: Sequence[str]) -> list[Stage]:
+    """The stages from the first up to one that is missing or damaged."""
+    found: list[Stage] = []
+    for key in keys:
+        stage = store.find(key)
+        if stage is None:
+            break
+        found.append(stage)
+    return found

@@ -1,0 +1,139 @@
+"""A stage of quantization on the disk: a layer's integers, the ranges met in it, and the residual behind it."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from edgekv.bundle import atomic_directory
+from exporters.quantize.reference import Floats
+from exporters.quantize.shards import write_shard
+from quant import Grid, QuantizedWeight, Range, WeightDtype
+
+RECORD = "stage.json"
+_TENSORS = "tensors.safetensors"
+_BLOCK_BYTES = 1 << 22
+
+
+class _Tensor(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+
+
+class _Matrix(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    dtype: WeightDtype
+
+
+class _Extremes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    low: float
+    high: float
+
+
+class _Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    sha256: str
+    matrices: dict[str, _Matrix]
+    ranges: dict[str, _Extremes]
+    tensors: dict[str, _Tensor]
+
+
+class Stage:
+    """A stage that was read or written: what it holds is read from its file when asked for.
+
+    The file stays open, so that whoever clears the cache meanwhile takes nothing away.
+    """
+
+    def __init__(self, file: BinaryIO, record: _Record) -> None:
+        self._file = file
+        self._record = record
+
+    @classmethod
+    def open(cls, folder: Path) -> Stage | None:
+        """The stage in a folder; None if there is none, or it is damaged."""
+        try:
+            record = msgspec.json.decode((folder / RECORD).read_bytes(), type=_Record)
+            file = (folder / _TENSORS).open("rb")
+        except (OSError, msgspec.DecodeError, UnicodeDecodeError):
+            return None
+        if _sha256(file) == record.sha256:
+            return cls(file, record)
+        file.close()
+        return None
+
+    @classmethod
+    def write(
+        cls,
+        folder: Path,
+        matrices: Mapping[str, QuantizedWeight],
+        ranges: Mapping[str, Range],
+        hidden: Floats | None,
+    ) -> Stage:
+        """Write a stage, which appears whole or not at all, in place of any that is there."""
+        tensors: dict[str, NDArray[Any]] = {} if hidden is None else {"hidden": hidden}
+        for name, weight in matrices.items():
+            tensors |= {f"{name}.integers": weight.integers, f"{name}.scales": weight.scales}
+            if weight.grid.block_scales is not None:
+                tensors[f"{name}.block_scales"] = weight.grid.block_scales
+        tensors |= {f"{name}.sample": seen.sample for name, seen in ranges.items() if seen.sample.size}
+        with atomic_directory(folder, force=True, marker=RECORD) as partial:
+            extents = write_shard(partial / _TENSORS, tensors)
+            with (partial / _TENSORS).open("rb") as file:
+                sha256 = _sha256(file)
+            record = _Record(
+                sha256=sha256,
+                matrices={name: _Matrix(dtype=weight.grid.dtype) for name, weight in matrices.items()},
+                ranges={name: _Extremes(low=seen.low, high=seen.high) for name, seen in ranges.items()},
+                tensors={
+                    name: _Tensor(dtype=tensors[name].dtype.name, shape=tensors[name].shape, offset=extent.offset)
+                    for name, extent in extents.items()
+                },
+            )
+            (partial / RECORD).write_bytes(msgspec.json.encode(record))
+        return cls((folder / _TENSORS).open("rb"), record)
+
+    @property
+    def names(self) -> list[str]:
+        """The matrices that it holds."""
+        return list(self._record.matrices)
+
+    def matrix(self, name: str) -> QuantizedWeight:
+        """One of them."""
+        blocks = f"{name}.block_scales"
+        grid = Grid(
+            self._record.matrices[name].dtype,
+            self._read(f"{name}.scales"),
+            self._read(blocks) if blocks in self._record.tensors else None,
+        )
+        return QuantizedWeight(self._read(f"{name}.integers"), grid)
+
+    def ranges(self) -> dict[str, Range]:
+        """What was met in this layer."""
+        found = {}
+        for name, seen in self._record.ranges.items():
+            sample = f"{name}.sample"
+            found[name] = Range(seen.low, seen.high, self._read(sample) if sample in self._record.tensors else None)
+        return found
+
+    def hidden(self) -> Floats:
+        """`[2, windows, T, hidden]`, the residual behind the layer."""
+        return self._read("hidden")
+
+    def _read(self, name: str) -> NDArray[Any]:
+        place = self._record.tensors[name]
+        self._file.seek(place.offset)
+        values = np.empty(place.shape, place.dtype)
+        self._file.readinto(values.data)  # type: ignore[attr-defined]
+        return values
+
+
+def _sha256(file: BinaryIO) -> str:
+    digest = hashlib.sha256()
+    while block := file.read(_BLOCK_BYTES):
+        digest.update(block)
+    return digest.hexdigest()

@@ -1,0 +1,90 @@
+"""The cache directory in which stages are kept."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from edgekv.errors import UsageError
+from exporters.quantize.reference import Floats
+from exporters.quantize.stages.stage import Stage
+from quant import QuantizedWeight, Range
+
+VARIABLE = "EDGEKV_CACHE_DIR"
+
+
+class StageStore:
+    """Stages in a folder, each under its key."""
+
+    def __init__(self, folder: Path) -> None:
+        """Names the folder; it is made with the first stage."""
+        self.folder = folder
+
+    def find(self, key: str) -> Stage | None:
+        """The stage of this key, if it is there and whole."""
+        return Stage.open(self._path(key))
+
+    def write(
+        self,
+        key: str,
+        matrices: Mapping[str, QuantizedWeight],
+        ranges: Mapping[str, Range],
+        hidden: Floats | None,
+    ) -> Stage:
+        """Keep a stage; see `Stage.write`."""
+        return Stage.write(self._path(key), matrices, ranges, hidden)
+
+    def remove(self, keys: Iterable[str]) -> None:
+        """Forget these stages; what is not there needs no forgetting."""
+        for key in keys:
+            shutil.rmtree(self._path(key), ignore_errors=True)
+
+    def clear(self) -> None:
+        """Forget all."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    @property
+    def stages(self) -> int:
+        """How many it holds."""
+        return sum(1 for path in self.folder.glob("[!.]*") if path.is_dir())
+
+    @property
+    def bytes(self) -> int:
+        """Of all files."""
+        return sum(path.stat().st_size for path in self.folder.rglob("*") if path.is_file())
+
+    def _path(self, key: str) -> Path:
+        return self.folder / key[:32]
+
+
+def stage_store(folder: Path | None = None) -> StageStore:
+    """The stages in this cache directory; None stands for EDGEKV_CACHE_DIR or else the user's own.
+
+    Raises:
+        UsageError: it is no folder, or cannot be made.
+    """
+    folder = folder or _user_folder()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(
+            f"--cache-dir {folder}",
+            got=error.strerror,
+            expected="a folder that can be written",
+            fix=f"Give another one, or set {VARIABLE}.",
+        ) from None
+    return StageStore(folder / "stages")
+
+
+def _user_folder() -> Path:
+    """Where programs of this platform keep what can be made again."""
+    if given := os.environ.get(VARIABLE):
+        return Path(given)
+    if sys.platform == "win32":
+        return Path(os.environ.get("LOCALAPPDATA", Path.home() / "AppData" / "Local")) / "edgekv" / "Cache"
+    if sys.platform == "darwin":
+        return Path.home() / "Library" / "Caches" / "edgekv"
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "edgekv"

@@ -1,0 +1,137 @@
+"""Room for an export: RAM under a cap that the user states, and disk."""
+
+from __future__ import annotations
+
+import errno
+import re
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+from edgekv.errors import BundleError, UsageError
+from edgekv.plan import graph_bytes, quantization_bytes, writing_bytes
+from edgekv.spec.decoder import DecoderSpec
+from edgekv.spec.tensors import matrices
+from exporters.quantize.recipe import Recipe
+from quant import weight_bits
+
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kMGT]?i?)B?", re.IGNORECASE)
+_POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
+_FILE_COPIES = 3  # its parts, the file put together, and what is handed to the system
+_FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+
+
+def parse_bytes(option: str, text: str) -> int:
+    """A size such as `4GB` (10^9 bytes each) or `4GiB` (2^30), in bytes.
+
+    Raises:
+        UsageError: it is none.
+    """
+    match = _SIZE.fullmatch(text.strip())
+    if match is None:
+        raise UsageError(option, got=repr(text), expected="a size, such as 4GB or 512MiB", fix="Give a unit.")
+    unit = match[2].upper()
+    return int(float(match[1]) * (1024 if unit.endswith("I") else 1000) ** _POWERS[unit.removesuffix("I")])
+
+
+def check_ram(spec: DecoderSpec, tokens: int, window: int, file_bytes: int, most_bytes: int | None) -> None:
+    """Refuse a cap that the export would not hold.
+
+    What is worked on at a time is as small as it gets without a layer's own arithmetic: nothing is gained from a
+    higher cap, and the integers do not depend on it.
+
+    Args:
+        spec: the decoder.
+        tokens: of the calibration text.
+        window: tokens of each of its windows.
+        file_bytes: of a file that is written from memory, as TFLite's is; 0 if there is none.
+        most_bytes: the cap, or None.
+
+    Raises:
+        UsageError: naming what is needed.
+    """
+    if most_bytes is None:
+        return
+    needs = {
+        f"a layer on {tokens:,} calibration tokens": quantization_bytes(
+            spec.sizes, 2 * spec.layers * spec.kv_heads, tokens, window
+        ),
+        "writing weights": writing_bytes(spec.sizes) + _FILE_COPIES * file_bytes,
+    }
+    stage, needed = max(needs.items(), key=lambda each: each[1])
+    if needed > most_bytes:
+        fewer = quantization_bytes(spec.sizes, 2 * spec.layers * spec.kv_heads, min(tokens, 2 * window), window)
+        fix = f"Use --max-ram {_gb(needed)} or more"
+        if fewer < needed and stage != "writing weights":
+            fix += f", or fewer --calibration-tokens: with {2 * window:,} it takes {_gb(fewer)}"
+        raise UsageError("--max-ram", got=_gb(most_bytes), expected=f"{_gb(needed)} for {stage}", fix=fix + ".")
+
+
+def check_disk(needs: Mapping[Path, int]) -> None:
+    """Refuse to begin what the disks have no room for.
+
+    Args:
+        needs: bytes that will be written under each folder, which need not exist yet.
+
+    Raises:
+        BundleError: naming the disk and what is needed on it.
+    """
+    disks: dict[int, list[Path]] = {}
+    for folder in needs:
+        disks.setdefault(_existing(folder).stat().st_dev, []).append(folder)
+    for folders in disks.values():
+        needed_bytes = sum(needs[folder] for folder in folders)
+        free_bytes = shutil.disk_usage(_existing(folders[0])).free
+        if free_bytes < needed_bytes:
+            raise BundleError(
+                f"disk of {' and '.join(str(folder) for folder in folders)}",
+                got=f"{_gb(free_bytes)} free",
+                expected=f"{_gb(needed_bytes)}",
+                fix="Free some space, or choose another disk with -o and --cache-dir.",
+            )
+
+
+def stage_bytes(spec: DecoderSpec, tokens: int) -> int:
+    """What the stages of an export hold on the disk: integers, a byte each, and the residual behind every layer."""
+    sizes = spec.sizes
+    residual = 2 * 4 * tokens * sizes.hidden
+    return sizes.layers * (sizes.layer_parameters + residual) + sizes.table_parameters
+
+
+def bundle_bytes(spec: DecoderSpec, recipe: Recipe, graphs: int) -> int:
+    """What a bundle holds on the disk."""
+    bits = sum(rows * inputs * weight_bits(recipe.rule(name).dtype) for name, (rows, inputs) in matrices(spec).items())
+    return bits // 8 + 2 * spec.sizes.table_parameters + graphs * graph_bytes(spec.sizes)
+
+
+@contextmanager
+def full_disk_named(folder: Path, needed_bytes: int, what: str) -> Iterator[None]:
+    """Turn a disk that became full into an error that says what was being written.
+
+    Raises:
+        BundleError: in place of the system's error.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in _FULL:
+            raise
+        raise BundleError(
+            f"disk of {folder}",
+            got=f"{error.strerror} while writing {what}",
+            expected=f"{_gb(needed_bytes)} for it",
+            fix="Free some space, or choose another disk, and go on with --resume: nothing half-written was left.",
+        ) from error
+
+
+def _existing(folder: Path) -> Path:
+    """The folder, or the nearest one above it that exists."""
+    return next(each for each in (folder.absolute(), *folder.absolute().parents) if each.is_dir())
+
+
+def _gb(size_bytes: int) -> str:
+    """Rounded up, so that what is named is enough."""
+    step = 10**6 if size_bytes < 10**9 else 10**7
+    size = -(-size_bytes // step) * step
+    return f"{size / 1e9:.2f}GB" if size >= 10**9 else f"{size // 10**6}MB"

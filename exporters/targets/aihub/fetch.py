@@ -1,0 +1,203 @@
+"""What the service has made, brought into the bundle: `hub/<device>/`, beside `compiled/`."""
+
+from __future__ import annotations
+
+import shutil
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from edgekv.bundle import Bundle, FileRecord, atomic_directory, readable_json, record_files
+from edgekv.errors import BundleError, ServiceError
+from exporters.htp.compile import read_target
+from exporters.targets.aihub.account import Account
+from exporters.targets.aihub.compare import Comparison, compare
+from exporters.targets.aihub.ledger import FOLDER, JobRecord
+from exporters.targets.aihub.options import Ends, graph_name
+from exporters.targets.aihub.sample import read_sample
+
+FETCHED = "fetched.json"
+
+
+class Artefact(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One file that a job made.
+
+    Attributes:
+        file: in the device's folder.
+        kind: of the job.
+        graphs: names of the graphs in it.
+        job: id of the job.
+        soc: part number that a context binary itself names; none where it names none.
+    """
+
+    file: str
+    kind: str
+    graphs: list[str]
+    job: str
+    soc: str | None = None
+
+
+class ProfileResult(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What the service measured.
+
+    Attributes:
+        graph: name of the graph.
+        job: id of the job.
+        inference_us: least time of an inference.
+        load_us: time of the first load.
+        peak_bytes: most memory during inference.
+        layers: how many layers ran on each unit, such as `NPU`.
+    """
+
+    graph: str
+    job: str
+    inference_us: int
+    load_us: int
+    peak_bytes: int | None
+    layers: dict[str, int]
+
+
+class Fetched(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`fetched.json`, beside the files of one hosted device.
+
+    Attributes:
+        device: as the service calls it.
+        soc: part number of its chip.
+        bundle_sha256: hash of the bundle's manifest.
+        artefacts: one for each job that makes a file.
+        profiles: one for each profile job.
+        comparisons: one for each inference job.
+        files: size and hash of every file.
+    """
+
+    device: str
+    soc: str
+    bundle_sha256: str
+    artefacts: list[Artefact]
+    profiles: list[ProfileResult]
+    comparisons: list[Comparison]
+    files: dict[str, FileRecord]
+
+
+def fetch_device(bundle: Bundle, account: Account, records: Sequence[JobRecord]) -> Fetched | None:
+    """Download what is done of one device's jobs; its folder is replaced in one step. Files that are there stay.
+
+    Args:
+        bundle: where to.
+        account: where from.
+        records: of one device; those that are not done are passed over.
+
+    Returns:
+        What the folder now holds; none if no job is done.
+
+    Raises:
+        ServiceError: the service could not be reached, or sent something else.
+        BundleError: a file of the folder was changed, or a sample is missing.
+    """
+    done = [record for record in records if record.state == "done"]
+    if not done:
+        return None
+    first = done[0]
+    target = bundle.path / FOLDER / first.slug
+    kept = _read(target)
+    artefacts: list[Artefact] = []
+    profiles: list[ProfileResult] = []
+    comparisons: list[Comparison] = []
+    with atomic_directory(target, force=True, marker=FETCHED) as folder:
+        for record in done:
+            assert record.id is not None
+            if record.kind in ("compile", "link"):
+                artefacts.append(_model(account, record, folder, target, kept))
+            elif record.kind == "profile":
+                profiles.append(_profile(account, record, folder))
+            elif record.kind == "infer":
+                comparisons.append(_compare(bundle, account, record))
+        fetched = Fetched(
+            device=first.device or "",
+            soc=first.soc or "",
+            bundle_sha256=first.bundle_sha256,
+            artefacts=artefacts,
+            profiles=profiles,
+            comparisons=comparisons,
+            files=record_files(folder),
+        )
+        (folder / FETCHED).write_bytes(readable_json(fetched))
+    return fetched
+
+
+def _model(account: Account, record: JobRecord, folder: Path, earlier: Path, kept: Fetched | None) -> Artefact:
+    """The model that a compile or link job made, copied if an earlier fetch has brought it."""
+    for artefact in kept.artefacts if kept is not None else ():
+        if artefact.job == record.id:
+            shutil.copyfile(earlier / artefact.file, folder / artefact.file)
+            return artefact
+    stem = f"{record.kind}_{'+'.join(record.graphs)}" if len(record.graphs) == 1 else record.kind
+    with account.asking(f"downloading what job {record.id} made") as client:
+        assert record.product is not None
+        path = Path(client.get_model(record.product).download(str(folder / stem)))
+    target = read_target(path)
+    if target is not None and target.soc != record.soc:
+        raise ServiceError(
+            f"AI Hub: job {record.id}",
+            got=f"a binary for {target.soc}",
+            expected=f"one for {record.soc}, the chip of {record.device}",
+            fix="Compile again with --force; if it stays so, report the job to AI Hub.",
+        )
+    return Artefact(
+        file=path.name,
+        kind=record.kind,
+        graphs=record.graphs,
+        job=record.id or "",
+        soc=None if target is None else target.soc,
+    )
+
+
+def _profile(account: Account, record: JobRecord, folder: Path) -> ProfileResult:
+    assert record.id is not None
+    with account.asking(f"reading the profile of job {record.id}") as client:
+        raw: dict[str, Any] = client.get_job(record.id).download_profile()  # type: ignore[attr-defined, unused-ignore]
+        summary = raw["execution_summary"] if raw else {}
+        if not summary.get("estimated_inference_time"):
+            raise ValueError("a profile without an inference time")
+    (folder / f"profile_{record.graphs[0]}.json").write_bytes(readable_json(raw))
+    return ProfileResult(
+        graph=record.graphs[0],
+        job=record.id,
+        inference_us=summary["estimated_inference_time"],
+        load_us=summary.get("first_load_time") or 0,
+        peak_bytes=summary.get("estimated_inference_peak_memory"),
+        layers=dict(Counter(layer["compute_unit"] for layer in raw["execution_detail"])),
+    )
+
+
+def _compare(bundle: Bundle, account: Account, record: JobRecord) -> Comparison:
+    assert record.id is not None
+    sample = read_sample(bundle.path / FOLDER / "samples", record.graphs[0])
+    graph = next(g for g in bundle.manifest.graphs if g.role != "score" and graph_name(g) == record.graphs[0])
+    expected = {name: sample.outputs[name] for name in Ends.of(bundle, graph).outputs}
+    with account.asking(f"reading the outputs of job {record.id}") as client:
+        found = client.get_job(record.id).download_output_data()  # type: ignore[attr-defined, unused-ignore]
+        if not isinstance(found, dict):
+            raise ValueError("no outputs")
+    return compare(bundle.manifest, record.graphs[0], record.id, expected, found)
+
+
+def _read(folder: Path) -> Fetched | None:
+    """What an earlier fetch has brought, its files verified."""
+    path = folder / FETCHED
+    if not path.is_file():
+        return None
+    fix = f"Remove {folder} and fetch again."
+    try:
+        fetched = msgspec.json.decode(path.read_bytes(), type=Fetched)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise BundleError(str(path), got=error, expected="what edgekv wrote", fix=fix) from None
+    actual = record_files(folder)
+    for name, record in fetched.files.items():
+        if actual.get(name) != record:
+            found = "no such file" if name not in actual else "another content"
+            raise BundleError(str(folder / name), got=found, expected=f"sha256 {record.sha256}", fix=fix)
+    return fetched

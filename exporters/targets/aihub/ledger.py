@@ -1,0 +1,135 @@
+"""What was asked of AI Hub, one small file for each job: an interrupted run is picked up, not submitted again."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from edgekv.bundle import MANIFEST, Bundle, atomic_file, readable_json, sha256_of
+from edgekv.errors import BundleError
+
+FORMAT = 1
+FOLDER = "hub"
+
+Kind = Literal["upload", "dataset", "compile", "link", "profile", "infer"]
+State = Literal["submitting", "submitted", "done", "failed"]
+
+
+class JobRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One job, or one upload.
+
+    Attributes:
+        format: version of this layout.
+        kind: what was asked for.
+        graphs: names of the graphs in the binary, as Genie reads them.
+        device: the hosted device, as the service calls it; none for uploads.
+        slug: the device's folder under `hub/`; `uploads` for uploads.
+        soc: part number of the device's chip.
+        options: in the service's syntax.
+        sources: what it was made from: ids of the service, or hashes of uploaded files.
+        bundle_sha256: hash of the bundle's manifest.
+        service: host that was asked.
+        state: `submitting` until the service has answered; after an interruption the job is looked up by its name.
+        id: the service's id, once it has answered.
+        product: id of the model that the job makes; the service gives it before the job is done.
+        url: page of the job.
+        reason: why it failed, in the service's words.
+    """
+
+    format: int = FORMAT
+    kind: Kind
+    graphs: list[str]
+    device: str | None
+    slug: str
+    soc: str | None
+    options: str
+    sources: list[str]
+    bundle_sha256: str
+    service: str
+    state: State = "submitting"
+    id: str | None = None
+    product: str | None = None
+    url: str | None = None
+    reason: str | None = None
+
+    @property
+    def key(self) -> str:
+        """One job of each kind is kept for a device and its graphs: the newest."""
+        return f"{self.slug}.{self.kind}.{'+'.join(self.graphs)}"
+
+    @property
+    def fingerprint(self) -> str:
+        """Equal for equal questions, whatever came of them."""
+        question = [self.kind, self.graphs, self.device, self.options, self.sources, self.bundle_sha256, self.service]
+        return hashlib.sha256(msgspec.json.encode(question)).hexdigest()[:16]
+
+    @property
+    def name(self) -> str:
+        """The name that the service shows, unique to the question."""
+        return f"edgekv {self.kind} {'+'.join(self.graphs)} {self.fingerprint}"
+
+
+class Ledger:
+    """The job files of one bundle, `hub/jobs/*.json`. Each is replaced in one step, so it is whole at all times."""
+
+    def __init__(self, bundle: Bundle, service: str) -> None:
+        """Read them.
+
+        Raises:
+            BundleError: a file cannot be read, or tells of another state of the bundle or of another service.
+        """
+        self.folder = bundle.path / FOLDER
+        self.bundle_sha256 = sha256_of(bundle.path / MANIFEST)
+        self.service = service
+        self._jobs = self.folder / "jobs"
+        self._records = {record.key: record for record in map(self._read, sorted(self._jobs.glob("*.json")))}
+
+    @staticmethod
+    def forget(bundle: Bundle) -> None:
+        """Remove all job files; what was downloaded stays."""
+        for path in (bundle.path / FOLDER / "jobs").glob("*.json"):
+            path.unlink()
+
+    def records(self, *kinds: Kind) -> list[JobRecord]:
+        """The records of these kinds, in the order of their keys; of all kinds if none is named."""
+        return [record for _, record in sorted(self._records.items()) if not kinds or record.kind in kinds]
+
+    def find(self, question: JobRecord) -> JobRecord | None:
+        """The record of the same question, if it was asked."""
+        record = self._records.get(question.key)
+        return record if record is not None and record.fingerprint == question.fingerprint else None
+
+    def put(self, record: JobRecord) -> JobRecord:
+        """Write a record; it takes the place of an earlier one with its key."""
+        self._jobs.mkdir(parents=True, exist_ok=True)
+        path = self._jobs / f"{_file_name(record.key)}.json"
+        with atomic_file(path) as partial:
+            partial.write_bytes(readable_json(record))
+        self._records[record.key] = record
+        return record
+
+    def _read(self, path: Path) -> JobRecord:
+        fix = "Forget the earlier jobs with --force."
+        try:
+            record = msgspec.json.decode(path.read_bytes(), type=JobRecord)
+        except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise BundleError(str(path), got=error, expected="a job file", fix=fix) from None
+        checks: Sequence[tuple[str, object, object]] = (
+            ("format", record.format, FORMAT),
+            ("bundle_sha256", record.bundle_sha256, self.bundle_sha256),
+            ("service", record.service, self.service),
+        )
+        for field, found, wanted in checks:
+            if found != wanted:
+                what = "the bundle has changed since it was submitted" if field == "bundle_sha256" else found
+                raise BundleError(f"{path}: {field}", got=what, expected=wanted, fix=fix)
+        return record
+
+
+def _file_name(key: str) -> str:
+    """The key, or what fits into a file name of it."""
+    return key if len(key) <= 180 else f"{key[:160]}.{hashlib.sha256(key.encode()).hexdigest()[:16]}"

@@ -1,0 +1,173 @@
+"""One real step of each graph: inputs as a generation has them, and what the CPU engine makes of them."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from safetensors import safe_open
+from safetensors.numpy import load_file, save
+
+from edgekv.bundle import Bundle, GraphRecord, Manifest, atomic_file
+from edgekv.errors import BundleError, UsageError
+from edgekv.kv import Geometry, KvTensor, Window
+from edgekv.runtime import CpuEngine
+from edgekv.runtime.inputs import StepInputs
+from edgekv.runtime.rope import rope_tables
+from edgekv.runtime.signature import Signature
+from exporters.targets.aihub.options import graph_name
+from quant import DTYPES
+
+_INPUT, _OUTPUT = "input.", "output."
+
+Tensors = Mapping[str, NDArray[Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """A step of one graph.
+
+    Attributes:
+        inputs: by name, in the types and shapes of the graph.
+        outputs: what the CPU engine gave, likewise.
+        sha256: of the inputs.
+    """
+
+    inputs: Tensors
+    outputs: Tensors
+    sha256: str
+
+
+def take_sample(bundle: Bundle, graph: GraphRecord, text: str, folder: Path) -> Sample:
+    """Run the beginning of a text on the CPU and keep the next step of this graph.
+
+    The step stands in `<folder>/<graph name>.safetensors`; the file is used again for the same text.
+
+    Args:
+        bundle: whose graphs run.
+        graph: the one to sample; its step comes after as much of the text as two prefill steps take.
+        text: real text, such as the calibration text.
+        folder: where to keep the step.
+
+    Raises:
+        UsageError: the text has too few tokens.
+        EngineError: the CPU engine refused a graph.
+    """
+    path = folder / f"{graph_name(graph)}.safetensors"
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    if path.is_file() and _text_of(path) == digest:
+        return _read(path)
+    alike = [g for g in bundle.manifest.graphs if g.role != "score" and g.context == graph.context]
+    feeder = max(alike, key=lambda g: g.ar)
+    before = min(2, (bundle.manifest.context - graph.ar) // feeder.ar) * feeder.ar
+    tokens = bundle.tokenizer().encode(text).ids[: before + graph.ar]
+    if len(tokens) < before + graph.ar:
+        raise UsageError(
+            "--text", got=f"{len(tokens)} tokens", expected=f"{before + graph.ar}", fix="Give a longer text."
+        )
+    steps = _Steps(bundle)
+    for start in range(0, before, feeder.ar):
+        steps.run(feeder, tokens[start : start + feeder.ar])
+    inputs, outputs = steps.run(graph, tokens[before:])
+    named = {_INPUT + name: value for name, value in inputs.items()}
+    named |= {_OUTPUT + name: value for name, value in outputs.items()}
+    folder.mkdir(parents=True, exist_ok=True)
+    with atomic_file(path) as partial:
+        partial.write_bytes(save(named, metadata={"text_sha256": digest}))
+    return Sample(inputs, outputs, _hash(inputs))
+
+
+class _Steps:
+    """Steps of a bundle's graphs with the past held as plain arrays, left-padded."""
+
+    def __init__(self, bundle: Bundle) -> None:
+        self._bundle = bundle
+        self._done = 0
+        self._past: dict[str, NDArray[Any]] = {}
+        self._ropes = rope_tables(bundle.manifest)
+        self._groups = bundle.manifest.cache_geometry.groups()
+
+    def run(self, graph: GraphRecord, tokens: Sequence[int]) -> tuple[Tensors, Tensors]:
+        """Run as many tokens as the graph takes; its inputs and outputs."""
+        manifest = self._bundle.manifest
+        signature = Signature.of(manifest, graph)
+        masks = [manifest.mask(group.context) for group in self._groups]
+        mask_encoding = manifest.encodings["attention_mask"].encoding()
+        step = StepInputs(signature.inputs, masks, mask_encoding, manifest.tokens.pad or 0, self._ropes)
+        step.write(tokens, self._done, [self._window(group, graph) for group in self._groups], ())
+        tensors = list(manifest.cache_geometry.names())
+        shapes = {port.name: port.shape for port in signature.inputs}
+        past = {each.past: self._padded(each, shapes[each.past], manifest) for each in tensors}
+        inputs: Tensors = step.arrays | past
+        session = CpuEngine().session(self._bundle.graph_path(graph))
+        names = [port.name for port in signature.outputs]
+        outputs: Tensors = dict(zip(names, session.run(names, inputs), strict=True))
+        for each in tensors:
+            rows = [*([self._past[each.past]] if each.past in self._past else []), outputs[each.new]]
+            self._past[each.past] = np.concatenate(rows, _rows_axis(manifest.key_layout, each.kind))
+        self._done += graph.ar
+        return inputs, outputs
+
+    def _window(self, group: Geometry, graph: GraphRecord) -> Window:
+        """The newest rows stand at the right end; the last new token of a narrow layer sees fewer than the first."""
+        columns = group.past_rows(graph.ar, graph.context)
+        held = min(self._done, columns)
+        first = columns - held
+        leaving = range(first, first + max(0, held - (group.context - graph.ar)))
+        return Window(graph.ar, columns, 0, 0, False, first, columns, tuple(leaving))
+
+    def _padded(self, tensor: KvTensor, shape: tuple[int, ...], manifest: Manifest) -> NDArray[Any]:
+        """The newest rows of a tensor, behind rows that stand for zero."""
+        padded = np.full(shape, manifest.geometry.zero_point, DTYPES[manifest.kv_dtype])
+        if tensor.past in self._past:
+            axis, held = _rows_axis(manifest.key_layout, tensor.kind), self._past[tensor.past]
+            count = min(shape[axis], held.shape[axis])
+            target, source = [slice(None)] * 4, [slice(None)] * 4
+            target[axis] = slice(shape[axis] - count, None)
+            source[axis] = slice(held.shape[axis] - count, None)
+            padded[tuple(target)] = held[tuple(source)]
+        return padded
+
+
+def _rows_axis(key_layout: str, kind: str) -> int:
+    return 3 if kind == "key" and key_layout == "columns" else 2
+
+
+def read_sample(folder: Path, graph: str) -> Sample:
+    """The step that `take_sample` has kept of a graph.
+
+    Raises:
+        BundleError: there is none.
+    """
+    path = folder / f"{graph}.safetensors"
+    if not path.is_file():
+        raise BundleError(
+            str(path), got="no such file", expected="the step that was submitted", fix="Run: edgekv hub infer"
+        )
+    return _read(path)
+
+
+def _text_of(path: Path) -> str | None:
+    """Hash of the text that a kept step is of."""
+    with safe_open(path, "numpy") as file:
+        return (file.metadata() or {}).get("text_sha256")
+
+
+def _read(path: Path) -> Sample:
+    values = load_file(path)
+    inputs = {name.removeprefix(_INPUT): value for name, value in values.items() if name.startswith(_INPUT)}
+    outputs = {name.removeprefix(_OUTPUT): value for name, value in values.items() if name.startswith(_OUTPUT)}
+    return Sample(inputs, outputs, _hash(inputs))
+
+
+def _hash(tensors: Tensors) -> str:
+    digest = hashlib.sha256()
+    for name, value in sorted(tensors.items()):
+        digest.update(f"{name} {value.dtype} {value.shape}".encode())
+        digest.update(np.ascontiguousarray(value).tobytes())
+    return digest.hexdigest()

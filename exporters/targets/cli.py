@@ -1,0 +1,24 @@
+"""The group `edgekv bundle`: a bundle as the files that another runtime loads.
+
+Each runtime's command lives beside its exporter and joins here with `bundle.command(NAME)(function)`.
+"""
+
+from __future__ import annotations
+
+import typer
+
+from exporters.targets.genai.cli import bundle_genai
+from exporters.targets.genie.cli import bundle_genie
+
+bundle = typer.Typer(
+    no_args_is_help=True, rich_markup_mode=None, help="Write a bundle as the files that another runtime loads."
+)
+
+
+@bundle.callback()
+def _bundle() -> None:
+    pass
+
+
+bundle.command("genai")(bundle_genai)
+bundle.command("genie")(bundle_genie)

@@ -1,0 +1,106 @@
+"""`edgekv bundle genai` and `edgekv genai run`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Optional
+
+import msgspec
+import typer
+
+from devices import find
+from edgekv.bundle import Bundle, open_bundle
+from edgekv.errors import UsageError
+from exporters.cli import ForceOption, JsonOption
+from exporters.progress import shown
+from exporters.targets.genai.folder import GenaiOptions, write_folder
+from exporters.targets.genai.run import open_folder, run_folder
+
+# ruff: noqa: UP045  (typer reads the annotations of Python 3.10 at run time)
+
+genai = typer.Typer(
+    no_args_is_help=True, rich_markup_mode=None, help="Run what `edgekv bundle genai` wrote in onnxruntime-genai."
+)
+
+
+@genai.callback()
+def _genai() -> None:
+    pass
+
+
+class Output(msgspec.Struct, frozen=True):
+    """What `edgekv genai run --json` prints."""
+
+    prompt_tokens: list[int]
+    tokens: list[int]
+    text: str
+
+
+def bundle_genai(
+    bundle: Annotated[Path, typer.Argument(help="A bundle's folder.", show_default=False)],
+    output: Annotated[Path, typer.Option("-o", "--output", help="The folder to be made.", show_default=False)],
+    engine: Annotated[str, typer.Option(help="Where onnxruntime-genai runs the graphs: htp or cpu.")] = "htp",
+    device: Annotated[
+        Optional[str],
+        typer.Option(help="Target of the engine htp: part number or name.", show_default="the bundle's"),
+    ] = None,
+    share_weights: Annotated[
+        bool,
+        typer.Option(
+            "--share-weights", help="One binary with the weights once; it runs on a Snapdragon, not on the emulator."
+        ),
+    ] = False,
+    pad_token_id: Annotated[
+        Optional[int],
+        typer.Option(help="An id that no prompt contains.", show_default="the bundle's own, or an unused one"),
+    ] = None,
+    skip_check: Annotated[
+        bool, typer.Option("--skip-check", help="Do not run the graphs beside the bundle's; the output says so.")
+    ] = False,
+    force: ForceOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Write the folder that onnxruntime-genai loads.
+
+    Its graphs have the heads of a layer in one tensor and must compute the integers that the bundle's graphs compute.
+    The cache must be u8.
+    """
+    opened = open_bundle(bundle)
+    options = _options(opened, engine, device, pad_token_id, share_weights=share_weights, check=not skip_check)
+    with shown() as progress:
+        written = write_folder(opened, output, options, force=force, progress=progress)
+    if as_json:
+        typer.echo(msgspec.json.encode(written))
+        return
+    held = sum(record.bytes for record in written.files.values())
+    where = "the CPU" if written.soc is None else written.soc
+    typer.echo(f"{output}: for {where}, context {written.context}, {held / 1e6:.1f} MB")
+    typer.echo(f"  prompts go in windows of {written.window} tokens, padded with {written.pad_token}")
+    typer.echo("  its graphs compute the bundle's integers" if written.checked else "  not compared with the bundle")
+
+
+@genai.command("run")
+def run(
+    folder: Annotated[Path, typer.Argument(help="A folder that `edgekv bundle genai` wrote.", show_default=False)],
+    prompt: Annotated[str, typer.Option(help="The text to continue.", show_default=False)],
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Generate at most so many tokens.")] = 128,
+    as_json: JsonOption = False,
+) -> None:
+    """Continue a prompt in onnxruntime-genai on this machine, greedily."""
+    opened = open_folder(folder)
+    tokenizer = opened.tokenizer()
+    tokens = list(tokenizer.encode(prompt).ids)
+    new = run_folder(opened, tokens, max_new_tokens)
+    text = tokenizer.decode(new)
+    typer.echo(msgspec.json.encode(Output(tokens, new, text)) if as_json else text)
+
+
+def _options(
+    bundle: Bundle, engine: str, device: str | None, pad_token: int | None, *, share_weights: bool, check: bool
+) -> GenaiOptions:
+    if engine not in ("htp", "cpu"):
+        raise UsageError("--engine", got=repr(engine), expected="htp or cpu", fix="Use htp.")
+    if engine == "cpu" and device is not None:
+        raise UsageError("--device", got=f"{device} with the engine cpu", expected="none", fix="Leave it out.")
+    target = None if engine == "cpu" else find(device or bundle.manifest.device)
+    return GenaiOptions(target, pad_token, share_weights, check)

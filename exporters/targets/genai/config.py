@@ -1,0 +1,180 @@
+"""`genai_config.json`: what onnxruntime-genai reads of a model. Its names, as of 0.16."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from edgekv.bundle import GraphRecord, Manifest
+from edgekv.runtime import EngineName
+from exporters.targets.genai.helpers import FLOAT_LOGITS, HELD_TOKENS, POSITION_IDS
+from exporters.targets.genai.stacked import new_name, past_name
+
+CONFIG = "genai_config.json"
+TOKENIZER = "tokenizer.json"
+POSITION_PROCESSOR = "position-processor.onnx"
+DEQUANTIZER = "dequantizer.onnx"
+
+_LOG_ERRORS = 3
+_ROTARY = ("position_ids_cos", "position_ids_sin")
+
+
+class _Part(msgspec.Struct, frozen=True, kw_only=True):
+    pass
+
+
+class SessionOptions(_Part, frozen=True, kw_only=True):
+    """Of one graph."""
+
+    log_severity_level: int = _LOG_ERRORS
+    disable_quant_qdq: str | UnsetType = msgspec.field(default=UNSET, name="session.disable_quant_qdq")
+    disable_cpu_ep_fallback: str | UnsetType = msgspec.field(default=UNSET, name="session.disable_cpu_ep_fallback")
+    provider_options: list[dict[str, dict[str, str]]] = []
+
+
+class Stage(_Part, frozen=True, kw_only=True):
+    """One graph of the pipeline: the stages run in their order, each reads what those before it wrote."""
+
+    filename: str
+    inputs: list[str]
+    outputs: list[str]
+    session_options: SessionOptions | UnsetType = UNSET
+    run_on_prompt: bool = True
+    run_on_token_gen: bool = True
+
+
+class SlidingWindow(_Part, frozen=True, kw_only=True):
+    """How the prompt is cut: in pieces of `window_size` tokens, the first padded in front."""
+
+    window_size: int
+    pad_value: int
+    alignment: Literal["right"] = "right"
+    slide_key_value_cache: bool = True
+
+
+class DecoderInputs(_Part, frozen=True, kw_only=True):
+    """Which inputs onnxruntime-genai fills itself; `%d` stands for the layer."""
+
+    input_ids: str
+    attention_mask: str
+    position_ids: str
+    past_key_names: str
+    past_value_names: str
+
+
+class DecoderOutputs(_Part, frozen=True, kw_only=True):
+    """Which outputs it reads itself."""
+
+    logits: str
+    present_key_names: str
+    present_value_names: str
+
+
+class Decoder(_Part, frozen=True, kw_only=True):
+    session_options: SessionOptions
+    head_size: int
+    hidden_size: int
+    num_attention_heads: int
+    num_hidden_layers: int
+    num_key_value_heads: int
+    inputs: DecoderInputs
+    outputs: DecoderOutputs
+    sliding_window: SlidingWindow
+    pipeline: list[dict[str, Stage]]
+
+
+class Model(_Part, frozen=True, kw_only=True):
+    type: str
+    bos_token_id: int | UnsetType = UNSET
+    eos_token_id: list[int]
+    pad_token_id: int
+    vocab_size: int
+    context_length: int
+    decoder: Decoder
+
+
+class Search(_Part, frozen=True, kw_only=True):
+    """Greedy, until the context is full or an end token came; a program may ask for anything else."""
+
+    max_length: int
+    do_sample: bool = False
+
+
+class GenaiConfig(_Part, frozen=True, kw_only=True):
+    model: Model
+    search: Search
+
+
+def genai_config(
+    manifest: Manifest, decode: GraphRecord, prefill: GraphRecord, engine: EngineName, pad_token: int
+) -> GenaiConfig:
+    """The configuration of a folder with these graphs.
+
+    Args:
+        manifest: of the bundle.
+        decode: the AR-1 graph.
+        prefill: the graph that the prompt goes through, a window at a time.
+        engine: where the two graphs run.
+        pad_token: fills the first window in front; no prompt may contain it.
+    """
+    model = manifest.model
+    options = _session_options(engine)
+    layers = range(model.layers)
+    past = [past_name(kind, layer) for layer in layers for kind in ("key", "value")]
+    new = [new_name(kind, layer) for layer in layers for kind in ("key", "value")]
+    reads, writes = ["input_ids", "attention_mask", *_ROTARY, *past], ["logits", *new]
+    pipeline = {
+        "position-processor": Stage(
+            filename=POSITION_PROCESSOR, inputs=[POSITION_IDS, HELD_TOKENS], outputs=["attention_mask", *_ROTARY]
+        ),
+        "prefill": Stage(
+            filename=prefill.file, inputs=reads, outputs=writes, session_options=options, run_on_token_gen=False
+        ),
+        "decode": Stage(
+            filename=decode.file, inputs=reads, outputs=writes, session_options=options, run_on_prompt=False
+        ),
+        "dequantizer": Stage(filename=DEQUANTIZER, inputs=["logits"], outputs=[FLOAT_LOGITS]),
+    }
+    decoder = Decoder(
+        session_options=SessionOptions(),
+        head_size=model.head_dim,
+        hidden_size=model.hidden,
+        num_attention_heads=model.heads,
+        num_hidden_layers=model.layers,
+        num_key_value_heads=model.kv_heads,
+        inputs=DecoderInputs(
+            input_ids="input_ids",
+            attention_mask=HELD_TOKENS,
+            position_ids=POSITION_IDS,
+            past_key_names=past_name("key", "%d"),
+            past_value_names=past_name("value", "%d"),
+        ),
+        outputs=DecoderOutputs(
+            logits=FLOAT_LOGITS,
+            present_key_names=new_name("key", "%d"),
+            present_value_names=new_name("value", "%d"),
+        ),
+        sliding_window=SlidingWindow(window_size=prefill.ar, pad_value=manifest.geometry.zero_point),
+        pipeline=[{name: stage} for name, stage in pipeline.items()],
+    )
+    return GenaiConfig(
+        model=Model(
+            type="decoder-pipeline",
+            bos_token_id=UNSET if manifest.tokens.bos is None else manifest.tokens.bos,
+            eos_token_id=manifest.tokens.eos,
+            pad_token_id=pad_token,
+            vocab_size=model.vocab,
+            context_length=decode.context,
+            decoder=decoder,
+        ),
+        search=Search(max_length=decode.context),
+    )
+
+
+def _session_options(engine: EngineName) -> SessionOptions:
+    if engine == "cpu":
+        # As `edgekv.runtime.CpuEngine`: without it weights are dequantized in every step.
+        return SessionOptions(disable_quant_qdq="1")
+    return SessionOptions(disable_cpu_ep_fallback="1", provider_options=[{"qnn": {"backend_type": "htp"}}])

@@ -1,0 +1,239 @@
+"""From a bundle to the folder that onnxruntime-genai loads."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import onnx
+from onnx.external_data_helper import uses_external_data
+
+from devices import Device
+from edgekv.bundle import Bundle, FileRecord, GraphRecord, atomic_directory, readable_json, record_files
+from edgekv.errors import BundleError, EngineError, UsageError
+from edgekv.runtime import EngineName
+from exporters.htp.check import floating_nodes
+from exporters.htp.compile import compile_graphs
+from exporters.progress import Progress, silent
+from exporters.targets.genai.config import CONFIG, DEQUANTIZER, POSITION_PROCESSOR, TOKENIZER, genai_config
+from exporters.targets.genai.helpers import dequantizer, position_processor
+from exporters.targets.genai.proof import StackedGraph, prove
+from exporters.targets.genai.stacked import stack_heads
+
+_TOKENIZER_CONFIG = b'{"tokenizer_class": "PreTrainedTokenizerFast"}\n'
+
+
+class GenaiFolder(msgspec.Struct, frozen=True, kw_only=True):
+    """What was written.
+
+    Attributes:
+        engine: where its graphs run.
+        soc: part number of the chip that the graphs were compiled for, or None with the engine `cpu`.
+        context: S, prompt, padding and answer together.
+        window: tokens of a step through the prompt.
+        pad_token: the id that no prompt may contain.
+        shared_weights: whether both graphs lie in one binary.
+        checked: the stacked graphs were seen to compute the integers of the bundle's graphs.
+        files: size and hash of every file.
+    """
+
+    engine: EngineName
+    soc: str | None
+    context: int
+    window: int
+    pad_token: int
+    shared_weights: bool
+    checked: bool
+    files: dict[str, FileRecord]
+
+
+@dataclass(frozen=True, slots=True)
+class GenaiOptions:
+    """What a folder is made for.
+
+    Attributes:
+        device: the chip to compile for, or None to leave the graphs to ONNX Runtime on the CPU.
+        pad_token: an id that no prompt contains, or None to look for one.
+        share_weights: one binary for both graphs; Qualcomm's x86 emulator cannot load such a binary.
+        check: compare what the stacked graphs compute with what the bundle's compute.
+    """
+
+    device: Device | None
+    pad_token: int | None = None
+    share_weights: bool = False
+    check: bool = True
+
+    def __post_init__(self) -> None:
+        if self.share_weights and self.device is None:
+            raise UsageError(
+                "--share-weights",
+                got="it with the engine cpu",
+                expected="the engine htp",
+                fix="Leave it out: on the CPU the graphs share their weights anyway.",
+            )
+
+    @property
+    def engine(self) -> EngineName:
+        return "cpu" if self.device is None else "htp"
+
+
+def write_folder(
+    bundle: Bundle, target: Path, options: GenaiOptions, *, force: bool = False, progress: Progress = silent
+) -> GenaiFolder:
+    """Write the graphs with stacked heads, the two graphs around them, configuration and tokenizer.
+
+    Args:
+        bundle: what to write.
+        target: the folder; it appears whole or not at all.
+        options: what for.
+        force: replace an earlier folder.
+        progress: told of each stage.
+
+    Raises:
+        BundleError: the bundle has what onnxruntime-genai cannot express.
+        UsageError: the target exists, or no id for padding can be found.
+        EngineError: the compiler refused a graph, would compute part of it in float, or makes other integers of it.
+    """
+    manifest = bundle.manifest
+    decode, prefill = choose_graphs(bundle)
+    pad_token = choose_pad_token(bundle, options.pad_token)
+    with atomic_directory(target, force=force, marker=CONFIG) as folder:
+        graphs = folder / "graphs" if options.device else folder
+        graphs.mkdir(exist_ok=True)
+        _write_stacked(bundle, (decode, prefill), graphs)
+        if options.check:
+            stacked = [StackedGraph(record=g.name, file=str(graphs / g.file)) for g in (decode, prefill)]
+            progress("compare", 0, 1)
+            prove(bundle, stacked, options.device)
+            progress("compare", 1, 1)
+        if options.device:
+            _compile(options.device, [graphs / g.file for g in (decode, prefill)], folder, options, progress)
+            shutil.rmtree(graphs)
+        onnx.save(position_processor(manifest, decode.context), folder / POSITION_PROCESSOR)
+        onnx.save(dequantizer(manifest), folder / DEQUANTIZER)
+        config = genai_config(manifest, decode, prefill, options.engine, pad_token)
+        (folder / CONFIG).write_bytes(readable_json(config))
+        shutil.copyfile(bundle.path / TOKENIZER, folder / TOKENIZER)
+        (folder / "tokenizer_config.json").write_bytes(_TOKENIZER_CONFIG)
+        return GenaiFolder(
+            engine=options.engine,
+            soc=options.device.soc if options.device else None,
+            context=decode.context,
+            window=prefill.ar,
+            pad_token=pad_token,
+            shared_weights=options.share_weights,
+            checked=options.check,
+            files=record_files(folder),
+        )
+
+
+def choose_graphs(bundle: Bundle) -> tuple[GraphRecord, GraphRecord]:
+    """The graph of one token and the one that the prompt goes through, of the longest context that has both.
+
+    Raises:
+        BundleError: onnxruntime-genai cannot work with the bundle's cache or graphs.
+    """
+    bundle.require_onnx("onnxruntime-genai")
+    bundle.require_whole("onnxruntime-genai")
+    manifest = bundle.manifest
+    name = f"bundle {bundle.path}"
+    if manifest.kv_dtype != "u8":
+        raise BundleError(
+            f"{name}: cache",
+            got=manifest.kv_dtype,
+            expected="u8, the only type that onnxruntime-genai's windowed cache has",
+            fix="Export again with --kv u8.",
+        )
+    if manifest.windows:
+        raise BundleError(
+            f"{name}: attention windows",
+            got=", ".join("all" if window is None else str(window) for window in manifest.windows),
+            expected="layers that all attend to the whole context: onnxruntime-genai keeps one window for all",
+            fix="Use edgekv's own loop, or export a model without them.",
+        )
+    decode = {graph.context: graph for graph in manifest.graphs if graph.role == "decode"}
+    prefill = [graph for graph in manifest.graphs if graph.role == "prefill" and graph.context in decode]
+    if not prefill:
+        raise BundleError(
+            f"{name}: graphs",
+            got=f"only {', '.join(graph.name for graph in manifest.graphs)}",
+            expected="a prefill graph beside the decode graph: onnxruntime-genai has a window of at least 2 tokens",
+            fix="Export again with --ar 1,32.",
+        )
+    fitting = [graph for graph in prefill if graph.context >= 2 * graph.ar]
+    if not fitting:
+        least = min(prefill, key=lambda graph: graph.ar / graph.context)
+        raise BundleError(
+            f"{name}: {least.name}",
+            got=f"context {least.context}, {least.ar} tokens per inference",
+            expected=f"a context of at least twice the window, {2 * least.ar}",
+            fix="Export again with a larger --context or a smaller --ar.",
+        )
+    chosen = max(fitting, key=lambda graph: (graph.context, graph.ar))
+    return decode[chosen.context], chosen
+
+
+def choose_pad_token(bundle: Bundle, given: int | None) -> int:
+    """An id for padding: whatever a prompt has of it, onnxruntime-genai takes for padding and hides.
+
+    Without a given one it is the bundle's own, if that neither begins nor ends a text, or else the last id of the
+    vocabulary that the tokenizer never writes.
+
+    Raises:
+        UsageError: the given id cannot be used, or there is no such id.
+    """
+    manifest = bundle.manifest
+    used = {manifest.tokens.bos, *manifest.tokens.eos}
+    wanted = f"an id below {manifest.model.vocab} that no prompt contains, not one that begins or ends a text"
+    if given is not None:
+        if not 0 <= given < manifest.model.vocab or given in used:
+            raise UsageError("--pad-token-id", got=given, expected=wanted, fix="Choose another id.")
+        return given
+    if manifest.tokens.pad is not None and manifest.tokens.pad not in used:
+        return manifest.tokens.pad
+    tokenizer = bundle.tokenizer()
+    written = set(tokenizer.get_vocab(with_added_tokens=True).values())
+    for token in reversed(range(manifest.model.vocab)):
+        if token not in written:
+            return token
+    special = {i: token.content for i, token in tokenizer.get_added_tokens_decoder().items() if i not in used}
+    listed = ", ".join(f"{i} ({text})" for i, text in sorted(special.items())[:5]) or "none"
+    raise UsageError(
+        "padding",
+        got="no padding token of its own in the bundle",
+        expected=wanted,
+        fix=f"Name one with --pad-token-id; special tokens that could serve: {listed}.",
+    )
+
+
+def _write_stacked(bundle: Bundle, records: Sequence[GraphRecord], folder: Path) -> None:
+    weights = set()
+    for record in records:
+        model = onnx.load(bundle.graph_path(record), load_external_data=False)
+        stack_heads(model, bundle.manifest, record)
+        stored = [tensor for tensor in model.graph.initializer if uses_external_data(tensor)]
+        weights |= {entry.value for tensor in stored for entry in tensor.external_data if entry.key == "location"}
+        onnx.save(model, folder / record.file)
+    for name in sorted(weights):
+        shutil.copyfile(bundle.path / name, folder / name)
+
+
+def _compile(device: Device, graphs: Sequence[Path], folder: Path, options: GenaiOptions, progress: Progress) -> None:
+    """Check for float nodes, then compile; the wrappers of the binaries take the names of the graphs."""
+    progress("check on HTP", 0, 1)
+    if found := floating_nodes(graphs, device):
+        raise EngineError(
+            "float check",
+            got=f"{len(found)} nodes that compute in float, the first: {', '.join(found[:3])}",
+            expected="integers only",
+            fix="If the bundle was exported without --allow-float, report this model.",
+        )
+    progress("check on HTP", 1, 1)
+    jobs = [graphs] if options.share_weights else [[graph] for graph in graphs]
+    for done, together in enumerate(jobs):
+        progress("compile", done, len(jobs))
+        compile_graphs(device, {graph.stem: graph for graph in together}, folder)
+    progress("compile", len(jobs), len(jobs))

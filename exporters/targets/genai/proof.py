@@ -1,0 +1,66 @@
+"""The proof that stacking the heads changed no integer: both graphs run, in a child process, on the same numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from devices import Device
+from edgekv.bundle import Bundle
+from edgekv.child import run_in_child
+from edgekv.errors import EngineError
+
+
+class StackedGraph(msgspec.Struct, frozen=True, kw_only=True):
+    """A graph with stacked heads and the name of the bundle's graph that it was made from."""
+
+    record: str
+    file: str
+
+
+class ProofJob(msgspec.Struct, frozen=True, kw_only=True):
+    """What to compare, and the part number of the chip to compile for; None for the CPU."""
+
+    bundle: str
+    graphs: list[StackedGraph]
+    soc: str | None
+
+
+class ProofReply(msgspec.Struct, frozen=True, kw_only=True):
+    """The outputs that differ, or the text of the error that stopped the comparison."""
+
+    different: list[str] = []
+    error: str | None = None
+
+
+def prove(bundle: Bundle, graphs: Sequence[StackedGraph], device: Device | None) -> None:
+    """Run every graph for one step on random integers, as it is in the bundle and with stacked heads.
+
+    That a compiler accepts a graph proves little: it has turned such a graph into one that computes something else.
+
+    Args:
+        bundle: with the original graphs.
+        graphs: with stacked heads.
+        device: the chip to compile for and to emulate; None for the CPU.
+
+    Raises:
+        EngineError: an output differs, or a graph did not run.
+    """
+    job = ProofJob(bundle=str(bundle.path), graphs=list(graphs), soc=device.soc if device else None)
+    end = run_in_child("exporters.targets.genai.proof_worker", msgspec.json.encode(job))
+    reply = ProofReply() if end.reply is None else msgspec.json.decode(end.reply, type=ProofReply)
+    if end.reply is None or reply.error is not None:
+        raise EngineError(
+            "running the graphs with stacked heads",
+            got=reply.error or end.ending,
+            expected="a step",
+            fix="Report this model; --skip-check writes the folder all the same.",
+        )
+    if reply.different:
+        raise EngineError(
+            "graphs with stacked heads",
+            got=f"other integers in {', '.join(reply.different[:3])} ({len(reply.different)} outputs)",
+            expected="those of the bundle's graphs",
+            fix="Another --ar may compile right; please report this model.",
+        )

@@ -1,0 +1,88 @@
+"""The child process behind `exporters.targets.genai.proof`."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import onnxruntime as ort
+from numpy.typing import NDArray
+
+from devices import find
+from edgekv.bundle import Bundle, GraphRecord, Manifest, open_bundle
+from edgekv.errors import EdgeKVError
+from edgekv.runtime import CpuEngine, HtpEngine
+from exporters.targets.genai.proof import ProofJob, ProofReply
+from exporters.targets.genai.stacked import new_name, past_name
+
+Arrays = dict[str, NDArray[Any]]
+
+
+def main() -> None:
+    job = msgspec.json.decode(sys.stdin.buffer.read(), type=ProofJob)
+    try:
+        reply = ProofReply(different=_compare(job))
+    except EdgeKVError as error:
+        reply = ProofReply(error=str(error))
+    Path(sys.argv[1]).write_bytes(msgspec.json.encode(reply))
+
+
+def _compare(job: ProofJob) -> list[str]:
+    bundle = open_bundle(job.bundle, verify=False)
+    engine = CpuEngine() if job.soc is None else HtpEngine(find(job.soc))
+    records = {record.name: record for record in bundle.manifest.graphs}
+    different = []
+    for graph in job.graphs:
+        record = records[graph.record]
+        found, wanted = _both(bundle, record, Path(graph.file), engine)
+        different += [f"{record.name}: {name}" for name in wanted if not np.array_equal(found[name], wanted[name])]
+    return different
+
+
+def _both(bundle: Bundle, record: GraphRecord, stacked: Path, engine: CpuEngine | HtpEngine) -> tuple[Arrays, Arrays]:
+    """The outputs of the graph with stacked heads, and those of the bundle's graph, stacked."""
+    manifest = bundle.manifest
+    session = engine.session(bundle.graph_path(record))
+    feeds = _random_feeds(session, manifest, record)
+    wanted = _stack(manifest, _run(session, feeds), "new")
+    del session  # one compiled graph in memory at a time
+    session = engine.session(stacked)
+    feeds = _stack(manifest, feeds, "past")
+    found = _run(session, {port.name: feeds[port.name] for port in session.get_inputs()})
+    return found, wanted
+
+
+def _random_feeds(session: ort.InferenceSession, manifest: Manifest, record: GraphRecord) -> Arrays:
+    random = np.random.default_rng(0)
+    feeds = {}
+    for port in session.get_inputs():
+        dtype = np.dtype(port.type.removeprefix("tensor(").rstrip(")"))
+        top = manifest.model.vocab if port.name == "input_ids" else np.iinfo(dtype).max
+        feeds[port.name] = random.integers(0, top, port.shape, dtype)
+    if "logits_index" in feeds:
+        feeds["logits_index"][:] = record.ar - 1
+    return feeds
+
+
+def _stack(manifest: Manifest, arrays: Arrays, end: str) -> Arrays:
+    """The tensors of heads joined as onnxruntime-genai has them; the others as they are."""
+    rest, stacks = dict(arrays), dict[str, list[NDArray[Any]]]()
+    for tensor in manifest.geometry.names():
+        part = rest.pop(tensor.past if end == "past" else tensor.new)
+        if tensor.kind == "key" and manifest.key_layout == "rows":
+            part = part.swapaxes(2, 3)
+        name = past_name if end == "past" else new_name
+        stacks.setdefault(name(tensor.kind, tensor.layer), []).append(part)
+    return rest | {name: np.concatenate(parts) for name, parts in stacks.items()}
+
+
+def _run(session: ort.InferenceSession, feeds: Arrays) -> Arrays:
+    names = [port.name for port in session.get_outputs()]
+    return dict(zip(names, session.run(names, feeds), strict=True))
+
+
+if __name__ == "__main__":
+    main()

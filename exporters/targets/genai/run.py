@@ -1,0 +1,157 @@
+"""Running a folder with onnxruntime-genai itself, in a child process."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from edgekv.child import run_in_child
+from edgekv.errors import BundleError, EngineError, UsageError
+from exporters.targets.genai.config import CONFIG, TOKENIZER, GenaiConfig
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+PACKAGE = "onnxruntime-genai"
+TESTED = ("0.15.2", "0.16.0")
+"""Versions that ran such folders on the CPU and on the HTP emulator; 0.17.1 and 0.18.0 choose another cache."""
+
+_WRITE_AGAIN = "Write it again: edgekv bundle genai BUNDLE -o DIR --force"
+
+
+class GenaiJob(msgspec.Struct, frozen=True, kw_only=True):
+    """A greedy generation.
+
+    Attributes:
+        folder: what `write_folder` wrote.
+        tokens: the prompt.
+        max_new_tokens: at most so many are generated.
+    """
+
+    folder: str
+    tokens: list[int]
+    max_new_tokens: int
+
+
+class GenaiReply(msgspec.Struct, frozen=True, kw_only=True):
+    """The tokens generated, or the text of the error that stopped it."""
+
+    tokens: list[int] = []
+    error: str | None = None
+
+
+def check_version() -> str:
+    """The version of onnxruntime-genai that is installed.
+
+    Raises:
+        EngineError: none, or one that cannot run these folders.
+    """
+    try:
+        found = metadata.version(PACKAGE)
+    except metadata.PackageNotFoundError:
+        found = "none"
+    if found not in TESTED:
+        raise EngineError(
+            PACKAGE,
+            got=found,
+            expected=" or ".join(TESTED),
+            fix='Install it: pip install "edgekv[genai]"',
+        )
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class OpenedFolder:
+    """A folder whose configuration was read.
+
+    Attributes:
+        path: the folder, absolute.
+        config: its `genai_config.json`.
+    """
+
+    path: Path
+    config: GenaiConfig
+
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer of the checkpoint.
+
+        Raises:
+            BundleError: the folder has none, or `tokenizers` cannot read it.
+        """
+        from tokenizers import Tokenizer
+
+        try:
+            return Tokenizer.from_file(str(self.path / TOKENIZER))
+        except Exception as error:  # the library raises a bare Exception
+            raise BundleError(
+                str(self.path / TOKENIZER), got=error, expected="the bundle's tokenizer", fix=_WRITE_AGAIN
+            ) from None
+
+
+def open_folder(path: Path) -> OpenedFolder:
+    """Read the configuration of a folder.
+
+    Raises:
+        BundleError: there is none, or it is not one that `write_folder` wrote.
+    """
+    file = path / CONFIG
+    try:
+        return OpenedFolder(path.absolute(), msgspec.json.decode(file.read_bytes(), type=GenaiConfig))
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
+        wanted = "what edgekv bundle genai wrote"
+        raise BundleError(str(file), got=error, expected=wanted, fix=_WRITE_AGAIN) from None
+
+
+def run_folder(folder: OpenedFolder, tokens: Sequence[int], max_new_tokens: int) -> list[int]:
+    """The greedy continuation of a prompt, an end token included if one came.
+
+    Args:
+        folder: the folder.
+        tokens: the prompt.
+        max_new_tokens: at most so many are generated; the end of the context may come earlier.
+
+    Raises:
+        UsageError: a prompt that onnxruntime-genai would misread without a word, or that does not fit.
+        EngineError: onnxruntime-genai is missing, of another version, failed, or crashed.
+    """
+    check_version()
+    _check_prompt(folder.config, tokens)
+    job = GenaiJob(folder=str(folder.path), tokens=list(tokens), max_new_tokens=max_new_tokens)
+    end = run_in_child("exporters.targets.genai.worker", msgspec.json.encode(job))
+    reply = GenaiReply() if end.reply is None else msgspec.json.decode(end.reply, type=GenaiReply)
+    if end.reply is None or reply.error is not None:
+        raise EngineError(
+            f"{PACKAGE} on {folder.path}",
+            got=reply.error or end.ending,
+            expected="a continuation",
+            fix="A binary of shared weights runs on a Snapdragon only; if it is none, please report it.",
+        )
+    return reply.tokens
+
+
+def _check_prompt(config: GenaiConfig, tokens: Sequence[int]) -> None:
+    model = config.model
+    window = model.decoder.sliding_window.window_size
+    padded = -(-len(tokens) // window) * window
+    if len(tokens) < 2:
+        fix = "Give a longer prompt."
+        raise UsageError("prompt", got=f"{len(tokens)} tokens", expected="at least 2", fix=fix)
+    if model.pad_token_id in tokens:
+        raise UsageError(
+            "prompt",
+            got=f"the id {model.pad_token_id}, which pads",
+            expected="a prompt without it",
+            fix="Choose another --pad-token-id when the folder is written.",
+        )
+    if padded >= model.context_length:
+        raise UsageError(
+            "prompt",
+            got=f"{len(tokens)} tokens, {padded} with padding",
+            expected=f"less than the context of {model.context_length}",
+            fix="Shorten it, or export with a larger --context.",
+        )

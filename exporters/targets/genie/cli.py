@@ -1,0 +1,114 @@
+"""`edgekv bundle genie` and `edgekv genie run`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Optional
+
+import msgspec
+import typer
+
+from devices import find
+from edgekv.bundle import open_bundle
+from edgekv.errors import UsageError
+from edgekv.session import Sampling
+from exporters.progress import shown
+from exporters.targets.genie.dialog import GenieDialog
+from exporters.targets.genie.folder import open_genie_folder
+from exporters.targets.genie.plan import GenieOptions
+from exporters.targets.genie.write import write_genie
+
+# ruff: noqa: UP045  (typer reads the annotations of Python 3.10 at run time)
+
+genie = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Run what `edgekv bundle genie` wrote in Genie.")
+
+
+@genie.callback()
+def _genie() -> None:
+    pass
+
+
+def bundle_genie(
+    bundle: Annotated[Path, typer.Argument(help="A bundle's folder, exported with --key-layout columns.")],
+    output: Annotated[Path, typer.Option("-o", "--output", help="The folder to be made.")],
+    device: Annotated[
+        Optional[str], typer.Option("--device", help="Target: must be the one that the bundle was exported for.")
+    ] = None,
+    context: Annotated[Optional[int], typer.Option(help="Use no longer context than this.")] = None,
+    max_new_tokens: Annotated[Optional[int], typer.Option(help="Of one answer; the context if left out.")] = None,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
+    top_k: Annotated[Optional[int], typer.Option(help="Only the k most likely tokens.")] = None,
+    top_p: Annotated[Optional[float], typer.Option(help="Only the most likely tokens that reach p together.")] = None,
+    seed: Annotated[Optional[int], typer.Option(help="Of the random numbers; 0 if left out.")] = None,
+    no_bos: Annotated[
+        bool, typer.Option("--no-bos", help="Put no BOS token in front of a query: the chat template writes it.")
+    ] = False,
+    embedding_table: Annotated[
+        bool, typer.Option("--embedding-table", help="Let Genie look embeddings up, outside of the graphs.")
+    ] = False,
+    each: Annotated[
+        bool,
+        typer.Option(
+            "--each/--no-each",
+            help="Write a binary for each graph by itself too: Genie on x86 loads no others, a phone needs none.",
+        ),
+    ] = True,
+    skip_check: Annotated[
+        bool, typer.Option("--skip-check", help="Do not run the result in Genie; the folder says that it is unchecked.")
+    ] = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace what is there.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output.")] = False,
+) -> None:
+    """Write the folder that Qualcomm's Genie loads.
+
+    Context binaries of single graphs and one that shares weights, a configuration for each, and the tokenizer. Genie
+    itself loads the former and must choose the tokens that edgekv chooses.
+    """
+    options = GenieOptions(
+        device=None if device is None else find(device),
+        context=context,
+        max_new_tokens=max_new_tokens,
+        sampling=Sampling(temperature, top_k, top_p, seed),
+        bos=not no_bos,
+        embedding_table=embedding_table,
+        each=each,
+        check=not skip_check,
+    )
+    opened = open_bundle(bundle)
+    with shown() as progress:
+        written = write_genie(opened, output, options, force=force, progress=progress)
+    if as_json:
+        typer.echo(msgspec.json.encode(written))
+        return
+    typer.echo(f"{output}: {written.soc}, V{written.arch}, context {written.context}, {written.compiler}")
+    for file in dict.fromkeys(graph.file for graph in written.graphs):
+        held = [f"AR-{graph.ar} in {graph.context}" for graph in written.graphs if graph.file == file]
+        typer.echo(f"  {file}: {written.files[file].bytes / 1e6:.2f} MB, {', '.join(held)}")
+    for shared in written.shared:
+        typer.echo(f"  {shared}: {written.files[shared].bytes / 1e6:.2f} MB, all of them, weights shared")
+    typer.echo("  Genie chooses edgekv's tokens" if written.checked else "  not run in Genie")
+
+
+@genie.command("run")
+def run(
+    folder: Annotated[Path, typer.Argument(help="A folder that `edgekv bundle genie` wrote.")],
+    prompt: Annotated[str, typer.Option(help="The text to continue.")],
+    max_new_tokens: Annotated[
+        Optional[int], typer.Option(help="At most so many; what the configuration says if left out.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output.")] = False,
+) -> None:
+    """Continue a prompt in Genie on this machine.
+
+    On x86 that is Qualcomm's emulator, which loads the binaries of single graphs alone.
+    """
+    if max_new_tokens is not None and max_new_tokens < 1:
+        raise UsageError("--max-new-tokens", got=max_new_tokens, expected="at least 1", fix="Ask for one or more.")
+    opened = open_genie_folder(folder)
+    pieces = []
+    with GenieDialog(opened.path, opened.config()) as dialog:
+        for piece in dialog.query(prompt, max_new_tokens):
+            pieces.append(piece)
+            if not as_json:
+                typer.echo(piece, nl=False)
+    typer.echo(msgspec.json.encode({"text": "".join(pieces)}) if as_json else "")

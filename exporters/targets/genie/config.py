@@ -1,0 +1,276 @@
+"""`genie_config.json` and `htp_backend_ext_config.json`, typed. Genie refuses fields that it does not know."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from devices import Device
+from edgekv.bundle import Manifest, RopeRecord
+from edgekv.errors import BundleError
+from edgekv.session import Sampling
+from quant import Encoding
+
+CONFIG, SHARED_CONFIG, EXTENSIONS = "genie_config.json", "genie_config_shared.json", "htp_backend_ext_config.json"
+TABLE = "embedding.raw"
+
+
+class _Part(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, rename="kebab"):
+    pass
+
+
+class Context(_Part, frozen=True, kw_only=True):
+    """Sizes and special tokens; a `bos_token` of -1 puts none in front of a query."""
+
+    version: int = 1
+    size: int
+    n_vocab: int
+    bos_token: int
+    eos_token: list[int]
+    pad_token: int
+
+
+class Sampler(_Part, frozen=True, kw_only=True):
+    version: int = 1
+    seed: int
+    temp: float
+    top_k: int
+    top_p: float
+    greedy: bool
+
+
+class TokenizerFile(_Part, frozen=True, kw_only=True):
+    version: int = 1
+    path: str
+
+
+class QnnHtp(_Part, frozen=True, kw_only=True):
+    version: int = 1
+    use_mmap: bool = True
+    spill_fill_bufsize: int = 0
+    mmap_budget: int = 0
+    poll: bool = False
+    cpu_mask: str = "0xe0"
+    kv_dim: int
+    allow_async_init: bool = False
+
+
+class Backend(_Part, frozen=True, kw_only=True):
+    version: int = 1
+    type: Literal["QnnHtp"] = "QnnHtp"
+    extensions: str = EXTENSIONS
+    qnn_htp: QnnHtp = msgspec.field(name="QnnHtp")
+
+
+class Binaries(_Part, frozen=True, kw_only=True):
+    version: int = 1
+    ctx_bins: list[str]
+
+
+class RopeScaling(_Part, frozen=True, kw_only=True):
+    rope_type: Literal["llama3"] = "llama3"
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_position_embeddings: int
+
+
+class _Llama3(msgspec.Struct, frozen=True):
+    """The parameters as a bundle holds them."""
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_position_embeddings: float
+
+
+class PositionalEncoding(_Part, frozen=True, kw_only=True):
+    """`rope_dim` is D/2."""
+
+    type: Literal["rope"] = "rope"
+    rope_dim: int
+    rope_theta: float
+    rope_scaling: RopeScaling | UnsetType = UNSET
+
+
+class ModelFiles(_Part, frozen=True, kw_only=True):
+    version: int = 1
+    type: Literal["binary"] = "binary"
+    binary: Binaries
+    positional_encoding: PositionalEncoding
+
+
+class Engine(_Part, frozen=True, kw_only=True):
+    version: int = 1
+    n_threads: int = 3
+    backend: Backend
+    model: ModelFiles
+
+
+class TableEncoding(_Part, frozen=True, kw_only=True):
+    """`offset` is the zero point, negated."""
+
+    scale: float
+    offset: int
+
+
+class EmbeddingTable(_Part, frozen=True, kw_only=True):
+    version: int = 1
+    type: Literal["lut"] = "lut"
+    lut_path: str = TABLE
+    size: int
+    datatype: Literal["ufixed16"] = "ufixed16"
+    quant_param: TableEncoding
+
+
+class Debug(_Part, frozen=True, kw_only=True):
+    path: str
+    dump_specs: bool = False
+    dump_tensors: bool = False
+
+
+class Dialog(_Part, frozen=True, kw_only=True):
+    version: int = 1
+    type: Literal["basic"] = "basic"
+    max_num_tokens: int
+    context: Context
+    sampler: Sampler
+    tokenizer: TokenizerFile
+    engine: Engine
+    embedding: EmbeddingTable | UnsetType = UNSET
+    debug: Debug | UnsetType = UNSET
+
+
+class GenieConfig(_Part, frozen=True, kw_only=True):
+    """The whole file. Paths are relative to the folder; Genie resolves them against its working directory."""
+
+    dialog: Dialog
+
+
+def positional_encoding(rope: RopeRecord, head_dim: int) -> PositionalEncoding:
+    """The rotary embedding in Genie's words.
+
+    Raises:
+        BundleError: a kind for which Genie's tables were not compared with ours.
+    """
+    half = head_dim // 2
+    turned = 2 * len(rope.inverse_frequencies)
+    if rope.rope_type not in ("default", "llama3") or turned != head_dim or rope.attention_factor != 1:
+        raise BundleError(
+            "rotary embedding",
+            got=f"{rope.rope_type} of {turned} elements, times {rope.attention_factor:g}",
+            expected=f"default or llama3 of all {head_dim} elements, whose tables in Genie are known to equal ours",
+            fix="Run the bundle with edgekv generate.",
+        )
+    if rope.rope_type == "default":
+        return PositionalEncoding(rope_dim=half, rope_theta=rope.theta)
+    scaling = msgspec.convert(rope.parameters, _Llama3)
+    return PositionalEncoding(
+        rope_dim=half,
+        rope_theta=rope.theta,
+        rope_scaling=RopeScaling(
+            factor=scaling.factor,
+            low_freq_factor=scaling.low_freq_factor,
+            high_freq_factor=scaling.high_freq_factor,
+            original_max_position_embeddings=round(scaling.original_max_position_embeddings),
+        ),
+    )
+
+
+def sampler(sampling: Sampling, vocab: int) -> Sampler:
+    """Genie has no word for `all`: top-k of the whole vocabulary and top-p of 1 leave nothing out."""
+    return Sampler(
+        seed=sampling.seed or 0,
+        temp=1.0 if sampling.greedy else sampling.temperature,
+        top_k=1 if sampling.greedy else sampling.top_k or vocab,
+        top_p=1.0 if sampling.top_p is None else sampling.top_p,
+        greedy=sampling.greedy,
+    )
+
+
+def genie_config(
+    manifest: Manifest,
+    binaries: Sequence[str],
+    *,
+    context: int,
+    bos: int | None,
+    sampling: Sampling,
+    max_new_tokens: int,
+    table: Encoding | None,
+) -> GenieConfig:
+    """The configuration that names these binaries.
+
+    Args:
+        manifest: of the bundle.
+        binaries: file names, in the order of the parts.
+        context: the longest one to use.
+        bos: put in front of the first query; None for none.
+        sampling: how tokens are chosen.
+        max_new_tokens: of one answer.
+        table: encoding of the embedding table, if Genie looks embeddings up.
+    """
+    embedding: EmbeddingTable | UnsetType = UNSET
+    if table is not None:
+        quant_param = TableEncoding(scale=table.scale, offset=-table.zero_point)
+        embedding = EmbeddingTable(size=manifest.model.hidden, quant_param=quant_param)
+    dialog = Dialog(
+        max_num_tokens=max_new_tokens,
+        context=Context(
+            size=context,
+            n_vocab=manifest.model.vocab,
+            bos_token=-1 if bos is None else bos,
+            eos_token=manifest.tokens.eos,
+            pad_token=manifest.tokens.pad or 0,
+        ),
+        sampler=sampler(sampling, manifest.model.vocab),
+        tokenizer=TokenizerFile(path="tokenizer.json"),
+        engine=Engine(
+            backend=Backend(qnn_htp=QnnHtp(kv_dim=manifest.model.head_dim)),
+            model=ModelFiles(
+                binary=Binaries(ctx_bins=list(binaries)),
+                positional_encoding=positional_encoding(manifest.rope, manifest.model.head_dim),
+            ),
+        ),
+        embedding=embedding,
+    )
+    return GenieConfig(dialog=dialog)
+
+
+class _Snake(msgspec.Struct, frozen=True, kw_only=True):
+    pass
+
+
+class Core(_Snake, frozen=True, kw_only=True):
+    core_id: int = 0
+    perf_profile: str = "burst"
+    rpc_control_latency: int = 100
+
+
+class HtpDevice(_Snake, frozen=True, kw_only=True):
+    soc_model: int
+    dsp_arch: str
+    cores: list[Core]
+
+
+class Memory(_Snake, frozen=True, kw_only=True):
+    mem_type: str = "shared_buffer"
+
+
+class Sharing(_Snake, frozen=True, kw_only=True):
+    weight_sharing_enabled: bool = True
+
+
+class HtpExtensions(_Snake, frozen=True, kw_only=True):
+    """`htp_backend_ext_config.json`."""
+
+    devices: list[HtpDevice]
+    memory: Memory
+    context: Sharing
+
+    @classmethod
+    def of(cls, device: Device) -> HtpExtensions:
+        target = HtpDevice(soc_model=device.soc_model, dsp_arch=f"v{device.arch}", cores=[Core()])
+        return cls(devices=[target], memory=Memory(), context=Sharing())

@@ -1,0 +1,154 @@
+"""Genie on a folder, in a child process: a crash of the library is an error here, not the end."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import TracebackType
+
+import msgspec
+
+from edgekv.child import describe_exit
+from edgekv.errors import EngineError
+from exporters.targets.genie.config import GenieConfig
+from exporters.targets.genie.messages import (
+    Create,
+    Done,
+    Query,
+    Reply,
+    Request,
+    Reset,
+    Restore,
+    Save,
+    Text,
+    TokenQuery,
+    Tokens,
+)
+from exporters.targets.genie.vendor import find_library
+
+_CONTEXT_FULL = 4
+_MEANINGS = {_CONTEXT_FULL: "the context is full"}
+_WAY_OUT = "A prompt must leave room in the context; else write the folder again with edgekv bundle genie."
+_NOISE = ("LIBNATIVE", "affinity mask", '"Using create From Binary"')
+
+
+class GenieDialog:
+    """A conversation with Genie; a context manager. Queries continue what was said before until `reset`."""
+
+    def __init__(self, folder: Path, config: GenieConfig) -> None:
+        """Load the binaries that the configuration names.
+
+        Args:
+            folder: against which the paths of the configuration are resolved.
+            config: as `GenieFolder.config` gives it.
+
+        Raises:
+            EngineError: Genie is missing, refused the folder, or crashed.
+        """
+        library = find_library()
+        paths = [str(library.parent), *filter(None, [os.environ.get("LD_LIBRARY_PATH")])]
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115  (closed with the dialog)
+        self._child = subprocess.Popen(
+            [sys.executable, "-m", "exporters.targets.genie.worker"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            env={**os.environ, "LD_LIBRARY_PATH": os.pathsep.join(paths)},
+        )
+        try:
+            self._finish(
+                Create(library=str(library), folder=str(folder.absolute()), config=msgspec.json.encode(config).decode())
+            )
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> GenieDialog:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def query(self, text: str, max_new_tokens: int | None = None) -> Iterator[str]:
+        """The answer to a text, piece by piece; Genie's tokenizer stops at a byte that begins no character.
+
+        Raises:
+            EngineError: the text does not fit the context, or Genie failed.
+        """
+        for reply in self._request(Query(text=text, max_new_tokens=max_new_tokens)):
+            if isinstance(reply, Text):
+                yield reply.piece
+
+    def token_query(self, tokens: Sequence[int], max_new_tokens: int | None = None) -> Iterator[int]:
+        """The tokens that follow these. Genie puts the configuration's `bos-token` in front of the first query.
+
+        Raises:
+            EngineError: the tokens do not fit the context, or Genie failed.
+        """
+        for reply in self._request(TokenQuery(tokens=list(tokens), max_new_tokens=max_new_tokens)):
+            if isinstance(reply, Tokens):
+                yield from reply.tokens
+
+    def save(self, path: Path) -> None:
+        """Write the conversation's state into a folder that exists."""
+        self._finish(Save(path=str(path.absolute())))
+
+    def restore(self, path: Path) -> None:
+        """Go on from a saved state."""
+        self._finish(Restore(path=str(path.absolute())))
+
+    def reset(self) -> None:
+        """Forget what was said."""
+        self._finish(Reset())
+
+    def close(self) -> None:
+        """End the child process. A second call does nothing."""
+        if self._child.poll() is None and self._child.stdin is not None:
+            self._child.stdin.close()
+            self._child.wait()
+        if self._child.stdout is not None:
+            self._child.stdout.close()
+        self._log.close()
+
+    def _finish(self, request: Request) -> None:
+        for _ in self._request(request):
+            pass
+
+    def _request(self, request: Request) -> Iterator[Reply]:
+        assert self._child.stdin is not None, "opened with a pipe"
+        assert self._child.stdout is not None, "opened with a pipe"
+        call = type(request).__name__
+        try:
+            self._child.stdin.write(msgspec.json.encode(request) + b"\n")
+            self._child.stdin.flush()
+        except (BrokenPipeError, ValueError):
+            raise self._failure(call, "a dialog that has ended") from None
+        for line in self._child.stdout:
+            reply = msgspec.json.decode(line, type=Reply)
+            if not isinstance(reply, Done):
+                yield reply
+            elif reply.status:
+                raise self._failure(reply.call, _MEANINGS.get(reply.status, f"status {reply.status}"))
+            else:
+                return
+        crashed = "The emulator on x86 crashes on a binary of several graphs: use genie_config.json there."
+        raise self._failure(call, describe_exit(self._child.wait()), crashed)
+
+    def _failure(self, call: str, what: str, fix: str = _WAY_OUT) -> EngineError:
+        said = ""
+        if not self._log.closed:
+            log = self._log.fileno()  # its position is the child's
+            lines = os.pread(log, os.fstat(log).st_size, 0).decode("utf-8", "replace").splitlines()
+            said = "; ".join(line.strip() for line in lines if line.strip() and not any(n in line for n in _NOISE))
+        return EngineError(
+            f"Genie: {call}",
+            got=f"{what}: {said}" if said else what,
+            expected="status 0",
+            fix=fix,
+        )

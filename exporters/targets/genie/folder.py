@@ -1,0 +1,104 @@
+"""The folder that Genie loads, and what edgekv keeps beside Genie's own files to recognize them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from edgekv.bundle import FileRecord, sha256_of
+from edgekv.errors import BundleError
+from exporters.targets.genie.config import CONFIG, SHARED_CONFIG, GenieConfig
+
+GENIE_MANIFEST = "genie_bundle.json"
+FORMAT = 2
+
+
+class GenieGraph(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One part of a graph: its name in the binaries, the binary that holds it alone, its number, AR and context.
+
+    Where there are no binaries of single graphs, the binary holds that part of all graphs.
+    """
+
+    name: str
+    file: str
+    part: int
+    ar: int
+    context: int
+
+
+class GenieManifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`genie_bundle.json`.
+
+    Attributes:
+        format: version of this layout.
+        producer: the program and version that wrote the folder.
+        soc: part number of the chip that the binaries target.
+        arch: its HTP version.
+        compiler: the package that compiled, with its version; its Genie loads the binaries.
+        bundle_sha256: hash of the manifest of the bundle that they were made from.
+        context: S of the largest graphs.
+        graphs: all graphs; if they are divided, the first part of all, then the second, and so on.
+        shared: for each part the binary of all graphs over one copy of the weights; empty if there are no others.
+        checked: Genie itself loaded the binaries of single graphs and chose the tokens that edgekv chooses.
+        files: size and hash of every other file.
+    """
+
+    format: int
+    producer: str
+    soc: str
+    arch: int
+    compiler: str
+    bundle_sha256: str
+    context: int
+    graphs: list[GenieGraph]
+    shared: list[str]
+    checked: bool
+    files: dict[str, FileRecord]
+
+
+@dataclass(frozen=True, slots=True)
+class GenieFolder:
+    """A verified folder.
+
+    Attributes:
+        path: the folder, absolute.
+        manifest: what it says about itself.
+    """
+
+    path: Path
+    manifest: GenieManifest
+
+    def config(self, *, shared: bool = False) -> GenieConfig:
+        """The configuration that names the binaries of single graphs, or the shared one."""
+        name = SHARED_CONFIG if shared else CONFIG
+        return msgspec.json.decode((self.path / name).read_bytes(), type=GenieConfig)
+
+
+def open_genie_folder(path: str | Path) -> GenieFolder:
+    """Read what `edgekv bundle genie` wrote; every file is compared with its recorded hash.
+
+    Raises:
+        BundleError: the folder or a file is missing or changed.
+    """
+    folder = Path(path).absolute()
+    again = f"Write it again: edgekv bundle genie BUNDLE -o {folder} --force"
+    file = folder / GENIE_MANIFEST
+    try:
+        manifest = msgspec.json.decode(file.read_bytes(), type=GenieManifest)
+    except OSError as error:
+        raise BundleError(
+            str(file), got=error.strerror, expected="a folder that edgekv bundle genie wrote", fix=again
+        ) from None
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise BundleError(str(file), got=error, expected=f"the fields of format {FORMAT}", fix=again) from None
+    if manifest.format != FORMAT:
+        raise BundleError(f"{file}: format", got=manifest.format, expected=FORMAT, fix=again)
+    for name, record in manifest.files.items():
+        held = folder / name
+        digest = sha256_of(held) if held.is_file() else None
+        if digest != record.sha256:
+            found = "no such file" if digest is None else f"sha256 {digest}"
+            raise BundleError(str(held), got=found, expected=f"sha256 {record.sha256}", fix=again)
+    return GenieFolder(folder, manifest)

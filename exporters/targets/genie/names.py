@@ -1,0 +1,64 @@
+"""Names of graphs, as Genie reads them: `prompt_ar32_cl512_1_of_1`.
+
+Genie takes the order of the parts of a split model from the end of the name. ONNX Runtime gives its graphs names of
+its own, which nothing can change, so they are replaced in the binary by names of the same length.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import onnx
+
+from edgekv.bundle import CompiledBinary
+from edgekv.errors import EngineError
+
+_PART = re.compile(r"_\d+_of_\d+$")
+_PLACES = 3  # where a binary of the tested compiler holds the name of a graph
+
+
+def graph_name(ar: int, context: int) -> str:
+    """The name without its part: `token_ar1_cl512` or `prompt_ar32_cl512`."""
+    return f"{'token' if ar == 1 else 'prompt'}_ar{ar}_cl{context}"
+
+
+def part_name(graph: str, part: int, parts: int) -> str:
+    """The name of one of several parts, counted from 1; that of a whole graph stays as it is."""
+    return graph if parts == 1 else f"{graph}_{part}_of_{parts}"
+
+
+def name_graphs(folder: Path, binary: CompiledBinary) -> dict[str, str]:
+    """Give the graphs of a binary, and its wrappers, the names under which the wrappers are listed.
+
+    Args:
+        folder: where the binary and its wrappers lie.
+        binary: the binary.
+
+    Returns:
+        The full names, which end in the part and are padded with underscores to the length of those they replace.
+
+    Raises:
+        EngineError: a name is not where the tested compiler puts it.
+    """
+    content = (folder / binary.file).read_bytes()
+    names = {}
+    for graph, file in binary.wrappers.items():
+        wrapper = onnx.load(folder / file)
+        (node,) = wrapper.graph.node
+        (partition,) = (each for each in node.attribute if each.name == "partition_name")
+        end = found[0] if (found := _PART.search(graph)) else "_1_of_1"
+        name = graph.removesuffix(end).ljust(len(partition.s) - len(end), "_") + end
+        if content.count(partition.s) != _PLACES or len(name) != len(partition.s):
+            raise EngineError(
+                f"{binary.file}: name of {graph}",
+                got=f"{partition.s.decode()} in {content.count(partition.s)} places",
+                expected=f"a name of {len(name)} characters in {_PLACES}",
+                fix='Use the tested onnxruntime-qnn: pip install "edgekv[htp]"',
+            )
+        content = content.replace(partition.s, name.encode())
+        node.name, partition.s = name, name.encode()
+        onnx.save(wrapper, folder / file)
+        names[graph] = name
+    (folder / binary.file).write_bytes(content)
+    return names

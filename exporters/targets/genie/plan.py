@@ -1,0 +1,165 @@
+"""What a folder for Genie will hold. All that Genie cannot express is refused here, before work starts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from devices import Device, find
+from edgekv.bundle import Bundle, GraphRecord, Manifest
+from edgekv.errors import BundleError, UsageError
+from edgekv.session import Sampling
+from exporters.targets.genie.config import positional_encoding
+from exporters.targets.genie.names import graph_name, part_name
+
+
+@dataclass(frozen=True, slots=True)
+class GenieOptions:
+    """What a folder is made for.
+
+    Attributes:
+        device: the target; None for the bundle's.
+        context: the longest one to use, tokens; None for that of the largest graphs.
+        max_new_tokens: of one answer; None for the context.
+        sampling: how Genie chooses tokens.
+        bos: put the tokenizer's BOS token in front of the first query; off if the chat template writes it.
+        embedding_table: let Genie look embeddings up in a file, instead of the graphs in themselves.
+        each: write a binary for each graph by itself too, for Genie on x86, which loads no others.
+        check: let Genie load the result, and compare its tokens with edgekv's.
+    """
+
+    device: Device | None = None
+    context: int | None = None
+    max_new_tokens: int | None = None
+    sampling: Sampling = field(default_factory=Sampling)
+    bos: bool = True
+    embedding_table: bool = False
+    each: bool = True
+    check: bool = True
+
+    def __post_init__(self) -> None:
+        if self.max_new_tokens is not None and self.max_new_tokens < 1:
+            fix = "Ask for a token or more."
+            raise UsageError("--max-new-tokens", got=self.max_new_tokens, expected="at least 1", fix=fix)
+        if self.check and not self.each:
+            raise UsageError(
+                "--no-each",
+                got="no binaries of single graphs",
+                expected="some for the check: Genie on x86 loads no others",
+                fix="Add --skip-check.",
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class GeniePlan:
+    """A bundle that Genie can run, and how.
+
+    Attributes:
+        device: the target.
+        graphs: all that decode or prefill, by the names they get.
+        context: the longest one to use, tokens.
+        bos: put in front of the first query; None for none.
+    """
+
+    device: Device
+    graphs: dict[str, GraphRecord]
+    context: int
+    bos: int | None
+
+    @classmethod
+    def of(cls, bundle: Bundle, options: GenieOptions) -> GeniePlan:
+        """The plan for a bundle.
+
+        Raises:
+            BundleError: Genie cannot express something of the bundle.
+            UsageError: an option does not fit the bundle.
+        """
+        bundle.require_onnx("the writer for Genie")
+        manifest = bundle.manifest
+        if manifest.key_layout != "columns":
+            raise BundleError(
+                f"bundle {bundle.path}: keys",
+                got=f"in {manifest.key_layout}, [1, 1, S-AR, D]",
+                expected="in columns, [1, 1, D, S-AR], as Genie writes them",
+                fix="Export it with --key-layout columns.",
+            )
+        device = find(manifest.device)
+        if options.device not in (None, device):
+            raise UsageError(
+                "--device",
+                got=options.device.soc if options.device else None,
+                expected=f"{device.soc} (V{device.arch}), for which the bundle was exported and checked",
+                fix=f"Leave it out, or export the bundle with --device {options.device.soc}.",
+            )
+        _check_attention(manifest)
+        graphs = {graph_name(g.ar, g.context): g for g in manifest.graphs if g.role != "score"}
+        largest = manifest.context
+        context = largest if options.context is None else options.context
+        least = 1 + max(graph.ar for graph in graphs.values())
+        if not least <= context <= largest:
+            raise UsageError(
+                "--context",
+                got=context,
+                expected=f"{least} to {largest}, the longest context of the bundle's graphs",
+                fix=f"Leave it out for {largest}, or export the bundle with a longer --context.",
+            )
+        return cls(device, graphs, context, _bos(bundle) if options.bos else None)
+
+    @property
+    def parts(self) -> int:
+        """How many parts each graph has."""
+        return len(next(iter(self.graphs.values())).parts)
+
+    def named(self, number: int) -> list[tuple[str, GraphRecord]]:
+        """All graphs, by the names that their parts of this number, from 1 on, get.
+
+        A head by itself is the same for all contexts: Genie takes one for each AR.
+        """
+        named = {
+            (graph.ar, graph.context if graph.parts[number - 1].layers else None): (name, graph)
+            for name, graph in self.graphs.items()
+        }
+        return [(part_name(name, number, self.parts), graph) for name, graph in named.values()]
+
+    def compiled(self, bundle: Bundle, wrappers: Mapping[str, Path]) -> dict[Path, Path]:
+        """The wrappers, given by name, by those of the bundle's graphs that read and write the same.
+
+        These are the graphs with logits of every row: Genie's prefill graphs are edgekv's scoring ones.
+        """
+        rows = {(graph.ar, graph.context): graph for graph in bundle.manifest.graphs if graph.role != "prefill"}
+        return {
+            bundle.part_path(rows[graph.ar, graph.context].parts[number - 1]): wrappers[name]
+            for number in range(1, self.parts + 1)
+            for name, graph in self.named(number)
+            if (graph.ar, graph.context) in rows
+        }
+
+
+def _check_attention(manifest: Manifest) -> None:
+    """Genie fills one mask and one pair of rotary tables, over the whole context."""
+    positional_encoding(manifest.rope, manifest.model.head_dim)
+    if manifest.windows or manifest.local_rope is not None:
+        raise BundleError(
+            "attention windows",
+            got=f"layers that attend to {', '.join(str(each) for each in manifest.windows)} tokens",
+            expected="layers that all attend to the whole context",
+            fix="Run the bundle with edgekv generate.",
+        )
+
+
+def _bos(bundle: Bundle) -> int | None:
+    """The token that the tokenizer puts in front of a text: Genie tokenizes without it and adds it by itself."""
+    tokenizer = bundle.tokenizer()
+    plain = list(tokenizer.encode("a", add_special_tokens=False).ids)
+    whole = list(tokenizer.encode("a").ids)
+    if whole == plain:
+        return None
+    if whole[1:] == plain:
+        return int(whole[0])
+    raise BundleError(
+        f"bundle {bundle.path}: tokenizer",
+        got=f"a text of {len(plain)} tokens becomes {whole}",
+        expected="at most one token in front of a text",
+        fix="Genie can add no more: remove it from the post-processor, and export with that tokenizer.json.",
+    )

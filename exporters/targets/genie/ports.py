@@ -1,0 +1,128 @@
+"""What Genie drives: the inputs and outputs of a graph, as its own tensor dumps show them.
+
+Genie looks for tensors by name, loads graphs with other names all the same, and then generates noise. So every graph
+is compared with this table before it is compiled, and what Genie itself reads from a binary afterwards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+
+from edgekv.bundle import EMBEDDINGS, IDS, LOGITS, GraphRecord, Manifest, PartRecord
+from edgekv.errors import BundleError
+from quant import Encoding
+
+_RANK = 4
+_AGAIN = "Genie would load it and generate noise: export the bundle again with this edgekv."
+
+
+@dataclass(frozen=True, slots=True)
+class GeniePort:
+    """One input or output.
+
+    Attributes:
+        name: as Genie looks for it.
+        shape: all dimensions, with ones in front up to four, as Genie counts them.
+        encoding: of the integers, its scale as float32 holds it; None for token ids, which are int32.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    encoding: Encoding | None
+
+    @classmethod
+    def of(cls, name: str, shape: tuple[int, ...], encoding: Encoding | None) -> GeniePort:
+        """A port of any rank up to four; the scale is rounded to float32, as graphs and binaries hold it."""
+        if encoding is not None:
+            encoding = Encoding(encoding.dtype, float(np.float32(encoding.scale)), encoding.zero_point)
+        return cls(name, (1,) * (_RANK - len(shape)) + shape, encoding)
+
+    def __str__(self) -> str:
+        if self.encoding is None:
+            return f"{self.name} int32 {list(self.shape)}"
+        at = f"scale {self.encoding.scale:.9g}, zero point {self.encoding.zero_point}"
+        return f"{self.name} {self.encoding.dtype} {list(self.shape)}, {at}"
+
+
+@dataclass(frozen=True, slots=True)
+class GeniePorts:
+    """All inputs and outputs of one part of a graph of AR tokens in a context of S.
+
+    Attributes:
+        inputs: `input_ids` [1, AR], `inputs_embeds` [1, 1, AR, hidden], or what the part before left, under the same
+            name; where there are layers, `attention_mask` [1, 1, AR, S], where Genie writes 65535 to attend and 0 not
+            to; `position_ids_cos` and `_sin` [1, 1, AR, D/2]; of every head the past keys [1, 1, D, S-AR] and values
+            [1, 1, S-AR, D], cleared to the middle of their type.
+        outputs: `logits` [1, AR, V], or what the next part goes on from; the new keys [1, 1, D, AR] and values
+            [1, 1, AR, D] in the encodings of the past.
+    """
+
+    inputs: tuple[GeniePort, ...]
+    outputs: tuple[GeniePort, ...]
+
+    @classmethod
+    def of(
+        cls, manifest: Manifest, graph: GraphRecord, part: PartRecord, embeddings: Encoding | None = None
+    ) -> GeniePorts:
+        """What a part of a graph of this bundle must have; with `embeddings`, the first reads these, not ids."""
+        ar, context, model = graph.ar, graph.context, manifest.model
+        encodings = {name: record.encoding() for name, record in manifest.encodings.items()}
+        if embeddings is not None:
+            encodings[EMBEDDINGS] = embeddings
+        entry = EMBEDDINGS if part.embeds and embeddings is not None else part.entry
+        width = (1, 1, ar, model.hidden)
+        inputs = [GeniePort.of(IDS, (1, ar), None) if entry == IDS else GeniePort.of(entry, width, encodings[entry])]
+        if part.layers:
+            shapes = {"attention_mask": (1, 1, ar, context)}
+            shapes |= dict.fromkeys(("position_ids_cos", "position_ids_sin"), (1, 1, ar, model.head_dim // 2))
+            inputs += [GeniePort.of(name, shape, encodings[name]) for name, shape in shapes.items()]
+        left = (1, ar, model.vocab) if part.exit == LOGITS else width
+        outputs = [GeniePort.of(part.exit, left, encodings[part.exit])]
+        for layer in part.layers:
+            for kind in ("key", "value"):
+                for head in range(model.kv_heads):
+                    name = f"past_{kind}_{layer}_h{head}"
+                    encoding = encodings[f"{name}_in"]
+                    inputs.append(GeniePort.of(f"{name}_in", _cached(kind, model.head_dim, context - ar), encoding))
+                    outputs.append(GeniePort.of(f"{name}_out", _cached(kind, model.head_dim, ar), encoding))
+        return cls(tuple(inputs), tuple(outputs))
+
+    def check_encodings(self, where: str) -> None:
+        """Refuse encodings in which what Genie writes, whatever they say, would mean something else.
+
+        Raises:
+            BundleError: naming the first such tensor.
+        """
+        for port in self.inputs:
+            if port.encoding is None:
+                continue
+            dtype, zero_point = port.encoding.dtype, port.encoding.zero_point
+            if port.name == "attention_mask" and (dtype, zero_point) != ("u16", 65535):
+                raise BundleError(where, got=port, expected="u16 with zero point 65535", fix=_AGAIN)
+            if port.name.startswith("past_") and zero_point != sum(port.encoding.limits, 1) // 2:
+                raise BundleError(where, got=port, expected="the middle of its type as zero point", fix=_AGAIN)
+
+    def compare(self, where: str, found: GeniePorts) -> None:
+        """Refuse a graph that differs.
+
+        Raises:
+            BundleError: naming the first tensor that is missing, unknown, or of another shape or encoding.
+        """
+        _compare(f"{where}: input", self.inputs, found.inputs)
+        _compare(f"{where}: output", self.outputs, found.outputs)
+
+
+def _cached(kind: str, head_dim: int, rows: int) -> tuple[int, ...]:
+    return (1, 1, head_dim, rows) if kind == "key" else (1, 1, rows, head_dim)
+
+
+def _compare(field: str, wanted: Iterable[GeniePort], found: Iterable[GeniePort]) -> None:
+    there = {port.name: port for port in found}
+    for port in wanted:
+        if (other := there.pop(port.name, None)) != port:
+            raise BundleError(field, got=other or f"no {port.name}", expected=port, fix=_AGAIN)
+    for port in there.values():
+        raise BundleError(field, got=port, expected="no further one", fix=_AGAIN)

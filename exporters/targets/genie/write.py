@@ -1,0 +1,189 @@
+"""From a bundle to the folder that Genie loads."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Sequence
+from importlib import metadata, resources
+from pathlib import Path
+
+from edgekv.bundle import (
+    EMBEDDINGS,
+    MANIFEST,
+    Bundle,
+    CompiledBinary,
+    GraphRecord,
+    PartRecord,
+    atomic_directory,
+    readable_json,
+    record_files,
+    sha256_of,
+)
+from edgekv.runtime import HtpEngine, qnn
+from edgekv.runtime.embedding import open_table
+from exporters.htp.compile import compile_binaries
+from exporters.progress import Progress, silent
+from exporters.targets.genie.adapt import GraphAdapter
+from exporters.targets.genie.config import (
+    CONFIG,
+    EXTENSIONS,
+    SHARED_CONFIG,
+    TABLE,
+    GenieConfig,
+    HtpExtensions,
+    genie_config,
+)
+from exporters.targets.genie.folder import FORMAT, GENIE_MANIFEST, GenieGraph, GenieManifest
+from exporters.targets.genie.graph_file import read_ports
+from exporters.targets.genie.names import name_graphs
+from exporters.targets.genie.plan import GenieOptions, GeniePlan
+from exporters.targets.genie.ports import GeniePorts
+from exporters.targets.genie.proof import prove
+from exporters.targets.genie.vendor import find_library
+from quant import Encoding
+
+_TOKENIZER = "tokenizer.json"
+_CHECKED_TOKENS = 8
+
+
+def write_genie(
+    bundle: Bundle, target: Path, options: GenieOptions, *, force: bool = False, progress: Progress = silent
+) -> GenieManifest:
+    """Check a bundle's graphs, compile them, write Genie's configuration, and let Genie itself load the result.
+
+    Args:
+        bundle: exported with keys as columns.
+        target: the folder; it appears whole or not at all.
+        options: what for.
+        force: replace a folder that was written before.
+        progress: told of each stage.
+
+    Raises:
+        UsageError: an option does not fit the bundle, or the target exists.
+        BundleError: Genie cannot express something of the bundle, or would misread a graph.
+        EngineError: Genie or the compiler is missing, failed, or chose other tokens.
+    """
+    find_library()
+    plan, manifest = GeniePlan.of(bundle, options), bundle.manifest
+    with (
+        atomic_directory(target, force=force, marker=GENIE_MANIFEST) as folder,
+        tempfile.TemporaryDirectory(prefix="edgekv-genie-") as scratch,
+    ):
+        table = _Table(bundle, folder / TABLE) if options.embedding_table or manifest.embedding else None
+        parts = [_adapt_part(bundle, plan, part, Path(scratch), table) for part in range(1, plan.parts + 1)]
+        encoding = None if table is None else table.encoding
+        ports = {
+            name: _check_graph(bundle, graph, graph.parts[part - 1], models[name], encoding)
+            for part, models in enumerate(parts, 1)
+            for name, graph in plan.named(part)
+        }
+        binaries = compile_binaries(parts, plan.device, folder, options.each, progress)
+        named = {name: full for binary in binaries for name, full in name_graphs(folder, binary).items()}
+        alone = {name: binary for binary in binaries if binary.graphs == 1 for name in binary.wrappers}
+        whole = [next(b for b in binaries if b.wrappers.keys() == models.keys()) for models in parts]
+        shared = [binary.file for binary in whole] if len(whole) < len(binaries) else []
+        holders = {name: binary for binary in whole for name in binary.wrappers} | alone
+
+        def write_config(file: str, listed: Sequence[str]) -> GenieConfig:
+            config = genie_config(
+                manifest,
+                listed,
+                context=plan.context,
+                bos=plan.bos,
+                sampling=options.sampling,
+                max_new_tokens=options.max_new_tokens or plan.context,
+                table=encoding,
+            )
+            (folder / file).write_bytes(readable_json(config))
+            return config
+
+        config = write_config(CONFIG, [*dict.fromkeys(binary.file for binary in holders.values())])
+        if shared:
+            write_config(SHARED_CONFIG, shared)
+        (folder / EXTENSIONS).write_bytes(readable_json(HtpExtensions.of(plan.device)))
+        shutil.copyfile(bundle.path / _TOKENIZER, folder / _TOKENIZER)
+        if options.check:
+            progress("check on Genie", 0, 1)
+            wrappers = {name: folder / binary.wrappers[name] for name, binary in alone.items()}
+            reads_alike = table is None or manifest.embedding is not None
+            engine = HtpEngine(plan.device, plan.compiled(bundle, wrappers) if reads_alike else {})
+            prompt = _prompt(bundle, plan)
+            count = min(_CHECKED_TOKENS, plan.context - len(prompt))
+            prove(folder, config, {named[name]: ports[name] for name in ports}, bundle, engine, prompt, count)
+            progress("check on Genie", 1, 1)
+        _remove_wrappers(folder, binaries)
+        written = GenieManifest(
+            format=FORMAT,
+            producer=f"edgekv {metadata.version('edgekv')}",
+            soc=plan.device.soc,
+            arch=plan.device.arch,
+            compiler=qnn.compiler(),
+            bundle_sha256=sha256_of(bundle.path / MANIFEST),
+            context=plan.context,
+            graphs=[
+                GenieGraph(name=named[name], file=holders[name].file, part=part, ar=graph.ar, context=graph.context)
+                for part in range(1, plan.parts + 1)
+                for name, graph in plan.named(part)
+            ],
+            shared=shared,
+            checked=options.check,
+            files=record_files(folder),
+        )
+        (folder / GENIE_MANIFEST).write_bytes(readable_json(written))
+    return written
+
+
+class _Table:
+    """The embedding table as Genie's own file, uint16 `[V, hidden]` without a header."""
+
+    def __init__(self, bundle: Bundle, path: Path) -> None:
+        """Write the table of a bundle whose graphs read embeddings; that of others comes out of their graphs."""
+        self.path = path
+        self.encoding: Encoding | None = None
+        if (rows := open_table(bundle)) is not None:
+            rows.tofile(path)
+            self.encoding = bundle.manifest.encodings[EMBEDDINGS].encoding()
+
+    def take_out(self, adapter: GraphAdapter) -> None:
+        """Let a graph read embeddings that looked them up."""
+        self.encoding = adapter.take_table_out(self.path)
+
+
+def _adapt_part(bundle: Bundle, plan: GeniePlan, number: int, scratch: Path, table: _Table | None) -> dict[str, Path]:
+    """One part of the graphs to compile, by their names."""
+    models = {}
+    for name, graph in plan.named(number):
+        part = graph.parts[number - 1]
+        adapter = GraphAdapter(bundle.part_path(part), part)
+        changed = adapter.return_all_rows(graph.ar)
+        if table is not None and part.embeds:
+            table.take_out(adapter)
+            changed = True
+        models[name] = scratch / f"{name}.onnx" if changed else bundle.part_path(part)
+        if changed:
+            adapter.save(models[name])
+    return models
+
+
+def _check_graph(
+    bundle: Bundle, graph: GraphRecord, part: PartRecord, model: Path, table: Encoding | None
+) -> GeniePorts:
+    ports = GeniePorts.of(bundle.manifest, graph, part, table)
+    ports.check_encodings(part.file)
+    ports.compare(part.file, read_ports(model))
+    return ports
+
+
+def _prompt(bundle: Bundle, plan: GeniePlan) -> list[int]:
+    """Tokens of a text, enough for two steps of the prefill graph if the context allows for it."""
+    ar = max(graph.ar for graph in plan.graphs.values())
+    text = resources.files("exporters.quantize").joinpath("calibration.txt").read_text("utf-8")
+    tokens = list(bundle.tokenizer().encode(text[: 64 * ar], add_special_tokens=False).ids)
+    return [*([] if plan.bos is None else [plan.bos]), *tokens][: min(ar + _CHECKED_TOKENS, plan.context - ar)]
+
+
+def _remove_wrappers(folder: Path, binaries: Sequence[CompiledBinary]) -> None:
+    for binary in binaries:
+        for wrapper in binary.wrappers.values():
+            (folder / wrapper).unlink()
