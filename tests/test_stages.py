@@ -18,7 +18,7 @@ from devices import find
 from edgekv.bundle import COMPILED, Manifest, open_bundle, open_compiled
 from edgekv.errors import BundleError, EngineError, UsageError
 from edgekv.runtime import qnn
-from exporters import room
+from exporters import resources
 from exporters.checkpoint.checkpoint import Checkpoint
 from exporters.cli import export
 from exporters.export import ExportOptions, RunOptions, export_bundle
@@ -293,7 +293,7 @@ def test_a_disk_that_is_full_for_the_bundle_is_named_and_the_export_goes_on_late
 
 
 def test_a_disk_without_room_is_refused_before_anything_is_written(work, monkeypatch):
-    monkeypatch.setattr(room.shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**9, 10**9, 10**5))
+    monkeypatch.setattr(resources.shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**9, 10**9, 10**5))
     with pytest.raises(BundleError, match=r"got 1MB free; expected \d+MB. Free some space"):
         work.export()
     assert not (work.folder / "bundle").exists() and work.stages == []
