@@ -33,7 +33,8 @@ from edgekv.spec.families import describe
 from edgekv.spec.tensors import matrices
 from exporters.checkpoint.checkpoint import Checkpoint
 from exporters.export import ExportOptions, export_bundle
-from exporters.quantize import matrices, weights
+from exporters.quantize import matrices as quantizer
+from exporters.quantize import weights
 from exporters.quantize.matrices import Quantizer
 from exporters.quantize.recipe import find_recipe, recipe_names
 from quant import ranges, rounding
@@ -214,7 +215,7 @@ def test_the_exporter_writes_what_the_plan_says(tmp_path):
 def test_the_plan_and_the_exporter_agree_on_their_constants():
     assert cost._SAMPLE == ranges._SAMPLE
     assert cost._COLUMNS_AT_ONCE == rounding._COLUMNS_AT_ONCE
-    assert cost._TABLE_ROWS_AT_ONCE == matrices._HEAD_ROWS_AT_ONCE == weights._TABLE_ROWS_AT_ONCE
+    assert cost._TABLE_ROWS_AT_ONCE == quantizer._HEAD_ROWS_AT_ONCE == weights._TABLE_ROWS_AT_ONCE
     assert set(RECIPES) <= set(recipe_names())
 
 
