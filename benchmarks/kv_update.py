@@ -71,7 +71,7 @@ def managed(strategy: StrategyName, reserve: float) -> Callable[[Geometry], tupl
     def build(geometry: Geometry) -> tuple[Step, Callable[[], int]]:
         cache = KVCache(geometry, ar=(1,), strategy=strategy, reserve=reserve, policy="sliding-window")
         held = geometry.past_rows(1)
-        rows = np.full((held, geometry.head_dim), geometry.zero_point, cache.stores[0].dtype)
+        rows = np.full((held, geometry.head_dim), geometry.zero_point, cache.arenas[0].dtype)
         names = [tensor.past for tensor in geometry.names()]
         cache.restore(
             replace(
@@ -84,13 +84,13 @@ def managed(strategy: StrategyName, reserve: float) -> Callable[[Geometry], tupl
             )
         )
         bound = (-1, -1)
-        addresses = [np.array(store.addresses) for store in cache.stores]
+        addresses = [np.array(store.addresses) for store in cache.arenas]
 
         def step() -> int:
             nonlocal bound
             (window,) = cache.window(1)
             if bound != (window.past_row, window.new_row):
-                for store, bases in zip(cache.stores, addresses, strict=True):
+                for store, bases in zip(cache.arenas, addresses, strict=True):
                     _ = bases + store.past_offset_bytes(window)
                     _ = bases + store.new_offset_bytes(window)
                 bound = (window.past_row, window.new_row)

@@ -69,7 +69,7 @@ def bound(bundle: Bundle, engine: LitertEngine | TfliteEngine) -> Callable[[], N
         binding.inputs([port.name], array.dtype, array.shape, [array.ctypes.data])
         kept.append(array)
     cache = KVCache(manifest.geometry, ar=(1,), strategy="pointer-shift", policy="sliding-window")
-    (store,) = cache.stores
+    (store,) = cache.arenas
     past_names = [tensor.past for tensor in store.tensors]
     new_names = [tensor.new for tensor in store.tensors]
     past_shape, new_shape = store.past_shape(manifest.context - 1), store.new_shape(1)

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from edgekv.bundle import Bundle, Role, open_bundle
 from edgekv.errors import UsageError
 from edgekv.kv import DEFAULT_RESERVE, Geometry, GrowthName, KVCache, Policy, parse_growth, parse_reserve
-from edgekv.kv.policy_text import parse_policy
+from edgekv.kv.policies.text import parse_policy
 from edgekv.prefix import PrefixCache, Prefixes, PrefixStore, RetentionPolicy, open_store
 from edgekv.runtime import Engine, EngineName, Runner, make_engine
 from edgekv.session import (

@@ -7,7 +7,7 @@ import struct
 
 import numpy as np
 
-from edgekv.kv import Geometry, KVCache, Store, Window
+from edgekv.kv import Arena, Geometry, KVCache, Window
 
 GARBAGE = 0xFFFFFFFF
 ROW_BYTES = 8
@@ -21,13 +21,13 @@ def geometry_of(context: int, kv_dtype: str = "u8", *, row_bytes: int = ROW_BYTE
     )
 
 
-def memory(store: Store, address: int, shape: list[int]) -> np.ndarray:
+def memory(store: Arena, address: int, shape: list[int]) -> np.ndarray:
     """The elements at an address."""
     size_bytes = int(np.prod(shape)) * store.dtype.itemsize
     return np.frombuffer((ctypes.c_uint8 * size_bytes).from_address(address), store.dtype).reshape(shape)
 
 
-def rows_of(store: Store, tensor: int, address: int, shape: list[int]) -> np.ndarray:
+def rows_of(store: Arena, tensor: int, address: int, shape: list[int]) -> np.ndarray:
     """The same as `[tokens, D]`, however they lie."""
     matrix = memory(store, address, shape)[0, 0]
     is_columns = store.tensors[tensor].kind == "key" and store.layout.geometry.key_layout == "columns"
@@ -43,7 +43,7 @@ class Graph:
     def past(self, window: Window) -> list[int]:
         """Tokens of the valid past columns, after a check that all tensors agree."""
         seen = set()
-        for store in self.cache.stores:
+        for store in self.cache.arenas:
             assert window.stop <= self.cache.geometry.context - window.ar
             for tensor, base in enumerate(store.addresses):
                 address = base + store.past_offset_bytes(window)
@@ -54,7 +54,7 @@ class Graph:
 
     def write(self, window: Window, numbers: list[int]) -> None:
         """Fill all AR new rows; those behind the given tokens with garbage."""
-        for store in self.cache.stores:
+        for store in self.cache.arenas:
             for tensor, base in enumerate(store.new_addresses(window)):
                 address = base + store.new_offset_bytes(window)
                 rows = rows_of(store, tensor, address, store.new_shape(window.ar))
@@ -64,18 +64,18 @@ class Graph:
                     rows[row] = row_of(store, tensor, token)
 
 
-def owner(store: Store, tensor: int) -> int:
+def owner(store: Arena, tensor: int) -> int:
     """A number for a tensor."""
     it = store.tensors[tensor]
     return 1000 * it.layer + 10 * it.head + (it.kind == "key")
 
 
-def row_of(store: Store, tensor: int, token: int) -> np.ndarray:
+def row_of(store: Arena, tensor: int, token: int) -> np.ndarray:
     name = np.frombuffer(struct.pack("<II", token, owner(store, tensor)), store.dtype)
     return np.resize(name, store.new_shape(1)[2] * store.new_shape(1)[3])
 
 
-def tokens(store: Store, tensor: int, rows: np.ndarray) -> list[int]:
+def tokens(store: Arena, tensor: int, rows: np.ndarray) -> list[int]:
     """The tokens of rows, after a check that they are of this tensor."""
     names = np.ascontiguousarray(rows[:, : ROW_BYTES // store.dtype.itemsize]).tobytes()
     pairs = list(struct.iter_unpack("<II", names))
@@ -88,7 +88,7 @@ def held(cache: KVCache) -> list[int]:
     rows = cache.held_rows()
     seen = {
         tuple(tokens(store, tensor, store.read(tensor, rows)))
-        for store in cache.stores
+        for store in cache.arenas
         for tensor in range(len(store.tensors))
     }
     assert len(seen) == 1
@@ -108,6 +108,6 @@ def feed(cache: KVCache, ar: int, numbers: list[int], context: int | None = None
 def image(cache: KVCache) -> tuple[object, ...]:
     """Everything that a call could change."""
     stores = [
-        ctypes.string_at(store.addresses[0], store.layout.stride_bytes * len(store.tensors)) for store in cache.stores
+        ctypes.string_at(store.addresses[0], store.layout.stride_bytes * len(store.tensors)) for store in cache.arenas
     ]
     return (stores, cache.length, cache.tokens_seen, cache.held_rows(), cache.stats)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from edgekv.kv import Arena, Geometry, Layout, Move, PointerShift, Slot
+from edgekv.kv import Geometry, Layout, Move, PointerShift, RowArena, Slot
 
 SIZES = st.builds(
     Geometry,
@@ -24,7 +24,7 @@ SIZES = st.builds(
 @given(geometry=SIZES, rows=st.integers(1, 50), scratch_rows=st.integers(0, 9))
 def test_every_tensor_starts_on_a_64_byte_boundary_and_apart_from_the_others(geometry, rows, scratch_rows):
     layout = Layout(geometry, rows, scratch_rows)
-    arena = Arena(layout)
+    arena = RowArena(layout)
     bases = arena.addresses + arena.scratch_addresses
     sizes = [rows * geometry.row_bytes] * geometry.tensors + [scratch_rows * geometry.row_bytes] * geometry.tensors
     assert all(base % 64 == 0 for base in bases)
@@ -37,7 +37,7 @@ def test_every_tensor_starts_on_a_64_byte_boundary_and_apart_from_the_others(geo
 
 @given(geometry=SIZES)
 def test_addresses_views_and_the_array_are_the_same_memory(geometry):
-    arena = Arena(Layout(geometry, 3, 2))
+    arena = RowArena(Layout(geometry, 3, 2))
     assert arena.array.shape == (geometry.tensors, 3, geometry.head_dim)
     assert arena.scratch.shape == (geometry.tensors, 2, geometry.head_dim)
     for tensor, address in enumerate(arena.addresses):
@@ -58,7 +58,7 @@ def test_addresses_views_and_the_array_are_the_same_memory(geometry):
 def test_a_move_copies_as_if_the_source_were_read_first(src, dst, rows, places, kv_dtype):
     rows = min(rows, 20 - max(src, dst))
     geometry = Geometry(layers=1, kv_heads=2, head_dim=3, context=20, kv_dtype=kv_dtype)
-    arena = Arena(Layout(geometry, 20, 20))
+    arena = RowArena(Layout(geometry, 20, 20))
     for seed, array in enumerate((arena.array, arena.scratch)):
         array[:] = np.random.default_rng(seed).integers(0, 127, array.shape)
     arrays = {"arena": arena.array, "scratch": arena.scratch}
@@ -74,7 +74,7 @@ def test_a_move_copies_as_if_the_source_were_read_first(src, dst, rows, places, 
 @pytest.mark.parametrize(("src", "dst"), [(1, 0), (0, 1), (500, 0), (1000, 0)])
 def test_a_move_needs_no_second_cache(src, dst):
     geometry = Geometry(layers=4, kv_heads=4, head_dim=64, context=1001)
-    arena = Arena(Layout(geometry, 2000))
+    arena = RowArena(Layout(geometry, 2000))
     tracemalloc.start()
     arena.execute(Move(src, dst, 1000))
     peak_bytes = tracemalloc.get_traced_memory()[1]
@@ -91,7 +91,7 @@ def test_a_move_overlaps_where_a_row_is_both_read_and_written():
 
 @pytest.mark.parametrize("move", [Move(0, 3, 2), Move(3, 0, 2), Move(0, 0, 2, src="scratch"), Move(3, 2, 2)])
 def test_a_move_beyond_the_end_is_refused_before_a_byte_is_copied(move):
-    arena = Arena(Layout(Geometry(layers=1, kv_heads=1, head_dim=2, context=4), 4, 1))
+    arena = RowArena(Layout(Geometry(layers=1, kv_heads=1, head_dim=2, context=4), 4, 1))
     arena.array[:] = np.arange(16, dtype=np.uint8).reshape(2, 4, 2)
     before = arena.array.copy()
     with pytest.raises(ValueError, match="move: got"):

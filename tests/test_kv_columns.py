@@ -29,7 +29,7 @@ def test_fixed_strips_need_d_pasts():
 
 def test_a_step_is_bound_as_columns():
     cache = KVCache(GEOMETRY, ar=[1, 8])
-    keys, values = cache.stores
+    keys, values = cache.arenas
     (window,) = cache.window(8)
     assert (keys.past_shape(57), keys.new_shape(8)) == ([1, 1, 8, 57], [1, 1, 8, 8])
     assert (values.past_shape(57), values.new_shape(8)) == ([1, 1, 57, 8], [1, 1, 8, 8])
@@ -45,8 +45,8 @@ def test_a_token_costs_its_keys_scattered_elements_and_no_more(strategy):
     for token in range(1, 65):
         cache.window(1)
         cache.commit(1)
-        assert cache.stores[0].bytes_copied == token * ROW_BYTES // 2
-    assert cache.stores[1].bytes_copied == (0 if strategy == "pointer-shift" else 64 * ROW_BYTES // 2)
+        assert cache.arenas[0].bytes_copied == token * ROW_BYTES // 2
+    assert cache.arenas[1].bytes_copied == (0 if strategy == "pointer-shift" else 64 * ROW_BYTES // 2)
 
 
 def test_a_window_slides_by_one_element_until_the_reserve_is_used_up():
@@ -55,7 +55,7 @@ def test_a_window_slides_by_one_element_until_the_reserve_is_used_up():
         cache.window(1)
         cache.commit(1)
     assert cache.stats.copies == 130 + 2
-    assert cache.stores[0].bytes_copied == (130 + 64) * ROW_BYTES // 2
+    assert cache.arenas[0].bytes_copied == (130 + 64) * ROW_BYTES // 2
 
 
 def test_a_graph_of_another_ar_costs_one_rewrite_of_the_keys_held():

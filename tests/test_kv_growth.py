@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from edgekv.errors import UsageError
 from edgekv.kv import GROWTHS, Geometry, Growth, GrowthName, KVCache, LayeredGeometry, parse_growth
-from edgekv.kv.policy_text import parse_policy
+from edgekv.kv.policies.text import parse_policy
 from tests.kv_graph import GARBAGE, geometry_of, held, row_of, rows_of, tokens
 
 LAYERS = 32
@@ -40,7 +40,7 @@ def feed(cache: KVCache, ar: int, numbers: list[int]) -> list[int]:
     """One step of the graph of the least context; returns the tokens that it saw, the same in every tensor."""
     seen = set()
     for group, window in zip(cache.groups, cache.window(ar, least_context(cache, ar)), strict=True):
-        for store in group.stores:
+        for store in group.arenas:
             for tensor, base in enumerate(store.addresses):
                 past = rows_of(store, tensor, base + store.past_offset_bytes(window), store.past_shape(window.columns))
                 seen.add((window.first, window.stop, *tokens(store, tensor, past[window.first : window.stop])))

@@ -46,7 +46,7 @@ def test_each_layer_sees_the_newest_tokens_of_its_window(strategy, kv_heads, hea
         new = list(range(count, count + min(ar, fill)))
         for group, window in zip(cache.groups, cache.window(ar), strict=True):
             wanted = list(range(count))[-min(group.geometry.context - 1, 14 - ar) :]
-            for store in group.stores:
+            for store in group.arenas:
                 for tensor, base in enumerate(store.addresses):
                     address, shape = base + store.past_offset_bytes(window), store.past_shape(window.columns)
                     past = rows_of(store, tensor, address, shape)

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from edgekv.errors import EngineError, UsageError
-from edgekv.kv import Arena, Geometry, KVCache, Layout, Mirror, Move
+from edgekv.kv import Geometry, KVCache, Layout, Mirror, Move, RowArena
 from edgekv.kv.memory import MirrorMemory
 from tests.kv_graph import feed, geometry_of, held
 
@@ -65,7 +65,7 @@ def test_memory_is_one_past_and_a_step_and_addresses_are_twice_as_many():
 
 
 def test_both_halves_are_the_same_memory():
-    arena = Arena(Layout.of(GEOMETRY, Mirror(GEOMETRY, max_ar=32)))
+    arena = RowArena(Layout.of(GEOMETRY, Mirror(GEOMETRY, max_ar=32)))
     period_bytes = arena.layout.rows * arena.row_bytes
     assert np.all(arena.array == 128)
     for tensor, address in enumerate(arena.addresses):
@@ -75,7 +75,7 @@ def test_both_halves_are_the_same_memory():
 
 
 def test_a_move_may_run_over_the_end_of_the_ring():
-    arena = Arena(Layout.of(GEOMETRY, Mirror(GEOMETRY, max_ar=1)))
+    arena = RowArena(Layout.of(GEOMETRY, Mirror(GEOMETRY, max_ar=1)))
     arena.array[:] = (np.arange(512) % 251)[:, None]
     arena.execute(Move(508, 510, 5))
     assert list(arena.array[1, [510, 511, 0, 1, 2, 3], 0]) == [510 % 251 - 2, 510 % 251 - 1, 8, 9, 0, 3]
@@ -84,7 +84,7 @@ def test_a_move_may_run_over_the_end_of_the_ring():
 def test_mappings_end_with_the_last_array_on_them():
     gc.collect()
     before = mappings()
-    arena = Arena(Layout.of(GEOMETRY, Mirror(GEOMETRY, max_ar=1)))
+    arena = RowArena(Layout.of(GEOMETRY, Mirror(GEOMETRY, max_ar=1)))
     view = arena.view(0)
     assert mappings() > before
     del arena

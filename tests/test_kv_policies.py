@@ -32,7 +32,7 @@ class Model:
     def step(self, ar: int, tokens: int) -> None:
         (window,) = self.cache.window(ar)
         position = self.cache.position
-        for store in self.cache.stores:
+        for store in self.cache.arenas:
             for tensor, base in enumerate(store.new_addresses(window)):
                 rows = rows_of(store, tensor, base + store.new_offset_bytes(window), store.new_shape(ar))
                 for row in range(tokens):
@@ -75,7 +75,7 @@ def test_sinks_keep_the_first_and_the_newest_at_new_positions(made, sinks, windo
         assert cache.position == cache.length == len(wanted) <= CONTEXT
         assert cache.tokens_seen == model.count
     rows = cache.held_rows()
-    for store in cache.stores:
+    for store in cache.arenas:
         for at, tensor in enumerate(store.tensors):
             exact = np.array([model.row(tensor, token, age) for age, token in enumerate(wanted)]).reshape(-1, D)
             found = store.read(at, rows).astype(np.float64)
@@ -142,7 +142,7 @@ def test_keydiff_keeps_the_keys_least_like_the_mean_and_absolute_positions(made,
         assert cache.positions == wanted
         assert cache.position == cache.tokens_seen == model.count
     rows = cache.held_rows()
-    for store in cache.stores:
+    for store in cache.arenas:
         for at, tensor in enumerate(store.tensors):
             exact = np.array([model.row(tensor, token, token) for token in wanted]).reshape(-1, D)
             assert np.array_equal(store.read(at, rows), exact)

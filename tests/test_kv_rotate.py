@@ -1,6 +1,6 @@
 import numpy as np
 
-from edgekv.kv.rotate import Rotation
+from edgekv.kv.policies.rotation import Rotation
 
 
 def test_elements_beyond_the_frequencies_stay_as_they_are():

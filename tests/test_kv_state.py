@@ -102,7 +102,7 @@ def test_a_truncated_file_is_refused(file):
     cache = make(encodings=[Encoding("u8", 0.5, 128)] * 4)
     for size in [0, 1, 7, 8, 9, *range(10, len(content), 37), len(content) - 1]:
         file.write_bytes(content[:size])
-        assert "wanted" in refused(cache, file)
+        assert "expected" in refused(cache, file)
 
 
 def test_a_flipped_bit_is_refused(file):
@@ -139,7 +139,7 @@ def test_layers_that_differ_are_saved_together(tmp_path):
         first.window(1)
         first.commit(1)
     for group in first.groups:
-        group.stores[0].array[:] = np.random.default_rng(0).integers(0, 255, group.stores[0].array.shape)
+        group.arenas[0].array[:] = np.random.default_rng(0).integers(0, 255, group.arenas[0].array.shape)
     first.save(tmp_path / "state", fingerprint="")
     second.load(tmp_path / "state", fingerprint="")
     assert [group.length for group in second.groups] == [5, 9]

@@ -17,7 +17,7 @@ from edgekv.bundle import Bundle, TokenRecord, open_bundle
 from edgekv.cli import run
 from edgekv.errors import UsageError
 from edgekv.kv import Fail, KeyDiff, Sinks, SlidingWindow
-from edgekv.kv.policy_text import parse_policy
+from edgekv.kv.policies.text import parse_policy
 
 PROMPT = "import os\n\ndef read_file(path):\n"
 CONTEXT = 128

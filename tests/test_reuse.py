@@ -146,7 +146,7 @@ def _write_newest(cache: KVCache, tokens: int) -> None:
     random = np.random.default_rng(cache.tokens_seen)
     for group in cache.groups:
         rows = group.strategy.held_rows()[-tokens:]
-        for store in group.stores:
+        for store in group.arenas:
             for tensor in range(len(store.tensors)):
                 store.write(tensor, rows, random.integers(0, 99, (len(rows), 8)).astype(store.dtype))
 

@@ -97,7 +97,7 @@ def test_every_strategy_gives_the_same_tokens(exported, engine):
 def test_litert_is_lent_the_addresses_of_the_cache(exported):
     model = edgekv.load(exported, "litert", kv_update="pointer-shift")
     tokens(model, 3)
-    (store,) = model.cache.stores
+    (store,) = model.cache.arenas
     (part,) = model._runner._graphs["ar1_cl128"]._parts
     ((_, past, new),) = (group.bound for _, group in part._groups)
     inputs, outputs = part._binding._inputs.addresses(), part._binding._outputs.addresses()
@@ -110,7 +110,7 @@ def test_litert_is_lent_the_addresses_of_the_cache(exported):
 def test_tflite_runtime_is_laid_over_the_addresses_of_the_cache(exported):
     model = edgekv.load(exported, "tflite", kv_update="pointer-shift")
     tokens(model, 3)
-    (store,) = model.cache.stores
+    (store,) = model.cache.arenas
     (part,) = model._runner._graphs["ar1_cl128"]._parts
     ((_, past, new),) = (group.bound for _, group in part._groups)
     binding = part._binding
@@ -149,7 +149,7 @@ def test_every_architecture_is_as_near_to_float_as_its_onnx_graphs(tmp_path, arc
 def test_a_cache_of_16_bits_runs_too(tmp_path, embedded, engine):
     exported = export(embedded, tmp_path / "bundle", context=64, ar=(1, 16), kv_dtype="s16")
     model = edgekv.load(exported, engine)
-    assert model.cache.stores[0].dtype == np.int16
+    assert model.cache.arenas[0].dtype == np.int16
     assert len(tokens(model, 8)) == 8
 
 

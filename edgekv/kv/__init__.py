@@ -10,21 +10,18 @@ from edgekv.kv.columns import ColumnArena, ColumnLayout
 from edgekv.kv.group import Group
 from edgekv.kv.growth import GROWTHS, Growth, GrowthName, parse_growth
 from edgekv.kv.held_rows import HeldRows
-from edgekv.kv.layout import Layout
 from edgekv.kv.memory import ALIGNMENT_BYTES
-from edgekv.kv.mirror import Mirror
-from edgekv.kv.move import Move, Place
-from edgekv.kv.pointer_shift import DEFAULT_RESERVE, PointerShift, parse_reserve
-from edgekv.kv.policy import POLICIES, Fail, KeyDiff, Policy, PolicyName, Sinks, SlidingWindow, find_policy
-from edgekv.kv.rotate import KvEncoding, Requantization
-from edgekv.kv.shift_concat import ShiftConcat
-from edgekv.kv.slot import Slot
+from edgekv.kv.policies.policy import POLICIES, Fail, KeyDiff, Policy, PolicyName, Sinks, SlidingWindow, find_policy
+from edgekv.kv.policies.rotation import KvEncoding, Requantization
+from edgekv.kv.rows import Layout, RowArena
 from edgekv.kv.state import CacheState, StateError, read_state, write_state
 from edgekv.kv.stats import CacheStats
-from edgekv.kv.store import Store
 from edgekv.kv.strategies import STRATEGIES, StrategyName, make_strategy
-from edgekv.kv.strategy import Strategy
-from edgekv.kv.window import Window
+from edgekv.kv.strategies.mirror import Mirror
+from edgekv.kv.strategies.pointer_shift import DEFAULT_RESERVE, PointerShift, parse_reserve
+from edgekv.kv.strategies.shift_concat import ShiftConcat
+from edgekv.kv.strategies.slot import Slot
+from edgekv.kv.strategies.strategy import Move, Place, Strategy, Window
 from edgekv.spec.geometry import KINDS, Geometry, KeyLayout, Kind, KvDtype, KvTensor
 from edgekv.spec.layers import LayeredGeometry
 
@@ -35,7 +32,7 @@ __all__ = [
     "KINDS",
     "POLICIES",
     "STRATEGIES",
-    "Arena",
+    "RowArena",
     "CacheState",
     "CacheStats",
     "ColumnArena",
@@ -67,7 +64,7 @@ __all__ = [
     "SlidingWindow",
     "Slot",
     "StateError",
-    "Store",
+    "Arena",
     "Strategy",
     "StrategyName",
     "Window",

@@ -1,147 +1,74 @@
-"""The bytes of a cache whose tensors lie row by row: one aligned allocation for all heads, and the copies in it."""
+"""What an engine and a cache need of memory, whichever way the rows lie in it."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from ctypes import memmove
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
-from edgekv.kv.layout import Layout
-from edgekv.kv.memory import HeapMemory, Memory, MirrorMemory
-from edgekv.kv.move import Move, Place
-from edgekv.kv.store import DTYPES, Rows, as_index
-from edgekv.kv.window import Window
+from edgekv.kv.strategies.strategy import Window
+from edgekv.spec.geometry import KvDtype, KvTensor
+
+Rows = NDArray[Any]
+
+DTYPES: dict[KvDtype, type[np.integer[Any]]] = {"u8": np.uint8, "s8": np.int8, "s16": np.int16}
 
 
-class Arena:
-    """Memory for a layout, filled with the zero point; a `Store`. The tensors' order is that of `Geometry.names()`.
+class Arena(Protocol):
+    """Tensors of one type and shape: `RowArena` where they lie row by row, `ColumnArena` where column by column.
 
     Attributes:
-        layout: sizes and offsets in bytes.
         tensors: which tensors, in order.
-        array: all tensors, `[N, rows, D]`; the rows of one tensor are contiguous. Of a mirrored layout, each row
-            once; behind them, at addresses alone, they come again.
-        scratch: where new rows land that are copied later, `[N, scratch_rows, D]`.
-        addresses: base address of each tensor, a multiple of 64; row r lies `r * row_bytes` behind it.
-        scratch_addresses: base address of each scratch tensor, likewise; empty without scratch rows.
-        row_bytes: bytes of one row.
-        bytes_copied: bytes that `execute` has written so far.
-        copies: moves that it has executed so far.
+        addresses: base address of each.
+        bytes_copied: bytes written by the cache itself so far.
+        copies: copies of one range of rows in all tensors so far.
     """
 
-    def __init__(self, layout: Layout) -> None:
-        """Allocate and fill.
-
-        Raises:
-            UsageError: the layout is mirrored, and this system cannot map memory twice.
-            EngineError: likewise, and it refuses to.
-        """
-        geometry = layout.geometry
-        memory: Memory
-        if layout.mirrored:
-            memory = MirrorMemory(layout.tensors, layout.rows * geometry.row_bytes)
-        else:
-            memory = HeapMemory(layout.allocated_bytes)
-        dtype = DTYPES[geometry.kv_dtype]
-
-        def tensors(start: int, rows: int, stride_bytes: int) -> Rows:
-            return np.ndarray(
-                (layout.tensors, rows, geometry.head_dim),
-                dtype,
-                memory.buffer,
-                memory.offset + start,
-                (stride_bytes, geometry.row_bytes, geometry.element_bytes),
-            )
-
-        self.layout = layout
-        self.tensors = tuple(layout.names())
-        self.array = tensors(0, layout.rows, layout.stride_bytes)
-        # A layout without scratch rows has no bytes behind the tensors that an array could lie on.
-        scratch_offset = layout.scratch_offset_bytes if layout.scratch_rows else 0
-        self.scratch = tensors(scratch_offset, layout.scratch_rows, layout.scratch_stride_bytes)
-        self.array.fill(geometry.zero_point)
-        self.scratch.fill(geometry.zero_point)
-
-        scratch_base = memory.address + scratch_offset
-        scratch_tensors = layout.tensors if layout.scratch_rows else 0
-        self.addresses = [memory.address + i * layout.stride_bytes for i in range(layout.tensors)]
-        self.scratch_addresses = [scratch_base + i * layout.scratch_stride_bytes for i in range(scratch_tensors)]
-        self.row_bytes = geometry.row_bytes
-        self.bytes_copied = 0
-        self.copies = 0
-        self._bytes_per_row = layout.tensors * geometry.row_bytes
-        self._held_bytes = memory.held_bytes
+    tensors: tuple[KvTensor, ...]
+    addresses: list[int]
+    bytes_copied: int
+    copies: int
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        return self.array.dtype
+        """Type of the elements."""
 
     @property
     def bytes_held(self) -> int:
-        """Bytes allocated, scratch and alignment included; what is mapped twice counts once."""
-        return self._held_bytes
+        """Bytes allocated, scratch and alignment included."""
 
     def past_shape(self, columns: int) -> list[int]:
-        return [1, 1, columns, self.layout.geometry.head_dim]
+        """Shape of a past input of a graph that reads so many past rows."""
 
     def new_shape(self, ar: int) -> list[int]:
-        return [1, 1, ar, self.layout.geometry.head_dim]
+        """Shape of a new output of the AR-`ar` graph."""
 
     def past_offset_bytes(self, window: Window) -> int:
-        return window.past_row * self.row_bytes
+        """Where the past begins behind each of `addresses`."""
 
     def new_addresses(self, window: Window) -> list[int]:
-        return self.addresses if window.in_place else self.scratch_addresses
+        """The addresses that the new rows are counted from."""
 
     def new_offset_bytes(self, window: Window) -> int:
-        return window.new_row * self.row_bytes
+        """Where the new rows begin behind each of `new_addresses`."""
 
     def read(self, tensor: int, rows: Sequence[int]) -> Rows:
-        return self.array[tensor, rows]
+        """A copy of these rows of one tensor, `[len(rows), D]`."""
 
     def write(self, tensor: int, rows: Sequence[int], values: Rows) -> None:
-        self.array[tensor, rows] = values
+        """Set these rows of one tensor to `[len(rows), D]`."""
 
     def copy_out(self, tensors: slice, rows: Sequence[int], out: Rows) -> None:
-        out[...] = self.array[tensors, as_index(rows)]
+        """Copy these rows of consecutive tensors to `out`, `[tensors, len(rows), D]`."""
 
     def copy_in(self, tensors: slice, rows: Sequence[int], values: Rows) -> None:
-        self.array[tensors, as_index(rows)] = values
+        """Set these rows of consecutive tensors to `[tensors, len(rows), D]`."""
 
-    def view(self, tensor: int) -> Rows:
-        """One tensor, `[rows, D]`, sharing the arena's memory."""
-        return self.array[tensor]  # type: ignore[no-any-return]
 
-    def execute(self, move: Move) -> None:
-        """Copy rows in all tensors, as if the source had been read completely before the first row is written.
-
-        Raises:
-            ValueError: a row beyond the end of its tensor; nothing is copied then.
-        """
-        source_rows, target_rows = self._reach_rows(move.src), self._reach_rows(move.dst)
-        if move.src_row + move.rows > source_rows or move.dst_row + move.rows > target_rows:
-            raise ValueError(f"move: got {move}; expected rows below {source_rows} and {target_rows}")
-        if move.src == move.dst:
-            self._shift(move)
-        else:
-            source, target = self._place(move.src), self._place(move.dst)
-            rows = source[:, move.src_row : move.src_row + move.rows]
-            target[:, move.dst_row : move.dst_row + move.rows] = rows
-        self.bytes_copied += move.rows * self._bytes_per_row
-        self.copies += 1
-
-    def _place(self, place: Place) -> Rows:
-        return self.array if place == "arena" else self.scratch
-
-    def _reach_rows(self, place: Place) -> int:
-        return self.layout.reach_rows if place == "arena" else self.layout.scratch_rows
-
-    def _shift(self, move: Move) -> None:
-        # numpy cannot tell that strided rows of one array lie apart, and would buffer the copy of all tensors.
-        addresses = self.addresses if move.src == "arena" else self.scratch_addresses
-        src_bytes, dst_bytes = move.src_row * self.row_bytes, move.dst_row * self.row_bytes
-        size_bytes = move.rows * self.row_bytes
-        for address in addresses:
-            memmove(address + dst_bytes, address + src_bytes, size_bytes)
+def as_index(rows: Sequence[int]) -> Sequence[int] | slice:
+    """Rows in a row as a slice, with which numpy copies them at once."""
+    if rows and list(rows) == list(range(rows[0], rows[0] + len(rows))):
+        return slice(rows[0], rows[0] + len(rows))
+    return rows

@@ -7,10 +7,9 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from edgekv.kv.arena import Arena
 from edgekv.kv.beam_table import BeamTable
 from edgekv.kv.cache import KVCache
-from edgekv.kv.layout import Layout
+from edgekv.kv.rows import Layout, RowArena
 
 Row = NDArray[Any]
 
@@ -55,7 +54,7 @@ class BeamCache:
         self._beside: NDArray[Any] = cache.arena.array[:, :0]
         self.spill_bytes = 0
         if self.table.spill:
-            spill = Arena(Layout(geometry, self.table.spill))
+            spill = RowArena(Layout(geometry, self.table.spill))
             self._beside, self.spill_bytes = spill.array, spill.bytes_held
         self._row_bytes = geometry.tensors * geometry.row_bytes
         self.bytes_kept = 0

@@ -9,19 +9,18 @@ from pathlib import Path
 
 from edgekv.errors import ContextFullError
 from edgekv.kv.arena import Arena
-from edgekv.kv.footprint import Footprint
 from edgekv.kv.group import Group, HeldKeys
-from edgekv.kv.growth import Growth, single_layers
-from edgekv.kv.keydiff import mean_similarity
-from edgekv.kv.pointer_shift import DEFAULT_RESERVE
-from edgekv.kv.policy import Policy, PolicyName, SlidingWindow, check_layers, find_policy
+from edgekv.kv.growth import Footprint, Growth, single_layers
+from edgekv.kv.policies.keydiff import mean_similarity
+from edgekv.kv.policies.policy import Policy, PolicyName, SlidingWindow, check_layers, find_policy
+from edgekv.kv.policies.rotation import KvEncoding, Rotation
 from edgekv.kv.positions import Positions
-from edgekv.kv.rotate import KvEncoding, Rotation
+from edgekv.kv.rows import RowArena
 from edgekv.kv.state import CacheState, StateError, read_state, write_state
 from edgekv.kv.stats import CacheStats
-from edgekv.kv.store import Store
 from edgekv.kv.strategies import make_strategy
-from edgekv.kv.window import Window
+from edgekv.kv.strategies.pointer_shift import DEFAULT_RESERVE
+from edgekv.kv.strategies.strategy import Window
 from edgekv.spec.geometry import Geometry
 from edgekv.spec.layers import LayeredGeometry
 
@@ -29,7 +28,7 @@ from edgekv.spec.layers import LayeredGeometry
 class KVCache:
     """The past of one sequence, shared by graphs of several AR and of contexts up to the cache's own.
 
-    A step is `window(ar)`, then the graph, which reads and writes the stores where the windows say, then `commit(n)`
+    A step is `window(ar)`, then the graph, which reads and writes the arenas where the windows say, then `commit(n)`
     for its n real tokens. Rows that the graph wrote for the other AR-n are garbage that later steps overwrite. Every
     call is checked before a byte moves: a refused call changes nothing.
 
@@ -79,7 +78,7 @@ class KVCache:
         Raises:
             UsageError: an unknown strategy or policy, numbers out of range, `Sinks` over layers whose windows
                 differ, or growth with another strategy, keys as columns, or more layers than it has tokens for;
-                also what `Arena` raises.
+                also what `RowArena` raises.
             ValueError: no AR, one out of range, a wrong number of encodings, or growth to another context.
         """
         geometries = geometry.groups()
@@ -113,21 +112,21 @@ class KVCache:
         self._is_prefix = True
 
     @property
-    def stores(self) -> tuple[Store, ...]:
-        """The memory of all groups: for each one store, or keys as columns, then values."""
-        return tuple(store for group in self.groups for store in group.stores)
+    def arenas(self) -> tuple[Arena, ...]:
+        """The memory of all groups: for each one arena, or keys as columns, then values."""
+        return tuple(arena for group in self.groups for arena in group.arenas)
 
     @property
-    def arena(self) -> Arena:
+    def arena(self) -> RowArena:
         """The memory of a cache whose tensors are all alike.
 
         Raises:
-            ValueError: layers differ, or keys lie column by column, so that there are several stores.
+            ValueError: layers differ, or keys lie column by column, so that there are several arenas.
         """
-        stores = self.stores
-        if len(stores) != 1 or not isinstance(stores[0], Arena):
-            raise ValueError(f"arena: got {len(stores)} stores; expected one that holds all tensors row by row")
-        return stores[0]
+        arenas = self.arenas
+        if len(arenas) != 1 or not isinstance(arenas[0], RowArena):
+            raise ValueError(f"arena: got {len(arenas)} arenas; expected one that holds all tensors row by row")
+        return arenas[0]
 
     @property
     def policy(self) -> PolicyName:
@@ -180,10 +179,10 @@ class KVCache:
     @property
     def stats(self) -> CacheStats:
         """Counters, as they stand now."""
-        stores = self.stores
+        arenas = self.arenas
         return CacheStats(
-            bytes_copied=sum(store.bytes_copied for store in stores),
-            copies=sum(store.copies for store in stores),
+            bytes_copied=sum(arena.bytes_copied for arena in arenas),
+            copies=sum(arena.copies for arena in arenas),
             steps=self._steps,
             tokens=self._tokens_committed,
             bytes_held=self._footprint.bytes_held,
@@ -230,7 +229,7 @@ class KVCache:
             self._evict(ages)
         if self.length < self._tokens_seen or self.length > most - ar:
             self._is_prefix = False  # the graph does not see all that came before
-        self._footprint.let_go()
+        self._footprint.free_outgrown()
         self._footprint.grow(self.length + ar, context)
         self._open_ar = ar
         return tuple([group.window(ar, context) for group in self.groups])
@@ -362,7 +361,7 @@ class KVCache:
     def _close(self) -> None:
         """End the step that is open, if any, and let go of what it outgrew."""
         self._open_ar = None
-        self._footprint.let_go()
+        self._footprint.free_outgrown()
 
     def _evict(self, ages: Sequence[int]) -> None:
         for group in self._wide:
@@ -380,11 +379,11 @@ class KVCache:
         angles = rotation.angles([moved[age] for age in ages])
         for key in self._keys():
             rows = [key.rows[age] for age in ages]
-            turned = rotation.turn(key.store.read(key.tensor, rows), key.zero_point, key.scale, angles)
-            key.store.write(key.tensor, rows, turned)
+            turned = rotation.turn(key.arena.read(key.tensor, rows), key.zero_point, key.scale, angles)
+            key.arena.write(key.tensor, rows, turned)
 
     def _similarity(self) -> Sequence[float]:
-        keys = ((key.store.read(key.tensor, key.rows), key.zero_point) for key in self._keys())
+        keys = ((key.arena.read(key.tensor, key.rows), key.zero_point) for key in self._keys())
         return [float(score) for score in mean_similarity(keys)]
 
     def _sizes(self) -> dict[str, object]:

@@ -9,12 +9,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from edgekv.kv.layout import aligned
-from edgekv.kv.memory import ALIGNMENT_BYTES, HeapMemory
-from edgekv.kv.move import Move
-from edgekv.kv.store import DTYPES, Rows, as_index
-from edgekv.kv.strategy import Strategy
-from edgekv.kv.window import Window
+from edgekv.kv.arena import DTYPES, Rows, as_index
+from edgekv.kv.memory import ALIGNMENT_BYTES, HeapMemory, aligned
+from edgekv.kv.strategies.strategy import Move, Strategy, Window
 from edgekv.spec.geometry import Geometry, KvTensor
 
 _Indexes = NDArray[np.int64]
@@ -85,7 +82,7 @@ class ColumnLayout:
 
 
 class ColumnArena:
-    """Memory for a column layout, filled with the zero point; a `Store`.
+    """Memory for a column layout, filled with the zero point; a `Arena`.
 
     The distance of the dimensions, P, is that of one graph's input, so when a graph of another P takes over, all
     columns held are written anew: one of another AR, or of another context. Tokens outside of the P columns of the

@@ -8,15 +8,12 @@ from typing import TypeVar
 
 import numpy as np
 
-from edgekv.kv.arena import Arena
+from edgekv.kv.arena import Arena, Rows
 from edgekv.kv.columns import ColumnArena, ColumnLayout
-from edgekv.kv.layout import Layout
-from edgekv.kv.move import Move
-from edgekv.kv.rotate import KvEncoding
+from edgekv.kv.policies.rotation import KvEncoding
+from edgekv.kv.rows import Layout, RowArena
 from edgekv.kv.state import CacheState, StateError
-from edgekv.kv.store import Rows, Store
-from edgekv.kv.strategy import Strategy
-from edgekv.kv.window import Window
+from edgekv.kv.strategies.strategy import Move, Strategy, Window
 from edgekv.spec.geometry import Geometry
 
 T = TypeVar("T")
@@ -27,14 +24,14 @@ class HeldKeys:
     """The keys of one head.
 
     Attributes:
-        store: where they lie.
-        tensor: which tensor of the store.
+        arena: where they lie.
+        tensor: which tensor of the arena.
         rows: of the tokens held, oldest first.
         zero_point: the integer that stands for 0.0.
         scale: of the encoding, if it is known.
     """
 
-    store: Store
+    arena: Arena
     tensor: int
     rows: Sequence[int]
     zero_point: int
@@ -47,14 +44,14 @@ class Group:
     Attributes:
         geometry: the sizes, and the numbers of the layers.
         strategy: where rows lie.
-        stores: all tensors in one; or keys as columns, then values.
+        arenas: all tensors in one; or keys as columns, then values.
         capacity: the most tokens held; the oldest leave when more are committed.
         context: S of the largest graph that the memory serves.
-        reallocations: how often the memory was replaced; the addresses of the stores are others then.
+        reallocations: how often the memory was replaced; the addresses of the arenas are others then.
     """
 
     strategy: Strategy
-    stores: tuple[Store, ...]
+    arenas: tuple[Arena, ...]
 
     def __init__(
         self,
@@ -64,7 +61,7 @@ class Group:
         capacity: int,
         context: int,
     ) -> None:
-        """Allocate for graphs of these AR and contexts up to `context`; see `Arena` for what is raised."""
+        """Allocate for graphs of these AR and contexts up to `context`; see `RowArena` for what is raised."""
         self.geometry = geometry
         self.capacity = capacity
         self.reallocations = 0
@@ -96,19 +93,19 @@ class Group:
         keys.open(ar)
         return self._seen(strategy.window(ar, columns))
 
-    def grow(self, context: int) -> tuple[Store, ...]:
+    def grow(self, context: int) -> tuple[Arena, ...]:
         """Move the tokens held to memory for graphs of contexts up to `context`; return what they lay in before."""
-        stores, before = self.stores, self.strategy.held_rows()
+        arenas, before = self.arenas, self.strategy.held_rows()
         self._allocate(context)
         self.reset(len(before))
         rows = self.strategy.held_rows()
-        for old, new in zip(stores, self.stores, strict=True):
+        for old, new in zip(arenas, self.arenas, strict=True):
             for tensor in range(len(new.tensors)):
                 new.write(tensor, rows, old.read(tensor, before))
             new.bytes_copied = old.bytes_copied + len(rows) * len(new.tensors) * self.geometry.row_bytes
             new.copies = old.copies + (1 if rows else 0)
         self.reallocations += 1
-        return stores
+        return arenas
 
     def evicted_by(self, tokens: int) -> int:
         """How many of the oldest leave when so many tokens are committed."""
@@ -152,17 +149,17 @@ class Group:
     def read(self) -> Iterator[tuple[str, Rows]]:
         """A copy of the rows held, `[tokens, D]`, oldest first, by the name of the tensor's graph input."""
         rows = self.strategy.held_rows()
-        for store in self.stores:
-            for at, tensor in enumerate(store.tensors):
-                yield tensor.past, np.ascontiguousarray(store.read(at, rows))
+        for arena in self.arenas:
+            for at, tensor in enumerate(arena.tensors):
+                yield tensor.past, np.ascontiguousarray(arena.read(at, rows))
 
     def write(self, held: Mapping[str, Rows]) -> None:
         """Hold these tokens and no others; all tensors have equally many."""
-        self.reset(len(held[self.stores[0].tensors[0].past]))
+        self.reset(len(held[self.arenas[0].tensors[0].past]))
         rows = self.strategy.held_rows()
-        for store in self.stores:
-            for at, tensor in enumerate(store.tensors):
-                store.write(at, rows, held[tensor.past])
+        for arena in self.arenas:
+            for at, tensor in enumerate(arena.tensors):
+                arena.write(at, rows, held[tensor.past])
 
     def check(self, state: CacheState, tokens: int | None) -> None:
         """Refuse rows that `write` could not take; `tokens` is how many there must be, if that is known.
@@ -171,13 +168,13 @@ class Group:
             StateError: a tensor is missing, or of another type or shape, or there are too many tokens.
         """
         geometry, fix = self.geometry, "Save the state again from a cache of this kind."
-        for store in self.stores:
-            for tensor in store.tensors:
+        for arena in self.arenas:
+            for tensor in arena.tensors:
                 rows = state.rows.get(tensor.past, np.empty(0))
                 if tokens is None:
                     tokens = len(rows)
-                if rows.dtype != store.dtype or rows.shape != (tokens, geometry.head_dim):
-                    found, wanted = f"{rows.dtype} {list(rows.shape)}", f"{store.dtype} {[tokens, geometry.head_dim]}"
+                if rows.dtype != arena.dtype or rows.shape != (tokens, geometry.head_dim):
+                    found, wanted = f"{rows.dtype} {list(rows.shape)}", f"{arena.dtype} {[tokens, geometry.head_dim]}"
                     raise StateError(f"state: {tensor.past}", got=found, expected=wanted, fix=fix)
         if tokens is not None and tokens > self.capacity:
             fix = "Rewind before saving, or restore it into a cache with the policy fail."
@@ -186,27 +183,27 @@ class Group:
     def keys(self, encodings: Sequence[KvEncoding]) -> Iterator[HeldKeys]:
         """The keys held, tensor by tensor; `encodings` is in the order of the geometry's names, or empty."""
         rows, number = self.strategy.held_rows(), {tensor: i for i, tensor in enumerate(self.geometry.names())}
-        for store in self.stores:
-            for at, tensor in enumerate(store.tensors):
+        for arena in self.arenas:
+            for at, tensor in enumerate(arena.tensors):
                 if tensor.kind == "key":
                     encoding = encodings[number[tensor]] if encodings else None
                     zero_point = encoding.zero_point if encoding else self.geometry.zero_point
-                    yield HeldKeys(store, at, rows, zero_point, encoding.scale if encoding else None)
+                    yield HeldKeys(arena, at, rows, zero_point, encoding.scale if encoding else None)
 
     def _allocate(self, context: int) -> None:
         geometry = replace(self.geometry, context=min(self.geometry.context, context))
         strategy = self._make_strategy(geometry)
         keys: ColumnArena | None = None
-        stores: tuple[Store, ...]
+        arenas: tuple[Arena, ...]
         if geometry.key_layout == "columns":
             keys = ColumnArena(ColumnLayout.of(geometry, strategy, self._ar, context))
-            arena = Arena(Layout.of(geometry, strategy, ("value",)))
-            stores = (keys, arena)
+            values = RowArena(Layout.of(geometry, strategy, ("value",)))
+            arenas = (keys, values)
         else:
-            arena = Arena(Layout.of(geometry, strategy))
-            stores = (arena,)
+            values = RowArena(Layout.of(geometry, strategy))
+            arenas = (values,)
         # Only now: an allocation that fails changes nothing.
-        self.strategy, self.context, self.stores, self._keys, self._arena = strategy, context, stores, keys, arena
+        self.strategy, self.context, self.arenas, self._keys, self._arena = strategy, context, arenas, keys, values
 
     def _seen(self, window: Window) -> Window:
         """The window with the columns that leave it within the step."""

@@ -90,6 +90,11 @@ class MirrorMemory:
         release.atexit = False  # arrays may outlive it there
 
 
+def aligned(size_bytes: int) -> int:
+    """Rounded up to whole boundaries."""
+    return -(-size_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+
+
 def _map_twice(rings: int, ring_bytes: int) -> int:
     """The first address of the range; nothing stays mapped when an OSError is raised."""
     size_bytes = 2 * rings * ring_bytes

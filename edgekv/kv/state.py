@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
 from edgekv.errors import EdgeKVError
-from edgekv.kv.store import Rows
+from edgekv.kv.arena import Rows
 
 FORMAT = "edgekv.kv-state.1"
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from edgekv.kv.rotate import Requantization
+from edgekv.kv.policies.rotation import Requantization
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgekv.bundle import PartRecord
-from edgekv.kv import Group, KVCache, Store, Window
+from edgekv.kv import Arena, Group, KVCache, Window
 from edgekv.runtime.binding import Binding
 from edgekv.runtime.signature import Port, Signature
 
@@ -21,7 +21,7 @@ class _Ends:
 
     __slots__ = ("new_names", "new_shape", "past_names", "past_shape", "tensors")
 
-    def __init__(self, store: Store, layers: range, ar: int, columns: int) -> None:
+    def __init__(self, store: Arena, layers: range, ar: int, columns: int) -> None:
         held = [index for index, tensor in enumerate(store.tensors) if tensor.layer in layers]
         self.tensors = slice(held[0], held[-1] + 1)  # a store holds its tensors layer by layer
         self.past_names = [tensor.past for tensor in store.tensors[self.tensors]]
@@ -38,7 +38,7 @@ class _GroupEnds:
     def __init__(self, group: Group, layers: range, ar: int, context: int) -> None:
         columns = group.geometry.past_rows(ar, context)
         self.group = group
-        self.ends = [_Ends(store, layers, ar, columns) for store in group.stores]
+        self.ends = [_Ends(store, layers, ar, columns) for store in group.arenas]
         self.bound: tuple[int, int, int] | None = None
 
     def bind(self, binding: Binding, window: Window) -> None:
@@ -46,7 +46,7 @@ class _GroupEnds:
         if self.bound == wanted:
             return
         # The group is asked anew: a graph that runs no more must not keep outgrown memory alive.
-        for each, store in zip(self.ends, self.group.stores, strict=True):
+        for each, store in zip(self.ends, self.group.arenas, strict=True):
             dtype, tensors = store.dtype, each.tensors
             past, new = store.past_offset_bytes(window), store.new_offset_bytes(window)
             binding.inputs(each.past_names, dtype, each.past_shape, store.addresses[tensors], past)

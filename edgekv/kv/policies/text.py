@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 
 from edgekv.errors import UsageError
-from edgekv.kv.policy import POLICIES, KeyDiff, Policy, Sinks
+from edgekv.kv.policies.policy import POLICIES, KeyDiff, Policy, Sinks
 
 POLICY_FORMS = "fail, sliding-window, sinks(N, WINDOW), keydiff(BUDGET) or keydiff(BUDGET, RECENT)"
 

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from math import gcd
 from mmap import PAGESIZE
 
-from edgekv.kv.move import Move, close_gaps
-from edgekv.kv.window import Window
+from edgekv.kv.strategies.strategy import Move, Window, close_gaps
 from edgekv.spec.geometry import Geometry
 
 

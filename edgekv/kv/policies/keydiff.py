@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import numpy as np
 from numpy.typing import NDArray
 
-from edgekv.kv.store import Rows
+from edgekv.kv.arena import Rows
 
 
 def mean_similarity(tensors: Iterable[tuple[Rows, int]]) -> NDArray[np.float64]:

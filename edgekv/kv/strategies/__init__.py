@@ -6,11 +6,11 @@ from fractions import Fraction
 from typing import Literal
 
 from edgekv.errors import UsageError
-from edgekv.kv.mirror import Mirror
-from edgekv.kv.pointer_shift import DEFAULT_RESERVE, PointerShift
-from edgekv.kv.shift_concat import ShiftConcat
-from edgekv.kv.slot import Slot
-from edgekv.kv.strategy import Strategy
+from edgekv.kv.strategies.mirror import Mirror
+from edgekv.kv.strategies.pointer_shift import DEFAULT_RESERVE, PointerShift
+from edgekv.kv.strategies.shift_concat import ShiftConcat
+from edgekv.kv.strategies.slot import Slot
+from edgekv.kv.strategies.strategy import Strategy
 from edgekv.spec.geometry import Geometry
 
 StrategyName = Literal["pointer-shift", "slot", "mirror", "shift-concat"]

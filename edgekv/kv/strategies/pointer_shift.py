@@ -7,8 +7,7 @@ from fractions import Fraction
 from math import ceil
 
 from edgekv.errors import UsageError
-from edgekv.kv.move import Move, close_gaps
-from edgekv.kv.window import Window
+from edgekv.kv.strategies.strategy import Move, Window, close_gaps
 from edgekv.spec.geometry import Geometry
 
 DEFAULT_RESERVE = Fraction(2)

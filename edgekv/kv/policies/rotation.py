@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from edgekv.kv.store import Rows
+from edgekv.kv.arena import Rows
 
 
 class KvEncoding(Protocol):

@@ -6,8 +6,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from itertools import islice
 
-from edgekv.kv.move import Move, moves_of
-from edgekv.kv.window import Window
+from edgekv.kv.strategies.strategy import Move, Window, moves_of
 from edgekv.spec.geometry import Geometry
 
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from edgekv.kv.move import Move, close_gaps
-from edgekv.kv.window import Window
+from edgekv.kv.strategies.strategy import Move, Window, close_gaps
 from edgekv.spec.geometry import Geometry
 
 

@@ -1,0 +1,211 @@
+"""The bytes of a cache whose tensors lie row by row: one aligned allocation for all heads, and the copies in it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from ctypes import memmove
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from edgekv.kv.arena import DTYPES, Rows, as_index
+from edgekv.kv.memory import ALIGNMENT_BYTES, HeapMemory, Memory, MirrorMemory, aligned
+from edgekv.kv.strategies.strategy import Move, Place, Strategy, Window
+from edgekv.spec.geometry import KINDS, Geometry, Kind, KvTensor
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Tensors of `rows` rows, then as many scratch tensors of `scratch_rows` rows, each on a 64-byte boundary.
+
+    Attributes:
+        geometry: the sizes of the cache.
+        rows: rows of each tensor; at least 1.
+        scratch_rows: rows of each scratch tensor, or 0 for none.
+        mirrored: whether each tensor is a ring of whole pages that is mapped twice; then there is no scratch.
+        kinds: which tensors of the geometry.
+    """
+
+    geometry: Geometry
+    rows: int
+    scratch_rows: int = 0
+    mirrored: bool = False
+    kinds: tuple[Kind, ...] = KINDS
+
+    def __post_init__(self) -> None:
+        if self.rows < 1 or self.scratch_rows < 0 or (self.mirrored and self.scratch_rows):
+            raise ValueError(f"layout: got {self}; expected rows >= 1 and scratch_rows >= 0, 0 if mirrored")
+
+    @classmethod
+    def of(cls, geometry: Geometry, strategy: Strategy, kinds: tuple[Kind, ...] = KINDS) -> Layout:
+        """The layout that a strategy asks for."""
+        return cls(geometry, strategy.rows, strategy.scratch_rows, strategy.mirrored, kinds)
+
+    @property
+    def tensors(self) -> int:
+        """How many: N, or half of it for keys or values alone."""
+        return self.geometry.tensors // len(KINDS) * len(self.kinds)
+
+    def names(self) -> Iterator[KvTensor]:
+        """The tensors in their order: that of the geometry."""
+        return (tensor for tensor in self.geometry.names() if tensor.kind in self.kinds)
+
+    @property
+    def reach_rows(self) -> int:
+        """Rows that can be addressed in each tensor: each row twice if it is mirrored."""
+        return 2 * self.rows if self.mirrored else self.rows
+
+    @property
+    def stride_bytes(self) -> int:
+        """From one tensor to the next, as addresses count."""
+        return aligned(self.reach_rows * self.geometry.row_bytes)
+
+    @property
+    def scratch_stride_bytes(self) -> int:
+        """From one scratch tensor to the next."""
+        return aligned(self.scratch_rows * self.geometry.row_bytes)
+
+    @property
+    def scratch_offset_bytes(self) -> int:
+        """From the first tensor to the first scratch tensor."""
+        return self.tensors * self.stride_bytes
+
+    @property
+    def allocated_bytes(self) -> int:
+        """What is allocated: all tensors, and the slack that brings the first one onto a boundary."""
+        if self.mirrored:
+            return self.tensors * self.rows * self.geometry.row_bytes
+        return self.tensors * (self.stride_bytes + self.scratch_stride_bytes) + ALIGNMENT_BYTES
+
+
+class RowArena:
+    """Memory for a layout, filled with the zero point; a `Arena`. The tensors' order is that of `Geometry.names()`.
+
+    Attributes:
+        layout: sizes and offsets in bytes.
+        tensors: which tensors, in order.
+        array: all tensors, `[N, rows, D]`; the rows of one tensor are contiguous. Of a mirrored layout, each row
+            once; behind them, at addresses alone, they come again.
+        scratch: where new rows land that are copied later, `[N, scratch_rows, D]`.
+        addresses: base address of each tensor, a multiple of 64; row r lies `r * row_bytes` behind it.
+        scratch_addresses: base address of each scratch tensor, likewise; empty without scratch rows.
+        row_bytes: bytes of one row.
+        bytes_copied: bytes that `execute` has written so far.
+        copies: moves that it has executed so far.
+    """
+
+    def __init__(self, layout: Layout) -> None:
+        """Allocate and fill.
+
+        Raises:
+            UsageError: the layout is mirrored, and this system cannot map memory twice.
+            EngineError: likewise, and it refuses to.
+        """
+        geometry = layout.geometry
+        memory: Memory
+        if layout.mirrored:
+            memory = MirrorMemory(layout.tensors, layout.rows * geometry.row_bytes)
+        else:
+            memory = HeapMemory(layout.allocated_bytes)
+        dtype = DTYPES[geometry.kv_dtype]
+
+        def tensors(start: int, rows: int, stride_bytes: int) -> Rows:
+            return np.ndarray(
+                (layout.tensors, rows, geometry.head_dim),
+                dtype,
+                memory.buffer,
+                memory.offset + start,
+                (stride_bytes, geometry.row_bytes, geometry.element_bytes),
+            )
+
+        self.layout = layout
+        self.tensors = tuple(layout.names())
+        self.array = tensors(0, layout.rows, layout.stride_bytes)
+        # A layout without scratch rows has no bytes behind the tensors that an array could lie on.
+        scratch_offset = layout.scratch_offset_bytes if layout.scratch_rows else 0
+        self.scratch = tensors(scratch_offset, layout.scratch_rows, layout.scratch_stride_bytes)
+        self.array.fill(geometry.zero_point)
+        self.scratch.fill(geometry.zero_point)
+
+        scratch_base = memory.address + scratch_offset
+        scratch_tensors = layout.tensors if layout.scratch_rows else 0
+        self.addresses = [memory.address + i * layout.stride_bytes for i in range(layout.tensors)]
+        self.scratch_addresses = [scratch_base + i * layout.scratch_stride_bytes for i in range(scratch_tensors)]
+        self.row_bytes = geometry.row_bytes
+        self.bytes_copied = 0
+        self.copies = 0
+        self._bytes_per_row = layout.tensors * geometry.row_bytes
+        self._held_bytes = memory.held_bytes
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        return self.array.dtype
+
+    @property
+    def bytes_held(self) -> int:
+        """Bytes allocated, scratch and alignment included; what is mapped twice counts once."""
+        return self._held_bytes
+
+    def past_shape(self, columns: int) -> list[int]:
+        return [1, 1, columns, self.layout.geometry.head_dim]
+
+    def new_shape(self, ar: int) -> list[int]:
+        return [1, 1, ar, self.layout.geometry.head_dim]
+
+    def past_offset_bytes(self, window: Window) -> int:
+        return window.past_row * self.row_bytes
+
+    def new_addresses(self, window: Window) -> list[int]:
+        return self.addresses if window.in_place else self.scratch_addresses
+
+    def new_offset_bytes(self, window: Window) -> int:
+        return window.new_row * self.row_bytes
+
+    def read(self, tensor: int, rows: Sequence[int]) -> Rows:
+        return self.array[tensor, rows]
+
+    def write(self, tensor: int, rows: Sequence[int], values: Rows) -> None:
+        self.array[tensor, rows] = values
+
+    def copy_out(self, tensors: slice, rows: Sequence[int], out: Rows) -> None:
+        out[...] = self.array[tensors, as_index(rows)]
+
+    def copy_in(self, tensors: slice, rows: Sequence[int], values: Rows) -> None:
+        self.array[tensors, as_index(rows)] = values
+
+    def view(self, tensor: int) -> Rows:
+        """One tensor, `[rows, D]`, sharing the arena's memory."""
+        return self.array[tensor]  # type: ignore[no-any-return]
+
+    def execute(self, move: Move) -> None:
+        """Copy rows in all tensors, as if the source had been read completely before the first row is written.
+
+        Raises:
+            ValueError: a row beyond the end of its tensor; nothing is copied then.
+        """
+        source_rows, target_rows = self._reach_rows(move.src), self._reach_rows(move.dst)
+        if move.src_row + move.rows > source_rows or move.dst_row + move.rows > target_rows:
+            raise ValueError(f"move: got {move}; expected rows below {source_rows} and {target_rows}")
+        if move.src == move.dst:
+            self._shift(move)
+        else:
+            source, target = self._place(move.src), self._place(move.dst)
+            rows = source[:, move.src_row : move.src_row + move.rows]
+            target[:, move.dst_row : move.dst_row + move.rows] = rows
+        self.bytes_copied += move.rows * self._bytes_per_row
+        self.copies += 1
+
+    def _place(self, place: Place) -> Rows:
+        return self.array if place == "arena" else self.scratch
+
+    def _reach_rows(self, place: Place) -> int:
+        return self.layout.reach_rows if place == "arena" else self.layout.scratch_rows
+
+    def _shift(self, move: Move) -> None:
+        # numpy cannot tell that strided rows of one array lie apart, and would buffer the copy of all tensors.
+        addresses = self.addresses if move.src == "arena" else self.scratch_addresses
+        src_bytes, dst_bytes = move.src_row * self.row_bytes, move.dst_row * self.row_bytes
+        size_bytes = move.rows * self.row_bytes
+        for address in addresses:
+            memmove(address + dst_bytes, address + src_bytes, size_bytes)

@@ -1,0 +1,156 @@
+"""Update strategies: where the rows of a cache lie, and what a step copies. Integers only."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+Place = Literal["arena", "scratch"]
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """Copy a range of rows in every tensor at once; source and destination may overlap.
+
+    Attributes:
+        src_row: first row read, of a tensor in `src`.
+        dst_row: first row written, of the same tensor in `dst`.
+        rows: how many rows; at least 1.
+        src: the cache tensors (`arena`) or the small tensors where new rows land (`scratch`).
+        dst: likewise.
+    """
+
+    src_row: int
+    dst_row: int
+    rows: int
+    src: Place = "arena"
+    dst: Place = "arena"
+
+    def __post_init__(self) -> None:
+        if self.src_row < 0 or self.dst_row < 0 or self.rows < 1:
+            raise ValueError(f"move: got {self}; expected rows from 0 on, and at least one of them")
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether a row is both read and written."""
+        return self.src == self.dst and abs(self.src_row - self.dst_row) < self.rows
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """Where the graph for `ar` new tokens reads and writes each tensor, and which columns count.
+
+    The attention mask of these layers has P + AR columns: P for the past, then AR for the new tokens.
+
+    Attributes:
+        ar: tokens per inference of the graph.
+        columns: P, the past rows that the graph reads: S-AR, or W-1 of layers whose window W is smaller.
+        past_row: first of these rows, as a row of the arena's tensor.
+        new_row: row where the first of the AR new rows lands: of the arena's tensor if `in_place`, else of
+            the scratch tensor.
+        in_place: whether the new rows land where they are kept, so that appending copies nothing.
+        first: first valid column of the past.
+        stop: one behind the last valid column of the past, at most P.
+        leaving: valid columns that the last of the AR new rows does not see, since their tokens have left the window
+            of these layers by then, oldest first. Each row before it sees one more of them.
+    """
+
+    ar: int
+    columns: int
+    past_row: int
+    new_row: int
+    in_place: bool
+    first: int
+    stop: int
+    leaving: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.ar < 1 or self.past_row < 0 or self.new_row < 0 or not 0 <= self.first <= self.stop <= self.columns:
+            raise ValueError(f"window: got {self}; expected ar >= 1, rows >= 0 and 0 <= first <= stop <= columns")
+
+
+class Strategy(Protocol):
+    """Decides in pure integers where rows lie; the arena executes the moves that it returns, in order.
+
+    A strategy trusts its caller: `KVCache` has checked every argument, so that a refused call changes nothing.
+    All tensors have the same layout, so one row number stands for a row of each of the N tensors. A token's age is
+    its place among the tokens held: 0 for the oldest.
+    """
+
+    @property
+    def rows(self) -> int:
+        """Rows of each tensor in the arena."""
+
+    @property
+    def scratch_rows(self) -> int:
+        """Rows of each scratch tensor, where new rows land that are copied later; 0 if they land in place."""
+
+    @property
+    def mirrored(self) -> bool:
+        """Whether the rows are mapped twice: row r + `rows` is row r again."""
+
+    @property
+    def length(self) -> int:
+        """Tokens held."""
+
+    def prepare(self, ar: int, columns: int) -> Sequence[Move]:
+        """Make a step of AR new tokens and `columns` past rows possible; return what must be copied before it runs."""
+
+    def first_row(self, columns: int) -> int:
+        """First of the rows that a graph with so many past columns would read now; below 0 before `prepare`."""
+
+    def window(self, ar: int, columns: int) -> Window:
+        """What that step sees, once it is prepared."""
+
+    def commit(self, tokens: int, evicted: int) -> Sequence[Move]:
+        """Let the oldest tokens go and keep the first new rows of the prepared step; return what must be copied.
+
+        Args:
+            tokens: how many new rows are kept, at most its AR.
+            evicted: how many of the oldest leave; at most `tokens` and at most `length`.
+        """
+
+    def rewind(self, tokens: int) -> Sequence[Move]:
+        """Drop the `tokens` newest; return what must be copied."""
+
+    def drop(self, ages: Sequence[int]) -> Sequence[Move]:
+        """Drop the tokens of these ages, ascending; return what must be copied."""
+
+    def reset(self, length: int = 0) -> None:
+        """Drop all tokens, then hold `length` others (at most S), whose rows the caller writes."""
+
+    def held_rows(self) -> list[int]:
+        """The arena rows of the tokens held, oldest token first."""
+
+
+def moves_of(
+    src_rows: Sequence[int], dst_rows: Sequence[int], *, src: Place = "arena", dst: Place = "arena"
+) -> list[Move]:
+    """Copy row by row, in as few moves as the runs of neighbouring rows allow."""
+    moves = []
+    start = 0
+    for i in range(1, len(src_rows) + 1):
+        if (
+            i == len(src_rows)
+            or src_rows[i] - src_rows[start] != i - start
+            or dst_rows[i] - dst_rows[start] != i - start
+        ):
+            moves.append(Move(src_rows[start], dst_rows[start], i - start, src, dst))
+            start = i
+    return moves
+
+
+def close_gaps(first_row: int, ages: Sequence[int]) -> list[Move]:
+    """Drop tokens that lie in neighbouring rows: those older than a gap move up to close it, the newest first.
+
+    Args:
+        first_row: the row of the oldest token, whose age is 0.
+        ages: the tokens to drop, ascending.
+    """
+    moves = []
+    for i in reversed(range(len(ages))):
+        start = ages[i - 1] + 1 if i else 0
+        if rows := ages[i] - start:
+            moves.append(Move(first_row + start, first_row + start + len(ages) - i, rows))
+    return moves
