@@ -20,14 +20,14 @@ from edgekv.errors import BundleError, EngineError, UsageError
 from edgekv.runtime import qnn
 from exporters import resources
 from exporters.checkpoint.checkpoint import Checkpoint
-from exporters.cli import export
+from exporters.cli.export import export
+from exporters.cli.stages import stages
 from exporters.export import ExportOptions, RunOptions, export_bundle
 from exporters.htp.compile import compile_bundle
 from exporters.quantize.calibrate import calibration_windows
 from exporters.quantize.matrices import Quantizer
 from exporters.quantize.recipe import WeightRule, find_recipe
 from exporters.quantize.stages import FinishedBinaries, binaries, checks, stage_keys
-from exporters.quantize.stages.cli import stages
 from exporters.records import recipe_record
 from exporters.resources import parse_bytes
 from tests.checkpoints import write_checkpoint

@@ -11,7 +11,7 @@ import typer
 from devices import find
 from edgekv.bundle import Bundle, open_bundle
 from edgekv.errors import UsageError
-from exporters.cli import ForceOption, JsonOption
+from exporters.cli.options import ForceOption, JsonOption
 from exporters.progress import shown
 from exporters.targets.genai.folder import GenaiOptions, write_folder
 from exporters.targets.genai.run import open_folder, run_folder

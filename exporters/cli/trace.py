@@ -12,31 +12,28 @@ from edgekv.bundle import open_bundle
 from edgekv.errors import UsageError
 from edgekv.runtime import make_engine
 from exporters.checkpoint.heads import transformed
+from exporters.cli.options import JsonOption
 from exporters.inspect.divergence import find_divergence
 from exporters.inspect.evaluate import open_source, read_text
 from exporters.inspect.probe import Probe
 from exporters.inspect.trace import read_trace, trace_reference, write_trace
 from exporters.quantize.calibrate import token_windows
 
-JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output.")]
-
 
 def trace(
     bundle: Annotated[Path, typer.Argument(help="A bundle's folder.")],
     output: Annotated[Path, typer.Option("-o", "--output", help="The .npz file to write.")],
-    text: Annotated[Path, typer.Option("--text", help="A UTF-8 text file; its first tokens are run.")],
+    text: Annotated[Path, typer.Option("--text", help="A UTF-8 text file; its first tokens are traced.")],
     engine: Annotated[
         str, typer.Option(help="reference (the float32 checkpoint), cpu or htp (the bundle's graph).")
     ] = "cpu",
-    tokens: Annotated[int, typer.Option(min=2, help="How many tokens.")] = 64,
-    checkpoint: Annotated[
-        str | None, typer.Option(help="The checkpoint, if it is not where the bundle was made from.")
-    ] = None,
+    tokens: Annotated[int, typer.Option(min=2, help="Number of tokens.")] = 64,
+    checkpoint: Annotated[str | None, typer.Option(help="The checkpoint, if it has moved since the export.")] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Write the value of every result of a decoder for the first tokens of a text.
+    """Write every intermediate result of the decoder for the first tokens of a text.
 
-    Two traces of one model and text can be compared with `edgekv diff`.
+    Compare two traces of the same model and text with `edgekv diff`.
     """
     content = read_text(text)
     opened = open_bundle(bundle)
@@ -62,14 +59,14 @@ def trace(
 
 
 def diff(
-    a: Annotated[Path, typer.Argument(metavar="A.npz", help="What is right, such as a trace of the reference.")],
-    b: Annotated[Path, typer.Argument(metavar="B.npz", help="What is in question.")],
-    limit_db: Annotated[float, typer.Option(help="Results differ where the SQNR is below this, in dB.")] = 20.0,
+    a: Annotated[Path, typer.Argument(metavar="A.npz", help="The trace to compare with, e.g. of the reference.")],
+    b: Annotated[Path, typer.Argument(metavar="B.npz", help="The trace to check.")],
+    limit_db: Annotated[float, typer.Option(help="Results differ if their SQNR is below this limit, in dB.")] = 20.0,
     as_json: JsonOption = False,
 ) -> None:
-    """Name the first result in which two traces differ, and the probable cause.
+    """Find the first result in which two traces differ, and its probable cause.
 
-    The exit code is 0 either way.
+    The exit code is 0 in both cases.
     """
     found = find_divergence(read_trace(a), read_trace(b), limit_db=limit_db)
     if as_json:

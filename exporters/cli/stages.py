@@ -1,4 +1,4 @@
-"""`edgekv stages`, and what an export that stops says of them."""
+"""`edgekv stages`, and the hint to resume that an interrupted export prints."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from exporters.quantize.stages.store import stage_store
 
 
 class StagesReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What `edgekv stages` found.
+    """The stages in a cache directory.
 
     Attributes:
-        folder: where stages are kept.
-        stages: how many.
-        bytes: of all their files.
+        folder: the folder of the stages.
+        stages: number of stages.
+        bytes: total size of their files.
         cleared: whether they were removed.
     """
 
@@ -33,16 +33,16 @@ class StagesReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def stages(
-    clear: Annotated[bool, typer.Option("--clear", help="Remove them all.")] = False,
+    clear: Annotated[bool, typer.Option("--clear", help="Remove all stages.")] = False,
     cache_dir: Annotated[
         Optional[Path],
-        typer.Option(help="The cache directory.", show_default="EDGEKV_CACHE_DIR, or the user's own cache"),
+        typer.Option(help="The cache directory.", show_default="EDGEKV_CACHE_DIR, or the user's cache directory"),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output.")] = False,
 ) -> None:
-    """Say what was left by exports and compilations that were stopped, or remove it.
+    """List or remove the intermediate results of interrupted exports and compilations.
 
-    They keep every layer and every binary that is finished, for --resume, until all are.
+    Finished layers and binaries are kept for --resume until the export or compilation is complete.
     """
     store = stage_store(cache_dir)
     found = StagesReport(folder=str(store.folder), stages=store.stages, bytes=store.bytes, cleared=clear)
@@ -56,7 +56,7 @@ def stages(
 
 @contextmanager
 def resumable(progress: Progress) -> Iterator[Progress]:
-    """Whoever stops an export, or sees it fail, is told that what was finished need not be done again."""
+    """Print how to resume if the export fails or is interrupted after a layer was finished."""
     finished = 0
 
     def watched(stage: str, done: int, total: int) -> None:
@@ -68,5 +68,5 @@ def resumable(progress: Progress) -> Iterator[Progress]:
         yield watched
     except BaseException:
         if finished:
-            typer.echo(f"{finished} layers are finished: the same command with --resume goes on behind them.", err=True)
+            typer.echo(f"{finished} layers are finished. Run the same command with --resume to continue.", err=True)
         raise

@@ -1,0 +1,72 @@
+"""`edgekv compile`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Optional
+
+import msgspec
+import typer
+
+from devices import find
+from edgekv.bundle import CompiledManifest, open_bundle
+from exporters.cli.options import CacheOption, DeviceOption, ForceOption, JsonOption
+from exporters.htp.compile import compile_bundle
+from exporters.progress import shown
+from exporters.quantize.stages import FinishedBinaries, stage_store
+
+# ruff: noqa: UP045  (typer reads the annotations of Python 3.10 at run time)
+
+
+def compile_(
+    bundle: Annotated[Path, typer.Argument(help="A bundle's folder.")],
+    device: DeviceOption,
+    each: Annotated[
+        Optional[bool],
+        typer.Option(
+            "--each/--no-each",
+            help="Also write one binary per graph; the x86 emulator can load only these.",
+            show_default="yes, unless the graphs are split into parts",
+        ),
+    ] = None,
+    cache_dir: CacheOption = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Resume an interrupted compilation.")] = False,
+    force: ForceOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Compile a bundle to context binaries for a chip.
+
+    The binaries are stored in the bundle, one per part with the weights shared by all graphs. The target chip is read
+    back from each binary.
+    """
+    target = find(device)
+    opened = open_bundle(bundle)
+    with shown() as progress:
+        peaks: dict[str, int] = {}
+        binaries = FinishedBinaries(stage_store(cache_dir).folder, opened.manifest.files, resume=resume)
+        compiled = compile_bundle(
+            opened,
+            target,
+            each=each,
+            force=force,
+            progress=progress,
+            watch=peaks.__setitem__,
+            make=binaries.compile,
+        )
+        binaries.remove()
+    if as_json:
+        typer.echo(msgspec.json.encode(msgspec.to_builtins(compiled) | {"peak_bytes": peaks}))
+        return
+    show_compiled(bundle / "compiled" / compiled.soc, compiled, peaks)
+
+
+def show_compiled(folder: Path, compiled: CompiledManifest, peaks: Mapping[str, int]) -> None:
+    """Print the binaries that were written, their size, and the peak RAM of the compiler for each."""
+    vtcm = compiled.vtcm_bytes >> 20
+    typer.echo(f"{folder}: {compiled.soc}, V{compiled.arch}, {vtcm} MiB VTCM")
+    for binary in compiled.binaries:
+        size = compiled.files[binary.file].bytes / 1e6
+        held = "weights shared by " if binary.graphs > 1 else ""
+        peak = f"; compiled in {peaks[binary.file] / 1e9:.2f} GB of RAM" if binary.file in peaks else ""
+        typer.echo(f"  {binary.file}: {size:.2f} MB, {held}{', '.join(binary.wrappers)}{peak}")

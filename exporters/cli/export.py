@@ -1,0 +1,201 @@
+"""`edgekv export`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Optional, TypeVar, cast
+
+import msgspec
+import typer
+
+from devices import find
+from edgekv.bundle import GraphFormat, open_bundle, open_compiled
+from edgekv.cli.numbers import parse_numbers
+from edgekv.errors import UsageError
+from edgekv.kv import KeyLayout, KvDtype
+from edgekv.runtime import qnn
+from exporters.checkpoint.checkpoint import Checkpoint
+from exporters.cli.compile import show_compiled
+from exporters.cli.options import CacheOption, DeviceOption, ForceOption, JsonOption
+from exporters.cli.stages import resumable
+from exporters.export import ExportOptions, RunOptions, export_bundle
+from exporters.options import KV_DTYPES
+from exporters.progress import shown
+from exporters.quantize.recipe import describe_recipe, find_recipe
+from exporters.resources import parse_bytes
+
+# ruff: noqa: UP045  (typer reads the annotations of Python 3.10 at run time)
+
+Name = TypeVar("Name", bound=str)
+
+
+def export(
+    checkpoint: Annotated[str, typer.Argument(help="A Hugging Face checkpoint folder, or a hub id such as org/model.")],
+    output: Annotated[Path, typer.Option("-o", "--output", help="The bundle's folder; must not exist yet.")],
+    device: DeviceOption,
+    context: Annotated[
+        str, typer.Option(help="Context length S in tokens; a comma-separated list for several, such as 512,1024,4096.")
+    ] = "512",
+    ar: Annotated[
+        str, typer.Option("--ar", help="Tokens per inference of each graph, comma-separated, with 1.")
+    ] = "1,32",
+    max_attention_window: Annotated[
+        Optional[str],
+        typer.Option(
+            help="Attention window of each layer in tokens, comma-separated; a shorter list is repeated.",
+            show_default="the model's own",
+        ),
+    ] = None,
+    recipe: Annotated[
+        str,
+        typer.Option(help="Integer types: w8a16, w4a16, w4a16-lpbq32, -lpbq64, -lpbq128, or a recipe file (.json)."),
+    ] = "w8a16",
+    graph_format: Annotated[
+        str, typer.Option("--format", help="Graph format: onnx, or tflite for LiteRT and tflite-runtime.")
+    ] = "onnx",
+    kv: Annotated[
+        Optional[str],
+        typer.Option(
+            help="Integer type of the KV cache: u8, or s16 (HTP V73 and later).",
+            show_default="u8; s8 with --format tflite",
+        ),
+    ] = None,
+    key_layout: Annotated[str, typer.Option(help="Key layout: rows [S, D], or columns [D, S].")] = "rows",
+    splits: Annotated[
+        Optional[int],
+        typer.Option(
+            help="Number of parts to split the layers into.", show_default="1, or as many as the size limits require"
+        ),
+    ] = None,
+    embedding: Annotated[
+        Optional[str],
+        typer.Option(
+            help="Where embeddings are looked up: graph, or host (a memory-mapped table).",
+            show_default="graph; host with --splits",
+        ),
+    ] = None,
+    head: Annotated[
+        Optional[str],
+        typer.Option(
+            help="Where lm_head is: own (a separate part that all graphs share), or last (in the last part).",
+            show_default="last; own with --splits",
+        ),
+    ] = None,
+    calibration: Annotated[Optional[Path], typer.Option(help="UTF-8 calibration text.")] = None,
+    calibration_tokens: Annotated[
+        Optional[int],
+        typer.Option(
+            help="Calibration tokens to use at most.", show_default="12800; 4096 for 500 M parameters or more"
+        ),
+    ] = None,
+    allow_float: Annotated[bool, typer.Option("--allow-float", help="Accept nodes that compute in float.")] = False,
+    skip_htp_check: Annotated[
+        bool, typer.Option("--skip-htp-check", help="Skip the HTP compiler's check; the manifest records it.")
+    ] = False,
+    compile_too: Annotated[
+        bool, typer.Option("--compile", help="Also write context binaries, in the same compiler run.")
+    ] = False,
+    max_ram: Annotated[
+        Optional[str],
+        typer.Option(help="RAM limit for edgekv, such as 4GB; the HTP compiler's RAM is not included."),
+    ] = None,
+    cache_dir: CacheOption = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Resume an interrupted export.")] = False,
+    keep_stages: Annotated[
+        bool,
+        typer.Option(
+            "--keep-stages", help="Keep finished layers, so that --resume with another recipe reuses unchanged ones."
+        ),
+    ] = False,
+    force: ForceOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Export a checkpoint as a bundle of static integer graphs.
+
+    Every graph is compiled with the HTP compiler; the export is refused if any node would compute in float.
+    """
+    options = ExportOptions(
+        device=find(device),
+        recipe=find_recipe(recipe),
+        context=parse_numbers("--context", context),
+        ar=parse_numbers("--ar", ar),
+        max_attention_window=()
+        if max_attention_window is None
+        else parse_numbers("--max-attention-window", max_attention_window),
+        kv_dtype=_kv_dtype(kv, _graph_format(graph_format)),
+        key_layout=_key_layout(key_layout),
+        calibration=calibration,
+        calibration_tokens=calibration_tokens,
+        allow_float=allow_float,
+        check_on_htp=not skip_htp_check,
+        compile=compile_too,
+        graph_format=_graph_format(graph_format),
+        splits=splits,
+        embedding=_choice("--embedding", embedding, ("graph", "host")),
+        head=_choice("--head", head, ("own", "last")),
+    )
+    run = RunOptions(
+        max_ram_bytes=None if max_ram is None else parse_bytes("--max-ram", max_ram),
+        cache_dir=cache_dir,
+        resume=resume,
+        keep_stages=keep_stages,
+    )
+    with shown() as bars, resumable(bars) as progress:
+        opened = Checkpoint.open(checkpoint)
+        peaks: dict[str, int] = {}
+        manifest = export_bundle(opened, output, options, run, force=force, progress=progress, watch=peaks.__setitem__)
+    if as_json:
+        typer.echo(msgspec.json.encode(manifest))
+        return
+    held = sum(record.bytes for record in manifest.files.values())
+    typer.echo(f"{output}: {opened.parameters / 1e6:.1f} M parameters, {manifest.recipe.name}, {held / 1e6:.1f} MB")
+    typer.echo(f"  calibrated on {manifest.source.calibration_tokens:,} tokens of {manifest.source.calibration} text")
+    for line in describe_recipe(manifest.recipe):
+        typer.echo(f"  {line}")
+    for graph in manifest.graphs:
+        parts = f", in {len(graph.parts)} parts" if len(graph.parts) > 1 else ""
+        typer.echo(f"  {graph.name}: {graph.role}, {graph.ar} tokens per inference, context {graph.context}{parts}")
+    verdict = {
+        "integers-only": f"every graph compiles for {manifest.device}, integers only",
+        "float-allowed": f"compiles for {manifest.device}; {len(manifest.floating_nodes)} nodes compute in float",
+        "not-run": "not checked on the HTP compiler",
+    }
+    typer.echo(f"  {verdict[manifest.htp_check]}")
+    if compile_too:
+        compiled = open_compiled(open_bundle(output, verify=False), manifest.device, qnn.compiler())
+        assert compiled is not None, "written just now"
+        show_compiled(compiled.path, compiled.manifest, peaks)
+
+
+def _kv_dtype(value: str | None, graph_format: GraphFormat) -> KvDtype:
+    dtypes = KV_DTYPES[graph_format]
+    if value is None:
+        return dtypes[0]
+    if value in ("u8", "s8", "s16"):
+        return cast(KvDtype, value)
+    raise UsageError(
+        "--kv",
+        got=repr(value),
+        expected=" or ".join(dtypes),
+        fix=f"Use {dtypes[0]}. The HTP compiler silently reduces u16 to 8 bits.",
+    )
+
+
+def _graph_format(value: str) -> GraphFormat:
+    if value in KV_DTYPES:
+        return value
+    raise UsageError("--format", got=repr(value), expected=" or ".join(KV_DTYPES), fix="Use onnx or tflite.")
+
+
+def _choice(option: str, value: str | None, names: Sequence[Name]) -> Name | None:
+    found = [name for name in names if name == value]
+    if value is None or found:
+        return found[0] if found else None
+    raise UsageError(option, got=repr(value), expected=" or ".join(names), fix=f"Use {option} {names[0]}.")
+
+
+def _key_layout(value: str) -> KeyLayout:
+    if value in ("rows", "columns"):
+        return cast(KeyLayout, value)
+    raise UsageError("--key-layout", got=repr(value), expected="rows or columns", fix="Use rows.")
