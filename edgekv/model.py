@@ -297,9 +297,7 @@ class Model:
             )
             return self._search(prompt, max_new_tokens, options, self._feeder(None, cache_salt, retention))
         refuse_beam_options(num_return_sequences, length_penalty, early_stopping)
-        sampler = Sampler(
-            Sampling(temperature, top_k, top_p, seed), self.bundle.manifest.encodings["logits"].encoding()
-        )
+        sampler = Sampler(Sampling(temperature, top_k, top_p, seed), self.bundle.manifest.encodings["logits"])
         stops = StopSequences(stop)
         tokens = self._read(prompt)
         feeder = self._feeder(sequence, cache_salt, retention)
@@ -352,7 +350,7 @@ class Model:
             self._setup,
             search,
             limit="length" if max_new_tokens <= room else "context",
-            encoding=manifest.encodings["logits"].encoding(),
+            encoding=manifest.encodings["logits"],
             tokenizer=self.tokenizer,
         )
 
@@ -366,7 +364,7 @@ class Model:
         """
         tokens = self._read(tokens, "tokens")
         self._start(None, "score", "decode")
-        return self.bundle.manifest.encodings["logits"].encoding().dequantize(self._runner.feed_all(tokens))
+        return self.bundle.manifest.encodings["logits"].dequantize(self._runner.feed_all(tokens))
 
     def _start(self, sequence: int | None, *roles: Role) -> None:
         earlier = self._current.pop(sequence, None)

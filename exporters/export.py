@@ -20,7 +20,6 @@ from edgekv.bundle import (
     Manifest,
     RopeRecord,
     SourceRecord,
-    TensorEncoding,
     atomic_directory,
     record_files,
     write_manifest,
@@ -145,7 +144,7 @@ def export_bundle(
             embedding=embedding_record(split),
             tokens=token_record(checkpoint),
             graphs=graphs,
-            encodings={name: TensorEncoding.of(encoding) for name, encoding in encodings.items()},
+            encodings=encodings,
             source=SourceRecord(
                 checkpoint=str(checkpoint.folder.resolve()) if Path(checkpoint.name).is_dir() else checkpoint.name,
                 weights_sha256=weights_sha256,

@@ -59,7 +59,7 @@ def test_a_weight_outside_of_the_bundle_is_refused(small: Path, tmp_path: Path) 
 def test_a_step_is_one_of_the_generation_loop(small: Path, tmp_path: Path) -> None:
     bundle = open_bundle(small)
     scores = edgekv.load(bundle).score(bundle.tokenizer().encode(TEXT).ids[:24])
-    logits = bundle.manifest.encodings["logits"].encoding()
+    logits = bundle.manifest.encodings["logits"]
     for graph, last in ((bundle.manifest.graphs[0], 16), (bundle.manifest.graphs[1], 23)):
         found = take_sample(bundle, graph, TEXT, tmp_path).outputs["logits"]
         assert np.abs(logits.dequantize(found)[0, 0] - scores[last]).max() <= 2 * logits.scale
@@ -84,7 +84,7 @@ def test_so_it_is_with_keys_in_columns_attention_windows_and_4_bits(
     export_bundle(Checkpoint.open(open_bundle(small).manifest.source.checkpoint), tmp_path / "other", options)
     bundle = open_bundle(tmp_path / "other")
     scores = edgekv.load(bundle).score(bundle.tokenizer().encode(TEXT).ids[:24])
-    logits = bundle.manifest.encodings["logits"].encoding()
+    logits = bundle.manifest.encodings["logits"]
     for graph in bundle.manifest.graphs:
         if graph.role != "score":
             sample = take_sample(bundle, graph, TEXT, tmp_path / "steps")

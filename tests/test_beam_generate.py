@@ -23,7 +23,7 @@ class Separate:
 
     def __init__(self, model: edgekv.Model, prompt: Sequence[int]) -> None:
         self._model = model
-        self._encoding = model.bundle.manifest.encodings["logits"].encoding()
+        self._encoding = model.bundle.manifest.encodings["logits"]
         self._prompt = prompt
         self._beams: list[tuple[int, ...]] = [()]
 

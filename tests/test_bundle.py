@@ -16,7 +16,6 @@ from edgekv.bundle import (
     RecipeRecord,
     RopeRecord,
     SourceRecord,
-    TensorEncoding,
     TokenRecord,
     open_bundle,
     read_manifest,
@@ -24,10 +23,11 @@ from edgekv.bundle import (
     write_manifest,
 )
 from edgekv.errors import BundleError
+from quant import Encoding
 
 GRAPH = "ar1_cl8.onnx"
-U8 = TensorEncoding(dtype="u8", scale=0.5, zero_point=128)
-U16 = TensorEncoding(dtype="u16", scale=0.5, zero_point=32768)
+U8 = Encoding(dtype="u8", scale=0.5, zero_point=128)
+U16 = Encoding(dtype="u16", scale=0.5, zero_point=32768)
 
 
 @pytest.fixture

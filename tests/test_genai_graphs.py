@@ -150,7 +150,7 @@ def test_the_position_processor_writes_what_our_own_loop_does(small: Bundle, dat
 
 def test_the_dequantizer_keeps_every_two_logits_apart(small: Bundle) -> None:
     """Greedy choice is by integers in our loop and by floats in onnxruntime-genai."""
-    encoding = small.manifest.encodings["logits"].encoding()
+    encoding = small.manifest.encodings["logits"]
     vocab = small.manifest.model.vocab
     session = ort.InferenceSession(dequantizer(small.manifest).SerializeToString())
     integers = np.arange(65536, dtype=np.uint16)

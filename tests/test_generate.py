@@ -95,7 +95,7 @@ def test_a_partly_filled_step_equals_single_steps(
     single = [model._runner.feed((token,)).astype(int) for token in tokens]
     # The order of floating-point sums differs; an integer on the edge may fall to its neighbour, and that spreads.
     assert np.abs(rows - _held(model)).max() <= 2
-    assert np.abs(chunked - encodings["logits"].encoding().dequantize(np.stack(single))).mean() < 0.02
+    assert np.abs(chunked - encodings["logits"].dequantize(np.stack(single))).mean() < 0.02
     assert (chunked.argmax(-1) == np.stack(single).argmax(-1)).mean() > 0.95
 
 
@@ -103,7 +103,7 @@ def test_prefill_and_score_give_the_same_logits(model: edgekv.Model, text_tokens
     scored = model.score(text_tokens[:40])[-1]
     model.cache.reset()
     last = model._runner.feed(text_tokens[:40])
-    assert np.array_equal(scored, model.bundle.manifest.encodings["logits"].encoding().dequantize(last))
+    assert np.array_equal(scored, model.bundle.manifest.encodings["logits"].dequantize(last))
 
 
 def test_teacher_forcing_the_generated_tokens_would_generate_them(model: edgekv.Model) -> None:

@@ -212,7 +212,7 @@ def test_rotary_tables_of_llama3_are_genies_bit_by_bit(tmp_path: Path) -> None:
     with GenieDialog(written.path, config) as dialog:
         list(dialog.token_query([1, 2, 3], max_new_tokens=1))
     manifest = bundle.manifest
-    encodings = (manifest.encodings[f"position_ids_{name}"].encoding() for name in ("cos", "sin"))
+    encodings = (manifest.encodings[f"position_ids_{name}"] for name in ("cos", "sin"))
     rows = RopeTable(manifest.rope.inverse_frequencies, *encodings).rows(0, manifest.context)
     for name, ours in zip(("cos", "sin"), rows, strict=True):
         (dump,) = (tmp_path / "debug").rglob(f"position_ids_{name}.u16.dat")

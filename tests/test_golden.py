@@ -59,7 +59,7 @@ def plain_copying(bundle: Path, tokens: list[int]) -> np.ndarray:
     opened = open_bundle(bundle)
     manifest = opened.manifest
     session = CpuEngine().session(opened.graph_path(manifest.graph("decode")))
-    cos, sin = (manifest.encodings[name].encoding() for name in ("position_ids_cos", "position_ids_sin"))
+    cos, sin = (manifest.encodings[name] for name in ("position_ids_cos", "position_ids_sin"))
     rope = RopeTable(manifest.rope.inverse_frequencies, cos, sin)
     rows = manifest.context - 1
     feeds = {t.past: np.full((1, 1, rows, manifest.model.head_dim), 128, np.uint8) for t in manifest.geometry.names()}

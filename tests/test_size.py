@@ -20,7 +20,6 @@ from edgekv.bundle import (
     RecipeRecord,
     RopeRecord,
     SourceRecord,
-    TensorEncoding,
     TokenRecord,
     write_manifest,
 )
@@ -40,6 +39,7 @@ from edgekv.plan.cache import (
     make_report,
     measure_traffic,
 )
+from quant import Encoding
 
 NOTE = Geometry(layers=32, kv_heads=32, head_dim=128, context=2048, kv_dtype="s16")
 LLAMA_1B = {
@@ -366,7 +366,7 @@ def write_bundle(folder):
                 GraphRecord.whole("prefill", "prefill.onnx", layers=2, ar=16, context=64, role="prefill"),
             ],
             floating_nodes=[],
-            encodings={name: TensorEncoding(dtype="u8", scale=0.1, zero_point=128) for name in names},
+            encodings={name: Encoding(dtype="u8", scale=0.1, zero_point=128) for name in names},
             source=SourceRecord(checkpoint="none", weights_sha256="0" * 64, calibration="none", calibration_tokens=0),
             files={name: FileRecord(bytes=size_bytes, sha256="0" * 64) for name, size_bytes in files.items()},
         ),

@@ -57,7 +57,7 @@ def test_logits_are_those_of_a_reference_with_the_same_windows(bundles: dict[str
     found = [model.score(TOKENS)]
     model.cache.reset()
     single = np.stack([model._runner.feed([token]).copy() for token in TOKENS])
-    found.append(manifest.encodings["logits"].encoding().dequantize(single))
+    found.append(manifest.encodings["logits"].dequantize(single))
     for each in found:
         near = sqnr_db(each, wanted)
         assert near > 16

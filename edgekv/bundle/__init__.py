@@ -30,7 +30,6 @@ from edgekv.bundle.manifest import (
     RopeRecord,
     RotationName,
     SourceRecord,
-    TensorEncoding,
     TokenRecord,
     WeightRecord,
 )
@@ -62,7 +61,6 @@ __all__ = [
     "RopeRecord",
     "RotationName",
     "SourceRecord",
-    "TensorEncoding",
     "TokenRecord",
     "WeightRecord",
     "atomic_directory",

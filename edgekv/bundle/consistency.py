@@ -21,10 +21,8 @@ def check_consistency(manifest: Manifest, fail: Fail) -> None:
     try:
         geometry = manifest.geometry
         manifest.cache_geometry.groups()
-        for encoding in manifest.encodings.values():
-            encoding.encoding()
     except ValueError as error:
-        fail("model", error, "sizes and encodings that can exist")
+        fail("model", error, "sizes that can exist")
     _check_graphs(manifest, fail)
     decode = manifest.graph("decode")
     if decode is None:

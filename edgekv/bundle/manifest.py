@@ -9,7 +9,7 @@ import msgspec
 from edgekv.bundle.graphs import GraphRecord, PartRecord, Role, mask_name
 from edgekv.spec.geometry import Geometry, KeyLayout, KvDtype
 from edgekv.spec.layers import LayeredGeometry
-from quant import Dtype, Encoding, Method, WeightDtype
+from quant import Encoding, Method, WeightDtype
 
 FORMAT = 2
 MANIFEST = "manifest.json"
@@ -31,21 +31,6 @@ class FileRecord(_Part, frozen=True):
 
     bytes: int
     sha256: str
-
-
-class TensorEncoding(_Part, frozen=True):
-    """An encoding as it is stored; see `quant.Encoding`."""
-
-    dtype: Dtype
-    scale: float
-    zero_point: int
-
-    @classmethod
-    def of(cls, encoding: Encoding) -> TensorEncoding:
-        return cls(dtype=encoding.dtype, scale=encoding.scale, zero_point=encoding.zero_point)
-
-    def encoding(self) -> Encoding:
-        return Encoding(self.dtype, self.scale, self.zero_point)
 
 
 class ModelRecord(_Part, frozen=True):
@@ -187,7 +172,7 @@ class Manifest(_Part, frozen=True):
     graphs: list[GraphRecord]
     htp_check: HtpCheck
     floating_nodes: list[str]
-    encodings: dict[str, TensorEncoding]
+    encodings: dict[str, Encoding]
     source: SourceRecord
     files: dict[str, FileRecord]
     local_rope: RopeRecord | None = None

@@ -60,7 +60,7 @@ class StaticGraph:
         self.run_ns = 0
         self.host_ns = 0
         masks = [manifest.mask(group.geometry.context) for group in cache.groups]
-        mask_encoding = manifest.encodings["attention_mask"].encoding()
+        mask_encoding = manifest.encodings["attention_mask"]
         inputs = [port for signature in signatures for port in signature.inputs]
         self._inputs = StepInputs(inputs, masks, mask_encoding, manifest.tokens.pad or 0, ropes, embeddings)
         left = [port for each in signatures for port in each.outputs if not port.name.startswith("past_")]

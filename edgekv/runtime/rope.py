@@ -54,7 +54,7 @@ def rope_tables(manifest: Manifest) -> dict[str, RopeTable]:
     """A table for every rotary embedding of a bundle, by the ending of its inputs' names, filled for one context."""
     tables = {}
     for suffix, record in manifest.ropes.items():
-        cos, sin = (manifest.encodings[name].encoding() for name in rope_inputs(suffix))
+        cos, sin = (manifest.encodings[name] for name in rope_inputs(suffix))
         tables[suffix] = RopeTable(
             record.inverse_frequencies,
             cos,

@@ -63,10 +63,10 @@ def cut(bundle: Bundle, record: GraphRecord) -> list[Piece]:
             nodes = _nodes_between(model.graph, source, [end, *(tensor.new for tensor in tensors)])
             results = _results(nodes, constants)
             if end == LOGITS:
-                results[end] = manifest.encodings[end].encoding()
+                results[end] = manifest.encodings[end]
             hidden = None if source is None else _value(source, pieces[-1].results[source], shape)
             outputs = [_value(name, encoding) for name, encoding in results.items()]
-            outputs += [_value(tensor.new, manifest.encodings[tensor.past].encoding()) for tensor in tensors]
+            outputs += [_value(tensor.new, manifest.encodings[tensor.past]) for tensor in tensors]
             pieces.append(Piece(_piece(model, nodes, hidden, outputs), source, end, results, tensors))
     return pieces
 

@@ -68,8 +68,8 @@ class Probe:
         kept = {name.removesuffix("_q"): encoding for piece in self._pieces for name, encoding in piece.results.items()}
         held = self._bundle.manifest.encodings
         if self._table is not None:
-            kept[_EMBEDDING] = held[EMBEDDINGS].encoding()
-        return kept | {tensor.past: held[tensor.past].encoding() for p in self._pieces for tensor in p.tensors}
+            kept[_EMBEDDING] = held[EMBEDDINGS]
+        return kept | {tensor.past: held[tensor.past] for p in self._pieces for tensor in p.tensors}
 
     def run(self, tokens: Sequence[int]) -> Trace:
         """The values of every result `[T, width]` for tokens that begin at position 0.
@@ -125,9 +125,9 @@ class Probe:
             name.removesuffix("_q"): piece.results[name].dequantize(values) for name, values in results.items()
         }
         if piece.source is None and self._table is not None:
-            trace[_EMBEDDING] = manifest.encodings[EMBEDDINGS].encoding().dequantize(self._table[state])
+            trace[_EMBEDDING] = manifest.encodings[EMBEDDINGS].dequantize(self._table[state])
         for tensor, values in past.items():
-            trace[tensor.past] = manifest.encodings[tensor.past].encoding().dequantize(values)
+            trace[tensor.past] = manifest.encodings[tensor.past].dequantize(values)
         return trace, results[piece.result]
 
     def _step(

@@ -73,8 +73,8 @@ def compare(
     named = dict(found)
     if len(named) == len(expected) and all(name.startswith("output_") for name in named):
         named = dict(zip(expected, found.values(), strict=True))
-    encodings = {tensor.new: manifest.encodings[tensor.past].encoding() for tensor in manifest.geometry.names()}
-    encodings["logits"] = manifest.encodings["logits"].encoding()
+    encodings = {tensor.new: manifest.encodings[tensor.past] for tensor in manifest.geometry.names()}
+    encodings["logits"] = manifest.encodings["logits"]
     errors = []
     for name, wanted in expected.items():
         value = named[name][0] if named.get(name) else None

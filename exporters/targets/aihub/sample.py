@@ -97,7 +97,7 @@ class _Steps:
         manifest = self._bundle.manifest
         signature = Signature.of(manifest, graph)
         masks = [manifest.mask(group.context) for group in self._groups]
-        mask_encoding = manifest.encodings["attention_mask"].encoding()
+        mask_encoding = manifest.encodings["attention_mask"]
         step = StepInputs(signature.inputs, masks, mask_encoding, manifest.tokens.pad or 0, self._ropes)
         step.write(tokens, self._done, [self._window(group, graph) for group in self._groups], ())
         tensors = list(manifest.cache_geometry.names())

@@ -80,7 +80,7 @@ def dequantizer(manifest: Manifest) -> onnx.ModelProto:
 
     One row is all that onnxruntime-genai needs, and the static 1 tells it that there is no more.
     """
-    encoding = manifest.encodings["logits"].encoding()
+    encoding = manifest.encodings["logits"]
     integers = np.array(encoding.zero_point, DTYPES[encoding.dtype])
     shape = [1, 1, manifest.model.vocab]
     return _model(

@@ -181,7 +181,7 @@ class _Stacking:
     # ------------------------------------------------------------------ writing nodes
 
     def _encoding(self, tensor: KvTensor) -> Encoding:
-        return self._manifest.encodings[tensor.past].encoding()
+        return self._manifest.encodings[tensor.past]
 
     def _pair(self, name: str, encoding: Encoding, nodes: list[onnx.NodeProto]) -> str:
         """`name`, which is `name_f` quantized and dequantized."""

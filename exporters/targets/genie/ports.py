@@ -69,7 +69,7 @@ class GeniePorts:
     ) -> GeniePorts:
         """What a part of a graph of this bundle must have; with `embeddings`, the first reads these, not ids."""
         ar, context, model = graph.ar, graph.context, manifest.model
-        encodings = {name: record.encoding() for name, record in manifest.encodings.items()}
+        encodings = dict(manifest.encodings)
         if embeddings is not None:
             encodings[EMBEDDINGS] = embeddings
         entry = EMBEDDINGS if part.embeds and embeddings is not None else part.entry

@@ -143,7 +143,7 @@ class _Table:
         self.encoding: Encoding | None = None
         if (rows := open_table(bundle)) is not None:
             rows.tofile(path)
-            self.encoding = bundle.manifest.encodings[EMBEDDINGS].encoding()
+            self.encoding = bundle.manifest.encodings[EMBEDDINGS]
 
     def take_out(self, adapter: GraphAdapter) -> None:
         """Let a graph read embeddings that looked them up."""
