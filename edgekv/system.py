@@ -1,15 +1,86 @@
-"""Other processes."""
+"""The machine: memory, processes, sizes as text, and files that are safe to read."""
 
 from __future__ import annotations
 
+import ctypes
+import errno
+import hashlib
 import os
+import re
+import stat
+import sys
+from io import BufferedReader
 from pathlib import Path
+from typing import Any
+
+from edgekv.errors import EngineError, UsageError
+
+MIB = 1 << 20
+
+_SIZE = re.compile(r"(\d+(?:\.\d+)?) *([KMGT]?)(I?)B?", re.IGNORECASE)
+_POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
+_KINDS = {
+    stat.S_IFDIR: "a folder",
+    stat.S_IFIFO: "a FIFO",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+    stat.S_IFSOCK: "a socket",
+}
+_PROCESS_QUERY_LIMITED_INFORMATION, _STILL_ACTIVE, _ERROR_ACCESS_DENIED = 0x1000, 259, 5
+# A FIFO without a writer must not block `open`; Windows has neither flag nor FIFOs there, and needs O_BINARY.
+_OPEN_FLAGS = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
+
+
+# Memory
+
+
+def free_memory_bytes() -> int:
+    """RAM available without swapping, in bytes: `MemAvailable` of Linux and Android, otherwise free pages.
+
+    A control group may allow less; set sizes in bytes there.
+
+    Raises:
+        EngineError: the system reports neither, as Windows and macOS.
+    """
+    available_bytes = _proc_bytes("meminfo", "MemAvailable:")
+    if available_bytes is not None:
+        return available_bytes
+    try:
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, OSError, ValueError):
+        raise EngineError(
+            "free memory",
+            got=f"a system that does not report it ({sys.platform})",
+            expected="/proc/meminfo or sysconf",
+            fix="Give the size in bytes, such as 64MiB.",
+        ) from None
+
+
+def peak_bytes(pid: int | None = None) -> int:
+    """Peak RAM of a process in bytes, this process by default; 0 if the system does not report it.
+
+    `getrusage` is no substitute: it includes the peak of the process that this one was forked from.
+    """
+    return _proc_bytes(f"{pid or 'self'}/status", "VmHWM:") or 0
+
+
+def _proc_bytes(name: str, field: str) -> int | None:
+    try:
+        lines = Path("/proc", name).read_text("ascii").splitlines()
+    except (OSError, UnicodeDecodeError):
+        return None
+    return next((int(line.split()[1]) << 10 for line in lines if line.startswith(field)), None)
+
+
+# Processes
 
 
 def is_alive(pid: int) -> bool:
-    """Whether another process has this id; what bears our own id on the disk is an earlier process's."""
-    if pid == os.getpid():
+    """Whether another process has this id. False for our own: a file that carries it is an earlier process's."""
+    if pid == os.getpid() or pid < 1:
         return False
+    if os.name == "nt":  # `os.kill(pid, 0)` would end the process there
+        return _is_alive_on_windows(pid)
     try:
         os.kill(pid, 0)
     except (ProcessLookupError, OverflowError):
@@ -19,22 +90,90 @@ def is_alive(pid: int) -> bool:
     return True
 
 
-def peak_bytes(pid: int | None = None) -> int:
-    """RAM, the most that a process held so far, in bytes: this one, or another. 0 where Linux does not say.
-
-    `getrusage` would count what the process held that this one was forked from.
-    """
-    return _bytes_in(Path(f"/proc/{pid or 'self'}/status"), "VmHWM:")
-
-
-def available_bytes() -> int:
-    """RAM that new work can have without swapping, in bytes; 0 where Linux does not say."""
-    return _bytes_in(Path("/proc/meminfo"), "MemAvailable:")
-
-
-def _bytes_in(path: Path, field: str) -> int:
+def _is_alive_on_windows(pid: int) -> bool:
+    kernel: Any = ctypes.windll.kernel32  # type: ignore[attr-defined]
+    process = kernel.OpenProcess(_PROCESS_QUERY_LIMITED_INFORMATION, False, pid)
+    if not process:
+        return bool(kernel.GetLastError() == _ERROR_ACCESS_DENIED)
     try:
-        lines = path.read_text("ascii").splitlines()
-    except OSError:
-        return 0
-    return next((int(line.split()[1]) << 10 for line in lines if line.startswith(field)), 0)
+        code = ctypes.c_uint32()
+        return bool(kernel.GetExitCodeProcess(process, ctypes.byref(code))) and code.value == _STILL_ACTIVE
+    finally:
+        kernel.CloseHandle(process)
+
+
+# Sizes
+
+
+def format_bytes(size_bytes: int) -> str:
+    """A size for people: `1.25 GB`, `640.0 MB`, `12.5 kB`, `80 B` (powers of 1000)."""
+    for unit, power, decimals in (("GB", 9, 2), ("MB", 6, 1), ("kB", 3, 1)):
+        if size_bytes >= 10**power:
+            return f"{size_bytes / 10**power:.{decimals}f} {unit}"
+    return f"{size_bytes} B"
+
+
+def parse_bytes(option: str, text: str) -> int:
+    """A size such as `4GB` (10^9 bytes each), `512 MiB` (2^20) or `1000000`, in bytes.
+
+    Args:
+        option: for the error message.
+        text: as the user wrote it.
+
+    Raises:
+        UsageError: it is not a size.
+    """
+    match = _SIZE.fullmatch(text.strip())
+    if match is None:
+        raise UsageError(option, got=repr(text), expected="a size, such as 4GB or 512MiB", fix="Add a unit.")
+    number, prefix, binary = match.groups()
+    whole, _, fraction = number.partition(".")
+    unit: int = (1024 if binary else 1000) ** _POWERS[prefix.upper()]
+    return int(whole + fraction) * unit // 10 ** len(fraction)
+
+
+# Files
+
+
+def open_regular(path: Path) -> BufferedReader:
+    """Open a regular file for reading; the caller closes it.
+
+    A FIFO or a device would block, or never end.
+
+    Raises:
+        OSError: it cannot be opened, or is not a regular file.
+    """
+    descriptor = os.open(path, _OPEN_FLAGS)
+    try:
+        kind = stat.S_IFMT(os.fstat(descriptor).st_mode)
+        if kind != stat.S_IFREG:
+            raise OSError(errno.EINVAL, f"{_KINDS.get(kind, 'a special file')}, not a regular file", str(path))
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return os.fdopen(descriptor, "rb")
+
+
+def read_file(path: Path, limit_bytes: int) -> bytes:
+    """The content of a regular file.
+
+    Raises:
+        OSError: it cannot be read, is not a regular file, or is larger than `limit_bytes`.
+    """
+    with open_regular(path) as file:
+        size_bytes = os.fstat(file.fileno()).st_size
+        raw = file.read(limit_bytes + 1) if size_bytes <= limit_bytes else b""
+    if size_bytes > limit_bytes or len(raw) > limit_bytes:
+        found, limit = format_bytes(max(size_bytes, len(raw))), format_bytes(limit_bytes)
+        raise OSError(errno.EFBIG, f"file of {found}, more than the limit of {limit}", str(path))
+    return raw
+
+
+def sha256_of(path: Path) -> str:
+    """The SHA-256 of a regular file, in hexadecimal.
+
+    Raises:
+        OSError: it cannot be read, or is not a regular file.
+    """
+    with open_regular(path) as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

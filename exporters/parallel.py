@@ -7,8 +7,9 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
+from edgekv.errors import EngineError
 from edgekv.plan import COMPILE_BYTES
-from edgekv.system import available_bytes
+from edgekv.system import free_memory_bytes
 from exporters.progress import Progress
 
 T = TypeVar("T")
@@ -16,8 +17,10 @@ T = TypeVar("T")
 
 def compiler_processes() -> int:
     """How many compilers may run at once: one for each core, as long as RAM is free for what each may take."""
-    free_bytes = available_bytes()
-    fitting = free_bytes // COMPILE_BYTES if free_bytes else 1
+    try:
+        fitting = free_memory_bytes() // COMPILE_BYTES
+    except EngineError:  # the system does not report it
+        fitting = 1
     return max(1, min(os.cpu_count() or 1, fitting))
 
 

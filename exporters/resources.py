@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import re
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -16,23 +15,8 @@ from edgekv.spec.tensors import matrices
 from exporters.quantize.recipe import Recipe
 from quant import weight_bits
 
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kMGT]?i?)B?", re.IGNORECASE)
-_POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
 _FILE_COPIES = 3  # its parts, the file put together, and what is handed to the system
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
-
-
-def parse_bytes(option: str, text: str) -> int:
-    """A size such as `4GB` (10^9 bytes each) or `4GiB` (2^30), in bytes.
-
-    Raises:
-        UsageError: it is none.
-    """
-    match = _SIZE.fullmatch(text.strip())
-    if match is None:
-        raise UsageError(option, got=repr(text), expected="a size, such as 4GB or 512MiB", fix="Give a unit.")
-    unit = match[2].upper()
-    return int(float(match[1]) * (1024 if unit.endswith("I") else 1000) ** _POWERS[unit.removesuffix("I")])
 
 
 def check_ram(spec: DecoderSpec, tokens: int, window: int, file_bytes: int, most_bytes: int | None) -> None:

@@ -18,6 +18,7 @@ from devices import find
 from edgekv.bundle import COMPILED, Manifest, open_bundle, open_compiled
 from edgekv.errors import BundleError, EngineError, UsageError
 from edgekv.runtime import qnn
+from edgekv.system import parse_bytes
 from exporters import resources
 from exporters.checkpoint.checkpoint import Checkpoint
 from exporters.cli.export import export
@@ -29,7 +30,6 @@ from exporters.quantize.matrices import Quantizer
 from exporters.quantize.recipe import WeightRule, find_recipe
 from exporters.quantize.stages import FinishedBinaries, binaries, checks, stage_keys
 from exporters.records import recipe_record
-from exporters.resources import parse_bytes
 from tests.checkpoints import write_checkpoint
 
 LAYERS = 3
@@ -306,20 +306,6 @@ def test_a_cache_directory_that_cannot_be_made_is_refused(checkpoint, tmp_path):
 
 
 # RAM
-
-
-@pytest.mark.parametrize(
-    ("text", "size_bytes"),
-    [("4GB", 4 * 10**9), ("4 GiB", 4 << 30), ("1.5g", 1_500_000_000), ("512MiB", 512 << 20), ("7", 7)],
-)
-def test_sizes_are_read(text, size_bytes):
-    assert parse_bytes("--max-ram", text) == size_bytes
-
-
-@pytest.mark.parametrize("text", ["", "GB", "-1GB", "4XB", "four"])
-def test_what_is_no_size_is_refused(text):
-    with pytest.raises(UsageError, match="--max-ram"):
-        parse_bytes("--max-ram", text)
 
 
 def test_a_cap_that_one_layer_exceeds_is_refused_and_says_what_is_needed(work):

@@ -3,7 +3,7 @@
 from edgekv.bundle.atomic import atomic_directory, atomic_file
 from edgekv.bundle.bundle import Bundle, open_bundle, read_manifest, write_manifest
 from edgekv.bundle.compiled import COMPILED, Compiled, CompiledBinary, CompiledManifest, open_compiled
-from edgekv.bundle.files import record_files, sha256_of
+from edgekv.bundle.files import record_files
 from edgekv.bundle.graphs import (
     EMBEDDINGS,
     IDS,
@@ -73,6 +73,5 @@ __all__ = [
     "readable_json",
     "record_files",
     "rope_inputs",
-    "sha256_of",
     "write_manifest",
 ]

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, NoReturn
 import msgspec
 
 from edgekv.bundle.consistency import check_consistency
-from edgekv.bundle.files import sha256_of
 from edgekv.bundle.graphs import GraphRecord, PartRecord
 from edgekv.bundle.manifest import FORMAT, MANIFEST, Manifest
 from edgekv.bundle.readable import readable_json
 from edgekv.errors import BundleError
+from edgekv.system import sha256_of
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

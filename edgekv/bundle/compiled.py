@@ -8,9 +8,9 @@ from pathlib import Path
 import msgspec
 
 from edgekv.bundle.bundle import Bundle
-from edgekv.bundle.files import sha256_of
 from edgekv.bundle.manifest import MANIFEST, FileRecord
 from edgekv.errors import BundleError
+from edgekv.system import sha256_of
 
 COMPILED = "compiled.json"
 

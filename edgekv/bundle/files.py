@@ -2,21 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
 from pathlib import Path
 
 from edgekv.bundle.manifest import MANIFEST, FileRecord
-
-_BLOCK_BYTES = 1 << 20
-
-
-def sha256_of(path: Path) -> str:
-    """The SHA-256 of a file, in hexadecimal."""
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while block := file.read(_BLOCK_BYTES):
-            digest.update(block)
-    return digest.hexdigest()
+from edgekv.system import sha256_of
 
 
 def record_files(folder: Path) -> dict[str, FileRecord]:

@@ -6,7 +6,6 @@ integers which block is where, and `BlockStorage` moves the bytes between primar
 
 from edgekv.prefix.allocator import BlockAllocator
 from edgekv.prefix.baked import BakedPrefix, add_baked, baked_prefixes, remove_baked
-from edgekv.prefix.budget import free_memory_bytes
 from edgekv.prefix.cache_rows import CacheRows
 from edgekv.prefix.config import StoreConfig
 from edgekv.prefix.errors import PrefixError
@@ -36,7 +35,6 @@ __all__ = [
     "TokenRangeRetentionConfig",
     "add_baked",
     "baked_prefixes",
-    "free_memory_bytes",
     "open_store",
     "prefix_fingerprint",
     "remove_baked",

@@ -12,11 +12,12 @@ import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
-from edgekv.bundle import Bundle, FileRecord, atomic_directory, readable_json, record_files, sha256_of
+from edgekv.bundle import Bundle, FileRecord, atomic_directory, readable_json, record_files
 from edgekv.errors import BundleError, UsageError
 from edgekv.prefix.retention import MAX_PRIORITY, RetentionPolicy, TokenRangeRetentionConfig
 from edgekv.prefix.rows import Rows
 from edgekv.prefix.store import PrefixStore
+from edgekv.system import sha256_of
 
 FOLDER = "prefixes"
 RECORD = "prefixes.json"

@@ -2,26 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from edgekv.prefix.config import StoreConfig
 from edgekv.prefix.errors import PrefixError
 from edgekv.prefix.groups import Group
-
-
-def free_memory_bytes() -> int:
-    """Memory that can be had without swapping: MemAvailable of Linux and Android, free pages elsewhere."""
-    try:
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            name, _, value = line.partition(":")
-            if name == "MemAvailable":
-                return int(value.split()[0]) * 1024
-    except OSError:
-        pass
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from edgekv.prefix.block import Block, Node, Tier, Tokens
-from edgekv.prefix.budget import Budget, Division, free_memory_bytes, primary_budget
+from edgekv.prefix.budget import Budget, Division, primary_budget
 from edgekv.prefix.config import StoreConfig
 from edgekv.prefix.disk import DiskFolder, FoundFile
 from edgekv.prefix.errors import PrefixError
@@ -23,6 +23,7 @@ from edgekv.prefix.tiers import Limits, Tiers
 from edgekv.prefix.tree import Tree
 from edgekv.spec.geometry import Geometry, KvDtype
 from edgekv.spec.layers import LayeredGeometry
+from edgekv.system import free_memory_bytes
 
 _NO_POLICY = RetentionPolicy()
 _ZERO_POINTS: dict[KvDtype, int] = {"u8": 128, "s8": 0, "s16": 0}

@@ -1,6 +1,6 @@
 """Tokens in, tokens out: sessions, what is kept of them, sampling and streaming."""
 
-from edgekv.session.budget import Budget, ByteBudget, FreeMemoryBudget, free_memory_bytes, parse_budget
+from edgekv.session.budget import Budget, ByteBudget, FreeMemoryBudget, parse_budget
 from edgekv.session.events import GenerationStats, StopReason, Token
 from edgekv.session.feeder import Fed, SequenceFeeder
 from edgekv.session.held import HeldSequence
@@ -34,7 +34,6 @@ __all__ = [
     "StopSequences",
     "Token",
     "check_mode",
-    "free_memory_bytes",
     "parse_budget",
     "parse_mode",
 ]

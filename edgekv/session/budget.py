@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
-from pathlib import Path
 from typing import Protocol
 
-from edgekv.errors import EngineError, UsageError
+from edgekv.errors import UsageError
+from edgekv.system import free_memory_bytes, parse_bytes
 
-_UNITS = {"": 1, "B": 1} | {
-    prefix + suffix: base**power
-    for power, prefix in enumerate("KMGT", 1)
-    for suffix, base in (("iB", 1024), ("B", 1000))
-}
-_SIZE = re.compile(r"(\d+(?:\.\d+)?) ?([A-Za-z]*|%)")
+_PERCENTAGE = re.compile(r"(\d+(?:\.\d+)?) ?%")
 
 
 class Budget(Protocol):
@@ -52,31 +46,6 @@ class ByteBudget:
         return str(self.limit_bytes)
 
 
-def free_memory_bytes() -> int:
-    """Bytes that a process can still get without swapping: `MemAvailable` of Linux and Android, else free pages.
-
-    A control group may allow less; give a budget in bytes there.
-
-    Raises:
-        EngineError: the system tells neither.
-    """
-    try:
-        found = re.search(r"^MemAvailable: +(\d+) kB", Path("/proc/meminfo").read_text("ascii"), re.MULTILINE)
-        if found:
-            return int(found[1]) * 1024
-    except OSError:
-        pass
-    try:
-        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (AttributeError, OSError, ValueError):
-        raise EngineError(
-            "memory budget",
-            got="a system that does not tell its free memory",
-            expected="/proc/meminfo or sysconf",
-            fix="Give the budget in bytes, such as adaptive(64MiB).",
-        ) from None
-
-
 @dataclass(frozen=True, slots=True)
 class FreeMemoryBudget:
     """A fraction of the memory that would be free if no cache were held: it shrinks as others take memory.
@@ -106,10 +75,12 @@ def parse_budget(text: str) -> Budget:
     Raises:
         UsageError: it is none of these.
     """
-    match = _SIZE.fullmatch(text.strip())
-    if match and match[2] == "%":
+    match = _PERCENTAGE.fullmatch(text.strip())
+    if match:
         return FreeMemoryBudget(Fraction(match[1]) / 100)
-    if match and match[2] in _UNITS:
-        return ByteBudget(int(Fraction(match[1]) * _UNITS[match[2]]))
-    wanted = "bytes with or without a unit such as MiB, or a percentage of the free memory"
-    raise UsageError("memory budget", got=repr(text), expected=wanted, fix="Use 64MiB or 50%.")
+    try:
+        limit_bytes = parse_bytes("memory budget", text)
+    except UsageError:
+        wanted = "bytes with or without a unit such as MiB, or a percentage of the free memory"
+        raise UsageError("memory budget", got=repr(text), expected=wanted, fix="Use 64MiB or 50%.") from None
+    return ByteBudget(limit_bytes)

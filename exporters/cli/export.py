@@ -15,6 +15,7 @@ from edgekv.cli.numbers import parse_numbers
 from edgekv.errors import UsageError
 from edgekv.kv import KeyLayout, KvDtype
 from edgekv.runtime import qnn
+from edgekv.system import parse_bytes
 from exporters.checkpoint.checkpoint import Checkpoint
 from exporters.cli.compile import show_compiled
 from exporters.cli.options import CacheOption, DeviceOption, ForceOption, JsonOption
@@ -23,7 +24,6 @@ from exporters.export import ExportOptions, RunOptions, export_bundle
 from exporters.options import KV_DTYPES
 from exporters.progress import shown
 from exporters.quantize.recipe import describe_recipe, find_recipe
-from exporters.resources import parse_bytes
 
 # ruff: noqa: UP045  (typer reads the annotations of Python 3.10 at run time)
 

@@ -20,10 +20,10 @@ from edgekv.bundle import (
     atomic_directory,
     readable_json,
     record_files,
-    sha256_of,
 )
 from edgekv.errors import EngineError, UsageError
 from edgekv.runtime import qnn
+from edgekv.system import sha256_of
 from exporters.htp.check import HtpStep, run_and_lint, run_steps
 from exporters.parallel import compiler_processes, side_by_side
 from exporters.progress import Progress, silent

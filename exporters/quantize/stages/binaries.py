@@ -11,8 +11,9 @@ from pathlib import Path
 import msgspec
 
 from devices import Device
-from edgekv.bundle import CompiledBinary, FileRecord, atomic_directory, sha256_of
+from edgekv.bundle import CompiledBinary, FileRecord, atomic_directory
 from edgekv.runtime import qnn
+from edgekv.system import sha256_of
 from exporters.htp.compile import Lint, Watch, compile_graphs, unwatched
 from exporters.quantize.stages.keys import program_sha256
 

@@ -18,7 +18,6 @@ from quant import Grid, QuantizedWeight, Range, WeightDtype
 
 RECORD = "stage.json"
 _TENSORS = "tensors.safetensors"
-_BLOCK_BYTES = 1 << 22
 
 
 class _Tensor(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -61,7 +60,7 @@ class Stage:
             file = (folder / _TENSORS).open("rb")
         except (OSError, msgspec.DecodeError, UnicodeDecodeError):
             return None
-        if _sha256(file) == record.sha256:
+        if hashlib.file_digest(file, "sha256").hexdigest() == record.sha256:
             return cls(file, record)
         file.close()
         return None
@@ -84,7 +83,7 @@ class Stage:
         with atomic_directory(folder, force=True, marker=RECORD) as partial:
             extents = write_shard(partial / _TENSORS, tensors)
             with (partial / _TENSORS).open("rb") as file:
-                sha256 = _sha256(file)
+                sha256 = hashlib.file_digest(file, "sha256").hexdigest()
             record = _Record(
                 sha256=sha256,
                 matrices={name: _Matrix(dtype=weight.grid.dtype) for name, weight in matrices.items()},
@@ -130,10 +129,3 @@ class Stage:
         values = np.empty(place.shape, place.dtype)
         self._file.readinto(values.data)  # type: ignore[attr-defined]
         return values
-
-
-def _sha256(file: BinaryIO) -> str:
-    digest = hashlib.sha256()
-    while block := file.read(_BLOCK_BYTES):
-        digest.update(block)
-    return digest.hexdigest()

@@ -9,8 +9,9 @@ from typing import Literal
 
 import msgspec
 
-from edgekv.bundle import MANIFEST, Bundle, atomic_file, readable_json, sha256_of
+from edgekv.bundle import MANIFEST, Bundle, atomic_file, readable_json
 from edgekv.errors import BundleError
+from edgekv.system import sha256_of
 
 FORMAT = 1
 FOLDER = "hub"

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import onnx
 
-from edgekv.bundle import Bundle, GraphRecord, atomic_file, sha256_of
+from edgekv.bundle import Bundle, GraphRecord, atomic_file
 from edgekv.errors import BundleError
+from edgekv.system import sha256_of
 from exporters.targets.aihub.options import graph_name
 
 _BLOCK_BYTES = 1 << 20

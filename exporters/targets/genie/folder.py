@@ -7,8 +7,9 @@ from pathlib import Path
 
 import msgspec
 
-from edgekv.bundle import FileRecord, sha256_of
+from edgekv.bundle import FileRecord
 from edgekv.errors import BundleError
+from edgekv.system import sha256_of
 from exporters.targets.genie.config import CONFIG, SHARED_CONFIG, GenieConfig
 
 GENIE_MANIFEST = "genie_bundle.json"

@@ -18,10 +18,10 @@ from edgekv.bundle import (
     atomic_directory,
     readable_json,
     record_files,
-    sha256_of,
 )
 from edgekv.runtime import HtpEngine, qnn
 from edgekv.runtime.embedding import open_table
+from edgekv.system import sha256_of
 from exporters.htp.compile import compile_binaries
 from exporters.progress import Progress, silent
 from exporters.targets.genie.adapt import GraphAdapter

@@ -1,0 +1,150 @@
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from edgekv import system
+from edgekv.errors import EngineError, UsageError
+from edgekv.system import (
+    MIB,
+    format_bytes,
+    free_memory_bytes,
+    is_alive,
+    open_regular,
+    parse_bytes,
+    peak_bytes,
+    read_file,
+    sha256_of,
+)
+
+
+def test_free_memory_is_what_the_system_reports() -> None:
+    assert MIB < free_memory_bytes() < 1 << 50
+
+
+@pytest.mark.parametrize("sysconf", [None, "raises"])
+def test_a_system_that_reports_no_free_memory_is_named(monkeypatch: pytest.MonkeyPatch, sysconf: str | None) -> None:
+    """As Windows, which has no sysconf, and macOS, which does not know the free pages."""
+    monkeypatch.setattr(system, "_proc_bytes", lambda *_: None)
+    monkeypatch.setattr(sys, "platform", "win32" if sysconf is None else "darwin")
+    if sysconf is None:
+        monkeypatch.delattr(os, "sysconf")
+    else:
+        monkeypatch.setattr(os, "sysconf", _unknown)
+    with pytest.raises(EngineError, match=r"free memory: got a system that does not report it \((win32|darwin)\)"):
+        free_memory_bytes()
+
+
+def _unknown(name: str) -> int:
+    raise ValueError("unrecognized configuration name")
+
+
+def test_the_peak_of_a_process_counts_what_it_held_and_gave_back() -> None:
+    code = "from edgekv.system import peak_bytes; b = b'x' * (64 << 20); del b; print(peak_bytes())"
+    held = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert int(held.stdout) > 64 * MIB
+    assert peak_bytes(os.getppid()) > 0
+
+
+def test_where_there_is_no_proc_the_peak_is_zero(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(system, "_proc_bytes", lambda *_: None)
+    assert peak_bytes() == 0
+
+
+def test_processes_are_alive_until_they_end() -> None:
+    with subprocess.Popen(["sleep", "60"]) as child:
+        assert is_alive(child.pid)
+        child.kill()
+    assert not is_alive(child.pid)
+    assert is_alive(os.getppid()) and not is_alive(os.getpid())
+    assert not any(is_alive(pid) for pid in (0, -1, 1 << 80))
+
+
+@pytest.mark.parametrize(("handle", "code", "error", "alive"), [(7, 259, 0, True), (7, 1, 0, False), (0, 0, 87, False)])
+def test_on_windows_no_signal_is_sent(
+    monkeypatch: pytest.MonkeyPatch, handle: int, code: int, error: int, alive: bool
+) -> None:
+    """There `os.kill(pid, 0)` ends the process."""
+
+    def exit_code(process: int, found: object) -> int:
+        found._obj.value = code  # type: ignore[attr-defined]
+        return 1
+
+    closed: list[int] = []
+    kernel = SimpleNamespace(
+        OpenProcess=lambda access, inherit, pid: handle,
+        GetExitCodeProcess=exit_code,
+        GetLastError=lambda: error,
+        CloseHandle=closed.append,
+    )
+    monkeypatch.setattr(ctypes, "windll", SimpleNamespace(kernel32=kernel), raising=False)
+    monkeypatch.setattr(os, "kill", lambda *_: pytest.fail("a signal was sent"))
+    monkeypatch.setattr(os, "name", "nt")
+    found = is_alive(os.getppid())
+    monkeypatch.undo()
+    assert found == alive and closed == [handle] * bool(handle)
+
+
+@pytest.mark.parametrize(
+    ("text", "size_bytes"),
+    [("4GB", 4 * 10**9), ("4 GiB", 4 << 30), ("1.5g", 1_500_000_000), ("512MiB", 512 << 20), ("7", 7), ("7B", 7)],
+)
+def test_sizes_are_read(text: str, size_bytes: int) -> None:
+    assert parse_bytes("--max-ram", text) == size_bytes
+
+
+@pytest.mark.parametrize("text", ["", "GB", "-1GB", "4XB", "four", "1e9", "²MB", "1.", "nan", "iB"])
+def test_what_is_no_size_is_refused(text: str) -> None:
+    with pytest.raises(UsageError, match="--max-ram"):
+        parse_bytes("--max-ram", text)
+
+
+@given(st.integers(0, 1 << 60))
+def test_a_size_as_text_is_near_the_size(size_bytes: int) -> None:
+    assert parse_bytes("size", format_bytes(size_bytes)) == pytest.approx(size_bytes, rel=0.06)
+
+
+def test_regular_files_are_read_up_to_a_limit(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_bytes(b"x" * 1000)
+    assert read_file(file, 1000) == b"x" * 1000
+    assert sha256_of(file) == hashlib.sha256(b"x" * 1000).hexdigest()
+    with pytest.raises(OSError, match=r"file of 1.0 kB, more than the limit of 999 B.*file"):
+        read_file(file, 999)
+    with pytest.raises(FileNotFoundError):
+        read_file(tmp_path / "none", 1000)
+
+
+@pytest.mark.parametrize("kind", ["a FIFO", "a device", "a folder", "a socket"])
+def test_what_is_no_regular_file_is_refused_without_waiting(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / "it"
+    if kind == "a FIFO":
+        os.mkfifo(path)
+    elif kind == "a folder":
+        path.mkdir()
+    elif kind == "a device":
+        path.symlink_to("/dev/zero")
+    else:
+        with socket.socket(socket.AF_UNIX) as server:
+            server.bind(str(path))
+    message = r"No such device|not a regular file" if kind == "a socket" else f"{kind}, not a regular file"
+    for read in (lambda: read_file(path, MIB), lambda: sha256_of(path), lambda: open_regular(path)):
+        with pytest.raises(OSError, match=message):
+            read()
+
+
+def test_a_file_that_says_it_is_empty_has_a_limit_too() -> None:
+    """Files of /proc have the size 0."""
+    assert read_file(Path("/proc/meminfo"), MIB)
+    with pytest.raises(OSError, match="more than the limit of 10 B"):
+        read_file(Path("/proc/meminfo"), 10)
