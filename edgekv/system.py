@@ -9,6 +9,7 @@ import os
 import re
 import stat
 import sys
+from fractions import Fraction
 from io import BufferedReader
 from pathlib import Path
 from typing import Any
@@ -126,10 +127,8 @@ def parse_bytes(option: str, text: str) -> int:
     match = _SIZE.fullmatch(text.strip())
     if match is None:
         raise UsageError(option, got=repr(text), expected="a size, such as 4GB or 512MiB", fix="Add a unit.")
-    number, prefix, binary = match.groups()
-    whole, _, fraction = number.partition(".")
-    unit: int = (1024 if binary else 1000) ** _POWERS[prefix.upper()]
-    return int(whole + fraction) * unit // 10 ** len(fraction)
+    unit: int = (1024 if match[3] else 1000) ** _POWERS[match[2].upper()]
+    return int(Fraction(match[1]) * unit)
 
 
 # Files
