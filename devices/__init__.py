@@ -4,5 +4,6 @@ from devices.catalogue import CATALOGUE
 from devices.device import Device
 from devices.lookup import UnknownDeviceError, find
 from devices.memory import Memory
+from devices.speed import DecoderSpeed, Span
 
-__all__ = ["CATALOGUE", "Device", "Memory", "UnknownDeviceError", "find"]
+__all__ = ["CATALOGUE", "DecoderSpeed", "Device", "Memory", "Span", "UnknownDeviceError", "find"]

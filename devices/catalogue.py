@@ -1,15 +1,17 @@
 """The chips that edgekv targets.
 
-`soc_model`, arch and VTCM of every entry were read out of context binaries that the HTP compiler of QAIRT 2.51
-(in onnxruntime-qnn 2.7.0) wrote for that id; a test compiles a graph for each of them and reads them again.
-The compiler accepts more ids than there are chips with an HTP, so only what is listed here is offered.
+`soc_model`, arch and VTCM were read from context binaries that the HTP compiler of QAIRT 2.51 (in onnxruntime-qnn
+2.7.0) wrote for that id; a test compiles a graph for each chip and reads them again. The compiler accepts ids of chips
+without an HTP too, so only the chips listed here are offered.
 
-A name stands here only if it means one chip: `Snapdragon X Plus` was sold with two. Some phones carry another
-maker's chip in some countries; such a phone is listed under the one chip with an HTP that it is sold with.
+An alias names exactly one chip; `devices.other_names` explains those that do not. A phone that is sold with two makers'
+chips is listed under the one with an HTP. `speed` is the chip's own if figures were published for it, otherwise that of
+the nearest HTP version.
 """
 
 from __future__ import annotations
 
+from devices import speed
 from devices.device import Device
 from devices.memory import Memory
 
@@ -27,6 +29,7 @@ CATALOGUE: tuple[Device, ...] = (
         arch=68,
         vtcm_mb=4,
         memory=Memory("LPDDR5", 6400, 64),
+        speed=speed.V73,
         source=_source("press reports of 3200 MHz; four channels in Linux' interconnect driver"),
         aliases=("Snapdragon 888",),
     ),
@@ -36,6 +39,7 @@ CATALOGUE: tuple[Device, ...] = (
         arch=69,
         vtcm_mb=8,
         memory=Memory("LPDDR5", 6400, 64),
+        speed=speed.V73,
         source=_source("press reports of 3200 MHz and 51.2 GB/s; four channels in Linux' interconnect driver"),
         aliases=("Snapdragon 8 Gen 1",),
     ),
@@ -45,6 +49,7 @@ CATALOGUE: tuple[Device, ...] = (
         arch=73,
         vtcm_mb=8,
         memory=Memory("LPDDR5X", 8400, 64),
+        speed=speed.V73,
         source=_source("press reports of 4200 MHz; four channels in Linux' interconnect driver"),
         aliases=(
             "SM8550-AB",
@@ -64,6 +69,7 @@ CATALOGUE: tuple[Device, ...] = (
         arch=75,
         vtcm_mb=8,
         memory=Memory("LPDDR5X", 9600, 64),
+        speed=speed.SM8650,
         source=_source("press reports of 4800 MHz; four channels in Linux' interconnect driver"),
         aliases=(
             "SM8650-AB",
@@ -83,6 +89,7 @@ CATALOGUE: tuple[Device, ...] = (
         arch=79,
         vtcm_mb=8,
         memory=Memory("LPDDR5X", 10600, 64),
+        speed=speed.SM8750,
         source=_source("press reports of 5300 MHz; four channels in Linux' interconnect driver"),
         aliases=(
             "SM8750-AB",
@@ -102,6 +109,7 @@ CATALOGUE: tuple[Device, ...] = (
         arch=81,
         vtcm_mb=8,
         memory=Memory("LPDDR5X", 10600, 64),
+        speed=speed.SM8850,
         source=_source("press reports of 5300 MHz from the launch; 64 bit from a third-party table of chips"),
         aliases=("SM8850-AC", "Snapdragon 8 Elite Gen 5", "Xiaomi 17", "OnePlus 15"),
     ),
@@ -111,6 +119,7 @@ CATALOGUE: tuple[Device, ...] = (
         arch=81,
         vtcm_mb=8,
         memory=Memory("LPDDR5X", 9600, 64, confirmed=False),
+        speed=speed.SM8850,
         source=_source("4800 MHz and 64 bit as in the maker's product brief, not confirmed"),
         aliases=("Snapdragon 8 Gen 5",),
     ),
@@ -120,6 +129,7 @@ CATALOGUE: tuple[Device, ...] = (
         arch=73,
         vtcm_mb=8,
         memory=Memory("LPDDR5X", 9600, 64, confirmed=False),
+        speed=speed.V73,
         source=_source("4800 MHz from an encyclopedia of chips; 64 bit not confirmed"),
         aliases=("Snapdragon 8s Gen 4", "Nothing Phone (3)"),
     ),
@@ -129,6 +139,7 @@ CATALOGUE: tuple[Device, ...] = (
         arch=73,
         vtcm_mb=4,
         memory=Memory("LPDDR5X", 8400, 64),
+        speed=speed.V73,
         source=_source("press reports of 4200 MHz and four channels"),
         aliases=("Snapdragon 8s Gen 3",),
     ),
@@ -138,6 +149,7 @@ CATALOGUE: tuple[Device, ...] = (
         arch=73,
         vtcm_mb=4,
         memory=Memory("LPDDR5X", 8400, 32, confirmed=False),
+        speed=speed.V73,
         source=_source("press reports of 4200 MHz; 32 bit not confirmed"),
         aliases=("SM7750-AB", "Snapdragon 7 Gen 4"),
     ),
@@ -147,6 +159,7 @@ CATALOGUE: tuple[Device, ...] = (
         arch=73,
         vtcm_mb=4,
         memory=Memory("LPDDR5X", 8400, 64, confirmed=False),
+        speed=speed.V73,
         source=_source("press reports of 4200 MHz; 64 bit not confirmed"),
         aliases=("SM7675-AB", "Snapdragon 7+ Gen 3"),
     ),
@@ -156,6 +169,7 @@ CATALOGUE: tuple[Device, ...] = (
         arch=73,
         vtcm_mb=2,
         memory=Memory("LPDDR5", 6400, 32),
+        speed=speed.V73,
         source=_source("a review's table: two 16-bit channels at 3200 MHz"),
         aliases=("Snapdragon 7s Gen 3",),
     ),
@@ -165,6 +179,7 @@ CATALOGUE: tuple[Device, ...] = (
         arch=73,
         vtcm_mb=2,
         memory=Memory("LPDDR5", 6400, 32),
+        speed=speed.V73,
         source=_source("a review's table: two 16-bit channels at 3200 MHz"),
         aliases=("SM7550-AB", "Snapdragon 7 Gen 3"),
     ),
@@ -174,8 +189,17 @@ CATALOGUE: tuple[Device, ...] = (
         arch=73,
         vtcm_mb=8,
         memory=Memory("LPDDR5X", 8448, 128),
+        speed=speed.SC8380XP,
         source=_source("press reports of 8448 MT/s and 135 GB/s; eight channels in Linux' interconnect driver"),
-        aliases=("Snapdragon X Elite", "X1E-00-1DE", "X1E-84-100", "X1E-80-100", "X1E-78-100"),
+        aliases=(
+            "Snapdragon X Elite",
+            "X1E-00-1DE",
+            "X1E-84-100",
+            "X1E-80-100",
+            "X1E-78-100",
+            "X1P-66-100",
+            "X1P-64-100",
+        ),
     ),
     Device(
         soc="SC8480XP",
@@ -183,6 +207,7 @@ CATALOGUE: tuple[Device, ...] = (
         arch=81,
         vtcm_mb=8,
         memory=Memory("LPDDR5X", 9523, 128),
+        speed=speed.SC8480XP,
         source=_source("press reports of 9523 MT/s and 152 GB/s; eight channels in Linux' interconnect driver"),
         aliases=("Snapdragon X2 Elite", "X2E-88-100", "X2E-80-100"),
     ),
@@ -192,6 +217,7 @@ CATALOGUE: tuple[Device, ...] = (
         arch=73,
         vtcm_mb=8,
         memory=Memory("LPDDR5X", 8400, 64, confirmed=False),
+        speed=speed.V73,
         source=_source("taken to be as on SM8550, whose drivers it shares in Linux; not confirmed"),
         aliases=("QCM8550",),
     ),
@@ -201,6 +227,7 @@ CATALOGUE: tuple[Device, ...] = (
         arch=68,
         vtcm_mb=2,
         memory=Memory("LPDDR5", 6400, 32, confirmed=False),
+        speed=speed.V73,
         source=_source(
             "two channels in Linux' interconnect driver; 3200 MHz as in the maker's product brief, not confirmed; "
             "boards with LPDDR4X reach 17 GB/s"
@@ -213,6 +240,7 @@ CATALOGUE: tuple[Device, ...] = (
         arch=73,
         vtcm_mb=8,
         memory=Memory("LPDDR5", 6400, 96),
+        speed=speed.SA8775P,
         source=_source("the maker's pages on the IQ-9075 evaluation kit: six 16-bit channels at 3200 MHz"),
         aliases=("QCS9075", "IQ-9075", "Dragonwing IQ9"),
     ),
@@ -222,6 +250,7 @@ CATALOGUE: tuple[Device, ...] = (
         arch=73,
         vtcm_mb=8,
         memory=Memory("LPDDR5", 6400, 96),
+        speed=speed.SA8775P,
         source=_source("a published comparison of cockpit chips: six 16-bit channels at 3200 MHz"),
         aliases=("SA8255P",),
     ),
@@ -231,6 +260,7 @@ CATALOGUE: tuple[Device, ...] = (
         arch=68,
         vtcm_mb=8,
         memory=Memory("LPDDR4X", 4185.6, 128),
+        speed=speed.V73,
         source=_source("a published comparison of cockpit chips: eight 16-bit channels at 2092.8 MHz"),
         aliases=("SA8295P",),
     ),

@@ -5,6 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from devices.memory import Memory
+from devices.speed import DecoderSpeed, Span
+
+# The largest share of its peak bandwidth that any published decoder reads at: Llama 2 7B on SM8750.
+_LARGEST_SHARE = 0.885
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,6 +21,7 @@ class Device:
         arch: the version of the Hexagon Tensor Processor (73 for V73).
         vtcm_mb: tightly coupled memory of the HTP, MiB.
         memory: the fastest DRAM that the chip drives.
+        speed: what published language models reach on this chip, or on the nearest one that figures exist for.
         source: where arch, VTCM and DRAM were read.
         aliases: marketing names and well-known products, compared without case, spaces or punctuation.
     """
@@ -26,6 +31,7 @@ class Device:
     arch: int
     vtcm_mb: int
     memory: Memory
+    speed: DecoderSpeed
     source: str
     aliases: tuple[str, ...] = ()
 
@@ -38,6 +44,17 @@ class Device:
     def dram_gb_per_s(self) -> float:
         """Peak DRAM bandwidth, 10^9 bytes a second."""
         return self.memory.gb_per_s
+
+    @property
+    def decode_gb_per_s(self) -> Span:
+        """Bandwidth at which decoders of the published kind read on this chip, 10^9 bytes a second."""
+        most = _LARGEST_SHARE * self.dram_gb_per_s
+        return Span(min(self.speed.gb_per_s.low, most), min(self.speed.gb_per_s.high, most))
+
+    @property
+    def has_own_speed(self) -> bool:
+        """Whether `speed` was published for this very chip."""
+        return self.soc in self.speed.measured_on
 
     @property
     def memory_class(self) -> str:

@@ -6,28 +6,33 @@ import difflib
 
 from devices.catalogue import CATALOGUE
 from devices.device import Device
+from devices.other_names import OTHER_NAMES, OtherName
 
-# Words that tell no two names apart; phones of other makers need theirs (`13` would be two phones).
+# Words that distinguish no two names; phones of other makers need theirs (`13` would be two phones).
 _PREFIXES = ("qualcomm", "snapdragon", "dragonwing", "samsung")
 _NEAR = 3
+_LONGEST_NAME = 80
 
 
 class UnknownDeviceError(LookupError):
     """No device has this name.
 
     Attributes:
-        got: the name that was asked for.
-        near: names that look like it, each with its part number if it is an alias.
+        got: the name that was asked for, shortened if it is very long.
+        near: names that may be meant, each with its part number if it is an alias.
         expected: all part numbers.
+        fix: what the name stands for, if that is known, and what to use instead.
     """
 
     def __init__(self, got: str) -> None:
-        self.got = got
-        self.near = _near(got)
+        self.got = got if len(got) <= _LONGEST_NAME else f"{got[:_LONGEST_NAME]}..."
+        other = _OTHER_BY_KEY.get(_key(got))
+        self.near = _near(self.got) if other is None else tuple(_shown(name, find(name)) for name in other.fitting)
         self.expected = tuple(device.soc for device in CATALOGUE)
-        near = f" Did you mean {' or '.join(self.near)}?" if self.near else ""
+        self.fix = _fix(other, self.near)
         super().__init__(
-            f"device: got {got!r}; expected one of {', '.join(self.expected)}, or a name that one is sold under.{near}"
+            f"device: got {self.got!r}; expected one of {', '.join(self.expected)}, or a name that one is sold under. "
+            f"{self.fix}"
         )
 
 
@@ -44,7 +49,7 @@ def find(name: str) -> Device:
 
 
 def _letters(name: str) -> str:
-    """`Snapdragon 7+ Gen 3` -> `snapdragon7plusgen3`: the plus sign is all that tells some chips apart."""
+    """`Snapdragon 7+ Gen 3` -> `snapdragon7plusgen3`: the plus sign distinguishes some chips."""
     return "".join(c for c in name.casefold().replace("+", "plus") if c.isalnum())
 
 
@@ -61,6 +66,7 @@ def _names() -> list[tuple[str, Device]]:
 
 
 _BY_KEY: dict[str, Device] = {_key(name): device for name, device in _names()}
+_OTHER_BY_KEY: dict[str, OtherName] = {_key(other.name): other for other in OTHER_NAMES}
 
 
 def _near(name: str) -> tuple[str, ...]:
@@ -70,5 +76,16 @@ def _near(name: str) -> tuple[str, ...]:
     best: dict[str, str] = {}
     for key in difflib.get_close_matches(_letters(name), names, n=len(names), cutoff=0.6):
         spelled, device = names[key]
-        best.setdefault(device.soc, spelled if spelled == device.soc else f"{spelled} ({device.soc})")
+        best.setdefault(device.soc, _shown(spelled, device))
     return tuple(best.values())[:_NEAR]
+
+
+def _shown(name: str, device: Device) -> str:
+    return name if name == device.soc else f"{name} ({device.soc})"
+
+
+def _fix(other: OtherName | None, near: tuple[str, ...]) -> str:
+    names = " or ".join(near)
+    if other is not None:
+        return f"{other.meaning} Use {names}." if near else f"{other.meaning} No other name fits."
+    return f"Did you mean {names}?" if near else "Use one of these."

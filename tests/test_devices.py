@@ -1,13 +1,14 @@
 import multiprocessing
 import re
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from devices import CATALOGUE, Device, Memory, UnknownDeviceError, find
+from devices import CATALOGUE, Device, Memory, Span, UnknownDeviceError, find
 from devices.lookup import _key
 
 NAMES = [(name, device) for device in CATALOGUE for name in (device.soc, *device.aliases)]
@@ -70,7 +71,36 @@ def test_bandwidth_follows_from_transfer_rate_and_width():
     with pytest.raises(ValueError, match="bus_bits"):
         Memory("LPDDR5", 6400, 40)
     with pytest.raises(ValueError, match="arch"):
-        Device(soc="X", soc_model=1, arch=0, vtcm_mb=8, memory=Memory("LPDDR5", 6400, 64), source="a test")
+        replace(find("SM8650"), arch=0)
+
+
+def test_published_speeds_are_below_the_peak_bandwidth_and_name_their_source():
+    for device in CATALOGUE:
+        reached = device.decode_gb_per_s
+        assert 0 < reached.low <= reached.high < 0.9 * device.dram_gb_per_s
+        assert device.speed.source and device.speed.measured_on
+    assert {d.soc for d in CATALOGUE if d.has_own_speed} == {"SM8650", "SM8750", "SM8850", "SC8380XP", "SC8480XP"}
+    with pytest.raises(ValueError, match="span: got 2 to 1"):
+        Span(2, 1)
+
+
+@pytest.mark.parametrize("name", ["Snapdragon X Plus", "x-plus", "Qualcomm Snapdragon X Plus"])
+def test_a_name_of_several_chips_says_which_and_which_names_fit(name):
+    with pytest.raises(
+        UnknownDeviceError, match=r"sold with two chips: with 10 cores .* SC8380XP; with 8 cores"
+    ) as said:
+        find(name)
+    assert said.value.near == ("X1P-64-100 (SC8380XP)", "X1P-66-100 (SC8380XP)")
+    assert all(find(fitting.split(" (")[0]).soc == "SC8380XP" for fitting in said.value.near)
+
+
+def test_a_known_chip_that_is_not_in_the_catalogue_says_so():
+    with pytest.raises(UnknownDeviceError, match=r"It is SC8340XP, .* not in the catalogue\. No other name fits"):
+        find("X1P-42-100")
+
+
+def test_a_very_long_name_is_shortened():
+    assert len(str(UnknownDeviceError("x" * 100_000))) < 1_000
 
 
 def _compile(device: Device, folder: Path) -> bytes:

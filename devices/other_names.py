@@ -1,0 +1,39 @@
+"""Names that people use for a chip but that do not name one of the catalogue."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class OtherName:
+    """A name that no device answers to.
+
+    Attributes:
+        name: as it is sold.
+        meaning: what it stands for, as a sentence.
+        fitting: names of the catalogue that may be meant; empty if there is none.
+    """
+
+    name: str
+    meaning: str
+    fitting: tuple[str, ...] = ()
+
+
+_X_PLUS = (
+    "It is sold with two chips: with 10 cores (X1P-64-100, X1P-66-100) it is SC8380XP; with 8 cores (X1P-42-100, "
+    "X1P-46-100) it is SC8340XP, which is not in the catalogue."
+)
+_SMALL_X = "It is SC8340XP, a smaller chip than Snapdragon X Elite, which is not in the catalogue."
+
+# Chips by number of cores: notebookcheck.net on X1P-42-100. SC8340XP: AI Hub Models, devices_and_chipsets.yaml.
+OTHER_NAMES: tuple[OtherName, ...] = (
+    OtherName("Snapdragon X Plus", _X_PLUS, ("X1P-64-100", "X1P-66-100")),
+    OtherName("Snapdragon X", "It is a family of several chips.", ("Snapdragon X Elite", "X1P-64-100", "X1P-66-100")),
+    OtherName("Snapdragon X Plus 8-Core", _SMALL_X),
+    OtherName("X1P-42-100", _SMALL_X),
+    OtherName("X1P-46-100", _SMALL_X),
+    OtherName("X1-26-100", _SMALL_X),
+    OtherName("SC8340XP", "It is the chip of Snapdragon X Plus with 8 cores, which is not in the catalogue."),
+    OtherName("Snapdragon X2", "It is a family of several chips.", ("Snapdragon X2 Elite",)),
+)

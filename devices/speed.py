@@ -1,0 +1,62 @@
+"""How fast published language models run on a chip: what turns a bandwidth into an expectation."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """The lowest and the highest of several measurements."""
+
+    low: float
+    high: float
+
+    def __post_init__(self) -> None:
+        if not 0 < self.low <= self.high:
+            raise ValueError(f"span: got {self.low} to {self.high}; expected two numbers above 0, ascending")
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderSpeed:
+    """What integer decoders reach on an HTP, derived from published tokens per second and times to first token.
+
+    Attributes:
+        measured_on: part numbers of the chips that the figures were published for.
+        gb_per_s: bandwidth at which a pass of one token reads weights and cache, 10^9 bytes a second.
+        tera_macs_per_s: rate at which a pass of AR tokens computes those after the first, 10^12 multiply-adds a
+            second: the arithmetic of AR tokens over the time that such a pass takes longer than one of one token.
+        source: where the figures are from.
+    """
+
+    measured_on: tuple[str, ...]
+    gb_per_s: Span
+    tera_macs_per_s: Span
+    source: str
+
+
+_HUB = "Qualcomm AI Hub Models b61a009 (perf.yaml of the w4a16 models, context 4096, Genie)"
+_EXECUTORCH = "ExecuTorch cff6f4d (floors of its static LLM tests, context 1024)"
+
+SM8650 = DecoderSpeed(
+    ("SM8650",), Span(29.0, 53.7), Span(8.1, 8.1), f"{_HUB}: Llama 2 7B, Phi-3.5-mini; {_EXECUTORCH}: Llama 3.2, SmolLM"
+)
+SM8750 = DecoderSpeed(
+    ("SM8750",),
+    Span(35.3, 75.0),
+    Span(6.6, 17.0),
+    f"{_HUB}: Llama 2, 3.1 and 3.2, Mistral, Qwen2 and 2.5, Phi-3.5, Falcon 3, Granite 3.1; "
+    f"{_EXECUTORCH}: Llama 3.2, SmolLM2, SmolLM3",
+)
+SM8850 = DecoderSpeed(("SM8850",), Span(62.1, 71.5), Span(9.5, 21.0), f"{_HUB}: Llama 3.1 and 3.2, Falcon 3")
+SC8380XP = DecoderSpeed(
+    ("SC8380XP",),
+    Span(18.7, 49.1),
+    Span(5.9, 23.1),
+    f"{_HUB}: Llama 2, 3.1 and 3.2, Qwen2.5, Phi-3.5, Falcon 3, Granite 3.1; GenieX issue 1266: Qwen3-4B",
+)
+SC8480XP = DecoderSpeed(("SC8480XP",), Span(75.5, 92.9), Span(4.1, 12.5), f"{_HUB}: Llama 3.1 and 3.2")
+SA8775P = DecoderSpeed(("SA8775P",), Span(27.2, 37.2), Span(4.3, 8.6), f"{_HUB}: Llama 3.2")
+V73 = DecoderSpeed(
+    ("SC8380XP", "SA8775P"), Span(18.7, 49.1), Span(4.3, 23.1), "the two chips with a V73 that figures exist for"
+)
