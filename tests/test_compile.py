@@ -8,7 +8,7 @@ import edgekv
 from devices import find
 from edgekv.bundle import open_bundle, open_compiled
 from edgekv.errors import BundleError, EngineError, UsageError
-from edgekv.runtime import HtpEngine, make_engine
+from edgekv.runtime import HtpEngine, make_engine, qnn
 from exporters.checkpoint.checkpoint import Checkpoint
 from exporters.export import ExportOptions, export_bundle
 from exporters.htp.compile import _check_target, compile_bundle
@@ -63,7 +63,7 @@ def test_an_export_that_compiles_checks_and_writes_binaries_at_once(tmp_path):
     opened = open_bundle(tmp_path / "at-once")
     at_once = open_compiled(opened, "SM8650", apart.compiler)
     assert at_once is not None and at_once.manifest.binaries == apart.binaries
-    # ONNX Runtime names graphs after a hash of their path, so that bytes are not compared.
+    assert at_once.manifest.files == apart.files, "the same bytes"
     assert (
         edgekv.load(opened, "htp").score([3, 4, 5]).tolist()
         == edgekv.load(open_bundle(tmp_path / "apart"), "htp").score([3, 4, 5]).tolist()
@@ -75,6 +75,28 @@ def test_an_export_that_compiles_checks_and_writes_binaries_at_once(tmp_path):
 def test_compiling_at_once_needs_graphs_that_are_checked(options):
     with pytest.raises(UsageError, match=r"--compile: got .*; expected ONNX graphs, which are checked"):
         ExportOptions(device=find("SM8650"), recipe=find_recipe("w8a16"), compile=True, **options)
+
+
+def test_the_same_bundle_compiles_to_the_same_bytes_in_another_folder(compiled, tmp_path):
+    folder, record = compiled
+    shutil.copytree(folder, copy := tmp_path / "a" / "copy", ignore=shutil.ignore_patterns("compiled"))
+    assert compile_bundle(open_bundle(copy), find("SM8650")) == record
+    for name in record.files:
+        assert (copy / "compiled" / "SM8650" / name).read_bytes() == (
+            folder / "compiled" / "SM8650" / name
+        ).read_bytes()
+
+
+def test_exporting_and_compiling_twice_writes_the_same_bytes(tmp_path):
+    checkpoint = Checkpoint.open(str(write_checkpoint(tmp_path / "checkpoint")))
+    options = ExportOptions(device=find("SM8650"), recipe=find_recipe("w8a16"), context=32, ar=(1, 8), compile=True)
+    records = []
+    for name in ("one", "two"):
+        export_bundle(checkpoint, tmp_path / name, options)
+        found = open_compiled(open_bundle(tmp_path / name), "SM8650", qnn.compiler())
+        assert found is not None
+        records.append(found.manifest)
+    assert records[0] == records[1]
 
 
 def test_a_compiled_bundle_still_opens(compiled):

@@ -111,6 +111,10 @@ def test_both_run_the_same_binary(columns: Bundle, folder: GenieFolder) -> None:
     assert (folder.path / decode.file).read_bytes() == binary.replace(given, decode.name.encode())
 
 
+def test_the_same_bundle_gives_the_same_folder(columns: Bundle, folder: GenieFolder, tmp_path: Path) -> None:
+    assert write_genie(columns, tmp_path / "again" / "genie", GenieOptions(check=False)) == folder.manifest
+
+
 def test_a_text_is_continued_likewise(genie: GenieDialog, ours: Ours) -> None:
     assert "".join(genie.query(PROMPT, max_new_tokens=16)) == ours.text(16)
 

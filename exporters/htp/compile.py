@@ -237,7 +237,7 @@ def compile_graphs(
         config = {
             "ep.context_enable": "1",
             "ep.context_embed_mode": "0",
-            "ep.context_file_path": str(folder / wrappers[name]),
+            "ep.context_file_path": str(folder.absolute() / wrappers[name]),  # the worker changes its folder
         }
         if len(models) > 1:
             config["ep.share_ep_contexts"] = "1"

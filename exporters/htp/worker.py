@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
@@ -19,11 +20,15 @@ def main() -> None:
     device = find(job.soc)
     alive = []
     error = None
+    models = [Path(step.model).absolute() for step in job.steps]
     try:
-        for step in job.steps:
+        for step, model in zip(job.steps, models, strict=True):
+            # ONNX Runtime names a compiled graph after a hash of the path it is given: a bare file name gives the
+            # same bytes in every folder.
+            os.chdir(model.parent)
             alive.append(
                 qnn.create_session(
-                    Path(step.model),
+                    Path(model.name),
                     device,
                     session_config=step.session_config,
                     provider_options=step.provider_options,
