@@ -9,7 +9,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from edgekv.spec.families import describe
+from edgekv.spec import Config, describe
 from edgekv.spec.tensors import views
 from tests.checkpoints import write_tokenizer
 
@@ -114,7 +114,7 @@ def write_large_checkpoint(folder: Path, shape: str) -> Path:
     config = {name: value for name, value in SHAPES[shape].items() if value is not None or name == "rope_scaling"}
     (folder / "config.json").write_text(json.dumps(config))
     write_tokenizer(folder / "tokenizer.json")
-    shapes = {view.key: view.stored_shape for view in views(describe(config))}
+    shapes = {view.key: view.stored_shape for view in views(describe(Config(config)))}
     shards: list[dict[str, tuple[int, ...]]] = [{}]
     for name, dimensions in shapes.items():
         if sum(2 * int(np.prod(each)) for each in shards[-1].values()) > _SHARD_BYTES:

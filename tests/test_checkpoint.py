@@ -1,4 +1,5 @@
 import json
+import os
 
 import ml_dtypes
 import numpy as np
@@ -180,3 +181,57 @@ def test_integer_weights_are_refused(tmp_path):
 @pytest.mark.parametrize("name", ["no/such/folder", "./nothing", "/nowhere"])
 def test_a_name_that_is_no_folder_and_no_hub_id_is_refused(name):
     assert "no folder" in refusal(name)
+
+
+def write_config(folder, **changes) -> None:
+    """A small checkpoint, whose configuration says something else than its weights."""
+    path = write_checkpoint(folder) / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("num_hidden_layers", 10**9),
+        ("num_attention_heads", 10**9),
+        ("vocab_size", 10**9),
+        ("max_position_embeddings", 10**12),
+        ("hidden_size", 10**3000),
+        ("rms_norm_eps", 1e-310),
+        ("intermediate_size", -1),
+        ("num_hidden_layers", 1 << 14),
+    ],
+)
+def test_absurd_sizes_are_refused_by_field_before_any_work(tmp_path, field, value):
+    """The last one is in its own bound, but not together with the number of heads."""
+    write_config(tmp_path, **{"num_key_value_heads": 64, "num_attention_heads": 64, field: value})
+    assert refusal(tmp_path).startswith(f"config.json: {field}: got ")
+
+
+def test_sizes_whose_product_is_absurd_are_refused(tmp_path):
+    write_config(tmp_path, hidden_size=1 << 20, intermediate_size=1 << 22, num_hidden_layers=1 << 10)
+    assert "parameters" in refusal(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "content", ["[" * 100_000, '{"a":' * 100_000, "1" * 5000, '{"hidden_size": ' + "1" * 5000 + "}"]
+)
+def test_json_that_no_parser_should_follow_is_refused(tmp_path, content):
+    write_checkpoint(tmp_path)
+    (tmp_path / "config.json").write_text(content)
+    assert "config.json: got" in refusal(tmp_path)
+
+
+def test_a_pipe_a_device_and_a_huge_file_are_not_read_as_json(tmp_path):
+    write_checkpoint(tmp_path)
+    path = tmp_path / "config.json"
+    path.unlink()
+    os.mkfifo(path)
+    assert "not a regular file" in refusal(tmp_path)
+    path.unlink()
+    path.symlink_to("/dev/zero")
+    assert "not a regular file" in refusal(tmp_path)
+    path.unlink()
+    with path.open("wb") as file:
+        file.truncate(1 << 40)
+    assert "more than the limit" in refusal(tmp_path)

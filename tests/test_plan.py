@@ -29,7 +29,7 @@ from edgekv.plan import (
     quantization_bytes,
 )
 from edgekv.plan.cache import Decoder, Weights, matrix_bytes, recipe_weights
-from edgekv.spec.families import describe
+from edgekv.spec import Config, describe
 from edgekv.spec.tensors import matrices
 from exporters.checkpoint.checkpoint import Checkpoint
 from exporters.export import ExportOptions, export_bundle
@@ -320,7 +320,7 @@ def test_ram_to_compile_is_near_what_was_measured(graphs, weights_mb, packed_mb,
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_the_weights_of_a_recipe_are_those_of_its_rules(name):
-    sizes, recipe = matrices(describe(CONFIG | {"hidden_act": "silu", "rms_norm_eps": 1e-5})), find_recipe(name)
+    sizes, recipe = matrices(describe(Config(CONFIG))), find_recipe(name)
     layer = [(shape, recipe.rule(key).dtype) for key, shape in sizes.items() if ".layers.3." in key]
     found = recipe_weights(LLAMA_1B, name)
     assert found.layer_bytes == sum(matrix_bytes(*reversed(shape), dtype) for shape, dtype in layer) + 4 * 2048

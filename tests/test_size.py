@@ -274,7 +274,7 @@ def test_an_unknown_architecture_has_unknown_weights(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "field"),
     [
-        ({"num_hidden_layers": ...}, "num_hidden_layers absent"),
+        ({"num_hidden_layers": ...}, "num_hidden_layers: got nothing"),
         ({"num_hidden_layers": 0}, "layers"),
         ({"num_key_value_heads": [8, 4]}, "num_key_value_heads"),
         ({"kv_lora_rank": 512}, "kv_lora_rank"),

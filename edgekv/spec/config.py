@@ -1,23 +1,43 @@
-"""A `config.json`, read field by field: what is missing or cannot be so is refused by name."""
+"""The only reader of `config.json`: typed, bounded fields; a missing or invalid field is refused by name."""
 
 from __future__ import annotations
 
-import math
+import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from edgekv.errors import CheckpointError
+from edgekv.system import read_file
+
+CONFIG = "config.json"
+JSON_BYTES = 1 << 24
+"""Largest configuration that is read; the configurations of published models have a few kilobytes."""
+
+LARGEST: Mapping[str, int] = {
+    "num_hidden_layers": 1 << 14,
+    "num_attention_heads": 1 << 14,
+    "num_key_value_heads": 1 << 14,
+    "hidden_size": 1 << 20,
+    "intermediate_size": 1 << 22,
+    "head_dim": 1 << 14,
+    "vocab_size": 1 << 24,
+    "max_position_embeddings": 1 << 28,
+}
+"""Upper bounds of sizes, above every published model. Work and memory grow with them, so they are checked first."""
+_LARGEST_OTHER = (1 << 31) - 1
+_SMALLEST_NUMBER, _LARGEST_NUMBER = 1e-30, 1e30
 
 _CORRECT = "Correct config.json."
 
 
 class Config:
-    """The fields of a Hugging Face configuration, or of a table within it.
+    """The fields of a Hugging Face configuration, or of an object within it.
 
-    Null stands for absent, but for the `optional` fields: there null is none, and absent the architecture's default.
+    Null means absent. The `optional` readers differ: there null means None, and absent means the default.
     """
 
-    def __init__(self, fields: Mapping[str, Any], path: str = "config.json") -> None:
+    def __init__(self, fields: Mapping[str, Any], path: str = CONFIG) -> None:
         self._fields = {name: value for name, value in fields.items() if value is not None}
         self._none = {name for name, value in fields.items() if value is None}
         self._path = path
@@ -29,15 +49,17 @@ class Config:
         return len(self._fields)
 
     def size(self, name: str, default: int | None = None) -> int:
-        """A whole number above 0.
+        """A whole number from 1 to the field's bound in `LARGEST`.
 
         Raises:
             CheckpointError: it is something else, or absent without a default.
         """
         value = self._fields.get(name, default)
-        if isinstance(value, int) and not isinstance(value, bool) and value > 0:
-            return value
-        raise self.refusal(name, "a whole number above 0")
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise self.refusal(name, "a whole number above 0")
+        if value > (largest := LARGEST.get(name, _LARGEST_OTHER)):
+            raise self.refusal(name, f"at most {largest}", got=_short(value))
+        return value
 
     def optional_size(self, name: str, default: int | None = None) -> int | None:
         """A whole number above 0, or None.
@@ -59,18 +81,18 @@ class Config:
         return 0 if value == 0 and not isinstance(value, bool) else self.size(name, default)
 
     def number(self, name: str, default: float | None = None) -> float:
-        """A finite number above 0.
+        """A number from 1e-30 to 1e30.
 
         Raises:
             CheckpointError: it is something else, or absent without a default.
         """
         value = self._fields.get(name, default)
-        if isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value) and value > 0:
+        if isinstance(value, (int, float)) and not isinstance(value, bool) and _in_range(value):
             return float(value)
         raise self.refusal(name, "a number above 0")
 
     def optional_number(self, name: str, default: float | None = None) -> float | None:
-        """A finite number above 0, or None.
+        """A number above 0, or None.
 
         Raises:
             CheckpointError: it is something else.
@@ -80,7 +102,7 @@ class Config:
         return None if name in self._none else default
 
     def numbers(self, name: str, count: int) -> tuple[float, ...]:
-        """A list of so many finite numbers above 0.
+        """A list of `count` numbers above 0.
 
         Raises:
             CheckpointError: it is something else or absent.
@@ -113,16 +135,21 @@ class Config:
             return value
         raise self.refusal(name, "a string")
 
-    def texts(self, name: str, count: int) -> tuple[str, ...]:
-        """A list of so many strings.
+    def texts(self, name: str, count: int | None = None) -> tuple[str, ...]:
+        """A list of strings.
+
+        Args:
+            name: the field.
+            count: how many there have to be; None for any number.
 
         Raises:
             CheckpointError: it is something else or absent.
         """
         value = self._fields.get(name)
-        if isinstance(value, list) and len(value) == count and all(isinstance(each, str) for each in value):
+        if isinstance(value, list) and count in (None, len(value)) and all(isinstance(each, str) for each in value):
             return tuple(value)
-        raise self.refusal(name, f"a list of {count} strings", got=f"{len(value)}" if isinstance(value, list) else None)
+        wanted = "a list of strings" if count is None else f"a list of {count} strings"
+        raise self.refusal(name, wanted, got=f"{len(value)}" if isinstance(value, list) else None)
 
     def table(self, name: str) -> Config:
         """An object within the configuration; empty if it is absent.
@@ -136,7 +163,7 @@ class Config:
         raise self.refusal(name, "a JSON object")
 
     def expect(self, name: str, value: object) -> None:
-        """Accept a field that is absent or has this value.
+        """Check that a field is absent or has this value.
 
         Raises:
             CheckpointError: it has another.
@@ -144,8 +171,79 @@ class Config:
         if self._fields.get(name, value) != value:
             raise self.refusal(name, repr(value), fix="This variant of the architecture cannot be exported.")
 
+    def text_decoder(self) -> Config:
+        """The configuration of the language model: `text_config` of a multimodal model, else this one.
+
+        Raises:
+            CheckpointError: `text_config` is no object.
+        """
+        nested = self.table("text_config")
+        return nested if nested and "num_hidden_layers" not in self else self
+
     def refusal(self, name: str, wanted: str, *, got: str | None = None, fix: str = _CORRECT) -> CheckpointError:
         """The error that refuses a field."""
         value = self._fields.get(name)
-        shown = got or ("nothing" if value is None else repr(value))
+        shown = got or ("nothing" if value is None else _short(value))
         return CheckpointError(f"{self._path}: {name}", got=shown, expected=wanted, fix=fix)
+
+
+def read_config(path: Path) -> Config:
+    """The whole `config.json` of a checkpoint.
+
+    Args:
+        path: the file.
+
+    Raises:
+        CheckpointError: see `read_json`.
+    """
+    return Config(read_json(path))
+
+
+def read_json(path: Path, *, optional: bool = False, limit_bytes: int = JSON_BYTES) -> dict[str, Any]:
+    """The JSON object in a file.
+
+    Args:
+        path: a regular file.
+        optional: return an empty object if there is no such file.
+        limit_bytes: larger files are refused before they are read.
+
+    Raises:
+        CheckpointError: there is no such file, it is too large or no regular file, or it holds no JSON object.
+    """
+    try:
+        content = json.loads(read_file(path, limit_bytes).decode("utf-8"))
+    except FileNotFoundError:
+        if optional:
+            return {}
+        found = "no such file"
+    except OSError as error:
+        found = error.strerror or type(error).__name__
+    except RecursionError:
+        found = "JSON that is nested too deeply"
+    except ValueError as error:  # bad UTF-8, bad JSON, integers of thousands of digits
+        found = f"no valid JSON ({error})"
+    else:
+        if isinstance(content, dict):
+            return content
+        found = f"a JSON {type(content).__name__}"
+    raise CheckpointError(
+        str(path),
+        got=found,
+        expected="a JSON object",
+        fix="Point to a whole Hugging Face checkpoint folder.",
+    )
+
+
+def _in_range(value: float) -> bool:
+    return _SMALLEST_NUMBER <= value <= _LARGEST_NUMBER
+
+
+def _short(value: object) -> str:
+    """The value as text of at most 200 characters: a hostile file may hold megabytes."""
+    if isinstance(value, int) and value.bit_length() > 256:
+        return f"a number of {value.bit_length()} bits"
+    try:
+        shown = repr(value)
+    except RecursionError:
+        return f"a {type(value).__name__} that is nested too deeply"
+    return shown if len(shown) <= 200 else shown[:200] + "..."

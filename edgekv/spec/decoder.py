@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from edgekv.plan.cache import Decoder
 from edgekv.spec.rope import Rope
+from edgekv.spec.sizes import Decoder
 
 Activation = Literal["silu", "gelu-tanh"]
 

@@ -14,10 +14,8 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from edgekv.errors import CheckpointError
-from edgekv.spec.decoder import DecoderSpec
-from edgekv.spec.families import describe
-from edgekv.spec.tensors import EMBEDDING, HEAD, View, views
-from exporters.checkpoint.stored import StoredTensor, read_json, stored_tensors
+from edgekv.spec import CONFIG, EMBEDDING, HEAD, Config, DecoderSpec, View, describe, read_json, views
+from exporters.checkpoint.stored import StoredTensor, stored_tensors
 
 Rows = slice | NDArray[np.int64]  # of a tensor: its first dimension
 EVERY = slice(None)
@@ -54,7 +52,7 @@ class Checkpoint:
             CheckpointError: naming the file or field that is missing, broken, contradictory or unsupported.
         """
         folder = _locate(name)
-        spec = describe(config := read_json(folder / "config.json"))
+        spec = describe(Config(config := read_json(folder / CONFIG)))
         generation = read_json(folder / "generation_config.json", optional=True)
         tokenizer = _open_tokenizer(folder / "tokenizer.json", spec.vocab)
         special = _special_tokens(config, generation, tokenizer)

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 
 from edgekv.errors import CheckpointError
+from edgekv.spec import read_json
 
 INDEX = "model.safetensors.index.json"
 WHOLE = "model.safetensors"
@@ -27,6 +28,7 @@ _EXPONENTS: dict[np.dtype[Any], np.unsignedinteger[Any]] = {
     _FLOATS["F32"]: np.uint32(0x7F800000),
 }
 _BLOCK_BYTES = 1 << 24
+_INDEX_BYTES = 1 << 26
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,38 +107,12 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
     return found
 
 
-def read_json(path: Path, *, optional: bool = False) -> dict[str, Any]:
-    """The JSON object in a file; empty if the file is not there and may be absent.
-
-    Raises:
-        CheckpointError: there is no file, or something else in it.
-    """
-    if optional and not path.exists():
-        return {}
-    try:
-        content = json.loads(path.read_text("utf-8"))
-    except FileNotFoundError:
-        found = "no such file"
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        found = f"no valid JSON ({error})"
-    else:
-        if isinstance(content, dict):
-            return content
-        found = f"a JSON {type(content).__name__}"
-    raise CheckpointError(
-        str(path),
-        got=found,
-        expected="a JSON object",
-        fix="Point to a whole Hugging Face checkpoint folder.",
-    )
-
-
 def _read_index(folder: Path) -> dict[str, str]:
     """File names by tensor, empty without an index."""
     path = folder / INDEX
     if not path.exists():
         return {}
-    places = read_json(path).get("weight_map")
+    places = read_json(path, limit_bytes=_INDEX_BYTES).get("weight_map")
     if not isinstance(places, dict) or not places or not all(isinstance(name, str) for name in places.values()):
         raise CheckpointError(
             f"{path}: weight_map", got="no table of files", expected="a file for each tensor", fix="Fetch it anew."

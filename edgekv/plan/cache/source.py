@@ -8,9 +8,8 @@ from pathlib import Path
 from edgekv.bundle import MANIFEST, read_manifest
 from edgekv.errors import CheckpointError, UsageError
 from edgekv.kv import Geometry
-from edgekv.plan.cache.config import CONFIG, Config, decoder_of, read_config
 from edgekv.plan.cache.subject import DEFAULT_AR, MOST_CONTEXT, Overrides, Subject, checked_ar, kv_dtype_of
-from edgekv.spec.sizes import recipe_weights
+from edgekv.spec import CONFIG, CacheSpec, Config, describe_cache, read_config, recipe_weights
 
 _FLAGS = ("layers", "kv_heads", "head_dim", "context", "kv_bits")
 _WINDOWS_UNCOUNTED = "layers with an attention window are counted as if they held the whole context"
@@ -71,10 +70,11 @@ def _from_options(given: Overrides) -> Subject:
 
 def _from_config(file: Path, given: Overrides) -> Subject:
     config = read_config(file)
-    assumptions: list[str] = []
-    sizes = _sizes(file, config, assumptions)
+    found = describe_cache(config)
+    assumptions = _defaults(config, found)
+    sizes = {"layers": found.layers, "kv_heads": found.kv_heads, "head_dim": found.head_dim}
     _check_agreement(given, sizes, file)
-    context, bits, longest = given.context, given.kv_bits, config.max_position_embeddings
+    context, bits, longest = given.context, given.kv_bits, found.max_positions
     if context is None:
         if longest is None:
             raise _missing([_option("context")])
@@ -82,42 +82,35 @@ def _from_config(file: Path, given: Overrides) -> Subject:
         assumptions.append(f"context {context}, its max_position_embeddings")
     if bits is None:
         bits = 8
-        assumptions.append("a cache of 8 bits, as export writes if nothing else is asked for")
+        assumptions.append("a cache of 8 bits, the default of export")
     if longest is not None and context > longest:
         assumptions.append(f"context {context} is above its max_position_embeddings {longest}")
-    if config.window is not None and config.window < context:
+    if found.sliding_window is not None and found.sliding_window < context:
         assumptions.append(_WINDOWS_UNCOUNTED)
     try:
-        geometry = Geometry(sizes["layers"], sizes["kv_heads"], sizes["head_dim"], context, kv_dtype_of(bits))
+        geometry = Geometry(found.layers, found.kv_heads, found.head_dim, context, kv_dtype_of(bits))
     except ValueError as error:
         fix = "Check the file, or give --context."
         raise CheckpointError(str(file), got=error, expected="sizes that can exist", fix=fix) from None
     ar = _ar(given, context, assumptions)
-    decoder = decoder_of(config, kv_heads=geometry.kv_heads, head_dim=geometry.head_dim)
+    decoder = None if found.decoder is None else found.decoder.sizes
     size_bytes = None if decoder is None else recipe_weights(decoder, given.recipe).total_bytes
     basis = f"the recipe {given.recipe}, with a 16-bit embedding table and an 8-bit head"
     assumptions.append(_weights(size_bytes, basis))
     return Subject(str(file), geometry, ar, size_bytes, longest, tuple(assumptions), decoder)
 
 
-def _sizes(file: Path, config: Config, assumptions: list[str]) -> dict[str, int]:
-    heads, hidden = config.num_attention_heads, config.hidden_size
-    layers, kv_heads, head_dim = config.num_hidden_layers, config.num_key_value_heads, config.own_head_dim
-    if kv_heads is None and heads is not None:
-        kv_heads = heads
-        assumptions.append(f"kv heads {heads}, as many as num_attention_heads")
-    if head_dim is None and heads and hidden is not None:
-        head_dim = hidden // heads
-        assumptions.append(f"head_dim {head_dim} = hidden_size / num_attention_heads")
-    if layers is None or kv_heads is None or head_dim is None:
-        found = {"num_hidden_layers": layers, "num_attention_heads": heads, "hidden_size": hidden}
-        raise CheckpointError(
-            str(file),
-            got=", ".join(f"{name} {'absent' if value is None else value}" for name, value in found.items()),
-            expected="the sizes of a decoder",
-            fix="Give --layers, --kv-heads, --head-dim, --context and --kv-bits instead of the file.",
-        )
-    return {"layers": layers, "kv_heads": kv_heads, "head_dim": head_dim}
+def _defaults(config: Config, found: CacheSpec) -> list[str]:
+    """What the configuration does not say, one sentence each."""
+    config = config.text_decoder()
+    sentences = []
+    if "num_key_value_heads" not in config:
+        sentences.append(f"kv heads {found.kv_heads}, as many as num_attention_heads")
+    if "head_dim" not in config:
+        by_width = found.head_dim == config.size("hidden_size") // config.size("num_attention_heads")
+        reason = "hidden_size / num_attention_heads" if by_width else "the default of its architecture"
+        sentences.append(f"head_dim {found.head_dim}, {reason}")
+    return sentences
 
 
 def _from_bundle(folder: Path, given: Overrides) -> Subject:

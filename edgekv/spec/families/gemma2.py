@@ -6,7 +6,9 @@ from dataclasses import replace
 
 from edgekv.spec.config import Config
 from edgekv.spec.decoder import DecoderSpec
-from edgekv.spec.families.shared import ATTENTION, plain, windows
+from edgekv.spec.llama_like import ATTENTION, llama_like, windows
+
+MODEL_TYPES = ("gemma2",)
 
 # Where config.json says nothing.
 HEAD_DIM = 256
@@ -40,7 +42,7 @@ def gemma(config: Config, *, logits_cap: float | None = None) -> DecoderSpec:
     """
     config.expect("hidden_activation", "gelu_pytorch_tanh")
     config.expect("use_bidirectional_attention", False)
-    spec = plain(config, head_dim=HEAD_DIM, tied_head=True)
+    spec = llama_like(config, head_dim=HEAD_DIM, tied_head=True)
     return replace(
         spec,
         activation="gelu-tanh",

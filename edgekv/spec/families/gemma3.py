@@ -7,8 +7,10 @@ from dataclasses import replace
 from edgekv.spec.config import Config
 from edgekv.spec.decoder import DecoderSpec
 from edgekv.spec.families.gemma2 import gemma
-from edgekv.spec.families.shared import windows
+from edgekv.spec.llama_like import windows
 from edgekv.spec.rope import Rope
+
+MODEL_TYPES = ("gemma3_text",)
 
 # Where config.json says nothing.
 WINDOW = 4096

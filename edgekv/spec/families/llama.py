@@ -6,7 +6,9 @@ from dataclasses import replace
 
 from edgekv.spec.config import Config
 from edgekv.spec.decoder import DecoderSpec
-from edgekv.spec.families.shared import ATTENTION, MLP, plain
+from edgekv.spec.llama_like import ATTENTION, MLP, llama_like
+
+MODEL_TYPES = ("llama",)
 
 
 def describe(config: Config) -> DecoderSpec:
@@ -18,4 +20,4 @@ def describe(config: Config) -> DecoderSpec:
         biased |= ATTENTION
     if config.flag("mlp_bias"):
         biased |= MLP
-    return replace(plain(config), biased=biased)
+    return replace(llama_like(config), biased=biased)

@@ -6,7 +6,9 @@ from dataclasses import replace
 
 from edgekv.spec.config import Config
 from edgekv.spec.decoder import DecoderSpec
-from edgekv.spec.families.shared import plain, same_window
+from edgekv.spec.llama_like import llama_like, same_window
+
+MODEL_TYPES = ("mistral",)
 
 WINDOW = 4096  # where config.json says nothing
 
@@ -14,5 +16,5 @@ WINDOW = 4096  # where config.json says nothing
 def describe(config: Config) -> DecoderSpec:
     """Llama's decoder with `sliding_window` for every layer (arXiv 2310.06825)."""
     config.expect("hidden_act", "silu")
-    spec = plain(config)
+    spec = llama_like(config)
     return replace(spec, windows=same_window(config, spec.layers, config.optional_size("sliding_window", WINDOW)))

@@ -6,7 +6,9 @@ from dataclasses import replace
 
 from edgekv.spec.config import Config
 from edgekv.spec.decoder import DecoderSpec
-from edgekv.spec.families.shared import plain, same_window
+from edgekv.spec.llama_like import llama_like, same_window
+
+MODEL_TYPES = ("phi3",)
 
 EPS = 1e-5  # where config.json says nothing
 
@@ -15,5 +17,5 @@ def describe(config: Config) -> DecoderSpec:
     """Llama's decoder with `qkv_proj` and `gate_up_proj` (arXiv 2404.14219); a window for every layer, if any."""
     config.expect("hidden_act", "silu")
     config.expect("attention_bias", False)
-    spec = plain(config, eps=EPS)
+    spec = llama_like(config, eps=EPS)
     return replace(spec, fused=True, windows=same_window(config, spec.layers, config.optional_size("sliding_window")))

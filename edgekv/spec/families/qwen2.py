@@ -6,7 +6,9 @@ from dataclasses import replace
 
 from edgekv.spec.config import Config
 from edgekv.spec.decoder import DecoderSpec
-from edgekv.spec.families.shared import ATTENTION_INPUTS, plain, windows
+from edgekv.spec.llama_like import ATTENTION_INPUTS, llama_like, windows
+
+MODEL_TYPES = ("qwen2",)
 
 WINDOW = 4096  # these two where config.json says nothing
 FIRST_SLIDING = 28
@@ -15,7 +17,7 @@ FIRST_SLIDING = 28
 def describe(config: Config) -> DecoderSpec:
     """Llama's decoder with biases (arXiv 2412.15115); windows as `sliding_windows` reads them."""
     config.expect("hidden_act", "silu")
-    spec = plain(config)
+    spec = llama_like(config)
     return replace(spec, biased=ATTENTION_INPUTS, windows=sliding_windows(config, spec.layers))
 
 

@@ -7,7 +7,9 @@ from dataclasses import replace
 from edgekv.spec.config import Config
 from edgekv.spec.decoder import DecoderSpec
 from edgekv.spec.families.qwen2 import sliding_windows
-from edgekv.spec.families.shared import ATTENTION, plain
+from edgekv.spec.llama_like import ATTENTION, llama_like
+
+MODEL_TYPES = ("qwen3",)
 
 HEAD_DIM = 128
 
@@ -15,6 +17,6 @@ HEAD_DIM = 128
 def describe(config: Config) -> DecoderSpec:
     """Llama's decoder with q and k norms (arXiv 2505.09388); windows as in Qwen2."""
     config.expect("hidden_act", "silu")
-    spec = plain(config, head_dim=HEAD_DIM)
+    spec = llama_like(config, head_dim=HEAD_DIM)
     biased = ATTENTION if config.flag("attention_bias") else frozenset[str]()
     return replace(spec, qk_norm=True, biased=biased, windows=sliding_windows(config, spec.layers))

@@ -1,4 +1,4 @@
-"""What the configurations of several architectures have in common."""
+"""The fields that most architectures share: a Llama-like decoder, and attention windows by layer."""
 
 from __future__ import annotations
 
@@ -15,14 +15,16 @@ MLP = frozenset({"mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"})
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 
 
-def plain(config: Config, *, head_dim: int | None = None, eps: float = 1e-6, tied_head: bool = False) -> DecoderSpec:
-    """A decoder with the sizes and the rotary embedding of a configuration, and otherwise Llama's.
+def llama_like(
+    config: Config, *, head_dim: int | None = None, eps: float = 1e-6, tied_head: bool = False
+) -> DecoderSpec:
+    """A Llama-like decoder: the sizes and the rotary embedding of a configuration.
 
     Args:
         config: the configuration.
-        head_dim: what the architecture takes where the configuration says nothing; None: hidden_size over the heads.
-        eps: likewise.
-        tied_head: likewise.
+        head_dim: the architecture's default; None means hidden_size / num_attention_heads.
+        eps: the architecture's default of rms_norm_eps.
+        tied_head: the architecture's default of tie_word_embeddings.
 
     Raises:
         CheckpointError: naming the field that is missing or contradicts another.
@@ -66,10 +68,16 @@ def same_window(config: Config, layers: int, window: int | None) -> tuple[int | 
 
 
 def windows(config: Config, layers: int, window: int | None, slides: Callable[[int], bool]) -> tuple[int | None, ...]:
-    """A window for the layers that slide: those that `layer_types` names, or else those of the architecture's rule.
+    """The attention window of each layer, None for full attention; empty if no layer has a window.
+
+    Args:
+        config: the configuration; its `layer_types` says which layers slide.
+        layers: how many.
+        window: tokens.
+        slides: the architecture's rule, by layer, where there is no `layer_types`.
 
     Raises:
-        CheckpointError: `layer_types` is no list of known kinds for all layers, or there is no window for one of them.
+        CheckpointError: `layer_types` is no list of known kinds for all layers, or a sliding layer has no window.
     """
     if "layer_types" in config:
         kinds = config.texts("layer_types", layers)

@@ -1,0 +1,125 @@
+"""From a configuration to the decoder it describes, or at least to the sizes of its KV cache."""
+
+from __future__ import annotations
+
+import importlib
+import math
+import pkgutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from edgekv.spec import families
+from edgekv.spec.config import Config
+from edgekv.spec.decoder import DecoderSpec
+
+LARGEST_PARAMETERS = 1 << 42
+"""Elements of all matrices, above every published model."""
+LARGEST_HEADS = 1 << 18
+"""Query heads of all layers: each has operations of its own in a graph."""
+
+_LAYER_TYPES = ("full_attention", "sliding_attention")
+
+Describe = Callable[[Config], DecoderSpec]
+
+
+@dataclass(frozen=True, slots=True)
+class CacheSpec:
+    """What a KV cache follows from, for any architecture that keeps keys and values of each layer and head.
+
+    Attributes:
+        layers: decoder layers.
+        kv_heads: key/value heads of a layer.
+        head_dim: D.
+        max_positions: the longest context that the model was made for, or None if the configuration does not say.
+        sliding_window: tokens that some layers or all attend to at most, or None.
+        decoder: the whole decoder, or None if its architecture cannot be exported.
+    """
+
+    layers: int
+    kv_heads: int
+    head_dim: int
+    max_positions: int | None
+    sliding_window: int | None
+    decoder: DecoderSpec | None
+
+
+def _find_families() -> Mapping[str, Describe]:
+    found: dict[str, Describe] = {}
+    for entry in sorted(pkgutil.iter_modules(families.__path__), key=lambda entry: entry.name):
+        module = importlib.import_module(f"{families.__name__}.{entry.name}")
+        found.update(dict.fromkeys(module.MODEL_TYPES, module.describe))
+    return found
+
+
+ARCHITECTURES = _find_families()
+"""How to describe a decoder, by `model_type`."""
+
+
+def describe(config: Config) -> DecoderSpec:
+    """The decoder of a configuration.
+
+    Raises:
+        CheckpointError: the architecture is unknown, or a field is missing, contradictory, too large or not supported.
+    """
+    model_type = config.text("model_type")
+    family = ARCHITECTURES.get(model_type)
+    if family is None:
+        wanted = ", ".join(sorted(ARCHITECTURES))
+        raise config.refusal("model_type", wanted, fix="This architecture cannot be exported.")
+    _check_layers(config)
+    spec = family(config)
+    _check_products(config, spec)
+    return spec
+
+
+def describe_cache(config: Config) -> CacheSpec:
+    """The KV cache of a configuration, of an unknown architecture too.
+
+    Raises:
+        CheckpointError: a field is missing, contradictory or too large, or the model has another kind of cache.
+    """
+    if config.text("model_type", "") in ARCHITECTURES:
+        spec = describe(config)
+        windows = [window for window in spec.windows if window is not None]
+        return CacheSpec(
+            spec.layers, spec.kv_heads, spec.head_dim, spec.max_positions, max(windows, default=None), spec
+        )
+    config = config.text_decoder()
+    if config.text("model_type", "") in ARCHITECTURES:
+        return describe_cache(config)
+    _check_layers(config)
+    layers = config.size("num_hidden_layers")
+    heads = config.size("num_attention_heads", config.optional_size("num_key_value_heads"))
+    head_dim = config.optional_size("head_dim") or config.size("hidden_size") // heads
+    if not head_dim:
+        raise config.refusal("hidden_size", f"at least num_attention_heads = {heads}")
+    if layers * heads > LARGEST_HEADS:
+        raise config.refusal("num_hidden_layers", f"at most {LARGEST_HEADS} heads in all layers together")
+    return CacheSpec(
+        layers,
+        config.size("num_key_value_heads", heads),
+        head_dim,
+        config.optional_size("max_position_embeddings"),
+        config.optional_size("sliding_window"),
+        None,
+    )
+
+
+def _check_layers(config: Config) -> None:
+    """Refuse layers that do not keep keys and values of each head."""
+    if "kv_lora_rank" in config:
+        wanted = "keys and values for each head"
+        raise config.refusal("kv_lora_rank", wanted, fix="Models with latent attention are not supported.")
+    if "layer_types" in config and (other := set(config.texts("layer_types")) - set(_LAYER_TYPES)):
+        wanted, fix = " or ".join(_LAYER_TYPES), "Models with layers of another kind are not supported."
+        raise config.refusal("layer_types", wanted, got=", ".join(sorted(other))[:200], fix=fix)
+
+
+def _check_products(config: Config, spec: DecoderSpec) -> None:
+    if spec.layers * spec.heads > LARGEST_HEADS:
+        raise config.refusal("num_hidden_layers", f"at most {LARGEST_HEADS} heads in all layers together")
+    sizes = spec.sizes
+    parameters = math.fsum([sizes.layers * sizes.layer_parameters, sizes.table_parameters])
+    if parameters > LARGEST_PARAMETERS:
+        got = f"sizes of {parameters:.3g} parameters"
+        raise config.refusal("hidden_size", f"at most {LARGEST_PARAMETERS:,} parameters", got=got)
