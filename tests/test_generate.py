@@ -12,6 +12,7 @@ import edgekv
 from edgekv.bundle import Bundle, TokenRecord
 from edgekv.errors import ContextFullError, UsageError
 from edgekv.session import Token
+from edgekv.session.prompt import PromptReader
 from tests.endless import endless
 
 PROMPT = "import os\n\ndef read_file(path):\n"
@@ -159,6 +160,16 @@ def test_a_prompt_longer_than_the_context_is_refused_before_anything_runs(model:
     assert model.cache.stats.steps == steps
 
 
+def test_a_prompt_of_many_megabytes_is_refused_before_it_is_tokenized(
+    bundle: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for policy, most in (("fail", "65,536"), ("sliding-window", "4,194,304")):
+        model = edgekv.load(bundle, policy=policy, verify=False)
+        monkeypatch.setattr(PromptReader, "encode", None)
+        with pytest.raises(ContextFullError, match=f"prompt: got 104,857,600 characters; expected at most {most}"):
+            model.generate("x" * (100 << 20))
+
+
 def test_a_prompt_as_long_as_the_context_gives_one_token(model: edgekv.Model, text_tokens: list[int]) -> None:
     generation = model.generate(text_tokens, 5)
     assert len(list(generation)) == 1
@@ -197,6 +208,9 @@ def test_options_that_cannot_be_are_refused(bundle: Path, options: dict[str, Any
         ({"prompt": []}, "prompt: got no tokens"),
         ({"prompt": [4096]}, "prompt: got id 4096; expected 0 to 4095"),
         ({"prompt": [-1]}, "prompt: got id -1"),
+        ({"prompt": [2**32]}, "prompt: got id 4294967296; expected 0 to 4095"),
+        ({"prompt": [10**5000]}, "prompt: got an id of 16610 bits; expected 0 to 4095"),
+        ({"prompt": [1.5]}, "prompt: got 'float' object cannot be interpreted as an integer"),
         ({"prompt": "\udcff"}, "prompt: got .*surrogates not allowed"),
         ({"prompt": "x", "max_new_tokens": 0}, "max_new_tokens: got 0"),
         ({"prompt": "x", "stop": [""]}, "stop: got an empty text"),

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -7,8 +8,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 
-from edgekv.errors import UsageError
+from edgekv.errors import BundleError, UsageError
 from edgekv.session import Detokenizer, StopSequences
+from edgekv.spec.text import encode, open_tokenizer
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 TEXTS = st.text(st.characters(exclude_categories=["Cs"], exclude_characters=REPLACEMENT), max_size=40)
@@ -105,3 +107,85 @@ def test_what_may_begin_a_stop_sequence_is_held_back() -> None:
 def test_an_empty_stop_sequence_is_refused() -> None:
     with pytest.raises(UsageError, match="stop: got an empty text"):
         StopSequences([""])
+
+
+@given(st.lists(st.sampled_from([0x80, 0xBF, 0xC3, 0xE2, 0x82, 0xAC, 0xF0, 0x9F, 0x98, 0xFF, 0x20, 0x41]), max_size=60))
+@example(list("€".encode()[:2]) * 40)
+@example([0xFF] * 50)
+@example([0x80, 0xF0, 0x9F, 0x98, 0x80, 0xF0, 0x9F, 0x98] * 9)
+def test_bytes_that_are_no_text_come_as_the_tokenizer_decodes_them(tokenizer: Tokenizer, raw: list[int]) -> None:
+    tokens = [_byte_token(tokenizer, byte) for byte in raw]
+    assert "".join(_stream(Detokenizer(tokenizer), tokens)) == tokenizer.decode(tokens)
+
+
+def _byte_token(tokenizer: Tokenizer, byte: int) -> int:
+    """The token of one byte; of byte-level tokenizers 188 bytes stand for themselves, the others follow U+0100."""
+    plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [each for each in range(256) if each not in plain]
+    token = tokenizer.token_to_id(chr(byte) if byte in plain else chr(0x100 + others.index(byte)))
+    assert isinstance(token, int)
+    return token
+
+
+def test_invalid_bytes_are_held_back_for_three_bytes_only(tokenizer: Tokenizer, byte_fallback: Tokenizer) -> None:
+    """Otherwise a stop text behind them would never be seen."""
+    byte_level = [_byte_token(tokenizer, 0x80)] * 10
+    for each, tokens in ((tokenizer, byte_level), (byte_fallback, [0x80 + 1] * 10)):
+        pieces = _stream(Detokenizer(each), tokens)
+        assert pieces == [""] * 3 + [REPLACEMENT] * 7 + [REPLACEMENT * 3]
+
+
+def test_a_long_run_of_invalid_bytes_is_decoded_a_few_tokens_at_a_time(tokenizer: Tokenizer) -> None:
+    detokenizer, decoded = Detokenizer(tokenizer), []
+    plain = detokenizer._decode
+    detokenizer._decode = lambda tokens: (decoded.append(len(tokens)), plain(tokens))[1]  # type: ignore[method-assign]
+    for _ in range(300):
+        detokenizer.push(_byte_token(tokenizer, 0x80))
+    assert max(decoded) < 32
+
+
+def _rewritten(embedded: Path, folder: Path, **changes: object) -> Path:
+    """The embedded tokenizer with some entries replaced."""
+    content = json.loads((embedded / "tokenizer.json").read_text("utf-8")) | changes
+    (folder / "tokenizer.json").write_text(json.dumps(content), "utf-8")
+    return folder / "tokenizer.json"
+
+
+def test_truncation_and_padding_of_a_tokenizer_are_not_applied(embedded: Path, tmp_path: Path) -> None:
+    truncation = {"max_length": 4, "stride": 0, "strategy": "LongestFirst", "direction": "Right"}
+    padding = {"strategy": {"Fixed": 64}, "direction": "Right", "pad_to_multiple_of": None}
+    padding |= {"pad_id": 2, "pad_type_id": 0, "pad_token": "<|pad|>"}
+    path = _rewritten(embedded, tmp_path, truncation=truncation, padding=padding)
+    text = "def read(path):\n    return path.read_text()\n"
+    assert encode(open_tokenizer(path), text) == encode(open_tokenizer(embedded / "tokenizer.json"), text)
+
+
+def test_no_other_file_opens_a_tokenizer() -> None:
+    """What `open_tokenizer` takes care of must hold for prompts, calibration and exports alike."""
+    root = Path(__file__).parent.parent
+    sources = [path for room in ("edgekv", "exporters", "quant") for path in (root / room).rglob("*.py")]
+    found = [path.relative_to(root).as_posix() for path in sources if "Tokenizer.from_" in path.read_text("utf-8")]
+    assert found == ["edgekv/spec/text.py"]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"normalizer": {"type": "Precompiled", "precompiled_charsmap": "AAAA"}},
+        {"pre_tokenizer": {"type": "FixedLength", "length": 0}},
+    ],
+    ids=["at its opening", "at its first text"],
+)
+def test_a_tokenizer_that_panics_is_refused(embedded: Path, tmp_path: Path, changes: dict[str, object]) -> None:
+    """The library's panics derive from BaseException alone."""
+    path = _rewritten(embedded, tmp_path, **changes)
+    with pytest.raises(UsageError, match=r"tokenizer.json: got a panic in the tokenizers library: .* expected a token"):
+        encode(open_tokenizer(path), "some text")
+
+
+def test_what_is_no_tokenizer_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(BundleError, match=r"tokenizer.json: got no such file"):
+        open_tokenizer(tmp_path / "tokenizer.json", BundleError)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(BundleError, match=r"tokenizer.json: got .*; expected a tokenizer.json that"):
+        open_tokenizer(tmp_path / "tokenizer.json", BundleError)

@@ -13,12 +13,12 @@ from edgekv.bundle.graphs import GraphRecord, PartRecord
 from edgekv.bundle.manifest import FORMAT, MANIFEST, Manifest
 from edgekv.bundle.readable import readable_json
 from edgekv.errors import BundleError
+from edgekv.spec.text import TOKENIZER, open_tokenizer
 from edgekv.system import sha256_of
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-TOKENIZER = "tokenizer.json"
 _EXPORT_AGAIN = "Export the bundle again: edgekv export CHECKPOINT -o {folder} --force"
 # What the runtime could pick up from a folder; notes that someone lays beside them harm nobody.
 _KNOWN_SUFFIXES = frozenset({".onnx", ".data", ".bin", ".safetensors", ".tflite"})
@@ -81,18 +81,9 @@ class Bundle:
         Raises:
             BundleError: the bundle has none, or `tokenizers` cannot read it.
         """
-        from tokenizers import Tokenizer
-
         path = self.path / TOKENIZER
-        wanted = "a tokenizer.json that the tokenizers library reads"
-        if not path.is_file():
-            raise BundleError(
-                str(path), got="no such file", expected=wanted, fix="Give the prompt as token ids instead."
-            )
-        try:
-            return Tokenizer.from_file(str(path))
-        except Exception as error:  # the library raises a bare Exception
-            raise BundleError(str(path), got=error, expected=wanted, fix=_again(self.path)) from None
+        fix = _again(self.path) if path.is_file() else "Give the prompt as token ids instead."
+        return open_tokenizer(path, BundleError, fix)
 
 
 def open_bundle(path: str | Path, verify: bool = True) -> Bundle:

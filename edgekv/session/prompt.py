@@ -4,13 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
+from operator import index
 from typing import TYPE_CHECKING
 
 from edgekv.bundle import Bundle
 from edgekv.errors import ContextFullError, UsageError
+from edgekv.spec.text import encode
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
+
+_ALWAYS_READ = 1 << 16
+"""Characters that are tokenized without a look at the context."""
+_SLACK = 4
+"""Unicode normalization can shorten a text, at most to a third of its characters (NFC)."""
+_MAX_SLIDING = 1 << 22
+"""Characters of a prompt that may be longer than the context: the tokenizer takes about 140 bytes for each."""
 
 
 class PromptReader:
@@ -28,15 +37,9 @@ class PromptReader:
         """The tokens of a text, with the special tokens that the checkpoint's tokenizer adds.
 
         Raises:
-            UsageError: the text is not Unicode, as of an argument in another encoding.
+            UsageError: the text is not Unicode (an argument in another encoding), or the tokenizer fails on it.
         """
-        try:
-            prompt.encode()
-        except UnicodeEncodeError as error:
-            raise UsageError(
-                "prompt", got=error, expected="Unicode text", fix="Give it as UTF-8, or in a file."
-            ) from None
-        tokens = list(self.tokenizer.encode(prompt).ids)
+        tokens = encode(self.tokenizer, prompt)
         bos = self._bundle.manifest.tokens.bos
         return tokens if tokens or bos is None else [bos]
 
@@ -44,16 +47,22 @@ class PromptReader:
         """The tokens of a prompt, which a cache with this context policy takes.
 
         Raises:
-            ContextFullError: more tokens than the context holds and the policy is `fail`.
+            ContextFullError: more tokens than the context holds and the policy is `fail`; or a text so long that it
+                cannot fit, which is refused before it is tokenized.
             UsageError: no tokens, or an id that is not in the vocabulary.
         """
-        tokens = self.encode(prompt) if isinstance(prompt, str) else list(prompt)
         manifest = self._bundle.manifest
+        if isinstance(prompt, str):
+            self._check_length(prompt, field, policy)
+            tokens = self.encode(prompt)
+        else:
+            tokens = _ids(prompt, field)
         if not tokens:
             raise UsageError(field, got="no tokens", expected="at least one", fix="Give some text.")
         if wrong := [t for t in tokens if not 0 <= t < manifest.model.vocab]:
+            found = f"id {wrong[0]}" if wrong[0].bit_length() <= 64 else f"an id of {wrong[0].bit_length()} bits"
             wanted = f"0 to {manifest.model.vocab - 1}, the model's vocabulary"
-            raise UsageError(field, got=f"id {wrong[0]}", expected=wanted, fix="Use the bundle's own tokenizer.")
+            raise UsageError(field, got=found, expected=wanted, fix="Use the bundle's own tokenizer.")
         if policy == "fail" and len(tokens) > manifest.context:
             raise ContextFullError(
                 field,
@@ -62,3 +71,25 @@ class PromptReader:
                 fix="Shorten it, choose the policy sliding-window, or export with a larger --context.",
             )
         return tokens
+
+    def _check_length(self, prompt: str, field: str, policy: str) -> None:
+        if len(prompt) <= _ALWAYS_READ:
+            return
+        context = self._bundle.manifest.context
+        if policy == "fail":
+            # Byte-level tokens are written with one character for each byte, others with the text's own characters.
+            longest = max(len(token) for token in self.tokenizer.get_vocab(with_added_tokens=True))
+            most = max(_ALWAYS_READ, _SLACK * longest * context)
+            wanted = f"at most {most:,}, more than {context} tokens (the context of the bundle) can hold"
+            fix = "Shorten it, or export with a larger --context."
+        else:
+            most, wanted, fix = _MAX_SLIDING, f"at most {_MAX_SLIDING:,}", "Shorten it, or give token ids."
+        if len(prompt) > most:
+            raise ContextFullError(field, got=f"{len(prompt):,} characters", expected=wanted, fix=fix)
+
+
+def _ids(prompt: Sequence[int], field: str) -> list[int]:
+    try:
+        return [index(token) for token in prompt]
+    except TypeError as error:
+        raise UsageError(field, got=error, expected="text, or whole numbers", fix="Give token ids.") from None

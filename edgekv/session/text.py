@@ -1,4 +1,4 @@
-"""From tokens to text that may be printed at once."""
+"""From tokens to text that can be printed at once."""
 
 from __future__ import annotations
 
@@ -6,68 +6,99 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from edgekv.errors import UsageError
+from edgekv.spec.text import decode
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-_INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
-_CHARACTER_BYTES = 4
+_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+_OPEN_BYTES = 3
+"""A UTF-8 character of 4 bytes can lack its last one."""
+_MAX_PENDING_TOKENS = 8
+_CONTEXT_TOKENS = 64
 
 
 class Detokenizer:
     """Turns a stream of tokens into pieces of text that never end within a UTF-8 character.
 
-    A piece is what the decoding of the last few tokens gains by the new one; while it ends in an incomplete
-    character, nothing is given out. The tokens before it are decoded with it, because some tokenizers write the
-    first word of a text without its space.
+    A piece is what the decoded text gains by the new token. Bytes that may still become a character are held back:
+    at most three. The tokens before the new ones are decoded with them, because some tokenizers drop the space before
+    the first word of a text.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int] = ()) -> None:
+        """Continue the text of a prompt.
+
+        Raises:
+            UsageError: the tokenizer fails.
+        """
         self._tokenizer = tokenizer
-        self._tokens = list(prompt)
-        self._start = 0
-        self._printed = self._last_whole()
+        self._tokens = list(prompt[-_CONTEXT_TOKENS:])
+        self._start = 0  # decoding begins with this token
+        self._whole = self._last_whole()  # the text of the tokens before this one was given out
+        self._given = 0  # characters of the tokens from `_whole` on that were given out
 
     def push(self, token: int) -> str:
-        """The text that may be printed now that this token has come."""
+        """The text that can be given out now that this token has come."""
         self._tokens.append(token)
-        piece = self._piece()
-        if not piece or piece.endswith(_INCOMPLETE):
-            return ""
-        self._start, self._printed = self._printed, len(self._tokens)
-        return piece
+        text = self._text()
+        held = len(text) - len(text.rstrip(_REPLACEMENT))
+        if text and not held:
+            return self._take(text)
+        ready = text[self._given : max(self._given, len(text) - min(held, _OPEN_BYTES))]
+        self._given += len(ready)
+        if len(self._tokens) - self._whole > _MAX_PENDING_TOKENS:
+            self._advance(text)
+        return ready
 
     def flush(self) -> str:
-        """What is left at the end; an incomplete character is replaced by U+FFFD."""
-        piece = self._piece()
-        self._start, self._printed = self._printed, len(self._tokens)
+        """What is left at the end; an incomplete character becomes U+FFFD."""
+        return self._take(self._text())
+
+    def _take(self, text: str) -> str:
+        piece = text[self._given :]
+        self._start, self._whole, self._given = self._whole, len(self._tokens), 0
         return piece
 
-    def _piece(self) -> str:
-        before = self._decode(self._tokens[self._start : self._printed])
-        return self._decode(self._tokens[self._start :])[len(before) :]
+    def _text(self) -> str:
+        """The text of the tokens from `_whole` on."""
+        return self._behind(self._start, self._whole)
+
+    def _behind(self, start: int, cut: int) -> str:
+        """What the tokens from `cut` on add to the text of those from `start` on."""
+        before, text = self._decode(self._tokens[start:cut]), self._decode(self._tokens[start:])
+        # Byte tokens of a SentencePiece vocabulary turn a whole run into U+FFFD when one of them is wrong.
+        return text[len(before) :] if text.startswith(before) else self._decode(self._tokens[cut:])
+
+    def _advance(self, text: str) -> None:
+        """Stop decoding tokens whose text is settled: a long run of invalid bytes has no whole character to stop at."""
+        for cut in range(len(self._tokens) - _OPEN_BYTES - 1, self._whole, -1):
+            rest = self._behind(self._whole, cut)
+            settled = len(text) - len(rest)
+            if settled <= self._given and text.endswith(rest):
+                self._start, self._whole, self._given = self._whole, cut, self._given - settled
+                return
 
     def _last_whole(self) -> int:
         """Tokens of the prompt up to its last whole character: one that it begins belongs to the first piece."""
         end = len(self._tokens)
-        for length in range(end, max(end - _CHARACTER_BYTES, -1), -1):
-            if not self._decode(self._tokens[:length]).endswith(_INCOMPLETE):
+        for length in range(end, max(end - _OPEN_BYTES - 1, -1), -1):
+            if not self._decode(self._tokens[:length]).endswith(_REPLACEMENT):
                 return length
         return end
 
     def _decode(self, tokens: list[int]) -> str:
-        text: str = self._tokenizer.decode(tokens)
-        return text
+        return decode(self._tokenizer, tokens)
 
 
 class StopSequences:
-    """Passes text on until one of several sequences is complete, and holds back what may begin one.
+    """Passes text on until one of several stop texts is complete, and holds back what may begin one.
 
-    The sequence that is complete first ends the text, at its begin; of two that are complete at once the longer.
+    The stop text that is complete first ends the text before its own beginning; of two at once, the longer one.
     """
 
     def __init__(self, sequences: Sequence[str]) -> None:
-        """Look for these sequences.
+        """Look for these texts.
 
         Raises:
             UsageError: one of them is empty.
@@ -79,7 +110,7 @@ class StopSequences:
         self.found = False
 
     def push(self, piece: str) -> str:
-        """The text that may be printed now; nothing any more once `found` is true."""
+        """The text that can be given out now; nothing once `found` is true."""
         if self.found or not self._sequences:
             return "" if self.found else piece
         text = self._held + piece

@@ -15,6 +15,7 @@ from tokenizers import Tokenizer
 
 from edgekv.errors import CheckpointError
 from edgekv.spec import CONFIG, EMBEDDING, HEAD, Config, DecoderSpec, View, describe, read_json, views
+from edgekv.spec.text import encode, open_tokenizer
 from exporters.checkpoint.stored import StoredTensor, stored_tensors
 
 Rows = slice | NDArray[np.int64]  # of a tensor: its first dimension
@@ -126,8 +127,7 @@ class Checkpoint:
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a text, without any that the tokenizer would add."""
-        ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False).ids
-        return ids
+        return encode(self.tokenizer, text, field="text", add_special_tokens=False)
 
 
 def _check_tensors(found: Mapping[str, StoredTensor], wanted: Iterable[View], spec: DecoderSpec) -> None:
@@ -211,16 +211,7 @@ def _special_tokens(config: dict[str, Any], generation: dict[str, Any], tokenize
 
 
 def _open_tokenizer(path: Path, vocab: int) -> Tokenizer:
-    if not path.exists():
-        raise CheckpointError(
-            str(path), got="no such file", expected="tokenizer.json", fix="Fetch it with the checkpoint."
-        )
-    try:
-        tokenizer = Tokenizer.from_file(str(path))
-    except Exception as error:  # tokenizers raises plain Exception
-        raise CheckpointError(
-            str(path), got=f"an unreadable tokenizer ({error})", expected="tokenizer.json", fix="Fetch it anew."
-        ) from error
+    tokenizer = open_tokenizer(path, CheckpointError, "Fetch it again, together with the checkpoint.")
     highest = max(tokenizer.get_vocab(with_added_tokens=True).values())
     if highest >= vocab:
         raise CheckpointError(

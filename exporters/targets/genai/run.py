@@ -12,6 +12,7 @@ import msgspec
 
 from edgekv.child import run_in_child
 from edgekv.errors import BundleError, EngineError, UsageError
+from edgekv.spec.text import open_tokenizer
 from exporters.targets.genai.config import CONFIG, TOKENIZER, GenaiConfig
 
 if TYPE_CHECKING:
@@ -83,14 +84,7 @@ class OpenedFolder:
         Raises:
             BundleError: the folder has none, or `tokenizers` cannot read it.
         """
-        from tokenizers import Tokenizer
-
-        try:
-            return Tokenizer.from_file(str(self.path / TOKENIZER))
-        except Exception as error:  # the library raises a bare Exception
-            raise BundleError(
-                str(self.path / TOKENIZER), got=error, expected="the bundle's tokenizer", fix=_WRITE_AGAIN
-            ) from None
+        return open_tokenizer(self.path / TOKENIZER, BundleError, _WRITE_AGAIN)
 
 
 def open_folder(path: Path) -> OpenedFolder:

@@ -1,0 +1,95 @@
+"""Text and tokens: the one place that opens `tokenizer.json` and calls what it describes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from edgekv.errors import EdgeKVError, UsageError
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+TOKENIZER = "tokenizer.json"
+_FIX = "Fetch tokenizer.json again; if it still fails, it is broken or needs another version of tokenizers."
+
+
+def open_tokenizer(path: str | Path, error: type[EdgeKVError] = UsageError, fix: str = _FIX) -> Tokenizer:
+    """The tokenizer of a file, without truncation and padding.
+
+    A `tokenizer.json` may ask for both. They would silently cut prompts and calibration text, or fill them up.
+
+    Args:
+        path: of `tokenizer.json`.
+        error: raised if the file is missing or cannot be read.
+        fix: the fix that the error names.
+
+    Raises:
+        EdgeKVError: of the type `error`.
+    """
+    from tokenizers import Tokenizer
+
+    expected = "a tokenizer.json that the tokenizers library reads"
+    if not Path(path).is_file():
+        raise error(str(path), got="no such file", expected=expected, fix=fix)
+    try:
+        with _no_panic(str(path), error):
+            tokenizer = Tokenizer.from_file(str(path))
+            tokenizer.no_truncation()
+            tokenizer.no_padding()
+    except EdgeKVError:
+        raise
+    except Exception as reason:  # the library raises a bare Exception
+        raise error(str(path), got=reason, expected=expected, fix=fix) from None
+    return tokenizer
+
+
+def encode(tokenizer: Tokenizer, text: str, *, field: str = "prompt", add_special_tokens: bool = True) -> list[int]:
+    """The tokens of a text.
+
+    Args:
+        tokenizer: as `open_tokenizer` gives it.
+        text: any Unicode text.
+        field: what errors call the text.
+        add_special_tokens: whether to add those that the tokenizer's template adds, such as BOS.
+
+    Raises:
+        UsageError: the text is not Unicode (an argument in another encoding), or the tokenizer fails.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        fix = "Give it as UTF-8, or in a file."
+        raise UsageError(field, got=error, expected="Unicode text", fix=fix) from None
+    try:
+        with _no_panic(TOKENIZER, UsageError):
+            return list(tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
+    except EdgeKVError:
+        raise
+    except Exception as error:  # the library raises a bare Exception
+        raise UsageError(TOKENIZER, got=error, expected=f"a tokenizer that encodes the {field}", fix=_FIX) from None
+
+
+def decode(tokenizer: Tokenizer, tokens: Sequence[int]) -> str:
+    """The text of tokens, without special tokens.
+
+    Raises:
+        UsageError: the tokenizer fails.
+    """
+    with _no_panic(TOKENIZER, UsageError):
+        text: str = tokenizer.decode(tokens)
+        return text
+
+
+@contextmanager
+def _no_panic(field: str, error: type[EdgeKVError]) -> Iterator[None]:
+    """Turn a panic of the Rust library into an error of ours: it derives from BaseException alone."""
+    try:
+        yield
+    except BaseException as panic:
+        if type(panic).__name__ != "PanicException":
+            raise
+        found = f"a panic in the tokenizers library: {panic}"
+        raise error(field, got=found, expected="a tokenizer that works", fix=_FIX) from None
