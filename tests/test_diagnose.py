@@ -86,13 +86,17 @@ def damaged(reference: Trace, name: str, values: np.ndarray) -> Trace:
 @pytest.mark.parametrize(
     ("name", "spoil", "cause"),
     [
-        ("layers.2.o", lambda x: 1.5 * x, "scale: the values are 1.5 times"),
+        ("layers.2.o", lambda x: 1.5 * x, "scale: the values are 1.5 x"),
         ("layers.1.k.h0.rotated.3", lambda x: turned(x, 0.01), "RoPE: pairs keep their length"),
         ("layers.1.q.h1.rotated.3", lambda x: np.concatenate((x[:1], x[1:, ::-1])), "RoPE: position 0 agrees"),
         ("layers.3.attention", lambda x: np.cumsum(x, 0) / np.arange(1, len(x) + 1)[:, None], "mask"),
         ("past_value_1_h0_in", lambda x: np.round(x / (x.std() * 2)) * x.std() * 2, "KV bits"),
-        ("layers.0.up", lambda x: np.clip(x, -0.3 * np.abs(x).max(), 0.3 * np.abs(x).max()), "range: the values end"),
-        ("layers.0.down", lambda x: x * np.nan, "no numbers"),
+        (
+            "layers.0.up",
+            lambda x: np.clip(x, -0.3 * np.abs(x).max(), 0.3 * np.abs(x).max()),
+            "range: the values are clip",
+        ),
+        ("layers.0.down", lambda x: x * np.nan, "NaN or infinite"),
         ("layers.0.down", lambda x: x * 0, "nothing was written"),
         ("layers.2.gate", lambda x: x + np.roll(x, 1, axis=1), "weights or encoding"),
     ],

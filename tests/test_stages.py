@@ -365,7 +365,7 @@ def test_an_export_that_stops_says_how_to_go_on(work, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(Quantizer, "head", interrupted)
         stopped = invoke(export, *arguments)
-    assert stopped.exit_code != 0 and "3 layers are finished: the same command with --resume" in stopped.output
+    assert stopped.exit_code != 0 and "3 layers are finished. Run the same command with --resume" in stopped.output
     assert len(work.stages) == LAYERS
     assert "calibrated on 256 tokens" in invoke(export, *arguments, "--resume", "--max-ram", "1GB").stdout
 

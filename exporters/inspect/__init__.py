@@ -1,4 +1,4 @@
-"""Where quality went: every result beside that of the float reference, and what a difference looks like."""
+"""Quality reports: a bundle against its float32 reference, as a whole, per layer and per tensor."""
 
 from exporters.inspect.divergence import Divergence, find_divergence, sqnr_db
 from exporters.inspect.layers import measure_layers

@@ -1,4 +1,4 @@
-"""What to do about the tensors whose own integers cost the most."""
+"""Advice for the tensors whose own quantization error is largest."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _HARMLESS_DB = 45.0
 
 
 def worst(losses: Sequence[TensorLoss], recipe: RecipeRecord, most: int = 10) -> list[Advice]:
-    """The tensors whose own integers cost most, the worst first."""
+    """The tensors with the largest own quantization error, worst first."""
     chosen = sorted(losses, key=lambda loss: loss.own_db)[:most]
     return [
         Advice(name=loss.name, own_db=loss.own_db, sqnr_db=loss.sqnr_db, suggestion=suggestion(loss, recipe))
@@ -21,29 +21,29 @@ def worst(losses: Sequence[TensorLoss], recipe: RecipeRecord, most: int = 10) ->
 
 
 def suggestion(loss: TensorLoss, recipe: RecipeRecord) -> str:
-    """What makes this tensor's own error less."""
+    """How to reduce this tensor's own error."""
     if loss.own_db >= _HARMLESS_DB:
-        return "nothing to do: it costs little"
+        return "no action: the error is small"
     if loss.kind == "weight":
         return _for_matrix(loss, recipe)
     if loss.clipped > 0.5:
-        return "calibrate on text like this (--calibration): values lie beyond the range that was seen"
+        return "calibrate on similar text (--calibration): values exceed the calibrated range"
     if loss.kind in ("key", "value") and loss.dtype in ("u8", "s8"):
-        wide = "" if loss.outlier is None else f"; channel {loss.outlier} makes the range wide for all"
-        return f"s16 cache (--kv s16, from V73 on){wide}"
+        wide = "" if loss.outlier is None else f"; channel {loss.outlier} widens the range of all"
+        return f"s16 cache (--kv s16, V73 and later){wide}"
     if loss.outlier is not None:
         turned = ' (for the residual: "rotation": "hadamard")' if recipe.rotation == "none" else ""
-        return f"an outlier in channel {loss.outlier} takes the range{turned}"
-    return "nothing to do: the type is the widest"
+        return f"outlier channel {loss.outlier} takes most of the range{turned}"
+    return "no action: already the widest type"
 
 
 def _for_matrix(loss: TensorLoss, recipe: RecipeRecord) -> str:
     record = next(each for each in recipe.weights if each.tensor == loss.name)
-    blame = "" if loss.outlier is None else f"; input {loss.outlier} makes most of the error"
+    blame = "" if loss.outlier is None else f"; input {loss.outlier} causes most of the error"
     if weight_bits(record.dtype) < 8:
         return f"int8 for this matrix{blame}"
     if record.method == "nearest":
         return f"method gptq instead of nearest{blame}"
     if blame and recipe.rotation == "none":
         return f'"rotation": "hadamard"{blame}'
-    return f"nothing to do: the type is the widest{blame}"
+    return f"no action: already the widest type{blame}"

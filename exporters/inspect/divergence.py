@@ -1,4 +1,4 @@
-"""The first place where two runs of one decoder part, and what the difference looks like."""
+"""The first result in which two traces of one decoder differ, and the probable cause."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from exporters.inspect.trace import Trace
 from exporters.quantize.reference import Floats
 
 PERFECT_DB = 200.0
-_CLEARER_DB = 12.0  # so much better must a hypothesis explain what is seen
+_CLEARER_DB = 12.0  # a hypothesis must explain the difference better by this much
 _LEVELS = 256
 
 _ROTARY_PRODUCTS = (".x_cos", ".y_sin", ".y_cos", ".x_sin")
@@ -20,18 +20,18 @@ _LAYER = re.compile(r"^(?:layers\.|past_(?:key|value)_)(\d+)")
 
 
 class Divergence(msgspec.Struct, frozen=True, kw_only=True):
-    """What two traces have in common.
+    """The comparison of two traces.
 
     Attributes:
-        results: results compared.
-        first: the first result below the limit, or None.
-        layer: its layer, if it belongs to one.
-        sqnr_db: of that result, dB.
-        before: the result just before it, and
-        before_db: how well that one agrees, dB.
-        cause: what the difference looks like.
-        token: the first token whose row is below the limit there.
-        worst: the results that agree least, with their SQNR in dB.
+        results: number of results compared.
+        first: the first result whose SQNR is below the limit, or None.
+        layer: the layer of `first`, if it belongs to one.
+        sqnr_db: SQNR of `first`, dB.
+        before: the result before `first`.
+        before_db: SQNR of `before`, dB.
+        cause: the probable cause.
+        token: the first token whose row of `first` is below the limit.
+        worst: the results with the lowest SQNR, in dB.
     """
 
     results: int
@@ -46,7 +46,7 @@ class Divergence(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def sqnr_db(reference: Floats, other: Floats) -> float:
-    """10 log10 of the reference's power over that of the difference, at most `PERFECT_DB`."""
+    """Signal-to-quantization-noise ratio: 10 log10(power of reference / power of difference), at most `PERFECT_DB`."""
     signal = float(np.square(reference, dtype=np.float64).sum())
     noise = float(np.square(other.astype(np.float64) - reference).sum())
     if not np.isfinite(noise):
@@ -55,13 +55,13 @@ def sqnr_db(reference: Floats, other: Floats) -> float:
 
 
 def find_divergence(a: Trace, b: Trace, *, limit_db: float = 20.0, most: int = 10) -> Divergence:
-    """Compare what both hold, in the order of `a`.
+    """Compare the results that both traces have, in the order of `a`.
 
     Args:
-        a: what is right, such as the reference.
-        b: what is in question.
-        limit_db: below it two results differ.
-        most: results listed as worst.
+        a: the trace to compare with, such as that of the reference.
+        b: the trace to check.
+        limit_db: two results differ if their SQNR is below this, dB.
+        most: number of results to list as worst.
 
     Raises:
         UsageError: they share no result, or a result differs in shape.
@@ -106,38 +106,38 @@ def find_divergence(a: Trace, b: Trace, *, limit_db: float = 20.0, most: int = 1
 
 def _cause(name: str, a: Floats, b: Floats, level_db: float) -> str:
     if not np.isfinite(b).all():
-        return "values that are no numbers"
+        return "NaN or infinite values"
     if not b.any():
         return "nothing was written: all values are 0"
     factor = float(np.vdot(a, b)) / max(float(np.vdot(a, a)), 1e-30)
     if sqnr_db(a * np.float32(factor), b) > level_db + _CLEARER_DB:
-        return f"scale: the values are {factor:.4g} times what they should be"
+        return f"scale: the values are {factor:.4g} x the expected ones"
     is_rotated = ".rotated" in name or name.startswith("past_key_")
     if is_rotated and a.shape[1] % 2 == 0 and (rope := _rope_cause(a, b, level_db)):
         return rope
     if (steps := _grid(b)) and (is_rotated or name.startswith("past_value_")):
-        return f"KV bits: the values take {steps} steps of one size, too coarse for them"
+        return f"KV bits: the values take only {steps} evenly spaced levels"
     if name.endswith(".attention") or ".attention." in name:
-        return "mask (or softmax): queries, keys and values agree up to here"
+        return "mask (or softmax): queries, keys and values still agree"
     if np.abs(b).max() < 0.99 * np.abs(a).max() and _is_clipped(a, b):
-        return f"range: the values end at {np.abs(b).max():.4g}, where they should reach {np.abs(a).max():.4g}"
+        return f"range: the values are clipped at {np.abs(b).max():.4g}; expected up to {np.abs(a).max():.4g}"
     if name.endswith(_ROTARY_PRODUCTS):
-        return "RoPE: what is turned agrees, its products with cosines or sines do not (base, scaling or position)"
-    return "weights or encoding of this result: what it is computed from agrees"
+        return "RoPE: the input agrees, its products with cos or sin do not (base, scaling or position)"
+    return "weights or encoding of this result: its inputs agree"
 
 
 def _rope_cause(a: Floats, b: Floats, level_db: float) -> str | None:
-    """Rotary embedding turns pairs (i, i + D/2): their lengths stay, and position 0 is not turned at all."""
+    """RoPE rotates pairs (i, i + D/2): it keeps their lengths and leaves position 0 unchanged."""
     length_a, length_b = (np.hypot(*np.split(each, 2, axis=1)) for each in (a, b))
     if sqnr_db(length_a, length_b) > level_db + _CLEARER_DB:
-        return "RoPE: pairs keep their length and are turned by another angle (base, scaling or position)"
+        return "RoPE: pairs keep their length but are rotated by another angle (base, scaling or position)"
     if len(a) > 1 and sqnr_db(a[:1], b[:1]) > sqnr_db(a[1:], b[1:]) + _CLEARER_DB:
-        return "RoPE: position 0 agrees and the others do not (pairing of the rotated elements, or the table)"
+        return "RoPE: position 0 agrees, the others do not (pairing of elements, or the cos/sin table)"
     return None
 
 
 def _grid(values: Floats) -> int | None:
-    """How many steps of one size the values take, if they lie on a coarse grid."""
+    """The number of levels if the values lie on a coarse uniform grid."""
     levels = np.unique(values)
     if not 2 <= len(levels) <= _LEVELS:
         return None

@@ -1,4 +1,4 @@
-"""How much of the checkpoint survived: perplexity and agreement of a bundle with its float32 reference."""
+"""Perplexity and agreement of a bundle with the float32 reference of its checkpoint."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from exporters.quantize.reference import Floats, Reference
 
 
 class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
-    """Teacher forced, over all tokens that have a token before them.
+    """Teacher-forced metrics over all tokens but the first of each window.
 
     Attributes:
-        tokens: tokens predicted.
+        tokens: number of tokens predicted.
         perplexity: exp of the mean negative log-likelihood under the bundle.
         reference_perplexity: the same under the float32 reference.
-        perplexity_ratio: the first over the second.
-        top1_agreement: share of positions at which both hold the same token most likely.
-        sqnr_db: power of the reference's logits over that of the difference, in dB.
-        engine: where the bundle ran.
+        perplexity_ratio: perplexity over reference_perplexity.
+        top1_agreement: share of positions with the same most likely token.
+        sqnr_db: SQNR of the logits, dB.
+        engine: name of the engine.
         text: name of the text.
     """
 
@@ -43,12 +43,10 @@ class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def open_source(manifest: Manifest, checkpoint: str | None) -> Checkpoint:
-    """The checkpoint that a bundle was made from, at its recorded place or at the one given.
-
-    Its layers attend to as many tokens as those of the bundle.
+    """Open the checkpoint of a bundle, at its recorded path or at the one given, with the bundle's attention windows.
 
     Raises:
-        CheckpointError: it is not there, or its weights are others.
+        CheckpointError: it is missing, or its weights differ.
     """
     opened = Checkpoint.open(checkpoint or manifest.source.checkpoint)
     found = opened.weights_sha256()
@@ -56,8 +54,8 @@ def open_source(manifest: Manifest, checkpoint: str | None) -> Checkpoint:
         raise CheckpointError(
             f"weights of {opened.name}",
             got=f"sha256 {found[:12]}...",
-            expected=f"{manifest.source.weights_sha256[:12]}..., those that the bundle was made from",
-            fix="Name the right folder with --checkpoint.",
+            expected=f"{manifest.source.weights_sha256[:12]}..., the weights of the bundle",
+            fix="Give the original folder with --checkpoint.",
         )
     return opened.limited(manifest.windows)
 
@@ -68,12 +66,12 @@ def evaluate(
     """Run the text through the bundle's `score` graph and through the reference, window by window.
 
     Args:
-        model: the bundle on an engine.
-        checkpoint: the one it was made from.
-        text: read in windows of the context length that do not overlap.
+        model: the bundle, loaded.
+        checkpoint: the checkpoint of the bundle.
+        text: split into non-overlapping windows of the context length.
         text_name: for the report.
-        tokens: stop after the window in which this many tokens are reached.
-        progress: told of every window.
+        tokens: number of tokens to evaluate.
+        progress: called after every window.
     """
     context = model.bundle.manifest.context
     windows = evaluation_windows(checkpoint, text, context, tokens)
@@ -87,7 +85,7 @@ def evaluate(
 
 
 class Tally:
-    """Sums up logits window by window."""
+    """Accumulates the metrics window by window."""
 
     def __init__(self) -> None:
         self._nll = self._reference_nll = self._signal = self._noise = 0.0
@@ -103,7 +101,7 @@ class Tally:
         self._tokens += len(window) - 1
 
     def evaluation(self, engine: str, text: str) -> Evaluation:
-        """What came of all windows."""
+        """The metrics over all windows."""
         perplexity, reference = (math.exp(each / self._tokens) for each in (self._nll, self._reference_nll))
         return Evaluation(
             tokens=self._tokens,
@@ -118,7 +116,7 @@ class Tally:
 
 
 def negative_log_likelihood(logits: Floats, tokens: NDArray[np.int64]) -> float:
-    """The sum over all tokens but the first, in nats; `logits` is `[T, V]`, its last row is not used."""
+    """Sum over all tokens but the first, in nats; `logits` is `[T, V]`, its last row is unused."""
     shifted = logits[:-1].astype(np.float64)
     shifted -= shifted.max(-1, keepdims=True)
     chosen = shifted[np.arange(len(tokens) - 1), tokens[1:]]
@@ -126,10 +124,10 @@ def negative_log_likelihood(logits: Floats, tokens: NDArray[np.int64]) -> float:
 
 
 def read_text(path: Path) -> str:
-    """The file's text.
+    """Read a UTF-8 text file.
 
     Raises:
-        UsageError: there is no such UTF-8 file.
+        UsageError: the file is missing or not UTF-8.
     """
     try:
         return path.read_text("utf-8")
@@ -140,7 +138,7 @@ def read_text(path: Path) -> str:
 
 
 def evaluation_windows(checkpoint: Checkpoint, text: str, context: int, tokens: int) -> list[NDArray[np.int64]]:
-    """The text in windows of the context length that do not overlap, until `tokens` tokens have one before them.
+    """Split a text into non-overlapping windows of the context length, with `tokens` predicted tokens in all.
 
     Raises:
         UsageError: the text has fewer than two tokens.

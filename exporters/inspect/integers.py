@@ -1,4 +1,4 @@
-"""The matrices of a bundle, as the numbers that its integers stand for."""
+"""The dequantized matrices of a bundle."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from quant import Grid, QuantizedWeight, WeightDtype, unpack_int4, weight_bits
 
 
 class StoredMatrices:
-    """Reads what `exporters.quantize.weights.WeightStore` wrote, a matrix at a time."""
+    """Reads the files of `exporters.quantize.weights.WeightStore`, one matrix at a time."""
 
     def __init__(self, bundle: Bundle) -> None:
-        """Find the bundle's weights.
+        """Locate the bundle's weights.
 
         Raises:
-            BundleError: its graphs keep their weights elsewhere.
+            BundleError: the bundle has no ONNX graphs.
         """
         bundle.require_onnx("the report on layers")
         self._dtypes: dict[str, WeightDtype] = {each.tensor: each.dtype for each in bundle.manifest.recipe.weights}
@@ -31,22 +31,22 @@ class StoredMatrices:
                 self._files |= dict.fromkeys(file.keys(), path)
 
     def matrix(self, key: str) -> Floats:
-        """float32 `[out, in]`; what the export multiplied a matrix by is still in it."""
+        """float32 `[out, in]`, including the gains that the export folded into it."""
         parts = [self._read(key, part).dequantize().T for part in self._parts(key)]
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
     def bytes(self, key: str) -> int:
-        """What the integers and scales of a matrix take."""
+        """Size of a matrix: its integers and scales."""
         names = [name for part in self._parts(key) for name in self._names(key, part)]
         return sum(self._tensor(name).nbytes for name in names)
 
     @property
     def total_bytes(self) -> int:
-        """What all weights of the bundle take, without the headers of their files."""
+        """Size of all weights, without file headers."""
         return sum(_content_bytes(path) for path in set(self._files.values()))
 
     def _parts(self, key: str) -> list[str]:
-        """The whole matrix, or each head's channels of it."""
+        """The stored name of the whole matrix, or those of its heads."""
         ending = f".int{weight_bits(self._dtypes[key])}"
         if key + ending in self._files:
             return [key]
@@ -60,7 +60,7 @@ class StoredMatrices:
     def _read(self, key: str, part: str) -> QuantizedWeight:
         integers, scales, *blocks = (self._tensor(name) for name in self._names(key, part))
         if weight_bits(self._dtypes[key]) == 4:
-            unpacked = unpack_int4(integers)  # with one more if their number is odd
+            unpacked = unpack_int4(integers)  # has one extra element if the count is odd
             integers = unpacked[: len(unpacked) // len(scales) * len(scales)].reshape(-1, len(scales))
         return QuantizedWeight(integers, Grid(self._dtypes[key], scales, *blocks))
 

@@ -1,4 +1,4 @@
-"""Where quality went: for every layer and tensor, how far a bundle is from its float32 reference."""
+"""The error of every layer and tensor of a bundle against its float32 reference."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from exporters.progress import Progress, silent
 from exporters.quantize.reference import Floats, NumpyOps, Observer, Tensors, Weights
 
 _LAYER = re.compile(r"^(?:model\.)?(?:layers\.|past_(?:key|value)_)(\d+)")
-_OUTLIER_SHARE = 0.25  # of a matrix's error
-_OUTLIER_RATIO = 8.0  # of the typical channel's greatest value
+_OUTLIER_SHARE = 0.25  # share of a matrix's error
+_OUTLIER_RATIO = 8.0  # times the median channel's peak
 
 
 def measure_layers(
@@ -36,18 +36,18 @@ def measure_layers(
     text_name: str,
     progress: Progress = silent,
 ) -> LayersReport:
-    """Run windows of token ids through the bundle's graph and through the reference, a layer at a time.
+    """Run token windows through the bundle's graph and the reference, one layer at a time.
 
     Args:
-        bundle: what is measured.
+        bundle: the bundle to measure.
         engine: where its graph runs.
-        tensors: the checkpoint that it was made from, with the transforms that its recipe folds into the weights.
+        tensors: the checkpoint, with the transforms that the recipe folds into the weights.
         windows: token ids `[T]`.
-        text_name: for the report.
-        progress: told of every layer.
+        text_name: name of the text in the report.
+        progress: called after every layer.
 
     Raises:
-        BundleError: the bundle has other graphs than ONNX graphs.
+        BundleError: the bundle has no ONNX graphs.
         EngineError: the engine refused a layer.
     """
     probe, matrices = Probe(bundle, engine), MatrixMeters(bundle, tensors)
@@ -75,7 +75,7 @@ def measure_layers(
 
 
 class MatrixMeters:
-    """Meters of the matrices that were used, until they are closed."""
+    """Meters of the matrices in use; `close` reads and drops them."""
 
     def __init__(self, bundle: Bundle, tensors: Tensors) -> None:
         self._stored = StoredMatrices(bundle)
@@ -84,14 +84,14 @@ class MatrixMeters:
         self._meters: dict[str, MatrixMeter] = {}
 
     def add(self, key: str, x: Floats, product: Floats, rows: slice, gain: float) -> None:
-        """What the exact matrix's `rows`, times `gain`, make of inputs `[T, in]`."""
+        """Record inputs `[T, in]` and their exact product with `rows` of the matrix times `gain`."""
         if key not in self._meters:
             stored = self._stored.matrix(key)
             self._meters[key] = MatrixMeter(self._tensors.tensor(key) * np.float32(gain), stored)
         self._meters[key].add(x, product, rows)
 
     def close(self) -> list[TensorLoss]:
-        """What was found, and forget the matrices."""
+        """Return the losses and drop the matrices."""
         for meter in self._meters.values():
             meter.close()
         losses = [self._loss(key, meter) for key, meter in self._meters.items()]
@@ -112,7 +112,7 @@ class MatrixMeters:
 
 
 class _MeasuringOps(NumpyOps):
-    """The reference, in which every matrix's inputs are also multiplied with the bundle's."""
+    """The float reference; every input is also multiplied with the bundle's matrix."""
 
     def __init__(
         self,

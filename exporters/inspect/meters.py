@@ -1,4 +1,4 @@
-"""What rounding does to one tensor, summed up over a text."""
+"""Accumulated quantization error of one tensor over a text."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _TINY = 1e-30
 
 
 class Power:
-    """Powers of a signal and of what was added to it."""
+    """Accumulated power of a signal and of its error."""
 
     __slots__ = ("noise", "signal")
 
@@ -21,13 +21,13 @@ class Power:
         self.noise = 0.0
 
     def add(self, signal: Floats, difference: Floats) -> None:
-        """Values of one shape."""
+        """Add a signal and its error, of the same shape."""
         self.signal += float(np.square(signal, dtype=np.float64).sum())
         self.noise += float(np.square(difference, dtype=np.float64).sum())
 
     @property
     def sqnr_db(self) -> float:
-        """Their ratio in dB, at most `PERFECT_DB` and at least its negative."""
+        """SQNR in dB, clipped to +-`PERFECT_DB`."""
         signal = max(self.signal, _TINY)
         if not np.isfinite(self.noise):
             return -PERFECT_DB
@@ -35,13 +35,13 @@ class Power:
 
 
 class ResultMeter:
-    """A result beside the reference's, and what its own encoding would do to the reference's.
+    """The error of one result, and the part that its own encoding causes.
 
     Attributes:
-        encoding: of its integers.
-        whole: the difference of bundle and reference.
-        own: the difference that rounding the exact values into `encoding` makes.
-        clipped: of `own`, the part of values beyond the encoding's reach.
+        encoding: the result's encoding.
+        whole: error of the bundle's values.
+        own: error of the exact values rounded in `encoding`.
+        clipped: the part of `own` from values outside the encoding's range.
     """
 
     __slots__ = ("_peaks", "clipped", "encoding", "own", "whole")
@@ -64,7 +64,7 @@ class ResultMeter:
 
     @property
     def outlier(self) -> tuple[int, float] | None:
-        """The channel of the greatest value, and how many times the typical channel's greatest value that is."""
+        """The channel with the largest peak, and that peak over the median channel's."""
         if self._peaks is None or len(self._peaks) < 2:
             return None
         typical = max(float(np.median(self._peaks)), _TINY)
@@ -72,11 +72,11 @@ class ResultMeter:
 
 
 class MatrixMeter:
-    """A matrix of the bundle beside the checkpoint's.
+    """The error of one matrix.
 
     Attributes:
-        weights: the matrix, and how far the bundle's is from it.
-        output: what it gives for exact inputs, and how far the bundle's is from that.
+        weights: error of the matrix's elements.
+        output: error of its output on exact inputs.
     """
 
     __slots__ = ("_difference", "_inputs", "output", "weights")
@@ -89,18 +89,18 @@ class MatrixMeter:
         self._inputs = np.zeros(exact.shape[1])
 
     def add(self, x: Floats, product: Floats, rows: slice) -> None:
-        """Inputs `[T, in]`, and what the exact matrix's `rows` make of them."""
+        """Add inputs `[T, in]` and their exact product with `rows` of the matrix."""
         self.output.add(product, x @ self._difference[rows].T)
         if not rows.start:
             self._inputs += np.square(x, dtype=np.float64).sum(axis=0)
 
     def close(self) -> None:
-        """No more inputs come: forget the matrix."""
+        """Drop the matrix; no inputs follow."""
         self._inputs *= np.square(self._difference, dtype=np.float64).sum(axis=0)
         self._difference = self._difference[:0]
 
     @property
     def outlier(self) -> tuple[int, float]:
-        """After `close`: the input that costs the output most, and its share of what all cost."""
+        """After `close`: the input that causes most of the output error, and its share."""
         total = max(float(self._inputs.sum()), _TINY)
         return int(self._inputs.argmax()), float(self._inputs.max()) / total

@@ -1,4 +1,4 @@
-"""A graph of a bundle cut into its layers, so that one of them is in memory at a time."""
+"""A bundle's graph split into layers, so that only one is in memory at a time."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from edgekv.kv import KvTensor
 from quant import DTYPES, Dtype, Encoding
 
 _DTYPES: dict[str, Dtype] = {np.dtype(integer).name: name for name, integer in DTYPES.items()}
-# Results that have no row for each token, or are parts of others.
+# Results without one row per token, or parts of other results.
 _OTHER = re.compile(r"\.(scores|masked)\.|^probabilities|^(key|value)_\d|\.(t|first|second)(\.\d+)?_q$")
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A part of a graph: one layer (the first with the embedding), or what comes behind the layers.
+    """A part of a graph: one layer (the first includes the embedding), or the head.
 
     Attributes:
-        model: the part, its weights still in the bundle's files.
-        source: the integers `[1, 1, AR, hidden]` that it goes on from, under their name; None: the tokens.
-        result: the integers that the next piece goes on from, or `logits`.
-        results: the encodings of all results that have a row for each token, in order, `result` among them.
+        model: the part; its weights stay in the bundle's files.
+        source: name of the integers `[1, 1, AR, hidden]` that it reads; None for token ids.
+        result: name of the integers that the next piece reads, or `logits`.
+        results: encodings of all results with one row per token, in order, including `result`.
         tensors: the cache tensors that it reads and writes.
     """
 
@@ -39,7 +39,7 @@ class Piece:
     tensors: Sequence[KvTensor]
 
     def save(self, bundle: Bundle, folder: Path) -> Path:
-        """Write the piece into `folder`, beside links to the weights that it points to."""
+        """Write the piece into `folder`, with hard links to its weight files."""
         for shard in _files(self.model):
             if not (link := folder / shard).exists():
                 link.hardlink_to(bundle.path / shard)
@@ -49,7 +49,7 @@ class Piece:
 
 
 def cut(bundle: Bundle, record: GraphRecord) -> list[Piece]:
-    """A graph that gives the logits of every token, as pieces: one for each layer, and the head."""
+    """Split a score graph into one piece per layer, and the head."""
     manifest, geometry = bundle.manifest, bundle.manifest.geometry
     shape = [1, 1, record.ar, manifest.model.hidden]
     pieces: list[Piece] = []
@@ -72,12 +72,12 @@ def cut(bundle: Bundle, record: GraphRecord) -> list[Piece]:
 
 
 def _residual(layer: int) -> str:
-    """The integers behind a layer."""
+    """Name of a layer's output."""
     return f"layers.{layer}.mlp_add_q"
 
 
 def _load(bundle: Bundle, part: PartRecord) -> onnx.ModelProto:
-    """A part of the graph. What it goes on from, or leaves, is called by the name of the result that it is."""
+    """Load a part; its boundary tensors get the names of the results that they are."""
     model: onnx.ModelProto = onnx.load(bundle.part_path(part), load_external_data=False)
     results = {hidden_name(layer): _residual(layer - 1) for layer in (part.first_layer, part.stop_layer) if layer}
     for node in model.graph.node:
@@ -89,9 +89,9 @@ def _load(bundle: Bundle, part: PartRecord) -> onnx.ModelProto:
 
 
 def _nodes_between(graph: onnx.GraphProto, source: str | None, ends: Collection[str]) -> list[onnx.NodeProto]:
-    """What computes `ends` from `source` and the graph's inputs, in order."""
+    """The nodes that compute `ends` from `source` and the graph's inputs, in order."""
     wanted, found = set(ends), []
-    for node in reversed(graph.node):  # sorted: whoever reads a result stands behind it
+    for node in reversed(graph.node):  # topologically sorted
         if wanted.intersection(node.output) and source not in node.output:
             wanted.update(node.input)
             found.append(node)
@@ -99,7 +99,7 @@ def _nodes_between(graph: onnx.GraphProto, source: str | None, ends: Collection[
 
 
 def _results(nodes: Sequence[onnx.NodeProto], constants: Mapping[str, onnx.TensorProto]) -> dict[str, Encoding]:
-    """The quantized results that have a row for each token, in order, by the name of their integers."""
+    """Encodings of the quantized results with one row per token, in order, by name."""
     found = {}
     for node in nodes:
         if node.op_type != "QuantizeLinear" or not node.output[0].endswith("_q") or _OTHER.search(node.output[0]):
@@ -137,5 +137,5 @@ def _value(name: str, encoding: Encoding, shape: Sequence[int] | None = None) ->
 
 
 def _files(model: onnx.ModelProto) -> set[str]:
-    """Where the weights lie."""
+    """The external weight files."""
     return {entry.value for each in model.graph.initializer for entry in each.external_data if entry.key == "location"}

@@ -1,4 +1,4 @@
-"""A bundle's graph with every result as an output: what it computes for a few tokens, value by value."""
+"""Runs a bundle's score graph with every intermediate result as an output."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ _ATTEND = 65535  # stands for 0.0 in ONNX graphs
 
 
 class Probe:
-    """The graph of a bundle that gives the logits of every token, run layer by layer and step by step on plain arrays.
+    """The score graph of a bundle, run layer by layer on plain arrays.
 
-    Nothing is bound or shared: the past is copied from step to step. That is slow, and independent of all that makes
-    the loop fast. One layer is loaded at a time.
+    The past is copied from step to step and no memory is bound, so that a probe is independent of the KV cache and the
+    runtime. One layer is loaded at a time.
     """
 
     def __init__(self, bundle: Bundle, engine: Engine) -> None:
-        """Cut the graph into its layers.
+        """Split the graph into its layers.
 
         Raises:
             BundleError: the bundle's graphs cannot be probed.
@@ -59,12 +59,12 @@ class Probe:
 
     @property
     def engine(self) -> EngineName:
-        """Where the graph runs."""
+        """Name of the engine."""
         return self._engine.name
 
     @property
     def encodings(self) -> Mapping[str, Encoding]:
-        """Of every result, by its name in traces."""
+        """Encoding of every result, by its name in traces."""
         kept = {name.removesuffix("_q"): encoding for piece in self._pieces for name, encoding in piece.results.items()}
         held = self._bundle.manifest.encodings
         if self._table is not None:
@@ -72,7 +72,7 @@ class Probe:
         return kept | {tensor.past: held[tensor.past] for p in self._pieces for tensor in p.tensors}
 
     def run(self, tokens: Sequence[int]) -> Trace:
-        """The values of every result `[T, width]` for tokens that begin at position 0.
+        """Values of every result `[T, width]` for tokens from position 0 on.
 
         Raises:
             UsageError: more tokens than the context has, or none.
@@ -81,7 +81,7 @@ class Probe:
         return merged(self.stages([np.asarray(tokens)]))
 
     def stages(self, windows: Sequence[NDArray[Any]]) -> Iterator[Trace]:
-        """The same in parts: for each layer, and then for the head, the values of every window.
+        """Like `run`, one layer at a time: for each layer, then the head, the values of every window.
 
         Args:
             windows: token ids `[T]`; each window begins at position 0.
@@ -106,7 +106,7 @@ class Probe:
             del session
 
     def _run(self, session: ort.InferenceSession, piece: Piece, state: Integers) -> tuple[Trace, Integers]:
-        """What a piece makes of a window's token ids `[T]` or states `[T, hidden]`, and the integers that follow."""
+        """Run a piece on a window's token ids `[T]` or states `[T, hidden]`; return its trace and its output."""
         manifest, ar = self._bundle.manifest, self._record.ar
         zero, dtype = manifest.geometry.zero_point, DTYPES[manifest.kv_dtype]
         past = {tensor: np.full((0, manifest.geometry.head_dim), zero, dtype) for tensor in piece.tensors}
@@ -169,13 +169,13 @@ class Probe:
 
 
 def _window(mask: str) -> int | None:
-    """Tokens that the rows of this mask see, themselves included; None for all."""
+    """The attention window of this mask in tokens, including the query; None for no limit."""
     window = mask.removeprefix("attention_mask").removeprefix("_w")
     return int(window) if window else None
 
 
 def _open(mask: Integers, position: int, ar: int, window: int | None) -> None:
-    """Let row i of `[n, P + AR]` see the tokens up to its own, the newest `window` of them."""
+    """Open the mask `[n, P + AR]`: row i attends to the newest `window` tokens up to its own."""
     rows = np.arange(len(mask))[:, None]
     columns = np.arange(mask.shape[1]) - (mask.shape[1] - ar)  # 0 is the step's first token
     distance = rows - columns

@@ -1,4 +1,4 @@
-"""A recipe that spends a few bytes more where they bring most."""
+"""Suggests a recipe: 8 bits for the 4-bit matrices that gain most per byte."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ _WINDOWS, _TOKENS = 2, 128
 
 
 class Promotion(msgspec.Struct, frozen=True, kw_only=True):
-    """A matrix of 4 bits that gets 8.
+    """A 4-bit matrix that gets 8 bits.
 
     Attributes:
         tensor: its name.
-        dtype: what it was.
-        nats: expected fall of the divergence from the float32 model's next tokens, nats a token.
-        bytes: what it takes more.
+        dtype: its present type.
+        nats: expected reduction of the KL divergence from the float32 model, nats a token.
+        bytes: additional bytes.
     """
 
     tensor: str
@@ -40,15 +40,15 @@ class Promotion(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Proposal(msgspec.Struct, frozen=True, kw_only=True):
-    """A recipe under a budget.
+    """A suggested recipe within a size budget.
 
     Attributes:
-        weights_bytes: all weights, without the headers of their files, now.
-        budget_bytes: what they may become.
-        expected_bytes: what they will become.
-        nats: the divergence that all matrices of 4 bits cause now, as the sum of what each causes by itself.
-        expected_nats: what of it will be left.
-        promotions: what changes, the most useful byte first.
+        weights_bytes: present size of all weights, without file headers.
+        budget_bytes: size limit.
+        expected_bytes: size with the suggested recipe.
+        nats: KL divergence due to all 4-bit matrices now, summed over matrices measured one at a time.
+        expected_nats: the same with the suggested recipe.
+        promotions: the changes, largest gain per byte first.
     """
 
     weights_bytes: int
@@ -59,7 +59,7 @@ class Proposal(msgspec.Struct, frozen=True, kw_only=True):
     promotions: list[Promotion]
 
     def recipe(self, before: Recipe) -> Recipe:
-        """The recipe `before`, with a rule more for each promotion."""
+        """The recipe `before` with one more rule per promotion."""
         rules = [
             WeightRule(tensors=each.tensor, dtype="int8", method=before.rule(each.tensor).method)
             for each in self.promotions
@@ -68,7 +68,7 @@ class Proposal(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def parse_budget(option: str, given: str) -> float | int:
-    """Bytes, or how many times the present ones: `1.2x`.
+    """Parse a number of bytes (int), or a factor of the present size such as `1.2x` (float).
 
     Raises:
         UsageError: it is neither.
@@ -89,18 +89,18 @@ def propose(
     budget: float | int,
     progress: Progress = silent,
 ) -> Proposal:
-    """Choose the matrices that get 8 bits: those of the greatest expected gain for a byte, while the budget lasts.
+    """Choose the matrices that get 8 bits, in the order of expected gain per byte, within the budget.
 
     Args:
-        bundle: what it starts from.
+        bundle: the bundle to improve.
         tensors: its checkpoint, with the transforms that the recipe folds into the weights.
         windows: token ids `[T]`; the first 128 of two windows are used.
-        budget: bytes that all weights may have, or if it is a float, how many times what they have now.
-        progress: told of every layer.
+        budget: size limit of all weights: bytes if int, a factor of the present size if float.
+        progress: called after every layer.
 
     Raises:
-        BundleError: the bundle has other graphs than ONNX graphs.
-        UsageError: nothing has less than 8 bits, or nothing fits into the budget.
+        BundleError: the bundle has no ONNX graphs.
+        UsageError: no matrix has less than 8 bits, or no change fits the budget.
     """
     stored = StoredMatrices(bundle)
     now = stored.total_bytes
@@ -109,9 +109,9 @@ def propose(
     if not small:
         raise UsageError(
             "--suggest-recipe",
-            got="no matrix of less than 8 bits in this bundle",
-            expected="some, which could have 8",
-            fix="Leave it out: `edgekv eval --layers` says what else costs.",
+            got="a bundle without 4-bit matrices",
+            expected="4-bit matrices, which could get 8 bits",
+            fix="Use edgekv eval --layers to find other causes.",
         )
     costs = matrix_costs(stored, tensors, windows, bundle.manifest.context, [each.tensor for each in small], progress)
     candidates = []
@@ -150,24 +150,24 @@ def matrix_costs(
     keys: Sequence[str],
     progress: Progress = silent,
 ) -> dict[str, float]:
-    """How far the next tokens move from the float32 model's if one matrix alone is the bundle's, nats a token.
+    """KL divergence from the float32 model if one matrix alone is quantized, nats a token, by name.
 
-    Every matrix is exchanged by itself, and its error followed to the end of its layer. What becomes of an error from
-    there to the logits is measured once for each layer, with all of its matrices exchanged; divergence grows with the
-    square of the error. Integers of 8 bits would leave a three-hundredth of what those of 4 cost.
+    Each matrix is replaced alone and its squared error measured at the end of its layer. The effect of an error there
+    on the logits is measured once per layer, with all of its matrices replaced; KL grows with the square of the error.
+    8-bit integers leave about 1/300 of the error of 4-bit ones.
 
     Args:
         stored: the bundle's matrices.
-        tensors: the exact ones.
+        tensors: the exact matrices.
         windows: token ids `[T]`.
-        context: the longest sequence that the rotary embedding is made for.
-        keys: which matrices.
-        progress: told of every layer.
+        context: context length for the rotary embedding.
+        keys: names of the matrices.
+        progress: called after every layer.
     """
     spec = tensors.spec
     weights = Weights(tensors)
     texts = [np.asarray(window[:_TOKENS]) for window in windows[:_WINDOWS]]
-    ops = [_ExchangingOps(spec, weights, len(text), context) for text in texts]
+    ops = [_ReplacingOps(spec, weights, len(text), context) for text in texts]
     states = [[of.embed(text, "embedding")] for of, text in zip(ops, texts, strict=True)]
     errors = dict.fromkeys(keys, 0.0)
     together = [0.0] * spec.layers
@@ -175,14 +175,14 @@ def matrix_costs(
         progress("sensitivity", layer, spec.layers + 1)
         weights.drop()
         inside = [key for key in keys if key.startswith(f"model.layers.{layer}.")]
-        exchanged = {key: stored.matrix(key) for key in inside}
+        replaced = {key: stored.matrix(key) for key in inside}
         for number, of in enumerate(ops):
             start = states[number][0]
             states[number] = [decoder_layer(of, spec, layer, state) for state in states[number]]
             exact = states[number][0]
             for key in inside:
-                errors[key] += _square(of.exchanging({key: exchanged[key]}, layer, start) - exact)
-            states[number].append(of.exchanging(exchanged, layer, start))
+                errors[key] += _square(of.replacing({key: replaced[key]}, layer, start) - exact)
+            states[number].append(of.replacing(replaced, layer, start))
             together[layer] += _square(states[number][-1] - exact)
     weights.drop()
     head = {key: stored.matrix(key) for key in keys if key == tensors.head_key}
@@ -192,9 +192,9 @@ def matrix_costs(
         for layer, state in enumerate(others):
             divergences[layer] += _divergence(exact, logits(of, spec, tensors.head_key, state))
         if head:
-            of.exchanged = head
+            of.replaced = head
             errors[tensors.head_key] += _divergence(exact, logits(of, spec, tensors.head_key, final))
-            of.exchanged = {}
+            of.replaced = {}
     progress("sensitivity", spec.layers + 1, spec.layers + 1)
     tokens = sum(len(text) for text in texts)
     followed = [after / max(before, 1e-30) for after, before in zip(divergences, together, strict=True)]
@@ -204,23 +204,23 @@ def matrix_costs(
     }
 
 
-class _ExchangingOps(NumpyOps):
-    """The reference, some of whose matrices are the bundle's."""
+class _ReplacingOps(NumpyOps):
+    """The float reference with some matrices replaced by the bundle's."""
 
-    exchanged: Mapping[str, Floats] = {}
+    replaced: Mapping[str, Floats] = {}
 
-    def exchanging(self, exchanged: Mapping[str, Floats], layer: int, states: Floats) -> Floats:
-        """A layer with these matrices, `[T, hidden]`."""
-        self.exchanged = exchanged
+    def replacing(self, replaced: Mapping[str, Floats], layer: int, states: Floats) -> Floats:
+        """The output `[T, hidden]` of a layer with these matrices."""
+        self.replaced = replaced
         found = decoder_layer(self, self._spec, layer, states)
-        self.exchanged = {}
+        self.replaced = {}
         return found
 
     def product(self, x: Floats, weight: str, rows: slice, gain: float) -> Floats:
-        stored = self.exchanged.get(weight)
+        stored = self.replaced.get(weight)
         if stored is None:
             return super().product(x, weight, rows, gain)
-        product: Floats = x @ stored[rows].T  # the gain is in it
+        product: Floats = x @ stored[rows].T  # includes the gain
         return product
 
 

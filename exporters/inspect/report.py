@@ -13,19 +13,19 @@ Kind = Literal["weight", "activation", "key", "value"]
 
 
 class TensorLoss(msgspec.Struct, frozen=True, kw_only=True):
-    """One tensor of a bundle beside the reference's.
+    """The error of one tensor of a bundle.
 
     Attributes:
-        name: as in traces; a matrix bears its name in the checkpoint.
-        kind: a matrix, a result, or keys or values of one head.
-        layer: its layer; None for what stands before and behind the layers.
-        dtype: its integers.
-        sqnr_db: how far it is from the reference's. A result has the errors of all before it.
-        own_db: what its own integers cost: of a matrix the SQNR of its output on exact inputs; of a result that of the
-            exact values in its encoding.
-        outlier: the channel that stands out, if one does: the greatest input of a matrix's error, or the channel that
-            makes a result's range wide.
-        clipped: of the result's own error, the share that comes of values beyond the encoding's reach.
+        name: the name in traces; for a matrix the name in the checkpoint.
+        kind: `weight`, `activation`, or `key` or `value` of one head.
+        layer: its layer; None for the embedding and the head.
+        dtype: integer type.
+        sqnr_db: SQNR against the reference; for an activation including the error of its inputs.
+        own_db: SQNR due to this tensor's own quantization: for a matrix of its output on exact inputs, for an
+            activation of the exact values in its encoding.
+        outlier: the outlier channel, if there is one: for a matrix the input that causes most of its error, for an
+            activation the channel that widens its range.
+        clipped: share of the own error caused by values outside the encoding's range.
     """
 
     name: str
@@ -39,21 +39,21 @@ class TensorLoss(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Levels(msgspec.Struct, frozen=True):
-    """The least and the mean of some tensors' SQNR, dB."""
+    """Minimum and mean SQNR of a group of tensors, dB."""
 
     least_db: float
     mean_db: float
 
 
 class LayerLoss(msgspec.Struct, frozen=True, kw_only=True):
-    """All tensors of a layer, or of what stands before (`embedding`) and behind the layers (`head`)."""
+    """SQNR levels of a layer, or of the `embedding` or the `head`."""
 
     place: str
     levels: dict[Kind, Levels]
 
 
 class Advice(msgspec.Struct, frozen=True, kw_only=True):
-    """A tensor that costs, and the way out; see `TensorLoss`."""
+    """A tensor with a large error and a suggestion; see `TensorLoss`."""
 
     name: str
     own_db: float
@@ -62,14 +62,14 @@ class Advice(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LayersReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What `edgekv eval --layers` finds.
+    """The result of `edgekv eval --layers`.
 
     Attributes:
         evaluation: perplexity and agreement on the same tokens.
         layers: in order, the embedding first, the head last.
-        worst: the tensors whose own integers cost most, the worst first.
-        tensors: all tensors, in the order in which they are computed; a layer's matrices first.
-        proposal: a recipe that would cost less quality, if one was asked for.
+        worst: the tensors with the largest own error, worst first.
+        tensors: all tensors in the order of computation, a layer's matrices first.
+        proposal: a suggested recipe, if requested.
     """
 
     evaluation: Evaluation

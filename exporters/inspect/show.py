@@ -1,4 +1,4 @@
-"""The report on layers, as lines for a person."""
+"""Text form of the layer report."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ _PLURALS: dict[Kind, str] = {"weight": "weights", "activation": "activations", "
 
 
 def layer_lines(report: LayersReport) -> Iterator[str]:
-    """A row for each layer, and the tensors that cost most."""
+    """One line per layer, then the worst tensors."""
     kinds = get_args(Kind)
-    yield "SQNR against float32 in dB, least / mean:"
+    yield "SQNR against float32 in dB, minimum / mean:"
     yield _row("", [_PLURALS[kind] for kind in kinds])
     for layer in report.layers:
         cells = [layer.levels.get(kind) for kind in kinds]
@@ -23,19 +23,19 @@ def layer_lines(report: LayersReport) -> Iterator[str]:
             f"layer {layer.place}" if layer.place.isdecimal() else layer.place,
             ["-" if cell is None else f"{cell.least_db:.1f} / {cell.mean_db:.1f}" for cell in cells],
         )
-    yield "what costs most by its own integers, the way out, and the SQNR that is left with all before it:"
+    yield "largest own quantization error, suggestion, and (SQNR including the error of all inputs):"
     for each in report.worst:
         yield f"  {each.own_db:5.1f} dB  {each.name}: {each.suggestion} ({each.sqnr_db:.1f} dB)"
 
 
 def proposal_lines(proposal: Proposal, file: str) -> Iterator[str]:
-    """What a suggested recipe changes, and what that is expected to give."""
+    """What a suggested recipe changes, and the expected gain."""
     yield f"{file}: int8 for {len(proposal.promotions)} more matrices"
     for each in proposal.promotions:
-        yield f"  {each.tensor}: {each.nats:.5f} nats a token less for {each.bytes:,} bytes more"
+        yield f"  {each.tensor}: {each.nats:.5f} nats a token for {each.bytes:,} bytes"
     ratio = proposal.expected_bytes / proposal.weights_bytes
     yield f"  weights {proposal.weights_bytes:,} -> {proposal.expected_bytes:,} bytes, {ratio:.3f} x"
-    yield f"  divergence by weights {proposal.nats:.4f} -> {proposal.expected_nats:.4f} nats a token, expected"
+    yield f"  KL divergence due to weights {proposal.nats:.4f} -> {proposal.expected_nats:.4f} nats a token (expected)"
 
 
 def _row(head: str, cells: list[str]) -> str:

@@ -1,4 +1,4 @@
-"""The values of every named result of a decoder for one window of tokens."""
+"""A trace: the values of every named result of a decoder for one window of tokens."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from exporters.decoder import decoder_layer, logits
 from exporters.quantize.reference import Floats, NumpyOps, Observer, Tensors, Weights
 
 Trace = Mapping[str, Floats]
-"""Results in the order in which they were computed, each `[T, width]`.
+"""Results in the order of computation, each `[T, width]`.
 
-They have the names of `exporters.decoder`; the second result of one name has `.2` behind it. Keys and values stand
-under the names of their cache tensors. Attention scores, whose width is the context, are left out.
+Names are those of `exporters.decoder`; a second result of the same name gets the suffix `.2`. Keys and values have the
+names of their cache tensors. Attention scores are left out: their width is the context.
 """
 
 
 def trace_reference(tensors: Tensors, tokens: Sequence[int], context: int | None = None) -> Trace:
-    """What the float reference computes for tokens that begin at position 0.
+    """The trace of the float reference for tokens from position 0 on.
 
     Args:
-        tensors: the weights; for a bundle whose recipe rotates the residual stream, rotated likewise.
-        tokens: ids.
-        context: the longest sequence that the rotary embedding is made for; None: these tokens.
+        tensors: the weights, with the same rotation as the bundle that it is compared with.
+        tokens: token ids.
+        context: context length for the rotary embedding; None for the number of tokens.
     """
     return merged(trace_stages(tensors, [np.asarray(tokens)], context))
 
@@ -42,7 +42,7 @@ def trace_stages(
     context: int | None = None,
     make_ops: Callable[[DecoderSpec, Weights, int, int, Observer], NumpyOps] = NumpyOps,
 ) -> Iterator[Trace]:
-    """The same in parts: for each layer, and then for the head, the values of every window of token ids `[T]`."""
+    """One layer at a time, then the head: the values of every window of token ids `[T]`."""
     spec, weights = tensors.spec, Weights(tensors)
     seen: dict[str, Floats] = {}
     uses: Counter[str] = Counter()
@@ -53,7 +53,7 @@ def trace_stages(
             seen[name if uses[name] == 1 else f"{name}.{uses[name]}"] = values
 
     def stage() -> Trace:
-        """What was seen since the last time."""
+        """The results since the last call."""
         trace = dict(seen)
         seen.clear()
         uses.clear()
@@ -74,12 +74,12 @@ def trace_stages(
 
 
 def merged(stages: Iterable[Trace]) -> Trace:
-    """The parts of one window's trace as one."""
+    """Join the parts of one window's trace."""
     return {name: values for stage in stages for name, values in stage.items()}
 
 
 def write_trace(trace: Trace, file: Path) -> None:
-    """Write a trace as `.npz`, one array for each result, in order; the file appears whole or not at all.
+    """Write a trace as `.npz`, one array per result, in order; the file appears atomically.
 
     Raises:
         UsageError: the file cannot be written.
@@ -94,10 +94,10 @@ def write_trace(trace: Trace, file: Path) -> None:
 
 
 def read_trace(file: Path) -> Trace:
-    """Read what `write_trace` wrote, or any `.npz` of numbers whose last axis is the width.
+    """Read a trace, or any `.npz` of numeric arrays whose last axis is the width.
 
     Raises:
-        UsageError: it is no such file.
+        UsageError: the file is not a readable trace.
     """
     try:
         with np.load(file, allow_pickle=False) as arrays:
