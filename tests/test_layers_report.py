@@ -170,4 +170,4 @@ def test_8_bits_leave_nothing_to_suggest(small: Path, tmp_path: Path, capsys) ->
     (tmp_path / "text").write_text(TEXT)
     asked = ["eval", str(small), "--text", str(tmp_path / "text"), "--suggest-recipe", str(tmp_path / "more.json")]
     assert run(asked) == 2
-    assert "no matrix of less than 8 bits" in capsys.readouterr().err
+    assert "a bundle without 4-bit matrices" in capsys.readouterr().err

@@ -61,7 +61,7 @@ def stage_keys(
 def program_sha256() -> str:
     """One hash over the sources that integers come from, and over numpy's version."""
     digest = hashlib.sha256(np.__version__.encode())
-    for package in ("quant", "exporters"):
+    for package in ("quant", "edgekv.spec", "exporters"):
         for name, content in _sources(resources.files(package)):
             digest.update(f"{package}/{name}\0".encode() + content)
     return digest.hexdigest()
