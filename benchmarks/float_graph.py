@@ -11,8 +11,8 @@ import onnx
 from numpy.typing import NDArray
 from onnx import TensorProto, helper, numpy_helper
 
-from edgekv.bundle import ROPE_SUFFIXES, mask_name, rope_inputs
 from edgekv.kv import KvTensor
+from edgekv.spec import ROPE_SUFFIXES, mask_name, rope_inputs
 from exporters.decoder import decoder_layer, logits
 from exporters.graphs.qdq import IR_VERSION, OPSET
 from exporters.quantize.reference import Tensors

@@ -31,7 +31,7 @@ from edgekv.kv import KVCache
 from edgekv.runtime import CpuEngine, StaticGraph
 from edgekv.runtime.binding import MemoryBinding
 from edgekv.runtime.rope import rope_tables
-from edgekv.runtime.signature import Port, Signature
+from edgekv.spec import Port
 from exporters.checkpoint.checkpoint import Checkpoint
 from exporters.export import ExportOptions, export_bundle
 from exporters.quantize.recipe import find_recipe
@@ -61,18 +61,18 @@ def export(folder: Path, tensors: int) -> Path:
 
 def slices(bundle: Bundle) -> ort.InferenceSession:
     """The decode graph's inputs and outputs with nothing but a slice between past and new rows."""
-    signature = Signature.of(bundle.manifest, bundle.manifest.graphs[0])
+    interface = bundle.manifest.interface.graph(bundle.manifest.graphs[0])
     elements = {"int32": TensorProto.INT32, "uint16": TensorProto.UINT16, "uint8": TensorProto.UINT8}
 
     def infos(ports: tuple[Port, ...]) -> list[ValueInfoProto]:
         return [helper.make_tensor_value_info(port.name, elements[port.dtype], port.shape) for port in ports]
 
     ends = [helper.make_tensor(name, TensorProto.INT64, [1], [value]) for name, value in (("0", 0), ("1", 1), ("2", 2))]
-    logits = numpy_helper.from_array(np.zeros(signature.outputs[0].shape, np.uint16), "zeros")
+    logits = numpy_helper.from_array(np.zeros(interface.exit.shape, np.uint16), "zeros")
     nodes = [helper.make_node("Identity", ["zeros"], ["logits"])]
     for tensor in bundle.manifest.geometry.names():
         nodes.append(helper.make_node("Slice", [tensor.past, "0", "1", "2"], [tensor.new]))
-    graph = helper.make_graph(nodes, "slices", infos(signature.inputs), infos(signature.outputs), [*ends, logits])
+    graph = helper.make_graph(nodes, "slices", infos(interface.inputs), infos(interface.outputs), [*ends, logits])
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
     options = ort.SessionOptions()
     options.intra_op_num_threads = 1
@@ -96,7 +96,7 @@ def bound(bundle: Bundle, session: ort.InferenceSession, strategy: str, reserve:
 def naive(bundle: Bundle, session: ort.InferenceSession) -> Callable[[], float]:
     """The same for a loop that copies the whole cache; inputs other than the cache stay as they are."""
     geometry = bundle.manifest.geometry
-    ports = Signature.of(bundle.manifest, bundle.manifest.graphs[0]).inputs
+    ports = bundle.manifest.interface.graph(bundle.manifest.graphs[0]).inputs
     feeds = {port.name: np.zeros(port.shape, port.dtype) for port in ports}
     names = [port.name for port in session.get_outputs()]
 

@@ -64,7 +64,7 @@ def bound(bundle: Bundle, engine: LitertEngine | TfliteEngine) -> Callable[[], N
     manifest = bundle.manifest
     record = manifest.graphs[0]
     binding = engine.load(bundle.graph_path(record), record.name)
-    for port in binding.signature.inputs:
+    for port in binding.interface.inputs:
         array = aligned_zeros(port.shape, port.dtype)
         binding.inputs([port.name], array.dtype, array.shape, [array.ctypes.data])
         kept.append(array)

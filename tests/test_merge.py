@@ -15,7 +15,6 @@ from edgekv.bundle import Bundle, GraphRecord, open_bundle
 from edgekv.runtime import CpuEngine
 from edgekv.runtime.binding import Binding, MemoryBinding
 from edgekv.runtime.merge import merged
-from edgekv.runtime.signature import Signature
 from exporters.checkpoint.checkpoint import Checkpoint
 from exporters.export import ExportOptions, export_bundle
 from exporters.quantize.recipe import find_recipe
@@ -27,7 +26,7 @@ Arrays = dict[str, np.ndarray[Any, Any]]
 def _any_step(bundle: Bundle, graph: GraphRecord) -> Arrays:
     """Inputs of every integer that their types have."""
     random, feeds = np.random.default_rng(0), {}
-    for port in Signature.of(bundle.manifest, graph).inputs:
+    for port in bundle.manifest.interface.graph(graph).inputs:
         low, high = np.iinfo(port.dtype).min, np.iinfo(port.dtype).max
         if port.dtype == "int32":  # ids and rows
             low, high = 0, graph.ar - 1
@@ -38,7 +37,7 @@ def _any_step(bundle: Bundle, graph: GraphRecord) -> Arrays:
 
 
 def _outputs(binding: Binding, feeds: Arrays) -> Arrays:
-    made = {port.name: np.zeros(port.shape, port.dtype) for port in binding.signature.outputs}
+    made = {port.name: np.zeros(port.shape, port.dtype) for port in binding.interface.outputs}
     for bind, arrays in ((binding.inputs, feeds), (binding.outputs, made)):
         for name, array in arrays.items():
             bind([name], array.dtype, array.shape, [array.ctypes.data])

@@ -329,13 +329,8 @@ def test_an_option_that_contradicts_a_config_is_refused(tmp_path):
 
 def write_bundle(folder):
     geometry = Geometry(layers=2, kv_heads=1, head_dim=4, context=64)
-    names = [
-        "attention_mask",
-        "position_ids_cos",
-        "position_ids_sin",
-        "logits",
-        *(tensor.past for tensor in geometry.names()),
-    ]
+    activation, cache = Encoding("u16", 0.1, 32768), Encoding("u8", 0.1, 128)
+    encodings = dict.fromkeys(["attention_mask", "position_ids_cos", "position_ids_sin", "logits"], activation)
     files = {"decode.onnx": 100, "prefill.onnx": 100, "weights-head.safetensors": 700, "weights-layer.safetensors": 800}
     write_manifest(
         folder,
@@ -366,7 +361,7 @@ def write_bundle(folder):
                 GraphRecord.whole("prefill", "prefill.onnx", layers=2, ar=16, context=64, role="prefill"),
             ],
             floating_nodes=[],
-            encodings={name: Encoding(dtype="u8", scale=0.1, zero_point=128) for name in names},
+            encodings=encodings | {tensor.past: cache for tensor in geometry.names()},
             source=SourceRecord(checkpoint="none", weights_sha256="0" * 64, calibration="none", calibration_tokens=0),
             files={name: FileRecord(bytes=size_bytes, sha256="0" * 64) for name, size_bytes in files.items()},
         ),

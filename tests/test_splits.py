@@ -16,7 +16,6 @@ from edgekv.cli import run
 from edgekv.errors import BundleError, UsageError
 from edgekv.plan import divide
 from edgekv.runtime import CpuEngine, make_engine
-from edgekv.runtime.signature import Signature
 from exporters.checkpoint.checkpoint import Checkpoint
 from exporters.export import ExportOptions, export_bundle
 from exporters.htp.check import floating_nodes
@@ -86,7 +85,7 @@ def test_a_part_reads_the_masks_and_rotary_embeddings_of_its_own_layers(tmp_path
     assert np.array_equal(*found)
     opened = open_bundle(tmp_path / "3")
     decode = opened.manifest.graphs[0]
-    ports = [Signature.of(opened.manifest, decode, part).inputs for part in decode.parts]
+    ports = [part.inputs for part in opened.manifest.interface.parts(decode)]
     small = [[port.name for port in each if "past" not in port.name] for each in ports]
     local = ["attention_mask_w24", "position_ids_cos_local", "position_ids_sin_local"]
     assert small == [

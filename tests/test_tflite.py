@@ -163,7 +163,7 @@ def test_rows_that_cannot_be_bound_anywhere_need_the_strategy_slot(small, engine
 @pytest.mark.parametrize("make", [LitertEngine, pytest.param(TfliteEngine, marks=pytest.mark.numpy1)])
 def test_an_address_that_is_not_aligned_is_refused_not_copied(exported, make):
     binding = make().load(exported / "graphs.tflite", "ar1_cl128")
-    port = next(each for each in binding.signature.inputs if each.name == "attention_mask")
+    port = next(each for each in binding.interface.inputs if each.name == "attention_mask")
     array = aligned_zeros(port.shape, port.dtype)
     with pytest.raises(ValueError, match=r"attention_mask: got address 0x.*; expected a multiple of 64"):
         binding.inputs([port.name], array.dtype, array.shape, [array.ctypes.data], 8)

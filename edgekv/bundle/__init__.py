@@ -4,21 +4,9 @@ from edgekv.bundle.atomic import atomic_directory, atomic_file
 from edgekv.bundle.bundle import Bundle, open_bundle, read_manifest, write_manifest
 from edgekv.bundle.compiled import COMPILED, Compiled, CompiledBinary, CompiledManifest, open_compiled
 from edgekv.bundle.files import record_files
-from edgekv.bundle.graphs import (
-    EMBEDDINGS,
-    IDS,
-    LOGITS,
-    GraphRecord,
-    PartRecord,
-    Role,
-    hidden_name,
-    mask_name,
-    rope_inputs,
-)
 from edgekv.bundle.manifest import (
     FORMAT,
     MANIFEST,
-    ROPE_SUFFIXES,
     EmbeddingRecord,
     FileRecord,
     GraphFormat,
@@ -34,13 +22,11 @@ from edgekv.bundle.manifest import (
     WeightRecord,
 )
 from edgekv.bundle.readable import readable_json
+from edgekv.spec import GraphRecord, PartRecord, Role
 
 __all__ = [
     "COMPILED",
-    "EMBEDDINGS",
     "FORMAT",
-    "IDS",
-    "LOGITS",
     "MANIFEST",
     "Bundle",
     "Compiled",
@@ -57,7 +43,6 @@ __all__ = [
     "PartRecord",
     "RecipeRecord",
     "Role",
-    "ROPE_SUFFIXES",
     "RopeRecord",
     "RotationName",
     "SourceRecord",
@@ -65,13 +50,10 @@ __all__ = [
     "WeightRecord",
     "atomic_directory",
     "atomic_file",
-    "hidden_name",
-    "mask_name",
     "open_bundle",
     "open_compiled",
     "read_manifest",
     "readable_json",
     "record_files",
-    "rope_inputs",
     "write_manifest",
 ]

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, NoReturn
 import msgspec
 
 from edgekv.bundle.consistency import check_consistency
-from edgekv.bundle.graphs import GraphRecord, PartRecord
 from edgekv.bundle.manifest import FORMAT, MANIFEST, Manifest
 from edgekv.bundle.readable import readable_json
 from edgekv.errors import BundleError
+from edgekv.spec import GraphRecord, PartRecord
 from edgekv.spec.text import TOKENIZER, open_tokenizer
 from edgekv.system import sha256_of
 

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from pathlib import PurePosixPath
 from typing import NoReturn
 
-from edgekv.bundle.graphs import IDS, rope_inputs
 from edgekv.bundle.manifest import Manifest
+from quant import DTYPES
 
 Fail = Callable[[str, object, object], NoReturn]
 
@@ -19,7 +19,6 @@ def check_consistency(manifest: Manifest, fail: Fail) -> None:
         if pure.is_absolute() or ".." in pure.parts or pure.as_posix() != name or "\\" in name:
             fail("files", repr(name), "plain paths inside of the bundle")
     try:
-        geometry = manifest.geometry
         manifest.cache_geometry.groups()
     except ValueError as error:
         fail("model", error, "sizes that can exist")
@@ -29,15 +28,26 @@ def check_consistency(manifest: Manifest, fail: Fail) -> None:
         fail("graphs", f"roles {', '.join(sorted({g.role for g in manifest.graphs}))}", "a graph of role `decode`")
     elif decode.context != manifest.context:
         fail("graphs", f"a decode graph for {decode.context} tokens at most", f"one for all {manifest.context}")
-    cache = [tensor.past for tensor in geometry.names()]
-    rotary = [name for suffix in manifest.ropes for name in rope_inputs(suffix)]
-    ends = {name: None for part in manifest.parts for name in (part.entry, part.exit) if name != IDS}
-    if missing := [name for name in ("attention_mask", *rotary, *ends, *cache) if name not in manifest.encodings]:
-        fail("encodings", f"none of {missing[0]}", "one for each graph input and output")
+    _check_encodings(manifest, fail)
     half = manifest.model.head_dim // 2
     for record in manifest.ropes.values():
         if not 1 <= (pairs := len(record.inverse_frequencies)) <= half:
             fail("rope: inverse_frequencies", f"{pairs} values", f"1 to {half}, head_dim / 2")
+
+
+def _check_encodings(manifest: Manifest, fail: Fail) -> None:
+    """Every input and output that has an encoding has one of the type that the graphs are made for."""
+    try:
+        interfaces = [each for graph in manifest.graphs for each in manifest.interface.parts(graph)]
+    except ValueError as error:
+        fail("graphs", error, "graphs that can exist")
+    for port in dict.fromkeys(port for each in interfaces for port in (*each.inputs, *each.outputs)):
+        if port.encoding is None:
+            continue
+        if (encoding := manifest.encodings.get(port.encoding)) is None:
+            fail("encodings", f"none of {port.encoding}", "one for each graph input and output")
+        elif (dtype := DTYPES[encoding.dtype].name) != port.dtype:
+            fail(f"encodings: {port.encoding}", dtype, port.dtype)
 
 
 def _check_graphs(manifest: Manifest, fail: Fail) -> None:

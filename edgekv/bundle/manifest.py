@@ -6,15 +6,13 @@ from typing import Literal
 
 import msgspec
 
-from edgekv.bundle.graphs import GraphRecord, PartRecord, Role, mask_name
+from edgekv.spec import ROPE_SUFFIXES, DecoderInterface, GraphRecord, PartRecord, Role, RotaryInputs
 from edgekv.spec.geometry import Geometry, KeyLayout, KvDtype
 from edgekv.spec.layers import LayeredGeometry
 from quant import Encoding, Method, WeightDtype
 
 FORMAT = 2
 MANIFEST = "manifest.json"
-
-ROPE_SUFFIXES = ("", "_local")
 
 RotationName = Literal["none", "hadamard"]
 KeyScalingName = Literal["none", "pairs"]
@@ -187,11 +185,6 @@ class Manifest(_Part, frozen=True):
         records = (self.rope, self.local_rope)
         return {suffix: each for suffix, each in zip(ROPE_SUFFIXES, records, strict=True) if each is not None}
 
-    def ropes_of(self, layers: range) -> dict[str, RopeRecord]:
-        """Those of `ropes` that some of these layers have."""
-        local = {layer in self.local_layers for layer in layers}
-        return {suffix: each for suffix, each in self.ropes.items() if (suffix == ROPE_SUFFIXES[1]) in local}
-
     @property
     def geometry(self) -> Geometry:
         """The sizes of a cache for the largest graphs whose layers all attend to the whole context."""
@@ -239,6 +232,18 @@ class Manifest(_Part, frozen=True):
         """The graph of this role for the largest context and with the most tokens per inference, if there is one."""
         return max((g for g in self.graphs if g.role == role), key=lambda g: (g.context, g.ar), default=None)
 
-    def mask(self, window: int) -> str:
-        """Name of the attention mask of layers that attend to so many tokens."""
-        return mask_name(None if window == self.context else window)
+    @property
+    def interface(self) -> DecoderInterface:
+        """What all graphs have in common; its `graph` gives the inputs and outputs of one."""
+        local = frozenset(self.local_layers)
+        layers = frozenset(range(self.model.layers)) - local, local
+        return DecoderInterface(
+            hidden=self.model.hidden,
+            vocab=self.model.vocab,
+            cache=self.cache_geometry,
+            rotary=tuple(
+                RotaryInputs(suffix, len(rope.inverse_frequencies), of)
+                for (suffix, rope), of in zip(self.ropes.items(), layers, strict=False)
+            ),
+            activations="u16" if self.graph_format == "onnx" else "s16",
+        )

@@ -41,8 +41,3 @@ class Keys:
 def token_bytes(tokens: Iterable[int]) -> bytes:
     """Tokens as 64-bit integers."""
     return array("q", tokens).tobytes()
-
-
-def tokens_of(data: bytes) -> tuple[int, ...]:
-    """The tokens that `token_bytes` was given."""
-    return tuple(array("q", data))

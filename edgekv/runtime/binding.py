@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from time import perf_counter_ns
@@ -13,7 +14,7 @@ from numpy.typing import NDArray
 
 from edgekv.kv.memory import ALIGNMENT_BYTES, HeapMemory
 from edgekv.runtime.background import Aside
-from edgekv.runtime.signature import Port, Signature
+from edgekv.spec import GraphInterface, Port
 
 # TensorProto.DataType: the runtime takes a number faster than a numpy type.
 _ELEMENTS: dict[str, int] = {"uint8": 2, "int8": 3, "uint16": 4, "int16": 5, "int32": 6}
@@ -31,8 +32,8 @@ class Binding(Protocol):
     """A loaded graph and the memory that it reads and writes. Whoever binds an address keeps its memory alive."""
 
     @property
-    def signature(self) -> Signature:
-        """The inputs and outputs that the graph has."""
+    def interface(self) -> GraphInterface:
+        """The inputs and outputs of the loaded graph."""
 
     def inputs(
         self,
@@ -60,9 +61,8 @@ class Binding(Protocol):
 
 def aligned_zeros(shape: Sequence[int], dtype: str) -> NDArray[Any]:
     """An array of zeros that every runtime can be bound to: it begins on a boundary of 64 bytes."""
-    made = np.zeros(shape, dtype)
-    memory = HeapMemory(made.nbytes + ALIGNMENT_BYTES)
-    aligned: NDArray[Any] = np.ndarray(made.shape, made.dtype, memory.buffer, memory.offset)
+    memory = HeapMemory(math.prod(shape) * np.dtype(dtype).itemsize + ALIGNMENT_BYTES)
+    aligned: NDArray[Any] = np.ndarray(tuple(shape), dtype, memory.buffer, memory.offset)
     aligned.fill(0)
     return aligned
 
@@ -141,8 +141,8 @@ class MemoryBinding:
         self._run_ns = 0
 
     @property
-    def signature(self) -> Signature:
-        return Signature(_ports(self._session.get_inputs()), _ports(self._session.get_outputs()))
+    def interface(self) -> GraphInterface:
+        return GraphInterface(_ports(self._session.get_inputs()), _ports(self._session.get_outputs()))
 
     def inputs(
         self,

@@ -8,14 +8,13 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from edgekv.bundle import LOGITS, GraphRecord, Manifest
+from edgekv.bundle import GraphRecord, Manifest
 from edgekv.errors import EngineError
 from edgekv.kv import KVCache, Window
 from edgekv.runtime.binding import Binding, aligned_zeros
 from edgekv.runtime.inputs import StepInputs
 from edgekv.runtime.part import BoundPart
 from edgekv.runtime.rope import RopeTable
-from edgekv.runtime.signature import Signature
 
 
 class StaticGraph:
@@ -53,23 +52,19 @@ class StaticGraph:
         Raises:
             BundleError: the graph has not the inputs and outputs that the manifest promises.
         """
-        signatures = [Signature.of(manifest, record, part) for part in record.parts]
         self.record = record
         self.ar = record.ar
         self.steps = 0
         self.run_ns = 0
         self.host_ns = 0
-        masks = [manifest.mask(group.geometry.context) for group in cache.groups]
-        mask_encoding = manifest.encodings["attention_mask"]
-        inputs = [port for signature in signatures for port in signature.inputs]
-        self._inputs = StepInputs(inputs, masks, mask_encoding, manifest.tokens.pad or 0, ropes, embeddings)
-        left = [port for each in signatures for port in each.outputs if not port.name.startswith("past_")]
-        arrays = self._inputs.arrays | {port.name: aligned_zeros(port.shape, port.dtype) for port in left}
+        self._inputs = StepInputs(manifest, record, ropes, embeddings)
+        interfaces = manifest.interface.parts(record)
+        left = {each.exit.name: aligned_zeros(each.exit.shape, each.exit.dtype) for each in interfaces}
         self._parts = [
-            BoundPart(binding, part, signature, arrays)
-            for binding, part, signature in zip(bindings, record.parts, signatures, strict=True)
+            BoundPart(binding, part, interface, self._inputs.arrays | left)
+            for binding, part, interface in zip(bindings, record.parts, interfaces, strict=True)
         ]
-        self._logits = arrays[LOGITS][0]
+        self._logits = left[interfaces[-1].exit.name][0]
         self.use(cache)
 
     @property

@@ -1,65 +1,65 @@
-"""The small inputs of a graph, in memory that is bound once."""
+"""The inputs that the host writes before a step, in memory that is bound once."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 from numpy.typing import NDArray
 
-from edgekv.bundle import EMBEDDINGS, IDS, rope_inputs
+from edgekv.bundle import Manifest
 from edgekv.kv import Window
 from edgekv.runtime.binding import aligned_zeros
 from edgekv.runtime.mask import AttentionMask
 from edgekv.runtime.rope import RopeTable
-from edgekv.runtime.signature import Port
-from quant import Encoding
+from edgekv.spec import LOGITS_INDEX, MASK, STEP_KINDS, GraphRecord, rope_inputs
 
 
 class StepInputs:
-    """Token ids or their embeddings, masks, rotary embedding and `logits_index` of an AR step.
+    """Token ids or embeddings, masks, cosines and sines, and `logits_index` of an AR step.
 
     Attributes:
         arrays: by name.
-        filled: tokens of the step that was written last.
+        filled: tokens of the last step.
     """
 
     def __init__(
         self,
-        ports: Iterable[Port],
-        masks: Sequence[str],
-        mask_encoding: Encoding,
-        pad: int,
+        manifest: Manifest,
+        record: GraphRecord,
         ropes: Mapping[str, RopeTable],
         embeddings: NDArray[Any] | None = None,
     ) -> None:
         """Allocate.
 
         Args:
-            ports: all inputs of the graph; those of the cache, and between parts, are left out.
-            masks: name of the mask for each group of the cache.
-            mask_encoding: of all masks.
-            pad: the token id of rows without a token.
-            ropes: cosines and sines, by the suffix of their inputs.
+            manifest: of the bundle.
+            record: the graph.
+            ropes: see `rope_tables`.
             embeddings: the table `[V, hidden]`, if the graph reads `inputs_embeds` instead of ids.
         """
-        self.arrays: dict[str, NDArray[Any]] = {
-            port.name: aligned_zeros(port.shape, port.dtype)
-            for port in ports
-            if not port.name.startswith(("past_", "hidden_"))
-        }
+        decoder = manifest.interface
+        inputs = [port for part in decoder.parts(record) for port in part.inputs if port.kind in STEP_KINDS]
+        self.arrays: dict[str, NDArray[Any]] = {port.name: aligned_zeros(port.shape, port.dtype) for port in inputs}
         self.filled = 0
-        self._pad = pad
         self._table = embeddings
-        self._entry = self.arrays[IDS][0] if embeddings is None else self.arrays[EMBEDDINGS][0, 0]
+        self._pad = np.asarray(manifest.tokens.pad or 0) if embeddings is None else embeddings[manifest.tokens.pad or 0]
+        entry = self.arrays[inputs[0].name]
+        self._entry = entry[0] if embeddings is None else entry[0, 0]
         self._rotary = [
-            (table, *(self.arrays[name][0, 0] for name in rope_inputs(suffix))) for suffix, table in ropes.items()
+            (table, *(self.arrays[name][0, 0] for name in names))
+            for suffix, table in ropes.items()
+            if (names := rope_inputs(suffix))[0] in self.arrays
         ]
-        self._index = self.arrays.get("logits_index")
-        # Groups of one window see alike: the first speaks for all.
-        self._masks = {
-            masks.index(name): AttentionMask(self.arrays[name][0, 0], mask_encoding) for name in dict.fromkeys(masks)
-        }
+        self._index = self.arrays.get(LOGITS_INDEX)
+        first_group: dict[str, int] = {}  # groups with the same window share a mask
+        for group, geometry in enumerate(decoder.cache.groups()):
+            first_group.setdefault(decoder.mask_of(geometry), group)
+        self._masks = [
+            (group, AttentionMask(self.arrays[name][0, 0], manifest.encodings[MASK]))
+            for name, group in first_group.items()
+        ]
 
     def write(self, tokens: Sequence[int], position: int, windows: Sequence[Window], columns: Sequence[int]) -> None:
         """Write a step; see `StaticGraph.run`."""
@@ -67,12 +67,12 @@ class StepInputs:
         self._entry[:n] = tokens if self._table is None else self._table[list(tokens)]
         for table, cos, sin in self._rotary:
             cos[:n], sin[:n] = table.rows(position, n)
-        for group, mask in self._masks.items():
+        for group, mask in self._masks:
             mask.write(n, windows[group], columns)
         if n == self.filled:
             return
-        # The other rows are read by nobody; a row without an open column is harmless.
-        self._entry[n:] = self._pad if self._table is None else self._table[self._pad]
+        # Rows without a token: their results are not used.
+        self._entry[n:] = self._pad
         for table, cos, sin in self._rotary:
             cos[n:], sin[n:] = table.rows(0, 1)
         if self._index is not None:

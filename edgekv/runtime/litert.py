@@ -19,7 +19,7 @@ import numpy as np
 from edgekv.errors import EngineError
 from edgekv.kv.memory import ALIGNMENT_BYTES
 from edgekv.runtime.native_output import captured_output
-from edgekv.runtime.signature import Port, Signature
+from edgekv.spec import GraphInterface, Port
 
 TESTED = "2.3.0"
 
@@ -89,10 +89,10 @@ class LitertBinding:
         self._has_run = False
 
     @property
-    def signature(self) -> Signature:
+    def interface(self) -> GraphInterface:
         inputs = self._model.get_input_tensor_details(self._name)
         outputs = self._model.get_output_tensor_details(self._name)
-        return Signature(_ports(inputs), _ports(outputs))
+        return GraphInterface(_ports(inputs), _ports(outputs))
 
     def inputs(
         self,

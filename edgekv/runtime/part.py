@@ -1,4 +1,4 @@
-"""One part of a graph on memory: what the step gives it, what the part before left, and the cache of its layers."""
+"""One part of a graph bound to memory: inputs of the step, results of the part before, and the cache of its layers."""
 
 from __future__ import annotations
 
@@ -8,103 +8,100 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from edgekv.bundle import PartRecord
 from edgekv.kv import Arena, Group, KVCache, Window
 from edgekv.runtime.binding import Binding
-from edgekv.runtime.signature import Port, Signature
+from edgekv.spec import GraphInterface, PartRecord, Port
 
 _Bind = Callable[[Sequence[str], "np.dtype[Any]", Sequence[int], Sequence[int], int], None]
 
 
-class _Ends:
-    """The graph inputs and outputs that one store of the cache serves."""
+class _ArenaPorts:
+    """The ports that one arena of the cache serves, for the layers of a part."""
 
     __slots__ = ("new_names", "new_shape", "past_names", "past_shape", "tensors")
 
-    def __init__(self, store: Arena, layers: range, ar: int, columns: int) -> None:
-        held = [index for index, tensor in enumerate(store.tensors) if tensor.layer in layers]
-        self.tensors = slice(held[0], held[-1] + 1)  # a store holds its tensors layer by layer
-        self.past_names = [tensor.past for tensor in store.tensors[self.tensors]]
-        self.new_names = [tensor.new for tensor in store.tensors[self.tensors]]
-        self.past_shape = store.past_shape(columns)
-        self.new_shape = store.new_shape(ar)
+    def __init__(self, arena: Arena, layers: range, ar: int, past_rows: int) -> None:
+        held = [index for index, tensor in enumerate(arena.tensors) if tensor.layer in layers]
+        self.tensors = slice(held[0], held[-1] + 1)  # an arena holds its tensors layer by layer
+        self.past_names = [tensor.past for tensor in arena.tensors[self.tensors]]
+        self.new_names = [tensor.new for tensor in arena.tensors[self.tensors]]
+        self.past_shape = arena.past_shape(past_rows)
+        self.new_shape = arena.new_shape(ar)
 
 
-class _GroupEnds:
-    """Those of one group of layers, and where they are bound."""
+class _GroupPorts:
+    """The ports that one group of the cache serves, and where they are bound."""
 
-    __slots__ = ("bound", "ends", "group")
+    __slots__ = ("arenas", "bound", "group", "index")
 
-    def __init__(self, group: Group, layers: range, ar: int, context: int) -> None:
-        columns = group.geometry.past_rows(ar, context)
+    def __init__(self, index: int, group: Group, layers: range, ar: int, context: int) -> None:
+        past_rows = group.geometry.past_rows(ar, context)
+        self.index = index
         self.group = group
-        self.ends = [_Ends(store, layers, ar, columns) for store in group.arenas]
+        self.arenas = [_ArenaPorts(arena, layers, ar, past_rows) for arena in group.arenas]
         self.bound: tuple[int, int, int] | None = None
 
     def bind(self, binding: Binding, window: Window) -> None:
+        """Bind the ports to a window; nothing is done if they already are."""
         wanted = (self.group.reallocations, window.past_row, window.new_row)
         if self.bound == wanted:
             return
-        # The group is asked anew: a graph that runs no more must not keep outgrown memory alive.
-        for each, store in zip(self.ends, self.group.arenas, strict=True):
-            dtype, tensors = store.dtype, each.tensors
-            past, new = store.past_offset_bytes(window), store.new_offset_bytes(window)
-            binding.inputs(each.past_names, dtype, each.past_shape, store.addresses[tensors], past)
-            binding.outputs(each.new_names, dtype, each.new_shape, store.new_addresses(window)[tensors], new)
+        # Read the arenas from the group each time: keeping them would keep outgrown memory alive.
+        for ports, arena in zip(self.arenas, self.group.arenas, strict=True):
+            dtype, tensors = arena.dtype, ports.tensors
+            past, new = arena.past_offset_bytes(window), arena.new_offset_bytes(window)
+            binding.inputs(ports.past_names, dtype, ports.past_shape, arena.addresses[tensors], past)
+            binding.outputs(ports.new_names, dtype, ports.new_shape, arena.new_addresses(window)[tensors], new)
         self.bound = wanted
 
 
 class BoundPart:
-    """A part whose inputs and outputs are bound once; a step moves the cache's window, and the row of a head.
+    """A part whose inputs and outputs are bound once. A step moves only the cache's windows and the row of a head.
 
     Attributes:
-        record: what the manifest says of it.
-        is_head: whether it is a head by itself, which a step that nobody wants logits of can leave out.
+        is_head: whether the part is only a head, which a step can skip if its logits are not needed.
     """
 
     def __init__(
-        self, binding: Binding, record: PartRecord, signature: Signature, arrays: Mapping[str, NDArray[Any]]
+        self, binding: Binding, record: PartRecord, interface: GraphInterface, arrays: Mapping[str, NDArray[Any]]
     ) -> None:
-        """Bind a loaded part to `arrays`, by name; those of the cache follow with `use`.
+        """Bind a loaded part to `arrays`, by name; the ports of the cache follow with `use`.
 
         Raises:
-            BundleError: the part has not the inputs and outputs that its signature promises.
+            BundleError: the part does not have the inputs and outputs of its interface.
         """
-        signature.check(binding.signature, record.file)
-        self.record = record
+        interface.check(binding.interface, record.file)
         self.is_head = not record.layers
+        self._layers = record.layers
         self._binding = binding
-        self._groups: list[tuple[int, _GroupEnds]] = []
-        for port in signature.inputs:
-            if port.name in arrays:
-                _bind(binding.inputs, port, arrays[port.name])
-        for port in signature.outputs:
-            if port.name in arrays:
-                _bind(binding.outputs, port, arrays[port.name])
-        self._entry = signature.inputs[0]
+        self._groups: list[_GroupPorts] = []
+        for bind, ports in ((binding.inputs, interface.inputs), (binding.outputs, interface.outputs)):
+            for port in ports:
+                if port.name in arrays:
+                    _bind(bind, port, arrays[port.name])
+        self._entry = interface.entry
         self._hidden = arrays[self._entry.name]
         self._row = 0
-        self._has_one_row = self.is_head and self._entry.shape[2] == 1
+        self._reads_one_row = self.is_head and self._entry.shape[2] == 1
 
     def use(self, cache: KVCache, ar: int, context: int) -> None:
         """Work on this cache from the next step on."""
-        layers = self.record.layers
         self._groups = [
-            (index, _GroupEnds(group, layers, ar, context))
+            _GroupPorts(index, group, self._layers, ar, context)
             for index, group in enumerate(cache.groups)
-            if any(tensor.layer in layers for tensor in group.geometry.names())
+            if any(tensor.layer in self._layers for tensor in group.geometry.names())
         ]
 
     def bind(self, windows: Sequence[Window], tokens: int) -> None:
-        """Follow the windows of a step of so many tokens. A head of one row reads that of the last of them."""
-        for index, group in self._groups:
-            group.bind(self._binding, windows[index])
-        if self._has_one_row and self._row != tokens - 1:
+        """Bind to the windows of a step of `tokens` tokens. A head of one row reads the row of the last token."""
+        for group in self._groups:
+            group.bind(self._binding, windows[group.index])
+        if self._reads_one_row and self._row != tokens - 1:
             self._row = tokens - 1
             _bind(self._binding.inputs, self._entry, self._hidden, self._row * self._hidden.strides[2])
 
     def run(self) -> None:
-        """Run on what is bound."""
+        """Run on the bound memory."""
         self._binding.run()
 
 

@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from edgekv.bundle import Manifest, rope_inputs
+from edgekv.bundle import Manifest
+from edgekv.spec import rope_inputs
 from quant import DTYPES, Encoding
 
 Table = NDArray[Any]

@@ -21,7 +21,7 @@ import numpy as np
 from edgekv.errors import EngineError
 from edgekv.kv.memory import ALIGNMENT_BYTES
 from edgekv.runtime.native_output import captured_output
-from edgekv.runtime.signature import Port, Signature
+from edgekv.spec import GraphInterface, Port
 
 TESTED = "2.14.0"
 
@@ -122,8 +122,8 @@ class TfliteBinding:
         self._is_laid_out = False
 
     @property
-    def signature(self) -> Signature:
-        return Signature(_ports(self._details.get_input_details()), _ports(self._details.get_output_details()))
+    def interface(self) -> GraphInterface:
+        return GraphInterface(_ports(self._details.get_input_details()), _ports(self._details.get_output_details()))
 
     def inputs(
         self,

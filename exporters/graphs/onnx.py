@@ -7,8 +7,9 @@ from pathlib import Path
 
 import onnx
 
-from edgekv.bundle import EMBEDDINGS, EmbeddingRecord, GraphFormat, GraphRecord, PartRecord, Role, hidden_name
+from edgekv.bundle import EmbeddingRecord, GraphFormat, GraphRecord, PartRecord, Role
 from edgekv.kv import KeyLayout
+from edgekv.spec import EMBEDDINGS, hidden_name
 from edgekv.spec.tensors import EMBEDDING
 from exporters.decoder import decoder_layer, logits
 from exporters.graphs.qdq import QdqOps

@@ -11,8 +11,9 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
-from edgekv.bundle import IDS, LOGITS, ROPE_SUFFIXES, GraphRecord, PartRecord, mask_name, rope_inputs
+from edgekv.bundle import GraphRecord, PartRecord
 from edgekv.kv import KeyLayout, KvTensor
+from edgekv.spec import IDS, LOGITS, ROPE_SUFFIXES, mask_name, rope_inputs
 from edgekv.spec.decoder import DecoderSpec
 from edgekv.spec.tensors import EMBEDDING
 from exporters.quantize.weights import WeightStore

@@ -11,8 +11,9 @@ import numpy as np
 import onnx
 from onnx import numpy_helper
 
-from edgekv.bundle import LOGITS, Bundle, GraphRecord, PartRecord, hidden_name
+from edgekv.bundle import Bundle, GraphRecord, PartRecord
 from edgekv.kv import KvTensor
+from edgekv.spec import LOGITS, hidden_name
 from quant import DTYPES, Dtype, Encoding
 
 _DTYPES: dict[str, Dtype] = {np.dtype(integer).name: name for name, integer in DTYPES.items()}

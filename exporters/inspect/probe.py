@@ -11,13 +11,13 @@ import numpy as np
 import onnxruntime as ort
 from numpy.typing import NDArray
 
-from edgekv.bundle import EMBEDDINGS, Bundle, rope_inputs
+from edgekv.bundle import Bundle
 from edgekv.errors import UsageError
 from edgekv.kv import KvTensor
 from edgekv.runtime import CpuEngine, Engine, EngineName, HtpEngine
 from edgekv.runtime.embedding import open_table
 from edgekv.runtime.rope import rope_tables
-from edgekv.runtime.signature import Signature
+from edgekv.spec import EMBEDDINGS, rope_inputs
 from exporters.inspect.pieces import Piece, cut
 from exporters.inspect.trace import Trace, merged
 from exporters.quantize.reference import Floats
@@ -51,8 +51,7 @@ class Probe:
         self._engine = engine
         self._record = record
         self._pieces = cut(bundle, record)
-        signatures = [Signature.of(manifest, record, part) for part in record.parts]
-        self._inputs = {port.name: port for signature in signatures for port in signature.inputs}
+        self._inputs = {port.name: port for part in manifest.interface.parts(record) for port in part.inputs}
         self._entry = record.parts[0].entry
         self._table = open_table(bundle)
         self._ropes = rope_tables(manifest)

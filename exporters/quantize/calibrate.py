@@ -11,9 +11,9 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from edgekv.bundle import ROPE_SUFFIXES, rope_inputs
 from edgekv.errors import UsageError
 from edgekv.kv import KvDtype
+from edgekv.spec import ROPE_SUFFIXES, rope_inputs
 from exporters.checkpoint.checkpoint import Checkpoint
 from exporters.quantize.recipe import Recipe
 from quant import Dtype, Encoding, Range

@@ -5,10 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from edgekv.kv import Geometry
-
-_INPUTS = ("input_ids", "attention_mask", "position_ids_cos", "position_ids_sin")
-_PREFILL_INPUTS = (*_INPUTS, "logits_index")
-_OUTPUTS = ("logits",)
+from edgekv.spec import DecoderInterface, GraphRecord, Role, RotaryInputs
 
 
 class GraphPorts(msgspec.Struct, frozen=True, kw_only=True):
@@ -33,12 +30,15 @@ class GraphPorts(msgspec.Struct, frozen=True, kw_only=True):
 
 def graph_ports(geometry: Geometry, ar: int) -> GraphPorts:
     """The ports of the graph for `ar` tokens per inference."""
-    others = _INPUTS if ar == 1 else _PREFILL_INPUTS
+    role: Role = "decode" if ar == 1 else "prefill"
+    decoder = DecoderInterface(hidden=0, vocab=0, cache=geometry, rotary=(RotaryInputs("", geometry.head_dim // 2),))
+    record = GraphRecord.whole("", "", layers=geometry.layers, ar=ar, context=geometry.context, role=role)
+    ports = decoder.graph(record)
     return GraphPorts(
-        role="decode" if ar == 1 else "prefill",
+        role=role,
         ar=ar,
-        inputs=len(others) + geometry.tensors,
-        outputs=len(_OUTPUTS) + geometry.tensors,
-        kv_inputs=geometry.tensors,
-        kv_outputs=geometry.tensors,
+        inputs=len(ports.inputs),
+        outputs=len(ports.outputs),
+        kv_inputs=sum(port.kind == "past" for port in ports.inputs),
+        kv_outputs=sum(port.kind == "new" for port in ports.outputs),
     )

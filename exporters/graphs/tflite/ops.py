@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from edgekv.bundle import ROPE_SUFFIXES, mask_name, rope_inputs
 from edgekv.kv import KvTensor
+from edgekv.spec import ROPE_SUFFIXES, mask_name, rope_inputs
 from edgekv.spec.decoder import DecoderSpec
 from exporters.graphs.tflite.flatbuffer import ElementType, Subgraph, Tensor
 from exporters.graphs.tflite.weights import TfliteWeights

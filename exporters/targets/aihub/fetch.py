@@ -16,7 +16,7 @@ from exporters.htp.compile import read_target
 from exporters.targets.aihub.account import Account
 from exporters.targets.aihub.compare import Comparison, compare
 from exporters.targets.aihub.ledger import FOLDER, JobRecord
-from exporters.targets.aihub.options import Ends, graph_name
+from exporters.targets.aihub.options import graph_name
 from exporters.targets.aihub.sample import read_sample
 
 FETCHED = "fetched.json"
@@ -177,7 +177,7 @@ def _compare(bundle: Bundle, account: Account, record: JobRecord) -> Comparison:
     assert record.id is not None
     sample = read_sample(bundle.path / FOLDER / "samples", record.graphs[0])
     graph = next(g for g in bundle.manifest.graphs if g.role != "score" and graph_name(g) == record.graphs[0])
-    expected = {name: sample.outputs[name] for name in Ends.of(bundle, graph).outputs}
+    expected = {port.name: sample.outputs[port.name] for port in bundle.manifest.interface.graph(graph).outputs}
     with account.asking(f"reading the outputs of job {record.id}") as client:
         found = client.get_job(record.id).download_output_data()  # type: ignore[attr-defined, unused-ignore]
         if not isinstance(found, dict):

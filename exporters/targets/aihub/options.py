@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-import re
-from dataclasses import dataclass
 from typing import Literal
 
-import onnx
-
-from edgekv.bundle import Bundle, GraphRecord
-from edgekv.errors import BundleError
+from edgekv.bundle import GraphRecord
+from edgekv.spec import GraphInterface
 
 Runtime = Literal["qnn_dlc", "qnn_context_binary"]
-
-_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]*")
 
 
 def graph_name(graph: GraphRecord) -> str:
@@ -22,35 +16,9 @@ def graph_name(graph: GraphRecord) -> str:
     return f"{kind}_ar{graph.ar}_cl{graph.context}_1_of_1"
 
 
-@dataclass(frozen=True, slots=True)
-class Ends:
-    """The names of a graph's inputs and outputs in the order of the ONNX file, which is what the service goes by."""
-
-    inputs: tuple[str, ...]
-    outputs: tuple[str, ...]
-
-    @classmethod
-    def of(cls, bundle: Bundle, graph: GraphRecord) -> Ends:
-        """Read them.
-
-        Raises:
-            BundleError: a name would break the service's option syntax.
-        """
-        model = onnx.load(bundle.graph_path(graph), load_external_data=False)
-        ends = cls(tuple(each.name for each in model.graph.input), tuple(each.name for each in model.graph.output))
-        if wrong := [name for name in (*ends.inputs, *ends.outputs) if not _NAME.fullmatch(name)]:
-            raise BundleError(
-                f"{graph.file}: input or output",
-                got=repr(wrong[0]),
-                expected="letters, digits and underscores",
-                fix="Export the bundle again with this edgekv.",
-            )
-        return ends
-
-
-def compile_options(runtime: Runtime, graph: GraphRecord, ends: Ends, qairt: str | None) -> str:
+def compile_options(runtime: Runtime, graph: GraphRecord, ports: GraphInterface, qairt: str | None) -> str:
     """Options of a compile job: outputs keep their names, and all but the ids stay quantized at the graph's ends."""
-    outputs = ",".join(ends.outputs)
+    outputs = ",".join(port.name for port in ports.outputs)
     return f"--target_runtime {runtime} --quantize_io --output_names {outputs} {enable(graph)}{_version(qairt)}"
 
 

@@ -14,7 +14,7 @@ from exporters.progress import Progress, silent
 from exporters.targets.aihub.account import Account
 from exporters.targets.aihub.hosted import Target
 from exporters.targets.aihub.ledger import JobRecord, Kind, Ledger
-from exporters.targets.aihub.options import Ends, Runtime, compile_options, graph_name, link_options, run_options
+from exporters.targets.aihub.options import Runtime, compile_options, graph_name, link_options, run_options
 from exporters.targets.aihub.pack import pack_graph
 from exporters.targets.aihub.sample import take_sample
 
@@ -43,7 +43,7 @@ class HubRun:
         self._qairt = qairt
         graphs = (graph for graph in bundle.manifest.graphs if graph.role != "score")
         self._graphs = sorted(graphs, key=lambda graph: (graph.ar, graph.context))
-        self._ends = {graph.name: Ends.of(bundle, graph) for graph in self._graphs}
+        self._ports = {graph.name: bundle.manifest.interface.graph(graph) for graph in self._graphs}
 
     def compile(self, targets: Sequence[Target], runtime: Runtime) -> None:
         """A compile job for each graph and device; each graph is uploaded once for all of them.
@@ -133,7 +133,7 @@ class HubRun:
     # ------------------------------------------------------------------ single jobs
 
     def _compiled(self, graph: GraphRecord, target: Target, runtime: Runtime) -> JobRecord:
-        options = compile_options(runtime, graph, self._ends[graph.name], self._qairt)
+        options = compile_options(runtime, graph, self._ports[graph.name], self._qairt)
         model = self._uploaded(graph)
         assert model.id is not None, "an upload that is done has an id"
         question = self._question("compile", [graph], target, options, [model.id])
@@ -200,7 +200,7 @@ class HubRun:
         record = self._ledger.find(question)
         if record is None or record.id is None:
             # The service matches inputs by their order.
-            entries = {name: [sample.inputs[name]] for name in self._ends[graph.name].inputs}
+            entries = {port.name: [sample.inputs[port.name]] for port in self._ports[graph.name].inputs}
             with self._account.asking(f"uploading inputs of {graph.name}") as client:
                 dataset = client.upload_dataset(entries, name=question.name)
             record = self._ledger.put(msgspec.structs.replace(question, state="done", id=dataset.dataset_id))

@@ -19,7 +19,6 @@ from edgekv.kv import Geometry, KvTensor, Window
 from edgekv.runtime import CpuEngine
 from edgekv.runtime.inputs import StepInputs
 from edgekv.runtime.rope import rope_tables
-from edgekv.runtime.signature import Signature
 from exporters.targets.aihub.options import graph_name
 from quant import DTYPES
 
@@ -95,17 +94,14 @@ class _Steps:
     def run(self, graph: GraphRecord, tokens: Sequence[int]) -> tuple[Tensors, Tensors]:
         """Run as many tokens as the graph takes; its inputs and outputs."""
         manifest = self._bundle.manifest
-        signature = Signature.of(manifest, graph)
-        masks = [manifest.mask(group.context) for group in self._groups]
-        mask_encoding = manifest.encodings["attention_mask"]
-        step = StepInputs(signature.inputs, masks, mask_encoding, manifest.tokens.pad or 0, self._ropes)
+        interface = manifest.interface.graph(graph)
+        step = StepInputs(manifest, graph, self._ropes)
         step.write(tokens, self._done, [self._window(group, graph) for group in self._groups], ())
         tensors = list(manifest.cache_geometry.names())
-        shapes = {port.name: port.shape for port in signature.inputs}
-        past = {each.past: self._padded(each, shapes[each.past], manifest) for each in tensors}
+        past = {each.past: self._padded(each, interface[each.past].shape, manifest) for each in tensors}
         inputs: Tensors = step.arrays | past
         session = CpuEngine().session(self._bundle.graph_path(graph))
-        names = [port.name for port in signature.outputs]
+        names = [port.name for port in interface.outputs]
         outputs: Tensors = dict(zip(names, session.run(names, inputs), strict=True))
         for each in tensors:
             rows = [*([self._past[each.past]] if each.past in self._past else []), outputs[each.new]]

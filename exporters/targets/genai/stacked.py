@@ -55,6 +55,7 @@ class _Stacking:
         self._graph = graph
         self._manifest = manifest
         self._record = record
+        self._ports = manifest.interface.graph(record)
         self._before: list[onnx.NodeProto] = []
         self._after: list[onnx.NodeProto] = []
         self._constants = {tensor.name for tensor in graph.initializer}
@@ -82,8 +83,7 @@ class _Stacking:
         return self._record.context - self._record.ar
 
     def _check_shape(self, tensor: KvTensor, port: onnx.ValueInfoProto | None) -> None:
-        matrix = [self._past_rows, self._manifest.model.head_dim]
-        wanted = [1, 1, *(reversed(matrix) if self._in_columns(tensor.kind) else matrix)]
+        wanted = list(self._ports[tensor.past].shape)
         found = None if port is None else [dim.dim_value for dim in port.type.tensor_type.shape.dim]
         if found != wanted:
             raise BundleError(

@@ -12,8 +12,9 @@ from pathlib import Path
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
-from edgekv.bundle import EMBEDDINGS, IDS, LOGITS, PartRecord
+from edgekv.bundle import PartRecord
 from edgekv.errors import BundleError
+from edgekv.spec import EMBEDDINGS, IDS, LOGITS
 from quant import Encoding
 
 _INDEX = "logits_index"

@@ -7,12 +7,14 @@ is compared with this table before it is compiled, and what Genie itself reads f
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
+from msgspec import structs
 
-from edgekv.bundle import EMBEDDINGS, IDS, LOGITS, GraphRecord, Manifest, PartRecord
+from edgekv.bundle import GraphRecord, Manifest, PartRecord
 from edgekv.errors import BundleError
+from edgekv.spec import EMBEDDINGS, Port
 from quant import Encoding
 
 _RANK = 4
@@ -68,27 +70,19 @@ class GeniePorts:
         cls, manifest: Manifest, graph: GraphRecord, part: PartRecord, embeddings: Encoding | None = None
     ) -> GeniePorts:
         """What a part of a graph of this bundle must have; with `embeddings`, the first reads these, not ids."""
-        ar, context, model = graph.ar, graph.context, manifest.model
         encodings = dict(manifest.encodings)
         if embeddings is not None:
             encodings[EMBEDDINGS] = embeddings
-        entry = EMBEDDINGS if part.embeds and embeddings is not None else part.entry
-        width = (1, 1, ar, model.hidden)
-        inputs = [GeniePort.of(IDS, (1, ar), None) if entry == IDS else GeniePort.of(entry, width, encodings[entry])]
-        if part.layers:
-            shapes = {"attention_mask": (1, 1, ar, context)}
-            shapes |= dict.fromkeys(("position_ids_cos", "position_ids_sin"), (1, 1, ar, model.head_dim // 2))
-            inputs += [GeniePort.of(name, shape, encodings[name]) for name, shape in shapes.items()]
-        left = (1, ar, model.vocab) if part.exit == LOGITS else width
-        outputs = [GeniePort.of(part.exit, left, encodings[part.exit])]
-        for layer in part.layers:
-            for kind in ("key", "value"):
-                for head in range(model.kv_heads):
-                    name = f"past_{kind}_{layer}_h{head}"
-                    encoding = encodings[f"{name}_in"]
-                    inputs.append(GeniePort.of(f"{name}_in", _cached(kind, model.head_dim, context - ar), encoding))
-                    outputs.append(GeniePort.of(f"{name}_out", _cached(kind, model.head_dim, ar), encoding))
-        return cls(tuple(inputs), tuple(outputs))
+            part = structs.replace(part, embeds=False)
+        decoder = manifest.interface
+        columns = replace(decoder, cache=replace(decoder.cache, key_layout="columns"))
+        # Genie selects the row of the last token itself, from the logits of all.
+        ports = columns.graph(structs.replace(graph, role="score"), part)
+
+        def found(port: Port) -> GeniePort:
+            return GeniePort.of(port.name, port.shape, None if port.encoding is None else encodings[port.encoding])
+
+        return cls(tuple(map(found, ports.inputs)), tuple(map(found, ports.outputs)))
 
     def check_encodings(self, where: str) -> None:
         """Refuse encodings in which what Genie writes, whatever they say, would mean something else.
@@ -113,10 +107,6 @@ class GeniePorts:
         """
         _compare(f"{where}: input", self.inputs, found.inputs)
         _compare(f"{where}: output", self.outputs, found.outputs)
-
-
-def _cached(kind: str, head_dim: int, rows: int) -> tuple[int, ...]:
-    return (1, 1, head_dim, rows) if kind == "key" else (1, 1, rows, head_dim)
 
 
 def _compare(field: str, wanted: Iterable[GeniePort], found: Iterable[GeniePort]) -> None:

@@ -1,4 +1,4 @@
-"""What a bundle says of its graphs: each is one file, or several parts that run one after the other."""
+"""A graph and its parts: one file, or several that run one after the other."""
 
 from __future__ import annotations
 
@@ -9,18 +9,19 @@ import msgspec
 Role = Literal["decode", "prefill", "score"]
 
 IDS, EMBEDDINGS, LOGITS = "input_ids", "inputs_embeds", "logits"
+"""Names of the ends of a graph; see `hidden_name` for where it is divided."""
 
 
 class PartRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One file of a graph: a run of layers, and what stands in front of them and behind.
+    """One part of a graph: consecutive layers, with or without the embedding before them and the head after them.
 
     Attributes:
         name: of the graph in the file. Graphs that list a part of the same name share it.
         file: the ONNX file, relative to the bundle; or the `.tflite` file, in which the part is the signature `name`.
-        first_layer: the first of its layers.
-        stop_layer: one behind the last; the same number in a part that is a head alone.
-        embeds: it begins with token ids, and looks their embeddings up.
-        head: it ends with the last norm and the head.
+        first_layer: its first layer.
+        stop_layer: one past its last layer; equal to `first_layer` if the part is only a head.
+        embeds: it reads token ids and looks up their embeddings.
+        head: it ends with the final norm and the head.
     """
 
     name: str
@@ -37,14 +38,14 @@ class PartRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     @property
     def entry(self) -> str:
-        """What it goes on from: `input_ids` [1, AR], `inputs_embeds` [1, 1, AR, hidden], or what a part left."""
+        """Its first input: `input_ids` [1, AR], `inputs_embeds` [1, 1, AR, hidden], or the hidden state of a part."""
         if self.embeds:
             return IDS
         return EMBEDDINGS if self.first_layer == 0 else hidden_name(self.first_layer)
 
     @property
     def exit(self) -> str:
-        """What it leaves: `logits`, or the residual [1, 1, AR, hidden] for the next part."""
+        """Its last output: `logits`, or the hidden state [1, 1, AR, hidden] for the next part."""
         return LOGITS if self.head else hidden_name(self.stop_layer)
 
 
@@ -53,11 +54,11 @@ class GraphRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     Attributes:
         name: unique in the bundle, such as `ar32_cl512`.
-        parts: its files, in the order in which they run.
+        parts: in the order in which they run.
         ar: tokens per inference.
         context: S.
         role: `decode` (AR-1, logits [1, 1, V]); `prefill` (logits [1, 1, V] of the row that the input
-            `logits_index` selects, or that a head by itself is bound to); `score` (logits [1, AR, V] of all rows).
+            `logits_index` selects, or that a separate head is bound to); `score` (logits [1, AR, V] of all rows).
     """
 
     name: str
@@ -68,9 +69,14 @@ class GraphRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     @classmethod
     def whole(cls, name: str, file: str, *, layers: int, ar: int, context: int, role: Role) -> GraphRecord:
-        """A graph of one part that holds everything."""
+        """A graph of one part."""
         part = PartRecord(name=name, file=file, first_layer=0, stop_layer=layers, embeds=True, head=True)
         return cls(name=name, parts=[part], ar=ar, context=context, role=role)
+
+    @property
+    def logit_rows(self) -> int:
+        """Tokens of a step that get logits."""
+        return self.ar if self.role == "score" else 1
 
     @property
     def is_whole(self) -> bool:
@@ -79,7 +85,7 @@ class GraphRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     @property
     def part(self) -> PartRecord:
-        """The only part; see `Bundle.require_whole` for who needs one.
+        """The only part; see `Bundle.require_whole`.
 
         Raises:
             ValueError: there are several.
@@ -95,15 +101,5 @@ class GraphRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 def hidden_name(layer: int) -> str:
-    """Name of the residual in front of a layer, where a graph is divided there."""
+    """Name of the hidden state before a layer, where a graph is divided."""
     return f"hidden_{layer}"
-
-
-def mask_name(window: int | None) -> str:
-    """Name of the attention mask of layers that attend to so many tokens, itself included; None for all."""
-    return "attention_mask" if window is None else f"attention_mask_w{window}"
-
-
-def rope_inputs(suffix: str) -> tuple[str, str]:
-    """Names of the graph inputs for cosines and sines."""
-    return "position_ids_cos" + suffix, "position_ids_sin" + suffix

@@ -1,0 +1,267 @@
+"""The interface of a graph: its inputs and outputs, for everything that writes, checks, binds, feeds or counts them.
+
+A new input is one line in `DecoderInterface._inputs`, and whoever fills it. All names are Genie's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Literal
+
+from edgekv.errors import BundleError
+from edgekv.spec.decoder import DecoderSpec
+from edgekv.spec.geometry import Geometry, KeyLayout, KvDtype, KvTensor
+from edgekv.spec.layers import LayeredGeometry
+from edgekv.spec.parts import EMBEDDINGS, IDS, LOGITS, GraphRecord, PartRecord
+from quant import DTYPES, Dtype
+
+MASK, LOGITS_INDEX = "attention_mask", "logits_index"
+ROPE_SUFFIXES = ("", "_local")
+"""What the names of the rotary inputs end in: of `DecoderSpec.rope` and of `DecoderSpec.local_rope`."""
+
+PortKind = Literal[
+    "ids", "embeddings", "hidden", "mask", "cos", "sin", "past", "logits_index", "new", "logits"
+]  # fmt: skip
+STEP_KINDS: frozenset[PortKind] = frozenset({"ids", "embeddings", "mask", "cos", "sin", "logits_index"})
+"""The inputs that the host writes before a step. The others lie in the cache or were left by the part before."""
+
+
+def mask_name(window: int | None) -> str:
+    """Name of the attention mask of layers that attend to this many tokens, the current one included; None for all."""
+    return MASK if window is None else f"{MASK}_w{window}"
+
+
+def rope_inputs(suffix: str) -> tuple[str, str]:
+    """Names of the graph inputs for cosines and sines."""
+    return "position_ids_cos" + suffix, "position_ids_sin" + suffix
+
+
+@dataclass(frozen=True, slots=True)
+class Port:
+    """One input or output of a graph.
+
+    Attributes:
+        name: as in the graph.
+        dtype: name of the numpy type.
+        shape: all dimensions; graphs are static.
+        kind: what it is; None if it was read from a file. Not compared.
+        encoding: the name of its encoding in the manifest; None for plain integers and if it was read from a file.
+            Not compared.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    kind: PortKind | None = field(default=None, compare=False)
+    encoding: str | None = field(default=None, compare=False)
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.dtype} {list(self.shape)}"
+
+
+@dataclass(frozen=True)
+class GraphInterface:
+    """The inputs and outputs of a graph, or of one part of it, in the order of its file.
+
+    Attributes:
+        inputs: see `DecoderInterface.graph`.
+        outputs: likewise.
+    """
+
+    inputs: tuple[Port, ...]
+    outputs: tuple[Port, ...]
+
+    def __getitem__(self, name: str) -> Port:
+        """The port of this name.
+
+        Raises:
+            KeyError: there is none.
+        """
+        return self._by_name[name]
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._by_name
+
+    @property
+    def entry(self) -> Port:
+        """What the graph starts from: token ids, embeddings, or the hidden state that the part before left."""
+        return self.inputs[0]
+
+    @property
+    def exit(self) -> Port:
+        """What it ends with: logits, or the hidden state for the next part."""
+        return self.outputs[-1]
+
+    def check(self, found: GraphInterface, file: str) -> None:
+        """Compare with what a loaded graph has; `file` names it. The order does not matter.
+
+        Raises:
+            BundleError: an input or output is missing, unknown, or of another type or shape.
+        """
+        _compare(file, "input", self.inputs, found.inputs)
+        _compare(file, "output", self.outputs, found.outputs)
+
+    @cached_property
+    def _by_name(self) -> dict[str, Port]:
+        return {port.name: port for port in (*self.inputs, *self.outputs)}
+
+
+@dataclass(frozen=True, slots=True)
+class RotaryInputs:
+    """The cosines and sines of one rotary embedding.
+
+    Attributes:
+        suffix: what the names of the two inputs end in; see `ROPE_SUFFIXES`.
+        pairs: R/2, half of the elements of a head that are rotated.
+        layers: the layers that read them; None for all.
+    """
+
+    suffix: str
+    pairs: int
+    layers: frozenset[int] | None = None
+
+    @property
+    def names(self) -> tuple[str, str]:
+        """Names of the graph inputs."""
+        return rope_inputs(self.suffix)
+
+
+@dataclass(frozen=True)
+class DecoderInterface:
+    """What the interfaces of all graphs of one decoder have in common.
+
+    Attributes:
+        hidden: width of the residual.
+        vocab: rows of the embedding table.
+        cache: the cache that the largest graphs read.
+        rotary: the rotary embeddings.
+        activations: integer type of the activations.
+    """
+
+    hidden: int
+    vocab: int
+    cache: Geometry | LayeredGeometry
+    rotary: tuple[RotaryInputs, ...]
+    activations: Dtype = "u16"
+
+    @classmethod
+    def of(
+        cls, spec: DecoderSpec, context: int, kv_dtype: KvDtype, key_layout: KeyLayout, activations: Dtype
+    ) -> DecoderInterface:
+        """The interfaces of the graphs of a checkpoint.
+
+        Args:
+            spec: the decoder.
+            context: S of the largest graphs.
+            kv_dtype: integer type of the cache.
+            key_layout: of the keys in the cache.
+            activations: integer type of the activations.
+        """
+        windows = spec.windows_in(context)
+        sizes = spec.layers, context, (spec.kv_heads,), (spec.head_dim,)
+        rotary = tuple(
+            RotaryInputs(suffix, rope.width // 2, frozenset(n for n in range(spec.layers) if spec.rope_index(n) == i))
+            for i, (suffix, rope) in enumerate(zip(ROPE_SUFFIXES, spec.ropes, strict=False))
+        )
+        layered = LayeredGeometry(*sizes, windows, kv_dtype, key_layout)
+        return cls(spec.hidden, spec.vocab, layered, rotary, activations)
+
+    def graph(self, graph: GraphRecord, part: PartRecord | None = None) -> GraphInterface:
+        """The interface of one part of a graph for AR new tokens in a context of S.
+
+        Inputs: `input_ids` [1, AR]; or `inputs_embeds` or `hidden_{L}` [1, 1, AR, hidden] (a head by itself reads only
+        the rows that it makes logits of). Where there are layers: `attention_mask` [1, 1, AR, S] and, of layers that
+        attend to W < S tokens, `attention_mask_w{W}` [1, 1, AR, P+AR]; `position_ids_cos` and `_sin` [1, 1, AR, R/2] of
+        each rotary embedding; and each past [1, 1, P, D], keys as columns [1, 1, D, P], with P = S-AR, or
+        min(W-1, S-AR). In prefill graphs whose last part has layers: `logits_index` [1].
+
+        Outputs: each new [1, 1, AR, D], keys as columns [1, 1, D, AR]; and `logits` [1, AR or 1, V] or `hidden_{L}`.
+
+        Args:
+            graph: AR, context and role.
+            part: None for the only one.
+        """
+        part = graph.part if part is None else part
+        return GraphInterface(tuple(self._inputs(graph, part)), tuple(self._outputs(graph, part)))
+
+    def parts(self, graph: GraphRecord) -> tuple[GraphInterface, ...]:
+        """The interface of each part of a graph, in order."""
+        return tuple(self.graph(graph, part) for part in graph.parts)
+
+    def mask(self, layer: int) -> str:
+        """Name of the attention mask of a layer."""
+        return self.mask_of(self._groups[layer])
+
+    def mask_of(self, group: Geometry) -> str:
+        """Name of the attention mask of a group of layers."""
+        return mask_name(None if group.context == self.cache.context else group.context)
+
+    def rotary_of(self, layer: int) -> RotaryInputs | None:
+        """The rotary embedding of a layer; None if it has none."""
+        return next((each for each in self.rotary if each.layers is None or layer in each.layers), None)
+
+    def tensors(self, layers: Iterable[int]) -> Iterator[KvTensor]:
+        """The cache tensors of these layers, in the order of the graphs' inputs."""
+        for layer in layers:
+            for head in range(self._groups[layer].kv_heads):
+                yield KvTensor(layer, "key", head)
+                yield KvTensor(layer, "value", head)
+
+    def _inputs(self, graph: GraphRecord, part: PartRecord) -> Iterator[Port]:
+        ar, rows = graph.ar, graph.ar if part.layers else graph.logit_rows
+        masks = {self.mask(layer): self._past_rows(layer, graph) for layer in part.layers}
+        read = {self.rotary_of(layer) for layer in part.layers}
+        if part.embeds:
+            yield Port(IDS, "int32", (1, ar), "ids")
+        else:
+            kind: PortKind = "embeddings" if part.entry == EMBEDDINGS else "hidden"
+            yield self._activation(kind, part.entry, (1, 1, rows, self.hidden))
+        for mask, past_rows in masks.items():
+            yield self._activation("mask", mask, (1, 1, ar, past_rows + ar), MASK)
+        for rotary in (each for each in self.rotary if each in read):
+            cos, sin = rotary.names
+            yield self._activation("cos", cos, (1, 1, ar, rotary.pairs))
+            yield self._activation("sin", sin, (1, 1, ar, rotary.pairs))
+        for tensor in self.tensors(part.layers):
+            yield self._cached("past", tensor, self._past_rows(tensor.layer, graph))
+        if part.head and part.layers and graph.role == "prefill":
+            yield Port(LOGITS_INDEX, "int32", (1,), "logits_index")
+
+    def _outputs(self, graph: GraphRecord, part: PartRecord) -> Iterator[Port]:
+        for tensor in self.tensors(part.layers):
+            yield self._cached("new", tensor, graph.ar)
+        if part.head:
+            yield self._activation("logits", LOGITS, (1, graph.logit_rows, self.vocab))
+        else:
+            yield self._activation("hidden", part.exit, (1, 1, graph.ar, self.hidden))
+
+    def _activation(self, kind: PortKind, name: str, shape: tuple[int, ...], encoding: str | None = None) -> Port:
+        return Port(name, DTYPES[self.activations].name, shape, kind, encoding or name)
+
+    def _cached(self, kind: Literal["past", "new"], tensor: KvTensor, rows: int) -> Port:
+        group = self._groups[tensor.layer]
+        is_column = tensor.kind == "key" and group.key_layout == "columns"
+        shape = (1, 1, group.head_dim, rows) if is_column else (1, 1, rows, group.head_dim)
+        name = tensor.past if kind == "past" else tensor.new
+        return Port(name, DTYPES[group.kv_dtype].name, shape, kind, tensor.past)
+
+    def _past_rows(self, layer: int, graph: GraphRecord) -> int:
+        return self._groups[layer].past_rows(graph.ar, graph.context)
+
+    @cached_property
+    def _groups(self) -> dict[int, Geometry]:
+        """The sizes of each layer's cache."""
+        return {layer: group for group in self.cache.groups() for layer in group.numbers or range(group.layers)}
+
+
+def _compare(file: str, kind: str, wanted: Iterable[Port], found: Iterable[Port]) -> None:
+    ports = {port.name: port for port in found}
+    names = [port.name for port in wanted]
+    fix = "Export the bundle again with this edgekv."
+    for port in wanted:
+        if (other := ports.get(port.name)) != port:
+            raise BundleError(f"{file}: {kind}", got=other or "none", expected=port, fix=fix)
+    if unknown := sorted(ports.keys() - set(names)):
+        raise BundleError(f"{file}: {kind}", got=ports[unknown[0]], expected="no further one", fix=fix)
