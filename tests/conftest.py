@@ -11,11 +11,9 @@ from typing import TYPE_CHECKING
 import pytest
 from hypothesis import settings
 
-from devices import find
-from exporters.checkpoint.checkpoint import Checkpoint
-from exporters.export import ExportOptions, export_bundle
-from exporters.quantize.recipe import find_recipe
+from tests import exports
 from tests.checkpoints import write_checkpoint
+from tests.exports import export_options, exported
 
 if TYPE_CHECKING:
     from tests.aihub_server import AiHub
@@ -23,6 +21,16 @@ if TYPE_CHECKING:
 # A busy machine is no failure, and CI looks at the same examples each time: searching for new ones is for people.
 settings.register_profile("edgekv", deadline=None, derandomize="CI" in os.environ)
 settings.load_profile("edgekv")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if not hasattr(config, "workerinput"):  # once, not in each worker of a parallel run
+        exports.prune()
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    if not hasattr(config, "workerinput"):
+        exports.forget_layers()
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -40,28 +48,25 @@ def embedded() -> Path:
     return Path(__file__).parent.parent / "models" / "stdlib-4m"
 
 
+@pytest.fixture(scope="session", autouse=True)
+def shared_exports_stay_as_they_are() -> Iterator[None]:
+    """A test that writes into a shared bundle makes others pass or fail by their order."""
+    yield
+    assert exports.changed() == []
+
+
 @pytest.fixture(scope="session")
-def bundle(tmp_path_factory: pytest.TempPathFactory, embedded: Path) -> Path:
-    """The embedded checkpoint exported for SM8650 with a context of 128, checked on the HTP compiler."""
+def bundle(embedded: Path) -> Path:
+    """The embedded checkpoint exported for SM8650 with a context of 128; shared, so not to be written to."""
     given = os.environ.get("EDGEKV_TEST_BUNDLE")
-    if given:
-        return Path(given)
-    folder = tmp_path_factory.mktemp("exported") / "bundle"
-    options = ExportOptions(device=find("SM8650"), recipe=find_recipe("w8a16"), context=128, ar=(1, 32))
-    export_bundle(Checkpoint.open(str(embedded)), folder, options)
-    return folder
+    return Path(given) if given else exported(embedded, export_options(context=128, ar=(1, 32)))
 
 
 @pytest.fixture(scope="session")
 def small_export(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random checkpoint of two layers, exported with a context of 64."""
-    folder = tmp_path_factory.mktemp("small")
-    options = ExportOptions(
-        device=find("SM8650"), recipe=find_recipe("w8a16"), context=64, ar=(1, 8), check_on_htp=False
-    )
-    checkpoint = write_checkpoint(folder / "checkpoint")
-    export_bundle(Checkpoint.open(str(checkpoint)), folder / "bundle", options)
-    return folder / "bundle"
+    """A random checkpoint of two layers, exported with a context of 64; shared, so not to be written to."""
+    checkpoint = write_checkpoint(tmp_path_factory.mktemp("small") / "checkpoint")
+    return exported(checkpoint, export_options(context=64, ar=(1, 8)))
 
 
 @pytest.fixture

@@ -11,15 +11,13 @@ import onnx
 import pytest
 
 import edgekv
-from devices import find
 from edgekv.bundle import MANIFEST, Bundle, GraphRecord, open_bundle
 from edgekv.errors import BundleError, UsageError
 from edgekv.runtime import CpuEngine
-from exporters.checkpoint.checkpoint import Checkpoint
-from exporters.export import ExportOptions, export_bundle
 from exporters.quantize.recipe import find_recipe
 from exporters.targets.aihub.pack import pack_graph
 from exporters.targets.aihub.sample import Sample, read_sample, take_sample
+from tests.exports import export_options, exported
 
 TEXT = "def main():\n    return sum(range(10))\n" * 4
 
@@ -77,12 +75,8 @@ def test_a_step_is_one_of_the_generation_loop(small: Path, tmp_path: Path) -> No
 def test_so_it_is_with_keys_in_columns_attention_windows_and_4_bits(
     small: Path, tmp_path: Path, other: dict[str, Any]
 ) -> None:
-    options = ExportOptions(
-        **{"device": find("SM8650"), "recipe": find_recipe("w8a16"), "context": (64,), "ar": (1, 8)} | other,
-        check_on_htp=False,
-    )
-    export_bundle(Checkpoint.open(open_bundle(small).manifest.source.checkpoint), tmp_path / "other", options)
-    bundle = open_bundle(tmp_path / "other")
+    options = export_options(**({"context": (64,), "ar": (1, 8)} | other))
+    bundle = open_bundle(exported(Path(open_bundle(small).manifest.source.checkpoint), options))
     scores = edgekv.load(bundle).score(bundle.tokenizer().encode(TEXT).ids[:24])
     logits = bundle.manifest.encodings["logits"]
     for graph in bundle.manifest.graphs:

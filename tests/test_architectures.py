@@ -13,11 +13,10 @@ from edgekv.errors import CheckpointError, UsageError
 from edgekv.plan.cache import Overrides, find_subject
 from edgekv.spec.tensors import views
 from exporters.checkpoint.checkpoint import Checkpoint
-from exporters.export import ExportOptions, export_bundle
 from exporters.htp.check import floating_nodes
-from exporters.quantize.recipe import find_recipe
 from exporters.quantize.reference import Reference
 from tests.checkpoints import ARCHITECTURES, LONGROPE, write_checkpoint
+from tests.exports import export_options, exported
 
 GOLDEN = np.load(Path(__file__).parent / "golden" / "architectures.npz")
 CASES = sorted(name.removesuffix("_tokens") for name in GOLDEN if name.endswith("_tokens"))
@@ -80,13 +79,9 @@ DEVICE = find("SM8650")
 TEXT = "The quick brown fox jumps over the lazy dog, then sleeps until noon."
 
 
-def exported(checkpoint: Checkpoint, folder: Path) -> Path:
+def calibrated(checkpoint: Checkpoint, folder: Path) -> Path:
     (folder / "text").write_text(TEXT)  # bytes that calibration never saw would be clipped: these weights are noise
-    options = ExportOptions(
-        DEVICE, find_recipe("w8a16"), context=64, ar=(1, 16), calibration=folder / "text", check_on_htp=False
-    )
-    export_bundle(checkpoint, folder / "bundle", options)
-    return folder / "bundle"
+    return exported(checkpoint.folder, export_options(context=64, ar=(1, 16), calibration=folder / "text"))
 
 
 def sqnr_db(exact: np.ndarray, found: np.ndarray) -> float:
@@ -99,11 +94,11 @@ def test_the_graphs_lose_what_int8_weights_lose(tmp_path, name):
     checkpoint = opened(tmp_path / "checkpoint", name, gain=1.0)
     tokens = [256, *checkpoint.encode(TEXT)][:64]
     expected = next(Reference(checkpoint, 64).logits([np.array(tokens)]))
-    assert sqnr_db(expected, edgekv.load(exported(checkpoint, tmp_path)).score(tokens)) > 28
+    assert sqnr_db(expected, edgekv.load(calibrated(checkpoint, tmp_path)).score(tokens)) > 28
 
 
 def test_keys_of_two_rotary_embeddings_are_not_moved(tmp_path):
-    bundle = exported(opened(tmp_path / "checkpoint", "gemma3-newer"), tmp_path)
+    bundle = calibrated(opened(tmp_path / "checkpoint", "gemma3-newer"), tmp_path)
     with pytest.raises(UsageError, match="sinks: got layers with two rotary embeddings"):
         edgekv.load(bundle, policy="sinks(2, 20)")
 
@@ -113,7 +108,7 @@ def test_the_htp_runs_every_operation_in_integers(tmp_path, name):
     """Between them they have every operation: biases, q and k norms, partial rotation, GELU, both soft caps."""
     checkpoint = opened(tmp_path / "checkpoint", name, gain=1.0)
     tokens = [256, *checkpoint.encode(TEXT)][:32]
-    bundle = exported(checkpoint, tmp_path)
+    bundle = calibrated(checkpoint, tmp_path)
     (decode,) = [g for g in open_bundle(bundle).manifest.graphs if g.role == "decode"]
     assert floating_nodes([bundle / decode.file], DEVICE) == []
     on_htp, on_cpu = (edgekv.load(bundle, engine).score(tokens) for engine in ("htp", "cpu"))

@@ -17,13 +17,9 @@ from tests.checkpoints import write_checkpoint
 
 
 @pytest.fixture(scope="module")
-def compiled(tmp_path_factory, embedded):
+def compiled(tmp_path_factory, bundle):
     """The embedded model for SM8650, with the record of its binaries."""
-    folder = tmp_path_factory.mktemp("compiled") / "bundle"
-    options = ExportOptions(
-        device=find("SM8650"), recipe=find_recipe("w8a16"), context=128, ar=(1, 32), check_on_htp=False
-    )
-    export_bundle(Checkpoint.open(str(embedded)), folder, options)
+    folder = shutil.copytree(bundle, tmp_path_factory.mktemp("compiled") / "bundle")
     return folder, compile_bundle(open_bundle(folder), find("Snapdragon 8 Gen 3"))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -14,11 +15,11 @@ from edgekv.bundle import open_bundle
 from edgekv.cli import run
 from edgekv.errors import UsageError
 from edgekv.runtime.runner import choose_context
-from exporters.checkpoint.checkpoint import Checkpoint
-from exporters.export import ExportOptions, export_bundle
+from exporters.export import ExportOptions
 from exporters.htp.compile import compile_bundle
 from exporters.quantize.recipe import find_recipe
 from tests.checkpoints import write_checkpoint
+from tests.exports import export_options, exported
 
 DEVICE = find("SM8650")
 PROMPT = [(7 * i) % 200 + 3 for i in range(20)]
@@ -26,13 +27,9 @@ PROMPT = [(7 * i) % 200 + 3 for i in range(20)]
 
 @pytest.fixture(scope="module")
 def bundles(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    folder = tmp_path_factory.mktemp("contexts")
-    checkpoint = Checkpoint.open(str(write_checkpoint(folder / "checkpoint")))
+    checkpoint = write_checkpoint(tmp_path_factory.mktemp("contexts") / "checkpoint")
     made = {"one": (48,), "three": (32, 16, 48)}
-    for name, context in made.items():
-        options = ExportOptions(DEVICE, find_recipe("w8a16"), context, ar=(1, 8), check_on_htp=False)
-        export_bundle(checkpoint, folder / name, options)
-    return {name: folder / name for name in made}
+    return {name: exported(checkpoint, export_options(context=context, ar=(1, 8))) for name, context in made.items()}
 
 
 def test_each_context_has_its_graphs_and_all_have_one_set_of_weights(bundles: dict[str, Path]) -> None:
@@ -138,8 +135,8 @@ def test_a_kept_sequence_goes_on_across_contexts(bundles: dict[str, Path]) -> No
     assert kept == [[t.id for t in model.generate(turn, 4)] for turn in turns]
 
 
-def test_one_binary_holds_all_graphs(bundles: dict[str, Path]) -> None:
-    record = compile_bundle(open_bundle(bundles["three"]), DEVICE)
+def test_one_binary_holds_all_graphs(bundles: dict[str, Path], tmp_path: Path) -> None:
+    record = compile_bundle(open_bundle(shutil.copytree(bundles["three"], tmp_path / "three")), DEVICE)
     shared = record.binaries[-1]
     assert [*shared.wrappers] == [f"ar{ar}_cl{context}" for context in (16, 32, 48) for ar in (1, 8)]
     alone = sum(record.files[binary.file].bytes for binary in record.binaries[:-1])

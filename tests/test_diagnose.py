@@ -12,18 +12,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import edgekv
-from devices import find
 from edgekv.bundle import open_bundle
 from edgekv.errors import UsageError
 from edgekv.kv import KvTensor
 from edgekv.runtime import make_engine
 from exporters.checkpoint.checkpoint import Checkpoint
-from exporters.export import ExportOptions, export_bundle
 from exporters.inspect import Probe, Trace, find_divergence, read_trace, sqnr_db, trace_reference, write_trace
 from exporters.inspect.trace import merged, trace_stages
-from exporters.quantize.recipe import find_recipe
 from exporters.quantize.reference import NumpyOps
 from tests.checkpoints import ARCHITECTURES, write_checkpoint
+from tests.exports import export_options, exported
 
 TOKENS = [0, 17, 301, 44, 9, 1200, 77, 3, 512, 8, 90, 2047, 6, 31, 5, 700] * 5
 SHORT = [i * i % 250 for i in range(40)]
@@ -55,12 +53,11 @@ def test_the_probes_logits_are_those_of_the_loop(bundle: Path) -> None:
 @pytest.mark.parametrize("name", ["gemma3", "phi4-mini"])
 def test_windows_and_other_rotary_embeddings_are_probed(tmp_path: Path, name: str) -> None:
     checkpoint = Checkpoint.open(str(write_checkpoint(tmp_path / "checkpoint", ARCHITECTURES[name])))
-    options = ExportOptions(find("SM8650"), find_recipe("w8a16"), context=64, ar=(1, 8), check_on_htp=False)
-    export_bundle(checkpoint, tmp_path / "bundle", options)
-    probing = probe(tmp_path / "bundle", "cpu")
+    bundle = exported(checkpoint.folder, export_options(context=64, ar=(1, 8)))
+    probing = probe(bundle, "cpu")
     tokens = [(37 * i * i + 5 * i) % 250 for i in range(60)]
     wanted, found = trace_reference(checkpoint, tokens), probing.run(tokens)
-    assert sqnr_db(edgekv.load(tmp_path / "bundle").score(tokens), found["logits"]) > 50
+    assert sqnr_db(edgekv.load(bundle).score(tokens), found["logits"]) > 50
     assert find_divergence(wanted, found, limit_db=6).first is None  # random weights quantize badly
 
 

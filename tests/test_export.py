@@ -22,6 +22,7 @@ from exporters.htp.check import floating_nodes
 from exporters.quantize.recipe import Recipe, WeightRule, find_recipe
 from quant import quantize_per_channel
 from tests.checkpoints import OLDER, write_checkpoint
+from tests.exports import exported
 
 DEVICE = find("SM8650")
 NEAREST = WeightRule(tensors="*", dtype="int8", method="nearest")
@@ -35,10 +36,7 @@ def options(**changes) -> ExportOptions:
 @pytest.fixture(scope="module")
 def small(tmp_path_factory) -> Path:
     """A bundle of a small random checkpoint with llama3 rotary embedding and a head of its own, not checked."""
-    folder = tmp_path_factory.mktemp("small")
-    checkpoint = Checkpoint.open(str(write_checkpoint(folder / "checkpoint", OLDER)))
-    export_bundle(checkpoint, folder / "bundle", options())
-    return folder / "bundle"
+    return exported(write_checkpoint(tmp_path_factory.mktemp("small") / "checkpoint", OLDER), options())
 
 
 def shapes(values) -> dict[str, list[int]]:
@@ -151,31 +149,30 @@ def test_a_killed_export_leaves_no_bundle_and_the_next_one_cleans_up(tmp_path, e
     assert sorted(path.name for path in tmp_path.iterdir()) == ["bundle", "checkpoint"]
 
 
-def test_every_graph_of_the_embedded_model_is_integers_only(bundle):
-    opened = open_bundle(bundle)
+def test_every_graph_of_the_embedded_model_is_integers_only(embedded):
+    opened = open_bundle(exported(embedded, options(context=128, ar=(1, 32), check_on_htp=True)))
     assert opened.manifest.htp_check == "integers-only"
     assert floating_nodes([opened.graph_path(graph) for graph in opened.manifest.graphs], DEVICE) == []
 
 
 def test_a_16_bit_cache_is_integers_only_too(tmp_path):
-    checkpoint = Checkpoint.open(str(write_checkpoint(tmp_path / "checkpoint", OLDER)))
-    manifest = export_bundle(checkpoint, tmp_path / "bundle", options(kv_dtype="s16", check_on_htp=True))
+    checkpoint = write_checkpoint(tmp_path / "checkpoint", OLDER)
+    manifest = open_bundle(exported(checkpoint, options(kv_dtype="s16", check_on_htp=True))).manifest
     assert manifest.htp_check == "integers-only"
     assert manifest.encodings["past_key_0_h0_in"].zero_point == 0
 
 
-def test_keys_may_lie_in_columns_and_give_the_same_tokens(tmp_path, embedded):
+def test_keys_may_lie_in_columns_and_give_the_same_tokens(embedded):
     """As Genie wants them: [1, 1, D, S-AR] in, [1, 1, D, AR] out; on the HTP bit by bit what rows give."""
-    checkpoint = Checkpoint.open(str(embedded))
     models = {}
     for layout in ("rows", "columns"):
-        bundle = tmp_path / layout
-        manifest = export_bundle(checkpoint, bundle, options(ar=(1, 32), key_layout=layout, check_on_htp=True))
+        bundle = exported(embedded, options(ar=(1, 32), key_layout=layout, check_on_htp=True))
+        manifest = open_bundle(bundle).manifest
         assert manifest.htp_check == "integers-only" and manifest.geometry.key_layout == layout
         for strategy in ("slot", "pointer-shift", "shift-concat"):
             for engine in ("cpu", "htp"):
                 models[layout, strategy, engine] = edgekv.load(bundle, engine, kv_update=strategy)
-    graph = onnx.load(tmp_path / "columns" / "ar32_cl64.onnx", load_external_data=False).graph
+    graph = onnx.load(bundle / "ar32_cl64.onnx", load_external_data=False).graph
     assert shapes(graph.input)["past_key_0_h0_in"] == [1, 1, 64, 32]
     assert shapes(graph.output)["past_key_0_h0_out"] == [1, 1, 64, 32]
     tokens = models["rows", "slot", "cpu"].encode("def __init__(self, name):\n    self.name = name\n" * 2)[:45]

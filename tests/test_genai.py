@@ -20,17 +20,21 @@ from edgekv.cli.app import run
 from edgekv.errors import BundleError, EngineError, UsageError
 from exporters.targets.genai import GenaiOptions, open_folder, run_folder, write_folder
 from exporters.targets.genai.folder import choose_graphs, choose_pad_token
+from tests.exports import kept
 
 DEVICE = find("SM8650")
 PAD = 2
 
 
 @pytest.fixture(scope="module")
-def folders(bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def folders(bundle: Path) -> dict[str, Path]:
     """The embedded model for onnxruntime-genai, by engine."""
-    parent = tmp_path_factory.mktemp("genai")
-    for engine, device in (("cpu", None), ("htp", DEVICE)):
-        write_folder(open_bundle(bundle), parent / engine, GenaiOptions(device))
+
+    def write(parent: Path) -> None:
+        for engine, device in (("cpu", None), ("htp", DEVICE)):
+            write_folder(open_bundle(bundle), parent / engine, GenaiOptions(device))
+
+    parent = kept("genai", write, bundle)
     return {"cpu": parent / "cpu", "htp": parent / "htp"}
 
 

@@ -17,14 +17,12 @@ from edgekv.bundle import Bundle, open_bundle
 from edgekv.errors import BundleError, EngineError
 from edgekv.runtime import CpuEngine, HtpEngine
 from edgekv.runtime.rope import rope_tables
-from exporters.checkpoint.checkpoint import Checkpoint
-from exporters.export import ExportOptions, export_bundle
 from exporters.htp.check import floating_nodes
-from exporters.quantize.recipe import find_recipe
 from exporters.targets.genai.helpers import dequantizer, position_processor
 from exporters.targets.genai.proof import StackedGraph, prove
 from exporters.targets.genai.stacked import stack_heads
 from tests.checkpoints import write_checkpoint
+from tests.exports import export_options, exported
 
 DEVICE = find("SM8650")
 CONTEXT, AR = 64, 16
@@ -33,18 +31,8 @@ CONTEXT, AR = 64, 16
 @pytest.fixture(scope="module", params=["rows", "columns"])
 def small(request, tmp_path_factory) -> Bundle:
     """A bundle of a small random checkpoint, whose heads all have scales of their own."""
-    folder = tmp_path_factory.mktemp("small")
-    checkpoint = Checkpoint.open(str(write_checkpoint(folder / "checkpoint")))
-    options = ExportOptions(
-        device=DEVICE,
-        recipe=find_recipe("w8a16"),
-        context=CONTEXT,
-        ar=(1, AR),
-        key_layout=request.param,
-        check_on_htp=False,
-    )
-    export_bundle(checkpoint, folder / "bundle", options)
-    return open_bundle(folder / "bundle")
+    checkpoint = write_checkpoint(tmp_path_factory.mktemp("small") / "checkpoint")
+    return open_bundle(exported(checkpoint, export_options(context=CONTEXT, ar=(1, AR), key_layout=request.param)))
 
 
 def write_stacked(bundle: Bundle, role: str, folder: Path) -> Path:

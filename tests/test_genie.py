@@ -19,10 +19,6 @@ from edgekv.cli import run
 from edgekv.errors import BundleError, EdgeKVError, EngineError, UsageError
 from edgekv.runtime.rope import RopeTable
 from edgekv.session import Sampling, Token
-from exporters.checkpoint.checkpoint import Checkpoint
-from exporters.export import ExportOptions, export_bundle
-from exporters.htp.compile import compile_bundle
-from exporters.quantize.recipe import find_recipe
 from exporters.targets.genie import (
     GenieDialog,
     GenieFolder,
@@ -38,6 +34,7 @@ from exporters.targets.genie.plan import GeniePlan
 from exporters.targets.genie.ports import GeniePorts
 from exporters.targets.genie.proof import read_specs
 from tests.checkpoints import OLDER, write_checkpoint
+from tests.exports import export_options, exported, kept
 
 PROMPT = (
     "def main(argv=None):\n    parser = argparse.ArgumentParser(description='Convert a file to another format.')\n"
@@ -45,26 +42,22 @@ PROMPT = (
 )
 
 
-def _export(checkpoint: Path, folder: Path, **options: object) -> Bundle:
-    chosen = {"context": 128, "ar": (1, 32), "key_layout": "columns", "check_on_htp": False, **options}
-    made = ExportOptions(device=find("SM8650"), recipe=find_recipe("w8a16"), **chosen)  # type: ignore[arg-type]
-    export_bundle(Checkpoint.open(str(checkpoint)), folder, made)
-    return open_bundle(folder)
+def _export(checkpoint: Path, *, compiled: bool = False, **options: object) -> Bundle:
+    chosen = {"context": 128, "ar": (1, 32), "key_layout": "columns", **options}
+    return open_bundle(exported(checkpoint, export_options(**chosen), compiled=compiled))
 
 
 @pytest.fixture(scope="module")
-def columns(tmp_path_factory: pytest.TempPathFactory, embedded: Path) -> Bundle:
+def columns(embedded: Path) -> Bundle:
     """The embedded model with keys in columns, compiled for edgekv's own loop too."""
-    opened = _export(embedded, tmp_path_factory.mktemp("genie") / "bundle")
-    compile_bundle(opened, find("SM8650"))
-    return opened
+    return _export(embedded, compiled=True)
 
 
 @pytest.fixture(scope="module")
 def folder(columns: Bundle) -> GenieFolder:
-    target = columns.path.parent / "genie"
-    write_genie(columns, target, GenieOptions(check=False))  # the tests below do
-    return open_genie_folder(target)
+    options = GenieOptions(check=False)  # the tests below do
+    made = kept("genie", lambda folder: write_genie(columns, folder / "genie", options), columns.path, options)
+    return open_genie_folder(made / "genie")
 
 
 @pytest.fixture
@@ -207,7 +200,7 @@ def test_the_table_may_stay_outside_of_the_graphs(
 
 def test_rotary_tables_of_llama3_are_genies_bit_by_bit(tmp_path: Path) -> None:
     """And a 16-bit cache gives edgekv's tokens, which `write_genie` checks."""
-    bundle = _export(write_checkpoint(tmp_path / "checkpoint", OLDER), tmp_path / "bundle", ar=(1, 8), kv_dtype="s16")
+    bundle = _export(write_checkpoint(tmp_path / "checkpoint", OLDER), ar=(1, 8), kv_dtype="s16")
     write_genie(bundle, tmp_path / "genie", GenieOptions())
     written = open_genie_folder(tmp_path / "genie")
     debug = Debug(path=str(tmp_path / "debug"), dump_tensors=True)
@@ -227,7 +220,7 @@ def test_genie_runs_the_parts_of_a_split_model_as_edgekv_does(tmp_path: Path, mo
     """Three parts, the last a head by itself, and embeddings from a table; `write_genie` compares the tokens."""
     monkeypatch.setattr(write, "_CHECKED_TOKENS", 24)
     checkpoint = write_checkpoint(tmp_path / "checkpoint")
-    bundle = _export(checkpoint, tmp_path / "bundle", context=(24, 64), ar=(1, 8), splits=2)
+    bundle = _export(checkpoint, context=(24, 64), ar=(1, 8), splits=2)
     written = write_genie(bundle, tmp_path / "genie", GenieOptions(bos=False))
     assert written.checked and [graph.part for graph in written.graphs] == [1] * 4 + [2] * 4 + [3] * 2
     assert len(written.shared) == 3 and written.files["embedding.raw"].bytes == 2 * 320 * bundle.manifest.model.hidden
@@ -235,13 +228,13 @@ def test_genie_runs_the_parts_of_a_split_model_as_edgekv_does(tmp_path: Path, mo
 
 def test_a_split_may_keep_the_embedding_and_the_head_in_its_ends(tmp_path: Path) -> None:
     split = {"splits": 2, "embedding": "graph", "head": "last"}
-    bundle = _export(write_checkpoint(tmp_path / "checkpoint"), tmp_path / "bundle", ar=(1, 8), context=32, **split)
+    bundle = _export(write_checkpoint(tmp_path / "checkpoint"), ar=(1, 8), context=32, **split)
     assert write_genie(bundle, tmp_path / "genie", GenieOptions(bos=False)).checked
 
 
 def test_genie_moves_to_the_next_context_as_edgekv_does(tmp_path: Path) -> None:
     checkpoint = write_checkpoint(tmp_path / "checkpoint")
-    bundle = _export(checkpoint, tmp_path / "bundle", context=(32, 96), ar=(1, 8))
+    bundle = _export(checkpoint, context=(32, 96), ar=(1, 8))
     written = write_genie(bundle, tmp_path / "genie", GenieOptions(bos=False))
     assert {(graph.ar, graph.context) for graph in written.graphs} == {(1, 32), (8, 32), (1, 96), (8, 96)}
     prompt = list(range(20))
@@ -271,7 +264,7 @@ def test_what_genie_was_not_compared_for_is_refused(columns: Bundle, change: dic
 
 
 def test_a_phone_needs_no_binaries_of_single_graphs(tmp_path: Path) -> None:
-    bundle = _export(write_checkpoint(tmp_path / "checkpoint"), tmp_path / "bundle", ar=(1, 8), context=32, splits=2)
+    bundle = _export(write_checkpoint(tmp_path / "checkpoint"), ar=(1, 8), context=32, splits=2)
     with pytest.raises(UsageError, match=r"--no-each: got no binaries of single graphs; .* Add --skip-check"):
         GenieOptions(each=False)
     written = write_genie(bundle, tmp_path / "genie", GenieOptions(each=False, check=False))
@@ -282,7 +275,7 @@ def test_a_phone_needs_no_binaries_of_single_graphs(tmp_path: Path) -> None:
 
 
 def test_one_graph_needs_no_shared_binary(tmp_path: Path) -> None:
-    bundle = _export(write_checkpoint(tmp_path / "checkpoint"), tmp_path / "bundle", ar=(1,))
+    bundle = _export(write_checkpoint(tmp_path / "checkpoint"), ar=(1,))
     options = GenieOptions(context=100, max_new_tokens=5, sampling=Sampling(0.8, top_k=7, seed=3), bos=False)
     written = write_genie(bundle, tmp_path / "genie", options)
     assert written.shared == []

@@ -7,17 +7,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from devices import find
 from edgekv.bundle import RecipeRecord, open_bundle
 from exporters.checkpoint.checkpoint import EVERY, Checkpoint, Rows
 from exporters.checkpoint.heads import transformed
 from exporters.checkpoint.rotate import applied_rotation
-from exporters.export import ExportOptions, export_bundle
 from exporters.inspect import trace_reference
 from exporters.quantize.recipe import Recipe, WeightRule, describe_recipe
 from exporters.quantize.reference import Floats, Reference, Tensors
 from quant import Encoding
 from tests.checkpoints import ARCHITECTURES, write_checkpoint
+from tests.exports import export_options, exported
 
 TOKENS = [(37 * i * i + 5 * i) % 250 for i in range(40)]
 BOTH = RecipeRecord(name="both", rotation="none", weights=[], value_rotation="hadamard", key_scaling="pairs")
@@ -100,9 +99,7 @@ def test_a_recipe_that_transforms_heads_says_so(tmp_path: Path) -> None:
         value_rotation="hadamard",
         key_scaling="pairs",
     )
-    checkpoint = Checkpoint.open(str(write_checkpoint(tmp_path / "checkpoint")))
-    options = ExportOptions(find("SM8650"), recipe, context=64, ar=(1, 8), check_on_htp=False)
-    export_bundle(checkpoint, tmp_path / "bundle", options)
-    record = open_bundle(tmp_path / "bundle").manifest.recipe
+    bundle = exported(write_checkpoint(tmp_path / "checkpoint"), export_options(recipe, context=64, ar=(1, 8)))
+    record = open_bundle(bundle).manifest.recipe
     assert Recipe.of(record) == recipe
     assert {"rotation of each head's values: hadamard", "scaling of keys: pairs"} <= set(describe_recipe(record))

@@ -9,13 +9,11 @@ import numpy as np
 import pytest
 
 import edgekv
-from devices import find
 from edgekv.bundle import open_bundle
 from edgekv.cli import run
 from edgekv.runtime import make_engine
 from exporters.checkpoint.checkpoint import Checkpoint
 from exporters.checkpoint.rotate import rotated
-from exporters.export import ExportOptions, export_bundle
 from exporters.inspect import LayersReport, Proposal, find_divergence, measure_layers, propose, trace_reference
 from exporters.inspect.evaluate import evaluate, evaluation_windows
 from exporters.inspect.integers import StoredMatrices
@@ -23,16 +21,15 @@ from exporters.inspect.probe import Probe
 from exporters.quantize.recipe import Recipe, WeightRule, find_recipe
 from quant import quantize
 from tests.checkpoints import ARCHITECTURES, NEWER, write_checkpoint
+from tests.exports import export_options, exported
 
 SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "head_dim": 16}
 TEXT = "".join(chr(33 + i * i * 7 % 90) for i in range(140))
 ALL = WeightRule(tensors="*", dtype="int8", method="nearest")
 
 
-def export(checkpoint: Checkpoint, folder: Path, recipe: Recipe) -> Path:
-    options = ExportOptions(find("SM8650"), recipe, context=64, ar=(1, 16), check_on_htp=False)
-    export_bundle(checkpoint, folder, options)
-    return folder
+def export(checkpoint: Checkpoint, recipe: Recipe) -> Path:
+    return exported(checkpoint.folder, export_options(recipe, context=64, ar=(1, 16)))
 
 
 def recipe(*rules: WeightRule, rotation: str = "none") -> Recipe:
@@ -58,14 +55,14 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
 
 
 @pytest.fixture(scope="module")
-def four_bits(tmp_path_factory: pytest.TempPathFactory, checkpoint: Checkpoint) -> Path:
-    return export(checkpoint, tmp_path_factory.mktemp("four") / "bundle", find_recipe("w4a16-lpbq32"))
+def four_bits(checkpoint: Checkpoint) -> Path:
+    return export(checkpoint, find_recipe("w4a16-lpbq32"))
 
 
 @pytest.mark.parametrize("name", ["llama-biased", "qwen3", "phi4-mini", "gemma3"])
 def test_every_architecture_has_a_level_for_every_layer_and_tensor(tmp_path: Path, name: str) -> None:
     checkpoint = Checkpoint.open(str(write_checkpoint(tmp_path / "checkpoint", ARCHITECTURES[name], gain=1.0)))
-    found = report(export(checkpoint, tmp_path / "bundle", recipe(ALL, rotation="hadamard")), checkpoint)
+    found = report(export(checkpoint, recipe(ALL, rotation="hadamard")), checkpoint)
     spec = checkpoint.spec
     assert [layer.place for layer in found.layers] == ["embedding", *map(str, range(spec.layers)), "head"]
     assert [sum(loss.kind == kind for loss in found.tensors) for kind in ("weight", "key", "value")] == [
@@ -88,18 +85,18 @@ def test_the_report_evaluates_what_eval_does(four_bits: Path, checkpoint: Checkp
 
 @pytest.mark.parametrize("dtype", ["int8", "int4", "lpbq32"])
 @pytest.mark.parametrize("part", ["self_attn.q_proj", "mlp.down_proj"])
-def test_matrices_are_read_as_they_were_written(tmp_path: Path, checkpoint: Checkpoint, dtype: str, part: str) -> None:
-    folder = export(checkpoint, tmp_path / "bundle", recipe(WeightRule(tensors="*", dtype=dtype, method="nearest")))
+def test_matrices_are_read_as_they_were_written(checkpoint: Checkpoint, dtype: str, part: str) -> None:
+    folder = export(checkpoint, recipe(WeightRule(tensors="*", dtype=dtype, method="nearest")))
     key = f"model.layers.1.{part}.weight"
     wanted = quantize(checkpoint.tensor(key).T, dtype, "nearest", None).dequantize().T
     gain = checkpoint.spec.query_gain if "q_proj" in part else 1.0
     np.testing.assert_allclose(StoredMatrices(open_bundle(folder)).matrix(key), gain * wanted, rtol=1e-6)
 
 
-def test_the_one_matrix_of_4_bits_is_the_worst_and_shall_have_8(tmp_path: Path, checkpoint: Checkpoint) -> None:
+def test_the_one_matrix_of_4_bits_is_the_worst_and_shall_have_8(checkpoint: Checkpoint) -> None:
     key = "model.layers.1.mlp.up_proj.weight"
     rule = WeightRule(tensors=key, dtype="int4", method="nearest")
-    folder = export(checkpoint, tmp_path / "bundle", recipe(ALL, rule))
+    folder = export(checkpoint, recipe(ALL, rule))
     first = report(folder, checkpoint).worst[0]
     assert (first.name, first.suggestion) == (key, "int8 for this matrix")
     assert [each.tensor for each in proposal(folder, checkpoint, 1.5).promotions] == [key]
@@ -113,7 +110,7 @@ def test_a_suggested_recipe_has_the_size_foretold_and_less_error(
     assert 0 < found.expected_nats < found.nats
     before = open_bundle(four_bits).manifest
     found.recipe(Recipe.of(before.recipe)).write(tmp_path / "better.json")
-    folder = export(checkpoint, tmp_path / "bundle", find_recipe(str(tmp_path / "better.json")))
+    folder = export(checkpoint, find_recipe(str(tmp_path / "better.json")))
     after = open_bundle(folder).manifest
     assert StoredMatrices(open_bundle(folder)).total_bytes == found.expected_bytes
     changed = {a.tensor for a, b in zip(after.recipe.weights, before.recipe.weights, strict=True) if a != b}
@@ -122,8 +119,8 @@ def test_a_suggested_recipe_has_the_size_foretold_and_less_error(
     assert other > one + 1
 
 
-def test_the_trace_of_a_rotated_reference_is_that_of_a_rotated_bundle(tmp_path: Path, checkpoint: Checkpoint) -> None:
-    bundle = open_bundle(export(checkpoint, tmp_path / "bundle", recipe(ALL, rotation="hadamard")))
+def test_the_trace_of_a_rotated_reference_is_that_of_a_rotated_bundle(checkpoint: Checkpoint) -> None:
+    bundle = open_bundle(export(checkpoint, recipe(ALL, rotation="hadamard")))
     tokens = list(range(20))
     found = Probe(bundle, make_engine("cpu", bundle=bundle)).run(tokens)
     assert find_divergence(trace_reference(rotated(checkpoint, "hadamard"), tokens), found, limit_db=5).first is None

@@ -1,5 +1,6 @@
 """TFLite graphs compiled for a chip by LiteRT's Qualcomm plugin, with the QNN libraries of onnxruntime-qnn."""
 
+import shutil
 import subprocess
 import sys
 
@@ -8,27 +9,17 @@ import pytest
 from devices import find
 from edgekv.bundle import open_bundle
 from edgekv.errors import EngineError, UsageError
-from exporters.checkpoint.checkpoint import Checkpoint
-from exporters.export import ExportOptions, export_bundle
 from exporters.graphs.tflite.flatbuffer import TfliteFile
 from exporters.htp.compile import compile_bundle
 from exporters.htp.compile_tflite import _operators, compile_tflite
-from exporters.quantize.recipe import find_recipe
+from tests.exports import export_options, exported
 
 
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory, embedded):
     """The embedded model for SM8650, with the record of its binaries."""
-    folder = tmp_path_factory.mktemp("litert") / "bundle"
-    options = ExportOptions(
-        device=find("SM8650"),
-        recipe=find_recipe("w8a16"),
-        context=128,
-        ar=(1, 32),
-        kv_dtype="s8",
-        graph_format="tflite",
-    )
-    export_bundle(Checkpoint.open(str(embedded)), folder, options)
+    made = exported(embedded, export_options(context=128, ar=(1, 32), kv_dtype="s8", graph_format="tflite"))
+    folder = shutil.copytree(made, tmp_path_factory.mktemp("compiled") / "bundle")
     return folder, compile_bundle(open_bundle(folder), find("SM8650"))
 
 
@@ -47,15 +38,8 @@ def test_the_graphs_share_their_weights(compiled):
 
 
 def test_weights_of_4_bits_stay_packed_beside_a_cache_of_16(compiled, tmp_path, embedded):
-    options = ExportOptions(
-        device=find("SM8650"),
-        recipe=find_recipe("w4a16"),
-        context=128,
-        ar=(1,),
-        kv_dtype="s16",
-        graph_format="tflite",
-    )
-    export_bundle(Checkpoint.open(str(embedded)), tmp_path / "bundle", options)
+    options = export_options("w4a16", context=128, ar=(1,), kv_dtype="s16", graph_format="tflite")
+    shutil.copytree(exported(embedded, options), tmp_path / "bundle")
     packed = compile_bundle(open_bundle(tmp_path / "bundle"), find("SM8650"))
     assert _operators(tmp_path / "bundle/compiled/SM8650/graphs.tflite") == {"ar1_cl128": [b"DISPATCH_OP"]}
     assert packed.files["graphs.tflite"].bytes < 0.8 * compiled[1].files["graphs.tflite"].bytes

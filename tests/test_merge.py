@@ -10,15 +10,12 @@ import onnx
 import onnxruntime as ort
 import pytest
 
-from devices import find
 from edgekv.bundle import Bundle, GraphRecord, open_bundle
 from edgekv.runtime import CpuEngine
 from edgekv.runtime.binding import Binding, MemoryBinding
 from edgekv.runtime.merge import merged
-from exporters.checkpoint.checkpoint import Checkpoint
-from exporters.export import ExportOptions, export_bundle
-from exporters.quantize.recipe import find_recipe
 from tests.checkpoints import ARCHITECTURES, write_checkpoint
+from tests.exports import export_options, exported
 
 Arrays = dict[str, np.ndarray[Any, Any]]
 
@@ -68,29 +65,17 @@ def test_merging_heads_changes_no_bit_of_the_embedded_model(bundle: Path) -> Non
     ],
 )
 def test_merging_heads_changes_no_bit(tmp_path: Path, architecture: str, recipe: str, layout: Any) -> None:
-    checkpoint = Checkpoint.open(str(write_checkpoint(tmp_path / "checkpoint", ARCHITECTURES[architecture])))
-    options = ExportOptions(
-        device=find("SM8650"),
-        recipe=find_recipe(recipe),
-        context=64,
-        ar=(1, 8),
-        key_layout=layout,
-        check_on_htp=False,
-    )
-    export_bundle(checkpoint, tmp_path / "bundle", options)
-    _assert_same_bits(open_bundle(tmp_path / "bundle"))
+    checkpoint = write_checkpoint(tmp_path / "checkpoint", ARCHITECTURES[architecture])
+    options = export_options(recipe, context=64, ar=(1, 8), key_layout=layout)
+    _assert_same_bits(open_bundle(exported(checkpoint, options)))
 
 
 def test_the_number_of_nodes_does_not_grow_with_the_heads(tmp_path: Path) -> None:
     nodes = []
     for heads in (4, 8):
         shape = {"num_attention_heads": heads, "num_key_value_heads": heads // 2}
-        checkpoint = Checkpoint.open(str(write_checkpoint(tmp_path / f"{heads}", shape)))
-        options = ExportOptions(
-            device=find("SM8650"), recipe=find_recipe("w8a16"), context=16, ar=(1,), check_on_htp=False
-        )
-        export_bundle(checkpoint, tmp_path / f"bundle{heads}", options)
-        graph = merged(tmp_path / f"bundle{heads}" / "ar1_cl16.onnx").graph
+        bundle = exported(write_checkpoint(tmp_path / f"{heads}", shape), export_options(context=16, ar=(1,)))
+        graph = merged(bundle / "ar1_cl16.onnx").graph
         constants = {each.name for each in graph.initializer}
         nodes.append(sum(not constants.issuperset(node.input) for node in graph.node))
     assert nodes[0] == nodes[1]

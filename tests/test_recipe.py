@@ -5,15 +5,15 @@ import onnx
 import pytest
 
 import edgekv
-from devices import find
 from edgekv.bundle import open_bundle
 from edgekv.errors import UsageError
 from exporters.checkpoint.checkpoint import Checkpoint
 from exporters.checkpoint.rotate import RotatedCheckpoint, applied_rotation, hadamard
-from exporters.export import ExportOptions, export_bundle
+from exporters.export import export_bundle
 from exporters.quantize.recipe import describe_recipe, find_recipe, recipe_names
 from exporters.quantize.reference import Reference
 from tests.checkpoints import NEWER, write_checkpoint
+from tests.exports import export_options, exported
 
 SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "head_dim": 16}
 
@@ -23,9 +23,8 @@ def checkpoint(tmp_path_factory) -> Checkpoint:
     return Checkpoint.open(str(write_checkpoint(tmp_path_factory.mktemp("checkpoint"), NEWER, SIZES)))
 
 
-def export(checkpoint, folder, recipe, *, check=False):
-    options = ExportOptions(device=find("SM8650"), recipe=recipe, context=64, ar=(1, 16), check_on_htp=check)
-    return export_bundle(checkpoint, folder, options)
+def export(checkpoint, folder, recipe):
+    return export_bundle(checkpoint, folder, export_options(recipe, context=64, ar=(1, 16)))
 
 
 def write_recipe(folder, *rules, **fields):
@@ -54,15 +53,16 @@ def test_a_residual_behind_norms_is_not_rotated(checkpoint):
 
 
 @pytest.mark.parametrize("name", ["w4a16", "w4a16-lpbq32"])
-def test_4_bits_are_integers_on_the_htp_and_half_the_bytes(checkpoint, tmp_path, name):
-    manifest = export(checkpoint, tmp_path / "bundle", find_recipe(name), check=True)
+def test_4_bits_are_integers_on_the_htp_and_half_the_bytes(checkpoint, name):
+    bundle = exported(checkpoint.folder, export_options(name, context=64, ar=(1, 16), check_on_htp=True))
+    manifest = open_bundle(bundle).manifest
     assert manifest.htp_check == "integers-only"
-    graph = onnx.load(tmp_path / "bundle" / "ar1_cl64.onnx", load_external_data=False).graph
+    graph = onnx.load(bundle / "ar1_cl64.onnx", load_external_data=False).graph
     stored = {each.name: each for each in graph.initializer}["model.layers.0.mlp.up_proj.weight.int4"]
     assert stored.data_type == onnx.TensorProto.INT4 and list(stored.dims) == [64, 128]
     assert {each.key: each.value for each in stored.external_data}["length"] == str(64 * 128 // 2)
     window = np.arange(40)
-    logits, on_htp = (edgekv.load(tmp_path / "bundle", engine=e).score(window.tolist()) for e in ("cpu", "htp"))
+    logits, on_htp = (edgekv.load(bundle, engine=e).score(window.tolist()) for e in ("cpu", "htp"))
     assert np.square(on_htp - logits).mean() < 1e-3 * np.square(logits).mean()
     exact = next(Reference(checkpoint, 64).logits([window]))
     assert np.square(logits - exact).mean() < 0.5 * np.square(exact).mean()

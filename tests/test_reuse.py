@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 
 import edgekv
-from devices import find
 from edgekv.cli import run
 from edgekv.errors import BundleError, UsageError
 from edgekv.kv import Geometry, KVCache, LayeredGeometry
@@ -23,10 +22,8 @@ from edgekv.prefix import CacheRows, PrefixStore, RetentionPolicy, StoreConfig, 
 from edgekv.session import Token
 from edgekv.session.bake import bake_prefix
 from edgekv.spec.geometry import KeyLayout, KvDtype
-from exporters.checkpoint.checkpoint import Checkpoint
-from exporters.export import ExportOptions, export_bundle
-from exporters.quantize.recipe import find_recipe
 from tests.checkpoints import write_checkpoint
+from tests.exports import export_options, exported
 from tests.ties import ROW_STEPS, assert_same_or_tied
 
 STEP = 16
@@ -152,11 +149,10 @@ def _write_newest(cache: KVCache, tokens: int) -> None:
 
 
 def test_layers_of_a_limited_window_are_restored_too(tmp_path: Path) -> None:
-    checkpoint = Checkpoint.open(str(write_checkpoint(tmp_path / "checkpoint")))
-    options = ExportOptions(find("SM8650"), find_recipe("w8a16"), (32, 64), (1, 8), (12, 64), "s16", check_on_htp=False)
-    export_bundle(checkpoint, tmp_path / "bundle", options)
+    options = export_options(context=(32, 64), ar=(1, 8), max_attention_window=(12, 64), kv_dtype="s16")
+    bundle = exported(write_checkpoint(tmp_path / "checkpoint"), options)
     text = [(37 * i * i + 5 * i) % 250 for i in range(45)]
-    model = _load(tmp_path / "bundle", prefix_cache=StoreConfig(tokens_per_block=4, max_bytes=1 << 24))
+    model = _load(bundle, prefix_cache=StoreConfig(tokens_per_block=4, max_bytes=1 << 24))
     cold = model.generate(text, 4, cache_salt="cold")
     wanted, rows = _ids(cold), _rows(model.cache)
     for length in (3, 4, 5, 12, 16, 17, 40, 44):

@@ -10,12 +10,10 @@ import edgekv
 from devices import find
 from edgekv.bundle import Bundle, open_bundle
 from edgekv.kv import KvDtype
-from exporters.checkpoint.checkpoint import Checkpoint
-from exporters.export import ExportOptions, export_bundle
-from exporters.quantize.recipe import find_recipe
 from exporters.targets.genai import GenaiOptions, open_folder, run_folder, write_folder
 from exporters.targets.genie import GenieDialog, GenieOptions, open_genie_folder, write_genie
 from tests.checkpoints import NEWER, write_checkpoint
+from tests.exports import export_options, exported
 
 DEVICE = find("SM8650")
 SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "head_dim": 16}
@@ -24,18 +22,8 @@ COUNT = 12
 
 
 def export(folder: Path, recipe: str, kv_dtype: KvDtype) -> Bundle:
-    options = ExportOptions(
-        device=DEVICE,
-        recipe=find_recipe(recipe),
-        context=64,
-        ar=(1, 16),
-        kv_dtype=kv_dtype,
-        key_layout="columns",
-        check_on_htp=False,
-    )
-    checkpoint = write_checkpoint(folder / "checkpoint", NEWER, SIZES)
-    export_bundle(Checkpoint.open(str(checkpoint)), folder / "bundle", options)
-    return open_bundle(folder / "bundle")
+    options = export_options(recipe, context=64, ar=(1, 16), kv_dtype=kv_dtype, key_layout="columns")
+    return open_bundle(exported(write_checkpoint(folder / "checkpoint", NEWER, SIZES), options))
 
 
 def own_tokens(bundle: Bundle) -> list[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -16,14 +17,12 @@ from edgekv.cli import run
 from edgekv.errors import BundleError, UsageError
 from edgekv.plan import divide
 from edgekv.runtime import CpuEngine, make_engine
-from exporters.checkpoint.checkpoint import Checkpoint
-from exporters.export import ExportOptions, export_bundle
 from exporters.htp.check import floating_nodes
 from exporters.htp.compile import compile_bundle
 from exporters.inspect.probe import Probe
-from exporters.quantize.recipe import find_recipe
 from exporters.targets.genai.folder import choose_graphs
 from tests.checkpoints import ARCHITECTURES, write_checkpoint
+from tests.exports import export_options, exported
 
 DEVICE = find("SM8650")
 PROMPT = [(7 * i) % 200 + 3 for i in range(20)]
@@ -38,12 +37,11 @@ SPLITS = {
 
 @pytest.fixture(scope="module")
 def bundles(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    folder = tmp_path_factory.mktemp("splits")
-    checkpoint = Checkpoint.open(str(write_checkpoint(folder / "checkpoint", {"num_hidden_layers": 3})))
-    for name, split in SPLITS.items():
-        options = ExportOptions(DEVICE, find_recipe("w8a16"), (24, 48), ar=(1, 8), check_on_htp=False, **split)
-        export_bundle(checkpoint, folder / name, options)
-    return {name: folder / name for name in SPLITS}
+    checkpoint = write_checkpoint(tmp_path_factory.mktemp("splits") / "checkpoint", {"num_hidden_layers": 3})
+    return {
+        name: exported(checkpoint, export_options(context=(24, 48), ar=(1, 8), **split))
+        for name, split in SPLITS.items()
+    }
 
 
 @pytest.fixture(scope="module")
@@ -76,14 +74,10 @@ def test_parts_give_the_bits_of_the_whole_on_the_htp(bundles: dict[str, Path]) -
 
 def test_a_part_reads_the_masks_and_rotary_embeddings_of_its_own_layers(tmp_path: Path) -> None:
     """Gemma's local and global layers have one each."""
-    checkpoint = Checkpoint.open(str(write_checkpoint(tmp_path / "checkpoint", ARCHITECTURES["gemma3"])))
-    found = []
-    for splits in (1, 3):
-        options = ExportOptions(DEVICE, find_recipe("w8a16"), 48, ar=(1, 8), check_on_htp=False, splits=splits)
-        export_bundle(checkpoint, tmp_path / str(splits), options)
-        found.append(edgekv.load(tmp_path / str(splits)).score(PROMPT))
-    assert np.array_equal(*found)
-    opened = open_bundle(tmp_path / "3")
+    checkpoint = write_checkpoint(tmp_path / "checkpoint", ARCHITECTURES["gemma3"])
+    one, three = (exported(checkpoint, export_options(context=48, ar=(1, 8), splits=splits)) for splits in (1, 3))
+    assert np.array_equal(edgekv.load(one).score(PROMPT), edgekv.load(three).score(PROMPT))
+    opened = open_bundle(three)
     decode = opened.manifest.graphs[0]
     ports = [part.inputs for part in opened.manifest.interface.parts(decode)]
     small = [[port.name for port in each if "past" not in port.name] for each in ports]
@@ -124,8 +118,9 @@ def test_every_part_computes_in_integers(two: Bundle) -> None:
     assert floating_nodes([two.part_path(part) for part in parts], DEVICE) == []
 
 
-def test_one_binary_for_each_part_that_all_graphs_share(two: Bundle) -> None:
+def test_one_binary_for_each_part_that_all_graphs_share(bundles: dict[str, Path], tmp_path: Path) -> None:
     peaks: dict[str, int] = {}
+    two = open_bundle(shutil.copytree(bundles["two"], tmp_path / "two"))
     record = compile_bundle(two, DEVICE, watch=peaks.__setitem__)
     graphs = [f"ar{ar}_cl{context}" for context in (24, 48) for ar in (1, 8)]
     assert [[*binary.wrappers] for binary in record.binaries] == [
@@ -140,9 +135,9 @@ def test_one_binary_for_each_part_that_all_graphs_share(two: Bundle) -> None:
 
 
 def test_the_engine_loads_what_was_compiled_of_each_part(bundles: dict[str, Path], tmp_path: Path) -> None:
-    options = ExportOptions(DEVICE, find_recipe("w8a16"), 24, ar=(1,), check_on_htp=False, splits=1, head="own")
-    export_bundle(Checkpoint.open(str(bundles["two"].parent / "checkpoint")), tmp_path / "bundle", options)
-    bundle = open_bundle(tmp_path / "bundle")
+    options = export_options(context=24, ar=(1,), splits=1, head="own")
+    made = exported(bundles["two"].parent / "checkpoint", options)
+    bundle = open_bundle(shutil.copytree(made, tmp_path / "bundle"))
     rows = [edgekv.load(bundle, "htp")._runner.feed(PROMPT[:4]).copy()]
     compile_bundle(bundle, DEVICE, each=True)
     loaded = make_engine("htp", bundle=bundle).compiled

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 import edgekv
-from devices import find
 from edgekv.bundle import open_bundle
 from edgekv.errors import BundleError, EngineError, UsageError
 from edgekv.kv import STRATEGIES
@@ -16,38 +15,36 @@ from edgekv.runtime import LitertEngine, TfliteEngine
 from edgekv.runtime.binding import aligned_zeros
 from edgekv.spec.tensors import matrices
 from exporters.checkpoint.checkpoint import Checkpoint
-from exporters.export import ExportOptions, export_bundle
+from exporters.export import export_bundle
 from exporters.graphs.tflite import limits
 from exporters.inspect.probe import Probe
 from exporters.quantize.recipe import find_recipe
 from exporters.quantize.reference import Reference
+from tests import exports
 from tests.checkpoints import ARCHITECTURES, write_checkpoint
+from tests.exports import export_options
 
 # tflite-runtime was built for numpy 1 and breaks with 2, where these run on LiteRT alone.
 ENGINES = ["litert", pytest.param("tflite", marks=pytest.mark.numpy1)]
 PROMPT = "import os\n\ndef main(argv):\n    parser = argparse.ArgumentParser()\n    parser.add_argument("
 
 
-def export(checkpoint, folder, **options):
-    made = ExportOptions(
-        device=find("SM8650"),
-        **{"recipe": find_recipe("w8a16"), "context": 128, "ar": (1, 32), "kv_dtype": "s8", "graph_format": "tflite"}
-        | options,
-    )
-    export_bundle(Checkpoint.open(str(checkpoint)), folder, made)
-    return folder
+TFLITE = {"context": 128, "ar": (1, 32), "kv_dtype": "s8", "graph_format": "tflite"}
+
+
+def export(checkpoint, **options):
+    return exports.exported(checkpoint, export_options(**(TFLITE | options)))
 
 
 @pytest.fixture(scope="module")
-def exported(tmp_path_factory, embedded):
-    return export(embedded, tmp_path_factory.mktemp("tflite") / "bundle")
+def exported(embedded):
+    return export(embedded)
 
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory):
     """Rows of 16 bytes: where they begin is rarely a multiple of 64."""
-    folder = tmp_path_factory.mktemp("small")
-    return export(write_checkpoint(folder / "checkpoint"), folder / "bundle", context=64, ar=(1, 8))
+    return export(write_checkpoint(tmp_path_factory.mktemp("small") / "checkpoint"), context=64, ar=(1, 8))
 
 
 def tokens(model, count=24):
@@ -70,10 +67,10 @@ def test_the_most_likely_tokens_are_those_of_the_onnx_graphs(exported, bundle, e
     assert np.mean(agreed) >= 0.98
 
 
-def test_weights_of_4_bits_are_packed_and_run_on_litert_alone(exported, tmp_path, embedded):
+def test_weights_of_4_bits_are_packed_and_run_on_litert_alone(exported, embedded):
     recipe = find_recipe("w4a16")
-    packed = export(embedded, tmp_path / "tflite", recipe=recipe)
-    onnx = export(embedded, tmp_path / "onnx", recipe=recipe, kv_dtype="u8", graph_format="onnx", check_on_htp=False)
+    packed = export(embedded, recipe=recipe)
+    onnx = export(embedded, recipe=recipe, kv_dtype="u8", graph_format="onnx")
     sizes = [open_bundle(each).manifest.files["graphs.tflite"].bytes for each in (packed, exported)]
     shapes = matrices(Checkpoint.open(str(embedded)).spec).items()
     packed_elements = sum(rows * inputs for name, (rows, inputs) in shapes if recipe.rule(name).dtype == "int4")
@@ -133,9 +130,8 @@ def test_tflite_runtime_is_laid_over_the_addresses_of_the_cache(exported):
 )
 def test_every_architecture_is_as_near_to_float_as_its_onnx_graphs(tmp_path, architecture, engine):
     folder = write_checkpoint(tmp_path / "checkpoint", ARCHITECTURES[architecture])
-    options = {"context": 64, "ar": (1, 8), "kv_dtype": "s16", "check_on_htp": False}
-    onnx = export(folder, tmp_path / "onnx", **options, graph_format="onnx")
-    tflite = export(folder, tmp_path / "tflite", **options)
+    options = {"context": 64, "ar": (1, 8), "kv_dtype": "s16"}
+    onnx, tflite = export(folder, **options, graph_format="onnx"), export(folder, **options)
     ids = [ord(letter) for letter in "the quick brown fox jumps over the lazy dog, twice"]
     (float32,) = Reference(Checkpoint.open(str(folder)), 64).logits([np.array(ids)])
 
@@ -146,9 +142,8 @@ def test_every_architecture_is_as_near_to_float_as_its_onnx_graphs(tmp_path, arc
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_a_cache_of_16_bits_runs_too(tmp_path, embedded, engine):
-    exported = export(embedded, tmp_path / "bundle", context=64, ar=(1, 16), kv_dtype="s16")
-    model = edgekv.load(exported, engine)
+def test_a_cache_of_16_bits_runs_too(embedded, engine):
+    model = edgekv.load(export(embedded, context=64, ar=(1, 16), kv_dtype="s16"), engine)
     assert model.cache.arenas[0].dtype == np.int16
     assert len(tokens(model, 8)) == 8
 
@@ -198,15 +193,15 @@ def test_engines_and_graphs_that_do_not_go_together_are_refused(exported, bundle
         ({"key_layout": "columns"}, "got columns with --format tflite; expected rows"),
     ],
 )
-def test_what_the_kernels_cannot_do_is_refused_before_work_starts(tmp_path, options, message):
+def test_what_the_kernels_cannot_do_is_refused_before_work_starts(options, message):
     with pytest.raises(UsageError, match=message):
-        export("nowhere", tmp_path / "bundle", **options)
+        export_options(**(TFLITE | options))
 
 
 def test_more_than_a_flatbuffer_can_address_is_refused(tmp_path, embedded, monkeypatch):
     monkeypatch.setattr(limits, "MOST_BYTES", 1_000_000)
     with pytest.raises(UsageError, match=r"--format tflite: got 0.0 GB of weights"):
-        export(embedded, tmp_path / "bundle")
+        export_bundle(Checkpoint.open(str(embedded)), tmp_path / "bundle", export_options(**TFLITE))
     assert not (tmp_path / "bundle").exists()
 
 
@@ -254,8 +249,8 @@ def test_a_prefix_is_not_run_again(exported, tmp_path, engine):
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_a_cache_that_grows_is_lent_anew(tmp_path, embedded, engine):
-    exported = export(embedded, tmp_path / "bundle", context=(64, 128))
+def test_a_cache_that_grows_is_lent_anew(embedded, engine):
+    exported = export(embedded, context=(64, 128))
     grown = edgekv.load(exported, engine, kv_growth="staggered")
     assert tokens(grown, 80) == tokens(edgekv.load(exported, engine), 80)
     assert grown.cache.groups[0].reallocations > 0

@@ -20,6 +20,7 @@ from exporters.quantize.recipe import find_recipe
 from exporters.quantize.reference import Reference
 from tests.checkpoints import write_checkpoint
 from tests.endless import endless
+from tests.exports import export_options, exported
 
 TOKENS = [(37 * i * i + 5 * i) % 250 for i in range(64)]
 LIMITS = {"whole": (), "mixed": (12, 64), "narrow": (12,), "wide": (50, 40)}
@@ -28,14 +29,12 @@ LIMITS = {"whole": (), "mixed": (12, 64), "narrow": (12,), "wide": (50, 40)}
 @pytest.fixture(scope="module")
 def bundles(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Two layers and contexts of 32 and 64 tokens; windows of 40 and 50 are cut by some graphs and not by others."""
-    folder = tmp_path_factory.mktemp("windows")
-    checkpoint = Checkpoint.open(str(write_checkpoint(folder / "checkpoint")))
-    for name, windows in LIMITS.items():
-        options = ExportOptions(
-            find("SM8650"), find_recipe("w8a16"), (32, 64), (1, 8), windows, "s16", check_on_htp=False
-        )
-        export_bundle(checkpoint, folder / name, options)
-    return {name: folder / name for name in LIMITS}
+    checkpoint = write_checkpoint(tmp_path_factory.mktemp("windows") / "checkpoint")
+    fixed = {"context": (32, 64), "ar": (1, 8), "kv_dtype": "s16"}
+    return {
+        name: exported(checkpoint, export_options(**fixed, max_attention_window=windows))
+        for name, windows in LIMITS.items()
+    }
 
 
 def sqnr_db(found: np.ndarray, wanted: np.ndarray) -> float:

@@ -1,0 +1,154 @@
+"""Exports that tests share. Each is made once per program, checkpoint and options, and kept for later runs.
+
+They lie in `build/test-cache`, or in EDGEKV_TEST_CACHE. A test that writes takes a copy; `changed` names the files of
+shared folders that were written to nevertheless.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import replace
+from functools import lru_cache
+from hashlib import sha256
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from filelock import FileLock, Timeout
+
+from devices import find
+from edgekv.bundle import open_bundle
+from exporters.checkpoint.checkpoint import Checkpoint
+from exporters.export import ExportOptions, RunOptions, export_bundle
+from exporters.htp.compile import compile_bundle
+from exporters.quantize.recipe import Recipe, find_recipe
+
+ROOT = Path(__file__).parent.parent
+CACHE = Path(os.environ.get("EDGEKV_TEST_CACHE") or ROOT / "build" / "test-cache").resolve()
+PACKAGES = ("devices", "edgekv", "exporters", "quant")
+KEPT_PROGRAMS = 2
+
+Contents = dict[str, tuple[int, int]]
+"""Size in bytes and modification time in ns of each file in a folder, by its path there."""
+
+_used: set[Path] = set()
+
+
+def export_options(recipe: str | Recipe = "w8a16", device: str = "SM8650", **changes: Any) -> ExportOptions:
+    """Options of a test's export, which is not checked on the HTP compiler unless the test says so."""
+    chosen = find_recipe(recipe) if isinstance(recipe, str) else recipe
+    return ExportOptions(find(device), chosen, **{"check_on_htp": False, **changes})
+
+
+def exported(checkpoint: Path, options: ExportOptions, *, compiled: bool = False) -> Path:
+    """A shared bundle. A copy of its checkpoint lies beside it in `checkpoint`, unless that is the repository's own.
+
+    Exports of one checkpoint with one recipe share their quantized layers too.
+
+    Args:
+        checkpoint: a folder, which need not outlive this call.
+        options: what the bundle is for.
+        compiled: add the context binaries of the options' device.
+    """
+    lasting = ROOT / "models" in checkpoint.resolve().parents
+    source = (str(checkpoint.resolve()) if lasting else "", _digest(checkpoint))
+    calibration = options.calibration and (options.calibration.name, options.calibration.read_bytes())
+
+    def make(folder: Path) -> None:
+        own = checkpoint if lasting else shutil.copytree(checkpoint, folder / "checkpoint")
+        layers = _program() / f"layers-{_short(source, options.recipe)}"
+        with FileLock(layers.with_suffix(".lock")):
+            run = RunOptions(cache_dir=layers, resume=True, keep_stages=True)
+            export_bundle(Checkpoint.open(str(own)), folder / "bundle", options, run)
+        if compiled:
+            compile_bundle(open_bundle(folder / "bundle"), options.device)
+
+    return kept("export", make, source, replace(options, calibration=None), calibration, compiled) / "bundle"
+
+
+def kept(kind: str, make: Callable[[Path], object], *key: object) -> Path:
+    """A shared folder, made by whichever process asks for it first.
+
+    Args:
+        kind: begins the folder's name.
+        make: fills the empty folder that it is given, which is where it stays.
+        key: what the contents depend on besides the program, each with a repr that says all of it.
+    """
+    folder = _program() / f"{kind}-{_short(*key)}"
+    record = folder.with_suffix(".json")
+    with FileLock(folder.with_suffix(".lock")):
+        if not record.is_file() or _recorded(record) != _contents(folder):
+            record.unlink(missing_ok=True)
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir(parents=True)
+            make(folder)
+            record.write_bytes(msgspec.json.encode(_contents(folder)))
+    _used.add(folder)
+    return folder
+
+
+def changed() -> list[str]:
+    """Files in shared folders that this process used and that were written, added or removed since they were made."""
+    found: list[str] = []
+    for folder in sorted(_used):
+        before, now = _recorded(folder.with_suffix(".json")), _contents(folder)
+        found += (f"{folder}/{path}" for path in sorted({path for path, _ in before.items() ^ now.items()}))
+    return found
+
+
+def forget_layers() -> None:
+    """Remove quantized layers, the largest files here: with the exports kept, a later run hardly needs them."""
+    for lock in _program().glob("layers-*.lock"):
+        with suppress(Timeout), FileLock(lock, blocking=False):
+            shutil.rmtree(lock.with_suffix(""), ignore_errors=True)
+
+
+def prune() -> None:
+    """Remove what all but the last few programs made."""
+    _program().mkdir(parents=True, exist_ok=True)
+    os.utime(_program())
+    for old in sorted(CACHE.iterdir(), key=lambda folder: -folder.stat().st_mtime)[KEPT_PROGRAMS:]:
+        shutil.rmtree(old, ignore_errors=True)
+
+
+@lru_cache(maxsize=1)
+def _program() -> Path:
+    """The folder of what this program makes.
+
+    It is named after the four packages' files, Python, every installed package, and the processor: BLAS has kernels
+    for each, and integers depend on them.
+    """
+    installed = sorted({f"{each.name}=={each.version}" for each in metadata.distributions()})
+    sources = [_digest(ROOT / package) for package in PACKAGES]
+    return CACHE / _short(sources, platform.python_version(), _processor(), installed)
+
+
+def _processor() -> str:
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.is_file() else [platform.processor()]
+    return next((line for line in lines if line.startswith("model name")), platform.machine())
+
+
+def _short(*key: object) -> str:
+    return sha256(repr(key).encode()).hexdigest()[:16]
+
+
+def _digest(folder: Path) -> str:
+    return _short([(str(path.relative_to(folder)), sha256(path.read_bytes()).hexdigest()) for path in _files(folder)])
+
+
+def _files(folder: Path) -> Iterator[Path]:
+    return (path for path in sorted(folder.rglob("*")) if path.is_file() and "__pycache__" not in path.parts)
+
+
+def _contents(folder: Path) -> Contents:
+    return {str(path.relative_to(folder)): (path.stat().st_size, path.stat().st_mtime_ns) for path in _files(folder)}
+
+
+def _recorded(record: Path) -> Contents:
+    return msgspec.json.decode(record.read_bytes(), type=Contents)

@@ -1,0 +1,85 @@
+"""The shared exports of the tests: made once, remade when they were touched, and reported when they were."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from edgekv.bundle import open_bundle
+from tests import exports
+from tests.checkpoints import write_checkpoint
+from tests.exports import export_options, exported, kept
+
+MAKE = """
+import sys, time
+from pathlib import Path
+from tests import exports
+
+def make(folder):
+    with open(sys.argv[2], "a") as calls:
+        calls.write("made ")
+    time.sleep(0.5)
+    (folder / "file").write_text("whole")
+
+exports.CACHE = Path(sys.argv[1])
+assert (exports.kept("folder", make, "key") / "file").read_text() == "whole"
+"""
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setattr(exports, "CACHE", tmp_path / "cache")
+    monkeypatch.setattr(exports, "_used", set())
+    exports._program.cache_clear()
+    yield tmp_path / "cache"
+    exports._program.cache_clear()
+
+
+def test_processes_that_ask_at_once_share_what_the_first_makes(tmp_path):
+    command = [sys.executable, "-c", MAKE, str(tmp_path / "cache"), str(tmp_path / "calls")]
+    children = [subprocess.Popen(command, cwd=exports.ROOT) for _ in range(3)]
+    assert [child.wait() for child in children] == [0, 0, 0]
+    assert (tmp_path / "calls").read_text() == "made "
+
+
+def test_a_folder_that_was_written_to_is_reported_and_made_again(cache):
+    def make(folder: Path) -> None:
+        (folder / "file").write_text("as made")
+
+    folder = kept("folder", make, 1)
+    assert exports.changed() == []
+    (folder / "other").write_text("by a test")
+    assert exports.changed() == [str(folder / "other")]
+    assert kept("folder", make, 1) == folder and kept("folder", make, 2) != folder
+    assert [path.name for path in folder.iterdir()] == ["file"]
+    assert exports.changed() == []
+
+
+def test_what_failed_is_tried_again(cache):
+    def fail(folder: Path) -> None:
+        (folder / "half").write_text("")
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        kept("folder", fail)
+    assert [*kept("folder", lambda folder: None).iterdir()] == []
+
+
+def test_an_export_is_found_by_its_checkpoint_and_options(cache, tmp_path):
+    one = write_checkpoint(tmp_path / "one", {"num_hidden_layers": 1})
+    other = write_checkpoint(tmp_path / "other", {"num_hidden_layers": 1}, seed=1)
+    again = write_checkpoint(tmp_path / "again", {"num_hidden_layers": 1})
+    options = export_options(context=32, ar=(1, 8), calibration_tokens=64)
+    first = exported(one, options)
+    assert exported(again, options) == first != exported(other, options)
+    assert exported(one, export_options(context=48, ar=(1, 8), calibration_tokens=64)) != first
+    source = open_bundle(first).manifest.source
+    assert source.checkpoint == str(first.parent / "checkpoint")
+
+
+def test_only_the_last_programs_exports_are_kept(cache):
+    for name in ("a", "b", "c"):
+        (cache / name).mkdir(parents=True)
+    exports.prune()
+    assert len([*cache.iterdir()]) == exports.KEPT_PROGRAMS and exports._program().is_dir()
