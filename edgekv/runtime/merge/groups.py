@@ -3,46 +3,57 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable
 
-import onnx
-from onnx import TensorProto
+import onnx_ir as ir
 
-from edgekv.runtime.merge.net import Net
+from edgekv.runtime.rewrite import dtype_and_shape
 
 
-def groups(net: Net) -> Iterator[list[onnx.NodeProto]]:
-    """The nodes whose results are no constants, those together that do the same; in an order in which groups can run.
+def constants(graph: ir.Graph) -> set[ir.Value]:
+    """The initializers and what is computed from them alone."""
+    found = set(graph.initializers.values())
+    for node in graph:
+        if found.issuperset(node.inputs):
+            found.update(node.outputs)
+    return found
 
-    Nodes do the same if what leads to them is built alike: of the same operations in the same arrangement, on constants
-    and past inputs of the same types and shapes. So no node of a group depends on another, nor do two groups on each
-    other: all nodes of a group are equally far from the inputs.
+
+def groups(graph: ir.Graph, constant: set[ir.Value]) -> list[list[ir.Node]]:
+    """The nodes whose results are not constant, grouped by what they compute; in an order in which groups can run.
+
+    Two nodes are in one group if the graphs that lead to them are equal: the same operations in the same arrangement,
+    on constants and past inputs of the same types and shapes. All nodes of a group are at the same distance from the
+    inputs, so none depends on another.
+
+    Args:
+        graph: its nodes are in an order in which they can run.
+        constant: what `constants` returns.
     """
     numbers: dict[Hashable, int] = {}
-    origins: dict[str, int] = {}
-    depths: dict[str, int] = defaultdict(int)
+    origins: dict[ir.Value | None, int] = {}
+    depths: dict[ir.Value | None, int] = defaultdict(int)
 
     def number(*thing: Hashable) -> int:
-        """The same for equal things."""
+        """Equal for equal things."""
         return numbers.setdefault(thing, len(numbers))
 
-    for name, value in net.initializers.items():
-        # Shapes and widths are told by their values.
-        own = name if value.data_type == TensorProto.INT64 else ""
-        origins[name] = number("constant", own, value.data_type, *value.dims)
-    for each in net.model.graph.input:
-        # Every head has a past of its own; other inputs serve all.
-        own = "" if each.name.startswith("past_") else each.name
-        origins[each.name] = number("input", own, each.type.SerializeToString())
-    found: dict[tuple[int, int], list[onnx.NodeProto]] = defaultdict(list)
-    for node in net.nodes:
-        depth = 1 + max((depths[name] for name in node.input), default=0)
-        attributes = sorted(each.SerializeToString() for each in node.attribute)
-        origin = number(node.op_type, *attributes, *(origins.get(name) for name in node.input))
-        for place, name in enumerate(node.output):
-            origins[name] = number("output", origin, place)
-            depths[name] = depth
-        if not net.alone(node):
+    for name, value in graph.initializers.items():
+        # Shapes and widths are compared by value.
+        own = name if value.dtype == ir.DataType.INT64 else ""
+        origins[value] = number("constant", own, *dtype_and_shape(value))
+    for value in graph.inputs:
+        # Every head has its own past; other inputs are shared by all heads.
+        own = "" if str(value.name).startswith("past_") else str(value.name)
+        origins[value] = number("input", own, *dtype_and_shape(value))
+    found: dict[tuple[int, int], list[ir.Node]] = defaultdict(list)
+    for node in graph:
+        depth = 1 + max((depths[value] for value in node.inputs), default=0)
+        attributes = sorted(str(each) for each in node.attributes.values()) if node.attributes else ()
+        origin = number(node.op_type, *attributes, *(origins.get(value) for value in node.inputs))
+        for place, value in enumerate(node.outputs):
+            origins[value] = number("output", origin, place)
+            depths[value] = depth
+        if node.outputs[0] not in constant:
             found[depth, origin].append(node)
-    for _, nodes in sorted(found.items(), key=lambda item: item[0][0]):
-        yield nodes
+    return [nodes for _, nodes in sorted(found.items(), key=lambda item: item[0][0])]

@@ -1,0 +1,217 @@
+"""Rewriting ONNX graphs: what the passes of `edgekv.runtime.merge` and of the exporters share.
+
+A rewrite is an `onnx_ir` pass: it changes a model in place and says whether it modified it. Weights stay in their
+files as external data; no pass reads them.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import shutil
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeGuard
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+from numpy.typing import NDArray
+
+from quant import DTYPES, Dtype, Encoding
+
+_DTYPES: dict[str, Dtype] = {dtype.name: name for name, dtype in DTYPES.items()}
+_QUANTIZERS = ("QuantizeLinear", "DequantizeLinear")
+
+
+class NodeWriter:
+    """Makes nodes and constants for a graph. A node is called after its first result.
+
+    Constants join the graph at once. Nodes are collected in `nodes`, in an order in which they can run; the caller
+    inserts them where they belong.
+    """
+
+    def __init__(self, graph: ir.Graph) -> None:
+        self._graph = graph
+        self.nodes: list[ir.Node] = []
+
+    def constant(self, name: str, value: NDArray[Any]) -> ir.Value:
+        """An initializer of this name; the one that the graph already has, if it has one."""
+        found = self._graph.initializers.get(name)
+        if found is None:
+            found = initializer(name, value)
+            self._graph.register_initializer(found)
+        return found
+
+    def node(self, op: str, inputs: Sequence[ir.Value], output: str, **attributes: Any) -> ir.Value:
+        """A node with one result."""
+        return self.split(op, inputs, [output], **attributes)[0]
+
+    def split(self, op: str, inputs: Sequence[ir.Value], outputs: Sequence[str], **attributes: Any) -> list[ir.Value]:
+        """A node with several results."""
+        return self.alike(op, inputs, outputs, ir.convenience.convert_attributes(attributes))
+
+    def alike(
+        self, op: str, inputs: Sequence[ir.Value], outputs: Sequence[str], attributes: Iterable[ir.Attr]
+    ) -> list[ir.Value]:
+        """A node with the attributes of another."""
+        results = [ir.Value(name=name) for name in outputs]
+        self.nodes.append(ir.Node("", op, inputs, attributes, outputs=results, name=f"{outputs[0]}_node"))
+        return results
+
+    def quantize(self, source: ir.Value, name: str, encoding: Encoding) -> ir.Value:
+        return self.node("QuantizeLinear", [source, *self._parameters(encoding)], name)
+
+    def dequantize(self, source: ir.Value, name: str, encoding: Encoding) -> ir.Value:
+        return self.node("DequantizeLinear", [source, *self._parameters(encoding)], name)
+
+    def requantize(self, source: ir.Value, name: str, encoding: Encoding) -> ir.Value:
+        """`source` as integers, `name_q`, and dequantized again, `name`."""
+        return self.dequantize(self.quantize(source, f"{name}_q", encoding), name, encoding)
+
+    def _parameters(self, encoding: Encoding) -> tuple[ir.Value, ir.Value]:
+        zero = np.array(encoding.zero_point, DTYPES[encoding.dtype])
+        return (
+            self.constant(f"scale_{encoding.scale!r}", np.array(encoding.scale, np.float32)),
+            self.constant(f"zero_{encoding.dtype}_{encoding.zero_point}", zero),
+        )
+
+
+def load_model(path: Path) -> ir.Model:
+    """An ONNX file, its weights left where they are.
+
+    Raises:
+        Exception: no ONNX model; `onnx` has no common base for what it raises.
+    """
+    return ir.load(path)
+
+
+@contextmanager
+def collector_paused() -> Iterator[None]:
+    """Keep the garbage collector from visiting the objects of a large graph again and again while they are made."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+class InferredShapes:
+    """The shapes of all tensors of an ONNX file that can be inferred."""
+
+    def __init__(self, path: Path) -> None:
+        graph = onnx.shape_inference.infer_shapes(onnx.load(path, load_external_data=False)).graph
+        self._constants = {each.name: each for each in graph.initializer}
+        self._results = {each.name: each for each in (*graph.input, *graph.value_info, *graph.output)}
+
+    def of(self, value: ir.Value) -> tuple[int, ...]:
+        """The static shape of a tensor; empty if it is not known."""
+        if (constant := self._constants.get(value.name)) is not None:
+            return tuple(constant.dims)
+        if (result := self._results.get(value.name)) is None:
+            return ()
+        dims = result.type.tensor_type.shape.dim
+        return tuple(each.dim_value for each in dims) if all(each.HasField("dim_value") for each in dims) else ()
+
+
+def save_model(model: ir.Model, path: Path) -> None:
+    """Write an ONNX file. Its weights must lie beside it: see `weight_files` and `link_weights`."""
+    ir.save(model, path)
+
+
+def weight_files(model: ir.Model) -> list[str]:
+    """The names of the files that hold the model's weights, sorted."""
+    stored = (each.const_value for each in model.graph.initializers.values())
+    return sorted({os.fspath(each.location) for each in stored if isinstance(each, ir.ExternalTensor)})
+
+
+def link_weights(model: ir.Model, source: Path, target: Path) -> None:
+    """Give the files of the model's weights in one folder a second name in another, or copy them.
+
+    ONNX Runtime refuses external data outside of the graph's folder, symbolic links included.
+    """
+    for name in weight_files(model):
+        if (target / name).exists():
+            continue
+        try:
+            (target / name).hardlink_to(source / name)
+        except (OSError, NotImplementedError):  # another file system, or one without hard links
+            shutil.copyfile(source / name, target / name)
+
+
+def remove_unused(model: ir.Model) -> None:
+    """Remove the nodes and constants that no output depends on.
+
+    `onnx_ir.passes.common.RemoveUnusedNodesPass` does the same in ten times the time.
+    """
+    graph, unused = model.graph, set[ir.Node]()
+    for node in reversed(graph):
+        users = [use.node for value in node.outputs for use in value.uses()]
+        if unused.issuperset(users) and not any(value.is_graph_output() for value in node.outputs):
+            unused.add(node)
+    graph.remove(unused, safe=True)
+    for name in [name for name, value in graph.initializers.items() if not value.uses()]:
+        del graph.initializers[name]
+
+
+def initializer(name: str, value: NDArray[Any]) -> ir.Value:
+    """A constant that belongs to no graph yet."""
+    tensor = ir.tensor(value, name=name)
+    return ir.Value(name=name, shape=ir.Shape(value.shape), type=ir.TensorType(tensor.dtype), const_value=tensor)
+
+
+def named(values: Iterable[ir.Value], name: str) -> ir.Value | None:
+    """The input or output of this name."""
+    return next((each for each in values if each.name == name), None)
+
+
+def sizes(value: ir.Value) -> tuple[int, ...]:
+    """The static shape of an input or output."""
+    assert value.shape is not None, "inputs and outputs have shapes"
+    return tuple(int(each) for each in value.shape if not isinstance(each, ir.SymbolicDim))
+
+
+def number(value: ir.Value) -> NDArray[Any]:
+    """What a constant holds."""
+    assert value.const_value is not None, "a constant"
+    return value.const_value.numpy()
+
+
+def parameters(node: ir.Node) -> tuple[ir.Value, ir.Value] | None:
+    """Scale and zero point of a node that quantizes or dequantizes whole tensors; None for any other node."""
+    if node.op_type not in _QUANTIZERS or len(node.inputs) != 3:
+        return None
+    scale, zero = node.inputs[1:]
+    if (
+        scale is None
+        or zero is None
+        or any(each.const_value is None or each.const_value.shape for each in (scale, zero))
+    ):
+        return None
+    return scale, zero
+
+
+def _is_scalar(value: ir.Value | None) -> TypeGuard[ir.Value]:
+    return value is not None and value.const_value is not None and len(value.const_value.shape) == 0
+
+
+def encoding(node: ir.Node) -> Encoding | None:
+    """The encoding of a node that quantizes or dequantizes whole tensors; None for any other node."""
+    found = parameters(node)
+    if found is None:
+        return None
+    scale, zero = (number(each) for each in found)
+    return Encoding(_DTYPES[zero.dtype.name], float(scale), int(zero))
+
+
+def dtype_and_shape(value: ir.Value) -> tuple[str, ...]:
+    """Of an input or a constant, to be compared."""
+    return (str(value.dtype), str(value.shape))
+
+
+def readers(value: ir.Value) -> list[ir.Node]:
+    """The nodes that read a tensor, each once."""
+    return [*dict.fromkeys(use.node for use in value.uses())]
