@@ -19,6 +19,7 @@ import onnx
 import onnx_ir as ir
 from numpy.typing import NDArray
 
+from edgekv.errors import BundleError
 from quant import DTYPES, Dtype, Encoding
 
 _DTYPES: dict[str, Dtype] = {dtype.name: name for name, dtype in DTYPES.items()}
@@ -163,15 +164,20 @@ def initializer(name: str, value: NDArray[Any]) -> ir.Value:
     return ir.Value(name=name, shape=ir.Shape(value.shape), type=ir.TensorType(tensor.dtype), const_value=tensor)
 
 
-def named(values: Iterable[ir.Value], name: str) -> ir.Value | None:
-    """The input or output of this name."""
-    return next((each for each in values if each.name == name), None)
+def find_port(ports: Iterable[ir.Value], name: str) -> ir.Value | None:
+    """The input or output of this name; None if there is none."""
+    return next((each for each in ports if each.name == name), None)
 
 
-def sizes(value: ir.Value) -> tuple[int, ...]:
+def sizes(value: ir.Value) -> list[int]:
     """The static shape of an input or output."""
     assert value.shape is not None, "inputs and outputs have shapes"
-    return tuple(int(each) for each in value.shape if not isinstance(each, ir.SymbolicDim))
+    return [each for each in value.shape if isinstance(each, int)]
+
+
+def set_sizes(value: ir.Value, shape: Sequence[int]) -> None:
+    """Give an input or output another static shape."""
+    value.shape = ir.Shape(shape)
 
 
 def number(value: ir.Value) -> NDArray[Any]:
@@ -215,3 +221,29 @@ def dtype_and_shape(value: ir.Value) -> tuple[str, ...]:
 def readers(value: ir.Value) -> list[ir.Node]:
     """The nodes that read a tensor, each once."""
     return [*dict.fromkeys(use.node for use in value.uses())]
+
+
+def follow(node: ir.Node, op: str) -> list[ir.Node]:
+    """The nodes from this one on to the next of this operation, where each reads the only result of the one before.
+
+    Raises:
+        BundleError: a result has another number of readers than one.
+    """
+    nodes = [node]
+    while len(nodes) == 1 or nodes[-1].op_type != op:
+        (result,) = nodes[-1].outputs
+        found = readers(result)
+        if len(found) != 1:
+            raise unlike(node.graph, f"{len(found)} readers of {result.name}")
+        nodes += found
+    return nodes
+
+
+def unlike(graph: ir.Graph | None, got: str) -> BundleError:
+    """The refusal of a graph that is not built as edgekv builds it."""
+    return BundleError(
+        f"graph {graph.name if graph else ''}",
+        got=got,
+        expected="a graph as this edgekv exports it",
+        fix="Export the bundle again with this edgekv.",
+    )
