@@ -92,7 +92,7 @@ class FloatOps:
     def rotation(self, layer: int) -> tuple[str, str]:
         return self._rotations[self._spec.rope_index(layer)]
 
-    def remember(self, new: str, tensor: KvTensor) -> str:
+    def append_to_cache(self, new: str, tensor: KvTensor) -> str:
         past = self._input(tensor.past, [1, 1, self._context - 1, self._spec.head_dim])
         self._nodes.append(helper.make_node("Identity", [new], [tensor.new]))
         self._output(tensor.new, [1, 1, 1, self._spec.head_dim])

@@ -52,7 +52,7 @@ class Ops(Protocol[V]):
     def rotation(self, layer: int) -> tuple[V, V]:
         """Cosines and sines of the layer's rotary embedding, `[1, 1, AR, R/2]` each; R elements of a head turn."""
 
-    def remember(self, new: V, tensor: KvTensor) -> V:
+    def append_to_cache(self, new: V, tensor: KvTensor) -> V:
         """Past and new rows `[1, 1, S, D]` of one cache tensor, in the cache's encoding."""
 
     def scores(self, query: V, keys: V, name: str) -> V:
@@ -91,8 +91,8 @@ def attention(ops: Ops[V], spec: DecoderSpec, layer: int, x: V) -> V:
     for kv in range(spec.kv_heads):
         key = _rotate(ops, spec, layer, _head(ops, spec, x, layer, "k", kv), f"{at}k.h{kv}")
         value = _linear(ops, spec, x, layer, "self_attn.v_proj", f"{at}v.h{kv}", head=kv)
-        keys = ops.remember(key, KvTensor(layer, "key", kv))
-        values = ops.remember(value, KvTensor(layer, "value", kv))
+        keys = ops.append_to_cache(key, KvTensor(layer, "key", kv))
+        values = ops.append_to_cache(value, KvTensor(layer, "value", kv))
         for head in range(kv * spec.group, (kv + 1) * spec.group):
             query = _rotate(ops, spec, layer, _head(ops, spec, x, layer, "q", head), f"{at}q.h{head}")
             scores = _scores(ops, spec, layer, query, keys, head)

@@ -28,6 +28,7 @@ from edgekv.errors import EngineError, UsageError
 from edgekv.kv import Geometry
 from edgekv.plan import CALIBRATION_WINDOW, default_calibration_tokens
 from edgekv.runtime import qnn
+from edgekv.spec import DecoderInterface
 from exporters.checkpoint.checkpoint import Checkpoint
 from exporters.checkpoint.heads import transformed
 from exporters.graphs.onnx import embedding_record, plan_graphs, write_graphs
@@ -44,7 +45,7 @@ from exporters.quantize.reference import Tensors
 from exporters.quantize.stages import Checks, FinishedBinaries, quantize_in_stages, stage_keys, stage_store
 from exporters.records import model_record, recipe_record, rope_record, token_record
 from exporters.resources import bundle_bytes, check_disk, check_ram, full_disk_named, stage_bytes
-from quant import Encoding, Range
+from quant import Dtype, Encoding, Range
 
 __all__ = ["ExportOptions", "RunOptions", "export_bundle"]
 
@@ -216,14 +217,17 @@ def _write(
         progress("write", layers, tensors.spec.layers)
 
     factors = [rope.attention_factor for rope in ropes]
+    activations: Dtype = "s16" if options.graph_format == "tflite" else "u16"
+    context = options.contexts[-1]
+    decoder = DecoderInterface.of(tensors.spec, context, options.kv_dtype, options.key_layout, activations)
     if options.graph_format == "tflite":
         from exporters.graphs.tflite.graphs import write_tflite  # its package is optional
 
-        encodings = symmetric_encodings(ranges, options.kv_dtype) | rotation_encodings(factors, "s16")
-        write_tflite(tensors, matrices, encodings, graphs, folder, done)
+        encodings = symmetric_encodings(ranges, options.kv_dtype) | rotation_encodings(factors, activations)
+        write_tflite(tensors, matrices, decoder, encodings, graphs, folder, done)
     else:
         encodings = choose_encodings(ranges, options.recipe, options.kv_dtype) | rotation_encodings(factors)
-        encodings = write_graphs(tensors, matrices, encodings, graphs, folder, options.key_layout, done)
+        encodings = write_graphs(tensors, matrices, decoder, encodings, graphs, folder, done)
     return encodings
 
 

@@ -108,9 +108,9 @@ def test_the_first_difference_is_named_with_its_cause(reference: Trace, name: st
 class CoarseCache(NumpyOps):
     """Keys and values in 4 bits."""
 
-    def remember(self, new: np.ndarray, tensor: KvTensor) -> np.ndarray:
+    def append_to_cache(self, new: np.ndarray, tensor: KvTensor) -> np.ndarray:
         step = np.abs(new).max() / 7
-        return super().remember(np.round(new / step) * step, tensor)
+        return super().append_to_cache(np.round(new / step) * step, tensor)
 
 
 @pytest.mark.parametrize(

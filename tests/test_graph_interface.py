@@ -81,7 +81,7 @@ def test_an_encoding_of_another_type_is_refused(small: Path) -> None:
         read_manifest(small)
 
 
-@pytest.mark.parametrize("graph_format", ["onnx"])
+@pytest.mark.parametrize("graph_format", ["onnx", "tflite"])
 def test_a_rotary_embedding_that_no_layer_reads_is_no_input(tmp_path: Path, graph_format: str) -> None:
     """Gemma 3 with windows in all layers: the embedding of the others is in the configuration all the same."""
     config = ARCHITECTURES["gemma3-newer"] | {"layer_types": ["sliding_attention"] * 2}

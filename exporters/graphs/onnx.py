@@ -7,10 +7,8 @@ from pathlib import Path
 
 import onnx
 
-from edgekv.bundle import EmbeddingRecord, GraphFormat, GraphRecord, PartRecord, Role
-from edgekv.kv import KeyLayout
-from edgekv.spec import EMBEDDINGS, hidden_name
-from edgekv.spec.tensors import EMBEDDING
+from edgekv.bundle import EmbeddingRecord, GraphFormat
+from edgekv.spec import EMBEDDING, EMBEDDINGS, DecoderInterface, GraphRecord, PartRecord, Role, hidden_name
 from exporters.decoder import decoder_layer, logits
 from exporters.graphs.qdq import QdqOps
 from exporters.graphs.split import Split
@@ -85,10 +83,10 @@ def embedding_record(split: Split) -> EmbeddingRecord | None:
 def write_graphs(
     tensors: Tensors,
     matrices: QuantizedMatrices,
+    decoder: DecoderInterface,
     encodings: Mapping[str, Encoding],
     graphs: Sequence[GraphRecord],
     folder: Path,
-    key_layout: KeyLayout = "rows",
     progress: Callable[[int], None] | None = None,
 ) -> dict[str, Encoding]:
     """Write every part of every graph, and the weights they share, into `folder`.
@@ -98,10 +96,10 @@ def write_graphs(
     Args:
         tensors: where the other weights come from.
         matrices: the integers of every matrix.
+        decoder: gives the inputs and outputs of the graphs.
         encodings: one for every result of the decoder and every input.
         graphs: what to write.
         folder: where to.
-        key_layout: of the keys in every graph; see `edgekv.kv.Geometry`.
         progress: called with the number of layers done.
 
     Returns:
@@ -109,7 +107,6 @@ def write_graphs(
     """
     spec = tensors.spec
     store = WeightStore(tensors, matrices, folder)
-    windows = spec.windows_in(max(graph.context for graph in graphs))
     stops = sorted({part.stop_layer for graph in graphs for part in graph.parts if not part.head})
     encodings = {**encodings, **{hidden_name(stop): encodings[f"layers.{stop - 1}.mlp_add"] for stop in stops}}
     _, embeddings = store.tensor(EMBEDDING)
@@ -121,7 +118,7 @@ def write_graphs(
         for part in graph.parts:
             stages.setdefault(part.layers, {})[part.name] = graph, part
     for layers, parts in stages.items():
-        builders = [QdqOps(g, part, spec, encodings, store, key_layout, windows) for g, part in parts.values()]
+        builders = [QdqOps(graph, part, decoder, spec, encodings, store) for graph, part in parts.values()]
         hidden = [ops.entry for ops in builders]
         for layer in layers:
             hidden = [decoder_layer(ops, spec, layer, each) for ops, each in zip(builders, hidden, strict=True)]

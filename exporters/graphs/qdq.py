@@ -11,25 +11,25 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
-from edgekv.bundle import GraphRecord, PartRecord
-from edgekv.kv import KeyLayout, KvTensor
-from edgekv.spec import IDS, LOGITS, ROPE_SUFFIXES, mask_name, rope_inputs
-from edgekv.spec.decoder import DecoderSpec
-from edgekv.spec.tensors import EMBEDDING
+from edgekv.spec import (
+    EMBEDDING,
+    LOGITS,
+    LOGITS_INDEX,
+    DecoderInterface,
+    DecoderSpec,
+    GraphRecord,
+    KvTensor,
+    PartRecord,
+    Port,
+)
 from exporters.quantize.weights import WeightStore
-from quant import DTYPES, Dtype, Encoding
+from quant import DTYPES, Encoding
 
 OPSET = 23  # the first with RMSNormalization, which the HTP runs as one integer operation
 IR_VERSION = 11
 
-_TYPES: dict[Dtype, int] = {
-    "u8": TensorProto.UINT8,
-    "s8": TensorProto.INT8,
-    "u16": TensorProto.UINT16,
-    "s16": TensorProto.INT16,
-}
-_MATRIX, _ROWS = -1, 2  # axes of [1, 1, rows, width]
-_TURN = [0, 1, 3, 2]
+_ROWS, _WIDTH = 2, -1  # axes of [1, 1, rows, width]
+_TRANSPOSED = [0, 1, 3, 2]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,46 +51,36 @@ class QdqOps:
         self,
         graph: GraphRecord,
         part: PartRecord,
+        decoder: DecoderInterface,
         spec: DecoderSpec,
         encodings: Mapping[str, Encoding],
         store: WeightStore,
-        key_layout: KeyLayout,
-        windows: Sequence[int | None] = (),
     ) -> None:
-        """Begin with the inputs that all of its layers need.
+        """Begin with the inputs that all of its layers share.
 
         Args:
             graph: AR, context and role.
-            part: which part of the graph.
+            part: the part of the graph to build.
+            decoder: gives the inputs and outputs.
             spec: the decoder.
             encodings: one for every result and input.
             store: of the weights.
-            key_layout: of the cache.
-            windows: tokens that each layer attends to, None for all; empty if all layers attend to all tokens. Each
-                window has a mask of its own, `[1, 1, AR, P+AR]`.
         """
-        self._graph = graph
         self._part = part
-        self._ar = graph.ar
-        self._context = graph.context
-        self._windows = windows or (None,) * spec.layers
+        self._decoder = decoder
+        self._ports = decoder.graph(graph, part)
         self._spec = spec
         self._encodings = encodings
         self._store = store
-        self._key_layout = key_layout
         self._uses: Counter[str] = Counter()
         self._nodes: list[onnx.NodeProto] = []
-        self._inputs: list[onnx.ValueInfoProto] = []
-        self._outputs: list[onnx.ValueInfoProto] = []
         self._constants: dict[str, onnx.TensorProto] = {}
         self._stored: dict[str, None] = {}
         self._dequantized: set[str] = set()
         self._transposed: dict[str, Tensor] = {}
-        self._entry = self._embed() if part.embeds else self._residual()
-        held = [self._windows[layer] for layer in part.layers]
-        self._masks = {window: self._mask(window) for window in dict.fromkeys(held)}
-        turned = sorted({spec.rope_index(layer) for layer in part.layers})
-        self._rotations = {i: self._rotary_inputs(i, spec.ropes[i].width // 2) for i in turned}
+        self._entry = self._embed() if part.embeds else self._read(self._ports.entry)
+        shared = (port for port in self._ports.inputs if port.kind in ("mask", "cos", "sin"))
+        self._shared = {port.name: self._read(port) for port in shared}
 
     # ------------------------------------------------------------------ what a decoder needs
 
@@ -150,41 +140,39 @@ class QdqOps:
         names = [self._unique(f"{x.name}.part") for _ in widths]
         floats = [name + "_f" for name in names]
         sizes = self._constant("widths_" + "_".join(map(str, widths)), np.array(widths, np.int64))
-        self._node("Split", [x.name, sizes], floats, axis=_MATRIX)
+        self._node("Split", [x.name, sizes], floats, axis=_WIDTH)
         return [self._requantize(f, n, x.encoding) for f, n in zip(floats, names, strict=True)]
 
     def join(self, parts: list[Tensor], name: str) -> Tensor:
-        return self._emit("Concat", [part.name for part in parts], name, axis=_MATRIX)
+        return self._emit("Concat", [part.name for part in parts], name, axis=_WIDTH)
 
     def rotation(self, layer: int) -> tuple[Tensor, Tensor]:
-        return self._rotations[self._spec.rope_index(layer)]
+        rotary = self._decoder.rotary_of(layer)
+        assert rotary is not None, "the decoder rotates only layers that have an embedding"
+        cos, sin = rotary.names
+        return self._shared[cos], self._shared[sin]
 
-    def remember(self, new: Tensor, tensor: KvTensor) -> Tensor:
+    def append_to_cache(self, new: Tensor, tensor: KvTensor) -> Tensor:
         encoding = self._encodings[tensor.past]
-        past_rows = self._past_rows(self._windows[tensor.layer])
-        past_shape, new_shape = [past_rows, self._spec.head_dim], [self._ar, self._spec.head_dim]
-        columns = tensor.kind == "key" and self._key_layout == "columns"
-        if columns:
-            new = self._emit("Transpose", [new.name], new.name + ".t", new.encoding, perm=_TURN)
-            past_shape.reverse()
-            new_shape.reverse()
-        past = self._input(tensor.past, [1, 1, *past_shape])
+        is_columns = tensor.kind == "key" and self._keys_are_columns
+        if is_columns:
+            new = self._emit("Transpose", [new.name], new.name + ".t", new.encoding, perm=_TRANSPOSED)
+        past = self._read(self._ports[tensor.past])
         self._quantize(new.name, tensor.new, encoding)
-        self._output(tensor.new, encoding.dtype, [1, 1, *new_shape])
         added = self._dequantize(tensor.new, tensor.new + "_dq", encoding)
         name = f"{tensor.kind}_{tensor.layer}_h{tensor.head}"
-        return self._emit("Concat", [past.name, added.name], name, encoding, axis=_MATRIX if columns else _ROWS)
+        return self._emit("Concat", [past.name, added.name], name, encoding, axis=_WIDTH if is_columns else _ROWS)
 
     def scores(self, query: Tensor, keys: Tensor, name: str) -> Tensor:
-        if self._key_layout == "columns":
+        if self._keys_are_columns:
             return self._emit("MatMul", [query.name, keys.name], name)
-        if keys.name not in self._transposed:  # the heads of a group share it
-            turned = self._emit("Transpose", [keys.name], keys.name + ".t", keys.encoding, perm=_TURN)
-            self._transposed[keys.name] = turned
+        if keys.name not in self._transposed:  # the query heads of a key head share it
+            transposed = self._emit("Transpose", [keys.name], keys.name + ".t", keys.encoding, perm=_TRANSPOSED)
+            self._transposed[keys.name] = transposed
         return self._emit("MatMul", [query.name, self._transposed[keys.name].name], name)
 
     def masked(self, scores: Tensor, layer: int, name: str) -> Tensor:
-        return self._emit("Add", [scores.name, self._masks[self._windows[layer]].name], name)
+        return self._emit("Add", [scores.name, self._shared[self._decoder.mask(layer)].name], name)
 
     def softmax(self, x: Tensor, name: str) -> Tensor:
         return self._emit("Softmax", [x.name], name, axis=-1)
@@ -196,47 +184,35 @@ class QdqOps:
 
     def _embed(self) -> Tensor:
         """The rows of the embedding table for `input_ids`."""
-        ids = self._plain_input(IDS, [1, self._ar])
+        ids = self._ports.entry
         stored, encoding = self._store.tensor(EMBEDDING)
-        rows = self._emit("Gather", [self._weight(stored, encoding), ids], "embedding", encoding, axis=0)
-        shape = self._constant("shape_1_1_ar", np.array([1, 1, self._ar, -1], np.int64))
+        rows = self._emit("Gather", [self._weight(stored, encoding), ids.name], "embedding", encoding, axis=0)
+        shape = self._constant("shape_1_1_ar", np.array([1, *ids.shape, -1], np.int64))
         return self._emit("Reshape", [rows.name, shape], "embedding", encoding)
-
-    def _residual(self) -> Tensor:
-        """What the host or the part before left."""
-        rows = self._ar if self._part.layers else self._logit_rows
-        name = self._part.entry
-        return self._input(name, [1, 1, rows, self._spec.hidden])
-
-    @property
-    def _logit_rows(self) -> int:
-        return self._ar if self._graph.role == "score" else 1
 
     def select(self, hidden: Tensor) -> Tensor:
         """The one row of `hidden` that the input `logits_index` names, `[1, 1, 1, hidden]`."""
-        index = self._plain_input("logits_index", [1])
-        return self._emit("Gather", [hidden.name, index], "selected", hidden.encoding, axis=_ROWS)
+        return self._emit("Gather", [hidden.name, LOGITS_INDEX], "selected", hidden.encoding, axis=_ROWS)
 
     def give_logits(self, logits: Tensor) -> None:
-        """Make `[1, rows, vocab]` of them an output, the last one."""
-        shape = [1, self._logit_rows, self._spec.vocab]
-        self._node("Reshape", [logits.name, self._constant("shape_logits", np.array(shape, np.int64))], ["logits_f"])
+        """Make them the last output, `[1, rows, vocab]`."""
+        shape = self._constant("shape_logits", np.array(self._ports.exit.shape, np.int64))
+        self._node("Reshape", [logits.name, shape], ["logits_f"])
         self._quantize("logits_f", LOGITS, logits.encoding)
-        self._output(LOGITS, logits.encoding.dtype, shape)
 
     def give_residual(self, hidden: Tensor) -> None:
-        """Make the integers behind the newest result an output, as they are."""
+        """Make the integers of the newest result the last output."""
         quantize, dequantize = self._nodes[-2:]
-        assert dequantize.output[0] == hidden.name, "something was computed behind it"
+        assert dequantize.output[0] == hidden.name, "something was computed after it"
         quantize.output[0] = self._part.exit
         self._nodes.pop()
-        self._output(self._part.exit, hidden.encoding.dtype, [1, 1, self._ar, self._spec.hidden])
 
     def finish(self) -> onnx.ModelProto:
         """The model. Call it after the store was flushed."""
         stored = [self._store.initializer(each) for each in self._stored]
         constants = [*self._constants.values(), *stored]
-        graph = helper.make_graph(self._nodes, self._part.name, self._inputs, self._outputs, constants)
+        inputs, outputs = ([_value_info(port) for port in ports] for ports in (self._ports.inputs, self._ports.outputs))
+        graph = helper.make_graph(self._nodes, self._part.name, inputs, outputs, constants)
         model: onnx.ModelProto = helper.make_model(
             graph, opset_imports=[helper.make_opsetid("", OPSET)], ir_version=IR_VERSION, producer_name="edgekv"
         )
@@ -269,31 +245,16 @@ class QdqOps:
         self._uses[name] += 1
         return name if self._uses[name] == 1 else f"{name}.{self._uses[name]}"
 
-    # ------------------------------------------------------------------ inputs, outputs, constants
+    # ------------------------------------------------------------------ inputs and constants
 
-    def _past_rows(self, window: int | None) -> int:
-        rows = self._context - self._ar
-        return rows if window is None else min(window - 1, rows)
+    @property
+    def _keys_are_columns(self) -> bool:
+        return self._decoder.cache.key_layout == "columns"
 
-    def _mask(self, window: int | None) -> Tensor:
-        shape = [1, 1, self._ar, self._past_rows(window) + self._ar]
-        return self._input(mask_name(window), shape, self._encodings["attention_mask"])
-
-    def _input(self, name: str, shape: list[int], encoding: Encoding | None = None) -> Tensor:
-        encoding = encoding or self._encodings[name]
-        self._inputs.append(helper.make_tensor_value_info(name, _TYPES[encoding.dtype], shape))
-        return self._dequantize(name, name + "_dq", encoding)
-
-    def _rotary_inputs(self, index: int, pairs: int) -> tuple[Tensor, Tensor]:
-        cos, sin = (self._input(name, [1, 1, self._ar, pairs]) for name in rope_inputs(ROPE_SUFFIXES[index]))
-        return cos, sin
-
-    def _plain_input(self, name: str, shape: list[int]) -> str:
-        self._inputs.append(helper.make_tensor_value_info(name, TensorProto.INT32, shape))
-        return name
-
-    def _output(self, name: str, dtype: Dtype, shape: list[int]) -> None:
-        self._outputs.append(helper.make_tensor_value_info(name, _TYPES[dtype], shape))
+    def _read(self, port: Port) -> Tensor:
+        """An input, dequantized."""
+        assert port.encoding is not None, "token ids are gathered"
+        return self._dequantize(port.name, port.name + "_dq", self._encodings[port.encoding])
 
     def _weight(self, stored: str, encoding: Encoding, gain: float = 1.0) -> str:
         """A stored tensor under one encoding, times a constant, dequantized once."""
@@ -345,3 +306,9 @@ class QdqOps:
         if name not in self._constants:
             self._constants[name] = numpy_helper.from_array(value, name)
         return name
+
+
+def _value_info(port: Port) -> onnx.ValueInfoProto:
+    element = helper.np_dtype_to_tensor_dtype(np.dtype(port.dtype))
+    value: onnx.ValueInfoProto = helper.make_tensor_value_info(port.name, element, port.shape)
+    return value

@@ -136,7 +136,7 @@ class NumpyOps:
     def rotation(self, layer: int) -> tuple[Floats, Floats]:
         return self._rotations[self._spec.rope_index(layer)]
 
-    def remember(self, new: Floats, tensor: KvTensor) -> Floats:
+    def append_to_cache(self, new: Floats, tensor: KvTensor) -> Floats:
         return self._seen(tensor.past, new)
 
     def scores(self, query: Floats, keys: Floats, name: str) -> Floats:

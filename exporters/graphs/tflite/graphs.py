@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from edgekv.bundle import GraphRecord
+from edgekv.spec import DecoderInterface, GraphRecord
 from exporters.decoder import decoder_layer, logits
 from exporters.graphs.tflite.flatbuffer import TfliteFile
 from exporters.graphs.tflite.ops import TfliteOps
@@ -18,6 +18,7 @@ from quant import Encoding
 def write_tflite(
     tensors: Tensors,
     matrices: QuantizedMatrices,
+    decoder: DecoderInterface,
     encodings: Mapping[str, Encoding],
     graphs: Sequence[GraphRecord],
     folder: Path,
@@ -28,6 +29,7 @@ def write_tflite(
     Args:
         tensors: where the other weights come from.
         matrices: the integers of every matrix, none with blocks.
+        decoder: gives the inputs and outputs of the graphs.
         encodings: one for every result of the decoder and every input.
         graphs: what to write.
         folder: where to.
@@ -36,8 +38,7 @@ def write_tflite(
     spec = tensors.spec
     (target,) = {graph.file for graph in graphs}
     file, weights = TfliteFile(), TfliteWeights(tensors, matrices)
-    windows = spec.windows_in(max(graph.context for graph in graphs))
-    builders = [TfliteOps(file.subgraph(g.name), g.ar, g.context, spec, encodings, weights, windows) for g in graphs]
+    builders = [TfliteOps(file.subgraph(g.name), g, decoder, spec, encodings, weights) for g in graphs]
     hidden = [ops.embed("model.embed_tokens.weight", "embedding") for ops in builders]
     for layer in range(spec.layers):
         hidden = [decoder_layer(ops, spec, layer, each) for ops, each in zip(builders, hidden, strict=True)]

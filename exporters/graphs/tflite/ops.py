@@ -7,9 +7,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from edgekv.kv import KvTensor
-from edgekv.spec import ROPE_SUFFIXES, mask_name, rope_inputs
-from edgekv.spec.decoder import DecoderSpec
+from edgekv.spec import LOGITS, LOGITS_INDEX, DecoderInterface, DecoderSpec, GraphRecord, KvTensor, Port
 from exporters.graphs.tflite.flatbuffer import ElementType, Subgraph, Tensor
 from exporters.graphs.tflite.weights import TfliteWeights
 from quant import Encoding
@@ -29,43 +27,39 @@ class TfliteOps:
 
     def __init__(
         self,
-        graph: Subgraph,
-        ar: int,
-        context: int,
+        subgraph: Subgraph,
+        graph: GraphRecord,
+        decoder: DecoderInterface,
         spec: DecoderSpec,
         encodings: Mapping[str, Encoding],
         weights: TfliteWeights,
-        windows: Sequence[int | None] = (),
     ) -> None:
-        """Begin with the inputs that every layer needs.
+        """Begin with the inputs that all layers share.
 
         Args:
-            graph: an empty subgraph.
-            ar: tokens per inference.
-            context: S.
+            subgraph: an empty one.
+            graph: AR, context and role.
+            decoder: gives the inputs and outputs.
             spec: the decoder.
             encodings: one for every result and input.
             weights: those of the file.
-            windows: tokens that each layer attends to, None for all; empty if all layers attend to all tokens. Each
-                window has a mask of its own, `[1, 1, AR, P+AR]`.
         """
-        self._graph = graph
-        self._ar = ar
-        self._context = context
-        self._windows = windows or (None,) * spec.layers
+        self._graph = subgraph
+        self._decoder = decoder
+        self._ports = decoder.graph(graph)
         self._spec = spec
         self._encodings = encodings
         self._weights = weights
-        self._ids = graph.input("input_ids", "i32", [1, ar])
-        self._masks = {window: self._mask(window) for window in dict.fromkeys(self._windows)}
-        self._rotations = [self._rotary_inputs(i, rope.width // 2) for i, rope in enumerate(spec.ropes)]
+        self._ids = self._input(self._ports.entry)
+        shared = (port for port in self._ports.inputs if port.kind in ("mask", "cos", "sin"))
+        self._shared = {port.name: self._input(port) for port in shared}
 
     # ------------------------------------------------------------------ what a decoder needs
 
     def embed(self, key: str, name: str) -> Tensor:
         """The rows of the embedding table for `input_ids`, `[1, 1, AR, hidden]`."""
         table = self._weights.table(self._graph, key)
-        shape = [1, self._ar, table.shape[1]]
+        shape = [*self._ids.shape, table.shape[1]]
         rows = self._emit("GATHER", [table, self._ids], name, shape, table.encoding, "GatherOptions", axis=0)
         return self._reshape(rows, [1, *shape], name)
 
@@ -146,16 +140,18 @@ class TfliteOps:
         return self._emit("CONCATENATION", parts, name, shape, None, "ConcatenationOptions", axis=_WIDTH)
 
     def rotation(self, layer: int) -> tuple[Tensor, Tensor]:
-        return self._rotations[self._spec.rope_index(layer)]
+        rotary = self._decoder.rotary_of(layer)
+        assert rotary is not None, "the decoder rotates only layers that have an embedding"
+        cos, sin = rotary.names
+        return self._shared[cos], self._shared[sin]
 
-    def remember(self, new: Tensor, tensor: KvTensor) -> Tensor:
+    def append_to_cache(self, new: Tensor, tensor: KvTensor) -> Tensor:
         encoding = self._encodings[tensor.past]
-        past_rows, head_dim = self._past_rows(self._windows[tensor.layer]), self._spec.head_dim
-        past = self._input(tensor.past, [1, 1, past_rows, head_dim])
+        past = self._input(self._ports[tensor.past])
         added = self._emit("QUANTIZE", [new], tensor.new, new.shape, encoding)
         self._graph.output(tensor.new, added)
         name = f"{tensor.kind}_{tensor.layer}_h{tensor.head}"
-        shape = [1, 1, past_rows + self._ar, head_dim]
+        shape = [1, 1, past.shape[_ROWS] + new.shape[_ROWS], new.shape[_WIDTH]]
         rows = self._emit("CONCATENATION", [past, added], name, shape, encoding, "ConcatenationOptions", axis=_ROWS)
         if encoding.dtype == "s16":
             return rows
@@ -168,7 +164,7 @@ class TfliteOps:
         return self._emit("BATCH_MATMUL", [query, keys], name, shape, None, "BatchMatMulOptions", adjY=True)
 
     def masked(self, scores: Tensor, layer: int, name: str) -> Tensor:
-        return self.add(scores, self._masks[self._windows[layer]], name)
+        return self.add(scores, self._shared[self._decoder.mask(layer)], name)
 
     def softmax(self, x: Tensor, name: str) -> Tensor:
         weights = self._graph.result(name + ".float", "f32", x.shape)
@@ -183,13 +179,13 @@ class TfliteOps:
 
     def select(self, hidden: Tensor) -> Tensor:
         """The one row of `hidden` that the input `logits_index` names, `[1, 1, 1, hidden]`."""
-        index = self._graph.input("logits_index", "i32", [1])
+        index = self._input(self._ports[LOGITS_INDEX])
         shape = [1, 1, 1, hidden.shape[_WIDTH]]
         return self._emit("GATHER", [hidden, index], "selected", shape, hidden.encoding, "GatherOptions", axis=_ROWS)
 
     def finish(self, logits: Tensor) -> None:
         """Make `logits` the last output, `[1, rows, V]`."""
-        self._graph.output("logits", self._reshape(logits, [1, *logits.shape[_ROWS:]], "logits"))
+        self._graph.output(LOGITS, self._reshape(logits, self._ports.exit.shape, LOGITS))
 
     # ------------------------------------------------------------------ writing operators
 
@@ -225,21 +221,11 @@ class TfliteOps:
 
     # ------------------------------------------------------------------ inputs and constants
 
-    def _past_rows(self, window: int | None) -> int:
-        rows = self._context - self._ar
-        return rows if window is None else min(window - 1, rows)
-
-    def _mask(self, window: int | None) -> Tensor:
-        shape = [1, 1, self._ar, self._past_rows(window) + self._ar]
-        return self._input(mask_name(window), shape, self._encodings["attention_mask"])
-
-    def _rotary_inputs(self, index: int, pairs: int) -> tuple[Tensor, Tensor]:
-        cos, sin = (self._input(name, [1, 1, self._ar, pairs]) for name in rope_inputs(ROPE_SUFFIXES[index]))
-        return cos, sin
-
-    def _input(self, name: str, shape: Sequence[int], encoding: Encoding | None = None) -> Tensor:
-        encoding = encoding or self._encodings[name]
-        return self._graph.input(name, _element(encoding), shape, encoding)
+    def _input(self, port: Port) -> Tensor:
+        if port.encoding is None:
+            return self._graph.input(port.name, "i32", port.shape)
+        encoding = self._encodings[port.encoding]
+        return self._graph.input(port.name, _element(encoding), port.shape, encoding)
 
     def _integers(self, key: str, values: Sequence[int]) -> Tensor:
         return self._graph.constant(key, "i32", [len(values)], lambda: np.array(values, np.int32))
