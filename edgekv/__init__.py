@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -9,6 +10,10 @@ if TYPE_CHECKING:
     from edgekv.model import Model, load
 
 __all__ = ["Model", "load"]
+
+# ONNX Runtime and onnxruntime-genai write files and upload events unless this is set before they are loaded.
+os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
+os.environ.setdefault("ORT_GENAI_TELEMETRY_DISABLED", "1")
 
 
 def __getattr__(name: str) -> Any:

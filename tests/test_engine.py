@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -159,3 +160,15 @@ sys.exit(run(["generate", {str(bundle)!r}, "--prompt", "x", "--engine", "htp"]))
         'got no package onnxruntime_qnn; expected Qualcomm\'s execution provider. Install it: pip install "edgekv[htp]"'
         in done.stderr
     )
+
+
+def test_the_runtime_writes_no_file_and_reports_to_nobody(small: Path, tmp_path: Path) -> None:
+    """ONNX Runtime's telemetry leaves a device id, a database and a session file; a CI variable would hide that."""
+    home, temporary = tmp_path / "home", tmp_path / "tmp"
+    home.mkdir()
+    temporary.mkdir()
+    kept = {name: os.environ[name] for name in ("PATH", "LD_LIBRARY_PATH", "EDGEKV_CACHE_DIR") if name in os.environ}
+    command = [sys.executable, "-m", "edgekv", "generate", str(small), "--prompt", "ab", "--max-new-tokens", "2"]
+    environment = kept | {"HOME": str(home), "TMPDIR": str(temporary), "PYTHONDONTWRITEBYTECODE": "1"}
+    subprocess.run(command, env=environment, cwd=temporary, check=True, capture_output=True)
+    assert not [*home.rglob("*"), *temporary.rglob("*")]

@@ -1,0 +1,40 @@
+"""The first code of a child process: `python -m edgekv.child_start PARENT KIND TARGET ARGUMENTS`.
+
+Linux kills the child when the parent dies, even by SIGKILL. Elsewhere an orphaned child ends when its work is done.
+PARENT is the parent's process id, or 0 to survive it. KIND is `module` or `program`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import runpy
+import signal
+import sys
+from contextlib import suppress
+
+_PR_SET_PDEATHSIG = 1
+
+
+def main() -> None:
+    parent, kind, target = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+    if parent:
+        die_with(parent)
+    if kind == "program":
+        os.execv(target, sys.argv[3:])  # the death signal stays set
+    sys.argv = sys.argv[3:]
+    runpy.run_module(target, run_name="__main__", alter_sys=True)
+
+
+def die_with(parent: int) -> None:
+    """Have this process killed when the thread of the parent that started it ends."""
+    if not sys.platform.startswith(("linux", "android")):
+        return
+    with suppress(AttributeError, OSError):
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it died before the call
+        sys.exit("the parent process has ended")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,164 @@
+"""Child processes end with their parent, within their time, and leave no files."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from edgekv import child_start
+from edgekv.child import run_in_child, run_program, vendor_timeout_s
+from edgekv.errors import UsageError
+from edgekv.scratch import scratch_folder
+
+PATIENCE_S = 60
+SLEEPER = (
+    "import os, pathlib, sys, time\npathlib.Path(sys.stdin.read()).write_text(str(os.getpid()))\ntime.sleep(600)\n"
+)
+REPLIER = "import pathlib, sys\nprint('noise')\npathlib.Path(sys.argv[1]).write_text(sys.stdin.read()[::-1])\n"
+
+
+@pytest.fixture(autouse=True)
+def modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder on the path of child processes, and a temporary directory for this test alone."""
+    (tmp_path / "code").mkdir()
+    (tmp_path / "code" / "a_sleeper.py").write_text(SLEEPER)
+    (tmp_path / "code" / "a_replier.py").write_text(REPLIER)
+    (tmp_path / "tmp").mkdir()
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path / "code"), *sys.path]))
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
+    monkeypatch.setattr("tempfile.tempdir", None)
+    return tmp_path / "code"
+
+
+def wait_for(what: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not what():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def has_ended(pid: int) -> bool:
+    """Whether a process is gone, or a zombie that nobody has waited for."""
+    try:
+        return "\nState:\tZ" in Path(f"/proc/{pid}/status").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+
+
+def pid_in(file: Path) -> int:
+    wait_for(lambda: file.exists() and bool(file.read_text()))
+    return int(file.read_text())
+
+
+def test_a_reply_comes_back_and_nothing_is_printed(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    end = run_in_child("a_replier", b"abc", timeout_s=PATIENCE_S)
+    assert (end.reply, end.ending) == (b"cba", "exit code 0: no output")
+    assert capfd.readouterr() == ("", "")
+    assert not list((tmp_path / "tmp").iterdir())
+
+
+def test_a_child_that_hangs_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EDGEKV_TIMEOUT_S", "3")
+    end = run_in_child("a_sleeper", str(tmp_path / "pid").encode())
+    assert (end.reply, end.ending) == (None, "no answer within 3 s")
+    assert has_ended(pid_in(tmp_path / "pid"))
+    assert not list((tmp_path / "tmp").iterdir())
+
+
+def test_a_program_that_hangs_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EDGEKV_TIMEOUT_S", "2")
+    end = run_program(["/bin/sleep", "600"])
+    assert (end.succeeded, end.ending) == (False, "no answer within 2 s")
+
+
+def test_what_a_program_starts_is_not_waited_for() -> None:
+    end = run_program(["/bin/sh", "-c", "sleep 600 & echo $!; echo twice >&2; exit 3"])
+    pid, second = end.output.splitlines()
+    os.kill(int(pid), signal.SIGKILL)
+    assert (end.succeeded, end.ending, second) == (False, "exit code 3", "twice")
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "soon", "nan", "inf", ""])
+def test_a_time_limit_is_a_positive_number(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    monkeypatch.setenv("EDGEKV_TIMEOUT_S", text)
+    with pytest.raises(UsageError, match=r"EDGEKV_TIMEOUT_S: got .* expected seconds above 0"):
+        vendor_timeout_s()
+
+
+@pytest.mark.parametrize("run", ["run_in_child('a_sleeper', {job!r})", "run_program(['/bin/sh', '-c', {shell!r}])"])
+def test_a_child_dies_with_its_parent_and_the_next_process_cleans_up(tmp_path: Path, run: str) -> None:
+    file = tmp_path / "pid"
+    call = run.format(job=str(file).encode(), shell=f"echo $$ > {file}; exec sleep 600")
+    code = f"from edgekv.child import run_in_child, run_program; {call}"
+    with subprocess.Popen([sys.executable, "-c", code]) as parent:
+        pid = pid_in(file)
+        parent.kill()
+    wait_for(lambda: has_ended(pid))
+    (leftover,) = (tmp_path / "tmp").iterdir()
+    assert f"-{parent.pid}-" in leftover.name
+    code = "from edgekv.scratch import scratch_folder\nwith scratch_folder('other'): pass"
+    subprocess.run([sys.executable, "-c", code], check=True)
+    assert not list((tmp_path / "tmp").iterdir())
+
+
+def test_folders_of_living_processes_and_of_other_programs_stay(tmp_path: Path) -> None:
+    others = [tmp_path / "tmp" / name for name in (f"edgekv-child-{os.getppid()}-x", "edgekv-notes", "edgekv-a-x-y")]
+    for folder in others:
+        folder.mkdir()
+    with scratch_folder("test") as scratch:
+        assert sorted((tmp_path / "tmp").iterdir()) == sorted([*others, scratch])
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+def test_a_signal_ends_a_command_its_children_and_its_files(small: Path, tmp_path: Path, number: int) -> None:
+    command = [sys.executable, "-m", "edgekv", "compile", str(small), "--device", "SM8650"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        wait_for(lambda: any((tmp_path / "tmp").glob("edgekv-child-*/job")))
+        wait_for(lambda: bool(children_of(process.pid)))
+        children = children_of(process.pid)
+        process.send_signal(number)
+        out, err = process.communicate(timeout=PATIENCE_S)
+    assert process.returncode == 128 + number
+    assert out == "" and "Traceback" not in err
+    assert all(has_ended(child) for child in children)
+    assert not list((tmp_path / "tmp").iterdir())
+    assert not list((small / "compiled").iterdir())
+
+
+def children_of(pid: int) -> list[int]:
+    found = []
+    for status in Path("/proc").glob("[0-9]*/status"):
+        try:
+            if f"\nPPid:\t{pid}\n" in status.read_text():
+                found.append(int(status.parent.name))
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+    return found
+
+
+def test_a_signal_that_the_parent_ignores_stays_ignored() -> None:
+    """As under nohup."""
+    code = (
+        "import os, signal\n"
+        "from edgekv.cli.exit_codes import exit_code_of, signals_as_exceptions\n"
+        "signal.signal(signal.SIGHUP, signal.SIG_IGN)\n"
+        "with signals_as_exceptions():\n"
+        "    print(exit_code_of(lambda: os.kill(os.getpid(), signal.SIGHUP)))\n"
+        "    print(exit_code_of(lambda: os.kill(os.getpid(), signal.SIGTERM)))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["0", "143"]
+
+
+def test_where_linux_does_not_help_a_child_starts_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    for platform in ("darwin", "win32"):
+        monkeypatch.setattr(sys, "platform", platform)
+        monkeypatch.setattr(child_start.ctypes, "CDLL", lambda name: pytest.fail("no prctl there"))
+        child_start.die_with(os.getppid())
