@@ -153,6 +153,12 @@ def test_a_crash_of_genie_is_an_error(folder: GenieFolder) -> None:
         GenieDialog(folder.path, folder.config(shared=True))
 
 
+def test_a_hang_of_genie_is_an_error(folder: GenieFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EDGEKV_TIMEOUT_S", "0.01")
+    with pytest.raises(EngineError, match=r"Genie: Create: got no answer within 0.01 s.* Set EDGEKV_TIMEOUT_S"):
+        GenieDialog(folder.path, folder.config())
+
+
 def test_a_prompt_that_does_not_fit_is_an_error(genie: GenieDialog) -> None:
     with pytest.raises(EngineError, match="the context is full"):
         list(genie.token_query([300] * 128, max_new_tokens=1))

@@ -1,4 +1,4 @@
-"""The commands put together."""
+"""The command line program."""
 
 from __future__ import annotations
 
@@ -11,16 +11,18 @@ import typer
 from typer.core import TyperGroup
 
 from edgekv.cli.commands import find_commands
-from edgekv.cli.exit_codes import exit_code_of
+from edgekv.cli.exit_codes import exit_code_of, signals_as_exceptions
 
 
 def main() -> NoReturn:
-    """The entry point of the program: run the arguments of the process and end it."""
-    sys.exit(run(sys.argv[1:]))
+    """The entry point of the program: run the arguments of the process and exit."""
+    with signals_as_exceptions():
+        code = run(sys.argv[1:])
+    sys.exit(code)
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Run one command line and return its exit code: 0, 1 if it failed, 2 for usage, 130 if it was interrupted."""
+    """Run one command line and return its exit code; see `exit_code_of`."""
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")  # a terminal without Unicode still shows the rest
@@ -32,7 +34,7 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def make_app(arguments: Sequence[str]) -> typer.Typer:
-    """The program with those commands that these arguments can mean, in the order of their names."""
+    """The program with the commands that these arguments can mean, sorted by name."""
     app = typer.Typer(
         cls=_ByName,
         add_completion=False,
@@ -52,7 +54,7 @@ def make_app(arguments: Sequence[str]) -> typer.Typer:
 
 
 class _ByName(TyperGroup):
-    """Lists commands and groups of commands alike."""
+    """Lists commands and groups of commands together, by name."""
 
     def list_commands(self, ctx: Any) -> list[str]:
         return sorted(super().list_commands(ctx))

@@ -4,20 +4,38 @@ from __future__ import annotations
 
 import errno
 import os
+import signal
 import sys
+import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
 
 from devices import UnknownDeviceError
+from edgekv.child import kill_children
 from edgekv.errors import EdgeKVError
 
 DEBUG_VARIABLE = "EDGEKV_DEBUG"
 
+_SIGNALS = ("SIGINT", "SIGTERM", "SIGHUP")  # Windows has no SIGHUP
+
+
+class TerminatedError(BaseException):
+    """SIGTERM or SIGHUP arrived. Like KeyboardInterrupt it passes `except Exception`, so that cleanup runs."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(signal.Signals(number).name)
+        self.number = number
+
 
 def exit_code_of(call: Callable[[], None]) -> int:
-    """Run a call and say what went wrong in a line on standard error, without a traceback.
+    """Run a call, and print what went wrong as one line on standard error, without a traceback.
 
-    With EDGEKV_DEBUG=1 in the environment the traceback comes too.
+    EDGEKV_DEBUG=1 in the environment adds the traceback.
+
+    Returns:
+        0, 1 for an error, 2 for a wrong command line, or 128 plus the number of the signal that ended it.
     """
     try:
         call()
@@ -25,13 +43,15 @@ def exit_code_of(call: Callable[[], None]) -> int:
         return end.code if isinstance(end.code, int) else int(end.code is not None)
     except KeyboardInterrupt:
         return 130
+    except TerminatedError as end:
+        return 128 + end.number
     except EdgeKVError as error:
         return _report(str(error), error.exit_code)
     except UnknownDeviceError as error:
         return _report(str(error), 2)
     except OSError as error:
         if error.errno == errno.EPIPE:
-            # Whoever read our output has gone; the flush at the interpreter's end must not complain either.
+            # The reader of our output has gone; the flush at the interpreter's end must not complain either.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return 1
         place = "" if error.filename is None else f"{error.filename}: "
@@ -45,6 +65,36 @@ def exit_code_of(call: Callable[[], None]) -> int:
             1,
         )
     return 0
+
+
+@contextmanager
+def signals_as_exceptions() -> Iterator[None]:
+    """Turn SIGINT, SIGTERM and SIGHUP into exceptions, so that unfinished files are removed and children end.
+
+    A signal that the parent chose to ignore, as `nohup` does, stays ignored. Outside the main thread nothing changes.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    numbers = [getattr(signal, name) for name in _SIGNALS if hasattr(signal, name)]
+    before = {number: signal.getsignal(number) for number in numbers}
+    caught = [number for number in numbers if before[number] in (signal.SIG_DFL, signal.default_int_handler)]
+    for number in caught:
+        signal.signal(number, _raise)
+    try:
+        yield
+    finally:
+        for number in caught:
+            signal.signal(number, before[number])
+
+
+def _raise(number: int, frame: FrameType | None) -> None:
+    """Kill the children, for which other threads may wait, and raise."""
+    kill_children()
+    if number == signal.SIGINT:
+        raise KeyboardInterrupt
+    signal.signal(number, signal.SIG_IGN)  # a second one must not interrupt the cleanup
+    raise TerminatedError(number)
 
 
 def _report(message: str, code: int) -> int:

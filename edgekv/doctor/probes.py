@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import platform
-import tempfile
-from pathlib import Path
 
 import numpy as np
 
@@ -13,6 +11,7 @@ from edgekv.doctor.finding import Finding, require
 from edgekv.doctor.samples import onnx_sum_case, tflite_model, write_onnx_sum
 from edgekv.errors import EngineError
 from edgekv.runtime import CpuEngine, HtpEngine
+from edgekv.scratch import scratch_folder
 
 _SOC = "SM8650"
 _EMULATED = ("x86_64", "amd64")
@@ -68,8 +67,8 @@ def _run_sum(engine: CpuEngine | HtpEngine) -> None:
         EngineError: the engine refused the graph, or computed something else.
     """
     x, wanted = onnx_sum_case()
-    with tempfile.TemporaryDirectory(prefix="edgekv-doctor-") as scratch:
-        path = Path(scratch) / "sum.onnx"
+    with scratch_folder("doctor") as scratch:
+        path = scratch / "sum.onnx"
         write_onnx_sum(path)
         (found,) = engine.session(path).run(["y"], {"x": x})
     if not np.array_equal(found, wanted):

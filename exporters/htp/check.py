@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -12,6 +11,7 @@ import msgspec
 from devices import Device
 from edgekv.child import run_in_child
 from edgekv.errors import EngineError
+from edgekv.scratch import scratch_folder
 
 _FLOAT_TYPES = {0x0232: "float32", 0x0216: "float16"}  # Qnn_DataType_t
 
@@ -96,10 +96,10 @@ def run_and_lint(device: Device, steps: Sequence[HtpStep]) -> tuple[int, list[li
     Raises:
         EngineError: the compiler is missing, refused a graph, or crashed.
     """
-    with tempfile.TemporaryDirectory(prefix="edgekv-lint-") as scratch:
+    with scratch_folder("lint") as scratch:
         folders, dumping = [], []
         for number, step in enumerate(steps):
-            folders.append(folder := Path(scratch) / str(number))
+            folders.append(folder := scratch / str(number))
             folder.mkdir()
             options = step.provider_options | {"dump_json_qnn_graph": "1", "json_qnn_graph_dir": str(folder)}
             dumping.append(msgspec.structs.replace(step, provider_options=options))

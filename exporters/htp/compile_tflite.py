@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
-import tempfile
 from collections.abc import Sequence
 from importlib import metadata, util
 from pathlib import Path
@@ -18,7 +16,9 @@ from typing import Any
 import flatbuffers
 
 from devices import Device
+from edgekv.child import run_program
 from edgekv.errors import EngineError, UsageError
+from edgekv.scratch import scratch_folder
 
 SOCS = frozenset(["SA8255", "SA8295", "SM8350", "SM8450", "SM8475", "SM8550", "SM8650", "SM8750", "SM8845", "SM8850"])
 """What the plugin of ai-edge-litert 2.3 compiles for."""
@@ -50,12 +50,11 @@ def compile_tflite(source: Path, target: Path, graphs: Sequence[str], device: De
             fix="Export with --format onnx, which compiles for every chip of the catalogue.",
         )
     litert, libraries = _package("ai_edge_litert"), _package("onnxruntime_qnn")
-    with tempfile.TemporaryDirectory(prefix="edgekv-litert-") as scratch:
-        folder = Path(scratch)
+    with scratch_folder("litert") as folder:
         _link_libraries(libraries, folder)
         graph = folder / "graphs.tflite"
         graph.write_bytes(_for_htp(source, graphs))
-        done = subprocess.run(
+        done = run_program(
             [
                 str(litert / "tools" / "apply_plugin_main"),
                 "--cmd=apply",
@@ -66,15 +65,11 @@ def compile_tflite(source: Path, target: Path, graphs: Sequence[str], device: De
                 f"--libs={litert / 'vendors' / 'qualcomm' / 'compiler'}",
                 "--qualcomm_enable_weight_sharing=true",
             ],
-            env={**os.environ, "LD_LIBRARY_PATH": os.pathsep.join([scratch, str(litert)])},
-            capture_output=True,
-            text=True,
-            errors="replace",
-            check=False,
+            environment={"LD_LIBRARY_PATH": os.pathsep.join([str(folder), str(litert)])},
         )
-    cause = _cause(done.stdout + done.stderr)
-    if done.returncode or not target.is_file():
-        raise _refusal(device, cause or f"exit code {done.returncode}", "a context binary")
+    cause = _cause(done.output)
+    if not done.succeeded or not target.is_file():
+        raise _refusal(device, cause or done.ending, "a context binary")
     for name, operators in _operators(target).items():
         if operators != [_DISPATCH]:
             found = f"{len(operators)} operators left in {name}" + (f"; {cause}" if cause else "")

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import ctypes
 import json
-import tempfile
-from pathlib import Path
 
 from edgekv.doctor import Finding, require
 from edgekv.doctor.samples import write_onnx_sum
 from edgekv.errors import UsageError
+from edgekv.scratch import scratch_folder
 from exporters.targets.aihub.account import connect
 from exporters.targets.genai.run import PACKAGE, check_version
 from exporters.targets.genie.vendor import find_library
@@ -23,8 +22,7 @@ def genai() -> Finding:
 
     stage = {"sum": {"filename": "sum.onnx", "inputs": ["x"], "outputs": ["y"]}}
     model = {"type": "decoder-pipeline", "context_length": 2, "vocab_size": 2, "decoder": {"pipeline": [stage]}}
-    with tempfile.TemporaryDirectory(prefix="edgekv-doctor-") as scratch:
-        folder = Path(scratch)
+    with scratch_folder("doctor") as folder:
         write_onnx_sum(folder / "sum.onnx")
         (folder / "genai_config.json").write_text(json.dumps({"model": model, "search": {}}))
         onnxruntime_genai.Model(str(folder))

@@ -1,18 +1,19 @@
-"""Genie on a folder, in a child process: a crash of the library is an error here, not the end."""
+"""Genie on a folder, in a child process: a crash or hang of the library becomes an error."""
 
 from __future__ import annotations
 
 import os
 import subprocess
-import sys
 import tempfile
+import threading
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import TracebackType
 
 import msgspec
 
-from edgekv.child import describe_exit
+from edgekv.child import TIMEOUT_VARIABLE, describe_exit, started, vendor_timeout_s
 from edgekv.errors import EngineError
 from exporters.targets.genie.config import GenieConfig
 from exporters.targets.genie.messages import (
@@ -33,6 +34,7 @@ from exporters.targets.genie.vendor import find_library
 _CONTEXT_FULL = 4
 _MEANINGS = {_CONTEXT_FULL: "the context is full"}
 _WAY_OUT = "A prompt must leave room in the context; else write the folder again with edgekv bundle genie."
+_CLOSING_S = 10
 _NOISE = ("LIBNATIVE", "affinity mask", '"Using create From Binary"')
 
 
@@ -51,13 +53,20 @@ class GenieDialog:
         """
         library = find_library()
         paths = [str(library.parent), *filter(None, [os.environ.get("LD_LIBRARY_PATH")])]
-        self._log = tempfile.TemporaryFile()  # noqa: SIM115  (closed with the dialog)
-        self._child = subprocess.Popen(
-            [sys.executable, "-m", "exporters.targets.genie.worker"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._log,
-            env={**os.environ, "LD_LIBRARY_PATH": os.pathsep.join(paths)},
+        self._timeout_s = vendor_timeout_s()
+        self._timed_out = False
+        self._open = ExitStack()
+        self._log = self._open.enter_context(tempfile.TemporaryFile())  # noqa: SIM115
+        self._child = self._open.enter_context(
+            started(
+                "module",
+                ["exporters.targets.genie.worker"],
+                {"LD_LIBRARY_PATH": os.pathsep.join(paths)},
+                dies_with_thread=threading.current_thread() is threading.main_thread(),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=self._log,
+            )
         )
         try:
             self._finish(
@@ -109,12 +118,14 @@ class GenieDialog:
 
     def close(self) -> None:
         """End the child process. A second call does nothing."""
-        if self._child.poll() is None and self._child.stdin is not None:
-            self._child.stdin.close()
-            self._child.wait()
-        if self._child.stdout is not None:
+        assert self._child.stdin is not None, "opened with a pipe"
+        assert self._child.stdout is not None, "opened with a pipe"
+        with self._open:
+            with suppress(BrokenPipeError):
+                self._child.stdin.close()
+            with suppress(subprocess.TimeoutExpired):  # killed then
+                self._child.wait(_CLOSING_S)
             self._child.stdout.close()
-        self._log.close()
 
     def _finish(self, request: Request) -> None:
         for _ in self._request(request):
@@ -122,14 +133,13 @@ class GenieDialog:
 
     def _request(self, request: Request) -> Iterator[Reply]:
         assert self._child.stdin is not None, "opened with a pipe"
-        assert self._child.stdout is not None, "opened with a pipe"
         call = type(request).__name__
         try:
             self._child.stdin.write(msgspec.json.encode(request) + b"\n")
             self._child.stdin.flush()
         except (BrokenPipeError, ValueError):
             raise self._failure(call, "a dialog that has ended") from None
-        for line in self._child.stdout:
+        while line := self._next_line():
             reply = msgspec.json.decode(line, type=Reply)
             if not isinstance(reply, Done):
                 yield reply
@@ -137,8 +147,26 @@ class GenieDialog:
                 raise self._failure(reply.call, _MEANINGS.get(reply.status, f"status {reply.status}"))
             else:
                 return
+        if self._timed_out:
+            fix = f"Set {TIMEOUT_VARIABLE} to allow more time."
+            raise self._failure(call, f"no answer within {self._timeout_s:g} s", fix)
         crashed = "The emulator on x86 crashes on a binary of several graphs: use genie_config.json there."
         raise self._failure(call, describe_exit(self._child.wait()), crashed)
+
+    def _next_line(self) -> bytes:
+        """The next line of the child; none if it ended or did not answer in time, which ends it."""
+        assert self._child.stdout is not None, "opened with a pipe"
+        watch = threading.Timer(self._timeout_s, self._time_out)
+        watch.daemon = True
+        watch.start()
+        try:
+            return self._child.stdout.readline()
+        finally:
+            watch.cancel()
+
+    def _time_out(self) -> None:
+        self._timed_out = True
+        self._child.kill()
 
     def _failure(self, call: str, what: str, fix: str = _WAY_OUT) -> EngineError:
         said = ""

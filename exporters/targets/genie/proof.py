@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -12,6 +11,7 @@ from edgekv.bundle import Bundle
 from edgekv.errors import EngineError
 from edgekv.kv import KVCache
 from edgekv.runtime import HtpEngine, Runner
+from edgekv.scratch import scratch_folder
 from exporters.targets.genie.config import Debug, GenieConfig, Sampler
 from exporters.targets.genie.dialog import GenieDialog
 from exporters.targets.genie.ports import GeniePort, GeniePorts
@@ -50,13 +50,13 @@ def prove(
         BundleError: a binary has other inputs or outputs than Genie drives.
         EngineError: Genie refused the folder, crashed, or chose other tokens.
     """
-    with tempfile.TemporaryDirectory(prefix="edgekv-genie-") as scratch:
-        debug = Debug(path=scratch, dump_specs=True)
+    with scratch_folder("genie") as scratch:
+        debug = Debug(path=str(scratch), dump_specs=True)
         dialog = msgspec.structs.replace(config.dialog, sampler=_GREEDY, debug=debug)
         with GenieDialog(folder, GenieConfig(dialog=dialog)) as genie:
             own = prompt if dialog.context.bos_token < 0 else prompt[1:]
             found = list(genie.token_query(own, max_new_tokens))
-        read = read_specs(Path(scratch))
+        read = read_specs(scratch)
     for name, ports in graphs.items():
         if name not in read:
             raise EngineError(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import tempfile
 from collections.abc import Sequence
 from importlib import metadata, resources
 from pathlib import Path
@@ -20,6 +19,7 @@ from edgekv.bundle import (
 )
 from edgekv.runtime import HtpEngine, qnn
 from edgekv.runtime.embedding import open_table
+from edgekv.scratch import scratch_folder
 from edgekv.spec import EMBEDDINGS
 from edgekv.system import sha256_of
 from exporters.htp.compile import compile_binaries
@@ -68,10 +68,10 @@ def write_genie(
     plan, manifest = GeniePlan.of(bundle, options), bundle.manifest
     with (
         atomic_directory(target, force=force, marker=GENIE_MANIFEST) as folder,
-        tempfile.TemporaryDirectory(prefix="edgekv-genie-") as scratch,
+        scratch_folder("genie") as scratch,
     ):
         table = _Table(bundle, folder / TABLE) if options.embedding_table or manifest.embedding else None
-        parts = [_adapt_part(bundle, plan, part, Path(scratch), table) for part in range(1, plan.parts + 1)]
+        parts = [_adapt_part(bundle, plan, part, scratch, table) for part in range(1, plan.parts + 1)]
         encoding = None if table is None else table.encoding
         ports = {
             name: _check_graph(bundle, graph, graph.parts[part - 1], models[name], encoding)
