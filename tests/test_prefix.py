@@ -358,12 +358,22 @@ def test_a_free_id_is_not_released_again() -> None:
         BlockAllocator(2).release(1)
 
 
+def test_the_default_budget_is_256_mib() -> None:
+    def primary_bytes(**changes: float) -> int:
+        store = PrefixStore(GEOMETRY, StoreConfig(**changes), free_bytes=1 << 34)  # type: ignore[arg-type]
+        return store.limits.primary[0] * 32 * GEOMETRY.tensors * GEOMETRY.row_bytes
+
+    assert primary_bytes() == 256 << 20
+    assert primary_bytes(free_memory_fraction=0.5) == 1 << 33
+
+
 def test_the_least_of_the_limits_is_the_budget() -> None:
     def blocks(**changes: object) -> int:
         config = StoreConfig(**{"tokens_per_block": STEP, **changes})  # type: ignore[arg-type]
         return PrefixStore(GEOMETRY, config, free_bytes=100 * BLOCK_BYTES).limits.primary[0]
 
     assert blocks() == 90
+    assert blocks(tokens_per_block=32) == 90 * STEP // 32
     assert blocks(free_memory_fraction=0.5) == 50
     assert blocks(max_tokens=41) == 20
     assert blocks(max_tokens=41, max_bytes=7 * BLOCK_BYTES) == 7

@@ -15,7 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from edgekv.kv import Geometry
 from edgekv.prefix import Match, PrefixStore, RetentionPolicy, StoreConfig, TokenRangeRetentionConfig
 from edgekv.prefix.block import ABSENT, Block, Node, Tier
-from edgekv.prefix.memory import Rows
+from edgekv.prefix.rows import Rows
 
 GEOMETRY = Geometry(layers=1, kv_heads=1, head_dim=2, context=64)
 STEP = 2

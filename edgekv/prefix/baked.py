@@ -155,7 +155,7 @@ def load_baked(bundle: Bundle, store: PrefixStore, engine: str) -> int:
     for entry in record.prefixes:
         if entry.engine == engine:
             said, rows = _read_rows(bundle.path / FOLDER / entry.file, record, entry, store)
-            store.insert(said, rows, retention=_KEPT_LONGEST, ended=True)
+            store.insert(said, rows, retention=_KEPT_LONGEST, ended=True, public=True)
             tokens += len(said)
     return tokens
 

@@ -35,6 +35,7 @@ class Block:
         priority: 0 to 100.
         expires_ms: when the priority becomes the default again; None is never.
         stamp: grows with each use.
+        used_ns: time of the last use, ns since the epoch: the order of use that several processes share.
         guards: operations under way that need it; no tier evicts it meanwhile.
         places: of each tier, the id in memory or the bytes of the file; `ABSENT` if it is not there.
         following: of each tier, how many of the blocks that follow it are there; counted for full attention alone.
@@ -45,6 +46,7 @@ class Block:
     priority: int = DEFAULT_PRIORITY
     expires_ms: int | None = None
     stamp: int = 0
+    used_ns: int = 0
     guards: int = 0
     places: list[int] = field(default_factory=lambda: [ABSENT, ABSENT, ABSENT])
     following: list[int] = field(default_factory=lambda: [0, 0, 0])

@@ -1,14 +1,13 @@
-"""The file of one block: safetensors that say what they are and prove it."""
+"""The file of one block: safetensors that say what they are, and a checksum that proves it."""
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
 from edgekv.prefix.keys import Keys, token_bytes
@@ -17,6 +16,8 @@ from edgekv.prefix.retention import MAX_PRIORITY
 FORMAT = "edgekv-prefix-1"
 SUFFIX = ".safetensors"
 _ROWS, _TOKENS = "rows", "tokens"
+_DTYPES = {"U8": np.uint8, "I8": np.int8, "I16": np.int16, "I64": np.int64}
+_MOST_HEADER_BYTES = 1 << 16
 
 
 class RejectedFileError(Exception):
@@ -25,14 +26,14 @@ class RejectedFileError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class BlockRecord:
-    """What a block file says of itself.
+    """What a block file says about itself.
 
     Attributes:
         fingerprint: hash of the store's fingerprint and layout.
-        group: index of the group.
+        group: index of the group of layers.
         root: key of the salt.
-        tokens: all tokens from the beginning of the sequence to the end of the block.
-        priority: with which it is kept.
+        tokens: the sequence from its first token to the end of the block.
+        priority: retention priority, 0 to 100.
     """
 
     fingerprint: bytes
@@ -42,12 +43,36 @@ class BlockRecord:
     priority: int
 
     def name(self, keys: Keys) -> str:
-        """The file's name, in which neither salt nor tokens can be read."""
+        """The file's name, a keyed hash: it reveals neither salt nor tokens."""
         return f"{keys.sequence(self.root, token_bytes(self.tokens)).hex()}-g{self.group}{SUFFIX}"
 
 
+@dataclass(frozen=True, slots=True)
+class BlockFile:
+    """A block file as read, not yet proved.
+
+    Attributes:
+        record: what it says about itself.
+        rows: `[tensors, tokens, D]`.
+        checksum: over both.
+    """
+
+    record: BlockRecord
+    rows: NDArray[Any]
+    checksum: bytes
+
+    def check(self, keys: Keys) -> None:
+        """Refuse what was not written with these keys, or was changed since.
+
+        Raises:
+            RejectedFileError: the checksum differs.
+        """
+        if _checksum(self.record, self.rows, keys) != self.checksum:
+            raise RejectedFileError("the checksum differs")
+
+
 def encode(record: BlockRecord, rows: NDArray[Any], keys: Keys) -> bytes:
-    """A whole file for rows `[tensors, tokens_per_block, D]`."""
+    """The content of a file for rows `[tensors, tokens_per_block, D]`."""
     metadata = {
         "format": FORMAT,
         "fingerprint": record.fingerprint.hex(),
@@ -60,51 +85,43 @@ def encode(record: BlockRecord, rows: NDArray[Any], keys: Keys) -> bytes:
     return data
 
 
-def read_record(path: Path) -> BlockRecord:
-    """What a file says, without reading its rows: whole as safetensors are, but not yet proved.
+def decode(data: bytes) -> BlockFile:
+    """Read a file's content; arrays share its memory.
 
     Raises:
         RejectedFileError: it is truncated, or no block file.
-        OSError: it cannot be read.
     """
-    return _read(path)[0]
-
-
-def read_rows(path: Path, keys: Keys) -> tuple[BlockRecord, NDArray[Any]]:
-    """What a file says and its rows, proved by the checksum.
-
-    Raises:
-        RejectedFileError: it is truncated, no block file, or not as it was written.
-        OSError: it cannot be read.
-    """
-    record, checksum, rows = _read(path, rows=True)
-    if _checksum(record, rows, keys) != checksum:
-        raise RejectedFileError("the checksum differs")
-    return record, rows
-
-
-def _read(path: Path, *, rows: bool = False) -> tuple[BlockRecord, bytes, NDArray[Any]]:
-    path.stat()  # an absent file is an OSError, whatever the library calls it
     try:
-        with safe_open(path, framework="numpy") as file:
-            said = file.metadata() or {}
-            if said.get("format") != FORMAT:
-                raise RejectedFileError(f"the format is {said.get('format')}, not {FORMAT}")
-            tokens = file.get_tensor(_TOKENS)
-            if tokens.dtype != np.int64 or tokens.ndim != 1:
-                raise RejectedFileError("the tokens are no list of 64-bit integers")
-            record = BlockRecord(
-                bytes.fromhex(said["fingerprint"]),
-                int(said["group"]),
-                bytes.fromhex(said["root"]),
-                tuple(tokens.tolist()),
-                int(said["priority"]),
-            )
-            if not 0 <= record.priority <= MAX_PRIORITY:
-                raise RejectedFileError("the priority is out of range")
-            return record, bytes.fromhex(said["checksum"]), file.get_tensor(_ROWS) if rows else tokens
-    except (SafetensorError, KeyError, ValueError, TypeError) as error:
-        raise RejectedFileError(str(error)) from None
+        size = int.from_bytes(data[:8], "little")
+        if size > min(_MOST_HEADER_BYTES, len(data) - 8):
+            raise RejectedFileError("the header is truncated")
+        header = json.loads(data[8 : 8 + size])
+        said = header["__metadata__"]
+        if said.get("format") != FORMAT:
+            raise RejectedFileError(f"the format is {said.get('format')}, not {FORMAT}")
+        body = memoryview(data)[8 + size :]
+        tokens, rows = _tensor(header[_TOKENS], body), _tensor(header[_ROWS], body)
+        if tokens.dtype != np.int64 or tokens.ndim != 1 or tokens.nbytes + rows.nbytes != len(body):
+            raise RejectedFileError("the tensors are not those of a block")
+        record = BlockRecord(
+            bytes.fromhex(said["fingerprint"]),
+            int(said["group"]),
+            bytes.fromhex(said["root"]),
+            tuple(tokens.tolist()),
+            int(said["priority"]),
+        )
+        if not 0 <= record.priority <= MAX_PRIORITY:
+            raise RejectedFileError("the priority is out of range")
+        return BlockFile(record, rows, bytes.fromhex(said["checksum"]))
+    except (KeyError, ValueError, TypeError, AttributeError, RecursionError) as error:
+        raise RejectedFileError(f"{type(error).__name__}: {error}") from None
+
+
+def _tensor(entry: dict[str, Any], body: memoryview) -> NDArray[Any]:
+    start, stop = entry["data_offsets"]
+    if not 0 <= start <= stop <= len(body):
+        raise RejectedFileError("a tensor is truncated")
+    return np.frombuffer(body[start:stop], _DTYPES[entry["dtype"]]).reshape(entry["shape"])
 
 
 def _checksum(record: BlockRecord, rows: NDArray[Any], keys: Keys) -> bytes:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from edgekv.prefix.config import StoreConfig
+from edgekv.prefix.config import DEFAULT_FREE_MEMORY_FRACTION, DEFAULT_MAX_BYTES, StoreConfig
 from edgekv.prefix.errors import PrefixError
 from edgekv.prefix.groups import Group
 
@@ -69,10 +69,14 @@ class Division:
 
 
 def primary_budget(config: StoreConfig, division: Division, free_bytes: int) -> Budget:
-    """The least of the three limits."""
-    budgets = [Budget("free_memory_fraction", int(free_bytes * config.free_memory_fraction))]
+    """The least of the limits that are given; without any 256 MiB, and at most 90 % of the free memory."""
+    budgets = []
     if config.max_tokens is not None:
         budgets.append(Budget("max_tokens", division.bytes_of_tokens(config.max_tokens)))
     if config.max_bytes is not None:
         budgets.append(Budget("max_bytes", config.max_bytes))
+    if not budgets and config.free_memory_fraction is None:
+        budgets.append(Budget("max_bytes", DEFAULT_MAX_BYTES))
+    fraction = DEFAULT_FREE_MEMORY_FRACTION if config.free_memory_fraction is None else config.free_memory_fraction
+    budgets.append(Budget("free_memory_fraction", int(free_bytes * fraction)))
     return min(budgets, key=lambda budget: budget.bytes)

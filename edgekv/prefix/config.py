@@ -9,6 +9,7 @@ from edgekv.prefix.errors import PrefixError
 from edgekv.prefix.retention import DEFAULT_PRIORITY, check_priority
 
 DEFAULT_TOKENS_PER_BLOCK = 32
+DEFAULT_MAX_BYTES = 256 << 20
 DEFAULT_FREE_MEMORY_FRACTION = 0.9
 DEFAULT_DISK_CACHE_BYTES = 1 << 30
 _WAY_OUT = "Mend the store's configuration."
@@ -18,19 +19,21 @@ _WAY_OUT = "Mend the store's configuration."
 class StoreConfig:
     """The terms are those of TensorRT-LLM's KV cache configuration.
 
-    The primary memory is the least of `max_bytes`, what `max_tokens` need, and `free_memory_fraction` of the memory
-    that is free when the store is made.
+    The size of the primary memory is the least of the limits that are given: `max_bytes`, the bytes of `max_tokens`,
+    and `free_memory_fraction` of the memory that is free when the store is made. Without any it is 256 MiB, and it is
+    never more than 90 % of the free memory unless the fraction says so. It is allocated as blocks come into use.
 
     Attributes:
         tokens_per_block: a power of two above 1.
         max_bytes: primary memory in bytes; None sets no such limit.
         max_tokens: primary memory in tokens; None sets no such limit.
-        free_memory_fraction: above 0, at most 1.
+        free_memory_fraction: primary memory as a fraction of the free memory, above 0, at most 1.
         host_cache_size: bytes of secondary memory for blocks that are evicted from the primary one.
         secondary_offload_min_priority: blocks of lower priority are dropped rather than offloaded, unless blocks
             that were offloaded before need them.
         disk_folder: where blocks go that leave memory, and where `save` puts them; None is nowhere.
-        disk_cache_size: bytes of all block files that the store keeps there.
+        disk_cache_size: bytes of all block files below `disk_limit_folder`, of all stores and processes.
+        disk_limit_folder: `disk_folder` or its parent; None is `disk_folder`.
         max_attention_window: attention window of each layer in tokens, repeated if shorter; empty is what the
             geometry says.
         enable_block_reuse: False stores and matches nothing.
@@ -46,11 +49,12 @@ class StoreConfig:
     tokens_per_block: int = DEFAULT_TOKENS_PER_BLOCK
     max_bytes: int | None = None
     max_tokens: int | None = None
-    free_memory_fraction: float = DEFAULT_FREE_MEMORY_FRACTION
+    free_memory_fraction: float | None = None
     host_cache_size: int = 0
     secondary_offload_min_priority: int = DEFAULT_PRIORITY
     disk_folder: Path | None = None
     disk_cache_size: int = DEFAULT_DISK_CACHE_BYTES
+    disk_limit_folder: Path | None = None
     max_attention_window: tuple[int, ...] = ()
     enable_block_reuse: bool = True
     enable_partial_reuse: bool = True
@@ -65,7 +69,8 @@ class StoreConfig:
         check("tokens_per_block", tokens > 1 and tokens & (tokens - 1) == 0, "a power of two above 1")
         check("max_bytes", self.max_bytes is None or self.max_bytes > 0, "at least 1 byte, or None")
         check("max_tokens", self.max_tokens is None or self.max_tokens > 0, "at least 1 token, or None")
-        check("free_memory_fraction", 0 < self.free_memory_fraction <= 1, "above 0, at most 1")
+        fraction = self.free_memory_fraction
+        check("free_memory_fraction", fraction is None or 0 < fraction <= 1, "above 0, at most 1, or None")
         check("host_cache_size", self.host_cache_size >= 0, "0 bytes or more")
         check_priority("secondary_offload_min_priority", self.secondary_offload_min_priority)
         check("disk_cache_size", self.disk_cache_size > 0, "at least 1 byte")

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import os
 import re
-from contextlib import suppress
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from numpy.typing import NDArray
 
-from edgekv.prefix.blockfile import SUFFIX, BlockRecord, RejectedFileError, encode, read_record, read_rows
+from edgekv.prefix.blockfile import SUFFIX, BlockRecord, RejectedFileError, decode, encode
+from edgekv.prefix.catalogue import Catalogue, Entry
 from edgekv.prefix.errors import PrefixError
-from edgekv.prefix.keys import SECRET_BYTES, Keys
+from edgekv.prefix.keys import SECRET_BYTES, Keys, token_bytes, tokens_of
+from edgekv.prefix.private import NotPrivateError, check_folder, read_private, write_private
+from edgekv.prefix.retention import DEFAULT_PRIORITY
 from edgekv.prefix.stats import Counters
 from edgekv.system import is_alive
 
@@ -24,114 +28,299 @@ _PARTIAL = re.compile(r"\..+\.partial-(\d+)")
 
 @dataclass(frozen=True, slots=True)
 class FoundFile:
-    """A block file that was there when the store was opened, and its size in bytes."""
+    """A block file of this store in the folder.
 
+    Attributes:
+        name: of the file.
+        record: what the index says about it.
+        used_ns: time of the last use, ns since the epoch.
+        file_bytes: its size.
+    """
+
+    name: str
     record: BlockRecord
+    used_ns: int
     file_bytes: int
 
 
 class DiskFolder:
     """Block files that appear whole or not at all and are proved before they are used.
 
-    A file of another fingerprint, or one that does not bear a block file's name, is counted as rejected and left
-    alone. A file with a block file's name that is not what its name says is counted and removed.
+    The index counts the files of all stores below `limit_folder`, so the size limit holds for the folder however many
+    processes write to it. When the folder is opened, index and files are reconciled: a file without an entry is
+    entered, an entry without a file is dropped.
+
+    A file of another fingerprint, or without a block file's name, is counted as rejected and left alone. A file with
+    a block file's name that is not what its name says is counted and removed.
 
     Attributes:
-        keys: made from the folder's own secret.
+        keys: keyed hashes with the folder's own secret.
     """
 
-    def __init__(self, folder: Path, counters: Counters) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        limit_folder: Path,
+        limit_bytes: int,
+        store: bytes,
+        step: int,
+        limited: Sequence[bool],
+        counters: Counters,
+    ) -> None:
+        """Open a folder, and create it and its secret if need be.
+
+        Args:
+            folder: of the files.
+            limit_folder: the folder itself or its parent: the limit holds for all files below.
+            limit_bytes: bytes of all files.
+            store: digest of the store; files of others are not used.
+            step: tokens of a block.
+            limited: of each group of layers, whether its attention window is limited.
+            counters: counts what happens.
+
+        Raises:
+            PrefixError: the folder cannot be used, or other users could write to it.
+        """
         self._folder = folder
+        self._home = "" if folder == limit_folder else folder.name
+        self._limit_bytes = limit_bytes
+        self._store = store
+        self._step = step
+        self._limited = limited
         self._counters = counters
         try:
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-            self.keys = Keys(_secret(folder))
+            for each in {limit_folder, folder}:
+                check_folder(each)
+            self._catalogue = Catalogue(limit_folder)
+            with self._catalogue.transaction():
+                self.keys = Keys(_secret(folder))
+                self._reconcile()
+        except NotPrivateError as error:
+            fix = f"Give a folder of your own, and remove others' access: chmod -R go-rwx {limit_folder}"
+            wanted = "a file or folder that only you can write"
+            raise PrefixError(f"disk_folder {error.filename}", got=error.strerror, expected=wanted, fix=fix) from None
         except OSError as error:
             fix = "Give a folder that you can write."
             raise PrefixError(
                 f"disk_folder {folder}", got=error.strerror, expected="a writable folder", fix=fix
             ) from None
 
-    def scan(self, fingerprint: bytes) -> list[FoundFile]:
-        """The block files of a fingerprint, the longest unused first; remnants of killed processes are removed."""
-        found: list[tuple[int, FoundFile]] = []
-        for path in sorted(self._folder.iterdir()):
-            if (partial := _PARTIAL.fullmatch(path.name)) is not None:
-                if not is_alive(int(partial[1])):
-                    path.unlink(missing_ok=True)
-            elif path.suffix == SUFFIX:
-                try:
-                    status = path.stat()
-                    record = self._identify(path, fingerprint)
-                except (OSError, RejectedFileError):
-                    self._counters.rejected_files += 1
-                else:
-                    found.append((status.st_mtime_ns, FoundFile(record, status.st_size)))
-        return [file for _, file in sorted(found, key=lambda entry: entry[0])]
+    def close(self) -> None:
+        """Close the index."""
+        self._catalogue.close()
+
+    def transaction(self) -> AbstractContextManager[None]:
+        """Keep other processes from changing the folder; see `Catalogue.transaction`."""
+        return self._catalogue.transaction()
+
+    def is_changed(self) -> bool:
+        """Whether another process has changed the folder since the last call."""
+        try:
+            return self._catalogue.is_changed()
+        except OSError:
+            return False
+
+    def files(self) -> list[FoundFile]:
+        """The files of this store, the least recently used first."""
+        return [
+            FoundFile(
+                each.name,
+                BlockRecord(each.store, each.layers, each.root, tokens_of(each.tokens), each.priority),
+                each.used_ns,
+                each.bytes,
+            )
+            for each in self._catalogue.entries(self._home)
+            if each.store == self._store and each.root is not None
+            if each.layers is not None and each.tokens is not None
+        ]
 
     def encode(self, record: BlockRecord, rows: NDArray[Any]) -> bytes:
         """The file of a block."""
         return encode(record, rows, self.keys)
 
-    def write(self, record: BlockRecord, data: bytes) -> bool:
-        """Put a file in place; False if the disk does not take it.
+    def make_room(
+        self,
+        size_bytes: int,
+        limit: tuple[int, int] | None,
+        keep: Callable[[str], bool],
+        evicted: Callable[[str], None],
+    ) -> bool:
+        """Evict files of any store below the folder until so many bytes more are within the limit.
 
-        It is not forced to the disk: what a power cut leaves of it has no right checksum.
+        Args:
+            size_bytes: bytes to be written.
+            limit: evict no file of a greater (priority, last use in ns); None evicts any.
+            keep: whether a file of this store must stay, by name.
+            evicted: called with the name of each file of this store that was evicted.
+
+        Returns:
+            Whether there is room now.
+
+        Raises:
+            OSError: the index cannot be written.
         """
-        path = self._path(record)
-        partial = path.with_name(f".{path.name}.partial-{os.getpid()}")
+
+        def stays(entry: Entry) -> bool:
+            return self._is_own(entry) and keep(entry.name)
+
+        if size_bytes > self._limit_bytes:
+            return False
+        with self._catalogue.transaction():
+            while self._catalogue.total_bytes() + size_bytes > self._limit_bytes:
+                victim = self._catalogue.victim(stays)
+                if victim is None or (limit is not None and (victim.priority, victim.used_ns) > limit):
+                    return False
+                self._counters.evictions[2] += 1
+                self._catalogue.remove(victim.folder, [victim.name])
+                self._unlink(self._catalogue.folder / victim.folder / victim.name)
+                if self._is_own(victim):
+                    evicted(victim.name)
+        return True
+
+    def write(self, record: BlockRecord, data: bytes, used_ns: int) -> bool:
+        """Put a file in place and list it; False if the disk does not take it, or its parent is gone.
+
+        It is not forced to the disk: what a power cut leaves of it fails the checksum.
+        """
+        name = record.name(self.keys)
+        partial = self._folder / f".{name}.partial-{os.getpid()}"
         try:
-            partial.write_bytes(data)
-            partial.replace(path)
+            with self._catalogue.transaction():
+                entry = self._entry(name, record, used_ns, len(data))
+                if entry.parent is not None and not self._catalogue.has(self._home, entry.parent):
+                    return False
+                partial.unlink(missing_ok=True)
+                write_private(partial, data)
+                partial.replace(self._folder / name)
+                self._catalogue.put(entry)
         except OSError:
             self._counters.failed_writes += 1
-            with suppress(OSError):
-                partial.unlink(missing_ok=True)
+            self._unlink(partial)
             return False
         return True
 
     def read(self, record: BlockRecord) -> NDArray[Any] | None:
         """The rows of a block, proved; None if the file is gone, or was rejected and is removed."""
-        path = self._path(record)
+        name = record.name(self.keys)
         try:
-            said, rows = read_rows(path, self.keys)
-            if said.name(self.keys) != path.name or said.fingerprint != record.fingerprint:
+            file = decode(read_private(self._folder / name))
+            if file.record.name(self.keys) != name or file.record.fingerprint != record.fingerprint:
                 raise RejectedFileError("it is another block")
-            os.utime(path)
+            file.check(self.keys)
         except FileNotFoundError:
+            self.remove([name])
             return None
         except (OSError, RejectedFileError):
-            self._counters.rejected_files += 1
-            self._unlink(path)
+            self.reject(name)
             return None
-        return rows
+        return file.rows
 
-    def remove(self, record: BlockRecord) -> None:
-        """Remove a block's file."""
-        self._unlink(self._path(record))
+    def remove(self, names: Iterable[str]) -> None:
+        """Remove files of this store."""
+        names = list(names)
+        for name in names:
+            self._unlink(self._folder / name)
+        with suppress(OSError):
+            self._catalogue.remove(self._home, names)
 
-    def reject(self, record: BlockRecord) -> None:
+    def reject(self, name: str) -> None:
         """Count a file that is of no use and remove it."""
         self._counters.rejected_files += 1
-        self.remove(record)
+        self.remove([name])
 
-    def _identify(self, path: Path, fingerprint: bytes) -> BlockRecord:
+    def touch(self, uses: Iterable[tuple[str, int, int]]) -> None:
+        """Enter the last use of files of this store; see `Catalogue.touch`."""
+        with suppress(OSError):
+            self._catalogue.touch(self._home, uses)
+
+    def _is_own(self, entry: Entry) -> bool:
+        return entry.folder == self._home and entry.store == self._store
+
+    def _entry(self, name: str, record: BlockRecord, used_ns: int, file_bytes: int) -> Entry:
+        return Entry(
+            folder=self._home,
+            name=name,
+            store=record.fingerprint,
+            root=record.root,
+            layers=record.group,
+            parent=self._parent(record),
+            tokens=token_bytes(record.tokens),
+            priority=record.priority,
+            used_ns=used_ns,
+            bytes=file_bytes,
+        )
+
+    def _parent(self, record: BlockRecord) -> str | None:
+        """The file that a block of full attention needs."""
+        before = record.tokens[: (len(record.tokens) - 1) // self._step * self._step]
+        is_own = record.fingerprint == self._store and record.group < len(self._limited)
+        if not before or not is_own or self._limited[record.group]:
+            return None
+        return replace(record, tokens=before).name(self.keys)
+
+    def _reconcile(self) -> None:
+        """Let the index say what is there: in this store's folder by reading new files, elsewhere by their names."""
+        listed = {(each.folder, each.name): each for each in self._catalogue.entries()}
+        home = self._catalogue.folder
+        others = [path.parent for path in home.glob(f"*/{SECRET}")]
+        found: set[tuple[str, str]] = set()
+        for folder in {home, self._folder, *others}:
+            where = "" if folder == home else folder.name
+            with os.scandir(folder) as files:
+                for file in sorted(files, key=lambda file: file.name):
+                    if where == self._home and (partial := _PARTIAL.fullmatch(file.name)):
+                        if not is_alive(int(partial[1])):
+                            self._unlink(Path(file.path))
+                    elif file.name.endswith(SUFFIX):
+                        entry = self._found(file, where, listed.get((where, file.name)))
+                        if entry is not None:
+                            found.add((where, file.name))
+                            if entry is not listed.get((where, file.name)):
+                                self._catalogue.put(entry)
+        for where, name in set(listed) - found:
+            self._catalogue.remove(where, [name])
+
+    def _found(self, file: os.DirEntry[str], where: str, listed: Entry | None) -> Entry | None:
+        """The entry of a file in the folder; None if it must not be listed."""
+        try:
+            status = file.stat(follow_symlinks=False)
+        except OSError:
+            return None
+        if listed is not None and listed.bytes == status.st_size:
+            if where != self._home or listed.store == self._store:
+                return listed
+            if listed.store is not None:
+                self._counters.rejected_files += 1  # another store's
+                return listed
+        if where != self._home:
+            if _NAME.fullmatch(file.name) is None:
+                return None
+            return Entry(
+                where, file.name, None, None, None, None, None, DEFAULT_PRIORITY, status.st_mtime_ns, status.st_size
+            )
+        try:
+            record = self._identify(Path(file.path))
+        except (OSError, RejectedFileError):
+            self._counters.rejected_files += 1
+            return None
+        if record.fingerprint != self._store:
+            self._counters.rejected_files += 1
+        return self._entry(file.name, record, status.st_mtime_ns, status.st_size)
+
+    def _identify(self, path: Path) -> BlockRecord:
         named = _NAME.fullmatch(path.name) is not None
         try:
-            record = read_record(path)
-        except RejectedFileError:
+            record = decode(read_private(path)).record
+            if named and record.fingerprint == self._store and record.name(self.keys) != path.name:
+                raise RejectedFileError("it is not what its name says")
+        except (NotPrivateError, RejectedFileError):
             if named:
                 self._unlink(path)
             raise
-        if record.fingerprint != fingerprint or not named:
+        if not named:
             raise RejectedFileError("it is foreign")
-        if record.name(self.keys) != path.name:
-            self._unlink(path)
-            raise RejectedFileError("it is not what its name says")
         return record
-
-    def _path(self, record: BlockRecord) -> Path:
-        return self._folder / record.name(self.keys)
 
     def _unlink(self, path: Path) -> None:
         with suppress(OSError):
@@ -139,20 +328,14 @@ class DiskFolder:
 
 
 def _secret(folder: Path) -> bytes:
-    """The folder's secret, made by the first store that opens it."""
+    """The folder's secret, made by the first store that opens it. No two processes are here at once."""
     path = folder / SECRET
-    if not path.exists():
+    if not os.path.lexists(path):
         fresh = path.with_name(f".{SECRET}.partial-{os.getpid()}")
         fresh.unlink(missing_ok=True)
-        descriptor = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        try:
-            os.write(descriptor, os.urandom(SECRET_BYTES))
-        finally:
-            os.close(descriptor)
-        with suppress(FileExistsError):
-            os.link(fresh, path)
-        fresh.unlink()
-    secret = path.read_bytes()
+        write_private(fresh, os.urandom(SECRET_BYTES))
+        fresh.replace(path)
+    secret = read_private(path, secret=True)
     if len(secret) != SECRET_BYTES:
         fix = "Remove the folder; its blocks cannot be proved any more."
         raise PrefixError(str(path), got=f"{len(secret)} bytes", expected=f"{SECRET_BYTES} bytes", fix=fix)

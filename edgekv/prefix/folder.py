@@ -9,8 +9,9 @@ from pathlib import Path
 import msgspec
 
 from edgekv.errors import UsageError
-from edgekv.prefix.blockfile import SUFFIX, BlockRecord, RejectedFileError, read_record
+from edgekv.prefix.blockfile import SUFFIX, BlockRecord, RejectedFileError, decode
 from edgekv.prefix.disk import SECRET
+from edgekv.prefix.private import read_private
 
 _ID_CHARACTERS = 12
 
@@ -44,7 +45,7 @@ class _Files:
         self.records: dict[Path, BlockRecord] = {}
         for path in sorted(folder.glob(f"*{SUFFIX}")):
             with suppress(OSError, RejectedFileError):  # the store itself rejects and counts them
-                record = self.records[path] = read_record(path)
+                record = self.records[path] = decode(read_private(path)).record
                 self.paths.setdefault((record.root, record.tokens), []).append(path)
         names = sorted(self.paths)
         # What another sequence continues is no end of one.

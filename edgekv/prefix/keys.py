@@ -41,3 +41,8 @@ class Keys:
 def token_bytes(tokens: Iterable[int]) -> bytes:
     """Tokens as 64-bit integers."""
     return array("q", tokens).tobytes()
+
+
+def tokens_of(data: bytes) -> tuple[int, ...]:
+    """The tokens that `token_bytes` was given."""
+    return tuple(array("q", data))

@@ -81,4 +81,4 @@ def _configured(cache: KVCache, fingerprint: str, wanted: str | Path | StoreConf
     if config.disk_folder is None:
         return config
     layout = layout_digest(fingerprint, cache.geometry.kv_dtype, split_layers(cache.geometry), config.tokens_per_block)
-    return replace(config, disk_folder=config.disk_folder / layout.hex()[:16])
+    return replace(config, disk_folder=config.disk_folder / layout.hex()[:16], disk_limit_folder=config.disk_folder)

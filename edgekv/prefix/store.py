@@ -7,10 +7,11 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from edgekv.prefix.block import Block, Node, Tier, Tokens
+from edgekv.prefix.adoption import Adoption
+from edgekv.prefix.block import Tier, Tokens
 from edgekv.prefix.budget import Budget, Division, primary_budget
 from edgekv.prefix.config import StoreConfig
-from edgekv.prefix.disk import DiskFolder, FoundFile
+from edgekv.prefix.disk import DiskFolder
 from edgekv.prefix.errors import PrefixError
 from edgekv.prefix.groups import split_layers
 from edgekv.prefix.index import Index, Lease, Reuse
@@ -101,23 +102,38 @@ class PrefixStore:
         self.limits = Limits(
             primary=division.blocks(budget),
             host=host or (0,) * len(self.groups),
-            disk_bytes=0 if config.disk_folder is None else config.disk_cache_size,
+            disk=config.disk_folder is not None,
             offload_min_priority=config.secondary_offload_min_priority,
         )
         self._counters = Counters()
         self._digest = layout_digest(fingerprint, geometry.kv_dtype, self.groups, step)
-        disk = None if config.disk_folder is None else DiskFolder(config.disk_folder, self._counters)
+        limited = [group.window is not None for group in self.groups]
+        disk = None
+        if config.disk_folder is not None:
+            disk = DiskFolder(
+                config.disk_folder,
+                config.disk_limit_folder or config.disk_folder,
+                config.disk_cache_size,
+                self._digest,
+                step,
+                limited,
+                self._counters,
+            )
         self._keys = Keys() if disk is None else disk.keys
         self._storage = BlockStorage(
             self.groups, geometry.kv_dtype, step, self.limits, self._digest, disk, self._counters
         )
         self._tree = Tree(step, len(self.groups))
-        limited = [group.window is not None for group in self.groups]
         self._tiers = Tiers(self._tree, limited, self.limits, self._storage, self._counters, clock_ms)
         reuse = Reuse(config.enable_partial_reuse, config.copy_on_partial_reuse)
         self._index = Index(self._tree, self._tiers, self.groups, step, reuse, self._counters)
+        self._public: list[Tokens] = []
+        self._disk = disk
+        self._adoption = Adoption(self._tree, self._tiers, self._storage, self.groups, step)
         if disk is not None:
-            self._adopt(disk)
+            for file in self._adoption.enter(disk.files()):
+                disk.reject(file.name)
+            self._tiers.fit_disk()
 
     def check_salt(self, salt: str | None) -> None:
         """Raise PrefixError if a salt is empty."""
@@ -138,7 +154,14 @@ class PrefixStore:
         """
         asked = _tokens(tokens)
         key = self._root_key(salt)
-        lease = self._index.match(key, asked) if self.config.enable_block_reuse else Lease()
+        lease = Lease()
+        if self.config.enable_block_reuse:
+            self._adoption.follow()
+            lease = self._index.match(key, asked)
+            if salt is not None and (public := self._public_tokens(asked)) > lease.tokens:
+                self._index.release(lease)
+                key = self._root_key(None)
+                lease = self._index.match(key, asked[:public])
         partial = lease.tokens % self.config.tokens_per_block > 0
         self._counters.count_match(len(asked), lease.tokens, partial=partial)
         return Match(key, lease)
@@ -192,6 +215,7 @@ class PrefixStore:
         salt: str | None = None,
         match: Match | None = None,
         ended: bool = False,
+        public: bool = False,
     ) -> int:
         """Store the whole blocks of a sequence; they can be matched at once. What is stored already is not copied.
 
@@ -207,6 +231,7 @@ class PrefixStore:
             match: a match of the same salt that holds the stored blocks from now on instead of what it found, so
                 that they stay while the request runs. Blocks that its limited windows have left are given back.
             ended: whether nothing follows: then the last block is stored too if it is not full, for partial reuse.
+            public: whether calls with any salt may match this sequence, which is stored without one.
 
         Returns:
             How many tokens from the beginning on are stored now: a multiple of `tokens_per_block`, or all.
@@ -232,6 +257,9 @@ class PrefixStore:
                 raise ValueError("match: got one of another salt; expected one of the salt of the insertion")
         if not self.config.enable_block_reuse:
             return 0
+        if public and whole not in self._public:
+            self._public.append(whole)
+        self._adoption.follow()
         step = self.config.tokens_per_block
         policy = _NO_POLICY if retention is None else retention
         nodes = self._index.insert(
@@ -273,6 +301,7 @@ class PrefixStore:
         Returns:
             Blocks that have a file now, in all.
         """
+        self._adoption.follow()
         self._tiers.expire()
         blocks = [
             block
@@ -286,7 +315,14 @@ class PrefixStore:
         for block in sorted(blocks, key=lambda block: (block.priority, block.stamp), reverse=True):
             if not self._tiers.save(block, displace=False):
                 break
+        self._storage.flush()
         return self._tiers.disk_blocks
+
+    def close(self) -> None:
+        """Write the last uses of files to the folder's index and close it; the store must not be used after it."""
+        if self._disk is not None:
+            self._storage.flush()
+            self._disk.close()
 
     @property
     def stats(self) -> StoreStats:
@@ -309,6 +345,10 @@ class PrefixStore:
         self.check_salt(salt)
         return self._keys.root(self._digest, salt)
 
+    def _public_tokens(self, tokens: Tokens) -> int:
+        """How many tokens from the beginning are those of a public sequence."""
+        return max((_common(tokens, each) for each in self._public), default=0)
+
     def _check_held(self, match: Match) -> None:
         if match._released:
             raise ValueError("match: got one that was released; expected one that is held")
@@ -318,39 +358,11 @@ class PrefixStore:
             found = f"{rows.dtype} {list(rows.shape)}"
             raise ValueError(f"{field}: got {found}; expected {self._dtype} {list(shape)}")
 
-    def _adopt(self, disk: DiskFolder) -> None:
-        """Enter the files of earlier stores, beginnings before what follows them, in the order of their last use."""
-        found = disk.scan(self._digest)
-        entered: dict[int, Block] = {}
-        for order in sorted(range(len(found)), key=lambda i: len(found[i].record.tokens)):
-            block = self._enter(found[order])
-            if block is None:
-                disk.reject(found[order].record)
-            else:
-                entered[order] = block
-        self._tiers.guard(entered.values())
-        for order in sorted(entered):
-            self._tiers.touch(entered[order])
-        self._tiers.unguard(entered.values())
-        self._tiers.fit_disk()
-
-    def _enter(self, file: FoundFile) -> Block | None:
-        """The block of a file, or None if it is of no use without others that are not there."""
-        record, step = file.record, self.config.tokens_per_block
-        if record.group >= len(self.groups) or not record.tokens:
-            return None
-        root = self._tree.root(record.root)
-        node: Node = root
-        for start in range(0, len(record.tokens), step):
-            node = self._tree.child(node, record.tokens[start : start + step])
-        needs_parent = self.groups[record.group].window is None and node.parent is not root
-        if needs_parent and (node.parent is None or node.parent.blocks[record.group] is None):
-            return None
-        block = node.blocks[record.group] = Block(node, record.group, record.priority)
-        self._tree.attach(node)
-        self._tiers.place(block, Tier.DISK, file.file_bytes)
-        return block
-
 
 def _tokens(tokens: Sequence[int]) -> Tokens:
     return tuple(tokens.tolist()) if isinstance(tokens, np.ndarray) else tuple(tokens)
+
+
+def _common(one: Tokens, other: Tokens) -> int:
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((place for place, (a, b) in pairs if a != b), min(len(one), len(other)))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from time import time_ns
 from typing import Protocol
 
 from edgekv.prefix.allocator import BlockAllocator
@@ -31,8 +32,18 @@ class Storage(Protocol):
     def encode(self, block: Block, tier: Tier) -> bytes:
         """The file of a block that is in that memory."""
 
-    def write_file(self, block: Block, data: bytes) -> bool:
-        """Write a block's file whole or not at all; False if the disk does not take it."""
+    def write_file(self, block: Block, data: bytes, evicted: Callable[[Block], None], *, displace: bool) -> bool:
+        """Write a block's file whole or not at all; False if the disk does not take it.
+
+        Files that must go for it are removed, and `evicted` is called for those of blocks of this store. Without
+        `displace` none goes that is dearer than the block.
+        """
+
+    def fit_disk(self, evicted: Callable[[Block], None]) -> None:
+        """Evict files until the limit holds."""
+
+    def used(self, block: Block) -> None:
+        """Note that a block was used, which may have a file."""
 
     def load(self, block: Block, primary_id: int) -> bool:
         """Read a block's file into primary memory; False if it is gone or not to be trusted."""
@@ -48,13 +59,13 @@ class Limits:
     Attributes:
         primary: blocks of each group in primary memory.
         host: the same for host memory.
-        disk_bytes: bytes of all files; 0 is no disk.
+        disk: whether there is one.
         offload_min_priority: blocks below are not offloaded.
     """
 
     primary: Sequence[int]
     host: Sequence[int]
-    disk_bytes: int
+    disk: bool
     offload_min_priority: int
 
 
@@ -85,7 +96,7 @@ class Tiers:
         }
         self.disk_bytes = 0
         self.disk_blocks = 0
-        self.disk_limit_bytes = limits.disk_bytes
+        self._has_disk = limits.disk
         self._tree = tree
         self._limited = limited
         self._min_priority = limits.offload_min_priority
@@ -93,15 +104,25 @@ class Tiers:
         self._counters = counters
         self._clock_ms = clock_ms
         self._stamp = 0
+        self._now_ns = 0
         groups = range(len(limited))
         self._queues = {tier: [BlockHeap(self._eviction_key(tier)) for _ in groups] for tier in MEMORY}
-        self._disk_queue = BlockHeap(self._eviction_key(Tier.DISK))
         self._expiring = BlockHeap(lambda block: None if block.expires_ms is None else (block.expires_ms,))
 
     def touch(self, block: Block) -> None:
         """Make a guarded block the most recently used one."""
         self._stamp += 1
         block.stamp = self._stamp
+        self._now_ns = max(self._now_ns + 1, time_ns())
+        block.used_ns = self._now_ns
+        self._storage.used(block)
+
+    def adopt(self, blocks: Iterable[Block]) -> None:
+        """Order blocks of earlier processes by their last use, the least recent first."""
+        for block in blocks:
+            self._stamp += 1
+            block.stamp = self._stamp
+            self._consider(block)
 
     def guard(self, blocks: Iterable[Block]) -> None:
         """Keep blocks from being evicted until `unguard`."""
@@ -198,24 +219,29 @@ class Tiers:
         Returns:
             Whether it is on the disk now.
         """
-        if not self.disk_limit_bytes:
+        if not self._has_disk:
             return False
         chain = [block]
         while (before := self._before(chain[-1])) is not None:
             chain.append(before)
             if before.is_in(Tier.DISK):
                 break
-        limit = None if displace else (block.priority, block.stamp)
         self.guard(chain)
         try:
-            return all(self._save_one(link, limit) for link in reversed(chain))
+            return all(self._save_one(link, displace=displace) for link in reversed(chain))
         finally:
             self.unguard(chain)
 
     def fit_disk(self) -> None:
         """Evict files until the limit holds."""
-        while self.disk_bytes > self.disk_limit_bytes and (victim := self._disk_queue.pop()) is not None:
-            self._evict(victim, Tier.DISK)
+        if self._has_disk:
+            self._storage.fit_disk(self._lose_file)
+
+    def lose_files(self, blocks: Iterable[Block]) -> None:
+        """Enter that the files of these blocks are gone."""
+        for block in blocks:
+            if block.is_in(Tier.DISK):
+                self._lose_file(block)
 
     def drop(self, node: Node) -> None:
         """Forget a childless node that nobody holds."""
@@ -236,37 +262,38 @@ class Tiers:
         node.blocks = [None] * len(node.blocks)
         self._tree.prune(node)
 
-    def _save_one(self, block: Block, limit: Key | None) -> bool:
+    def _save_one(self, block: Block, *, displace: bool) -> bool:
         if block.is_in(Tier.DISK):
             return True
         data = self._storage.encode(block, Tier.PRIMARY if block.is_in(Tier.PRIMARY) else Tier.HOST)
-        if len(data) > self.disk_limit_bytes:
-            return False
-        while self.disk_bytes + len(data) > self.disk_limit_bytes:
-            first = self._disk_queue.first()
-            if first is None or (limit is not None and first[0] > limit):
-                return False
-            self._disk_queue.pop()
-            self._evict(first[1], Tier.DISK)
-        if not self._storage.write_file(block, data):
+        if not self._storage.write_file(block, data, self._lose_file, displace=displace):
             return False
         self.place(block, Tier.DISK, len(data))
         return True
 
+    def _lose_file(self, block: Block) -> None:
+        """Enter that a file is gone; no file stays that needs it."""
+        if block.following[Tier.DISK]:
+            for node in reversed(block.node.subtree()[1:]):
+                other = node.blocks[block.group]
+                if other is not None and other.is_in(Tier.DISK):
+                    self._storage.remove_file(other)
+                    self._lose_file(other)
+        self._take(block, Tier.DISK)
+        if block.is_nowhere:
+            self._remove(block)
+
     def _evict(self, block: Block, tier: Tier) -> None:
         """Take a block out of a tier, into the next one if it is worth that."""
         self._counters.evictions[tier] += 1
-        if tier is Tier.DISK:
-            self._storage.remove_file(block)
-        else:
-            needed = block.following[Tier.HOST] > 0
-            worth = self._is_worth(block)
-            if tier is Tier.PRIMARY and worth and self._offload(block):
-                return
-            if needed:
-                self._evict_following(block)
-            if worth:
-                self.save(block)
+        needed = block.following[Tier.HOST] > 0
+        worth = self._is_worth(block)
+        if tier is Tier.PRIMARY and worth and self._offload(block):
+            return
+        if needed:
+            self._evict_following(block)
+        if worth:
+            self.save(block)
         self._take(block, tier)
         if block.is_nowhere:
             self._remove(block)
@@ -363,8 +390,6 @@ class Tiers:
         for tier in MEMORY:
             if block.places[tier] != ABSENT:
                 self._queues[tier][block.group].push(block)
-        if block.places[Tier.DISK] != ABSENT:
-            self._disk_queue.push(block)
 
     def _eviction_key(self, tier: Tier) -> Callable[[Block], Key | None]:
         """Lowest priority first, least recently used within; only what nothing in the tier needs."""

@@ -1,0 +1,75 @@
+"""Files and folders that nobody but their owner can have written."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+# Windows and some Pythons lack a few of these; what is missing is not needed or not possible there.
+_FLAGS = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
+_NONBLOCK = getattr(os, "O_NONBLOCK", 0)
+
+
+class NotPrivateError(OSError):
+    """A file or folder that another user owns or can change; `strerror` says why."""
+
+    def __init__(self, path: Path, reason: str) -> None:
+        super().__init__(1, reason, str(path))
+
+
+def check_folder(folder: Path) -> None:
+    """Refuse a folder in which another user could place or replace files.
+
+    Raises:
+        NotPrivateError: another user owns it, or others may write to it.
+        OSError: it is no folder, or cannot be read.
+    """
+    _check(folder, folder.stat(), 0o022)
+
+
+def read_private(path: Path, *, secret: bool = False) -> bytes:
+    """The content of a regular file of our own; symbolic links are not followed.
+
+    Args:
+        path: the file.
+        secret: whether others must not be able to read it either.
+
+    Raises:
+        NotPrivateError: a link, no regular file, another user's, or one that others may change.
+        OSError: it cannot be read.
+    """
+    if not _FLAGS and path.is_symlink():
+        raise NotPrivateError(path, "a symbolic link")
+    try:
+        descriptor = os.open(path, os.O_RDONLY | _FLAGS | _NONBLOCK)
+    except OSError as error:
+        if path.is_symlink():
+            raise NotPrivateError(path, "a symbolic link") from None
+        raise error from None
+    with os.fdopen(descriptor, "rb") as file:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            raise NotPrivateError(path, "not a regular file")
+        _check(path, status, 0o077 if secret else 0o022)
+        return file.read()
+
+
+def write_private(path: Path, data: bytes) -> None:
+    """Create a file that only its owner can read (mode 0600).
+
+    Raises:
+        OSError: it exists already, or cannot be written.
+    """
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _FLAGS, 0o600)
+    with os.fdopen(descriptor, "wb") as file:
+        file.write(data)
+
+
+def _check(path: Path, status: os.stat_result, forbidden: int) -> None:
+    if not hasattr(os, "geteuid"):
+        return  # Windows has access lists instead, which a user's own folders inherit
+    if status.st_uid != os.geteuid():
+        raise NotPrivateError(path, f"owned by user {status.st_uid}")
+    if status.st_mode & forbidden:
+        raise NotPrivateError(path, f"open to other users (mode {stat.S_IMODE(status.st_mode):o})")
