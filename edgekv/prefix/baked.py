@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
+import hashlib
+import os
 import re
-import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import msgspec
 import numpy as np
 from safetensors import SafetensorError
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import load, save
 
-from edgekv.bundle import Bundle, FileRecord, atomic_directory, readable_json, record_files
+from edgekv.bundle import Bundle, FileRecord, readable_json
 from edgekv.errors import BundleError, UsageError
+from edgekv.prefix.lock import locked
 from edgekv.prefix.retention import MAX_PRIORITY, RetentionPolicy, TokenRangeRetentionConfig
 from edgekv.prefix.rows import Rows
 from edgekv.prefix.store import PrefixStore
-from edgekv.system import sha256_of
+from edgekv.system import read_file
 
 FOLDER = "prefixes"
 RECORD = "prefixes.json"
+_LOCK = ".lock"
 FORMAT = 1
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _TOKENS = "tokens"
@@ -53,7 +57,7 @@ class BakedRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     Attributes:
         format: version of this layout.
         prefixes: in the order of their baking.
-        files: size and hash of every other file of the folder.
+        files: size and hash of each prefix's file.
     """
 
     format: int
@@ -100,26 +104,37 @@ def add_baked(bundle: Path, name: str, engine: str, tokens: Sequence[int], store
         BundleError: the folder cannot be written.
     """
     check_name(name)
-    match = store.match(tokens)
-    if match.tokens < len(tokens):
-        wanted, fix = f"room for {len(tokens)}", "Free some memory."
-        raise UsageError("prefix store", got=f"room for {match.tokens} tokens", expected=wanted, fix=fix)
-    tensors: dict[str, Rows] = {_TOKENS: np.array(tokens, np.int64)}
-    for number in range(len(store.groups)):
-        blocks = [store.block(block, number) for block in match.block_ids(number)]
-        unused = -len(tokens) % store.config.tokens_per_block
-        rows = np.concatenate(blocks, axis=1)
-        tensors[_group(number)] = np.ascontiguousarray(rows[:, : rows.shape[1] - unused])
-    store.release(match)
-    entry = BakedPrefix(
-        name=name, engine=engine, tokens=len(tokens), file=f"{name}-{engine}.safetensors", fingerprint=store.fingerprint
-    )
-    kept = [each for each in baked_prefixes(bundle) if (each.name, each.engine) != (name, engine)]
-    with atomic_directory(bundle / FOLDER, force=True, marker=RECORD) as folder:
-        _copy(bundle, kept, folder)
-        save_file(tensors, folder / entry.file)
-        _write_record(folder, [*kept, entry])
+    tensors = _tensors(tokens, store)
+    with _changing(bundle) as record:
+        kept = [each for each in record.prefixes if (each.name, each.engine) != (name, engine)]
+        content: bytes = save(tensors)
+        digest = hashlib.sha256(content).hexdigest()
+        # A name of its own: until the record names the new file, the old one stays as it was.
+        file = f"{digest[:8]}.{name}-{engine}.safetensors"
+        _write(bundle / FOLDER / file, content)
+        entry = BakedPrefix(name=name, engine=engine, tokens=len(tokens), file=file, fingerprint=store.fingerprint)
+        files = {each.file: record.files[each.file] for each in kept if each.file in record.files}
+        files[file] = FileRecord(bytes=len(content), sha256=digest)
+        _replace_record(bundle, BakedRecord(format=FORMAT, prefixes=[*kept, entry], files=files))
     return entry
+
+
+def _tensors(tokens: Sequence[int], store: PrefixStore) -> dict[str, Rows]:
+    """The tokens, and the rows of each group that a store holds of them."""
+    match = store.match(tokens)
+    try:
+        if match.tokens < len(tokens):
+            wanted, fix = f"room for {len(tokens)}", "Free some memory."
+            raise UsageError("prefix store", got=f"room for {match.tokens} tokens", expected=wanted, fix=fix)
+        tensors: dict[str, Rows] = {_TOKENS: np.array(tokens, np.int64)}
+        for number in range(len(store.groups)):
+            blocks = [store.block(block, number) for block in match.block_ids(number)]
+            unused = -len(tokens) % store.config.tokens_per_block
+            rows = np.concatenate(blocks, axis=1)
+            tensors[_group(number)] = np.ascontiguousarray(rows[:, : rows.shape[1] - unused])
+        return tensors
+    finally:
+        store.release(match)
 
 
 def remove_baked(bundle: Path, name: str | None, engine: str | None = None) -> list[BakedPrefix]:
@@ -130,14 +145,14 @@ def remove_baked(bundle: Path, name: str | None, engine: str | None = None) -> l
         BundleError: the record is broken, or the folder cannot be written.
     """
     held = baked_prefixes(bundle)
-    gone = [each for each in held if name in (None, each.name) and engine in (None, each.engine)]
-    if not gone:
+    if not any(_is_meant(each, name, engine) for each in held):
         found = ", ".join(each.name for each in held) or "no prefix"
         raise UsageError(f"prefix of {bundle}", got=found, expected=name or "one", fix="See edgekv prefix ls.")
-    with atomic_directory(bundle / FOLDER, force=True, marker=RECORD) as folder:
-        kept = [each for each in held if each not in gone]
-        _copy(bundle, kept, folder)
-        _write_record(folder, kept)
+    with _changing(bundle) as record:
+        gone = [each for each in record.prefixes if _is_meant(each, name, engine)]
+        kept = [each for each in record.prefixes if each not in gone]
+        files = {each.file: record.files[each.file] for each in kept if each.file in record.files}
+        _replace_record(bundle, BakedRecord(format=FORMAT, prefixes=kept, files=files))
     return gone
 
 
@@ -150,25 +165,37 @@ def load_baked(bundle: Bundle, store: PrefixStore, engine: str) -> int:
     Raises:
         BundleError: a file is missing or changed, or was baked for another bundle.
     """
-    record = _read_record(bundle.path)
-    tokens = 0
-    for entry in record.prefixes:
-        if entry.engine == engine:
-            said, rows = _read_rows(bundle.path / FOLDER / entry.file, record, entry, store)
-            store.insert(said, rows, retention=_KEPT_LONGEST, ended=True, public=True)
-            tokens += len(said)
-    return tokens
+    while True:
+        record = _read_record(bundle.path)
+        try:
+            read = [
+                _read_rows(bundle.path, record, entry, store) for entry in record.prefixes if entry.engine == engine
+            ]
+            break
+        except BundleError:
+            if _read_record(bundle.path) == record:  # otherwise a bake has replaced the file meanwhile
+                raise
+    for tokens, rows in read:
+        store.insert(tokens, rows, retention=_KEPT_LONGEST, ended=True, public=True)
+    return sum(len(tokens) for tokens, _ in read)
 
 
-def _read_rows(path: Path, record: BakedRecord, entry: BakedPrefix, store: PrefixStore) -> tuple[list[int], _BakedRows]:
+def _read_rows(
+    bundle: Path, record: BakedRecord, entry: BakedPrefix, store: PrefixStore
+) -> tuple[list[int], _BakedRows]:
+    path = bundle / FOLDER / entry.file
     fix = "Bake it again: edgekv prefix bake BUNDLE FILE"
     if entry.fingerprint != store.fingerprint:
         raise BundleError(str(path), got="a prefix of another bundle", expected="one of this bundle", fix=fix)
-    wanted = record.files.get(entry.file)
-    if wanted is None or not path.is_file() or sha256_of(path) != wanted.sha256:
+    expected = record.files.get(entry.file)
+    try:
+        content = b"" if expected is None else read_file(path, expected.bytes)
+    except OSError:
+        content = b""
+    if expected is None or hashlib.sha256(content).hexdigest() != expected.sha256:
         raise BundleError(str(path), got="a missing or changed file", expected="the file baked", fix=fix)
     try:
-        held = load_file(path)
+        held = load(content)
         groups = [held[_group(number)] for number in range(len(store.groups))]
         tokens: list[int] = held[_TOKENS].tolist()
     except (SafetensorError, KeyError) as error:
@@ -180,14 +207,46 @@ def _group(number: int) -> str:
     return f"group_{number}"
 
 
-def _copy(bundle: Path, entries: Sequence[BakedPrefix], folder: Path) -> None:
-    for entry in entries:
-        shutil.copyfile(bundle / FOLDER / entry.file, folder / entry.file)
+def _is_meant(entry: BakedPrefix, name: str | None, engine: str | None) -> bool:
+    return name in (None, entry.name) and engine in (None, entry.engine)
 
 
-def _write_record(folder: Path, entries: list[BakedPrefix]) -> None:
-    record = BakedRecord(format=FORMAT, prefixes=entries, files=record_files(folder))
-    (folder / RECORD).write_bytes(readable_json(record))
+@contextmanager
+def _changing(bundle: Path) -> Iterator[BakedRecord]:
+    """The record, while no other process may change it.
+
+    Raises:
+        BundleError: the record is broken, or the folder cannot be written.
+    """
+    folder = bundle / FOLDER
+    try:
+        folder.mkdir(exist_ok=True)
+        with locked(folder / _LOCK):
+            yield _read_record(bundle)
+    except OSError as error:
+        fix = "Make the bundle's folder writable."
+        raise BundleError(str(folder), got=error.strerror, expected="a writable folder", fix=fix) from None
+
+
+def _replace_record(bundle: Path, record: BakedRecord) -> None:
+    """The step by which a change happens; what the record does not name is removed after it."""
+    folder = bundle / FOLDER
+    _write(folder / RECORD, readable_json(record))
+    named = {RECORD, _LOCK, *(entry.file for entry in record.prefixes)}
+    for path in folder.iterdir():
+        if path.name not in named and path.is_file():
+            with suppress(OSError):  # on Windows a reader may hold it; the next change removes it
+                path.unlink()
+
+
+def _write(path: Path, content: bytes) -> None:
+    """Write a file that appears whole, even after a power cut."""
+    partial = path.with_name(f".{path.name}.partial")
+    with partial.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    partial.replace(path)
 
 
 def _read_record(bundle: Path) -> BakedRecord:

@@ -1,0 +1,116 @@
+"""Prefixes in a bundle's folder, baked by processes that die or come at the same time."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from edgekv.prefix import PrefixStore, StoreConfig, add_baked, baked_prefixes, remove_baked
+from edgekv.prefix.baked import load_baked
+from tests.test_prefix_model import GEOMETRY, Tokens, rows_of
+
+ROOT = Path(__file__).parent.parent
+CHILD = """
+import sys
+from pathlib import Path
+from tests.test_prefix_baked import bake, die_at_step
+if len(sys.argv) > 3:
+    die_at_step(int(sys.argv[3]))
+bake(Path(sys.argv[1]), sys.argv[2])
+"""
+KILLED = -signal.SIGKILL if hasattr(signal, "SIGKILL") else -9
+
+
+def store_of() -> PrefixStore:
+    return PrefixStore(GEOMETRY, StoreConfig(tokens_per_block=32), fingerprint="weights")
+
+
+def sequence(name: str) -> Tokens:
+    return tuple(name.encode()) * 9
+
+
+def bake(bundle: Path, name: str) -> None:
+    store = store_of()
+    store.insert(sequence(name), rows_of(sequence(name)), ended=True)
+    add_baked(bundle, name, "cpu", sequence(name), store)
+
+
+def die_at_step(number: int) -> None:
+    """Let this process be killed in its `number`-th change of the file system."""
+    import os
+
+    steps = iter(range(number))
+
+    def audit(event: str, arguments: tuple[Any, ...]) -> None:
+        writes = event == "open" and isinstance(arguments[2], int) and arguments[2] & (os.O_WRONLY | os.O_RDWR)
+        if (writes or event in ("os.rename", "os.remove", "os.mkdir", "os.rmdir")) and next(steps, None) is None:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(audit)
+
+
+def run(bundle: Path, *arguments: str) -> int:
+    return subprocess.run([sys.executable, "-c", CHILD, str(bundle), *arguments], cwd=ROOT, check=False).returncode
+
+
+def check(bundle: Path) -> list[str]:
+    """Names of the prefixes, each of which is whole."""
+    store = store_of()
+    names = [each.name for each in baked_prefixes(bundle)]
+    opened: Any = SimpleNamespace(path=bundle)
+    assert load_baked(opened, store, "cpu") == sum(len(sequence(name)) for name in names)
+    for name in names:
+        match = store.match(sequence(name))
+        assert match.tokens == len(sequence(name))
+        np.testing.assert_array_equal(store.fetch(match), rows_of(sequence(name)))
+        store.release(match)
+    return names
+
+
+@pytest.mark.parametrize("name", ["third", "first"])
+def test_a_bake_that_is_killed_at_any_step_loses_nothing(tmp_path: Path, name: str) -> None:
+    """A new prefix, and one that replaces another of its name."""
+    for each in ("first", "second"):
+        bake(tmp_path, each)
+    code, step = KILLED, 0
+    while code == KILLED:
+        code = run(tmp_path, name, str(step))
+        found = check(tmp_path)
+        assert set(found) - {name} == {"first", "second"} - {name}
+        if name == "first":
+            assert "first" in found
+        step += 1
+    assert code == 0
+    assert step > 4
+    assert name in check(tmp_path)
+    left = {path.name for path in (tmp_path / "prefixes").iterdir()}
+    assert left == {".lock", "prefixes.json", *(each.file for each in baked_prefixes(tmp_path))}
+
+
+def test_bakes_at_once_all_stay(tmp_path: Path) -> None:
+    names = [f"prefix-{n}" for n in range(4)]
+    script = """
+import sys
+from pathlib import Path
+from tests.test_prefix_baked import bake
+for n in range(4):
+    bake(Path(sys.argv[1]), f"{sys.argv[2]}-{n}")
+"""
+    writers = [subprocess.Popen([sys.executable, "-c", script, str(tmp_path), name], cwd=ROOT) for name in names]
+    assert [writer.wait() for writer in writers] == [0] * len(names)
+    assert sorted(check(tmp_path)) == sorted(f"{name}-{n}" for name in names for n in range(4))
+
+
+def test_a_removed_prefix_leaves_the_others(tmp_path: Path) -> None:
+    for each in ("first", "second"):
+        bake(tmp_path, each)
+    assert [each.name for each in remove_baked(tmp_path, "first")] == ["first"]
+    assert check(tmp_path) == ["second"]
+    assert len(list((tmp_path / "prefixes").glob("*.safetensors"))) == 1
