@@ -90,7 +90,9 @@ class FloatOps:
         return self._emit("Concat", parts, axis=-1)
 
     def rotation(self, layer: int) -> tuple[str, str]:
-        return self._rotations[self._spec.rope_index(layer)]
+        rope = self._spec.rope_of(layer)
+        assert rope is not None, "the decoder asks for rotated layers only"
+        return self._rotations[self._spec.ropes.index(rope)]
 
     def append_to_cache(self, new: str, tensor: KvTensor) -> str:
         past = self._input(tensor.past, [1, 1, self._context - 1, self._spec.head_dim])

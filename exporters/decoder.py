@@ -1,14 +1,14 @@
-"""The decoder, written once, for whatever carries it out: numpy (`reference`) or a graph builder (`qdq`).
+"""The decoder, written once over the operations of `Ops`: numpy (`reference`) or a graph builder (`graphs`).
 
-Attention is single-head throughout: a query head has its own matrices, scores and softmax, and reads the keys
-and values of the head that its group shares. Every result has a name; ranges are observed and encodings are
-looked up under it. Results that must keep one encoding through slices and joins share one name.
+Attention is single-head: each query head has its own matrices, scores and softmax, and reads the keys and values of
+its group. Every result has a name, under which ranges are observed and encodings are found. Results that must keep one
+encoding through slices and joins share a name.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol, TypeVar
+from collections.abc import Iterator, Sequence
+from typing import Literal, Protocol, TypeVar
 
 from edgekv.kv import KvTensor
 from edgekv.spec.decoder import DecoderSpec
@@ -17,7 +17,7 @@ V = TypeVar("V")
 
 
 class Ops(Protocol[V]):
-    """The operations a decoder needs. Activations are `[1, 1, AR, width]`; joins and slices are along width."""
+    """The operations of a decoder. Activations are `[1, 1, AR, width]`; joins and slices are along width."""
 
     def linear(
         self, x: V, weight: str, name: str, *, bias: str | None = None, head: int | None = None, gain: float = 1.0
@@ -44,13 +44,13 @@ class Ops(Protocol[V]):
         """`x / 2 * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 x^3)))`, what PyTorch calls GELU with approximate=tanh."""
 
     def split(self, x: V, widths: Sequence[int]) -> list[V]:
-        """Slices side by side that make up the whole width, in the encoding of `x`."""
+        """Adjacent slices over the whole width, in the encoding of `x`."""
 
     def join(self, parts: list[V], name: str) -> V:
         """Side by side; the parts and the result have the encoding of `name`."""
 
     def rotation(self, layer: int) -> tuple[V, V]:
-        """Cosines and sines of the layer's rotary embedding, `[1, 1, AR, R/2]` each; R elements of a head turn."""
+        """Cosines and sines of the layer's rotary embedding, `[1, 1, AR, R/2]` each."""
 
     def append_to_cache(self, new: V, tensor: KvTensor) -> V:
         """Past and new rows `[1, 1, S, D]` of one cache tensor, in the cache's encoding."""
@@ -59,7 +59,7 @@ class Ops(Protocol[V]):
         """`query @ keys.T`, `[1, 1, AR, S]`."""
 
     def masked(self, scores: V, layer: int, name: str) -> V:
-        """The scores with the layer's attention mask added: causal, and within `spec.window(layer)` tokens."""
+        """The scores plus the layer's attention mask: causal, and within `spec.window(layer)` tokens."""
 
     def softmax(self, x: V, name: str) -> V: ...
 
@@ -68,11 +68,12 @@ class Ops(Protocol[V]):
 
 
 def decoder_layer(ops: Ops[V], spec: DecoderSpec, layer: int, hidden: V) -> V:
-    """One layer: attention and feed-forward, each on the normalized residual and added to it.
+    """One layer: attention and feed-forward, each added to the residual.
 
-    With `spec.post_norms` what is added is normalized too (Gemma), and Hugging Face's names of the norms shift: there
-    `post_attention_layernorm` stands behind attention; elsewhere it stands in front of the feed-forward. The six
-    functions that follow are its parts: each begins with matrices that read the same, or with what they read.
+    `spec.pre_norms` normalizes their inputs (Llama), `spec.post_norms` their outputs (OLMo 2), both do either (Gemma).
+    With post-norms, Hugging Face's `post_attention_layernorm` normalizes the output of attention; without, it
+    normalizes the input of the feed-forward. The six functions below are the parts of a layer: each begins with the
+    matrices that read one input, or with that input.
     """
     attended = attention(ops, spec, layer, attention_inputs(ops, spec, layer, hidden))
     hidden = add_attention(ops, spec, layer, hidden, attended)
@@ -81,20 +82,24 @@ def decoder_layer(ops: Ops[V], spec: DecoderSpec, layer: int, hidden: V) -> V:
 
 
 def attention_inputs(ops: Ops[V], spec: DecoderSpec, layer: int, hidden: V) -> V:
-    """What the layer's matrices for queries, keys and values read."""
+    """The input of q_proj, k_proj and v_proj."""
+    if not spec.pre_norms:
+        return hidden
     return ops.rms_norm(hidden, f"model.layers.{layer}.input_layernorm.weight", f"layers.{layer}.attention_norm")
 
 
 def attention(ops: Ops[V], spec: DecoderSpec, layer: int, x: V) -> V:
-    """All heads side by side, which the output matrix reads."""
+    """The outputs of all heads side by side: the input of o_proj."""
     at, outputs = f"layers.{layer}.", []
+    new_keys = _heads(ops, spec, x, layer, "k", spec.kv_heads)
+    new_queries = _heads(ops, spec, x, layer, "q", spec.heads)
     for kv in range(spec.kv_heads):
-        key = _rotate(ops, spec, layer, _head(ops, spec, x, layer, "k", kv), f"{at}k.h{kv}")
+        key = _rotate(ops, spec, layer, next(new_keys), f"{at}k.h{kv}")
         value = _linear(ops, spec, x, layer, "self_attn.v_proj", f"{at}v.h{kv}", head=kv)
         keys = ops.append_to_cache(key, KvTensor(layer, "key", kv))
         values = ops.append_to_cache(value, KvTensor(layer, "value", kv))
         for head in range(kv * spec.group, (kv + 1) * spec.group):
-            query = _rotate(ops, spec, layer, _head(ops, spec, x, layer, "q", head), f"{at}q.h{head}")
+            query = _rotate(ops, spec, layer, next(new_queries), f"{at}q.h{head}")
             scores = _scores(ops, spec, layer, query, keys, head)
             probabilities = ops.softmax(ops.masked(scores, layer, f"{at}masked.h{head}"), "probabilities")
             outputs.append(ops.attend(probabilities, values, at + "attention"))
@@ -102,7 +107,7 @@ def attention(ops: Ops[V], spec: DecoderSpec, layer: int, x: V) -> V:
 
 
 def add_attention(ops: Ops[V], spec: DecoderSpec, layer: int, hidden: V, attended: V) -> V:
-    """The residual behind attention."""
+    """The residual after attention."""
     at = f"layers.{layer}."
     attended = _linear(ops, spec, attended, layer, "self_attn.o_proj", at + "o")
     if spec.post_norms:
@@ -112,13 +117,15 @@ def add_attention(ops: Ops[V], spec: DecoderSpec, layer: int, hidden: V, attende
 
 
 def feed_forward_inputs(ops: Ops[V], spec: DecoderSpec, layer: int, hidden: V) -> V:
-    """What the layer's matrices for the gate and beside it read."""
+    """The input of gate_proj and up_proj."""
+    if not spec.pre_norms:
+        return hidden
     norm = "pre_feedforward_layernorm" if spec.post_norms else "post_attention_layernorm"
     return ops.rms_norm(hidden, f"model.layers.{layer}.{norm}.weight", f"layers.{layer}.mlp_norm")
 
 
 def feed_forward(ops: Ops[V], spec: DecoderSpec, layer: int, x: V) -> V:
-    """What the matrix that leads back to the residual reads."""
+    """The input of down_proj."""
     at = f"layers.{layer}."
     gate = _linear(ops, spec, x, layer, "mlp.gate_proj", at + "gate")
     up = _linear(ops, spec, x, layer, "mlp.up_proj", at + "up")
@@ -130,7 +137,7 @@ def feed_forward(ops: Ops[V], spec: DecoderSpec, layer: int, x: V) -> V:
 
 
 def add_feed_forward(ops: Ops[V], spec: DecoderSpec, layer: int, hidden: V, inner: V) -> V:
-    """The residual behind the layer."""
+    """The residual after the layer."""
     at = f"layers.{layer}."
     down = _linear(ops, spec, inner, layer, "mlp.down_proj", at + "down")
     if spec.post_norms:
@@ -140,7 +147,7 @@ def add_feed_forward(ops: Ops[V], spec: DecoderSpec, layer: int, hidden: V, inne
 
 
 def logits(ops: Ops[V], spec: DecoderSpec, head: str, hidden: V) -> V:
-    """The last norm and the head, whose matrix is the tensor `head`."""
+    """The last norm and the head; `head` is the name of its matrix."""
     x = ops.rms_norm(hidden, "model.norm.weight", "final_norm")
     if spec.logits_cap is None:
         return ops.linear(x, head, "head")
@@ -148,14 +155,25 @@ def logits(ops: Ops[V], spec: DecoderSpec, head: str, hidden: V) -> V:
     return ops.scale(ops.tanh(uncapped, "head.tanh"), spec.logits_cap, "head")
 
 
-def _head(ops: Ops[V], spec: DecoderSpec, x: V, layer: int, kind: str, head: int) -> V:
-    """A query or key head before its rotation. All that multiplies scores is folded into the query."""
+def _heads(ops: Ops[V], spec: DecoderSpec, x: V, layer: int, kind: Literal["q", "k"], count: int) -> Iterator[V]:
+    """Query or key heads before their rotation, each made when it is asked for.
+
+    All factors of the scores are folded into the queries.
+    """
     gain = spec.query_gain / (spec.attention_cap or 1.0) if kind == "q" else 1.0
-    projection, name = f"self_attn.{kind}_proj", f"layers.{layer}.{kind}.h{head}"
-    if not spec.qk_norm:
-        return _linear(ops, spec, x, layer, projection, name, head=head, gain=gain)
-    projected = _linear(ops, spec, x, layer, projection, name + ".projected", head=head)
-    return ops.rms_norm(projected, f"model.layers.{layer}.self_attn.{kind}_norm.weight", name, gain=gain)
+    at, projection = f"layers.{layer}.{kind}", f"self_attn.{kind}_proj"
+    norm = f"model.layers.{layer}.self_attn.{kind}_norm.weight"
+    if spec.qk_norm == "all-heads":
+        projected = _linear(ops, spec, x, layer, projection, at + ".projected")
+        yield from ops.split(ops.rms_norm(projected, norm, at, gain=gain), [spec.head_dim] * count)
+        return
+    for head in range(count):
+        name = f"{at}.h{head}"
+        if spec.qk_norm is None:
+            yield _linear(ops, spec, x, layer, projection, name, head=head, gain=gain)
+        else:
+            projected = _linear(ops, spec, x, layer, projection, name + ".projected", head=head)
+            yield ops.rms_norm(projected, norm, name, gain=gain)
 
 
 def _scores(ops: Ops[V], spec: DecoderSpec, layer: int, query: V, keys: V, head: int) -> V:
@@ -183,14 +201,17 @@ def _linear(
 
 
 def _rotate(ops: Ops[V], spec: DecoderSpec, layer: int, x: V, name: str) -> V:
-    """Rotary embedding in the half-split form of Llama: of the R elements that turn, pairs are (i, i + R/2)."""
-    half = spec.rope_of(layer).width // 2
+    """Rotary embedding in Llama's half-split form: of the R elements that are rotated, pairs are (i, i + R/2)."""
+    rope = spec.rope_of(layer)
+    if rope is None:
+        return x
+    half = rope.width // 2
     rest = spec.head_dim - 2 * half
-    turned = name if rest else name + ".rotated"  # what does not turn is joined in the encoding that it has
+    rotated = name if rest else name + ".rotated"  # the rest is joined in the encoding that it has
     cos, sin = ops.rotation(layer)
     first, second, *still = ops.split(x, [half, half, rest] if rest else [half, half])
     parts = [
-        ops.subtract(ops.multiply(first, cos, name + ".x_cos"), ops.multiply(second, sin, name + ".y_sin"), turned),
-        ops.add(ops.multiply(second, cos, name + ".y_cos"), ops.multiply(first, sin, name + ".x_sin"), turned),
+        ops.subtract(ops.multiply(first, cos, name + ".x_cos"), ops.multiply(second, sin, name + ".y_sin"), rotated),
+        ops.add(ops.multiply(second, cos, name + ".y_cos"), ops.multiply(first, sin, name + ".x_sin"), rotated),
     ]
-    return ops.join([*parts, *still], turned)
+    return ops.join([*parts, *still], rotated)

@@ -141,7 +141,8 @@ def export_bundle(
             model=model_record(checkpoint),
             rope=ropes[0],
             local_rope=ropes[1] if len(ropes) > 1 else None,
-            local_layers=[layer for layer in range(spec.layers) if spec.rope_index(layer)],
+            local_layers=[] if spec.local_rope is None else spec.layers_with(spec.local_rope),
+            unrotated_layers=sorted(spec.unrotated),
             embedding=embedding_record(split),
             tokens=token_record(checkpoint),
             graphs=graphs,
@@ -186,7 +187,7 @@ def _check_fit(checkpoint: Checkpoint, options: ExportOptions) -> None:
         raise UsageError(
             "--context",
             got=context,
-            expected=f"at most max_position_embeddings = {spec.max_positions} of the checkpoint",
+            expected=f"at most {spec.bound_by} = {spec.max_positions} of the checkpoint",
             fix=f"Use --context {spec.max_positions // max(options.ar) * max(options.ar)}.",
         )
     options.recipe.check(spec)

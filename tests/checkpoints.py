@@ -49,6 +49,8 @@ LONGROPE = {
     "short_factor": [1.0, 1.1, 1.2, 1.5, 2.0, 3.0],
     "long_factor": [1.0, 1.5, 3.0, 6.0, 12.0, 20.0],
 }
+YARN: dict[str, Any] = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+MSCALE = {"mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1, "rope_theta": 1e6}
 ARCHITECTURES: dict[str, dict[str, Any]] = {
     "llama-2": {"num_key_value_heads": None, "head_dim": None, "tie_word_embeddings": False},
     "llama-biased": {**NEWER, "attention_bias": True, "mlp_bias": True},
@@ -110,10 +112,88 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
         "final_logit_softcapping": 3.0,
         "tie_word_embeddings": False,
     },
+    "smollm3": {
+        "model_type": "smollm3",
+        "rope_theta": 2e6,
+        "num_hidden_layers": 3,
+        "no_rope_layers": [1, 0, 1, 1],
+    },
+    "granite": {
+        "model_type": "granite",
+        "rope_theta": 1e4,
+        "embedding_multiplier": 3.0,
+        "attention_multiplier": 0.4,
+        "residual_multiplier": 0.6,
+        "logits_scaling": 5.0,
+    },
+    "olmo2": {"model_type": "olmo2", "rope_theta": 5e5, "tie_word_embeddings": False},
+    "olmo3": {
+        "model_type": "olmo3",
+        "rope_parameters": {
+            "full_attention": YARN | {"rope_theta": 5e5},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 5e5},
+        },
+        "layer_types": ["sliding_attention", "full_attention"],
+        "sliding_window": WINDOW,
+        "tie_word_embeddings": False,
+    },
+    "ministral3": {
+        "model_type": "ministral3",
+        "rope_parameters": YARN | {"original_max_position_embeddings": 128, **MSCALE},
+        "sliding_window": None,
+        "tie_word_embeddings": False,
+    },
+    "mistral3": {
+        "model_type": "mistral3",
+        "text_config": {
+            "model_type": "ministral3",
+            "rope_parameters": YARN | {"original_max_position_embeddings": 128, **MSCALE},
+        },
+        "vision_config": {
+            "model_type": "pixtral",
+            "hidden_size": 16,
+            "intermediate_size": 16,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "image_size": 28,
+            "patch_size": 14,
+            "head_dim": 8,
+        },
+    },
+    "exaone4": {
+        "model_type": "exaone4",
+        "rope_theta": 1e6,
+        "sliding_window": WINDOW,
+        "sliding_window_pattern": 3,
+        "num_hidden_layers": 3,
+    },
+    "gemma3-multimodal": {
+        "model_type": "gemma3",
+        "text_config": {
+            "model_type": "gemma3_text",
+            "hidden_activation": "gelu_pytorch_tanh",
+            "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+            "sliding_window": WINDOW,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "query_pre_attn_scalar": 24,
+        },
+        "vision_config": {
+            "model_type": "siglip_vision_model",
+            "hidden_size": 16,
+            "intermediate_size": 16,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "image_size": 28,
+            "patch_size": 14,
+        },
+    },
 }
 """A configuration of each architecture, as differences from `CONFIG`; None removes a field."""
 
 NORMS = ("input_layernorm", "post_attention_layernorm")
+POST_NORMS = ("post_attention_layernorm", "post_feedforward_layernorm")
+AFTER = ("olmo2", "olmo3", "exaone4")
+"""Architectures whose norms stand behind the blocks only."""
 GEMMA_NORMS = ("pre_feedforward_layernorm", "post_feedforward_layernorm")
 ATTENTION = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj")
 MLP = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
@@ -141,12 +221,14 @@ def write_checkpoint(
     config: dict[str, Any] = dict(CONFIG)
     for override in overrides or (NEWER,):
         config.update(override)
+    if "text_config" in config:
+        config["text_config"] = CONFIG | config["text_config"]
     # Mistral and Phi-3 tell null from absent; where there is a default of 4096, absent would be a window.
     config = {name: value for name, value in config.items() if value is not None or name == "sliding_window"}
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [257, 258], "bos_token_id": 256}))
     write_tokenizer(folder / "tokenizer.json")
-    weights = {name: value.astype(dtype) for name, value in random_weights(config, seed, gain).items()}
+    weights = {name: value.astype(dtype) for name, value in _weights(config, seed, gain).items()}
     if shards == 1:
         save_file(weights, folder / "model.safetensors")
         return folder
@@ -168,6 +250,18 @@ def write_tokenizer(path: Path, extra: int = 4) -> None:
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(f"<|{i}|>", special=True) for i in range(extra)])
     tokenizer.save(str(path))
+
+
+def _weights(config: dict[str, Any], seed: int, gain: float) -> dict[str, np.ndarray[Any, Any]]:
+    """`random_weights`; those of a text model beside a vision model have the prefixes of the hub's two forms."""
+    if "text_config" not in config:
+        return random_weights(config, seed, gain)
+    text = random_weights(config["text_config"], seed, gain)
+    if config["model_type"] == "gemma3":
+        found = {f"language_model.{name}": value for name, value in text.items()}
+        return found | {"vision_tower.vision_model.embeddings.patch_embedding.bias": np.zeros(16, np.float32)}
+    found = {name.replace("model.", "model.language_model.", 1): value for name, value in text.items()}
+    return found | {"model.multi_modal_projector.norm.weight": np.ones(16, np.float32)}
 
 
 def random_weights(config: dict[str, Any], seed: int, gain: float = 2.0) -> dict[str, np.ndarray[Any, Any]]:
@@ -193,7 +287,7 @@ def random_weights(config: dict[str, Any], seed: int, gain: float = 2.0) -> dict
     weights = {"model.embed_tokens.weight": matrix(vocab, hidden), "model.norm.weight": norm()}
     for layer in range(config["num_hidden_layers"]):
         at = f"model.layers.{layer}."
-        for name in NORMS:
+        for name in POST_NORMS if kind in AFTER else NORMS:
             weights[f"{at}{name}.weight"] = norm()
         shapes = [(query, hidden), (key_value, hidden), (key_value, hidden), (hidden, query)]
         shapes += [(width, hidden), (width, hidden), (hidden, width)]
@@ -203,8 +297,10 @@ def random_weights(config: dict[str, Any], seed: int, gain: float = 2.0) -> dict
             weights[f"{at}{name}.bias"] = rounded(more.standard_normal(len(matrices[name])))
         for name in GEMMA_NORMS if gemma else ():
             weights[f"{at}{name}.weight"] = norm(random=more)
-        for name in ("q_norm", "k_norm") if kind in ("qwen3", "gemma3_text") else ():
-            weights[f"{at}self_attn.{name}.weight"] = norm(head_dim, more)
+        if kind in ("qwen3", "gemma3_text", *AFTER):
+            whole = kind.startswith("olmo")
+            weights[f"{at}self_attn.q_norm.weight"] = norm(query if whole else head_dim, more)
+            weights[f"{at}self_attn.k_norm.weight"] = norm(key_value if whole else head_dim, more)
         if kind == "phi3":
             fused = {"self_attn.qkv_proj": ATTENTION[:3], "mlp.gate_up_proj": MLP[:2]}
             for name, parts in fused.items():

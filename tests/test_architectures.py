@@ -1,9 +1,13 @@
 """Every architecture against Hugging Face transformers: the golden logits of tests/golden/make_golden.py."""
 
+import importlib
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
+import onnx
 import pytest
 
 import edgekv
@@ -11,11 +15,13 @@ from devices import find
 from edgekv.bundle import open_bundle
 from edgekv.errors import CheckpointError, UsageError
 from edgekv.plan.cache import Overrides, find_subject
+from edgekv.spec import families
 from edgekv.spec.tensors import views
 from exporters.checkpoint.checkpoint import Checkpoint
+from exporters.export import export_bundle
 from exporters.htp.check import floating_nodes
 from exporters.quantize.reference import Reference
-from tests.checkpoints import ARCHITECTURES, LONGROPE, write_checkpoint
+from tests.checkpoints import ARCHITECTURES, LONGROPE, YARN, write_checkpoint
 from tests.exports import export_options, exported
 
 GOLDEN = np.load(Path(__file__).parent / "golden" / "architectures.npz")
@@ -45,14 +51,29 @@ def test_the_reference_equals_transformers(tmp_path, case):
         ("qwen3", {"layer_types": ["full_attention"]}, ["layer_types", "2 strings"]),
         ("phi4-mini", {"partial_rotary_factor": 0.2}, ["partial_rotary_factor", "even"]),
         ("phi4-mini", {"rope_scaling": LONGROPE | {"short_factor": [1.0]}}, ["short_factor", "1 numbers", "6 numbers"]),
-        ("phi4-mini", {"rope_scaling": LONGROPE | {"type": "yarn"}}, ["rope_type", "'yarn'", "longrope"]),
+        ("phi4-mini", {"rope_scaling": LONGROPE | {"type": "dynamic"}}, ["rope_type", "'dynamic'", "longrope"]),
         ("gemma2", {"hidden_activation": "relu"}, ["hidden_activation", "'relu'"]),
         ("gemma2", {"final_logit_softcapping": -1.0}, ["final_logit_softcapping", "-1.0"]),
         ("gemma2", {"layer_types": ["sliding_attention", "mamba"]}, ["layer_types", "mamba"]),
         ("gemma3", {"rope_scaling": {"rope_type": "linear"}}, ["rope_scaling: factor", "nothing"]),
         ("gemma3", {"rope_parameters": {"rope_type": "linear", "factor": 8.0}}, ["rope_parameters", "full_attention"]),
         ("gemma3", {"head_dim": 8}, ["q_norm", "16", "8"]),
-        ("gemma3", {"model_type": "gemma3"}, ["'gemma3'", "gemma2, gemma3_text, llama, mistral, phi3, qwen2, qwen3"]),
+        ("gemma3", {"model_type": "gemma3n"}, ["'gemma3n'", "gemma2, gemma3, gemma3_text, granite, llama, ministral3"]),
+        ("gemma3-multimodal", {"text_config": {"model_type": "llama"}}, ["text_config: model_type", "'llama'"]),
+        ("mistral3", {"text_config": {"model_type": "mamba"}}, ["text_config: model_type", "'mamba'"]),
+        ("smollm3", {"no_rope_layers": [1, 0]}, ["no_rope_layers", "3 times 0 or 1"]),
+        ("smollm3", {"no_rope_layers": None, "no_rope_layer_interval": 0}, ["no_rope_layer_interval", "above 0"]),
+        ("granite", {"logits_scaling": 0}, ["logits_scaling", "above 0"]),
+        ("granite", {"residual_multiplier": "1"}, ["residual_multiplier", "'1'"]),
+        ("olmo2", {"clip_qkv": 8.0}, ["clip_qkv", "8.0"]),
+        ("olmo2", {"hidden_act": "relu"}, ["hidden_act", "'relu'"]),
+        (
+            "olmo3",
+            {"rope_parameters": {"full_attention": {"rope_type": "dynamic"}}},
+            ["rope_type", "'dynamic'", "yarn"],
+        ),
+        ("exaone4", {"sliding_window_pattern": "LLLG"}, ["sliding_window_pattern", "'LLLG'"]),
+        ("ministral3", {"rope_parameters": YARN | {"factor": -1}}, ["rope_parameters: factor", "-1"]),
     ],
 )
 def test_a_configuration_that_contradicts_itself_is_refused_by_field(tmp_path, name, override, words):
@@ -75,20 +96,23 @@ def test_size_reads_what_export_reads(tmp_path, name):
     assert any("attention window" in text for text in subject.assumptions) is any(spec.windows)
 
 
+EVERY_OPERATION = ["llama-biased", "qwen3", "phi4-mini", "gemma2", "gemma3"]
+EVERY_OPERATION += ["smollm3", "granite", "olmo2", "olmo3", "ministral3", "mistral3", "exaone4", "gemma3-multimodal"]
 DEVICE = find("SM8650")
 TEXT = "The quick brown fox jumps over the lazy dog, then sleeps until noon."
 
 
-def calibrated(checkpoint: Checkpoint, folder: Path) -> Path:
+def calibrated(checkpoint: Checkpoint, folder: Path, **changes) -> Path:
     (folder / "text").write_text(TEXT)  # bytes that calibration never saw would be clipped: these weights are noise
-    return exported(checkpoint.folder, export_options(context=64, ar=(1, 16), calibration=folder / "text"))
+    options = {"context": 64, "ar": (1, 16), "calibration": folder / "text", **changes}
+    return exported(checkpoint.folder, export_options(**options))
 
 
 def sqnr_db(exact: np.ndarray, found: np.ndarray) -> float:
     return float(10 * np.log10(np.square(exact).sum() / np.square(exact - found).sum()))
 
 
-@pytest.mark.parametrize("name", ["llama-biased", "qwen2-sliding", "qwen3", "phi3", "phi4-mini", "gemma2", "gemma3"])
+@pytest.mark.parametrize("name", ["qwen2-sliding", "phi3", *EVERY_OPERATION])
 def test_the_graphs_lose_what_int8_weights_lose(tmp_path, name):
     """In layers with windows of 24 in a context of 64, on the CPU; int8 matrices of noise alone give about 32 dB."""
     checkpoint = opened(tmp_path / "checkpoint", name, gain=1.0)
@@ -97,13 +121,52 @@ def test_the_graphs_lose_what_int8_weights_lose(tmp_path, name):
     assert sqnr_db(expected, edgekv.load(calibrated(checkpoint, tmp_path)).score(tokens)) > 28
 
 
+def test_a_context_that_needs_scaled_queries_is_refused_by_field(tmp_path):
+    checkpoint = opened(tmp_path / "checkpoint", "ministral3")
+    with pytest.raises(UsageError, match=r"original_max_position_embeddings .*llama_4_scaling_beta.* = 128"):
+        export_bundle(checkpoint, tmp_path / "bundle", export_options(context=192, ar=(1, 16)))
+
+
+def test_keys_that_are_not_rotated_are_not_moved(tmp_path):
+    bundle = calibrated(opened(tmp_path / "checkpoint", "smollm3"), tmp_path)
+    assert open_bundle(bundle).manifest.unrotated_layers == [1]
+    with pytest.raises(UsageError, match="sinks: got layers without a rotary embedding"):
+        edgekv.load(bundle, policy="sinks(2, 20)")
+
+
+def test_a_part_without_rotated_layers_reads_no_rotary_tables(tmp_path):
+    checkpoint = opened(tmp_path / "checkpoint", "smollm3", gain=1.0)
+    tokens = checkpoint.encode(TEXT)[:40]
+    whole = edgekv.load(calibrated(checkpoint, tmp_path)).score(tokens)
+    divided = calibrated(checkpoint, tmp_path, splits=3)
+    graph = open_bundle(divided).manifest.graphs[0]
+    inputs = [onnx.load(divided / part.file, load_external_data=False).graph.input for part in graph.parts]
+    assert [any("position_ids" in each.name for each in ports) for ports in inputs] == [True, False, True, False]
+    assert (edgekv.load(divided).score(tokens) == whole).all()
+
+
+def test_an_architecture_is_one_short_file():
+    for path in Path(families.__file__).parent.glob("*.py"):
+        assert len(path.read_text().splitlines()) <= 60, path.name
+        assert path.stem == "__init__" or set(importlib.import_module(f"{families.__name__}.{path.stem}").MODEL_TYPES)
+
+
+def test_a_new_file_in_the_folder_is_a_new_architecture(tmp_path):
+    """In a process of its own, which finds a second folder of families."""
+    (tmp_path / "zamba.py").write_text("MODEL_TYPES = ('zamba',)\n\ndef describe(config):\n    return None\n")
+    program = f"from edgekv.spec import families; families.__path__.append({str(tmp_path)!r}); "
+    program += "from edgekv.spec.describe import find_families; print(sorted(find_families()))"
+    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
+    assert "'zamba'" in found and "'llama'" in found
+
+
 def test_keys_of_two_rotary_embeddings_are_not_moved(tmp_path):
     bundle = calibrated(opened(tmp_path / "checkpoint", "gemma3-newer"), tmp_path)
     with pytest.raises(UsageError, match="sinks: got layers with two rotary embeddings"):
         edgekv.load(bundle, policy="sinks(2, 20)")
 
 
-@pytest.mark.parametrize("name", ["llama-biased", "qwen3", "phi4-mini", "gemma2", "gemma3"])
+@pytest.mark.parametrize("name", EVERY_OPERATION)
 def test_the_htp_runs_every_operation_in_integers(tmp_path, name):
     """Between them they have every operation: biases, q and k norms, partial rotation, GELU, both soft caps."""
     checkpoint = opened(tmp_path / "checkpoint", name, gain=1.0)

@@ -147,6 +147,7 @@ class Manifest(_Part, frozen=True):
         local_rope: rotary embedding of the layers with an attention window, where it is not that of the others; their
             graph inputs are `position_ids_cos_local` and `position_ids_sin_local`.
         local_layers: the layers that have it.
+        unrotated_layers: layers without a rotary embedding.
         htp_check: what the HTP compiler's own graphs showed when the bundle was made.
         floating_nodes: QNN nodes that run in float, empty unless they were allowed.
         encodings: every activation and cache tensor of the graphs, by tensor name; the cache tensors stand
@@ -175,6 +176,7 @@ class Manifest(_Part, frozen=True):
     files: dict[str, FileRecord]
     local_rope: RopeRecord | None = None
     local_layers: list[int] = []
+    unrotated_layers: list[int] = []
     windows: list[int | None] = []
     graph_format: GraphFormat = "onnx"
     embedding: EmbeddingRecord | None = None
@@ -236,7 +238,7 @@ class Manifest(_Part, frozen=True):
     def interface(self) -> DecoderInterface:
         """What all graphs have in common; its `graph` gives the inputs and outputs of one."""
         local = frozenset(self.local_layers)
-        layers = frozenset(range(self.model.layers)) - local, local
+        layers = frozenset(range(self.model.layers)) - local - frozenset(self.unrotated_layers), local
         return DecoderInterface(
             hidden=self.model.hidden,
             vocab=self.model.vocab,

@@ -21,7 +21,7 @@ from edgekv.spec.layers import LayeredGeometry
 from edgekv.spec.parts import EMBEDDINGS, IDS, LOGITS, GraphRecord, PartRecord, Role, hidden_name
 from edgekv.spec.rope import Rope, Rotation
 from edgekv.spec.sizes import WEIGHT_DTYPES, Decoder, Weights, matrix_bytes, packed_matrix_bytes, recipe_weights
-from edgekv.spec.tensors import EMBEDDING, HEAD, View, matrices, views
+from edgekv.spec.tensors import EMBEDDING, HEAD, View, matrices, text_tensor, views
 
 __all__ = [
     "ARCHITECTURES",
@@ -70,5 +70,6 @@ __all__ = [
     "read_json",
     "recipe_weights",
     "rope_inputs",
+    "text_tensor",
     "views",
 ]

@@ -124,6 +124,17 @@ class Config:
             return value
         raise self.refusal(name, "true or false")
 
+    def flags(self, name: str, count: int) -> tuple[bool, ...]:
+        """The first `count` of a list of 0 and 1.
+
+        Raises:
+            CheckpointError: it is something else, shorter, or absent.
+        """
+        value = self._fields.get(name)
+        if isinstance(value, list) and len(value) >= count and all(each in (0, 1) for each in value):
+            return tuple(bool(each) for each in value[:count])
+        raise self.refusal(name, f"a list of {count} times 0 or 1")
+
     def text(self, name: str, default: str | None = None) -> str:
         """A string.
 
@@ -170,6 +181,11 @@ class Config:
         """
         if self._fields.get(name, value) != value:
             raise self.refusal(name, repr(value), fix="This variant of the architecture cannot be exported.")
+
+    def with_defaults(self, **defaults: object) -> Config:
+        """The same configuration with the architecture's values of fields that are absent; null is not absent."""
+        explicit_none = dict.fromkeys(self._none)
+        return Config({**defaults, **self._fields, **explicit_none}, self._path)
 
     def text_decoder(self) -> Config:
         """The configuration of the language model: `text_config` of a multimodal model, else this one.

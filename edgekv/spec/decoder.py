@@ -1,4 +1,4 @@
-"""What the exporters need to know of a decoder: its sizes, and where its architecture differs from Llama's."""
+"""The decoder of a checkpoint: its sizes, and where its architecture differs from Llama's."""
 
 from __future__ import annotations
 
@@ -9,30 +9,37 @@ from edgekv.spec.rope import Rope
 from edgekv.spec.sizes import Decoder
 
 Activation = Literal["silu", "gelu-tanh"]
+QkNorm = Literal["head", "all-heads"]
 
 
 @dataclass(frozen=True, slots=True)
 class DecoderSpec:
-    """A pre-norm decoder with grouped-query attention, gated feed-forward, RMSNorm and rotary embedding.
+    """A decoder with grouped-query attention, gated feed-forward, RMSNorm and rotary embedding.
 
-    The sizes come first; from `local_rope` on, the defaults are Llama's.
+    Sizes come first. From `local_rope` on, the defaults are Llama's.
 
     Attributes:
+        max_positions: the longest context that can be exported.
+        bound_by: the field of `config.json` that says so.
         query_gain: multiplies the scores, such as head_dim ** -0.5.
-        local_rope: rotary embedding of the layers that have a window, where it is not that of the others.
-        windows: tokens that each layer attends to, itself included; None stands for all, and an empty tuple says that
-            no layer is limited.
-        limits: tokens that a layer attends to at most, whatever its own window is; None for no limit. A shorter list is
-            repeated.
+        local_rope: rotary embedding of the layers with an attention window, if they have their own.
+        unrotated: layers without a rotary embedding.
+        windows: tokens that each layer attends to, itself included; None for full attention; empty if no layer has a
+            window.
+        limits: upper bounds of the windows, None for no bound; a shorter list is repeated. Set by export options.
         activation: of the gate.
-        biased: projections that add a bias, such as `self_attn.q_proj`.
-        qk_norm: whether each head of queries and keys is normalized before it is rotated.
-        post_norms: whether what attention and feed-forward add is normalized first.
+        biased: projections with a bias, such as `self_attn.q_proj`.
+        qk_norm: RMSNorm of queries and keys before their rotation: over each head, over all heads together, or None.
+        pre_norms: whether the inputs of attention and feed-forward are normalized.
+        post_norms: whether their outputs are normalized before they are added to the residual.
         attention_cap: scores become cap * tanh(scores / cap).
         logits_cap: logits likewise.
-        embedding_gain: multiplies the rows of the embedding table.
+        embedding_gain: multiplies the embeddings.
+        residual_gain: multiplies the outputs of attention and feed-forward.
+        logits_gain: multiplies the logits.
         norm_offset: added to the stored weights of every norm.
         fused: whether q, k and v are stored as one matrix, and gate and up as another.
+        multimodal: whether the checkpoint also holds a vision model, and the decoder's tensors have a prefix.
     """
 
     model_type: str
@@ -49,17 +56,23 @@ class DecoderSpec:
     rope: Rope
     query_gain: float
     local_rope: Rope | None = None
+    unrotated: frozenset[int] = frozenset()
     windows: tuple[int | None, ...] = ()
     limits: tuple[int | None, ...] = ()
     activation: Activation = "silu"
     biased: frozenset[str] = frozenset()
-    qk_norm: bool = False
+    qk_norm: QkNorm | None = None
+    pre_norms: bool = True
     post_norms: bool = False
     attention_cap: float | None = None
     logits_cap: float | None = None
     embedding_gain: float = 1.0
+    residual_gain: float = 1.0
+    logits_gain: float = 1.0
     norm_offset: float = 0.0
     fused: bool = False
+    multimodal: bool = False
+    bound_by: str = "max_position_embeddings"
 
     def __post_init__(self) -> None:
         if len(self.windows) not in (0, self.layers):
@@ -69,7 +82,7 @@ class DecoderSpec:
 
     @property
     def sizes(self) -> Decoder:
-        """What plans are made with."""
+        """The sizes that plans and estimates need."""
         return Decoder(
             layers=self.layers,
             hidden=self.hidden,
@@ -91,7 +104,7 @@ class DecoderSpec:
         return min((each for each in (self._own_window(layer), limit) if each is not None), default=None)
 
     def windows_in(self, context: int) -> tuple[int | None, ...]:
-        """The windows that are less than a context of S tokens, by layer; empty if there are none."""
+        """The windows that are smaller than a context of S tokens, by layer; empty if there are none."""
         found = [self.window(layer) for layer in range(self.layers)]
         narrow = [window if window is not None and window < context else None for window in found]
         return () if narrow.count(None) == self.layers else tuple(narrow)
@@ -101,13 +114,15 @@ class DecoderSpec:
         """The rotary embedding, and the local one if there is one."""
         return (self.rope,) if self.local_rope is None else (self.rope, self.local_rope)
 
-    def rope_index(self, layer: int) -> int:
-        """Which of `ropes` the layer has."""
-        return int(self.local_rope is not None and self._own_window(layer) is not None)
+    def rope_of(self, layer: int) -> Rope | None:
+        """The rotary embedding of a layer, or None."""
+        if layer in self.unrotated:
+            return None
+        return self.rope if self.local_rope is None or self._own_window(layer) is None else self.local_rope
 
-    def rope_of(self, layer: int) -> Rope:
-        """The layer's rotary embedding."""
-        return self.ropes[self.rope_index(layer)]
+    def layers_with(self, rope: Rope) -> list[int]:
+        """The layers with this rotary embedding, one of `ropes`."""
+        return [layer for layer in range(self.layers) if self.rope_of(layer) is rope]
 
     def _own_window(self, layer: int) -> int | None:
         return self.windows[layer] if self.windows else None

@@ -43,7 +43,8 @@ class CacheSpec:
     decoder: DecoderSpec | None
 
 
-def _find_families() -> Mapping[str, Describe]:
+def find_families() -> Mapping[str, Describe]:
+    """How to describe a decoder, by `model_type`: one entry for each type that a file in `families` declares."""
     found: dict[str, Describe] = {}
     for entry in sorted(pkgutil.iter_modules(families.__path__), key=lambda entry: entry.name):
         module = importlib.import_module(f"{families.__name__}.{entry.name}")
@@ -51,8 +52,8 @@ def _find_families() -> Mapping[str, Describe]:
     return found
 
 
-ARCHITECTURES = _find_families()
-"""How to describe a decoder, by `model_type`."""
+ARCHITECTURES = find_families()
+"""All supported architectures; see `find_families`."""
 
 
 def describe(config: Config) -> DecoderSpec:

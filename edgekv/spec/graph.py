@@ -162,8 +162,8 @@ class DecoderInterface:
         windows = spec.windows_in(context)
         sizes = spec.layers, context, (spec.kv_heads,), (spec.head_dim,)
         rotary = tuple(
-            RotaryInputs(suffix, rope.width // 2, frozenset(n for n in range(spec.layers) if spec.rope_index(n) == i))
-            for i, (suffix, rope) in enumerate(zip(ROPE_SUFFIXES, spec.ropes, strict=False))
+            RotaryInputs(suffix, rope.width // 2, frozenset(spec.layers_with(rope)))
+            for suffix, rope in zip(ROPE_SUFFIXES, spec.ropes, strict=False)
         )
         layered = LayeredGeometry(*sizes, windows, kv_dtype, key_layout)
         return cls(spec.hidden, spec.vocab, layered, rotary, activations)

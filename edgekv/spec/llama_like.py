@@ -55,6 +55,12 @@ def llama_like(
     )
 
 
+def biases(config: Config) -> frozenset[str]:
+    """The projections with a bias, as `attention_bias` and `mlp_bias` say."""
+    attention, mlp = config.flag("attention_bias"), config.flag("mlp_bias")
+    return (ATTENTION if attention else frozenset[str]()) | (MLP if mlp else frozenset[str]())
+
+
 def same_window(config: Config, layers: int, window: int | None) -> tuple[int | None, ...]:
     """One window for all layers, or none.
 

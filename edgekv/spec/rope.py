@@ -14,13 +14,14 @@ from edgekv.spec.config import Config
 Parameters = Mapping[str, "float | tuple[float, ...]"]
 
 _LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-_SUPPORTED = ("default", "linear", "llama3", "longrope")
+_YARN = ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow")
+_SUPPORTED = ("default", "linear", "llama3", "longrope", "yarn")
 _OLDER_NAMES = {"su": "longrope"}
 
 
 @dataclass(frozen=True, slots=True)
 class Rotation:
-    """A rotary embedding resolved: pair i at position p is turned by p * inverse_frequencies[i] radians.
+    """A resolved rotary embedding: pair i at position p is rotated by p * inverse_frequencies[i] radians.
 
     Attributes:
         inverse_frequencies: float64 `[R/2]`.
@@ -33,13 +34,13 @@ class Rotation:
 
 @dataclass(frozen=True, slots=True)
 class Rope:
-    """What a checkpoint says of a rotary embedding.
+    """The parameters of a rotary embedding, as a checkpoint gives them.
 
     Attributes:
-        rope_type: `default`, `linear`, `llama3` or `longrope`.
+        rope_type: `default`, `linear`, `llama3`, `longrope` or `yarn`.
         theta: the base.
-        width: R, how many elements of a head turn; those after them stay as they are.
-        parameters: what belongs to the type, by the checkpoint's own names.
+        width: R, how many elements of a head are rotated; the rest is left alone.
+        parameters: those of the type, by the checkpoint's own names.
     """
 
     rope_type: str
@@ -49,25 +50,51 @@ class Rope:
 
     @classmethod
     def from_config(cls, config: Config, head_dim: int, *, theta: float = 1e4) -> Rope:
-        """Reads `rope_parameters` (transformers 5) or `rope_theta` with `rope_scaling` (before it).
+        """Read `rope_parameters` (transformers 5) or `rope_theta` with `rope_scaling` (older).
 
         Args:
             config: the model's configuration.
             head_dim: D.
-            theta: the architecture's own base, where the configuration names none.
+            theta: the architecture's default base.
 
         Raises:
-            CheckpointError: the type is not supported, or a number is missing or cannot be so.
+            CheckpointError: the type is not supported, or a number is missing or out of range.
         """
         table = config.table("rope_parameters" if "rope_parameters" in config else "rope_scaling")
         return cls.from_table(table, config, head_dim, theta=config.number("rope_theta", theta))
 
     @classmethod
-    def from_table(cls, table: Config, config: Config, head_dim: int, *, theta: float) -> Rope:
-        """Reads one table of rope parameters; `config` is asked for what some checkpoints keep beside it.
+    def pair(cls, config: Config, head_dim: int, *, theta: float, local_theta: float) -> tuple[Rope, Rope]:
+        """The embedding of layers with full attention, and that of layers with an attention window.
+
+        Reads `rope_parameters` with an object for each kind of layer (transformers 5). Older configurations have
+        `rope_scaling` for full attention only, which is not applied to windows.
+
+        Args:
+            config: the model's configuration.
+            head_dim: D.
+            theta: base of the layers with full attention, if the configuration has no objects.
+            local_theta: base of the layers with a window, likewise.
 
         Raises:
-            CheckpointError: the type is not supported, or a number is missing or cannot be so.
+            CheckpointError: the type is not supported, or a number is missing or out of range.
+        """
+        newer = config.table("rope_parameters")
+        if newer and "full_attention" not in newer:
+            raise config.refusal("rope_parameters", "a table for full_attention and one for sliding_attention")
+        full = newer.table("full_attention") if newer else config.table("rope_scaling")
+        local = newer.table("sliding_attention")
+        return (
+            cls.from_table(full, config, head_dim, theta=theta),
+            cls.from_table(local, config, head_dim, theta=local_theta),
+        )
+
+    @classmethod
+    def from_table(cls, table: Config, config: Config, head_dim: int, *, theta: float) -> Rope:
+        """Read one object of rope parameters, and what some checkpoints keep beside it in `config`.
+
+        Raises:
+            CheckpointError: the type is not supported, or a number is missing or out of range.
         """
         share = table.number("partial_rotary_factor", config.number("partial_rotary_factor", 1.0))
         width = int(head_dim * share)
@@ -85,18 +112,21 @@ class Rope:
             return cls(rope_type, theta, width, {each: table.number(each) for each in _LLAMA3})
         if rope_type == "longrope":
             return cls(rope_type, theta, width, _longrope(table, config, width))
+        if rope_type == "yarn":
+            return cls(rope_type, theta, width, _yarn(table, config))
         raise table.refusal(
             "rope_type", " or ".join(_SUPPORTED), got=repr(name), fix="It cannot be exported: choose another."
         )
 
     def rotation(self, tokens: int) -> Rotation:
-        """The embedding of a sequence of so many tokens: `longrope` alone depends on it.
+        """The embedding for sequences of up to `tokens` tokens; only `longrope` depends on their number.
 
-        The base formula is that of Su et al. 2021 (arXiv 2104.09864). `linear` divides every frequency by the factor.
-        `llama3` stretches the slow pairs as Meta's reference implementation of Llama 3.1 does: wavelengths above
-        original/low_freq_factor are divided by the factor, those below original/high_freq_factor stay, those between
-        are blended. `longrope` (arXiv 2402.13753) divides each by a factor of its own, of the list `short_factor` up
-        to the original context and of `long_factor` beyond it.
+        The base formula is from Su et al. 2021 (arXiv 2104.09864). `linear` divides every frequency by the factor.
+        `llama3` follows Meta's reference implementation of Llama 3.1: frequencies with wavelengths above
+        original/low_freq_factor are divided by the factor, those below original/high_freq_factor are kept, those
+        between are blended. `longrope` (arXiv 2402.13753) divides each frequency by its own factor: `short_factor` up
+        to the original context, `long_factor` beyond it. `yarn` (arXiv 2309.00071) keeps pairs that turn more than
+        beta_fast times over the original context, divides those below beta_slow turns, and blends by pair number.
         """
         exponents = -np.arange(0, self.width, 2, dtype=np.float64) / self.width
         plain: NDArray[np.float64] = self.theta**exponents
@@ -108,6 +138,8 @@ class Rope:
             long = tokens > self._number("original_max_position_embeddings")
             factors = np.asarray(self.parameters["long_factor" if long else "short_factor"], np.float64)
             return Rotation(plain / factors, self._number("attention_factor"))
+        if self.rope_type == "yarn":
+            return Rotation(plain * self._yarn_share(), self._number("attention_factor"))
         return Rotation(plain, 1.0)
 
     def _llama3_share(self, plain: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -115,6 +147,22 @@ class Rope:
         turns = original * plain / (2 * math.pi)  # over the original context
         kept = np.clip((turns - low) / (high - low), 0.0, 1.0)
         share: NDArray[np.float64] = kept + (1 - kept) / factor
+        return share
+
+    def _yarn_share(self) -> NDArray[np.float64]:
+        factor, original, fast, slow = (self._number(name) for name in _YARN)
+
+        def pair_with(turns: float) -> float:
+            """The pair number that makes so many turns over the original context."""
+            return self.width * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(self.theta))
+
+        first, last = pair_with(fast), pair_with(slow)
+        if self._number("truncate"):
+            first, last = math.floor(first), math.ceil(last)
+        first, last = max(first, 0), min(last, self.width - 1)
+        pairs = np.arange(self.width // 2, dtype=np.float64)
+        divided = np.clip((pairs - first) / (last - first or 0.001), 0.0, 1.0)
+        share: NDArray[np.float64] = (1 - divided) + divided / factor
         return share
 
     def _number(self, name: str) -> float:
@@ -135,3 +183,28 @@ def _longrope(table: Config, config: Config, width: int) -> Parameters:
         "factor": factor,
         "attention_factor": table.number("attention_factor", growth),
     }
+
+
+def _yarn(table: Config, config: Config) -> Parameters:
+    """The parameters of `yarn`; `attention_factor` follows from `factor`, `mscale` and `mscale_all_dim` by default."""
+    name = "original_max_position_embeddings"
+    longest = config.number("max_position_embeddings")
+    original = (config if name in config else table).number(name, longest)
+    factor = table.number("factor", longest / original)
+    attention_factor = _yarn_scale(factor)
+    if "mscale" in table and "mscale_all_dim" in table:
+        attention_factor = _yarn_scale(factor, table.number("mscale")) / _yarn_scale(
+            factor, table.number("mscale_all_dim")
+        )
+    return {
+        "factor": factor,
+        name: original,
+        "beta_fast": table.number("beta_fast", 32.0),
+        "beta_slow": table.number("beta_slow", 1.0),
+        "truncate": float(table.flag("truncate", True)),
+        "attention_factor": table.number("attention_factor", attention_factor),
+    }
+
+
+def _yarn_scale(factor: float, mscale: float = 1.0) -> float:
+    return 0.1 * mscale * math.log(factor) + 1 if factor > 1 else 1.0

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from edgekv.errors import CheckpointError
-from edgekv.spec import CONFIG, EMBEDDING, HEAD, Config, DecoderSpec, View, describe, read_json, views
+from edgekv.spec import CONFIG, EMBEDDING, HEAD, Config, DecoderSpec, View, describe, read_json, text_tensor, views
 from edgekv.spec.text import encode, open_tokenizer
 from exporters.checkpoint.stored import StoredTensor, stored_tensors
 
@@ -58,6 +58,13 @@ class Checkpoint:
         tokenizer = _open_tokenizer(folder / "tokenizer.json", spec.vocab)
         special = _special_tokens(config, generation, tokenizer)
         tensors = stored_tensors(folder)
+        if spec.multimodal:
+            named = ((text_tensor(key), stored) for key, stored in tensors.items())
+            tensors = {key: stored for key, stored in named if key is not None}
+            if HEAD in tensors and EMBEDDING in tensors and not tensors[HEAD].equals(tensors[EMBEDDING]):
+                spec = replace(
+                    spec, tied_head=False
+                )  # as transformers does: the field has another default in each release
         wanted = {view.name: view for view in views(spec)}
         _check_tensors(tensors, wanted.values(), spec)
         return cls(name, folder, spec, special, tokenizer, tensors, wanted)

@@ -99,7 +99,7 @@ class FoldedHeads:
             reach = np.square(read).sum(axis=1).reshape(self.spec.kv_heads, -1)
             if "self_attn.k_proj" in self.spec.biased:
                 reach += np.square(self._tensors.tensor(at + "self_attn.k_proj.bias")).reshape(reach.shape)
-        half = self.spec.rope_of(layer).width // 2
+        half = (self.spec.rope_of(layer) or self.spec.rope).width // 2
         pairs = (reach[:, :half] + reach[:, half : 2 * half]) / 2
         reach = np.concatenate([pairs, pairs, reach[:, 2 * half :]], axis=1)
         widths = np.sqrt(np.maximum(reach, np.finfo(np.float32).tiny))

@@ -134,7 +134,9 @@ class NumpyOps:
         return self._seen(name, np.concatenate(parts, axis=-1))
 
     def rotation(self, layer: int) -> tuple[Floats, Floats]:
-        return self._rotations[self._spec.rope_index(layer)]
+        rope = self._spec.rope_of(layer)
+        assert rope is not None, "the decoder asks for rotated layers only"
+        return self._rotations[self._spec.ropes.index(rope)]
 
     def append_to_cache(self, new: Floats, tensor: KvTensor) -> Floats:
         return self._seen(tensor.past, new)

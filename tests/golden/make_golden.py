@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 from tokenizers import Tokenizer
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent))
@@ -27,16 +27,19 @@ from checkpoints import ARCHITECTURES, CONFIG, NEWER, OLDER, write_checkpoint  #
 
 EMBEDDED = HERE.parent.parent / "models" / "stdlib-4m"
 TOLERANCE = 1e-4
+VISION = ("model.vision_tower.", "model.multi_modal_projector.")  # of a text model's checkpoint, hardly any are there
 PROMPT = "def __init__(self, "
 NEW_TOKENS = 64
 
 
 def logits(folder: Path, tokens: np.ndarray) -> np.ndarray:
     """float32 `[T, V]`."""
-    model, loading = AutoModelForCausalLM.from_pretrained(
+    multimodal = "vision_config" in json.loads((folder / "config.json").read_text())
+    model, loading = (AutoModelForImageTextToText if multimodal else AutoModelForCausalLM).from_pretrained(
         folder, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
     )
-    if any(loading.values()):
+    text = [key for keys in loading.values() for key in keys if not key.startswith(VISION)]
+    if text:
         raise SystemExit(f"{folder.name}: transformers did not load every tensor: {loading}")
     with torch.no_grad():
         return model(torch.tensor(tokens)[None]).logits[0].numpy()

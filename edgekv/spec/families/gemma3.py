@@ -1,4 +1,4 @@
-"""Gemma 3, the text decoder: q and k norms, and a rotary embedding of their own for the layers with a window."""
+"""Gemma 3: q and k norms, and a rotary embedding of its own for layers with a window; alone or with a vision model."""
 
 from __future__ import annotations
 
@@ -10,35 +10,44 @@ from edgekv.spec.families.gemma2 import gemma
 from edgekv.spec.llama_like import windows
 from edgekv.spec.rope import Rope
 
-MODEL_TYPES = ("gemma3_text",)
+MODEL_TYPES = ("gemma3", "gemma3_text")
 
-# Where config.json says nothing.
-WINDOW = 4096
 THETA = 1e6
 LOCAL_THETA = 1e4
-PATTERN = 6  # every sixth layer attends to all tokens
+PATTERN = 6  # every sixth layer has full attention
+DEFAULTS = {
+    "vocab_size": 262_208,
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 26,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 131_072,
+    "sliding_window": 4096,
+}
+"""Published configurations leave out what is equal to these."""
 
 
 def describe(config: Config) -> DecoderSpec:
-    """Gemma's decoder with two rotary embeddings (arXiv 2503.19786); `rope_scaling` is that of the global layers."""
+    """Gemma's decoder with two rotary embeddings (arXiv 2503.19786); of a multimodal model the text decoder."""
+    if config.text("model_type") == "gemma3":
+        text = config.table("text_config").with_defaults(model_type="gemma3_text")
+        text.expect("model_type", "gemma3_text")
+        if "tie_word_embeddings" in config:
+            text = text.with_defaults(tie_word_embeddings=config.flag("tie_word_embeddings"))
+        return replace(describe(text), multimodal=True)
+    config = config.with_defaults(**DEFAULTS)
     config.expect("attn_logit_softcapping", None)
     spec = gemma(config)
-    newer = config.table("rope_parameters")
-    if newer and "full_attention" not in newer:
-        raise config.refusal("rope_parameters", "a table for full_attention and one for sliding_attention")
-    full = newer.table("full_attention") if newer else config.table("rope_scaling")
     theta = config.number("rope_theta", THETA)
     local_theta = config.number("rope_local_base_freq", LOCAL_THETA)
+    rope, local_rope = Rope.pair(config, spec.head_dim, theta=theta, local_theta=local_theta)
     pattern = config.size("sliding_window_pattern", PATTERN)
+    window = config.optional_size("sliding_window")
     return replace(
         spec,
-        qk_norm=True,
-        rope=Rope.from_table(full, config, spec.head_dim, theta=theta),
-        local_rope=Rope.from_table(newer.table("sliding_attention"), config, spec.head_dim, theta=local_theta),
-        windows=windows(
-            config,
-            spec.layers,
-            config.optional_size("sliding_window", WINDOW),
-            lambda layer: bool((layer + 1) % pattern),
-        ),
+        qk_norm="head",
+        rope=rope,
+        local_rope=local_rope,
+        windows=windows(config, spec.layers, window, lambda layer: bool((layer + 1) % pattern)),
     )

@@ -1,4 +1,4 @@
-"""Llama 2, 3, 3.1 and 3.2, SmolLM2, and whatever else calls itself a Llama."""
+"""Llama 2, 3, 3.1 and 3.2, SmolLM2, and other models of type `llama`."""
 
 from __future__ import annotations
 
@@ -6,18 +6,13 @@ from dataclasses import replace
 
 from edgekv.spec.config import Config
 from edgekv.spec.decoder import DecoderSpec
-from edgekv.spec.llama_like import ATTENTION, MLP, llama_like
+from edgekv.spec.llama_like import biases, llama_like
 
 MODEL_TYPES = ("llama",)
 
 
 def describe(config: Config) -> DecoderSpec:
-    """The decoder that every other one is told from."""
+    """The decoder that all others are compared with."""
     config.expect("hidden_act", "silu")
     config.expect("partial_rotary_factor", 1.0)
-    biased = frozenset[str]()
-    if config.flag("attention_bias"):
-        biased |= ATTENTION
-    if config.flag("mlp_bias"):
-        biased |= MLP
-    return replace(llama_like(config), biased=biased)
+    return replace(llama_like(config), biased=biases(config))

@@ -19,4 +19,4 @@ def describe(config: Config) -> DecoderSpec:
     config.expect("hidden_act", "silu")
     spec = llama_like(config, head_dim=HEAD_DIM)
     biased = ATTENTION if config.flag("attention_bias") else frozenset[str]()
-    return replace(spec, qk_norm=True, biased=biased, windows=sliding_windows(config, spec.layers))
+    return replace(spec, qk_norm="head", biased=biased, windows=sliding_windows(config, spec.layers))

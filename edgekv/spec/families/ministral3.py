@@ -1,0 +1,43 @@
+"""Ministral 3: a Mistral with yarn, whose queries grow beyond the original context."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from edgekv.spec.config import Config
+from edgekv.spec.decoder import DecoderSpec
+from edgekv.spec.llama_like import llama_like, same_window
+
+MODEL_TYPES = ("ministral3",)
+
+EPS = 1e-5
+DEFAULTS = {"head_dim": 128, "num_key_value_heads": 8}
+ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 1e6,
+    "factor": 16.0,
+    "original_max_position_embeddings": 16384,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "llama_4_scaling_beta": 0.1,
+}
+
+
+def describe(config: Config) -> DecoderSpec:
+    """Mistral's decoder with yarn.
+
+    Queries at position p are multiplied by 1 + beta * log(1 + floor(p / original context)), which is 1 in the original
+    context. Graphs have one rotation table for queries and keys, so contexts are bounded by the original one.
+    """
+    config.expect("hidden_act", "silu")
+    config = config.with_defaults(**DEFAULTS)
+    if "rope_scaling" not in config:
+        config = config.with_defaults(rope_parameters=ROPE)
+    spec = llama_like(config, eps=EPS)
+    spec = replace(spec, windows=same_window(config, spec.layers, config.optional_size("sliding_window")))
+    table = config.table("rope_parameters" if "rope_parameters" in config else "rope_scaling")
+    if "llama_4_scaling_beta" not in table:
+        return spec
+    name = "original_max_position_embeddings"
+    original = min(spec.max_positions, table.size(name))
+    return replace(spec, max_positions=original, bound_by=f"{name} (beyond it, llama_4_scaling_beta)")

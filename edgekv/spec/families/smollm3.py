@@ -1,0 +1,33 @@
+"""SmolLM3: a Llama in which every fourth layer has no rotary embedding."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from edgekv.spec.config import Config
+from edgekv.spec.decoder import DecoderSpec
+from edgekv.spec.llama_like import biases, llama_like, windows
+
+MODEL_TYPES = ("smollm3",)
+
+THETA = 2e6
+INTERVAL = 4  # every fourth layer is not rotated
+
+
+def describe(config: Config) -> DecoderSpec:
+    """Llama's decoder, of which `no_rope_layers` (1 for a rotated layer) or an interval takes the rotary embedding."""
+    config.expect("hidden_act", "silu")
+    config = config.with_defaults(rope_theta=THETA)
+    spec = llama_like(config, tied_head=True)
+    if "no_rope_layers" in config:
+        unrotated = [not each for each in config.flags("no_rope_layers", spec.layers)]
+    else:
+        interval = config.size("no_rope_layer_interval", INTERVAL)
+        unrotated = [(layer + 1) % interval == 0 for layer in range(spec.layers)]
+    window = config.optional_size("sliding_window") if config.flag("use_sliding_window") else None
+    return replace(
+        spec,
+        unrotated=frozenset(layer for layer, found in enumerate(unrotated) if found),
+        biased=biases(config),
+        windows=windows(config, spec.layers, window, lambda layer: window is not None and unrotated[layer]),
+    )
