@@ -17,6 +17,7 @@ from typing import Any
 from edgekv.errors import EngineError, UsageError
 
 MIB = 1 << 20
+CACHE_VARIABLE = "EDGEKV_CACHE_DIR"
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?) *([KMGT]?)(I?)B?", re.IGNORECASE)
 _POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
@@ -132,6 +133,17 @@ def parse_bytes(option: str, text: str) -> int:
 
 
 # Files
+
+
+def cache_folder() -> Path:
+    """Where this program keeps what can be computed again: EDGEKV_CACHE_DIR, or the platform's cache folder."""
+    if given := os.environ.get(CACHE_VARIABLE):
+        return Path(given)
+    if os.name == "nt":
+        return Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local") / "edgekv" / "Cache"
+    if sys.platform == "darwin":
+        return Path.home() / "Library" / "Caches" / "edgekv"
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "edgekv"
 
 
 def open_regular(path: Path) -> BufferedReader:

@@ -13,6 +13,7 @@ import pytest
 
 from edgekv.cli import run
 from tests.aihub_server import TOKEN, AiHub, Fault, configure
+from tests.manifests import replace_in_manifest
 from tests.test_aihub import POLL, answer
 
 
@@ -148,8 +149,7 @@ def test_a_device_that_cannot_serve_is_refused_before_work_starts(
 def test_a_16_bit_cache_is_refused_on_an_older_chip(
     service: AiHub, small: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    manifest = small / "manifest.json"
-    manifest.write_text(manifest.read_text().replace('"kv_dtype": "u8"', '"kv_dtype": "s16"'))
+    replace_in_manifest(small, '"kv_dtype": "u8"', '"kv_dtype": "s16"')
     line = refused(capsys, "compile", str(small), "--devices", "QCS6490", code=2)
     assert "got QCS6490 (V68); expected V73 or later, for the bundle's s16 cache" in line
 

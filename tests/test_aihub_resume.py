@@ -15,6 +15,7 @@ import pytest
 
 from edgekv.cli import run
 from tests.aihub_server import AiHub, Fault
+from tests.manifests import replace_in_manifest
 from tests.test_aihub import DECODE, POLL, answer
 
 SUBMIT = "POST /api/v1/jobs/"
@@ -109,8 +110,7 @@ def test_a_bundle_that_has_changed_since_is_refused_before_anything_is_asked(
     service: AiHub, small: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     answer(capsys, "compile", str(small), "--devices", "SM8650", "--no-wait")
-    manifest = small / "manifest.json"
-    manifest.write_text(manifest.read_text().replace('"producer": "', '"producer": "another '))
+    replace_in_manifest(small, '"producer": "', '"producer": "another ')
     asked = len(service.log)
     for command in (["status"], ["fetch"], ["link", "--devices", "SM8650"]):
         assert run(["hub", command[0], str(small), *command[1:]]) == 1

@@ -1,12 +1,17 @@
 from __future__ import annotations
 
+import json
+import os
+import random
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 
+import edgekv
 from edgekv.bundle import (
     FORMAT,
     MANIFEST,
@@ -17,13 +22,17 @@ from edgekv.bundle import (
     RopeRecord,
     SourceRecord,
     TokenRecord,
+    file_hashes,
     open_bundle,
     read_manifest,
     record_files,
+    rehashing,
     write_manifest,
 )
+from edgekv.bundle.formats import SEAL, seal_of
 from edgekv.errors import BundleError
 from quant import Encoding
+from tests.manifests import change_manifest, replace_in_manifest
 
 GRAPH = "ar1_cl8.onnx"
 U8 = Encoding(dtype="u8", scale=0.5, zero_point=128)
@@ -91,10 +100,28 @@ def test_a_changed_byte_of_an_exported_bundle_is_refused(bundle: Path, tmp_path:
         open_bundle(copy)
 
 
-def _rewrite(folder: Path, old: str, new: str) -> None:
-    text = (folder / MANIFEST).read_text()
-    assert old in text
-    (folder / MANIFEST).write_text(text.replace(old, new))
+_rewrite = replace_in_manifest
+
+
+def _drop_seal(folder: Path) -> None:
+    content = json.loads((folder / MANIFEST).read_text())
+    del content[SEAL]
+    (folder / MANIFEST).write_text(json.dumps(content))
+
+
+def _link(path: Path, target: str) -> None:
+    path.unlink()
+    path.symlink_to(target)
+
+
+def _fifo(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+def _grow(path: Path) -> None:
+    with path.open("r+b") as file:
+        file.truncate(1 << 40)
 
 
 DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
@@ -113,6 +140,33 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
         f"format: got 0; expected {FORMAT}. Export",
     ),
     "an unknown field": (lambda f: _rewrite(f, '"recipe"', '"receipt"'), "receipt"),
+    "a byte without a new seal": (
+        lambda f: (f / MANIFEST).write_text((f / MANIFEST).read_text().replace("10000.0", "10001.0")),
+        r"manifest.json: seal: got '\w{64}'; expected \w{64}, for what the manifest says",
+    ),
+    "no seal": (lambda f: _drop_seal(f), "manifest.json: seal: got none"),
+    "a manifest of deep lists": (lambda f: (f / MANIFEST).write_text('{"a": ' * 100_000), "values nested too deeply"),
+    "a number without end": (lambda f: (f / MANIFEST).write_text('{"format": ' + "1" * 5000 + "}"), "out of range"),
+    "a format that is no number": (lambda f: (f / MANIFEST).write_text('{"format": [3]}'), "format: got .3.; expected"),
+    "another kind of JSON": (lambda f: (f / MANIFEST).write_text("[]"), "Expected `object`, got `array`"),
+    "a manifest without end": (
+        lambda f: _link(f / MANIFEST, "/dev/zero"),
+        "manifest.json: got a device",
+    ),
+    "a manifest that nobody writes": (lambda f: _fifo(f / MANIFEST), "manifest.json: got a FIFO, not a regular file"),
+    "a huge manifest": (lambda f: _grow(f / MANIFEST), "manifest.json: got file of .* more than the limit of 67.1 MB"),
+    "a graph without end": (lambda f: _link(f / GRAPH, "/dev/zero"), f"{GRAPH}: got no regular file; expected a file"),
+    "a graph that nobody writes": (lambda f: _fifo(f / GRAPH), f"{GRAPH}: got no regular file; expected a file of 7"),
+    "10^9 layers": (lambda f: _rewrite(f, '"layers": 1', '"layers": 1000000000'), r"<= 4096 - at `\$.model.layers`"),
+    "10^9 layers of a part": (lambda f: _rewrite(f, '"stop_layer": 1', '"stop_layer": 1000000000'), "<= 4096"),
+    "many heads": (
+        lambda f: _rewrite(f, '"kv_heads": 1', '"kv_heads": 16000000'),
+        "encodings: got 6; expected at",
+    ),
+    "10^12 tokens": (lambda f: _rewrite(f, '"max_positions": 8', '"max_positions": 1000000000000'), "<= 134217728"),
+    "a name with a zero byte": (lambda f: _rewrite(f, '"tokenizer.json": {', '"a\\u0000b": {'), "expected plain paths"),
+    "a negative frequency": (lambda f: _rewrite(f, "0.01", "-0.01"), r"inverse_frequencies\[1\]"),
+    "an endless frequency": (lambda f: _rewrite(f, "0.01", "1e99"), r"inverse_frequencies\[1\]"),
     "a field of another type": (lambda f: _rewrite(f, '"context": 8', '"context": "8"'), "Expected `int`, got `str`"),
     "a size that cannot be": (lambda f: _rewrite(f, '"layers": 1', '"layers": 0'), "model: got layers: got 0"),
     "an encoding too few": (lambda f: _rewrite(f, '"logits": {', '"logit": {'), "encodings: got none of logits"),
@@ -160,3 +214,168 @@ def test_what_lies_in_folders_of_the_bundle_is_not_its_own(folder: Path) -> None
     (folder / "compiled").mkdir()
     (folder / "compiled" / "ar1.bin").write_bytes(b"")
     open_bundle(folder)
+
+
+# The seal
+
+
+def test_a_flipped_bit_of_the_manifest_is_refused_or_changes_nothing(bundle: Path, tmp_path: Path) -> None:
+    raw = (bundle / MANIFEST).read_bytes()
+    manifest = read_manifest(bundle)
+    flips = random.Random(8)
+    refused = 0
+    for _ in range(400):
+        damaged = bytearray(raw)
+        damaged[flips.randrange(len(raw))] ^= 1 << flips.randrange(8)
+        (tmp_path / MANIFEST).write_bytes(damaged)
+        try:
+            assert read_manifest(tmp_path) == manifest
+        except BundleError:
+            refused += 1
+    assert refused > 300
+
+
+def test_a_flipped_bit_of_a_number_is_refused_by_the_seal(bundle: Path, tmp_path: Path) -> None:
+    """Where every other check passes: a digit of an attention factor, a base, a scale."""
+    text = (bundle / MANIFEST).read_text()
+    for name in ("attention_factor", "theta", "scale"):
+        at = text.index(f'"{name}"')
+        while text[at] not in "123456789":
+            at += 1
+        changed = text[:at] + chr(ord(text[at]) ^ 2) + text[at + 1 :]
+        (tmp_path / MANIFEST).write_text(changed)
+        with pytest.raises(BundleError, match=r"manifest.json: seal: got"):
+            read_manifest(tmp_path)
+
+
+def test_the_seal_is_of_the_content_not_of_its_layout(folder: Path) -> None:
+    content = json.loads((folder / MANIFEST).read_text())
+    (folder / MANIFEST).write_text(json.dumps(content, sort_keys=True))
+    assert read_manifest(folder) == _manifest(folder)
+    seal = content.pop(SEAL)
+    assert seal == seal_of(dict(reversed(content.items())))
+
+
+# Versions
+
+
+def _as_format_2(content: dict[str, Any]) -> None:
+    content["format"] = 2
+
+
+def _as_format_1(content: dict[str, Any]) -> None:
+    """One file for each graph, as before graphs had parts."""
+    content["format"] = 1
+    for graph in content["graphs"]:
+        (part,) = graph.pop("parts")
+        graph["file"] = part["file"]
+    for name in ("local_rope", "local_layers", "windows", "graph_format", "embedding"):
+        content.pop(name, None)
+
+
+@pytest.mark.parametrize("older", [_as_format_1, _as_format_2])
+def test_bundles_of_older_formats_open(folder: Path, older: Callable[[dict[str, Any]], None]) -> None:
+    change_manifest(folder, older)
+    _drop_seal(folder)
+    assert open_bundle(folder).manifest == _manifest(folder)
+
+
+def test_an_exported_bundle_of_an_older_format_gives_the_same_tokens(small: Path) -> None:
+    tokens = [token.id for token in edgekv.load(small).generate([3, 4, 5], 8)]
+    change_manifest(small, _as_format_2)
+    _drop_seal(small)
+    assert [token.id for token in edgekv.load(small).generate([3, 4, 5], 8)] == tokens
+
+
+def test_an_older_format_that_is_not_what_it_says_is_refused(folder: Path) -> None:
+    change_manifest(folder, lambda content: content.update(format=1))  # but its graphs have parts
+    with pytest.raises(BundleError, match=r"manifest.json: got KeyError 'file'; expected the fields of format 1"):
+        open_bundle(folder)
+
+
+def test_a_field_of_a_newer_edgekv_asks_for_an_upgrade(folder: Path) -> None:
+    change_manifest(folder, lambda content: content.update(a_new_field=1))
+    with pytest.raises(BundleError, match=r"unknown field `a_new_field`.*pip install -U edgekv"):
+        open_bundle(folder)
+
+
+# Hashes that are remembered
+
+
+@pytest.fixture
+def settled(folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The bundle, written long enough ago, and a cache folder of its own."""
+    monkeypatch.setattr("edgekv.bundle.verified._SETTLED_NS", -1)
+    monkeypatch.setenv("EDGEKV_CACHE_DIR", str(tmp_path_factory.mktemp("hashes")))
+    return folder
+
+
+def _computed(folder: Path) -> int:
+    with file_hashes() as hashes:
+        for name in read_manifest(folder).files:
+            hashes.sha256_of(folder / name)
+        return hashes.computed
+
+
+def test_a_file_is_hashed_once(settled: Path) -> None:
+    assert _computed(settled) == 2
+    assert _computed(settled) == 0
+    with rehashing():
+        assert _computed(settled) == 2
+    assert _computed(settled) == 0
+
+
+def test_a_changed_file_is_hashed_again_even_if_its_date_is_set_back(settled: Path) -> None:
+    open_bundle(settled)
+    before = (settled / GRAPH).stat()
+    (settled / GRAPH).write_bytes(b"a grAph")
+    os.utime(settled / GRAPH, ns=(before.st_atime_ns, before.st_mtime_ns))
+    with pytest.raises(BundleError, match=f"{GRAPH}: got sha256"):
+        open_bundle(settled)
+
+
+def test_a_file_that_was_just_written_is_not_trusted_to_its_date(
+    settled: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("edgekv.bundle.verified._SETTLED_NS", 1 << 62)
+    assert _computed(settled) == 2
+    assert _computed(settled) == 2
+
+
+@pytest.mark.parametrize("content", [b"", b"no JSON", b'{"1:2": 3}', b"[" * 100_000])
+def test_a_damaged_memory_is_ignored(settled: Path, content: bytes) -> None:
+    open_bundle(settled)
+    (Path(os.environ["EDGEKV_CACHE_DIR"]) / "hashes.json").write_bytes(content)
+    assert _computed(settled) == 2
+
+
+def test_a_cache_folder_that_cannot_be_written_costs_only_time(settled: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EDGEKV_CACHE_DIR", str(settled / GRAPH))
+    assert _computed(settled) == 2
+    assert _computed(settled) == 2
+
+
+# Folders of other kinds
+
+
+@pytest.mark.parametrize(
+    ("file", "given", "message"),
+    [
+        ("config.json", "", r"got a checkpoint; .* edgekv export \S+ -o BUNDLE --device DEVICE"),
+        ("model.safetensors", "model.safetensors", r"got a file of weights \(.safetensors\); .* edgekv export"),
+        ("model-q4.gguf", "model-q4.gguf", r"got a file of weights \(.gguf\); .* edgekv export \S+gguf -o"),
+        ("model-q4.gguf", "", r"got a folder of GGUF files; .* edgekv export \S+gguf -o"),
+        ("genie_config.json", "", r"got a folder for Genie; .* edgekv genie run"),
+        ("genai_config.json", "", r"got a folder for onnxruntime-genai; .* edgekv genai run"),
+        ("compiled.json", "", r"got the compiled binaries of a bundle; .* Give the bundle: "),
+        ("adapter_config.json", "", r"got a LoRA adapter; .* Merge it"),
+        ("manifest.json", "manifest.json", r"got the manifest of a bundle; .* Give its folder"),
+        ("notes.txt", "notes.txt", r"got a file; expected a bundle's folder"),
+    ],
+)
+def test_what_is_no_bundle_is_named_with_the_command_for_it(
+    tmp_path: Path, file: str, given: str, message: str
+) -> None:
+    (tmp_path / file).write_text("{}")
+    with pytest.raises(BundleError, match=message):
+        open_bundle(tmp_path / given)

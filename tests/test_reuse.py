@@ -24,6 +24,7 @@ from edgekv.session.bake import bake_prefix
 from edgekv.spec.geometry import KeyLayout, KvDtype
 from tests.checkpoints import write_checkpoint
 from tests.exports import export_options, exported
+from tests.manifests import change_manifest
 from tests.ties import ROW_STEPS, assert_same_or_tied
 
 STEP = 16
@@ -347,9 +348,7 @@ def test_a_baked_prefix_that_was_changed_is_refused(own_bundle: Path, bundle: Pa
     file.write_bytes(raw)
     edgekv.load(own_bundle)
     other = Path(shutil.copytree(own_bundle, tmp_path / "other"))
-    manifest = json.loads((other / "manifest.json").read_text())
-    manifest["encodings"]["logits"]["scale"] *= 2
-    (other / "manifest.json").write_text(json.dumps(manifest))
+    change_manifest(other, lambda content: content["encodings"]["logits"].update(scale=1.0))
     with pytest.raises(BundleError, match="got a prefix of another bundle"):
         edgekv.load(other)
 

@@ -1,11 +1,12 @@
 """A bundle: a folder that says everything about itself, verified when it is opened, written atomically."""
 
 from edgekv.bundle.atomic import atomic_directory, atomic_file
-from edgekv.bundle.bundle import Bundle, open_bundle, read_manifest, write_manifest
+from edgekv.bundle.bundle import Bundle, open_bundle
 from edgekv.bundle.compiled import COMPILED, Compiled, CompiledBinary, CompiledManifest, open_compiled
 from edgekv.bundle.files import record_files
+from edgekv.bundle.folder_kind import FolderKind, folder_kind
+from edgekv.bundle.formats import FORMAT
 from edgekv.bundle.manifest import (
-    FORMAT,
     MANIFEST,
     EmbeddingRecord,
     FileRecord,
@@ -21,7 +22,9 @@ from edgekv.bundle.manifest import (
     TokenRecord,
     WeightRecord,
 )
+from edgekv.bundle.manifest_file import read_manifest, write_manifest
 from edgekv.bundle.readable import readable_json
+from edgekv.bundle.verified import FileHashes, file_hashes, force_rehash, rehashing
 from edgekv.spec import GraphRecord, PartRecord, Role
 
 __all__ = [
@@ -33,7 +36,9 @@ __all__ = [
     "CompiledBinary",
     "CompiledManifest",
     "EmbeddingRecord",
+    "FileHashes",
     "FileRecord",
+    "FolderKind",
     "GraphFormat",
     "GraphRecord",
     "HtpCheck",
@@ -50,10 +55,14 @@ __all__ = [
     "WeightRecord",
     "atomic_directory",
     "atomic_file",
+    "file_hashes",
+    "folder_kind",
+    "force_rehash",
     "open_bundle",
     "open_compiled",
     "read_manifest",
     "readable_json",
     "record_files",
+    "rehashing",
     "write_manifest",
 ]

@@ -1,26 +1,23 @@
-"""Opening a bundle: nothing is used before its size and hash were seen to be those of the manifest."""
+"""Opening a bundle: no file is used before its size and hash are checked against the manifest."""
 
 from __future__ import annotations
 
+import stat
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
-import msgspec
-
-from edgekv.bundle.consistency import check_consistency
-from edgekv.bundle.manifest import FORMAT, MANIFEST, Manifest
-from edgekv.bundle.readable import readable_json
+from edgekv.bundle.manifest import Manifest
+from edgekv.bundle.manifest_file import export_again, read_manifest
+from edgekv.bundle.verified import file_hashes
 from edgekv.errors import BundleError
 from edgekv.spec import GraphRecord, PartRecord
 from edgekv.spec.text import TOKENIZER, open_tokenizer
-from edgekv.system import sha256_of
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-_EXPORT_AGAIN = "Export the bundle again: edgekv export CHECKPOINT -o {folder} --force"
-# What the runtime could pick up from a folder; notes that someone lays beside them harm nobody.
+# What a runtime could load from the folder; other files, such as notes, are ignored.
 _KNOWN_SUFFIXES = frozenset({".onnx", ".data", ".bin", ".safetensors", ".tflite"})
 _KNOWN_NAMES = frozenset({TOKENIZER})
 
@@ -31,14 +28,14 @@ class Bundle:
 
     Attributes:
         path: its folder, absolute.
-        manifest: what it says about itself.
+        manifest: the content of its `manifest.json`.
     """
 
     path: Path
     manifest: Manifest
 
     def graph_path(self, record: GraphRecord) -> Path:
-        """The file of one of the manifest's graphs, of which all is in one part."""
+        """The file of a graph that has one part."""
         return self.path / record.file
 
     def part_path(self, record: PartRecord) -> Path:
@@ -46,7 +43,10 @@ class Bundle:
         return self.path / record.file
 
     def require_whole(self, reader: str) -> None:
-        """Refuse graphs of several parts, or without the embedding, on behalf of what runs a graph as one file.
+        """Refuse graphs of several parts, or without the embedding, for a reader that runs a graph as one file.
+
+        Args:
+            reader: its name, for the error.
 
         Raises:
             BundleError: the bundle has such graphs.
@@ -62,7 +62,10 @@ class Bundle:
             )
 
     def require_onnx(self, reader: str) -> None:
-        """Refuse other graphs than ONNX graphs on behalf of what reads nothing else.
+        """Refuse graphs that are not ONNX, for a reader of ONNX graphs alone.
+
+        Args:
+            reader: its name, for the error.
 
         Raises:
             BundleError: the bundle has other graphs.
@@ -82,99 +85,61 @@ class Bundle:
             BundleError: the bundle has none, or `tokenizers` cannot read it.
         """
         path = self.path / TOKENIZER
-        fix = _again(self.path) if path.is_file() else "Give the prompt as token ids instead."
+        fix = export_again(self.path) if path.is_file() else "Give the prompt as token ids instead."
         return open_tokenizer(path, BundleError, fix)
 
 
 def open_bundle(path: str | Path, verify: bool = True) -> Bundle:
     """Read a bundle's manifest and check its files against it.
 
+    Hashes of files that did not change since they were last verified are taken from the user's cache folder; see
+    `rehashing`.
+
     Args:
         path: the folder.
-        verify: False leaves out the hashes of the files (their sizes are checked all the same).
+        verify: False skips the hashes of the files; their sizes are checked in any case.
 
     Raises:
-        BundleError: the folder, its manifest or one of its files is missing, changed, unlisted or of another
-            format version.
+        BundleError: the folder, its manifest or one of its files is missing, changed, unlisted, or of an unknown format
+            version.
     """
     folder = Path(path).absolute()
     manifest = read_manifest(folder)
-    _check_files(folder, manifest, hashes=verify)
+    _check_sizes(folder, manifest)
+    _check_unlisted(folder, manifest)
+    if verify:
+        _check_hashes(folder, manifest)
     return Bundle(folder, manifest)
 
 
-def read_manifest(path: str | Path) -> Manifest:
-    """The manifest of a bundle's folder, checked in itself; the other files are not looked at.
-
-    Raises:
-        BundleError: no folder, no manifest, broken JSON, another format version, a field of the wrong type or
-            fields that contradict each other.
-    """
-    folder = Path(path)
-    file = folder / MANIFEST
-    if not folder.is_dir():
-        found = "a file" if folder.exists() else "nothing there"
-        fix = "Make one with: edgekv export CHECKPOINT -o BUNDLE --device DEVICE"
-        raise BundleError(f"bundle {folder}", got=found, expected="a bundle's folder", fix=fix)
-    try:
-        raw = file.read_bytes()
-    except OSError as error:
-        raise BundleError(
-            str(file), got=error.strerror, expected="the manifest of a bundle", fix=_again(folder)
-        ) from None
-    try:
-        _check_format(folder, file, raw)
-        manifest = msgspec.json.decode(raw, type=Manifest)
-    except msgspec.ValidationError as error:
-        raise BundleError(str(file), got=error, expected=f"the fields of format {FORMAT}", fix=_again(folder)) from None
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise BundleError(str(file), got=error, expected="whole JSON", fix=_again(folder)) from None
-
-    def fail(field: str, found: object, wanted: object) -> NoReturn:
-        raise BundleError(f"{file}: {field}", got=found, expected=wanted, fix=_again(folder))
-
-    check_consistency(manifest, fail)
-    return manifest
-
-
-def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """Write `manifest.json` into a folder, indented for readers."""
-    (folder / MANIFEST).write_bytes(readable_json(manifest))
-
-
-def _again(folder: Path) -> str:
-    return _EXPORT_AGAIN.format(folder=folder)
-
-
-class _Format(msgspec.Struct):
-    format: int
-
-
-def _check_format(folder: Path, file: Path, raw: bytes) -> None:
-    """The version is read by itself first: a newer layout may differ in every other field."""
-    version = msgspec.json.decode(raw, type=_Format).format
-    if version > FORMAT:
-        raise BundleError(
-            f"{file}: format", got=version, expected=FORMAT, fix="Install a newer edgekv: pip install -U edgekv"
-        )
-    if version != FORMAT:
-        raise BundleError(f"{file}: format", got=version, expected=FORMAT, fix=_again(folder))
-
-
-def _check_files(folder: Path, manifest: Manifest, *, hashes: bool) -> None:
+def _check_sizes(folder: Path, manifest: Manifest) -> None:
     for name, record in manifest.files.items():
         path = folder / name
-        if not path.is_file():
-            wanted = f"a file of {record.bytes} bytes"
-            raise BundleError(str(path), got="no such file", expected=wanted, fix=_again(folder))
-        if (size := path.stat().st_size) != record.bytes:
-            found, wanted = f"{size} bytes", f"{record.bytes} bytes"
-            raise BundleError(str(path), got=found, expected=wanted, fix=_again(folder))
-        if hashes and (digest := sha256_of(path)) != record.sha256:
-            found, wanted = f"sha256 {digest}", f"sha256 {record.sha256}"
-            raise BundleError(str(path), got=found, expected=wanted, fix=_again(folder))
-    for path in sorted(folder.iterdir()):  # folders within, such as `compiled`, have manifests of their own
+        wanted = f"{record.bytes} bytes"
+        try:
+            status = path.stat()
+        except OSError:
+            found = "no such file"
+            raise BundleError(str(path), got=found, expected=f"a file of {wanted}", fix=export_again(folder)) from None
+        if not stat.S_ISREG(status.st_mode):
+            found = "no regular file"
+            raise BundleError(str(path), got=found, expected=f"a file of {wanted}", fix=export_again(folder))
+        if status.st_size != record.bytes:
+            found = f"{status.st_size} bytes"
+            raise BundleError(str(path), got=found, expected=wanted, fix=export_again(folder))
+
+
+def _check_unlisted(folder: Path, manifest: Manifest) -> None:
+    for path in sorted(folder.iterdir()):  # subfolders such as `compiled` have manifests of their own
         known = path.suffix in _KNOWN_SUFFIXES or path.name in _KNOWN_NAMES
         if known and path.name not in manifest.files:
             fix = "Move it out of the bundle."
             raise BundleError(str(path), got="a file that the manifest does not list", expected="listed files", fix=fix)
+
+
+def _check_hashes(folder: Path, manifest: Manifest) -> None:
+    with file_hashes() as hashes:
+        for name, record in manifest.files.items():
+            if (digest := hashes.sha256_of(folder / name)) != record.sha256:
+                found, wanted = f"sha256 {digest}", f"sha256 {record.sha256}"
+                raise BundleError(str(folder / name), got=found, expected=wanted, fix=export_again(folder))

@@ -1,4 +1,4 @@
-"""What `edgekv compile` leaves in a bundle: the context binaries of one chip, and how they are found again."""
+"""The context binaries that `edgekv compile` writes into a bundle for one chip."""
 
 from __future__ import annotations
 
@@ -9,20 +9,22 @@ import msgspec
 
 from edgekv.bundle.bundle import Bundle
 from edgekv.bundle.manifest import MANIFEST, FileRecord
+from edgekv.bundle.verified import FileHashes, file_hashes
 from edgekv.errors import BundleError
+from edgekv.json_file import read_json
 from edgekv.system import sha256_of
 
 COMPILED = "compiled.json"
 
 
 class CompiledBinary(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One context binary and what it says of itself.
+    """One context binary.
 
     Attributes:
         file: the binary.
         wrappers: ONNX files with an EPContext node, by the name of a part of a graph; ONNX Runtime loads the binary
-            through them. A `.tflite` file holds its binary, and wraps itself.
-        graphs: how many graphs the binary holds.
+            through them. A `.tflite` file contains its binary, and is its own wrapper.
+        graphs: the number of graphs in the binary.
     """
 
     file: str
@@ -35,13 +37,13 @@ class CompiledManifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
 
     Attributes:
         soc: part number, as read from the binaries.
-        soc_model: the QNN id that was asked for.
+        soc_model: the QNN id of the target.
         arch: HTP version, as read from the binaries.
         vtcm_bytes: as read from the binaries.
         compiler: the package that compiled, with its version.
-        bundle_sha256: hash of the bundle's manifest: binaries of another export are not mistaken for these.
-        binaries: of the first part of all graphs, then of the second, and so on. For each, one binary for each graph,
-            if these were asked for, then one for all graphs with shared weights.
+        bundle_sha256: hash of the bundle's manifest, so that binaries of another export are not used.
+        binaries: those of the first part of all graphs, then of the second, and so on. For each part: one binary per
+            graph, if requested, then one in which all graphs share their weights.
         files: size and hash of every file.
     """
 
@@ -61,52 +63,48 @@ class Compiled:
 
     Attributes:
         path: their folder.
-        manifest: what it says about itself.
+        manifest: the content of `compiled.json`.
     """
 
     path: Path
     manifest: CompiledManifest
 
     def wrapper(self, part: str) -> Path | None:
-        """The wrapper of the binary that holds this part of a graph alone; None if there is none.
+        """The wrapper of the binary that contains only this part of a graph; None if there is none.
 
         Raises:
-            BundleError: the wrapper or its binary was changed: a damaged binary may crash the process that loads it.
+            BundleError: the wrapper or its binary was changed. A damaged binary may crash the process that loads it.
         """
         for binary in self.manifest.binaries:
             if binary.graphs == 1 and part in binary.wrappers:
-                for name in (binary.wrappers[part], binary.file):
-                    self._check(name)
+                with file_hashes() as hashes:
+                    for name in (binary.wrappers[part], binary.file):
+                        self._check(name, hashes)
                 return self.path / binary.wrappers[part]
         return None
 
-    def _check(self, name: str) -> None:
+    def _check(self, name: str, hashes: FileHashes) -> None:
         path, record = self.path / name, self.manifest.files.get(name)
-        digest = sha256_of(path) if path.is_file() else None
-        if record is None or digest != record.sha256:
-            raise BundleError(
-                str(path),
-                got="no such file" if digest is None else f"sha256 {digest}",
-                expected="a file that its compiled.json lists" if record is None else f"sha256 {record.sha256}",
-                fix=f"Compile again: edgekv compile BUNDLE --device {self.manifest.soc} --force",
-            )
+        try:
+            found = f"sha256 {hashes.sha256_of(path)}"
+        except OSError as error:
+            found = str(error.strerror)
+        wanted = "a file that its compiled.json lists" if record is None else f"sha256 {record.sha256}"
+        if found != wanted:
+            fix = f"Compile again: edgekv compile BUNDLE --device {self.manifest.soc} --force"
+            raise BundleError(str(path), got=found, expected=wanted, fix=fix)
 
 
 def open_compiled(bundle: Bundle, soc: str, compiler: str) -> Compiled | None:
-    """The binaries that this compiler made of this very export for a chip; None if there are none.
+    """The binaries that this compiler made from this export for a chip; None if there are none.
 
     Raises:
         BundleError: `compiled.json` is damaged.
     """
     folder = bundle.path / "compiled" / soc
-    try:
-        raw = (folder / COMPILED).read_bytes()
-    except FileNotFoundError:
+    if not (folder / COMPILED).exists():
         return None
-    try:
-        manifest = msgspec.json.decode(raw, type=CompiledManifest)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        fix = f"Compile again: edgekv compile {bundle.path} --device {soc} --force"
-        raise BundleError(str(folder / COMPILED), got=error, expected="what edgekv compile wrote", fix=fix) from None
-    made_of = (manifest.soc, manifest.compiler, manifest.bundle_sha256)
-    return Compiled(folder, manifest) if made_of == (soc, compiler, sha256_of(bundle.path / MANIFEST)) else None
+    fix = f"Compile again: edgekv compile {bundle.path} --device {soc} --force"
+    manifest = read_json(folder / COMPILED, CompiledManifest, expected="what edgekv compile wrote", fix=fix)
+    source = (manifest.soc, manifest.compiler, manifest.bundle_sha256)
+    return Compiled(folder, manifest) if source == (soc, compiler, sha256_of(bundle.path / MANIFEST)) else None

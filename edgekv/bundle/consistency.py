@@ -1,4 +1,4 @@
-"""Whether the fields of a manifest go together."""
+"""Whether the fields of a manifest agree with each other."""
 
 from __future__ import annotations
 
@@ -13,11 +13,19 @@ Fail = Callable[[str, object, object], NoReturn]
 
 
 def check_consistency(manifest: Manifest, fail: Fail) -> None:
-    """Call `fail` with the first field that contradicts another: its name, what was found, what is wanted."""
+    """Call `fail` with the first field that contradicts another: its name, the value found, the value expected.
+
+    The work is bounded by the length of the manifest, whatever sizes it states.
+    """
     for name in manifest.files:
         pure = PurePosixPath(name)
-        if pure.is_absolute() or ".." in pure.parts or pure.as_posix() != name or "\\" in name:
-            fail("files", repr(name), "plain paths inside of the bundle")
+        if pure.is_absolute() or ".." in pure.parts or pure.as_posix() != name or "\\" in name or "\0" in name:
+            fail("files", repr(name), "plain paths inside the bundle")
+    tensors = 2 * manifest.model.layers * manifest.model.kv_heads
+    if tensors > len(manifest.encodings):
+        fail("encodings", len(manifest.encodings), f"at least {tensors}, one for each tensor of the cache")
+    if manifest.model.layers < len(manifest.local_layers) or manifest.model.layers < len(manifest.windows):
+        fail("model: layers", manifest.model.layers, "as many as `windows` and `local_layers` list")
     try:
         manifest.cache_geometry.groups()
     except ValueError as error:
@@ -29,6 +37,8 @@ def check_consistency(manifest: Manifest, fail: Fail) -> None:
     elif decode.context != manifest.context:
         fail("graphs", f"a decode graph for {decode.context} tokens at most", f"one for all {manifest.context}")
     _check_encodings(manifest, fail)
+    if foreign := [layer for layer in manifest.local_layers if layer >= manifest.model.layers]:
+        fail("local_layers", foreign[0], f"layers below {manifest.model.layers}")
     half = manifest.model.head_dim // 2
     for record in manifest.ropes.values():
         if not 1 <= (pairs := len(record.inverse_frequencies)) <= half:

@@ -1,8 +1,11 @@
-"""The contract between exporters and runtime: everything a bundle says about itself, typed and versioned."""
+"""The contract between exporters and runtime: the content of `manifest.json`, with the type and range of each field.
+
+The ranges are far above any model. They keep a forged or damaged manifest from asking for endless work.
+"""
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
 
@@ -11,13 +14,23 @@ from edgekv.spec.geometry import Geometry, KeyLayout, KvDtype
 from edgekv.spec.layers import LayeredGeometry
 from quant import Encoding, Method, WeightDtype
 
-FORMAT = 2
 MANIFEST = "manifest.json"
 
 RotationName = Literal["none", "hadamard"]
 KeyScalingName = Literal["none", "pairs"]
 GraphFormat = Literal["onnx", "tflite"]
 HtpCheck = Literal["integers-only", "float-allowed", "not-run"]
+
+
+Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 40)]
+TokenId = Annotated[int, msgspec.Meta(ge=-1, lt=1 << 24)]  # -1 is a padding id of some checkpoints
+_Layers = Annotated[int, msgspec.Meta(ge=0, le=1 << 12)]
+_Width = Annotated[int, msgspec.Meta(ge=0, le=1 << 24)]
+_Tokens = Annotated[int, msgspec.Meta(ge=0, le=1 << 27)]
+_Positive = Annotated[float, msgspec.Meta(gt=0, le=1e12)]
+_Frequency = Annotated[float, msgspec.Meta(ge=0, le=1e3)]
+_Factor = Annotated[float, msgspec.Meta(gt=0, le=1e3)]
+_Sha256 = Annotated[str, msgspec.Meta(max_length=64)]
 
 
 class _Part(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -27,22 +40,22 @@ class _Part(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 class FileRecord(_Part, frozen=True):
     """Size and hash of one file of the bundle."""
 
-    bytes: int
-    sha256: str
+    bytes: Count
+    sha256: _Sha256
 
 
 class ModelRecord(_Part, frozen=True):
     """The sizes of the decoder."""
 
     model_type: str
-    layers: int
-    hidden: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    intermediate: int
-    vocab: int
-    max_positions: int
+    layers: _Layers
+    hidden: _Width
+    heads: _Width
+    kv_heads: _Width
+    head_dim: _Width
+    intermediate: _Width
+    vocab: _Width
+    max_positions: _Tokens
 
 
 class RopeRecord(_Part, frozen=True):
@@ -58,18 +71,18 @@ class RopeRecord(_Part, frozen=True):
     """
 
     rope_type: str
-    theta: float
+    theta: _Positive
     parameters: dict[str, float | list[float]]
-    inverse_frequencies: list[float]
-    attention_factor: float = 1.0
+    inverse_frequencies: list[_Frequency]
+    attention_factor: _Factor = 1.0
 
 
 class TokenRecord(_Part, frozen=True):
     """Special token ids; `bos` and `pad` may be absent."""
 
-    bos: int | None
-    eos: list[int]
-    pad: int | None
+    bos: TokenId | None
+    eos: list[TokenId]
+    pad: TokenId | None
 
 
 class EmbeddingRecord(_Part, frozen=True):
@@ -97,7 +110,7 @@ class SourceRecord(_Part, frozen=True):
     checkpoint: str
     weights_sha256: str
     calibration: str
-    calibration_tokens: int
+    calibration_tokens: Count
 
 
 class WeightRecord(_Part, frozen=True):
@@ -164,7 +177,7 @@ class Manifest(_Part, frozen=True):
     recipe: RecipeRecord
     kv_dtype: KvDtype
     key_layout: KeyLayout
-    context: int
+    context: _Tokens
     model: ModelRecord
     rope: RopeRecord
     tokens: TokenRecord
@@ -175,9 +188,9 @@ class Manifest(_Part, frozen=True):
     source: SourceRecord
     files: dict[str, FileRecord]
     local_rope: RopeRecord | None = None
-    local_layers: list[int] = []
-    unrotated_layers: list[int] = []
-    windows: list[int | None] = []
+    local_layers: list[_Layers] = []
+    unrotated_layers: list[_Layers] = []
+    windows: list[_Tokens | None] = []
     graph_format: GraphFormat = "onnx"
     embedding: EmbeddingRecord | None = None
 

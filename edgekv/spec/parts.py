@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
 
 Role = Literal["decode", "prefill", "score"]
+
+_Layer = Annotated[int, msgspec.Meta(ge=0, le=1 << 12)]
+_Tokens = Annotated[int, msgspec.Meta(ge=0, le=1 << 27)]
 
 IDS, EMBEDDINGS, LOGITS = "input_ids", "inputs_embeds", "logits"
 """Names of the ends of a graph; see `hidden_name` for where it is divided."""
@@ -26,14 +29,14 @@ class PartRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     name: str
     file: str
-    first_layer: int
-    stop_layer: int
+    first_layer: _Layer
+    stop_layer: _Layer
     embeds: bool
     head: bool
 
     @property
     def layers(self) -> range:
-        """Its layers, by number."""
+        """The numbers of its layers."""
         return range(self.first_layer, self.stop_layer)
 
     @property
@@ -63,8 +66,8 @@ class GraphRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     name: str
     parts: list[PartRecord]
-    ar: int
-    context: int
+    ar: _Tokens
+    context: _Tokens
     role: Role
 
     @classmethod

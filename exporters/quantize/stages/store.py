@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from edgekv.errors import UsageError
+from edgekv.system import CACHE_VARIABLE, cache_folder
 from exporters.quantize.reference import Floats
 from exporters.quantize.stages.stage import Stage
 from quant import QuantizedWeight, Range
-
-VARIABLE = "EDGEKV_CACHE_DIR"
 
 
 class StageStore:
@@ -66,7 +63,7 @@ def stage_store(folder: Path | None = None) -> StageStore:
     Raises:
         UsageError: it is no folder, or cannot be made.
     """
-    folder = folder or _user_folder()
+    folder = folder or cache_folder()
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -74,17 +71,6 @@ def stage_store(folder: Path | None = None) -> StageStore:
             f"--cache-dir {folder}",
             got=error.strerror,
             expected="a folder that can be written",
-            fix=f"Give another one, or set {VARIABLE}.",
+            fix=f"Give another one, or set {CACHE_VARIABLE}.",
         ) from None
     return StageStore(folder / "stages")
-
-
-def _user_folder() -> Path:
-    """Where programs of this platform keep what can be made again."""
-    if given := os.environ.get(VARIABLE):
-        return Path(given)
-    if sys.platform == "win32":
-        return Path(os.environ.get("LOCALAPPDATA", Path.home() / "AppData" / "Local")) / "edgekv" / "Cache"
-    if sys.platform == "darwin":
-        return Path.home() / "Library" / "Caches" / "edgekv"
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "edgekv"

@@ -1,0 +1,77 @@
+"""Reading and writing `manifest.json`: format version, types, ranges, consistency, seal."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NoReturn
+
+import msgspec
+
+from edgekv.bundle.consistency import check_consistency
+from edgekv.bundle.folder_kind import folder_kind
+from edgekv.bundle.formats import FORMAT, SEAL, UPGRADES, Content, seal_of, upgraded
+from edgekv.bundle.manifest import MANIFEST, Manifest
+from edgekv.bundle.readable import readable_json
+from edgekv.errors import BundleError
+from edgekv.json_file import read_json
+
+_UPGRADE = "Install a newer edgekv: pip install -U edgekv"
+
+
+def read_manifest(path: str | Path) -> Manifest:
+    """The manifest of a bundle's folder, checked in itself; the other files are not read.
+
+    Manifests of older formats are read as well; those of `FORMAT` must carry the seal of their content.
+
+    Raises:
+        BundleError: no folder, no manifest, broken JSON, an unknown format version, a field of the wrong type or out of
+            range, fields that contradict each other, or content that does not match the seal.
+    """
+    folder = Path(path)
+    file = folder / MANIFEST
+    _check_folder(folder, file)
+    again = export_again(folder)
+
+    def fail(field: str, found: object, wanted: object, fix: str = again) -> NoReturn:
+        raise BundleError(f"{file}: {field}" if field else str(file), got=found, expected=wanted, fix=fix)
+
+    content = read_json(file, Content, expected="whole JSON, the manifest of a bundle", fix=again)
+    version = content.get("format")
+    if not isinstance(version, int) or isinstance(version, bool):
+        fail("format", repr(version)[:80], FORMAT)
+    if version != FORMAT and version not in UPGRADES:
+        fail("format", version, FORMAT, _UPGRADE if version > FORMAT else again)
+    seal = content.pop(SEAL, None)
+    try:
+        manifest = msgspec.convert(upgraded(content, version), Manifest)
+    except msgspec.ValidationError as error:
+        fail("", error, f"the fields of format {FORMAT}", _UPGRADE if "unknown field" in str(error) else again)
+    except (KeyError, TypeError, AttributeError, RecursionError) as error:
+        fail("", f"{type(error).__name__} {error}", f"the fields of format {version}")
+    check_consistency(manifest, fail)
+    if (version == FORMAT or seal is not None) and seal != (wanted := seal_of(content)):
+        fail(SEAL, "none" if seal is None else repr(seal)[:80], f"{wanted}, for what the manifest says")
+    return manifest
+
+
+def write_manifest(folder: Path, manifest: Manifest) -> None:
+    """Write `manifest.json` into a folder, sealed, and indented for readers."""
+    content = msgspec.json.decode(msgspec.json.encode(manifest), type=Content)
+    (folder / MANIFEST).write_bytes(readable_json(content | {SEAL: seal_of(content)}))
+
+
+def export_again(folder: Path) -> str:
+    """The fix for a bundle that is damaged."""
+    return f"Export the bundle again: edgekv export CHECKPOINT -o {folder} --force"
+
+
+def _check_folder(folder: Path, file: Path) -> None:
+    """Say what the folder is if it is no bundle."""
+    if file.exists():
+        return
+    if kind := folder_kind(folder):
+        raise BundleError(f"bundle {folder}", got=kind.name, expected="a bundle's folder", fix=kind.fix)
+    if not folder.is_dir():
+        found = "a file" if folder.exists() else "nothing there"
+        fix = "Make one with: edgekv export CHECKPOINT -o BUNDLE --device DEVICE"
+        raise BundleError(f"bundle {folder}", got=found, expected="a bundle's folder", fix=fix)

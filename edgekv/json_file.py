@@ -1,0 +1,70 @@
+"""Reading JSON from files that may be anything: huge, endless, nested without end, or not JSON at all."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+
+from edgekv.errors import BundleError, EdgeKVError
+from edgekv.system import MIB, read_file
+
+T = TypeVar("T")
+
+_LIMIT_BYTES = 64 * MIB
+
+
+def read_json(
+    path: Path,
+    type: type[T],
+    *,
+    expected: str,
+    fix: str,
+    error: type[EdgeKVError] = BundleError,
+    limit_bytes: int = _LIMIT_BYTES,
+) -> T:
+    """The content of a JSON file.
+
+    Args:
+        path: a regular file.
+        type: what it contains; `msgspec` checks the types of all fields.
+        expected: for the error: what the file should be.
+        fix: for the error: what to do.
+        error: the class of the error.
+        limit_bytes: a larger file is refused.
+
+    Raises:
+        EdgeKVError: of the class `error`: the file cannot be read, is not JSON, or has other fields or types.
+    """
+    try:
+        raw = read_file(path, limit_bytes)
+    except OSError as failure:
+        raise error(str(path), got=failure.strerror, expected=expected, fix=fix) from None
+    return decode_json(raw, type, field=str(path), expected=expected, fix=fix, error=error)
+
+
+def decode_json(
+    raw: bytes,
+    type: type[T],
+    *,
+    field: str,
+    expected: str,
+    fix: str,
+    error: type[EdgeKVError] = BundleError,
+) -> T:
+    """The content of JSON text; see `read_json`.
+
+    Raises:
+        EdgeKVError: of the class `error`.
+    """
+    try:
+        return msgspec.json.decode(raw, type=type)
+    except (
+        ValueError,
+        RecursionError,
+        MemoryError,
+        OverflowError,
+    ) as failure:  # msgspec's and Unicode's are ValueErrors
+        found = "values nested too deeply" if isinstance(failure, RecursionError) else (str(failure) or "too much data")
+        raise error(field, got=found, expected=expected, fix=fix) from None
