@@ -51,7 +51,7 @@ def main() -> None:
         cpu, htp = (edgekv.load(bundle, engine=engine) for engine in ("cpu", "htp"))
 
         table = Table(title="against the float32 reference, held-out text")
-        for column in ("engine", "tokens", "perplexity", "reference", "ratio", "top-1", "SQNR dB"):
+        for column in ("engine", "tokens", "perplexity", "reference", "ratio", "KL", "top-1", "SQNR dB", "per token"):
             table.add_column(column, justify="right")
         for model, tokens in ((cpu, args.tokens), (cpu, args.htp_tokens), (htp, args.htp_tokens)):
             found = evaluate(model, checkpoint, text, "heldout.txt", tokens=tokens)
@@ -60,9 +60,11 @@ def main() -> None:
                 str(found.tokens),
                 f"{found.perplexity:.4f}",
                 f"{found.reference_perplexity:.4f}",
-                f"{found.perplexity_ratio:.5f}",
+                f"{found.perplexity_ratio:.5f} +- {found.perplexity_ratio_error:.5f}",
+                f"{found.kl_nats:.5f}",
                 f"{found.top1_agreement:.2%}",
                 f"{found.sqnr_db:.1f}",
+                f"{found.token_sqnr_db:.1f}",
             )
         console.print(table)
 

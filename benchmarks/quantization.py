@@ -47,14 +47,15 @@ def main() -> None:
     args = parser.parse_args()
     checkpoint = Checkpoint.open(str(CHECKPOINT))
     table = Table(title=f"perplexity against float32, {args.tokens} held-out tokens")
-    for column in ("recipe", "ratio", "top-1", "SQNR dB", "nearest: ratio", "top-1", "SQNR dB"):
+    for column in ("recipe", "ratio", "KL", "top-1", "SQNR dB", "nearest: ratio", "KL", "top-1", "SQNR dB"):
         table.add_column(column, justify="right")
     for name in RECIPES:
         recipe = find_recipe(name)
         cells = []
         for each in (recipe, rounded_to_nearest(recipe)):
             found = measure(checkpoint, each, args.tokens)
-            cells += [f"{found.perplexity_ratio:.5f}", f"{found.top1_agreement:.2%}", f"{found.sqnr_db:.1f}"]
+            cells += [f"{found.perplexity_ratio:.5f}", f"{found.kl_nats:.5f}"]
+            cells += [f"{found.top1_agreement:.2%}", f"{found.sqnr_db:.1f}"]
         table.add_row(name, *cells)
     Console().print(table)
 

@@ -68,10 +68,15 @@ def eval_(
         typer.echo(msgspec.json.encode(report or result))
         return
     typer.echo(f"{result.tokens} tokens of {result.text} on {result.engine}")
-    typer.echo(f"  perplexity      {result.perplexity:.4f}, {result.perplexity_ratio:.5f} x reference")
+    error = result.perplexity_ratio_error
+    typer.echo(f"  perplexity      {result.perplexity:.4f}, {result.perplexity_ratio:.5f} +- {error:.5f} x reference")
     typer.echo(f"  reference       {result.reference_perplexity:.4f} (float32)")
+    typer.echo(f"  KL divergence   {result.kl_nats:.5f} nats a token")
     typer.echo(f"  top-1 agreement {result.top1_agreement:.2%}")
-    typer.echo(f"  SQNR            {result.sqnr_db:.1f} dB")
+    least = result.least_token_sqnr_db
+    typer.echo(
+        f"  SQNR            {result.token_sqnr_db:.1f} dB per token, {least:.1f} at least, {result.sqnr_db:.1f} summed"
+    )
     if report is not None:
         for line in layer_lines(report):
             typer.echo(line)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 
-import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -13,33 +11,10 @@ import edgekv
 from edgekv.bundle import Manifest
 from edgekv.errors import CheckpointError, UsageError
 from exporters.checkpoint.checkpoint import Checkpoint
+from exporters.inspect.tally import Evaluation, Tally
 from exporters.progress import Progress, silent
 from exporters.quantize.calibrate import token_windows
-from exporters.quantize.reference import Floats, Reference
-
-
-class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
-    """Teacher-forced metrics over all tokens but the first of each window.
-
-    Attributes:
-        tokens: number of tokens predicted.
-        perplexity: exp of the mean negative log-likelihood under the bundle.
-        reference_perplexity: the same under the float32 reference.
-        perplexity_ratio: perplexity over reference_perplexity.
-        top1_agreement: share of positions with the same most likely token.
-        sqnr_db: SQNR of the logits, dB.
-        engine: name of the engine.
-        text: name of the text.
-    """
-
-    tokens: int
-    perplexity: float
-    reference_perplexity: float
-    perplexity_ratio: float
-    top1_agreement: float
-    sqnr_db: float
-    engine: str
-    text: str
+from exporters.quantize.reference import Reference
 
 
 def open_source(manifest: Manifest, checkpoint: str | None) -> Checkpoint:
@@ -82,45 +57,6 @@ def evaluate(
         tally.add(window, expected, model.score(window.tolist()))
     progress("evaluate", len(windows), len(windows))
     return tally.evaluation(model.engine, text_name)
-
-
-class Tally:
-    """Accumulates the metrics window by window."""
-
-    def __init__(self) -> None:
-        self._nll = self._reference_nll = self._signal = self._noise = 0.0
-        self._agreed = self._tokens = 0
-
-    def add(self, window: NDArray[np.int64], expected: Floats, actual: Floats) -> None:
-        """Token ids `[T]`, and the logits `[T, V]` of the reference and of the bundle."""
-        self._nll += negative_log_likelihood(actual, window)
-        self._reference_nll += negative_log_likelihood(expected, window)
-        self._agreed += int((actual[:-1].argmax(-1) == expected[:-1].argmax(-1)).sum())
-        self._signal += float(np.square(expected, dtype=np.float64).sum())
-        self._noise += float(np.square(actual - expected, dtype=np.float64).sum())
-        self._tokens += len(window) - 1
-
-    def evaluation(self, engine: str, text: str) -> Evaluation:
-        """The metrics over all windows."""
-        perplexity, reference = (math.exp(each / self._tokens) for each in (self._nll, self._reference_nll))
-        return Evaluation(
-            tokens=self._tokens,
-            perplexity=perplexity,
-            reference_perplexity=reference,
-            perplexity_ratio=perplexity / reference,
-            top1_agreement=self._agreed / self._tokens,
-            sqnr_db=10 * math.log10(self._signal / max(self._noise, 1e-30)),
-            engine=engine,
-            text=text,
-        )
-
-
-def negative_log_likelihood(logits: Floats, tokens: NDArray[np.int64]) -> float:
-    """Sum over all tokens but the first, in nats; `logits` is `[T, V]`, its last row is unused."""
-    shifted = logits[:-1].astype(np.float64)
-    shifted -= shifted.max(-1, keepdims=True)
-    chosen = shifted[np.arange(len(tokens) - 1), tokens[1:]]
-    return float((np.log(np.exp(shifted).sum(-1)) - chosen).sum())
 
 
 def read_text(path: Path) -> str:

@@ -14,11 +14,11 @@ from edgekv.bundle import Bundle
 from edgekv.runtime import Engine
 from edgekv.spec.decoder import DecoderSpec
 from exporters.inspect.advice import worst
-from exporters.inspect.evaluate import Tally
 from exporters.inspect.integers import StoredMatrices
 from exporters.inspect.meters import MatrixMeter, ResultMeter
 from exporters.inspect.probe import Probe
 from exporters.inspect.report import Kind, LayerLoss, LayersReport, Levels, TensorLoss
+from exporters.inspect.tally import Tally
 from exporters.inspect.trace import trace_stages
 from exporters.progress import Progress, silent
 from exporters.quantize.reference import Floats, NumpyOps, Observer, Tensors, Weights

@@ -15,6 +15,7 @@ from edgekv.errors import UsageError
 from edgekv.spec.tensors import matrices
 from exporters.decoder import decoder_layer, logits
 from exporters.inspect.integers import StoredMatrices
+from exporters.inspect.tally import log_softmax
 from exporters.progress import Progress, silent
 from exporters.quantize.recipe import Recipe, WeightRule
 from exporters.quantize.reference import Floats, NumpyOps, Tensors, Weights
@@ -230,11 +231,5 @@ def _square(difference: Floats) -> float:
 
 def _divergence(exact: Floats, other: Floats) -> float:
     """The Kullback-Leibler divergence of next tokens, summed over the rows of logits `[T, V]`, nats."""
-    one, two = (_log_softmax(each.astype(np.float64)) for each in (exact, other))
+    one, two = (log_softmax(each) for each in (exact, other))
     return float((np.exp(one) * (one - two)).sum())
-
-
-def _log_softmax(logits: NDArray[np.float64]) -> NDArray[np.float64]:
-    shifted = logits - logits.max(-1, keepdims=True)
-    found: NDArray[np.float64] = shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
-    return found

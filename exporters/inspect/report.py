@@ -6,8 +6,8 @@ from typing import Literal
 
 import msgspec
 
-from exporters.inspect.evaluate import Evaluation
 from exporters.inspect.propose import Proposal
+from exporters.inspect.tally import Evaluation
 
 Kind = Literal["weight", "activation", "key", "value"]
 

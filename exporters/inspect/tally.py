@@ -1,0 +1,107 @@
+"""Metrics of a bundle's logits against the reference's, accumulated token by token."""
+
+from __future__ import annotations
+
+import math
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from exporters.quantize.reference import Floats
+
+_TINY = 1e-30
+_ROWS = 64  # tokens at a time: probabilities are float64
+
+
+class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
+    """Teacher-forced metrics over all tokens but the first of each window.
+
+    Attributes:
+        tokens: number of tokens predicted.
+        perplexity: exp of the mean negative log-likelihood under the bundle.
+        reference_perplexity: the same under the float32 reference.
+        perplexity_ratio: perplexity over reference_perplexity.
+        perplexity_ratio_error: standard error of the ratio, from the spread of the tokens' log-likelihood differences.
+        kl_nats: mean Kullback-Leibler divergence of the reference's next-token distribution from the bundle's, nats.
+        top1_agreement: share of positions with the same most likely token.
+        sqnr_db: SQNR of the logits summed over all tokens, dB. A few tokens with large logits can dominate it.
+        token_sqnr_db: mean of the SQNR of each token's logits, dB.
+        least_token_sqnr_db: the lowest SQNR of a token's logits, dB.
+        engine: name of the engine.
+        text: name of the text.
+    """
+
+    tokens: int
+    perplexity: float
+    reference_perplexity: float
+    perplexity_ratio: float
+    perplexity_ratio_error: float
+    kl_nats: float
+    top1_agreement: float
+    sqnr_db: float
+    token_sqnr_db: float
+    least_token_sqnr_db: float
+    engine: str
+    text: str
+
+
+class Tally:
+    """Accumulates the metrics window by window."""
+
+    def __init__(self) -> None:
+        self._nll: list[NDArray[np.float64]] = []
+        self._reference_nll: list[NDArray[np.float64]] = []
+        self._kl: list[NDArray[np.float64]] = []
+        self._signal: list[NDArray[np.float64]] = []
+        self._noise: list[NDArray[np.float64]] = []
+        self._agreed = 0
+
+    def add(self, window: NDArray[np.int64], expected: Floats, actual: Floats) -> None:
+        """Add one window.
+
+        Args:
+            window: token ids `[T]`.
+            expected: logits of the reference `[T, V]`.
+            actual: logits of the bundle `[T, V]`.
+        """
+        for first in range(0, len(window) - 1, _ROWS):
+            tokens = window[1:][first : first + _ROWS]
+            rows = slice(first, first + len(tokens))
+            exact, other = log_softmax(expected[rows]), log_softmax(actual[rows])
+            chosen = np.arange(len(tokens)), tokens
+            self._reference_nll.append(-exact[chosen])
+            self._nll.append(-other[chosen])
+            self._kl.append((np.exp(exact) * (exact - other)).sum(-1))
+        self._agreed += int((actual[:-1].argmax(-1) == expected[:-1].argmax(-1)).sum())
+        self._signal.append(np.square(expected, dtype=np.float64).sum(-1))
+        self._noise.append(np.square(actual - expected, dtype=np.float64).sum(-1))
+
+    def evaluation(self, engine: str, text: str) -> Evaluation:
+        """The metrics over all windows."""
+        nll, reference = np.concatenate(self._nll), np.concatenate(self._reference_nll)
+        ratio = math.exp(float((nll - reference).mean()))
+        signal, noise = (np.maximum(np.concatenate(each), _TINY) for each in (self._signal, self._noise))
+        token_sqnr_db = 10 * np.log10(signal / noise)
+        return Evaluation(
+            tokens=len(nll),
+            perplexity=math.exp(float(nll.mean())),
+            reference_perplexity=math.exp(float(reference.mean())),
+            perplexity_ratio=ratio,
+            perplexity_ratio_error=ratio * float((nll - reference).std()) / math.sqrt(len(nll)),
+            kl_nats=float(np.concatenate(self._kl).mean()),
+            top1_agreement=self._agreed / len(nll),
+            sqnr_db=10 * math.log10(float(signal.sum() / noise.sum())),
+            token_sqnr_db=float(token_sqnr_db.mean()),
+            least_token_sqnr_db=float(token_sqnr_db.min()),
+            engine=engine,
+            text=text,
+        )
+
+
+def log_softmax(logits: Floats) -> NDArray[np.float64]:
+    """Log-probabilities of logits `[..., V]`, in float64."""
+    shifted = logits.astype(np.float64)
+    shifted -= shifted.max(-1, keepdims=True)
+    shifted -= np.log(np.exp(shifted).sum(-1, keepdims=True))
+    return shifted
