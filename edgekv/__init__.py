@@ -1,4 +1,16 @@
-"""Language models on mobile NPUs, with a KV cache that does not copy."""
+"""Language models on mobile NPUs, with a KV cache that does not copy.
+
+    import edgekv
+
+    with edgekv.load("BUNDLE", engine="htp") as model:
+        for token in model.generate("def main(", max_new_tokens=64):
+            print(token.text, end="")
+
+`load` opens a bundle (made with `edgekv export`) on an engine and returns a `Model`. `Model.generate` continues a
+prompt and yields tokens; `SamplingParams` says how they are chosen, `BeamParams` asks for beam search. `Model.score`
+gives the logits of a text. Every error is an `EdgeKVError` that names what was found, what was expected and the fix.
+`edgekv --help` lists the commands.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +19,22 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from edgekv.model import Model, load
+    from edgekv.errors import EdgeKVError
+    from edgekv.loading import load
+    from edgekv.model import Model
+    from edgekv.session.params import BeamParams, SamplingParams
 
-__all__ = ["Model", "load"]
+    __version__: str
+
+__all__ = ["BeamParams", "EdgeKVError", "Model", "SamplingParams", "__version__", "load"]
+
+_HOMES = {
+    "BeamParams": "edgekv.session.params",
+    "EdgeKVError": "edgekv.errors",
+    "Model": "edgekv.model",
+    "SamplingParams": "edgekv.session.params",
+    "load": "edgekv.loading",
+}
 
 # ONNX Runtime and onnxruntime-genai write files and upload events unless this is set before they are loaded.
 os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
@@ -18,6 +43,12 @@ os.environ.setdefault("ORT_GENAI_TELEMETRY_DISABLED", "1")
 
 def __getattr__(name: str) -> Any:
     # The runtime takes a while to import; commands that need none should not wait for it.
-    if name in __all__:
-        return getattr(import_module("edgekv.model"), name)
+    if name in _HOMES:
+        return getattr(import_module(_HOMES[name]), name)
+    if name == "__version__":
+        return import_module("importlib.metadata").version("edgekv")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -13,7 +13,8 @@ import edgekv
 from edgekv.bundle import Bundle, TokenRecord
 from edgekv.cli import run
 from edgekv.errors import ContextFullError, UsageError
-from edgekv.session.beam import BeamOptions, BeamSearch, Hypothesis, run_search
+from edgekv.session import BeamParams
+from edgekv.session.beam import BeamSearch, Hypothesis, run_search
 
 PROMPT = "import os\n\ndef read_file(path):\n"
 
@@ -29,7 +30,7 @@ class Separate:
 
     def first(self) -> np.ndarray[Any, Any]:
         self._model.cache.reset()
-        return self._encoding.dequantize(self._model._runner.feed(self._prompt))[None]
+        return self._encoding.dequantize(self._model.session.feed(self._prompt))[None]
 
     def next(self, parents: Sequence[int], tokens: Sequence[int]) -> np.ndarray[Any, Any]:
         self._beams = [(*self._beams[parent], token) for parent, token in zip(parents, tokens, strict=True)]
@@ -38,13 +39,13 @@ class Separate:
     def _logits(self, beam: Sequence[int]) -> np.ndarray[Any, Any]:
         self._model.cache.rewind(self._model.cache.length - len(self._prompt))
         for token in beam:
-            logits = self._model._runner.feed((token,))
+            logits = self._model.session.feed((token,))
         return self._encoding.dequantize(logits)
 
 
 def _separate(model: edgekv.Model, prompt: Sequence[int], beams: int, length: int) -> tuple[Hypothesis, ...]:
     manifest = model.bundle.manifest
-    options = BeamOptions(beams, beams)
+    options = BeamParams(beams, beams)
     search = BeamSearch(options, eos=manifest.tokens.eos, max_new_tokens=length, vocab=manifest.model.vocab)
     return run_search(Separate(model, prompt), search)
 
@@ -172,7 +173,7 @@ def test_the_command_prints_sequences_and_scores(bundle: Path, capsys: pytest.Ca
     command += ["--num-return-sequences", "2", "--length-penalty", "0.5", "--early-stopping", "never"]
     assert run([*command, "--json"]) == 0
     printed = json.loads(capsys.readouterr().out)
-    assert list(printed) == ["prompt_tokens", "sequences", "stats"]
+    assert list(printed) == ["schema", "prompt_tokens", "sequences", "stats"]
     assert [list(each) for each in printed["sequences"]] == [["tokens", "text", "score", "stop_reason"]] * 2
     assert printed["sequences"][0]["score"] >= printed["sequences"][1]["score"]
     assert run(command) == 0

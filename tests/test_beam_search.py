@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from edgekv.errors import UsageError
-from edgekv.session.beam import BeamOptions, BeamSearch, Hypothesis, run_search
+from edgekv.session import BeamParams
+from edgekv.session.beam import BeamSearch, Hypothesis, run_search
 from exporters.checkpoint.checkpoint import Checkpoint
 from exporters.quantize.reference import Reference
 from tests.checkpoints import NEWER, OLDER, write_checkpoint
@@ -57,7 +58,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Model]:
 def _search(model: Model, case: dict[str, Any], **changed: Any) -> tuple[Hypothesis, ...]:
     options = {**case["options"], **changed}
     length = options.pop("max_new_tokens")
-    search = BeamSearch(BeamOptions(**options), eos=case["eos"], max_new_tokens=length, vocab=320)
+    search = BeamSearch(BeamParams(**options), eos=case["eos"], max_new_tokens=length, vocab=320)
     return run_search(Recompute(model, case["prompt"]), search)
 
 
@@ -93,7 +94,7 @@ def test_more_return_sequences_only_show_more_of_the_same(models: dict[str, Mode
 
 
 def test_of_equal_continuations_the_first_beam_and_the_lowest_token_come_first() -> None:
-    search = BeamSearch(BeamOptions(2), eos=(), max_new_tokens=3, vocab=8)
+    search = BeamSearch(BeamParams(2), eos=(), max_new_tokens=3, vocab=8)
     search.advance(np.zeros((1, 8)))
     assert (search.parents, search.tokens) == ([0, 0], [0, 1])
     search.advance(np.zeros((2, 8)))
@@ -116,11 +117,11 @@ def test_of_equal_continuations_the_first_beam_and_the_lowest_token_come_first()
 def test_options_that_cannot_be_are_refused(options: dict[str, Any], message: str) -> None:
     length = options.pop("max_new_tokens", 16)
     with pytest.raises(UsageError, match=message):
-        BeamSearch(BeamOptions(**options), eos=(1, 2), max_new_tokens=length, vocab=320)
+        BeamSearch(BeamParams(**options), eos=(1, 2), max_new_tokens=length, vocab=320)
 
 
 def test_a_search_refuses_logits_of_other_beams_and_steps_after_its_end() -> None:
-    search = BeamSearch(BeamOptions(2), eos=(), max_new_tokens=1, vocab=8)
+    search = BeamSearch(BeamParams(2), eos=(), max_new_tokens=1, vocab=8)
     with pytest.raises(ValueError, match="logits: got 2 rows; expected 1"):
         search.advance(np.zeros((2, 8)))
     search.advance(np.zeros((1, 8)))

@@ -16,7 +16,7 @@ import edgekv
 from edgekv.cli import run
 from edgekv.errors import MemoryBudgetError, UsageError
 from edgekv.kv import KVCache
-from edgekv.session import Adaptive, ByteBudget, FreeMemoryBudget, SequenceFeeder, Token
+from edgekv.session import Adaptive, ByteBudget, FreeMemoryBudget, Request, Token
 
 PROMPT = "import os\n\ndef read_file(path):\n"
 NEW_TOKENS = 24
@@ -32,7 +32,7 @@ def _load(bundle: Path, mode: str = "always", engine: str = "cpu") -> edgekv.Mod
 
 def _logits(model: edgekv.Model, prompt: list[int], more: list[int]) -> np.ndarray:
     """The logits after the prompt and after each further token, `[1 + len(more), V]`."""
-    feeder = SequenceFeeder(model._runner, model.mode, model._own, model.sequences)
+    feeder = Request(model.sequences, model._graphs)
     rows = [feeder.feed(prompt).copy()]
     return np.stack([*rows, *(feeder.feed([token]).copy() for token in more)])
 
@@ -157,7 +157,7 @@ def test_sequences_take_turns(bundle: Path, engine: str, kv_update: str) -> None
 def test_a_cache_of_other_sizes_is_not_used(model: edgekv.Model) -> None:
     other = KVCache(replace(model.cache.geometry, context=64), ar=model.cache.ar)
     with pytest.raises(ValueError, match=r"cache: got .*context=64"):
-        model._runner.use(other)
+        model._graphs.use(other)
 
 
 def test_a_later_call_ends_an_earlier_one_of_its_sequence_alone(model: edgekv.Model) -> None:

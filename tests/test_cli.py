@@ -65,7 +65,8 @@ def test_text_streams_to_stdout_and_figures_to_stderr(bundle: Path, capsys: pyte
 
 def test_json_has_everything(bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:
     result = _json(bundle, capsys, "--reserve", "1.5")
-    assert list(result) == ["prompt_tokens", "tokens", "text", "stats"]
+    assert list(result) == ["schema", "prompt_tokens", "tokens", "text", "stats"]
+    assert result["schema"] == 1
     assert len(result["tokens"]) == result["stats"]["generated_tokens"] == 8
     assert (result["stats"]["kv_update"], result["stats"]["reserve"]) == ("pointer-shift", 1.5)
 

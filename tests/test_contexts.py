@@ -14,7 +14,7 @@ from devices import find
 from edgekv.bundle import open_bundle
 from edgekv.cli import run
 from edgekv.errors import UsageError
-from edgekv.runtime.runner import choose_context
+from edgekv.session.graphs import choose_context
 from exporters.export import ExportOptions
 from exporters.htp.compile import compile_bundle
 from exporters.quantize.recipe import find_recipe
@@ -51,13 +51,12 @@ def test_the_contexts_are_climbed_without_a_difference(bundles: dict[str, Path],
     logits = {}
     for name, folder in bundles.items():
         model = edgekv.load(folder, engine, kv_update=strategy)
-        runner = model._runner
-        rows = [runner.feed(PROMPT).copy()]
-        rows += [runner.feed([(11 * t) % 200]).copy() for t in range(48 - len(PROMPT))]
+        rows = [model.session.feed(PROMPT).copy()]
+        rows += [model.session.feed([(11 * t) % 200]).copy() for t in range(48 - len(PROMPT))]
         logits[name] = np.stack(rows).astype(int)
         copied = model.cache.stats.bytes_copied
         assert copied == (0 if strategy == "pointer-shift" else 48 * 2 * 2 * 2 * 16)
-        assert len({graph.split("_")[1] for graph in runner._graphs}) == (1 if name == "one" else 3)
+        assert len({graph.record.context for graph in model._graphs.loaded}) == (1 if name == "one" else 3)
     if engine == "htp":
         assert np.array_equal(logits["one"], logits["three"])
     assert np.abs(logits["one"] - logits["three"]).max() <= 64
@@ -70,9 +69,8 @@ def test_a_cache_that_grows_gives_the_same_bits(bundles: dict[str, Path], engine
     logits = {}
     for growth in (None, "staggered", "together"):
         model = edgekv.load(bundles["three"], engine, kv_update=strategy, kv_growth=growth)
-        runner = model._runner
-        rows = [runner.feed(PROMPT[:9]).copy()]
-        rows += [runner.feed([(11 * t) % 200]).copy() for t in range(48 - 9)]
+        rows = [model.session.feed(PROMPT[:9]).copy()]
+        rows += [model.session.feed([(11 * t) % 200]).copy() for t in range(48 - 9)]
         logits[growth] = np.stack(rows)
         # The prompt of 9 makes the first of two layers grow before it has a row to copy; 16 and 32 lie behind.
         assert model.cache.stats.reallocations == (0 if growth is None else 4)
@@ -115,9 +113,9 @@ def test_growth_goes_with_what_can_grow(bundles: dict[str, Path]) -> None:
 def test_a_new_text_begins_in_the_least_context(bundles: dict[str, Path]) -> None:
     model = edgekv.load(bundles["three"], policy="sinks(4, 20)")
     first = [token.id for token in model.generate(PROMPT, 60)]
-    model._runner._graphs.clear()
+    model._graphs._loaded.clear()
     assert [token.id for token in model.generate(PROMPT[:5], 4)] and len(first) > 28
-    assert [*model._runner._graphs] == ["ar1_cl16", "ar8_cl16"]
+    assert [*model._graphs._loaded] == ["ar1_cl16", "ar8_cl16"]
 
 
 def test_scoring_and_beams_use_the_largest_context(bundles: dict[str, Path]) -> None:

@@ -18,7 +18,8 @@ from edgekv.kv import KVCache
 from edgekv.runtime import CpuEngine, binding
 from edgekv.runtime.binding import MemoryBinding, _public
 from edgekv.runtime.rope import RopeTable
-from edgekv.runtime.runner import Runner, choose_ar
+from edgekv.session import Graphs, Session
+from edgekv.session.graphs import choose_ar
 from quant import Encoding
 
 UNIT = Encoding("u16", 2 / 65535, 32768)
@@ -128,12 +129,12 @@ def test_bindings_that_are_moved_ahead_change_nothing(bundle: Path, monkeypatch:
         monkeypatch.setattr(binding, "_MANY", many)
         monkeypatch.setattr(binding, "_LONG_NS", -1)
         caches = [KVCache(geometry, ar=(1, 32), reserve=1.05, policy="sliding-window") for _ in range(2)]
-        runner = Runner(opened, engine, caches[0])
+        graphs = Graphs(opened, engine, caches[0])
+        sessions = [Session(each, graphs) for each in caches]
         rows = []
         for cache, steps in ((0, 100), (1, 20), (0, 30)):
-            runner.use(caches[cache])
             for step in range(steps):
-                rows.append(runner.feed([step]).copy())
+                rows.append(sessions[cache].feed([step]).copy())
                 if step % 13 == 5:
                     caches[cache].rewind(3)
         assert caches[0].stats.bytes_copied > 0

@@ -93,7 +93,7 @@ def test_a_partly_filled_step_equals_single_steps(
     chunked = model.score(tokens)
     rows = _held(model).astype(int)
     model.cache.reset()
-    single = [model._runner.feed((token,)).astype(int) for token in tokens]
+    single = [model.session.feed((token,)).astype(int) for token in tokens]
     # The order of floating-point sums differs; an integer on the edge may fall to its neighbour, and that spreads.
     assert np.abs(rows - _held(model)).max() <= 2
     assert np.abs(chunked - encodings["logits"].dequantize(np.stack(single))).mean() < 0.02
@@ -103,7 +103,7 @@ def test_a_partly_filled_step_equals_single_steps(
 def test_prefill_and_score_give_the_same_logits(model: edgekv.Model, text_tokens: list[int]) -> None:
     scored = model.score(text_tokens[:40])[-1]
     model.cache.reset()
-    last = model._runner.feed(text_tokens[:40])
+    last = model.session.feed(text_tokens[:40])
     assert np.array_equal(scored, model.bundle.manifest.encodings["logits"].dequantize(last))
 
 

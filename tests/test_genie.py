@@ -18,7 +18,7 @@ from edgekv.bundle import Bundle, open_bundle
 from edgekv.cli import run
 from edgekv.errors import BundleError, EdgeKVError, EngineError, UsageError
 from edgekv.runtime.rope import RopeTable
-from edgekv.session import Sampling, Token
+from edgekv.session import SamplingParams, Token
 from exporters.targets.genie import (
     GenieDialog,
     GenieFolder,
@@ -282,7 +282,7 @@ def test_a_phone_needs_no_binaries_of_single_graphs(tmp_path: Path) -> None:
 
 def test_one_graph_needs_no_shared_binary(tmp_path: Path) -> None:
     bundle = _export(write_checkpoint(tmp_path / "checkpoint"), ar=(1,))
-    options = GenieOptions(context=100, max_new_tokens=5, sampling=Sampling(0.8, top_k=7, seed=3), bos=False)
+    options = GenieOptions(context=100, max_new_tokens=5, sampling=SamplingParams(0.8, top_k=7, seed=3), bos=False)
     written = write_genie(bundle, tmp_path / "genie", options)
     assert written.shared == []
     dialog = json.loads((tmp_path / "genie" / "genie_config.json").read_text())["dialog"]

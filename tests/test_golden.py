@@ -8,8 +8,9 @@ import pytest
 import edgekv
 from edgekv.bundle import open_bundle
 from edgekv.kv import KVCache
-from edgekv.runtime import CpuEngine, Runner
+from edgekv.runtime import CpuEngine
 from edgekv.runtime.rope import RopeTable
+from edgekv.session import Graphs, Session
 from exporters.checkpoint.checkpoint import Checkpoint
 from exporters.quantize.reference import Reference
 from tests.ties import assert_same_or_tied
@@ -84,7 +85,8 @@ def test_pointer_shift_is_plain_copying_bit_by_bit(bundle, reserve):
     generated = [token.id for token in model.generate([GOLDEN[0]], 100)]
     expected = plain_copying(bundle, [GOLDEN[0], *generated])
     assert expected[:-1].argmax(-1).tolist() == generated
-    stepwise = Runner(model.bundle, CpuEngine(), KVCache(model.bundle.manifest.geometry, ar=(1, 32), reserve=reserve))
+    cache = KVCache(model.bundle.manifest.geometry, ar=(1, 32), reserve=reserve)
+    stepwise = Session(cache, Graphs(model.bundle, CpuEngine(), cache))
     for token, row in zip([GOLDEN[0], *generated], expected, strict=True):
         assert (stepwise.feed([token]) == row).all()
 

@@ -11,7 +11,8 @@ from devices import find
 from edgekv.bundle import Bundle, open_bundle, read_manifest
 from edgekv.errors import BundleError
 from edgekv.kv import KVCache
-from edgekv.runtime import CpuEngine, LitertEngine, Runner
+from edgekv.runtime import CpuEngine, LitertEngine
+from edgekv.session import Graphs, Session
 from edgekv.spec import DecoderInterface, Port
 from exporters.checkpoint.checkpoint import Checkpoint
 from exporters.export import ExportOptions, export_bundle
@@ -101,5 +102,5 @@ def test_a_rotary_embedding_that_no_layer_reads_is_no_input(tmp_path: Path, grap
     assert "position_ids_cos" not in bundle.manifest.interface.graph(bundle.manifest.graphs[0])
     cache = KVCache(bundle.manifest.cache_geometry, ar=(1, 8))
     engine = CpuEngine() if graph_format == "onnx" else LitertEngine()
-    logits = Runner(bundle, engine, cache).feed([1, 2, 3])
+    logits = Session(cache, Graphs(bundle, engine, cache)).feed([1, 2, 3])
     assert logits.std() > 0

@@ -50,7 +50,7 @@ def test_a_partly_filled_step_equals_single_steps_bit_by_bit(bundle: Path, text_
     chunked = model.score(text_tokens[:6])
     rows = _held(model)
     model.cache.reset()
-    single = np.stack([model._runner.feed((token,)).copy() for token in text_tokens[:6]])
+    single = np.stack([model.session.feed((token,)).copy() for token in text_tokens[:6]])
     assert np.array_equal(chunked, model.bundle.manifest.encodings["logits"].dequantize(single))
     assert np.array_equal(rows, _held(model))
 

@@ -103,11 +103,11 @@ def test_a_token_stands_where_the_cache_says_when_others_leave(bundle: Path, emb
     model = _load(bundle, SINKS, kv_update=kv_update)
     tokens = model.encode((embedded / "heldout.txt").read_text("utf-8")[:4000])[: CONTEXT + 1]
     for token in tokens:
-        model._runner.feed((token,))
+        model.session.feed((token,))
     assert model.cache.stats.evicted == CONTEXT - 96
     found = _first_keys(model)
     fresh = _load(bundle, "fail", kv_update=kv_update)
-    fresh._runner.feed([*tokens[:4], *tokens[CONTEXT - 92 :]])
+    fresh.session.feed([*tokens[:4], *tokens[CONTEXT - 92 :]])
     off = np.abs(found - _first_keys(fresh))
     assert off[:, -1].max() <= 1  # the token whose step made room
     # Once rounded by the graph and once more where they were rotated; what the graph clipped turns with its error.

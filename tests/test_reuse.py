@@ -91,7 +91,7 @@ def test_every_match_length_gives_the_same_bits_on_the_htp(bundle: Path, text: l
         list(generation)
         assert generation.stats.restored_tokens == length
         rows = model.cache.arena.array[:, model.cache.held_rows()]
-        found[length] = [rows, model._runner.feed((7,)).copy()]
+        found[length] = [rows, model.session.feed((7,)).copy()]
     for each in found.values():
         assert all(np.array_equal(one, other) for one, other in zip(found[0], each, strict=True))
 

@@ -10,7 +10,7 @@ from hypothesis.extra import numpy as hnp
 from numpy.typing import NDArray
 
 from edgekv.errors import UsageError
-from edgekv.session import Sampler, Sampling
+from edgekv.session import Sampler, SamplingParams
 from quant import Encoding
 
 Logits = NDArray[Any]
@@ -20,7 +20,7 @@ LOGITS = hnp.arrays(np.uint16, st.integers(1, 40), elements=st.integers(29000, 3
 
 
 def _sampler(**options: Any) -> Sampler:
-    return Sampler(Sampling(**options), ENCODING)
+    return Sampler(SamplingParams(**options), ENCODING)
 
 
 @given(LOGITS)
@@ -36,7 +36,7 @@ def test_the_best_one_of_one_is_greedy(logits: Logits, seed: int) -> None:
 @given(LOGITS, st.integers(0, 2**32))
 def test_the_same_seed_gives_the_same_tokens(logits: Logits, seed: int) -> None:
     first, second = (_sampler(temperature=1.0, seed=seed) for _ in range(2))
-    assert [first(logits) for _ in range(8)] == [second(logits) for _ in range(8)]
+    assert [first(logits, range(i)) for i in range(8)] == [second(logits, range(i)) for i in range(8)]
 
 
 @given(LOGITS, st.floats(0.05, 5.0))
@@ -67,7 +67,7 @@ def test_top_p_keeps_the_fewest_that_reach_p(logits: Logits, p: float) -> None:
 def test_tokens_come_as_often_as_they_are_likely() -> None:
     logits = np.array([30000, 30100, 29900], np.uint16)
     sampler = _sampler(temperature=1.0, seed=1)
-    counts = np.bincount([sampler(logits) for _ in range(4000)], minlength=3)
+    counts = np.bincount([sampler(logits, range(i)) for i in range(4000)], minlength=3)
     order, probabilities = sampler.distribution(logits)
     np.testing.assert_allclose(counts[order] / 4000, probabilities, atol=0.03)
 
@@ -76,7 +76,7 @@ def test_a_seed_that_was_drawn_can_be_used_again() -> None:
     logits = np.full(1000, 30000, np.uint16)
     drawn = _sampler(temperature=1.0)
     again = _sampler(temperature=1.0, seed=drawn.seed)
-    assert [drawn(logits) for _ in range(4)] == [again(logits) for _ in range(4)]
+    assert [drawn(logits, range(i)) for i in range(4)] == [again(logits, range(i)) for i in range(4)]
 
 
 @pytest.mark.parametrize(
@@ -94,4 +94,4 @@ def test_a_seed_that_was_drawn_can_be_used_again() -> None:
 )
 def test_options_out_of_range_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
-        Sampling(**options)
+        SamplingParams(**options)

@@ -16,10 +16,10 @@ from edgekv.session import (
     ByteBudget,
     Disabled,
     FreeMemoryBudget,
-    HeldSequence,
     LongSequenceOnly,
     Mode,
-    SequenceManager,
+    Session,
+    SessionPool,
     check_mode,
     parse_budget,
     parse_mode,
@@ -35,16 +35,27 @@ def _cache(policy: str = "fail") -> KVCache:
 BYTES = _cache().stats.bytes_held
 
 
-def _manager(budget: Budget | None = None, *, evicts: bool = False) -> SequenceManager:
-    return SequenceManager(_cache, bytes_per_sequence=BYTES, budget=budget, evicts=evicts)
+class NoGraphs:
+    """In place of a bundle's graphs: nothing runs here."""
+
+    cache = None
 
 
-def _run(held: HeldSequence, tokens: list[int]) -> None:
+def _session(policy: str = "fail") -> Session:
+    return Session(_cache(policy), NoGraphs())
+
+
+def _manager(budget: Budget | None = None, *, evicts: bool = False) -> SessionPool:
+    mode = Adaptive(budget or ByteBudget(1 << 40)) if evicts else Always(budget)
+    return SessionPool(_session, mode)
+
+
+def _run(held: Session, tokens: list[int]) -> None:
     """What a graph would do, one token a step."""
     for token in tokens:
         held.cache.window(1)
         held.cache.commit(1)
-        held.record([token], None)
+        held.tokens.append(token)
 
 
 @pytest.mark.parametrize(
@@ -194,7 +205,7 @@ TOKENS = st.lists(st.integers(0, 2), min_size=1, max_size=14)
 
 @given(TOKENS, TOKENS)
 def test_the_common_beginning_is_kept(before: list[int], after: list[int]) -> None:
-    held = HeldSequence(_cache())
+    held = _session()
     _run(held, before)
     start = held.reuse(after)
     common = next((i for i, (a, b) in enumerate(zip(before, after, strict=False)) if a != b), len(before))
@@ -205,14 +216,14 @@ def test_the_common_beginning_is_kept(before: list[int], after: list[int]) -> No
 
 @given(st.integers(16, 30), st.integers(0, 3))
 def test_a_window_that_slid_is_extended_or_dropped(run: int, dropped: int) -> None:
-    held = HeldSequence(_cache("sliding-window"))
+    held = _session("sliding-window")
     tokens = list(range(run))
     _run(held, tokens)
     assert held.reuse([*tokens[: run - dropped], 99]) == (0 if dropped else run)
 
 
 def test_a_cache_that_was_used_past_its_sequence_is_dropped() -> None:
-    held = HeldSequence(_cache())
+    held = _session()
     _run(held, [1, 2, 3])
     held.cache.reset()
     assert held.reuse([1, 2, 3, 4]) == 0

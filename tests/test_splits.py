@@ -53,8 +53,8 @@ def two(bundles: dict[str, Path]) -> Bundle:
 def _logits(folder: Path, engine: str, strategy: str) -> tuple[np.ndarray, np.ndarray]:
     """Of a prompt and single tokens across both contexts; and of every token, scored."""
     model = edgekv.load(folder, engine, kv_update=strategy)
-    runner = model._runner
-    rows = [runner.feed(PROMPT).copy(), *(runner.feed([(11 * t) % 200]).copy() for t in range(8))]
+    session = model.session
+    rows = [session.feed(PROMPT).copy(), *(session.feed([(11 * t) % 200]).copy() for t in range(8))]
     return np.stack(rows), model.score(PROMPT)
 
 
@@ -104,12 +104,12 @@ def test_graphs_share_parts_and_weights(bundles: dict[str, Path], two: Bundle) -
 
 
 def test_a_head_by_itself_runs_once_a_feed(bundles: dict[str, Path]) -> None:
-    runner = edgekv.load(bundles["two"])._runner
-    runner.feed(PROMPT[:8])
-    (prefill,) = runner._graphs.values()
+    model = edgekv.load(bundles["two"])
+    model.session.feed(PROMPT[:8])
+    (prefill,) = model._graphs.loaded
     before = prefill.logits.copy()
     prefill.step(PROMPT[8:16], logits=False)
-    assert np.array_equal(prefill.logits, before) and runner.cache.length == 16
+    assert np.array_equal(prefill.logits, before) and model.cache.length == 16
     prefill.step(PROMPT[16:20])
     assert not np.array_equal(prefill.logits, before)
 
@@ -139,13 +139,13 @@ def test_the_engine_loads_what_was_compiled_of_each_part(bundles: dict[str, Path
     options = export_options(context=24, ar=(1,), splits=1, head="own")
     made = exported(bundles["two"].parent / "checkpoint", options)
     bundle = open_bundle(shutil.copytree(made, tmp_path / "bundle"))
-    rows = [edgekv.load(bundle, "htp")._runner.feed(PROMPT[:4]).copy()]
+    rows = [edgekv.load(bundle, "htp").session.feed(PROMPT[:4]).copy()]
     compile_bundle(bundle, DEVICE, each=True)
     loaded = make_engine("htp", bundle=bundle).compiled
     assert {part.stem: wrapper.stem for part, wrapper in loaded.items()} == {
         name: name for name in ("ar1_cl24_body", "head")
     }
-    rows.append(edgekv.load(bundle, "htp")._runner.feed(PROMPT[:4]).copy())
+    rows.append(edgekv.load(bundle, "htp").session.feed(PROMPT[:4]).copy())
     assert np.array_equal(*rows)
 
 

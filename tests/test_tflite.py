@@ -95,7 +95,7 @@ def test_litert_is_lent_the_addresses_of_the_cache(exported):
     model = edgekv.load(exported, "litert", kv_update="pointer-shift")
     tokens(model, 3)
     (store,) = model.cache.arenas
-    (part,) = model._runner._graphs["ar1_cl128"]._parts
+    (part,) = model._graphs._loaded["ar1_cl128"]._parts
     ((_, past, new),) = (group.bound for _, group in part._groups)
     inputs, outputs = part._binding._inputs.addresses(), part._binding._outputs.addresses()
     for tensor, address in zip(store.tensors, store.addresses, strict=True):
@@ -108,7 +108,7 @@ def test_tflite_runtime_is_laid_over_the_addresses_of_the_cache(exported):
     model = edgekv.load(exported, "tflite", kv_update="pointer-shift")
     tokens(model, 3)
     (store,) = model.cache.arenas
-    (part,) = model._runner._graphs["ar1_cl128"]._parts
+    (part,) = model._graphs._loaded["ar1_cl128"]._parts
     ((_, past, new),) = (group.bound for _, group in part._groups)
     binding = part._binding
     details = {**binding._details.get_input_details(), **binding._details.get_output_details()}

@@ -55,7 +55,7 @@ def test_logits_are_those_of_a_reference_with_the_same_windows(bundles: dict[str
     model = edgekv.load(bundles[name])
     found = [model.score(TOKENS)]
     model.cache.reset()
-    single = np.stack([model._runner.feed([token]).copy() for token in TOKENS])
+    single = np.stack([model.session.feed([token]).copy() for token in TOKENS])
     found.append(manifest.encodings["logits"].dequantize(single))
     for each in found:
         near = sqnr_db(each, wanted)
@@ -75,7 +75,7 @@ def test_chunks_and_single_tokens_agree_bit_by_bit_on_the_htp(bundles: dict[str,
         model.cache.reset()
         start = 0
         for chunk in chunks:
-            logits = model._runner.feed(TOKENS[start : start + chunk]).copy()
+            logits = model.session.feed(TOKENS[start : start + chunk]).copy()
             start += chunk
         last.append(logits)
         assert start == 42
@@ -113,7 +113,7 @@ def test_one_mask_for_each_window(bundles: dict[str, Path]) -> None:
     assert open_bundle(bundles["whole"]).manifest.windows == []
     model = edgekv.load(bundles["mixed"])
     model.generate(TOKENS[:3], 1)
-    (graph,) = (graph for graph in model._runner._graphs.values() if graph.ar == 8)
+    (graph,) = (graph for graph in model._graphs.loaded if graph.ar == 8)
     shapes = {name: array.shape for name, array in graph._inputs.arrays.items() if "mask" in name}
     assert shapes == {"attention_mask_w12": (1, 1, 8, 19), "attention_mask": (1, 1, 8, 32)}
 

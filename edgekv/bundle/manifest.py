@@ -85,6 +85,28 @@ class TokenRecord(_Part, frozen=True):
     pad: TokenId | None
 
 
+class GenerationRecord(_Part, frozen=True):
+    """What the checkpoint's generation_config.json says of sampling: the defaults of a call that says nothing.
+
+    Attributes:
+        temperature: 0 is greedy, as `do_sample: false` says.
+        top_k: None for all tokens.
+        top_p: None for all tokens.
+        min_p: 0 for none.
+        repetition_penalty: 1 for none.
+        max_new_tokens: None if it says nothing.
+        ignored: names of the fields that are not supported.
+    """
+
+    temperature: float = 0.0
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    max_new_tokens: int | None = None
+    ignored: list[str] = []
+
+
 class EmbeddingRecord(_Part, frozen=True):
     """The embedding table that the host reads, uint16 `[V, hidden]`, encoded as `inputs_embeds`.
 
@@ -169,6 +191,7 @@ class Manifest(_Part, frozen=True):
         windows: tokens that each layer attends to, itself included; null for the whole context. A shorter list is
             repeated; empty if all layers attend to the whole context.
         embedding: what the host reads embeddings from; null if the graphs look them up.
+        generation: defaults of sampling; null if the checkpoint says nothing.
     """
 
     format: int
@@ -193,6 +216,7 @@ class Manifest(_Part, frozen=True):
     windows: list[_Tokens | None] = []
     graph_format: GraphFormat = "onnx"
     embedding: EmbeddingRecord | None = None
+    generation: GenerationRecord | None = None
 
     @property
     def ropes(self) -> dict[str, RopeRecord]:

@@ -13,12 +13,20 @@ from edgekv.cli.generate import generate
 from edgekv.cli.plan import plan
 from edgekv.cli.prefix import app as prefix
 from edgekv.cli.size import size
+from edgekv.cli.tokenize import tokenize
 
 GROUP = "edgekv.commands"
 
 Command = Callable[..., Any] | typer.Typer
 """A function, or a group of commands."""
-_OWN: dict[str, Command] = {"doctor": doctor, "generate": generate, "plan": plan, "prefix": prefix, "size": size}
+_OWN: dict[str, Command] = {
+    "doctor": doctor,
+    "generate": generate,
+    "plan": plan,
+    "prefix": prefix,
+    "size": size,
+    "tokenize": tokenize,
+}
 
 
 def find_commands(wanted: str) -> dict[str, Command]:

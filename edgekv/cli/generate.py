@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import sys
+import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 import typer
 
+from edgekv.cli.output import print_json
 from edgekv.cli.prefix_options import (
+    SALT_VARIABLE,
     BlockReuseOption,
     CacheSaltOption,
     DecodeDurationOption,
@@ -24,12 +26,12 @@ from edgekv.cli.prefix_options import (
     TokensPerBlockOption,
     parse_retention,
 )
+from edgekv.cli.prompt import PromptFileOption, PromptOption, read_prompt
+from edgekv.cli.summary import beam_summary, defaults_line, summary
 from edgekv.errors import UsageError
 
 if TYPE_CHECKING:
-    from edgekv.session import Generation, GenerationStats
-    from edgekv.session.beam import EarlyStopping
-    from edgekv.session.beam_run import BeamResult, BeamSequence, BeamStats
+    from edgekv.session import BeamResult, BeamSequence, BeamStats, EarlyStopping, Generation, GenerationStats
 
 
 class Output(msgspec.Struct, frozen=True):
@@ -51,12 +53,10 @@ class BeamOutput(msgspec.Struct, frozen=True):
 
 def generate(
     bundle: Annotated[Path, typer.Argument(help="A bundle's folder.", show_default=False)],
-    prompt: Annotated[str | None, typer.Option(help="The text to continue.", show_default=False)] = None,
-    prompt_file: Annotated[
-        Path | None, typer.Option(help="A file with the text; - for standard input.", show_default=False)
-    ] = None,
+    prompt: PromptOption = None,
+    prompt_file: PromptFileOption = None,
     engine: Annotated[
-        str, typer.Option(help="Where the graphs run: cpu or htp; of TFLite graphs litert or tflite.")
+        str, typer.Option(help="Where the graphs run: cpu or htp; for TFLite graphs litert or tflite.")
     ] = "cpu",
     kv_update: Annotated[
         str | None,
@@ -68,53 +68,72 @@ def generate(
     reserve: Annotated[
         str | None, typer.Option(help="Memory of pointer-shift: 2.0, 1.5 or between 1 and 2.", show_default="2.0")
     ] = None,
-    max_new_tokens: Annotated[int, typer.Option(help="Generate at most so many tokens.")] = 128,
-    temperature: Annotated[float, typer.Option(help="0 takes the most likely token, always.")] = 0.0,
-    top_k: Annotated[int | None, typer.Option(help="Only the k most likely tokens.", show_default=False)] = None,
+    max_new_tokens: Annotated[
+        int | None, typer.Option(help="The most tokens to generate.", show_default="the bundle's, or 128")
+    ] = None,
+    temperature: Annotated[float | None, typer.Option(help="0 is greedy.", show_default="the bundle's, or 0")] = None,
+    top_k: Annotated[int | None, typer.Option(help="Sample from the k most likely tokens.", show_default=False)] = None,
     top_p: Annotated[
-        float | None, typer.Option(help="Only the most likely tokens that reach p together.", show_default=False)
+        float | None, typer.Option(help="Sample from the most likely tokens that reach p together.", show_default=False)
     ] = None,
-    seed: Annotated[int | None, typer.Option(help="Of the random numbers.", show_default="drawn")] = None,
+    min_p: Annotated[
+        float | None,
+        typer.Option(help="Drop tokens less likely than this times the most likely one.", show_default=False),
+    ] = None,
+    repetition_penalty: Annotated[
+        float | None,
+        typer.Option(help="Above 1 makes tokens of the prompt and the text less likely.", show_default=False),
+    ] = None,
+    presence_penalty: Annotated[
+        float | None, typer.Option(help="Subtracted from logits of generated tokens.", show_default=False)
+    ] = None,
+    frequency_penalty: Annotated[
+        float | None,
+        typer.Option(help="Subtracted for each time that a token was generated.", show_default=False),
+    ] = None,
+    logit_bias: Annotated[
+        list[str] | None, typer.Option(help="ID:BIAS, added to a token's logit; repeatable.", show_default=False)
+    ] = None,
+    seed: Annotated[int | None, typer.Option(help="Random seed.", show_default="drawn")] = None,
     stop: Annotated[
-        list[str] | None, typer.Option(help="Text before which to end; may be repeated.", show_default=False)
+        list[str] | None, typer.Option(help="End before this text; repeatable.", show_default=False)
     ] = None,
+    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Do not end at an end-of-sequence token.")] = False,
     num_beams: Annotated[
         int | None,
-        typer.Option(
-            help="Search the likeliest text with so many beams; it is printed at its end.", show_default=False
-        ),
+        typer.Option(help="Beam search with this many beams; the text is printed at its end.", show_default=False),
     ] = None,
     num_return_sequences: Annotated[
-        int | None, typer.Option(help="Print so many of the texts found, best first.", show_default="1")
+        int | None, typer.Option(help="How many of the texts found to print, best first.", show_default="1")
     ] = None,
     length_penalty: Annotated[
         float | None,
         typer.Option(
-            help="Power of the length by which a text's score is divided; above 0 favours longer ones.",
+            help="A text's score is divided by its length to this power; above 0 favours longer ones.",
             show_default="1.0",
         ),
     ] = None,
     early_stopping: Annotated[
         str | None,
         typer.Option(
-            help="true: end with num-beams texts. false: when none is likely to be better. never: when none can be.",
+            help="true: end with num-beams texts. false: when a better one is unlikely. never: when none can be.",
             show_default="false",
         ),
     ] = None,
     on_full: Annotated[
         str,
         typer.Option(
-            help="What to do when the context is full: fail, which ends; sliding-window, which forgets the oldest "
-            "tokens; sinks(N, WINDOW), which keeps the first N and the newest WINDOW; keydiff(BUDGET) or "
-            "keydiff(BUDGET, RECENT), which keeps the BUDGET tokens whose keys are least like the mean key, the RECENT "
-            "newest (an eighth) among them."
+            help="When the context is full: fail ends the text; sliding-window drops the oldest tokens; "
+            "sinks(N, WINDOW) keeps the first N and the newest WINDOW; keydiff(BUDGET) or keydiff(BUDGET, RECENT) "
+            "keeps the BUDGET tokens whose keys are least similar to the mean key, the RECENT newest (an eighth) among "
+            "them."
         ),
     ] = "fail",
     cache_mode: Annotated[
         str,
         typer.Option(
             help="What is kept from step to step: always, long-sequence-only(TOKENS), adaptive or disabled, which "
-            "computes the whole sequence anew for every token."
+            "computes the whole sequence again for every token."
         ),
     ] = "always",
     prefix_cache: PrefixCacheOption = None,
@@ -131,8 +150,8 @@ def generate(
     kv_growth: Annotated[
         str | None,
         typer.Option(
-            help="Let the cache grow from context to context, with slot or pointer-shift: staggered, one layer after "
-            "the other, or together.",
+            help="Let cache memory grow from context to context, with slot or pointer-shift: staggered, one layer "
+            "after the other, or together.",
             show_default="all memory at once",
         ),
     ] = None,
@@ -143,17 +162,33 @@ def generate(
 ) -> None:
     """Continue a prompt.
 
-    The text goes to standard output as it comes, a line of figures to standard error.
+    The text goes to standard output as it comes, a line of figures to standard error. What no option sets comes from
+    the checkpoint's generation_config.json, which a second line then says. Ctrl-C ends the text and keeps what was
+    computed in the prefix cache.
     """
-    text = _prompt(prompt, prompt_file)
-    early = None if early_stopping is None else _early_stopping(early_stopping)
-    from edgekv.model import load  # the runtime, which the help needs not wait for
-    from edgekv.session.beam import refuse_beam_options, refuse_sampling
+    text = read_prompt(prompt, prompt_file)
+    keywords: dict[str, Any] = {
+        "max_new_tokens": max_new_tokens,
+        "temperature": temperature,
+        "top_k": top_k,
+        "top_p": top_p,
+        "min_p": min_p,
+        "repetition_penalty": repetition_penalty,
+        "presence_penalty": presence_penalty,
+        "frequency_penalty": frequency_penalty,
+        "logit_bias": parse_bias(logit_bias) if logit_bias else None,
+        "seed": seed,
+        "stop": stop or None,
+        "ignore_eos": ignore_eos or None,
+        "num_beams": num_beams,
+        "num_return_sequences": num_return_sequences,
+        "length_penalty": length_penalty,
+        "early_stopping": None if early_stopping is None else _early_stopping(early_stopping),
+    }
+    from edgekv.loading import load  # the runtime, which the help need not wait for
+    from edgekv.session.params import SamplingParams, choose_params
 
-    if num_beams is None:
-        refuse_beam_options(num_return_sequences, length_penalty, early)
-    else:
-        refuse_sampling(temperature, top_k, top_p, seed, stop or ())
+    choose_params(None, keywords, SamplingParams(temperature=1.0))  # wrong options are refused before a bundle is read
     options = PrefixOptions(
         prefix_cache,
         tokens_per_block,
@@ -164,7 +199,7 @@ def generate(
         enable_partial_reuse,
     )
     policy = parse_retention(retention or (), decode_retention_priority, decode_duration_ms)
-    model = load(
+    with load(
         bundle,
         engine,
         kv_update=kv_update,
@@ -174,54 +209,58 @@ def generate(
         cache_mode=cache_mode,
         prefix_cache=options.config(),
         kv_growth=kv_growth,
-    )
-    if num_beams is None:
-        generation = model.generate(
-            text,
-            max_new_tokens,
-            temperature=temperature,
-            top_k=top_k,
-            top_p=top_p,
-            seed=seed,
-            stop=stop or (),
-            cache_salt=cache_salt,
-            retention=policy,
-        )
-        _print_stream(generation, as_json)
-    else:
-        result = model.generate(
-            text,
-            max_new_tokens,
-            num_beams=num_beams,
-            num_return_sequences=num_return_sequences,
-            length_penalty=length_penalty,
-            early_stopping=early,
-            cache_salt=cache_salt,
-            retention=policy,
-        )
-        _print_sequences(result, as_json)
+    ) as model:
+        if cache_salt is None and model.prefix_store is not None:
+            cache_salt = os.environ.get(SALT_VARIABLE) or None
+        result = model.generate(text, cache_salt=cache_salt, retention=policy, **keywords)
+        if num_beams is None:
+            record = model.bundle.manifest.generation
+            _print_stream(result, as_json, [] if record is None else record.ignored)
+        else:
+            _print_sequences(result, as_json)
 
 
-def _print_stream(generation: Generation, as_json: bool) -> None:
-    if as_json:
-        tokens = list(generation)
-        output = Output(
-            prompt_tokens=list(generation.prompt),
-            tokens=[token.id for token in tokens],
-            text="".join(token.text for token in tokens),
-            stats=generation.stats,
-        )
-        typer.echo(msgspec.json.encode(output))
-        return
-    for token in generation:
-        typer.echo(token.text, nl=False)
-    typer.echo()
-    typer.echo(summary(generation.stats), err=True)
+def parse_bias(entries: list[str]) -> dict[int, float]:
+    """Biases by token id, as users write them: `15:-2.5`.
+
+    Raises:
+        UsageError: no pair of an id and a number.
+    """
+    bias = {}
+    for entry in entries:
+        token, _, value = entry.partition(":")
+        try:
+            bias[int(token)] = float(value)
+        except ValueError:
+            wanted = "ID:BIAS, such as 15:-2.5"
+            raise UsageError(
+                "--logit-bias", got=repr(entry[:80]), expected=wanted, fix="See edgekv tokenize."
+            ) from None
+    return bias
+
+
+def _print_stream(generation: Generation, as_json: bool, ignored: list[str]) -> None:
+    with generation:
+        if as_json:
+            tokens = list(generation)
+            text = "".join(token.text for token in tokens)
+            ids = [token.id for token in tokens]
+            print_json(Output(list(generation.prompt), ids, text, generation.stats))
+            return
+        try:
+            for token in generation:
+                typer.echo(token.text, nl=False)
+        finally:
+            typer.echo()
+            line = defaults_line(generation.stats, ignored)
+            if line is not None:
+                typer.echo(line, err=True)
+            typer.echo(summary(generation.stats), err=True)
 
 
 def _print_sequences(result: BeamResult, as_json: bool) -> None:
     if as_json:
-        typer.echo(msgspec.json.encode(BeamOutput(list(result.prompt), list(result.sequences), result.stats)))
+        print_json(BeamOutput(list(result.prompt), list(result.sequences), result.stats))
         return
     for sequence in result.sequences:
         typer.echo(sequence.text)
@@ -231,63 +270,9 @@ def _print_sequences(result: BeamResult, as_json: bool) -> None:
     typer.echo(beam_summary(result.stats), err=True)
 
 
-def summary(stats: GenerationStats) -> str:
-    """The figures of a generation in one line."""
-    decode = "" if stats.decode_ms_per_token is None else f", {stats.decode_ms_per_token:.1f} ms/token"
-    reserve = "" if stats.reserve is None else f" {stats.reserve:g}"
-    restored = f" ({stats.restored_tokens} restored)" if stats.restored_tokens else ""
-    mode = "" if stats.cache_mode == "always" else f", {stats.cache_mode}, {stats.computed_tokens} tokens computed"
-    growth = "" if stats.kv_growth is None else f" ({stats.kv_bytes_peak:,} at most)"
-    seed = "" if stats.seed is None else f", seed {stats.seed}"
-    return (
-        f"[{stats.engine}: {stats.prompt_tokens}{restored} + {stats.generated_tokens} tokens, "
-        f"ended by {stats.stop_reason}; "
-        f"prefill {stats.prefill_ms:.0f} ms{decode}, host {stats.host_us_per_step:.0f} us/step; "
-        f"KV {stats.kv_update}{reserve}{mode}: {stats.kv_bytes_held:,} bytes held{growth}, "
-        f"{stats.kv_bytes_copied:,} copied{_eviction(stats)}{seed}]"
-    )
-
-
-def _eviction(stats: GenerationStats) -> str:
-    evicted = f", {stats.evicted_tokens} tokens evicted" if stats.evicted_tokens else ""
-    cost = stats.requantization
-    if cost is None or not cost.keys:
-        return evicted
-    real = "" if cost.rms is None else f", {cost.rms:.2g} in real numbers"
-    clipped = f", {cost.clipped} elements clipped" if cost.clipped else ""
-    return f"{evicted}, moved keys off by {cost.rms_steps:.3f} steps rms{real}, {cost.max_steps:.2f} at most{clipped}"
-
-
-def beam_summary(stats: BeamStats) -> str:
-    """The figures of a beam search in one line."""
-    decode = "" if stats.decode_ms_per_token is None else f", {stats.decode_ms_per_token:.1f} ms/token of all beams"
-    reserve = "" if stats.reserve is None else f" {stats.reserve:g}"
-    return (
-        f"[{stats.engine}: {stats.prompt_tokens} tokens, then {stats.num_beams} beams of {stats.decoded_tokens}; "
-        f"prefill {stats.prefill_ms:.0f} ms{decode}, host {stats.host_us_per_step:.0f} us/step; "
-        f"KV {stats.kv_update}{reserve}: {stats.kv_bytes_held:,} bytes held, {stats.kv_bytes_beside:,} of them beside "
-        f"the cache, {stats.kv_bytes_copied:,} copied, {stats.kv_bytes_gathered:,} of them gathered]"
-    )
-
-
 def _early_stopping(text: str) -> EarlyStopping:
     meanings: dict[str, EarlyStopping] = {"true": True, "false": False, "never": "never"}
     if text not in meanings:
         wanted = "true, false or never"
         raise UsageError("--early-stopping", got=repr(text), expected=wanted, fix="Leave it out for false.")
     return meanings[text]
-
-
-def _prompt(text: str | None, file: Path | None) -> str:
-    if (text is None) == (file is None):
-        found = "neither" if text is None else "both"
-        raise UsageError("--prompt, --prompt-file", got=found, expected="one of them", fix="Give one.")
-    if file is None:
-        return text or ""
-    try:
-        raw = sys.stdin.buffer.read() if str(file) == "-" else file.read_bytes()
-        return raw.decode("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(
-            "--prompt-file", got=f"{file}: {error}", expected="a UTF-8 text file", fix="Check the path."
-        ) from None

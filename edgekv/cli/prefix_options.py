@@ -15,34 +15,36 @@ from edgekv.errors import UsageError
 if TYPE_CHECKING:
     from edgekv.prefix import RetentionPolicy, StoreConfig
 
+SALT_VARIABLE = "EDGEKV_CACHE_SALT"
+
 PrefixCacheOption = Annotated[
     Path | None,
-    typer.Option(
-        help="A folder of prefixes: what earlier runs have computed is not computed again.", show_default=False
-    ),
+    typer.Option(help="Prefix cache: a folder where computed prefixes are stored for later runs.", show_default=False),
 ]
 CacheSaltOption = Annotated[
     str | None,
     typer.Option(
-        help="Share prefixes only with runs of the same salt, which is never written anywhere.",
-        envvar="EDGEKV_CACHE_SALT",
+        help="Share prefixes only with runs of the same salt, which is never written anywhere. With a prefix cache, "
+        f"the environment variable {SALT_VARIABLE} is the default.",
         show_default=False,
     ),
 ]
 RetentionOption = Annotated[
     list[str] | None,
     typer.Option(
-        help="START-END:PRIORITY or START-END:PRIORITY:MS: keep these tokens of the prompt with a priority of 0 to 100 "
-        "(default 35), for so many ms; END may be left out; may be repeated.",
+        help="START-END:PRIORITY or START-END:PRIORITY:MS: keep these prompt tokens with a priority of 0 to 100 "
+        "(default 35), for MS milliseconds; END may be left out; repeatable.",
         show_default=False,
     ),
 ]
 DecodePriorityOption = Annotated[
     int | None, typer.Option(help="Priority of generated tokens, 0 to 100.", show_default="35")
 ]
-DecodeDurationOption = Annotated[int | None, typer.Option(help="After so many ms it is 35 again.", show_default=False)]
+DecodeDurationOption = Annotated[
+    int | None, typer.Option(help="Milliseconds until that priority returns to 35.", show_default=False)
+]
 TokensPerBlockOption = Annotated[
-    int | None, typer.Option(help="Tokens of a block of the prefix cache, a power of two.", show_default="32")
+    int | None, typer.Option(help="Tokens per block of the prefix cache, a power of two.", show_default="32")
 ]
 MaxTokensOption = Annotated[
     int | None, typer.Option(help="Tokens that the prefix cache holds in memory.", show_default=False)
@@ -60,12 +62,13 @@ PartialReuseOption = Annotated[
     bool, typer.Option("--enable-partial-reuse/--no-partial-reuse", help="Whether blocks are reused in part.")
 ]
 
-_RANGE = re.compile(r"(\d+)-(\d*):(\d+)(?::(\d+))?")
+# More digits than any number of tokens or milliseconds has, and fewer than Python refuses to read.
+_RANGE = re.compile(r"(\d{1,18})-(\d{0,18}):(\d{1,18})(?::(\d{1,18}))?")
 
 
 @dataclass(frozen=True, slots=True)
 class PrefixOptions:
-    """What the command line said of the prefix cache; None is the default of `StoreConfig`."""
+    """The prefix cache's options; None is the default of `StoreConfig`."""
 
     folder: Path | None
     tokens_per_block: int | None
@@ -115,7 +118,7 @@ def parse_retention(
         match = _RANGE.fullmatch(text.strip())
         if match is None:
             wanted = "START-END:PRIORITY or START-END:PRIORITY:MS"
-            raise UsageError("--retention", got=repr(text), expected=wanted, fix="Write 0-448:100, for example.")
+            raise UsageError("--retention", got=repr(text[:80]), expected=wanted, fix="Write 0-448:100, for example.")
         start, end, priority, duration = match.groups()
         configs.append(
             TokenRangeRetentionConfig(

@@ -3,7 +3,6 @@
 from edgekv.runtime.engine import ENGINES, CpuEngine, Engine, EngineName, HtpEngine, make_engine
 from edgekv.runtime.graph import StaticGraph
 from edgekv.runtime.litert import LitertEngine
-from edgekv.runtime.runner import Runner, StepTimes
 from edgekv.runtime.tflite import TfliteEngine
 
 __all__ = [
@@ -13,9 +12,7 @@ __all__ = [
     "EngineName",
     "HtpEngine",
     "LitertEngine",
-    "Runner",
     "StaticGraph",
-    "StepTimes",
     "TfliteEngine",
     "make_engine",
 ]

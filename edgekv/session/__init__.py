@@ -1,35 +1,50 @@
-"""Tokens in, tokens out: sessions, what is kept of them, sampling and streaming."""
+"""Tokens in, tokens out: sessions, sampling and streaming."""
 
+from edgekv.session.beam_run import BeamResult, BeamSequence, BeamStats
 from edgekv.session.budget import Budget, ByteBudget, FreeMemoryBudget, parse_budget
+from edgekv.session.caches import CacheSetup
 from edgekv.session.events import GenerationStats, StopReason, Token
-from edgekv.session.feeder import Fed, SequenceFeeder
-from edgekv.session.held import HeldSequence
-from edgekv.session.loop import Generation
+from edgekv.session.generation import Generation
+from edgekv.session.graphs import Graphs, StepTimes
 from edgekv.session.mode import Adaptive, Always, Disabled, LongSequenceOnly, Mode, check_mode, parse_mode
-from edgekv.session.pool import SequenceManager
-from edgekv.session.pool_stats import SequenceStats
-from edgekv.session.sampler import Sampler, Sampling
+from edgekv.session.params import BeamCall, BeamParams, EarlyStopping, SamplingCall, SamplingParams
+from edgekv.session.pool import PoolStats, SessionPool
+from edgekv.session.processors import LogitsProcessor
+from edgekv.session.request import Request, SessionStats
+from edgekv.session.sampler import Sampler
+from edgekv.session.session import Session
 from edgekv.session.text import Detokenizer, StopSequences
 
 __all__ = [
     "Adaptive",
     "Always",
+    "BeamCall",
+    "BeamParams",
+    "BeamResult",
+    "BeamSequence",
+    "BeamStats",
     "Budget",
     "ByteBudget",
+    "CacheSetup",
     "Detokenizer",
     "Disabled",
-    "Fed",
+    "EarlyStopping",
     "FreeMemoryBudget",
     "Generation",
     "GenerationStats",
-    "HeldSequence",
+    "Graphs",
+    "LogitsProcessor",
     "LongSequenceOnly",
     "Mode",
+    "PoolStats",
+    "Request",
     "Sampler",
-    "Sampling",
-    "SequenceFeeder",
-    "SequenceManager",
-    "SequenceStats",
+    "SamplingCall",
+    "SamplingParams",
+    "Session",
+    "SessionPool",
+    "SessionStats",
+    "StepTimes",
     "StopReason",
     "StopSequences",
     "Token",

@@ -5,18 +5,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from time import perf_counter_ns
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
 
+from edgekv.bundle import Manifest
+from edgekv.errors import UsageError
 from edgekv.kv.beam_cache import BeamCache
 from edgekv.prefix import StoreStats
-from edgekv.runtime.runner import Runner
 from edgekv.session.beam import BeamSearch, Hypothesis, run_search
-from edgekv.session.events import StopReason
-from edgekv.session.feeder import SequenceFeeder
-from edgekv.session.loop import Setup
+from edgekv.session.caches import CacheSetup
+from edgekv.session.events import Setup, StopReason
+from edgekv.session.graphs import Graphs
+from edgekv.session.mode import Always
+from edgekv.session.params import BeamParams
+from edgekv.session.request import Request
 from edgekv.session.text import Detokenizer
 from quant import Encoding
 
@@ -47,8 +51,8 @@ class BeamStats:
 
     Attributes:
         prompt_tokens: tokens of the prompt.
-        num_beams: sequences that were continued side by side.
-        decoded_tokens: positions behind the prompt that were run, each by all beams, one after the other.
+        num_beams: sequences that were extended in parallel.
+        decoded_tokens: positions after the prompt that were run, each by all beams, one after the other.
         prefill_ms: time from the prompt to its logits.
         decode_ms_per_token: mean time of one position of all beams; None if none was decoded.
         steps: inferences of prefill and decode.
@@ -61,8 +65,8 @@ class BeamStats:
         kv_bytes_copied: bytes copied in all: of the prompt by the cache, and those that follow.
         kv_bytes_kept: one row of all tensors for each beam and position, copied to where it stays.
         kv_bytes_gathered: rows exchanged because the window cannot hold those of all beams. Reordering copies none.
-        restored_tokens: tokens of the prompt that were copied from the store of prefixes.
-        prefix: what the search did with that store, and what it holds now; None without one.
+        restored_tokens: prompt tokens that were copied from the prefix cache.
+        prefix: what the search did with that cache, and what it holds now; None without one.
     """
 
     prompt_tokens: int
@@ -91,7 +95,7 @@ class BeamResult:
     Attributes:
         prompt: its tokens.
         sequences: best first.
-        stats: what it took.
+        stats: what it cost.
     """
 
     prompt: tuple[int, ...]
@@ -99,7 +103,7 @@ class BeamResult:
     stats: BeamStats
 
 
-class RunnerScorer:
+class GraphScorer:
     """Logits from a bundle's graphs: the prompt once, then the AR-1 graph once for each beam and position.
 
     Attributes:
@@ -109,29 +113,23 @@ class RunnerScorer:
     """
 
     def __init__(
-        self,
-        runner: Runner,
-        feeder: SequenceFeeder,
-        prompt: Sequence[int],
-        encoding: Encoding,
-        beams: int,
-        steps: int,
+        self, graphs: Graphs, request: Request, prompt: Sequence[int], encoding: Encoding, beams: int, steps: int
     ) -> None:
-        """Prepare to score; the runner's cache must be empty.
+        """Prepare to score.
 
         Args:
-            runner: of the bundle.
-            feeder: runs the prompt on the runner's cache.
+            graphs: of the bundle.
+            request: runs the prompt, on the pool's own session.
             prompt: token ids.
             encoding: of the logits.
-            beams: how many are run side by side.
-            steps: the most positions behind the prompt that are run.
+            beams: how many are run in parallel.
+            steps: the most positions after the prompt that are run.
         """
         self.beams: BeamCache | None = None
         self.prefill_ns = 0
         self.cache_ns = 0
-        self._runner = runner
-        self._feeder = feeder
+        self._graphs = graphs
+        self._request = request
         self._prompt = prompt
         self._encoding = encoding
         self._count = beams
@@ -140,23 +138,24 @@ class RunnerScorer:
 
     def first(self) -> NDArray[Any]:
         started = perf_counter_ns()
-        logits = self._encoding.dequantize(self._feeder.feed(self._prompt))
+        logits = self._encoding.dequantize(self._request.feed(self._prompt))
         self.prefill_ns = perf_counter_ns() - started
         return logits[None]
 
     def next(self, parents: Sequence[int], tokens: Sequence[int]) -> NDArray[Any]:
         if self.beams is None:
-            self.beams = BeamCache(self._runner.cache, self._count, kept=self._steps - 1)
+            self.beams = BeamCache(self._graphs.cache, self._count, kept=self._steps - 1)
         else:
             self.beams.reorder(parents)
         self._taken += 1
+        graph = self._graphs.largest_decode()
         rows = []
         for beam, token in enumerate(tokens):
             started = perf_counter_ns()
             columns = self.beams.columns(beam)
             self.cache_ns += perf_counter_ns() - started
-            logits = self._runner.run(token, self.beams.position, self.beams.window, columns)
-            rows.append(self._encoding.dequantize(logits))
+            graph.run((token,), self.beams.position, (self.beams.window,), columns)
+            rows.append(self._encoding.dequantize(graph.logits[-1]))
             started = perf_counter_ns()
             if self._taken < self._steps:
                 self.beams.keep(beam)
@@ -164,52 +163,84 @@ class RunnerScorer:
         return np.stack(rows)
 
 
+def check_beams(manifest: Manifest, caches: CacheSetup, sequence: int | None) -> None:
+    """Refuse what beam search cannot run on.
+
+    Raises:
+        UsageError: a context policy, cache mode, growth, key layout or attention window without beam search.
+    """
+
+    def refuse(field: str, found: object, wanted: str, fix: str) -> NoReturn:
+        raise UsageError(field, got=f"{found} with num_beams", expected=wanted, fix=fix)
+
+    if sequence is not None:
+        refuse("sequence", sequence, "none with num_beams", "Leave one of them out.")
+    if caches.policy.name != "fail":
+        refuse("context policy", caches.policy.name, "fail", "Choose the policy fail, or leave num_beams out.")
+    if not isinstance(caches.mode, Always):
+        refuse("cache mode", caches.mode, "always", "Choose the mode always, or leave num_beams out.")
+    if caches.growth is not None:
+        refuse("growth", caches.growth.name, "none with num_beams", "Leave one of them out.")
+    if manifest.key_layout != "rows" or manifest.windows:
+        raise UsageError(
+            "num_beams",
+            got="keys as columns" if manifest.key_layout != "rows" else "layers with an attention window",
+            expected="keys as rows, and layers that all attend to the whole context",
+            fix="Leave num_beams out, or export another bundle for it.",
+        )
+
+
 def run_beams(
-    runner: Runner,
-    feeder: SequenceFeeder,
+    graphs: Graphs,
+    request: Request,
     prompt: Sequence[int],
     setup: Setup,
-    search: BeamSearch,
-    *,
-    limit: StopReason,
-    encoding: Encoding,
+    params: BeamParams,
+    manifest: Manifest,
     tokenizer: Tokenizer,
 ) -> BeamResult:
     """Search to the end.
 
     Args:
-        runner: of the bundle; its cache is empty, and holds the prompt afterwards.
-        feeder: runs the prompt on that cache.
+        graphs: of the bundle.
+        request: of the pool's own session, which is empty; it holds the prompt afterwards.
         prompt: token ids.
         setup: for the statistics.
-        search: at its begin; the context has room for all its tokens but the last.
-        limit: why a sequence of the greatest length ended.
-        encoding: of the logits.
+        params: how to search.
+        manifest: of the bundle.
         tokenizer: of the bundle.
 
     Raises:
+        UsageError: parameters that do not fit the vocabulary or the context.
         EngineError: the runtime failed.
     """
-    times, copied = runner.times, runner.cache.stats.bytes_copied
-    beams = search.options.num_beams
-    scorer = RunnerScorer(runner, feeder, prompt, encoding, beams, search.max_new_tokens - 1)
+    # The S-th token is the last one that can be run; one more can be chosen.
+    room = manifest.context + 1 - len(prompt)
+    limit: StopReason = "length" if params.max_new_tokens <= room else "context"
+    length = min(params.max_new_tokens, room)
+    search = BeamSearch(params, eos=manifest.tokens.eos, max_new_tokens=length, vocab=manifest.model.vocab)
+    request.prepare(len(prompt))
+    request.begin()
+    cache = graphs.cache
+    times, copied = graphs.times, cache.stats.bytes_copied
+    scorer = GraphScorer(graphs, request, prompt, manifest.encodings["logits"], params.num_beams, length - 1)
     started = perf_counter_ns()
     best = run_search(scorer, search)
     decode_ns = perf_counter_ns() - started - scorer.prefill_ns
-    feeder.finish()
 
     def sequence(found: Hypothesis) -> BeamSequence:
         ended = found.tokens[-1] in search.eos
-        text = _decode(tokenizer, prompt, found.tokens[: len(found.tokens) - ended])
+        text = _text(tokenizer, prompt, found.tokens[: len(found.tokens) - ended])
         return BeamSequence(found.tokens, text, found.score, "eos" if ended else limit)
 
-    times = runner.times - times
-    cache, taken = runner.cache.stats, scorer.beams
+    request.finish()
+    times = graphs.times - times
+    held, taken = cache.stats, scorer.beams
     decoded = search.length - 1
     kept, gathered = (0, 0) if taken is None else (taken.bytes_kept, taken.bytes_gathered)
     stats = BeamStats(
         prompt_tokens=len(prompt),
-        num_beams=beams,
+        num_beams=params.num_beams,
         decoded_tokens=decoded,
         prefill_ms=scorer.prefill_ns / 1e6,
         decode_ms_per_token=decode_ns / 1e6 / decoded if decoded else None,
@@ -218,17 +249,17 @@ def run_beams(
         engine=setup.engine,
         kv_update=setup.kv_update,
         reserve=setup.reserve,
-        kv_bytes_held=cache.bytes_held if taken is None else taken.bytes_held,
+        kv_bytes_held=held.bytes_held if taken is None else taken.bytes_held,
         kv_bytes_beside=0 if taken is None else taken.spill_bytes,
-        kv_bytes_copied=cache.bytes_copied - copied + kept + gathered,
+        kv_bytes_copied=held.bytes_copied - copied + kept + gathered,
         kv_bytes_kept=kept,
         kv_bytes_gathered=gathered,
-        restored_tokens=feeder.done.restored_tokens,
-        prefix=feeder.prefix_stats,
+        restored_tokens=request.stats.restored_tokens,
+        prefix=request.prefix_stats,
     )
     return BeamResult(tuple(prompt), tuple(sequence(found) for found in best), stats)
 
 
-def _decode(tokenizer: Tokenizer, prompt: Sequence[int], tokens: Sequence[int]) -> str:
+def _text(tokenizer: Tokenizer, prompt: Sequence[int], tokens: Sequence[int]) -> str:
     detokenizer = Detokenizer(tokenizer, prompt)
     return "".join(detokenizer.push(token) for token in tokens) + detokenizer.flush()

@@ -1,4 +1,4 @@
-"""Caching modes: of which sequences the keys and values are kept from one step to the next."""
+"""Cache modes: which sequences keep their keys and values from one step to the next."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from edgekv.session.budget import Budget, FreeMemoryBudget, parse_budget
 
 
 class Mode(Protocol):
-    """Decides what is kept and what is computed anew."""
+    """Decides what is kept and what is computed again."""
 
     @property
     def recomputed_tokens(self) -> int | None:
-        """A sequence of at most so many tokens is computed anew in every step; None for every sequence."""
+        """A sequence of at most this many tokens is computed again in every step; None for every sequence."""
 
     @property
     def budget(self) -> Budget | None:
-        """What the caches of the sequences may hold together; None for no limit."""
+        """Memory of the caches of all sequences; None for no limit."""
 
     @property
     def evicts(self) -> bool:
-        """Whether sequences give way when the budget is used up, the least recently used first."""
+        """Whether sequences are evicted when the budget is used up, the least recently used first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class Always:
 
 @dataclass(frozen=True, slots=True)
 class LongSequenceOnly:
-    """Only sequences above a threshold are kept: short ones cost no memory, and every step computes them anew.
+    """Only sequences above a threshold are kept: short ones cost no memory, and every step computes them again.
 
     Attributes:
         threshold_tokens: at least 1; tokens of the prompt and generated ones.
@@ -79,10 +79,10 @@ class LongSequenceOnly:
 
 @dataclass(frozen=True, slots=True)
 class Adaptive:
-    """Every sequence is kept while memory lasts; under pressure those go that were not used for longest.
+    """Every sequence is kept while memory lasts; under pressure the least recently used are evicted.
 
     Attributes:
-        budget: half of the free memory, unless another one is given.
+        budget: half of the free memory by default.
     """
 
     budget: Budget = field(default_factory=lambda: FreeMemoryBudget(Fraction(1, 2)))
@@ -101,7 +101,7 @@ class Adaptive:
 
 @dataclass(frozen=True, slots=True)
 class Disabled:
-    """Nothing is kept: every step computes the whole sequence anew. The baseline of a benchmark."""
+    """Nothing is kept: every step computes the whole sequence again. A baseline for benchmarks."""
 
     @property
     def recomputed_tokens(self) -> None:
@@ -125,7 +125,7 @@ _EXAMPLES = "adaptive(64MiB) or adaptive(25%)"
 
 
 def parse_mode(text: str) -> Mode:
-    """A caching mode as users write it.
+    """A cache mode as users write it.
 
     `always`, `always(64MiB)`, `long-sequence-only(256)`, `adaptive`, `adaptive(64MiB)`, `adaptive(25%)` (of the
     free memory) or `disabled`.
@@ -139,7 +139,7 @@ def parse_mode(text: str) -> Mode:
         return Always(None if argument is None else parse_budget(argument))
     if name == "adaptive":
         return Adaptive() if argument is None else Adaptive(parse_budget(argument))
-    if name == "long-sequence-only" and argument is not None and re.fullmatch(r"[0-9]+", argument.strip()):
+    if name == "long-sequence-only" and argument is not None and re.fullmatch(r"[0-9]{1,18}", argument.strip()):
         return LongSequenceOnly(int(argument))
     if name == "disabled" and argument is None:
         return Disabled()
@@ -147,13 +147,13 @@ def parse_mode(text: str) -> Mode:
 
 
 def check_mode(mode: Mode, cache: KVCache) -> None:
-    """Refuse to compute anew what would not come out the same.
+    """Refuse to compute again what would give other results.
 
-    Once tokens have left the window, keys and values that were computed while those were there differ from new ones;
-    and a step of AR tokens sees fewer of the past than single steps when it begins behind S-AR.
+    Keys and values that were computed in sight of tokens that have left the window since differ from new ones; and a
+    step of AR tokens that begins after S-AR sees fewer past tokens than single steps.
 
     Raises:
-        UsageError: sequences are computed anew up to a length where tokens may fall out of a graph's window.
+        UsageError: sequences are computed again up to a length where tokens may leave a graph's window.
     """
     safe = cache.geometry.context - cache.ar[-1]
     limit = mode.recomputed_tokens
@@ -162,6 +162,6 @@ def check_mode(mode: Mode, cache: KVCache) -> None:
     raise UsageError(
         f"cache mode {mode}",
         got=f"the context policy {cache.policy}",
-        expected=f"fail, or at most {safe} tokens computed anew",
+        expected=f"fail, or at most {safe} tokens computed again",
         fix="Choose the policy fail, or keep the sequence: always, adaptive, or a lower threshold.",
     )

@@ -1,49 +1,81 @@
-"""Many sequences, each with a cache of its own, within a budget."""
+"""Sessions by id, within a memory budget."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from edgekv.errors import MemoryBudgetError, UsageError
-from edgekv.kv import KVCache
-from edgekv.session.budget import Budget
-from edgekv.session.held import HeldSequence
-from edgekv.session.pool_stats import SequenceStats
+from edgekv.session.mode import Always, Mode
+from edgekv.session.session import Session
 
 _IDS = 1 << 64
 
 
-class SequenceManager:
-    """Sequences by a 64-bit id, kept until they are dropped or give way to memory pressure.
+@dataclass(frozen=True, slots=True)
+class PoolStats:
+    """The state now, and counters since the pool was made. The pool's own session is not among them.
 
-    Whoever is asked for is in use; all others may give way, the least recently used first. Pressure is looked at
-    whenever a sequence is asked for, never in between.
+    Attributes:
+        total_sequences: sequences held.
+        total_bytes: bytes allocated for them.
+        used_bytes: bytes of the rows that hold a token.
+        total_tokens: tokens held.
+        lookups: how often a sequence was asked for.
+        hits: how often it was there.
+        evictions: sequences that were evicted under memory pressure.
+    """
+
+    total_sequences: int
+    total_bytes: int
+    used_bytes: int
+    total_tokens: int
+    lookups: int
+    hits: int
+    evictions: int
+
+    @property
+    def average_length(self) -> float:
+        """Tokens held by a sequence, on average; 0 if there is none."""
+        return self.total_tokens / self.total_sequences if self.total_sequences else 0.0
+
+    @property
+    def hit_rate(self) -> float:
+        """Share of the lookups that were hits; 0 before the first."""
+        return self.hits / self.lookups if self.lookups else 0.0
+
+    @property
+    def efficiency(self) -> float:
+        """Share of the allocated bytes that hold tokens; 0 if nothing is allocated."""
+        return self.used_bytes / self.total_bytes if self.total_bytes else 0.0
+
+
+class SessionPool:
+    """Sessions by a 64-bit id, kept until they are dropped or evicted.
+
+    The session that is asked for is in use; all others may be evicted, the least recently used first. Memory pressure
+    is checked whenever a session is asked for.
+
+    Attributes:
+        own: the session of calls without an id, and of all steps that compute a sequence again.
+        mode: which sequences are kept, and the budget.
     """
 
     def __init__(
-        self,
-        make_cache: Callable[[], KVCache],
-        *,
-        bytes_per_sequence: int,
-        budget: Budget | None = None,
-        evicts: bool = False,
-        release: Callable[[KVCache], None] = lambda _: None,
+        self, make_session: Callable[[], Session], mode: Mode | None = None, own: Session | None = None
     ) -> None:
-        """Hold nothing yet.
+        """Hold nothing but the own session yet.
 
         Args:
-            make_cache: allocates the cache of a sequence.
-            bytes_per_sequence: what that takes, so that the budget is looked at before.
-            budget: what all may hold together; None for no limit.
-            evicts: whether sequences give way to a new one when the budget is used up; else it is refused.
-            release: told of each cache that is let go of, so that nobody else keeps its memory alive.
+            make_session: allocates a session; all of them take the same memory.
+            mode: None for `always`.
+            own: the own session; None makes one.
         """
-        self._make_cache = make_cache
-        self._bytes_per_sequence = bytes_per_sequence
-        self._budget = budget
-        self._evicts = evicts
-        self._release = release
-        self._held: dict[int, HeldSequence] = {}  # least recently used first
+        self.own = make_session() if own is None else own
+        self.mode: Mode = Always() if mode is None else mode
+        self._make_session = make_session
+        self._bytes_per_session = self.own.cache.stats.bytes_held
+        self._held: dict[int, Session] = {}  # least recently used first
         self._lookups = 0
         self._hits = 0
         self._evictions = 0
@@ -65,10 +97,10 @@ class SequenceManager:
         return sum(held.cache.stats.bytes_held for held in self._held.values())
 
     @property
-    def stats(self) -> SequenceStats:
-        """What is held now, and how well it served so far."""
+    def stats(self) -> PoolStats:
+        """What is held now, and counters."""
         caches = [held.cache for held in self._held.values()]
-        return SequenceStats(
+        return PoolStats(
             total_sequences=len(caches),
             total_bytes=self.memory_bytes,
             used_bytes=sum(cache.used_bytes for cache in caches),
@@ -78,8 +110,37 @@ class SequenceManager:
             evictions=self._evictions,
         )
 
-    def get(self, sequence: int) -> HeldSequence | None:
-        """The sequence, which is now the most recently used; None if it is not held.
+    def keeps(self, tokens: int) -> bool:
+        """Whether the mode keeps the keys and values of a sequence of this length."""
+        limit = self.mode.recomputed_tokens
+        return limit is not None and tokens > limit
+
+    def claim(self, sequence: int | None, tokens: int) -> None:
+        """Allocate what a sequence of this length needs, so that a refusal comes before any work.
+
+        Raises:
+            UsageError: no 64-bit id.
+            MemoryBudgetError: it does not fit.
+        """
+        if sequence is None:
+            return
+        if self.keeps(tokens):
+            self.get_or_create(sequence)
+        else:
+            self.drop(sequence)  # what is computed again holds no memory
+
+    def place(self, sequence: int | None, tokens: int) -> Session:
+        """The session in which the next step of a sequence of this length runs.
+
+        Raises:
+            MemoryBudgetError: the sequence needs a new cache, which does not fit.
+        """
+        if sequence is None or not self.keeps(tokens):
+            return self.own
+        return self.touch(sequence) or self.get_or_create(sequence)
+
+    def get(self, sequence: int) -> Session | None:
+        """The session, which is now the most recently used; None if it is not held.
 
         Raises:
             UsageError: no 64-bit id.
@@ -90,8 +151,8 @@ class SequenceManager:
         self._hits += held is not None
         return held
 
-    def get_or_create(self, sequence: int) -> HeldSequence:
-        """The sequence, which is now the most recently used; a new, empty one if it was not held.
+    def get_or_create(self, sequence: int) -> Session:
+        """The session, which is now the most recently used; a new, empty one if it was not held.
 
         Raises:
             UsageError: no 64-bit id.
@@ -99,21 +160,23 @@ class SequenceManager:
         """
         held = self.get(sequence)
         if held is None:
-            self._make_room(self._bytes_per_sequence, None)
-            held = self._held[sequence] = HeldSequence(self._make_cache())
-        elif self._evicts:
+            self._make_room(self._bytes_per_session, None)
+            held = self._held[sequence] = self._make_session()
+        elif self.mode.evicts:
             self._make_room(0, sequence)
         return held
 
-    def touch(self, sequence: int) -> HeldSequence | None:
-        """As `get`, but not counted: for whoever asked before and goes on."""
+    def touch(self, sequence: int | None) -> Session | None:
+        """As `get`, but not counted: for a call that asked before. None is the own session."""
+        if sequence is None:
+            return self.own
         held = self._held.pop(sequence, None)
         if held is not None:
             self._held[sequence] = held
         return held
 
     def drop(self, sequence: int) -> bool:
-        """Let go of a sequence and its memory; False if it was not held.
+        """Free a session; False if it was not held.
 
         Raises:
             UsageError: no 64-bit id.
@@ -121,27 +184,28 @@ class SequenceManager:
         _check_id(sequence)
         held = self._held.pop(sequence, None)
         if held is not None:
-            self._release(held.cache)
+            held.yield_to(self.own)
         return held is not None
 
     def clear(self) -> None:
-        """Let go of all sequences."""
+        """Free all sessions."""
         for sequence in self.ids:
             self.drop(sequence)
 
     def _make_room(self, wanted_bytes: int, in_use: int | None) -> None:
-        if self._budget is None:
+        budget, evicts = self.mode.budget, self.mode.evicts
+        if budget is None:
             return
         held_bytes = self.memory_bytes
-        allowance_bytes = self._budget.allowance_bytes(held_bytes)
-        if wanted_bytes and wanted_bytes + (0 if self._evicts else held_bytes) > allowance_bytes:
-            held = "" if self._evicts else f" beside {held_bytes:,} held"
+        allowance_bytes = budget.allowance_bytes(held_bytes)
+        if wanted_bytes and wanted_bytes + (0 if evicts else held_bytes) > allowance_bytes:
+            held = "" if evicts else f" beside {held_bytes:,} held"
             raise MemoryBudgetError(
                 "memory budget of the sequences",
                 got=f"{wanted_bytes:,} bytes for a new one{held}",
                 expected=f"at most {allowance_bytes:,}",
                 fix="Give a larger budget, or export with a smaller --context."
-                if self._evicts
+                if evicts
                 else "Drop a sequence, give a larger budget, or choose the cache mode adaptive.",
             )
         for sequence in self.ids:
@@ -155,5 +219,11 @@ class SequenceManager:
 
 def _check_id(sequence: int) -> None:
     if isinstance(sequence, bool) or not isinstance(sequence, int) or not 0 <= sequence < _IDS:
-        wanted = "a whole number of 64 bits, from 0 on"
-        raise UsageError("sequence", got=repr(sequence), expected=wanted, fix="Use 0, 1, 2, ... or a 64-bit hash.")
+        wanted, fix = "a whole number of 64 bits, from 0 on", "Use 0, 1, 2, ... or a 64-bit hash."
+        is_huge = isinstance(sequence, int) and sequence.bit_length() > 4 * 64
+        raise UsageError(
+            "sequence",
+            got=f"a number of {sequence.bit_length()} bits" if is_huge else repr(sequence),
+            expected=wanted,
+            fix=fix,
+        )

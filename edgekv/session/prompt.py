@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from edgekv.bundle import Bundle
 from edgekv.errors import ContextFullError, UsageError
-from edgekv.spec.text import encode
+from edgekv.spec.text import decode, encode
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -42,6 +42,10 @@ class PromptReader:
         tokens = encode(self.tokenizer, prompt)
         bos = self._bundle.manifest.tokens.bos
         return tokens if tokens or bos is None else [bos]
+
+    def piece(self, token: int) -> str:
+        """The text of one token, a special one by its name."""
+        return decode(self.tokenizer, [token], skip_special_tokens=False)
 
     def read(self, prompt: str | Sequence[int], field: str, policy: str) -> list[int]:
         """The tokens of a prompt, which a cache with this context policy takes.

@@ -2,91 +2,129 @@
 
 from __future__ import annotations
 
-import math
 import secrets
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from edgekv.errors import UsageError
+from edgekv.session.params import SamplingParams
+from edgekv.session.processors import LogitsProcessor, processors_of
 from quant import Encoding
 
 
-@dataclass(frozen=True, slots=True)
-class Sampling:
-    """How to choose.
-
-    Attributes:
-        temperature: divides the logits; 0 chooses the most likely token, always.
-        top_k: only the k most likely tokens; None for all.
-        top_p: of those only the fewest whose probabilities reach p together; None for all.
-        seed: of the random numbers; None draws one.
-    """
-
-    temperature: float = 0.0
-    top_k: int | None = None
-    top_p: float | None = None
-    seed: int | None = None
-
-    def __post_init__(self) -> None:
-        if not (math.isfinite(self.temperature) and self.temperature >= 0):
-            _refuse("temperature", self.temperature, "a number from 0 on", "Use 0 for greedy, about 0.8 for variety.")
-        if self.top_k is not None and self.top_k < 1:
-            _refuse("top_k", self.top_k, "at least 1", "Leave it out to consider all tokens.")
-        if self.top_p is not None and not 0 < self.top_p <= 1:
-            _refuse("top_p", self.top_p, "above 0, at most 1", "Leave it out to consider all tokens.")
-        if self.seed is not None and self.seed < 0:
-            _refuse("seed", self.seed, "a whole number from 0 on", "Leave it out to draw one.")
-        if self.greedy:
-            for name in ("top_k", "top_p", "seed"):
-                if getattr(self, name) is not None:
-                    found = f"{getattr(self, name)} at temperature 0, where it changes nothing"
-                    _refuse(name, found, "a temperature above 0", "Give a temperature such as 0.8, or leave it out.")
-
-    @property
-    def greedy(self) -> bool:
-        """Whether the most likely token is chosen."""
-        return self.temperature == 0
-
-
-def _refuse(field: str, found: object, wanted: str, fix: str) -> None:
-    raise UsageError(field, got=found, expected=wanted, fix=fix)
-
-
 class Sampler:
-    """Chooses token after token; the same seed and logits give the same choices.
+    """Chooses token after token.
+
+    The random number of a token depends on the seed and the token's position alone, so that a text can be resumed
+    anywhere and continues in the same way.
 
     Attributes:
-        seed: of the random numbers, drawn if none was given; None if greedy.
+        seed: the random seed, drawn if none was given; None if greedy.
     """
 
-    def __init__(self, sampling: Sampling, encoding: Encoding) -> None:
-        """Prepare for logits that are integers of this encoding."""
-        self._sampling = sampling
-        self._encoding = encoding
-        self.seed: int | None = None
-        if not sampling.greedy:
-            self.seed = secrets.randbits(32) if sampling.seed is None else sampling.seed
-            self._random = np.random.default_rng(self.seed)
+    def __init__(self, params: SamplingParams, encoding: Encoding, processors: Sequence[LogitsProcessor] = ()) -> None:
+        """Prepare for logits that are integers of an encoding.
 
-    def __call__(self, logits: NDArray[Any]) -> int:
-        """The next token, of integer logits `[V]`; of equally likely ones greedy choice takes the lowest id."""
-        if self._sampling.greedy:
-            return int(logits.argmax())  # the order of the integers is the order of the logits
-        order, probabilities = self.distribution(logits)
-        return int(order[np.searchsorted(probabilities.cumsum(), self._random.random() * probabilities.sum(), "right")])
+        Args:
+            params: how to choose; its bias and penalties are not applied here, see `of`.
+            encoding: of the logits.
+            processors: applied to the logits, in this order.
+        """
+        self._params = params
+        self._encoding = encoding
+        self._processors = tuple(processors)
+        self.seed: int | None = None
+        if not params.greedy:
+            self.seed = secrets.randbits(32) if params.seed is None else params.seed
+
+    @classmethod
+    def of(
+        cls, params: SamplingParams, encoding: Encoding, vocab: int, processors: Sequence[LogitsProcessor] = ()
+    ) -> Sampler:
+        """A sampler with the bias and penalties of the parameters, then the caller's processors.
+
+        Raises:
+            UsageError: a bias for a token outside of the vocabulary.
+        """
+        return cls(params, encoding, (*processors_of(params, vocab), *processors))
+
+    def __call__(self, logits: NDArray[Any], prompt: Sequence[int] = (), generated: Sequence[int] = ()) -> int:
+        """The next token.
+
+        Greedy choice without processors compares integers; of equally likely tokens it takes the lowest id.
+
+        Args:
+            logits: integers `[V]`.
+            prompt: token ids of the prompt.
+            generated: token ids generated so far.
+
+        Raises:
+            UsageError: a processor gave logits of another shape, NaN, or none that is finite.
+        """
+        if not self._processors:
+            if self._params.greedy:
+                return int(logits.argmax())  # the order of the integers is the order of the logits
+            order, probabilities = self.distribution(logits)
+        else:
+            processed = self._process(logits, prompt, generated)
+            if self._params.greedy:
+                return int(processed.argmax())
+            order, probabilities = self._distribution(processed, processed)
+        cumulative = probabilities.cumsum()
+        drawn = self._uniform(len(prompt) + len(generated)) * cumulative[-1]
+        last = cumulative.searchsorted(cumulative[-1])  # what follows has a probability of 0
+        return int(order[min(cumulative.searchsorted(drawn, "right"), last)])
 
     def distribution(self, logits: NDArray[Any]) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-        """The tokens that may be chosen, most likely first, and their probabilities, which sum up to 1."""
-        kept = len(logits) if self._sampling.top_k is None else min(self._sampling.top_k, len(logits))
-        order = np.argsort(-logits.astype(np.int64), kind="stable")[:kept]
-        scaled = self._encoding.dequantize(logits[order]).astype(np.float64) / self._sampling.temperature
-        weights = np.exp(scaled - scaled[0])
+        """The tokens that may be chosen, most likely first, and their probabilities, which sum up to 1.
+
+        Args:
+            logits: integers `[V]`, to which no processor is applied.
+        """
+        return self._distribution(logits.astype(np.int64), logits)
+
+    def _distribution(self, ranks: NDArray[Any], logits: NDArray[Any]) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+        params = self._params
+        kept = len(ranks) if params.top_k is None else min(params.top_k, len(ranks))
+        order = most_likely(ranks, kept)
+        chosen = logits[order]
+        real = (chosen if ranks is logits else self._encoding.dequantize(chosen)).astype(np.float64)
+        weights = np.exp((real - real[0]) / params.temperature)
         probabilities = weights / weights.sum()
-        if self._sampling.top_p is not None:
+        if params.top_p is not None:
             before = probabilities.cumsum() - probabilities
-            kept = int(np.count_nonzero(before < self._sampling.top_p))
+            kept = int(np.count_nonzero(before < params.top_p))
+            order, probabilities = order[:kept], probabilities[:kept] / probabilities[:kept].sum()
+        if params.min_p:
+            kept = int(np.count_nonzero(probabilities >= params.min_p * probabilities[0]))
             order, probabilities = order[:kept], probabilities[:kept] / probabilities[:kept].sum()
         return order, probabilities
+
+    def _process(self, logits: NDArray[Any], prompt: Sequence[int], generated: Sequence[int]) -> NDArray[Any]:
+        values: NDArray[Any] = self._encoding.dequantize(logits)
+        for processor in self._processors:
+            values = np.asarray(processor(prompt, generated, values))
+            if values.shape != logits.shape or np.isnan(values).any() or not np.isfinite(values.max()):
+                found = f"{list(values.shape)}, {np.isfinite(values).sum()} of them finite, from {processor}"
+                wanted = f"{list(logits.shape)} without NaN, one of them finite at least"
+                raise UsageError("logits", got=found, expected=wanted, fix="Correct the logits processor.")
+        return values
+
+    def _uniform(self, position: int) -> float:
+        """A number in [0, 1) that the seed and a position determine, on every platform and in every release."""
+        assert self.seed is not None
+        raw = int(np.random.Philox(key=self.seed, counter=position).random_raw())
+        return (raw >> 11) * 2.0**-53
+
+
+def most_likely(values: NDArray[Any], count: int) -> NDArray[np.intp]:
+    """Indices of the greatest values, greatest first; of equal ones the lower index."""
+    if count == len(values):
+        return np.argsort(-values, kind="stable")
+    least = np.partition(values, len(values) - count)[len(values) - count]
+    enough = np.flatnonzero(values >= least)
+    best: NDArray[np.intp] = enough[np.argsort(-values[enough], kind="stable")[:count]]
+    return best

@@ -72,14 +72,14 @@ def encode(tokenizer: Tokenizer, text: str, *, field: str = "prompt", add_specia
         raise UsageError(TOKENIZER, got=error, expected=f"a tokenizer that encodes the {field}", fix=_FIX) from None
 
 
-def decode(tokenizer: Tokenizer, tokens: Sequence[int]) -> str:
-    """The text of tokens, without special tokens.
+def decode(tokenizer: Tokenizer, tokens: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+    """The text of tokens, without special ones unless they are asked for.
 
     Raises:
         UsageError: the tokenizer fails.
     """
     with _no_panic(TOKENIZER, UsageError):
-        text: str = tokenizer.decode(tokens)
+        text: str = tokenizer.decode(tokens, skip_special_tokens=skip_special_tokens)
         return text
 
 

@@ -11,7 +11,7 @@ import typer
 from devices import find
 from edgekv.bundle import open_bundle
 from edgekv.errors import UsageError
-from edgekv.session import Sampling
+from edgekv.session import SamplingParams
 from exporters.progress import shown
 from exporters.targets.genie.dialog import GenieDialog
 from exporters.targets.genie.folder import open_genie_folder
@@ -68,7 +68,7 @@ def bundle_genie(
         device=None if device is None else find(device),
         context=context,
         max_new_tokens=max_new_tokens,
-        sampling=Sampling(temperature, top_k, top_p, seed),
+        sampling=SamplingParams(temperature, top_k, top_p, seed),
         bos=not no_bos,
         embedding_table=embedding_table,
         each=each,

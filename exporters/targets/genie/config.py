@@ -11,7 +11,7 @@ from msgspec import UNSET, UnsetType
 from devices import Device
 from edgekv.bundle import Manifest, RopeRecord
 from edgekv.errors import BundleError
-from edgekv.session import Sampling
+from edgekv.session import SamplingParams
 from quant import Encoding
 
 CONFIG, SHARED_CONFIG, EXTENSIONS = "genie_config.json", "genie_config_shared.json", "htp_backend_ext_config.json"
@@ -180,7 +180,7 @@ def positional_encoding(rope: RopeRecord, head_dim: int) -> PositionalEncoding:
     )
 
 
-def sampler(sampling: Sampling, vocab: int) -> Sampler:
+def sampler(sampling: SamplingParams, vocab: int) -> Sampler:
     """Genie has no word for `all`: top-k of the whole vocabulary and top-p of 1 leave nothing out."""
     return Sampler(
         seed=sampling.seed or 0,
@@ -197,7 +197,7 @@ def genie_config(
     *,
     context: int,
     bos: int | None,
-    sampling: Sampling,
+    sampling: SamplingParams,
     max_new_tokens: int,
     table: Encoding | None,
 ) -> GenieConfig:

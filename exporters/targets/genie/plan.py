@@ -9,7 +9,7 @@ from pathlib import Path
 from devices import Device, find
 from edgekv.bundle import Bundle, GraphRecord, Manifest
 from edgekv.errors import BundleError, UsageError
-from edgekv.session import Sampling
+from edgekv.session import SamplingParams
 from exporters.targets.genie.config import positional_encoding
 from exporters.targets.genie.names import graph_name, part_name
 
@@ -32,7 +32,7 @@ class GenieOptions:
     device: Device | None = None
     context: int | None = None
     max_new_tokens: int | None = None
-    sampling: Sampling = field(default_factory=Sampling)
+    sampling: SamplingParams = field(default_factory=SamplingParams)
     bos: bool = True
     embedding_table: bool = False
     each: bool = True

@@ -10,8 +10,9 @@ import msgspec
 from edgekv.bundle import Bundle
 from edgekv.errors import EngineError
 from edgekv.kv import KVCache
-from edgekv.runtime import HtpEngine, Runner
+from edgekv.runtime import HtpEngine
 from edgekv.scratch import scratch_folder
+from edgekv.session import Graphs, Session
 from exporters.targets.genie.config import Debug, GenieConfig, Sampler
 from exporters.targets.genie.dialog import GenieDialog
 from exporters.targets.genie.ports import GeniePort, GeniePorts
@@ -79,10 +80,11 @@ def prove(
 def own_tokens(bundle: Bundle, engine: HtpEngine, prompt: Sequence[int], max_new_tokens: int) -> list[int]:
     """Greedy continuation by the graphs that have logits for every row, up to the first end-of-sequence token."""
     manifest = bundle.manifest
-    runner = Runner(bundle, engine, KVCache(manifest.cache_geometry, ar={graph.ar for graph in manifest.graphs}))
-    tokens = [int(runner.feed_all(prompt)[-1].argmax())]
+    cache = KVCache(manifest.cache_geometry, ar={graph.ar for graph in manifest.graphs})
+    session = Session(cache, Graphs(bundle, engine, cache))
+    tokens = [int(session.score(prompt)[-1].argmax())]
     while len(tokens) < max_new_tokens and tokens[-1] not in manifest.tokens.eos:
-        tokens.append(int(runner.feed(tokens[-1:]).argmax()))
+        tokens.append(int(session.feed(tokens[-1:]).argmax()))
     return tokens
 
 

@@ -1,0 +1,64 @@
+"""The figures of a generation in one line, for people."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from edgekv.session import BeamStats, GenerationStats
+
+
+def summary(stats: GenerationStats) -> str:
+    """The figures of a generation."""
+    first = "" if stats.time_to_first_token_ms is None else f", first token {stats.time_to_first_token_ms:.0f} ms"
+    decode = ""
+    if stats.decode_ms_per_token is not None and stats.tokens_per_second is not None:
+        decode = f", {stats.decode_ms_per_token:.1f} ms/token ({stats.tokens_per_second:.1f} tokens/s)"
+    reserve = "" if stats.reserve is None else f" {stats.reserve:g}"
+    restored = f" ({stats.restored_tokens} restored)" if stats.restored_tokens else ""
+    mode = "" if stats.cache_mode == "always" else f", {stats.cache_mode}, {stats.computed_tokens} tokens computed"
+    growth = "" if stats.kv_growth is None else f" ({stats.kv_bytes_peak:,} at most)"
+    seed = "" if stats.seed is None else f", seed {stats.seed}"
+    return (
+        f"[{stats.engine}: {stats.prompt_tokens}{restored} + {stats.generated_tokens} tokens, "
+        f"ended by {stats.stop_reason or 'an interruption'}; "
+        f"prefill {stats.prefill_ms:.0f} ms{first}{decode}, host {stats.host_us_per_step:.0f} us/step; "
+        f"KV {stats.kv_update}{reserve}{mode}: {stats.kv_bytes_held:,} bytes held{growth}, "
+        f"{stats.kv_bytes_copied:,} copied{_eviction(stats)}{seed}]"
+    )
+
+
+def defaults_line(stats: GenerationStats, ignored: list[str]) -> str | None:
+    """Which parameters the bundle set; None if it set none.
+
+    Args:
+        stats: of the generation.
+        ignored: fields of generation_config.json that are not supported.
+    """
+    if not stats.bundle_defaults:
+        return None
+    listed = ", ".join(f"{name} {getattr(stats.sampling, name)}" for name in stats.bundle_defaults)
+    unsupported = f"; not supported: {', '.join(ignored)}" if ignored else ""
+    return f"[defaults of the checkpoint's generation_config.json: {listed}{unsupported}]"
+
+
+def _eviction(stats: GenerationStats) -> str:
+    evicted = f", {stats.evicted_tokens} tokens evicted" if stats.evicted_tokens else ""
+    cost = stats.requantization
+    if cost is None or not cost.keys:
+        return evicted
+    real = "" if cost.rms is None else f", {cost.rms:.2g} in real numbers"
+    clipped = f", {cost.clipped} elements clipped" if cost.clipped else ""
+    return f"{evicted}, moved keys off by {cost.rms_steps:.3f} steps rms{real}, {cost.max_steps:.2f} at most{clipped}"
+
+
+def beam_summary(stats: BeamStats) -> str:
+    """The figures of a beam search."""
+    decode = "" if stats.decode_ms_per_token is None else f", {stats.decode_ms_per_token:.1f} ms/token of all beams"
+    reserve = "" if stats.reserve is None else f" {stats.reserve:g}"
+    return (
+        f"[{stats.engine}: {stats.prompt_tokens} tokens, then {stats.num_beams} beams of {stats.decoded_tokens}; "
+        f"prefill {stats.prefill_ms:.0f} ms{decode}, host {stats.host_us_per_step:.0f} us/step; "
+        f"KV {stats.kv_update}{reserve}: {stats.kv_bytes_held:,} bytes held, {stats.kv_bytes_beside:,} of them beside "
+        f"the cache, {stats.kv_bytes_copied:,} copied, {stats.kv_bytes_gathered:,} of them gathered]"
+    )

@@ -1,0 +1,69 @@
+"""From a bundle's folder to a model that runs."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from pathlib import Path
+
+from edgekv.bundle import Bundle, open_bundle
+from edgekv.kv import GrowthName, Policy
+from edgekv.model import Model
+from edgekv.prefix import PrefixCache
+from edgekv.runtime import make_engine
+from edgekv.session import CacheSetup, Mode
+
+
+def load(
+    bundle: str | Path | Bundle,
+    engine: str = "cpu",
+    *,
+    kv_update: str | None = None,
+    reserve: Fraction | float | str | None = None,
+    policy: str | Policy = "fail",
+    threads: int | None = None,
+    cache_mode: str | Mode = "always",
+    prefix_cache: PrefixCache | None = None,
+    kv_growth: GrowthName | str | None = None,
+    verify: bool = True,
+) -> Model:
+    """Open a bundle and get it ready to run.
+
+    Args:
+        bundle: its folder, or what `open_bundle` returned.
+        engine: `cpu` or `htp` for a bundle of ONNX graphs, `litert` or `tflite` for one of TFLite graphs.
+        kv_update: one of `edgekv.kv.STRATEGIES`; None for `slot` (`pointer-shift` if a reserve is given).
+        reserve: memory of `pointer-shift`, in units of S-1 rows per tensor, above 1, at most 2; None for 2.
+        policy: what happens when the context is full, as text or as a policy of `edgekv.kv`. `fail` ends the
+            generation; `sliding-window` drops the oldest tokens; `sinks(N, WINDOW)` keeps the first N and the newest
+            WINDOW tokens, at positions within the context; `keydiff(BUDGET)` or `keydiff(BUDGET, RECENT)` keeps the
+            BUDGET tokens whose keys are least similar to the mean key, among them the RECENT newest (an eighth). What
+            is kept must leave room for the graph with the most tokens per inference.
+        threads: of one operation, on a CPU; None leaves it to the runtime.
+        cache_mode: which sequences are kept from one step to the next, as text or as a mode of `edgekv.session`:
+            `always`, `long-sequence-only(TOKENS)`, `adaptive`, `adaptive(64MiB)`, `adaptive(25%)` or `disabled`.
+        prefix_cache: where computed prefixes are stored: a folder, which later processes use too; a `StoreConfig`; or
+            a `PrefixStore` that several models of this bundle and engine share. None uses the prefixes baked into the
+            bundle and stores nothing. Needs the mode `always` or `adaptive`.
+        kv_growth: for a bundle with several contexts, with `slot` or `pointer-shift`: cache memory starts at the
+            smallest context and grows to the next when tokens need it, `staggered` (one layer after the other) or
+            `together`; None allocates the largest at once.
+        verify: False skips the hashes of the bundle's files.
+
+    Raises:
+        BundleError: the bundle is incomplete, changed or of another format version.
+        PrefixError: an invalid configuration of the prefix cache, or a folder that cannot be written.
+        UsageError: an unknown name, a number out of range, or options that do not go together.
+        EngineError: the engine is missing or refused a graph.
+    """
+    opened = bundle if isinstance(bundle, Bundle) else open_bundle(bundle, verify)
+    made = make_engine(engine, bundle=opened, threads=threads)
+    caches = CacheSetup.read(
+        opened.manifest,
+        made,
+        kv_update=kv_update,
+        reserve=reserve,
+        policy=policy,
+        cache_mode=cache_mode,
+        kv_growth=kv_growth,
+    )
+    return Model(opened, made, caches, prefix_cache)

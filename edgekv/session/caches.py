@@ -1,0 +1,117 @@
+"""How the KV caches of a model are made: update strategy, reserve, context policy, growth and cache mode."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from fractions import Fraction
+
+from edgekv.bundle import Manifest
+from edgekv.errors import UsageError
+from edgekv.kv import DEFAULT_RESERVE, Growth, GrowthName, KVCache, Policy, parse_growth, parse_reserve
+from edgekv.kv.policies.text import parse_policy
+from edgekv.runtime import Engine
+from edgekv.session.events import Setup
+from edgekv.session.mode import Mode, check_mode, parse_mode
+
+DEFAULT_KV_UPDATE = "slot"
+"""One strided write a step and no rebinding takes the least host time: see `benchmarks/`."""
+
+
+@dataclass(frozen=True, slots=True)
+class CacheSetup:
+    """What all caches of a model have in common.
+
+    Attributes:
+        manifest: of the bundle.
+        strategy: update strategy.
+        reserve: memory of `pointer-shift`, in units of S-1 rows per tensor.
+        policy: what happens when the context is full.
+        growth: how memory grows; None allocates all of it at once.
+        mode: which sequences are kept.
+    """
+
+    manifest: Manifest
+    strategy: str
+    reserve: Fraction
+    policy: Policy
+    growth: Growth | None
+    mode: Mode
+
+    @classmethod
+    def read(
+        cls,
+        manifest: Manifest,
+        engine: Engine,
+        *,
+        kv_update: str | None = None,
+        reserve: Fraction | float | str | None = None,
+        policy: str | Policy = "fail",
+        cache_mode: str | Mode = "always",
+        kv_growth: GrowthName | str | None = None,
+    ) -> CacheSetup:
+        """Read options as users write them; see `edgekv.load`.
+
+        Args:
+            manifest: of the bundle.
+            engine: that is bound to the caches.
+            kv_update: an update strategy.
+            reserve: of `pointer-shift`.
+            policy: a context policy.
+            cache_mode: a cache mode.
+            kv_growth: how memory grows.
+
+        Raises:
+            UsageError: an unknown name, or options that do not go together.
+        """
+        strategy = kv_update or (DEFAULT_KV_UPDATE if reserve is None else "pointer-shift")
+        if reserve is not None and strategy != "pointer-shift":
+            found, fix = f"{reserve} with {strategy}", "Leave it out, or choose pointer-shift."
+            raise UsageError("reserve", got=found, expected="the update strategy pointer-shift", fix=fix)
+        ratio = DEFAULT_RESERVE if reserve is None else parse_reserve(reserve)
+        row_bytes = manifest.geometry.row_bytes
+        if row_bytes % engine.alignment_bytes and strategy != "slot":
+            raise UsageError(
+                "update strategy",
+                got=f"{strategy} with rows of {row_bytes} bytes on the engine {engine.name}",
+                expected=f"rows of a multiple of {engine.alignment_bytes} bytes, which it can be bound to anywhere",
+                fix="Use slot, which stays at one address.",
+            )
+        mode = parse_mode(cache_mode) if isinstance(cache_mode, str) else cache_mode
+        chosen = parse_policy(policy, manifest.rope.inverse_frequencies) if isinstance(policy, str) else policy
+        if (manifest.local_rope is not None or manifest.unrotated_layers) and chosen.inverse_frequencies:
+            raise UsageError(
+                f"context policy {chosen.name}",
+                got=f"layers with{'out a rotary embedding' if manifest.unrotated_layers else ' two rotary embeddings'}",
+                expected="one, by which the keys of all layers can be moved",
+                fix="Use fail or sliding-window.",
+            )
+        if kv_growth is not None and mode.budget is not None:
+            found, fix = f"{kv_growth} with {mode}", "Leave it out, or choose another cache mode."
+            wanted = "a cache mode without a memory budget, which counts on sequences of one size"
+            raise UsageError("growth", got=found, expected=wanted, fix=fix)
+        growth = None if kv_growth is None else parse_growth(kv_growth, manifest.contexts)
+        return cls(manifest, strategy, ratio, chosen, growth, mode)
+
+    def make(self) -> KVCache:
+        """Allocate a cache.
+
+        Raises:
+            UsageError: options that do not fit the bundle's graphs.
+        """
+        geometry = self.manifest.cache_geometry
+        cache = KVCache(
+            geometry,
+            ar={graph.ar for graph in self.manifest.graphs},
+            strategy=self.strategy,
+            reserve=self.reserve,
+            policy=self.policy,
+            encodings=[self.manifest.encodings[tensor.past] for tensor in geometry.names()],
+            growth=self.growth,
+        )
+        check_mode(self.mode, cache)
+        return cache
+
+    def described(self, engine: str) -> Setup:
+        """For the statistics of a generation on an engine."""
+        reserve = float(self.reserve) if self.strategy == "pointer-shift" else None
+        return Setup(engine, self.strategy, reserve, str(self.mode), self.growth.name if self.growth else None)

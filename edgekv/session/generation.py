@@ -1,0 +1,204 @@
+"""Prefill, then decode: a stream of tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from time import perf_counter_ns
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+from weakref import finalize
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgekv.session.events import GenerationStats, Setup, StopReason, Token
+from edgekv.session.params import ChosenParams, SamplingParams
+from edgekv.session.request import Request
+from edgekv.session.sampler import Sampler
+from edgekv.session.text import Detokenizer, StopSequences
+from edgekv.session.turns import Hold, Turns
+from quant import Encoding
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+
+class Generation(Iterator[Token]):
+    """A stream of tokens. The prompt is run when the first token is asked for.
+
+    It holds its sequence until it ends, is closed (`close`, or a `with` block), or is dropped; then the prefix cache
+    gets what was computed, also of a generation that was broken off.
+
+    Attributes:
+        prompt: token ids of the prompt.
+    """
+
+    def __init__(
+        self,
+        turns: Turns,
+        request: Request,
+        prompt: Sequence[int],
+        setup: Setup,
+        *,
+        chosen: ChosenParams,
+        eos: Collection[int],
+        sampler: Sampler,
+        tokenizer: Tokenizer,
+        logits_encoding: Encoding | None = None,
+    ) -> None:
+        """Claim the request's sequence, which may mean to wait for other threads, and load the graphs.
+
+        Args:
+            turns: of the model.
+            request: has run nothing yet.
+            prompt: token ids.
+            setup: for the statistics.
+            chosen: how to sample and when to stop.
+            eos: tokens that end the text.
+            sampler: chooses the tokens.
+            tokenizer: turns them into text.
+            logits_encoding: to give each token its logits; None for tokens without them.
+
+        Raises:
+            MemoryBudgetError: the cache of a new sequence does not fit.
+            UsageError: the id of the sequence is none, or the tokenizer fails.
+            EngineError: the engine refused a graph.
+        """
+        assert isinstance(chosen.params, SamplingParams)
+        self.prompt = tuple(prompt)
+        self._turns = turns
+        self._request = request
+        self._setup = setup
+        self._params = chosen.params
+        self._bundle_defaults = chosen.bundle_defaults
+        self._eos = frozenset() if self._params.ignore_eos else frozenset(eos)
+        self._sampler = sampler
+        self._detokenizer = Detokenizer(tokenizer, prompt)
+        self._stops = StopSequences(self._params.stop)
+        self._logits_encoding = logits_encoding
+        self._generated: list[int] = []
+        self._prefill_ns = 0
+        self._first_ns = 0
+        self._decode_ns = 0
+        self._stop_reason: StopReason | None = None
+        self._has_ended = False
+        self._hold = Hold(turns, request.sequence, request.finish)
+        with turns:
+            request.prepare(len(prompt))
+            self._hold.claim()
+            request.begin()
+        self._drop = finalize(self, self._hold.drop)
+
+    def __next__(self) -> Token:
+        """The next token.
+
+        Raises:
+            StopIteration: the generation has ended or was closed; `stats.stop_reason` says why.
+            ValueError: a later call of the same thread has taken its sequence.
+            EngineError: the runtime failed.
+        """
+        with self._turns:
+            if self._hold.is_abandoned and not self._has_ended:
+                fix = "finish one before the next"
+                raise ValueError(f"generation: its cache is used by a later call of the model; {fix}")
+            if self._has_ended or self._stop_reason is not None:
+                self._end()
+                raise StopIteration
+            self._hold.keep()
+            try:
+                return self._step()
+            except BaseException:
+                self._end()
+                raise
+
+    def __enter__(self) -> Generation:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the generation here; the prefix cache gets what was computed. Closing twice is harmless."""
+        with self._turns:
+            self._end()
+
+    @property
+    def stats(self) -> GenerationStats:
+        """What was done so far."""
+        done = self._request.stats
+        times = done.times
+        decoded = len(self._generated) - 1
+        per_token_ms = self._decode_ns / 1e6 / decoded if decoded > 0 else None
+        return GenerationStats(
+            prompt_tokens=len(self.prompt),
+            generated_tokens=len(self._generated),
+            stop_reason=self._stop_reason,
+            prefill_ms=self._prefill_ns / 1e6,
+            time_to_first_token_ms=self._first_ns / 1e6 if self._generated else None,
+            decode_ms_per_token=per_token_ms,
+            tokens_per_second=1000 / per_token_ms if per_token_ms else None,
+            steps=times.steps,
+            host_us_per_step=times.host_ns / 1e3 / max(times.steps, 1),
+            engine=self._setup.engine,
+            kv_update=self._setup.kv_update,
+            reserve=self._setup.reserve,
+            cache_mode=self._setup.cache_mode,
+            reused_tokens=done.reused_tokens,
+            restored_tokens=done.restored_tokens,
+            computed_tokens=done.computed_tokens,
+            kv_growth=self._setup.kv_growth,
+            kv_bytes_held=done.bytes_held,
+            kv_bytes_peak=done.peak_bytes,
+            kv_reallocations=done.reallocations,
+            kv_bytes_copied=done.bytes_copied,
+            seed=self._sampler.seed,
+            evicted_tokens=done.evicted_tokens,
+            requantization=done.requantization,
+            prefix=self._request.prefix_stats,
+            sampling=self._params,
+            bundle_defaults=self._bundle_defaults,
+        )
+
+    def _end(self) -> None:
+        if not self._has_ended:
+            self._has_ended = True
+            self._drop.detach()
+            self._hold.end()
+
+    def _step(self) -> Token:
+        started = perf_counter_ns()
+        if not self._generated:
+            logits = self._request.feed(self.prompt)
+            self._prefill_ns = perf_counter_ns() - started
+            token = self._take(logits)
+            self._first_ns = perf_counter_ns() - started
+        else:
+            token = self._take(self._request.feed(self._generated[-1:]))
+            self._decode_ns += perf_counter_ns() - started
+        if self._stop_reason is not None:
+            self._end()
+        return token
+
+    def _take(self, logits: NDArray[Any]) -> Token:
+        """Choose a token, find out whether it is the last one, and what of the text can be given out."""
+        token = self._sampler(logits, self.prompt, self._generated)
+        real: NDArray[np.float32] | None = None
+        if self._logits_encoding is not None:
+            real = self._logits_encoding.dequantize(logits)
+        self._generated.append(token)
+        text = "" if token in self._eos else self._stops.push(self._detokenizer.push(token))
+        self._stop_reason = self._reason(token)
+        if self._stop_reason is not None:
+            text += self._stops.push(self._detokenizer.flush()) + self._stops.flush()
+        return Token(token, text, real)
+
+    def _reason(self, token: int) -> StopReason | None:
+        if token in self._eos:
+            return "eos"
+        if self._stops.found:
+            return "stop"
+        if len(self._generated) == self._params.max_new_tokens:
+            return "length"
+        return None if self._request.stats.has_room else "context"

@@ -1,0 +1,139 @@
+"""The graphs of a bundle, and which of them runs the next tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from edgekv.bundle import Bundle, GraphRecord, Role
+from edgekv.kv import KVCache
+from edgekv.runtime import Engine, StaticGraph
+from edgekv.runtime.embedding import open_table
+from edgekv.runtime.rope import rope_tables
+
+
+@dataclass(frozen=True, slots=True)
+class StepTimes:
+    """Sums over steps.
+
+    Attributes:
+        steps: steps run.
+        run_ns: time within the runtime's own run, ns.
+        host_ns: all other time of the steps, ns.
+    """
+
+    steps: int = 0
+    run_ns: int = 0
+    host_ns: int = 0
+
+    def __add__(self, other: StepTimes) -> StepTimes:
+        return StepTimes(self.steps + other.steps, self.run_ns + other.run_ns, self.host_ns + other.host_ns)
+
+    def __sub__(self, earlier: StepTimes) -> StepTimes:
+        return StepTimes(self.steps - earlier.steps, self.run_ns - earlier.run_ns, self.host_ns - earlier.host_ns)
+
+
+def choose_ar(remaining: int, available: Iterable[int], room: Callable[[int], bool]) -> int:
+    """The AR of the next step: the least that takes all remaining tokens, otherwise the greatest that has room.
+
+    AR-1 if nothing else has room; whether AR-1 has, its step will tell.
+    """
+    fitting = sorted(ar for ar in available if ar == 1 or room(ar))
+    return next((ar for ar in fitting if ar >= remaining), fitting[-1])
+
+
+def choose_context(columns: int, available: Sequence[int]) -> int:
+    """S of the next step's graph: the least that has room for the tokens held and AR more, otherwise the greatest."""
+    return next((context for context in available if context >= columns), available[-1])
+
+
+_Ladder = dict[int, dict[int, GraphRecord]]  # by AR, then by context, ascending
+
+
+class Graphs:
+    """The graphs of a bundle on one cache at a time. A graph is loaded when it is first needed.
+
+    Attributes:
+        cache: the past that all graphs share, until `use` names another one.
+    """
+
+    def __init__(self, bundle: Bundle, engine: Engine, cache: KVCache) -> None:
+        """Load no graph yet.
+
+        Raises:
+            BundleError: the embedding table is not what the manifest promises.
+        """
+        self.cache = cache
+        self._bundle = bundle
+        self._engine = engine
+        self._loaded: dict[str, StaticGraph] = {}
+        self._ladders = _ladders(bundle.manifest.graphs)
+        self._ropes = rope_tables(bundle.manifest)
+        self._embeddings = open_table(bundle)
+
+    @property
+    def times(self) -> StepTimes:
+        """Sums since the graphs were loaded."""
+        graphs = self._loaded.values()
+        return StepTimes(sum(g.steps for g in graphs), sum(g.run_ns for g in graphs), sum(g.host_ns for g in graphs))
+
+    @property
+    def loaded(self) -> list[StaticGraph]:
+        """The graphs loaded so far."""
+        return list(self._loaded.values())
+
+    def use(self, cache: KVCache) -> None:
+        """Let all graphs work on another cache; each binds its memory in its next step.
+
+        Raises:
+            ValueError: the cache has another geometry, or was not made for all graphs.
+        """
+        if cache is self.cache:
+            return
+        if (cache.geometry, cache.ar) != (self.cache.geometry, self.cache.ar):
+            found = f"{cache.geometry} with AR {cache.ar}"
+            raise ValueError(f"cache: got {found}; expected {self.cache.geometry} with AR {self.cache.ar}")
+        self.cache = cache
+        for graph in self._loaded.values():
+            graph.use(cache)
+
+    def prepare(self, *roles: Role) -> None:
+        """Load the graphs of these roles now, those of the smallest context.
+
+        Raises:
+            EngineError: the engine refused a graph.
+            BundleError: a graph has not the inputs and outputs that the manifest promises.
+        """
+        for role in roles:
+            for contexts in self._ladders.get(role, {}).values():
+                self._load(next(iter(contexts.values())))
+
+    def choose(self, role: Role, remaining: int) -> StaticGraph:
+        """The graph of the next step: of a role, or for single tokens the decode graph.
+
+        Each step runs in the smallest context that has room for it.
+        """
+        ladder = self._ladders["decode"] | self._ladders.get(role, {})
+        ar = choose_ar(remaining, ladder, self.cache.room)
+        context = choose_context(self.cache.length + ar, [*ladder[ar]])
+        return self._load(ladder[ar][context])
+
+    def largest_decode(self) -> StaticGraph:
+        """The decode graph of the largest context."""
+        (contexts,) = self._ladders["decode"].values()
+        return self._load(contexts[max(contexts)])
+
+    def _load(self, record: GraphRecord) -> StaticGraph:
+        graph = self._loaded.get(record.name)
+        if graph is None:
+            bindings = [self._engine.load(self._bundle.part_path(part), part.name) for part in record.parts]
+            graph = StaticGraph(bindings, self._bundle.manifest, record, self.cache, self._ropes, self._embeddings)
+            self._loaded[record.name] = graph
+        return graph
+
+
+def _ladders(graphs: Iterable[GraphRecord]) -> dict[Role, _Ladder]:
+    ladders: dict[Role, _Ladder] = {}
+    for graph in sorted(graphs, key=lambda graph: graph.context):
+        ladders.setdefault(graph.role, {}).setdefault(graph.ar, {})[graph.context] = graph
+    return ladders

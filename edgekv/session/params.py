@@ -1,0 +1,302 @@
+"""How to choose tokens and when to stop: one value for each call of `Model.generate`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from numbers import Real
+from operator import index
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack
+
+from edgekv.errors import UsageError
+
+if TYPE_CHECKING:
+    from edgekv.prefix import RetentionPolicy
+    from edgekv.session.processors import LogitsProcessor
+
+DEFAULT_MAX_NEW_TOKENS = 128
+_MIN_TEMPERATURE = 1e-5
+_MAX_INT = 2**31 - 1
+_MAX_SEED = 2**64 - 1
+_SAMPLING_ONLY = ("top_k", "top_p", "min_p", "seed")
+_MAX_DIGITS = 40
+
+EarlyStopping = bool | Literal["never"]
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How to choose the next token, and when to stop. Valid from construction.
+
+    Values are applied in this order: logit_bias, penalties, the caller's logits processors, temperature, top_k,
+    top_p, min_p.
+
+    Attributes:
+        temperature: divides the logits; 0 is greedy, otherwise at least 0.00001.
+        top_k: sample from the k most likely tokens; None for all.
+        top_p: of these, sample from the fewest whose probabilities reach p together; None for all.
+        min_p: of these, drop tokens less likely than min_p times the most likely one; 0 drops none.
+        repetition_penalty: logits of tokens in the prompt or the text are divided by it if positive, multiplied by it
+            otherwise (as in Hugging Face transformers and vLLM); 1 is none, above 0.
+        presence_penalty: subtracted from the logit of every token generated so far (as in OpenAI's API and vLLM),
+            -2 to 2.
+        frequency_penalty: subtracted as often as the token was generated so far (as there), -2 to 2.
+        logit_bias: added to the logits of these token ids; -inf forbids a token.
+        seed: random seed, 64 bits; None draws one. The same seed, prompt and parameters give the same tokens.
+        stop: the generation ends before the first of these texts.
+        max_new_tokens: the most tokens to generate.
+        ignore_eos: do not end at an end-of-sequence token.
+
+    Raises:
+        UsageError: a value out of range, or one that has no effect at temperature 0.
+    """
+
+    temperature: float = 0.0
+    top_k: int | None = None
+    top_p: float | None = None
+    seed: int | None = None
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    stop: Sequence[str] = ()
+    max_new_tokens: int = DEFAULT_MAX_NEW_TOKENS
+    ignore_eos: bool = False
+
+    def __post_init__(self) -> None:
+        _check_real("temperature", self.temperature)
+        if self.temperature != 0 and not _MIN_TEMPERATURE <= self.temperature < math.inf:
+            wanted = f"0, or at least {_MIN_TEMPERATURE:.5f}"
+            _refuse("temperature", self.temperature, wanted, "Use 0 for greedy, about 0.8 for variety.")
+        if self.top_k is not None:
+            _check_int("top_k", self.top_k, 1, _MAX_INT, "Leave it out to consider all tokens.")
+        if self.top_p is not None and not 0 < _check_real("top_p", self.top_p) <= 1:
+            _refuse("top_p", self.top_p, "above 0, at most 1", "Leave it out to consider all tokens.")
+        if not 0 <= _check_real("min_p", self.min_p) <= 1:
+            _refuse("min_p", self.min_p, "0 to 1", "Leave it out to consider all tokens.")
+        if not 0 < _check_real("repetition_penalty", self.repetition_penalty) < math.inf:
+            _refuse("repetition_penalty", self.repetition_penalty, "a number above 0", "Use 1 for none.")
+        for name in ("presence_penalty", "frequency_penalty"):
+            if not -2 <= _check_real(name, getattr(self, name)) <= 2:
+                _refuse(name, getattr(self, name), "-2 to 2", "Use 0 for none.")
+        if self.seed is not None:
+            _check_int("seed", self.seed, 0, _MAX_SEED, "Leave it out to draw one.")
+        _check_int("max_new_tokens", self.max_new_tokens, 1, _MAX_INT, "Ask for a token or more.")
+        object.__setattr__(self, "logit_bias", _checked_bias(self.logit_bias))
+        object.__setattr__(self, "stop", _checked_stop(self.stop))
+        if self.greedy:
+            for name in _SAMPLING_ONLY:
+                if getattr(self, name) not in (None, 0.0) or (name == "seed" and self.seed is not None):
+                    found = f"{getattr(self, name)} at temperature 0, where it changes nothing"
+                    _refuse(name, found, "a temperature above 0", "Give a temperature such as 0.8, or leave it out.")
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the most likely token is chosen."""
+        return self.temperature == 0
+
+    def overlaid(self, **given: Unpack[SamplingKeywords]) -> SamplingParams:
+        """These values as defaults under others. What only sampling needs is dropped if the result is greedy.
+
+        Raises:
+            UsageError: as at construction.
+        """
+        if given.get("temperature", self.temperature) == 0:
+            cleared: dict[str, Any] = {"top_k": None, "top_p": None, "min_p": 0.0, "seed": None}
+            return replace(self, **{**cleared, **given})
+        return replace(self, **given)
+
+    def described(self) -> str:
+        """The values that differ from greedy decoding without penalties, in one line."""
+        plain = SamplingParams()
+        names = [each.name for each in fields(self) if each.name not in ("stop", "max_new_tokens", "seed")]
+        changed = [name for name in names if getattr(self, name) != getattr(plain, name)]
+        listed = [f"{name} {_shown(getattr(self, name))}" for name in changed]
+        return ", ".join(["greedy"] * self.greedy + listed)
+
+
+class SamplingKeywords(TypedDict, total=False):
+    """The fields of `SamplingParams` as keywords; what is left out is the default."""
+
+    temperature: float
+    top_k: int | None
+    top_p: float | None
+    seed: int | None
+    min_p: float
+    repetition_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
+    logit_bias: Mapping[int, float]
+    stop: Sequence[str]
+    max_new_tokens: int
+    ignore_eos: bool
+
+
+@dataclass(frozen=True, slots=True)
+class BeamParams:
+    """How to search for the most likely sequences. Valid from construction.
+
+    Attributes:
+        num_beams: sequences that are extended in parallel. One is greedy decoding.
+        num_return_sequences: finished sequences to return, at most `num_beams`.
+        length_penalty: a finished sequence of n new tokens scores the sum of its log-probabilities divided by
+            n**length_penalty; above 0 favours longer ones.
+        early_stopping: True stops at `num_beams` finished sequences. False continues while the best beam, if it
+            ended now, would score above the worst of them; "never" judges it, if `length_penalty` is above 0, as
+            if it reached the greatest length at its present sum.
+        max_new_tokens: the most tokens to generate.
+
+    Raises:
+        UsageError: a value out of range.
+    """
+
+    num_beams: int
+    num_return_sequences: int = 1
+    length_penalty: float = 1.0
+    early_stopping: EarlyStopping = False
+    max_new_tokens: int = DEFAULT_MAX_NEW_TOKENS
+
+    def __post_init__(self) -> None:
+        _check_int("num_beams", self.num_beams, 1, _MAX_INT, "Use 4, or leave it out.")
+        fix = "Ask for fewer, or use more beams."
+        wanted = f"1 to {self.num_beams}, the number of beams"
+        _check_int("num_return_sequences", self.num_return_sequences, 1, self.num_beams, fix, wanted)
+        if not math.isfinite(_check_real("length_penalty", self.length_penalty)):
+            _refuse("length_penalty", self.length_penalty, "a finite number", "Use 1.0.")
+        if not isinstance(self.early_stopping, bool) and self.early_stopping != "never":
+            _refuse("early_stopping", repr(self.early_stopping), "True, False or 'never'", "Leave it out for False.")
+        _check_int("max_new_tokens", self.max_new_tokens, 1, _MAX_INT, "Ask for a token or more.")
+
+
+class BeamKeywords(TypedDict, total=False):
+    """The fields of `BeamParams` as keywords, beside `num_beams`."""
+
+    num_return_sequences: int | None
+    length_penalty: float | None
+    early_stopping: EarlyStopping | None
+    max_new_tokens: int
+
+
+class Call(TypedDict, total=False):
+    """Keywords of `Model.generate` for all kinds of calls."""
+
+    cache_salt: str | None
+    retention: RetentionPolicy | None
+
+
+class SamplingCall(SamplingKeywords, Call, total=False):
+    """Keywords of `Model.generate` for sampling."""
+
+    sequence: int | None
+    processors: Sequence[LogitsProcessor]
+    return_logits: bool
+
+
+class BeamCall(BeamKeywords, Call, total=False):
+    """Keywords of `Model.generate` for beam search, beside `num_beams`."""
+
+
+Params = SamplingParams | BeamParams
+_BEAM_ONLY = tuple(each.name for each in fields(BeamParams) if each.name != "max_new_tokens")
+
+
+@dataclass(frozen=True, slots=True)
+class ChosenParams:
+    """The parameters of a call.
+
+    Attributes:
+        params: valid ones.
+        bundle_defaults: names of those that were not given and that the bundle sets.
+    """
+
+    params: Params
+    bundle_defaults: tuple[str, ...] = ()
+
+
+def choose_params(params: Params | int | None, keywords: Mapping[str, Any], defaults: SamplingParams) -> ChosenParams:
+    """Put the parameters of a call together.
+
+    Args:
+        params: used as they are, without the defaults; a number is `max_new_tokens`; None for keywords alone.
+        keywords: fields that replace those of `params`, or of `defaults` if there are none. None means not given.
+        defaults: of the bundle, for what sampling is not told.
+
+    Raises:
+        UsageError: a value out of range, or options of sampling and beam search together.
+    """
+    given = {name: value for name, value in keywords.items() if value is not None}
+    if isinstance(params, int):
+        given, params = {"max_new_tokens": params, **given}, None
+    if isinstance(params, BeamParams) or (params is None and "num_beams" in given):
+        fix = "Leave it out: beam search draws nothing, and its text is known at its end alone."
+        _refuse_given(given, SamplingKeywords.__annotations__.keys() - {"max_new_tokens"}, "with num_beams", fix)
+        kept = {name: value for name, value in given.items() if name in _BEAM_ONLY or name == "max_new_tokens"}
+        return ChosenParams(BeamParams(**kept) if params is None else replace(params, **kept))
+    _refuse_given(given, set(_BEAM_ONLY), "without num_beams", "Leave it out, or give num_beams too.")
+    if params is not None:
+        return ChosenParams(params.overlaid(**given))
+    chosen, plain = defaults.overlaid(**given), SamplingParams()
+    names = (each.name for each in fields(SamplingParams) if each.name not in given)
+    set_by_bundle = tuple(n for n in names if getattr(chosen, n) != getattr(plain, n))
+    return ChosenParams(chosen, set_by_bundle)
+
+
+def _refuse_given(given: Mapping[str, object], names: set[str], condition: str, fix: str) -> None:
+    for name, value in given.items():
+        if name in names and not (value == 0 and name == "temperature") and value not in ((), []):
+            _refuse(name, f"{_shown(value)} {condition}", "nothing", fix)
+
+
+def _check_int(name: str, value: object, least: int, most: int, fix: str, wanted: str | None = None) -> None:
+    try:
+        right = not isinstance(value, bool) and least <= index(value) <= most  # type: ignore[arg-type]
+    except TypeError:
+        right = False
+    if not right:
+        bounds = f"at least {least}, at most {most}" if most < _MAX_SEED else f"a whole number from {least} on, 64 bits"
+        _refuse(name, value, wanted or bounds, fix)
+
+
+def _check_real(name: str, value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, Real):
+        _refuse(name, repr(value), "a number", "Give a number.")
+    try:
+        number = float(value)  # type: ignore[arg-type]
+    except OverflowError:
+        number = math.inf
+    if math.isnan(number):
+        _refuse(name, value, "a number", "Give a number.")
+    return number
+
+
+def _checked_bias(bias: Mapping[int, float]) -> dict[int, float]:
+    checked = {}
+    for token, value in dict(bias).items():
+        _check_int("logit_bias", token, 0, _MAX_INT, "Use ids of the bundle's tokenizer.")
+        if _check_real("logit_bias", value) == math.inf:
+            _refuse("logit_bias", f"{value} for token {token}", "a number, or -inf", "Use 100 to force a token.")
+        checked[index(token)] = float(value)
+    return checked
+
+
+def _checked_stop(stop: Sequence[str]) -> tuple[str, ...]:
+    texts = (stop,) if isinstance(stop, str) else tuple(stop)
+    for text in texts:
+        if not isinstance(text, str):
+            _refuse("stop", repr(text), "texts", "Give a list of texts.")
+        if not text:
+            _refuse("stop", "an empty text", "one character or more", "Leave it out.")
+    return texts
+
+
+def _shown(value: object) -> str:
+    """A value for a message. Python refuses to write integers of more than some thousand digits."""
+    if isinstance(value, int) and value.bit_length() > 4 * _MAX_DIGITS:
+        return f"a number of {value.bit_length()} bits"
+    return str(value)
+
+
+def _refuse(field: str, found: object, wanted: str, fix: str) -> None:
+    raise UsageError(field, got=_shown(found), expected=wanted, fix=fix)

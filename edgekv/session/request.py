@@ -1,0 +1,195 @@
+"""One call's tokens on their way through a session: what is reused, restored, run and stored."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from numpy.typing import NDArray
+
+from edgekv.errors import UsageError
+from edgekv.kv import CacheStats, Requantization
+from edgekv.prefix import Prefixes, RetentionPolicy, SharedStore, StoreStats
+from edgekv.session.graphs import Graphs, StepTimes
+from edgekv.session.pool import SessionPool
+from edgekv.session.session import Session
+
+
+@dataclass(frozen=True, slots=True)
+class SessionStats:
+    """What a call did so far.
+
+    Attributes:
+        times: of its steps.
+        reused_tokens: prompt tokens that were not run because they were held or restored.
+        restored_tokens: those of them that came from the prefix cache.
+        computed_tokens: tokens run, those included that were run again.
+        bytes_held: bytes of the cache that was used last.
+        peak_bytes: the most that this cache ever had.
+        reallocations: how often caches replaced the memory of a layer.
+        bytes_copied: bytes that caches copied.
+        evicted_tokens: tokens that a context policy dropped.
+        requantization: the error of moved keys in the cache of the last step, since that cache was made.
+        has_room: whether a further token can be run.
+    """
+
+    times: StepTimes = field(default_factory=StepTimes)
+    reused_tokens: int = 0
+    restored_tokens: int = 0
+    computed_tokens: int = 0
+    bytes_held: int = 0
+    peak_bytes: int = 0
+    reallocations: int = 0
+    bytes_copied: int = 0
+    evicted_tokens: int = 0
+    requantization: Requantization | None = None
+    has_room: bool = True
+
+
+def open_prefixes(store: SharedStore | None, salt: str | None, retention: RetentionPolicy | None) -> Prefixes | None:
+    """What a call does with the prefix cache; None if there is none.
+
+    Raises:
+        UsageError: a salt or a retention policy without a prefix cache.
+        PrefixError: an empty salt.
+    """
+    if store is not None:
+        return Prefixes(store, salt, retention)
+    if salt is not None or retention is not None:
+        found, fix = "one without a prefix cache", "Give load(..., prefix_cache=...), or leave it out."
+        field = "retention" if salt is None else "cache_salt"
+        raise UsageError(field, got=found, expected="a prefix cache", fix=fix)
+    return None
+
+
+class Request:
+    """Feeds one sequence to the sessions of a pool, which says in each step where it runs.
+
+    A session that was evicted meanwhile is computed again from all of the tokens.
+
+    Attributes:
+        sequence: the id; None for the pool's own session.
+        stats: what was done so far.
+    """
+
+    def __init__(
+        self, pool: SessionPool, graphs: Graphs, sequence: int | None = None, prefixes: Prefixes | None = None
+    ) -> None:
+        """Prepare to feed a sequence.
+
+        Args:
+            pool: the sessions.
+            graphs: that they run on, for the times.
+            sequence: the id; None for the pool's own session.
+            prefixes: where prefixes are restored from and stored to.
+        """
+        self.stats = SessionStats(
+            bytes_held=pool.own.cache.stats.bytes_held, peak_bytes=pool.own.cache.stats.peak_bytes
+        )
+        self._pool = pool
+        self._graphs = graphs
+        self.sequence = sequence
+        self._prefixes = prefixes
+        self._tokens: list[int] = []
+        self._is_finished = False
+
+    @property
+    def prefix_stats(self) -> StoreStats | None:
+        """What was done with the prefix cache; None if there is none."""
+        return None if self._prefixes is None else self._prefixes.stats
+
+    def prepare(self, prompt_tokens: int) -> None:
+        """Allocate the cache and load the graphs that a prompt needs, so that a refusal comes before any work.
+
+        Raises:
+            UsageError: no 64-bit id.
+            MemoryBudgetError: the cache does not fit.
+            EngineError: the engine refused a graph.
+        """
+        self._pool.claim(self.sequence, prompt_tokens)
+        self._graphs.prepare("decode", *(("prefill",) if prompt_tokens > 1 else ()))
+
+    def begin(self) -> None:
+        """The sequence is held by this request now; the pool's own session begins empty."""
+        if self.sequence is None:
+            self._pool.own.reset()
+            self._graphs.use(self._pool.own.cache)
+
+    def feed(self, tokens: Sequence[int]) -> NDArray[Any]:
+        """Run the next tokens and return the logits of the last one as integers `[V]`, valid until the next step.
+
+        Raises:
+            ContextFullError: the context has no room.
+            EngineError: the runtime failed.
+            MemoryBudgetError: the sequence has grown beyond the threshold, and a cache for it does not fit.
+        """
+        known = len(self._tokens)
+        self._tokens += tokens
+        session = self._pool.place(self.sequence, len(self._tokens))
+        restored = 0
+        if not self._pool.keeps(len(self._tokens)):
+            session.reset()
+            start = 0
+        elif session.writer is self and session.cache.tokens_seen == known:
+            start = known
+        else:
+            start, restored = self._recall(session)
+        times, before = self._graphs.times, session.cache.stats
+        session.writer = self
+        try:
+            return self._run(session, self._tokens[start:])
+        finally:
+            if known == 0:
+                self.stats = replace(self.stats, reused_tokens=start, restored_tokens=restored)
+            self._count(session, self._graphs.times - times, before, len(self._tokens) - start)
+
+    def finish(self) -> None:
+        """Nothing follows, or the call was broken off: store the end of the sequence in the prefix cache too."""
+        if self._is_finished:
+            return
+        self._is_finished = True
+        if self._prefixes is None or not self._tokens:
+            return
+        session = self._pool.touch(self.sequence)
+        if session is not None and session.writer is self:
+            self._prefixes.end(session.cache, session.tokens)
+
+    def _recall(self, session: Session) -> tuple[int, int]:
+        """How many tokens of the sequence the session holds now, and how many of these were restored."""
+        start = session.reuse(self._tokens)
+        if self._prefixes is None or start == len(self._tokens) - 1:
+            return start, 0
+        try:
+            end = self._prefixes.restore(session.cache, self._tokens, start)
+        except BaseException:
+            session.reset()
+            raise
+        if end > start:
+            session.adopt(self._tokens[:end])
+        return end, end - start
+
+    def _run(self, session: Session, tokens: Sequence[int]) -> NDArray[Any]:
+        """Run tokens; the blocks that they fill are stored before a layer of limited attention drops them."""
+        if self._prefixes is None:
+            return session.feed(tokens)
+        piece = session.cache.ar[-1] if len(session.cache.groups) > 1 else len(tokens)
+        for at in range(0, len(tokens), piece):
+            logits = session.feed(tokens[at : at + piece])
+            self._prefixes.keep(session.cache, session.tokens)
+        return logits
+
+    def _count(self, session: Session, times: StepTimes, before: CacheStats, computed: int) -> None:
+        done, cache = self.stats, session.cache.stats
+        self.stats = replace(
+            done,
+            times=done.times + times,
+            computed_tokens=done.computed_tokens + computed,
+            bytes_held=cache.bytes_held,
+            peak_bytes=cache.peak_bytes,
+            reallocations=done.reallocations + cache.reallocations - before.reallocations,
+            bytes_copied=done.bytes_copied + cache.bytes_copied - before.bytes_copied,
+            evicted_tokens=done.evicted_tokens + cache.evicted - before.evicted,
+            requantization=cache.requantization,
+            has_room=session.cache.room(1),
+        )

@@ -1,0 +1,146 @@
+"""Threads that use one model take turns."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from edgekv.errors import UsageError
+
+_POLL_S = 0.5
+"""A thread that died without closing its generation notifies nobody."""
+
+
+def _do_nothing() -> None:
+    """A call that leaves nothing."""
+
+
+class Turns:
+    """One step at a time, and one call at a time for each sequence.
+
+    As a context manager it is the lock of a step. It is not reentrant. Work that the garbage collector asks for may
+    come in the middle of a step of the same thread, so it is deferred to the end of the step.
+
+    Attributes:
+        is_closed: whether the model was closed.
+    """
+
+    def __init__(self) -> None:
+        self.is_closed = False
+        self._lock = threading.Lock()
+        self._freed = threading.Condition(self._lock)
+        self._holds: dict[int | None, tuple[Hold, threading.Thread]] = {}
+        self._deferred: deque[Callable[[], None]] = deque()
+
+    def __enter__(self) -> Turns:
+        self._lock.acquire()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        while True:
+            while self._deferred:
+                self._deferred.popleft()()
+            self._lock.release()
+            # What was deferred since could not get the lock.
+            if not self._deferred or not self._lock.acquire(blocking=False):
+                return
+
+    def defer(self, work: Callable[[], None]) -> None:
+        """Do some work in this turn's lock: now if it is free, otherwise when the step under way has ended."""
+        self._deferred.append(work)
+        if self._lock.acquire(blocking=False):
+            self.__exit__()
+
+    def claim(self, sequence: int | None, hold: Hold) -> None:
+        """Take a sequence for a call; the caller is within a turn.
+
+        An earlier call of the same thread, or of a thread that has ended, is abandoned. One of another thread is
+        waited for.
+        """
+        me = threading.current_thread()
+        while (held := self._holds.get(sequence)) is not None:
+            earlier, thread = held
+            if thread is me or not thread.is_alive():
+                del self._holds[sequence]
+                earlier.abandon()
+            else:
+                self._freed.wait(_POLL_S)
+                self.check_open()
+        self._holds[sequence] = (hold, me)
+
+    def keep(self, sequence: int | None, hold: Hold) -> None:
+        """The call goes on in this thread."""
+        if self._has(sequence, hold):
+            self._holds[sequence] = (hold, threading.current_thread())
+
+    def free(self, sequence: int | None, hold: Hold) -> None:
+        """The call has ended."""
+        if self._has(sequence, hold):
+            del self._holds[sequence]
+            self._freed.notify_all()
+
+    @contextmanager
+    def whole_call(self, sequence: int | None, finish: Callable[[], None] = _do_nothing) -> Iterator[None]:
+        """Hold a sequence, and the lock, from begin to end of a call."""
+        with self:
+            hold = Hold(self, sequence, finish)
+            hold.claim()
+            try:
+                yield
+            finally:
+                hold.end()
+
+    def close(self) -> None:
+        """End all calls under way and refuse later ones."""
+        with self:
+            self.is_closed = True
+            holds, self._holds = self._holds, {}
+            for hold, _ in holds.values():
+                hold.abandon()
+            self._freed.notify_all()
+
+    def check_open(self) -> None:
+        """Raise UsageError if the model was closed."""
+        if self.is_closed:
+            raise UsageError("model", got="a closed model", expected="an open one", fix="Load the bundle again.")
+
+    def _has(self, sequence: int | None, hold: Hold) -> bool:
+        held = self._holds.get(sequence)
+        return held is not None and held[0] is hold
+
+
+class Hold:
+    """A call's hold on its sequence. It outlives the caller's object, which may be dropped at any time."""
+
+    def __init__(self, turns: Turns, sequence: int | None, finish: Callable[[], None]) -> None:
+        """Hold nothing yet; `finish` is called once or more when the call ends in any way."""
+        self.is_abandoned = False
+        self._turns = turns
+        self._sequence = sequence
+        self._finish = finish
+
+    def claim(self) -> None:
+        """Take the sequence, within a turn."""
+        self._turns.claim(self._sequence, self)
+
+    def keep(self) -> None:
+        """Continue in this thread, within a turn."""
+        self._turns.keep(self._sequence, self)
+
+    def abandon(self) -> None:
+        """Leave the sequence to a later call, within its turn."""
+        self.is_abandoned = True
+        self._finish()
+
+    def end(self) -> None:
+        """Finish and free the sequence, within a turn."""
+        try:
+            self._finish()
+        finally:
+            self._turns.free(self._sequence, self)
+
+    def drop(self) -> None:
+        """End it from anywhere: the garbage collector may call this in the middle of a turn."""
+        self._turns.defer(self.end)
