@@ -7,12 +7,10 @@ import msgspec
 import onnx
 import pytest
 
+import edgekv
 from devices import find
 from edgekv.bundle import Bundle, open_bundle, read_manifest
 from edgekv.errors import BundleError
-from edgekv.kv import KVCache
-from edgekv.runtime import CpuEngine, LitertEngine
-from edgekv.session import Graphs, Session
 from edgekv.spec import DecoderInterface, Port
 from exporters.checkpoint.checkpoint import Checkpoint
 from exporters.export import ExportOptions, export_bundle
@@ -100,7 +98,5 @@ def test_a_rotary_embedding_that_no_layer_reads_is_no_input(tmp_path: Path, grap
     export_bundle(checkpoint, tmp_path / "bundle", options)
     bundle = open_bundle(tmp_path / "bundle")
     assert "position_ids_cos" not in bundle.manifest.interface.graph(bundle.manifest.graphs[0])
-    cache = KVCache(bundle.manifest.cache_geometry, ar=(1, 8))
-    engine = CpuEngine() if graph_format == "onnx" else LitertEngine()
-    logits = Session(cache, Graphs(bundle, engine, cache)).feed([1, 2, 3])
-    assert logits.std() > 0
+    model = edgekv.load(tmp_path / "bundle", engine="cpu" if graph_format == "onnx" else "litert")
+    assert model.score([1, 2, 3]).std() > 0
