@@ -28,24 +28,24 @@ from edgekv.errors import EngineError, UsageError
 from edgekv.kv import Geometry
 from edgekv.plan import CALIBRATION_WINDOW, default_calibration_tokens
 from edgekv.runtime import qnn
-from edgekv.spec import DecoderInterface
+from edgekv.spec import DecoderInterface, EncodingTypes
 from exporters.checkpoint.checkpoint import Checkpoint
 from exporters.checkpoint.heads import transformed
 from exporters.graphs.onnx import embedding_record, plan_graphs, write_graphs
 from exporters.graphs.split import Split, choose_split
-from exporters.graphs.tflite.encodings import symmetric_encodings
 from exporters.graphs.tflite.limits import check_tflite
 from exporters.htp.compile import Watch, compile_binaries, device_parts, unwatched, write_compiled
 from exporters.options import ExportOptions, RunOptions
 from exporters.parallel import compiler_processes, side_by_side
 from exporters.progress import Progress, silent
-from exporters.quantize.calibrate import calibration_windows, choose_encodings, read_calibration, rotation_encodings
+from exporters.quantize.calibrate import calibration_windows, read_calibration
+from exporters.quantize.encodings import choose_encodings, decoder_results
 from exporters.quantize.matrices import QuantizedMatrices
 from exporters.quantize.reference import Tensors
 from exporters.quantize.stages import Checks, FinishedBinaries, quantize_in_stages, stage_keys, stage_store
 from exporters.records import model_record, recipe_record, rope_record, token_record
 from exporters.resources import bundle_bytes, check_disk, check_ram, full_disk_named, stage_bytes
-from quant import Dtype, Encoding, Range
+from quant import Encoding, Range
 
 __all__ = ["ExportOptions", "RunOptions", "export_bundle"]
 
@@ -217,19 +217,19 @@ def _write(
     def done(layers: int) -> None:
         progress("write", layers, tensors.spec.layers)
 
+    is_tflite = options.graph_format == "tflite"
+    types = EncodingTypes("s16" if is_tflite else options.recipe.activations, options.kv_dtype)
+    decoder = DecoderInterface.of(
+        tensors.spec, options.contexts[-1], options.kv_dtype, options.key_layout, types.activations
+    )
     factors = [rope.attention_factor for rope in ropes]
-    activations: Dtype = "s16" if options.graph_format == "tflite" else "u16"
-    context = options.contexts[-1]
-    decoder = DecoderInterface.of(tensors.spec, context, options.kv_dtype, options.key_layout, activations)
-    if options.graph_format == "tflite":
+    encodings = choose_encodings(decoder_results(tensors.spec), ranges, factors, types)
+    if is_tflite:
         from exporters.graphs.tflite.graphs import write_tflite  # its package is optional
 
-        encodings = symmetric_encodings(ranges, options.kv_dtype) | rotation_encodings(factors, activations)
         write_tflite(tensors, matrices, decoder, encodings, graphs, folder, done)
-    else:
-        encodings = choose_encodings(ranges, options.recipe, options.kv_dtype) | rotation_encodings(factors)
-        encodings = write_graphs(tensors, matrices, decoder, encodings, graphs, folder, done)
-    return encodings
+        return encodings
+    return write_graphs(tensors, matrices, decoder, encodings, graphs, folder, done)
 
 
 def _split(checkpoint: Checkpoint, options: ExportOptions) -> Split:

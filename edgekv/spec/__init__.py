@@ -19,6 +19,16 @@ from edgekv.spec.graph import (
 )
 from edgekv.spec.layers import LayeredGeometry
 from edgekv.spec.parts import EMBEDDINGS, IDS, LOGITS, GraphRecord, PartRecord, Role, hidden_name
+from edgekv.spec.results import (
+    RULES,
+    UNOBSERVED,
+    EncodingTypes,
+    Result,
+    ResultKind,
+    mask_depth,
+    mask_encoding,
+    rotary_encoding,
+)
 from edgekv.spec.rope import Rope, Rotation
 from edgekv.spec.sizes import WEIGHT_DTYPES, Decoder, Weights, matrix_bytes, packed_matrix_bytes, recipe_weights
 from edgekv.spec.tensors import EMBEDDING, HEAD, View, matrices, text_tensor, views
@@ -35,13 +45,16 @@ __all__ = [
     "LOGITS_INDEX",
     "MASK",
     "ROPE_SUFFIXES",
+    "RULES",
     "STEP_KINDS",
+    "UNOBSERVED",
     "WEIGHT_DTYPES",
     "CacheSpec",
     "Config",
     "Decoder",
     "DecoderInterface",
     "DecoderSpec",
+    "EncodingTypes",
     "Geometry",
     "GraphInterface",
     "GraphRecord",
@@ -53,6 +66,8 @@ __all__ = [
     "PartRecord",
     "Port",
     "PortKind",
+    "Result",
+    "ResultKind",
     "Role",
     "Rope",
     "RotaryInputs",
@@ -62,6 +77,8 @@ __all__ = [
     "describe",
     "describe_cache",
     "hidden_name",
+    "mask_depth",
+    "mask_encoding",
     "mask_name",
     "matrices",
     "matrix_bytes",
@@ -71,5 +88,6 @@ __all__ = [
     "recipe_weights",
     "rope_inputs",
     "text_tensor",
+    "rotary_encoding",
     "views",
 ]

@@ -8,7 +8,7 @@ from pathlib import Path
 import onnx
 
 from edgekv.bundle import EmbeddingRecord, GraphFormat
-from edgekv.spec import EMBEDDING, EMBEDDINGS, DecoderInterface, GraphRecord, PartRecord, Role, hidden_name
+from edgekv.spec import EMBEDDING, EMBEDDINGS, DecoderInterface, GraphRecord, PartRecord, Role
 from exporters.decoder import decoder_layer, logits
 from exporters.graphs.qdq import QdqOps
 from exporters.graphs.split import Split
@@ -107,8 +107,7 @@ def write_graphs(
     """
     spec = tensors.spec
     store = WeightStore(tensors, matrices, folder)
-    stops = sorted({part.stop_layer for graph in graphs for part in graph.parts if not part.head})
-    encodings = {**encodings, **{hidden_name(stop): encodings[f"layers.{stop - 1}.mlp_add"] for stop in stops}}
+    encodings = dict(encodings)
     _, embeddings = store.tensor(EMBEDDING)
     store.flush(EMBEDDING_SHARD)
     if any(part.entry == EMBEDDINGS for graph in graphs for part in graph.parts):
@@ -133,6 +132,7 @@ def write_graphs(
                 ops.give_logits(logits(ops, spec, tensors.head_key, rows))
             else:
                 ops.give_residual(each)
+                encodings[part.exit] = each.encoding  # the next part reads it
         if heads:
             store.flush(_HEAD_SHARD)
         for ops, (_, part) in zip(builders, parts.values(), strict=True):

@@ -18,6 +18,7 @@ from exporters.decoder import (
     feed_forward_inputs,
     logits,
 )
+from exporters.quantize.encodings import decoder_results
 from exporters.quantize.recipe import Recipe
 from exporters.quantize.reference import Floats, NumpyOps, Tensors, Weights
 from quant import Grid, LayerInputs, QuantizedWeight, Range, quantize
@@ -41,6 +42,7 @@ class PairedOps(NumpyOps):
         self.exact = Weights(tensors)
         self.quantized: dict[str, Floats] = {}
         self.ranges: dict[str, Range] = {}
+        self._results = decoder_results(tensors.spec)
         super().__init__(tensors.spec, self.exact, tokens, context, self._widen)
 
     def product(self, x: Floats, weight: str, rows: slice, gain: float) -> Floats:
@@ -59,7 +61,7 @@ class PairedOps(NumpyOps):
         self.quantized.clear()
 
     def _widen(self, name: str, values: Floats) -> None:
-        self.ranges.setdefault(name, Range()).observe(values[-1], keep_sample=name.startswith("past_"))
+        self.ranges.setdefault(name, Range()).observe(values[-1], keep_sample=self._results[name].kind == "cache")
 
 
 class Quantizer:

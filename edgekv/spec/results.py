@@ -1,0 +1,125 @@
+"""Kinds of results, and how the encoding of each kind follows from the values seen on calibration text.
+
+A kind follows from the operation that computes a result, never from its name.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+from edgekv.spec.geometry import KvDtype
+from quant import Encoding, Range
+
+ResultKind = Literal[
+    "embedding", "linear", "norm", "sum", "product", "gelu", "sigmoid", "tanh", "softmax",
+    "scores", "masked", "attended", "cache",
+]  # fmt: skip
+
+_LEAST_MASK_DEPTH = 64.0
+_SOFTMAX_REACH = 12.0  # exp(-12) is below half a step of a 16-bit probability
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """A named result of a decoder.
+
+    Attributes:
+        kind: what computes it.
+        source: the name of the result whose range it takes: its own, or that of the scores if it is masked.
+    """
+
+    kind: ResultKind
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
+class EncodingTypes:
+    """Integer types of a bundle's encodings.
+
+    Attributes:
+        activations: `u16`, with a zero point that fits the range; or `s16` with zero point 0, which TFLite requires.
+        cache: of keys and values.
+    """
+
+    activations: Literal["u16", "s16"]
+    cache: KvDtype
+
+    @property
+    def is_symmetric(self) -> bool:
+        """Whether activations have zero point 0."""
+        return self.activations == "s16"
+
+
+Rule = Callable[[Range, EncodingTypes, float], Encoding]
+"""From the values that were seen, the types and the depth of the mask to an encoding."""
+
+
+def _covers(seen: Range, types: EncodingTypes, depth: float) -> Encoding:
+    """All values that were seen."""
+    if types.is_symmetric:
+        return Encoding.symmetric(seen.absmax, types.activations)
+    return seen.asymmetric(types.activations)
+
+
+def _fixed(low: float, high: float) -> Rule:
+    """A range that the kernels require whatever the graph says; the TFLite specification has one for all."""
+
+    def rule(seen: Range, types: EncodingTypes, depth: float) -> Encoding:
+        if types.is_symmetric:
+            return Encoding(types.activations, 1 / 32768, 0)
+        return Encoding.asymmetric(low, high, types.activations)
+
+    return rule
+
+
+def _clips(seen: Range, types: EncodingTypes, depth: float) -> Encoding:
+    """Symmetric, with the clipping of least squared error."""
+    return seen.symmetric(types.cache)
+
+
+def _reaches_mask(seen: Range, types: EncodingTypes, depth: float) -> Encoding:
+    """The scores that were seen, and the depth of the mask."""
+    if types.is_symmetric:
+        return Encoding.symmetric(max(seen.absmax, depth), types.activations)
+    return Encoding.asymmetric(min(seen.low, -depth), seen.high, types.activations)
+
+
+RULES: dict[ResultKind, Rule] = {
+    "embedding": _covers,
+    "linear": _covers,
+    "norm": _covers,
+    "sum": _covers,
+    "product": _covers,
+    "gelu": _covers,
+    "sigmoid": _fixed(0.0, 1.0),
+    "tanh": _fixed(-1.0, 1.0),
+    "softmax": _fixed(0.0, 1.0),
+    "scores": _covers,
+    "masked": _reaches_mask,
+    "attended": _covers,
+    "cache": _clips,
+}
+"""The encoding rule of each kind."""
+
+UNOBSERVED: frozenset[ResultKind] = frozenset({"softmax"})
+"""Kinds whose values calibration does not look at."""
+
+
+def mask_depth(scores: Iterable[Range]) -> float:
+    """How far the mask must lower a score so that its position vanishes from the softmax, whatever the cache holds."""
+    return max([_LEAST_MASK_DEPTH, *(math.ceil(seen.high - seen.low + _SOFTMAX_REACH) for seen in scores)])
+
+
+def mask_encoding(depth: float, types: EncodingTypes) -> Encoding:
+    """The encoding of the attention masks; 0 is the greatest integer of `u16`."""
+    if types.is_symmetric:
+        return Encoding.symmetric(depth, types.activations)
+    return Encoding(types.activations, scale=depth / 65535, zero_point=65535)
+
+
+def rotary_encoding(attention_factor: float, types: EncodingTypes) -> Encoding:
+    """The encoding of cosines and sines, from minus to plus the factor, both ends exact."""
+    return Encoding(types.activations, scale=attention_factor / 32767, zero_point=0 if types.is_symmetric else 32768)

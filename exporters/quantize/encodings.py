@@ -1,0 +1,135 @@
+"""From the results of a decoder and the values that calibration saw of them to their encodings."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from edgekv.spec import (
+    HEAD,
+    LOGITS,
+    MASK,
+    ROPE_SUFFIXES,
+    RULES,
+    UNOBSERVED,
+    DecoderSpec,
+    EncodingTypes,
+    KvTensor,
+    Result,
+    ResultKind,
+    mask_depth,
+    mask_encoding,
+    rope_inputs,
+    rotary_encoding,
+)
+from exporters.decoder import decoder_layer, logits
+from quant import Encoding, Range
+
+
+def decoder_results(spec: DecoderSpec) -> Mapping[str, Result]:
+    """Every result of a decoder that has an encoding, by name, in the order in which they are computed."""
+    ops = ResultRecorder()
+    hidden = ops.embed("embedding")
+    for layer in range(spec.layers):
+        hidden = decoder_layer(ops, spec, layer, hidden)
+    last = logits(ops, spec, HEAD, hidden)
+    return ops.results | {LOGITS: replace(ops.results[last], source=last)}
+
+
+def choose_encodings(
+    results: Mapping[str, Result], ranges: Mapping[str, Range], attention_factors: Sequence[float], types: EncodingTypes
+) -> dict[str, Encoding]:
+    """An encoding for every result of a decoder and every input of its graphs.
+
+    Args:
+        results: see `decoder_results`.
+        ranges: what calibration saw of each result.
+        attention_factors: of the rotary embeddings.
+        types: integer types of activations and cache.
+    """
+    depth = mask_depth(ranges[result.source] for result in results.values() if result.kind == "masked")
+
+    def seen(result: Result) -> Range:
+        return Range() if result.kind in UNOBSERVED else ranges[result.source]
+
+    encodings = {name: RULES[result.kind](seen(result), types, depth) for name, result in results.items()}
+    encodings[MASK] = mask_encoding(depth, types)
+    for suffix, factor in zip(ROPE_SUFFIXES, attention_factors, strict=False):
+        encodings |= dict.fromkeys(rope_inputs(suffix), rotary_encoding(factor, types))
+    return encodings
+
+
+class ResultRecorder:
+    """Runs a decoder on names instead of values: each operation records its result and returns the name.
+
+    Attributes:
+        results: by name, in order.
+    """
+
+    def __init__(self) -> None:
+        self.results: dict[str, Result] = {}
+
+    def embed(self, name: str) -> str:
+        """The rows of the embedding table."""
+        return self._record("embedding", name)
+
+    def linear(
+        self, x: str, weight: str, name: str, *, bias: str | None = None, head: int | None = None, gain: float = 1.0
+    ) -> str:
+        if bias is not None:
+            self._record("linear", name + ".unbiased")
+        return self._record("linear", name)
+
+    def rms_norm(self, x: str, weight: str, name: str, *, gain: float = 1.0) -> str:
+        return self._record("norm", name)
+
+    def add(self, a: str, b: str, name: str) -> str:
+        return self._record("sum", name)
+
+    def subtract(self, a: str, b: str, name: str) -> str:
+        return self._record("sum", name)
+
+    def multiply(self, a: str, b: str, name: str) -> str:
+        return self._record("product", name)
+
+    def scale(self, x: str, factor: float, name: str) -> str:
+        return self._record("product", name)
+
+    def sigmoid(self, x: str, name: str) -> str:
+        return self._record("sigmoid", name)
+
+    def tanh(self, x: str, name: str) -> str:
+        return self._record("tanh", name)
+
+    def gelu(self, x: str, name: str) -> str:
+        return self._record("gelu", name)
+
+    def split(self, x: str, widths: Sequence[int]) -> list[str]:
+        return [x] * len(widths)
+
+    def join(self, parts: list[str], name: str) -> str:
+        return self._record(self.results[parts[0]].kind, name)
+
+    def rotation(self, layer: int) -> tuple[str, str]:
+        return "cos", "sin"
+
+    def append_to_cache(self, new: str, tensor: KvTensor) -> str:
+        return self._record("cache", tensor.past)
+
+    def scores(self, query: str, keys: str, name: str) -> str:
+        return self._record("scores", name)
+
+    def masked(self, scores: str, layer: int, name: str) -> str:
+        return self._record("masked", name, scores)
+
+    def softmax(self, x: str, name: str) -> str:
+        return self._record("softmax", name)
+
+    def attend(self, weights: str, values: str, name: str) -> str:
+        return self._record("attended", name)
+
+    def _record(self, kind: ResultKind, name: str, source: str | None = None) -> str:
+        first = self.results.setdefault(name, Result(kind, source or name))
+        if RULES[first.kind] is not RULES[kind]:
+            raise ValueError(f"{name}: got a result of kind {kind}; expected the rule of {first.kind}")
+        return name
