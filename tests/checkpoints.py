@@ -242,13 +242,14 @@ def write_checkpoint(
     return folder
 
 
-def write_tokenizer(path: Path, extra: int = 4) -> None:
-    """A tokenizer of the 256 bytes and `extra` special tokens."""
+def write_tokenizer(path: Path, extra: int = 4, special: bool = True) -> None:
+    """A tokenizer of the 256 bytes and `extra` more tokens, special ones or not."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE(vocab={symbol: i for i, symbol in enumerate(alphabet)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(f"<|{i}|>", special=True) for i in range(extra)])
+    added = [AddedToken(f"<|{i}|>", special=special) for i in range(extra)]
+    (tokenizer.add_special_tokens if special else tokenizer.add_tokens)(added)
     tokenizer.save(str(path))
 
 

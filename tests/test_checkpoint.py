@@ -1,16 +1,20 @@
 import json
 import os
+import re
 
 import ml_dtypes
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from edgekv.errors import CheckpointError
+import edgekv
+from edgekv.errors import BundleError, CheckpointError, UsageError
+from edgekv.plan.cache import Overrides, find_subject
 from edgekv.spec.config import Config
 from edgekv.spec.rope import Rope
 from exporters.checkpoint.checkpoint import Checkpoint
 from tests.checkpoints import LLAMA3, NEWER, OLDER, write_checkpoint, write_tokenizer
+from tests.exports import export_options, exported
 
 
 @pytest.mark.parametrize("form", [NEWER, OLDER], ids=["newer", "older"])
@@ -55,7 +59,7 @@ def refusal(folder) -> str:
         ({"head_dim": 15}, ["head_dim", "even"]),
         ({"hidden_act": "gelu"}, ["hidden_act", "gelu"]),
         ({"attention_bias": True}, ["q_proj.bias", "no such tensor"]),
-        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, ["rope_type", "yarn"]),
+        ({"rope_parameters": {"rope_type": "ntk", "rope_theta": 1e4}}, ["rope_type", "ntk"]),
         ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4}}, ["factor"]),
         ({"intermediate_size": 128}, ["gate_proj", "128"]),
         ({"tie_word_embeddings": False}, ["lm_head.weight", "no such tensor"]),
@@ -95,8 +99,71 @@ def test_a_part_that_the_index_names_must_be_there(tmp_path):
 
 def test_a_tokenizer_of_another_model_is_refused(tmp_path):
     write_checkpoint(tmp_path)
-    write_tokenizer(tmp_path / "tokenizer.json", extra=100)
+    write_tokenizer(tmp_path / "tokenizer.json", extra=100, special=False)
     assert "id 355" in refusal(tmp_path) and "vocab_size = 320" in refusal(tmp_path)
+
+
+def test_a_special_token_beyond_the_vocabulary_is_refused_where_a_text_has_it(tmp_path):
+    """As Gemma 3's <image_soft_token>, whose id is its vocab_size."""
+    write_checkpoint(tmp_path)
+    write_tokenizer(tmp_path / "tokenizer.json", extra=65)
+    checkpoint = Checkpoint.open(str(tmp_path))
+    assert checkpoint.encode("<|63|>") == [319]
+    with pytest.raises(UsageError, match=re.escape("text: got the token '<|64|>' with id 320; expected ids below 320")):
+        checkpoint.encode("a picture: <|64|>")
+    bundle = exported(tmp_path, export_options(context=64, ar=(1, 16)))
+    with pytest.raises(UsageError, match=re.escape("got the token '<|64|>' with id 320")):
+        edgekv.load(bundle).encode("<|64|>")
+
+
+def test_a_special_token_of_the_model_must_be_in_the_vocabulary(tmp_path):
+    write_checkpoint(tmp_path)
+    write_tokenizer(tmp_path / "tokenizer.json", extra=65)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": 320}))
+    assert "eos_token_id: got 320; expected the id of a token of tokenizer.json below vocab_size = 320" in refusal(
+        tmp_path
+    )
+
+
+@pytest.mark.parametrize(
+    ("files", "words"),
+    [
+        (["manifest.json", "tokenizer.json"], ["a bundle", "edgekv generate"]),
+        (["genie_config.json", "tokenizer.json"], ["a folder for Genie", "the checkpoint that it was made from"]),
+        (["genai_config.json"], ["a folder for onnxruntime-genai"]),
+        (["model-q4_0.gguf"], ["GGUF, which cannot be read yet", "safetensors"]),
+        (["adapter_config.json", "adapter_model.safetensors"], ["LoRA", "merge_and_unload"]),
+        (["config.json", "pytorch_model.bin"], ["pickled weights", "safe_serialization=True"]),
+        (["config.json", "pytorch_model.bin.index.json"], ["pickled weights"]),
+    ],
+)
+def test_what_is_no_checkpoint_is_called_what_it_is(tmp_path, files, words):
+    for name in files:
+        (tmp_path / name).write_text("{}")
+    assert all(word in refusal(tmp_path) for word in words), refusal(tmp_path)
+    with pytest.raises((CheckpointError, BundleError)) as caught:
+        find_subject(tmp_path, Overrides(context=64))
+    assert all(word in str(caught.value) for word in words[:1]) or "manifest.json" in files
+
+
+@pytest.mark.parametrize(("name", "word"), [("a.gguf", "GGUF"), ("model.safetensors", "Give its folder")])
+def test_a_file_of_weights_is_no_checkpoint(tmp_path, name, word):
+    (tmp_path / name).write_text("")
+    assert word in refusal(tmp_path / name)
+
+
+def test_a_pipe_is_not_read_as_weights(tmp_path):
+    write_checkpoint(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    os.mkfifo(tmp_path / "model.safetensors")
+    assert "no regular file" in refusal(tmp_path)
+
+
+def test_a_huge_tokenizer_is_refused_before_it_is_read(tmp_path):
+    write_checkpoint(tmp_path)
+    with (tmp_path / "tokenizer.json").open("wb") as file:
+        file.truncate(1 << 40)
+    assert "tokenizer.json: got 1,099,511,627,776 bytes" in refusal(tmp_path)
 
 
 def test_special_tokens_that_the_tokenizer_lacks_are_refused(tmp_path):

@@ -39,7 +39,7 @@ class PromptReader:
         Raises:
             UsageError: the text is not Unicode (an argument in another encoding), or the tokenizer fails on it.
         """
-        tokens = encode(self.tokenizer, prompt)
+        tokens = encode(self.tokenizer, prompt, vocab=self._bundle.manifest.model.vocab)
         bos = self._bundle.manifest.tokens.bos
         return tokens if tokens or bos is None else [bos]
 

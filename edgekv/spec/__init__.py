@@ -3,6 +3,7 @@
 from edgekv.spec.config import CONFIG, Config, read_config, read_json
 from edgekv.spec.decoder import DecoderSpec
 from edgekv.spec.describe import ARCHITECTURES, CacheSpec, describe, describe_cache
+from edgekv.spec.folders import FolderKind, identify
 from edgekv.spec.geometry import KINDS, Geometry, KeyLayout, Kind, KvDtype, KvTensor
 from edgekv.spec.graph import (
     LOGITS_INDEX,
@@ -55,6 +56,7 @@ __all__ = [
     "DecoderInterface",
     "DecoderSpec",
     "EncodingTypes",
+    "FolderKind",
     "Geometry",
     "GraphInterface",
     "GraphRecord",
@@ -80,6 +82,7 @@ __all__ = [
     "mask_depth",
     "mask_encoding",
     "mask_name",
+    "identify",
     "matrices",
     "matrix_bytes",
     "packed_matrix_bytes",

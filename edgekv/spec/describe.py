@@ -28,6 +28,7 @@ class CacheSpec:
 
     Attributes:
         layers: decoder layers.
+        heads: query heads of a layer.
         kv_heads: key/value heads of a layer.
         head_dim: D.
         max_positions: the longest context that the model was made for, or None if the configuration does not say.
@@ -36,6 +37,7 @@ class CacheSpec:
     """
 
     layers: int
+    heads: int
     kv_heads: int
     head_dim: int
     max_positions: int | None
@@ -83,7 +85,7 @@ def describe_cache(config: Config) -> CacheSpec:
         spec = describe(config)
         windows = [window for window in spec.windows if window is not None]
         return CacheSpec(
-            spec.layers, spec.kv_heads, spec.head_dim, spec.max_positions, max(windows, default=None), spec
+            spec.layers, spec.heads, spec.kv_heads, spec.head_dim, spec.max_positions, max(windows, default=None), spec
         )
     config = config.text_decoder()
     if config.text("model_type", "") in ARCHITECTURES:
@@ -98,6 +100,7 @@ def describe_cache(config: Config) -> CacheSpec:
         raise config.refusal("num_hidden_layers", f"at most {LARGEST_HEADS} heads in all layers together")
     return CacheSpec(
         layers,
+        heads,
         config.size("num_key_value_heads", heads),
         head_dim,
         config.optional_size("max_position_embeddings"),

@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 TOKENIZER = "tokenizer.json"
+LARGEST_BYTES = 1 << 28
+"""Largest `tokenizer.json` that is read; that of Gemma 3, with 262,144 tokens, has 33 MB."""
 _FIX = "Fetch tokenizer.json again; if it still fails, it is broken or needs another version of tokenizers."
 
 
@@ -34,6 +36,8 @@ def open_tokenizer(path: str | Path, error: type[EdgeKVError] = UsageError, fix:
     expected = "a tokenizer.json that the tokenizers library reads"
     if not Path(path).is_file():
         raise error(str(path), got="no such file", expected=expected, fix=fix)
+    if (size_bytes := Path(path).stat().st_size) > LARGEST_BYTES:
+        raise error(str(path), got=f"{size_bytes:,} bytes", expected=f"at most {LARGEST_BYTES:,}", fix=fix)
     try:
         with _no_panic(str(path), error):
             tokenizer = Tokenizer.from_file(str(path))
@@ -46,17 +50,21 @@ def open_tokenizer(path: str | Path, error: type[EdgeKVError] = UsageError, fix:
     return tokenizer
 
 
-def encode(tokenizer: Tokenizer, text: str, *, field: str = "prompt", add_special_tokens: bool = True) -> list[int]:
+def encode(
+    tokenizer: Tokenizer, text: str, *, vocab: int | None = None, field: str = "prompt", add_special_tokens: bool = True
+) -> list[int]:
     """The tokens of a text.
 
     Args:
         tokenizer: as `open_tokenizer` gives it.
         text: any Unicode text.
+        vocab: how many tokens the model has embeddings for, where the tokenizer may know more.
         field: what errors call the text.
         add_special_tokens: whether to add those that the tokenizer's template adds, such as BOS.
 
     Raises:
-        UsageError: the text is not Unicode (an argument in another encoding), or the tokenizer fails.
+        UsageError: the text is not Unicode (an argument in another encoding), the tokenizer fails, or the text has a
+            token beyond the vocabulary, such as one for images.
     """
     try:
         text.encode()
@@ -65,11 +73,16 @@ def encode(tokenizer: Tokenizer, text: str, *, field: str = "prompt", add_specia
         raise UsageError(field, got=error, expected="Unicode text", fix=fix) from None
     try:
         with _no_panic(TOKENIZER, UsageError):
-            return list(tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
+            tokens = list(tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
     except EdgeKVError:
         raise
     except Exception as error:  # the library raises a bare Exception
         raise UsageError(TOKENIZER, got=error, expected=f"a tokenizer that encodes the {field}", fix=_FIX) from None
+    for token in tokens:
+        if vocab is not None and token >= vocab:
+            found = f"the token {tokenizer.id_to_token(token)!r} with id {token}"
+            raise UsageError(field, got=found, expected=f"ids below {vocab}, the vocabulary", fix="Leave it out.")
+    return tokens
 
 
 def decode(tokenizer: Tokenizer, tokens: Sequence[int], *, skip_special_tokens: bool = True) -> str:

@@ -14,7 +14,19 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from edgekv.errors import CheckpointError
-from edgekv.spec import CONFIG, EMBEDDING, HEAD, Config, DecoderSpec, View, describe, read_json, text_tensor, views
+from edgekv.spec import (
+    CONFIG,
+    EMBEDDING,
+    HEAD,
+    Config,
+    DecoderSpec,
+    View,
+    describe,
+    identify,
+    read_json,
+    text_tensor,
+    views,
+)
 from edgekv.spec.text import encode, open_tokenizer
 from exporters.checkpoint.stored import StoredTensor, stored_tensors
 
@@ -56,15 +68,14 @@ class Checkpoint:
         spec = describe(Config(config := read_json(folder / CONFIG)))
         generation = read_json(folder / "generation_config.json", optional=True)
         tokenizer = _open_tokenizer(folder / "tokenizer.json", spec.vocab)
-        special = _special_tokens(config, generation, tokenizer)
+        special = _special_tokens(config, generation, tokenizer, spec.vocab)
         tensors = stored_tensors(folder)
         if spec.multimodal:
             named = ((text_tensor(key), stored) for key, stored in tensors.items())
             tensors = {key: stored for key, stored in named if key is not None}
             if HEAD in tensors and EMBEDDING in tensors and not tensors[HEAD].equals(tensors[EMBEDDING]):
-                spec = replace(
-                    spec, tied_head=False
-                )  # as transformers does: the field has another default in each release
+                # The field is often absent and its default differs between releases; transformers does the same.
+                spec = replace(spec, tied_head=False)
         wanted = {view.name: view for view in views(spec)}
         _check_tensors(tensors, wanted.values(), spec)
         return cls(name, folder, spec, special, tokenizer, tensors, wanted)
@@ -134,7 +145,7 @@ class Checkpoint:
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a text, without any that the tokenizer would add."""
-        return encode(self.tokenizer, text, field="text", add_special_tokens=False)
+        return encode(self.tokenizer, text, vocab=self.spec.vocab, field="text", add_special_tokens=False)
 
 
 def _check_tensors(found: Mapping[str, StoredTensor], wanted: Iterable[View], spec: DecoderSpec) -> None:
@@ -151,7 +162,7 @@ def _check_tensors(found: Mapping[str, StoredTensor], wanted: Iterable[View], sp
                 f"weights: {key}",
                 got="no such tensor" if stored is None else f"shape {list(stored.shape)}",
                 expected=f"shape {list(shape)}, as config.json says",
-                fix="The weights and config.json do not belong together; fetch both anew.",
+                fix="The weights and config.json do not belong together; fetch both again.",
             )
     for key in sorted(found.keys() - shapes.keys()):
         if key == HEAD and not found[HEAD].equals(found[EMBEDDING]):
@@ -171,10 +182,18 @@ def _check_tensors(found: Mapping[str, StoredTensor], wanted: Iterable[View], sp
 
 
 def _locate(name: str) -> Path:
-    folder = Path(name)
-    if folder.is_dir():
-        return folder
-    if folder.exists() or name.count("/") != 1 or name.startswith((".", "/", "~")):
+    path = Path(name)
+    kind = identify(path)
+    if kind is not None and kind.kind != "checkpoint":
+        raise CheckpointError(
+            f"checkpoint {name}",
+            got=kind.what,
+            expected="a folder with config.json, tokenizer.json and safetensors",
+            fix=kind.as_checkpoint.format(path=name),
+        )
+    if path.is_dir():
+        return path
+    if path.exists() or name.count("/") != 1 or name.startswith((".", "/", "~")):
         raise CheckpointError(
             "checkpoint",
             got=f"{name!r}, which is no folder",
@@ -197,18 +216,25 @@ def _locate(name: str) -> Path:
         ) from error
 
 
-def _special_tokens(config: dict[str, Any], generation: dict[str, Any], tokenizer: Tokenizer) -> SpecialTokens:
+def _special_tokens(
+    config: dict[str, Any], generation: dict[str, Any], tokenizer: Tokenizer, vocab: int
+) -> SpecialTokens:
+    nested = config.get("text_config")
+    text = nested if isinstance(nested, dict) else {}
+
     def pick(name: str) -> tuple[int, ...]:
         value = generation.get(name)
         value = config.get(name) if value is None else value
+        value = text.get(name) if value is None else value
         ids = tuple(value) if isinstance(value, list) else () if value is None else (value,)
         for token in ids:
-            if not isinstance(token, int) or token < 0 or tokenizer.id_to_token(token) is None:
+            known = type(token) is int and 0 <= token < vocab and tokenizer.id_to_token(token) is not None
+            if not known:
                 raise CheckpointError(
                     name,
-                    got=repr(token),
-                    expected="the id of a token of tokenizer.json",
-                    fix="The tokenizer and the configuration do not belong together; fetch both anew.",
+                    got=repr(token)[:80],
+                    expected=f"the id of a token of tokenizer.json below vocab_size = {vocab}",
+                    fix="The tokenizer and the configuration do not belong together; fetch both again.",
                 )
         return ids
 
@@ -218,8 +244,10 @@ def _special_tokens(config: dict[str, Any], generation: dict[str, Any], tokenize
 
 
 def _open_tokenizer(path: Path, vocab: int) -> Tokenizer:
+    """The tokenizer. Special tokens may be beyond the vocabulary, such as Gemma 3's token for images."""
     tokenizer = open_tokenizer(path, CheckpointError, "Fetch it again, together with the checkpoint.")
-    highest = max(tokenizer.get_vocab(with_added_tokens=True).values())
+    special = {token for token, added in tokenizer.get_added_tokens_decoder().items() if added.special}
+    highest = max(set(tokenizer.get_vocab(with_added_tokens=True).values()) - special, default=-1)
     if highest >= vocab:
         raise CheckpointError(
             str(path),

@@ -85,6 +85,11 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
         files = [folder / WHOLE] if (folder / WHOLE).is_file() else sorted(folder.glob("*.safetensors"))
     if not files:
         raise CheckpointError(str(folder), got="no *.safetensors", expected=WHOLE, fix="Download the weights.")
+    for file in files:
+        if not file.is_file():
+            raise CheckpointError(
+                str(file), got="no regular file", expected="a safetensors file", fix="Download it again."
+            )
     found: dict[str, StoredTensor] = {}
     for file in files:
         for key, tensor in _tensors_of(file):

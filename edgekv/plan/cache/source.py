@@ -9,7 +9,7 @@ from edgekv.bundle import MANIFEST, read_manifest
 from edgekv.errors import CheckpointError, UsageError
 from edgekv.kv import Geometry
 from edgekv.plan.cache.subject import DEFAULT_AR, MOST_CONTEXT, Overrides, Subject, checked_ar, kv_dtype_of
-from edgekv.spec import CONFIG, CacheSpec, Config, describe_cache, read_config, recipe_weights
+from edgekv.spec import CONFIG, CacheSpec, Config, describe_cache, identify, read_config, recipe_weights
 
 _FLAGS = ("layers", "kv_heads", "head_dim", "context", "kv_bits")
 _WINDOWS_UNCOUNTED = "layers with an attention window are counted as if they held the whole context"
@@ -49,6 +49,10 @@ def _find(path: Path | None, overrides: Overrides) -> Subject:
     if is_bundle(path):
         return _from_bundle(path.parent if path.is_file() else path, overrides)
     file = path / CONFIG if path.is_dir() else path
+    kind = identify(path)
+    if kind is not None and kind.kind != "checkpoint":
+        wanted = f"a {CONFIG}, a folder that has one, or a bundle"
+        raise CheckpointError(str(path), got=kind.what, expected=wanted, fix=kind.as_checkpoint.format(path=path))
     if not file.is_file():
         found = f"a folder without {CONFIG} and {MANIFEST}" if path.is_dir() else "nothing there"
         wanted = f"a {CONFIG}, a folder that has one, or a bundle"
@@ -105,9 +109,12 @@ def _defaults(config: Config, found: CacheSpec) -> list[str]:
     config = config.text_decoder()
     sentences = []
     if "num_key_value_heads" not in config:
-        sentences.append(f"kv heads {found.kv_heads}, as many as num_attention_heads")
+        reason = (
+            "as many as num_attention_heads" if found.kv_heads == found.heads else "the default of its architecture"
+        )
+        sentences.append(f"kv heads {found.kv_heads}, {reason}")
     if "head_dim" not in config:
-        by_width = found.head_dim == config.size("hidden_size") // config.size("num_attention_heads")
+        by_width = "hidden_size" in config and found.head_dim * found.heads == config.size("hidden_size")
         reason = "hidden_size / num_attention_heads" if by_width else "the default of its architecture"
         sentences.append(f"head_dim {found.head_dim}, {reason}")
     return sentences
