@@ -23,12 +23,11 @@ from rich.table import Table
 
 from benchmarks.large_checkpoint import SHAPES, write_large_checkpoint
 from edgekv.bundle import open_bundle
-from edgekv.plan.cache import matrix_bytes
 from edgekv.spec.tensors import matrices
 from edgekv.system import peak_bytes
 from exporters.checkpoint.checkpoint import Checkpoint
 from exporters.quantize.recipe import find_recipe
-from quant import weight_bits
+from quant import WEIGHT_TYPES
 
 DEVICE = "SM8650"
 POLL_SECONDS = 0.5
@@ -79,9 +78,9 @@ def weights_bytes(checkpoint: Path, recipe: str) -> tuple[int, int]:
     rules = find_recipe(recipe)
     bits = scaled = 0
     for name, (rows, inputs) in matrices(Checkpoint.open(str(checkpoint)).spec).items():
-        dtype = rules.rule(name).dtype
-        bits += rows * inputs * weight_bits(dtype) // 8
-        scaled += matrix_bytes(inputs, rows, dtype)
+        weights = WEIGHT_TYPES[rules.rule(name).dtype]
+        bits += rows * inputs * weights.bits // 8
+        scaled += weights.matrix_bytes(inputs, rows)
     return bits, scaled
 
 

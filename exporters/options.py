@@ -13,7 +13,7 @@ from edgekv.errors import UsageError
 from edgekv.kv import KeyLayout, KvDtype
 from exporters.graphs.split import EmbeddingPlace, HeadPlace
 from exporters.quantize.recipe import Recipe
-from quant import block_rows
+from quant import WEIGHT_TYPES
 
 KV_DTYPES: dict[GraphFormat, tuple[KvDtype, ...]] = {"onnx": ("u8", "s16"), "tflite": ("s8", "s16")}
 """Integer types of the cache for each format; the first is the default."""
@@ -99,7 +99,9 @@ class ExportOptions:
                 expected=f"{kinds}, which its kernels multiply by",
                 fix=f"Use --kv {KV_DTYPES[self.graph_format][0]}.",
             )
-        if self.graph_format == "tflite" and any(block_rows(rule.dtype) for rule in self.recipe.weights):
+        if self.graph_format == "tflite" and any(
+            "litert" not in WEIGHT_TYPES[rule.dtype].engines for rule in self.recipe.weights
+        ):
             raise UsageError(
                 "--recipe",
                 got=f"{self.recipe.name}, with a scale for each block, with --format tflite",

@@ -13,7 +13,7 @@ from edgekv.plan import graph_bytes, quantization_bytes, writing_bytes
 from edgekv.spec.decoder import DecoderSpec
 from edgekv.spec.tensors import matrices
 from exporters.quantize.recipe import Recipe
-from quant import weight_bits
+from quant import WEIGHT_TYPES
 
 _FILE_COPIES = 3  # its parts, the file put together, and what is handed to the system
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
@@ -85,7 +85,8 @@ def stage_bytes(spec: DecoderSpec, tokens: int) -> int:
 
 def bundle_bytes(spec: DecoderSpec, recipe: Recipe, graphs: int) -> int:
     """What a bundle holds on the disk."""
-    bits = sum(rows * inputs * weight_bits(recipe.rule(name).dtype) for name, (rows, inputs) in matrices(spec).items())
+    types = {name: WEIGHT_TYPES[recipe.rule(name).dtype] for name in matrices(spec)}
+    bits = sum(rows * inputs * types[name].bits for name, (rows, inputs) in matrices(spec).items())
     return bits // 8 + 2 * spec.sizes.table_parameters + graphs * graph_bytes(spec.sizes)
 
 

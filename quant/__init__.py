@@ -5,19 +5,18 @@ from quant.inputs import LayerInputs
 from quant.ranges import Range
 from quant.rounding import Method, quantize, quantize_per_channel
 from quant.weights import (
-    WEIGHT_DTYPES,
+    WEIGHT_TYPES,
     Grid,
     QuantizedWeight,
     WeightDtype,
-    block_rows,
+    WeightType,
     pack_int4,
     unpack_int4,
-    weight_bits,
 )
 
 __all__ = [
     "DTYPES",
-    "WEIGHT_DTYPES",
+    "WEIGHT_TYPES",
     "Dtype",
     "Encoding",
     "Grid",
@@ -26,10 +25,9 @@ __all__ = [
     "QuantizedWeight",
     "Range",
     "WeightDtype",
-    "block_rows",
+    "WeightType",
     "pack_int4",
     "quantize",
     "quantize_per_channel",
     "unpack_int4",
-    "weight_bits",
 ]

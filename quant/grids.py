@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 from numpy.typing import NDArray
 
-from quant.weights import LPBQ_LEVELS, Grid, WeightDtype, block_rows, integer_limits
+from quant.weights import LPBQ_LEVELS, WEIGHT_TYPES, Grid, WeightDtype
 
 Floats = NDArray[np.float32]
 Limits = tuple[int, int]
@@ -30,8 +30,7 @@ def choose_grid(weight: Floats, dtype: WeightDtype, importance: Floats | None = 
     Without `importance` it reaches each channel's (and block's) greatest magnitude. With it, `[in]`, the mean square
     of each input, it is the clipped one with the least error of the output, as if inputs were independent.
     """
-    limits = integer_limits(dtype)
-    block = block_rows(dtype)
+    limits, block = WEIGHT_TYPES[dtype].limits, WEIGHT_TYPES[dtype].block
 
     def part(start: int) -> tuple[Floats, NDArray[np.uint8] | None]:
         columns = weight[:, start : start + _COLUMNS_AT_ONCE]

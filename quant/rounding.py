@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from quant.grids import choose_grid, round_within
 from quant.inputs import LayerInputs
-from quant.weights import Grid, QuantizedWeight, WeightDtype, block_rows
+from quant.weights import WEIGHT_TYPES, Grid, QuantizedWeight, WeightDtype
 
 Method = Literal["nearest", "search", "gptq"]
 Floats = NDArray[np.float32]
@@ -29,7 +29,7 @@ def quantize(weight: NDArray[Any], dtype: WeightDtype, method: Method, inputs: L
     Raises:
         ValueError: the shape does not fit the type, or `inputs` are missing.
     """
-    block = block_rows(dtype)
+    block = WEIGHT_TYPES[dtype].block
     if weight.ndim != 2 or (block and len(weight) % block):
         raise ValueError(f"weight: got shape {weight.shape}; expected [in, out], in a multiple of {block or 1}")
     if method != "nearest" and inputs is None:

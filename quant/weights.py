@@ -4,41 +4,77 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 WeightDtype = Literal["int8", "int4", "lpbq32", "lpbq64", "lpbq128"]
-WEIGHT_DTYPES: tuple[WeightDtype, ...] = get_args(WeightDtype)
 LPBQ_LEVELS = 15
-"""The greatest integer that multiplies a channel's scale in a block (QNN's BLOCKWISE_EXPANSION with 4 bits)."""
+"""The greatest block scale: an integer of 4 bits that multiplies a channel's scale (QNN's BLOCKWISE_EXPANSION)."""
 
 
-def weight_bits(dtype: WeightDtype) -> int:
-    """Bits of an integer, scales aside."""
-    return 8 if dtype == "int8" else 4
+@dataclass(frozen=True, slots=True)
+class WeightType:
+    """One type of integer weights.
+
+    Attributes:
+        bits: of an integer, scales aside; 4 or 8.
+        limits: the least and the greatest integer.
+        block: inputs of a channel that share a block scale; None if all inputs of a channel share one scale.
+        recipe: the recipe that ships with edgekv and gives this type to most matrices.
+        engines: names of the engines that run it.
+    """
+
+    bits: int
+    limits: tuple[int, int]
+    block: int | None
+    recipe: str
+    engines: frozenset[str]
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether a byte holds two integers."""
+        return self.bits == 4
+
+    @property
+    def stored(self) -> str:
+        """The type of the integers in files."""
+        return f"int{self.bits}"
+
+    def matrix_bytes(self, inputs: int, outputs: int) -> int:
+        """Bytes of a matrix, with a float32 scale for each output and a byte for each block scale."""
+        blocks = inputs // self.block if self.block else 0
+        return inputs * outputs * self.bits // 8 + (4 + blocks) * outputs
+
+    def packed_bytes(self, inputs: int, outputs: int) -> int:
+        """The bytes of a matrix that hold two integers."""
+        return inputs * outputs // 2 if self.is_packed else 0
 
 
-def integer_limits(dtype: WeightDtype) -> tuple[int, int]:
-    """The least and the greatest integer: of 8 bits the same on both sides, of 4 all, since one level of 16 counts."""
-    return (-127, 127) if weight_bits(dtype) == 8 else (-8, 7)
+_BYTE = (-127, 127)  # symmetric
+_NIBBLE = (-8, 7)  # of 16 levels every one counts
+_ONNX = frozenset({"cpu", "htp"})
 
-
-def block_rows(dtype: WeightDtype) -> int | None:
-    """Inputs that share a block scale, or None if all inputs of a channel share one scale."""
-    return int(dtype.removeprefix("lpbq")) if dtype.startswith("lpbq") else None
+WEIGHT_TYPES: dict[WeightDtype, WeightType] = {
+    "int8": WeightType(8, _BYTE, None, "w8a16", _ONNX | {"litert", "tflite"}),
+    "int4": WeightType(4, _NIBBLE, None, "w4a16", _ONNX | {"litert"}),
+    "lpbq32": WeightType(4, _NIBBLE, 32, "w4a16-lpbq32", _ONNX),
+    "lpbq64": WeightType(4, _NIBBLE, 64, "w4a16-lpbq64", _ONNX),
+    "lpbq128": WeightType(4, _NIBBLE, 128, "w4a16-lpbq128", _ONNX),
+}
+"""All weight types by name. LPBQ is low power blockwise quantization."""
 
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """The numbers that a matrix `[in, out]` may hold: integers from least to most, times a step.
+    """The numbers that a matrix `[in, out]` can hold: an integer within limits, times a step.
 
     Attributes:
-        dtype: bits of the integers and rows of a block.
+        dtype: the weight type.
         scales: float32 `[out]`, one for each output channel.
-        block_scales: uint8 `[in / block, out]`, 1 to 15, only for LPBQ (low power blockwise quantization): the step
-            of a block is the channel's scale times this integer.
+        block_scales: uint8 `[in / block, out]`, 1 to 15, of types with blocks: the step of a block is the channel's
+            scale times this integer.
     """
 
     dtype: WeightDtype
@@ -46,16 +82,22 @@ class Grid:
     block_scales: NDArray[np.uint8] | None = None
 
     def __post_init__(self) -> None:
-        if (block_rows(self.dtype) is None) != (self.block_scales is None):
-            raise ValueError(f"block_scales: {self.dtype} has them if and only if it has blocks")
+        if (self.type.block is None) != (self.block_scales is None):
+            wanted = "none" if self.type.block is None else "some"
+            raise ValueError(f"block_scales: expected {wanted} with {self.dtype}")
+
+    @property
+    def type(self) -> WeightType:
+        """The row of `WEIGHT_TYPES`."""
+        return WEIGHT_TYPES[self.dtype]
 
     @property
     def limits(self) -> tuple[int, int]:
-        """The least and the greatest integer; see `integer_limits`."""
-        return integer_limits(self.dtype)
+        """The least and the greatest integer."""
+        return self.type.limits
 
     def steps(self, rows: int) -> NDArray[np.float32]:
-        """The distance of neighbouring numbers, `[in, out]`, for a matrix of so many rows; not to be written to."""
+        """The step between neighbouring numbers, `[in, out]`, for a matrix of `rows` inputs; read-only."""
         if self.block_scales is None:
             return np.broadcast_to(self.scales, (rows, len(self.scales)))
         return np.repeat(self.block_scales.astype(np.float32) * self.scales, rows // len(self.block_scales), axis=0)

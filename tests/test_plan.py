@@ -28,7 +28,7 @@ from edgekv.plan import (
     make_plan,
     quantization_bytes,
 )
-from edgekv.plan.cache import Decoder, Weights, matrix_bytes, recipe_weights
+from edgekv.plan.cache import Decoder, Weights, recipe_weights
 from edgekv.spec import Config, describe
 from edgekv.spec.tensors import matrices
 from exporters.checkpoint.checkpoint import Checkpoint
@@ -37,7 +37,7 @@ from exporters.quantize import matrices as quantizer
 from exporters.quantize import weights
 from exporters.quantize.matrices import Quantizer
 from exporters.quantize.recipe import find_recipe, recipe_names
-from quant import ranges, rounding
+from quant import WEIGHT_TYPES, ranges, rounding
 from tests.checkpoints import write_checkpoint
 
 SM8650 = find("SM8650")
@@ -323,10 +323,13 @@ def test_the_weights_of_a_recipe_are_those_of_its_rules(name):
     sizes, recipe = matrices(describe(Config(CONFIG))), find_recipe(name)
     layer = [(shape, recipe.rule(key).dtype) for key, shape in sizes.items() if ".layers.3." in key]
     found = recipe_weights(LLAMA_1B, name)
-    assert found.layer_bytes == sum(matrix_bytes(*reversed(shape), dtype) for shape, dtype in layer) + 4 * 2048
+    assert (
+        found.layer_bytes
+        == sum(WEIGHT_TYPES[dtype].matrix_bytes(*reversed(shape)) for shape, dtype in layer) + 4 * 2048
+    )
     packed = sum(rows * columns // 2 for (rows, columns), dtype in layer if dtype != "int8")
     assert found.layer_packed_bytes == packed
-    head_bytes = matrix_bytes(2048, 128256, recipe.rule("lm_head.weight").dtype)
+    head_bytes = WEIGHT_TYPES[recipe.rule("lm_head.weight").dtype].matrix_bytes(2048, 128256)
     assert found.head_bytes == head_bytes + 2 * 2048
 
 

@@ -1,9 +1,13 @@
+from typing import get_args
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quant import WEIGHT_DTYPES, LayerInputs, pack_int4, quantize, unpack_int4
+from edgekv.runtime import ENGINES
+from exporters.quantize.recipe import find_recipe
+from quant import WEIGHT_TYPES, LayerInputs, WeightDtype, pack_int4, quantize, unpack_int4
 from quant.cholesky import cholesky, corner_inverses, solve
 
 RANDOM = np.random.default_rng(0)
@@ -16,7 +20,7 @@ def output_error(quantized, exact=INPUTS, inputs=INPUTS) -> float:
     return float(np.square(inputs @ quantized.dequantize() - exact @ WEIGHT).mean())
 
 
-@pytest.mark.parametrize("dtype", WEIGHT_DTYPES)
+@pytest.mark.parametrize("dtype", WEIGHT_TYPES)
 def test_no_method_is_worse_than_the_one_before(dtype):
     sums = LayerInputs(INPUTS, INPUTS)
     nearest, search, gptq = (
@@ -25,7 +29,7 @@ def test_no_method_is_worse_than_the_one_before(dtype):
     assert gptq < search <= nearest
 
 
-@pytest.mark.parametrize("dtype", WEIGHT_DTYPES)
+@pytest.mark.parametrize("dtype", WEIGHT_TYPES)
 def test_a_slice_keeps_every_integer(dtype):
     whole = quantize(WEIGHT, dtype, "gptq", LayerInputs(INPUTS, INPUTS))
     assert (whole.integers.min(), whole.integers.max()) == whole.grid.limits
@@ -49,7 +53,7 @@ def test_the_scales_of_blocks_are_1_to_15_times_their_channels():
 def test_a_channel_of_zeros_stays_zero():
     weight = WEIGHT.copy()
     weight[:, 3] = 0
-    for dtype in WEIGHT_DTYPES:
+    for dtype in WEIGHT_TYPES:
         assert not quantize(weight, dtype, "gptq", LayerInputs(INPUTS, INPUTS)).integers[:, 3].any()
 
 
@@ -76,3 +80,19 @@ def test_the_factor_solves(size):
 def test_blocks_that_do_not_fit_are_refused():
     with pytest.raises(ValueError, match="multiple of 128"):
         quantize(WEIGHT[:96], "lpbq128", "nearest", None)
+
+
+def test_the_table_of_weight_types_agrees_with_recipes_and_engines():
+    """A new type is one row, and its name in `WeightDtype`, which msgspec reads recipes by."""
+    assert set(WEIGHT_TYPES) == set(get_args(WeightDtype))
+    for name, weights in WEIGHT_TYPES.items():
+        assert find_recipe(weights.recipe).rule("model.layers.0.mlp.up_proj.weight").dtype == name
+        assert weights.engines <= set(ENGINES)
+
+
+@pytest.mark.parametrize("dtype", WEIGHT_TYPES)
+def test_the_table_gives_the_bytes_that_are_stored(dtype):
+    weight = quantize(WEIGHT, dtype, "nearest", None)
+    integers = pack_int4(weight.integers) if weight.grid.type.is_packed else weight.integers
+    blocks = 0 if weight.grid.block_scales is None else weight.grid.block_scales.nbytes
+    assert WEIGHT_TYPES[dtype].matrix_bytes(*WEIGHT.shape) == integers.nbytes + weight.scales.nbytes + blocks

@@ -17,7 +17,7 @@ from edgekv.runtime.binding import Binding, MemoryBinding
 from edgekv.runtime.litert import LitertEngine
 from edgekv.runtime.merge import merged
 from edgekv.runtime.tflite import TfliteEngine
-from quant import weight_bits
+from quant import WEIGHT_TYPES
 
 EngineName = Literal["cpu", "htp", "litert", "tflite"]
 ENGINES: dict[EngineName, GraphFormat] = {"cpu": "onnx", "htp": "onnx", "litert": "tflite", "tflite": "tflite"}
@@ -175,11 +175,11 @@ def make_engine(name: str, *, bundle: Bundle, threads: int | None = None) -> Eng
 
 def _check_weights(bundle: Bundle) -> None:
     """That tflite-runtime has kernels for a bundle's weights."""
-    packed = [weight for weight in bundle.manifest.recipe.weights if weight_bits(weight.dtype) != 8]
-    if packed:
+    others = [each for each in bundle.manifest.recipe.weights if "tflite" not in WEIGHT_TYPES[each.dtype].engines]
+    if others:
         raise UsageError(
             "engine",
-            got=f"tflite for a bundle with {packed[0].dtype} weights, the first: {packed[0].tensor}",
+            got=f"tflite for a bundle with {others[0].dtype} weights, the first: {others[0].tensor}",
             expected="int8 weights, the only ones that tflite-runtime multiplies int16 by",
             fix="Use litert, or export with --recipe w8a16.",
         )

@@ -31,7 +31,7 @@ from edgekv.spec.results import (
     rotary_encoding,
 )
 from edgekv.spec.rope import Rope, Rotation
-from edgekv.spec.sizes import WEIGHT_DTYPES, Decoder, Weights, matrix_bytes, packed_matrix_bytes, recipe_weights
+from edgekv.spec.sizes import WEIGHT_DTYPES, Decoder, Weights, recipe_weights
 from edgekv.spec.tensors import EMBEDDING, HEAD, View, matrices, text_tensor, views
 
 __all__ = [
@@ -84,8 +84,6 @@ __all__ = [
     "mask_name",
     "identify",
     "matrices",
-    "matrix_bytes",
-    "packed_matrix_bytes",
     "read_config",
     "read_json",
     "recipe_weights",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from quant import WeightDtype, block_rows, weight_bits
+from quant import WEIGHT_TYPES, WeightDtype
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,13 +72,7 @@ class Weights:
 
 
 _KEYS_AND_VALUES = (1, 2)  # among a layer's matrices
-WEIGHT_DTYPES: dict[str, WeightDtype] = {
-    "w8a16": "int8",
-    "w4a16": "int4",
-    "w4a16-lpbq32": "lpbq32",
-    "w4a16-lpbq64": "lpbq64",
-    "w4a16-lpbq128": "lpbq128",
-}
+WEIGHT_DTYPES: dict[str, WeightDtype] = {each.recipe: name for name, each in WEIGHT_TYPES.items()}
 """Type of the layers' matrices in the recipes that export ships; those of keys, of values and the head are int8."""
 
 
@@ -92,25 +86,13 @@ def recipe_weights(decoder: Decoder, recipe: str) -> Weights:
     dtype = WEIGHT_DTYPES[recipe]
     layer_bytes = packed_bytes = 0
     for place, (rows, columns) in enumerate(decoder.layer_matrices):
-        kind = "int8" if place in _KEYS_AND_VALUES else dtype
-        layer_bytes += matrix_bytes(rows, columns, kind)
-        packed_bytes += packed_matrix_bytes(rows, columns, kind)
+        kind = WEIGHT_TYPES["int8" if place in _KEYS_AND_VALUES else dtype]
+        layer_bytes += kind.matrix_bytes(rows, columns)
+        packed_bytes += kind.packed_bytes(rows, columns)
     return Weights(
         embedding_bytes=2 * decoder.table_parameters,
         layer_bytes=layer_bytes + 2 * 2 * decoder.hidden,
         layer_packed_bytes=packed_bytes,
         layers=decoder.layers,
-        head_bytes=matrix_bytes(decoder.hidden, decoder.vocab, "int8") + 2 * decoder.hidden,
+        head_bytes=WEIGHT_TYPES["int8"].matrix_bytes(decoder.hidden, decoder.vocab) + 2 * decoder.hidden,
     )
-
-
-def matrix_bytes(rows: int, columns: int, dtype: WeightDtype) -> int:
-    """Bytes of a matrix `[rows, columns]`, its scales included."""
-    block = block_rows(dtype)
-    blocks = rows // block if block else 0
-    return rows * columns * weight_bits(dtype) // 8 + (4 + blocks) * columns
-
-
-def packed_matrix_bytes(rows: int, columns: int, dtype: WeightDtype) -> int:
-    """Those of the bytes that hold two integers."""
-    return rows * columns // 2 if weight_bits(dtype) == 4 else 0

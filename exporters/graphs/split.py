@@ -9,11 +9,10 @@ from typing import Literal
 from edgekv.errors import UsageError
 from edgekv.kv import Geometry
 from edgekv.plan import Load, activation_bytes, divide, layer_graph_bytes, least_splits
-from edgekv.plan.cache import matrix_bytes, packed_matrix_bytes
 from edgekv.spec.decoder import DecoderSpec
 from edgekv.spec.tensors import HEAD, matrices
 from exporters.quantize.recipe import Recipe
-from quant import WeightDtype
+from quant import WEIGHT_TYPES, WeightType
 
 EmbeddingPlace = Literal["graph", "host"]
 HeadPlace = Literal["own", "last"]
@@ -79,13 +78,13 @@ def choose_split(
             expected=f"1 to {spec.layers}, the layers of the checkpoint",
             fix=f"Use --splits {min(spec.layers, max(1, splits))}, or leave it out.",
         )
-    layers = _layer_bytes(spec, recipe, matrix_bytes)
+    layers = _layer_bytes(spec, recipe, WeightType.matrix_bytes)
     decoder = spec.sizes
     load = Load(
         layers=layers,
-        packed=_layer_bytes(spec, recipe, packed_matrix_bytes),
+        packed=_layer_bytes(spec, recipe, WeightType.packed_bytes),
         embedding_bytes=2 * decoder.table_parameters,
-        head_bytes=matrix_bytes(spec.hidden, spec.vocab, recipe.rule(HEAD).dtype),
+        head_bytes=WEIGHT_TYPES[recipe.rule(HEAD).dtype].matrix_bytes(spec.hidden, spec.vocab),
         layer_cache_bytes=2 * geometry.kv_heads * geometry.context * geometry.row_bytes,
         activations_bytes=activation_bytes(decoder, geometry, ar),
         layer_graph_bytes=layer_graph_bytes(decoder),
@@ -100,10 +99,10 @@ def choose_split(
     return Split(divide(layers, chosen, first_bytes=first, last_bytes=last), place == "graph", own_head)
 
 
-def _layer_bytes(spec: DecoderSpec, recipe: Recipe, count: Callable[[int, int, WeightDtype], int]) -> Sequence[int]:
+def _layer_bytes(spec: DecoderSpec, recipe: Recipe, count: Callable[[WeightType, int, int], int]) -> Sequence[int]:
     """Bytes of the matrices of each layer, as `count` has them of one."""
     found = [0] * spec.layers
     for name, (columns, rows) in matrices(spec).items():
         if name != HEAD:
-            found[int(name.split(".")[2])] += count(rows, columns, recipe.rule(name).dtype)
+            found[int(name.split(".")[2])] += count(WEIGHT_TYPES[recipe.rule(name).dtype], rows, columns)
     return found

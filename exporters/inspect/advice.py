@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from edgekv.bundle import RecipeRecord
 from exporters.inspect.report import Advice, TensorLoss
-from quant import weight_bits
+from quant import WEIGHT_TYPES
 
 _HARMLESS_DB = 45.0
 
@@ -40,7 +40,7 @@ def suggestion(loss: TensorLoss, recipe: RecipeRecord) -> str:
 def _for_matrix(loss: TensorLoss, recipe: RecipeRecord) -> str:
     record = next(each for each in recipe.weights if each.tensor == loss.name)
     blame = "" if loss.outlier is None else f"; input {loss.outlier} causes most of the error"
-    if weight_bits(record.dtype) < 8:
+    if WEIGHT_TYPES[record.dtype].bits < 8:
         return f"int8 for this matrix{blame}"
     if record.method == "nearest":
         return f"method gptq instead of nearest{blame}"

@@ -11,7 +11,7 @@ from safetensors import safe_open
 
 from edgekv.bundle import Bundle
 from exporters.quantize.reference import Floats
-from quant import Grid, QuantizedWeight, WeightDtype, unpack_int4, weight_bits
+from quant import WEIGHT_TYPES, Grid, QuantizedWeight, WeightDtype, unpack_int4
 
 
 class StoredMatrices:
@@ -47,19 +47,19 @@ class StoredMatrices:
 
     def _parts(self, key: str) -> list[str]:
         """The stored name of the whole matrix, or those of its heads."""
-        ending = f".int{weight_bits(self._dtypes[key])}"
+        ending = f".{WEIGHT_TYPES[self._dtypes[key]].stored}"
         if key + ending in self._files:
             return [key]
         heads = sum(name.startswith(key + ".h") and name.endswith(ending) for name in self._files)
         return [f"{key}.h{head}" for head in range(heads)]
 
     def _names(self, key: str, part: str) -> list[str]:
-        names = [f"{part}.int{weight_bits(self._dtypes[key])}", part + ".scale", part + ".block_scale"]
+        names = [f"{part}.{WEIGHT_TYPES[self._dtypes[key]].stored}", part + ".scale", part + ".block_scale"]
         return [name for name in names if name in self._files]
 
     def _read(self, key: str, part: str) -> QuantizedWeight:
         integers, scales, *blocks = (self._tensor(name) for name in self._names(key, part))
-        if weight_bits(self._dtypes[key]) == 4:
+        if WEIGHT_TYPES[self._dtypes[key]].is_packed:
             unpacked = unpack_int4(integers)  # has one extra element if the count is odd
             integers = unpacked[: len(unpacked) // len(scales) * len(scales)].reshape(-1, len(scales))
         return QuantizedWeight(integers, Grid(self._dtypes[key], scales, *blocks))

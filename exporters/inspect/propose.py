@@ -19,7 +19,7 @@ from exporters.inspect.tally import log_softmax
 from exporters.progress import Progress, silent
 from exporters.quantize.recipe import Recipe, WeightRule
 from exporters.quantize.reference import Floats, NumpyOps, Tensors, Weights
-from quant import weight_bits
+from quant import WEIGHT_TYPES
 
 _WINDOWS, _TOKENS = 2, 128
 
@@ -106,7 +106,7 @@ def propose(
     stored = StoredMatrices(bundle)
     now = stored.total_bytes
     most = int(now * budget) if isinstance(budget, float) else budget
-    small = [each for each in bundle.manifest.recipe.weights if weight_bits(each.dtype) < 8]
+    small = [each for each in bundle.manifest.recipe.weights if WEIGHT_TYPES[each.dtype].bits < 8]
     if not small:
         raise UsageError(
             "--suggest-recipe",

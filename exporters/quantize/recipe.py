@@ -16,7 +16,7 @@ from edgekv.bundle import KeyScalingName, RecipeRecord, RotationName, atomic_fil
 from edgekv.errors import UsageError
 from edgekv.spec.decoder import DecoderSpec
 from edgekv.spec.tensors import matrices
-from quant import Method, WeightDtype, block_rows
+from quant import WEIGHT_TYPES, Method, WeightDtype
 
 
 class WeightRule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -121,7 +121,7 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
         """
         for name, (_, inputs) in matrices(spec).items():
             dtype = self.rule(name).dtype
-            block = block_rows(dtype)
+            block = WEIGHT_TYPES[dtype].block
             if block and inputs % block:
                 raise UsageError(
                     f"--recipe {self.name}",

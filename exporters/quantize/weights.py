@@ -19,7 +19,7 @@ from edgekv.spec.tensors import EMBEDDING
 from exporters.quantize.matrices import QuantizedMatrices
 from exporters.quantize.reference import Tensors
 from exporters.quantize.shards import Extent, Streamed, write_shard
-from quant import Encoding, QuantizedWeight, pack_int4, weight_bits
+from quant import Encoding, QuantizedWeight, pack_int4
 
 _ONNX_TYPES = {
     "int4": onnx.TensorProto.INT4,
@@ -148,9 +148,8 @@ class WeightStore:
 
     def _put(self, part: str, weight: QuantizedWeight, gain: float) -> MatrixNames:
         grid, (rows, columns) = weight.grid, weight.integers.shape
-        bits = weight_bits(grid.dtype)
-        integers, scales, block_scales, blocks = f"{part}.int{bits}", part + ".scale", None, None
-        if bits == 4:
+        integers, scales, block_scales, blocks = f"{part}.{grid.type.stored}", part + ".scale", None, None
+        if grid.type.is_packed:
             self._shapes[integers] = (rows, columns)
             self._pending[integers] = pack_int4(weight.integers)
         else:
@@ -160,7 +159,7 @@ class WeightStore:
             block_scales = part + ".block_scale"
             self._pending[block_scales] = grid.block_scales
             blocks = Blocks(len(grid.block_scales), rows // len(grid.block_scales))
-        return MatrixNames(integers, bits, columns, scales, block_scales, blocks)
+        return MatrixNames(integers, grid.type.bits, columns, scales, block_scales, blocks)
 
 
 def _covering(low: np.floating[Any], high: np.floating[Any]) -> Encoding:

@@ -9,7 +9,7 @@ from edgekv.plan.cache.strategies import CHOICES, Choice, StrategySize
 from edgekv.plan.cache.subject import Overrides, Subject, kv_dtype_of
 from edgekv.plan.cache.traffic import Traffic, count_windows, measure_traffic
 from edgekv.plan.cache.verdict import HTP_CONTEXT_BYTES, Budget, Verdict, check_cache_type, largest_multiple
-from edgekv.spec.sizes import WEIGHT_DTYPES, Decoder, Weights, matrix_bytes, packed_matrix_bytes, recipe_weights
+from edgekv.spec.sizes import WEIGHT_DTYPES, Decoder, Weights, recipe_weights
 
 __all__ = [
     "CHOICES",
@@ -33,9 +33,7 @@ __all__ = [
     "kv_dtype_of",
     "largest_multiple",
     "make_report",
-    "matrix_bytes",
     "measure_traffic",
-    "packed_matrix_bytes",
     "save_plot",
     "recipe_weights",
     "WEIGHT_DTYPES",

@@ -7,7 +7,7 @@ import numpy as np
 from exporters.graphs.tflite.flatbuffer import Subgraph, Tensor
 from exporters.quantize.matrices import QuantizedMatrices
 from exporters.quantize.reference import Tensors
-from quant import Encoding, QuantizedWeight, pack_int4, weight_bits
+from quant import Encoding, QuantizedWeight, pack_int4
 
 
 class TfliteWeights:
@@ -29,7 +29,7 @@ class TfliteWeights:
             weight = weight.columns(head * width, (head + 1) * width)
             name = f"{key}.h{head}"
         integers, scales = np.ascontiguousarray(weight.integers.T), weight.scales * np.float32(gain)
-        if weight_bits(weight.grid.dtype) == 4:
+        if weight.grid.type.is_packed:
             return graph.constant(name, "s4", integers.shape, lambda: pack_int4(integers), scales=scales)
         return graph.constant(name, "s8", integers.shape, lambda: integers, scales=scales)
 
