@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import onnx
+import onnx_ir as ir
 import onnxruntime as ort
 import pytest
 from hypothesis import given, settings
@@ -16,11 +17,12 @@ from devices import find
 from edgekv.bundle import Bundle, open_bundle
 from edgekv.errors import BundleError, EngineError
 from edgekv.runtime import CpuEngine, HtpEngine
+from edgekv.runtime.rewrite import link_weights, load_model, save_model
 from edgekv.runtime.rope import rope_tables
 from exporters.htp.check import floating_nodes
 from exporters.targets.genai.helpers import dequantizer, position_processor
 from exporters.targets.genai.proof import StackedGraph, prove
-from exporters.targets.genai.stacked import stack_heads
+from exporters.targets.genai.stack_heads import stack_heads
 from tests.checkpoints import write_checkpoint
 from tests.exports import export_options, exported
 
@@ -37,10 +39,11 @@ def small(request, tmp_path_factory) -> Bundle:
 
 def write_stacked(bundle: Bundle, role: str, folder: Path) -> Path:
     record = bundle.manifest.graph(role)
-    model = onnx.load(bundle.graph_path(record))
+    model = load_model(bundle.graph_path(record))
     stack_heads(model, bundle.manifest, record)
     path = folder / f"stacked_{record.file}"
-    onnx.save(model, path)
+    save_model(model, path)
+    link_weights(model, bundle.path, folder)
     return path
 
 
@@ -92,7 +95,7 @@ def test_stacking_heads_keeps_the_graphs_in_integers(small: Bundle, tmp_path: Pa
 
 def test_a_cache_of_another_shape_is_refused(small: Bundle) -> None:
     record = small.manifest.graph("prefill")
-    model = onnx.load(small.graph_path(record), load_external_data=False)
+    model = load_model(small.graph_path(record))
     with pytest.raises(BundleError, match=r"past_key_0_h0_in: got \[1, 1, .*Export the bundle again"):
         stack_heads(model, small.manifest, structs.replace(record, context=CONTEXT - 1))
 
@@ -101,7 +104,7 @@ def test_the_proof_finds_a_head_that_is_scaled_twice(small: Bundle, tmp_path: Pa
     path = write_stacked(small, "decode", tmp_path)
     stacked = [StackedGraph(record=small.manifest.graph("decode").name, file=str(path))]
     prove(small, stacked, None)
-    model = onnx.load(path)
+    model = onnx.load(path, load_external_data=False)
     (one,) = (
         t for t in model.graph.initializer if t.name.startswith("past_value_1_h1_out") and t.name.endswith("_one_q")
     )
@@ -124,7 +127,7 @@ def test_the_position_processor_writes_what_our_own_loop_does(small: Bundle, dat
     last = data.draw(st.integers(0, CONTEXT - 1))
     positions = np.clip(np.arange(last - ar + 1, last + 1), 0, None).astype(np.int32)
     columns = (np.arange(CONTEXT) >= CONTEXT - held).astype(np.int32)
-    session = ort.InferenceSession(position_processor(manifest, CONTEXT).SerializeToString())
+    session = ort.InferenceSession(ir.to_proto(position_processor(manifest, CONTEXT)).SerializeToString())
     found = run(session, {"position_ids": positions[None], "held_tokens": columns[None]})
     for row in range(ar):
         for column in range(CONTEXT):
@@ -140,7 +143,7 @@ def test_the_dequantizer_keeps_every_two_logits_apart(small: Bundle) -> None:
     """Greedy choice is by integers in our loop and by floats in onnxruntime-genai."""
     encoding = small.manifest.encodings["logits"]
     vocab = small.manifest.model.vocab
-    session = ort.InferenceSession(dequantizer(small.manifest).SerializeToString())
+    session = ort.InferenceSession(ir.to_proto(dequantizer(small.manifest)).SerializeToString())
     integers = np.arange(65536, dtype=np.uint16)
     rows = [integers[i : i + vocab] for i in range(0, 65536 - vocab, vocab)]
     floats = np.concatenate([run(session, {"logits": row[None, None]})["float_logits"][0, 0] for row in rows])

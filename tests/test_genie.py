@@ -326,9 +326,25 @@ def test_what_does_not_fit_is_refused_before_work_starts(
     assert not any(tmp_path.iterdir())
 
 
-def test_keys_in_rows_are_refused(bundle: Path, tmp_path: Path) -> None:
-    with pytest.raises(BundleError, match=r"keys: got in rows.* Export it with --key-layout columns"):
-        write_genie(open_bundle(bundle), tmp_path / "genie", GenieOptions())
+def test_keys_in_rows_become_columns_and_genie_chooses_the_same_tokens(bundle: Path, tmp_path: Path) -> None:
+    """edgekv's loop runs the bundle's own graphs, whose keys stay in rows."""
+    rows = open_bundle(bundle)
+    assert rows.manifest.key_layout == "rows"
+    write_genie(rows, tmp_path / "genie", GenieOptions(check=False))
+    generation = edgekv.load(rows, engine="htp").generate(PROMPT, max_new_tokens=24)
+    ours = [token.id for token in generation]
+    with GenieDialog(tmp_path / "genie", open_genie_folder(tmp_path / "genie").config()) as dialog:
+        assert list(dialog.token_query(list(generation.prompt[1:]), max_new_tokens=24)) == ours
+
+
+@pytest.mark.parametrize("options", [{"kv_dtype": "s16"}, {"splits": 2, "embedding": "graph", "head": "last"}])
+def test_a_cache_of_16_bits_and_the_parts_of_a_split_model_may_have_keys_in_rows(
+    tmp_path: Path, options: dict[str, object]
+) -> None:
+    """`write_genie` compares the tokens."""
+    rows = {"key_layout": "rows", "ar": (1, 8), "context": 32}
+    bundle = _export(write_checkpoint(tmp_path / "checkpoint"), **rows, **options)
+    assert write_genie(bundle, tmp_path / "genie", GenieOptions(bos=False, embedding_table=True)).checked
 
 
 @pytest.mark.parametrize(

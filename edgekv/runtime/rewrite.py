@@ -88,6 +88,15 @@ def load_model(path: Path) -> ir.Model:
     return ir.load(path)
 
 
+def apply(model: ir.Model, *passes: ir.passes.PassBase) -> bool:
+    """Run passes in order; whether one of them modified the model.
+
+    `onnx_ir.passes.Sequential` does the same, but hides a pass's own error behind a PassError.
+    """
+    modified = [each(model).modified for each in passes]
+    return any(modified)
+
+
 @contextmanager
 def collector_paused() -> Iterator[None]:
     """Keep the garbage collector from visiting the objects of a large graph again and again while they are made."""
@@ -162,6 +171,17 @@ def initializer(name: str, value: NDArray[Any]) -> ir.Value:
     """A constant that belongs to no graph yet."""
     tensor = ir.tensor(value, name=name)
     return ir.Value(name=name, shape=ir.Shape(value.shape), type=ir.TensorType(tensor.dtype), const_value=tensor)
+
+
+def make_port(name: str, dtype: ir.DataType, shape: Sequence[int | str]) -> ir.Value:
+    """An input; a name among the sizes stands for any number."""
+    return declare(ir.Value(name=name), dtype, shape)
+
+
+def declare(value: ir.Value, dtype: ir.DataType, shape: Sequence[int | str]) -> ir.Value:
+    """Say the type and shape of an input or output, which a graph must."""
+    value.type, value.shape = ir.TensorType(dtype), ir.Shape(shape)
+    return value
 
 
 def find_port(ports: Iterable[ir.Value], name: str) -> ir.Value | None:

@@ -9,7 +9,7 @@ import onnx_ir as ir
 
 from edgekv.runtime.merge.merge_heads import MergeHeads
 from edgekv.runtime.merge.move_integers import MoveIntegers
-from edgekv.runtime.rewrite import InferredShapes, collector_paused, load_model
+from edgekv.runtime.rewrite import InferredShapes, apply, collector_paused, load_model
 
 __all__ = ["merged"]
 
@@ -21,5 +21,5 @@ def merged(graph: Path) -> onnx.ModelProto:
     """
     with collector_paused():
         model = load_model(graph)
-        ir.passes.Sequential(MoveIntegers(), MergeHeads(InferredShapes(graph)))(model)
+        apply(model, MoveIntegers(), MergeHeads(InferredShapes(graph)))
         return ir.to_proto(model)

@@ -8,20 +8,19 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
-import onnx
-from onnx.external_data_helper import uses_external_data
 
 from devices import Device
 from edgekv.bundle import Bundle, FileRecord, GraphRecord, atomic_directory, readable_json, record_files
 from edgekv.errors import BundleError, EngineError, UsageError
 from edgekv.runtime import EngineName
+from edgekv.runtime.rewrite import load_model, save_model, weight_files
 from exporters.htp.check import floating_nodes
 from exporters.htp.compile import compile_graphs
 from exporters.progress import Progress, silent
 from exporters.targets.genai.config import CONFIG, DEQUANTIZER, POSITION_PROCESSOR, TOKENIZER, genai_config
 from exporters.targets.genai.helpers import dequantizer, position_processor
 from exporters.targets.genai.proof import StackedGraph, prove
-from exporters.targets.genai.stacked import stack_heads
+from exporters.targets.genai.stack_heads import stack_heads
 
 _TOKENIZER_CONFIG = b'{"tokenizer_class": "PreTrainedTokenizerFast"}\n'
 
@@ -112,8 +111,8 @@ def write_folder(
         if options.device:
             _compile(options.device, [graphs / g.file for g in (decode, prefill)], folder, options, progress)
             shutil.rmtree(graphs)
-        onnx.save(position_processor(manifest, decode.context), folder / POSITION_PROCESSOR)
-        onnx.save(dequantizer(manifest), folder / DEQUANTIZER)
+        save_model(position_processor(manifest, decode.context), folder / POSITION_PROCESSOR)
+        save_model(dequantizer(manifest), folder / DEQUANTIZER)
         config = genai_config(manifest, decode, prefill, options.engine, pad_token)
         (folder / CONFIG).write_bytes(readable_json(config))
         shutil.copyfile(bundle.path / TOKENIZER, folder / TOKENIZER)
@@ -210,15 +209,12 @@ def choose_pad_token(bundle: Bundle, given: int | None) -> int:
 
 
 def _write_stacked(bundle: Bundle, records: Sequence[GraphRecord], folder: Path) -> None:
-    weights = set()
     for record in records:
-        model = onnx.load(bundle.graph_path(record), load_external_data=False)
+        model = load_model(bundle.graph_path(record))
         stack_heads(model, bundle.manifest, record)
-        stored = [tensor for tensor in model.graph.initializer if uses_external_data(tensor)]
-        weights |= {entry.value for tensor in stored for entry in tensor.external_data if entry.key == "location"}
-        onnx.save(model, folder / record.file)
-    for name in sorted(weights):
-        shutil.copyfile(bundle.path / name, folder / name)
+        save_model(model, folder / record.file)
+        for name in weight_files(model):
+            shutil.copyfile(bundle.path / name, folder / name)
 
 
 def _compile(device: Device, graphs: Sequence[Path], folder: Path, options: GenaiOptions, progress: Progress) -> None:

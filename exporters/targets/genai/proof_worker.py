@@ -16,7 +16,7 @@ from edgekv.bundle import Bundle, GraphRecord, Manifest, open_bundle
 from edgekv.errors import EdgeKVError
 from edgekv.runtime import CpuEngine, HtpEngine
 from exporters.targets.genai.proof import ProofJob, ProofReply
-from exporters.targets.genai.stacked import new_name, past_name
+from exporters.targets.genai.stack_heads import new_name, past_name
 
 Arrays = dict[str, NDArray[Any]]
 

@@ -29,7 +29,7 @@ def _genie() -> None:
 
 
 def bundle_genie(
-    bundle: Annotated[Path, typer.Argument(help="A bundle's folder, exported with --key-layout columns.")],
+    bundle: Annotated[Path, typer.Argument(help="A bundle's folder.")],
     output: Annotated[Path, typer.Option("-o", "--output", help="The folder to be made.")],
     device: Annotated[
         Optional[str], typer.Option("--device", help="Target: must be the one that the bundle was exported for.")

@@ -9,10 +9,11 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-import onnx
+import onnx_ir as ir
 
 from edgekv.bundle import CompiledBinary
 from edgekv.errors import EngineError
+from edgekv.runtime.rewrite import load_model, save_model
 
 _PART = re.compile(r"_\d+_of_\d+$")
 _PLACES = 3  # where a binary of the tested compiler holds the name of a graph
@@ -44,21 +45,22 @@ def name_graphs(folder: Path, binary: CompiledBinary) -> dict[str, str]:
     content = (folder / binary.file).read_bytes()
     names = {}
     for graph, file in binary.wrappers.items():
-        wrapper = onnx.load(folder / file)
-        (node,) = wrapper.graph.node
-        (partition,) = (each for each in node.attribute if each.name == "partition_name")
+        wrapper = load_model(folder / file)
+        (node,) = wrapper.graph
+        given = node.attributes["partition_name"].as_string()
         end = found[0] if (found := _PART.search(graph)) else "_1_of_1"
-        name = graph.removesuffix(end).ljust(len(partition.s) - len(end), "_") + end
-        if content.count(partition.s) != _PLACES or len(name) != len(partition.s):
+        name = graph.removesuffix(end).ljust(len(given) - len(end), "_") + end
+        if content.count(given.encode()) != _PLACES or len(name) != len(given):
             raise EngineError(
                 f"{binary.file}: name of {graph}",
-                got=f"{partition.s.decode()} in {content.count(partition.s)} places",
+                got=f"{given} in {content.count(given.encode())} places",
                 expected=f"a name of {len(name)} characters in {_PLACES}",
                 fix='Use the tested onnxruntime-qnn: pip install "edgekv[htp]"',
             )
-        content = content.replace(partition.s, name.encode())
-        node.name, partition.s = name, name.encode()
-        onnx.save(wrapper, folder / file)
+        content = content.replace(given.encode(), name.encode())
+        node.name = name
+        node.attributes.add(ir.AttrString("partition_name", name))
+        save_model(wrapper, folder / file)
         names[graph] = name
     (folder / binary.file).write_bytes(content)
     return names

@@ -77,13 +77,6 @@ class GeniePlan:
         """
         bundle.require_onnx("the writer for Genie")
         manifest = bundle.manifest
-        if manifest.key_layout != "columns":
-            raise BundleError(
-                f"bundle {bundle.path}: keys",
-                got=f"in {manifest.key_layout}, [1, 1, S-AR, D]",
-                expected="in columns, [1, 1, D, S-AR], as Genie writes them",
-                fix="Export it with --key-layout columns.",
-            )
         device = find(manifest.device)
         if options.device not in (None, device):
             raise UsageError(

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from importlib import metadata, resources
 from pathlib import Path
 
+import onnx_ir as ir
+
 from edgekv.bundle import (
     MANIFEST,
     Bundle,
@@ -19,12 +21,13 @@ from edgekv.bundle import (
 )
 from edgekv.runtime import HtpEngine, qnn
 from edgekv.runtime.embedding import open_table
+from edgekv.runtime.rewrite import apply, link_weights, load_model, save_model
 from edgekv.scratch import scratch_folder
 from edgekv.spec import EMBEDDINGS
 from edgekv.system import sha256_of
 from exporters.htp.compile import compile_binaries
 from exporters.progress import Progress, silent
-from exporters.targets.genie.adapt import GraphAdapter
+from exporters.targets.genie.all_rows import ReturnAllRows
 from exporters.targets.genie.config import (
     CONFIG,
     EXTENSIONS,
@@ -34,6 +37,7 @@ from exporters.targets.genie.config import (
     HtpExtensions,
     genie_config,
 )
+from exporters.targets.genie.embeddings import ReadEmbeddings
 from exporters.targets.genie.folder import FORMAT, GENIE_MANIFEST, GenieGraph, GenieManifest
 from exporters.targets.genie.graph_file import read_ports
 from exporters.targets.genie.names import name_graphs
@@ -41,6 +45,7 @@ from exporters.targets.genie.plan import GenieOptions, GeniePlan
 from exporters.targets.genie.ports import GeniePorts
 from exporters.targets.genie.proof import prove
 from exporters.targets.genie.vendor import find_library
+from exporters.targets.key_columns import KeysInColumns
 from quant import Encoding
 
 _TOKENIZER = "tokenizer.json"
@@ -53,7 +58,7 @@ def write_genie(
     """Check a bundle's graphs, compile them, write Genie's configuration, and let Genie itself load the result.
 
     Args:
-        bundle: exported with keys as columns.
+        bundle: with keys in rows or in columns.
         target: the folder; it appears whole or not at all.
         options: what for.
         force: replace a folder that was written before.
@@ -106,7 +111,8 @@ def write_genie(
         if options.check:
             progress("check on Genie", 0, 1)
             wrappers = {name: folder / binary.wrappers[name] for name, binary in alone.items()}
-            reads_alike = table is None or manifest.embedding is not None
+            # The bundle's own graphs run on Genie's binaries if these read and write the same.
+            reads_alike = manifest.key_layout == "columns" and (table is None or manifest.embedding is not None)
             engine = HtpEngine(plan.device, plan.compiled(bundle, wrappers) if reads_alike else {})
             prompt = _prompt(bundle, plan)
             count = min(_CHECKED_TOKENS, plan.context - len(prompt))
@@ -135,34 +141,38 @@ def write_genie(
 
 
 class _Table:
-    """The embedding table as Genie's own file, uint16 `[V, hidden]` without a header."""
+    """The embedding table as Genie's own file, u16 `[V, hidden]` without a header."""
 
     def __init__(self, bundle: Bundle, path: Path) -> None:
-        """Write the table of a bundle whose graphs read embeddings; that of others comes out of their graphs."""
+        """Write the table of a bundle whose graphs read embeddings; otherwise it comes out of the graphs."""
         self.path = path
         self.encoding: Encoding | None = None
         if (rows := open_table(bundle)) is not None:
             rows.tofile(path)
             self.encoding = bundle.manifest.encodings[EMBEDDINGS]
 
-    def take_out(self, adapter: GraphAdapter) -> None:
-        """Let a graph read embeddings that looked them up."""
-        self.encoding = adapter.take_table_out(self.path)
-
 
 def _adapt_part(bundle: Bundle, plan: GeniePlan, number: int, scratch: Path, table: _Table | None) -> dict[str, Path]:
-    """One part of the graphs to compile, by their names."""
+    """One part of the graphs to compile, by their names: with the logits of all rows, keys in columns, and without the
+    embedding table if Genie looks embeddings up.
+    """
     models = {}
     for name, graph in plan.named(number):
         part = graph.parts[number - 1]
-        adapter = GraphAdapter(bundle.part_path(part), part)
-        changed = adapter.return_all_rows(graph.ar)
+        source = bundle.part_path(part)
+        model = load_model(source)
+        passes: list[ir.passes.PassBase] = [ReturnAllRows(part, graph.ar)]
+        if bundle.manifest.key_layout == "rows":
+            passes.append(KeysInColumns(bundle.manifest.geometry.names()))
         if table is not None and part.embeds:
-            table.take_out(adapter)
-            changed = True
-        models[name] = scratch / f"{name}.onnx" if changed else bundle.part_path(part)
-        if changed:
-            adapter.save(models[name])
+            passes.append(embeddings := ReadEmbeddings(table.path))
+        modified = apply(model, *passes)
+        if table is not None and part.embeds:
+            table.encoding = embeddings.encoding
+        models[name] = scratch / f"{name}.onnx" if modified else source
+        if modified:
+            save_model(model, models[name])
+            link_weights(model, source.parent, scratch)
     return models
 
 

@@ -1,0 +1,51 @@
+"""A pass: embeddings instead of token ids, for a table that Genie looks up itself."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import onnx_ir as ir
+
+from edgekv.runtime.rewrite import encoding, find_port, follow, make_port, readers, remove_unused, sizes, unlike
+from edgekv.spec import EMBEDDINGS, IDS
+from quant import Encoding
+
+
+class ReadEmbeddings(ir.passes.InPlacePass):
+    """Lets a part read `inputs_embeds` u16 `[1, 1, AR, hidden]` instead of ids, and writes the table into a file.
+
+    No integer changes: looking up rows is exact, wherever it is done.
+
+    Attributes:
+        encoding: of the table and of `inputs_embeds`; None before the pass has run.
+    """
+
+    def __init__(self, table: Path) -> None:
+        """Args: table: gets the rows of all tokens, u16 `[V, hidden]`, without a header."""
+        super().__init__()
+        self._table = table
+        self.encoding: Encoding | None = None
+
+    def call(self, model: ir.Model) -> ir.passes.PassResult:
+        """Raises: BundleError: the graph does not begin as edgekv's graphs do."""
+        # table -> Dequantize -> Gather -> Quantize -> Dequantize -> Reshape -> Quantize -> the decoder
+        graph = model.graph
+        ids = find_port(graph.inputs, IDS)
+        gathers = [] if ids is None else readers(ids)
+        rows = gathers[0].inputs[0] if gathers else None
+        source = None if rows is None else rows.producer()
+        stored = None if source is None else source.inputs[0]
+        tensor = None if stored is None else stored.const_value
+        if ids is None or not isinstance(tensor, ir.ExternalTensor) or tensor.dtype != ir.DataType.UINT16:
+            raise unlike(graph, "no rows of a u16 table that input_ids select")
+        reshape = follow(gathers[0], "Reshape")[-1]
+        last = follow(reshape, "QuantizeLinear")[-1]
+        with self._table.open("wb") as file:
+            tensor.tofile(file)
+        self.encoding = encoding(last)
+        shape = [1, 1, sizes(ids)[1], tensor.numpy().shape[1]]
+        embeddings = make_port(EMBEDDINGS, ir.DataType.UINT16, shape)
+        last.outputs[0].replace_all_uses_with(embeddings)
+        graph.inputs[graph.inputs.index(ids)] = embeddings
+        remove_unused(model)
+        return ir.passes.PassResult(model, True)
