@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Mapping, Sequence
 from functools import partial
 from importlib import metadata
@@ -113,7 +112,7 @@ def export_bundle(
         ropes = [rope_record(rope, context) for rope in spec.ropes]
         encodings = _write(tensors, matrices, ranges, ropes, graphs, folder, options, progress)
         del ranges
-        shutil.copyfile(checkpoint.folder / "tokenizer.json", folder / "tokenizer.json")
+        checkpoint.write_tokenizer(folder / "tokenizer.json")
         progress("seal", 0, 1)
         files = record_files(folder)
         checks = Checks(store.folder, options.device, files, resume=run.resume)
@@ -148,7 +147,7 @@ def export_bundle(
             graphs=graphs,
             encodings=encodings,
             source=SourceRecord(
-                checkpoint=str(checkpoint.folder.resolve()) if Path(checkpoint.name).is_dir() else checkpoint.name,
+                checkpoint=str(checkpoint.folder.resolve()) if Path(checkpoint.name).exists() else checkpoint.name,
                 weights_sha256=weights_sha256,
                 calibration=calibration.name,
                 calibration_tokens=tokens.size,

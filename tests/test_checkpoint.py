@@ -131,7 +131,7 @@ def test_a_special_token_of_the_model_must_be_in_the_vocabulary(tmp_path):
         (["manifest.json", "tokenizer.json"], ["a bundle", "edgekv generate"]),
         (["genie_config.json", "tokenizer.json"], ["a folder for Genie", "the checkpoint that it was made from"]),
         (["genai_config.json"], ["a folder for onnxruntime-genai"]),
-        (["model-q4_0.gguf"], ["GGUF, which cannot be read yet", "safetensors"]),
+        (["model-q4_0.gguf"], ["a folder of GGUF files", "model-q4_0.gguf"]),
         (["adapter_config.json", "adapter_model.safetensors"], ["LoRA", "merge_and_unload"]),
         (["config.json", "pytorch_model.bin"], ["pickled weights", "safe_serialization=True"]),
         (["config.json", "pytorch_model.bin.index.json"], ["pickled weights"]),

@@ -4,7 +4,6 @@ from edgekv.bundle.atomic import atomic_directory, atomic_file
 from edgekv.bundle.bundle import Bundle, open_bundle
 from edgekv.bundle.compiled import COMPILED, Compiled, CompiledBinary, CompiledManifest, open_compiled
 from edgekv.bundle.files import record_files
-from edgekv.bundle.folder_kind import FolderKind, folder_kind
 from edgekv.bundle.formats import FORMAT
 from edgekv.bundle.manifest import (
     MANIFEST,
@@ -39,7 +38,6 @@ __all__ = [
     "EmbeddingRecord",
     "FileHashes",
     "FileRecord",
-    "FolderKind",
     "GenerationRecord",
     "GraphFormat",
     "GraphRecord",
@@ -58,7 +56,6 @@ __all__ = [
     "atomic_directory",
     "atomic_file",
     "file_hashes",
-    "folder_kind",
     "force_rehash",
     "open_bundle",
     "open_compiled",

@@ -8,12 +8,12 @@ from typing import NoReturn
 import msgspec
 
 from edgekv.bundle.consistency import check_consistency
-from edgekv.bundle.folder_kind import folder_kind
 from edgekv.bundle.formats import FORMAT, SEAL, UPGRADES, Content, seal_of, upgraded
 from edgekv.bundle.manifest import MANIFEST, Manifest
 from edgekv.bundle.readable import readable_json
 from edgekv.errors import BundleError
 from edgekv.json_file import read_json
+from edgekv.spec import identify
 
 _UPGRADE = "Install a newer edgekv: pip install -U edgekv"
 
@@ -69,8 +69,8 @@ def _check_folder(folder: Path, file: Path) -> None:
     """Say what the folder is if it is no bundle."""
     if file.exists():
         return
-    if kind := folder_kind(folder):
-        raise BundleError(f"bundle {folder}", got=kind.name, expected="a bundle's folder", fix=kind.fix)
+    if kind := identify(folder):
+        raise BundleError(f"bundle {folder}", got=kind.what, expected="a bundle's folder", fix=kind.as_bundle)
     if not folder.is_dir():
         found = "a file" if folder.exists() else "nothing there"
         fix = "Make one with: edgekv export CHECKPOINT -o BUNDLE --device DEVICE"

@@ -1,79 +1,91 @@
-"""What a path is, for errors that say more than "not a checkpoint": other model formats, bundles, folders for Genie."""
+"""What a path is: checkpoint, bundle, folder for Genie, ... For errors that name what was given and what to run."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
+
+Kind = Literal["checkpoint", "bundle", "compiled", "genie", "genai", "lora", "gguf", "pytorch", "safetensors"]
 
 
 @dataclass(frozen=True, slots=True)
 class FolderKind:
-    """A kind of model folder or file.
+    """A kind of model file or folder.
 
     Attributes:
-        kind: `checkpoint`, `bundle`, `genie`, `genai`, `lora`, `gguf`, `pytorch` or `safetensors`.
-        what: for the error: "got ...".
-        as_checkpoint: the fix, where a checkpoint was expected.
-        as_bundle: the fix, where a bundle was expected.
+        kind: the kind; `gguf` is a file.
+        what: what it is, for an error's "got".
+        as_checkpoint: the fix if a checkpoint was expected.
+        as_bundle: the fix if a bundle was expected.
     """
 
-    kind: str
+    kind: Kind
     what: str
     as_checkpoint: str
     as_bundle: str
 
 
-_EXPORT = "Make a bundle of it: edgekv export {path} -o BUNDLE --device DEVICE"
-_EXPORT_ORIGINAL = "Export the checkpoint with safetensors instead: edgekv export CHECKPOINT -o BUNDLE --device DEVICE"
 _SOURCE = "Give the checkpoint that it was made from; manifest.json of the bundle names it under `source`."
 _SAFETENSORS = "save_pretrained(FOLDER, safe_serialization=True) of transformers writes safetensors."
-
-_CHECKPOINT = FolderKind("checkpoint", "a checkpoint", "It is one.", _EXPORT)
-_BUNDLE = FolderKind(
-    "bundle", "a bundle that is exported already", f"To run it: edgekv generate {{path}}. {_SOURCE}", ""
-)
-_GENIE = FolderKind("genie", "a folder for Genie", _SOURCE, "Give the bundle that it was made from.")
-_GENAI = FolderKind("genai", "a folder for onnxruntime-genai", _SOURCE, "Give the bundle that it was made from.")
-_LORA = FolderKind(
-    "lora",
-    "a LoRA adapter without its base model",
-    "Adapters cannot be read yet: merge it into the base model first (merge_and_unload of peft, then save_pretrained).",
-    _EXPORT_ORIGINAL,
-)
-_GGUF = FolderKind(
-    "gguf", "GGUF, which cannot be read yet", "Give the original checkpoint with safetensors.", _EXPORT_ORIGINAL
-)
-_PYTORCH = FolderKind(
-    "pytorch", "pickled weights (pytorch_model.bin), which are never opened", _SAFETENSORS, _EXPORT_ORIGINAL
-)
-_WEIGHTS = FolderKind("safetensors", "a file of weights", "Give its folder, with config.json.", _EXPORT_ORIGINAL)
+_MERGE = "Merge it into its base model (merge_and_unload of peft, then save_pretrained) and export the result."
 
 
 def identify(path: Path) -> FolderKind | None:
-    """What a path is by the files it has; None if there is nothing or nothing known.
+    """What a path is, judged by the names of files alone; None if it is nothing that edgekv knows.
 
     Args:
         path: a file or a folder.
     """
     if path.is_file():
-        suffixes = {".gguf": _GGUF, ".safetensors": _WEIGHTS, ".bin": _PYTORCH}
-        return suffixes.get(path.suffix)
+        return _file(path)
     if not path.is_dir():
         return None
     names = {each.name for each in path.iterdir()}
     endings = {Path(name).suffix for name in names}
-    if "manifest.json" in names and "config.json" not in names:
-        return _BUNDLE
-    if "genie_config.json" in names:
-        return _GENIE
+    if names & {"genie_bundle.json", "genie_config.json"}:
+        return FolderKind("genie", "a folder for Genie", _SOURCE, f"Run it with: edgekv genie run {path} --prompt TEXT")
     if "genai_config.json" in names:
-        return _GENAI
+        run = f"Run it with: edgekv genai run {path} --prompt TEXT"
+        return FolderKind("genai", "a folder for onnxruntime-genai", _SOURCE, run)
+    if "compiled.json" in names:
+        bundle = path.absolute().parent.parent
+        return FolderKind("compiled", "the compiled binaries of a bundle", _SOURCE, f"Give the bundle: {bundle}")
+    if "manifest.json" in names and "config.json" not in names:
+        return FolderKind(
+            "bundle", "a bundle that is exported already", f"Run it: edgekv generate {path}. {_SOURCE}", ""
+        )
     if "adapter_config.json" in names and "config.json" not in names:
-        return _LORA
+        return FolderKind("lora", "a LoRA adapter without its base model", _MERGE, _MERGE)
     if ".safetensors" in endings:
-        return _CHECKPOINT
+        return FolderKind("checkpoint", "a checkpoint", "", _export(path))
     if ".gguf" in endings:
-        return _GGUF
+        file = next(path / name for name in sorted(names) if name.endswith(".gguf"))
+        return FolderKind("gguf", "a folder of GGUF files", f"Give the file: {file}", _export(file))
     if names & {"pytorch_model.bin", "pytorch_model.bin.index.json"}:
-        return _PYTORCH
-    return _CHECKPOINT if "config.json" in names else None
+        return _pytorch()
+    return FolderKind("checkpoint", "a checkpoint", "", _export(path)) if "config.json" in names else None
+
+
+def _file(path: Path) -> FolderKind | None:
+    if path.suffix == ".gguf":
+        return FolderKind(
+            "gguf", "a file of weights (.gguf)", "Download it again: it has no GGUF header.", _export(path)
+        )
+    if path.suffix == ".safetensors":
+        fix = f"Give its folder, with config.json: {path.parent}"
+        return FolderKind("safetensors", "a file of weights (.safetensors)", fix, _export(path.parent))
+    if path.suffix == ".bin":
+        return _pytorch()
+    if path.name == "manifest.json":
+        return FolderKind("bundle", "the manifest of a bundle", _SOURCE, f"Give its folder: {path.parent}")
+    return None
+
+
+def _export(checkpoint: Path) -> str:
+    return f"Export it first: edgekv export {checkpoint} -o BUNDLE --device DEVICE"
+
+
+def _pytorch() -> FolderKind:
+    what = "pickled weights (pytorch_model.bin), which are never opened"
+    return FolderKind("pytorch", what, _SAFETENSORS, f"{_SAFETENSORS} Then export that folder.")

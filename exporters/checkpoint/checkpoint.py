@@ -1,14 +1,16 @@
-"""A Hugging Face checkpoint on disk: configuration, tokenizer, and weights that are read when asked for."""
+"""A checkpoint on disk, a Hugging Face folder or a GGUF file. Weights are read when they are needed."""
 
 from __future__ import annotations
 
 import hashlib
 import re
+import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
@@ -28,7 +30,14 @@ from edgekv.spec import (
     views,
 )
 from edgekv.spec.text import encode, open_tokenizer
-from exporters.checkpoint.stored import StoredTensor, stored_tensors
+from exporters.checkpoint.gguf import (
+    GgufFile,
+    gguf_tensors,
+    hugging_face_config,
+    is_gguf,
+    rebuild_tokenizer,
+)
+from exporters.checkpoint.stored import Stored, same_numbers, stored_tensors
 
 Rows = slice | NDArray[np.int64]  # of a tensor: its first dimension
 EVERY = slice(None)
@@ -54,16 +63,19 @@ class Checkpoint:
     spec: DecoderSpec
     special: SpecialTokens
     tokenizer: Tokenizer
-    _tensors: dict[str, StoredTensor] = field(repr=False)
+    config: Mapping[str, Any] = field(repr=False)
+    _tensors: Mapping[str, Stored] = field(repr=False)
     _views: dict[str, View] = field(repr=False)
 
     @classmethod
     def open(cls, name: str) -> Checkpoint:
-        """Opens a folder, or downloads a hub id such as `org/model` through huggingface_hub.
+        """Open a folder or a GGUF file, or download a hub id such as `org/model` through huggingface_hub.
 
         Raises:
             CheckpointError: naming the file or field that is missing, broken, contradictory or unsupported.
         """
+        if is_gguf(path := Path(name)):
+            return cls._open_gguf(path)
         folder = _locate(name)
         spec = describe(Config(config := read_json(folder / CONFIG)))
         generation = read_json(folder / "generation_config.json", optional=True)
@@ -73,12 +85,38 @@ class Checkpoint:
         if spec.multimodal:
             named = ((text_tensor(key), stored) for key, stored in tensors.items())
             tensors = {key: stored for key, stored in named if key is not None}
-            if HEAD in tensors and EMBEDDING in tensors and not tensors[HEAD].equals(tensors[EMBEDDING]):
+            if HEAD in tensors and EMBEDDING in tensors and not same_numbers(tensors[HEAD], tensors[EMBEDDING]):
                 # The field is often absent and its default differs between releases; transformers does the same.
                 spec = replace(spec, tied_head=False)
         wanted = {view.name: view for view in views(spec)}
         _check_tensors(tensors, wanted.values(), spec)
-        return cls(name, folder, spec, special, tokenizer, tensors, wanted)
+        return cls(name, folder, spec, special, tokenizer, config, tensors, wanted)
+
+    @classmethod
+    def _open_gguf(cls, path: Path) -> Checkpoint:
+        file = GgufFile(path)
+        config = hugging_face_config(file)
+        spec = describe(Config(config, path.name))
+        spec = replace(spec, norm_offset=0.0)  # GGUF stores norms with the offset added
+        tokenizer = rebuild_tokenizer(file)
+        _check_vocabulary(tokenizer, spec.vocab, str(path))
+        tensors = gguf_tensors(file)
+        wanted = {view.name: view for view in views(spec)}
+        _check_tensors(tensors, wanted.values(), spec)
+        special = _special_tokens(config, {}, tokenizer, spec.vocab)
+        return cls(str(path), path, spec, special, tokenizer, config, tensors, wanted)
+
+    @property
+    def config_sha256(self) -> str:
+        """A hash of the configuration."""
+        return hashlib.sha256(msgspec.json.encode(self.config, order="sorted")).hexdigest()
+
+    def write_tokenizer(self, path: Path) -> None:
+        """Write `tokenizer.json`."""
+        if self.folder.is_dir():
+            shutil.copyfile(self.folder / "tokenizer.json", path)
+        else:
+            self.tokenizer.save(str(path), pretty=False)
 
     def limited(self, windows: Sequence[int | None]) -> Checkpoint:
         """The same model whose layers attend to at most so many tokens; see `DecoderSpec.limits`."""
@@ -94,8 +132,13 @@ class Checkpoint:
             rows: which of its rows.
         """
         view = self._views[key]
-        stored = self._tensors[view.key].open()[view.first : view.first + view.shape[0]]
-        values = stored[rows].astype(np.float32)
+        count = view.shape[0]
+        if isinstance(rows, slice):
+            first, stop, _ = rows.indices(count)
+            rows = slice(view.first + first, view.first + stop)
+        else:
+            rows = np.arange(view.first, view.first + count)[rows]
+        values = self._tensors[view.key].read(rows)
         if view.offset:
             values += np.float32(view.offset)
         if view.gain != 1.0:
@@ -148,7 +191,7 @@ class Checkpoint:
         return encode(self.tokenizer, text, vocab=self.spec.vocab, field="text", add_special_tokens=False)
 
 
-def _check_tensors(found: Mapping[str, StoredTensor], wanted: Iterable[View], spec: DecoderSpec) -> None:
+def _check_tensors(found: Mapping[str, Stored], wanted: Iterable[View], spec: DecoderSpec) -> None:
     """All that the decoder reads is there, and nothing that it does not know.
 
     Raises:
@@ -165,7 +208,7 @@ def _check_tensors(found: Mapping[str, StoredTensor], wanted: Iterable[View], sp
                 fix="The weights and config.json do not belong together; fetch both again.",
             )
     for key in sorted(found.keys() - shapes.keys()):
-        if key == HEAD and not found[HEAD].equals(found[EMBEDDING]):
+        if key == HEAD and not same_numbers(found[HEAD], found[EMBEDDING]):
             raise CheckpointError(
                 f"weights: {HEAD}",
                 got="another matrix than the embedding",
@@ -189,7 +232,7 @@ def _locate(name: str) -> Path:
             f"checkpoint {name}",
             got=kind.what,
             expected="a folder with config.json, tokenizer.json and safetensors",
-            fix=kind.as_checkpoint.format(path=name),
+            fix=kind.as_checkpoint,
         )
     if path.is_dir():
         return path
@@ -246,13 +289,17 @@ def _special_tokens(
 def _open_tokenizer(path: Path, vocab: int) -> Tokenizer:
     """The tokenizer. Special tokens may be beyond the vocabulary, such as Gemma 3's token for images."""
     tokenizer = open_tokenizer(path, CheckpointError, "Fetch it again, together with the checkpoint.")
+    _check_vocabulary(tokenizer, vocab, str(path))
+    return tokenizer
+
+
+def _check_vocabulary(tokenizer: Tokenizer, vocab: int, name: str) -> None:
     special = {token for token, added in tokenizer.get_added_tokens_decoder().items() if added.special}
     highest = max(set(tokenizer.get_vocab(with_added_tokens=True).values()) - special, default=-1)
     if highest >= vocab:
         raise CheckpointError(
-            str(path),
+            name,
             got=f"a token with id {highest}",
             expected=f"ids below vocab_size = {vocab} of config.json",
             fix="This tokenizer belongs to another model; fetch both together.",
         )
-    return tokenizer

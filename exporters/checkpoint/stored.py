@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import ml_dtypes
 import numpy as np
@@ -31,6 +31,35 @@ _BLOCK_BYTES = 1 << 24
 _INDEX_BYTES = 1 << 26
 
 
+class Stored(Protocol):
+    """A tensor of a checkpoint, whatever it is stored as."""
+
+    @property
+    def file(self) -> Path:
+        """Where it is stored."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Its dimensions, `[out, in]` for a matrix."""
+
+    def read(self, rows: slice | NDArray[np.int64]) -> NDArray[np.float32]:
+        """Some rows as float32."""
+
+    def count_not_finite(self) -> int:
+        """How many elements are NaN or infinite."""
+
+
+def row_chunks(shape: tuple[int, ...]) -> list[slice]:
+    """Rows at a time that are 16 MiB as float32."""
+    step = max(1, _BLOCK_BYTES // (4 * math.prod(shape[1:])))
+    return [slice(first, first + step) for first in range(0, shape[0], step)]
+
+
+def same_numbers(a: Stored, b: Stored) -> bool:
+    """Whether two tensors hold the same numbers."""
+    return a.shape == b.shape and all(np.array_equal(a.read(rows), b.read(rows)) for rows in row_chunks(a.shape))
+
+
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
     """Where a tensor's bytes lie.
@@ -51,11 +80,9 @@ class StoredTensor:
         """The tensor, mapped: a page is read when it is touched."""
         return np.asarray(np.memmap(self.file, self.dtype, mode="r", offset=self.offset, shape=self.shape))
 
-    def equals(self, other: StoredTensor) -> bool:
-        """Whether both hold the same numbers."""
-        if self.shape != other.shape:
-            return False
-        return all(np.array_equal(a, b) for a, b in zip(self._blocks(), other._blocks(), strict=True))
+    def read(self, rows: slice | NDArray[np.int64]) -> NDArray[np.float32]:
+        """Some rows as float32."""
+        return self.open()[rows].astype(np.float32)
 
     def count_not_finite(self) -> int:
         """How many elements are NaN or infinite."""
@@ -63,10 +90,8 @@ class StoredTensor:
         return sum(int(np.count_nonzero((block.view(bits.dtype) & bits) == bits)) for block in self._blocks())
 
     def _blocks(self) -> Iterator[NDArray[Any]]:
-        """Some rows at a time, 16 MiB as float32; each is mapped by itself, so that pages that were read are let go."""
-        rows = self.shape[0]
-        step = max(1, _BLOCK_BYTES // 4 * rows // math.prod(self.shape))
-        return (self.open()[first : first + step] for first in range(0, rows, step))
+        """Chunks of rows, each mapped by itself, so that pages that were read are released."""
+        return (self.open()[rows] for rows in row_chunks(self.shape))
 
 
 def stored_tensors(folder: Path) -> dict[str, StoredTensor]:

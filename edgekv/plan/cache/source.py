@@ -52,7 +52,7 @@ def _find(path: Path | None, overrides: Overrides) -> Subject:
     kind = identify(path)
     if kind is not None and kind.kind != "checkpoint":
         wanted = f"a {CONFIG}, a folder that has one, or a bundle"
-        raise CheckpointError(str(path), got=kind.what, expected=wanted, fix=kind.as_checkpoint.format(path=path))
+        raise CheckpointError(str(path), got=kind.what, expected=wanted, fix=kind.as_checkpoint)
     if not file.is_file():
         found = f"a folder without {CONFIG} and {MANIFEST}" if path.is_dir() else "nothing there"
         wanted = f"a {CONFIG}, a folder that has one, or a bundle"

@@ -43,7 +43,7 @@ def stage_keys(
     shared = {
         "program": program_sha256(),
         "weights": weights_sha256,
-        "configuration": hashlib.sha256((checkpoint.folder / "config.json").read_bytes()).hexdigest(),
+        "configuration": checkpoint.config_sha256,
         "windows": [spec.window(layer) for layer in range(spec.layers)],
         "rotary": [(rope.inverse_frequencies.tolist(), rope.attention_factor) for rope in ropes],
         "tokens": (tokens.shape, hashlib.sha256(tokens.astype(np.int64).tobytes()).hexdigest()),

@@ -1,0 +1,16 @@
+"""GGUF files: configuration, tensors and tokenizer of llama.cpp's format, read without torch."""
+
+from exporters.checkpoint.gguf.config import hugging_face_config
+from exporters.checkpoint.gguf.file import GgufFile, is_gguf
+from exporters.checkpoint.gguf.tensors import GgufTensor, gguf_tensors
+from exporters.checkpoint.gguf.tokenizer import chat_template, rebuild_tokenizer
+
+__all__ = [
+    "GgufFile",
+    "GgufTensor",
+    "chat_template",
+    "gguf_tensors",
+    "hugging_face_config",
+    "is_gguf",
+    "rebuild_tokenizer",
+]

@@ -1,0 +1,222 @@
+"""From GGUF metadata to the fields of a Hugging Face `config.json`, so that one reader describes both."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from edgekv.errors import CheckpointError
+from exporters.checkpoint.gguf.file import GgufFile
+
+Fields = dict[str, Any]
+
+_LLAMA3 = (1.0, 4.0, 8192.0)  # low_freq_factor, high_freq_factor and original context of Llama 3.1 and 3.2
+_ENDS = ("eos", "eot", "eom")  # of a text, a turn and a message
+_GEMMA_LOCAL_THETA = 1e4  # what llama.cpp uses: the files do not say
+
+
+def hugging_face_config(file: GgufFile) -> Fields:
+    """The fields of the `config.json` that this model had before it was converted.
+
+    Raises:
+        CheckpointError: the architecture is not supported, or a field is missing or contradictory.
+    """
+    describe = _ARCHITECTURES.get(file.architecture)
+    if describe is None:
+        raise CheckpointError(
+            f"{file.path.name}: general.architecture",
+            got=repr(file.architecture),
+            expected=", ".join(_ARCHITECTURES),
+            fix="This architecture cannot be exported.",
+        )
+    fields = _shared(file) | describe(file)
+    for name, key in (("bos_token_id", "bos"), ("pad_token_id", "padding")):
+        if (entry := f"tokenizer.ggml.{key}_token_id") in file:
+            fields[name] = file.size(entry)
+    ends = [file.size(entry) for key in _ENDS if (entry := f"tokenizer.ggml.{key}_token_id") in file]
+    return fields | {"eos_token_id": list(dict.fromkeys(ends))}
+
+
+def _shared(file: GgufFile) -> Fields:
+    """What all decoders have: sizes, norm, rotary embedding, whether the head is tied."""
+    heads, hidden = file.size(".attention.head_count"), file.size(".embedding_length")
+    head_dim = file.size(".attention.key_length", hidden // heads if heads else 0)
+    value_dim = file.size(".attention.value_length", head_dim)
+    if value_dim != head_dim:
+        raise file.refusal(".attention.value_length", f"{head_dim}, the width of keys", value_dim)
+    if "token_embd.weight" not in file.blocks:
+        raise CheckpointError(
+            f"{file.path.name}: token_embd.weight",
+            got="no such tensor",
+            expected="an embedding table",
+            fix="Give the file of the whole model, not of an adapter or a projector.",
+        )
+    fields: Fields = {
+        "hidden_size": hidden,
+        "intermediate_size": file.size(".feed_forward_length"),
+        "num_hidden_layers": file.size(".block_count"),
+        "num_attention_heads": heads,
+        "num_key_value_heads": file.size(".attention.head_count_kv", heads),
+        "head_dim": head_dim,
+        "vocab_size": file.blocks["token_embd.weight"].shape[0],
+        "max_position_embeddings": file.size(".context_length"),
+        "rms_norm_eps": file.number(".attention.layer_norm_rms_epsilon"),
+        "rope_theta": file.number(".rope.freq_base", 10000.0),
+        "tie_word_embeddings": "output.weight" not in file.blocks,
+    }
+    return fields | _rope_scaling(file, head_dim)
+
+
+def _rope_scaling(file: GgufFile, head_dim: int) -> Fields:
+    """The scaling of the rotary embedding: named in the metadata, or as a tensor of factors."""
+    width = file.size(".rope.dimension_count", head_dim)
+    found: Fields = {} if width == head_dim else {"partial_rotary_factor": width / head_dim}
+    if "rope_factors_long.weight" in file.blocks:
+        long, short = (_factors(file, f"rope_factors_{each}.weight") for each in ("long", "short"))
+        original = file.size(".rope.scaling.original_context_length")
+        table: Fields = {"rope_type": "longrope", "long_factor": long, "short_factor": short}
+        if ".rope.scaling.attn_factor" in file:
+            table["attention_factor"] = file.number(".rope.scaling.attn_factor")
+        return found | {"rope_scaling": table, "original_max_position_embeddings": original}
+    if "rope_freqs.weight" in file.blocks:
+        return found | {"rope_scaling": _llama3(file, width)}
+    kind = file.text(".rope.scaling.type", "none")
+    if kind == "none":
+        return found
+    if kind == "linear":
+        return found | {"rope_scaling": {"rope_type": "linear", "factor": file.number(".rope.scaling.factor")}}
+    if kind == "yarn":
+        table = {
+            "rope_type": "yarn",
+            "factor": file.number(".rope.scaling.factor"),
+            "original_max_position_embeddings": file.size(".rope.scaling.original_context_length"),
+        }
+        return found | {"rope_scaling": table}
+    raise file.refusal(".rope.scaling.type", "none, linear, yarn or factors stored as a tensor", kind)
+
+
+def _llama3(file: GgufFile, width: int) -> Fields:
+    """Llama 3's scaling. The files store divisors of the frequencies; the largest is the factor.
+
+    Raises:
+        CheckpointError: they are not those of Llama 3.1 and 3.2.
+    """
+    stored = np.asarray(_factors(file, "rope_freqs.weight"))
+    low, high, original = _LLAMA3
+    factor = float(stored.max())
+    plain = file.number(".rope.freq_base") ** (-np.arange(0, width, 2) / width)
+    kept = np.clip((original * plain / (2 * np.pi) - low) / (high - low), 0.0, 1.0)
+    if stored.shape != plain.shape or not np.allclose(1 / stored, kept + (1 - kept) / factor, rtol=1e-3):
+        raise file.refusal("rope_freqs.weight", "the factors of Llama 3's rope scaling", stored.tolist())
+    return {
+        "rope_type": "llama3",
+        "factor": factor,
+        "low_freq_factor": low,
+        "high_freq_factor": high,
+        "original_max_position_embeddings": int(original),
+    }
+
+
+def _factors(file: GgufFile, name: str) -> list[float]:
+    block = file.blocks.get(name)
+    if block is None or block.type != "F32" or len(block.shape) != 1:
+        raise file.refusal(name, "a list of F32 factors", None if block is None else block.type)
+    return [float(each) for each in block.data]
+
+
+def _llama(file: GgufFile) -> Fields:
+    biased = "blk.0.attn_q.bias" in file.blocks
+    return {
+        "model_type": "llama",
+        "hidden_act": "silu",
+        "attention_bias": biased,
+        "mlp_bias": "blk.0.ffn_up.bias" in file.blocks,
+    }
+
+
+def _qwen2(file: GgufFile) -> Fields:
+    return {"model_type": "qwen2", "hidden_act": "silu"}
+
+
+def _qwen3(file: GgufFile) -> Fields:
+    return {"model_type": "qwen3", "hidden_act": "silu", "attention_bias": "blk.0.attn_q.bias" in file.blocks}
+
+
+def _phi3(file: GgufFile) -> Fields:
+    window = file.size(".attention.sliding_window", 0)
+    # llama.cpp writes a window into every Phi-3 file; Phi-4-mini's equals its context and limits nothing.
+    limits = window and window < file.size(".context_length")
+    return {"model_type": "phi3", "hidden_act": "silu", "sliding_window": window if limits else None}
+
+
+def _gemma(file: GgufFile) -> Fields:
+    return {
+        "hidden_activation": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": _gemma_scalar(file),
+        "sliding_window": file.size(".attention.sliding_window"),
+    }
+
+
+def _gemma_scalar(file: GgufFile) -> float:
+    """The query scale is not in the file: llama.cpp knows it by the number of layers, and so do we."""
+    widest = {"gemma2": 46, "gemma3": 62}[file.architecture]  # layers of the 27B models
+    heads, hidden = file.size(".attention.head_count"), file.size(".embedding_length")
+    if file.size(".block_count") == widest:
+        return hidden / heads
+    return float(file.size(".attention.key_length"))
+
+
+def _gemma2(file: GgufFile) -> Fields:
+    return _gemma(file) | {
+        "model_type": "gemma2",
+        "attn_logit_softcapping": file.number(".attn_logit_softcapping", 50.0),
+        "final_logit_softcapping": file.number(".final_logit_softcapping", 30.0),
+    }
+
+
+def _gemma3(file: GgufFile) -> Fields:
+    return _gemma(file) | {
+        "model_type": "gemma3_text",
+        "rope_local_base_freq": file.number(".rope.freq_base_swa", _GEMMA_LOCAL_THETA),
+        "sliding_window_pattern": 6,
+        "final_logit_softcapping": None,
+        "attn_logit_softcapping": None,
+    }
+
+
+def _smollm3(file: GgufFile) -> Fields:
+    layers = file.size(".block_count")
+    return {
+        "model_type": "smollm3",
+        "hidden_act": "silu",
+        "no_rope_layers": [int((layer + 1) % 4 != 0) for layer in range(layers)],
+    }
+
+
+def _granite(file: GgufFile) -> Fields:
+    return _llama(file) | {
+        "model_type": "granite",
+        "embedding_multiplier": file.number(".embedding_scale"),
+        "residual_multiplier": file.number(".residual_scale"),
+        "attention_multiplier": file.number(".attention.scale"),
+        "logits_scaling": file.number(".logit_scale"),
+    }
+
+
+def _olmo2(file: GgufFile) -> Fields:
+    return {"model_type": "olmo2", "hidden_act": "silu", "attention_bias": False}
+
+
+_ARCHITECTURES: Mapping[str, Callable[[GgufFile], Fields]] = {
+    "gemma2": _gemma2,
+    "gemma3": _gemma3,
+    "granite": _granite,
+    "llama": _llama,
+    "olmo2": _olmo2,
+    "phi3": _phi3,
+    "qwen2": _qwen2,
+    "qwen3": _qwen3,
+    "smollm3": _smollm3,
+}

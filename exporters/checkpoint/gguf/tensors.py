@@ -1,0 +1,132 @@
+"""The tensors of a GGUF file under their Hugging Face names, dequantized when they are read."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgekv.errors import CheckpointError
+from exporters.checkpoint.gguf.file import Block, GgufFile
+from exporters.checkpoint.stored import row_chunks
+
+TYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K")
+"""The stored types that can be read."""
+
+_LAYER = re.compile(r"blk\.(\d+)\.([a-z_]+)\.(weight|bias)")
+_TABLES = {
+    "token_embd.weight": "model.embed_tokens.weight",
+    "output_norm.weight": "model.norm.weight",
+    "output.weight": "lm_head.weight",
+}
+_FACTORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")  # read by the configuration
+_PARTS = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_qkv": "self_attn.qkv_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_POST_NORMS = {
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_attention_norm": "post_attention_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+_SPECIAL = {"gemma2": _POST_NORMS, "gemma3": _POST_NORMS, "olmo2": _POST_NORMS, "phi3": {"ffn_up": "mlp.gate_up_proj"}}
+# llama.cpp stores q and k of these with interleaved rotary pairs; Hugging Face splits a head into halves.
+_INTERLEAVED = frozenset({"llama", "granite", "smollm3"})
+
+
+@dataclass(frozen=True, slots=True)
+class GgufTensor:
+    """A tensor of a GGUF file.
+
+    Attributes:
+        file: the file.
+        shape: dimensions, `[out, in]` for a matrix.
+        block: what is stored.
+        pairs: rows of a head if its rotary pairs are interleaved in the file; 0 if the rows are in order.
+    """
+
+    file: Path
+    shape: tuple[int, ...]
+    block: Block
+    pairs: int = 0
+
+    def read(self, rows: slice | NDArray[np.int64]) -> NDArray[np.float32]:
+        """Some rows, dequantized to float32."""
+        places = _interleaved(np.arange(self.shape[0])[rows], self.pairs) if self.pairs else rows
+        from gguf import GGMLQuantizationType
+        from gguf.quants import dequantize
+
+        kind = GGMLQuantizationType[self.block.type]
+        values: NDArray[np.float32] = dequantize(np.ascontiguousarray(self.block.data[places]), kind)
+        return values if values.flags.writeable else values.copy()
+
+    def count_not_finite(self) -> int:
+        """How many elements are NaN or infinite."""
+        return sum(int((~np.isfinite(self.read(rows))).sum()) for rows in row_chunks(self.shape))
+
+
+def gguf_tensors(file: GgufFile) -> dict[str, GgufTensor]:
+    """Every tensor by its Hugging Face name.
+
+    Raises:
+        CheckpointError: a tensor is of an unknown type or has a name that the architecture does not have.
+    """
+    found: dict[str, GgufTensor] = {}
+    for name, block in file.blocks.items():
+        if name in _FACTORS:
+            continue
+        if block.type not in TYPES:
+            raise CheckpointError(
+                f"{file.path.name}: {name}",
+                got=f"type {block.type}",
+                expected=" or ".join(TYPES),
+                fix="Take a file with one of these types; Q8_0 or F16 keep the most quality.",
+            )
+        key = _name(file, name)
+        found[key] = GgufTensor(file.path, block.shape, block, _head_rows(file, key))
+    return found
+
+
+def _name(file: GgufFile, name: str) -> str:
+    if name in _TABLES:
+        return _TABLES[name]
+    match = _LAYER.fullmatch(name)
+    part = (_PARTS | _SPECIAL.get(file.architecture, {})).get(match[2]) if match else None
+    if match is None or part is None:
+        raise CheckpointError(
+            f"{file.path.name}: {name}",
+            got="a tensor that edgekv does not know",
+            expected=f"the tensors of the architecture {file.architecture}",
+            fix="Merge adapters first; models with experts or of other architectures cannot be exported.",
+        )
+    return f"model.layers.{match[1]}.{part}.{match[3]}"
+
+
+def _head_rows(file: GgufFile, key: str) -> int:
+    """Rows of a head whose rotary pairs are interleaved, else 0."""
+    if file.architecture in _INTERLEAVED and re.search(r"\.self_attn\.[qk]_proj\.", key):
+        heads, hidden = file.size(".attention.head_count"), file.size(".embedding_length")
+        return file.size(".attention.key_length", hidden // heads)
+    return 0
+
+
+def _interleaved(rows: NDArray[Any], head: int) -> NDArray[np.int64]:
+    """Where the rows of halves lie among interleaved pairs: element i of half j is row 2 i + j of its head."""
+    within = rows % head
+    half = head // 2
+    places: NDArray[np.int64] = rows - within + 2 * (within % half) + within // half
+    return places

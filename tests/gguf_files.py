@@ -1,0 +1,147 @@
+"""GGUF files of small checkpoints, written as llama.cpp's converter writes them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+from gguf.quants import quantize
+from safetensors import safe_open
+
+NAMES = {
+    "input_layernorm": "attn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.qkv_proj": "attn_qkv",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.gate_up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+POST_NORMS = {
+    "post_attention_layernorm": "post_attention_norm",
+    "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
+}
+ARCHITECTURES = {"gemma3_text": "gemma3"}
+INTERLEAVED = ("llama", "granite", "smollm3")
+
+
+def write_gguf(checkpoint: Path, path: Path, kind: str = "F32", **changes: Any) -> Path:
+    """Write the checkpoint in a folder as a GGUF file, its matrices in one type.
+
+    Args:
+        checkpoint: a Hugging Face folder.
+        path: the file.
+        kind: llama.cpp's name of the matrices' type.
+        changes: metadata to replace; None leaves a field out.
+    """
+    config = json.loads((checkpoint / "config.json").read_text())
+    architecture = ARCHITECTURES.get(config["model_type"], config["model_type"])
+    writer = gguf.GGUFWriter(path, architecture)
+    fields = {key.format(arch=architecture): value for key, value in metadata(config, architecture).items()}
+    for key, value in (fields | tokenizer_fields(checkpoint, config) | changes).items():
+        if value is not None:
+            _add(writer, key, value)
+    with safe_open(checkpoint / "model.safetensors", "numpy") as file:
+        for key in file.keys():  # noqa: SIM118  (not a dict)
+            values = file.get_tensor(key).astype(np.float32)
+            name, values = converted(key, values, config, architecture)
+            kept = gguf.GGMLQuantizationType[kind if values.ndim == 2 else "F32"]
+            writer.add_tensor(name, quantize(values, kept), raw_dtype=kept)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def metadata(config: dict[str, Any], architecture: str) -> dict[str, Any]:
+    heads = config["num_attention_heads"]
+    head_dim = config.get("head_dim") or config["hidden_size"] // heads
+    fields = {
+        "{arch}.block_count": config["num_hidden_layers"],
+        "{arch}.context_length": config["max_position_embeddings"],
+        "{arch}.embedding_length": config["hidden_size"],
+        "{arch}.feed_forward_length": config["intermediate_size"],
+        "{arch}.attention.head_count": heads,
+        "{arch}.attention.head_count_kv": config.get("num_key_value_heads") or heads,
+        "{arch}.attention.key_length": head_dim,
+        "{arch}.attention.value_length": head_dim,
+        "{arch}.attention.layer_norm_rms_epsilon": float(config["rms_norm_eps"]),
+        "{arch}.rope.freq_base": float(config.get("rope_theta", 1e4)),
+        "{arch}.rope.dimension_count": int(head_dim * config.get("partial_rotary_factor", 1)),
+    }
+    if config.get("sliding_window") is not None:
+        fields["{arch}.attention.sliding_window"] = config["sliding_window"]
+    if architecture == "gemma2":
+        fields["{arch}.attn_logit_softcapping"] = config["attn_logit_softcapping"]
+        fields["{arch}.final_logit_softcapping"] = config["final_logit_softcapping"]
+    if architecture == "granite":
+        fields["{arch}.embedding_scale"] = config["embedding_multiplier"]
+        fields["{arch}.residual_scale"] = config["residual_multiplier"]
+        fields["{arch}.attention.scale"] = config["attention_multiplier"]
+        fields["{arch}.logit_scale"] = config["logits_scaling"]
+    return fields
+
+
+def tokenizer_fields(checkpoint: Path, config: dict[str, Any]) -> dict[str, Any]:
+    described = json.loads((checkpoint / "tokenizer.json").read_text())
+    added = {each["id"]: each for each in described["added_tokens"]}
+    vocabulary = described["model"]["vocab"] | {each["content"]: number for number, each in added.items()}
+    tokens = sorted(vocabulary, key=vocabulary.__getitem__)
+    merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in described["model"]["merges"]]
+    unused = [f"[PAD{number}]" for number in range(len(tokens), config["vocab_size"])]
+    kinds = [3 if number in added else 1 for number in range(len(tokens))] + [5] * len(unused)
+    fields: dict[str, Any] = {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": "gpt-2",
+        "tokenizer.ggml.tokens": tokens + unused,
+        "tokenizer.ggml.token_type": kinds,
+        "tokenizer.ggml.merges": merges or None,
+        "tokenizer.ggml.add_bos_token": False,
+    }
+    generation = checkpoint / "generation_config.json"
+    given = config | (json.loads(generation.read_text()) if generation.exists() else {})
+    ends = given["eos_token_id"] if isinstance(given["eos_token_id"], list) else [given["eos_token_id"]]
+    fields |= dict(zip(("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id"), ends, strict=False))
+    return fields | {"tokenizer.ggml.bos_token_id": given.get("bos_token_id")}
+
+
+def converted(key: str, values: np.ndarray, config: dict[str, Any], architecture: str) -> tuple[str, np.ndarray]:
+    """What the converter makes of a tensor: its name, rotary pairs of some architectures, and norms with offset."""
+    if architecture.startswith("gemma") and "norm" in key:
+        values = values + 1
+    if key in ("model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"):
+        table = {"model.embed_tokens": "token_embd", "lm_head": "output", "model.norm": "output_norm"}
+        return f"{table[key.removesuffix('.weight')]}.weight", values
+    _, _, layer, rest = key.split(".", 3)
+    part, suffix = rest.rsplit(".", 1)
+    names = NAMES | (POST_NORMS if architecture in ("gemma2", "gemma3", "olmo2") else {})
+    if architecture in INTERLEAVED and part in ("self_attn.q_proj", "self_attn.k_proj"):
+        heads = config["num_attention_heads"]
+        heads = heads if part == "self_attn.q_proj" else config.get("num_key_value_heads") or heads
+        halves = values.reshape(heads, 2, -1, *values.shape[1:])
+        values = halves.swapaxes(1, 2).reshape(values.shape)
+    return f"blk.{layer}.{names[part]}.{suffix}", values
+
+
+def _add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
+    if isinstance(value, bool):
+        writer.add_bool(key, value)
+    elif isinstance(value, int):
+        writer.add_uint32(key, value)
+    elif isinstance(value, float):
+        writer.add_float32(key, value)
+    elif isinstance(value, str):
+        writer.add_string(key, value)
+    else:
+        writer.add_array(key, value)

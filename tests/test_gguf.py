@@ -1,0 +1,261 @@
+"""GGUF files against the checkpoints that they were written from, and files that are broken."""
+
+from __future__ import annotations
+
+import struct
+from contextlib import suppress
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+from gguf.quants import dequantize, quantize
+from tokenizers import Tokenizer, decoders, models, normalizers, trainers
+
+import edgekv
+from edgekv.cli import run
+from edgekv.errors import CheckpointError
+from edgekv.spec import views
+from exporters.checkpoint.checkpoint import Checkpoint
+from exporters.checkpoint.gguf import GgufFile, gguf_tensors, rebuild_tokenizer
+from exporters.checkpoint.gguf.file import Block
+from exporters.checkpoint.gguf.tensors import TYPES, GgufTensor
+from exporters.quantize.reference import Reference
+from tests.checkpoints import ARCHITECTURES, write_checkpoint
+from tests.gguf_files import write_gguf
+
+PROMPT = [(7 * i) % 200 + 3 for i in range(40)]
+SAME = ["llama-2", "llama-biased", "smollm2", "qwen2", "qwen3", "granite", "olmo2"]
+ALTERED = {  # what a GGUF file says of these, where the test's checkpoint says something else
+    "gemma2": {"query_pre_attn_scalar": 16},
+    "gemma3": {"query_pre_attn_scalar": 16, "rope_scaling": None, "sliding_window_pattern": 6},
+    "phi3": {"sliding_window": None, "max_position_embeddings": 64},
+    "smollm3": {"num_hidden_layers": 5, "no_rope_layers": [1, 1, 1, 0, 1]},
+    "mistral-0.3": {"model_type": "llama"},
+}
+
+
+@pytest.fixture
+def llama(tmp_path: Path) -> Path:
+    return write_checkpoint(tmp_path / "llama")
+
+
+@pytest.fixture
+def file(llama: Path, tmp_path: Path) -> Path:
+    return write_gguf(llama, tmp_path / "model.gguf")
+
+
+@pytest.mark.parametrize("name", [*SAME, *ALTERED])
+def test_the_decoder_and_its_logits_are_those_of_the_checkpoint(name: str, tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path / "checkpoint", ARCHITECTURES[name] | ALTERED.get(name, {}))
+    one = Checkpoint.open(str(folder))
+    other = Checkpoint.open(str(write_gguf(folder, tmp_path / "model.gguf")))
+    for view in views(one.spec):
+        np.testing.assert_allclose(other.tensor(view.name), one.tensor(view.name), rtol=1e-6, atol=1e-6)
+    exact, found = (next(iter(Reference(each, 64).logits([np.array(PROMPT)]))) for each in (one, other))
+    np.testing.assert_allclose(found, exact, rtol=0, atol=1e-4 * np.abs(exact).max())
+    assert (other.special.bos, other.special.eos) == (one.special.bos, one.special.eos)
+
+
+@pytest.mark.parametrize("kind", [each for each in TYPES if not each.endswith("_K")])
+def test_every_simple_type_is_read_as_it_was_written(kind: str) -> None:
+    values = np.random.default_rng(1).normal(0, 1, (6, 64)).astype(np.float32)
+    stored = quantize(values, gguf.GGMLQuantizationType[kind])
+    tensor = GgufTensor(Path("x"), values.shape, Block(stored, kind, values.shape))
+    np.testing.assert_array_equal(tensor.read(slice(2, 5)), dequantize(stored, gguf.GGMLQuantizationType[kind])[2:5])
+    np.testing.assert_array_equal(tensor.read(np.array([5, 0])), tensor.read(slice(None))[[5, 0]])
+    assert np.abs(tensor.read(slice(None)) - values).max() < {"F32": 1e-9, "F16": 2e-3, "BF16": 2e-2}.get(kind, 0.3)
+
+
+def scales_and_minima(packed: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The eight 6-bit scales and minima of a Q4_K or Q5_K block, from llama.cpp's layout of 12 bytes."""
+    low, high, rest = packed[:4], packed[4:8], packed[8:12]
+    scales = np.concatenate((low & 63, (rest & 15) | ((low >> 6) << 4)))
+    minima = np.concatenate((high & 63, (rest >> 4) | ((high >> 6) << 4)))
+    return scales.astype(np.float32), minima.astype(np.float32)
+
+
+def k_block(kind: str, block: np.ndarray) -> np.ndarray:
+    """The 256 numbers of one block, element by element as llama.cpp's format says."""
+    values = np.empty(256, np.float32)
+    if kind == "Q6_K":
+        low, high, scales = block[:128], block[128:192], block[192:208].view(np.int8)
+        step = block[208:210].view(np.float16).astype(np.float32)[0]
+        for i in range(256):
+            half, within = divmod(i, 128)
+            quarter, at = divmod(within, 32)
+            nibble = low[64 * half + 32 * (quarter % 2) + at] >> (4 * (quarter // 2)) & 15
+            upper = high[32 * half + at] >> (2 * quarter) & 3
+            values[i] = step * scales[i // 16] * (int(nibble | upper << 4) - 32)
+        return values
+    step, least = block[:4].view(np.float16).astype(np.float32)
+    scales, minima = scales_and_minima(block[4:16])
+    fifth, nibbles = (block[16:48], block[48:176]) if kind == "Q5_K" else (None, block[16:144])
+    for i in range(256):
+        group, at = divmod(i, 32)
+        q = int(nibbles[32 * (group // 2) + at] >> (4 * (group % 2)) & 15)
+        q += 16 * int(fifth[at] >> group & 1) if fifth is not None else 0
+        values[i] = step * scales[group] * q - least * minima[group]
+    return values
+
+
+@pytest.mark.parametrize(("kind", "size"), [("Q4_K", 144), ("Q5_K", 176), ("Q6_K", 210)])
+def test_every_k_type_is_read_as_its_layout_says(kind: str, size: int) -> None:
+    stored = np.random.default_rng(2).integers(0, 256, (3, 2 * size)).astype(np.uint8)
+    for row in stored.reshape(-1, size):  # finite block scales
+        place = slice(208, 210) if kind == "Q6_K" else slice(0, 4)
+        row[place] = np.array([0.01, 0.02][: (place.stop - place.start) // 2], np.float16).view(np.uint8)
+    tensor = GgufTensor(Path("x"), (3, 512), Block(stored, kind, (3, 512)))
+    expected = np.stack([k_block(kind, each) for each in stored.reshape(-1, size)]).reshape(3, 512)
+    np.testing.assert_allclose(tensor.read(slice(None)), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_a_quantized_file_is_exported_and_generates(llama: Path, tmp_path: Path, capsys) -> None:
+    file = write_gguf(llama, tmp_path / "model.gguf", "Q4_1")
+    options = [
+        "--device",
+        "SM8650",
+        "--context",
+        "64",
+        "--ar",
+        "1,8",
+        "--skip-htp-check",
+        "--calibration-tokens",
+        "256",
+    ]
+    assert run(["export", str(file), "-o", str(tmp_path / "bundle"), *options]) == 0
+    text = tmp_path / "text"
+    text.write_text("def main(): return 1\n" * 40)
+    assert run(["eval", str(tmp_path / "bundle"), "--text", str(text), "--tokens", "100"]) == 0
+    assert "top-1 agreement" in capsys.readouterr().out
+    with edgekv.load(tmp_path / "bundle") as model:
+        assert len(list(model.generate("def", max_new_tokens=4))) == 4
+
+
+def test_the_byte_level_tokenizer_is_rebuilt(embedded: Path, tmp_path: Path) -> None:
+    changes = {"tokenizer.ggml.pre": "dbrx"}  # the same split as Llama 3's, without whole words
+    file = GgufFile(write_gguf(embedded, tmp_path / "model.gguf", "BF16", **changes))
+    original, found = Tokenizer.from_file(str(embedded / "tokenizer.json")), rebuild_tokenizer(file)
+    lines = (embedded / "heldout.txt").read_text().splitlines()[:900]
+    odd = [
+        "",
+        " ",
+        "\n\n\t x",
+        "12345 6",
+        "caf\u00e9 \U0001f642 na\u00efve",
+        "<|endoftext|>",
+        "it's we'll",
+        "\u4f60\u597d",
+    ]
+    for text in [*lines, *odd]:
+        assert found.encode(text).ids == original.encode(text, add_special_tokens=False).ids, text
+        assert found.decode(found.encode(text).ids) == original.decode(found.encode(text).ids)
+
+
+def sentence_piece() -> Tokenizer:
+    """A BPE with byte fallback, trained here, as Llama 2's is made."""
+    tokenizer = Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True, fuse_unk=True))
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")])
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    special = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    text = [Path(__file__).read_text(), Path(gguf.__file__).with_name("utility.py").read_text()]
+    tokenizer.train_from_iterator(
+        text, trainers.BpeTrainer(vocab_size=900, special_tokens=special, show_progress=False)
+    )
+    return tokenizer
+
+
+def test_the_sentencepiece_tokenizer_is_rebuilt(llama: Path, tmp_path: Path) -> None:
+    original = sentence_piece()
+    vocabulary = original.get_vocab()
+    tokens = sorted(vocabulary, key=vocabulary.__getitem__)
+    changes = {
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.pre": "default",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.scores": [-float(number) for number in range(len(tokens))],
+        "tokenizer.ggml.token_type": [2, 3, 3] + [6] * 256 + [1] * (len(tokens) - 259),
+        "tokenizer.ggml.merges": None,
+        "tokenizer.ggml.unknown_token_id": 0,
+        "tokenizer.ggml.bos_token_id": 1,
+        "tokenizer.ggml.add_bos_token": True,
+    }
+    found = rebuild_tokenizer(GgufFile(write_gguf(llama, tmp_path / "model.gguf", **changes)))
+    for text in [
+        "Hello world",
+        "def f(x):\n    return x",
+        "caf\u00e9 \U0001f642",
+        "  two  spaces",
+        "import numpy as np",
+    ]:
+        ids = original.encode(text).ids
+        assert found.encode(text).ids == [1, *ids]
+        assert found.decode(ids) == original.decode(ids, skip_special_tokens=False)
+
+
+@pytest.mark.parametrize(
+    ("changes", "refusal"),
+    [
+        ({"general.architecture": "mamba"}, "general.architecture: got 'mamba'; expected "),
+        ({"llama.block_count": None}, "llama.block_count: got nothing"),
+        ({"llama.rope.scaling.type": "dynamic"}, "rope.scaling.type: got 'dynamic'"),
+        ({"tokenizer.ggml.model": "rwkv"}, "tokenizer.ggml.model: got 'rwkv'; expected gpt2 or llama"),
+        ({"tokenizer.ggml.pre": "klingon"}, "tokenizer.ggml.pre: got 'klingon'"),
+        ({"tokenizer.ggml.tokens": None}, "tokenizer.ggml.tokens"),
+        ({"llama.attention.value_length": 8}, "value_length: got 8"),
+    ],
+)
+def test_what_is_not_supported_is_refused_by_name(llama: Path, tmp_path: Path, changes, refusal, capsys) -> None:
+    architecture = changes.pop("general.architecture", None)
+    file = write_gguf(llama, tmp_path / "model.gguf", **changes)
+    if architecture:
+        content = file.read_bytes().replace(b"\x05\0\0\0\0\0\0\0llama", b"\x05\0\0\0\0\0\0\0mamba", 1)
+        file.write_bytes(content)
+    assert run(["export", str(file), "-o", str(tmp_path / "bundle"), "--device", "SM8650"]) == 1
+    assert refusal in capsys.readouterr().err
+    assert not (tmp_path / "bundle").exists()
+
+
+@pytest.mark.parametrize("share", [0.0, 0.0001, 0.1, 0.5, 0.99])
+def test_a_truncated_file_is_refused(file: Path, share: float) -> None:
+    content = file.read_bytes()
+    file.write_bytes(content[: max(4, int(len(content) * share))])
+    with pytest.raises(CheckpointError, match="truncated or damaged"):
+        Checkpoint.open(str(file))
+
+
+def test_impossible_counts_are_refused_at_once(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[8:16] = struct.pack("<Q", 1 << 60)
+    file.write_bytes(content)
+    with pytest.raises(CheckpointError, match="counts that the file can hold"):
+        GgufFile(file)
+
+
+def test_a_flipped_byte_never_gives_a_traceback(file: Path, tmp_path: Path) -> None:
+    whole, random = file.read_bytes(), np.random.default_rng(3)
+    for number in range(60):
+        content = bytearray(whole)
+        content[int(random.integers(4, 12000))] ^= int(random.integers(1, 256))
+        target = tmp_path / f"{number}.gguf"
+        target.write_bytes(content)
+        with suppress(CheckpointError):
+            Checkpoint.open(str(target)).check_values()
+        target.unlink()
+
+
+def test_a_tensor_of_an_unknown_type_is_named(llama: Path, tmp_path: Path) -> None:
+    file = GgufFile(write_gguf(llama, tmp_path / "model.gguf"))
+    name, block = next(iter(file.blocks.items()))
+    changed = dict(file.blocks) | {name: Block(block.data, "IQ2_XS", block.shape)}
+    file.blocks = changed
+    with pytest.raises(CheckpointError, match=f"{name}: got type IQ2_XS; expected F32 or F16"):
+        gguf_tensors(file)
+
+
+def test_the_package_is_named_where_it_is_missing(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "gguf", None)
+    with pytest.raises(CheckpointError, match=r'pip install "edgekv\[gguf\]"'):
+        Checkpoint.open(str(file))
