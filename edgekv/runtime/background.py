@@ -1,4 +1,4 @@
-"""Work that is done in a thread of its own while the runtime computes."""
+"""Work in a thread of its own while the runtime computes."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ from collections.abc import Callable
 from queue import SimpleQueue
 
 
-class Aside:
-    """A piece of work under way; a few microseconds to start, where a pool's future takes tens."""
+class BackgroundTask:
+    """A task that runs in the background thread. It starts in a few microseconds; a pool's future takes tens."""
 
     __slots__ = ("_done", "_work", "error")
 
     def __init__(self, work: Callable[[], None]) -> None:
+        """Start it."""
         self.error: Exception | None = None
         self._work = work
         self._done = threading.Lock()
@@ -21,7 +22,7 @@ class Aside:
         _queue().put(self)
 
     def wait(self) -> None:
-        """Return when it is done.
+        """Wait until it is done.
 
         Raises:
             Exception: what the work raised.
@@ -32,28 +33,28 @@ class Aside:
             raise self.error
 
     def run(self) -> None:
-        """Do it; the thread calls this."""
+        """Do the work; the thread calls this."""
         try:
             self._work()
-        except Exception as error:  # whoever waits is told
+        except Exception as error:  # raised again by `wait`
             self.error = error
         del self._work
         self._done.release()
 
 
-_queues: dict[int, SimpleQueue[Aside]] = {}
+_queues: dict[int, SimpleQueue[BackgroundTask]] = {}
 
 
-def _queue() -> SimpleQueue[Aside]:
-    """The queue of this process's thread: a fork leaves the thread behind."""
+def _queue() -> SimpleQueue[BackgroundTask]:
+    """The queue of this process's thread: a fork does not copy the thread."""
     process = os.getpid()
     if process not in _queues:
         _queues.clear()
         _queues[process] = SimpleQueue()
-        threading.Thread(target=_serve, args=(_queues[process],), name="edgekv-aside", daemon=True).start()
+        threading.Thread(target=_serve, args=(_queues[process],), name="edgekv-background", daemon=True).start()
     return _queues[process]
 
 
-def _serve(queue: SimpleQueue[Aside]) -> None:
+def _serve(queue: SimpleQueue[BackgroundTask]) -> None:
     while True:
         queue.get().run()

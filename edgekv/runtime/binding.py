@@ -1,4 +1,4 @@
-"""Graph inputs and outputs bound to plain addresses, as fast as Python allows."""
+"""Graph inputs and outputs bound to memory addresses, with little time in Python."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ import onnxruntime as ort
 from numpy.typing import NDArray
 
 from edgekv.kv.memory import ALIGNMENT_BYTES, HeapMemory
-from edgekv.runtime.background import Aside
+from edgekv.runtime.background import BackgroundTask
 from edgekv.spec import GraphInterface, Port
 
-# TensorProto.DataType: the runtime takes a number faster than a numpy type.
+# TensorProto.DataType: the runtime reads a number faster than a numpy type.
 _ELEMENTS: dict[str, int] = {"uint8": 2, "int8": 3, "uint16": 4, "int16": 5, "int32": 6}
-_MANY = 64  # tensors: fewer are bound in less time than it takes to hand them over
-_LONG_NS = 2_000_000  # a run must hide the move of hundreds of tensors
+_MANY = 64  # tensors: fewer are bound faster than a background task starts
+_LONG_NS = 2_000_000  # a run must take longer than binding hundreds of tensors
 
 
 class _BindAll(Protocol):
@@ -29,7 +29,7 @@ class _BindAll(Protocol):
 
 
 class Binding(Protocol):
-    """A loaded graph and the memory that it reads and writes. Whoever binds an address keeps its memory alive."""
+    """A loaded graph and the memory that it reads and writes. The caller keeps bound memory alive."""
 
     @property
     def interface(self) -> GraphInterface:
@@ -43,7 +43,7 @@ class Binding(Protocol):
         addresses: Sequence[int],
         offset_bytes: int = 0,
     ) -> None:
-        """Bind inputs of one type and shape, each `offset_bytes` behind its address."""
+        """Bind inputs of one type and shape, each `offset_bytes` past its address."""
 
     def outputs(
         self,
@@ -53,14 +53,14 @@ class Binding(Protocol):
         addresses: Sequence[int],
         offset_bytes: int = 0,
     ) -> None:
-        """Bind outputs likewise."""
+        """Bind outputs in the same way."""
 
     def run(self) -> None:
-        """Run the graph on what is bound."""
+        """Run the graph on the bound memory."""
 
 
 def aligned_zeros(shape: Sequence[int], dtype: str) -> NDArray[Any]:
-    """An array of zeros that every runtime can be bound to: it begins on a boundary of 64 bytes."""
+    """An array of zeros, aligned to 64 bytes, which every runtime accepts."""
     memory = HeapMemory(math.prod(shape) * np.dtype(dtype).itemsize + ALIGNMENT_BYTES)
     aligned: NDArray[Any] = np.ndarray(tuple(shape), dtype, memory.buffer, memory.offset)
     aligned.fill(0)
@@ -69,7 +69,7 @@ def aligned_zeros(shape: Sequence[int], dtype: str) -> NDArray[Any]:
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Where tensors of one type and shape are bound: `offset_bytes` behind each address."""
+    """Where tensors of one type and shape are bound: `offset_bytes` past each address."""
 
     is_output: bool
     names: Sequence[str]
@@ -84,7 +84,7 @@ class _Place:
         return other is not None and other.offset_bytes == self.offset_bytes and other.addresses == self.addresses
 
     def next(self, earlier: _Place | None) -> _Place:
-        """Where the tensors will be if they go on as they came here from `earlier`."""
+        """Where the tensors will be if they move once more by as much as since `earlier`."""
         if earlier is None or earlier.offset_bytes == self.offset_bytes or earlier.addresses != self.addresses:
             return self
         return replace(self, offset_bytes=2 * self.offset_bytes - earlier.offset_bytes)
@@ -94,16 +94,16 @@ _Places = dict[str, _Place]  # by the first of their names
 
 
 class _Bound:
-    """A set of bindings of a session, and the places that it is at."""
+    """One set of bindings of a session, and the places it is bound to."""
 
     def __init__(self, session: ort.InferenceSession) -> None:
         self.io = session.io_binding()
         self._binders = _binders(self.io)
         self._places: _Places = {}
-        self._moving: Aside | None = None
+        self._moving: BackgroundTask | None = None
 
     def move(self, places: Iterable[_Place]) -> None:
-        """Bind what is elsewhere."""
+        """Bind the tensors whose place has changed."""
         for place in places:
             first = place.names[0]
             if place.is_at(self._places.get(first)):
@@ -114,22 +114,23 @@ class _Bound:
             self._places[first] = place
 
     def start_moving(self, places: Iterable[_Place]) -> None:
-        """Do so in another thread."""
-        self._moving = Aside(lambda: self.move(places))
+        """Start `move` in the background."""
+        self._moving = BackgroundTask(lambda: self.move(places))
 
     def wait(self) -> None:
-        """Until that is done."""
+        """Wait until a move in the background is done."""
         if self._moving is not None:
             moving, self._moving = self._moving, None
             moving.wait()
 
 
 class MemoryBinding:
-    """The bindings of a session of ONNX Runtime; a `Binding`.
+    """The bindings of an ONNX Runtime session; a `Binding`.
 
-    The runtime takes a call for each tensor that moves. Where many move in every step, two sets of bindings take
-    turns: while the graph runs on one, the other is moved to where the next step will be if it goes as far as this one
-    did. What was foreseen wrongly is moved again. Names that are bound together are always bound together.
+    ONNX Runtime needs a call for each tensor that moves. If many move in every step, two sets of bindings take turns:
+    while the graph runs on one, the other is bound in the background to where the next step is expected to be, as far
+    from this one as this one is from the last. Wrong guesses are bound again. Names that were bound together must
+    always be bound together.
     """
 
     def __init__(self, session: ort.InferenceSession) -> None:
@@ -188,7 +189,7 @@ class MemoryBinding:
         self._bound.move((place,))
 
     def _look_ahead(self) -> None:
-        """Move the other set of bindings to where the next step will be, if that is worth a thread's while."""
+        """Bind the other set to where the next step is expected, if enough tensors move."""
         ahead = [place.next(self._last.get(name)) for name, place in self._wanted.items()]
         pairs = zip(self._wanted.values(), ahead, strict=True)
         moving = sum(len(there.names) for here, there in pairs if there is not here)
@@ -205,7 +206,7 @@ def _ports(found: Sequence[ort.NodeArg]) -> tuple[Port, ...]:
 
 
 def _binders(io: ort.IOBinding) -> tuple[_BindAll, _BindAll]:
-    """Through the object behind the public one: 0.65 us a tensor instead of 2.7, half of it the device's lookup."""
+    """Through the object that the public one wraps: 0.65 us a tensor instead of 2.7."""
     try:
         raw = io._iobinding
         device = ort.OrtDevice.make("cpu", 0)._get_c_device()

@@ -1,4 +1,4 @@
-"""The embedding table of a bundle whose graphs read embeddings, where the host looks them up."""
+"""The embedding table of bundles whose embeddings the host looks up."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from edgekv.errors import BundleError
 
 
 def open_table(bundle: Bundle) -> NDArray[Any] | None:
-    """The table `[V, hidden]`, uint16, mapped from its file: a step reads the pages of its own rows alone.
+    """The table `[V, hidden]`, uint16, memory-mapped: a step reads only the pages of its own rows.
 
-    None if the graphs look embeddings up.
+    None if the graphs look up embeddings.
 
     Raises:
-        BundleError: the file does not hold the table that the manifest promises.
+        BundleError: the file does not hold the table that the manifest describes.
     """
     record, model = bundle.manifest.embedding, bundle.manifest.model
     if record is None:

@@ -1,4 +1,4 @@
-"""One static graph on bound memory, stepping through a sequence."""
+"""A static graph on bound memory: tokens and a cache window in, logits out."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from edgekv.runtime.rope import RopeTable
 
 
 class StaticGraph:
-    """A graph whose inputs and outputs are bound once; a step writes small inputs and moves the cache's window.
+    """A graph whose inputs and outputs are bound once. A step writes the small inputs and moves the cache's windows.
 
-    Its parts run in order. What one leaves for the next lies in memory that both are bound to.
+    Its parts run in order. The output of one is the input of the next, in memory that both are bound to.
 
     Attributes:
         record: what the manifest says of the graph.
         ar: tokens per inference.
         steps: steps run.
-        run_ns: time within the runtime's own run, of all steps, ns.
-        host_ns: all other time of the steps: inputs, bindings and the cache's copies, ns.
+        run_ns: time of all steps within the runtime, ns.
+        host_ns: all other time of the steps (inputs, bindings, copies of the cache), ns.
     """
 
     def __init__(
@@ -46,11 +46,11 @@ class StaticGraph:
             manifest: of the bundle.
             record: what the manifest says of the graph.
             cache: see `use`.
-            ropes: those of `rope_tables`.
-            embeddings: the table of `open_table`.
+            ropes: see `rope_tables`.
+            embeddings: see `open_table`.
 
         Raises:
-            BundleError: the graph has not the inputs and outputs that the manifest promises.
+            BundleError: the graph does not have the inputs and outputs that follow from the manifest.
         """
         self.record = record
         self.ar = record.ar
@@ -59,31 +59,35 @@ class StaticGraph:
         self.host_ns = 0
         self._inputs = StepInputs(manifest, record, ropes, embeddings)
         interfaces = manifest.interface.parts(record)
-        left = {each.exit.name: aligned_zeros(each.exit.shape, each.exit.dtype) for each in interfaces}
+        exits = {each.exit.name: aligned_zeros(each.exit.shape, each.exit.dtype) for each in interfaces}
         self._parts = [
-            BoundPart(binding, part, interface, self._inputs.arrays | left)
+            BoundPart(binding, part, interface, self._inputs.arrays | exits)
             for binding, part, interface in zip(bindings, record.parts, interfaces, strict=True)
         ]
-        self._logits = left[interfaces[-1].exit.name][0]
+        self._logits = exits[interfaces[-1].exit.name][0]
         self.use(cache)
 
     @property
     def logits(self) -> NDArray[Any]:
-        """The logits of the last step that was asked for some, as integers `[rows, V]`, in the graph's own memory.
+        """The logits of the last step that computed them, as integers `[rows, V]`, valid until the next step.
 
-        One row, of the last token; the graph of role `score` has one for each of the step's tokens.
+        One row, of the last token; a graph of role `score` gives one for each token of the step.
         """
         rows: NDArray[Any] = self._logits[: self._inputs.filled] if self.record.role == "score" else self._logits
         return rows
 
     def use(self, cache: KVCache) -> None:
-        """Work on another cache of the same geometry from the next step on."""
+        """Use another cache of the same geometry from the next step on."""
         self._cache = cache
         for part in self._parts:
             part.use(cache, self.ar, self.record.context)
 
     def step(self, tokens: Sequence[int], *, logits: bool = True) -> None:
-        """Run 1 to AR tokens and keep their keys and values; without `logits`, a head by itself is left out.
+        """Run 1 to AR tokens and append their keys and values to the cache.
+
+        Args:
+            tokens: ids.
+            logits: whether the logits are needed; without them a head that is a separate part does not run.
 
         Raises:
             ContextFullError: the cache has no room for a step of this graph.
@@ -93,7 +97,7 @@ class StaticGraph:
         if not 1 <= len(tokens) <= self.ar:
             raise ValueError(f"tokens: got {len(tokens)}; expected 1 to {self.ar}")
         windows = self._cache.window(self.ar, self.record.context)
-        # Only now: a policy that lets tokens leave here may move the others.
+        # After `window`: a policy that evicts tokens there can change the position.
         position = self._cache.position
         self.host_ns += perf_counter_ns() - started
         self.run(tokens, position, windows, logits=logits)
@@ -110,13 +114,13 @@ class StaticGraph:
         *,
         logits: bool = True,
     ) -> None:
-        """Run tokens on open windows of the cache; whoever opened them keeps what the graph wrote.
+        """Run tokens on open windows of the cache; the caller commits what the graph wrote.
 
         Args:
             tokens: 1 to AR.
             position: absolute position of the first one.
             windows: where the graph reads and writes in each group of the cache.
-            columns: of the past, to be seen beside those that the windows name.
+            columns: past columns to attend to besides those of the windows.
             logits: see `step`.
 
         Raises:
@@ -131,7 +135,7 @@ class StaticGraph:
         try:
             for part in parts:
                 part.run()
-        except Exception as error:  # the runtime's exceptions have no common base
+        except Exception as error:  # the runtimes' exceptions have no common base
             raise EngineError(
                 f"running {self.record.name}",
                 got=" ".join(str(error).split()),

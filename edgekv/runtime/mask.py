@@ -1,4 +1,4 @@
-"""The attention mask of the layers that attend alike."""
+"""The attention mask of layers with one window."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ from quant import Encoding
 
 
 class AttentionMask:
-    """Rows of a graph's mask, `[AR, P + AR]`: columns of the past, then those of the new tokens.
+    """A graph's mask, `[AR, P + AR]`: a row for each new token, columns for the past rows and then the new tokens.
 
-    A column that a row sees holds 0.0; one that it does not, as rows without a token, the least that the encoding can.
+    An element is 0.0 where the row attends to the column, and the least value of the encoding where it does not. Rows
+    without a token attend to nothing.
     """
 
     def __init__(self, rows: NDArray[Any], encoding: Encoding) -> None:
-        """Write into these rows from now on."""
+        """Use `rows` as the mask's memory."""
         self._rows = rows
         self._ar = len(rows)
         self._past = rows.shape[1] - self._ar
@@ -28,19 +29,19 @@ class AttentionMask:
         self._filled = 0
 
     def write(self, tokens: int, window: Window, columns: Sequence[int] = ()) -> None:
-        """Let the first `tokens` rows see what the window says.
+        """Write the mask of a step of `tokens` tokens.
 
         Args:
             tokens: 1 to AR.
             window: of the layers.
-            columns: of the past, to be seen beside those that the window names.
+            columns: past columns to attend to besides those of the window.
         """
         rows = self._rows
         rows[:tokens, : self._past] = self._closed
         rows[:tokens, window.first : window.stop] = self._open
         if columns:
             rows[:tokens, columns] = self._open
-        # A column that has left a row's window has left those of all later rows.
+        # A column that has left the window of one row has also left the window of every later row.
         for gone, column in enumerate(window.leaving, self._ar - len(window.leaving)):
             rows[gone:, column] = self._closed
         if tokens != self._filled:

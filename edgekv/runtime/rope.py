@@ -1,4 +1,4 @@
-"""Cosines and sines of all positions, as the integers that a graph reads."""
+"""Cosines and sines of all positions, as integers in the graph's encodings."""
 
 from __future__ import annotations
 
@@ -18,10 +18,9 @@ Table = NDArray[Any]
 class RopeTable:
     """Rows of cosines and sines, `[positions, R/2]`, in the encodings of the graph's inputs.
 
-    An entry is trunc(attention_factor * cos(position * frequency) / scale + zero_point) in float64, of the scale as the
-    graph holds it in float32. It truncates, as Genie does, so that both feed a graph the same bits. Positions may
-    exceed those that the model was trained on: attention sees differences of positions only, and a window never holds
-    one above S.
+    An element is trunc(attention_factor * cos(position * frequency) / scale + zero_point) in float64, with the scale
+    rounded to float32 as in the graph. It truncates as Genie does, so that both give a graph the same bits. Positions
+    can exceed those of training: attention depends only on differences of positions, which stay below S.
     """
 
     def __init__(
@@ -39,7 +38,7 @@ class RopeTable:
         self._cos, self._sin = self._compute(0, positions)
 
     def rows(self, position: int, count: int) -> tuple[Table, Table]:
-        """Cosines and sines `[count, R/2]` of the positions from `position` on; the table grows as needed."""
+        """Cosines and sines `[count, R/2]` from `position` on; the table grows as needed."""
         if (end := position + count) > len(self._cos):
             more = self._compute(len(self._cos), max(end, 2 * len(self._cos)))
             self._cos, self._sin = (np.concatenate(pair) for pair in zip((self._cos, self._sin), more, strict=True))
@@ -52,7 +51,7 @@ class RopeTable:
 
 
 def rope_tables(manifest: Manifest) -> dict[str, RopeTable]:
-    """A table for every rotary embedding of a bundle, by the ending of its inputs' names, filled for one context."""
+    """A table for every rotary embedding of a bundle, by the suffix of its inputs' names, filled for one context."""
     tables = {}
     for suffix, record in manifest.ropes.items():
         cos, sin = (manifest.encodings[name] for name in rope_inputs(suffix))
