@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 import sys
 from collections.abc import Sequence
 from importlib import metadata
@@ -12,6 +13,7 @@ from typer.core import TyperGroup
 
 from edgekv.cli.commands import find_commands
 from edgekv.cli.exit_codes import exit_code_of, signals_as_exceptions
+from edgekv.cli.verify import with_verify
 
 
 def main() -> NoReturn:
@@ -30,7 +32,8 @@ def run(arguments: Sequence[str]) -> int:
     def call() -> None:
         make_app(arguments)(args=list(arguments), prog_name="edgekv")
 
-    return exit_code_of(call)
+    # What an option sets for the whole process ends with this call.
+    return contextvars.copy_context().run(exit_code_of, call)
 
 
 def make_app(arguments: Sequence[str]) -> typer.Typer:
@@ -47,9 +50,11 @@ def make_app(arguments: Sequence[str]) -> typer.Typer:
     first = next(iter(arguments), "")
     for name, command in find_commands(first).items():
         if isinstance(command, typer.Typer):
+            for each in command.registered_commands:
+                each.callback = each.callback and with_verify(each.callback)
             app.add_typer(command, name=name)
         else:
-            app.command(name)(command)
+            app.command(name)(with_verify(command))
     return app
 
 

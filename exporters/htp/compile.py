@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import mmap
+import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -258,7 +261,7 @@ def compile_graphs(
             expected="a context binary",
             fix="Use the tested onnxruntime-qnn, `pip install edgekv[htp]`.",
         )
-    held = len(_GRAPH.findall(binary.read_bytes()))
+    held = count_graphs(binary)
     if held != len(models):
         raise EngineError(
             binary.name,
@@ -271,10 +274,28 @@ def compile_graphs(
     return CompiledBinary(file=binary.name, wrappers=wrappers, graphs=held)
 
 
+def count_graphs(binary: Path) -> int:
+    """The number of graphs in a context binary."""
+    with _mapped(binary) as content:
+        return sum(1 for _ in _GRAPH.finditer(content))
+
+
 def read_target(binary: Path) -> BinaryTarget | None:
-    """What a binary itself says that it is for; none if it says nothing."""
-    match = _TARGET.search(binary.read_bytes())
-    return None if match is None else BinaryTarget(match[1].decode(), int(match[2]), int(match[3]))
+    """The chip that a context binary states; None if it states none."""
+    with _mapped(binary) as content:
+        match = _TARGET.search(content)
+        return None if match is None else BinaryTarget(match[1].decode(), int(match[2]), int(match[3]))
+
+
+@contextmanager
+def _mapped(binary: Path) -> Iterator[mmap.mmap | bytes]:
+    """The content of a file without reading it into memory: binaries are as large as the weights."""
+    with binary.open("rb") as file:
+        if not os.fstat(file.fileno()).st_size:
+            yield b""
+            return
+        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+            yield content
 
 
 def _check_target(binary: Path, device: Device) -> None:
