@@ -20,6 +20,7 @@ from edgekv.bundle import (
     RopeRecord,
     SourceRecord,
     atomic_directory,
+    check_target,
     record_files,
     write_manifest,
 )
@@ -78,8 +79,11 @@ def export_bundle(
     Raises:
         UsageError: the options do not fit the checkpoint, the target exists, or more RAM is needed than allowed.
         BundleError: a disk is full, or cannot be written.
-        EngineError: the HTP compiler refused a graph or computes part of it in float.
+        EngineError: the HTP compiler is not installed, refused a graph, or computes part of it in float.
     """
+    check_target(target, force=force)
+    if options.graph_format == "onnx" and options.check_on_htp:
+        _check_compiler()
     checkpoint = checkpoint.limited(options.max_attention_window)
     _check_fit(checkpoint, options)
     spec, context = checkpoint.spec, options.contexts[-1]
@@ -165,6 +169,19 @@ def export_bundle(
     if not run.keep_stages:
         store.remove(keys)
     return manifest
+
+
+def _check_compiler() -> None:
+    """Refuse to start work whose last step needs a compiler that is not installed.
+
+    Raises:
+        EngineError: naming the way without it.
+    """
+    try:
+        qnn.compiler()
+    except EngineError as error:
+        fix = f"{error.fix}. Or export without the check: --skip-htp-check"
+        raise EngineError("HTP check", got=error.got, expected=error.expected, fix=fix) from None
 
 
 def _check_fit(checkpoint: Checkpoint, options: ExportOptions) -> None:

@@ -4,6 +4,7 @@ import signal
 import subprocess
 import sys
 import time
+from importlib import metadata
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +17,7 @@ import edgekv
 from devices import find
 from edgekv.bundle import open_bundle
 from edgekv.errors import EngineError, UsageError
+from edgekv.runtime import qnn
 from exporters.checkpoint.checkpoint import Checkpoint
 from exporters.export import ExportOptions, export_bundle
 from exporters.htp.check import floating_nodes
@@ -126,9 +128,30 @@ def test_a_context_beyond_the_checkpoint_is_refused(tmp_path):
 def test_an_existing_bundle_is_not_replaced_without_force(small):
     before = (small / "manifest.json").read_bytes()
     checkpoint = Checkpoint.open(open_bundle(small).manifest.source.checkpoint)
+    stages = []
     with pytest.raises(UsageError, match="--force"):
-        export_bundle(checkpoint, small, options())
+        export_bundle(checkpoint, small, options(), progress=lambda stage, *_: stages.append(stage))
+    assert stages == []  # refused before a tensor is read
     assert (small / "manifest.json").read_bytes() == before
+
+
+def test_a_check_without_its_compiler_is_refused_before_the_work(tmp_path, monkeypatch):
+    """As without the extra htp: the package is not installed."""
+
+    def version(name):
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(qnn.metadata, "version", version)
+    checkpoint = Checkpoint.open(str(write_checkpoint(tmp_path / "checkpoint")))
+    stages = []
+    with pytest.raises(EngineError, match=r'HTP check: .* pip install "edgekv\[htp\]"\. .*: --skip-htp-check'):
+        export_bundle(
+            checkpoint,
+            tmp_path / "bundle",
+            options(check_on_htp=True),
+            progress=lambda stage, *_: stages.append(stage),
+        )
+    assert stages == [] and [path.name for path in tmp_path.iterdir()] == ["checkpoint"]
 
 
 def test_a_killed_export_leaves_no_bundle_and_the_next_one_cleans_up(tmp_path, embedded):

@@ -1,6 +1,6 @@
 """A bundle: a folder that says everything about itself, verified when it is opened, written atomically."""
 
-from edgekv.bundle.atomic import atomic_directory, atomic_file
+from edgekv.bundle.atomic import atomic_directory, atomic_file, check_target
 from edgekv.bundle.bundle import Bundle, open_bundle
 from edgekv.bundle.compiled import COMPILED, Compiled, CompiledBinary, CompiledManifest, open_compiled
 from edgekv.bundle.files import record_files
@@ -55,6 +55,7 @@ __all__ = [
     "WeightRecord",
     "atomic_directory",
     "atomic_file",
+    "check_target",
     "file_hashes",
     "force_rehash",
     "open_bundle",

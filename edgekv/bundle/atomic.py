@@ -1,7 +1,8 @@
-"""Files and folders that appear whole or not at all."""
+"""Files and folders that appear complete or not at all."""
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import shutil
@@ -19,9 +20,9 @@ _in_use: set[Path] = set()
 
 @contextmanager
 def atomic_file(target: Path) -> Iterator[Path]:
-    """A path beside `target` to write a file to, which takes its name when the block ends without an exception.
+    """A temporary path beside `target`, renamed to `target` when the block ends without an exception.
 
-    The file is `.NAME.partial-PID-THREAD`; on any exception it is removed. It is not forced to the disk.
+    The file is `.NAME.partial-PID-THREAD`; on an exception it is removed. It is not flushed to the disk.
 
     Raises:
         OSError: the folder cannot be written.
@@ -36,19 +37,19 @@ def atomic_file(target: Path) -> Iterator[Path]:
 
 @contextmanager
 def atomic_directory(target: str | Path, *, force: bool = False, marker: str = MANIFEST) -> Iterator[Path]:
-    """A new empty folder beside `target` that takes its name when the block ends without an exception.
+    """A new empty folder beside `target`, renamed to `target` when the block ends without an exception.
 
-    The folder is `.NAME.partial-PID`. On success its files are flushed to the disk and it is renamed; on any
-    exception it is removed. What a killed process left behind is removed by the next one with the same target.
+    The folder is `.NAME.partial-PID`. On success its files are flushed to the disk before it is renamed; on an
+    exception it is removed. Leftovers of a killed process are removed by the next one with the same target.
 
     Args:
-        target: the folder to make; its parents are made too.
+        target: the folder to create, with its parents.
         force: replace an existing folder, once the new one is complete.
-        marker: `force` replaces only an empty folder or one that has a file of this name, so that a mistyped
-            path costs nobody a home directory.
+        marker: `force` replaces only an empty folder or one with a file of this name, so that a mistyped path does not
+            delete a home directory.
 
     Raises:
-        UsageError: `target` exists and `force` is not given, or it is nothing that may be replaced.
+        UsageError: `target` exists and `force` is not given, or it must not be replaced.
         BundleError: the parent folder cannot be written.
     """
     target = Path(target).absolute()
@@ -58,7 +59,7 @@ def atomic_directory(target: str | Path, *, force: bool = False, marker: str = M
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         _clean(target)
-        _check_target(target, force=force, marker=marker)
+        check_target(target, force=force, marker=marker)
         partial.mkdir()
     except OSError as error:
         fix = "Give a path in a folder that you can write."
@@ -67,7 +68,7 @@ def atomic_directory(target: str | Path, *, force: bool = False, marker: str = M
     try:
         yield partial
         _flush_tree(partial)
-        _check_target(target, force=force, marker=marker)
+        check_target(target, force=force, marker=marker)
         _swap(partial, target)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
@@ -76,7 +77,12 @@ def atomic_directory(target: str | Path, *, force: bool = False, marker: str = M
         _in_use.discard(partial)
 
 
-def _check_target(target: Path, *, force: bool, marker: str) -> None:
+def check_target(target: Path, *, force: bool, marker: str = MANIFEST) -> None:
+    """Refuse what `atomic_directory` would refuse, before any work is done.
+
+    Raises:
+        UsageError: see `atomic_directory`.
+    """
     if not os.path.lexists(target):
         return
     field = f"output {target}"
@@ -107,7 +113,7 @@ def _swap(partial: Path, target: Path) -> None:
 
 
 def _clean(target: Path) -> None:
-    """Remove what dead processes left of this target; a target that one of them was about to swap comes back."""
+    """Remove leftovers of dead processes, and restore a target that one of them was replacing when it died."""
     pattern = re.compile(rf"\.{re.escape(target.name)}\.(partial|old)-(\d+)")
     for path in target.parent.iterdir():
         match = pattern.fullmatch(path.name)
@@ -127,8 +133,16 @@ def _flush_tree(folder: Path) -> None:
 
 
 def _flush(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
+    """Flush a file or folder to the disk. Windows and some file systems cannot do that with folders."""
+    is_folder = path.is_dir()
+    if is_folder and os.name == "nt":
+        return
+    # Windows flushes only files that are open for writing.
+    descriptor = os.open(path, os.O_RDWR if os.name == "nt" else os.O_RDONLY)
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        if not is_folder or error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise
     finally:
         os.close(descriptor)

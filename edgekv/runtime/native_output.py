@@ -1,4 +1,4 @@
-"""What native libraries print: kept off the terminal, and kept for the error message."""
+"""Output of native libraries: kept off the terminal, and available for error messages."""
 
 from __future__ import annotations
 
@@ -22,40 +22,40 @@ _StreamName = Literal["stdout", "stderr"]
 _DESCRIPTORS: dict[_StreamName, int] = {"stdout": 1, "stderr": 2}
 
 
-class Noise:
-    """What was captured, once the capture has ended."""
+class NativeOutput:
+    """The captured output, once the capture has ended."""
 
     def __init__(self) -> None:
         self.text = ""
 
     def complaints(self) -> list[str]:
-        """The messages that ONNX Runtime logged as warning or worse, in order and each once."""
+        """The messages that ONNX Runtime logged as warnings or errors, in order, without duplicates."""
         matches = (_ORT_LINE.match(_COLOUR.sub("", line)) for line in self.text.splitlines())
         return list(dict.fromkeys(match[2].strip() for match in matches if match and match[1] in "WEF"))
 
 
 @contextmanager
-def captured_output() -> Iterator[Noise]:
-    """Collect what native code writes to the descriptors 1 and 2; `sys.stdout` and `sys.stderr` stay connected.
+def captured_output() -> Iterator[NativeOutput]:
+    """Capture what native code writes to file descriptors 1 and 2; `sys.stdout` and `sys.stderr` stay connected.
 
-    Qualcomm's libraries print to both: a line on standard output would spoil the output of `--json`. The
-    descriptors belong to the whole process, so one capture runs at a time.
+    Qualcomm's libraries print to both, and a line on standard output would corrupt the output of `--json`. The
+    descriptors belong to the whole process, so only one capture runs at a time.
     """
-    noise = Noise()
+    captured = NativeOutput()
     with _lock, tempfile.TemporaryFile() as file:
         with ExitStack() as stack:
             for name, descriptor in _DESCRIPTORS.items():
                 stack.enter_context(_redirected(name, descriptor, file.fileno()))
-            yield noise
+            yield captured
         file.seek(0)
-        noise.text = file.read().decode("utf-8", "replace")
+        captured.text = file.read().decode("utf-8", "replace")
 
 
 @contextmanager
 def _redirected(name: _StreamName, descriptor: int, target: int) -> Iterator[None]:
     try:
         saved = os.dup(descriptor)
-    except OSError:  # a process without it
+    except OSError:  # the process has no such descriptor
         yield
         return
     stream = getattr(sys, name)
@@ -76,7 +76,7 @@ def _redirected(name: _StreamName, descriptor: int, target: int) -> Iterator[Non
 
 
 def _stand_in(stream: object, descriptor: int, saved: int) -> io.TextIOWrapper | None:
-    """A stream like this one that reaches the terminal meanwhile; None if it does not use the descriptor."""
+    """A stream that still reaches the terminal; None if the given one does not use the descriptor."""
     with suppress(AttributeError, OSError, ValueError):
         if isinstance(stream, io.TextIOWrapper) and stream.fileno() == descriptor:
             stream.flush()
@@ -86,5 +86,7 @@ def _stand_in(stream: object, descriptor: int, saved: int) -> io.TextIOWrapper |
 
 
 def _flush_c_streams() -> None:
+    if os.name == "nt":
+        return  # no handle on the C library of other modules; what they still buffer is printed later
     with suppress(AttributeError, OSError):
         ctypes.CDLL(None).fflush(None)
