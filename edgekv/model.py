@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from edgekv.bundle import Bundle
 from edgekv.kv import KVCache
 from edgekv.prefix import PrefixCache, PrefixStore, RetentionPolicy, open_store
-from edgekv.runtime import Engine, EngineName
+from edgekv.runtime import Engine
 from edgekv.session import (
     BeamCall,
     BeamParams,
@@ -57,7 +57,7 @@ class Model:
     def __init__(self, bundle: Bundle, engine: Engine, caches: CacheSetup, prefix_cache: PrefixCache | None) -> None:
         graphs = Graphs(bundle, engine, caches.make())
         self.bundle = bundle
-        self.engine: EngineName = engine.name
+        self.engine: str = engine.name
         self.mode = caches.mode
         self.defaults = default_params(bundle.manifest.generation)
         self.session = Session(graphs.cache, graphs)

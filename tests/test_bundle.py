@@ -30,6 +30,7 @@ from edgekv.bundle import (
     write_manifest,
 )
 from edgekv.bundle.formats import SEAL, seal_of
+from edgekv.cli import run
 from edgekv.errors import BundleError
 from quant import Encoding
 from tests.manifests import change_manifest, replace_in_manifest
@@ -340,6 +341,29 @@ def test_a_file_that_was_just_written_is_not_trusted_to_its_date(
     monkeypatch.setattr("edgekv.bundle.verified._SETTLED_NS", 1 << 62)
     assert _computed(settled) == 2
     assert _computed(settled) == 2
+
+
+def test_verify_hashes_what_is_known_again(
+    small: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A disk that returns another byte changes no time stamp."""
+    monkeypatch.setattr("edgekv.bundle.verified._SETTLED_NS", -1)
+    monkeypatch.setenv("EDGEKV_CACHE_DIR", str(tmp_path / "cache"))
+    weights = small / "weights-head.safetensors"
+    raw = weights.read_bytes()
+    weights.write_bytes(raw[:-1] + bytes([raw[-1] ^ 1]))
+    with file_hashes() as hashes:
+        right = read_manifest(small).files[weights.name].sha256
+        hashes.sha256_of(weights)
+        ((key, known),) = hashes.known.items()
+        hashes.known[key] = msgspec.structs.replace(known, sha256=right)
+    command = ["generate", str(small), "--prompt", "ab", "--max-new-tokens", "1"]
+    assert run([*command, "--verify"]) == 1
+    assert f"{weights.name}: got sha256" in capsys.readouterr().err
+    with file_hashes() as hashes:
+        hashes.known[key] = msgspec.structs.replace(known, sha256=right)
+        hashes.computed = 1
+    assert run(command) == 0  # what one call forces ends with it
 
 
 @pytest.mark.parametrize("content", [b"", b"no JSON", b'{"1:2": 3}', b"[" * 100_000])

@@ -13,9 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from edgekv.bundle import GraphRecord, Manifest, open_bundle
-from edgekv.errors import BundleError, EngineError
+from edgekv.errors import BundleError, EngineError, UsageError
 from edgekv.kv import KVCache
-from edgekv.runtime import CpuEngine, binding
+from edgekv.runtime import CpuEngine, binding, make_engine
 from edgekv.runtime.binding import MemoryBinding, _public
 from edgekv.runtime.rope import RopeTable
 from edgekv.session import Graphs, Session
@@ -173,3 +173,40 @@ def test_the_runtime_writes_no_file_and_reports_to_nobody(small: Path, tmp_path:
     environment = kept | {"HOME": str(home), "TMPDIR": str(temporary), "PYTHONDONTWRITEBYTECODE": "1"}
     subprocess.run(command, env=environment, cwd=temporary, check=True, capture_output=True)
     assert not [*home.rglob("*"), *temporary.rglob("*")]
+
+
+ANOTHER = """
+from edgekv.runtime import CpuEngine
+class Another:
+    graph_format = "onnx"
+    def open(bundle, threads):
+        print("opened with", threads)
+        return CpuEngine(threads)
+"""
+
+
+def test_an_installed_package_adds_an_engine(small: Path, tmp_path: Path) -> None:
+    info = tmp_path / "another-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: another\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(
+        "[edgekv.engines]\nanother = another:Another\nbroken = no_such_module:Engine\ncpu = another:NotThis\n"
+    )
+    (tmp_path / "another.py").write_text(ANOTHER)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
+
+    def generate(engine: str) -> subprocess.CompletedProcess[str]:
+        options = ["--prompt", "ab", "--max-new-tokens", "2", "--threads", "1", "--engine", engine]
+        command = [sys.executable, "-m", "edgekv", "generate", str(small), *options]
+        return subprocess.run(command, env=environment, capture_output=True, text=True)
+
+    assert generate("another").stdout == "opened with 1\n" + generate("cpu").stdout
+    assert "engine broken: got ModuleNotFoundError" in generate("broken").stderr
+    assert "got 'none'; expected cpu or htp or litert or tflite or another or broken" in generate("none").stderr
+    assert "Use cpu or htp or another." in generate("none").stderr
+
+
+@pytest.mark.parametrize("threads", [0, -1, 1 << 31])
+def test_a_number_of_threads_is_one_that_a_machine_can_have(small: Path, threads: int) -> None:
+    with pytest.raises(UsageError, match=r"threads: got -?[0-9]+; expected 1 to 1024"):
+        make_engine("cpu", bundle=open_bundle(small), threads=threads)

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from edgekv.runtime import ENGINES
+from edgekv.runtime import find_engines
 from exporters.quantize.recipe import find_recipe
 from quant import WEIGHT_TYPES, LayerInputs, WeightDtype, pack_int4, quantize, unpack_int4
 from quant.cholesky import cholesky, corner_inverses, solve
@@ -87,7 +87,7 @@ def test_the_table_of_weight_types_agrees_with_recipes_and_engines():
     assert set(WEIGHT_TYPES) == set(get_args(WeightDtype))
     for name, weights in WEIGHT_TYPES.items():
         assert find_recipe(weights.recipe).rule("model.layers.0.mlp.up_proj.weight").dtype == name
-        assert weights.engines <= set(ENGINES)
+        assert weights.engines <= set(find_engines())
 
 
 @pytest.mark.parametrize("dtype", WEIGHT_TYPES)

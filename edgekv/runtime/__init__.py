@@ -1,18 +1,20 @@
 """Running the static graphs of a bundle on memory that the KV cache owns."""
 
-from edgekv.runtime.engine import ENGINES, CpuEngine, Engine, EngineName, HtpEngine, make_engine
+from edgekv.runtime.cpu import CpuEngine
+from edgekv.runtime.engine import Engine, EngineType, find_engines, make_engine
 from edgekv.runtime.graph import StaticGraph
+from edgekv.runtime.htp import HtpEngine
 from edgekv.runtime.litert import LitertEngine
 from edgekv.runtime.tflite import TfliteEngine
 
 __all__ = [
-    "ENGINES",
     "CpuEngine",
     "Engine",
-    "EngineName",
+    "EngineType",
     "HtpEngine",
     "LitertEngine",
     "StaticGraph",
     "TfliteEngine",
+    "find_engines",
     "make_engine",
 ]

@@ -12,10 +12,11 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 
+from edgekv.bundle import Bundle, GraphFormat
 from edgekv.errors import EngineError
 from edgekv.kv.memory import ALIGNMENT_BYTES
 from edgekv.runtime.native_output import captured_output
@@ -32,10 +33,16 @@ class LitertEngine:
     """LiteRT on the CPU.
 
     Attributes:
-        threads: threads of one operation; None leaves it to LiteRT.
+        threads: threads per operation; None for LiteRT's own choice.
     """
 
+    graph_format: ClassVar[GraphFormat] = "tflite"
+
     name: Literal["litert"] = "litert"
+
+    @classmethod
+    def open(cls, bundle: Bundle, threads: int | None) -> LitertEngine:
+        return cls(threads)
 
     def __init__(self, threads: int | None = None) -> None:
         """Look for the runtime.
@@ -62,14 +69,14 @@ class LitertEngine:
         # The delegate would take the float islands alone, and hand every tensor over and back.
         cpu = CpuOptions(num_threads=self.threads or 0, kernel_mode=CpuKernelMode.BUILTIN)
         options = Options(hardware_accelerators=HardwareAccelerator.CPU, cpu_options=cpu)
-        with captured_output() as noise:
+        with captured_output() as output:
             try:
                 return CompiledModel.from_file(str(file), options=options)
             except Exception as error:  # the runtime's exceptions have no common base
                 failure = str(error)
         raise EngineError(
             f"{file.name} on LiteRT",
-            got=" ".join((failure or noise.text).split()),
+            got=" ".join((failure or output.text).split()),
             expected="graphs that LiteRT loads",
             fix=f"Export the bundle again, with this edgekv and ai-edge-litert {TESTED}.",
         )

@@ -13,7 +13,7 @@ import onnxruntime as ort
 
 from devices import Device
 from edgekv.errors import EngineError
-from edgekv.runtime.native_output import Noise, captured_output
+from edgekv.runtime.native_output import NativeOutput, captured_output
 
 EP_NAME = "QNNExecutionProvider"
 
@@ -51,7 +51,7 @@ def create_session(
     for key, value in session_config.items():
         options.add_session_config_entry(key, value)
     target = {"backend_path": provider.backend_path, "soc_model": str(device.soc_model), **provider_options}
-    with captured_output() as noise:
+    with captured_output() as output:
         try:
             options.add_provider_for_devices([provider.device], target)
             return ort.InferenceSession(str(model_path), options)
@@ -59,7 +59,7 @@ def create_session(
             failure = str(error)
     raise EngineError(
         f"{model_path.name} on {device.soc}",
-        got=_cause(failure, noise),
+        got=_cause(failure, output),
         expected=f"a graph that the HTP (V{device.arch}) runs whole",
         fix="Export it again with this edgekv; if it stays refused, report the nodes named here.",
     )
@@ -93,7 +93,7 @@ def _provider() -> _Provider:
     except ImportError:
         raise _missing() from None
     failure = f"no device of {EP_NAME}"
-    with captured_output() as noise:
+    with captured_output() as output:
         try:
             if not _ep_devices():
                 ort.register_execution_provider_library(EP_NAME, qnn.get_library_path())
@@ -103,7 +103,7 @@ def _provider() -> _Provider:
             failure = str(error)
     raise EngineError(
         "engine htp",
-        got=_cause(failure, noise),
+        got=_cause(failure, output),
         expected=f"onnxruntime and onnxruntime_qnn in versions that fit (found {ort.__version__}, {qnn.__version__})",
         fix=_INSTALL,
     )
@@ -119,8 +119,8 @@ def _ep_devices() -> list[ort.OrtEpDevice]:
     return [device for device in ort.get_ep_devices() if device.ep_name == EP_NAME]
 
 
-def _cause(failure: str, noise: Noise) -> str:
+def _cause(failure: str, output: NativeOutput) -> str:
     """The runtime's message tells little; the lines behind it name the node."""
-    lines = [line for line in noise.complaints() if _CAUSE.search(line)]
+    lines = [line for line in output.complaints() if _CAUSE.search(line)]
     more = f" (and {len(lines) - _SHOWN_LINES} more lines)" if len(lines) > _SHOWN_LINES else ""
     return "; ".join([" ".join(failure.split()), *lines[:_SHOWN_LINES]]) + more

@@ -14,14 +14,16 @@ from contextlib import redirect_stderr
 from functools import lru_cache
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 
-from edgekv.errors import EngineError
+from edgekv.bundle import Bundle, GraphFormat
+from edgekv.errors import EngineError, UsageError
 from edgekv.kv.memory import ALIGNMENT_BYTES
 from edgekv.runtime.native_output import captured_output
 from edgekv.spec import GraphInterface, Port
+from quant import WEIGHT_TYPES
 
 TESTED = "2.14.0"
 
@@ -35,10 +37,17 @@ class TfliteEngine:
     """tflite-runtime on the CPU.
 
     Attributes:
-        threads: threads of one operation; None leaves it to the runtime.
+        threads: threads per operation; None for the runtime's own choice.
     """
 
+    graph_format: ClassVar[GraphFormat] = "tflite"
+
     name: Literal["tflite"] = "tflite"
+
+    @classmethod
+    def open(cls, bundle: Bundle, threads: int | None) -> TfliteEngine:
+        _check_weights(bundle)
+        return cls(threads)
 
     def __init__(self, threads: int | None = None) -> None:
         """Look for the runtime.
@@ -76,7 +85,7 @@ class TfliteEngine:
 
     def _open(self, file: Path) -> Any:
         """An interpreter. Only making one shows a numpy that it does not run with: importing it succeeds."""
-        with captured_output() as noise, redirect_stderr(io.StringIO()):
+        with captured_output() as output, redirect_stderr(io.StringIO()):
             try:
                 from tflite_runtime.interpreter import Interpreter, OpResolverType
 
@@ -97,9 +106,21 @@ class TfliteEngine:
             )
         raise EngineError(
             f"{file.name} on tflite-runtime",
-            got=" ".join((failure or noise.text).split()),
+            got=" ".join((failure or output.text).split()),
             expected="graphs that tflite-runtime loads",
             fix=f"Export the bundle again with this edgekv and tflite-runtime {TESTED}, or use --engine litert.",
+        )
+
+
+def _check_weights(bundle: Bundle) -> None:
+    """That tflite-runtime has kernels for a bundle's weights."""
+    others = [each for each in bundle.manifest.recipe.weights if "tflite" not in WEIGHT_TYPES[each.dtype].engines]
+    if others:
+        raise UsageError(
+            "engine",
+            got=f"tflite for a bundle with {others[0].dtype} weights, the first: {others[0].tensor}",
+            expected="int8 weights, the only ones that tflite-runtime multiplies int16 by",
+            fix="Use litert, or export with --recipe w8a16.",
         )
 
 

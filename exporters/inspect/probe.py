@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from edgekv.bundle import Bundle
 from edgekv.errors import UsageError
 from edgekv.kv import KvTensor
-from edgekv.runtime import CpuEngine, Engine, EngineName, HtpEngine
+from edgekv.runtime import CpuEngine, Engine, HtpEngine
 from edgekv.runtime.embedding import open_table
 from edgekv.runtime.rope import rope_tables
 from edgekv.spec import EMBEDDINGS, rope_inputs
@@ -57,7 +57,7 @@ class Probe:
         self._ropes = rope_tables(manifest)
 
     @property
-    def engine(self) -> EngineName:
+    def engine(self) -> str:
         """Name of the engine."""
         return self._engine.name
 

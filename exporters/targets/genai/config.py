@@ -8,7 +8,6 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from edgekv.bundle import GraphRecord, Manifest
-from edgekv.runtime import EngineName
 from exporters.targets.genai.helpers import FLOAT_LOGITS, HELD_TOKENS, POSITION_IDS
 from exporters.targets.genai.stack_heads import new_name, past_name
 
@@ -108,7 +107,7 @@ class GenaiConfig(_Part, frozen=True, kw_only=True):
 
 
 def genai_config(
-    manifest: Manifest, decode: GraphRecord, prefill: GraphRecord, engine: EngineName, pad_token: int
+    manifest: Manifest, decode: GraphRecord, prefill: GraphRecord, engine: str, pad_token: int
 ) -> GenaiConfig:
     """The configuration of a folder with these graphs.
 
@@ -173,7 +172,7 @@ def genai_config(
     )
 
 
-def _session_options(engine: EngineName) -> SessionOptions:
+def _session_options(engine: str) -> SessionOptions:
     if engine == "cpu":
         # As `edgekv.runtime.CpuEngine`: without it weights are dequantized in every step.
         return SessionOptions(disable_quant_qdq="1")

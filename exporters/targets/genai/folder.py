@@ -12,7 +12,6 @@ import msgspec
 from devices import Device
 from edgekv.bundle import Bundle, FileRecord, GraphRecord, atomic_directory, readable_json, record_files
 from edgekv.errors import BundleError, EngineError, UsageError
-from edgekv.runtime import EngineName
 from edgekv.runtime.rewrite import load_model, save_model, weight_files
 from exporters.htp.check import floating_nodes
 from exporters.htp.compile import compile_graphs
@@ -39,7 +38,7 @@ class GenaiFolder(msgspec.Struct, frozen=True, kw_only=True):
         files: size and hash of every file.
     """
 
-    engine: EngineName
+    engine: str
     soc: str | None
     context: int
     window: int
@@ -75,7 +74,7 @@ class GenaiOptions:
             )
 
     @property
-    def engine(self) -> EngineName:
+    def engine(self) -> str:
         return "cpu" if self.device is None else "htp"
 
 

@@ -1,0 +1,66 @@
+"""Qualcomm's HTP: the emulator on x86, the NPU on a Snapdragon."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import ClassVar, Literal
+
+import onnxruntime as ort
+
+from devices import Device, find
+from edgekv.bundle import Bundle, GraphFormat, open_compiled
+from edgekv.errors import UsageError
+from edgekv.runtime import qnn
+from edgekv.runtime.binding import Binding, MemoryBinding
+
+
+@dataclass(frozen=True, slots=True)
+class HtpEngine:
+    """Qualcomm's HTP: the emulator on x86, the NPU on a Snapdragon.
+
+    Attributes:
+        device: the target.
+        compiled: wrappers of context binaries that contain one graph each, by the graphs that they were compiled from;
+            other graphs are compiled when they are loaded.
+    """
+
+    graph_format: ClassVar[GraphFormat] = "onnx"
+
+    device: Device
+    compiled: Mapping[Path, Path] = field(default_factory=dict)
+    name: Literal["htp"] = "htp"
+    _sessions: dict[Path, ort.InferenceSession] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    @classmethod
+    def open(cls, bundle: Bundle, threads: int | None) -> HtpEngine:
+        if threads is not None:
+            raise UsageError("threads", got=threads, expected="none with the engine htp", fix="Leave it out.")
+        device = find(bundle.manifest.device)
+        return cls(device, _wrappers(bundle, device))
+
+    @property
+    def alignment_bytes(self) -> int:
+        return 1
+
+    def load(self, file: Path, name: str) -> Binding:
+        if file not in self._sessions:
+            self._sessions[file] = self.session(file)
+        return MemoryBinding(self._sessions[file])
+
+    def session(self, graph: Path) -> ort.InferenceSession:
+        """A session of an ONNX file, or of the binary that it was compiled to.
+
+        Raises:
+            EngineError: the runtime is missing or refused the graph.
+        """
+        return qnn.create_session(self.compiled.get(graph, graph), self.device)
+
+
+def _wrappers(bundle: Bundle, device: Device) -> Mapping[Path, Path]:
+    compiled = open_compiled(bundle, device.soc, qnn.compiler())
+    if compiled is None:
+        return {}
+    found = {bundle.part_path(part): compiled.wrapper(part.name) for part in bundle.manifest.parts}
+    return {part: wrapper for part, wrapper in found.items() if wrapper is not None}
