@@ -25,10 +25,9 @@ from edgekv.bundle import (
     write_manifest,
 )
 from edgekv.errors import EngineError, UsageError
-from edgekv.kv import Geometry
 from edgekv.plan import CALIBRATION_WINDOW, default_calibration_tokens
 from edgekv.runtime import qnn
-from edgekv.spec import DecoderInterface, EncodingTypes
+from edgekv.spec import DecoderInterface, EncodingTypes, Geometry, LayeredGeometry
 from exporters.checkpoint.checkpoint import Checkpoint
 from exporters.checkpoint.heads import transformed
 from exporters.graphs.onnx import embedding_record, plan_graphs, write_graphs
@@ -248,19 +247,24 @@ def _write(
     return write_graphs(tensors, matrices, decoder, encodings, graphs, folder, done)
 
 
+def export_geometry(checkpoint: Checkpoint, options: ExportOptions) -> Geometry | LayeredGeometry:
+    """The cache of the graphs for the longest context."""
+    context = options.contexts[-1]
+    return DecoderInterface.of(checkpoint.spec, context, options.kv_dtype, options.key_layout, "u16").cache
+
+
 def _split(checkpoint: Checkpoint, options: ExportOptions) -> Split:
     spec = checkpoint.spec
     if options.graph_format == "tflite":
         return Split.whole(spec.layers)
-    context = options.contexts[-1]
     return choose_split(
         spec,
         options.recipe,
         splits=options.splits,
         embedding=options.embedding,
         head=options.head,
-        geometry=Geometry(spec.layers, spec.kv_heads, spec.head_dim, context, options.kv_dtype, options.key_layout),
-        ar=max(options.ar),
+        geometry=export_geometry(checkpoint, options),
+        ar=options.ar,
         graphs=len(set(options.ar)) * len(options.contexts),
     )
 

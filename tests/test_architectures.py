@@ -14,8 +14,8 @@ import edgekv
 from devices import find
 from edgekv.bundle import open_bundle
 from edgekv.errors import CheckpointError, UsageError
-from edgekv.plan.cache import Overrides, find_subject
-from edgekv.spec import families
+from edgekv.plan import Overrides, find_subject
+from edgekv.spec import DecoderInterface, families
 from edgekv.spec.tensors import views
 from exporters.checkpoint.checkpoint import Checkpoint
 from exporters.export import export_bundle
@@ -88,12 +88,14 @@ def test_a_configuration_that_contradicts_itself_is_refused_by_field(tmp_path, n
 @pytest.mark.parametrize("name", sorted(ARCHITECTURES))
 def test_size_reads_what_export_reads(tmp_path, name):
     checkpoint = opened(tmp_path, name)
-    subject = find_subject(tmp_path, Overrides(context=64))
-    spec, geometry = checkpoint.spec, subject.geometry
-    assert (geometry.layers, geometry.kv_heads, geometry.head_dim) == (spec.layers, spec.kv_heads, spec.head_dim)
+    subject = find_subject(tmp_path, Overrides(context=64, ar=(1, 16)))
+    spec, groups = checkpoint.spec, subject.geometry.groups()
+    assert groups == DecoderInterface.of(spec, 64, "u8", "rows", "u16").cache.groups()
+    assert sum(group.layers for group in groups) == spec.layers
+    assert {(group.kv_heads, group.head_dim) for group in groups} == {(spec.kv_heads, spec.head_dim)}
     matrices = [view for view in views(spec) if view.name.startswith("model.layers.") and len(view.shape) == 2]
     assert subject.decoder.layer_parameters * spec.layers == sum(np.prod(view.shape) for view in matrices)
-    assert any("attention window" in text for text in subject.assumptions) is any(spec.windows)
+    assert any(group.context < 64 for group in groups) is any(spec.windows_in(64))
 
 
 EVERY_OPERATION = ["llama-biased", "qwen3", "phi4-mini", "gemma2", "gemma3"]

@@ -9,7 +9,7 @@ from safetensors.numpy import load_file, save_file
 
 import edgekv
 from edgekv.errors import BundleError, CheckpointError, UsageError
-from edgekv.plan.cache import Overrides, find_subject
+from edgekv.plan import Overrides, find_subject
 from edgekv.spec.config import Config
 from edgekv.spec.rope import Rope
 from exporters.checkpoint.checkpoint import Checkpoint

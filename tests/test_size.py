@@ -25,20 +25,18 @@ from edgekv.bundle import (
 )
 from edgekv.cli.size import size
 from edgekv.errors import BundleError, CheckpointError, UsageError
-from edgekv.kv import STRATEGIES, Geometry, KVCache
-from edgekv.plan.cache import (
-    CHOICES,
+from edgekv.kv import DEFAULT_STRATEGY, STRATEGIES, KVCache
+from edgekv.plan import (
     HTP_CONTEXT_BYTES,
-    Budget,
+    MemoryLimit,
     Overrides,
-    Report,
+    SizeReport,
     Subject,
-    count_windows,
-    estimate,
     find_subject,
-    make_report,
-    measure_traffic,
+    make_size_report,
 )
+from edgekv.plan.cache import CHOICES, count_addresses, estimate
+from edgekv.spec import Geometry, LayeredGeometry
 from quant import Encoding
 
 NOTE = Geometry(layers=32, kv_heads=32, head_dim=128, context=2048, kv_dtype="s16")
@@ -60,6 +58,15 @@ geometries = st.builds(
     kv_heads=st.integers(1, 3),
     head_dim=st.integers(1, 40),
     context=st.integers(5, 40),
+    kv_dtype=st.sampled_from(["u8", "s16"]),
+)
+layered = st.builds(
+    LayeredGeometry,
+    layers=st.integers(2, 3),
+    context=st.integers(12, 40),
+    kv_heads=st.just((2,)),
+    head_dim=st.integers(1, 40).map(lambda columns: (columns,)),
+    windows=st.lists(st.none() | st.integers(6, 50), min_size=1, max_size=3),
     kv_dtype=st.sampled_from(["u8", "s16"]),
 )
 larger_ar = st.integers(1, 4)
@@ -90,7 +97,7 @@ def decode(cache, tokens):
 
 
 def test_the_figures_of_the_note():
-    two, one_and_a_half, slot, *_ = make_report(subject()).strategies
+    slot, two, one_and_a_half, *_ = make_size_report(subject()).strategies
     assert (two.reserve, two.formula_bytes) == (2.0, 2_146_435_072)
     assert (one_and_a_half.reserve, one_and_a_half.formula_bytes) == (1.5, 1_609_826_304)
     assert slot.formula_bytes is None
@@ -105,27 +112,32 @@ def test_the_formula_of_the_note_for_any_geometry(geometry):
 
 
 def test_strategies_of_the_runtime_are_sized_and_the_default_stands_first():
-    assert {choice.strategy for choice in CHOICES} <= set(STRATEGIES)
-    assert CHOICES[0].label == "pointer-shift 2.0"
+    assert {choice.strategy for choice in CHOICES} == set(STRATEGIES)
+    assert CHOICES[0].label == DEFAULT_STRATEGY == "slot"
 
 
-@given(geometries, larger_ar, choices)
+def cost_of(choice, geometry, ar):
+    strategies = make_size_report(subject(geometry, ar)).strategies
+    return next(cost for cost, each in zip(strategies, CHOICES, strict=True) if each == choice)
+
+
+@given(geometries | layered, larger_ar, choices)
 def test_what_is_held_is_what_a_cache_allocates(geometry, max_ar, choice):
     ar = tuple(sorted({1, max_ar}))
-    (each,) = [s for s, c in zip(make_report(subject(geometry, ar)).strategies, CHOICES, strict=True) if c == choice]
-    cache = cache_of(choice, geometry, ar)
+    each, cache = cost_of(choice, geometry, ar), cache_of(choice, geometry, ar)
     assert each.held_bytes == choice.held_bytes(geometry, ar) == cache.stats.bytes_held
-    assert each.stride_bytes * (geometry.tensors - 1) == cache.arena.addresses[-1] - cache.arena.addresses[0]
-    assert cache.arena.array.shape[1] in (each.rows_per_tensor, 2 * each.rows_per_tensor)  # twice if mapped twice
+    assert each.held_bytes <= sum(choice.layer_bytes(geometry, ar)) < each.held_bytes + geometry.layers
     assert each.formula_bytes is None or each.formula_bytes < each.held_bytes
+    if len(cache.arenas) == 1:
+        assert each.stride_bytes * (geometry.tensors - 1) == cache.arena.addresses[-1] - cache.arena.addresses[0]
+        assert cache.arena.array.shape[1] in (each.rows_per_tensor, 2 * each.rows_per_tensor)  # twice if mapped twice
 
 
-@given(geometries, larger_ar, choices)
-@settings(max_examples=60)
+@given(geometries | layered, larger_ar, choices)
+@settings(max_examples=100)
 def test_what_is_copied_is_what_a_cache_copies(geometry, max_ar, choice):
     ar = tuple(sorted({1, max_ar}))
-    (each,) = [s for s, c in zip(make_report(subject(geometry, ar)).strategies, CHOICES, strict=True) if c == choice]
-    cache = cache_of(choice, geometry, ar)
+    each, cache = cost_of(choice, geometry, ar), cache_of(choice, geometry, ar)
     filling = decode(cache, geometry.context - 1)
     sliding = decode(cache, 10 * geometry.context)
     copied = filling + sliding
@@ -137,8 +149,32 @@ def test_what_is_copied_is_what_a_cache_copies(geometry, max_ar, choice):
     assert max(copied) <= each.worst_step_bytes
 
 
+@given(geometries | layered, larger_ar, choices, st.lists(st.tuples(st.booleans(), st.integers(1, 4)), max_size=80))
+@settings(max_examples=100)
+def test_no_step_copies_more_than_the_worst(geometry, max_ar, choice, steps):
+    ar = tuple(sorted({1, max_ar}))
+    each, cache = cost_of(choice, geometry, ar), cache_of(choice, geometry, ar)
+    for large, tokens in steps:
+        before, step = cache.stats.bytes_copied, max_ar if large else 1
+        cache.window(step)
+        cache.commit(min(tokens, step))
+        assert cache.stats.bytes_copied - before <= each.worst_step_bytes
+
+
+@given(geometries, larger_ar, st.sampled_from([choice for choice in CHOICES if choice.strategy != "mirror"]))
+def test_keys_as_columns_are_sized_too(geometry, max_ar, choice):
+    columns, ar = replace(geometry, key_layout="columns"), tuple(sorted({1, max_ar}))
+    report = make_size_report(subject(columns, ar))
+    labels = [each.label for each in report.strategies]
+    assert "mirror" not in labels
+    each, cache = report.strategies[labels.index(choice.label)], cache_of(choice, columns, ar)
+    assert each.held_bytes == cache.stats.bytes_held
+    filling = decode(cache, geometry.context - 1)
+    assert each.filling_bytes_per_token == pytest.approx(sum(filling) / len(filling))
+
+
 def test_reserve_two_copies_nothing_for_a_context_and_then_a_row_a_token():
-    two, one_and_a_half, slot, *_ = make_report(subject(ar=(1,))).strategies
+    slot, two, one_and_a_half, *_ = make_size_report(subject(ar=(1,))).strategies
     row_bytes = NOTE.tensors * NOTE.row_bytes
     assert two.tokens_before_copy == 2048 and two.filling_bytes_per_token == 0
     assert two.sliding_bytes_per_token == pytest.approx(row_bytes * 2047 / 2048)
@@ -148,18 +184,16 @@ def test_reserve_two_copies_nothing_for_a_context_and_then_a_row_a_token():
 
 
 def test_a_slide_costs_less_often_with_more_reserve():
-    two, one_and_a_half = (
-        measure_traffic(lambda c=c: c.make(NOTE, 1), context=NOTE.context, max_ar=1) for c in CHOICES[:2]
-    )
-    assert one_and_a_half.sliding_rows_per_token == pytest.approx(2 * float(two.sliding_rows_per_token), rel=0.01)
+    two, one_and_a_half = make_size_report(subject(ar=(1,))).strategies[1:3]
+    assert one_and_a_half.sliding_bytes_per_token == pytest.approx(2 * two.sliding_bytes_per_token, rel=0.01)
 
 
 def test_graph_ports_and_bindings():
-    report = make_report(subject())
+    report = make_size_report(subject())
     decode_graph, prefill = report.graphs
     assert (decode_graph.inputs, decode_graph.outputs) == (4 + 2048, 1 + 2048)
     assert (prefill.inputs, prefill.outputs, prefill.kv_inputs) == (5 + 2048, 1 + 2048, 2048)
-    assert [each.rebound_tensors_per_step for each in report.strategies][:3] == [2 * 2048, 2 * 2048, 0]
+    assert [each.rebound_tensors_per_step for each in report.strategies][:3] == [0, 2 * 2048, 2 * 2048]
 
 
 @given(geometries, larger_ar, choices, st.lists(st.tuples(st.booleans(), st.integers(0, 4)), max_size=200))
@@ -174,7 +208,7 @@ def test_no_generation_meets_an_address_that_was_not_counted(geometry, max_ar, c
         met[window.ar][1].add(window.new_row)
         cache.commit(min(tokens, window.ar))
     for each, ends in met.items():
-        counted = count_windows(lambda: choice.make(geometry, max_ar), context=geometry.context, ar=each)
+        counted = count_addresses(choice, geometry, max_ar, each)
         assert sum(map(len, ends)) <= counted
 
 
@@ -182,30 +216,28 @@ def test_pointer_shift_registers_an_address_for_each_position_and_slot_one():
     # ExecuTorch's issue 4517: 144 heads of keys and as many of values, 128 positions, 55,444 registered tensors; there
     # the new keys have one address, so three of our four moving ends count: 144 x 128 x 3, and 148 that do not move.
     heads = Geometry(layers=12, kv_heads=12, head_dim=64, context=128)
-    two, _, slot, *_ = make_report(subject(heads, ar=(1,))).strategies
+    slot, two, *_ = make_size_report(subject(heads, ar=(1,))).strategies
     assert two.registered_addresses == heads.tensors * 128 * 2 == 73_728
     assert two.registered_addresses * 3 // 4 == 144 * 128 * 3 == 55_444 - 148
     assert slot.registered_addresses == heads.tensors * 2
 
 
-def test_the_recommendation_follows_from_what_addresses_cost():
-    on_htp = make_report(subject(), device=find("SM8650")).recommendation
-    assert on_htp.strategy == "slot" and "8,192 addresses to register when the model loads on SM8650" in on_htp.reason
-    report = make_report(subject())
-    on_host = report.recommendation
-    (best,) = (
-        each for each in report.strategies if (each.strategy, each.reserve) == (on_host.strategy, on_host.reserve)
-    )
-    assert best.filling_bytes_per_token == min(each.filling_bytes_per_token for each in report.strategies) == 0
-    assert on_host.reason.startswith(f"{best.label}: 0 bytes copied a token")
+@pytest.mark.parametrize("device", [None, find("SM8650")])
+def test_the_recommendation_is_the_default_and_follows_from_the_table(device):
+    report = make_size_report(subject(), device=device)
+    best = report.recommendation
+    assert best.strategy == DEFAULT_STRATEGY == report.strategies[0].strategy
+    assert report.strategies[0].registered_addresses == min(each.registered_addresses for each in report.strategies)
+    assert best.reason.startswith("slot: 8,192 addresses to register, 0 tensors to bind again at each step, 524,288")
+    assert "mirror copies 0, but has" in best.reason
 
 
 def test_the_recommendation_fits_if_any_does():
-    report = make_report(subject(), budget=Budget(1_700_000_000, "a test"))
+    report = make_size_report(subject(), limit=MemoryLimit(1_090_519_100, "a test"))
     best = report.recommendation
     fitting = [(each.strategy, each.reserve) for each in report.strategies if each.fits]
     assert not report.strategies[0].fits and (best.strategy, best.reserve) in fitting
-    assert "none fits" in make_report(subject(), budget=Budget(1, "a test")).recommendation.reason
+    assert "none fits" in make_size_report(subject(), limit=MemoryLimit(1, "a test")).recommendation.reason
 
 
 # The table of ZigLlama's page on its KV cache, in float32; its GB are 2^30 bytes.
@@ -223,7 +255,7 @@ def test_the_table_of_zigllama(layers, kv_heads, tokens, gib):
 
 @given(geometries)
 def test_the_estimate_is_what_slot_holds_without_its_scratch(geometry):
-    (slot,) = [each for each in make_report(subject(geometry, ar=(1,))).strategies if each.strategy == "slot"]
+    (slot,) = [each for each in make_size_report(subject(geometry, ar=(1,))).strategies if each.strategy == "slot"]
     g = geometry
     sizes = {"layers": g.layers, "kv_heads": g.kv_heads, "head_dim": g.head_dim, "tokens": g.context}
     assert estimate(**sizes, element_bytes=g.element_bytes) == slot.rows_per_tensor * g.row_bytes * g.tensors
@@ -306,7 +338,14 @@ def test_missing_options_are_named_all_at_once():
     ("option", "changes"),
     [
         ("--kv-bits", {"kv_bits": 4}),
+        ("--kv-bits", {"kv_bits": 10**4000}),
         ("--layers", {"layers": 0}),
+        ("--layers", {"layers": 10**9}),
+        ("--kv-heads", {"kv_heads": 10**9}),
+        ("--layers and --kv-heads", {"layers": 1 << 14, "kv_heads": 1 << 14}),
+        ("--head-dim", {"head_dim": 10**9}),
+        ("--context", {"context": 10**4000}),
+        ("--ar", {"ar": tuple(range(1, 100))}),
         ("--context", {"context": 1}),
         ("--context", {"context": 1 << 40}),
         ("--ar", {"ar": (32,)}),
@@ -316,8 +355,36 @@ def test_missing_options_are_named_all_at_once():
 def test_an_impossible_option_is_refused(option, changes):
     good = Overrides(layers=2, kv_heads=2, head_dim=64, context=2048, kv_bits=8)
     assert find_subject(None, good).geometry.tensors == 8
-    with pytest.raises(UsageError, match=option):
+    with pytest.raises(UsageError, match=option) as refused:
         find_subject(None, replace(good, **changes))
+    assert len(str(refused.value)) < 300
+
+
+def test_the_largest_sizes_are_answered_at_once():
+    largest = Overrides(layers=1 << 14, kv_heads=16, head_dim=1 << 14, context=1 << 20, kv_bits=16)
+    report = make_size_report(find_subject(None, largest), device=find("SM8650"))
+    assert not report.fit.fits and report.fit.largest_context is None
+    smallest = Overrides(layers=1, kv_heads=1, head_dim=1, context=1 << 20, kv_bits=8)
+    report = make_size_report(find_subject(None, smallest), limit=MemoryLimit.of_option(1e6))
+    assert report.fit.fits and report.fit.largest_context == 1 << 20
+
+
+@pytest.mark.parametrize("gigabytes", [0.0, -1.0, 1e-300, 1e300, float("inf"), float("nan")])
+def test_a_limit_out_of_range_is_refused(gigabytes):
+    with pytest.raises(UsageError, match="--budget-gb"):
+        MemoryLimit.of_option(gigabytes)
+
+
+def test_an_ar_at_or_above_an_attention_window_is_refused(tmp_path):
+    path = write_config(tmp_path, model_type="mistral", sliding_window=32)
+    with pytest.raises(UsageError, match=r"--ar: got 32 with an attention window of 32"):
+        find_subject(path, Overrides(context=4096))
+    assert find_subject(path, Overrides(context=4096, ar=(1, 16))).geometry.groups()[0].context == 32
+
+
+def test_a_context_that_is_too_long_by_default_asks_for_one(tmp_path):
+    with pytest.raises(UsageError, match=r"--context: got none, and max_position_embeddings = 10485760"):
+        find_subject(write_config(tmp_path, max_position_embeddings=10485760), Overrides())
 
 
 def test_an_option_that_contradicts_a_config_is_refused(tmp_path):
@@ -394,12 +461,12 @@ def test_a_broken_bundle_is_refused(tmp_path):
 
 
 @given(choices, st.integers(1, 40), st.integers(2_000, 200_000), st.sampled_from([None, 0, 1_000, 150_000]))
-def test_the_largest_context_fits_and_the_next_does_not(choice, max_ar, budget_bytes, weights_bytes):
+def test_the_largest_context_fits_and_the_next_does_not(choice, max_ar, limit_bytes, weights_bytes):
     ar = tuple(sorted({1, max_ar}))
     given_subject = subject(Geometry(1, 2, 8, 64), ar, weights_bytes)
-    report = make_report(given_subject, budget=Budget(budget_bytes, "a test"))
+    report = make_size_report(given_subject, limit=MemoryLimit(limit_bytes, "a test"))
     largest = report.strategies[CHOICES.index(choice)].largest_context
-    room_bytes = budget_bytes - (weights_bytes or 0)
+    room_bytes = limit_bytes - (weights_bytes or 0)
 
     def cache_bytes(context):
         return cache_of(choice, replace(given_subject.geometry, context=context), ar).stats.bytes_held
@@ -411,31 +478,33 @@ def test_the_largest_context_fits_and_the_next_does_not(choice, max_ar, budget_b
     assert report.strategies[CHOICES.index(choice)].fits == (cache_bytes(64) <= room_bytes)
 
 
-def test_the_budget_of_a_device_is_one_htp_context():
-    verdict = make_report(subject(), device=find("SM8650")).verdict
-    assert verdict.budget_bytes == HTP_CONTEXT_BYTES == 3_750_000_000
-    assert "HTP virtual address space of one context" in verdict.budget_basis
-    assert verdict.fits and verdict.text.startswith("A context of 2,048 fits on SM8650 (V75)")
-    assert f"{verdict.largest_context:,}" in verdict.text
+def test_the_limit_of_a_device_is_one_htp_context():
+    report = make_size_report(subject(), device=find("SM8650"))
+    assert report.demand.limit_bytes == HTP_CONTEXT_BYTES == 3_750_000_000
+    assert report.demand.limit_basis == "one HTP context" and report.fit.fits
+    assert report.summary.startswith("A context of 2,048 fits on SM8650 (V75), with slot: unknown weights and 1.09 GB")
+    assert f"{report.fit.largest_context:,}" in report.summary
 
 
 def test_what_does_not_fit_names_what_does():
-    verdict = make_report(subject(weights_bytes=2_000_000_000), device=find("SM8650")).verdict
-    assert not verdict.fits
-    assert "does not fit" in verdict.text and "It fits with pointer-shift 1.5 or slot" in verdict.text
-    too_large = make_report(subject(weights_bytes=4_000_000_000), device=find("SM8650")).verdict
-    assert too_large.largest_context is None and "split the model" in too_large.text
+    slot_bytes = 1_090_519_104
+    report = make_size_report(subject(weights_bytes=HTP_CONTEXT_BYTES - slot_bytes + 1), device=find("SM8650"))
+    assert not report.fit.fits and "does not fit" in report.summary
+    assert f"It fits with --context {report.fit.largest_context} (the longest that fits)" in report.summary
+    assert "or --kv-update mirror." in report.summary
+    too_large = make_size_report(subject(weights_bytes=4_000_000_000), device=find("SM8650"))
+    assert too_large.fit.largest_context is None and "No context fits" in too_large.summary
 
 
 def test_a_sixteen_bit_cache_is_refused_before_v73():
     with pytest.raises(UsageError, match=r"SM8450 \(V69\).*--kv-bits 8"):
-        make_report(subject(), device=find("SM8450"))
+        make_size_report(subject(), device=find("SM8450"))
 
 
-def test_without_a_device_or_budget_there_is_no_verdict():
-    report = make_report(subject())
-    assert report.verdict is None and {each.fits for each in report.strategies} == {None}
-    assert make_report(subject(), budget=Budget(1, "a test")).verdict.device is None
+def test_without_a_device_or_limit_nothing_is_said_about_fit():
+    report = make_size_report(subject())
+    assert report.fit is None and report.summary is None and {each.fits for each in report.strategies} == {None}
+    assert make_size_report(subject(), limit=MemoryLimit(1, "a test")).device is None
 
 
 # The command
@@ -451,13 +520,14 @@ def run(*arguments):
 
 def test_json_is_one_typed_object():
     result = run(*NOTE_OPTIONS, "--device", "8 Gen 3", "--json")
-    report = msgspec.json.decode(result.stdout, type=Report)
-    assert report == make_report(find_subject(None, Overrides(32, 32, 128, 2048, 16)), device=find("SM8650"))
-    assert json.loads(result.stdout)["strategies"][0]["formula_bytes"] == 2_146_435_072
+    report = msgspec.json.decode(result.stdout, type=SizeReport)
+    assert report == make_size_report(find_subject(None, Overrides(32, 32, 128, 2048, 16)), device=find("SM8650"))
+    found = json.loads(result.stdout)
+    assert found["schema"] == 1 and found["strategies"][1]["formula_bytes"] == 2_146_435_072
 
 
 def test_the_table_has_the_verdict_first_and_every_figure_whole():
-    result = run(*NOTE_OPTIONS, "--device", "SM8650", "--budget-gb", "1.7")
+    result = run(*NOTE_OPTIONS, "--device", "SM8650", "--budget-gb", "1.0")
     assert result.exit_code == 0
     lines = result.stdout.splitlines()
     assert lines[0].startswith("A context of 2,048 does not fit on SM8650")
@@ -467,10 +537,10 @@ def test_the_table_has_the_verdict_first_and_every_figure_whole():
 
 
 def test_a_config_and_a_bundle_from_the_command_line(tmp_path):
-    report = msgspec.json.decode(run(str(write_config(tmp_path)), "--context", "512", "--json").stdout, type=Report)
+    report = msgspec.json.decode(run(str(write_config(tmp_path)), "--context", "512", "--json").stdout, type=SizeReport)
     assert (report.geometry.kv_heads, report.geometry.context) == (8, 512)
     write_bundle(tmp_path)
-    report = msgspec.json.decode(run(str(tmp_path), "--json").stdout, type=Report)
+    report = msgspec.json.decode(run(str(tmp_path), "--json").stdout, type=SizeReport)
     assert report.ar == [1, 16]
 
 
@@ -480,7 +550,11 @@ def test_a_config_and_a_bundle_from_the_command_line(tmp_path):
         ["--layers", "2"],
         [*NOTE_OPTIONS, "--device", "SM9999"],
         [*NOTE_OPTIONS, "--ar", "1,x"],
+        [*NOTE_OPTIONS, "--ar", "1," + "9" * 5000],
+        [*NOTE_OPTIONS, "--ar", ",".join(map(str, range(1, 1000)))],
+        [*NOTE_OPTIONS, "--device", "Snapdragon X Plus"],
         [*NOTE_OPTIONS, "--budget-gb", "nan"],
+        [*NOTE_OPTIONS, "--budget-gb", "1e400"],
         [*NOTE_OPTIONS, "--budget-gb", "0"],
         [*NOTE_OPTIONS, "--device", "SM8450"],
     ],
@@ -488,7 +562,14 @@ def test_a_config_and_a_bundle_from_the_command_line(tmp_path):
 def test_wrong_usage_is_refused_and_prints_nothing(arguments):
     result = run(*arguments)
     assert isinstance(result.exception, UsageError) and result.exception.exit_code == 2
-    assert result.stdout == ""
+    assert result.stdout == "" and len(str(result.exception)) < 1_000
+
+
+@pytest.mark.parametrize("option", ["--layers", "--kv-heads", "--head-dim", "--context", "--kv-bits"])
+@pytest.mark.parametrize("value", ["9" * 5000, "1e400", "nan"])
+def test_what_is_no_number_is_refused(option, value):
+    result = run(*NOTE_OPTIONS, option, value)
+    assert result.exit_code == 2 and result.stdout == ""
 
 
 def test_a_plot_is_drawn_beside_the_report(tmp_path):

@@ -1,18 +1,38 @@
-"""Lists of numbers, as options give them."""
+"""Values that options of several commands take: lists of numbers, and devices."""
 
 from __future__ import annotations
 
+import re
+
+from devices import Device, UnknownDeviceError, find
 from edgekv.errors import UsageError
+
+_NUMBERS = re.compile(r"\d{1,12}(,\d{1,12})*")
+_MOST_NUMBERS = 64
 
 
 def parse_numbers(option: str, listed: str) -> tuple[int, ...]:
     """The numbers of an option, such as `--ar 1,32`.
 
     Raises:
-        UsageError: these are no numbers with commas between them.
+        UsageError: not whole numbers of at most 12 digits, separated by commas, or more than 64 of them.
+    """
+    text = listed.replace(" ", "")
+    if _NUMBERS.fullmatch(text) and text.count(",") < _MOST_NUMBERS:
+        return tuple(int(number) for number in text.split(","))
+    shown = listed if len(listed) <= 40 else f"{listed[:37]}..."
+    wanted = f"at most {_MOST_NUMBERS} whole numbers, comma-separated, such as 1,32"
+    raise UsageError(option, got=repr(shown), expected=wanted, fix="Correct the list.")
+
+
+def find_device(name: str) -> Device:
+    """The device of `--device`.
+
+    Raises:
+        UsageError: no device has this name; with names that may be meant.
     """
     try:
-        return tuple(int(number) for number in listed.split(","))
-    except ValueError:
-        wanted = "numbers with commas between them, such as 1,32"
-        raise UsageError(option, got=repr(listed), expected=wanted, fix="Check the list.") from None
+        return find(name)
+    except UnknownDeviceError as error:
+        wanted = f"one of {', '.join(error.expected)}, or a name that one is sold under"
+        raise UsageError("--device", got=repr(error.got), expected=wanted, fix=error.fix) from None

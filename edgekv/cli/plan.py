@@ -1,4 +1,4 @@
-"""`edgekv plan`: will it fit, how fast, and what does the export take."""
+"""`edgekv plan`: does a model fit a device, how fast can it be, and what does its export need."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from devices import find
-from edgekv.cli.numbers import parse_numbers
-from edgekv.plan import ExportCost, Plan, make_plan
-from edgekv.plan.verdict import duration, gb
+from edgekv.cli.numbers import find_device, parse_numbers
+from edgekv.plan import ExportCost, Plan, Speed, make_plan
+from edgekv.plan.wording import duration, gb, span
+
+Row = tuple[str, str, str]
 
 
 def plan(
@@ -23,19 +24,19 @@ def plan(
         int | None, typer.Option(help="Context length in tokens.", show_default="the model's longest")
     ] = None,
     recipe: Annotated[str, typer.Option(help="Integer types, such as w8a16 or w4a16-lpbq64.")] = "w8a16",
-    kv: Annotated[str, typer.Option(help="Integer type of the KV cache: u8, or s16 from V73 on.")] = "u8",
+    kv: Annotated[str, typer.Option(help="Integer type of the KV cache: u8, or s16 (HTP V73 and later).")] = "u8",
     ar: Annotated[
         str | None,
-        typer.Option(help="Tokens per inference of each graph, with commas; 1 is among them.", show_default="1,32"),
+        typer.Option(help="Tokens per inference of each graph, comma-separated, with 1.", show_default="1,32"),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output.")] = False,
 ) -> None:
-    """Before hours of export: whether a model fits a device, how fast it can be, and what the export takes.
+    """Plan an export: memory, parts, speed on the device, and the cost of the export.
 
-    Nothing but config.json is read. RAM and time of the export are estimates.
+    Reads config.json only, no weights. Speed, RAM and time are estimates; the sources are listed.
     """
     graphs = None if ar is None else parse_numbers("--ar", ar)
-    made = make_plan(config, device=find(device), context=context, recipe=recipe, kv=kv, ar=graphs)
+    made = make_plan(config, device=find_device(device), context=context, recipe=recipe, kv=kv, ar=graphs)
     if as_json:
         typer.echo(msgspec.json.encode(made))
     else:
@@ -44,20 +45,22 @@ def plan(
 
 def _show(made: Plan) -> None:
     console = Console(markup=False, highlight=False)
-    console.print(made.verdict.text, end="\n\n")
+    console.print(made.summary, end="\n\n")
+    for warning in made.warnings:
+        console.print(f"Warning: {warning}", end="\n\n", soft_wrap=True)
     ar = ",".join(map(str, made.ar))
     console.print(
-        f"{made.source}: {made.parameters / 1e6:,.1f} M weights, recipe {made.recipe}, cache {made.kv_dtype}, AR {ar}"
+        f"{made.source}: {made.parameters / 1e6:,.1f} M parameters, recipe {made.recipe}, cache {made.kv_dtype}, "
+        f"AR {ar}"
     )
     table = Table(show_header=False)
     table.add_column(no_wrap=True)
     table.add_column(justify="right", no_wrap=True)
     table.add_column(overflow="fold")
-    for row in _rows(made):
-        if row:
+    for section in (_memory_rows(made), _export_rows(made.export), _speed_rows(made.speed, made.ar[-1])):
+        for row in section:
             table.add_row(*row)
-        else:
-            table.add_section()
+        table.add_section()
     console.print(table)
     console.print(f"Planned with {made.strategy.reason}", soft_wrap=True)
     console.print("Assumed:")
@@ -65,40 +68,63 @@ def _show(made: Plan) -> None:
         console.print(f"- {each}", soft_wrap=True)
 
 
-def _rows(made: Plan) -> list[tuple[str, str, str] | None]:
-    demand, export, speed = made.demand, made.export, made.roofline
-    parts = made.parts or []
-    return [
-        ("weights", gb(demand.weights_bytes), "embedding table, layers and head"),
-        ("cache", gb(demand.cache_bytes), made.strategy.strategy),
-        ("activations", gb(demand.activations_bytes), f"one layer of AR-{made.ar[-1]}, an estimate from above"),
-        ("together", gb(demand.used_bytes), f"of {gb(demand.context_bytes)} in one HTP context"),
+def _memory_rows(made: Plan) -> list[Row]:
+    needed, fit, parts = made.demand, made.fit, made.parts or []
+    rows = [
+        ("weights", gb(needed.weights_bytes or 0), "embedding table, layers and head"),
+        ("cache", gb(needed.cache_bytes), made.strategy.strategy),
+        ("activations", gb(needed.activations_bytes or 0), f"AR-{made.ar[-1]}, an upper estimate"),
+        ("total", gb(needed.used_bytes), f"{gb(needed.limit_bytes)} in one HTP context"),
         ("HTP contexts", str(len(parts)) if parts else "none", ", ".join(gb(part.used_bytes) for part in parts)),
-        ("RAM to compile", gb(max((part.compile_peak_bytes for part in parts), default=0)), "the most, for one part"),
-        ("largest context", _or_none(made.verdict.largest_context), "that fits one, and that the model was made for"),
-        None,
-        ("graph", gb(export.graph_bytes), f"each of {export.graphs}, without weights"),
-        ("bundle", gb(export.bundle_bytes), "on disk"),
-        ("RAM to export", gb(export.peak_bytes), _phases(export)),
-        ("time to export", duration(export.seconds), f"of it {duration(export.check_seconds)} in the HTP check"),
-        None,
-        (
-            "read per token",
-            gb(speed.weights_bytes + speed.mean_cache_bytes),
-            f"weights {gb(speed.weights_bytes)}, cache {gb(speed.mean_cache_bytes)} at the mean context",
-        ),
-        ("tokens a second", f"{speed.tokens_per_s:.1f}", f"at most, by {speed.dram_gb_per_s:g} GB/s of DRAM"),
-        ("", f"{speed.static_tokens_per_s:.1f}", "with one static graph, which reads the whole window always"),
+        ("RAM to compile", gb(max((part.compile_peak_bytes for part in parts), default=0)), "largest part"),
+        ("longest context", _or_none(fit.largest_context), "that fits, at most the model's own"),
     ]
+    if fit.largest_in_one != fit.largest_context:
+        rows.append(("", _or_none(fit.largest_in_one), "undivided, in one HTP context"))
+    return rows
 
 
-def _phases(export: ExportCost) -> str:
+def _export_rows(export: ExportCost) -> list[Row]:
     phases = {
         "quantize": export.quantization_peak_bytes,
         "write": export.writing_peak_bytes,
-        "check on HTP": export.check_peak_bytes,
+        "HTP check": export.check_peak_bytes,
     }
-    return ", ".join(f"{name} {gb(peak_bytes)}" for name, peak_bytes in phases.items())
+    listed = ", ".join(f"{name} {gb(peak_bytes)}" for name, peak_bytes in phases.items())
+    return [
+        ("graph", gb(export.graph_bytes), f"each of {export.graphs}, without weights"),
+        ("bundle", gb(export.bundle_bytes), "on disk"),
+        ("RAM to export", gb(export.peak_bytes), listed),
+        ("time to export", duration(export.seconds), f"of which {duration(export.check_seconds)} for the HTP check"),
+    ]
+
+
+def _speed_rows(speed: Speed, ar: int) -> list[Row]:
+    reached = span(*speed.reached_gb_per_s)
+    rows = [
+        (
+            "read per token",
+            gb(speed.weights_bytes + speed.full_cache_bytes),
+            f"weights {gb(speed.weights_bytes)}, cache {gb(speed.full_cache_bytes)}",
+        ),
+        ("tokens a second", span(*speed.tokens_per_s), f"expected: published decoders read {reached} GB/s"),
+        (
+            "",
+            f"{speed.static_roofline_tokens_per_s:.1f}",
+            f"upper bound: {speed.dram_gb_per_s:g} GB/s, the peak of the DRAM",
+        ),
+        ("", f"{speed.roofline_tokens_per_s:.1f}", "upper bound with graphs of several contexts"),
+    ]
+    for i, first in enumerate(speed.first_token):
+        passes = f"{first.passes} {'pass' if first.passes == 1 else 'passes'} of AR-{ar}"
+        rows.append(
+            (
+                "" if i else "first token",
+                f"{duration(first.low_s)} to {duration(first.high_s)}",
+                f"expected: prompt of {first.prompt_tokens:,}, {passes}",
+            )
+        )
+    return rows
 
 
 def _or_none(number: int | None) -> str:

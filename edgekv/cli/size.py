@@ -1,4 +1,4 @@
-"""`edgekv size`: what a cache costs, and whether it fits."""
+"""`edgekv size`: what a KV cache costs, and whether it fits."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from devices import Device, UnknownDeviceError, find
-from edgekv.cli.numbers import parse_numbers
-from edgekv.errors import UsageError
-from edgekv.plan.cache import Budget, Overrides, Report, StrategySize, find_subject, make_report, save_plot
+from edgekv.cli.numbers import find_device, parse_numbers
+from edgekv.plan import MemoryLimit, Overrides, SizeReport, find_subject, make_size_report, save_plot
+from edgekv.plan.cache import StrategyCost
 
 
 def size(
@@ -22,39 +21,39 @@ def size(
         Path | None, typer.Argument(help="A config.json, a folder that has one, or a bundle.", show_default=False)
     ] = None,
     layers: Annotated[int | None, typer.Option(help="Decoder layers.", show_default=False)] = None,
-    kv_heads: Annotated[int | None, typer.Option(help="Key/value heads of a layer.", show_default=False)] = None,
-    head_dim: Annotated[int | None, typer.Option(help="Elements of one head's row.", show_default=False)] = None,
+    kv_heads: Annotated[int | None, typer.Option(help="Key/value heads per layer.", show_default=False)] = None,
+    head_dim: Annotated[int | None, typer.Option(help="Head dimension.", show_default=False)] = None,
     context: Annotated[int | None, typer.Option(help="Context length in tokens.", show_default=False)] = None,
     kv_bits: Annotated[int | None, typer.Option(help="Bits of a cache element: 8 or 16.", show_default=False)] = None,
     ar: Annotated[
-        str | None, typer.Option(help="Tokens per inference of each graph.", show_default="1,32, or a bundle's own")
+        str | None,
+        typer.Option(
+            help="Tokens per inference of each graph, comma-separated, with 1.", show_default="1,32, or a bundle's own"
+        ),
     ] = None,
     device: Annotated[
         str | None,
-        typer.Option(
-            help="Say whether it fits this device and what to choose for it; part number or name.", show_default=False
-        ),
+        typer.Option(help="Say whether it fits this device: part number or name.", show_default=False),
     ] = None,
     budget_gb: Annotated[
         float | None,
-        typer.Option(help="Memory for weights and cache, in 10^9 bytes.", show_default="one HTP context's"),
+        typer.Option(help="Memory for weights, cache and activations, in 10^9 bytes.", show_default="HTP contexts"),
     ] = None,
     plot: Annotated[
         Path | None,
-        typer.Option(help="Draw memory against copied bytes into this .png, .svg or .pdf.", show_default=False),
+        typer.Option(help="Plot memory against copied bytes into this .png, .svg or .pdf.", show_default=False),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output.")] = False,
 ) -> None:
-    """What a cache costs with each update strategy, which one to choose, and what fits.
+    """Size a KV cache: memory and copies of each update strategy, which one to choose, and what fits.
 
-    For each: bytes held, bytes copied per token and in the worst step, tensors to bind anew per step, addresses to
-    register once.
+    The sizes are from a config.json, a bundle, or the options.
     """
     steps = None if ar is None else parse_numbers("--ar", ar)
     overrides = Overrides(layers, kv_heads, head_dim, context, kv_bits, steps)
-    target = None if device is None else _device(device)
-    budget = None if budget_gb is None else Budget.of_option(budget_gb)
-    report = make_report(find_subject(path, overrides), device=target, budget=budget)
+    target = None if device is None else find_device(device)
+    limit = None if budget_gb is None else MemoryLimit.of_option(budget_gb)
+    report = make_size_report(find_subject(path, overrides), device=target, limit=limit)
     if plot is not None:
         save_plot(report, plot)
     if as_json:
@@ -63,24 +62,19 @@ def size(
         _show(report)
 
 
-def _device(name: str) -> Device:
-    try:
-        return find(name)
-    except UnknownDeviceError as error:
-        near = f"Did you mean {' or '.join(error.near)}?" if error.near else "Use one of these."
-        wanted = f"one of {', '.join(error.expected)}, or a name that one is sold under"
-        raise UsageError("--device", got=repr(name), expected=wanted, fix=near) from None
-
-
-def _show(report: Report) -> None:
+def _show(report: SizeReport) -> None:
     console = Console(markup=False, highlight=False)
-    if report.verdict is not None:
-        console.print(report.verdict.text, end="\n\n")
+    if report.summary is not None:
+        console.print(report.summary, end="\n\n")
     g = report.geometry
     console.print(
-        f"{g.layers} layers x 2 x {g.kv_heads} kv heads = {g.tensors:,} tensors of {g.head_dim} columns, "
+        f"{g.layers} layers x 2 x {g.kv_heads} kv heads = {g.tensors:,} tensors of head dimension {g.head_dim}, "
         f"context {g.context:,}, {g.kv_bits} bits ({g.kv_dtype}), from {report.source}"
     )
+    if len(g.windows) > 1:
+        listed = ", ".join(f"{each.layers} layers {each.window:,} tokens" for each in g.windows)
+        console.print(f"Attention windows: {listed}")
+    console.print(f"Keys and values of {g.context:,} tokens: {report.textbook_bytes:,} bytes by the textbook formula")
     for table in _strategies(report, console):
         console.print(table)
     console.print(f"Choose {report.recommendation.reason}", soft_wrap=True)
@@ -88,13 +82,13 @@ def _show(report: Report) -> None:
     console.print(f"Assumed: {'; '.join(report.assumptions) or 'nothing'}.")
 
 
-def _strategies(report: Report, console: Console) -> Iterator[Table]:
-    """As many side by side as the console is wide, the others below."""
+def _strategies(report: SizeReport, console: Console) -> Iterator[Table]:
+    """As many strategies side by side as the console is wide, the others in further tables."""
     unbounded = console.options.update(width=1000)
     waiting = report.strategies
     while waiting:
         counts = range(len(waiting), 0, -1)
-        tables = (_table(waiting[:count], with_verdict=report.verdict is not None) for count in counts)
+        tables = (_table(waiting[:count], with_fit=report.fit is not None) for count in counts)
         table = next(
             t for t in tables if len(t.columns) == 2 or console.measure(t, options=unbounded).maximum <= console.width
         )
@@ -102,34 +96,34 @@ def _strategies(report: Report, console: Console) -> Iterator[Table]:
         waiting = waiting[len(table.columns) - 1 :]
 
 
-def _table(strategies: Sequence[StrategySize], *, with_verdict: bool) -> Table:
+def _table(strategies: Sequence[StrategyCost], *, with_fit: bool) -> Table:
     table = Table("bytes")
     for each in strategies:
         table.add_column(each.label, justify="right", overflow="fold")
 
-    def row(label: str, cell: Callable[[StrategySize], str]) -> None:
+    def row(label: str, cell: Callable[[StrategyCost], str]) -> None:
         table.add_row(label, *(cell(each) for each in strategies))
 
     row("HTP note's formula", lambda s: _or_dash(s.formula_bytes))
-    row("really held", lambda s: f"{s.held_bytes:,}")
-    row("copy/token, filling", lambda s: f"{s.filling_bytes_per_token:,.0f}")
-    row("copy/token, sliding", lambda s: f"{s.sliding_bytes_per_token:,.0f}")
-    row("copy, worst step", lambda s: f"{s.worst_step_bytes:,}")
+    row("allocated", lambda s: f"{s.held_bytes:,}")
+    row("copied/token, filling", lambda s: f"{s.filling_bytes_per_token:,.0f}")
+    row("copied/token, full", lambda s: f"{s.sliding_bytes_per_token:,.0f}")
+    row("copied, worst step", lambda s: f"{s.worst_step_bytes:,}")
     table.add_section()
     row("tokens before a copy", lambda s: _or_dash(s.tokens_before_copy))
     row("rows per tensor", lambda s: f"{s.rows_per_tensor:,}")
     row("scratch rows", lambda s: f"{s.scratch_rows_per_tensor:,}")
-    row("bound anew per step", lambda s: f"{s.rebound_tensors_per_step:,}")
-    row("addresses in all", lambda s: f"{s.registered_addresses:,}")
-    if with_verdict:
+    row("bindings per step", lambda s: f"{s.rebound_tensors_per_step:,}")
+    row("addresses", lambda s: f"{s.registered_addresses:,}")
+    if with_fit:
         table.add_section()
         row("fits", lambda s: "yes" if s.fits else "no")
-        row("largest that fits", lambda s: _or_dash(s.largest_context))
+        row("longest that fits", lambda s: _or_dash(s.largest_context))
     return table
 
 
-def _graphs(report: Report) -> Table:
-    table = Table("graph", *("inputs", "of them past", "outputs", "of them new rows"))
+def _graphs(report: SizeReport) -> Table:
+    table = Table("graph", "inputs", "past rows", "outputs", "new rows")
     for column in table.columns[1:]:
         column.justify = "right"
     for each in report.graphs:

@@ -16,7 +16,7 @@ from edgekv.kv.policies.rotation import KvEncoding, Requantization
 from edgekv.kv.rows import Layout, RowArena
 from edgekv.kv.state import CacheState, StateError, read_state, write_state
 from edgekv.kv.stats import CacheStats
-from edgekv.kv.strategies import STRATEGIES, StrategyName, make_strategy
+from edgekv.kv.strategies import DEFAULT_STRATEGY, STRATEGIES, StrategyName, make_strategy
 from edgekv.kv.strategies.mirror import Mirror
 from edgekv.kv.strategies.pointer_shift import DEFAULT_RESERVE, PointerShift, parse_reserve
 from edgekv.kv.strategies.shift_concat import ShiftConcat
@@ -28,6 +28,7 @@ from edgekv.spec.layers import LayeredGeometry
 __all__ = [
     "ALIGNMENT_BYTES",
     "DEFAULT_RESERVE",
+    "DEFAULT_STRATEGY",
     "GROWTHS",
     "KINDS",
     "POLICIES",

@@ -1,8 +1,8 @@
-"""Will it fit, how fast could it be, and what does the export take: answers from a `config.json` alone."""
+"""Does it fit, how fast can it be, and what does the export need: answers from sizes alone, before any export."""
 
 from edgekv.plan.activations import activation_bytes
 from edgekv.plan.compiling import COMPILE_BYTES, compile_bytes
-from edgekv.plan.cost import (
+from edgekv.plan.export_cost import (
     CALIBRATION_WINDOW,
     ExportCost,
     default_calibration_tokens,
@@ -12,34 +12,53 @@ from edgekv.plan.cost import (
     quantization_bytes,
     writing_bytes,
 )
-from edgekv.plan.parts import PROTOBUF_BYTES, Load, Part, divide, lay_out, least_splits
-from edgekv.plan.report import RECIPES, Plan, make_plan
-from edgekv.plan.roofline import Roofline, roofline
-from edgekv.plan.verdict import Demand, PlanVerdict
+from edgekv.plan.fit import Demand, Fit, MemoryLimit
+from edgekv.plan.limits import HTP_CONTEXT_BYTES, MOST_CONTEXT, PROTOBUF_BYTES
+from edgekv.plan.masks import MASK_BYTES, mask_bytes, mask_warnings
+from edgekv.plan.parts import Load, Part, divide, lay_out, least_splits
+from edgekv.plan.plan import RECIPES, Plan, make_plan
+from edgekv.plan.plot import save_plot
+from edgekv.plan.size import SizeReport, make_size_report
+from edgekv.plan.source import find_subject
+from edgekv.plan.speed import FirstToken, Speed, estimate_speed
+from edgekv.plan.subject import Overrides, Subject
 
 __all__ = [
     "CALIBRATION_WINDOW",
     "COMPILE_BYTES",
-    "default_calibration_tokens",
-    "quantization_bytes",
-    "writing_bytes",
+    "HTP_CONTEXT_BYTES",
+    "MASK_BYTES",
+    "MOST_CONTEXT",
     "PROTOBUF_BYTES",
     "RECIPES",
     "Demand",
     "ExportCost",
+    "FirstToken",
+    "Fit",
     "Load",
+    "MemoryLimit",
+    "Overrides",
     "Part",
     "Plan",
-    "PlanVerdict",
-    "Roofline",
+    "SizeReport",
+    "Speed",
+    "Subject",
     "activation_bytes",
     "compile_bytes",
+    "default_calibration_tokens",
     "divide",
+    "estimate_speed",
     "export_cost",
+    "find_subject",
     "graph_bytes",
     "lay_out",
     "layer_graph_bytes",
     "least_splits",
     "make_plan",
-    "roofline",
+    "make_size_report",
+    "mask_bytes",
+    "mask_warnings",
+    "quantization_bytes",
+    "save_plot",
+    "writing_bytes",
 ]

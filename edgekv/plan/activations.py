@@ -1,28 +1,31 @@
-"""Memory for what a graph computes on its way."""
+"""Memory for the intermediate results of a graph."""
 
 from __future__ import annotations
 
-from edgekv.kv import Geometry
-from edgekv.plan.cache import Decoder
+from edgekv.spec.geometry import Geometry
+from edgekv.spec.layers import LayeredGeometry
+from edgekv.spec.sizes import Decoder
 
 _ELEMENT_BYTES = 2  # every activation is uint16
 
 
-def activation_bytes(decoder: Decoder, geometry: Geometry, ar: int) -> int:
-    """Bytes that one layer of the AR-`ar` graph keeps at once: an estimate from above.
+def activation_bytes(decoder: Decoder, geometry: Geometry | LayeredGeometry, ar: int) -> int:
+    """Bytes that the largest layer of the AR-`ar` graph needs at once: an upper estimate.
 
-    Counted as if nothing were freed within a half of the layer, and as if all heads ran at once:
+    It assumes that nothing is freed within either half of a layer, and that all heads run at once:
 
-    * throughout: residual and normed residual `2 [AR, hidden]`, mask `[AR, S]`, logits of one row `[vocab]`;
-    * attention: scores and probabilities of every query head `2 heads [AR, S]`, and past and new rows joined for
-      each kv head: keys, keys turned, values `3 kv_heads [S, D]`, in the cache's own type;
-    * or, if it is more, feed-forward: gate, up and their product `3 [AR, intermediate]`.
+    * in both: residual and normalized residual `2 [AR, hidden]`, masks `[AR, P+AR]`, logits of one row `[vocab]`;
+    * attention: scores and probabilities of every query head `2 heads [AR, P+AR]`, and past and new rows joined for
+      each kv head: keys, transposed keys, values `3 kv_heads [P+AR, D]`, in the cache's own type;
+    * feed-forward, if it needs more: gate, up and their product `3 [AR, intermediate]`.
 
-    The HTP compiler works in tiles within its own memory and spills what it must; its schedule is not modelled.
+    P is S-AR past rows, or fewer in layers with an attention window. The HTP compiler works in tiles in its own memory
+    and spills the rest; its schedule is not modelled.
     """
     context = geometry.context
-    always = 2 * ar * decoder.hidden + ar * context + decoder.vocab
-    joined_bytes = 3 * decoder.kv_heads * context * geometry.row_bytes
-    attention_bytes = _ELEMENT_BYTES * 2 * decoder.heads * ar * context + joined_bytes
+    columns = [group.past_rows(ar, context) + ar for group in geometry.groups()]
+    both_halves = 2 * ar * decoder.hidden + ar * sum(columns) + decoder.vocab
+    joined_bytes = 3 * decoder.kv_heads * max(columns) * geometry.groups()[0].row_bytes
+    attention_bytes = _ELEMENT_BYTES * 2 * decoder.heads * ar * max(columns) + joined_bytes
     feed_forward_bytes = _ELEMENT_BYTES * 3 * ar * decoder.intermediate
-    return _ELEMENT_BYTES * always + max(attention_bytes, feed_forward_bytes)
+    return _ELEMENT_BYTES * both_halves + max(attention_bytes, feed_forward_bytes)

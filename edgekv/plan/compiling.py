@@ -1,6 +1,6 @@
-"""RAM that QNN's compiler takes for a context binary: fitted to measurements on x86.
+"""RAM that QNN's compiler needs for a context binary: fitted to measurements on x86.
 
-| what | graphs in the binary | weights | a graph's file | peak RAM | estimated here |
+| model | graphs in the binary | weights | file of a graph | peak RAM | this estimate |
 |---|---|---|---|---|---|
 | SmolLM2-135M, whole | 1 | 0.20 GB | 2.6 MB | 1.26 GB | 1.33 GB |
 | | 2 | | | 2.20 GB | 2.34 GB |
@@ -16,23 +16,23 @@
 from __future__ import annotations
 
 COMPILE_BYTES = 6_000_000_000
-"""What compiling one part should stay below, so that a laptop of 8 GB can do it."""
+"""Target for the RAM to compile one part: what a laptop with 8 GB can spare."""
 
 _PROCESS_BYTES = 148_000_000
 _PER_WEIGHT_BYTE = 4.2
 _PER_GRAPH_BYTE = 131
-_MORE_PER_WEIGHT_BYTE = 3.4  # for each further graph, whose weights the compiler shares only at the end
-_PER_PACKED_BYTE = 1.7  # the compiler unpacks integers of 4 bits
+_MORE_PER_WEIGHT_BYTE = 3.4  # per further graph: the compiler shares their weights only at the end
+_PER_PACKED_BYTE = 1.7  # the compiler unpacks 4-bit integers
 
 
 def compile_bytes(weights_bytes: int, graph_bytes: int, graphs: int, *, packed_bytes: int = 0) -> int:
-    """RAM to compile graphs over the same weights into one binary: an estimate.
+    """Estimated RAM to compile graphs with shared weights into one binary.
 
     Args:
-        weights_bytes: of one graph.
+        weights_bytes: weights of one graph.
         graph_bytes: file of one graph, without weights.
         graphs: how many.
-        packed_bytes: those of the weights that hold two integers.
+        packed_bytes: of the weights, the bytes that hold two integers.
     """
     weights = (_PER_WEIGHT_BYTE + (graphs - 1) * _MORE_PER_WEIGHT_BYTE) * weights_bytes
     return _PROCESS_BYTES + round(weights + _PER_PACKED_BYTE * packed_bytes + graphs * _PER_GRAPH_BYTE * graph_bytes)

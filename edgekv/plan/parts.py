@@ -1,4 +1,4 @@
-"""Dividing a model over parts that each stay inside the limits of the HTP, of protobuf, and of the compiler's RAM."""
+"""Dividing a model into parts that each stay within the limits of the HTP, of protobuf, and of the compiler's RAM."""
 
 from __future__ import annotations
 
@@ -9,10 +9,8 @@ from itertools import accumulate, pairwise
 
 import msgspec
 
-from edgekv.plan.cache import HTP_CONTEXT_BYTES
 from edgekv.plan.compiling import COMPILE_BYTES, compile_bytes
-
-PROTOBUF_BYTES = (1 << 31) - 1
+from edgekv.plan.limits import HTP_CONTEXT_BYTES, PROTOBUF_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,33 +19,33 @@ class Load:
 
     Attributes:
         layers: bytes of the weights of each layer.
-        packed: those of each layer that hold two integers.
-        embedding_bytes: of the table.
-        head_bytes: of the last norm and the head.
-        layer_cache_bytes: cache of one layer.
-        activations_bytes: needed in every context.
-        layer_graph_bytes: file of one layer of one graph, without weights.
-        graphs: AR times contexts, all compiled into one binary.
+        packed: of these, the bytes that hold two integers, for each layer.
+        embedding_bytes: the embedding table.
+        head_bytes: the last norm and the head.
+        cache: bytes of the cache of each layer.
+        activations_bytes: needed in every HTP context.
+        layer_graph_bytes: one layer's share of the file of one graph, without weights.
+        graphs: AR numbers times contexts, all compiled into one binary.
     """
 
     layers: Sequence[int]
     packed: Sequence[int]
     embedding_bytes: int
     head_bytes: int
-    layer_cache_bytes: int
+    cache: Sequence[int]
     activations_bytes: int
     layer_graph_bytes: int
     graphs: int
 
 
 class Part(msgspec.Struct, frozen=True, kw_only=True):
-    """What lies in one context.
+    """What one HTP context holds.
 
     Attributes:
-        embedding: whether the embedding table does.
-        first_layer: the first of its layers; behind the last one in a part that is a head by itself.
+        embedding: whether it holds the embedding table.
+        first_layer: its first layer; in a part that is only the head, the number after the last layer.
         layers: how many layers.
-        head: whether the last norm and the head do.
+        head: whether it holds the last norm and the head.
         used_bytes: weights, cache of these layers, and activations.
         graph_bytes: file of one graph, without weights.
         compile_peak_bytes: RAM to compile all graphs of the part into one binary: an estimate.
@@ -63,23 +61,26 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def fits(self) -> bool:
-        """Whether it stays inside all limits."""
+        """Whether it stays within all limits."""
         return self.is_runnable and self.compile_peak_bytes <= COMPILE_BYTES
 
     @property
     def is_runnable(self) -> bool:
-        """Whether one context and one protobuf hold it, however much RAM its compilation takes."""
+        """Whether one HTP context and one protobuf can hold it, whatever RAM its compilation takes."""
         return self.used_bytes <= HTP_CONTEXT_BYTES and self.graph_bytes <= PROTOBUF_BYTES
 
 
 def divide(layers: Sequence[int], splits: int, *, first_bytes: int = 0, last_bytes: int = 0) -> tuple[range, ...]:
-    """Layers in so many parts, none of them empty, each cut where it is nearest to an even share of the bytes.
+    """The layers in `splits` parts, none of them empty, cut where each part is nearest to an even share of the bytes.
 
     Args:
-        layers: bytes of each.
+        layers: bytes of each layer.
         splits: how many parts; at most as many as layers.
-        first_bytes: what the first part holds besides.
-        last_bytes: what the last part holds besides.
+        first_bytes: what the first part holds in addition.
+        last_bytes: what the last part holds in addition.
+
+    Raises:
+        ValueError: fewer than one part, or more parts than layers.
     """
     count = len(layers)
     if not 1 <= splits <= count:
@@ -95,9 +96,8 @@ def divide(layers: Sequence[int], splits: int, *, first_bytes: int = 0, last_byt
 
 
 def lay_out(load: Load, splits: int) -> tuple[Part, ...]:
-    """The parts that export makes of so many splits, if nothing else is asked for.
-
-    One holds everything. With several the host looks embeddings up, and the head is a part by itself.
+    """The parts that export makes by default: one that holds everything, or `splits` parts of layers and a head of its
+    own, with the embedding table on the host.
     """
     if splits == 1:
         return (_part(load, range(len(load.layers)), embedding=True, head=True),)
@@ -105,23 +105,42 @@ def lay_out(load: Load, splits: int) -> tuple[Part, ...]:
     return (*parts, _part(load, range(len(load.layers), len(load.layers)), head=True))
 
 
-def least_splits(load: Load) -> int | None:
-    """The fewest splits whose parts all fit; None if one layer a part is too large for a context.
+def smallest_parts(load: Load) -> tuple[Part, ...]:
+    """The kinds of parts in the finest division, each once: a single layer of each kind, and the head."""
+    if len(load.layers) == 1:
+        return lay_out(load, 1)
+    kinds = {kind: layer for layer, kind in enumerate(zip(load.layers, load.packed, load.cache, strict=True))}
+    parts = [_part(load, range(layer, layer + 1)) for layer in kinds.values()]
+    return (*parts, _part(load, range(0), head=True))
 
-    The compiler's RAM is no reason to give up: where even one layer a part takes more, layers are divided so far.
+
+def least_splits(load: Load) -> int | None:
+    """The fewest splits whose parts all fit; None if even one layer a part is too large for an HTP context.
+
+    The compiler's RAM alone is no reason to refuse: if one layer a part takes too much of it, each layer is a part.
     """
-    most = lay_out(load, len(load.layers))
-    if not all(part.is_runnable for part in most):
+    count, smallest = len(load.layers), smallest_parts(load)
+    if not are_runnable(smallest):
         return None
-    counts = range(1, len(load.layers) + 1)
-    return next((splits for splits in counts if all(part.fits for part in lay_out(load, splits))), counts[-1])
+    if not all(part.fits for part in smallest):
+        return count
+    weights_bytes, graph_bytes = sum(load.layers), count * load.layer_graph_bytes
+    compiling_bytes = compile_bytes(weights_bytes, graph_bytes, load.graphs, packed_bytes=sum(load.packed))
+    least = max(weights_bytes // HTP_CONTEXT_BYTES, graph_bytes // PROTOBUF_BYTES, compiling_bytes // COMPILE_BYTES, 1)
+    fitting = (splits for splits in range(least, count) if all(part.fits for part in lay_out(load, splits)))
+    return next(fitting, count)
+
+
+def are_runnable(parts: Sequence[Part]) -> bool:
+    """Whether one HTP context and one protobuf can hold each."""
+    return all(part.is_runnable for part in parts)
 
 
 def _part(load: Load, layers: range, *, embedding: bool = False, head: bool = False) -> Part:
     weights_bytes = sum(load.layers[layer] for layer in layers)
     weights_bytes += load.embedding_bytes * embedding + load.head_bytes * head
     graph_bytes = len(layers) * load.layer_graph_bytes
-    cache_bytes = len(layers) * load.layer_cache_bytes
+    cache_bytes = sum(load.cache[layer] for layer in layers)
     return Part(
         embedding=embedding,
         first_layer=layers.start,

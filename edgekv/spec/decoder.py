@@ -91,6 +91,7 @@ class DecoderSpec:
             head_dim=self.head_dim,
             intermediate=self.intermediate,
             vocab=self.vocab,
+            tied_head=self.tied_head,
         )
 
     @property

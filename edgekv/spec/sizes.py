@@ -1,4 +1,4 @@
-"""Bytes of a decoder's weights in a bundle, by the pieces that a split would part."""
+"""Bytes of a decoder's weights in a bundle, in the pieces that a split separates."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ class Decoder:
         head_dim: D.
         intermediate: width of the feed-forward.
         vocab: rows of the embedding table.
+        tied_head: whether the head is the embedding table; a bundle stores both, in their own types.
     """
 
     layers: int
@@ -28,6 +29,7 @@ class Decoder:
     head_dim: int
     intermediate: int
     vocab: int
+    tied_head: bool = False
 
     @property
     def layer_matrices(self) -> tuple[tuple[int, int], ...]:
@@ -47,6 +49,11 @@ class Decoder:
         """Elements of the embedding table, and of the head."""
         return self.vocab * self.hidden
 
+    @property
+    def parameters(self) -> int:
+        """Elements of all matrices; a table that is also the head counts once."""
+        return self.layers * self.layer_parameters + (1 if self.tied_head else 2) * self.table_parameters
+
 
 @dataclass(frozen=True, slots=True)
 class Weights:
@@ -55,7 +62,7 @@ class Weights:
     Attributes:
         embedding_bytes: the table.
         layer_bytes: one layer.
-        layer_packed_bytes: those of a layer that hold two integers.
+        layer_packed_bytes: of one layer, the bytes that hold two 4-bit integers.
         layers: how many.
         head_bytes: the last norm and the head.
     """

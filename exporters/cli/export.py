@@ -14,13 +14,14 @@ from edgekv.bundle import GraphFormat, open_bundle, open_compiled
 from edgekv.cli.numbers import parse_numbers
 from edgekv.errors import UsageError
 from edgekv.kv import KeyLayout, KvDtype
+from edgekv.plan import mask_warnings
 from edgekv.runtime import qnn
 from edgekv.system import parse_bytes
 from exporters.checkpoint.checkpoint import Checkpoint
 from exporters.cli.compile import show_compiled
 from exporters.cli.options import CacheOption, DeviceOption, ForceOption, JsonOption
 from exporters.cli.stages import resumable
-from exporters.export import ExportOptions, RunOptions, export_bundle
+from exporters.export import ExportOptions, RunOptions, export_bundle, export_geometry
 from exporters.options import KV_DTYPES
 from exporters.progress import shown
 from exporters.quantize.recipe import describe_recipe, find_recipe
@@ -143,6 +144,9 @@ def export(
     )
     with shown() as bars, resumable(bars) as progress:
         opened = Checkpoint.open(checkpoint)
+        geometry = export_geometry(opened.limited(options.max_attention_window), options)
+        for warning in mask_warnings(geometry, options.ar, options.device):
+            typer.echo(f"edgekv: warning: {warning}", err=True)
         peaks: dict[str, int] = {}
         manifest = export_bundle(opened, output, options, run, force=force, progress=progress, watch=peaks.__setitem__)
     if as_json:

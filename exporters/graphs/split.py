@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from edgekv.errors import UsageError
-from edgekv.kv import Geometry
 from edgekv.plan import Load, activation_bytes, divide, layer_graph_bytes, least_splits
+from edgekv.plan.cache import CHOICES
+from edgekv.spec import Geometry, LayeredGeometry
 from edgekv.spec.decoder import DecoderSpec
 from edgekv.spec.tensors import HEAD, matrices
 from exporters.quantize.recipe import Recipe
@@ -49,8 +50,8 @@ def choose_split(
     splits: int | None,
     embedding: EmbeddingPlace | None,
     head: HeadPlace | None,
-    geometry: Geometry,
-    ar: int,
+    geometry: Geometry | LayeredGeometry,
+    ar: Sequence[int],
     graphs: int,
 ) -> Split:
     """The split that was asked for; what is None is chosen: one part as long as it stays inside all limits.
@@ -65,7 +66,7 @@ def choose_split(
         embedding: where embeddings are looked up.
         head: whether the head is a part by itself.
         geometry: of the cache for the largest graphs.
-        ar: the largest.
+        ar: tokens per inference of each graph.
         graphs: how many are compiled into one binary: AR times contexts.
 
     Raises:
@@ -85,8 +86,8 @@ def choose_split(
         packed=_layer_bytes(spec, recipe, WeightType.packed_bytes),
         embedding_bytes=2 * decoder.table_parameters,
         head_bytes=WEIGHT_TYPES[recipe.rule(HEAD).dtype].matrix_bytes(spec.hidden, spec.vocab),
-        layer_cache_bytes=2 * geometry.kv_heads * geometry.context * geometry.row_bytes,
-        activations_bytes=activation_bytes(decoder, geometry, ar),
+        cache=CHOICES[0].layer_bytes(geometry, ar),
+        activations_bytes=activation_bytes(decoder, geometry, max(ar)),
         layer_graph_bytes=layer_graph_bytes(decoder),
         graphs=graphs,
     )

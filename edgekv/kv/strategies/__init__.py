@@ -15,6 +15,8 @@ from edgekv.spec.geometry import Geometry
 
 StrategyName = Literal["pointer-shift", "slot", "mirror", "shift-concat"]
 STRATEGIES: tuple[StrategyName, ...] = ("pointer-shift", "slot", "mirror", "shift-concat")
+DEFAULT_STRATEGY: StrategyName = "slot"
+"""What `edgekv generate` uses, and what plans are made with."""
 # Of the others one has rings of whole pages, and one moves all rows in every step as it is.
 GROWING_STRATEGIES: tuple[StrategyName, ...] = ("slot", "pointer-shift")
 

@@ -1,23 +1,24 @@
-"""How many inputs and outputs the graphs have: each one is a tensor that a runtime registers and binds."""
+"""How many inputs and outputs the graphs have: each is a tensor that a runtime registers and binds."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
 
-from edgekv.kv import Geometry
-from edgekv.spec import DecoderInterface, GraphRecord, Role, RotaryInputs
+from edgekv.spec import DecoderInterface, Geometry, GraphRecord, LayeredGeometry, Role, RotaryInputs
 
 
 class GraphPorts(msgspec.Struct, frozen=True, kw_only=True):
     """Inputs and outputs of one graph.
 
     Attributes:
-        role: `decode` (AR-1) or `prefill`, which has the input `logits_index` too.
+        role: `decode` (AR-1), or `prefill`, which also has the input `logits_index`.
         ar: tokens per inference.
         inputs: all graph inputs.
         outputs: all graph outputs.
-        kv_inputs: those that are the past of a cache tensor.
-        kv_outputs: those that are the new rows of one.
+        kv_inputs: past rows of cache tensors, among the inputs.
+        kv_outputs: new rows of cache tensors, among the outputs.
     """
 
     role: str
@@ -28,10 +29,10 @@ class GraphPorts(msgspec.Struct, frozen=True, kw_only=True):
     kv_outputs: int
 
 
-def graph_ports(geometry: Geometry, ar: int) -> GraphPorts:
-    """The ports of the graph for `ar` tokens per inference."""
+def graph_ports(geometry: Geometry | LayeredGeometry, ar: int, rotary: Sequence[RotaryInputs]) -> GraphPorts:
+    """The ports of the graph for `ar` tokens per inference, as one part."""
     role: Role = "decode" if ar == 1 else "prefill"
-    decoder = DecoderInterface(hidden=0, vocab=0, cache=geometry, rotary=(RotaryInputs("", geometry.head_dim // 2),))
+    decoder = DecoderInterface(hidden=1, vocab=1, cache=geometry, rotary=tuple(rotary))
     record = GraphRecord.whole("", "", layers=geometry.layers, ar=ar, context=geometry.context, role=role)
     ports = decoder.graph(record)
     return GraphPorts(

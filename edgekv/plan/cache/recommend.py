@@ -6,8 +6,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from devices import Device
-from edgekv.plan.cache.strategies import StrategySize
+from edgekv.plan.cache.strategy_cost import StrategyCost
 
 
 class Recommendation(msgspec.Struct, frozen=True, kw_only=True):
@@ -24,52 +23,38 @@ class Recommendation(msgspec.Struct, frozen=True, kw_only=True):
     reason: str
 
 
-def recommend(sizes: Sequence[StrategySize], device: Device | None) -> Recommendation:
-    """The strategy to choose among those that fit the budget, or among all if none does or there is no budget.
+def recommend(costs: Sequence[StrategyCost]) -> Recommendation:
+    """The strategy to choose among those that fit the limit, or among all if none does or there is no limit.
 
-    On an HTP each address of a graph's input or output is registered as a tensor of its own when the model loads, so
-    the fewest addresses come first (ExecuTorch's issue 4517 counted 55,444 of them; its issue 7614 is about the time
-    that they take). Without a device addresses are taken to be free, so the fewest copied bytes come first. Ties go
-    to the fewer copied bytes, then to the less memory.
+    The fewest addresses come first: an HTP runtime registers each as a tensor of its own when it loads (ExecuTorch
+    issue 4517 counted 55,444 of them; issue 7614 is about the time that takes), and ONNX Runtime binds every moved
+    tensor again at each step. Ties go to the fewest copied bytes, then to the least memory.
     """
-    among = [size for size in sizes if size.fits] or list(sizes)
-    by_address, by_copies = min(among, key=_addresses_first), min(among, key=_copies_first)
-    best, other = (by_copies, by_address) if device is None else (by_address, by_copies)
-    text = _on_host(best, other) if device is None else _on_htp(best, other, device)
-    if any(size.fits is not None for size in sizes) and not any(size.fits for size in sizes):
-        text = f"none fits; {text}"
-    return Recommendation(strategy=best.strategy, reserve=best.reserve, reason=f"{best.label}: {text}.")
+    fitting = [cost for cost in costs if cost.fits] or list(costs)
+    best, fewest_copies = min(fitting, key=_addresses_first), min(fitting, key=_copies_first)
+    reason = f"{best.label}: {_reason(best, fewest_copies)}."
+    if any(cost.fits is not None for cost in costs) and not any(cost.fits for cost in costs):
+        reason = f"{best.label}, although none fits: {_reason(best, fewest_copies)}."
+    return Recommendation(strategy=best.strategy, reserve=best.reserve, reason=reason)
 
 
-def _copied(size: StrategySize) -> tuple[float, float]:
-    return (size.filling_bytes_per_token, size.sliding_bytes_per_token)
+def _addresses_first(cost: StrategyCost) -> tuple[float, ...]:
+    return (cost.registered_addresses, *_copies_first(cost))
 
 
-def _addresses_first(size: StrategySize) -> tuple[float, ...]:
-    return (size.registered_addresses, *_copied(size), size.held_bytes)
+def _copies_first(cost: StrategyCost) -> tuple[float, ...]:
+    return (cost.filling_bytes_per_token, cost.sliding_bytes_per_token, cost.held_bytes)
 
 
-def _copies_first(size: StrategySize) -> tuple[float, ...]:
-    return (*_copied(size), size.held_bytes)
-
-
-def _on_htp(best: StrategySize, other: StrategySize, device: Device) -> str:
-    text = f"{best.registered_addresses:,} addresses to register when the model loads on {device.soc}"
-    if best is other:
-        return f"{text}, and no other copies less"
-    return (
-        f"{text}, where {other.label}, which copies least, has {other.registered_addresses:,}; the price is "
-        f"{best.filling_bytes_per_token:,.0f} bytes copied a token"
+def _reason(best: StrategyCost, fewest_copies: StrategyCost) -> str:
+    text = (
+        f"{best.registered_addresses:,} addresses to register, {best.rebound_tensors_per_step:,} tensors to bind again "
+        f"at each step, {best.filling_bytes_per_token:,.0f} bytes copied per token"
     )
-
-
-def _on_host(best: StrategySize, other: StrategySize) -> str:
-    until = "" if best.tokens_before_copy is None else f" until {best.tokens_before_copy:,} tokens are held"
-    least = f"{best.filling_bytes_per_token:,.0f} bytes copied a token{until}"
-    if best is other:
-        return f"{least}, and no other copies less"
+    if best is fewest_copies:
+        return text
     return (
-        f"{least}, where {other.label} copies {other.filling_bytes_per_token:,.0f} from the start. No device is named, "
-        f"so addresses are taken to cost nothing: where binding {best.rebound_tensors_per_step:,} tensors anew at each "
-        f"step is dear, choose {other.label}"
+        f"{text}; {fewest_copies.label} copies {fewest_copies.filling_bytes_per_token:,.0f}, but has "
+        f"{fewest_copies.registered_addresses:,} addresses and binds {fewest_copies.rebound_tensors_per_step:,} "
+        f"tensors at each step"
     )

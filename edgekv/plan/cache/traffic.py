@@ -1,83 +1,73 @@
-"""What an update strategy copies, counted by letting it run in integers."""
+"""What an update strategy copies in an endless generation, in closed form.
+
+The context policy is sliding-window: layers that attend to W tokens hold the newest W-1 rows. The tests compare every
+figure with a cache that runs.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
 
-from edgekv.kv import Strategy
-from edgekv.plan.cache.run import Run
+from edgekv.kv import Geometry, Layout
+from edgekv.plan.cache.choices import Choice
 
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """Rows copied in each of the N tensors, and which ends of a graph move, under the policy sliding-window.
+    """Rows copied in each tensor, and addresses of the graphs' cache inputs and outputs.
 
     Attributes:
-        tokens_before_copy: tokens generated one by one from an empty cache before the first row is copied; None if
-            none ever is.
-        filling_rows_per_token: mean over the first S-1 of them.
-        sliding_rows_per_token: mean of those after, without end.
-        worst_step_rows: the most that one step copies: in a prompt that fills the context in steps of the largest
-            AR, in tokens generated one by one, or in one more step of the largest AR after them.
-        moving_ends: of the graph inputs and outputs of one tensor, how many change their address from one decode
-            step to the next: 0 to 2.
+        tokens_before_copy: tokens decoded from an empty cache before the first row is copied; None if none ever is.
+        filling_rows: copied while the first S-1 tokens are decoded one by one, all together.
+        sliding_rows_per_token: mean over the tokens after those.
+        worst_step_rows: the most that one step of any graph copies, at most.
+        moving_ends: of the input and the output of one tensor, how many have another address at the next decode step.
     """
 
     tokens_before_copy: int | None
-    filling_rows_per_token: Fraction
+    filling_rows: int
     sliding_rows_per_token: Fraction
     worst_step_rows: int
     moving_ends: int
 
 
-def measure_traffic(make: Callable[[], Strategy], *, context: int, max_ar: int) -> Traffic:
-    """Run a strategy through one period of an endless generation.
+def count_traffic(choice: Choice, geometry: Geometry, context: int, max_ar: int) -> Traffic:
+    """What one group of layers copies.
 
     Args:
-        make: makes the strategy, empty.
-        context: S.
-        max_ar: the largest AR of its graphs.
+        choice: the update strategy.
+        geometry: of layers that attend to the same number of tokens, W.
+        context: S of the graphs.
+        max_ar: the largest AR of the graphs.
     """
-    run = Run(make(), context)
-    filling = [rows for _, rows in run.fill(1)]
-    steps = run.period(1)
-    last, first = next(steps)
-    period: list[int] = []
-    moving_ends = 0
-    for window, rows in steps:
-        period.append(rows)
-        moving_ends = max(moving_ends, (window.past_row != last.past_row) + (window.new_row != last.new_row))
-        last = window
-    further = run.prepare(max_ar) + run.commit(max_ar)
-    prompt = Run(make(), context).prompt(max_ar)
-    decoded = [*filling, first, *period]
-    return Traffic(
-        tokens_before_copy=next((token for token, rows in enumerate(decoded) if rows), None),
-        filling_rows_per_token=Fraction(sum(filling), len(filling)),
-        sliding_rows_per_token=Fraction(sum(period), len(period)),
-        worst_step_rows=max(*decoded, *prompt, further),
-        moving_ends=moving_ends,
-    )
+    held, tokens = geometry.past_rows(1), context - 1
+    if choice.strategy == "slot":
+        # A step of AR copies its AR rows. Before it, at most AR-1 newest rows behind the graph's past are exchanged
+        # with the oldest: three copies of each pair.
+        hidden = max(0, held - geometry.past_rows(max_ar, context))
+        return Traffic(0, tokens, Fraction(1), max_ar + 3 * hidden, 0)
+    if choice.strategy == "shift-concat":
+        return Traffic(0, tokens * held, Fraction(held), held, 0)
+    if choice.strategy == "mirror":
+        return Traffic(None, 0, Fraction(0), 0, 2)
+    # pointer-shift: the window reaches the end of the strip every `between` tokens, then all rows held move down.
+    between = choice.make(geometry, max_ar).rows - held
+    slides = (tokens - 1) // between
+    partial = min(slides, held // between)
+    filling = between * partial * (partial + 1) // 2 + (slides - partial) * held
+    return Traffic(between, filling, Fraction(held, between), held, 2)
 
 
-def count_windows(make: Callable[[], Strategy], *, context: int, ar: int) -> int:
+def count_addresses(choice: Choice, geometry: Geometry, max_ar: int, ar: int) -> int:
     """At how many rows the past and the new rows of the AR-`ar` graph begin, together, in an endless generation.
 
-    A runtime that registers each address of a graph's input or output as a tensor of its own registers so many for
-    each cache tensor. Any number of tokens may be held when a step begins, so the graph is run at every one: AR
-    tokens computed, one kept.
-
-    Args:
-        make: makes the strategy, empty.
-        context: S.
-        ar: tokens per inference of the graph.
+    A runtime that registers each address of a graph's input or output as a tensor of its own registers so many for each
+    cache tensor.
     """
-    run = Run(make(), context)
-    past_rows, new_rows = set(), set()
-    for steps in (run.fill(ar), run.period(ar)):
-        for window, _ in steps:
-            past_rows.add(window.past_row)
-            new_rows.add(window.new_row)
-    return len(past_rows) + len(new_rows)
+    layout = Layout.of(geometry, choice.make(geometry, max_ar))
+    if choice.strategy == "mirror":
+        return 2 * layout.rows
+    if choice.strategy == "pointer-shift":
+        return 2 * (layout.rows - ar - geometry.past_rows(1) + 1)
+    return 2

@@ -1,18 +1,17 @@
-"""A picture of the trade: memory held against bytes copied, one mark for each update strategy."""
+"""A plot of memory held against bytes copied, two marks for each update strategy."""
 
 from __future__ import annotations
 
 from fractions import Fraction
-from functools import partial
 from math import log2
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from edgekv.errors import UsageError
-from edgekv.kv import Geometry, StrategyName
-from edgekv.plan.cache.report import Report
-from edgekv.plan.cache.strategies import Choice, StrategySize
-from edgekv.plan.cache.traffic import measure_traffic
+from edgekv.kv import StrategyName
+from edgekv.plan.cache import Choice, StrategyCost, strategy_cost
+from edgekv.plan.size import SizeReport
+from edgekv.plan.subject import cache_geometry
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -25,15 +24,15 @@ _INK = "#444444"
 _KIB, _MIB = 1 << 10, 1 << 20
 
 
-def save_plot(report: Report, file: Path) -> None:
+def save_plot(report: SizeReport, file: Path) -> None:
     """Draw each strategy's memory (MiB) over its copied bytes per token (KiB), while filling and once full.
 
     Args:
         report: what to draw.
-        file: where to; its ending says the format: .png, .svg or .pdf.
+        file: target file; its suffix selects the format: .png, .svg or .pdf.
 
     Raises:
-        UsageError: another ending, a folder that does not exist, or matplotlib is not installed.
+        UsageError: another suffix, a folder that does not exist, or matplotlib is not installed.
     """
     if file.suffix.lower() not in _FORMATS:
         wanted = f"a name that ends in {', '.join(_FORMATS)}"
@@ -52,13 +51,13 @@ def save_plot(report: Report, file: Path) -> None:
     figure.savefig(file)
 
 
-def _draw(axes: Axes, report: Report) -> None:
+def _draw(axes: Axes, report: SizeReport) -> None:
     names = list(dict.fromkeys(size.strategy for size in report.strategies))
     colours = {name: _COLOURS[i % len(_COLOURS)] for i, name in enumerate(names)}
     _draw_reserves(axes, report, colours[_SHIFT])
     above_bytes: list[int] = []
     for size in report.strategies:
-        # Labels of marks at one height would lie on each other.
+        # Labels of marks at the same height would overlap.
         below = any(abs(size.held_bytes - held) < max(above_bytes) / 8 for held in above_bytes)
         if not below:
             above_bytes.append(size.held_bytes)
@@ -69,7 +68,7 @@ def _draw(axes: Axes, report: Report) -> None:
     g = report.geometry
     row_kib = g.tensors * g.head_dim * g.kv_bits / 8 / _KIB
     most_kib = max(2 * row_kib, *(size.sliding_bytes_per_token / _KIB for size in report.strategies))
-    # A logarithmic axis has no 0, which is what the best of them copy.
+    # A logarithmic axis has no 0, which some strategies reach.
     axes.set_xscale("symlog", base=2, linthresh=row_kib)
     axes.set_xlim(-0.15 * row_kib, most_kib * 2 ** (2 + log2(most_kib / row_kib) / 5))
     axes.set_ylim(0, 1.4 * max(size.held_bytes for size in report.strategies) / _MIB)
@@ -90,14 +89,14 @@ def _draw(axes: Axes, report: Report) -> None:
     axes.legend(loc="upper right", frameon=False, fontsize=9)
 
 
-def _draw_size(axes: Axes, size: StrategySize, colour: str, *, below: bool) -> None:
+def _draw_size(axes: Axes, size: StrategyCost, colour: str, *, below: bool) -> None:
     held_mib = size.held_bytes / _MIB
     filling_kib, sliding_kib = size.filling_bytes_per_token / _KIB, size.sliding_bytes_per_token / _KIB
     axes.plot([filling_kib, sliding_kib], [held_mib, held_mib], color=colour, linewidth=1.2, alpha=0.6)
     axes.plot([filling_kib], [held_mib], "o", color=colour, markersize=8, markerfacecolor="white", zorder=3)
     axes.plot([sliding_kib], [held_mib], "o", color=colour, markersize=8, zorder=4)
     axes.annotate(
-        f"{size.label}\n{held_mib:,.1f} MiB, {_span(filling_kib, sliding_kib)} KiB a token",
+        f"{size.label}\n{held_mib:,.1f} MiB, {_span(filling_kib, sliding_kib)} KiB per token",
         (sliding_kib, held_mib),
         xytext=(0, -12) if below else (10, 7),
         horizontalalignment="left",
@@ -108,16 +107,14 @@ def _draw_size(axes: Axes, size: StrategySize, colour: str, *, below: bool) -> N
     )
 
 
-def _draw_reserves(axes: Axes, report: Report, colour: str) -> None:
-    """The line on which every reserve of pointer-shift lies once the context is full."""
+def _draw_reserves(axes: Axes, report: SizeReport, colour: str) -> None:
+    """The line of all reserves of pointer-shift once the context is full."""
     g = report.geometry
-    geometry = Geometry(g.layers, g.kv_heads, g.head_dim, g.context, g.kv_dtype)
-    row_bytes = geometry.tensors * geometry.row_bytes
+    geometry = cache_geometry(g.layers, g.kv_heads, g.head_dim, g.context, g.kv_dtype, _windows(report))
     points = [(s.sliding_bytes_per_token, s.held_bytes) for s in report.strategies if s.strategy == _SHIFT]
     for choice in (Choice(_SHIFT, reserve) for reserve in _FURTHER_RESERVES):
-        make = partial(choice.make, geometry, report.ar[-1])
-        traffic = measure_traffic(make, context=g.context, max_ar=report.ar[-1])
-        points.append((float(traffic.sliding_rows_per_token * row_bytes), choice.held_bytes(geometry, report.ar)))
+        cost = strategy_cost(choice, geometry, report.ar)
+        points.append((cost.sliding_bytes_per_token, cost.held_bytes))
     copied, held = zip(*sorted(points), strict=True)
     axes.plot(
         [c / _KIB for c in copied],
@@ -128,10 +125,10 @@ def _draw_reserves(axes: Axes, report: Report, colour: str) -> None:
     )
 
 
-def _draw_recommended(axes: Axes, report: Report) -> None:
+def _draw_recommended(axes: Axes, report: SizeReport) -> None:
     best = report.recommendation
     (size,) = (s for s in report.strategies if (s.strategy, s.reserve) == (best.strategy, best.reserve))
-    on = "" if report.verdict is None or report.verdict.device is None else f" on {report.verdict.device}"
+    on = "" if report.device is None else f" on {report.device}"
     axes.plot(
         [size.sliding_bytes_per_token / _KIB],
         [size.held_bytes / _MIB],
@@ -144,8 +141,14 @@ def _draw_recommended(axes: Axes, report: Report) -> None:
     )
 
 
+def _windows(report: SizeReport) -> tuple[int | None, ...]:
+    """The windows by layer; which layer has which does not change the cost."""
+    groups = report.geometry.windows
+    return tuple(group.window for group in groups for _ in range(group.layers)) if len(groups) > 1 else ()
+
+
 def _ticks(row_kib: float, most_kib: float) -> list[float]:
-    """0, half a row, and then rows by powers of 2, or of 4 or more where those would be too many."""
+    """0, half a row, and then rows in powers of 2, or of 4 or more if there would be too many ticks."""
     powers = list(range(int(log2(most_kib / row_kib)) + 2))
     return [0, row_kib / 2, *(row_kib * 2**power for power in powers[:: 1 + len(powers) // 8])]
 

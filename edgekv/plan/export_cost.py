@@ -1,7 +1,6 @@
-"""RAM, time and disk that an export takes: the exporter's own allocations, and times fitted to measurements.
+"""RAM, time and disk space of an export: the exporter's own allocations, and times fitted to measurements.
 
-Measured on two x86 cores, quantization with w4a16-lpbq64; the check while other work shared them. A dash was not
-measured:
+Measured on two x86 cores with w4a16-lpbq64; other work shared the cores during the HTP check. A dash: not measured.
 
 | shape | quantize and write | RAM to quantize | HTP check of a graph | its peak RAM | graph |
 |---|---|---|---|---|---|
@@ -20,26 +19,25 @@ from collections.abc import Sequence
 
 import msgspec
 
-from edgekv.kv import Geometry
-from edgekv.plan.cache import Decoder, Weights
+from edgekv.spec import Decoder, Geometry, LayeredGeometry, Weights
 
 CALIBRATION_WINDOW = 512
-"""Tokens of a window of calibration text, at most."""
+"""Most tokens of one window of calibration text."""
 
 _CALIBRATION_TOKENS, _CALIBRATION_TOKENS_LARGE = 12_800, 4_096
 _LARGE_PARAMETERS = 500_000_000
 
-_SAMPLE = 4_096  # elements kept of a cache tensor in a window, and up to twice as many
+_SAMPLE = 4_096  # elements sampled from a cache tensor in a window; at most twice as many
 _FLOAT_BYTES = 4
 
 _PROCESS_BYTES = 120_000_000
-_TOKENIZER_BYTES = 800  # for each token of the vocabulary
-_SCORES_AT_ONCE = 5  # [T, T]: scores, masked scores, and what softmax makes on its way
+_TOKENIZER_BYTES = 800  # per token of the vocabulary
+_SCORES_AT_ONCE = 5  # [T, T]: scores, masked scores, and intermediate results of softmax
 _ROWS_AT_ONCE = 5  # [T, intermediate]: gate, up, sigmoid, silu and their product
-_COLUMNS_AT_ONCE = 1024  # of a matrix on its way to integers
-_COPIES_OF_COLUMNS = 7  # those, what they become, their errors and steps
+_COLUMNS_AT_ONCE = 1024  # of a matrix that is being quantized
+_COPIES_OF_COLUMNS = 7  # the columns, their integers, errors and scales
 _TABLE_ROWS_AT_ONCE = 8192  # of the head or of the embedding table
-_COPIES_OF_ROWS = 4  # those read, rotated, rounded, and what they stand for
+_COPIES_OF_ROWS = 4  # as read, rotated, rounded and dequantized
 
 _QUERY_HEAD_GRAPH_BYTES, _KV_HEAD_GRAPH_BYTES, _LAYER_GRAPH_BYTES = 6_050, 9_150, 5_700
 
@@ -47,30 +45,30 @@ _CHECK_PROCESS_BYTES = 148_000_000
 _CHECK_BYTES_PER_WEIGHT_BYTE = 2.1
 _CHECK_BYTES_PER_GRAPH_BYTE = 131
 
-_SECONDS_PER_PRODUCT = 1 / 100e9  # float32, multiplied and added
-_SECONDS_PER_ELEMENT = 40e-9  # of a matrix, for the search for its grid and the rounding
-_SECONDS_PER_SCORE = 13e-9  # one score of one query head
+_SECONDS_PER_PRODUCT = 1 / 100e9  # float32 multiply-add
+_SECONDS_PER_ELEMENT = 40e-9  # scale search and rounding of one matrix element
+_SECONDS_PER_SCORE = 13e-9  # one attention score of one query head
 _CHECK_SECONDS = 0.7
 _CHECK_SECONDS_PER_WEIGHT_BYTE = 7e-9
-_CHECK_SECONDS_PER_SQUARE_MB = 6.6  # of the graph's file: the compiler's time grows with the square of the nodes
+_CHECK_SECONDS_PER_SQUARE_MB = 6.6  # MB of the graph's file: compile time grows with the square of the node count
 
 
 class ExportCost(msgspec.Struct, frozen=True, kw_only=True):
-    """What `edgekv export` takes: an estimate.
+    """What `edgekv export` needs: an estimate.
 
     Attributes:
-        peak_bytes: RAM, the most of the three that follow.
-        quantization_peak_bytes: states and cache samples of all windows, and some matrices of a layer or rows of the
-            head on their way to integers.
+        peak_bytes: peak RAM, the largest of the next three.
+        quantization_peak_bytes: hidden states and cache samples of all windows, and the matrices of a layer or rows of
+            the head that are being quantized.
         writing_peak_bytes: the integers of a layer or of the head, or some rows of the embedding table.
-        check_peak_bytes: the HTP compiler in a process of its own, beside the waiting exporter.
-        seconds: the two that follow together.
+        check_peak_bytes: the HTP compiler in a process of its own, and the waiting exporter.
+        seconds: `export_seconds` and `check_seconds` together.
+        calibration_tokens: tokens of the calibration text, unless it is shorter.
         export_seconds: calibration and quantization.
-        calibration_tokens: of the calibration text, unless it is shorter.
-        check_seconds: the check on the HTP compiler, one graph after another.
-        graphs: one for each AR, and one more that scores.
-        graph_bytes: each graph's file, without weights.
-        bundle_bytes: disk: weights and graphs.
+        check_seconds: the HTP compiler's check, one graph after another.
+        graphs: one for each AR, and one that scores all tokens.
+        graph_bytes: the file of each graph, without weights.
+        bundle_bytes: weights and graphs on disk.
     """
 
     peak_bytes: int
@@ -87,24 +85,23 @@ class ExportCost(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def default_calibration_tokens(decoder: Decoder) -> int:
-    """Tokens to calibrate on where nothing is said: fewer for large models, which need more time for each."""
+    """Default number of calibration tokens: fewer for large models, which need more time for each."""
     parameters = decoder.layers * decoder.layer_parameters + decoder.table_parameters
     return _CALIBRATION_TOKENS if parameters < _LARGE_PARAMETERS else _CALIBRATION_TOKENS_LARGE
 
 
 def quantization_bytes(decoder: Decoder, cache_tensors: int, tokens: int, window: int) -> int:
-    """RAM to quantize with this many calibration tokens in windows: the most of the pieces that a layer is gone
-    through in, and of the head.
+    """Peak RAM to quantize with this many calibration tokens: the largest of the steps of a layer and of the head.
 
-    States are held of all tokens, twice: in the exact decoder and in the quantized one; of the layer's matrices their
-    integers, a byte each. A matrix that waits for its inputs needs a square over them.
+    Hidden states of all tokens are held twice, of the exact decoder and of the quantized one, and the integers of the
+    layer's matrices, a byte each. GPTQ needs the second moments of a matrix's inputs, a square over them.
     """
     hidden, inner, queries = decoder.hidden, decoder.intermediate, decoder.heads * decoder.head_dim
     keys = decoder.kv_heads * decoder.head_dim
     both, window_bytes = 2 * _FLOAT_BYTES * tokens, 2 * _FLOAT_BYTES * window
 
     def factoring(inputs: int, outputs: int) -> int:
-        """A square over the inputs, or two where that takes fewer products, the inputs once more, and some columns."""
+        """One or two squares over the inputs, whichever is faster, a copy of the inputs, and some columns."""
         squares = 1 if 2 * tokens * outputs < inputs * (tokens + outputs) else 2
         columns = min(outputs, _COLUMNS_AT_ONCE)
         return _FLOAT_BYTES * inputs * (squares * inputs + tokens + _COPIES_OF_COLUMNS * columns)
@@ -136,7 +133,7 @@ def quantization_bytes(decoder: Decoder, cache_tensors: int, tokens: int, window
 
 
 def writing_bytes(decoder: Decoder) -> int:
-    """RAM to write weights."""
+    """Peak RAM to write the weights."""
     rows = _FLOAT_BYTES * _COPIES_OF_ROWS * min(decoder.vocab, _TABLE_ROWS_AT_ONCE) * decoder.hidden
     return _base_bytes(decoder) + max(rows, decoder.table_parameters, 2 * decoder.layer_parameters)
 
@@ -146,18 +143,20 @@ def _base_bytes(decoder: Decoder) -> int:
 
 
 def graph_bytes(decoder: Decoder) -> int:
-    """The file of one graph, without weights: nodes and names, counted by heads in graphs that export wrote."""
+    """The file of one graph without weights: nodes and names, fitted by heads to exported graphs."""
     return decoder.layers * layer_graph_bytes(decoder)
 
 
 def layer_graph_bytes(decoder: Decoder) -> int:
-    """The share of one layer in that."""
+    """One layer's share of `graph_bytes`."""
     heads_bytes = decoder.heads * _QUERY_HEAD_GRAPH_BYTES + decoder.kv_heads * _KV_HEAD_GRAPH_BYTES
     return heads_bytes + _LAYER_GRAPH_BYTES
 
 
-def export_cost(decoder: Decoder, weights: Weights, geometry: Geometry, ar: Sequence[int]) -> ExportCost:
-    """The cost of exporting graphs of these AR with a calibration text that fills all windows."""
+def export_cost(
+    decoder: Decoder, weights: Weights, geometry: Geometry | LayeredGeometry, ar: Sequence[int]
+) -> ExportCost:
+    """The cost of exporting graphs of these AR, with a calibration text that fills all windows."""
     window = min(CALIBRATION_WINDOW, geometry.context)
     tokens = default_calibration_tokens(decoder) // window * window
     each_bytes = graph_bytes(decoder)
@@ -184,9 +183,10 @@ def export_cost(decoder: Decoder, weights: Weights, geometry: Geometry, ar: Sequ
 
 
 def _export_seconds(decoder: Decoder, tokens: int, window: int) -> float:
-    """The exact decoder and the quantized one, and GPTQ: for each width of inputs two sums over tokens and a factor,
-    for each matrix what the quantized inputs lack, its solution, and an update of every row from all rows before it.
-    So for the head.
+    """Time of the exact decoder, of the quantized one, and of GPTQ.
+
+    GPTQ: for each input width two sums over tokens and a Cholesky factor; for each matrix the correction for quantized
+    inputs, the solution, and an update of every row from all rows before it; the same for the head.
     """
     hidden, inner, queries = decoder.hidden, decoder.intermediate, decoder.heads * decoder.head_dim
     widths = (hidden, queries, hidden, inner)

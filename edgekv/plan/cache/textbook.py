@@ -1,4 +1,4 @@
-"""Memory of a cache by the textbook formula, for any model and element."""
+"""Memory of keys and values by the textbook formula, for any model and element."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from __future__ import annotations
 def estimate(
     *, layers: int, kv_heads: int, head_dim: int, tokens: int, element_bytes: int = 4, sequences: int = 1
 ) -> int:
-    """Bytes of the keys and values of so many tokens in each of so many sequences: 2 x L x H x D x n x element.
+    """Bytes of the keys and values of each token of each sequence: 2 x L x H x D x n x element x sequences.
 
-    The formula and the default of float32 are those of ZigLlama's `estimateMemoryUsage`; with grouped queries H is
-    the number of key/value heads. An update strategy holds more or less rows: `make_report` says how many.
+    Formula and default (float32) are those of ZigLlama's `estimateMemoryUsage`; with grouped-query attention H is the
+    number of key/value heads. An update strategy allocates more or fewer rows: see `StrategyCost.held_bytes`.
 
     Raises:
         ValueError: a size below 1.

@@ -1,0 +1,208 @@
+"""Whether a model with its cache fits: the one answer that `edgekv plan` and `edgekv size` give."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+
+import msgspec
+
+from devices import Device
+from edgekv.errors import UsageError
+from edgekv.plan.activations import activation_bytes
+from edgekv.plan.cache import Choice
+from edgekv.plan.export_cost import layer_graph_bytes
+from edgekv.plan.limits import HTP_CONTEXT_BYTES, MOST_CONTEXT
+from edgekv.plan.parts import Load, Part, are_runnable, lay_out, least_splits, smallest_parts
+from edgekv.plan.subject import Subject
+from edgekv.spec import Geometry, LayeredGeometry
+
+_MOST_GIGABYTES = 1e6
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryLimit:
+    """Memory for weights, cache and activations.
+
+    Attributes:
+        total_bytes: how much; above 0.
+        basis: where the figure is from, for readers.
+        per_context: whether it is the limit of one HTP context, over several of which export divides a model.
+    """
+
+    total_bytes: int
+    basis: str
+    per_context: bool = False
+
+    def __post_init__(self) -> None:
+        if self.total_bytes < 1:
+            raise ValueError(f"total_bytes: got {self.total_bytes}; expected at least 1")
+
+    @classmethod
+    def of_htp(cls) -> MemoryLimit:
+        """The address space of one HTP context."""
+        return cls(HTP_CONTEXT_BYTES, "one HTP context", per_context=True)
+
+    @classmethod
+    def of_option(cls, gigabytes: float) -> MemoryLimit:
+        """What `--budget-gb` says, in 10^9 bytes.
+
+        Raises:
+            UsageError: not a number from 10^-9 to 10^6.
+        """
+        if not 1e-9 <= gigabytes <= _MOST_GIGABYTES:
+            wanted = "a number above 0, at most 1000000"
+            raise UsageError("--budget-gb", got=gigabytes, expected=wanted, fix="Use --budget-gb 3.75.")
+        return cls(round(gigabytes * 1e9), "--budget-gb")
+
+
+class Demand(msgspec.Struct, frozen=True, kw_only=True):
+    """Bytes that one strategy needs, and the limit.
+
+    Attributes:
+        weights_bytes: all weights, the embedding table included, or None if they are unknown.
+        cache_bytes: as the update strategy holds it.
+        activations_bytes: of the graph of the largest AR, or None if they are unknown.
+        limit_bytes: memory for all three.
+        limit_basis: where that figure is from.
+    """
+
+    weights_bytes: int | None
+    cache_bytes: int
+    activations_bytes: int | None
+    limit_bytes: int
+    limit_basis: str
+
+    @property
+    def used_bytes(self) -> int:
+        """All three together; what is unknown counts as 0."""
+        return (self.weights_bytes or 0) + self.cache_bytes + (self.activations_bytes or 0)
+
+
+class Fit(msgspec.Struct, frozen=True, kw_only=True):
+    """Whether a model fits with one strategy.
+
+    Attributes:
+        fits: whether it does, divided over several HTP contexts if need be.
+        in_one: whether it fits undivided.
+        contexts: HTP contexts of the parts that export makes, 1 for any other limit; None if it does not fit. Export
+            also divides what fits undivided if compiling it whole needs too much RAM.
+        largest_context: the longest context that fits: a multiple of the largest AR, at most the model's own longest
+            and 2^20; None if none fits.
+        largest_in_one: the longest that fits undivided.
+    """
+
+    fits: bool
+    in_one: bool
+    contexts: int | None
+    largest_context: int | None
+    largest_in_one: int | None
+
+
+def check_cache_type(geometry: Geometry | LayeredGeometry, device: Device) -> None:
+    """Refuse a cache that the device's HTP cannot multiply by.
+
+    Raises:
+        UsageError: a 16-bit cache before V73.
+    """
+    if not device.supports_kv(geometry.kv_dtype):
+        raise UsageError(
+            "--device",
+            got=f"{device.soc} (V{device.arch}) for a cache of {8 * geometry.groups()[0].element_bytes} bits",
+            expected="V73 or later for a cache of 16 bits",
+            fix="Use --kv-bits 8 (export with --kv u8), or a later device.",
+        )
+
+
+def demand(subject: Subject, choice: Choice, limit: MemoryLimit) -> Demand:
+    """What the model needs with one strategy."""
+    decoder, geometry = subject.decoder, subject.geometry
+    return Demand(
+        weights_bytes=subject.weights_bytes,
+        cache_bytes=choice.held_bytes(geometry, subject.ar),
+        activations_bytes=None if decoder is None else activation_bytes(decoder, geometry, subject.ar[-1]),
+        limit_bytes=limit.total_bytes,
+        limit_basis=limit.basis,
+    )
+
+
+def divide_model(subject: Subject, choice: Choice) -> tuple[Part, ...] | None:
+    """The parts that export makes, or those of the bundle; None if a part is too large for an HTP context.
+
+    Raises:
+        ValueError: the sizes or the weights of the model are unknown.
+    """
+    load = _load(subject, choice)
+    splits = least_splits(load) if subject.splits is None else subject.splits
+    parts = () if splits is None else lay_out(load, splits)
+    return parts if parts and are_runnable(parts) else None
+
+
+def fit(subject: Subject, choice: Choice, limit: MemoryLimit) -> Fit:
+    """Whether the model fits with one strategy, and how long a context may be."""
+    longest = MOST_CONTEXT if subject.max_positions is None else min(subject.max_positions, MOST_CONTEXT)
+
+    def fits_with(context: int, *, divided: bool) -> bool:
+        if context > longest:
+            return False
+        return _fits(replace(subject, geometry=replace(subject.geometry, context=context)), choice, limit, divided)
+
+    contexts = None
+    if _fits(subject, choice, limit, divided=True):
+        parts = divide_model(subject, choice) if _is_divisible(subject, limit) else None
+        contexts = len(parts) if parts else 1
+    return Fit(
+        fits=contexts is not None,
+        in_one=_fits(subject, choice, limit, divided=False),
+        contexts=contexts,
+        largest_context=largest_multiple(subject.ar[-1], partial(fits_with, divided=True)),
+        largest_in_one=largest_multiple(subject.ar[-1], partial(fits_with, divided=False)),
+    )
+
+
+def largest_multiple(step: int, is_within: Callable[[int], bool]) -> int | None:
+    """The largest multiple of `step`, twice it or more, that is within; None if twice it is not.
+
+    Args:
+        step: at least 1.
+        is_within: true up to some number and false above it.
+    """
+    least = 2
+    if not is_within(least * step):
+        return None
+    most = 2 * least
+    while is_within(most * step):
+        least, most = most, 2 * most
+    while most - least > 1:
+        middle = (least + most) // 2
+        least, most = (middle, most) if is_within(middle * step) else (least, middle)
+    return least * step
+
+
+def _is_divisible(subject: Subject, limit: MemoryLimit) -> bool:
+    return limit.per_context and subject.decoder is not None and subject.weights is not None
+
+
+def _fits(subject: Subject, choice: Choice, limit: MemoryLimit, divided: bool) -> bool:
+    """Whether the limit, or one HTP context for each part if it is divided, holds the model."""
+    if not divided or not _is_divisible(subject, limit):
+        return demand(subject, choice, limit).used_bytes <= limit.total_bytes
+    load = _load(subject, choice)
+    return are_runnable(smallest_parts(load) if subject.splits is None else lay_out(load, subject.splits))
+
+
+def _load(subject: Subject, choice: Choice) -> Load:
+    decoder, weights, geometry = subject.decoder, subject.weights, subject.geometry
+    if decoder is None or weights is None:
+        raise ValueError("subject: got a model of unknown sizes; expected a decoder and its weights")
+    return Load(
+        layers=[weights.layer_bytes] * weights.layers,
+        packed=[weights.layer_packed_bytes] * weights.layers,
+        embedding_bytes=weights.embedding_bytes,
+        head_bytes=weights.head_bytes,
+        cache=choice.layer_bytes(geometry, subject.ar),
+        activations_bytes=activation_bytes(decoder, geometry, subject.ar[-1]),
+        layer_graph_bytes=layer_graph_bytes(decoder),
+        graphs=len(subject.ar),
+    )

@@ -1,0 +1,199 @@
+"""Everything that `edgekv plan` says, as one typed object."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+
+from devices import Device
+from edgekv.errors import CheckpointError, UsageError
+from edgekv.plan.cache import CHOICES, Recommendation, recommend, strategy_cost
+from edgekv.plan.export_cost import ExportCost, export_cost
+from edgekv.plan.fit import Demand, Fit, MemoryLimit, check_cache_type, demand, divide_model, fit
+from edgekv.plan.limits import PROTOBUF_BYTES
+from edgekv.plan.masks import mask_warnings
+from edgekv.plan.parts import Part
+from edgekv.plan.source import find_subject, is_bundle
+from edgekv.plan.speed import Speed, estimate_speed
+from edgekv.plan.subject import Overrides, Subject, shortened
+from edgekv.plan.wording import duration, fit_sentences, gb, span
+from edgekv.spec import WEIGHT_DTYPES, KvDtype
+
+RECIPES = tuple(WEIGHT_DTYPES)
+_KV_BITS = {"u8": 8, "s16": 16}
+_OWN_ASSUMPTIONS = (
+    "one HTP context holds 3.75 GB, a limit met in the field; compiled binaries, 1 to 3 % larger than their weights "
+    "where they were measured, are counted as their weights",
+    "activations are an upper estimate: the schedule of the HTP compiler is not known",
+    "the device's RAM is not in the catalogue and was not checked",
+    "export: fitted to four models of up to 384 M parameters on two shared x86 cores; times may be off by a factor "
+    "of two, more for larger models; `edgekv compile` is not included",
+)
+
+
+class Plan(msgspec.Struct, frozen=True, kw_only=True):
+    """What an export of a model for a device would be.
+
+    Attributes:
+        schema: version of this object.
+        summary: whether it fits, how fast it can be and what the export needs, in words.
+        warnings: what is known to go wrong on the device, and what to do about it.
+        fit: whether it fits.
+        source: the file that the sizes are from.
+        device: part number.
+        recipe: integer types of weights and activations.
+        kv_dtype: integer type of the cache.
+        context: S, tokens.
+        ar: tokens per inference of each graph.
+        parameters: elements of all matrices; a table that is also the head counts once.
+        strategy: the update strategy that is planned with, and why.
+        demand: bytes in HTP contexts.
+        parts: what export divides the graphs into, or None if a single layer is too large for an HTP context.
+        export: what exporting it needs.
+        speed: how fast it can be.
+        assumptions: what the plan is based on.
+    """
+
+    schema: int = 1
+    summary: str
+    warnings: list[str]
+    fit: Fit
+    source: str
+    device: str
+    recipe: str
+    kv_dtype: KvDtype
+    context: int
+    ar: list[int]
+    parameters: int
+    strategy: Recommendation
+    demand: Demand
+    parts: list[Part] | None
+    export: ExportCost
+    speed: Speed
+    assumptions: list[str]
+
+
+def make_plan(
+    path: Path,
+    *,
+    device: Device,
+    context: int | None = None,
+    recipe: str = "w8a16",
+    kv: str = "u8",
+    ar: tuple[int, ...] | None = None,
+) -> Plan:
+    """Plan the export of a model for a device.
+
+    Args:
+        path: a `config.json`, or a folder that has one; no weights are read.
+        device: the target.
+        context: S; the model's own longest if None.
+        recipe: one of `RECIPES`.
+        kv: `u8` or `s16`.
+        ar: tokens per inference of each graph; 1 and 32 if None.
+
+    Raises:
+        UsageError: options that export would refuse for this model and device.
+        CheckpointError: a `config.json` that cannot be read, or a model whose weights are not known.
+    """
+    subject = _find(path, context, recipe, kv, ar)
+    decoder, weights = subject.decoder, subject.weights
+    if decoder is None or weights is None:
+        raise CheckpointError(
+            subject.source,
+            got="a model whose matrices are not known",
+            expected="an architecture that edgekv exports, with all sizes",
+            fix="`edgekv size` says what its cache costs.",
+        )
+    _check_context(subject)
+    check_cache_type(subject.geometry, device)
+    limit, default = MemoryLimit.of_htp(), CHOICES[0]
+    needed, found, parts = demand(subject, default, limit), fit(subject, default, limit), divide_model(subject, default)
+    cost = export_cost(decoder, weights, subject.geometry, subject.ar)
+    speed = estimate_speed(subject, decoder, weights, device)
+    sentences = fit_sentences(subject, default, device, needed, found, _alternatives(subject, found))
+    return Plan(
+        summary=" ".join([*sentences, *_further_sentences(parts, cost, speed)]),
+        warnings=mask_warnings(subject.geometry, subject.ar, device),
+        fit=found,
+        source=subject.source,
+        device=device.soc,
+        recipe=recipe,
+        kv_dtype=subject.geometry.kv_dtype,
+        context=subject.geometry.context,
+        ar=list(subject.ar),
+        parameters=decoder.parameters,
+        strategy=recommend([strategy_cost(default, subject.geometry, subject.ar)]),
+        demand=needed,
+        parts=None if parts is None else list(parts),
+        export=cost,
+        speed=speed,
+        assumptions=[*subject.assumptions, *_OWN_ASSUMPTIONS, _speed_basis(device, speed), _protobuf(cost)],
+    )
+
+
+def _find(path: Path, context: int | None, recipe: str, kv: str, ar: tuple[int, ...] | None) -> Subject:
+    if recipe not in RECIPES:
+        wanted = " or ".join(RECIPES)
+        raise UsageError("--recipe", got=repr(shortened(recipe)), expected=wanted, fix="Use --recipe w8a16.")
+    if kv not in _KV_BITS:
+        raise UsageError("--kv", got=repr(shortened(kv)), expected=" or ".join(_KV_BITS), fix="Use --kv u8.")
+    if is_bundle(path):
+        fix = "It is exported already: `edgekv size` says what it costs."
+        raise CheckpointError(str(path), got="a bundle", expected="a checkpoint's config.json", fix=fix)
+    return find_subject(path, Overrides(context=context, kv_bits=_KV_BITS[kv], ar=ar, recipe=recipe))
+
+
+def _check_context(subject: Subject) -> None:
+    context, step, longest = subject.geometry.context, subject.ar[-1], subject.max_positions
+    if longest is not None and context > longest:
+        wanted = f"at most max_position_embeddings = {longest}"
+        fix = f"Use --context {longest // step * step}."
+        raise UsageError("--context", got=context, expected=wanted, fix=fix)
+    if context % step:
+        wanted = f"a multiple of the largest AR, {step}, which export needs"
+        raise UsageError("--context", got=context, expected=wanted, fix=f"Use --context {context // step * step}.")
+
+
+def _alternatives(subject: Subject, found: Fit) -> list[str]:
+    """Whether a cache of 8 bits would make it fit."""
+    if found.fits or subject.geometry.kv_dtype == "u8":
+        return []
+    smaller = replace(subject, geometry=replace(subject.geometry, kv_dtype="u8"))
+    return ["--kv u8"] if fit(smaller, CHOICES[0], MemoryLimit.of_htp()).fits else []
+
+
+def _further_sentences(parts: Sequence[Part] | None, cost: ExportCost, speed: Speed) -> list[str]:
+    sentences = []
+    if parts is not None and len(parts) > 1:
+        most = gb(max(part.compile_peak_bytes for part in parts))
+        sentences.append(f"Export divides it into {len(parts)} parts; compiling one needs at most {most} of RAM.")
+    first = speed.first_token[0]
+    sentences.append(
+        f"Expect {span(*speed.tokens_per_s)} tokens a second, and {duration(first.low_s)} to {duration(first.high_s)} "
+        f"to the first token of a prompt of {first.prompt_tokens:,}."
+    )
+    sentences.append(f"The export needs about {gb(cost.peak_bytes)} of RAM and {duration(cost.seconds)}.")
+    return sentences
+
+
+def _speed_basis(device: Device, speed: Speed) -> str:
+    share = speed.reached_gb_per_s[1] / speed.dram_gb_per_s
+    low, high = speed.reached_gb_per_s
+    chips = " and ".join(speed.measured_on)
+    whose = "this chip" if device.has_own_speed else f"{chips}; none were found for {device.soc}"
+    return (
+        f"speed: published decoders read at {span(low, high)} GB/s, at most {share:.0%} of the peak DRAM bandwidth; "
+        f"figures of {whose}: {speed.source}"
+    )
+
+
+def _protobuf(cost: ExportCost) -> str:
+    share = cost.graph_bytes / PROTOBUF_BYTES
+    return (
+        f"the 2 GB limit of a protobuf concerns a graph's own file, {share:.1%} of it here: weights are in separate "
+        "safetensors files"
+    )

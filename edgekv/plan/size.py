@@ -1,0 +1,149 @@
+"""Everything that `edgekv size` says, as one typed object."""
+
+from __future__ import annotations
+
+import msgspec
+
+from devices import Device
+from edgekv.plan.cache import (
+    GraphPorts,
+    Recommendation,
+    StrategyCost,
+    choices_for,
+    estimate,
+    graph_ports,
+    recommend,
+    strategy_cost,
+)
+from edgekv.plan.fit import Demand, Fit, MemoryLimit, check_cache_type, demand, fit
+from edgekv.plan.subject import Subject
+from edgekv.plan.wording import fit_sentences
+from edgekv.spec import Geometry, KvDtype, LayeredGeometry
+
+
+class LayersRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """Layers that attend to the same number of tokens.
+
+    Attributes:
+        layers: how many.
+        window: tokens that they attend to, the new token included.
+        tensors: cache tensors of these layers.
+    """
+
+    layers: int
+    window: int
+    tensors: int
+
+
+class GeometryRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """The sizes of the cache; `tensors` is N = layers x 2 x kv_heads."""
+
+    layers: int
+    kv_heads: int
+    head_dim: int
+    context: int
+    kv_bits: int
+    kv_dtype: KvDtype
+    tensors: int
+    windows: list[LayersRecord]
+
+    @classmethod
+    def of(cls, geometry: Geometry | LayeredGeometry) -> GeometryRecord:
+        groups = geometry.groups()
+        return cls(
+            layers=geometry.layers,
+            kv_heads=groups[0].kv_heads,
+            head_dim=groups[0].head_dim,
+            context=geometry.context,
+            kv_bits=8 * groups[0].element_bytes,
+            kv_dtype=geometry.kv_dtype,
+            tensors=geometry.tensors,
+            windows=[LayersRecord(layers=each.layers, window=each.context, tensors=each.tensors) for each in groups],
+        )
+
+
+class SizeReport(msgspec.Struct, frozen=True, kw_only=True):
+    """What a cache costs.
+
+    Attributes:
+        schema: version of this object.
+        summary: whether it fits, in words, if a device or a limit was given.
+        source: where the sizes are from.
+        device: part number of the device, if one was named.
+        fit: whether it fits with the default strategy, if a device or a limit was given.
+        demand: what that strategy needs.
+        geometry: the sizes.
+        ar: tokens per inference of each graph.
+        textbook_bytes: keys and values of S tokens by the textbook formula.
+        strategies: the cost of each update strategy, the default first.
+        recommendation: which of them to choose.
+        graphs: inputs and outputs of each graph.
+        max_positions: the longest context that the model was made for, if it is known.
+        assumptions: what was not given and therefore assumed.
+    """
+
+    schema: int = 1
+    summary: str | None
+    source: str
+    device: str | None
+    fit: Fit | None
+    demand: Demand | None
+    geometry: GeometryRecord
+    ar: list[int]
+    textbook_bytes: int
+    strategies: list[StrategyCost]
+    recommendation: Recommendation
+    graphs: list[GraphPorts]
+    max_positions: int | None
+    assumptions: list[str]
+
+
+def make_size_report(subject: Subject, *, device: Device | None = None, limit: MemoryLimit | None = None) -> SizeReport:
+    """Size a cache, and say whether it fits if a device or a limit is given.
+
+    Args:
+        subject: what to size.
+        device: the target; its HTP must support the cache's type.
+        limit: memory for weights, cache and activations; with a device and no limit, that of HTP contexts.
+
+    Raises:
+        UsageError: the device does not support the cache's type.
+    """
+    geometry = subject.geometry
+    if device is not None:
+        check_cache_type(geometry, device)
+        limit = limit or MemoryLimit.of_htp()
+    choices = choices_for(geometry)
+    costs = [strategy_cost(choice, geometry, subject.ar) for choice in choices]
+    needed, found, summary = None, None, None
+    if limit is not None:
+        fits = [fit(subject, choice, limit) for choice in choices]
+        costs = [
+            msgspec.structs.replace(cost, fits=each.fits, largest_context=each.largest_context)
+            for cost, each in zip(costs, fits, strict=True)
+        ]
+        needed, found = demand(subject, choices[0], limit), fits[0]
+        others = [f"--kv-update {choice.label}" for choice, each in zip(choices, fits, strict=True) if each.fits]
+        summary = " ".join(fit_sentences(subject, choices[0], device, needed, found, others))
+    record = GeometryRecord.of(geometry)
+    return SizeReport(
+        summary=summary,
+        source=subject.source,
+        device=None if device is None else device.soc,
+        fit=found,
+        demand=needed,
+        geometry=record,
+        ar=list(subject.ar),
+        textbook_bytes=estimate(
+            layers=record.layers,
+            kv_heads=record.kv_heads,
+            head_dim=record.head_dim,
+            tokens=record.context,
+            element_bytes=record.kv_bits // 8,
+        ),
+        strategies=costs,
+        recommendation=recommend(costs),
+        graphs=[graph_ports(geometry, ar, subject.rotary) for ar in subject.ar],
+        max_positions=subject.max_positions,
+        assumptions=list(subject.assumptions),
+    )

@@ -1,0 +1,245 @@
+"""Where the sizes come from: options, a `config.json`, or a bundle."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from edgekv.bundle import MANIFEST, Manifest, read_manifest
+from edgekv.errors import CheckpointError, UsageError
+from edgekv.plan.limits import MOST_CONTEXT
+from edgekv.plan.subject import (
+    DEFAULT_AR,
+    Overrides,
+    Subject,
+    cache_geometry,
+    checked_ar,
+    kv_dtype_of,
+    option,
+)
+from edgekv.spec import (
+    CONFIG,
+    CacheSpec,
+    Config,
+    Decoder,
+    DecoderInterface,
+    Weights,
+    describe_cache,
+    identify,
+    read_config,
+    recipe_weights,
+)
+from quant import WEIGHT_TYPES
+
+_NEEDED = ("layers", "kv_heads", "head_dim", "context", "kv_bits")
+_WINDOWS_UNKNOWN = (
+    "the attention windows of this architecture are unknown: every layer is counted with the whole context"
+)
+_COLUMNS = "keys as columns: rewriting them when another AR takes over is not counted"
+_DEFAULT_AR = ",".join(map(str, DEFAULT_AR))
+
+
+def find_subject(path: Path | None, overrides: Overrides) -> Subject:
+    """What to size or plan.
+
+    Args:
+        path: a `config.json`, a folder that has one, a bundle's folder, or None to size from options alone.
+        overrides: the options. With a `config.json` the context and the bits of the cache may be chosen; any other
+            option that contradicts the file is refused, as is every option that contradicts a bundle.
+
+    Raises:
+        UsageError: options are missing, out of range, or contradict the file, or the context is above 2^20 tokens.
+        CheckpointError: the path or its `config.json` cannot be read.
+        BundleError: the bundle cannot be read.
+    """
+    overrides.check()
+    if path is None:
+        return _from_options(overrides)
+    if is_bundle(path):
+        return _from_bundle(path.parent if path.is_file() else path, overrides)
+    kind = identify(path)
+    if kind is not None and kind.kind != "checkpoint":
+        wanted = f"a {CONFIG}, a folder that has one, or a bundle"
+        raise CheckpointError(str(path), got=kind.what, expected=wanted, fix=kind.as_checkpoint)
+    file = path / CONFIG if path.is_dir() else path
+    if not file.exists():
+        found = f"a folder without {CONFIG} and {MANIFEST}" if path.is_dir() else "nothing there"
+        wanted = f"a {CONFIG}, a folder that has one, or a bundle"
+        raise CheckpointError(str(path), got=found, expected=wanted, fix="Check the path.")
+    return _from_config(file, overrides)
+
+
+def is_bundle(path: Path) -> bool:
+    """Whether this is a bundle's folder, or the manifest in it."""
+    return (path.name == MANIFEST and path.is_file()) or (path / MANIFEST).is_file()
+
+
+def _from_options(given: Overrides) -> Subject:
+    layers, kv_heads, head_dim = given.layers, given.kv_heads, given.head_dim
+    context, kv_bits = given.context, given.kv_bits
+    if layers is None or kv_heads is None or head_dim is None or context is None or kv_bits is None:
+        raise _missing([option(name) for name in _NEEDED if getattr(given, name) is None])
+    assumptions: list[str] = []
+    geometry = cache_geometry(layers, kv_heads, head_dim, context, kv_dtype_of(kv_bits))
+    ar = _ar(given, context, (), assumptions)
+    assumptions.append(_weights(None, "no model is named"))
+    return Subject("options", geometry, ar, None, None, tuple(assumptions))
+
+
+def _from_config(file: Path, given: Overrides) -> Subject:
+    config = read_config(file)
+    found = describe_cache(config)
+    assumptions = _defaults(config, found)
+    sizes = {"layers": found.layers, "kv_heads": found.kv_heads, "head_dim": found.head_dim}
+    _check_agreement(given, sizes, file)
+    context = _context(given, found.max_positions, assumptions)
+    bits = given.kv_bits
+    if bits is None:
+        bits = 8
+        assumptions.append("a cache of 8 bits, the default of export")
+    spec = found.decoder
+    if spec is None and found.sliding_window is not None and found.sliding_window < context:
+        assumptions.append(_WINDOWS_UNKNOWN)
+    windows = () if spec is None else spec.windows_in(context)
+    geometry = cache_geometry(found.layers, found.kv_heads, found.head_dim, context, kv_dtype_of(bits), windows)
+    ar = _ar(given, context, windows, assumptions)
+    decoder = None if spec is None else spec.sizes
+    weights = None if decoder is None else recipe_weights(decoder, given.recipe)
+    size_bytes = None if weights is None else weights.total_bytes
+    basis = f"the recipe {given.recipe}, with a 16-bit embedding table and an 8-bit head"
+    assumptions.append(_weights(size_bytes, basis))
+    subject = Subject(str(file), geometry, ar, size_bytes, found.max_positions, tuple(assumptions), decoder, weights)
+    if spec is None:
+        return subject
+    interface = DecoderInterface.of(spec, context, geometry.kv_dtype, geometry.key_layout, "u16")
+    return replace(subject, rotary=interface.rotary)
+
+
+def _context(given: Overrides, longest: int | None, assumptions: list[str]) -> int:
+    context = given.context
+    if context is None:
+        if longest is None:
+            raise _missing([option("context")])
+        if longest > MOST_CONTEXT:
+            wanted = f"at most {MOST_CONTEXT}"
+            raise UsageError(
+                "--context",
+                got=f"none, and max_position_embeddings = {longest}",
+                expected=wanted,
+                fix="Give --context.",
+            )
+        assumptions.append(f"context {longest}, its max_position_embeddings")
+        return longest
+    if longest is not None and context > longest:
+        assumptions.append(f"context {context} is above its max_position_embeddings {longest}")
+    return context
+
+
+def _defaults(config: Config, found: CacheSpec) -> list[str]:
+    """What the configuration does not say, one sentence each."""
+    config = config.text_decoder()
+    sentences = []
+    if "num_key_value_heads" not in config:
+        as_many = found.kv_heads == found.heads
+        reason = "as many as num_attention_heads" if as_many else "the default of its architecture"
+        sentences.append(f"kv heads {found.kv_heads}, {reason}")
+    if "head_dim" not in config:
+        by_width = "hidden_size" in config and found.head_dim * found.heads == config.size("hidden_size")
+        reason = "hidden_size / num_attention_heads" if by_width else "the default of its architecture"
+        sentences.append(f"head_dim {found.head_dim}, {reason}")
+    return sentences
+
+
+def _from_bundle(folder: Path, given: Overrides) -> Subject:
+    manifest = read_manifest(folder)
+    plain, model = manifest.geometry, manifest.model
+    found = {name: getattr(plain, name) for name in ("layers", "kv_heads", "head_dim", "context")}
+    Overrides(**found).check()
+    _check_agreement(given, {**found, "kv_bits": 8 * plain.element_bytes}, folder)
+    ar = tuple(sorted({graph.ar for graph in manifest.graphs}))
+    if given.ar is not None and checked_ar(given.ar, plain.context) != ar:
+        raise _contradiction("--ar", ",".join(map(str, given.ar)), ",".join(map(str, ar)), folder)
+    shards = [record.bytes for name, record in manifest.files.items() if name.endswith(".safetensors")]
+    size_bytes = sum(shards) if shards else None
+    assumptions = [_weights(size_bytes, "the bundle's safetensors")]
+    if len(contexts := manifest.contexts) > 1:
+        listed = ", ".join(map(str, contexts))
+        assumptions.append(f"graphs for contexts of {listed} share one cache; costs are those of the largest context")
+    if not manifest.is_whole:
+        assumptions.append("inputs and outputs of graphs that are divided into parts are counted as if they were whole")
+    if manifest.key_layout == "columns":
+        assumptions.append(_COLUMNS)
+    decoder = Decoder(
+        layers=model.layers,
+        hidden=model.hidden,
+        heads=model.heads,
+        kv_heads=model.kv_heads,
+        head_dim=model.head_dim,
+        intermediate=model.intermediate,
+        vocab=model.vocab,
+    )
+    return Subject(
+        str(folder),
+        manifest.cache_geometry,
+        ar,
+        size_bytes,
+        model.max_positions,
+        tuple(assumptions),
+        decoder,
+        None if size_bytes is None else _bundle_weights(decoder, size_bytes),
+        _splits(manifest),
+        manifest.interface.rotary,
+    )
+
+
+def _bundle_weights(decoder: Decoder, size_bytes: int) -> Weights:
+    """The total in pieces: the embedding table and the head as export writes them, the rest in equal layers."""
+    embedding_bytes = min(2 * decoder.table_parameters, size_bytes)
+    head_bytes = min(WEIGHT_TYPES["int8"].matrix_bytes(decoder.hidden, decoder.vocab), size_bytes - embedding_bytes)
+    layer_bytes = -(-(size_bytes - embedding_bytes - head_bytes) // decoder.layers)
+    return Weights(
+        embedding_bytes=embedding_bytes,
+        layer_bytes=layer_bytes,
+        layer_packed_bytes=0,
+        layers=decoder.layers,
+        head_bytes=size_bytes - embedding_bytes - decoder.layers * layer_bytes,
+    )
+
+
+def _splits(manifest: Manifest) -> int:
+    """Parts with layers of one graph."""
+    return max((sum(bool(part.layers) for part in graph.parts) for graph in manifest.graphs), default=1)
+
+
+def _weights(size_bytes: int | None, basis: str) -> str:
+    return "weights unknown, counted as 0 bytes" if size_bytes is None else f"weights of {size_bytes:,} bytes: {basis}"
+
+
+def _ar(given: Overrides, context: int, windows: tuple[int | None, ...], assumptions: list[str]) -> tuple[int, ...]:
+    if given.ar is None:
+        assumptions.append(f"graphs of AR {_DEFAULT_AR}, the default")
+    ar = checked_ar(given.ar or DEFAULT_AR, context, windows)
+    if context % ar[-1]:
+        assumptions.append(f"context {context} is no multiple of the largest AR, {ar[-1]}: export would refuse it")
+    return ar
+
+
+def _check_agreement(given: Overrides, found: Mapping[str, int], path: Path) -> None:
+    for name, value in found.items():
+        chosen = getattr(given, name)
+        if chosen is not None and chosen != value:
+            raise _contradiction(option(name), chosen, value, path)
+
+
+def _contradiction(name: str, found: object, wanted: object, path: Path) -> UsageError:
+    return UsageError(name, got=found, expected=f"{wanted}, as {path} says", fix="Leave it out.")
+
+
+def _missing(options: list[str]) -> UsageError:
+    return UsageError(
+        "size",
+        got=f"no {', '.join(options)}",
+        expected="all sizes of the cache",
+        fix=f"Add {' '.join(f'{name} N' for name in options)}, or name a config.json or a bundle.",
+    )

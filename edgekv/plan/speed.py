@@ -1,0 +1,112 @@
+"""How fast a model can be: what the bandwidth allows, and what published models of its kind reach."""
+
+from __future__ import annotations
+
+import msgspec
+
+from devices import Device
+from edgekv.plan.subject import Subject
+from edgekv.spec import Decoder, Geometry, LayeredGeometry, Weights
+
+_SHORT_PROMPT = 128
+
+
+class FirstToken(msgspec.Struct, frozen=True, kw_only=True):
+    """Time to first token, the prefill alone.
+
+    Attributes:
+        prompt_tokens: length of the prompt.
+        passes: runs of the graph of the largest AR.
+        low_s: seconds, at the speed of the fastest published models.
+        high_s: at that of the slowest.
+    """
+
+    prompt_tokens: int
+    passes: int
+    low_s: float
+    high_s: float
+
+
+class Speed(msgspec.Struct, frozen=True, kw_only=True):
+    """Bytes read and arithmetic done, at the bandwidth of the device and at the speed of published models.
+
+    Attributes:
+        dram_gb_per_s: peak bandwidth of the device's DRAM, 10^9 bytes a second.
+        reached_gb_per_s: bandwidth that published decoders reach, lowest and highest.
+        measured_on: the chips that those were published for.
+        source: where they were published.
+        weights_bytes: read for each token: every layer and the head, one row of the embedding table.
+        mean_cache_bytes: cache rows at the mean length of a generation that fills the context.
+        full_cache_bytes: cache rows of a full context; a static graph always reads all of them.
+        tokens_per_s: decode expected with one graph for the whole context, lowest and highest.
+        roofline_tokens_per_s: at the peak bandwidth and the mean cache: an upper bound.
+        static_roofline_tokens_per_s: at the peak bandwidth and the full cache.
+        first_token: expected times to first token.
+    """
+
+    dram_gb_per_s: float
+    reached_gb_per_s: tuple[float, float]
+    measured_on: list[str]
+    source: str
+    weights_bytes: int
+    mean_cache_bytes: int
+    full_cache_bytes: int
+    tokens_per_s: tuple[float, float]
+    roofline_tokens_per_s: float
+    static_roofline_tokens_per_s: float
+    first_token: list[FirstToken]
+
+
+def estimate_speed(subject: Subject, decoder: Decoder, weights: Weights, device: Device) -> Speed:
+    """The speed of a model on a device.
+
+    A pass of one token reads the weights and the whole cache. A pass of AR tokens takes that long, and longer by the
+    arithmetic of the AR-1 further tokens. Host work, sampling and loading are not counted.
+    """
+    geometry, ar = subject.geometry, subject.ar[-1]
+    read_bytes = weights.layers * weights.layer_bytes + weights.head_bytes + weights.embedding_bytes // decoder.vocab
+    full_bytes = sum(group.tensors * group.past_rows(1) * group.row_bytes for group in geometry.groups())
+    mean_bytes = _mean_cache_bytes(geometry)
+    peak, reached = device.dram_gb_per_s * 1e9, device.decode_gb_per_s
+    static_bytes = read_bytes + full_bytes
+    macs = macs_per_token(decoder, geometry)
+    rate = device.speed.tera_macs_per_s
+    fast_s = static_bytes / (reached.high * 1e9) + (ar - 1) * macs / (rate.high * 1e12)
+    slow_s = static_bytes / (reached.low * 1e9) + (ar - 1) * macs / (rate.low * 1e12)
+    prompts = sorted({min(_SHORT_PROMPT, geometry.context - 1), geometry.context - 1})
+    return Speed(
+        dram_gb_per_s=device.dram_gb_per_s,
+        reached_gb_per_s=(reached.low, reached.high),
+        measured_on=list(device.speed.measured_on),
+        source=device.speed.source,
+        weights_bytes=read_bytes,
+        mean_cache_bytes=mean_bytes,
+        full_cache_bytes=full_bytes,
+        tokens_per_s=(reached.low * 1e9 / static_bytes, reached.high * 1e9 / static_bytes),
+        roofline_tokens_per_s=peak / (read_bytes + mean_bytes),
+        static_roofline_tokens_per_s=peak / static_bytes,
+        first_token=[
+            FirstToken(prompt_tokens=tokens, passes=passes, low_s=passes * fast_s, high_s=passes * slow_s)
+            for tokens in prompts
+            for passes in [-(-tokens // ar)]
+        ],
+    )
+
+
+def macs_per_token(decoder: Decoder, geometry: Geometry | LayeredGeometry) -> int:
+    """Multiply-adds of one more token in a pass: every layer's matrices, and its attention to the whole window.
+
+    The head runs once a pass, not once a token.
+    """
+    attention = sum(2 * group.layers * decoder.heads * decoder.head_dim * group.context for group in geometry.groups())
+    return decoder.layers * decoder.layer_parameters + attention
+
+
+def _mean_cache_bytes(geometry: Geometry | LayeredGeometry) -> int:
+    """Rows held on average while the context fills: min(t, W-1) over the first S-1 tokens."""
+    tokens = geometry.context - 1
+    total = 0
+    for group in geometry.groups():
+        rows = group.past_rows(1)
+        total += group.tensors * group.row_bytes * rows * (2 * tokens - rows) // (2 * tokens)
+    return total

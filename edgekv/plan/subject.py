@@ -1,0 +1,161 @@
+"""What is planned: a cache, the graphs that share it, and what is known of the model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from edgekv.errors import UsageError
+from edgekv.plan.limits import MOST_CONTEXT, MOST_GRAPHS
+from edgekv.spec import Decoder, Geometry, KvDtype, LayeredGeometry, RotaryInputs, Weights
+from edgekv.spec.config import LARGEST
+from edgekv.spec.describe import LARGEST_HEADS
+
+DEFAULT_AR = (1, 32)
+_KV_DTYPES: dict[int, KvDtype] = {8: "u8", 16: "s16"}
+_BOUNDS = {
+    "layers": (1, LARGEST["num_hidden_layers"]),
+    "kv_heads": (1, LARGEST["num_key_value_heads"]),
+    "head_dim": (1, LARGEST["head_dim"]),
+    "context": (2, MOST_CONTEXT),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Overrides:
+    """Sizes given as options; None for an option that was not given.
+
+    Attributes:
+        layers: decoder layers.
+        kv_heads: key/value heads of a layer.
+        head_dim: D.
+        context: S, tokens.
+        kv_bits: bits of a cache element, 8 or 16.
+        ar: tokens per inference of each graph.
+        recipe: one of `WEIGHT_DTYPES`, for a model that is not exported yet.
+    """
+
+    layers: int | None = None
+    kv_heads: int | None = None
+    head_dim: int | None = None
+    context: int | None = None
+    kv_bits: int | None = None
+    ar: tuple[int, ...] | None = None
+    recipe: str = "w8a16"
+
+    def check(self) -> None:
+        """Refuse numbers out of range, before anything is computed from them.
+
+        Raises:
+            UsageError: naming the option.
+        """
+        for name, (least, most) in _BOUNDS.items():
+            value = getattr(self, name)
+            if value is not None and not least <= value <= most:
+                wanted = f"{least} to {most}"
+                raise UsageError(option(name), got=shortened(value), expected=wanted, fix=f"Use {wanted}.")
+        if (heads := (self.layers or 1) * (self.kv_heads or 1)) > LARGEST_HEADS:
+            wanted = f"at most {LARGEST_HEADS} key/value heads in all layers together"
+            raise UsageError("--layers and --kv-heads", got=heads, expected=wanted, fix="Use smaller numbers.")
+        if self.ar is not None and len(self.ar) > MOST_GRAPHS:
+            wanted = f"at most {MOST_GRAPHS} numbers"
+            raise UsageError("--ar", got=f"{len(self.ar)} numbers", expected=wanted, fix="Give fewer.")
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """A cache, its graphs and its model.
+
+    Attributes:
+        source: where the sizes are from, for readers.
+        geometry: the sizes of the cache.
+        ar: tokens per inference of each graph, ascending; 1 is among them, all are below the context.
+        weights_bytes: bytes of the weights, or None if they are unknown.
+        max_positions: the longest context that the model was made for, or None if it is unknown.
+        assumptions: what was not given and therefore assumed, one sentence each.
+        decoder: all sizes of the model, or None if they are unknown.
+        weights: the weights in pieces, or None if they are unknown.
+        splits: the parts that the layers of a bundle are divided into; None if that is still to be chosen.
+        rotary: the rotary embeddings that the graphs have inputs for.
+    """
+
+    source: str
+    geometry: Geometry | LayeredGeometry
+    ar: tuple[int, ...]
+    weights_bytes: int | None
+    max_positions: int | None
+    assumptions: tuple[str, ...]
+    decoder: Decoder | None = None
+    weights: Weights | None = None
+    splits: int | None = None
+    rotary: tuple[RotaryInputs, ...] = (RotaryInputs("", 1),)
+
+    def __post_init__(self) -> None:
+        if self.ar != tuple(sorted(set(self.ar))) or not self.ar or self.ar[0] != 1:
+            raise ValueError(f"ar: got {self.ar}; expected 1 and larger numbers, ascending")
+        for group in self.geometry.groups():
+            group.past_rows(self.ar[-1], self.geometry.context)
+
+
+def cache_geometry(
+    layers: int,
+    kv_heads: int,
+    head_dim: int,
+    context: int,
+    kv_dtype: KvDtype,
+    windows: tuple[int | None, ...] = (),
+) -> Geometry | LayeredGeometry:
+    """The geometry of layers that attend to the whole context, or to `windows` if there are any."""
+    if not windows:
+        return Geometry(layers, kv_heads, head_dim, context, kv_dtype)
+    return LayeredGeometry(layers, context, (kv_heads,), (head_dim,), windows, kv_dtype)
+
+
+def kv_dtype_of(bits: int) -> KvDtype:
+    """The integer type of a cache of 8 or 16 bits.
+
+    Raises:
+        UsageError: neither 8 nor 16.
+    """
+    dtype = _KV_DTYPES.get(bits)
+    if dtype is None:
+        raise UsageError("--kv-bits", got=shortened(bits), expected="8 (u8) or 16 (s16)", fix="Use --kv-bits 8.")
+    return dtype
+
+
+def checked_ar(ar: tuple[int, ...], context: int, windows: tuple[int | None, ...] = ()) -> tuple[int, ...]:
+    """The AR numbers, ascending and each once.
+
+    Raises:
+        UsageError: 1 is not among them, or one is not below the context and every attention window.
+    """
+    listed = shortened(",".join(map(str, ar)))
+    if 1 not in ar or min(ar) < 1:
+        wanted = "1 and larger numbers, such as 1,32"
+        raise UsageError("--ar", got=listed, expected=wanted, fix="Add 1: it decodes.")
+    if max(ar) >= context:
+        raise UsageError(
+            "--ar",
+            got=f"{shortened(max(ar))} with a context of {context}",
+            expected="numbers below the context",
+            fix="Use a smaller --ar or a larger --context.",
+        )
+    narrowest = min((window for window in windows if window is not None), default=context)
+    if max(ar) >= narrowest:
+        raise UsageError(
+            "--ar",
+            got=f"{max(ar)} with an attention window of {narrowest}",
+            expected="numbers below every attention window of the model",
+            fix="Use a smaller --ar.",
+        )
+    return tuple(sorted(set(ar)))
+
+
+def option(name: str) -> str:
+    """`kv_heads` -> `--kv-heads`."""
+    return "--" + name.replace("_", "-")
+
+
+def shortened(value: object) -> str:
+    """A value as text of at most 40 characters."""
+    text = str(value)
+    return text if len(text) <= 40 else f"{text[:37]}..."

@@ -1,0 +1,90 @@
+"""Sizes, durations and answers in words."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from devices import Device
+from edgekv.plan.cache import Choice
+from edgekv.plan.fit import Demand, Fit
+from edgekv.plan.subject import Subject
+
+
+def fit_sentences(
+    subject: Subject, choice: Choice, device: Device | None, needed: Demand, found: Fit, alternatives: Sequence[str]
+) -> list[str]:
+    """Whether a context fits, what else would fit, and the longest context.
+
+    Args:
+        subject: the model.
+        choice: the update strategy.
+        device: the target, if one was named.
+        needed: what the strategy needs.
+        found: whether it fits.
+        alternatives: options that would make it fit.
+    """
+    outcome = "fits" if found.fits else "does not fit"
+    if device is not None:
+        outcome += f" on {device.soc} (V{device.arch})"
+    basis = needed.limit_basis
+    divided = found.fits and not found.in_one
+    if divided:
+        outcome, basis = f"{outcome}, divided over {found.contexts} HTP contexts", f"{basis} each"
+    sentences = [
+        f"A context of {subject.geometry.context:,} {outcome}, with {choice.label}: {_pieces(needed)}, of "
+        f"{gb(needed.limit_bytes)} ({basis})."
+    ]
+    if not found.fits:
+        sentences.append(_alternatives(subject, found, alternatives))
+    elif found.largest_context is not None and found.largest_context > subject.geometry.context:
+        sentences.append(_longest(subject, found.largest_context))
+    if divided and found.largest_in_one is not None:
+        sentences.append(f"Undivided, a context of up to {found.largest_in_one:,} fits.")
+    if divided:
+        sentences.append(f"The device needs {gb(needed.used_bytes)} of free RAM, which is not checked here.")
+    return sentences
+
+
+def _pieces(needed: Demand) -> str:
+    weights = "unknown weights" if needed.weights_bytes is None else f"{gb(needed.weights_bytes)} of weights"
+    pieces = [weights, f"{gb(needed.cache_bytes)} of cache"]
+    if needed.activations_bytes is not None:
+        pieces.append(f"{gb(needed.activations_bytes)} of activations")
+    return f"{', '.join(pieces[:-1])} and {pieces[-1]}"
+
+
+def _longest(subject: Subject, context: int) -> str:
+    longest = subject.max_positions
+    is_own = longest is not None and longest - context < subject.ar[-1]
+    return f"So does a context of {context:,}, the longest that {'the model was made for' if is_own else 'fits'}."
+
+
+def _alternatives(subject: Subject, found: Fit, options: Sequence[str]) -> str:
+    ways = [*options]
+    if found.largest_context is not None:
+        ways.insert(0, f"--context {found.largest_context} (the longest that fits)")
+    if ways:
+        return f"It fits with {' or '.join(ways)}."
+    return f"No context fits (multiples of {subject.ar[-1]}, the largest AR). Use a smaller model."
+
+
+def gb(size_bytes: int) -> str:
+    """In 10^9 bytes, or in 10^6 below 10^8 bytes."""
+    return f"{size_bytes / 1e9:.2f} GB" if size_bytes >= 1e8 else f"{size_bytes / 1e6:.1f} MB"
+
+
+def duration(seconds: float) -> str:
+    """Seconds, minutes or hours, whichever reads best."""
+    if seconds < 0.1:
+        return f"{seconds * 1000:.0f} ms"
+    if seconds < 10:
+        return f"{seconds:.2g} s"
+    if seconds < 100:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 100 * 60 else f"{seconds / 3600:.1f} h"
+
+
+def span(low: float, high: float) -> str:
+    """Two figures of two digits, such as `9.1 to 23`."""
+    first, last = (f"{value:,.0f}" if value >= 10 else f"{value:.2g}" for value in (low, high))
+    return first if first == last else f"{first} to {last}"
