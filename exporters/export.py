@@ -147,6 +147,7 @@ def export_bundle(
             unrotated_layers=sorted(spec.unrotated),
             embedding=embedding_record(split),
             tokens=token_record(checkpoint),
+            generation=checkpoint.generation,
             graphs=graphs,
             encodings=encodings,
             source=SourceRecord(

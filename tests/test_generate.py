@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import pydoc
 from collections.abc import Sequence
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ import pytest
 import edgekv
 from edgekv.bundle import Bundle, TokenRecord
 from edgekv.errors import ContextFullError, UsageError
+from edgekv.prefix import StoreConfig
 from edgekv.session import Token
 from edgekv.session.prompt import PromptReader
 from tests.endless import endless
@@ -219,3 +222,113 @@ def test_options_that_cannot_be_are_refused(bundle: Path, options: dict[str, Any
 def test_prompts_that_cannot_be_are_refused(model: edgekv.Model, call: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         model.generate(**call)
+
+
+def test_each_step_gives_its_logits_if_they_are_wanted(model: edgekv.Model) -> None:
+    generation = model.generate(PROMPT, 6, return_logits=True, logit_bias={5: 1.0})
+    tokens = list(generation)
+    scored = model.score([*generation.prompt, *_ids(tokens)])[len(generation.prompt) - 1 : -1]
+    for token, row in zip(tokens, scored, strict=True):
+        assert token.logits is not None and token.logits.dtype == np.float32
+        assert np.abs(token.logits - row).mean() < 0.02
+    assert next(model.generate(PROMPT, 1)).logits is None
+
+
+def test_processors_change_what_is_chosen(model: edgekv.Model) -> None:
+    free = _ids(list(model.generate(PROMPT, 12)))
+    forbidden = {token: float("-inf") for token in free}
+    assert not set(_ids(list(model.generate(PROMPT, 12, logit_bias=forbidden)))) & set(free)
+
+    def forbid(prompt: Sequence[int], generated: Sequence[int], logits: Any) -> Any:
+        logits[list(generated)] = -np.inf
+        return logits
+
+    tokens = _ids(list(model.generate(PROMPT, 12, processors=[forbid])))
+    assert len(set(tokens)) == 12
+    with pytest.raises(UsageError, match="logit_bias: got id 4096; expected 0 to 4095"):
+        model.generate(PROMPT, 12, logit_bias={4096: 1.0})
+
+
+def test_parameters_are_one_argument(model: edgekv.Model) -> None:
+    params = edgekv.SamplingParams(0.8, top_k=30, seed=11, repetition_penalty=1.2, max_new_tokens=9)
+    one = model.generate(PROMPT, params)
+    other = model.generate(PROMPT, 9, temperature=0.8, top_k=30, seed=11, repetition_penalty=1.2)
+    tokens = _ids(list(other))
+    assert _ids(list(model.generate(PROMPT, params))) == tokens
+    assert one.stats.sampling == other.stats.sampling == params
+
+
+def test_a_text_that_is_resumed_continues_as_it_would_have(model: edgekv.Model) -> None:
+    """Random numbers depend on seed and position; on this engine logits may differ in the order of a sum."""
+    params = edgekv.SamplingParams(1.0, top_k=5, seed=5, max_new_tokens=12)
+    whole = model.generate(PROMPT, params)
+    tokens = _ids(list(whole))
+    resumed = _ids(list(model.generate([*whole.prompt, *tokens[:6]], params)))
+    assert resumed[:6] == tokens[6:]
+
+
+def test_ignore_eos_continues_past_the_end(model: edgekv.Model) -> None:
+    free = _ids(list(model.generate(PROMPT, 12)))
+    ends = TokenRecord(bos=None, eos=[free[3]], pad=None)
+    bundle = Bundle(model.bundle.path, msgspec.structs.replace(model.bundle.manifest, tokens=ends))
+    ended = edgekv.load(bundle, threads=1)
+    prompt = model.encode(PROMPT)
+    assert len(list(ended.generate(prompt, 12))) <= 4
+    assert _ids(list(ended.generate(prompt, 12, ignore_eos=True))) == free
+
+
+def test_the_figures_tell_speed(model: edgekv.Model) -> None:
+    generation = model.generate(PROMPT, 4)
+    assert (generation.stats.time_to_first_token_ms, generation.stats.tokens_per_second) == (None, None)
+    list(generation)
+    stats = generation.stats
+    assert stats.time_to_first_token_ms >= stats.prefill_ms > 0
+    assert stats.tokens_per_second == pytest.approx(1000 / stats.decode_ms_per_token)
+
+
+@pytest.mark.parametrize("end", ["break", "close", "with", "error"])
+def test_a_generation_that_is_broken_off_leaves_its_prefix(bundle: Path, tmp_path: Path, end: str) -> None:
+    model = edgekv.load(bundle, threads=1, verify=False, prefix_cache=tmp_path)
+    if end == "break":
+        for _ in model.generate(PROMPT, 30):
+            break
+    elif end == "close":
+        generation = model.generate(PROMPT, 30)
+        next(generation)
+        generation.close()
+    else:
+        with pytest.raises(KeyboardInterrupt), model.generate(PROMPT, 30) as generation:
+            next(generation)
+            raise KeyboardInterrupt
+    later = edgekv.load(bundle, threads=1, verify=False, prefix_cache=tmp_path).generate(PROMPT, 1)
+    list(later)
+    assert later.stats.restored_tokens == len(later.prompt) - 1
+
+
+def test_a_step_that_is_interrupted_leaves_a_cache_that_can_be_used(
+    bundle: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C while some groups of layers have taken a step's rows, and others have not."""
+    model = edgekv.load(bundle, threads=1, verify=False, prefix_cache=StoreConfig(max_bytes=1 << 24))
+    wanted = _ids(list(model.generate(PROMPT, 8, cache_salt="wanted")))
+    generation = model.generate(PROMPT, 8, cache_salt="broken", sequence=1)
+    tokens = [next(generation).id for _ in range(3)]
+    (group,) = model.cache.groups
+
+    def interrupted(*_: int) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(type(group), "commit", interrupted)
+        next(generation)
+    assert tokens == wanted[:3] and list(generation) == []
+    for sequence in (1, None):
+        assert _ids(list(model.generate(PROMPT, 8, cache_salt="broken", sequence=sequence))) == wanted
+
+
+def test_importing_names_from_the_package_is_enough() -> None:
+    assert edgekv.__version__ == metadata.version("edgekv")
+    assert set(edgekv.__all__) <= set(dir(edgekv))
+    for name in edgekv.__all__:
+        assert getattr(edgekv, name) is not None
+    assert all(word in pydoc.render_doc(edgekv) for word in ("edgekv.load(", "SamplingParams", "EdgeKVError"))

@@ -11,11 +11,13 @@ from numpy.typing import NDArray
 
 from edgekv.errors import UsageError
 from edgekv.session import Sampler, SamplingParams
+from edgekv.session.sampler import most_likely
 from quant import Encoding
 
 Logits = NDArray[Any]
 
 ENCODING = Encoding("u16", 0.01, 30000)
+GOLDEN = [872, 82, 14, 442, 61, 454]
 LOGITS = hnp.arrays(np.uint16, st.integers(1, 40), elements=st.integers(29000, 31000))
 
 
@@ -95,3 +97,35 @@ def test_a_seed_that_was_drawn_can_be_used_again() -> None:
 def test_options_out_of_range_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         SamplingParams(**options)
+
+
+@given(LOGITS, st.floats(0.01, 1.0))
+def test_min_p_drops_what_is_far_less_likely_than_the_best(logits: Logits, p: float) -> None:
+    _, everything = _sampler(temperature=1.0).distribution(logits)
+    order, probabilities = _sampler(temperature=1.0, min_p=p).distribution(logits)
+    assert len(order) == np.count_nonzero(everything >= p * everything[0])
+    assert probabilities.sum() == pytest.approx(1)
+
+
+@given(st.integers(0, 2**64 - 1), st.integers(0, 1000))
+def test_the_random_number_depends_on_seed_and_position_alone(seed: int, position: int) -> None:
+    """A text that is resumed anywhere continues in the same way."""
+    logits = np.full(1000, 30000, np.uint16)
+    whole, resumed = _sampler(temperature=1.0, seed=seed), _sampler(temperature=1.0, seed=seed)
+    whole(logits, range(5), range(7))
+    assert whole(logits, range(position)) == resumed(logits, (), range(position))
+
+
+def test_the_same_seed_gives_these_tokens_in_every_release() -> None:
+    logits = np.full(1000, 30000, np.uint16)
+    sampler = _sampler(temperature=1.0, seed=7)
+    assert [sampler(logits, range(position)) for position in range(6)] == GOLDEN
+
+
+@given(LOGITS, st.integers(1, 50))
+def test_the_k_most_likely_are_found_without_sorting_all(logits: Logits, k: int) -> None:
+    k = min(k, len(logits))
+    assert (
+        most_likely(logits.astype(np.int64), k).tolist()
+        == np.argsort(-logits.astype(np.int64), kind="stable")[:k].tolist()
+    )

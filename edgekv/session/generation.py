@@ -95,15 +95,17 @@ class Generation(Iterator[Token]):
         Raises:
             StopIteration: the generation has ended or was closed; `stats.stop_reason` says why.
             ValueError: a later call of the same thread has taken its sequence.
+            UsageError: the model was closed, or a logits processor left nothing to choose from.
             EngineError: the runtime failed.
         """
         with self._turns:
-            if self._hold.is_abandoned and not self._has_ended:
-                fix = "finish one before the next"
-                raise ValueError(f"generation: its cache is used by a later call of the model; {fix}")
-            if self._has_ended or self._stop_reason is not None:
-                self._end()
+            if self._has_ended:
                 raise StopIteration
+            if self._hold.is_abandoned:
+                self._turns.check_open()
+                raise ValueError(
+                    "generation: its cache is used by a later call of the model; finish one before the next"
+                )
             self._hold.keep()
             try:
                 return self._step()

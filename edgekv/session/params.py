@@ -66,8 +66,8 @@ class SamplingParams:
     ignore_eos: bool = False
 
     def __post_init__(self) -> None:
-        _check_real("temperature", self.temperature)
-        if self.temperature != 0 and not _MIN_TEMPERATURE <= self.temperature < math.inf:
+        temperature = _check_real("temperature", self.temperature)
+        if temperature != 0 and not _MIN_TEMPERATURE <= temperature < math.inf:
             wanted = f"0, or at least {_MIN_TEMPERATURE:.5f}"
             _refuse("temperature", self.temperature, wanted, "Use 0 for greedy, about 0.8 for variety.")
         if self.top_k is not None:

@@ -122,7 +122,8 @@ class Session:
         return graph.logits
 
     def _drop_half_a_step(self) -> None:
-        """Hold nothing if some layers took the rows of a step and others did not."""
-        seen = self.cache.tokens_seen
-        if any(group.length != min(seen, group.capacity) for group in self.cache.groups):
+        """Hold nothing if only a part of the cache took the rows of a step."""
+        cache, seen = self.cache, self.cache.tokens_seen
+        parts = [(cache.length, cache.capacity), *((group.length, group.capacity) for group in cache.groups)]
+        if any(length != min(seen, capacity) for length, capacity in parts):
             self.reset()

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
+from edgekv.bundle import GenerationRecord
 from edgekv.errors import CheckpointError
 from edgekv.spec import (
     CONFIG,
@@ -30,6 +31,7 @@ from edgekv.spec import (
     views,
 )
 from edgekv.spec.text import encode, open_tokenizer
+from exporters.checkpoint.generation import GENERATION_CONFIG, generation_record
 from exporters.checkpoint.gguf import (
     GgufFile,
     gguf_tensors,
@@ -63,6 +65,7 @@ class Checkpoint:
     spec: DecoderSpec
     special: SpecialTokens
     tokenizer: Tokenizer
+    generation: GenerationRecord | None
     config: Mapping[str, Any] = field(repr=False)
     _tensors: Mapping[str, Stored] = field(repr=False)
     _views: dict[str, View] = field(repr=False)
@@ -78,7 +81,7 @@ class Checkpoint:
             return cls._open_gguf(path)
         folder = _locate(name)
         spec = describe(Config(config := read_json(folder / CONFIG)))
-        generation = read_json(folder / "generation_config.json", optional=True)
+        generation = read_json(folder / GENERATION_CONFIG, optional=True)
         tokenizer = _open_tokenizer(folder / "tokenizer.json", spec.vocab)
         special = _special_tokens(config, generation, tokenizer, spec.vocab)
         tensors = stored_tensors(folder)
@@ -90,7 +93,7 @@ class Checkpoint:
                 spec = replace(spec, tied_head=False)
         wanted = {view.name: view for view in views(spec)}
         _check_tensors(tensors, wanted.values(), spec)
-        return cls(name, folder, spec, special, tokenizer, config, tensors, wanted)
+        return cls(name, folder, spec, special, tokenizer, generation_record(generation), config, tensors, wanted)
 
     @classmethod
     def _open_gguf(cls, path: Path) -> Checkpoint:
@@ -104,7 +107,7 @@ class Checkpoint:
         wanted = {view.name: view for view in views(spec)}
         _check_tensors(tensors, wanted.values(), spec)
         special = _special_tokens(config, {}, tokenizer, spec.vocab)
-        return cls(str(path), path, spec, special, tokenizer, config, tensors, wanted)
+        return cls(str(path), path, spec, special, tokenizer, None, config, tensors, wanted)
 
     @property
     def config_sha256(self) -> str:
@@ -246,7 +249,7 @@ def _locate(name: str) -> Path:
     from huggingface_hub import snapshot_download
 
     patterns = ["*.safetensors", "*.safetensors.index.json", "tokenizer.json"]
-    patterns += ["config.json", "generation_config.json"]
+    patterns += ["config.json", GENERATION_CONFIG]
     copies = ["consolidated*", "original/*"]  # the same weights in the form of who trained them
     try:
         return Path(snapshot_download(name, allow_patterns=patterns, ignore_patterns=copies))

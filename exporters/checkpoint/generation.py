@@ -1,0 +1,97 @@
+"""The sampling defaults of a checkpoint's `generation_config.json`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NoReturn
+
+from edgekv.bundle import GenerationRecord
+from edgekv.errors import CheckpointError, UsageError
+from edgekv.session.params import SamplingParams
+
+GENERATION_CONFIG = "generation_config.json"
+
+_NEUTRAL: dict[str, object] = {
+    "begin_suppress_tokens": [],
+    "cache_implementation": None,
+    "diversity_penalty": 0.0,
+    "early_stopping": False,
+    "encoder_no_repeat_ngram_size": 0,
+    "encoder_repetition_penalty": 1.0,
+    "epsilon_cutoff": 0.0,
+    "eta_cutoff": 0.0,
+    "guidance_scale": 1.0,
+    "length_penalty": 1.0,
+    "min_length": 0,
+    "no_repeat_ngram_size": 0,
+    "num_beam_groups": 1,
+    "num_beams": 1,
+    "num_return_sequences": 1,
+    "suppress_tokens": [],
+    "typical_p": 1.0,
+}
+"""Values of transformers' options that change nothing."""
+_NOT_SAMPLING = frozenset(
+    {
+        "_from_model_config",
+        "bos_token_id",
+        "decoder_start_token_id",
+        "eos_token_id",
+        "max_length",
+        "pad_token_id",
+        "transformers_version",
+        "use_cache",
+    }
+)
+_SUPPORTED = frozenset(
+    {"do_sample", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "max_new_tokens"},
+)
+
+
+def generation_record(config: Mapping[str, Any]) -> GenerationRecord | None:
+    """What a call that says nothing samples with; None if the file says nothing of it.
+
+    As in Hugging Face transformers, `do_sample` decides: without it, temperature, top_k, top_p and min_p have no
+    effect. Unlike there, a missing top_k means all tokens, not 50. Other options are ignored, and listed by name.
+
+    Raises:
+        CheckpointError: a value out of range.
+    """
+    given = {name: config[name] for name in _SUPPORTED if config.get(name) is not None}
+    ignored = [
+        name
+        for name, value in sorted(config.items())
+        if name not in _SUPPORTED | _NOT_SAMPLING
+        and not name.startswith("output_")
+        and value not in (None, False, _NEUTRAL.get(name))
+    ]
+    do_sample = given.pop("do_sample", False)
+    if not isinstance(do_sample, bool):
+        _refuse("do_sample", repr(do_sample), "true or false")
+    if given.get("top_k") == 0:
+        del given["top_k"]  # how transformers says all tokens
+    if given.get("top_p") == 1:
+        del given["top_p"]
+    if do_sample:
+        given.setdefault("temperature", 1.0)
+    else:
+        given = {name: given[name] for name in ("repetition_penalty", "max_new_tokens") if name in given}
+    try:
+        params = SamplingParams(**given)
+    except UsageError as error:
+        _refuse(error.field, error.got, error.expected)
+    record = GenerationRecord(
+        temperature=params.temperature,
+        top_k=params.top_k,
+        top_p=params.top_p,
+        min_p=params.min_p,
+        repetition_penalty=params.repetition_penalty,
+        max_new_tokens=given.get("max_new_tokens"),
+        ignored=ignored,
+    )
+    return None if record == GenerationRecord() else record
+
+
+def _refuse(name: str, found: object, wanted: object) -> NoReturn:
+    fix = f"Correct or remove it in {GENERATION_CONFIG}."
+    raise CheckpointError(f"{GENERATION_CONFIG}: {name}", got=found, expected=wanted, fix=fix)

@@ -1,0 +1,135 @@
+"""One model, several threads."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import edgekv
+from edgekv.errors import UsageError
+from edgekv.prefix import PrefixStore, StoreConfig
+from edgekv.session.turns import Hold, Turns
+
+THREADS, CALLS = 8, 200
+CONFIG = StoreConfig(tokens_per_block=4, max_bytes=1 << 22)
+PATIENCE_S = 60
+
+
+def _ids(model: edgekv.Model, prompt: list[int], sequence: int | None = None) -> list[int]:
+    return [token.id for token in model.generate(prompt, 2, sequence=sequence)]
+
+
+def _clear_prompts(model: edgekv.Model) -> dict[tuple[int, ...], list[int]]:
+    """Prompts with common beginnings, and their answers: the least doubtful ones, which no order of a sum changes."""
+    random = np.random.default_rng(0)
+    stem = random.integers(0, 250, 10).tolist()
+    found = []
+    for _ in range(60):
+        prompt = stem[: random.integers(2, 10)] + random.integers(0, 250, 6).tolist()
+        answer = _ids(model, prompt)
+        best = np.sort(model.score([*prompt, answer[0]])[-2:], axis=-1)
+        found.append(((best[:, -1] - best[:, -2]).min(), tuple(prompt), answer))
+    return {prompt: answer for _, prompt, answer in sorted(found, reverse=True)[:12]}
+
+
+def test_threads_that_share_a_model_get_the_tokens_of_one_and_store_no_wrong_block(small_export: Path) -> None:
+    expected = _clear_prompts(edgekv.load(small_export, threads=1, verify=False))
+    prompts = list(expected)
+    model = edgekv.load(small_export, threads=1, verify=False, prefix_cache=CONFIG)
+
+    def call(number: int) -> bool:
+        prompt = prompts[number % len(prompts)]
+        sequence = None if number % 3 else number % 5
+        return _ids(model, list(prompt), sequence) == expected[prompt]
+
+    with ThreadPoolExecutor(THREADS) as threads:
+        right = list(threads.map(call, range(THREADS * CALLS), chunksize=CALLS // 8))
+    assert right.count(False) == 0
+    store = model.prefix_store
+    assert isinstance(store, PrefixStore)
+    later = edgekv.load(small_export, threads=1, verify=False, prefix_cache=store)
+    restored = 0
+    for prompt, answer in expected.items():
+        generation = later.generate(list(prompt), 2)
+        assert [token.id for token in generation] == answer
+        restored += generation.stats.restored_tokens
+    assert restored > 100
+
+
+def _in_thread(call: Callable[[], object]) -> threading.Thread:
+    thread = threading.Thread(target=call, daemon=True)
+    thread.start()
+    return thread
+
+
+def test_a_call_waits_until_another_thread_ends_its_own(small_export: Path) -> None:
+    model = edgekv.load(small_export, threads=1, verify=False)
+    mine = model.generate([5, 6, 7], 4)
+    next(mine)
+    theirs: list[int] = []
+    thread = _in_thread(lambda: theirs.extend(_ids(model, [5, 6, 7])))
+    other = model.generate([5, 6, 7], 2, sequence=1)  # another cache, which nobody waits for
+    assert [token.id for token in other]
+    thread.join(0.2)
+    assert thread.is_alive() and not theirs
+    rest = [token.id for token in mine]
+    thread.join(PATIENCE_S)
+    assert len(rest) == 3 and len(theirs) == 2
+
+
+@pytest.mark.parametrize("end", ["close", "drop"])
+def test_a_generation_that_is_broken_off_keeps_nobody_waiting(small_export: Path, end: str) -> None:
+    model = edgekv.load(small_export, threads=1, verify=False)
+    mine = model.generate([5, 6, 7], 4)
+    next(mine)
+    theirs: list[int] = []
+    thread = _in_thread(lambda: theirs.extend(_ids(model, [5, 6, 7])))
+    if end == "close":
+        mine.close()
+        assert list(mine) == []
+    else:
+        del mine
+        gc.collect()
+    thread.join(PATIENCE_S)
+    assert len(theirs) == 2
+
+
+def test_what_a_thread_leaves_unfinished_at_its_end_is_taken_over(small_export: Path) -> None:
+    model = edgekv.load(small_export, threads=1, verify=False)
+    left = []
+    _in_thread(lambda: left.append(model.generate([5, 6, 7], 4))).join(PATIENCE_S)
+    assert len(_ids(model, [5, 6, 7])) == 2
+    with pytest.raises(ValueError, match="used by a later call"):
+        next(left[0])
+
+
+def test_a_closed_model_ends_calls_and_refuses_later_ones(small_export: Path) -> None:
+    with edgekv.load(small_export, threads=1, verify=False) as model:
+        generation = model.generate([5, 6, 7], 4)
+        next(generation)
+        assert repr(model).endswith("on cpu, context 64>")
+    for call in (lambda: next(generation), lambda: model.generate([5], 1), lambda: model.score([5])):
+        with pytest.raises(UsageError, match=r"model: got a closed model; expected an open one"):
+            call()
+    model.close()
+    assert repr(model).endswith("closed>")
+
+
+def test_what_the_garbage_collector_asks_for_in_a_step_waits_for_its_end() -> None:
+    turns, done = Turns(), []
+    hold = Hold(turns, None, lambda: done.append("finished"))
+    with turns:
+        hold.claim()
+        hold.drop()
+        assert done == []
+    assert done == ["finished"]
+    hold.drop()
+    assert done == ["finished", "finished"]
+    with turns:  # free again
+        Hold(turns, None, lambda: None).claim()
