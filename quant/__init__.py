@@ -2,7 +2,7 @@
 
 from quant.encoding import DTYPES, Dtype, Encoding
 from quant.inputs import LayerInputs
-from quant.ranges import Range
+from quant.ranges import LARGEST, Range
 from quant.rounding import Method, quantize, quantize_per_channel
 from quant.weights import (
     WEIGHT_TYPES,
@@ -15,6 +15,7 @@ from quant.weights import (
 )
 
 __all__ = [
+    "LARGEST",
     "DTYPES",
     "WEIGHT_TYPES",
     "Dtype",

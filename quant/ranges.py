@@ -13,6 +13,10 @@ _SAMPLE = 4096
 _CLIPS = np.linspace(1.0, 0.4, 31)
 
 
+LARGEST = 1e9
+"""Largest activation: far above any model's, and far below where squares overflow float32."""
+
+
 class Range:
     """Gathers the values of one tensor over a calibration run."""
 
@@ -24,9 +28,15 @@ class Range:
         self._samples: list[NDArray[np.float32]] = [] if sample is None else [sample]
 
     def observe(self, values: NDArray[Any], *, keep_sample: bool = False) -> None:
-        """Widen the extremes; with `keep_sample` also keep some 4,096 values, evenly spaced."""
-        self.low = min(self.low, float(values.min()))
-        self.high = max(self.high, float(values.max()))
+        """Widen the extremes; with `keep_sample` also keep some 4,096 values, evenly spaced.
+
+        Raises:
+            ValueError: a value is NaN, infinite, or larger than any activation of a model that works.
+        """
+        low, high = float(values.min()), float(values.max())
+        if not (low >= -LARGEST and high <= LARGEST):  # NaN too
+            raise ValueError(f"values: got {low:.3g} to {high:.3g}; expected at most {LARGEST:.0e} in magnitude")
+        self.low, self.high = min(self.low, low), max(self.high, high)
         if keep_sample:
             flat = np.asarray(values, np.float32).reshape(-1)
             # An odd step meets every element of a head, whose width is even.

@@ -13,7 +13,8 @@ from edgekv.plan import Overrides, find_subject
 from edgekv.spec.config import Config
 from edgekv.spec.rope import Rope
 from exporters.checkpoint.checkpoint import Checkpoint
-from tests.checkpoints import LLAMA3, NEWER, OLDER, write_checkpoint, write_tokenizer
+from exporters.export import export_bundle
+from tests.checkpoints import ARCHITECTURES, LLAMA3, NEWER, OLDER, write_checkpoint, write_tokenizer
 from tests.exports import export_options, exported
 
 
@@ -215,6 +216,40 @@ def test_a_tensor_with_what_is_no_number_is_named(tmp_path, dtype, value):
     change_weights(tmp_path, **{name: broken})
     with pytest.raises(CheckpointError, match=f"{name}: got 1 elements that are NaN or infinite"):
         Checkpoint.open(str(tmp_path)).check_values()
+
+
+@pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float32])
+@pytest.mark.parametrize(
+    "name", ["model.layers.1.mlp.up_proj.weight", "model.norm.weight", "model.embed_tokens.weight"]
+)
+def test_absurd_weights_are_refused_by_name(tmp_path, dtype, name):
+    """As finite as they are, such an export gave token 0 forever."""
+    write_checkpoint(tmp_path, dtype=dtype)
+    broken = load_file(tmp_path / "model.safetensors")[name].copy()
+    broken[-1] = -3e38
+    change_weights(tmp_path, **{name: broken})
+    checkpoint = Checkpoint.open(str(tmp_path))
+    with pytest.raises(
+        CheckpointError, match=f"weights: {name}: got elements of up to 3e\\+38; expected at most 1e\\+06"
+    ):
+        export_bundle(checkpoint, tmp_path / "bundle", export_options(context=64, ar=(1, 16)))
+    assert not (tmp_path / "bundle").exists()
+
+
+def test_a_multiplier_that_makes_weights_absurd_is_refused_by_tensor(tmp_path):
+    write_checkpoint(tmp_path, ARCHITECTURES["granite"], {"embedding_multiplier": 1e9})
+    with pytest.raises(CheckpointError, match=r"weights: model.embed_tokens.weight: got elements of up to"):
+        Checkpoint.open(str(tmp_path)).check_values()
+
+
+def test_activations_that_overflow_on_calibration_are_refused_by_result(tmp_path):
+    write_checkpoint(tmp_path)
+    large = {f"model.layers.0.mlp.{part}_proj.weight": 1e5 for part in ("gate", "up", "down")}
+    weights = load_file(tmp_path / "model.safetensors")
+    change_weights(tmp_path, **{name: (weights[name] * value).astype(np.float32) for name, value in large.items()})
+    with pytest.raises(CheckpointError, match=r"weights: the result layers.0.mlp: got values from .* at most 1e\+09"):
+        export_bundle(Checkpoint.open(str(tmp_path)), tmp_path / "bundle", export_options(context=64, ar=(1, 16)))
+    assert not (tmp_path / "bundle").exists()
 
 
 def test_a_tensor_that_the_architecture_does_not_have_is_refused(tmp_path):

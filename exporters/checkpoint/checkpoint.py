@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import re
 import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -43,6 +44,8 @@ from exporters.checkpoint.stored import Stored, same_numbers, stored_tensors
 
 Rows = slice | NDArray[np.int64]  # of a tensor: its first dimension
 EVERY = slice(None)
+LARGEST_WEIGHT = 1e6
+"""Above every published model's weights; a norm folded into a matrix stays finite by far."""
 
 _RECOMPUTED = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")  # kept by older checkpoints
 
@@ -159,25 +162,28 @@ class Checkpoint:
         return sum(int(np.prod(self._tensors[key].shape)) for key in {view.key for view in self._views.values()})
 
     def check_values(self, progress: Callable[[int, int], None] = lambda done, of: None) -> None:
-        """Read every tensor of the decoder once and look for what is no number.
+        """Read every tensor of the decoder once and look for values that no graph can hold.
 
         Args:
             progress: told of the tensors done and of how many there are.
 
         Raises:
-            CheckpointError: naming a tensor with NaN or infinite elements.
+            CheckpointError: naming a tensor with NaN or infinite elements, or with elements above `LARGEST_WEIGHT`, as
+                stored or as the decoder reads them.
         """
-        keys = list(dict.fromkeys(view.key for view in self._views.values()))
-        for done, key in enumerate(keys):
+        keys: dict[str, list[View]] = {}
+        for view in self._views.values():
+            keys.setdefault(view.key, []).append(view)
+        for done, (key, read_as) in enumerate(keys.items()):
             progress(done, len(keys))
-            broken = self._tensors[key].count_not_finite()
-            if broken:
-                raise CheckpointError(
-                    f"weights: {key}",
-                    got=f"{broken} elements that are NaN or infinite",
-                    expected="finite numbers",
-                    fix="The training or a conversion diverged, or the file is damaged: take another checkpoint.",
-                )
+            largest = self._tensors[key].largest()
+            if not math.isfinite(largest):
+                broken = self._tensors[key].count_not_finite()
+                raise _broken(key, f"{broken} elements that are NaN or infinite", "finite numbers")
+            read = max((largest + abs(view.offset)) * abs(view.gain) for view in read_as)
+            if max(largest, read) > LARGEST_WEIGHT:
+                found = f"elements of up to {max(largest, read):.3g}"
+                raise _broken(key, found, f"at most {LARGEST_WEIGHT:.0e} in magnitude")
         progress(len(keys), len(keys))
 
     def weights_sha256(self) -> str:
@@ -192,6 +198,11 @@ class Checkpoint:
     def encode(self, text: str) -> list[int]:
         """Token ids of a text, without any that the tokenizer would add."""
         return encode(self.tokenizer, text, vocab=self.spec.vocab, field="text", add_special_tokens=False)
+
+
+def _broken(key: str, got: str, expected: str) -> CheckpointError:
+    fix = "The training or a conversion diverged, or the file is damaged: use another checkpoint."
+    return CheckpointError(f"weights: {key}", got=got, expected=expected, fix=fix)
 
 
 def _check_tensors(found: Mapping[str, Stored], wanted: Iterable[View], spec: DecoderSpec) -> None:

@@ -48,6 +48,9 @@ class Stored(Protocol):
     def count_not_finite(self) -> int:
         """How many elements are NaN or infinite."""
 
+    def largest(self) -> float:
+        """The largest magnitude; infinite or NaN if an element is."""
+
 
 def row_chunks(shape: tuple[int, ...]) -> list[slice]:
     """Rows at a time that are 16 MiB as float32."""
@@ -88,6 +91,14 @@ class StoredTensor:
         """How many elements are NaN or infinite."""
         bits = _EXPONENTS[self.dtype]
         return sum(int(np.count_nonzero((block.view(bits.dtype) & bits) == bits)) for block in self._blocks())
+
+    def largest(self) -> float:
+        """The largest magnitude; infinite or NaN if an element is."""
+        # As integers, floats without their sign bit are ordered by magnitude.
+        bits = _EXPONENTS[self.dtype]
+        unsigned = bits.dtype.type(np.iinfo(bits.dtype).max >> 1)
+        greatest = max((block.view(bits.dtype) & unsigned).max() for block in self._blocks())
+        return float(np.asarray(greatest, bits.dtype).view(self.dtype))
 
     def _blocks(self) -> Iterator[NDArray[Any]]:
         """Chunks of rows, each mapped by itself, so that pages that were read are released."""

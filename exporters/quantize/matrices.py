@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from edgekv.errors import CheckpointError
 from edgekv.spec.tensors import EMBEDDING
 from exporters.decoder import (
     add_attention,
@@ -21,7 +22,7 @@ from exporters.decoder import (
 from exporters.quantize.encodings import decoder_results
 from exporters.quantize.recipe import Recipe
 from exporters.quantize.reference import Floats, NumpyOps, Tensors, Weights
-from quant import Grid, LayerInputs, QuantizedWeight, Range, quantize
+from quant import LARGEST, Grid, LayerInputs, QuantizedWeight, Range, quantize
 
 _HEAD_ROWS_AT_ONCE = 8192
 
@@ -61,7 +62,20 @@ class PairedOps(NumpyOps):
         self.quantized.clear()
 
     def _widen(self, name: str, values: Floats) -> None:
-        self.ranges.setdefault(name, Range()).observe(values[-1], keep_sample=self._results[name].kind == "cache")
+        """
+        Raises:
+            CheckpointError: the values overflow.
+        """
+        seen = self.ranges.setdefault(name, Range())
+        try:
+            seen.observe(values[-1], keep_sample=self._results[name].kind == "cache")
+        except ValueError:
+            raise CheckpointError(
+                f"weights: the result {name}",
+                got=f"values from {values[-1].min():.3g} to {values[-1].max():.3g} on the calibration text",
+                expected=f"at most {LARGEST:.0e} in magnitude",
+                fix="The weights before it are too large: the training or a conversion failed. Use another checkpoint.",
+            ) from None
 
 
 class Quantizer:
@@ -147,11 +161,12 @@ class Quantizer:
     def _led(self, layer: int, step: Callable[..., Floats], *states: Floats) -> Floats:
         """`[2, windows, T, width]`: what a part of the decoder makes of every window of these; then drops weights."""
         windows = [[state[:, window] for state in states] for window in range(states[0].shape[1])]
-        first = step(self._ops, self._spec, layer, *windows[0])
-        made = np.empty((len(first), len(windows), *first.shape[1:]), np.float32)
-        made[:, 0] = first
-        for window, each in enumerate(windows[1:], start=1):
-            made[:, window] = step(self._ops, self._spec, layer, *each)
+        with np.errstate(over="ignore", invalid="ignore"):  # `PairedOps` names what overflows
+            first = step(self._ops, self._spec, layer, *windows[0])
+            made = np.empty((len(first), len(windows), *first.shape[1:]), np.float32)
+            made[:, 0] = first
+            for window, each in enumerate(windows[1:], start=1):
+                made[:, window] = step(self._ops, self._spec, layer, *each)
         self._ops.drop()
         return made
 

@@ -78,6 +78,10 @@ class GgufTensor:
         """How many elements are NaN or infinite."""
         return sum(int((~np.isfinite(self.read(rows))).sum()) for rows in row_chunks(self.shape))
 
+    def largest(self) -> float:
+        """The largest magnitude; infinite or NaN if an element is."""
+        return float(np.max([np.abs(self.read(rows)).max() for rows in row_chunks(self.shape)]))
+
 
 def gguf_tensors(file: GgufFile) -> dict[str, GgufTensor]:
     """Every tensor by its Hugging Face name.
