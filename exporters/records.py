@@ -1,4 +1,4 @@
-"""What the manifest says of a checkpoint and a recipe."""
+"""The manifest's records of a checkpoint and a recipe."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from exporters.quantize.recipe import Recipe
 
 
 def recipe_record(spec: DecoderSpec, recipe: Recipe) -> RecipeRecord:
-    """The recipe as it will be carried out.
+    """The recipe as it applies to a decoder.
 
     Raises:
-        UsageError: no rule speaks of a matrix.
+        UsageError: no rule matches a matrix.
     """
     rules = ((name, recipe.rule(name)) for name in matrices(spec))
     weights = [WeightRecord(tensor=name, dtype=rule.dtype, method=rule.method) for name, rule in rules]
@@ -29,7 +29,7 @@ def recipe_record(spec: DecoderSpec, recipe: Recipe) -> RecipeRecord:
 
 
 def model_record(checkpoint: Checkpoint) -> ModelRecord:
-    """Its sizes."""
+    """The sizes of the decoder."""
     spec = checkpoint.spec
     return ModelRecord(
         model_type=spec.model_type,
@@ -45,7 +45,7 @@ def model_record(checkpoint: Checkpoint) -> ModelRecord:
 
 
 def rope_record(rope: Rope, context: int) -> RopeRecord:
-    """A rotary embedding that is made for this many tokens."""
+    """A rotary embedding, resolved for a context of this many tokens."""
     rotation = rope.rotation(context)
     return RopeRecord(
         rope_type=rope.rope_type,
@@ -57,6 +57,6 @@ def rope_record(rope: Rope, context: int) -> RopeRecord:
 
 
 def token_record(checkpoint: Checkpoint) -> TokenRecord:
-    """Its special tokens."""
+    """The special tokens."""
     special = checkpoint.special
     return TokenRecord(bos=special.bos, eos=list(special.eos), pad=special.pad)

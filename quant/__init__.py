@@ -1,4 +1,4 @@
-"""Numbers only: encodings, ranges and integer weights. Knows nothing of graphs, files or devices."""
+"""Numbers only: encodings, ranges and integer weights, without graphs, files or devices."""
 
 from quant.encoding import DTYPES, Dtype, Encoding
 from quant.inputs import LayerInputs

@@ -1,4 +1,4 @@
-"""Cholesky's factor by blocks: numpy's own routines are several times slower on large matrices."""
+"""Cholesky factors by blocks; numpy's own routines are several times slower on large matrices."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ _BLOCK = 256
 def cholesky(matrix: Floats) -> Floats:
     """The upper triangular U with U U^T = `matrix`, which is overwritten.
 
-    Column blocks are made from the last to the first, each from all behind it in one product, so that nothing as large
-    as the matrix is allocated.
+    Column blocks are computed from the last to the first, each from all later ones in one product, so that nothing as
+    large as the matrix is allocated.
 
     Args:
         matrix: symmetric and positive definite.

@@ -1,4 +1,4 @@
-"""An encoding says which real number an integer stands for: real = scale * (integer - zero_point)."""
+"""Affine encodings of real numbers as integers: real = scale * (integer - zero_point)."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ DTYPES: dict[Dtype, np.dtype[Any]] = {
 
 @dataclass(frozen=True, slots=True)
 class Encoding:
-    """One affine encoding for a whole tensor.
+    """The encoding of a whole tensor.
 
     Attributes:
         dtype: the integer type.
         scale: the step between two neighbouring integers, above 0.
-        zero_point: the integer that stands for 0.0, within the type's limits.
+        zero_point: the integer that means 0.0, within the type's limits.
     """
 
     dtype: Dtype
@@ -43,7 +43,7 @@ class Encoding:
 
     @classmethod
     def asymmetric(cls, low: float, high: float, dtype: Dtype) -> Encoding:
-        """The tightest encoding that covers `low` to `high` and holds 0.0 exactly."""
+        """The tightest encoding that covers `low` to `high` and represents 0.0 exactly."""
         least, most = _limits(dtype)
         low, high = min(low, 0.0), max(high, 0.0)
         scale = _as_float32(max((high - low) / (most - least), _SMALLEST))
@@ -51,13 +51,13 @@ class Encoding:
 
     @classmethod
     def symmetric(cls, absmax: float, dtype: Dtype) -> Encoding:
-        """Equal reach on both sides of 0.0; the zero point is the middle of the type (128 for u8)."""
+        """The same reach on both sides of 0.0; the zero point is the middle of the type (128 for u8)."""
         least, most = _limits(dtype)
         middle = (least + most + 1) // 2
         return cls(dtype, _as_float32(max(absmax / (most - middle), _SMALLEST)), middle)
 
     def times(self, factor: float) -> Encoding:
-        """The encoding in which the same integers stand for numbers `factor` times as large."""
+        """The encoding in which the same integers mean numbers `factor` times as large."""
         return Encoding(self.dtype, _as_float32(self.scale * factor), self.zero_point)
 
     @property
@@ -91,5 +91,5 @@ def _limits(dtype: Dtype) -> tuple[int, int]:
 
 
 def _as_float32(scale: float) -> float:
-    """Graphs store scales as float32; an encoding never holds what a graph cannot."""
+    """Graphs store scales as float32, so an encoding holds no other values."""
     return float(np.float32(scale))

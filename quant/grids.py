@@ -1,4 +1,4 @@
-"""The choice of a matrix's grid: how far it reaches, and where clipping costs less than wide steps."""
+"""Chooses the grid of a matrix: how far it reaches, and where clipping costs less than wide steps."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ Limits = tuple[int, int]
 
 _CLIPS = np.linspace(1.0, 0.6, 21, dtype=np.float32)
 _CHANNEL_CLIPS = np.linspace(1.0, 0.6, 9, dtype=np.float32)
-_STEPS = np.linspace(0.6, 1.2, 13, dtype=np.float32)  # tried in every block, in parts of the one that covers
-_LEAST_COVERING = 1 / 8  # of a channel's scale; a block that needs less becomes zeros
+_STEPS = np.linspace(0.6, 1.2, 13, dtype=np.float32)  # candidates for every block, relative to the step that covers it
+_LEAST_COVERING = 1 / 8  # of a channel's scale; a block that needs less is rounded to zeros
 _COLUMNS_AT_ONCE = 512
-_ROWS_AT_ONCE = 256  # with the columns, what stays in a core's cache
+_ROWS_AT_ONCE = 256  # with the columns, what fits in a core's cache
 _WORKERS = min(8, os.cpu_count() or 1)
 _TINY = np.finfo(np.float32).tiny
 
@@ -27,8 +27,8 @@ _TINY = np.finfo(np.float32).tiny
 def choose_grid(weight: Floats, dtype: WeightDtype, importance: Floats | None = None) -> Grid:
     """A grid for a matrix `[in, out]`.
 
-    Without `importance` it reaches each channel's (and block's) greatest magnitude. With it, `[in]`, the mean square
-    of each input, it is the clipped one with the least error of the output, as if inputs were independent.
+    Without `importance` it covers the greatest magnitude of each channel or block. With it (`[in]`, the mean square of
+    each input) it is the clipped grid of least output error, assuming independent inputs.
     """
     limits, block = WEIGHT_TYPES[dtype].limits, WEIGHT_TYPES[dtype].block
 
@@ -46,9 +46,9 @@ def choose_grid(weight: Floats, dtype: WeightDtype, importance: Floats | None = 
 
 
 def round_within(values: Floats, limits: Limits, *, out: Floats) -> Floats:
-    """The nearest integers that stay within limits, in `out`, which may be `values`."""
+    """The nearest integers within limits, written to `out`, which may be `values`."""
     np.rint(values, out=out)
-    least, most = (np.full(values.shape[-1], limit, np.float32) for limit in limits)  # numpy is slower with one number
+    least, most = (np.full(values.shape[-1], limit, np.float32) for limit in limits)  # numpy is slower with a scalar
     np.minimum(out, most, out=out)
     np.maximum(out, least, out=out)
     return out
@@ -71,9 +71,9 @@ def _channels(weight: Floats, limits: Limits, importance: Floats | None) -> Floa
 
 
 def _blocks(weight: Floats, block: int, limits: Limits, importance: Floats | None) -> tuple[Floats, NDArray[np.uint8]]:
-    """Scales `[out]` and block scales `[in / block, out]`, such that a channel's widest block has block scale 15.
+    """Scales `[out]` and block scales `[in / block, out]`; the widest block of a channel has block scale 15.
 
-    Of the clipped scales of a channel, each with the best block scales that it allows, the one of least error wins.
+    With `importance`, the clipped scale of least error for each channel, each with its best block scales.
     """
     blocks = weight.reshape(-1, block, weight.shape[1])
     covering = np.maximum(np.stack([_absmax(each) for each in blocks]) / np.float32(limits[1]), _TINY)
@@ -96,7 +96,7 @@ def _blocks(weight: Floats, block: int, limits: Limits, importance: Floats | Non
 
 
 def _errors(blocks: Floats, covering: Floats, limits: Limits, weights: Floats) -> Floats:
-    """`[steps, in / block, out]`, what rounding to multiples of each of `_STEPS` times `covering` costs."""
+    """`[steps, in / block, out]`, the error of rounding to multiples of each of `_STEPS` times `covering`."""
     errors = np.empty((len(_STEPS), *covering.shape), np.float32)
     at_once = max(1, _ROWS_AT_ONCE // blocks.shape[1])
     scratch = np.empty((2, at_once, *blocks.shape[1:]), np.float32)
@@ -109,12 +109,12 @@ def _errors(blocks: Floats, covering: Floats, limits: Limits, weights: Floats) -
 
 
 def _block_scales(errors: Floats, covering: Floats) -> tuple[Floats, Floats]:
-    """The block scales of least error, `[in / block, out]`, and what they cost each channel, `[out]`.
+    """The block scales of least error, `[in / block, out]`, and the error of each channel, `[out]`.
 
-    What a step costs that was not tried is read between those that were.
+    Errors between the steps that were tried are interpolated.
 
     Args:
-        errors: of `_errors`.
+        errors: see `_errors`.
         covering: `[in / block, out]`, the block scales that cover, as real numbers.
     """
     covering = np.maximum(covering, np.float32(_LEAST_COVERING))
@@ -130,7 +130,7 @@ def _block_scales(errors: Floats, covering: Floats) -> tuple[Floats, Floats]:
 
 
 def _between(errors: Floats, steps: Floats) -> Floats:
-    """Errors at real `steps`, in parts of the covering one; infinite below what was tried, quadratic above."""
+    """Errors at `steps`, relative to the covering one; infinite below those tried, quadratic above."""
     place = (steps - _STEPS[0]) / (_STEPS[1] - _STEPS[0])
     left = np.clip(place.astype(np.intp), 0, len(_STEPS) - 2)
     below = np.take_along_axis(errors, left[None], axis=0)[0]
@@ -142,7 +142,7 @@ def _between(errors: Floats, steps: Floats) -> Floats:
 
 
 def _levels(ratio: Floats) -> Floats:
-    """Block scales that cover; a ratio that rounding lifted just above an integer is that integer."""
+    """Block scales that cover; the tolerance undoes rounding just above an integer."""
     levels: Floats = np.clip(np.ceil(ratio - np.float32(1e-4)), 1, LPBQ_LEVELS)
     return levels
 

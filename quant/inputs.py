@@ -1,4 +1,4 @@
-"""What a matrix is multiplied with while calibration text runs, and what GPTQ needs to know of it."""
+"""The inputs of matrices on calibration text, and what GPTQ derives from them."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from quant.cholesky import cholesky, corner_inverses, solve
 
 Floats = NDArray[np.float32]
 
-_DAMPING = 0.1  # of the mean of the diagonal: a short calibration text wants more than the usual 0.01
+_DAMPING = 0.1  # of the mean of the diagonal; a short calibration text needs more than the usual 0.01
 
 
 class LayerInputs:
     """Inputs of a matrix, or of several that share them, on all calibration tokens.
 
-    What is derived from them is made when it is first asked for, and kept.
+    Derived values are computed once, on first use.
 
     Args:
-        exact: `[tokens, in]`, E, as the exact model gives them.
-        quantized: `[tokens, in]`, X, as the quantized model gives them.
+        exact: `[tokens, in]`, E, of the exact model.
+        quantized: `[tokens, in]`, X, of the quantized model.
     """
 
     def __init__(self, exact: Floats, quantized: Floats) -> None:
@@ -36,7 +36,7 @@ class LayerInputs:
 
     @property
     def damping(self) -> np.float32:
-        """What is added to the diagonal of H."""
+        """Added to the diagonal of H."""
         return np.float32(_DAMPING * float(self.importance.mean()) + float(np.finfo(np.float32).tiny))
 
     @cached_property
@@ -53,15 +53,14 @@ class LayerInputs:
         hessian[np.diag_indices(len(hessian))] += self.damping
         return cholesky(hessian)
 
-    def caught_up(self, weight: Floats, columns: slice) -> Floats:
-        """Columns of W + (H + damping)^-1 X^T (E - X) W, rows in `order`.
+    def compensated(self, weight: Floats, columns: slice) -> Floats:
+        """Columns of W + (H + damping)^-1 X^T (E - X) W, rows in `order`, as in GPTAQ (arXiv 2504.02692).
 
-        On the quantized model's inputs their outputs are nearest to those of the exact model (as in GPTAQ, arXiv
-        2504.02692).
+        On X, these columns give the outputs that are closest to those of W on E.
 
         Args:
             weight: `[in, out]`, W.
-            columns: which of them.
+            columns: of `weight`.
         """
         tokens, (inputs, outputs) = len(self._exact), weight.shape
         chosen = weight[:, columns]

@@ -1,4 +1,4 @@
-"""What values a tensor took: its extremes, and a sample to weigh clipping against rounding."""
+"""The values that a tensor took: its extremes, and a sample to weigh clipping against rounding."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LARGEST = 1e9
 
 
 class Range:
-    """Gathers the values of one tensor over a calibration run."""
+    """Collects the values of one tensor during calibration."""
 
     __slots__ = ("_samples", "high", "low")
 
@@ -28,7 +28,7 @@ class Range:
         self._samples: list[NDArray[np.float32]] = [] if sample is None else [sample]
 
     def observe(self, values: NDArray[Any], *, keep_sample: bool = False) -> None:
-        """Widen the extremes; with `keep_sample` also keep some 4,096 values, evenly spaced.
+        """Widen the extremes; with `keep_sample` also keep about 4,096 evenly spaced values.
 
         Raises:
             ValueError: a value is NaN, infinite, or larger than any activation of a model that works.
@@ -39,12 +39,12 @@ class Range:
         self.low, self.high = min(self.low, low), max(self.high, high)
         if keep_sample:
             flat = np.asarray(values, np.float32).reshape(-1)
-            # An odd step meets every element of a head, whose width is even.
+            # An odd step visits every element of a head, whose width is even.
             self._samples.append(flat[:: flat.size // _SAMPLE | 1].copy())
 
     @property
     def sample(self) -> NDArray[np.float32]:
-        """The values that were kept; empty if none were."""
+        """The kept values; may be empty."""
         return np.concatenate(self._samples) if self._samples else np.empty(0, np.float32)
 
     @property
@@ -53,11 +53,11 @@ class Range:
         return max(-self.low, self.high)
 
     def asymmetric(self, dtype: Dtype) -> Encoding:
-        """An encoding that clips nothing that was seen."""
+        """An encoding that covers all values seen."""
         return Encoding.asymmetric(self.low, self.high, dtype)
 
     def symmetric(self, dtype: Dtype) -> Encoding:
-        """The symmetric encoding of least mean squared error on the sample (no clipping without a sample)."""
+        """The symmetric encoding of least mean squared error on the sample; without a sample it does not clip."""
         if not self._samples:
             return Encoding.symmetric(self.absmax, dtype)
         sample = self.sample

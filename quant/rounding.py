@@ -1,4 +1,4 @@
-"""From a real matrix to integers: rounding to nearest, a search for the range, and GPTQ."""
+"""From a real matrix to integers: rounding to nearest, range search, and GPTQ."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ _ROWS_IN_CACHE = 32
 
 
 def quantize(weight: NDArray[Any], dtype: WeightDtype, method: Method, inputs: LayerInputs | None) -> QuantizedWeight:
-    """Integers for a matrix `[in, out]`: a function of its arguments alone.
+    """Integers for a matrix `[in, out]`. The same arguments always give the same integers.
 
-    `nearest` covers the greatest magnitude and rounds. `search` clips where that makes the output's error less.
-    `gptq` does so on a matrix that also makes up for what quantization upstream did to its inputs, and lets the rows
-    that are not rounded yet make up for the error of those that are. Some columns are worked on at a time.
+    `nearest` covers the greatest magnitude and rounds. `search` clips where that lowers the output error. `gptq` also
+    compensates the error that earlier layers left in its inputs, and the error of rounded rows in those not yet
+    rounded. Columns are processed in chunks.
 
     Raises:
         ValueError: the shape does not fit the type, or `inputs` are missing.
@@ -33,7 +33,7 @@ def quantize(weight: NDArray[Any], dtype: WeightDtype, method: Method, inputs: L
     if weight.ndim != 2 or (block and len(weight) % block):
         raise ValueError(f"weight: got shape {weight.shape}; expected [in, out], in a multiple of {block or 1}")
     if method != "nearest" and inputs is None:
-        raise ValueError(f"inputs: {method} needs them")
+        raise ValueError(f"inputs: got none; expected those of the matrix, which {method} needs")
     integers = np.empty(weight.shape, np.int8)
     grids = []
     for start in range(0, weight.shape[1], _COLUMNS_AT_ONCE):
@@ -48,22 +48,22 @@ def quantize(weight: NDArray[Any], dtype: WeightDtype, method: Method, inputs: L
 
 
 def quantize_per_channel(weight: NDArray[Any]) -> QuantizedWeight:
-    """int8 for a matrix `[in, out]`, the channel's greatest magnitude at 127."""
+    """int8 for a matrix `[in, out]`; 127 stands for the greatest magnitude of a channel."""
     return quantize(weight, "int8", "nearest", None)
 
 
 def _gptq(weight: Floats, columns: slice, dtype: WeightDtype, inputs: LayerInputs, integers: NDArray[np.int8]) -> Grid:
     """GPTQ (Frantar et al. 2022, arXiv 2210.17323), in the form of LDLQ (Chee et al. 2023, arXiv 2307.13304).
 
-    With H = A D A^T, A unit upper triangular, row k is rounded after the errors of the rows before it were added
-    to it, weighted by column k of A: the least squared output error that feedback can reach. Rows of greater
-    diagonal in H come first. What is rounded is the matrix that `LayerInputs.caught_up` describes.
+    With H = A D A^T, A unit upper triangular, row k is rounded after the errors of earlier rows, weighted by column k
+    of A, were added to it: the least squared output error that feedback can reach. Rows with a greater diagonal in H
+    come first. The rounded matrix is the one that `LayerInputs.compensated` describes.
 
     Returns:
-        The grid of the columns, whose integers were written.
+        The grid of the columns; their integers are written to `integers`.
     """
     order, factor = inputs.order, inputs.factor
-    target = inputs.caught_up(weight, columns)
+    target = inputs.compensated(weight, columns)
     straight = np.empty_like(target)
     straight[order] = target
     grid = choose_grid(straight, dtype, inputs.importance + inputs.damping)
@@ -90,7 +90,7 @@ def _feed_back(
     errors: Floats,
     rounded: NDArray[np.int8],
 ) -> None:
-    """Round rows one after another; their errors reach the rows behind them through `feedback`, `[rows, rows]`."""
+    """Round rows one after another; `feedback`, `[rows, rows]`, carries their errors to later rows."""
     for start in range(0, len(wanted), _ROWS_IN_CACHE):
         stop = min(start + _ROWS_IN_CACHE, len(wanted))
         for row in range(start, stop):

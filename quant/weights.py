@@ -104,7 +104,7 @@ class Grid:
 
     @classmethod
     def joined(cls, grids: Sequence[Grid]) -> Grid:
-        """The grid of matrices side by side, at least one."""
+        """The grid of one or more matrices side by side."""
         blocks = [grid.block_scales for grid in grids if grid.block_scales is not None]
         scales = np.concatenate([grid.scales for grid in grids])
         return cls(grids[0].dtype, scales, np.concatenate(blocks, axis=1) if blocks else None)
@@ -121,7 +121,7 @@ class QuantizedWeight:
 
     Attributes:
         integers: int8 `[in, out]`, within the grid's limits.
-        grid: what the integers stand for.
+        grid: the numbers that the integers mean.
     """
 
     integers: NDArray[np.int8]
@@ -133,7 +133,7 @@ class QuantizedWeight:
         return self.grid.scales
 
     def columns(self, start: int, stop: int) -> QuantizedWeight:
-        """The output channels from `start` up to `stop`: the same integers, so a head is a slice of the whole."""
+        """The output channels from `start` to `stop`, with the same integers: a head is a slice of the matrix."""
         return QuantizedWeight(np.ascontiguousarray(self.integers[:, start:stop]), self.grid.columns(start, stop))
 
     def dequantize(self) -> NDArray[np.float32]:
@@ -149,7 +149,7 @@ class QuantizedWeight:
 
 
 def pack_int4(integers: NDArray[np.int8]) -> NDArray[np.uint8]:
-    """Two integers in a byte, the first in the low half, as ONNX packs INT4: uint8 `[ceil(size / 2)]`."""
+    """Pack two integers in a byte, the first in the low half, as ONNX packs INT4: uint8 `[ceil(size / 2)]`."""
     flat = integers.reshape(-1).view(np.uint8) & np.uint8(0x0F)
     if flat.size % 2:
         flat = np.append(flat, np.uint8(0))
@@ -158,7 +158,7 @@ def pack_int4(integers: NDArray[np.int8]) -> NDArray[np.uint8]:
 
 
 def unpack_int4(packed: NDArray[np.uint8]) -> NDArray[np.int8]:
-    """What `pack_int4` packed: int8 `[2 * size]`, from -8 to 7."""
+    """Unpack the bytes of `pack_int4`: int8 `[2 * size]`, from -8 to 7."""
     pairs = np.stack((packed << np.uint8(4), packed), axis=-1).view(np.int8)
     integers: NDArray[np.int8] = (pairs >> np.int8(4)).reshape(-1)
     return integers

@@ -1,4 +1,4 @@
-"""The static graphs of a bundle, all built over one weight store, a layer at a time."""
+"""The static ONNX graphs of a bundle, built layer by layer over one weight store."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def plan_graphs(
 ) -> list[GraphRecord]:
     """The graphs for these AR numbers in each of these contexts: AR-1 decodes, a larger AR prefills.
 
-    The largest AR in the largest context also scores. An ONNX graph has a file for each of its parts; TFLite graphs are
-    signatures of one file. Graphs share what would be the same: a head by itself that reads one row is one for all.
+    The largest AR in the largest context also scores. Each part of an ONNX graph is a file; TFLite graphs are
+    signatures of one file. Graphs share equal parts: all graphs use one separate head that reads one row.
     """
     graphs = [*_plan(sorted(set(ar)), sorted(set(contexts)), split)]
     if graph_format == "tflite":
@@ -54,7 +54,7 @@ def _plan(ar: list[int], contexts: list[int], split: Split) -> Iterator[GraphRec
 
 
 def _parts(graph: str, shared: str, head_rows: int, split: Split) -> Iterator[PartRecord]:
-    """The parts of a graph; `shared` names those whose results do not depend on which logits are wanted."""
+    """The parts of a graph; `shared` names the parts that graphs of other roles use too."""
 
     def part(name: str, layers: range, *, head: bool) -> PartRecord:
         embeds = split.embeds and layers.start == 0
@@ -74,7 +74,7 @@ def _parts(graph: str, shared: str, head_rows: int, split: Split) -> Iterator[Pa
 
 
 def embedding_record(split: Split) -> EmbeddingRecord | None:
-    """What the host reads embeddings from; None if the graphs look them up."""
+    """Where the host reads embeddings from; None if the graphs look them up."""
     if split.embeds:
         return None
     return EmbeddingRecord(file=f"{EMBEDDING_SHARD}.safetensors", tensor=f"{EMBEDDING}.uint16")
@@ -91,19 +91,19 @@ def write_graphs(
 ) -> dict[str, Encoding]:
     """Write every part of every graph, and the weights they share, into `folder`.
 
-    Parts of the same layers are built together; once they are saved, the next ones begin.
+    Parts with the same layers are built together and saved before the next ones start.
 
     Args:
-        tensors: where the other weights come from.
+        tensors: the weights that are not matrices.
         matrices: the integers of every matrix.
         decoder: gives the inputs and outputs of the graphs.
         encodings: one for every result of the decoder and every input.
-        graphs: what to write.
-        folder: where to.
+        graphs: the graphs to write.
+        folder: the target.
         progress: called with the number of layers done.
 
     Returns:
-        The encodings, with those of what one part, or the host, leaves for the next: the residual's own.
+        The encodings, with those of the hidden states between parts and of the embeddings that the host looks up.
     """
     spec = tensors.spec
     store = WeightStore(tensors, matrices, folder)

@@ -1,4 +1,4 @@
-"""Carries the decoder out by writing it down: a static ONNX graph in which every result is quantized."""
+"""Builds a static ONNX graph of the decoder in which every result is quantized."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _TRANSPOSED = [0, 1, 3, 2]
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """A dequantized tensor of the graph, and the encoding of the integers behind it."""
+    """A dequantized tensor of the graph, and the encoding of its integers."""
 
     name: str
     encoding: Encoding
@@ -43,8 +43,8 @@ class Tensor:
 class QdqOps:
     """A part of a graph for AR new tokens in a context of S, under construction.
 
-    Every operation reads dequantized tensors and its result is quantized at once, in the encoding that the
-    result's name has: the pattern from which the HTP compiler makes integer operations.
+    Every operation reads dequantized tensors, and its result is quantized in its encoding at once. The HTP compiler
+    turns this pattern into integer operations.
     """
 
     def __init__(
@@ -82,11 +82,11 @@ class QdqOps:
         shared = (port for port in self._ports.inputs if port.kind in ("mask", "cos", "sin"))
         self._shared = {port.name: self._read(port) for port in shared}
 
-    # ------------------------------------------------------------------ what a decoder needs
+    # ------------------------------------------------------------------ the operations of a decoder
 
     @property
     def entry(self) -> Tensor:
-        """The residual in front of the part's first layer, `[1, 1, AR, hidden]`; or the rows that a head reads."""
+        """The hidden state before the part's first layer, `[1, 1, AR, hidden]`, or the rows that a head reads."""
         return self._entry
 
     def linear(
@@ -102,8 +102,8 @@ class QdqOps:
         product = "MatMul", [x.name, self._matrix(weight, head, gain)]
         if bias is None:
             return self._emit(*product, name)
-        # A sum of its own takes any kind of weight; int32 biases want a Gemm, which the HTP refuses for LPBQ, and are
-        # off by 0.25 of a step of the result where this is by 0.37.
+        # A separate Add works with any weight type. An int32 bias needs a Gemm, which the HTP refuses for LPBQ; its
+        # mean error is 0.25 steps of the result, that of the Add 0.37.
         added = self._weight(*self._store.tensor(bias, head=head), gain)
         return self._emit("Add", [self._emit(*product, name + ".unbiased").name, added], name)
 
@@ -132,8 +132,8 @@ class QdqOps:
         return self._emit("Tanh", [x.name], name)
 
     def gelu(self, x: Tensor, name: str) -> Tensor:
-        # One node on the HTP, 8 of 65536 steps off on the mean; six that make up a sigmoid are 0.5 off. Beside int8
-        # weights neither shows: with this one, logits of the HTP and of the CPU agree to 47 dB.
+        # One node on the HTP, with a mean error of 8 steps of 65536; six nodes with a sigmoid have 0.5. Neither matters
+        # next to int8 weights: the logits of HTP and CPU agree to 47 dB with this one.
         return self._emit("Gelu", [x.name], name, approximate="tanh")
 
     def split(self, x: Tensor, widths: Sequence[int]) -> list[Tensor]:
@@ -180,7 +180,7 @@ class QdqOps:
     def attend(self, weights: Tensor, values: Tensor, name: str) -> Tensor:
         return self._emit("MatMul", [weights.name, values.name], name)
 
-    # ------------------------------------------------------------------ the ends of a part
+    # ------------------------------------------------------------------ entry and exit of a part
 
     def _embed(self) -> Tensor:
         """The rows of the embedding table for `input_ids`."""
@@ -191,7 +191,7 @@ class QdqOps:
         return self._emit("Reshape", [rows.name, shape], "embedding", encoding)
 
     def select(self, hidden: Tensor) -> Tensor:
-        """The one row of `hidden` that the input `logits_index` names, `[1, 1, 1, hidden]`."""
+        """The row of `hidden` that the input `logits_index` selects, `[1, 1, 1, hidden]`."""
         return self._emit("Gather", [hidden.name, LOGITS_INDEX], "selected", hidden.encoding, axis=_ROWS)
 
     def give_logits(self, logits: Tensor) -> None:
@@ -208,7 +208,7 @@ class QdqOps:
         self._nodes.pop()
 
     def finish(self) -> onnx.ModelProto:
-        """The model. Call it after the store was flushed."""
+        """The model. Flush the store first."""
         stored = [self._store.initializer(each) for each in self._stored]
         constants = [*self._constants.values(), *stored]
         inputs, outputs = ([_value_info(port) for port in ports] for ports in (self._ports.inputs, self._ports.outputs))
@@ -257,7 +257,7 @@ class QdqOps:
         return self._dequantize(port.name, port.name + "_dq", self._encodings[port.encoding])
 
     def _weight(self, stored: str, encoding: Encoding, gain: float = 1.0) -> str:
-        """A stored tensor under one encoding, times a constant, dequantized once."""
+        """A stored tensor with one encoding, times a constant, dequantized once."""
         self._stored[stored] = None
         return self._dequantize_once(stored, encoding.times(gain))
 
@@ -269,11 +269,11 @@ class QdqOps:
         return target
 
     def _matrix(self, key: str, head: int | None, gain: float) -> str:
-        """A stored matrix under one scale for each column, or for each block of it, dequantized.
+        """A stored matrix, dequantized with a scale for each column, or for each block of a column.
 
-        Scales of blocks are themselves dequantized: integers times the column's scale. That is the only form of
-        block quantization that the HTP multiplies as integers. Zero points are spelt out wherever there are 4 bits:
-        without them the HTP takes the integers for others, and says nothing.
+        Block scales are themselves dequantized: integers times the column's scale. The HTP multiplies no other form of
+        block quantization as integers. Zero points are explicit for 4 bits: without them the HTP silently reads other
+        integers.
         """
         integers, bits, columns, scales, block_scales, blocks = self._store.matrix(key, head=head, gain=gain)
         self._stored[integers] = self._stored[scales] = None

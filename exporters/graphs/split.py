@@ -1,4 +1,4 @@
-"""How the layers of a decoder are divided over graphs, and what stands in front of them and behind."""
+"""How a decoder is divided into parts: its layers, the embedding and the head."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class Split:
 
     Attributes:
         layers: of each part, in order.
-        embeds: whether the first part looks embeddings up, instead of the host.
-        own_head: whether the head is a part by itself, behind the others, instead of in the last of them.
+        embeds: whether the first part looks up embeddings, instead of the host.
+        own_head: whether the head is a separate part after the others, instead of in the last of them.
     """
 
     layers: tuple[range, ...]
@@ -54,20 +54,20 @@ def choose_split(
     ar: Sequence[int],
     graphs: int,
 ) -> Split:
-    """The split that was asked for; what is None is chosen: one part as long as it stays inside all limits.
+    """The requested split, with defaults for what is None: one part if it stays within all limits.
 
-    Where layers are divided, the host looks embeddings up and the head is a part by itself, unless it is said
-    otherwise: neither then weighs on a part of layers.
+    If layers are divided, the default is that the host looks up embeddings and the head is a separate part, so that
+    neither adds to a part of layers.
 
     Args:
         spec: the decoder.
         recipe: integer types of its matrices.
-        splits: parts of layers, a head by itself not counted.
+        splits: number of parts, without a separate head.
         embedding: where embeddings are looked up.
-        head: whether the head is a part by itself.
+        head: `own` for a separate part.
         geometry: of the cache for the largest graphs.
         ar: tokens per inference of each graph.
-        graphs: how many are compiled into one binary: AR times contexts.
+        graphs: number of graphs compiled into one binary: ARs times contexts.
 
     Raises:
         UsageError: more parts than layers.
@@ -91,7 +91,7 @@ def choose_split(
         layer_graph_bytes=layer_graph_bytes(decoder),
         graphs=graphs,
     )
-    # What no division makes small enough is left whole: the compiler says what it thinks of it.
+    # If no division is small enough, keep one part and let the compiler report the limit.
     chosen = splits or least_splits(load) or 1
     place = ("graph" if chosen == 1 else "host") if embedding is None else embedding
     own_head = chosen > 1 if head is None else head == "own"
@@ -101,7 +101,7 @@ def choose_split(
 
 
 def _layer_bytes(spec: DecoderSpec, recipe: Recipe, count: Callable[[WeightType, int, int], int]) -> Sequence[int]:
-    """Bytes of the matrices of each layer, as `count` has them of one."""
+    """Bytes of the matrices of each layer; `count` gives the bytes of one matrix."""
     found = [0] * spec.layers
     for name, (columns, rows) in matrices(spec).items():
         if name != HEAD:

@@ -1,4 +1,4 @@
-"""The decoder run on calibration text; each matrix is quantized where it is met, on the inputs it will really have."""
+"""Runs the decoder on calibration text and quantizes each matrix on the inputs that it will have."""
 
 from __future__ import annotations
 
@@ -34,9 +34,14 @@ class QuantizedMatrices(Protocol):
 
 
 class PairedOps(NumpyOps):
-    """Carries out the exact decoder and the quantized one side by side on a window: `[2, T, width]`.
+    """Runs the exact decoder and the quantized one side by side on a window, `[2, T, width]`.
 
-    With `[1, T, width]` the quantized one alone. Ranges are those of the quantized decoder.
+    With `[1, T, width]` only the quantized one. Ranges are those of the quantized decoder.
+
+    Attributes:
+        exact: the weights before quantization.
+        quantized: matrices quantized so far, dequantized to `[out, in]`.
+        ranges: what was seen of each result.
     """
 
     def __init__(self, tensors: Tensors, tokens: int, context: int) -> None:
@@ -44,7 +49,7 @@ class PairedOps(NumpyOps):
         self.quantized: dict[str, Floats] = {}
         self.ranges: dict[str, Range] = {}
         self._results = decoder_results(tensors.spec)
-        super().__init__(tensors.spec, self.exact, tokens, context, self._widen)
+        super().__init__(tensors.spec, self.exact, tokens, context, self._observe_range)
 
     def product(self, x: Floats, weight: str, rows: slice, gain: float) -> Floats:
         quantized = self.quantized[weight][rows].T
@@ -57,12 +62,13 @@ class PairedOps(NumpyOps):
         return product
 
     def drop(self) -> None:
-        """Forget the weights that were used."""
+        """Free the weights that were used."""
         self.exact.drop()
         self.quantized.clear()
 
-    def _widen(self, name: str, values: Floats) -> None:
-        """
+    def _observe_range(self, name: str, values: Floats) -> None:
+        """Widen the range of a result.
+
         Raises:
             CheckpointError: the values overflow.
         """
@@ -79,24 +85,23 @@ class PairedOps(NumpyOps):
 
 
 class Quantizer:
-    """Goes through the decoder once, with the residual of all windows in memory and the weights in use.
+    """Runs the decoder once, with the residual of all windows and the weights of one layer in memory.
 
-    A layer is gone through in pieces that end where matrices wait for their inputs: these are gathered from all
-    windows, the matrices quantized, and the windows led on one after another. What is wider than the residual is kept
-    of one window, but for the inputs of the next matrices.
+    A layer runs in pieces that end before each group of matrices. Their inputs are collected from all windows, the
+    matrices are quantized, and the windows continue one after another. Other values are in memory for one window only.
 
     Attributes:
         hidden: `[2, windows, T, hidden]`, the residual of the exact decoder and of the quantized one.
     """
 
     def __init__(self, tensors: Tensors, tokens: NDArray[Any], context: int, recipe: Recipe) -> None:
-        """Begins with the embeddings.
+        """Start with the embeddings.
 
         Args:
             tensors: the exact weights.
             tokens: ids of the calibration text `[windows, T]`.
             context: the longest sequence that the rotary embedding is made for.
-            recipe: what becomes of each matrix.
+            recipe: type and method of each matrix.
         """
         self._tensors = tensors
         self._spec = tensors.spec
@@ -108,20 +113,20 @@ class Quantizer:
         self._ops.ranges["embedding"].observe(rows)
 
     def layer(self, layer: int) -> Iterator[tuple[str, QuantizedWeight]]:
-        """Lead the residual through a layer, the one behind the last; yields its matrices by name."""
-        x = self._led(layer, attention_inputs, self.hidden)
+        """Run the residual through the next layer; yields its matrices by name."""
+        x = self._run(layer, attention_inputs, self.hidden)
         yield from self._quantized(layer, ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), x)
-        x = self._led(layer, attention, x)
+        x = self._run(layer, attention, x)
         yield from self._quantized(layer, ("self_attn.o_proj",), x)
-        self.hidden = self._led(layer, add_attention, self.hidden, x)
-        x = self._led(layer, feed_forward_inputs, self.hidden)
+        self.hidden = self._run(layer, add_attention, self.hidden, x)
+        x = self._run(layer, feed_forward_inputs, self.hidden)
         yield from self._quantized(layer, ("mlp.gate_proj", "mlp.up_proj"), x)
-        x = self._led(layer, feed_forward, x)
+        x = self._run(layer, feed_forward, x)
         yield from self._quantized(layer, ("mlp.down_proj",), x)
-        self.hidden = self._led(layer, add_feed_forward, self.hidden, x)
+        self.hidden = self._run(layer, add_feed_forward, self.hidden, x)
 
     def head(self) -> tuple[str, QuantizedWeight]:
-        """The head by its name, quantized some rows of the vocabulary at a time, as are the logits observed."""
+        """The head and its name, quantized and observed some rows of the vocabulary at a time."""
         ops, spec, key = self._ops, self._spec, self._tensors.head_key
         rule = self._recipe.rule(key)
         windows = range(self.hidden.shape[1])
@@ -144,7 +149,7 @@ class Quantizer:
         return key, QuantizedWeight(integers, Grid.joined(grids))
 
     def take_ranges(self) -> dict[str, Range]:
-        """The ranges of what was observed since they were last taken."""
+        """The ranges observed since the last call."""
         taken, self._ops.ranges = self._ops.ranges, {}
         return taken
 
@@ -158,8 +163,8 @@ class Quantizer:
             self._ops.quantized[name] = weight.dequantize().T
             yield name, weight
 
-    def _led(self, layer: int, step: Callable[..., Floats], *states: Floats) -> Floats:
-        """`[2, windows, T, width]`: what a part of the decoder makes of every window of these; then drops weights."""
+    def _run(self, layer: int, step: Callable[..., Floats], *states: Floats) -> Floats:
+        """Run a piece of the decoder on every window of `states`: `[2, windows, T, width]`. Then free the weights."""
         windows = [[state[:, window] for state in states] for window in range(states[0].shape[1])]
         with np.errstate(over="ignore", invalid="ignore"):  # `PairedOps` names what overflows
             first = step(self._ops, self._spec, layer, *windows[0])

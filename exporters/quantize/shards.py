@@ -1,6 +1,6 @@
-"""A safetensors file, written a tensor at a time and large ones some rows at a time.
+"""Writes safetensors files one tensor at a time, and large tensors some rows at a time.
 
-The library's own writer holds everything twice in memory. What this one writes is what it would write.
+The library's own writer holds everything twice in memory. The bytes are the same.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-_NAMES = {"float32": "F32", "uint16": "U16", "int8": "I8", "uint8": "U8"}  # in the order of the library
+_NAMES = {"float32": "F32", "uint16": "U16", "int8": "I8", "uint8": "U8"}  # in the library's order
 _ALIGNMENT = 8
 
 
 @dataclass(frozen=True, slots=True)
 class Streamed:
-    """A tensor that is made while it is written.
+    """A tensor that is computed while it is written.
 
     Attributes:
         dtype: of its elements.
         shape: its dimensions.
-        blocks: makes its elements in order, some at a time.
+        blocks: its elements in order, some at a time.
     """
 
     dtype: DTypeLike
@@ -42,10 +42,10 @@ class Extent:
 
 
 def write_shard(path: Path, tensors: Mapping[str, NDArray[Any] | Streamed]) -> dict[str, Extent]:
-    """Write the tensors, the widest types first and each type by name, and say where each lies.
+    """Write the tensors, the widest types first and each type by name, and return where each lies.
 
     Raises:
-        ValueError: the blocks of a streamed tensor do not make up its shape.
+        ValueError: the blocks of a streamed tensor do not fill its shape.
     """
     ranks = list(_NAMES)
     names = sorted(tensors, key=lambda name: (ranks.index(np.dtype(tensors[name].dtype).name), name))

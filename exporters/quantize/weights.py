@@ -1,7 +1,7 @@
 """The integer weights of a bundle: quantized once, stored once, shared by all of its graphs.
 
 Each shard is a safetensors file; graphs point into it as ONNX external data, by offset and length. Integers of 4 bits
-lie there in bytes of two, since safetensors has no such type.
+are stored in pairs as bytes, since safetensors has no such type.
 """
 
 from __future__ import annotations
@@ -34,22 +34,22 @@ _TABLE_ROWS_AT_ONCE = 8192
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """How a matrix is divided: `count` blocks of `rows` inputs in each of its columns."""
+    """Blocks of a matrix: `count` blocks of `rows` inputs in each column."""
 
     count: int
     rows: int
 
 
 class MatrixNames(NamedTuple):
-    """What a stored matrix is made of.
+    """Names of the tensors of a stored matrix.
 
     Attributes:
         integers: `[in, out]`.
-        bits: of each.
-        columns: out.
+        bits: of an integer.
+        columns: number of outputs.
         scales: `[out]`.
         block_scales: `[in / block, out]`, if it has blocks.
-        blocks: their shape, if it has blocks.
+        blocks: their sizes, if it has blocks.
     """
 
     integers: str
@@ -69,7 +69,7 @@ class _Place:
 
 
 class WeightStore:
-    """Writes what graphs ask for shard by shard, so that one layer is in memory at a time."""
+    """Writes the weights of graphs shard by shard, so that one layer is in memory at a time."""
 
     def __init__(self, tensors: Tensors, matrices: QuantizedMatrices, folder: Path) -> None:
         self._tensors = tensors
@@ -83,7 +83,7 @@ class WeightStore:
         self._places: dict[str, _Place] = {}
 
     def matrix(self, key: str, *, head: int | None, gain: float) -> MatrixNames:
-        """Names of what a matrix, or one head's columns of it, is stored as."""
+        """Where a matrix, or one head's columns of it, is stored."""
         part = key if head is None else f"{key}.h{head}"
         if part not in self._parts:
             if key not in self._quantized:
@@ -96,14 +96,14 @@ class WeightStore:
         return self._parts[part]
 
     def tensor(self, key: str, *, head: int | None = None) -> tuple[str, Encoding]:
-        """Name and encoding of a tensor, or of one head's part of a bias, under one 16-bit scale."""
+        """Name and encoding of a tensor, or of one head's part of a bias, in 16 bits with one scale."""
         name = (key if head is None else f"{key}.h{head}") + ".uint16"
         if name not in self._encodings:
             self._encodings[name], self._pending[name] = self._sixteen_bits(key, head)
         return name, self._encodings[name]
 
     def flush(self, shard: str) -> None:
-        """Write what is pending to `<shard>.safetensors` and forget the values."""
+        """Write the pending tensors to `<shard>.safetensors` and free their values."""
         path = self._folder / f"{shard}.safetensors"
         for name, extent in write_shard(path, self._pending).items():
             values = self._pending[name]
@@ -131,7 +131,7 @@ class WeightStore:
 
     def _sixteen_bits(self, key: str, head: int | None) -> tuple[Encoding, NDArray[Any] | Streamed]:
         spec = self._tensors.spec
-        if key == EMBEDDING:  # the one tensor that is too large to be held in float32
+        if key == EMBEDDING:  # the only tensor too large to hold in float32
             tables = [slice(first, first + _TABLE_ROWS_AT_ONCE) for first in range(0, spec.vocab, _TABLE_ROWS_AT_ONCE)]
             ends = [(rows.min(), rows.max()) for rows in (self._tensors.tensor(key, each) for each in tables)]
             encoding = _covering(min(low for low, _ in ends), max(high for _, high in ends))

@@ -128,7 +128,7 @@ class Subgraph:
     ) -> Tensor:
         """The constant under this key; `scales` are those of symmetric integers, one for each of the first axis.
 
-        Integers of 4 bits are made in bytes of two; see `quant.pack_int4`.
+        `make` packs two integers of 4 bits in a byte; see `quant.pack_int4`.
         """
         if key not in self._constants:
             made = self._tensor(key, element, shape, encoding)

@@ -1,4 +1,4 @@
-"""All graphs of a bundle as signatures of one `.tflite` file, built a layer at a time over shared weights."""
+"""All graphs of a bundle as signatures of one `.tflite` file with shared weights, built layer by layer."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ def write_tflite(
     """Write the `.tflite` file into `folder`; each graph is a signature of its name.
 
     Args:
-        tensors: where the other weights come from.
-        matrices: the integers of every matrix, none with blocks.
+        tensors: the weights that are not matrices.
+        matrices: the integers of every matrix, without blocks.
         decoder: gives the inputs and outputs of the graphs.
         encodings: one for every result of the decoder and every input.
-        graphs: what to write.
-        folder: where to.
+        graphs: the graphs to write.
+        folder: the target.
         progress: called with the number of layers done.
     """
     spec = tensors.spec

@@ -1,4 +1,4 @@
-"""What a `.tflite` file cannot hold, said before anything is computed."""
+"""What a `.tflite` file cannot hold, checked before anything is computed."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from importlib import util
 from edgekv.errors import EngineError, UsageError
 from exporters.checkpoint.checkpoint import Checkpoint
 
-MOST_BYTES = (1 << 31) - (1 << 24)  # a flatbuffer's offsets are signed 32-bit numbers; 16 MiB for all but weights
+MOST_BYTES = (1 << 31) - (1 << 24)  # offsets are signed 32-bit numbers; 16 MiB are kept for the rest
 
 
 def check_tflite(checkpoint: Checkpoint) -> None:
-    """Refuse what cannot be written.
+    """Refuse a checkpoint that cannot be written.
 
     Raises:
         EngineError: the package with the format's schema is missing.
@@ -26,7 +26,7 @@ def check_tflite(checkpoint: Checkpoint) -> None:
         )
     spec = checkpoint.spec
     table = spec.vocab * spec.hidden
-    # Matrices in int8; the embedding table in int16 and, if it is the head too, once more in int8.
+    # Matrices in int8; the embedding table in int16 and, if it is also the head, again in int8.
     held_bytes = checkpoint.parameters + table * (2 if spec.tied_head else 1)
     if held_bytes > MOST_BYTES:
         raise UsageError(

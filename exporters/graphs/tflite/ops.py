@@ -1,4 +1,4 @@
-"""Carries the decoder out by writing it down as a subgraph of a `.tflite` file."""
+"""Builds the decoder as a subgraph of a `.tflite` file."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _NORM_REACH = 128.0  # squares stay far below the greatest float16, 65504
 class TfliteOps:
     """A subgraph for AR new tokens in a context of S, under construction.
 
-    Activations are int16 with zero point 0. RMSNorm, softmax and GELU compute in float between two conversions: no
-    int16 kernel for them is both exact and in every runtime. (RSQRT and GELU in int16 are missing from tflite-runtime
-    and tens of steps off in LiteRT; SOFTMAX in int16 gives a masked position at least exp(-10), which adds up over a
-    context.)
+    Activations are int16 with zero point 0. RMSNorm, softmax and GELU compute in float between two conversions,
+    because no int16 kernel for them is both exact and available in every runtime: tflite-runtime lacks RSQRT and GELU
+    in int16, and in LiteRT they are off by tens of steps; SOFTMAX in int16 gives a masked position at least exp(-10),
+    which adds up over a context.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class TfliteOps:
         shared = (port for port in self._ports.inputs if port.kind in ("mask", "cos", "sin"))
         self._shared = {port.name: self._input(port) for port in shared}
 
-    # ------------------------------------------------------------------ what a decoder needs
+    # ------------------------------------------------------------------ the operations of a decoder
 
     def embed(self, key: str, name: str) -> Tensor:
         """The rows of the embedding table for `input_ids`, `[1, 1, AR, hidden]`."""
@@ -81,12 +81,12 @@ class TfliteOps:
         result = self._emit("FULLY_CONNECTED", inputs, product, shape, None, "FullyConnectedOptions", **options)
         if bias is None:
             return result
-        # Not the operator's own bias: its scale is tied to those of x and the matrix, and int32 can overflow.
+        # Not the operator's own bias: its scale is the product of those of x and the matrix, and int32 can overflow.
         return self.add(result, self._weights.bias(self._graph, bias, head=head, gain=gain), name)
 
     def rms_norm(self, x: Tensor, weight: str, name: str, *, gain: float = 1.0) -> Tensor:
         assert x.encoding is not None
-        # The result does not change when x and eps are scaled alike; a power of two loses nothing.
+        # Scaling x by a factor and eps by its square changes nothing; a power of two is exact.
         factor = 2.0 ** math.floor(math.log2(_NORM_REACH / x.encoding.reach[1]))
         scaled = self._float("MUL", [self._dequantize(x, name), self._number(factor)], name + ".scaled")
         square = self._float("MUL", [scaled, scaled], name + ".square")
@@ -155,7 +155,7 @@ class TfliteOps:
         rows = self._emit("CONCATENATION", [past, added], name, shape, encoding, "ConcatenationOptions", axis=_ROWS)
         if encoding.dtype == "s16":
             return rows
-        # No kernel multiplies int16 by int8. The integers stay what they are, in a wider type.
+        # No kernel multiplies int16 by int8, so the same integers are widened.
         wide = Encoding("s16", encoding.scale, 0)
         return self._emit("CAST", [rows], name + ".wide", shape, wide)
 
@@ -175,10 +175,10 @@ class TfliteOps:
         shape = [*weights.shape[:-1], values.shape[_WIDTH]]
         return self._emit("BATCH_MATMUL", [weights, values], name, shape, None, "BatchMatMulOptions")
 
-    # ------------------------------------------------------------------ the end of a graph
+    # ------------------------------------------------------------------ exit of a graph
 
     def select(self, hidden: Tensor) -> Tensor:
-        """The one row of `hidden` that the input `logits_index` names, `[1, 1, 1, hidden]`."""
+        """The row of `hidden` that the input `logits_index` selects, `[1, 1, 1, hidden]`."""
         index = self._input(self._ports[LOGITS_INDEX])
         shape = [1, 1, 1, hidden.shape[_WIDTH]]
         return self._emit("GATHER", [hidden, index], "selected", shape, hidden.encoding, "GatherOptions", axis=_ROWS)
@@ -241,4 +241,4 @@ def _named(shape: Sequence[int]) -> str:
 def _element(encoding: Encoding) -> ElementType:
     if encoding.dtype in ("s8", "s16"):
         return encoding.dtype
-    raise ValueError(f"encoding: got {encoding.dtype}; expected s8 or s16, which the runtimes' kernels take")
+    raise ValueError(f"encoding: got {encoding.dtype}; expected s8 or s16, which the kernels support")

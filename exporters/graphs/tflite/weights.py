@@ -11,7 +11,7 @@ from quant import Encoding, QuantizedWeight, pack_int4
 
 
 class TfliteWeights:
-    """Hands out what subgraphs ask for: whole matrices, and slices of them for heads."""
+    """Gives subgraphs their weights: whole matrices, and slices of them for heads."""
 
     def __init__(self, tensors: Tensors, matrices: QuantizedMatrices) -> None:
         self._tensors = tensors
@@ -19,7 +19,7 @@ class TfliteWeights:
         self._quantized: dict[str, QuantizedWeight] = {}
 
     def matrix(self, graph: Subgraph, key: str, *, head: int | None, gain: float) -> Tensor:
-        """A matrix `[out, in]`, of 8 or 4 bits with a scale for each output channel, or one head's channels of it."""
+        """A matrix `[out, in]` with a scale for each output channel, or one head's channels of it."""
         if key not in self._quantized:
             self._quantized[key] = self._matrices[key]
         weight = self._quantized[key]
@@ -34,13 +34,13 @@ class TfliteWeights:
         return graph.constant(name, "s8", integers.shape, lambda: integers, scales=scales)
 
     def table(self, graph: Subgraph, key: str) -> Tensor:
-        """A whole tensor under one 16-bit scale: the embedding table."""
+        """A whole tensor in 16 bits with one scale: the embedding table."""
         values = self._tensors.tensor(key)
         encoding = Encoding.symmetric(float(np.abs(values).max()), "s16")
         return graph.constant(key + ".int16", "s16", values.shape, lambda: encoding.quantize(values), encoding=encoding)
 
     def bias(self, graph: Subgraph, key: str, *, head: int | None, gain: float) -> Tensor:
-        """A bias, or one head's part of it, under one 16-bit scale."""
+        """A bias, or one head's part of it, in 16 bits with one scale."""
         values, name = self._tensors.tensor(key), key
         if head is not None:
             width = self._tensors.spec.head_dim
@@ -55,5 +55,5 @@ class TfliteWeights:
         return graph.constant(key, "f32", values.shape, lambda: values)
 
     def forget(self) -> None:
-        """Let go of what was quantized: every subgraph has asked for this layer."""
+        """Free the quantized matrices, once every subgraph has those of a layer."""
         self._quantized.clear()
