@@ -1,17 +1,20 @@
 """A bundle of TFLite graphs: written without TensorFlow, run by LiteRT and by tflite-runtime on the cache's memory."""
 
+import shutil
 import subprocess
 import sys
 from pathlib import Path
+from random import Random
 
 import numpy as np
 import pytest
+from msgspec import structs
 
 import edgekv
-from edgekv.bundle import open_bundle
-from edgekv.errors import BundleError, EngineError, UsageError
+from edgekv.bundle import open_bundle, record_files, write_manifest
+from edgekv.errors import BundleError, EdgeKVError, EngineError, UsageError
 from edgekv.kv import STRATEGIES
-from edgekv.runtime import LitertEngine, TfliteEngine
+from edgekv.runtime import LitertEngine, TfliteEngine, foreign_graph
 from edgekv.runtime.binding import aligned_zeros
 from edgekv.spec.tensors import matrices
 from exporters.checkpoint.checkpoint import Checkpoint
@@ -254,3 +257,30 @@ def test_a_cache_that_grows_is_lent_anew(embedded, engine):
     grown = edgekv.load(exported, engine, kv_growth="staggered")
     assert tokens(grown, 80) == tokens(edgekv.load(exported, engine), 80)
     assert grown.cache.groups[0].reallocations > 0
+
+
+def test_a_forged_file_is_refused_and_never_crashes_the_caller(small, tmp_path):
+    """Words of the file replaced, and hashed anew: the loader trusts them, and often takes the process down."""
+    raw = (small / "graphs.tflite").read_bytes()
+    outcomes = []
+    for seed in range(8):
+        random = Random(seed)
+        forged = bytearray(raw)
+        for _ in range(10):
+            at = random.randrange(len(raw) // 4) * 4
+            forged[at : at + 4] = random.randbytes(4)
+        bundle = shutil.copytree(small, tmp_path / str(seed))
+        (bundle / "graphs.tflite").write_bytes(forged)
+        manifest = structs.replace(open_bundle(small).manifest, files=record_files(bundle))
+        write_manifest(bundle, manifest)
+        try:
+            outcomes.append(str(len(list(edgekv.load(bundle, "litert").generate([3, 4, 5], 2)))))
+        except EdgeKVError as error:
+            outcomes.append(str(error))
+    assert any("a crash or hang of the process that tried it: SIG" in outcome for outcome in outcomes), outcomes
+
+
+def test_a_file_is_tried_once(small, monkeypatch):
+    assert len(list(edgekv.load(small, "litert").generate([3, 4, 5], 2))) == 2
+    monkeypatch.setattr(foreign_graph, "run_in_child", lambda *_: pytest.fail("tried again"))
+    assert len(list(edgekv.load(small, "litert").generate([3, 4, 5], 2))) == 2

@@ -19,6 +19,7 @@ import numpy as np
 from edgekv.bundle import Bundle, GraphFormat
 from edgekv.errors import EngineError
 from edgekv.kv.memory import ALIGNMENT_BYTES
+from edgekv.runtime.foreign_graph import try_file
 from edgekv.runtime.native_output import captured_output
 from edgekv.spec import GraphInterface, Port
 
@@ -44,14 +45,19 @@ class LitertEngine:
     def open(cls, bundle: Bundle, threads: int | None) -> LitertEngine:
         return cls(threads)
 
-    def __init__(self, threads: int | None = None) -> None:
-        """Look for the runtime.
+    def __init__(self, threads: int | None = None, *, tried: bool = False) -> None:
+        """Find the runtime.
+
+        Args:
+            threads: see above.
+            tried: load files without trying them in a child process first.
 
         Raises:
-            EngineError: it is missing, or not the version that is known to lend memory.
+            EngineError: it is missing, or not a version that can be bound to memory of the caller.
         """
         _library()
         self.threads = threads
+        self._tried = tried
         self._models: dict[Path, Any] = {}
 
     @property
@@ -59,9 +65,22 @@ class LitertEngine:
         return ALIGNMENT_BYTES
 
     def load(self, file: Path, name: str) -> LitertBinding:
+        return LitertBinding(self._model(file), name)
+
+    def graph_names(self, file: Path) -> list[str]:
+        """The names of the graphs in a file.
+
+        Raises:
+            EngineError: as `load`.
+        """
+        return list(self._model(file).get_signature_list())
+
+    def _model(self, file: Path) -> Any:
         if file not in self._models:
+            if not self._tried:
+                try_file(file, self.name, f"ai-edge-litert {metadata.version('ai-edge-litert')}")
             self._models[file] = self._open(file)
-        return LitertBinding(self._models[file], name)
+        return self._models[file]
 
     def _open(self, file: Path) -> Any:
         from ai_edge_litert.compiled_model import CompiledModel, CpuKernelMode, CpuOptions, HardwareAccelerator, Options

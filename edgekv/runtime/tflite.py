@@ -21,6 +21,7 @@ import numpy as np
 from edgekv.bundle import Bundle, GraphFormat
 from edgekv.errors import EngineError, UsageError
 from edgekv.kv.memory import ALIGNMENT_BYTES
+from edgekv.runtime.foreign_graph import try_file
 from edgekv.runtime.native_output import captured_output
 from edgekv.spec import GraphInterface, Port
 from quant import WEIGHT_TYPES
@@ -49,8 +50,12 @@ class TfliteEngine:
         _check_weights(bundle)
         return cls(threads)
 
-    def __init__(self, threads: int | None = None) -> None:
-        """Look for the runtime.
+    def __init__(self, threads: int | None = None, *, tried: bool = False) -> None:
+        """Find the runtime.
+
+        Args:
+            threads: see above.
+            tried: load files without trying them in a child process first.
 
         Raises:
             EngineError: it is missing, or another version.
@@ -72,6 +77,7 @@ class TfliteEngine:
                 fix=_INSTALL,
             )
         self.threads = threads
+        self._tried = tried
         self._interpreters: dict[Path, Any] = {}
 
     @property
@@ -79,9 +85,22 @@ class TfliteEngine:
         return ALIGNMENT_BYTES
 
     def load(self, file: Path, name: str) -> TfliteBinding:
+        return TfliteBinding(self._interpreter(file), name)
+
+    def graph_names(self, file: Path) -> list[str]:
+        """The names of the graphs in a file.
+
+        Raises:
+            EngineError: as `load`.
+        """
+        return list(self._interpreter(file).get_signature_list())
+
+    def _interpreter(self, file: Path) -> Any:
         if file not in self._interpreters:
+            if not self._tried:
+                try_file(file, self.name, f"tflite-runtime {TESTED}")
             self._interpreters[file] = self._open(file)
-        return TfliteBinding(self._interpreters[file], name)
+        return self._interpreters[file]
 
     def _open(self, file: Path) -> Any:
         """An interpreter. Only making one shows a numpy that it does not run with: importing it succeeds."""

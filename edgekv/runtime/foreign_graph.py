@@ -1,0 +1,67 @@
+"""A trial of a TFLite file in a child process, before this process loads it.
+
+The runtimes trust the offsets and sizes in a file: one that was forged or damaged before it was hashed crashes the
+process that loads or runs it. A hash does not help, because whoever forges a file can compute it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from contextlib import suppress
+from pathlib import Path
+
+import msgspec
+
+from edgekv.bundle import file_hashes
+from edgekv.child import run_in_child
+from edgekv.errors import EngineError
+from edgekv.system import cache_folder
+
+
+class Trial(msgspec.Struct, frozen=True, kw_only=True):
+    """A file to load, each of whose graphs runs once on zeros, and the name of the engine."""
+
+    engine: str
+    file: str
+
+
+class Refusal(msgspec.Struct, frozen=True, kw_only=True):
+    """The parts of an `EngineError`."""
+
+    field: str
+    got: str
+    expected: str
+    fix: str
+
+
+def try_file(file: Path, engine: str, runtime: str) -> None:
+    """Load a file and run its graphs in a child process, unless a file of this content passed before.
+
+    Args:
+        file: a `.tflite` file.
+        engine: name of the engine.
+        runtime: its package and version.
+
+    Raises:
+        EngineError: the runtime refused the file, crashed, or did not end.
+    """
+    with file_hashes() as hashes:
+        content = f"{runtime} {hashes.sha256_of(file)}"
+    passed = cache_folder() / "tried" / hashlib.sha256(content.encode()).hexdigest()
+    if passed.exists():
+        return
+    job = msgspec.json.encode(Trial(engine=engine, file=str(file)))
+    end = run_in_child("edgekv.runtime.foreign_graph_worker", job)
+    if end.reply is None:
+        raise EngineError(
+            f"{file.name} on {runtime}",
+            got=f"a crash or hang of the process that tried it: {end.ending}",
+            expected="graphs that load and run",
+            fix="The file is damaged or forged: export the bundle again.",
+        )
+    refusal = msgspec.json.decode(end.reply, type=Refusal | None)
+    if refusal is not None:
+        raise EngineError(refusal.field, got=refusal.got, expected=refusal.expected, fix=refusal.fix)
+    with suppress(OSError):  # a cache that cannot be written costs time only
+        passed.parent.mkdir(parents=True, exist_ok=True)
+        passed.touch()
