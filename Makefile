@@ -29,6 +29,7 @@ lint: .venv/test
 # Logits of Hugging Face transformers, made anew and compared with those that the tests use.
 golden: .venv-parity/ready
 	.venv-parity/bin/python tests/golden/make_golden.py --check
+	.venv-parity/bin/python tests/golden/gguf_parity.py
 
 .venv/bin/python:
 	$(PYTHON) -m venv .venv
