@@ -107,6 +107,17 @@ def test_a_folder_that_is_none_or_lacks_a_file_is_explained(folders: dict[str, P
         run_folder(open_folder(tmp_path), [0, 5], 4)
 
 
+def test_another_folder_is_called_what_it_is(bundle: Path, embedded: Path, tmp_path: Path) -> None:
+    (tmp_path / "genie_config.json").write_text("{}")
+    for other, words in (
+        (bundle, "got a bundle .* edgekv bundle genai .* -o DIR"),
+        (embedded, "got a checkpoint; .* edgekv export"),
+        (tmp_path, "got a folder for Genie; .* edgekv genie run"),
+    ):
+        with pytest.raises(BundleError, match=words):
+            open_folder(other)
+
+
 def changed(bundle: Path, **changes: object) -> Bundle:
     opened = open_bundle(bundle, verify=False)
     return Bundle(opened.path, structs.replace(opened.manifest, **changes))

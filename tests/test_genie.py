@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -370,3 +371,16 @@ def test_a_changed_folder_is_refused(folder: GenieFolder, tmp_path: Path) -> Non
         open_genie_folder(tmp_path)
     with pytest.raises(BundleError, match="expected a folder that edgekv bundle genie wrote"):
         open_genie_folder(tmp_path / "none")
+
+
+def test_another_folder_is_called_what_it_is(
+    bundle: Path, embedded: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "genai_config.json").write_text("{}")
+    for other, words in (
+        (bundle, f"got a bundle .* edgekv bundle genie {bundle} -o DIR"),
+        (embedded, f"got a checkpoint; .* edgekv export {embedded} -o BUNDLE"),
+        (tmp_path, f"got a folder for onnxruntime-genai; .* edgekv genai run {tmp_path}"),
+    ):
+        assert run(["genie", "run", str(other), "--prompt", "a"]) != 0
+        assert re.search(words, " ".join(capsys.readouterr().err.split()))

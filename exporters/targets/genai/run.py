@@ -12,7 +12,9 @@ import msgspec
 
 from edgekv.child import run_in_child
 from edgekv.errors import BundleError, EngineError, UsageError
+from edgekv.json_file import read_json
 from edgekv.spec.text import open_tokenizer
+from exporters.targets.expected_folder import expect_folder_for
 from exporters.targets.genai.config import CONFIG, TOKENIZER, GenaiConfig
 
 if TYPE_CHECKING:
@@ -91,14 +93,11 @@ def open_folder(path: Path) -> OpenedFolder:
     """Read the configuration of a folder.
 
     Raises:
-        BundleError: there is none, or it is not one that `write_folder` wrote.
+        BundleError: the folder is something else, or its configuration is missing or not one of `write_folder`.
     """
-    file = path / CONFIG
-    try:
-        return OpenedFolder(path.absolute(), msgspec.json.decode(file.read_bytes(), type=GenaiConfig))
-    except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
-        wanted = "what edgekv bundle genai wrote"
-        raise BundleError(str(file), got=error, expected=wanted, fix=_WRITE_AGAIN) from None
+    expect_folder_for("genai", path)
+    config = read_json(path / CONFIG, GenaiConfig, expected="a folder that edgekv bundle genai wrote", fix=_WRITE_AGAIN)
+    return OpenedFolder(path.absolute(), config)
 
 
 def run_folder(folder: OpenedFolder, tokens: Sequence[int], max_new_tokens: int) -> list[int]:

@@ -9,7 +9,9 @@ import msgspec
 
 from edgekv.bundle import FileRecord
 from edgekv.errors import BundleError
+from edgekv.json_file import read_json
 from edgekv.system import sha256_of
+from exporters.targets.expected_folder import expect_folder_for
 from exporters.targets.genie.config import CONFIG, SHARED_CONFIG, GenieConfig
 
 GENIE_MANIFEST = "genie_bundle.json"
@@ -81,19 +83,13 @@ def open_genie_folder(path: str | Path) -> GenieFolder:
     """Read what `edgekv bundle genie` wrote; every file is compared with its recorded hash.
 
     Raises:
-        BundleError: the folder or a file is missing or changed.
+        BundleError: the folder is something else, or a file is missing or changed.
     """
     folder = Path(path).absolute()
     again = f"Write it again: edgekv bundle genie BUNDLE -o {folder} --force"
     file = folder / GENIE_MANIFEST
-    try:
-        manifest = msgspec.json.decode(file.read_bytes(), type=GenieManifest)
-    except OSError as error:
-        raise BundleError(
-            str(file), got=error.strerror, expected="a folder that edgekv bundle genie wrote", fix=again
-        ) from None
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise BundleError(str(file), got=error, expected=f"the fields of format {FORMAT}", fix=again) from None
+    expect_folder_for("genie", folder)
+    manifest = read_json(file, GenieManifest, expected="a folder that edgekv bundle genie wrote", fix=again)
     if manifest.format != FORMAT:
         raise BundleError(f"{file}: format", got=manifest.format, expected=FORMAT, fix=again)
     for name, record in manifest.files.items():
