@@ -1,4 +1,4 @@
-"""What an interrupted or failed `edgekv hub` leaves behind, and how the next one goes on."""
+"""What an interrupted or failed `edgekv hub` leaves behind, and how the next run continues."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_a_failed_device_does_not_hold_up_the_others_and_is_tried_again_alone(
     assert service.count(SUBMIT) == submitted + 3
 
 
-def test_force_submits_everything_anew(service: AiHub, small: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_force_submits_everything_again(service: AiHub, small: Path, capsys: pytest.CaptureFixture[str]) -> None:
     answer(capsys, "compile", str(small), "--devices", "SM8650", *POLL)
     answer(capsys, "compile", str(small), "--devices", "SM8650", "--force", *POLL)
     assert service.count(SUBMIT) == 4
@@ -133,4 +133,4 @@ def test_a_job_that_the_service_has_lost_is_named(
     service.jobs.clear()
     assert run(["hub", "status", str(small)]) == 1
     error = capsys.readouterr().err
-    assert "could not be found" in error and "Submit it anew with --force" in error
+    assert "could not be found" in error and "Submit it again with --force" in error

@@ -78,7 +78,7 @@ def test_its_tokenizer_is_ours_but_for_the_first_token(folders: dict[str, Path],
 def test_a_shared_binary_ends_its_process_on_the_emulator_and_no_other(
     bundle: Path, folders: dict[str, Path], prompt: list[int], tmp_path: Path
 ) -> None:
-    """It holds both graphs, which was counted, and is for a Snapdragon alone."""
+    """It has both graphs; only a Snapdragon can load it."""
     written = write_folder(
         open_bundle(bundle), tmp_path / "shared", GenaiOptions(DEVICE, share_weights=True, check=False)
     )

@@ -1,6 +1,6 @@
 """The group `edgekv bundle`: a bundle as the files that another runtime loads.
 
-Each runtime's command lives beside its exporter and joins here with `bundle.command(NAME)(function)`.
+Each runtime's command is defined beside its exporter and added here with `bundle.command(NAME)(function)`.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ class Account:
 
     @contextmanager
     def asking(self, what: str) -> Iterator[qai_hub.Client]:
-        """The client, for one question; what it prints is dropped, for standard output is the command's own.
+        """The client, for one request. What it prints is dropped: standard output belongs to the command.
 
         Raises:
             ServiceError: the service refused, failed or could not be reached.
@@ -66,11 +66,11 @@ class Account:
         if status == _UNAUTHORIZED:
             text, wanted, fix = "a token that the service refuses", "a valid API token", f"{_WHERE} TOKEN"
         elif status == _NOT_FOUND:
-            wanted, fix = "something that the service still holds", "Submit it anew with --force."
+            wanted, fix = "something that the service still has", "Submit it again with --force."
         elif isinstance(error, qai_hub.client.RateLimitedError):
             wanted, fix = "fewer jobs at a time", f"Wait some minutes. {_AGAIN}"
         elif isinstance(error, qai_hub.client.UserError):
-            wanted, fix = "what the service accepts", "Mend what it names, then run the same command again."
+            wanted, fix = "what the service accepts", "Correct what it names, then run the same command again."
         else:
             wanted, fix = f"an answer of {self.service}", _AGAIN
         return ServiceError(f"AI Hub: {what}", got=text, expected=wanted, fix=fix)

@@ -31,10 +31,10 @@ DevicesOption = Annotated[
     typer.Option("--devices", "--device", help="Hosted devices or chips, with commas.", show_default=False),
 ]
 ProfileOption = Annotated[Optional[str], typer.Option("--profile", help="Configuration ~/.qai_hub/PROFILE.ini.")]
-PollOption = Annotated[float, typer.Option("--poll", help="Seconds between two looks at the jobs.", min=0.01)]
-WaitOption = Annotated[bool, typer.Option("--wait/--no-wait", help="Wait for the jobs and fetch what they make.")]
-ForceOption = Annotated[bool, typer.Option("--force", help="Forget earlier jobs and submit all anew.")]
-QairtOption = Annotated[Optional[str], typer.Option("--qairt-version", help="QAIRT that the service uses.")]
+PollOption = Annotated[float, typer.Option("--poll", help="Seconds between two polls of the jobs.", min=0.01)]
+WaitOption = Annotated[bool, typer.Option("--wait/--no-wait", help="Wait for the jobs and download their results.")]
+ForceOption = Annotated[bool, typer.Option("--force", help="Forget earlier jobs and submit all of them again.")]
+QairtOption = Annotated[Optional[str], typer.Option("--qairt-version", help="QAIRT version that the service uses.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output.")]
 
 _POLL_S = 10.0
@@ -43,13 +43,13 @@ hub = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode=None,
     help="Qualcomm AI Hub: compile, link, profile and run a bundle on hosted devices.\n\n"
-    "Jobs are kept in BUNDLE/hub/jobs: after an interruption the same command goes on where it was.",
+    "Jobs are kept in BUNDLE/hub/jobs: after an interruption, run the same command again to continue.",
 )
 
 
 @dataclass(frozen=True, slots=True)
 class _Manner:
-    """The options that all commands with jobs have."""
+    """The options of all commands that submit jobs."""
 
     profile: str | None
     qairt: str | None
@@ -148,7 +148,7 @@ def infer(
 ) -> None:
     """Run one real step of each graph on each device and compare with the CPU engine.
 
-    The step reads a text, with the cache that the CPU engine has filled. Compiles and links what is missing.
+    The step continues a text whose cache the CPU engine has filled. Compiles and links what is missing.
     """
     default = resources.files("exporters.quantize").joinpath("calibration.txt")
     content = default.read_text("utf-8") if text is None else read_text(text)
@@ -162,7 +162,7 @@ def infer(
 
 @hub.command()
 def status(bundle: BundleArgument, profile: ProfileOption = None, as_json: JsonOption = False) -> None:
-    """Ask after all jobs of a bundle."""
+    """Show the state of all jobs of a bundle."""
     opened, account, ledger = _open(bundle, profile, force=False)
     run = _earlier(opened, account, ledger)
     _print(opened, run.records, [], as_json=as_json)
@@ -170,7 +170,7 @@ def status(bundle: BundleArgument, profile: ProfileOption = None, as_json: JsonO
 
 @hub.command()
 def fetch(bundle: BundleArgument, profile: ProfileOption = None, as_json: JsonOption = False) -> None:
-    """Download what a bundle's jobs have made into BUNDLE/hub/DEVICE."""
+    """Download the results of a bundle's jobs into BUNDLE/hub/DEVICE."""
     opened, account, ledger = _open(bundle, profile, force=False)
     run = _earlier(opened, account, ledger)
     _finish(opened, account, ledger, run, as_json=as_json)
@@ -207,7 +207,7 @@ def _open(bundle: Path, profile: str | None, *, force: bool) -> tuple[Bundle, Ac
 
 
 def _earlier(bundle: Bundle, account: Account, ledger: Ledger) -> HubRun:
-    """All jobs of a bundle, asked after once."""
+    """All jobs of a bundle, with their present state."""
     records = ledger.records("compile", "link", "profile", "infer")
     if not records:
         raise UsageError(
@@ -220,7 +220,7 @@ def _earlier(bundle: Bundle, account: Account, ledger: Ledger) -> HubRun:
 
 
 def _finish(bundle: Bundle, account: Account, ledger: Ledger, run: HubRun, *, as_json: bool) -> None:
-    """Fetch for each device of the run all that is done, print, and fail if a job has failed."""
+    """Download the finished jobs of each device, print the report, and fail if a job has failed."""
     fetched = []
     for slug in dict.fromkeys(record.slug for record in run.records):
         of_device = [r for r in ledger.records("compile", "link", "profile", "infer") if r.slug == slug]

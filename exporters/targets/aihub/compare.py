@@ -1,4 +1,4 @@
-"""How far a hosted device's outputs are from those of the CPU engine."""
+"""Comparing the outputs of a hosted device with those of the CPU engine."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
         graph: name of the graph.
         job: id of the job.
         outputs: in the order of the graph.
-        top1_equal: whether both hold the same token most likely.
+        top1_equal: both have the same most likely token.
     """
 
     graph: str
@@ -50,7 +50,7 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def worst(self) -> OutputError:
-        """The output of the least SQNR."""
+        """The output with the lowest SQNR."""
         return min(self.outputs, key=lambda each: math.inf if each.sqnr_db is None else each.sqnr_db)
 
 

@@ -1,4 +1,4 @@
-"""What the service has made, brought into the bundle: `hub/<device>/`, beside `compiled/`."""
+"""Downloading the results of jobs into the bundle: `hub/<device>/`, beside `compiled/`."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class ProfileResult(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         inference_us: least time of an inference.
         load_us: time of the first load.
         peak_bytes: most memory during inference.
-        layers: how many layers ran on each unit, such as `NPU`.
+        layers: number of layers on each unit, such as `NPU`.
     """
 
     graph: str
@@ -83,15 +83,15 @@ class Fetched(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 def fetch_device(bundle: Bundle, account: Account, records: Sequence[JobRecord]) -> Fetched | None:
-    """Download what is done of one device's jobs; its folder is replaced in one step. Files that are there stay.
+    """Download one device's finished jobs and replace its folder in one step. Files of earlier fetches are reused.
 
     Args:
         bundle: where to.
         account: where from.
-        records: of one device; those that are not done are passed over.
+        records: of one device; unfinished jobs are skipped.
 
     Returns:
-        What the folder now holds; none if no job is done.
+        The content of the folder; None if no job is done.
 
     Raises:
         ServiceError: the service could not be reached, or sent something else.
@@ -129,7 +129,7 @@ def fetch_device(bundle: Bundle, account: Account, records: Sequence[JobRecord])
 
 
 def _model(account: Account, record: JobRecord, folder: Path, earlier: Path, kept: Fetched | None) -> Artefact:
-    """The model that a compile or link job made, copied if an earlier fetch has brought it."""
+    """The product of a compile or link job; copied if an earlier fetch has downloaded it."""
     for artefact in kept.artefacts if kept is not None else ():
         if artefact.job == record.id:
             shutil.copyfile(earlier / artefact.file, folder / artefact.file)
@@ -186,7 +186,7 @@ def _compare(bundle: Bundle, account: Account, record: JobRecord) -> Comparison:
 
 
 def _read(folder: Path) -> Fetched | None:
-    """What an earlier fetch has brought, its files verified."""
+    """The result of an earlier fetch, with its files verified."""
     path = folder / FETCHED
     if not path.is_file():
         return None

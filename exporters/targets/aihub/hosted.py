@@ -37,12 +37,12 @@ class HostedDevice:
 
     @property
     def runs_qnn(self) -> bool:
-        """Whether context binaries and DLCs can be run on it."""
+        """Whether it runs context binaries and DLCs."""
         return "framework:qnn" in self.attributes
 
     @property
     def shares_weights(self) -> bool:
-        """Whether graphs can be linked for it so that they share weights."""
+        """Whether linked graphs can share weights on it."""
         return "htp-supports-weight-sharing:true" in self.attributes
 
     @property
@@ -91,7 +91,7 @@ def choose_targets(hosted: Sequence[HostedDevice], names: Sequence[str], kv_dtyp
 def _choose(hosted: Sequence[HostedDevice], name: str, kv_dtype: str) -> Target:
     named = [each for each in hosted if each.name.casefold() == name.strip().casefold()]
     if named:
-        chip = named[-1].chip  # the newest OS stands last
+        chip = named[-1].chip  # the newest OS is last
         device = named[-1]
         if chip is None:
             raise UsageError(

@@ -1,4 +1,4 @@
-"""What was asked of AI Hub, one small file for each job: an interrupted run is picked up, not submitted again."""
+"""The jobs submitted to AI Hub, one small file each: an interrupted run is continued, not submitted again."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ class JobRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     Attributes:
         format: version of this layout.
-        kind: what was asked for.
+        kind: what the job does.
         graphs: names of the graphs in the binary, as Genie reads them.
-        device: the hosted device, as the service calls it; none for uploads.
+        device: the hosted device, as the service calls it; None for uploads.
         slug: the device's folder under `hub/`; `uploads` for uploads.
         soc: part number of the device's chip.
         options: in the service's syntax.
-        sources: what it was made from: ids of the service, or hashes of uploaded files.
+        sources: its inputs: ids of the service, or hashes of uploaded files.
         bundle_sha256: hash of the bundle's manifest.
-        service: host that was asked.
+        service: host of the service.
         state: `submitting` until the service has answered; after an interruption the job is looked up by its name.
         id: the service's id, once it has answered.
         product: id of the model that the job makes; the service gives it before the job is done.
@@ -59,29 +59,29 @@ class JobRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     @property
     def key(self) -> str:
-        """One job of each kind is kept for a device and its graphs: the newest."""
+        """For each device, kind and graphs, only the newest job is kept."""
         return f"{self.slug}.{self.kind}.{'+'.join(self.graphs)}"
 
     @property
     def fingerprint(self) -> str:
-        """Equal for equal questions, whatever came of them."""
+        """Equal for equal jobs, whatever their results."""
         question = [self.kind, self.graphs, self.device, self.options, self.sources, self.bundle_sha256, self.service]
         return hashlib.sha256(msgspec.json.encode(question)).hexdigest()[:16]
 
     @property
     def name(self) -> str:
-        """The name that the service shows, unique to the question."""
+        """The name that the service shows, unique to the job."""
         return f"edgekv {self.kind} {'+'.join(self.graphs)} {self.fingerprint}"
 
 
 class Ledger:
-    """The job files of one bundle, `hub/jobs/*.json`. Each is replaced in one step, so it is whole at all times."""
+    """The job files of one bundle, `hub/jobs/*.json`. Each is replaced atomically."""
 
     def __init__(self, bundle: Bundle, service: str) -> None:
-        """Read them.
+        """Read the job files.
 
         Raises:
-            BundleError: a file cannot be read, or tells of another state of the bundle or of another service.
+            BundleError: a file cannot be read, or belongs to another version of the bundle or to another service.
         """
         self.folder = bundle.path / FOLDER
         self.bundle_sha256 = sha256_of(bundle.path / MANIFEST)
@@ -96,16 +96,16 @@ class Ledger:
             path.unlink()
 
     def records(self, *kinds: Kind) -> list[JobRecord]:
-        """The records of these kinds, in the order of their keys; of all kinds if none is named."""
+        """The records of these kinds, sorted by key; of all kinds if none is given."""
         return [record for _, record in sorted(self._records.items()) if not kinds or record.kind in kinds]
 
     def find(self, question: JobRecord) -> JobRecord | None:
-        """The record of the same question, if it was asked."""
+        """The record of the same job, if it was submitted before."""
         record = self._records.get(question.key)
         return record if record is not None and record.fingerprint == question.fingerprint else None
 
     def put(self, record: JobRecord) -> JobRecord:
-        """Write a record; it takes the place of an earlier one with its key."""
+        """Write a record; it replaces an earlier one with the same key."""
         self._jobs.mkdir(parents=True, exist_ok=True)
         path = self._jobs / f"{_file_name(record.key)}.json"
         with atomic_file(path) as partial:
@@ -132,5 +132,5 @@ class Ledger:
 
 
 def _file_name(key: str) -> str:
-    """The key, or what fits into a file name of it."""
+    """The key, shortened to fit a file name."""
     return key if len(key) <= 180 else f"{key[:160]}.{hashlib.sha256(key.encode()).hexdigest()[:16]}"

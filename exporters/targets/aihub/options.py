@@ -1,4 +1,4 @@
-"""What AI Hub is asked for, in its own option syntax."""
+"""The options of AI Hub jobs, in AI Hub's syntax."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ def graph_name(graph: GraphRecord) -> str:
 
 
 def compile_options(runtime: Runtime, graph: GraphRecord, ports: GraphInterface, qairt: str | None) -> str:
-    """Options of a compile job: outputs keep their names, and all but the ids stay quantized at the graph's ends."""
+    """Options of a compile job: outputs keep their names; all inputs and outputs but the ids stay quantized."""
     outputs = ",".join(port.name for port in ports.outputs)
     return f"--target_runtime {runtime} --quantize_io --output_names {outputs} {enable(graph)}{_version(qairt)}"
 
 
 def link_options(qairt: str | None) -> str:
-    """Options of a link job; weights are shared by name and content without being asked for."""
+    """Options of a link job. The linker always shares weights of equal name and content."""
     return _version(qairt).strip()
 
 
@@ -33,7 +33,7 @@ def run_options(graph: GraphRecord, qairt: str | None) -> str:
 
 
 def enable(graph: GraphRecord) -> str:
-    """The option that names a graph when it is made, and chooses it when it is run."""
+    """The option that names a graph when it is compiled and selects it when it is run."""
     return f"--qnn_options context_enable_graphs={graph_name(graph)}"
 
 

@@ -1,4 +1,4 @@
-"""A graph as AI Hub takes it: a zipped folder of one .onnx and the one .data file that holds its weights."""
+"""A graph as AI Hub accepts it: a zipped folder of one .onnx file and one .data file with its weights."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ class _Piece:
 
 
 def pack_graph(bundle: Bundle, graph: GraphRecord, folder: Path) -> PackedGraph:
-    """Write `<graph name>.onnx.zip` into a folder, whole or not at all.
+    """Write `<graph name>.onnx.zip` into a folder, complete or not at all.
 
-    The weights are copied in blocks of 1 MiB: a graph may be larger than the memory. They are stored, not deflated;
-    integer weights hardly shrink. The client unpacks the file once more to look at it.
+    The weights are copied in blocks of 1 MiB, because a graph may be larger than the memory. They are stored
+    uncompressed: integer weights hardly shrink.
 
     Raises:
-        BundleError: a weight of the graph is no part of the bundle.
+        BundleError: a weight of the graph is not in the bundle.
     """
     name = graph_name(graph)
     model = onnx.load(bundle.graph_path(graph), load_external_data=False)

@@ -1,4 +1,4 @@
-"""One command's jobs: submitted for all devices at once, each only if it was not submitted before, then awaited."""
+"""The jobs of one command: submitted for all devices at once, each only once, then awaited."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ _PAGE, _PAGES = 50, 4
 
 
 class HubRun:
-    """Asks the service for what a command wants.
+    """Submits a command's jobs to the service and follows them.
 
-    Nothing waits for a job that another one needs: the service names the model that a job will make at once, and
-    runs what depends on it in its turn.
+    A job that needs another one is submitted at once: the service names the future product of a job immediately and
+    schedules what depends on it.
 
     Attributes:
-        records: the jobs that this run is about, submitted by it or picked up.
+        records: the jobs of this run, submitted now or by an earlier run.
     """
 
     def __init__(self, bundle: Bundle, account: Account, ledger: Ledger, *, qairt: str | None = None) -> None:
@@ -60,7 +60,7 @@ class HubRun:
 
         Raises:
             UsageError: a device that does not share weights; nothing was submitted.
-            ServiceError: as above.
+            ServiceError: the service refused, failed or could not be reached.
         """
         if len(self._graphs) > 1 and (alone := [t for t in targets if not t.hosted.shares_weights]):
             raise UsageError(
@@ -76,7 +76,7 @@ class HubRun:
         """A profile of each graph on each device, of the linked binary where graphs can share weights.
 
         Raises:
-            ServiceError: as above.
+            ServiceError: the service refused, failed or could not be reached.
         """
         for target in targets:
             for graph in self._graphs:
@@ -87,7 +87,7 @@ class HubRun:
 
         Raises:
             UsageError: the text is too short.
-            ServiceError: as above.
+            ServiceError: the service refused, failed or could not be reached.
         """
         for graph in self._graphs:
             dataset = self._dataset(graph, text)
@@ -95,10 +95,10 @@ class HubRun:
                 self._run_on(target, graph, "infer", [dataset])
 
     def wait(self, poll_s: float, progress: Progress = silent) -> None:
-        """Ask after the run's jobs until all are done or failed; each is written down as soon as it is known.
+        """Poll the run's jobs until all are done or failed; each result is recorded at once.
 
         Raises:
-            ServiceError: the service could not be reached; the jobs go on without us.
+            ServiceError: the service could not be reached; the jobs continue on the service.
         """
         while True:
             self.refresh()
@@ -109,10 +109,10 @@ class HubRun:
             time.sleep(poll_s)
 
     def refresh(self) -> None:
-        """Ask once after those jobs of this run that are neither done nor failed.
+        """Poll once the jobs of this run that are neither done nor failed.
 
         Raises:
-            ServiceError: as above.
+            ServiceError: the service refused, failed or could not be reached.
         """
         for at, record in enumerate(self.records):
             if record.state != "submitted" or record.id is None:
@@ -125,7 +125,7 @@ class HubRun:
                 self.records[at] = self._ledger.put(msgspec.structs.replace(record, state=done, reason=reason))
 
     def resume(self, records: Sequence[JobRecord]) -> None:
-        """Take up jobs of earlier runs: those that have an id, and those that the service knows by their name."""
+        """Continue jobs of earlier runs: those with an id, and those that the service knows by name."""
         for record in records:
             found = record if record.id is not None else self._look_up(record)
             self.records.append(found or record)
@@ -225,7 +225,7 @@ class HubRun:
         )
 
     def _job(self, question: JobRecord, send: Callable[[qai_hub.Client, str], qai_hub.Job]) -> JobRecord:
-        """The record of a job: of an earlier run, of this one, or of one submitted now. What failed is tried again."""
+        """The record of a job of an earlier run, of this one, or submitted now. A failed job is submitted again."""
         for record in self.records:
             if record.key == question.key:
                 return record
@@ -253,7 +253,7 @@ class HubRun:
 
 
 def check_all_done(records: Sequence[JobRecord]) -> None:
-    """Say what failed.
+    """Report failed jobs.
 
     Raises:
         ServiceError: a job has failed.
@@ -264,7 +264,7 @@ def check_all_done(records: Sequence[JobRecord]) -> None:
             f"AI Hub: {len(failed)} of {len(records)} jobs",
             got=f"{first.kind} of {', '.join(first.graphs)} for {first.device}: {first.reason}",
             expected="jobs that are done",
-            fix=f"See {first.url}. The same command again submits anew what failed, and only that.",
+            fix=f"See {first.url}. Run the same command again: it submits only the failed jobs.",
         )
 
 

@@ -1,4 +1,4 @@
-"""One real step of each graph: inputs as a generation has them, and what the CPU engine makes of them."""
+"""One real step of each graph: inputs as in a generation, and the outputs of the CPU engine."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Sample:
 
     Attributes:
         inputs: by name, in the types and shapes of the graph.
-        outputs: what the CPU engine gave, likewise.
+        outputs: of the CPU engine, by name.
         sha256: of the inputs.
     """
 
@@ -45,7 +45,7 @@ class Sample:
 def take_sample(bundle: Bundle, graph: GraphRecord, text: str, folder: Path) -> Sample:
     """Run the beginning of a text on the CPU and keep the next step of this graph.
 
-    The step stands in `<folder>/<graph name>.safetensors`; the file is used again for the same text.
+    The step is kept in `<folder>/<graph name>.safetensors` and reused for the same text.
 
     Args:
         bundle: whose graphs run.
@@ -61,8 +61,8 @@ def take_sample(bundle: Bundle, graph: GraphRecord, text: str, folder: Path) -> 
     digest = hashlib.sha256(text.encode()).hexdigest()
     if path.is_file() and _text_of(path) == digest:
         return _read(path)
-    alike = [g for g in bundle.manifest.graphs if g.role != "score" and g.context == graph.context]
-    feeder = max(alike, key=lambda g: g.ar)
+    same_context = [g for g in bundle.manifest.graphs if g.role != "score" and g.context == graph.context]
+    feeder = max(same_context, key=lambda g: g.ar)
     before = min(2, (bundle.manifest.context - graph.ar) // feeder.ar) * feeder.ar
     tokens = bundle.tokenizer().encode(text).ids[: before + graph.ar]
     if len(tokens) < before + graph.ar:
@@ -138,7 +138,7 @@ def read_sample(folder: Path, graph: str) -> Sample:
     """The step that `take_sample` has kept of a graph.
 
     Raises:
-        BundleError: there is none.
+        BundleError: the file is missing.
     """
     path = folder / f"{graph}.safetensors"
     if not path.is_file():

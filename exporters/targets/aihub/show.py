@@ -21,10 +21,10 @@ class HostedRow(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         name: as the service calls it.
         os: version of its operating system.
-        soc: part number; none if the catalogue has not the chip.
+        soc: part number; None if the chip is not in the catalogue.
         arch: HTP version.
-        kv_dtypes: types of cache that its HTP takes; none without QNN.
-        shares_weights: whether graphs can be linked for it.
+        kv_dtypes: cache types that its HTP supports; empty without QNN.
+        shares_weights: linked graphs can share weights on it.
     """
 
     name: str
@@ -89,7 +89,7 @@ def show_report(report: HubReport) -> None:
 
 
 def _results(device: Fetched) -> dict[str, str]:
-    """What became of each job, by its id."""
+    """The result of each job, by its id."""
     texts = {}
     for artefact in device.artefacts:
         texts[artefact.job] = f"{artefact.file}, {device.files[artefact.file].bytes / 1e6:.2f} MB"
@@ -105,7 +105,7 @@ def _results(device: Fetched) -> dict[str, str]:
 
 
 def _console() -> Console:
-    """The terminal as it is; a file gets lines that are long enough for whole names."""
+    """The terminal; when output goes to a file, lines long enough for whole names."""
     console = Console(markup=False, highlight=False, emoji=False)
     if not console.is_terminal:
         console.width = _FILE_COLUMNS

@@ -38,7 +38,7 @@ class Output(msgspec.Struct, frozen=True):
 
 def bundle_genai(
     bundle: Annotated[Path, typer.Argument(help="A bundle's folder.", show_default=False)],
-    output: Annotated[Path, typer.Option("-o", "--output", help="The folder to be made.", show_default=False)],
+    output: Annotated[Path, typer.Option("-o", "--output", help="The folder to write.", show_default=False)],
     engine: Annotated[str, typer.Option(help="Where onnxruntime-genai runs the graphs: htp or cpu.")] = "htp",
     device: Annotated[
         Optional[str],
@@ -47,7 +47,8 @@ def bundle_genai(
     share_weights: Annotated[
         bool,
         typer.Option(
-            "--share-weights", help="One binary with the weights once; it runs on a Snapdragon, not on the emulator."
+            "--share-weights",
+            help="One binary with one copy of the weights; it runs on a Snapdragon, not on the emulator.",
         ),
     ] = False,
     pad_token_id: Annotated[
@@ -55,14 +56,14 @@ def bundle_genai(
         typer.Option(help="An id that no prompt contains.", show_default="the bundle's own, or an unused one"),
     ] = None,
     skip_check: Annotated[
-        bool, typer.Option("--skip-check", help="Do not run the graphs beside the bundle's; the output says so.")
+        bool, typer.Option("--skip-check", help="Do not compare the graphs with the bundle's; the output says so.")
     ] = False,
     force: ForceOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Write the folder that onnxruntime-genai loads.
 
-    Its graphs have the heads of a layer in one tensor and must compute the integers that the bundle's graphs compute.
+    Its graphs keep the heads of a layer in one tensor and must compute the same integers as the bundle's graphs.
     The cache must be u8.
     """
     opened = open_bundle(bundle)
@@ -83,7 +84,7 @@ def bundle_genai(
 def run(
     folder: Annotated[Path, typer.Argument(help="A folder that `edgekv bundle genai` wrote.", show_default=False)],
     prompt: Annotated[str, typer.Option(help="The text to continue.", show_default=False)],
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Generate at most so many tokens.")] = 128,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Most tokens to generate.")] = 128,
     as_json: JsonOption = False,
 ) -> None:
     """Continue a prompt in onnxruntime-genai on this machine, greedily."""

@@ -25,7 +25,7 @@ class _Part(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SessionOptions(_Part, frozen=True, kw_only=True):
-    """Of one graph."""
+    """The session options of one graph."""
 
     log_severity_level: int = _LOG_ERRORS
     disable_quant_qdq: str | UnsetType = msgspec.field(default=UNSET, name="session.disable_quant_qdq")
@@ -34,7 +34,7 @@ class SessionOptions(_Part, frozen=True, kw_only=True):
 
 
 class Stage(_Part, frozen=True, kw_only=True):
-    """One graph of the pipeline: the stages run in their order, each reads what those before it wrote."""
+    """One graph of the pipeline. Stages run in order; each reads what earlier ones wrote."""
 
     filename: str
     inputs: list[str]
@@ -45,7 +45,7 @@ class Stage(_Part, frozen=True, kw_only=True):
 
 
 class SlidingWindow(_Part, frozen=True, kw_only=True):
-    """How the prompt is cut: in pieces of `window_size` tokens, the first padded in front."""
+    """The prompt runs in windows of `window_size` tokens; the first is padded in front."""
 
     window_size: int
     pad_value: int
@@ -54,7 +54,7 @@ class SlidingWindow(_Part, frozen=True, kw_only=True):
 
 
 class DecoderInputs(_Part, frozen=True, kw_only=True):
-    """Which inputs onnxruntime-genai fills itself; `%d` stands for the layer."""
+    """The inputs that onnxruntime-genai fills; `%d` is the layer."""
 
     input_ids: str
     attention_mask: str
@@ -64,7 +64,7 @@ class DecoderInputs(_Part, frozen=True, kw_only=True):
 
 
 class DecoderOutputs(_Part, frozen=True, kw_only=True):
-    """Which outputs it reads itself."""
+    """The outputs that it reads."""
 
     logits: str
     present_key_names: str
@@ -95,7 +95,7 @@ class Model(_Part, frozen=True, kw_only=True):
 
 
 class Search(_Part, frozen=True, kw_only=True):
-    """Greedy, until the context is full or an end token came; a program may ask for anything else."""
+    """Greedy, until the context is full or an end token appears; programs may override it."""
 
     max_length: int
     do_sample: bool = False
@@ -114,9 +114,9 @@ def genai_config(
     Args:
         manifest: of the bundle.
         decode: the AR-1 graph.
-        prefill: the graph that the prompt goes through, a window at a time.
+        prefill: the graph that runs the prompt, one window at a time.
         engine: where the two graphs run.
-        pad_token: fills the first window in front; no prompt may contain it.
+        pad_token: pads the first window in front; no prompt may contain it.
     """
     model = manifest.model
     options = _session_options(engine)

@@ -1,4 +1,4 @@
-"""From a bundle to the folder that onnxruntime-genai loads."""
+"""Writing the folder that onnxruntime-genai loads from a bundle."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ class GenaiFolder(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         engine: where its graphs run.
         soc: part number of the chip that the graphs were compiled for, or None with the engine `cpu`.
-        context: S, prompt, padding and answer together.
-        window: tokens of a step through the prompt.
+        context: S; prompt, padding and answer must fit.
+        window: tokens per step of the prompt.
         pad_token: the id that no prompt may contain.
-        shared_weights: whether both graphs lie in one binary.
-        checked: the stacked graphs were seen to compute the integers of the bundle's graphs.
+        shared_weights: both graphs are in one binary.
+        checked: the stacked graphs computed the same integers as the bundle's graphs.
         files: size and hash of every file.
     """
 
@@ -50,7 +50,7 @@ class GenaiFolder(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True)
 class GenaiOptions:
-    """What a folder is made for.
+    """The options of a folder.
 
     Attributes:
         device: the chip to compile for, or None to leave the graphs to ONNX Runtime on the CPU.
@@ -85,10 +85,10 @@ def write_folder(
 
     Args:
         bundle: what to write.
-        target: the folder; it appears whole or not at all.
-        options: what for.
+        target: the folder; it appears complete or not at all.
+        options: see `GenaiOptions`.
         force: replace an earlier folder.
-        progress: told of each stage.
+        progress: called for each stage.
 
     Raises:
         BundleError: the bundle has what onnxruntime-genai cannot express.
@@ -129,7 +129,7 @@ def write_folder(
 
 
 def choose_graphs(bundle: Bundle) -> tuple[GraphRecord, GraphRecord]:
-    """The graph of one token and the one that the prompt goes through, of the longest context that has both.
+    """The decode graph and the prefill graph of the longest context that has both.
 
     Raises:
         BundleError: onnxruntime-genai cannot work with the bundle's cache or graphs.
@@ -175,10 +175,10 @@ def choose_graphs(bundle: Bundle) -> tuple[GraphRecord, GraphRecord]:
 
 
 def choose_pad_token(bundle: Bundle, given: int | None) -> int:
-    """An id for padding: whatever a prompt has of it, onnxruntime-genai takes for padding and hides.
+    """An id for padding. onnxruntime-genai masks every token with this id, also in a prompt.
 
-    Without a given one it is the bundle's own, if that neither begins nor ends a text, or else the last id of the
-    vocabulary that the tokenizer never writes.
+    The default is the bundle's padding token, unless it begins or ends a text; otherwise the last id of the vocabulary
+    that the tokenizer never produces.
 
     Raises:
         UsageError: the given id cannot be used, or there is no such id.

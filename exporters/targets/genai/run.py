@@ -33,7 +33,7 @@ class GenaiJob(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         folder: what `write_folder` wrote.
         tokens: the prompt.
-        max_new_tokens: at most so many are generated.
+        max_new_tokens: most tokens to generate.
     """
 
     folder: str
@@ -101,15 +101,15 @@ def open_folder(path: Path) -> OpenedFolder:
 
 
 def run_folder(folder: OpenedFolder, tokens: Sequence[int], max_new_tokens: int) -> list[int]:
-    """The greedy continuation of a prompt, an end token included if one came.
+    """The greedy continuation of a prompt, including the end token if there is one.
 
     Args:
         folder: the folder.
         tokens: the prompt.
-        max_new_tokens: at most so many are generated; the end of the context may come earlier.
+        max_new_tokens: most tokens to generate; the context may end earlier.
 
     Raises:
-        UsageError: a prompt that onnxruntime-genai would misread without a word, or that does not fit.
+        UsageError: a prompt that onnxruntime-genai would misread silently, or that does not fit.
         EngineError: onnxruntime-genai is missing, of another version, failed, or crashed.
     """
     check_version()
@@ -122,7 +122,7 @@ def run_folder(folder: OpenedFolder, tokens: Sequence[int], max_new_tokens: int)
             f"{PACKAGE} on {folder.path}",
             got=reply.error or end.ending,
             expected="a continuation",
-            fix="A binary of shared weights runs on a Snapdragon only; if it is none, please report it.",
+            fix="A binary that shares weights runs only on a Snapdragon; otherwise, please report this.",
         )
     return reply.tokens
 

@@ -30,39 +30,46 @@ def _genie() -> None:
 
 def bundle_genie(
     bundle: Annotated[Path, typer.Argument(help="A bundle's folder.")],
-    output: Annotated[Path, typer.Option("-o", "--output", help="The folder to be made.")],
+    output: Annotated[Path, typer.Option("-o", "--output", help="The folder to write.")],
     device: Annotated[
-        Optional[str], typer.Option("--device", help="Target: must be the one that the bundle was exported for.")
+        Optional[str], typer.Option("--device", help="Target chip; must be the one that the bundle was exported for.")
     ] = None,
-    context: Annotated[Optional[int], typer.Option(help="Use no longer context than this.")] = None,
-    max_new_tokens: Annotated[Optional[int], typer.Option(help="Of one answer; the context if left out.")] = None,
-    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
-    top_k: Annotated[Optional[int], typer.Option(help="Only the k most likely tokens.")] = None,
-    top_p: Annotated[Optional[float], typer.Option(help="Only the most likely tokens that reach p together.")] = None,
-    seed: Annotated[Optional[int], typer.Option(help="Of the random numbers; 0 if left out.")] = None,
+    context: Annotated[
+        Optional[int], typer.Option(help="Longest context to use, in tokens. Default: the longest of the graphs.")
+    ] = None,
+    max_new_tokens: Annotated[
+        Optional[int], typer.Option(help="Longest answer, in tokens. Default: the context.")
+    ] = None,
+    temperature: Annotated[float, typer.Option(help="Sampling temperature; 0 is greedy.")] = 0.0,
+    top_k: Annotated[Optional[int], typer.Option(help="Sample from the k most likely tokens.")] = None,
+    top_p: Annotated[
+        Optional[float], typer.Option(help="Sample from the most likely tokens whose probabilities add up to p.")
+    ] = None,
+    seed: Annotated[Optional[int], typer.Option(help="Random seed. Default: 0.")] = None,
     no_bos: Annotated[
-        bool, typer.Option("--no-bos", help="Put no BOS token in front of a query: the chat template writes it.")
+        bool, typer.Option("--no-bos", help="Put no BOS token in front of a query, if the chat template writes it.")
     ] = False,
     embedding_table: Annotated[
-        bool, typer.Option("--embedding-table", help="Let Genie look embeddings up, outside of the graphs.")
+        bool, typer.Option("--embedding-table", help="Let Genie look up embeddings in a file instead of the graphs.")
     ] = False,
     each: Annotated[
         bool,
         typer.Option(
             "--each/--no-each",
-            help="Write a binary for each graph by itself too: Genie on x86 loads no others, a phone needs none.",
+            help="Also write one binary per graph. Genie on x86 loads no others; a phone does not need them.",
         ),
     ] = True,
     skip_check: Annotated[
-        bool, typer.Option("--skip-check", help="Do not run the result in Genie; the folder says that it is unchecked.")
+        bool,
+        typer.Option("--skip-check", help="Do not run the result in Genie; the folder records that it is unchecked."),
     ] = False,
     force: Annotated[bool, typer.Option("--force", help="Replace what is there.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output.")] = False,
 ) -> None:
     """Write the folder that Qualcomm's Genie loads.
 
-    Context binaries of single graphs and one that shares weights, a configuration for each, and the tokenizer. Genie
-    itself loads the former and must choose the tokens that edgekv chooses.
+    It has context binaries of single graphs and one that shares the weights, a configuration for each, and the
+    tokenizer. Genie itself loads the single graphs and must choose the same tokens as edgekv.
     """
     options = GenieOptions(
         device=None if device is None else find(device),
@@ -94,13 +101,13 @@ def run(
     folder: Annotated[Path, typer.Argument(help="A folder that `edgekv bundle genie` wrote.")],
     prompt: Annotated[str, typer.Option(help="The text to continue.")],
     max_new_tokens: Annotated[
-        Optional[int], typer.Option(help="At most so many; what the configuration says if left out.")
+        Optional[int], typer.Option(help="Most tokens to generate. Default: the configuration's.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output.")] = False,
 ) -> None:
     """Continue a prompt in Genie on this machine.
 
-    On x86 that is Qualcomm's emulator, which loads the binaries of single graphs alone.
+    On x86, Genie runs on Qualcomm's emulator, which loads only the binaries of single graphs.
     """
     if max_new_tokens is not None and max_new_tokens < 1:
         raise UsageError("--max-new-tokens", got=max_new_tokens, expected="at least 1", fix="Ask for one or more.")

@@ -151,10 +151,10 @@ class GenieConfig(_Part, frozen=True, kw_only=True):
 
 
 def positional_encoding(rope: RopeRecord, head_dim: int) -> PositionalEncoding:
-    """The rotary embedding in Genie's words.
+    """The rotary embedding in Genie's terms.
 
     Raises:
-        BundleError: a kind for which Genie's tables were not compared with ours.
+        BundleError: a kind whose tables in Genie were never compared with edgekv's.
     """
     half = head_dim // 2
     turned = 2 * len(rope.inverse_frequencies)
@@ -181,7 +181,7 @@ def positional_encoding(rope: RopeRecord, head_dim: int) -> PositionalEncoding:
 
 
 def sampler(sampling: SamplingParams, vocab: int) -> Sampler:
-    """Genie has no word for `all`: top-k of the whole vocabulary and top-p of 1 leave nothing out."""
+    """Genie has no value for "off": top-k of the whole vocabulary and top-p of 1 exclude nothing."""
     return Sampler(
         seed=sampling.seed or 0,
         temp=1.0 if sampling.greedy else sampling.temperature,
@@ -206,11 +206,11 @@ def genie_config(
     Args:
         manifest: of the bundle.
         binaries: file names, in the order of the parts.
-        context: the longest one to use.
+        context: the longest to use, in tokens.
         bos: put in front of the first query; None for none.
         sampling: how tokens are chosen.
-        max_new_tokens: of one answer.
-        table: encoding of the embedding table, if Genie looks embeddings up.
+        max_new_tokens: the longest answer.
+        table: encoding of the embedding table, if Genie looks up embeddings.
     """
     embedding: EmbeddingTable | UnsetType = UNSET
     if table is not None:

@@ -39,7 +39,7 @@ _NOISE = ("LIBNATIVE", "affinity mask", '"Using create From Binary"')
 
 
 class GenieDialog:
-    """A conversation with Genie; a context manager. Queries continue what was said before until `reset`."""
+    """A conversation with Genie; a context manager. Queries continue the conversation until `reset`."""
 
     def __init__(self, folder: Path, config: GenieConfig) -> None:
         """Load the binaries that the configuration names.
@@ -85,7 +85,7 @@ class GenieDialog:
         self.close()
 
     def query(self, text: str, max_new_tokens: int | None = None) -> Iterator[str]:
-        """The answer to a text, piece by piece; Genie's tokenizer stops at a byte that begins no character.
+        """The answer to a text, piece by piece. Genie stops streaming at a byte that is not valid UTF-8.
 
         Raises:
             EngineError: the text does not fit the context, or Genie failed.
@@ -109,11 +109,11 @@ class GenieDialog:
         self._finish(Save(path=str(path.absolute())))
 
     def restore(self, path: Path) -> None:
-        """Go on from a saved state."""
+        """Resume from a saved state."""
         self._finish(Restore(path=str(path.absolute())))
 
     def reset(self) -> None:
-        """Forget what was said."""
+        """Start a new conversation."""
         self._finish(Reset())
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""The folder that Genie loads, and what edgekv keeps beside Genie's own files to recognize them."""
+"""The folder that Genie loads, with a manifest by which edgekv verifies it."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ FORMAT = 2
 
 
 class GenieGraph(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One part of a graph: its name in the binaries, the binary that holds it alone, its number, AR and context.
+    """One part of a graph: its name in the binaries, its own binary, its number, AR and context.
 
-    Where there are no binaries of single graphs, the binary holds that part of all graphs.
+    If there are no binaries of single graphs, the binary has that part of all graphs.
     """
 
     name: str
@@ -39,12 +39,12 @@ class GenieManifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         producer: the program and version that wrote the folder.
         soc: part number of the chip that the binaries target.
         arch: its HTP version.
-        compiler: the package that compiled, with its version; its Genie loads the binaries.
-        bundle_sha256: hash of the manifest of the bundle that they were made from.
+        compiler: the package that compiled them, with its version; its Genie loads the binaries.
+        bundle_sha256: hash of the source bundle's manifest.
         context: S of the largest graphs.
-        graphs: all graphs; if they are divided, the first part of all, then the second, and so on.
-        shared: for each part the binary of all graphs over one copy of the weights; empty if there are no others.
-        checked: Genie itself loaded the binaries of single graphs and chose the tokens that edgekv chooses.
+        graphs: all graphs; if they are split, the first parts of all, then the second parts, and so on.
+        shared: for each part, the binary of all graphs over one copy of the weights; empty if `graphs` names it.
+        checked: Genie loaded the binaries of single graphs and chose the same tokens as edgekv.
         files: size and hash of every other file.
     """
 

@@ -6,7 +6,7 @@ import ctypes
 from collections.abc import Callable, Sequence
 from ctypes import CFUNCTYPE, POINTER, byref, c_char_p, c_int, c_uint32, c_void_p
 
-_COMPLETE = 0  # GenieDialog_SentenceCode_t and GenieTokenCode alike: the query is whole
+_COMPLETE = 0  # in GenieDialog_SentenceCode_t and in GenieTokenCode: the query is complete
 _UNBUFFERED = 2  # _IONBF
 
 _OnText = CFUNCTYPE(None, c_char_p, c_int, c_void_p)
@@ -27,7 +27,7 @@ _SIGNATURES: dict[str, list[object]] = {
 
 
 def unbuffer_stdout() -> None:
-    """Let what C code prints leave at once: a crash would take what is buffered with it, and that names the cause."""
+    """Write what C code prints at once: it names the cause of a crash, and a crash loses what is buffered."""
     libc = ctypes.CDLL(None)
     libc.setvbuf(c_void_p.in_dll(libc, "stdout"), None, _UNBUFFERED, 0)
 

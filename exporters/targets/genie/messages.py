@@ -1,4 +1,4 @@
-"""What `GenieDialog` and the child process that holds libGenie.so say to each other, a JSON object a line."""
+"""The messages between `GenieDialog` and the child process that runs libGenie.so: one JSON object a line."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Names of graphs, as Genie reads them: `prompt_ar32_cl512_1_of_1`.
 
-Genie takes the order of the parts of a split model from the end of the name. ONNX Runtime gives its graphs names of
-its own, which nothing can change, so they are replaced in the binary by names of the same length.
+Genie takes the order of the parts of a split model from the end of the name. ONNX Runtime chooses the names of
+compiled graphs and has no option for them, so they are replaced in the binary by names of the same length.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def graph_name(ar: int, context: int) -> str:
 
 
 def part_name(graph: str, part: int, parts: int) -> str:
-    """The name of one of several parts, counted from 1; that of a whole graph stays as it is."""
+    """The name of one of several parts, counted from 1; the name of a whole graph does not change."""
     return graph if parts == 1 else f"{graph}_{part}_of_{parts}"
 
 
@@ -33,7 +33,7 @@ def name_graphs(folder: Path, binary: CompiledBinary) -> dict[str, str]:
     """Give the graphs of a binary, and its wrappers, the names under which the wrappers are listed.
 
     Args:
-        folder: where the binary and its wrappers lie.
+        folder: has the binary and its wrappers.
         binary: the binary.
 
     Returns:

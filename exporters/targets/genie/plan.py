@@ -1,4 +1,4 @@
-"""What a folder for Genie will hold. All that Genie cannot express is refused here, before work starts."""
+"""What a folder for Genie will contain. What Genie cannot express is refused here, before work starts."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from exporters.targets.genie.names import graph_name, part_name
 
 @dataclass(frozen=True, slots=True)
 class GenieOptions:
-    """What a folder is made for.
+    """The options of a folder.
 
     Attributes:
         device: the target; None for the bundle's.
-        context: the longest one to use, tokens; None for that of the largest graphs.
-        max_new_tokens: of one answer; None for the context.
+        context: the longest to use, in tokens; None for the context of the largest graphs.
+        max_new_tokens: the longest answer; None for the context.
         sampling: how Genie chooses tokens.
         bos: put the tokenizer's BOS token in front of the first query; off if the chat template writes it.
-        embedding_table: let Genie look embeddings up in a file, instead of the graphs in themselves.
-        each: write a binary for each graph by itself too, for Genie on x86, which loads no others.
-        check: let Genie load the result, and compare its tokens with edgekv's.
+        embedding_table: let Genie look up embeddings in a file instead of the graphs.
+        each: also write one binary per graph; Genie on x86 loads no others.
+        check: run the result in Genie and compare its tokens with edgekv's.
     """
 
     device: Device | None = None
@@ -53,12 +53,12 @@ class GenieOptions:
 
 @dataclass(frozen=True, slots=True)
 class GeniePlan:
-    """A bundle that Genie can run, and how.
+    """How Genie runs a bundle.
 
     Attributes:
         device: the target.
-        graphs: all that decode or prefill, by the names they get.
-        context: the longest one to use, tokens.
+        graphs: the decode and prefill graphs, by their names for Genie.
+        context: the longest to use, in tokens.
         bos: put in front of the first query; None for none.
     """
 
@@ -105,9 +105,9 @@ class GeniePlan:
         return len(next(iter(self.graphs.values())).parts)
 
     def named(self, number: int) -> list[tuple[str, GraphRecord]]:
-        """All graphs, by the names that their parts of this number, from 1 on, get.
+        """The graphs, by the names of their parts with this number, counted from 1.
 
-        A head by itself is the same for all contexts: Genie takes one for each AR.
+        A separate head is the same for all contexts: Genie takes one for each AR.
         """
         named = {
             (graph.ar, graph.context if graph.parts[number - 1].layers else None): (name, graph)
@@ -116,9 +116,9 @@ class GeniePlan:
         return [(part_name(name, number, self.parts), graph) for name, graph in named.values()]
 
     def compiled(self, bundle: Bundle, wrappers: Mapping[str, Path]) -> dict[Path, Path]:
-        """The wrappers, given by name, by those of the bundle's graphs that read and write the same.
+        """The wrappers, given by name, keyed by the bundle's graphs with the same inputs and outputs.
 
-        These are the graphs with logits of every row: Genie's prefill graphs are edgekv's scoring ones.
+        Genie's prefill graphs return the logits of every row, as edgekv's scoring graphs do.
         """
         rows = {(graph.ar, graph.context): graph for graph in bundle.manifest.graphs if graph.role != "prefill"}
         return {
@@ -142,7 +142,7 @@ def _check_attention(manifest: Manifest) -> None:
 
 
 def _bos(bundle: Bundle) -> int | None:
-    """The token that the tokenizer puts in front of a text: Genie tokenizes without it and adds it by itself."""
+    """The token that the tokenizer puts in front of a text. Genie tokenizes without it and adds it itself."""
     tokenizer = bundle.tokenizer()
     plain = list(tokenizer.encode("a", add_special_tokens=False).ids)
     whole = list(tokenizer.encode("a").ids)

@@ -1,7 +1,7 @@
 """What Genie drives: the inputs and outputs of a graph, as its own tensor dumps show them.
 
-Genie looks for tensors by name, loads graphs with other names all the same, and then generates noise. So every graph
-is compared with this table before it is compiled, and what Genie itself reads from a binary afterwards.
+Genie finds tensors by name. It also loads graphs with other names, and then generates noise. So every graph is compared
+with this table before it is compiled, and compared again with what Genie reads from the binary.
 """
 
 from __future__ import annotations
@@ -54,11 +54,11 @@ class GeniePorts:
     """All inputs and outputs of one part of a graph of AR tokens in a context of S.
 
     Attributes:
-        inputs: `input_ids` [1, AR], `inputs_embeds` [1, 1, AR, hidden], or what the part before left, under the same
-            name; where there are layers, `attention_mask` [1, 1, AR, S], where Genie writes 65535 to attend and 0 not
-            to; `position_ids_cos` and `_sin` [1, 1, AR, D/2]; of every head the past keys [1, 1, D, S-AR] and values
-            [1, 1, S-AR, D], cleared to the middle of their type.
-        outputs: `logits` [1, AR, V], or what the next part goes on from; the new keys [1, 1, D, AR] and values
+        inputs: `input_ids` [1, AR], `inputs_embeds` [1, 1, AR, hidden], or the hidden state of the part before,
+            under the same name. Where there are layers: `attention_mask` [1, 1, AR, S], in which Genie writes 65535 to
+            attend and 0 to mask; `position_ids_cos` and `_sin` [1, 1, AR, D/2]; of every head the past keys
+            [1, 1, D, S-AR] and values [1, 1, S-AR, D], cleared to the middle of their type.
+        outputs: `logits` [1, AR, V], or the hidden state for the next part; the new keys [1, 1, D, AR] and values
             [1, 1, AR, D] in the encodings of the past.
     """
 
@@ -85,7 +85,7 @@ class GeniePorts:
         return cls(tuple(map(found, ports.inputs)), tuple(map(found, ports.outputs)))
 
     def check_encodings(self, where: str) -> None:
-        """Refuse encodings in which what Genie writes, whatever they say, would mean something else.
+        """Refuse encodings in which the fixed integers that Genie writes would mean something else.
 
         Raises:
             BundleError: naming the first such tensor.

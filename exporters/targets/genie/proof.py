@@ -1,4 +1,4 @@
-"""The proof that Genie runs a folder: what it reads from the binaries, and the tokens that it chooses."""
+"""Checks that Genie runs a folder: what it reads from the binaries, and the tokens it chooses."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ def prove(
 
     Args:
         folder: the folder.
-        config: as it stands in the folder.
+        config: the folder's.
         graphs: what each graph must have, by its name in the binaries.
-        bundle: that the folder was made from.
+        bundle: the source of the folder.
         engine: for edgekv's own loop.
         prompt: token ids, the BOS token included if the configuration has one.
         max_new_tokens: how many are compared.
@@ -73,7 +73,7 @@ def prove(
             "tokens that Genie chose",
             got=found,
             expected=f"{wanted}, as edgekv's own loop on the HTP",
-            fix="Please report this model; --skip-check writes the folder all the same.",
+            fix="Please report this model; --skip-check writes the folder without this check.",
         )
 
 

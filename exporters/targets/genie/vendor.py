@@ -1,4 +1,4 @@
-"""Qualcomm's Genie as the wheel onnxruntime-qnn brings it, in the version that was tested."""
+"""Qualcomm's Genie from the wheel onnxruntime-qnn, in the tested version."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ _INSTALL = 'Install it: pip install "edgekv[htp]"'
 def find_library() -> Path:
     """libGenie.so of the tested version. Nothing is loaded.
 
-    Names of graphs are replaced within binaries and the library is called without headers: both are known to fit
-    this version alone.
+    Names of graphs are replaced within binaries, and the library is called without headers. Both are known to work
+    with this version only.
 
     Raises:
         EngineError: the package is missing, has another version, or has no Genie for this machine.

@@ -1,4 +1,4 @@
-"""From a bundle to the folder that Genie loads."""
+"""Writing the folder that Genie loads from a bundle."""
 
 from __future__ import annotations
 
@@ -59,10 +59,10 @@ def write_genie(
 
     Args:
         bundle: with keys in rows or in columns.
-        target: the folder; it appears whole or not at all.
-        options: what for.
+        target: the folder; it appears complete or not at all.
+        options: see `GenieOptions`.
         force: replace a folder that was written before.
-        progress: told of each stage.
+        progress: called for each stage.
 
     Raises:
         UsageError: an option does not fit the bundle, or the target exists.
@@ -144,7 +144,7 @@ class _Table:
     """The embedding table as Genie's own file, u16 `[V, hidden]` without a header."""
 
     def __init__(self, bundle: Bundle, path: Path) -> None:
-        """Write the table of a bundle whose graphs read embeddings; otherwise it comes out of the graphs."""
+        """Write the table of a bundle whose graphs read embeddings; otherwise the graphs have it."""
         self.path = path
         self.encoding: Encoding | None = None
         if (rows := open_table(bundle)) is not None:
