@@ -19,7 +19,8 @@ from edgekv.errors import EngineError, UsageError
 MIB = 1 << 20
 CACHE_VARIABLE = "EDGEKV_CACHE_DIR"
 
-_SIZE = re.compile(r"(\d+(?:\.\d+)?) *([KMGT]?)(I?)B?", re.IGNORECASE)
+# More digits than any size has, and fewer than Python refuses to read.
+_SIZE = re.compile(r"(\d{1,30}(?:\.\d{1,30})?) *([KMGT]?)(I?)B?", re.IGNORECASE)
 _POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
 _KINDS = {
     stat.S_IFDIR: "a folder",

@@ -29,7 +29,7 @@ def answer(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0) -
 
 
 def test_hosted_devices_are_matched_with_the_catalogue(service: AiHub, capsys: pytest.CaptureFixture[str]) -> None:
-    rows = {row["name"]: row for row in answer(capsys, "devices")}
+    rows = {row["name"]: row for row in answer(capsys, "devices")["devices"]}
     assert rows["Samsung Galaxy S25 (Family)"]["soc"] == "SM8750"
     assert rows["Samsung Galaxy S25 (Family)"]["kv_dtypes"] == ["u8", "s16"]
     assert rows["Dragonwing RB3 Gen 2"]["kv_dtypes"] == ["u8"]

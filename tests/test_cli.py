@@ -203,3 +203,101 @@ def test_importing_edgekv_does_not_import_the_runtime() -> None:
     code = "import sys, edgekv, edgekv.cli; print('onnxruntime' in sys.modules, 'onnx' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "False False\n"
+
+
+@pytest.mark.parametrize("option", ["--prompt", "--prompt-file"])
+def test_the_prompt_may_come_from_standard_input(bundle: Path, capsys: pytest.CaptureFixture[str], option: str) -> None:
+    command = [sys.executable, "-m", "edgekv", "tokenize", str(bundle), option, "-", "--json"]
+    done = subprocess.run(command, input=PROMPT, capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout)["tokens"] == _json(bundle, capsys)["prompt_tokens"]
+    done = subprocess.run(command, input=b"\xff\xfe", capture_output=True)
+    assert done.returncode == 2
+    assert f"{option}: got -: 'utf-8' codec can't decode".encode() in done.stderr
+
+
+def test_a_prompt_file_must_be_a_regular_file(bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["generate", str(bundle), "--prompt-file", "/dev/zero"]) == 2
+    assert "--prompt-file: got /dev/zero: " in _last_line(capsys)
+
+
+def test_tokens_of_a_text_are_printed(bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["tokenize", str(bundle), "--prompt", PROMPT + "é"]) == 0
+    printed = capsys.readouterr()
+    lines = printed.out.splitlines()
+    assert lines[0] == "       0  '<|begin_of_text|>'"
+    assert "'import'" in lines[1]
+    assert printed.err == f"[{len(lines)} tokens; the context holds 128]\n"
+    assert run(["tokenize", str(bundle), "--prompt", PROMPT + "é", "--json"]) == 0
+    output = json.loads(capsys.readouterr().out)
+    assert list(output) == ["schema", "tokens", "pieces", "count", "context"]
+    assert [int(line.split()[0]) for line in lines] == output["tokens"]
+    assert "".join(output["pieces"][1:4]) == "import os\n"
+
+
+def test_sampling_options_reach_the_sampler(bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    free = _json(bundle, capsys)["tokens"]
+    forbidden = _json(bundle, capsys, "--logit-bias", f"{free[0]}:-100", "--ignore-eos", "--repetition-penalty", "1.3")
+    assert free[0] not in forbidden["tokens"]
+    sampling = forbidden["stats"]["sampling"]
+    assert sampling["logit_bias"] == {str(free[0]): -100.0}
+    assert (sampling["ignore_eos"], sampling["repetition_penalty"]) == (True, 1.3)
+    options = ("--temperature", "0.9", "--min-p", "0.2", "--presence-penalty", "0.5", "--frequency-penalty", "-1")
+    sampling = _json(bundle, capsys, *options, "--seed", "3")["stats"]["sampling"]
+    assert [sampling[name] for name in ("temperature", "min_p", "presence_penalty", "frequency_penalty", "seed")] == [
+        0.9,
+        0.2,
+        0.5,
+        -1.0,
+        3,
+    ]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--temperature", "1e-310"], "temperature: got 1e-310; expected 0, or at least 0.00001"),
+        (["--temperature", "nan"], "temperature: got nan; expected a number"),
+        (["--temperature", "9" * 5000], "temperature: got inf"),
+        (["--max-new-tokens", "9" * 5000], "Invalid value for '--max-new-tokens'"),
+        (["--seed", str(2**64)], "seed: got 18446744073709551616"),
+        (["--logit-bias", "9" * 5000 + ":1"], "--logit-bias: got "),
+        (["--logit-bias", f"{2**32}:1"], "logit_bias: got 4294967296"),
+        (["--logit-bias", "5"], "--logit-bias: got '5'; expected ID:BIAS"),
+        (["--cache-mode", f"long-sequence-only({'9' * 5000})"], "cache mode: got"),
+        (["--cache-mode", f"adaptive({'9' * 5000})"], "memory budget"),
+        (["--cache-mode", f"adaptive({'9' * 5000}%)"], "memory budget"),
+        (["--retention", f"0-9:{'9' * 5000}"], "--retention: got"),
+        (["--threads", str(2**31)], "threads: got 2147483648"),
+        (["--threads", "9" * 5000], "Invalid value for '--threads'"),
+        (["--cache-salt", "x"], "cache_salt: got one without a prefix cache"),
+    ],
+)
+def test_absurd_numbers_are_refused(
+    bundle: Path, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["generate", str(bundle), "--prompt", "x", *arguments]) == 2
+    error = _last_line(capsys)
+    assert message in error and "This is a bug" not in error
+
+
+def test_a_salt_in_the_environment_is_for_prefix_caches_alone(
+    bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = _json(bundle, capsys)
+    for salt in ("mine", ""):
+        monkeypatch.setenv("EDGEKV_CACHE_SALT", salt)
+        assert _json(bundle, capsys)["tokens"] == plain["tokens"]
+    restored = []
+    for salt in ("mine", "mine", "theirs"):
+        monkeypatch.setenv("EDGEKV_CACHE_SALT", salt)
+        stats = _json(bundle, capsys, "--prefix-cache", str(tmp_path))["stats"]
+        restored.append(stats["restored_tokens"] > 0)
+    assert restored == [False, True, False]
+
+
+@pytest.mark.parametrize(("typed", "found"), [("gener", "generate"), ("tok", "tokenize"), ("exp", "export")])
+def test_shells_complete_commands(typed: str, found: str) -> None:
+    words = {"_EDGEKV_COMPLETE": "complete_bash", "COMP_WORDS": f"edgekv {typed}", "COMP_CWORD": "1"}
+    command = [sys.executable, "-c", "from edgekv.cli import main; main()"]
+    done = subprocess.run(command, env={**os.environ, **words}, capture_output=True, text=True)
+    assert done.stdout.split() == [found]

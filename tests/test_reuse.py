@@ -304,13 +304,15 @@ def test_a_folder_is_listed_and_cleared(bundle: Path, tmp_path: Path, capsys: py
     cold = _cli(capsys, bundle, *options)
     _cli(capsys, bundle, "--cache-salt", "tenant", *options)
     assert run(["prefix", "ls", str(tmp_path), "--json"]) == 0
-    listed = json.loads(capsys.readouterr().out)
+    printed = json.loads(capsys.readouterr().out)
+    listed = printed["prefixes"]
+    assert printed["schema"] == 1
     assert [each["tokens"] for each in listed] == [len(cold["prompt_tokens"]) + 3] * 2
     assert sum(each["bytes"] for each in listed) == sum(p.stat().st_size for p in tmp_path.rglob("*.safetensors"))
     assert run(["prefix", "rm", str(tmp_path), listed[0]["id"]]) == 0
     assert f"removed {listed[0]['id']}" in capsys.readouterr().out
     assert run(["prefix", "rm", str(tmp_path), "--all", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out) == listed[1:]
+    assert json.loads(capsys.readouterr().out)["prefixes"] == listed[1:]
     assert not list(tmp_path.rglob("*.safetensors"))
 
 
@@ -332,7 +334,8 @@ def test_a_baked_prefix_is_used_without_being_asked_for(
     assert 0 < warm["stats"]["restored_tokens"] <= baked["tokens"]
     assert _cli(capsys, own_bundle, "--no-block-reuse")["stats"]["restored_tokens"] == 0
     assert run(["prefix", "ls", str(own_bundle), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out) == [baked]
+    assert baked.pop("schema") == 1
+    assert json.loads(capsys.readouterr().out) == {"schema": 1, "prefixes": [baked]}
     assert run(["prefix", "rm", str(own_bundle), "system"]) == 0
     capsys.readouterr()
     assert _cli(capsys, own_bundle)["stats"]["prefix"] is None

@@ -40,7 +40,6 @@ def make_app(arguments: Sequence[str]) -> typer.Typer:
     """The program with the commands that these arguments can mean, sorted by name."""
     app = typer.Typer(
         cls=_ByName,
-        add_completion=False,
         no_args_is_help=True,
         pretty_exceptions_enable=False,
         rich_markup_mode=None,

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Annotated
 
-import msgspec
 import typer
 from rich.console import Console
 from rich.table import Table
 
+from edgekv.cli.output import print_json
 from edgekv.doctor import Examination, Package, examine
 
 _SHOWN_DEVICES = 5
@@ -23,7 +23,7 @@ def doctor(
     """
     examined = examine()
     if as_json:
-        typer.echo(msgspec.json.encode(examined))
+        print_json(examined)
     else:
         _show(examined)
     if not examined.core_works:

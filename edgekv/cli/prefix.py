@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-import msgspec
 import typer
 
+from edgekv.cli.output import print_json
 from edgekv.errors import UsageError
 
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Prefixes that are never computed again.")
@@ -38,7 +38,7 @@ def bake(
 
     baked = bake_prefix(bundle, content, text.stem if name is None else name, engine)
     if as_json:
-        typer.echo(msgspec.json.encode(baked))
+        print_json(baked)
     else:
         typer.echo(f"{bundle}: {baked.name}, {baked.tokens} tokens, {baked.engine}")
 
@@ -95,7 +95,7 @@ def _is_bundle(place: Path) -> bool:
 
 def _print(entries: object, lines: list[str], as_json: bool) -> None:
     if as_json:
-        typer.echo(msgspec.json.encode(entries))
+        print_json(entries, list_name="prefixes")
         return
     for line in lines:
         typer.echo(line)

@@ -11,7 +11,7 @@ from typing import Protocol
 from edgekv.errors import UsageError
 from edgekv.system import free_memory_bytes, parse_bytes
 
-_PERCENTAGE = re.compile(r"(\d+(?:\.\d+)?) ?%")
+_PERCENTAGE = re.compile(r"(\d{1,30}(?:\.\d{1,30})?) ?%")
 
 
 class Budget(Protocol):

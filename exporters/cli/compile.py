@@ -11,6 +11,7 @@ import typer
 
 from devices import find
 from edgekv.bundle import CompiledManifest, open_bundle
+from edgekv.cli.output import print_json
 from exporters.cli.options import CacheOption, DeviceOption, ForceOption, JsonOption
 from exporters.htp.compile import compile_bundle
 from exporters.progress import shown
@@ -56,7 +57,7 @@ def compile_(
         )
         binaries.remove()
     if as_json:
-        typer.echo(msgspec.json.encode(msgspec.to_builtins(compiled) | {"peak_bytes": peaks}))
+        print_json(msgspec.to_builtins(compiled) | {"peak_bytes": peaks})
         return
     show_compiled(bundle / "compiled" / compiled.soc, compiled, peaks)
 

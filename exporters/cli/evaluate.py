@@ -9,6 +9,7 @@ import msgspec
 import typer
 
 import edgekv
+from edgekv.cli.output import print_json
 from edgekv.runtime import make_engine
 from exporters.checkpoint.heads import transformed
 from exporters.cli.options import JsonOption
@@ -65,7 +66,7 @@ def eval_(
     if proposal is not None and suggest_recipe is not None:
         proposal.recipe(Recipe.of(manifest.recipe)).write(suggest_recipe)
     if as_json:
-        typer.echo(msgspec.json.encode(report or result))
+        print_json(report or result)
         return
     typer.echo(f"{result.tokens} tokens of {result.text} on {result.engine}")
     error = result.perplexity_ratio_error

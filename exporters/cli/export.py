@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Optional, TypeVar, cast
 
-import msgspec
 import typer
 
 from devices import find
 from edgekv.bundle import GraphFormat, open_bundle, open_compiled
 from edgekv.cli.numbers import parse_numbers
+from edgekv.cli.output import print_json
 from edgekv.errors import UsageError
 from edgekv.kv import KeyLayout, KvDtype
 from edgekv.plan import mask_warnings
@@ -150,7 +150,7 @@ def export(
         peaks: dict[str, int] = {}
         manifest = export_bundle(opened, output, options, run, force=force, progress=progress, watch=peaks.__setitem__)
     if as_json:
-        typer.echo(msgspec.json.encode(manifest))
+        print_json(manifest)
         return
     held = sum(record.bytes for record in manifest.files.values())
     typer.echo(f"{output}: {opened.parameters / 1e6:.1f} M parameters, {manifest.recipe.name}, {held / 1e6:.1f} MB")

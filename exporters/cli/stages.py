@@ -10,6 +10,7 @@ from typing import Annotated, Optional
 import msgspec
 import typer
 
+from edgekv.cli.output import print_json
 from exporters.progress import Progress
 from exporters.quantize.stages.store import stage_store
 
@@ -49,7 +50,7 @@ def stages(
     if clear:
         store.clear()
     if as_json:
-        typer.echo(msgspec.json.encode(found))
+        print_json(found)
         return
     typer.echo(f"{store.folder}: {found.stages} stages, {found.bytes / 1e6:.1f} MB{', removed' if clear else ''}")
 

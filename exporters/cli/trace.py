@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-import msgspec
 import typer
 
 from edgekv.bundle import open_bundle
+from edgekv.cli.output import print_json
 from edgekv.errors import UsageError
 from edgekv.runtime import make_engine
 from exporters.checkpoint.heads import transformed
@@ -53,7 +53,7 @@ def trace(
         found = Probe(opened, make_engine(engine, bundle=opened)).run(window)
     write_trace(found, output)
     if as_json:
-        typer.echo(msgspec.json.encode({"file": str(output), "results": len(found), "tokens": len(window)}))
+        print_json({"file": str(output), "results": len(found), "tokens": len(window)})
     else:
         typer.echo(f"{output}: {len(found)} results of {len(window)} tokens on {engine}")
 
@@ -70,7 +70,7 @@ def diff(
     """
     found = find_divergence(read_trace(a), read_trace(b), limit_db=limit_db)
     if as_json:
-        typer.echo(msgspec.json.encode(found))
+        print_json(found)
         return
     if found.first is None:
         typer.echo(f"no difference: all {found.results} results agree to {limit_db:g} dB or better")

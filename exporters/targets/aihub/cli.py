@@ -8,10 +8,10 @@ from importlib import resources
 from pathlib import Path
 from typing import Annotated, Optional, cast
 
-import msgspec
 import typer
 
 from edgekv.bundle import Bundle, open_bundle
+from edgekv.cli.output import print_json
 from edgekv.errors import UsageError
 from exporters.inspect.evaluate import read_text
 from exporters.progress import shown
@@ -64,7 +64,7 @@ def devices(profile: ProfileOption = None, as_json: JsonOption = False) -> None:
     """List the hosted devices, and the chips that edgekv knows of them."""
     rows = [HostedRow.of(each) for each in list_hosted(connect(profile))]
     if as_json:
-        typer.echo(msgspec.json.encode(rows))
+        print_json(rows, list_name="devices")
     else:
         show_devices(rows)
 
@@ -234,6 +234,6 @@ def _finish(bundle: Bundle, account: Account, ledger: Ledger, run: HubRun, *, as
 def _print(bundle: Bundle, records: Sequence[JobRecord], fetched: Sequence[Fetched], *, as_json: bool) -> None:
     report = HubReport(bundle=str(bundle.path), jobs=list(records), devices=list(fetched))
     if as_json:
-        typer.echo(msgspec.json.encode(report))
+        print_json(report)
     else:
         show_report(report)

@@ -10,6 +10,7 @@ import typer
 
 from devices import find
 from edgekv.bundle import Bundle, open_bundle
+from edgekv.cli.output import print_json
 from edgekv.errors import UsageError
 from exporters.cli.options import ForceOption, JsonOption
 from exporters.progress import shown
@@ -71,7 +72,7 @@ def bundle_genai(
     with shown() as progress:
         written = write_folder(opened, output, options, force=force, progress=progress)
     if as_json:
-        typer.echo(msgspec.json.encode(written))
+        print_json(written)
         return
     held = sum(record.bytes for record in written.files.values())
     where = "the CPU" if written.soc is None else written.soc
@@ -93,7 +94,10 @@ def run(
     tokens = list(tokenizer.encode(prompt).ids)
     new = run_folder(opened, tokens, max_new_tokens)
     text = tokenizer.decode(new)
-    typer.echo(msgspec.json.encode(Output(tokens, new, text)) if as_json else text)
+    if as_json:
+        print_json(Output(tokens, new, text))
+    else:
+        typer.echo(text)
 
 
 def _options(

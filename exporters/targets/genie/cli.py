@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Optional
 
-import msgspec
 import typer
 
 from devices import find
 from edgekv.bundle import open_bundle
+from edgekv.cli.output import print_json
 from edgekv.errors import UsageError
 from edgekv.session import SamplingParams
 from exporters.progress import shown
@@ -85,7 +85,7 @@ def bundle_genie(
     with shown() as progress:
         written = write_genie(opened, output, options, force=force, progress=progress)
     if as_json:
-        typer.echo(msgspec.json.encode(written))
+        print_json(written)
         return
     typer.echo(f"{output}: {written.soc}, V{written.arch}, context {written.context}, {written.compiler}")
     for file in dict.fromkeys(graph.file for graph in written.graphs):
@@ -118,4 +118,7 @@ def run(
             pieces.append(piece)
             if not as_json:
                 typer.echo(piece, nl=False)
-    typer.echo(msgspec.json.encode({"text": "".join(pieces)}) if as_json else "")
+    if as_json:
+        print_json({"text": "".join(pieces)})
+    else:
+        typer.echo()
