@@ -4,6 +4,6 @@ from devices.catalogue import CATALOGUE
 from devices.device import Device
 from devices.lookup import UnknownDeviceError, find
 from devices.memory import Memory
-from devices.speed import DecoderSpeed, Span
+from devices.speed import FASTEST_PASS_S, DecoderSpeed, Span
 
-__all__ = ["CATALOGUE", "DecoderSpeed", "Device", "Memory", "Span", "UnknownDeviceError", "find"]
+__all__ = ["CATALOGUE", "FASTEST_PASS_S", "DecoderSpeed", "Device", "Memory", "Span", "UnknownDeviceError", "find"]

@@ -35,6 +35,9 @@ class DecoderSpeed:
     source: str
 
 
+FASTEST_PASS_S = 1 / 1600
+"""Seconds of the fastest published pass of any decoder: stories260K on SM8650, a floor of ExecuTorch's tests."""
+
 _HUB = "Qualcomm AI Hub Models b61a009 (perf.yaml of the w4a16 models, context 4096, Genie)"
 _EXECUTORCH = "ExecuTorch cff6f4d (floors of its static LLM tests, context 1024)"
 

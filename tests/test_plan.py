@@ -3,6 +3,7 @@ import re
 import tracemalloc
 from dataclasses import replace
 from importlib import import_module
+from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -51,6 +52,7 @@ from tests.checkpoints import NEWER, write_checkpoint
 
 export_costs = import_module("edgekv.plan.export_cost")  # the package has a function of this name
 SM8650 = find("SM8650")
+ROOT = Path(__file__).parent.parent
 CONFIG = {
     "model_type": "llama",
     "num_hidden_layers": 16,
@@ -414,6 +416,12 @@ def test_the_time_to_first_token_by_hand(llama):
     assert short.high_s == pytest.approx(4 * (read_bytes / 29.0e9 + 31 * macs / 8.1e12))
 
 
+def test_a_model_smaller_than_any_published_is_no_faster_than_the_fastest():
+    made = make_plan(ROOT / "models" / "stdlib-4m", device=SM8650, context=512)
+    assert made.speed.tokens_per_s == (1600, 1600) and made.speed.static_roofline_tokens_per_s > 16_000
+    assert any("too small a model for published figures" in each for each in made.assumptions)
+
+
 def test_a_chip_without_published_figures_says_whose_it_takes(llama):
     made = make_plan(llama, device=find("SM8550"), context=4096)
     assert any("SC8380XP and SA8775P; none were found for SM8550" in each for each in made.assumptions)
@@ -574,7 +582,10 @@ def test_json_is_one_typed_object(llama):
     assert json.loads(result.stdout)["schema"] == 1
 
 
-@pytest.mark.parametrize("options", [["--ar", "1,x"], ["--kv", "u4"], ["--context", "0"]])
+@pytest.mark.parametrize(
+    "options",
+    [["--ar", "1,x"], ["--kv", "u4"], ["--context", "0"], ["--context", "9" * 4000], ["--device", "Snapdragon X Plus"]],
+)
 def test_wrong_usage_prints_nothing(llama, options):
     result = run(llama, "--device", "SM8650", *options)
     assert isinstance(result.exception, UsageError) and result.exception.exit_code == 2

@@ -5,14 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-import msgspec
 import typer
 from rich.console import Console
 from rich.table import Table
 
 from edgekv.cli.numbers import find_device, parse_numbers
+from edgekv.cli.output import print_json
 from edgekv.plan import ExportCost, Plan, Speed, make_plan
-from edgekv.plan.wording import duration, gb, span
+from edgekv.plan.wording import duration, duration_span, gb, span
 
 Row = tuple[str, str, str]
 
@@ -38,7 +38,7 @@ def plan(
     graphs = None if ar is None else parse_numbers("--ar", ar)
     made = make_plan(config, device=find_device(device), context=context, recipe=recipe, kv=kv, ar=graphs)
     if as_json:
-        typer.echo(msgspec.json.encode(made))
+        print_json(made)
     else:
         _show(made)
 
@@ -120,7 +120,7 @@ def _speed_rows(speed: Speed, ar: int) -> list[Row]:
         rows.append(
             (
                 "" if i else "first token",
-                f"{duration(first.low_s)} to {duration(first.high_s)}",
+                duration_span(first.low_s, first.high_s),
                 f"expected: prompt of {first.prompt_tokens:,}, {passes}",
             )
         )

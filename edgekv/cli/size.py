@@ -6,12 +6,12 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated
 
-import msgspec
 import typer
 from rich.console import Console
 from rich.table import Table
 
 from edgekv.cli.numbers import find_device, parse_numbers
+from edgekv.cli.output import print_json
 from edgekv.plan import MemoryLimit, Overrides, SizeReport, find_subject, make_size_report, save_plot
 from edgekv.plan.cache import StrategyCost
 
@@ -57,7 +57,7 @@ def size(
     if plot is not None:
         save_plot(report, plot)
     if as_json:
-        typer.echo(msgspec.json.encode(report))
+        print_json(report)
     else:
         _show(report)
 

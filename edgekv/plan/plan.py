@@ -8,7 +8,7 @@ from pathlib import Path
 
 import msgspec
 
-from devices import Device
+from devices import FASTEST_PASS_S, Device
 from edgekv.errors import CheckpointError, UsageError
 from edgekv.plan.cache import CHOICES, Recommendation, recommend, strategy_cost
 from edgekv.plan.export_cost import ExportCost, export_cost
@@ -19,7 +19,7 @@ from edgekv.plan.parts import Part
 from edgekv.plan.source import find_subject, is_bundle
 from edgekv.plan.speed import Speed, estimate_speed
 from edgekv.plan.subject import Overrides, Subject, shortened
-from edgekv.plan.wording import duration, fit_sentences, gb, span
+from edgekv.plan.wording import duration, duration_span, fit_sentences, gb, span
 from edgekv.spec import WEIGHT_DTYPES, KvDtype
 
 RECIPES = tuple(WEIGHT_DTYPES)
@@ -38,7 +38,6 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """What an export of a model for a device would be.
 
     Attributes:
-        schema: version of this object.
         summary: whether it fits, how fast it can be and what the export needs, in words.
         warnings: what is known to go wrong on the device, and what to do about it.
         fit: whether it fits.
@@ -57,7 +56,6 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         assumptions: what the plan is based on.
     """
 
-    schema: int = 1
     summary: str
     warnings: list[str]
     fit: Fit
@@ -173,8 +171,8 @@ def _further_sentences(parts: Sequence[Part] | None, cost: ExportCost, speed: Sp
         sentences.append(f"Export divides it into {len(parts)} parts; compiling one needs at most {most} of RAM.")
     first = speed.first_token[0]
     sentences.append(
-        f"Expect {span(*speed.tokens_per_s)} tokens a second, and {duration(first.low_s)} to {duration(first.high_s)} "
-        f"to the first token of a prompt of {first.prompt_tokens:,}."
+        f"Expect {span(*speed.tokens_per_s)} tokens a second, and {duration_span(first.low_s, first.high_s)} to "
+        f"the first token of a prompt of {first.prompt_tokens:,}."
     )
     sentences.append(f"The export needs about {gb(cost.peak_bytes)} of RAM and {duration(cost.seconds)}.")
     return sentences
@@ -185,6 +183,8 @@ def _speed_basis(device: Device, speed: Speed) -> str:
     low, high = speed.reached_gb_per_s
     chips = " and ".join(speed.measured_on)
     whose = "this chip" if device.has_own_speed else f"{chips}; none were found for {device.soc}"
+    if FASTEST_PASS_S * speed.tokens_per_s[1] > 0.999:
+        return "speed: too small a model for published figures; a pass takes at least 0.6 ms, the fastest one published"
     return (
         f"speed: published decoders read at {span(low, high)} GB/s, at most {share:.0%} of the peak DRAM bandwidth; "
         f"figures of {whose}: {speed.source}"

@@ -66,7 +66,6 @@ class SizeReport(msgspec.Struct, frozen=True, kw_only=True):
     """What a cache costs.
 
     Attributes:
-        schema: version of this object.
         summary: whether it fits, in words, if a device or a limit was given.
         source: where the sizes are from.
         device: part number of the device, if one was named.
@@ -82,7 +81,6 @@ class SizeReport(msgspec.Struct, frozen=True, kw_only=True):
         assumptions: what was not given and therefore assumed.
     """
 
-    schema: int = 1
     summary: str | None
     source: str
     device: str | None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from devices import Device
+from devices import FASTEST_PASS_S, Device
 from edgekv.plan.subject import Subject
 from edgekv.spec import Decoder, Geometry, LayeredGeometry, Weights
 
@@ -60,8 +60,9 @@ class Speed(msgspec.Struct, frozen=True, kw_only=True):
 def estimate_speed(subject: Subject, decoder: Decoder, weights: Weights, device: Device) -> Speed:
     """The speed of a model on a device.
 
-    A pass of one token reads the weights and the whole cache. A pass of AR tokens takes that long, and longer by the
-    arithmetic of the AR-1 further tokens. Host work, sampling and loading are not counted.
+    A pass of one token reads the weights and the whole cache, and takes no less than the fastest published pass. A pass
+    of AR tokens takes longer by the arithmetic of the AR-1 further tokens. Host work, sampling and loading are not
+    counted.
     """
     geometry, ar = subject.geometry, subject.ar[-1]
     read_bytes = weights.layers * weights.layer_bytes + weights.head_bytes + weights.embedding_bytes // decoder.vocab
@@ -71,8 +72,8 @@ def estimate_speed(subject: Subject, decoder: Decoder, weights: Weights, device:
     static_bytes = read_bytes + full_bytes
     macs = macs_per_token(decoder, geometry)
     rate = device.speed.tera_macs_per_s
-    fast_s = static_bytes / (reached.high * 1e9) + (ar - 1) * macs / (rate.high * 1e12)
-    slow_s = static_bytes / (reached.low * 1e9) + (ar - 1) * macs / (rate.low * 1e12)
+    fast_s, slow_s = (max(static_bytes / (gb_per_s * 1e9), FASTEST_PASS_S) for gb_per_s in (reached.high, reached.low))
+    further_fast_s, further_slow_s = ((ar - 1) * macs / (each * 1e12) for each in (rate.high, rate.low))
     prompts = sorted({min(_SHORT_PROMPT, geometry.context - 1), geometry.context - 1})
     return Speed(
         dram_gb_per_s=device.dram_gb_per_s,
@@ -82,11 +83,16 @@ def estimate_speed(subject: Subject, decoder: Decoder, weights: Weights, device:
         weights_bytes=read_bytes,
         mean_cache_bytes=mean_bytes,
         full_cache_bytes=full_bytes,
-        tokens_per_s=(reached.low * 1e9 / static_bytes, reached.high * 1e9 / static_bytes),
+        tokens_per_s=(1 / slow_s, 1 / fast_s),
         roofline_tokens_per_s=peak / (read_bytes + mean_bytes),
         static_roofline_tokens_per_s=peak / static_bytes,
         first_token=[
-            FirstToken(prompt_tokens=tokens, passes=passes, low_s=passes * fast_s, high_s=passes * slow_s)
+            FirstToken(
+                prompt_tokens=tokens,
+                passes=passes,
+                low_s=passes * (fast_s + further_fast_s),
+                high_s=passes * (slow_s + further_slow_s),
+            )
             for tokens in prompts
             for passes in [-(-tokens // ar)]
         ],

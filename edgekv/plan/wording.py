@@ -84,6 +84,12 @@ def duration(seconds: float) -> str:
     return f"{seconds / 60:.0f} min" if seconds < 100 * 60 else f"{seconds / 3600:.1f} h"
 
 
+def duration_span(low_s: float, high_s: float) -> str:
+    """Two durations, such as `76 ms to 0.21 s`."""
+    first, last = duration(low_s), duration(high_s)
+    return first if first == last else f"{first} to {last}"
+
+
 def span(low: float, high: float) -> str:
     """Two figures of two digits, such as `9.1 to 23`."""
     first, last = (f"{value:,.0f}" if value >= 10 else f"{value:.2g}" for value in (low, high))

@@ -7,14 +7,20 @@ from fractions import Fraction
 
 from edgekv.bundle import Manifest
 from edgekv.errors import UsageError
-from edgekv.kv import DEFAULT_RESERVE, Growth, GrowthName, KVCache, Policy, parse_growth, parse_reserve
+from edgekv.kv import (
+    DEFAULT_RESERVE,
+    DEFAULT_STRATEGY,
+    Growth,
+    GrowthName,
+    KVCache,
+    Policy,
+    parse_growth,
+    parse_reserve,
+)
 from edgekv.kv.policies.text import parse_policy
 from edgekv.runtime import Engine
 from edgekv.session.events import Setup
 from edgekv.session.mode import Mode, check_mode, parse_mode
-
-DEFAULT_KV_UPDATE = "slot"
-"""One strided write a step and no rebinding takes the least host time: see `benchmarks/`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +69,7 @@ class CacheSetup:
         Raises:
             UsageError: an unknown name, or options that do not go together.
         """
-        strategy = kv_update or (DEFAULT_KV_UPDATE if reserve is None else "pointer-shift")
+        strategy = kv_update or (DEFAULT_STRATEGY if reserve is None else "pointer-shift")
         if reserve is not None and strategy != "pointer-shift":
             found, fix = f"{reserve} with {strategy}", "Leave it out, or choose pointer-shift."
             raise UsageError("reserve", got=found, expected="the update strategy pointer-shift", fix=fix)

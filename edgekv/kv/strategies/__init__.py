@@ -16,7 +16,7 @@ from edgekv.spec.geometry import Geometry
 StrategyName = Literal["pointer-shift", "slot", "mirror", "shift-concat"]
 STRATEGIES: tuple[StrategyName, ...] = ("pointer-shift", "slot", "mirror", "shift-concat")
 DEFAULT_STRATEGY: StrategyName = "slot"
-"""What `edgekv generate` uses, and what plans are made with."""
+"""Also what plans are made with: one strided write a step and no rebinding takes the least host time."""
 # Of the others one has rings of whole pages, and one moves all rows in every step as it is.
 GROWING_STRATEGIES: tuple[StrategyName, ...] = ("slot", "pointer-shift")
 
