@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import shutil
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import onnxruntime as ort
 import pytest
 from hypothesis import settings
 
@@ -20,16 +22,46 @@ if TYPE_CHECKING:
 
 # A busy machine is no failure, and CI looks at the same examples each time: searching for new ones is for people.
 settings.register_profile("edgekv", deadline=None, derandomize="CI" in os.environ)
+settings.register_profile("few", settings.get_profile("edgekv"), max_examples=15)
 settings.load_profile("edgekv")
 
 
+WORKER = os.environ.get("PYTEST_XDIST_WORKER")
+
+
+class OneThread(ort.SessionOptions):  # type: ignore[misc]
+    """For workers of a parallel run, which take all cores together: threads that wait would spin."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.intra_op_num_threads = 1
+
+
 def pytest_configure(config: pytest.Config) -> None:
-    if not hasattr(config, "workerinput"):  # once, not in each worker of a parallel run
+    if WORKER is None:
         exports.prune()
+    else:
+        ort.SessionOptions = OneThread
+    selected = config.getoption("markexpr")
+    if "not slow" in selected:
+        settings.load_profile("few")
+    if "not htp" in selected:
+        sys.modules["onnxruntime_qnn"] = None  # type: ignore[assignment]  # a test that needs it must say so
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests of each engine need the compiler for one of them."""
+    for item in items:
+        parameters = (
+            item.callspec.params.values() if isinstance(item, pytest.Function) and hasattr(item, "callspec") else ()
+        )
+        if any(isinstance(value, str) and value == "htp" for value in parameters):
+            item.add_marker(pytest.mark.htp)
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
-    if not hasattr(config, "workerinput"):
+    if WORKER is None:
         exports.forget_layers()
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import platform
 import shutil
+import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
@@ -32,6 +33,7 @@ ROOT = Path(__file__).parent.parent
 CACHE = Path(os.environ.get("EDGEKV_TEST_CACHE") or ROOT / "build" / "test-cache").resolve()
 PACKAGES = ("devices", "edgekv", "exporters", "quant")
 KEPT_PROGRAMS = 2
+LONGEST_RUN_S = 3600
 
 Contents = dict[str, tuple[int, int]]
 """Size in bytes and modification time in ns of each file in a folder, by its path there."""
@@ -109,11 +111,13 @@ def forget_layers() -> None:
 
 
 def prune() -> None:
-    """Remove what all but the last few programs made."""
+    """Remove what all but the last few programs made, unless a run may still be using it."""
     _program().mkdir(parents=True, exist_ok=True)
     os.utime(_program())
-    for old in sorted(CACHE.iterdir(), key=lambda folder: -folder.stat().st_mtime)[KEPT_PROGRAMS:]:
-        shutil.rmtree(old, ignore_errors=True)
+    last_use = {folder: folder.stat().st_mtime for folder in CACHE.iterdir()}
+    for old in sorted(last_use, key=lambda folder: -last_use[folder])[KEPT_PROGRAMS:]:
+        if last_use[old] < time.time() - LONGEST_RUN_S:
+            shutil.rmtree(old, ignore_errors=True)
 
 
 @lru_cache(maxsize=1)

@@ -12,6 +12,8 @@ from exporters.checkpoint.checkpoint import Checkpoint
 from exporters.quantize.calibrate import token_windows
 from exporters.quantize.recipe import find_recipe
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def held_out(embedded) -> str:

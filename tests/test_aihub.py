@@ -14,6 +14,8 @@ from edgekv.cli import run
 from exporters.htp.compile import read_target
 from tests.aihub_server import TOKEN, AiHub
 
+pytestmark = pytest.mark.htp
+
 S24, S25 = "samsung_galaxy_s24_family", "samsung_galaxy_s25_family"
 DECODE, PREFILL = "token_ar1_cl64_1_of_1", "prompt_ar8_cl64_1_of_1"
 POLL = ("--poll", "0.01")

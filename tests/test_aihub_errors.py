@@ -25,6 +25,7 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 1) 
     return printed.err.splitlines()[-1]
 
 
+@pytest.mark.htp
 @pytest.mark.parametrize(
     "fault",
     [

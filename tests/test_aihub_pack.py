@@ -63,6 +63,7 @@ def test_a_step_is_one_of_the_generation_loop(small: Path, tmp_path: Path) -> No
         assert np.abs(logits.dequantize(found)[0, 0] - scores[last]).max() <= 2 * logits.scale
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "other",
     [

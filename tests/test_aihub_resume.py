@@ -18,6 +18,8 @@ from tests.aihub_server import AiHub, Fault
 from tests.manifests import replace_in_manifest
 from tests.test_aihub import DECODE, POLL, answer
 
+pytestmark = pytest.mark.htp
+
 SUBMIT = "POST /api/v1/jobs/"
 
 

@@ -114,6 +114,7 @@ def sqnr_db(exact: np.ndarray, found: np.ndarray) -> float:
     return float(10 * np.log10(np.square(exact).sum() / np.square(exact - found).sum()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["qwen2-sliding", "phi3", *EVERY_OPERATION])
 def test_the_graphs_lose_what_int8_weights_lose(tmp_path, name):
     """In layers with windows of 24 in a context of 64, on the CPU; int8 matrices of noise alone give about 32 dB."""
@@ -168,6 +169,7 @@ def test_keys_of_two_rotary_embeddings_are_not_moved(tmp_path):
         edgekv.load(bundle, policy="sinks(2, 20)")
 
 
+@pytest.mark.htp
 @pytest.mark.parametrize("name", EVERY_OPERATION)
 def test_the_htp_runs_every_operation_in_integers(tmp_path, name):
     """Between them they have every operation: biases, q and k norms, partial rotation, GELU, both soft caps."""

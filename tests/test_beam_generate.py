@@ -61,6 +61,7 @@ def text_tokens(model: edgekv.Model, embedded: Path) -> list[int]:
     return model.encode((embedded / "heldout.txt").read_text("utf-8")[:4000])[: model.bundle.manifest.context]
 
 
+@pytest.mark.htp
 @pytest.mark.parametrize(("options", "tokens"), [({"kv_update": "slot"}, 122), ({"reserve": 1.5}, 8)])
 def test_beams_that_share_memory_find_what_separate_ones_find(
     bundle: Path, text_tokens: list[int], options: dict[str, Any], tokens: int

@@ -48,6 +48,7 @@ def wanted(model: edgekv.Model) -> list[int]:
     return _ids(model.generate(PROMPT, NEW_TOKENS))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["disabled", "long-sequence-only(20)", "long-sequence-only(1000)", "adaptive"])
 @pytest.mark.parametrize("sequence", [None, 5])
 def test_every_mode_gives_the_same_tokens(bundle: Path, wanted: list[int], mode: str, sequence: int | None) -> None:
@@ -56,6 +57,7 @@ def test_every_mode_gives_the_same_tokens(bundle: Path, wanted: list[int], mode:
     assert generation.stats.cache_mode == mode or mode == "adaptive"
 
 
+@pytest.mark.htp
 def test_every_mode_gives_the_same_bits_on_the_htp(bundle: Path, model: edgekv.Model) -> None:
     """From 30 tokens on, where a second step of the prefill graph becomes necessary."""
     text = (model.encode(PROMPT) * 16)[:34]
@@ -113,6 +115,7 @@ def test_a_conversation_goes_on_where_it_ended(model: edgekv.Model) -> None:
     assert tokens == _ids(model.generate(turn, 10))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ["cpu", "htp"])
 def test_an_answer_can_be_asked_for_again(bundle: Path, engine: str) -> None:
     """The same prompt, and one that departs from it: the common beginning is kept, the rest is dropped."""
@@ -142,6 +145,7 @@ def test_a_conversation_goes_on_beyond_a_sliding_window(bundle: Path) -> None:
     assert afresh.stats.reused_tokens == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("engine", "kv_update"), [("cpu", "slot"), ("cpu", "pointer-shift"), ("htp", "pointer-shift")])
 def test_sequences_take_turns(bundle: Path, engine: str, kv_update: str) -> None:
     model = edgekv.load(bundle, engine, kv_update=kv_update, verify=False)

@@ -15,6 +15,8 @@ from exporters.htp.compile import _check_target, compile_bundle
 from exporters.quantize.recipe import find_recipe
 from tests.checkpoints import write_checkpoint
 
+pytestmark = pytest.mark.htp
+
 
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory, bundle):

@@ -44,6 +44,7 @@ def test_each_context_has_its_graphs_and_all_have_one_set_of_weights(bundles: di
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ["cpu", "htp"])
 @pytest.mark.parametrize("strategy", ["slot", "pointer-shift"])
 def test_the_contexts_are_climbed_without_a_difference(bundles: dict[str, Path], engine: str, strategy: str) -> None:
@@ -63,6 +64,7 @@ def test_the_contexts_are_climbed_without_a_difference(bundles: dict[str, Path],
     assert logits["one"].std() > 1000
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("engine", "strategy"), [("cpu", "slot"), ("cpu", "pointer-shift"), ("htp", "pointer-shift")])
 def test_a_cache_that_grows_gives_the_same_bits(bundles: dict[str, Path], engine: str, strategy: str) -> None:
     """The memory moves under sessions that are bound to it; bit by bit on both engines, as the graphs are the same."""
@@ -133,6 +135,7 @@ def test_a_kept_sequence_goes_on_across_contexts(bundles: dict[str, Path]) -> No
     assert kept == [[t.id for t in model.generate(turn, 4)] for turn in turns]
 
 
+@pytest.mark.htp
 def test_one_binary_holds_all_graphs(bundles: dict[str, Path], tmp_path: Path) -> None:
     record = compile_bundle(open_bundle(shutil.copytree(bundles["three"], tmp_path / "three")), DEVICE)
     shared = record.binaries[-1]

@@ -45,11 +45,13 @@ def test_every_result_of_a_graph_is_close_to_the_references(bundle: Path, refere
     assert {found[name].shape for name in reference} == {reference[name].shape for name in reference}
 
 
+@pytest.mark.htp
 def test_the_probes_logits_are_those_of_the_loop(bundle: Path) -> None:
     probed = probe(bundle, "htp").run(TOKENS)["logits"]
     np.testing.assert_array_equal(probed, edgekv.load(bundle, engine="htp").score(TOKENS))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gemma3", "phi4-mini"])
 def test_windows_and_other_rotary_embeddings_are_probed(tmp_path: Path, name: str) -> None:
     checkpoint = Checkpoint.open(str(write_checkpoint(tmp_path / "checkpoint", ARCHITECTURES[name])))

@@ -35,6 +35,7 @@ def version_of(package: str) -> str | None:
         return None
 
 
+@pytest.mark.htp
 def test_what_is_installed_is_tried_and_the_rest_named(
     service: AiHub, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -57,6 +58,7 @@ def test_what_is_installed_is_tried_and_the_rest_named(
             assert finding["status"] == "works" and version in finding["detail"], finding
 
 
+@pytest.mark.slow
 def test_devices_are_listed_if_the_client_is_configured_and_the_token_never(
     service: AiHub, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -101,6 +103,7 @@ def test_a_probe_that_crashes_hangs_or_raises_is_a_finding_like_others(
     assert detail in finding.detail
 
 
+@pytest.mark.htp
 def test_a_core_that_lacks_a_package_ends_with_1(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -154,6 +154,7 @@ def test_a_check_without_its_compiler_is_refused_before_the_work(tmp_path, monke
     assert stages == [] and [path.name for path in tmp_path.iterdir()] == ["checkpoint"]
 
 
+@pytest.mark.slow
 def test_a_killed_export_leaves_no_bundle_and_the_next_one_cleans_up(tmp_path, embedded):
     target = tmp_path / "bundle"
     command = [sys.executable, "-m", "edgekv", "export", str(embedded), "-o", str(target), "--device", "SM8650"]
@@ -172,12 +173,14 @@ def test_a_killed_export_leaves_no_bundle_and_the_next_one_cleans_up(tmp_path, e
     assert sorted(path.name for path in tmp_path.iterdir()) == ["bundle", "checkpoint"]
 
 
+@pytest.mark.htp
 def test_every_graph_of_the_embedded_model_is_integers_only(embedded):
     opened = open_bundle(exported(embedded, options(context=128, ar=(1, 32), check_on_htp=True)))
     assert opened.manifest.htp_check == "integers-only"
     assert floating_nodes([opened.graph_path(graph) for graph in opened.manifest.graphs], DEVICE) == []
 
 
+@pytest.mark.htp
 def test_a_16_bit_cache_is_integers_only_too(tmp_path):
     checkpoint = write_checkpoint(tmp_path / "checkpoint", OLDER)
     manifest = open_bundle(exported(checkpoint, options(kv_dtype="s16", check_on_htp=True))).manifest
@@ -185,6 +188,7 @@ def test_a_16_bit_cache_is_integers_only_too(tmp_path):
     assert manifest.encodings["past_key_0_h0_in"].zero_point == 0
 
 
+@pytest.mark.htp
 def test_keys_may_lie_in_columns_and_give_the_same_tokens(embedded):
     """As Genie wants them: [1, 1, D, S-AR] in, [1, 1, D, AR] out; on the HTP bit by bit what rows give."""
     models = {}
@@ -226,11 +230,13 @@ def float_model(path: Path) -> Path:
     return path
 
 
+@pytest.mark.htp
 def test_the_float_check_names_the_node(tmp_path):
     (found, *_) = [node for node in floating_nodes([float_model(tmp_path / "silu.onnx")], DEVICE) if "gate" in node]
     assert found.startswith("silu: ") and "float" in found
 
 
+@pytest.mark.htp
 def test_an_export_with_float_nodes_is_refused_unless_they_are_allowed(tmp_path, monkeypatch):
     """A decoder whose SiLU lost its inner quantization, as an export bug would make it."""
     from exporters.graphs.qdq import QdqOps, Tensor
@@ -248,6 +254,7 @@ def test_an_export_with_float_nodes_is_refused_unless_they_are_allowed(tmp_path,
     assert manifest.htp_check == "float-allowed" and manifest.floating_nodes
 
 
+@pytest.mark.htp
 def test_a_crash_of_the_compiler_is_reported_and_survived(tmp_path):
     broken = tmp_path / "broken.onnx"
     broken.write_bytes(b"no graph")

@@ -1,7 +1,9 @@
 """The shared exports of the tests: made once, remade when they were touched, and reported when they were."""
 
+import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -79,7 +81,10 @@ def test_an_export_is_found_by_its_checkpoint_and_options(cache, tmp_path):
 
 
 def test_only_the_last_programs_exports_are_kept(cache):
-    for name in ("a", "b", "c"):
+    long_ago = time.time() - 2 * exports.LONGEST_RUN_S
+    for age_s, name in enumerate(("old", "older", "oldest", "in use")):
         (cache / name).mkdir(parents=True)
+        if name != "in use":
+            os.utime(cache / name, (long_ago - age_s,) * 2)
     exports.prune()
-    assert len([*cache.iterdir()]) == exports.KEPT_PROGRAMS and exports._program().is_dir()
+    assert {path.name for path in cache.iterdir()} == {"in use", exports._program().name}

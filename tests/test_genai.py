@@ -22,6 +22,8 @@ from exporters.targets.genai import GenaiOptions, open_folder, run_folder, write
 from exporters.targets.genai.folder import choose_graphs, choose_pad_token
 from tests.exports import kept
 
+pytestmark = pytest.mark.htp
+
 DEVICE = find("SM8650")
 PAD = 2
 

@@ -64,6 +64,7 @@ def stacked(bundle: Bundle, per_head: dict[str, np.ndarray], end: str) -> dict[s
     return {name: np.ascontiguousarray(np.concatenate(parts)) for name, parts in joined.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ["cpu", "htp"])
 @pytest.mark.parametrize("role", ["decode", "prefill"])
 def test_stacking_heads_changes_no_integer(small: Bundle, role: str, engine: str, tmp_path: Path) -> None:
@@ -89,6 +90,7 @@ def test_stacking_heads_changes_no_integer(small: Bundle, role: str, engine: str
     assert all(np.array_equal(found[name], array) for name, array in wanted.items())
 
 
+@pytest.mark.htp
 def test_stacking_heads_keeps_the_graphs_in_integers(small: Bundle, tmp_path: Path) -> None:
     assert floating_nodes([write_stacked(small, role, tmp_path) for role in ("decode", "prefill")], DEVICE) == []
 
@@ -100,6 +102,7 @@ def test_a_cache_of_another_shape_is_refused(small: Bundle) -> None:
         stack_heads(model, small.manifest, structs.replace(record, context=CONTEXT - 1))
 
 
+@pytest.mark.slow
 def test_the_proof_finds_a_head_that_is_scaled_twice(small: Bundle, tmp_path: Path) -> None:
     path = write_stacked(small, "decode", tmp_path)
     stacked = [StackedGraph(record=small.manifest.graph("decode").name, file=str(path))]

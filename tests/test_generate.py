@@ -44,6 +44,7 @@ def text_tokens(model: edgekv.Model, embedded: Path) -> list[int]:
     return model.encode((embedded / "heldout.txt").read_text("utf-8")[:4000])[: model.bundle.manifest.context]
 
 
+@pytest.mark.slow
 def test_every_strategy_gives_the_same_tokens(bundle: Path) -> None:
     model_tokens = [_ids(list(edgekv.load(bundle, **kw).generate(PROMPT, 1000))) for kw in STRATEGIES]
     assert model_tokens[0] == model_tokens[1] == model_tokens[2]

@@ -37,6 +37,8 @@ from exporters.targets.genie.proof import read_specs
 from tests.checkpoints import OLDER, write_checkpoint
 from tests.exports import export_options, exported, kept
 
+pytestmark = pytest.mark.htp
+
 PROMPT = (
     "def main(argv=None):\n    parser = argparse.ArgumentParser(description='Convert a file to another format.')\n"
     "    parser.add_argument('source', help='the file to read')\n"

@@ -98,6 +98,7 @@ def test_slot_moves_cpu_logits_by_the_order_of_a_sum_at_most(bundle, cpu):
     assert np.abs(slot - cpu.score(GOLDEN)).max() <= 8.5 * step
 
 
+@pytest.mark.htp
 def test_the_htp_writes_what_the_cpu_writes(bundle, cpu):
     htp = edgekv.load(bundle, engine="htp")
     assert_same_or_near_tie(continued(htp), continued(cpu), htp.score, cpu.score)

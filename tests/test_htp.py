@@ -15,6 +15,8 @@ from devices import find
 from edgekv.errors import EngineError
 from edgekv.runtime import qnn
 
+pytestmark = pytest.mark.htp
+
 STRATEGIES: tuple[dict[str, Any], ...] = (
     {"kv_update": "pointer-shift", "reserve": 2.0},
     {"kv_update": "pointer-shift", "reserve": 1.5},

@@ -26,6 +26,7 @@ def schedules(draw: st.DrawFn) -> tuple[int, list[int], list[tuple[str, int, int
     return context, ar, draw(st.lists(events, min_size=10, max_size=60))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["fail", "sliding-window"])
 @pytest.mark.parametrize(
     ("strategy", "reserve"),

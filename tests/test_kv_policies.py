@@ -54,6 +54,7 @@ class Model:
         return np.rint(raw) + self.zero
 
 
+@pytest.mark.slow
 @settings(max_examples=150)
 @given(
     made=st.sampled_from(MADE),
@@ -118,6 +119,7 @@ def plain_keydiff(keys: list[np.ndarray], budget: int, recent: int) -> list[int]
     return [age for age in range(len(scores)) if age not in most_alike]
 
 
+@pytest.mark.slow
 @settings(max_examples=100)
 @given(
     made=st.sampled_from(MADE),

@@ -31,6 +31,7 @@ def make(made=MADE[0], *, policy="fail", context=12, kv_dtype="u8", **options):
     return KVCache(geometry, ar=[1, 4], strategy=strategy, policy=policy, **options)
 
 
+@pytest.mark.slow
 @settings(max_examples=300)
 @given(
     made=st.tuples(st.sampled_from(MADE), st.sampled_from(MADE)),

@@ -118,6 +118,7 @@ def explore(strategy: Strategy, policy: Policy, context: int, ars: Sequence[int]
     return len(known)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", POLICIES, ids=lambda policy: policy.name)
 @pytest.mark.parametrize("context", [2, 3, 4, 5, 6])
 @pytest.mark.parametrize(

@@ -59,6 +59,7 @@ def four_bits(checkpoint: Checkpoint) -> Path:
     return export(checkpoint, find_recipe("w4a16-lpbq32"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama-biased", "qwen3", "phi4-mini", "gemma3"])
 def test_every_architecture_has_a_level_for_every_layer_and_tensor(tmp_path: Path, name: str) -> None:
     checkpoint = Checkpoint.open(str(write_checkpoint(tmp_path / "checkpoint", ARCHITECTURES[name], gain=1.0)))
@@ -83,6 +84,7 @@ def test_the_report_evaluates_what_eval_does(four_bits: Path, checkpoint: Checkp
     assert found.reference_perplexity == pytest.approx(plain.reference_perplexity, rel=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["int8", "int4", "lpbq32"])
 @pytest.mark.parametrize("part", ["self_attn.q_proj", "mlp.down_proj"])
 def test_matrices_are_read_as_they_were_written(checkpoint: Checkpoint, dtype: str, part: str) -> None:

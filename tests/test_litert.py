@@ -14,6 +14,8 @@ from exporters.htp.compile import compile_bundle
 from exporters.htp.compile_tflite import _operators, compile_tflite
 from tests.exports import export_options, exported
 
+pytestmark = pytest.mark.htp
+
 
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory, embedded):

@@ -57,6 +57,7 @@ def test_merging_heads_changes_no_bit_of_the_embedded_model(bundle: Path) -> Non
     _assert_same_bits(open_bundle(bundle))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("architecture", "recipe", "layout"),
     [
@@ -71,6 +72,7 @@ def test_merging_heads_changes_no_bit(tmp_path: Path, architecture: str, recipe:
     _assert_same_bits(open_bundle(exported(checkpoint, options)))
 
 
+@pytest.mark.slow
 def test_the_number_of_nodes_does_not_grow_with_the_heads(tmp_path: Path) -> None:
     nodes = []
     for heads in (4, 8):

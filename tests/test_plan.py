@@ -215,6 +215,7 @@ def test_the_exporter_allocates_what_the_formula_says(tmp_path):
     assert cost_of(sizes).quantization_peak_bytes - base_bytes == pytest.approx(peak_bytes, rel=0.1)
 
 
+@pytest.mark.slow
 def test_the_exporter_writes_what_the_plan_says(tmp_path):
     folder = write_checkpoint(tmp_path / "checkpoint")
     options = ExportOptions(device=SM8650, recipe=find_recipe("w8a16"), context=64, check_on_htp=False)
@@ -291,6 +292,7 @@ def test_the_largest_context_is_at_most_the_models_own(tmp_path):
     assert "So does a context of 8,192, the longest that the model was made for." in summary
 
 
+@pytest.mark.slow
 def test_a_model_that_export_divides_fits(llama):
     made = make_plan(llama, device=SM8650)
     assert made.context == 131072 and made.demand.used_bytes > made.demand.limit_bytes
@@ -301,6 +303,7 @@ def test_a_model_that_export_divides_fits(llama):
     assert all(part.used_bytes <= made.demand.limit_bytes for part in made.parts)
 
 
+@pytest.mark.slow
 def test_a_smaller_cache_type_is_named_if_it_helps(tmp_path):
     path = write_config(tmp_path, num_key_value_heads=32, head_dim=512)
     made = make_plan(path, device=SM8650, context=24576, kv="s16")

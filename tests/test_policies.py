@@ -60,6 +60,7 @@ def _load(bundle: Path, policy: str, **options: Any) -> edgekv.Model:
     return edgekv.load(Bundle(opened.path, endless), policy=policy, threads=1, **options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kv_update", ["pointer-shift", "slot"])
 def test_sinks_go_on_to_three_contexts(bundle: Path, kv_update: str) -> None:
     model = _load(bundle, SINKS, kv_update=kv_update)
@@ -178,6 +179,7 @@ def test_evictions_in_a_cache_made_anew_are_counted(bundle: Path) -> None:
     assert one.stats.evicted_tokens >= 2 * evicted
 
 
+@pytest.mark.htp
 def test_the_emulator_of_the_htp_goes_on_too(bundle: Path) -> None:
     for policy in (SINKS, KEYDIFF):
         model = edgekv.load(bundle, "htp", policy=policy, verify=False)
@@ -191,6 +193,7 @@ def _command(bundle: Path, policy: str, *options: str) -> list[str]:
     return ["generate", str(bundle), "--prompt", PROMPT, "--on-full", policy, *options]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", [SINKS, KEYDIFF])
 def test_the_command_line_shows_what_left(bundle: Path, policy: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(_command(bundle, policy, "--max-new-tokens", "150", "--json")) == 0

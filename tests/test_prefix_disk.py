@@ -240,6 +240,7 @@ def killed_sequence(k: int) -> Tokens:
     return tuple(range(KILLED_STEP)) + tuple(k * 100 + i for i in range(3 * KILLED_STEP))
 
 
+@pytest.mark.slow
 def test_kill_during_offload_never_leaves_a_wrong_block(tmp_path: Path) -> None:
     pause = random.Random(0)
     for _ in range(5):

@@ -52,6 +52,7 @@ def test_a_residual_behind_norms_is_not_rotated(checkpoint):
     assert applied_rotation(replace(checkpoint.spec, post_norms=True), "hadamard") == "none"
 
 
+@pytest.mark.htp
 @pytest.mark.parametrize("name", ["w4a16", "w4a16-lpbq32"])
 def test_4_bits_are_integers_on_the_htp_and_half_the_bytes(checkpoint, name):
     bundle = exported(checkpoint.folder, export_options(name, context=64, ar=(1, 16), check_on_htp=True))

@@ -79,6 +79,7 @@ def test_every_match_length_gives_the_same_tokens(
     assert generation.stats.computed_tokens == len(text) - length + 7
 
 
+@pytest.mark.htp
 def test_every_match_length_gives_the_same_bits_on_the_htp(bundle: Path, text: list[int]) -> None:
     model = _load(bundle, "htp", prefix_cache=CONFIG)
     store = model.prefix_store
@@ -234,6 +235,7 @@ def test_beams_start_from_a_prefix_too(bundle: Path, model: edgekv.Model, text: 
     assert after.stats.restored_tokens == len(text) - 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["sliding-window", "sinks(4, 60)", "keydiff(64)"])
 def test_what_is_no_prefix_any_more_is_not_stored(bundle: Path, text: list[int], policy: str) -> None:
     """All blocks that a long generation leaves hold what plain prefill computes, and reuse changes nothing."""

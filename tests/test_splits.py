@@ -58,6 +58,7 @@ def _logits(folder: Path, engine: str, strategy: str) -> tuple[np.ndarray, np.nd
     return np.stack(rows), model.score(PROMPT)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("strategy", "names"), [("slot", [*SPLITS][1:]), ("pointer-shift", ["two"])], ids=["slot", "pointer-shift"]
 )
@@ -68,11 +69,13 @@ def test_parts_give_the_bits_of_the_whole(bundles: dict[str, Path], strategy: st
             assert np.array_equal(found, each) and each.std() > 0
 
 
+@pytest.mark.htp
 def test_parts_give_the_bits_of_the_whole_on_the_htp(bundles: dict[str, Path]) -> None:
     for found, wanted in zip(*(_logits(bundles[each], "htp", "slot") for each in ("two", "whole")), strict=True):
         assert np.array_equal(found, wanted)
 
 
+@pytest.mark.slow
 def test_a_part_reads_the_masks_and_rotary_embeddings_of_its_own_layers(tmp_path: Path) -> None:
     """Gemma's local and global layers have one each."""
     checkpoint = write_checkpoint(tmp_path / "checkpoint", ARCHITECTURES["gemma3"])
@@ -114,11 +117,13 @@ def test_a_head_by_itself_runs_once_a_feed(bundles: dict[str, Path]) -> None:
     assert not np.array_equal(prefill.logits, before)
 
 
+@pytest.mark.htp
 def test_every_part_computes_in_integers(two: Bundle) -> None:
     parts = two.manifest.graphs[1].parts
     assert floating_nodes([two.part_path(part) for part in parts], DEVICE) == []
 
 
+@pytest.mark.htp
 def test_one_binary_for_each_part_that_all_graphs_share(bundles: dict[str, Path], tmp_path: Path) -> None:
     peaks: dict[str, int] = {}
     two = open_bundle(shutil.copytree(bundles["two"], tmp_path / "two"))
@@ -135,6 +140,7 @@ def test_one_binary_for_each_part_that_all_graphs_share(bundles: dict[str, Path]
         compile_bundle(two, DEVICE, each=True)
 
 
+@pytest.mark.htp
 def test_the_engine_loads_what_was_compiled_of_each_part(bundles: dict[str, Path], tmp_path: Path) -> None:
     options = export_options(context=24, ar=(1,), splits=1, head="own")
     made = exported(bundles["two"].parent / "checkpoint", options)

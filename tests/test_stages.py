@@ -218,6 +218,7 @@ def compilations(monkeypatch):
     return counted
 
 
+@pytest.mark.htp
 def test_binaries_that_are_finished_are_not_compiled_again(work, compilations):
     work.export()
     bundle, chip = open_bundle(work.folder / "bundle"), find("SM8650")
@@ -234,6 +235,7 @@ def test_binaries_that_are_finished_are_not_compiled_again(work, compilations):
     assert [path.name for path in (work.folder / "cache").iterdir()] == ["stages"]
 
 
+@pytest.mark.htp
 def test_an_export_that_stopped_while_it_compiled_takes_the_binaries_that_are_finished(work, compilations, monkeypatch):
     checked, floating_nodes = [], checks.floating_nodes
 
@@ -327,6 +329,7 @@ print(peak_bytes())
 """
 
 
+@pytest.mark.slow
 def test_an_export_holds_the_cap_that_it_accepts(tmp_path):
     sizes = {"hidden_size": 512, "intermediate_size": 1536, "vocab_size": 8192, "num_hidden_layers": 1}
     folder = write_checkpoint(tmp_path / "checkpoint", sizes)

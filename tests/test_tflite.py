@@ -27,6 +27,8 @@ from tests import exports
 from tests.checkpoints import ARCHITECTURES, write_checkpoint
 from tests.exports import export_options
 
+pytestmark = pytest.mark.slow
+
 # tflite-runtime was built for numpy 1 and breaks with 2, where these run on LiteRT alone.
 ENGINES = ["litert", pytest.param("tflite", marks=pytest.mark.numpy1)]
 PROMPT = "import os\n\ndef main(argv):\n    parser = argparse.ArgumentParser()\n    parser.add_argument("

@@ -67,6 +67,7 @@ def test_logits_are_those_of_a_reference_with_the_same_windows(bundles: dict[str
             assert sqnr_db(each, reference(source, ())) < near - 5
 
 
+@pytest.mark.htp
 @pytest.mark.parametrize("name", ["mixed", "wide"])
 def test_chunks_and_single_tokens_agree_bit_by_bit_on_the_htp(bundles: dict[str, Path], name: str) -> None:
     model = edgekv.load(bundles[name], "htp", kv_update="pointer-shift")
@@ -82,6 +83,7 @@ def test_chunks_and_single_tokens_agree_bit_by_bit_on_the_htp(bundles: dict[str,
     assert np.array_equal(last[0], last[1]) and np.array_equal(last[0], last[2])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "policy"), [("mixed", "fail"), ("narrow", "sliding-window"), ("wide", "fail")])
 def test_every_strategy_generates_the_same(bundles: dict[str, Path], name: str, policy: str) -> None:
     texts = set()

@@ -1,0 +1,154 @@
+"""README.md and docs/*.md: every command runs, and prints what is shown below it.
+
+A block that cannot run here says why in a comment above it, `<!-- not run: REASON -->`; pytest's summary lists them as
+skipped.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+from functools import cached_property
+from pathlib import Path
+
+import pytest
+
+from tests.docs import PAGES, ROOT, Block, Command, blocks, difference
+from tests.exports import export_options, exported
+
+BUNDLE = "build/stdlib-4m"
+EXTRA = re.compile(r'pip install "?edgekv(?:\[([\w,]+)\])?"?')
+ALL = [block for page in PAGES for block in blocks(page)]
+
+
+class Scratch:
+    """A folder like the repository's root after `make demo`, in which each command line runs once."""
+
+    def __init__(self, folder: Path, embedded: Path) -> None:
+        self.folder = folder
+        self._embedded = embedded
+        self._printed: dict[str, str] = {}
+        (folder / "models").symlink_to(ROOT / "models")
+        (folder / "build").mkdir()
+
+    @cached_property
+    def _environment(self) -> dict[str, str]:
+        path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+        return {**os.environ, "PATH": path, "EDGEKV_CACHE_DIR": str(self.folder / "cache"), "COLUMNS": "200"}
+
+    def run(self, command: Command) -> str:
+        """What a command line prints; it must succeed."""
+        if command.line not in self._printed:
+            if BUNDLE in command.line and not command.line.startswith("edgekv export"):
+                self._provide_bundle()
+            self._printed[command.line] = self._run(["bash", "-c", command.line])
+        return self._printed[command.line]
+
+    def run_python(self, program: str) -> None:
+        self._provide_bundle()
+        self._run([sys.executable, "-c", program])
+
+    def _provide_bundle(self) -> None:
+        if not (self.folder / BUNDLE).exists():
+            options = export_options(context=512, ar=(1, 32), check_on_htp=True)
+            shutil.copytree(exported(self._embedded, options), self.folder / BUNDLE)
+
+    def _run(self, arguments: list[str]) -> str:
+        done = subprocess.run(arguments, cwd=self.folder, env=self._environment, capture_output=True, text=True)
+        assert done.returncode == 0, f"{arguments[-1]}\n{done.stdout}\n{done.stderr}"
+        return done.stdout
+
+
+@pytest.fixture(scope="module")
+def scratch(tmp_path_factory: pytest.TempPathFactory, embedded: Path) -> Scratch:
+    return Scratch(tmp_path_factory.mktemp("docs"), embedded)
+
+
+@pytest.mark.htp
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_commands_print_what_the_page_shows(scratch: Scratch, page: Path) -> None:
+    differences = []
+    for block in blocks(page):
+        if block.not_run:
+            continue
+        if block.kind == "python":
+            scratch.run_python(block.text)
+        for command in block.commands if block.kind == "console" else ():
+            if not command.line.startswith("edgekv "):
+                continue  # the next test
+            printed = scratch.run(command).splitlines()
+            found = command.shown and difference(command.shown, printed, block.tolerance)
+            if found:
+                differences.append(f"$ {command.line}\n{found}")
+    assert not differences, "\n\n".join(differences)
+
+
+def test_other_commands_name_targets_and_extras_that_there_are() -> None:
+    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.M))
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    for block in ALL:
+        for command in block.commands if block.kind == "console" and not block.not_run else ():
+            program, *words = command.line.split("#")[0].split()
+            if program == "make":
+                assert set(words) <= targets, command.line
+            elif program == "pip":
+                named = EXTRA.search(command.line)
+                assert named and {*(named[1] or "").split(",")} - {""} <= extras.keys(), command.line
+            else:
+                assert program == "edgekv", f"{block.page.name}: {command.line}: say why it is not run"
+
+
+@pytest.mark.parametrize("block", [block for block in ALL if block.not_run], ids=lambda block: block.page.name)
+def test_blocks_that_do_not_run_here(block: Block) -> None:
+    """Only commands that exist, at least."""
+    names = {command.line.split()[1] for command in block.commands if command.line.startswith("edgekv ")}
+    listed = subprocess.run([sys.executable, "-m", "edgekv", "--help"], capture_output=True, text=True, check=True)
+    assert names <= set(listed.stdout.split())
+    pytest.skip(f"{block.page.name}: {block.not_run}: {next(block.commands).line}")
+
+
+@pytest.mark.parametrize(
+    ("shown", "printed"),
+    [
+        (["a 1.00", "b"], ["a 1.04", "b"]),
+        (["a", "...", "d"], ["a", "b", "c", "d"]),
+        (["a", "..."], ["a"]),
+        (["first, second 4, ..."], ["first, second 4, third 5"]),
+        (["1 s, 20 tokens/s, 0.2 GB of RAM"], ["9 s, 7 tokens/s, 1.2 GB of RAM"]),
+        (["columns    2", "", "x"], ["columns 2", "x", ""]),
+    ],
+)
+def test_outputs_that_count_as_equal(shown: list[str], printed: list[str]) -> None:
+    assert difference(shown, printed) is None
+
+
+@pytest.mark.parametrize(
+    ("shown", "printed"),
+    [
+        (["a 1.00"], ["a 1.06"]),
+        (["a"], ["b"]),
+        (["a"], ["a", "b"]),
+        (["a", "b"], ["a"]),
+        (["...", "b"], ["a", "c"]),
+        (["a", "...", "d"], ["x", "a", "d"]),
+        (["a 1 ..."], ["b 1 c"]),
+        (["4 layers"], ["four layers"]),
+    ],
+)
+def test_outputs_that_do_not(shown: list[str], printed: list[str]) -> None:
+    assert difference(shown, printed) is not None
+
+
+def test_comments_above_a_block_say_how_it_is_compared(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(
+        "text\n\n<!-- tolerance: 20 % -->\n```console\n$ edgekv a\nout\n\n$ edgekv b # why\n```\n"
+        "<!-- not run: no network -->\n\n```python\nimport edgekv\n```\n```json\n{}\n```\n"
+    )
+    one, other = blocks(page)
+    assert [*one.commands] == [Command("edgekv a", ("out",)), Command("edgekv b # why")]
+    assert (one.tolerance, one.not_run, other.kind, other.not_run) == (0.2, None, "python", "no network")
