@@ -47,12 +47,8 @@ golden: .venv-parity/ready
 
 # The packages of a device's environment together: tflite-runtime holds numpy below 2.
 .venv/test: pyproject.toml | .venv/bin/python
-<<<<<<< HEAD
 	$(BIN)/python -m pip install --quiet --editable ".[htp,genai,gguf,hub,litert,tflite,test]"
-=======
-	$(BIN)/python -m pip install --quiet --editable ".[htp,genai,hub,litert,tflite,test]"
 	rm -rf edgekv.egg-info
->>>>>>> 9d3f67f (Run the tests on all cores, and a fast set without the vendor's compiler)
 	touch $@ .venv/run
 
 .venv-parity/ready: pyproject.toml
