@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
@@ -8,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from edgekv.bundle import MANIFEST, atomic_directory
+from edgekv.bundle import MANIFEST, atomic, atomic_directory
 from edgekv.errors import BundleError, UsageError
 
 BUILD_FOREVER = """
@@ -122,3 +123,31 @@ def test_one_process_builds_a_folder_once_at_a_time(tmp_path: Path) -> None:
         atomic_directory(tmp_path / "bundle"),
     ):
         pass
+
+
+def test_folders_are_not_flushed_where_that_cannot_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Windows opens no folder; some file systems refuse to flush one."""
+    flushed: list[bool] = []
+
+    def fsync(descriptor: int) -> None:
+        flushed.append(os.path.isdir(f"/proc/self/fd/{descriptor}"))  # noqa: PTH112
+        if flushed[-1]:
+            raise OSError(errno.EINVAL, "Invalid argument")
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    _make(tmp_path / "linux", "whole")
+    assert True in flushed and False in flushed
+    flushed.clear()
+    monkeypatch.setattr(atomic, "_on_windows", lambda: True)
+    _make(tmp_path / "windows", "whole")
+    assert flushed == [False]
+
+
+def test_a_file_that_cannot_be_flushed_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fsync(descriptor: int) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    with pytest.raises(OSError, match="Input/output error"):
+        _make(tmp_path / "bundle", "whole")
+    assert not list(tmp_path.iterdir())

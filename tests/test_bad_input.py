@@ -1,7 +1,9 @@
 """Whatever is wrong is named, with the way out; nothing is left behind; nobody sees a traceback."""
 
 import json
+import os
 import shutil
+from pathlib import Path
 
 import pytest
 
@@ -100,3 +102,20 @@ def test_a_text_that_is_not_there(bundle, capsys):
 
 def test_an_unknown_device_of_a_compilation(bundle, capsys):
     assert "SM865O" in refusal(["compile", str(bundle), "--device", "SM865O"], 2, capsys)
+
+
+@pytest.mark.parametrize("kind", ["FIFO", "device", "folder"])
+@pytest.mark.parametrize("command", ["eval", "trace", "prefix", "export"])
+def test_a_text_that_is_no_regular_file_is_refused_without_waiting(tmp_path, small, capsys, command, kind):
+    path = tmp_path / "text"
+    {"FIFO": os.mkfifo, "device": lambda it: it.symlink_to("/dev/zero"), "folder": Path.mkdir}[kind](path)
+    arguments = {
+        "eval": ["eval", str(small), "--text", str(path)],
+        "trace": ["trace", str(small), "-o", str(tmp_path / "trace.npz"), "--text", str(path)],
+        "prefix": ["prefix", "bake", str(small), str(path)],
+        "export": f"export {tmp_path / 'checkpoint'} -o {tmp_path / 'new'} --device SM8650 --context 64 "
+        f"--skip-htp-check --calibration {path}".split(),
+    }
+    write_checkpoint(tmp_path / "checkpoint")
+    message = refusal(arguments[command], 2, capsys)
+    assert f"a {kind}, not a regular file" in message and "UTF-8 text file" in message

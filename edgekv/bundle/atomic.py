@@ -135,10 +135,10 @@ def _flush_tree(folder: Path) -> None:
 def _flush(path: Path) -> None:
     """Flush a file or folder to the disk. Windows and some file systems cannot do that with folders."""
     is_folder = path.is_dir()
-    if is_folder and os.name == "nt":
+    if is_folder and _on_windows():
         return
     # Windows flushes only files that are open for writing.
-    descriptor = os.open(path, os.O_RDWR if os.name == "nt" else os.O_RDONLY)
+    descriptor = os.open(path, os.O_RDWR if _on_windows() else os.O_RDONLY)
     try:
         os.fsync(descriptor)
     except OSError as error:
@@ -146,3 +146,7 @@ def _flush(path: Path) -> None:
             raise
     finally:
         os.close(descriptor)
+
+
+def _on_windows() -> bool:
+    return os.name == "nt"

@@ -9,6 +9,7 @@ import typer
 
 from edgekv.cli.output import print_json
 from edgekv.errors import UsageError
+from edgekv.text_file import read_text_file
 
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Prefixes that are never computed again.")
 
@@ -29,11 +30,7 @@ def bake(
     Prompts that begin with the text are then continued from its end on, without any option. Engines differ in the last
     bit, so each has prefixes of its own.
     """
-    try:
-        content = text.read_text("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        found, fix = f"{text}: {error}", "Check the path."
-        raise UsageError("TEXT", got=found, expected="a UTF-8 text file", fix=fix) from None
+    content = read_text_file(text, "TEXT")
     from edgekv.session.bake import bake_prefix
 
     baked = bake_prefix(bundle, content, text.stem if name is None else name, engine)

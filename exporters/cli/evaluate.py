@@ -11,10 +11,11 @@ import typer
 import edgekv
 from edgekv.cli.output import print_json
 from edgekv.runtime import make_engine
+from edgekv.text_file import read_text_file
 from exporters.checkpoint.heads import transformed
 from exporters.cli.options import JsonOption
 from exporters.inspect import layer_lines, measure_layers, parse_budget, proposal_lines, propose
-from exporters.inspect.evaluate import evaluate, evaluation_windows, open_source, read_text
+from exporters.inspect.evaluate import evaluate, evaluation_windows, open_source
 from exporters.progress import shown
 from exporters.quantize.recipe import Recipe, check_recipe_path
 
@@ -44,7 +45,7 @@ def eval_(
     Reports perplexity, top-1 agreement and SQNR on a text. --layers shows where the error arises; --suggest-recipe
     writes a recipe that spends a few more bytes where they reduce it most.
     """
-    content = read_text(text)
+    content = read_text_file(text, "--text")
     budget = parse_budget("--size-budget", size_budget)
     if suggest_recipe is not None:
         check_recipe_path(suggest_recipe)

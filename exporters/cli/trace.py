@@ -11,10 +11,11 @@ from edgekv.bundle import open_bundle
 from edgekv.cli.output import print_json
 from edgekv.errors import UsageError
 from edgekv.runtime import make_engine
+from edgekv.text_file import read_text_file
 from exporters.checkpoint.heads import transformed
 from exporters.cli.options import JsonOption
 from exporters.inspect.divergence import find_divergence
-from exporters.inspect.evaluate import open_source, read_text
+from exporters.inspect.evaluate import open_source
 from exporters.inspect.probe import Probe
 from exporters.inspect.trace import read_trace, trace_reference, write_trace
 from exporters.quantize.calibrate import token_windows
@@ -35,7 +36,7 @@ def trace(
 
     Compare two traces of the same model and text with `edgekv diff`.
     """
-    content = read_text(text)
+    content = read_text_file(text, "--text")
     opened = open_bundle(bundle)
     if tokens > opened.manifest.context:
         raise UsageError(

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 from numpy.typing import NDArray
 
 import edgekv
 from edgekv.bundle import Manifest
-from edgekv.errors import CheckpointError, UsageError
+from edgekv.errors import CheckpointError
 from exporters.checkpoint.checkpoint import Checkpoint
 from exporters.inspect.tally import Evaluation, Tally
 from exporters.progress import Progress, silent
@@ -57,20 +55,6 @@ def evaluate(
         tally.add(window, expected, model.score(window.tolist()))
     progress("evaluate", len(windows), len(windows))
     return tally.evaluation(model.engine, text_name)
-
-
-def read_text(path: Path) -> str:
-    """Read a UTF-8 text file.
-
-    Raises:
-        UsageError: the file is missing or not UTF-8.
-    """
-    try:
-        return path.read_text("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(
-            "--text", got=f"{path}: {error}", expected="a UTF-8 text file", fix="Check the path."
-        ) from error
 
 
 def evaluation_windows(checkpoint: Checkpoint, text: str, context: int, tokens: int) -> list[NDArray[np.int64]]:

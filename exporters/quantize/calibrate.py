@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgekv.errors import UsageError
+from edgekv.text_file import read_text_file
 from exporters.checkpoint.checkpoint import Checkpoint
 
 
@@ -30,12 +31,7 @@ def read_calibration(path: Path | None) -> CalibrationText:
     if path is None:
         default = resources.files("exporters.quantize").joinpath("calibration.txt")
         return CalibrationText("edgekv's own", default.read_text("utf-8"))
-    try:
-        return CalibrationText(path.name, path.read_text("utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(
-            "--calibration", got=f"{path}: {error}", expected="a UTF-8 text file", fix="Check the path."
-        ) from error
+    return CalibrationText(path.name, read_text_file(path, "--calibration"))
 
 
 def token_windows(checkpoint: Checkpoint, text: str, length: int, most: int | None = None) -> list[NDArray[np.int64]]:

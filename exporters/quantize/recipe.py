@@ -16,6 +16,7 @@ from edgekv.bundle import KeyScalingName, RecipeRecord, RotationName, atomic_fil
 from edgekv.errors import UsageError
 from edgekv.spec.decoder import DecoderSpec
 from edgekv.spec.tensors import matrices
+from edgekv.system import MIB, read_file
 from quant import WEIGHT_TYPES, Method, WeightDtype
 
 
@@ -157,7 +158,7 @@ def find_recipe(name: str) -> Recipe:
     if name.endswith(".json"):
         path = Path(name)
         try:
-            content = path.read_bytes()
+            content = read_file(path, MIB)
         except OSError as error:
             raise _refused(f"{name}: {error.strerror}", "a recipe file", "Check the path.") from error
         stem = path.stem
@@ -167,7 +168,7 @@ def find_recipe(name: str) -> Recipe:
         raise _refused(repr(name), " or ".join(recipe_names()), "Choose one of these, or name a .json file.")
     try:
         read = msgspec.json.decode(content, type=_RecipeFile)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:
         raise _refused(f"{name}: {error}", "a recipe file", "Compare it with exporters/quantize/recipes.") from error
     return Recipe(
         name=stem,

@@ -13,7 +13,7 @@ import typer
 from edgekv.bundle import Bundle, open_bundle
 from edgekv.cli.output import print_json
 from edgekv.errors import UsageError
-from exporters.inspect.evaluate import read_text
+from edgekv.text_file import read_text_file
 from exporters.progress import shown
 from exporters.targets.aihub.account import Account, connect
 from exporters.targets.aihub.fetch import Fetched, fetch_device
@@ -151,7 +151,7 @@ def infer(
     The step continues a text whose cache the CPU engine has filled. Compiles and links what is missing.
     """
     default = resources.files("exporters.quantize").joinpath("calibration.txt")
-    content = default.read_text("utf-8") if text is None else read_text(text)
+    content = default.read_text("utf-8") if text is None else read_text_file(text, "--text")
     _run(
         bundle,
         devices,
