@@ -28,6 +28,7 @@ from edgekv.errors import EngineError, UsageError
 from edgekv.plan import CALIBRATION_WINDOW, default_calibration_tokens
 from edgekv.runtime import qnn
 from edgekv.spec import DecoderInterface, EncodingTypes, Geometry, LayeredGeometry
+from edgekv.spec.chat import write_templates
 from exporters.checkpoint.checkpoint import Checkpoint
 from exporters.checkpoint.heads import transformed
 from exporters.graphs.onnx import embedding_record, plan_graphs, write_graphs
@@ -116,6 +117,8 @@ def export_bundle(
         encodings = _write(tensors, matrices, ranges, ropes, graphs, folder, options, progress)
         del ranges
         checkpoint.write_tokenizer(folder / "tokenizer.json")
+        if checkpoint.chat is not None:
+            write_templates(checkpoint.chat, folder)
         progress("seal", 0, 1)
         files = record_files(folder)
         checks = Checks(store.folder, options.device, files, resume=run.resume)

@@ -31,10 +31,12 @@ from edgekv.spec import (
     text_tensor,
     views,
 )
+from edgekv.spec.chat import ChatTemplates, read_checkpoint_templates
 from edgekv.spec.text import encode, open_tokenizer
 from exporters.checkpoint.generation import GENERATION_CONFIG, generation_record
 from exporters.checkpoint.gguf import (
     GgufFile,
+    chat_templates,
     gguf_tensors,
     hugging_face_config,
     is_gguf,
@@ -69,6 +71,7 @@ class Checkpoint:
     special: SpecialTokens
     tokenizer: Tokenizer
     generation: GenerationRecord | None
+    chat: ChatTemplates | None = field(repr=False)
     config: Mapping[str, Any] = field(repr=False)
     _tensors: Mapping[str, Stored] = field(repr=False)
     _views: dict[str, View] = field(repr=False)
@@ -96,7 +99,8 @@ class Checkpoint:
                 spec = replace(spec, tied_head=False)
         wanted = {view.name: view for view in views(spec)}
         _check_tensors(tensors, wanted.values(), spec)
-        return cls(name, folder, spec, special, tokenizer, generation_record(generation), config, tensors, wanted)
+        defaults, chat = generation_record(generation), read_checkpoint_templates(folder)
+        return cls(name, folder, spec, special, tokenizer, defaults, chat, config, tensors, wanted)
 
     @classmethod
     def _open_gguf(cls, path: Path) -> Checkpoint:
@@ -110,7 +114,8 @@ class Checkpoint:
         wanted = {view.name: view for view in views(spec)}
         _check_tensors(tensors, wanted.values(), spec)
         special = _special_tokens(config, {}, tokenizer, spec.vocab)
-        return cls(str(path), path, spec, special, tokenizer, None, config, tensors, wanted)
+        chat = chat_templates(file)
+        return cls(str(path), path, spec, special, tokenizer, None, chat, config, tensors, wanted)
 
     @property
     def config_sha256(self) -> str:

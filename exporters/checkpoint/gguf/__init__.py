@@ -3,12 +3,12 @@
 from exporters.checkpoint.gguf.config import hugging_face_config
 from exporters.checkpoint.gguf.file import GgufFile, is_gguf
 from exporters.checkpoint.gguf.tensors import GgufTensor, gguf_tensors
-from exporters.checkpoint.gguf.tokenizer import chat_template, rebuild_tokenizer
+from exporters.checkpoint.gguf.tokenizer import chat_templates, rebuild_tokenizer
 
 __all__ = [
     "GgufFile",
     "GgufTensor",
-    "chat_template",
+    "chat_templates",
     "gguf_tensors",
     "hugging_face_config",
     "is_gguf",

@@ -15,6 +15,7 @@ from tokenizers import (
     processors,
 )
 
+from edgekv.spec.chat import DEFAULT, ChatTemplates
 from exporters.checkpoint.gguf.file import GgufFile
 
 _CONTROL, _USER_DEFINED, _BYTE = 3, 4, 6  # llama.cpp's token types
@@ -94,10 +95,26 @@ def rebuild_tokenizer(file: GgufFile) -> Tokenizer:
     return tokenizer
 
 
-def chat_template(file: GgufFile) -> str | None:
-    """The chat template of a GGUF file, or None."""
+def chat_templates(file: GgufFile) -> ChatTemplates | None:
+    """The chat templates of a GGUF file; None if it has none.
+
+    Raises:
+        CheckpointError: a template cannot be compiled.
+    """
     key = "tokenizer.chat_template"
-    return file.text(key) if key in file else None
+    names = [DEFAULT, *(str(name) for name in file.list("tokenizer.chat_templates"))]
+    keys = {name: key if name == DEFAULT else f"{key}.{name}" for name in names}
+    templates = {name: file.text(key) for name, key in keys.items() if key in file}
+    if not templates:
+        return None
+    tokens = file.list("tokenizer.ggml.tokens")
+    special = {}
+    for name, key in (("bos_token", "bos"), ("eos_token", "eos"), ("pad_token", "padding"), ("unk_token", "unknown")):
+        if (entry := f"tokenizer.ggml.{key}_token_id") in file and 0 <= (number := file.size(entry)) < len(tokens):
+            special[name] = str(tokens[number])
+    found = ChatTemplates(templates=templates, tokens=special)
+    found.check(file.path.name)
+    return found
 
 
 def _byte_level(file: GgufFile, tokens: list[str]) -> Tokenizer:

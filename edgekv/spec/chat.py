@@ -1,0 +1,303 @@
+"""Chat templates: from messages to the prompt that a model was trained on.
+
+Templates come with the checkpoint and are programs in Jinja. They run in Jinja's immutable sandbox with limits on
+loops, memory and output, since they are files of strangers.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from edgekv.errors import BundleError, CheckpointError, EdgeKVError, UsageError
+
+if TYPE_CHECKING:
+    from jinja2 import Environment
+
+FILE = "chat_template.json"
+DEFAULT = "default"
+ROLES = ("system", "developer", "user", "assistant", "tool")
+
+LARGEST_TEMPLATE_BYTES = 1 << 20
+LARGEST_PROMPT_CHARACTERS = 1 << 24
+MOST_ITERATIONS = 1_000_000
+_LARGEST_FILE_BYTES = 1 << 24
+
+Message = Mapping[str, Any]
+"""A message: `role`, `content`, and what the template knows beside them, such as `tool_calls`."""
+
+
+class ChatTemplates(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The chat templates of a model.
+
+    Attributes:
+        templates: Jinja source by name; `default` and, for some models, `tool_use` or others.
+        tokens: special tokens that templates use as variables, such as `bos_token`.
+    """
+
+    templates: dict[str, str]
+    tokens: dict[str, str] = {}
+
+    def check(self, field: str, error: type[EdgeKVError] = CheckpointError) -> None:
+        """Refuse templates that Jinja cannot compile.
+
+        Args:
+            field: what the error calls them.
+            error: its type.
+
+        Raises:
+            EdgeKVError: of the type `error`, naming the template and the line.
+        """
+        from jinja2 import TemplateError
+
+        environment = _environment()
+        for name, source in self.templates.items():
+            found = f"{len(source):,} characters" if len(source) > LARGEST_TEMPLATE_BYTES else None
+            try:
+                environment.from_string(source if found is None else "")
+            except (TemplateError, RecursionError, MemoryError) as reason:
+                found = f"{type(reason).__name__}: {reason}"
+            if found is not None:
+                raise error(
+                    f"{field}: template {name}",
+                    got=found,
+                    expected=f"a Jinja template of at most {LARGEST_TEMPLATE_BYTES:,} characters",
+                    fix="Correct the template, or remove it.",
+                )
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        name: str | None = None,
+        **variables: Any,
+    ) -> str:
+        """The prompt for a conversation, as Hugging Face transformers renders it.
+
+        Args:
+            messages: the turns so far, each with a `role` and a `content`.
+            tools: JSON schemas of functions that the model may call.
+            add_generation_prompt: end with the start of the assistant's turn.
+            name: of the template; None for `tool_use` if there are tools and such a template, else `default`.
+            variables: further variables of the template, such as `enable_thinking`.
+
+        Raises:
+            UsageError: a message is malformed, no such template, or the template refuses the messages, fails, or
+                exceeds the limits.
+        """
+        from jinja2 import TemplateError
+
+        check_messages(messages)
+        chosen = name or ("tool_use" if tools and "tool_use" in self.templates else DEFAULT)
+        if chosen not in self.templates:
+            raise UsageError(
+                "chat template",
+                got=f"no template {chosen!r}",
+                expected=" or ".join(self.templates) or "a chat template in the checkpoint",
+                fix="Give a prompt instead of messages, or export a checkpoint with a chat template.",
+            )
+        environment = _environment()
+        given = {"messages": messages, "tools": tools, "add_generation_prompt": add_generation_prompt}
+        try:
+            return _joined(
+                environment.from_string(self.templates[chosen]).generate({**self.tokens, **given, **variables})
+            )
+        except (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as reason:
+            raise UsageError(
+                f"chat template {chosen}",
+                got=f"{type(reason).__name__}: {reason}",
+                expected="messages that the template accepts",
+                fix="Check the order of the roles; many templates want user and assistant in turn.",
+            ) from None
+        except (RecursionError, MemoryError) as reason:
+            raise _limit(type(reason).__name__, "a template that ends") from None
+
+
+def check_messages(messages: Sequence[Message]) -> None:
+    """Refuse messages that are no messages.
+
+    Raises:
+        UsageError: naming the message.
+    """
+    if not messages:
+        raise UsageError("messages", got="none", expected="at least one", fix="Add a message with the role user.")
+    for number, message in enumerate(messages):
+        if not isinstance(message, Mapping):
+            raise UsageError(
+                f"messages[{number}]",
+                got=type(message).__name__,
+                expected="an object with role and content",
+                fix='Use {"role": "user", "content": "..."}.',
+            )
+        role, content = message.get("role"), message.get("content")
+        if role not in ROLES:
+            raise UsageError(
+                f"messages[{number}].role", got=repr(role)[:80], expected=" or ".join(ROLES), fix="Use user or system."
+            )
+        if not isinstance(content, (str, list)) and not (content is None and message.get("tool_calls")):
+            raise UsageError(
+                f"messages[{number}].content", got=type(content).__name__, expected="text", fix="Give a string."
+            )
+
+
+def read_checkpoint_templates(folder: Path) -> ChatTemplates | None:
+    """The templates of a Hugging Face folder: `chat_template.jinja` first, then `tokenizer_config.json`.
+
+    None if there is none.
+
+    Raises:
+        CheckpointError: a file is broken, or a template cannot be compiled.
+    """
+    config = _read_object(folder / "tokenizer_config.json")
+    templates = _configured(config.get("chat_template"), folder / "tokenizer_config.json")
+    for path in [folder / "chat_template.jinja", *sorted((folder / "additional_chat_templates").glob("*.jinja"))]:
+        if path.is_file():
+            templates[DEFAULT if path.parent == folder else path.stem] = _read_text(path)
+    if not templates:
+        return None
+    tokens = {name: _token(config.get(name)) for name in config if name.endswith("_token")}
+    found = ChatTemplates(templates=templates, tokens={name: text for name, text in tokens.items() if text is not None})
+    found.check(str(folder))
+    return found
+
+
+def read_bundle_templates(folder: Path) -> ChatTemplates | None:
+    """The templates of a bundle; None if it has none.
+
+    Raises:
+        BundleError: the file is not what an export wrote.
+    """
+    path = folder / FILE
+    if not path.is_file():
+        return None
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=ChatTemplates)
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise BundleError(
+            str(path), got=error, expected="the chat templates of an export", fix="Export the bundle again."
+        ) from None
+
+
+def write_templates(templates: ChatTemplates, folder: Path) -> None:
+    """Write templates into a bundle's folder."""
+    (folder / FILE).write_bytes(msgspec.json.encode(templates))
+
+
+def _configured(value: object, path: Path) -> dict[str, str]:
+    """Templates of `tokenizer_config.json`: one as text, or several as a list of names and templates."""
+    if value is None:
+        return {}
+    if isinstance(value, str):
+        return {DEFAULT: value}
+    entries = value if isinstance(value, list) else []
+    found = {
+        entry["name"]: entry["template"]
+        for entry in entries
+        if isinstance(entry, dict) and isinstance(entry.get("name"), str) and isinstance(entry.get("template"), str)
+    }
+    if len(found) != len(entries) or not found:
+        raise CheckpointError(
+            f"{path}: chat_template",
+            got=type(value).__name__,
+            expected="a template, or a list of objects with name and template",
+            fix="Fetch tokenizer_config.json again.",
+        )
+    return found
+
+
+def _token(value: object) -> str | None:
+    """A special token, which is text or an object with its content."""
+    text = value.get("content") if isinstance(value, dict) else value
+    return text if isinstance(text, str) else None
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        found = json.loads(_read_text(path))
+    except (ValueError, RecursionError) as error:
+        found = error
+    if isinstance(found, dict):
+        return found
+    raise CheckpointError(str(path), got=str(found)[:80], expected="a JSON object", fix="Fetch it again.")
+
+
+def _read_text(path: Path) -> str:
+    if (size := path.stat().st_size) > _LARGEST_FILE_BYTES:
+        limit = f"at most {_LARGEST_FILE_BYTES:,} bytes"
+        raise CheckpointError(str(path), got=f"{size:,} bytes", expected=limit, fix="Fetch it again.")
+    try:
+        return path.read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise CheckpointError(str(path), got=error, expected="UTF-8 text", fix="Fetch it again.") from None
+
+
+def _joined(pieces: Iterable[str]) -> str:
+    kept, length = [], 0
+    for piece in pieces:
+        kept.append(piece)
+        length += len(piece)
+        if length > LARGEST_PROMPT_CHARACTERS:
+            raise _limit(f"more than {LARGEST_PROMPT_CHARACTERS:,} characters", "a prompt below that")
+    return "".join(kept)
+
+
+def _limit(found: str, expected: str) -> UsageError:
+    return UsageError("chat template", got=found, expected=expected, fix="The template of this model is not usable.")
+
+
+def _environment() -> Environment:
+    """The environment that transformers renders templates in, with limits on loops and on products of texts."""
+    from jinja2 import TemplateRuntimeError, nodes
+    from jinja2.ext import loopcontrols
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    class Limited(ImmutableSandboxedEnvironment):
+        """Counts the iterations of all loops of a rendering."""
+
+        intercepted_binops = frozenset({"*", "**"})
+
+        def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
+            template = super()._parse(source, name, filename)
+            for loop in template.find_all(nodes.For):
+                loop.iter = nodes.Filter(loop.iter, "_counted", [], [], None, None, lineno=loop.lineno)
+            return template
+
+        def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+            if operator == "*" and not all(isinstance(each, (int, float)) for each in (left, right)):
+                raise TemplateRuntimeError("multiplies a text or a list")
+            if operator == "**" and (abs(left) > 1 << 32 or abs(right) > 64):
+                raise TemplateRuntimeError("a power that is too large")
+            return super().call_binop(context, operator, left, right)
+
+    left = MOST_ITERATIONS
+
+    def counted(items: Iterable[Any]) -> Iterator[Any]:
+        nonlocal left
+        for item in items:
+            left -= 1
+            if left < 0:
+                raise TemplateRuntimeError(f"more than {MOST_ITERATIONS:,} iterations")
+            yield item
+
+    def refuse(message: str) -> None:
+        raise TemplateRuntimeError(message)
+
+    def to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
+        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
+
+    environment = Limited(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
+    environment.filters |= {"tojson": to_json, "_counted": counted}
+    environment.globals |= {
+        "raise_exception": refuse,
+        "strftime_now": lambda form: datetime.now().strftime(form),
+    }
+    return environment
