@@ -442,6 +442,8 @@ def test_a_mask_above_one_mebibyte_warns_and_names_a_smaller_ar(llama):
     assert "mask of 2,097,152 bytes" in warning and "HTP V81 is reported" in warning
     assert warning.endswith("Use --ar with 64 instead of 128.")
     assert make_plan(llama, device=find("SM8850"), context=8192, ar=(1, 64)).warnings == []
+    (decode,) = mask_warnings(Geometry(16, 8, 64, 1 << 20), (1,), SM8650)
+    assert decode.endswith("No AR is small enough: use a smaller --context.")
     (elsewhere,) = make_plan(llama, device=SM8650, context=8192, ar=(1, 128)).warnings
     assert "HTP V81 (other versions: unknown)" in elsewhere
 

@@ -394,45 +394,43 @@ def test_an_option_that_contradicts_a_config_is_refused(tmp_path):
         find_subject(path, Overrides(layers=32))
 
 
-def write_bundle(folder):
-    geometry = Geometry(layers=2, kv_heads=1, head_dim=4, context=64)
+def write_bundle(folder, context=64, **changes):
+    geometry = Geometry(layers=2, kv_heads=1, head_dim=4, context=context)
     activation, cache = Encoding("u16", 0.1, 32768), Encoding("u8", 0.1, 128)
     encodings = dict.fromkeys(["attention_mask", "position_ids_cos", "position_ids_sin", "logits"], activation)
     files = {"decode.onnx": 100, "prefill.onnx": 100, "weights-head.safetensors": 700, "weights-layer.safetensors": 800}
-    write_manifest(
-        folder,
-        Manifest(
-            format=FORMAT,
-            producer="a test",
-            device="SM8650",
-            recipe=RecipeRecord(name="w8a16", rotation="none", weights=[]),
-            kv_dtype="u8",
-            key_layout="rows",
-            context=64,
-            htp_check="not-run",
-            model=ModelRecord(
-                model_type="llama",
-                layers=2,
-                hidden=8,
-                heads=2,
-                kv_heads=1,
-                head_dim=4,
-                intermediate=16,
-                vocab=32,
-                max_positions=128,
-            ),
-            rope=RopeRecord(rope_type="default", theta=10000.0, parameters={}, inverse_frequencies=[1.0, 0.01]),
-            tokens=TokenRecord(bos=None, eos=[0], pad=None),
-            graphs=[
-                GraphRecord.whole("decode", "decode.onnx", layers=2, ar=1, context=64, role="decode"),
-                GraphRecord.whole("prefill", "prefill.onnx", layers=2, ar=16, context=64, role="prefill"),
-            ],
-            floating_nodes=[],
-            encodings=encodings | {tensor.past: cache for tensor in geometry.names()},
-            source=SourceRecord(checkpoint="none", weights_sha256="0" * 64, calibration="none", calibration_tokens=0),
-            files={name: FileRecord(bytes=size_bytes, sha256="0" * 64) for name, size_bytes in files.items()},
+    manifest = Manifest(
+        format=FORMAT,
+        producer="a test",
+        device="SM8650",
+        recipe=RecipeRecord(name="w8a16", rotation="none", weights=[]),
+        kv_dtype="u8",
+        key_layout="rows",
+        context=context,
+        htp_check="not-run",
+        model=ModelRecord(
+            model_type="llama",
+            layers=2,
+            hidden=8,
+            heads=2,
+            kv_heads=1,
+            head_dim=4,
+            intermediate=16,
+            vocab=32,
+            max_positions=128,
         ),
+        rope=RopeRecord(rope_type="default", theta=10000.0, parameters={}, inverse_frequencies=[1.0, 0.01]),
+        tokens=TokenRecord(bos=None, eos=[0], pad=None),
+        graphs=[
+            GraphRecord.whole("decode", "decode.onnx", layers=2, ar=1, context=context, role="decode"),
+            GraphRecord.whole("prefill", "prefill.onnx", layers=2, ar=16, context=context, role="prefill"),
+        ],
+        floating_nodes=[],
+        encodings=encodings | {tensor.past: cache for tensor in geometry.names()},
+        source=SourceRecord(checkpoint="none", weights_sha256="0" * 64, calibration="none", calibration_tokens=0),
+        files={name: FileRecord(bytes=size_bytes, sha256="0" * 64) for name, size_bytes in files.items()},
     )
+    write_manifest(folder, msgspec.structs.replace(manifest, **changes))
     return geometry
 
 
@@ -441,6 +439,23 @@ def test_a_bundle_gives_sizes_graphs_and_weights(tmp_path):
     found = find_subject(tmp_path, Overrides(kv_bits=8, context=64, ar=(1, 16)))
     assert (found.geometry, found.ar, found.weights_bytes, found.max_positions) == (geometry, (1, 16), 1500, 128)
     assert find_subject(tmp_path / "manifest.json", Overrides()) == found
+
+
+def test_the_windows_and_the_key_layout_of_a_bundle_count(tmp_path):
+    write_bundle(tmp_path, windows=[32, None])
+    report = make_size_report(find_subject(tmp_path, Overrides()), device=find("SM8650"))
+    assert [(each.layers, each.window) for each in report.geometry.windows] == [(1, 32), (1, 64)]
+    assert report.strategies[0].held_bytes == 2 * 64 + 2 * ((32 + 16) + (64 + 16)) * 4
+    write_bundle(tmp_path, key_layout="columns")
+    columns = make_size_report(find_subject(tmp_path, Overrides()), device=find("SM8650"))
+    assert "mirror" not in [each.strategy for each in columns.strategies]
+    assert any("keys as columns" in each for each in columns.assumptions)
+
+
+def test_a_bundle_of_an_absurd_context_is_refused(tmp_path):
+    write_bundle(tmp_path, context=1 << 21)
+    with pytest.raises(BundleError, match=r"manifest.json: context: got 2097152; expected 2 to 1048576"):
+        find_subject(tmp_path, Overrides())
 
 
 @pytest.mark.parametrize("changes", [{"context": 128}, {"kv_bits": 16}, {"layers": 3}, {"ar": (1, 32)}])

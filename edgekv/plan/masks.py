@@ -41,17 +41,19 @@ def mask_warnings(geometry: Geometry | LayeredGeometry, ar: Sequence[int], devic
     )
     sentences = []
     for tokens in ar:
+        safe = _safe_ar(geometry, tokens)
+        fix = f"Use --ar with {safe} instead of {tokens}" if safe else "No AR is small enough: use a smaller --context"
         if (found_bytes := mask_bytes(geometry, tokens)) > MASK_BYTES:
             sentences.append(
                 f"AR-{tokens} with a context of {context:,} has an attention mask of {found_bytes:,} bytes; above "
                 f"{MASK_BYTES:,} the Add of {where} is reported to use wrong rows, which the emulator does not show. "
-                f"Use --ar with {_safe_ar(geometry, tokens)} instead of {tokens}."
+                f"{fix}."
             )
     return sentences
 
 
-def _safe_ar(geometry: Geometry | LayeredGeometry, ar: int) -> int:
-    """The largest smaller AR that divides the context and has a mask within the limit."""
+def _safe_ar(geometry: Geometry | LayeredGeometry, ar: int) -> int | None:
+    """The largest smaller AR that divides the context and has a mask within the limit, if there is one."""
     context = geometry.context
-    smaller = (tokens for tokens in range(ar - 1, 1, -1) if context % tokens == 0)
-    return next((tokens for tokens in smaller if mask_bytes(geometry, tokens) <= MASK_BYTES), 1)
+    smaller = (tokens for tokens in range(ar - 1, 0, -1) if context % tokens == 0)
+    return next((tokens for tokens in smaller if mask_bytes(geometry, tokens) <= MASK_BYTES), None)

@@ -2,41 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from edgekv.bundle import MANIFEST, Manifest, read_manifest
+from edgekv.bundle import MANIFEST
 from edgekv.errors import CheckpointError, UsageError
+from edgekv.plan.bundle_subject import bundle_subject
 from edgekv.plan.limits import MOST_CONTEXT
 from edgekv.plan.subject import (
     DEFAULT_AR,
     Overrides,
     Subject,
     cache_geometry,
+    check_agreement,
     checked_ar,
     kv_dtype_of,
     option,
+    weights_sentence,
 )
 from edgekv.spec import (
     CONFIG,
     CacheSpec,
     Config,
-    Decoder,
     DecoderInterface,
-    Weights,
     describe_cache,
     identify,
     read_config,
     recipe_weights,
 )
-from quant import WEIGHT_TYPES
 
 _NEEDED = ("layers", "kv_heads", "head_dim", "context", "kv_bits")
 _WINDOWS_UNKNOWN = (
     "the attention windows of this architecture are unknown: every layer is counted with the whole context"
 )
-_COLUMNS = "keys as columns: rewriting them when another AR takes over is not counted"
 _DEFAULT_AR = ",".join(map(str, DEFAULT_AR))
 
 
@@ -57,7 +55,7 @@ def find_subject(path: Path | None, overrides: Overrides) -> Subject:
     if path is None:
         return _from_options(overrides)
     if is_bundle(path):
-        return _from_bundle(path.parent if path.is_file() else path, overrides)
+        return bundle_subject(path.parent if path.is_file() else path, overrides)
     kind = identify(path)
     if kind is not None and kind.kind != "checkpoint":
         wanted = f"a {CONFIG}, a folder that has one, or a bundle"
@@ -83,7 +81,7 @@ def _from_options(given: Overrides) -> Subject:
     assumptions: list[str] = []
     geometry = cache_geometry(layers, kv_heads, head_dim, context, kv_dtype_of(kv_bits))
     ar = _ar(given, context, (), assumptions)
-    assumptions.append(_weights(None, "no model is named"))
+    assumptions.append(weights_sentence(None, "no model is named"))
     return Subject("options", geometry, ar, None, None, tuple(assumptions))
 
 
@@ -92,7 +90,7 @@ def _from_config(file: Path, given: Overrides) -> Subject:
     found = describe_cache(config)
     assumptions = _defaults(config, found)
     sizes = {"layers": found.layers, "kv_heads": found.kv_heads, "head_dim": found.head_dim}
-    _check_agreement(given, sizes, file)
+    check_agreement(given, sizes, file)
     context = _context(given, found.max_positions, assumptions)
     bits = given.kv_bits
     if bits is None:
@@ -108,7 +106,7 @@ def _from_config(file: Path, given: Overrides) -> Subject:
     weights = None if decoder is None else recipe_weights(decoder, given.recipe)
     size_bytes = None if weights is None else weights.total_bytes
     basis = f"the recipe {given.recipe}, with a 16-bit embedding table and an 8-bit head"
-    assumptions.append(_weights(size_bytes, basis))
+    assumptions.append(weights_sentence(size_bytes, basis))
     subject = Subject(str(file), geometry, ar, size_bytes, found.max_positions, tuple(assumptions), decoder, weights)
     if spec is None:
         return subject
@@ -151,71 +149,6 @@ def _defaults(config: Config, found: CacheSpec) -> list[str]:
     return sentences
 
 
-def _from_bundle(folder: Path, given: Overrides) -> Subject:
-    manifest = read_manifest(folder)
-    plain, model = manifest.geometry, manifest.model
-    found = {name: getattr(plain, name) for name in ("layers", "kv_heads", "head_dim", "context")}
-    Overrides(**found).check()
-    _check_agreement(given, {**found, "kv_bits": 8 * plain.element_bytes}, folder)
-    ar = tuple(sorted({graph.ar for graph in manifest.graphs}))
-    if given.ar is not None and checked_ar(given.ar, plain.context) != ar:
-        raise _contradiction("--ar", ",".join(map(str, given.ar)), ",".join(map(str, ar)), folder)
-    shards = [record.bytes for name, record in manifest.files.items() if name.endswith(".safetensors")]
-    size_bytes = sum(shards) if shards else None
-    assumptions = [_weights(size_bytes, "the bundle's safetensors")]
-    if len(contexts := manifest.contexts) > 1:
-        listed = ", ".join(map(str, contexts))
-        assumptions.append(f"graphs for contexts of {listed} share one cache; costs are those of the largest context")
-    if not manifest.is_whole:
-        assumptions.append("inputs and outputs of graphs that are divided into parts are counted as if they were whole")
-    if manifest.key_layout == "columns":
-        assumptions.append(_COLUMNS)
-    decoder = Decoder(
-        layers=model.layers,
-        hidden=model.hidden,
-        heads=model.heads,
-        kv_heads=model.kv_heads,
-        head_dim=model.head_dim,
-        intermediate=model.intermediate,
-        vocab=model.vocab,
-    )
-    return Subject(
-        str(folder),
-        manifest.cache_geometry,
-        ar,
-        size_bytes,
-        model.max_positions,
-        tuple(assumptions),
-        decoder,
-        None if size_bytes is None else _bundle_weights(decoder, size_bytes),
-        _splits(manifest),
-        manifest.interface.rotary,
-    )
-
-
-def _bundle_weights(decoder: Decoder, size_bytes: int) -> Weights:
-    """The total in pieces: the embedding table and the head as export writes them, the rest in equal layers."""
-    embedding_bytes = min(2 * decoder.table_parameters, size_bytes)
-    head_bytes = min(WEIGHT_TYPES["int8"].matrix_bytes(decoder.hidden, decoder.vocab), size_bytes - embedding_bytes)
-    layer_bytes = -(-(size_bytes - embedding_bytes - head_bytes) // decoder.layers)
-    return Weights(
-        embedding_bytes=embedding_bytes,
-        layer_bytes=layer_bytes,
-        layer_packed_bytes=0,
-        layers=decoder.layers,
-        head_bytes=size_bytes - embedding_bytes - decoder.layers * layer_bytes,
-    )
-
-
-def _splits(manifest: Manifest) -> int:
-    """Parts with layers of one graph."""
-    return max((sum(bool(part.layers) for part in graph.parts) for graph in manifest.graphs), default=1)
-
-
-def _weights(size_bytes: int | None, basis: str) -> str:
-    return "weights unknown, counted as 0 bytes" if size_bytes is None else f"weights of {size_bytes:,} bytes: {basis}"
-
-
 def _ar(given: Overrides, context: int, windows: tuple[int | None, ...], assumptions: list[str]) -> tuple[int, ...]:
     if given.ar is None:
         assumptions.append(f"graphs of AR {_DEFAULT_AR}, the default")
@@ -223,17 +156,6 @@ def _ar(given: Overrides, context: int, windows: tuple[int | None, ...], assumpt
     if context % ar[-1]:
         assumptions.append(f"context {context} is no multiple of the largest AR, {ar[-1]}: export would refuse it")
     return ar
-
-
-def _check_agreement(given: Overrides, found: Mapping[str, int], path: Path) -> None:
-    for name, value in found.items():
-        chosen = getattr(given, name)
-        if chosen is not None and chosen != value:
-            raise _contradiction(option(name), chosen, value, path)
-
-
-def _contradiction(name: str, found: object, wanted: object, path: Path) -> UsageError:
-    return UsageError(name, got=found, expected=f"{wanted}, as {path} says", fix="Leave it out.")
 
 
 def _missing(options: list[str]) -> UsageError:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from edgekv.errors import UsageError
 from edgekv.plan.limits import MOST_CONTEXT, MOST_GRAPHS
@@ -148,6 +150,28 @@ def checked_ar(ar: tuple[int, ...], context: int, windows: tuple[int | None, ...
             fix="Use a smaller --ar.",
         )
     return tuple(sorted(set(ar)))
+
+
+def check_agreement(given: Overrides, found: Mapping[str, int], path: Path) -> None:
+    """Refuse options that contradict what a file says.
+
+    Raises:
+        UsageError: naming the first such option.
+    """
+    for name, value in found.items():
+        chosen = getattr(given, name)
+        if chosen is not None and chosen != value:
+            raise contradiction(option(name), chosen, value, path)
+
+
+def contradiction(name: str, found: object, wanted: object, path: Path) -> UsageError:
+    """The error for an option that contradicts a file."""
+    return UsageError(name, got=found, expected=f"{wanted}, as {path} says", fix="Leave it out.")
+
+
+def weights_sentence(size_bytes: int | None, basis: str) -> str:
+    """The assumption about the weights, in words."""
+    return "weights unknown, counted as 0 bytes" if size_bytes is None else f"weights of {size_bytes:,} bytes: {basis}"
 
 
 def option(name: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import msgspec
 
@@ -32,14 +33,15 @@ class GraphPorts(msgspec.Struct, frozen=True, kw_only=True):
 def graph_ports(geometry: Geometry | LayeredGeometry, ar: int, rotary: Sequence[RotaryInputs]) -> GraphPorts:
     """The ports of the graph for `ar` tokens per inference, as one part."""
     role: Role = "decode" if ar == 1 else "prefill"
-    decoder = DecoderInterface(hidden=1, vocab=1, cache=geometry, rotary=tuple(rotary))
     record = GraphRecord.whole("", "", layers=geometry.layers, ar=ar, context=geometry.context, role=role)
-    ports = decoder.graph(record)
+    # All heads of a layer have the same ports, so one is enough to count the others.
+    cache = replace(geometry, kv_heads=1) if isinstance(geometry, Geometry) else replace(geometry, kv_heads=(1,))
+    ports = DecoderInterface(hidden=1, vocab=1, cache=cache, rotary=tuple(rotary)).graph(record)
     return GraphPorts(
         role=role,
         ar=ar,
-        inputs=len(ports.inputs),
-        outputs=len(ports.outputs),
-        kv_inputs=sum(port.kind == "past" for port in ports.inputs),
-        kv_outputs=sum(port.kind == "new" for port in ports.outputs),
+        inputs=sum(port.kind != "past" for port in ports.inputs) + geometry.tensors,
+        outputs=sum(port.kind != "new" for port in ports.outputs) + geometry.tensors,
+        kv_inputs=geometry.tensors,
+        kv_outputs=geometry.tensors,
     )

@@ -1,0 +1,88 @@
+"""What is planned of a bundle: its manifest says all sizes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from edgekv.bundle import MANIFEST, Manifest, read_manifest
+from edgekv.errors import BundleError, UsageError
+from edgekv.plan.subject import Overrides, Subject, check_agreement, checked_ar, contradiction, weights_sentence
+from edgekv.spec import Decoder, Weights
+from quant import WEIGHT_TYPES
+
+_COLUMNS = "keys as columns: rewriting them when another AR takes over is not counted"
+
+
+def bundle_subject(folder: Path, given: Overrides) -> Subject:
+    """The cache, the graphs and the weights of a bundle.
+
+    Raises:
+        UsageError: an option contradicts the bundle.
+        BundleError: the bundle cannot be read, or its sizes are out of range.
+    """
+    manifest = read_manifest(folder)
+    plain, model = manifest.geometry, manifest.model
+    found = {name: getattr(plain, name) for name in ("layers", "kv_heads", "head_dim", "context")}
+    _check_sizes(Overrides(**found), folder)
+    check_agreement(given, {**found, "kv_bits": 8 * plain.element_bytes}, folder)
+    ar = tuple(sorted({graph.ar for graph in manifest.graphs}))
+    if given.ar is not None and checked_ar(given.ar, plain.context) != ar:
+        raise contradiction("--ar", ",".join(map(str, given.ar)), ",".join(map(str, ar)), folder)
+    shards = [record.bytes for name, record in manifest.files.items() if name.endswith(".safetensors")]
+    size_bytes = sum(shards) if shards else None
+    assumptions = [weights_sentence(size_bytes, "the bundle's safetensors")]
+    if len(contexts := manifest.contexts) > 1:
+        listed = ", ".join(map(str, contexts))
+        assumptions.append(f"graphs for contexts of {listed} share one cache; costs are those of the largest context")
+    if not manifest.is_whole:
+        assumptions.append("inputs and outputs of graphs that are divided into parts are counted as if they were whole")
+    if manifest.key_layout == "columns":
+        assumptions.append(_COLUMNS)
+    decoder = Decoder(
+        layers=model.layers,
+        hidden=model.hidden,
+        heads=model.heads,
+        kv_heads=model.kv_heads,
+        head_dim=model.head_dim,
+        intermediate=model.intermediate,
+        vocab=model.vocab,
+    )
+    return Subject(
+        str(folder),
+        manifest.cache_geometry,
+        ar,
+        size_bytes,
+        model.max_positions,
+        tuple(assumptions),
+        decoder,
+        None if size_bytes is None else _bundle_weights(decoder, size_bytes),
+        _splits(manifest),
+        manifest.interface.rotary,
+    )
+
+
+def _check_sizes(sizes: Overrides, folder: Path) -> None:
+    try:
+        sizes.check()
+    except UsageError as error:
+        field, fix = f"{folder / MANIFEST}: {error.field.removeprefix('--')}", "Export the bundle again."
+        raise BundleError(field, got=error.got, expected=error.expected, fix=fix) from None
+
+
+def _bundle_weights(decoder: Decoder, size_bytes: int) -> Weights:
+    """The total in pieces: the embedding table and the head as export writes them, the rest in equal layers."""
+    embedding_bytes = min(2 * decoder.table_parameters, size_bytes)
+    head_bytes = min(WEIGHT_TYPES["int8"].matrix_bytes(decoder.hidden, decoder.vocab), size_bytes - embedding_bytes)
+    layer_bytes = -(-(size_bytes - embedding_bytes - head_bytes) // decoder.layers)
+    return Weights(
+        embedding_bytes=embedding_bytes,
+        layer_bytes=layer_bytes,
+        layer_packed_bytes=0,
+        layers=decoder.layers,
+        head_bytes=size_bytes - embedding_bytes - decoder.layers * layer_bytes,
+    )
+
+
+def _splits(manifest: Manifest) -> int:
+    """Parts with layers of one graph."""
+    return max((sum(bool(part.layers) for part in graph.parts) for graph in manifest.graphs), default=1)
