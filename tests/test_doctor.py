@@ -7,6 +7,7 @@ from importlib import metadata
 from pathlib import Path
 
 import numpy as np
+import onnx
 import onnxruntime as ort
 import pytest
 
@@ -14,7 +15,7 @@ from edgekv.cli.app import run
 from edgekv.doctor import list_packages, require
 from edgekv.doctor.examine import run_probe
 from edgekv.doctor.finding import NotInstalledError
-from edgekv.doctor.samples import onnx_sum_case, write_onnx_sum
+from edgekv.doctor.samples import IR_VERSION, OPSET, onnx_norm_case, write_onnx_norm
 from tests.aihub_server import DEVICES, TOKEN, AiHub
 
 PACKAGES = {
@@ -126,11 +127,21 @@ def test_a_core_that_lacks_a_package_ends_with_1(
     assert "no-such-package  -" in capsys.readouterr().out
 
 
-def test_the_sample_graph_is_the_sum_that_its_case_says(tmp_path: Path) -> None:
-    write_onnx_sum(tmp_path / "sum.onnx")
-    x, y = onnx_sum_case()
-    (found,) = ort.InferenceSession(tmp_path / "sum.onnx").run(None, {"x": x})
+def test_the_sample_graph_gives_what_its_case_says(tmp_path: Path) -> None:
+    write_onnx_norm(tmp_path / "norm.onnx")
+    x, y = onnx_norm_case()
+    (found,) = ort.InferenceSession(tmp_path / "norm.onnx").run(None, {"x": x})
     assert np.array_equal(found, y)
+
+
+def test_the_sample_graph_has_the_operator_set_of_exported_graphs(small: Path, tmp_path: Path) -> None:
+    """A runtime that loads the sample and not a bundle would be called working."""
+    write_onnx_norm(tmp_path / "norm.onnx")
+    sample = onnx.load(tmp_path / "norm.onnx")
+    exported = onnx.load(next(small.glob("ar1_*.onnx")), load_external_data=False)
+    for model in (sample, exported):
+        assert ([each.version for each in model.opset_import], model.ir_version) == ([OPSET], IR_VERSION)
+    assert {node.op_type for node in sample.graph.node} <= {node.op_type for node in exported.graph.node}
 
 
 def test_a_package_of_edgekv_itself_needs_no_extra() -> None:

@@ -1,4 +1,4 @@
-"""The commands that are there: edgekv's own, and those that installed packages add."""
+"""The commands: edgekv's own, and those that installed packages add."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _OWN: dict[str, Command] = {
 
 
 def find_commands(wanted: str) -> dict[str, Command]:
-    """The command of this name, or all of them if there is none; others are not even imported.
+    """The command of this name, or all commands if there is none of that name. Other commands are not imported.
 
     An installed command that cannot be imported is named in a warning and left out.
     """

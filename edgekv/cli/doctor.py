@@ -1,4 +1,4 @@
-"""`edgekv doctor`: what works on this machine, and what to install for what does not."""
+"""`edgekv doctor`: what works on this machine, and how to install the rest."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def doctor(
 ) -> None:
     """Try every engine and runtime, each in a process of its own.
 
-    The exit code is 0 if bundles can be run on the CPU. No token is printed.
+    The exit code is 0 if bundles run on the CPU. Tokens of services are never printed.
     """
     examined = examine()
     if as_json:

@@ -1,7 +1,7 @@
-"""What of edgekv works on this machine: installed packages, and engines that are tried, each in a process of its own.
+"""What works on this machine: installed packages, and engines, each tried in a process of its own.
 
-`probes` has those of this package; others join through the entry-point group `edgekv.probes`, with a function that
-takes nothing and returns a `Finding`.
+A package adds a probe through the entry-point group `edgekv.probes`: a function without arguments that returns a
+`Finding`.
 """
 
 from edgekv.doctor.examine import Examination, examine

@@ -1,4 +1,4 @@
-"""All probes, side by side."""
+"""Running all probes."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ _TIMEOUT_S = 60.0
 
 
 class Examination(msgspec.Struct, frozen=True, kw_only=True):
-    """What was found.
+    """The result of all probes.
 
     Attributes:
         edgekv: its version.
         python: version of the interpreter.
         machine: operating system and processor.
-        core_works: bundles can be run on the CPU.
-        findings: one for each probe.
-        packages: what edgekv and its extras ask for.
+        core_works: bundles run on the CPU.
+        findings: one per probe.
+        packages: the requirements of edgekv and its extras.
     """
 
     edgekv: str
@@ -46,10 +46,10 @@ class Examination(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def examine(timeout_s: float = _TIMEOUT_S) -> Examination:
-    """Run every probe in a process of its own: one that crashes or hangs is a finding like others.
+    """Run each probe in a process of its own, so that a crash or hang is a finding too.
 
     Args:
-        timeout_s: for each probe.
+        timeout_s: time limit of a probe.
     """
     points = {point.name: point.value for point in metadata.entry_points(group=GROUP)}
     probes = _OWN | dict(sorted(points.items()))
@@ -69,12 +69,12 @@ def examine(timeout_s: float = _TIMEOUT_S) -> Examination:
 
 
 def run_probe(name: str, function: str, timeout_s: float = _TIMEOUT_S) -> Finding:
-    """One probe in a process of its own.
+    """Run one probe in a process of its own.
 
     Args:
-        name: for the finding.
+        name: of the finding.
         function: as `module:name`.
-        timeout_s: how long it may take.
+        timeout_s: time limit.
     """
     end = run_in_child("edgekv.doctor.worker", function.encode(), timeout_s=timeout_s)
     if end.reply is None:

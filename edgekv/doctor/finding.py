@@ -1,4 +1,4 @@
-"""What a probe found."""
+"""The result of a probe."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
     """The result of one probe.
 
     Attributes:
-        status: `missing` is not installed; `broken` is installed and fails.
-        detail: what works, in which version; or what was found instead.
-        fix: what to do next, empty if it works.
-        devices: names of the devices that can be reached through it.
+        status: `missing` means not installed; `broken` means installed and failing.
+        detail: the version that works, or what is wrong.
+        fix: what to do; empty if it works.
+        devices: names of the devices that it reaches.
         name: of the probe.
     """
 
@@ -36,18 +36,18 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class NotInstalledError(EdgeKVError):
-    """A package that a probe needs is not there."""
+    """A package that a probe needs is not installed."""
 
 
 def require(package: str, extra: str | None = None) -> str:
     """Name and version of an installed package.
 
     Args:
-        package: as it is installed.
-        extra: of edgekv, which brings it; None if edgekv itself does.
+        package: its name.
+        extra: the extra of edgekv that installs it; None if edgekv itself does.
 
     Raises:
-        NotInstalledError: it is not there.
+        NotInstalledError: it is not installed.
     """
     try:
         return f"{package} {metadata.version(package)}"

@@ -1,4 +1,4 @@
-"""What edgekv's own metadata asks for, and what is there."""
+"""The requirements in edgekv's metadata, and the installed versions."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ class Package(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         name: of the package.
-        extra: of edgekv that asks for it; None for edgekv itself.
+        extra: the extra of edgekv that requires it; None for edgekv itself.
         expected: the versions that fit.
-        installed: the version that is there, if one is.
-        fits: whether that is one of them.
+        installed: the installed version, if any.
+        fits: whether the installed version fits.
     """
 
     name: str
@@ -30,7 +30,7 @@ class Package(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def list_packages() -> list[Package]:
-    """The requirements of edgekv and of its extras on this machine, but for those of developers."""
+    """The requirements of edgekv and its extras on this machine, without those for development."""
     extras = metadata.metadata("edgekv").get_all("Provides-Extra") or []
     requirements = [Requirement(text) for text in metadata.requires("edgekv") or []]
     found = []

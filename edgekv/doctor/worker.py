@@ -1,4 +1,4 @@
-"""The child process behind `edgekv.doctor.examine`: runs the probe that it is told, and replies with the finding."""
+"""The child process of `edgekv.doctor.examine`: runs one probe and replies with its finding."""
 
 from __future__ import annotations
 

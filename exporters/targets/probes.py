@@ -6,7 +6,7 @@ import ctypes
 import json
 
 from edgekv.doctor import Finding, require
-from edgekv.doctor.samples import write_onnx_sum
+from edgekv.doctor.samples import write_onnx_norm
 from edgekv.errors import UsageError
 from edgekv.scratch import scratch_folder
 from exporters.targets.aihub.account import connect
@@ -20,10 +20,10 @@ def genai() -> Finding:
     check_version()
     import onnxruntime_genai
 
-    stage = {"sum": {"filename": "sum.onnx", "inputs": ["x"], "outputs": ["y"]}}
+    stage = {"norm": {"filename": "norm.onnx", "inputs": ["x"], "outputs": ["y"]}}
     model = {"type": "decoder-pipeline", "context_length": 2, "vocab_size": 2, "decoder": {"pipeline": [stage]}}
     with scratch_folder("doctor") as folder:
-        write_onnx_sum(folder / "sum.onnx")
+        write_onnx_norm(folder / "norm.onnx")
         (folder / "genai_config.json").write_text(json.dumps({"model": model, "search": {}}))
         onnxruntime_genai.Model(str(folder))
     return Finding(status="works", detail=version)
