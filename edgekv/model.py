@@ -12,45 +12,40 @@ from edgekv.bundle import Bundle
 from edgekv.kv import KVCache
 from edgekv.prefix import PrefixCache, PrefixStore, RetentionPolicy, open_store
 from edgekv.runtime import Engine
-from edgekv.session import (
-    BeamCall,
-    BeamParams,
-    BeamResult,
-    CacheSetup,
-    Generation,
-    Graphs,
-    LogitsProcessor,
-    Request,
-    Sampler,
-    SamplingCall,
-    SamplingParams,
-    Session,
-    SessionPool,
-)
-from edgekv.session.beam_run import check_beams, run_beams
+from edgekv.session.beam_run import BeamResult, check_beams, run_beams
+from edgekv.session.caches import CacheSetup
 from edgekv.session.defaults import default_params
-from edgekv.session.params import choose_params
+from edgekv.session.generation import Generation
+from edgekv.session.graphs import Graphs
+from edgekv.session.params import BeamCall, BeamParams, SamplingCall, SamplingParams, choose_params
+from edgekv.session.pool import SessionPool
+from edgekv.session.processors import LogitsProcessor
 from edgekv.session.prompt import PromptReader
-from edgekv.session.request import open_prefixes
+from edgekv.session.request import Request, open_prefixes
+from edgekv.session.sampler import Sampler
+from edgekv.session.session import Session
 from edgekv.session.turns import Turns
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
+Prompt = str | Sequence[int]
+"""Text, or token ids."""
+
 
 class Model:
-    """A bundle, an engine, a cache, and as many sequences with caches of their own as are asked for; see `load`.
+    """A bundle on an engine, its own cache, and one more for each sequence that calls name; see `edgekv.load`.
 
-    Threads may share a model: steps take turns. A call without `sequence` holds the model's own cache until it ends,
-    is closed or dropped, and a call with one holds the cache of that sequence. A later call for the same cache ends
-    the earlier one if both come from one thread; one from another thread waits for it. `close`, or leaving a `with`
-    block, frees the caches.
+    Threads may share a model: steps take turns. A call holds its cache until it ends, is closed or dropped: the
+    model's own, or that of its `sequence`. A later call for the same cache ends the earlier one if both come from one
+    thread; one from another thread waits. `close`, or leaving a `with` block, frees graphs and caches.
 
     Attributes:
         bundle: the bundle.
         engine: name of the engine.
         mode: which sequences are kept from one step to the next.
-        sequences: the sequences that `generate(..., sequence=ID)` keeps.
+        session: the model's own session, of calls without `sequence`.
+        sequences: the sessions of the others.
         defaults: the parameters of a call that says nothing: those of the bundle, or greedy decoding.
     """
 
@@ -106,23 +101,20 @@ class Model:
 
     @overload
     def generate(
-        self,
-        prompt: str | Sequence[int],
-        params: SamplingParams | int | None = None,
-        **keywords: Unpack[SamplingCall],
+        self, prompt: Prompt, params: SamplingParams | int | None = None, **keywords: Unpack[SamplingCall]
     ) -> Generation: ...
 
     @overload
-    def generate(self, prompt: str | Sequence[int], params: BeamParams, **keywords: Unpack[BeamCall]) -> BeamResult: ...
+    def generate(self, prompt: Prompt, params: BeamParams, **keywords: Unpack[BeamCall]) -> BeamResult: ...
 
     @overload
     def generate(
-        self, prompt: str | Sequence[int], params: int | None = None, *, num_beams: int, **keywords: Unpack[BeamCall]
+        self, prompt: Prompt, params: int | None = None, *, num_beams: int, **keywords: Unpack[BeamCall]
     ) -> BeamResult: ...
 
     def generate(
         self,
-        prompt: str | Sequence[int],
+        prompt: Prompt,
         params: SamplingParams | BeamParams | int | None = None,
         *,
         sequence: int | None = None,
@@ -163,29 +155,20 @@ class Model:
         tokens, manifest = self._read(prompt, "prompt"), self.bundle.manifest
         request = Request(self.sequences, self._graphs, sequence, open_prefixes(self._store, cache_salt, retention))
         if isinstance(chosen.params, BeamParams):
-            check_beams(manifest, self._caches, sequence)
+            check_beams(manifest, self._caches, sequence, processors, return_logits=return_logits)
             with self._turns.whole_call(None, request.finish):
                 return run_beams(self._graphs, request, tokens, self._setup, chosen.params, manifest, self.tokenizer)
-        encoding = manifest.encodings["logits"]
+        sampler = Sampler.of(chosen.params, manifest.encodings["logits"], manifest.model.vocab, processors)
+        text = (self.tokenizer, manifest.tokens.eos)
         return Generation(
-            self._turns,
-            request,
-            tokens,
-            self._setup,
-            chosen=chosen,
-            eos=manifest.tokens.eos,
-            sampler=Sampler.of(chosen.params, encoding, manifest.model.vocab, processors),
-            tokenizer=self.tokenizer,
-            logits_encoding=encoding if return_logits else None,
+            self._turns, request, tokens, self._setup, chosen, sampler, *text, return_logits=return_logits
         )
 
     def score(self, tokens: Sequence[int]) -> NDArray[np.float32]:
         """The logits after each of the tokens, `[T, V]`, teacher forced from an empty cache.
 
         Raises:
-            ContextFullError: more tokens than the context holds and the policy is `fail`; nothing was run.
-            UsageError: a closed model, no tokens, or an id that is not in the vocabulary.
-            EngineError: the engine refused a graph.
+            EdgeKVError: as `generate`.
         """
         self._turns.check_open()
         tokens = self._read(tokens, "tokens")
@@ -194,5 +177,5 @@ class Model:
             self._graphs.prepare("score", "decode")
             return self.bundle.manifest.encodings["logits"].dequantize(self.session.score(tokens))
 
-    def _read(self, prompt: str | Sequence[int], field: str) -> list[int]:
+    def _read(self, prompt: Prompt, field: str) -> list[int]:
         return self._prompts.read(prompt, field, self._caches.policy.name)

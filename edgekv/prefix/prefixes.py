@@ -65,14 +65,14 @@ class Prefixes:
         return held
 
     def keep(self, cache: KVCache, tokens: Sequence[int]) -> None:
-        """Arena the blocks that have become full since the last call."""
+        """Store the blocks that became full since the last call."""
         step = self._store.config.tokens_per_block
         if len(tokens) // step > self._seen_tokens // step:
             self._insert(cache, tokens, ended=False)
             self._seen_tokens = len(tokens)
 
     def end(self, cache: KVCache, tokens: Sequence[int]) -> None:
-        """Arena the last block too, and write what is worth it to the disk, if the store has one."""
+        """Store the last block too, and write to the disk, if the store has one, what is worth it."""
         self._insert(cache, tokens, ended=True)
         if self._writes:
             before = self._store.stats

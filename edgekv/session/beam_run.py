@@ -20,6 +20,7 @@ from edgekv.session.events import Setup, StopReason
 from edgekv.session.graphs import Graphs
 from edgekv.session.mode import Always
 from edgekv.session.params import BeamParams
+from edgekv.session.processors import LogitsProcessor
 from edgekv.session.request import Request
 from edgekv.session.text import Detokenizer
 from quant import Encoding
@@ -163,11 +164,19 @@ class GraphScorer:
         return np.stack(rows)
 
 
-def check_beams(manifest: Manifest, caches: CacheSetup, sequence: int | None) -> None:
+def check_beams(
+    manifest: Manifest,
+    caches: CacheSetup,
+    sequence: int | None = None,
+    processors: Sequence[LogitsProcessor] = (),
+    *,
+    return_logits: bool = False,
+) -> None:
     """Refuse what beam search cannot run on.
 
     Raises:
-        UsageError: a context policy, cache mode, growth, key layout or attention window without beam search.
+        UsageError: a sequence, processors, logits, or a context policy, cache mode, growth, key layout or attention
+            window without beam search.
     """
 
     def refuse(field: str, found: object, wanted: str, fix: str) -> NoReturn:
@@ -175,6 +184,10 @@ def check_beams(manifest: Manifest, caches: CacheSetup, sequence: int | None) ->
 
     if sequence is not None:
         refuse("sequence", sequence, "none with num_beams", "Leave one of them out.")
+    if processors:
+        refuse("processors", len(processors), "none with num_beams", "Leave one of them out.")
+    if return_logits:
+        refuse("return_logits", True, "none with num_beams", "Use Model.score for the logits of a text.")
     if caches.policy.name != "fail":
         refuse("context policy", caches.policy.name, "fail", "Choose the policy fail, or leave num_beams out.")
     if not isinstance(caches.mode, Always):

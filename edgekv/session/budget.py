@@ -1,4 +1,4 @@
-"""How many bytes the caches of all sequences may hold together."""
+"""The memory budget of the caches of all sequences."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ _PERCENTAGE = re.compile(r"(\d{1,30}(?:\.\d{1,30})?) ?%")
 
 
 class Budget(Protocol):
-    """Says how much may be held now."""
+    """The bytes that caches may take now."""
 
     def allowance_bytes(self, held_bytes: int) -> int:
-        """Bytes that all caches may hold together, those included that are held already.
+        """Bytes that all caches may take together, including the bytes held already.
 
         Raises:
-            EngineError: the system does not tell what the budget depends on.
+            EngineError: the system does not report the memory that the budget depends on.
         """
 
 
@@ -48,11 +48,11 @@ class ByteBudget:
 
 @dataclass(frozen=True, slots=True)
 class FreeMemoryBudget:
-    """A fraction of the memory that would be free if no cache were held: it shrinks as others take memory.
+    """A fraction of the memory that would be free without any cache; it shrinks as other programs take memory.
 
     Attributes:
         fraction: above 0, at most 1.
-        free_bytes: reads the memory that is free now.
+        free_bytes: reads the free memory.
     """
 
     fraction: Fraction

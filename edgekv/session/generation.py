@@ -8,7 +8,6 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 from weakref import finalize
 
-import numpy as np
 from numpy.typing import NDArray
 
 from edgekv.session.events import GenerationStats, Setup, StopReason, Token
@@ -17,7 +16,6 @@ from edgekv.session.request import Request
 from edgekv.session.sampler import Sampler
 from edgekv.session.text import Detokenizer, StopSequences
 from edgekv.session.turns import Hold, Turns
-from quant import Encoding
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -39,12 +37,12 @@ class Generation(Iterator[Token]):
         request: Request,
         prompt: Sequence[int],
         setup: Setup,
-        *,
         chosen: ChosenParams,
-        eos: Collection[int],
         sampler: Sampler,
         tokenizer: Tokenizer,
-        logits_encoding: Encoding | None = None,
+        eos: Collection[int],
+        *,
+        return_logits: bool = False,
     ) -> None:
         """Claim the request's sequence, which may mean to wait for other threads, and load the graphs.
 
@@ -54,10 +52,10 @@ class Generation(Iterator[Token]):
             prompt: token ids.
             setup: for the statistics.
             chosen: how to sample and when to stop.
-            eos: tokens that end the text.
             sampler: chooses the tokens.
             tokenizer: turns them into text.
-            logits_encoding: to give each token its logits; None for tokens without them.
+            eos: tokens that end the text.
+            return_logits: whether tokens carry the logits of their steps.
 
         Raises:
             MemoryBudgetError: the cache of a new sequence does not fit.
@@ -75,7 +73,7 @@ class Generation(Iterator[Token]):
         self._sampler = sampler
         self._detokenizer = Detokenizer(tokenizer, prompt)
         self._stops = StopSequences(self._params.stop)
-        self._logits_encoding = logits_encoding
+        self._return_logits = return_logits
         self._generated: list[int] = []
         self._prefill_ns = 0
         self._first_ns = 0
@@ -186,9 +184,7 @@ class Generation(Iterator[Token]):
     def _take(self, logits: NDArray[Any]) -> Token:
         """Choose a token, find out whether it is the last one, and what of the text can be given out."""
         token = self._sampler(logits, self.prompt, self._generated)
-        real: NDArray[np.float32] | None = None
-        if self._logits_encoding is not None:
-            real = self._logits_encoding.dequantize(logits)
+        real = self._sampler.real(logits) if self._return_logits else None
         self._generated.append(token)
         text = "" if token in self._eos else self._stops.push(self._detokenizer.push(token))
         self._stop_reason = self._reason(token)

@@ -171,7 +171,7 @@ class BeamParams:
 
 
 class BeamKeywords(TypedDict, total=False):
-    """The fields of `BeamParams` as keywords, beside `num_beams`."""
+    """The fields of `BeamParams` as keywords, except `num_beams`."""
 
     num_return_sequences: int | None
     length_penalty: float | None
@@ -195,7 +195,7 @@ class SamplingCall(SamplingKeywords, Call, total=False):
 
 
 class BeamCall(BeamKeywords, Call, total=False):
-    """Keywords of `Model.generate` for beam search, beside `num_beams`."""
+    """Keywords of `Model.generate` for beam search, except `num_beams`."""
 
 
 Params = SamplingParams | BeamParams

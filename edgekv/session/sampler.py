@@ -78,6 +78,10 @@ class Sampler:
         last = cumulative.searchsorted(cumulative[-1])  # what follows has a probability of 0
         return int(order[min(cumulative.searchsorted(drawn, "right"), last)])
 
+    def real(self, logits: NDArray[Any]) -> NDArray[np.float32]:
+        """The real numbers that integer logits stand for, before any processor."""
+        return self._encoding.dequantize(logits)
+
     def distribution(self, logits: NDArray[Any]) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
         """The tokens that may be chosen, most likely first, and their probabilities, which sum up to 1.
 
@@ -104,7 +108,7 @@ class Sampler:
         return order, probabilities
 
     def _process(self, logits: NDArray[Any], prompt: Sequence[int], generated: Sequence[int]) -> NDArray[Any]:
-        values: NDArray[Any] = self._encoding.dequantize(logits)
+        values: NDArray[Any] = self.real(logits)
         for processor in self._processors:
             values = np.asarray(processor(prompt, generated, values))
             if values.shape != logits.shape or np.isnan(values).any() or not np.isfinite(values.max()):

@@ -62,9 +62,9 @@ class Detokenizer:
 
     def _text(self) -> str:
         """The text of the tokens from `_whole` on."""
-        return self._behind(self._start, self._whole)
+        return self._added_after(self._start, self._whole)
 
-    def _behind(self, start: int, cut: int) -> str:
+    def _added_after(self, start: int, cut: int) -> str:
         """What the tokens from `cut` on add to the text of those from `start` on."""
         before, text = self._decode(self._tokens[start:cut]), self._decode(self._tokens[start:])
         # Byte tokens of a SentencePiece vocabulary turn a whole run into U+FFFD when one of them is wrong.
@@ -73,7 +73,7 @@ class Detokenizer:
     def _advance(self, text: str) -> None:
         """Stop decoding tokens whose text is settled: a long run of invalid bytes has no whole character to stop at."""
         for cut in range(len(self._tokens) - _OPEN_BYTES - 1, self._whole, -1):
-            rest = self._behind(self._whole, cut)
+            rest = self._added_after(self._whole, cut)
             settled = len(text) - len(rest)
             if settled <= self._given and text.endswith(rest):
                 self._start, self._whole, self._given = self._whole, cut, self._given - settled

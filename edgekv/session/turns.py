@@ -71,7 +71,7 @@ class Turns:
         self._holds[sequence] = (hold, me)
 
     def keep(self, sequence: int | None, hold: Hold) -> None:
-        """The call goes on in this thread."""
+        """The call continues in this thread."""
         if self._has(sequence, hold):
             self._holds[sequence] = (hold, threading.current_thread())
 
