@@ -25,6 +25,7 @@ from edgekv.session.request import Request, open_prefixes
 from edgekv.session.sampler import Sampler
 from edgekv.session.session import Session
 from edgekv.session.turns import Turns
+from edgekv.spec.chat import ChatTemplates, Message
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -99,9 +100,23 @@ class Model:
         """The tokens of a text; see `PromptReader.encode`."""
         return self._prompts.encode(prompt)
 
+    @property
+    def chat_templates(self) -> ChatTemplates:
+        """The chat templates of the bundle; UsageError if it has none."""
+        return self._prompts.chat_templates
+
+    def encode_chat(self, text: str) -> list[int]:
+        """The tokens of a rendered chat template; see `PromptReader.encode_chat`."""
+        return self._prompts.encode_chat(text)
+
     @overload
     def generate(
-        self, prompt: Prompt, params: SamplingParams | int | None = None, **keywords: Unpack[SamplingCall]
+        self,
+        prompt: Prompt | None = None,
+        params: SamplingParams | int | None = None,
+        *,
+        messages: Sequence[Message] | None = None,
+        **keywords: Unpack[SamplingCall],
     ) -> Generation: ...
 
     @overload
@@ -114,9 +129,10 @@ class Model:
 
     def generate(
         self,
-        prompt: Prompt,
+        prompt: Prompt | None = None,
         params: SamplingParams | BeamParams | int | None = None,
         *,
+        messages: Sequence[Message] | None = None,
         sequence: int | None = None,
         cache_salt: str | None = None,
         retention: RetentionPolicy | None = None,
@@ -131,6 +147,7 @@ class Model:
 
         Args:
             prompt: text, or token ids.
+            messages: a conversation instead, rendered by the bundle's chat template.
             params: a `SamplingParams` or `BeamParams`, used as it is; or a number, which is `max_new_tokens`.
             sequence: a 64-bit id; its cache is made at the first call and kept as the cache mode says.
             cache_salt: prefixes are shared among calls of equal salts only; a salt is never written anywhere.
@@ -152,7 +169,8 @@ class Model:
         """
         self._turns.check_open()
         chosen = choose_params(params, keywords, self.defaults)
-        tokens, manifest = self._read(prompt, "prompt"), self.bundle.manifest
+        manifest = self.bundle.manifest
+        tokens = self._read(self._prompts.text_or_messages(prompt, messages), "prompt")
         request = Request(self.sequences, self._graphs, sequence, open_prefixes(self._store, cache_salt, retention))
         if isinstance(chosen.params, BeamParams):
             check_beams(manifest, self._caches, sequence, processors, return_logits=return_logits)

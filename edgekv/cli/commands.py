@@ -8,6 +8,7 @@ from typing import Any
 
 import typer
 
+from edgekv.cli.chat import chat
 from edgekv.cli.doctor import doctor
 from edgekv.cli.generate import generate
 from edgekv.cli.plan import plan
@@ -20,6 +21,7 @@ GROUP = "edgekv.commands"
 Command = Callable[..., Any] | typer.Typer
 """A function, or a group of commands."""
 _OWN: dict[str, Command] = {
+    "chat": chat,
     "doctor": doctor,
     "generate": generate,
     "plan": plan,

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from edgekv.bundle import Bundle
 from edgekv.errors import ContextFullError, UsageError
+from edgekv.spec.chat import ChatTemplates, Message, read_bundle_templates
 from edgekv.spec.text import decode, encode
 
 if TYPE_CHECKING:
@@ -42,6 +43,48 @@ class PromptReader:
         tokens = encode(self.tokenizer, prompt, vocab=self._bundle.manifest.model.vocab)
         bos = self._bundle.manifest.tokens.bos
         return tokens if tokens or bos is None else [bos]
+
+    @cached_property
+    def chat_templates(self) -> ChatTemplates:
+        """The chat templates of the bundle.
+
+        Raises:
+            UsageError: it has none.
+        """
+        found = read_bundle_templates(self._bundle.path)
+        if found is None:
+            raise UsageError(
+                "chat template",
+                got=f"none in {self._bundle.path}",
+                expected="a bundle of a chat model",
+                fix="Give a prompt, or export a checkpoint that has a chat template again.",
+            )
+        return found
+
+    def text_or_messages(
+        self, prompt: str | Sequence[int] | None, messages: Sequence[Message] | None
+    ) -> str | Sequence[int]:
+        """The prompt, or the tokens of messages.
+
+        Raises:
+            UsageError: both or none of them, or messages that the chat template refuses.
+        """
+        if (prompt is None) == (messages is None):
+            found = "neither" if prompt is None else "both"
+            raise UsageError("prompt, messages", got=found, expected="one of them", fix="Give a prompt or messages.")
+        if messages is not None:
+            return self.encode_chat(self.chat_templates.render(messages))
+        assert prompt is not None
+        return prompt
+
+    def encode_chat(self, text: str) -> list[int]:
+        """The tokens of a rendered chat template, which writes its special tokens itself.
+
+        Raises:
+            UsageError: the text is not Unicode, or the tokenizer fails on it.
+        """
+        vocab = self._bundle.manifest.model.vocab
+        return encode(self.tokenizer, text, vocab=vocab, field="messages", add_special_tokens=False)
 
     def piece(self, token: int) -> str:
         """The text of one token, a special one by its name."""

@@ -1,0 +1,139 @@
+"""`edgekv chat`: a conversation in the terminal."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import msgspec
+import typer
+
+from edgekv.cli.output import print_json
+from edgekv.errors import ContextFullError, EdgeKVError
+
+if TYPE_CHECKING:
+    from edgekv.session import Answer, Conversation, GenerationStats
+
+HELP = "/reset forgets the conversation, /save FILE and /load FILE keep it, /help, /quit; Ctrl-C stops an answer."
+
+
+class Turn(msgspec.Struct, frozen=True):
+    """What `--json` prints."""
+
+    message: str
+    answer: str
+    tokens: list[int]
+    stats: GenerationStats
+
+
+def chat(
+    bundle: Annotated[Path, typer.Argument(help="A bundle's folder.", show_default=False)],
+    message: Annotated[
+        str | None, typer.Option(help="Say this, print the answer and end.", show_default="a conversation")
+    ] = None,
+    system: Annotated[str | None, typer.Option(help="System prompt.", show_default="the model's own")] = None,
+    engine: Annotated[str, typer.Option(help="Where the graphs run: cpu or htp; litert or tflite.")] = "cpu",
+    max_new_tokens: Annotated[
+        int | None, typer.Option(help="The most tokens of an answer.", show_default="the bundle's, or 128")
+    ] = None,
+    temperature: Annotated[float | None, typer.Option(help="0 is greedy.", show_default="the bundle's, or 0")] = None,
+    top_p: Annotated[
+        float | None, typer.Option(help="Sample from the most likely tokens that reach p together.", show_default=False)
+    ] = None,
+    seed: Annotated[int | None, typer.Option(help="Random seed.", show_default="drawn")] = None,
+    threads: Annotated[
+        int | None, typer.Option(help="Threads of an engine on the CPU.", show_default="all cores")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object; needs --message.")] = False,
+) -> None:
+    """Talk to a model.
+
+    The conversation stays in the KV cache, so that each turn computes its new tokens only. Answers go to standard
+    output, figures to standard error.
+    """
+    from edgekv.loading import load  # the runtime, which the help need not wait for
+    from edgekv.session import Conversation
+    from edgekv.session.params import SamplingParams, choose_params
+
+    if as_json and message is None:
+        raise typer.BadParameter("--json needs --message")
+    keywords: dict[str, Any] = {
+        "max_new_tokens": max_new_tokens,
+        "temperature": temperature,
+        "top_p": top_p,
+        "seed": seed,
+    }
+    choose_params(None, keywords, SamplingParams(temperature=1.0))  # wrong options are refused before a bundle is read
+    with load(bundle, engine, threads=threads) as model:
+        params = choose_params(None, keywords, model.defaults).params
+        assert isinstance(params, SamplingParams)
+        conversation = Conversation(model, system=system, params=params)
+        if message is None:
+            _converse(conversation)
+        elif as_json:
+            tokens = list(answer := conversation.say(message))
+            print_json(Turn(message, answer.text, [token.id for token in tokens], answer.stats))
+        else:
+            _print(conversation.say(message))
+
+
+def _converse(conversation: Conversation) -> None:
+    """Read lines and answer them until the input ends."""
+    is_terminal = sys.stdin.isatty()
+    if is_terminal:
+        typer.echo(HELP, err=True)
+    while True:
+        if is_terminal:
+            typer.echo("> ", nl=False, err=True)
+        try:
+            line = sys.stdin.readline()
+        except KeyboardInterrupt:
+            typer.echo(err=True)
+            continue
+        if not line:
+            return
+        if not (line := line.strip()):
+            continue
+        if line == "/quit":
+            return
+        try:
+            if line.startswith("/"):
+                _command(conversation, line)
+            else:
+                _print(conversation.say(line))
+        except ContextFullError as error:
+            typer.echo(f"edgekv: error: {error} Or forget the conversation with /reset.", err=True)
+        except EdgeKVError as error:
+            typer.echo(f"edgekv: error: {error}", err=True)
+
+
+def _command(conversation: Conversation, line: str) -> None:
+    name, _, argument = line.partition(" ")
+    if name == "/reset":
+        conversation.reset()
+    elif name == "/save" and argument:
+        conversation.save(Path(argument))
+    elif name == "/load" and argument:
+        conversation.load(Path(argument))
+    else:
+        typer.echo(HELP, err=True)
+
+
+def _print(answer: Answer) -> None:
+    """Print an answer as it comes. Ctrl-C ends the answer, not the conversation."""
+    try:
+        with answer:
+            for token in answer:
+                typer.echo(token.text, nl=False)
+    except KeyboardInterrupt:
+        pass
+    typer.echo()
+    typer.echo(_figures(answer.stats), err=True)
+
+
+def _figures(stats: GenerationStats) -> str:
+    first = "" if stats.time_to_first_token_ms is None else f", first token {stats.time_to_first_token_ms:.0f} ms"
+    speed = "" if stats.tokens_per_second is None else f", {stats.tokens_per_second:.1f} tokens/s"
+    used = stats.prompt_tokens + stats.generated_tokens
+    return f"[{stats.generated_tokens} tokens{first}{speed}; {stats.reused_tokens} of {used} tokens were in the cache]"

@@ -1,0 +1,160 @@
+"""A conversation on a model: its messages, and the tokens that its cache holds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from edgekv.bundle import atomic_file
+from edgekv.errors import UsageError
+from edgekv.json_file import read_json
+from edgekv.session.events import GenerationStats, Token
+from edgekv.session.params import SamplingParams
+from edgekv.spec.chat import Message, check_messages
+
+if TYPE_CHECKING:
+    from edgekv.model import Model
+
+_SEQUENCE = 0
+
+
+class _Saved(msgspec.Struct, frozen=True, kw_only=True):
+    messages: list[dict[str, Any]]
+
+
+class Conversation:
+    """Turns of a user and a model. What the cache holds is not run again: each turn prefills its new tokens only.
+
+    Attributes:
+        messages: the turns so far, as chat templates take them.
+    """
+
+    def __init__(self, model: Model, *, system: str | None = None, params: SamplingParams | None = None) -> None:
+        """Begin a conversation.
+
+        Args:
+            model: a bundle with a chat template.
+            system: the system prompt; None for the template's own.
+            params: how to sample and when to stop; None for the model's defaults.
+
+        Raises:
+            UsageError: the bundle has no chat template.
+        """
+        self.messages: list[Message] = []
+        self._model = model
+        self._system = system
+        self._params = params
+        self._tokens: list[int] = []
+        self._text = ""
+        _ = model.chat_templates  # refused now, not at the first turn
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget all turns but the system prompt."""
+        self.messages = [] if self._system is None else [{"role": "system", "content": self._system}]
+        self._tokens, self._text = [], ""
+
+    def say(self, content: str) -> Answer:
+        """The user's turn. The answer is generated as it is read; an answer that is broken off keeps what was said.
+
+        Raises:
+            UsageError: the template refuses the conversation.
+            ContextFullError: the conversation is longer than the context; the turn is not added.
+        """
+        messages = [*self.messages, {"role": "user", "content": content}]
+        text = self._model.chat_templates.render(messages)
+        tokens = self._model.encode_chat(text)
+        if self._text and text.startswith(self._text):
+            # The tokens that were generated may differ from those of the same text: only what follows is tokenized.
+            tokens = [*self._tokens, *self._model.encode_chat(text[len(self._text) :])]
+        generation = self._model.generate(tokens, self._params, sequence=_SEQUENCE)
+        self.messages = messages
+        return Answer(self, text, generation)
+
+    def save(self, path: Path) -> None:
+        """Write the messages to a JSON file, atomically.
+
+        Raises:
+            UsageError: the file cannot be written.
+        """
+        try:
+            with atomic_file(path) as partial:
+                partial.write_bytes(msgspec.json.encode(_Saved(messages=[dict(each) for each in self.messages])))
+        except OSError as error:
+            raise UsageError(
+                str(path), got=error.strerror, expected="a file that can be written", fix="Choose another place."
+            ) from None
+
+    def load(self, path: Path) -> None:
+        """Continue the conversation in a file that `save` wrote.
+
+        Raises:
+            UsageError: it is no such file; the conversation stays as it was.
+        """
+        fix = "Give a file that /save wrote."
+        saved = read_json(path, _Saved, expected="a saved conversation", fix=fix, error=UsageError)
+        if saved.messages:
+            check_messages(saved.messages)
+        self.messages = [*saved.messages]
+        self._tokens, self._text = [], ""
+
+    def _answered(self, prompt: str, tokens: Sequence[int], text: str) -> None:
+        """Keep an answer: its text, and the tokens that the cache holds for it."""
+        self.messages = [*self.messages, {"role": "assistant", "content": text}]
+        self._tokens, self._text = list(tokens), prompt + text
+
+
+class Answer(Iterator[Token]):
+    """The model's turn: a stream of tokens.
+
+    Attributes:
+        text: the answer so far.
+    """
+
+    def __init__(self, conversation: Conversation, prompt: str, generation: Any) -> None:
+        self.text = ""
+        self._conversation = conversation
+        self._prompt = prompt
+        self._generation = generation
+        self._generated: list[int] = []
+        self._is_kept = False
+
+    def __next__(self) -> Token:
+        """The next token; at the end the answer is added to the conversation.
+
+        Raises:
+            StopIteration: the answer has ended.
+        """
+        try:
+            token: Token = next(self._generation)
+        except BaseException:
+            self.close()
+            raise
+        self._generated.append(token.id)
+        self.text += token.text
+        return token
+
+    def close(self) -> None:
+        """End the answer here and add it to the conversation. Closing twice is harmless."""
+        self._generation.close()
+        if self._is_kept:
+            return
+        self._is_kept = True
+        ended = self.stats.stop_reason == "eos"
+        tokens = [*self._generation.prompt, *(self._generated[:-1] if ended else self._generated)]
+        self._conversation._answered(self._prompt, tokens, self.text)
+
+    def __enter__(self) -> Answer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def stats(self) -> GenerationStats:
+        """What was done so far."""
+        stats: GenerationStats = self._generation.stats
+        return stats

@@ -1,0 +1,148 @@
+"""Conversations: nothing is prefilled twice, and a conversation can be broken off, saved and loaded."""
+
+from __future__ import annotations
+
+import io
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+import edgekv
+from devices import find
+from edgekv.cli import run
+from edgekv.errors import UsageError
+from edgekv.session import Conversation, SamplingParams
+from edgekv.spec.chat import ChatTemplates, write_templates
+from exporters.checkpoint.checkpoint import Checkpoint
+from exporters.export import ExportOptions, export_bundle
+from exporters.quantize.recipe import find_recipe
+from tests.checkpoints import write_checkpoint
+
+TEMPLATE = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}</s>{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+PARAMS = SamplingParams(max_new_tokens=6, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def talker(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random model with a chat template, exported from a checkpoint that carries it."""
+    folder = tmp_path_factory.mktemp("talker")
+    checkpoint = write_checkpoint(folder / "checkpoint", {"max_position_embeddings": 512})
+    (checkpoint / "chat_template.jinja").write_text(TEMPLATE)
+    options = ExportOptions(
+        find("SM8650"), find_recipe("w8a16"), 256, (1, 8), calibration_tokens=256, check_on_htp=False
+    )
+    export_bundle(Checkpoint.open(str(checkpoint)), folder / "bundle", options)
+    return folder / "bundle"
+
+
+@pytest.fixture
+def model(talker: Path):
+    with edgekv.load(talker) as model:
+        yield model
+
+
+def test_messages_are_the_rendered_prompt(model):
+    messages = [{"role": "user", "content": "Hi"}]
+    prompt = model.encode_chat("<user>Hi</s><assistant>")
+    said = [token.id for token in model.generate(messages=messages, max_new_tokens=5)]
+    assert said == [token.id for token in model.generate(prompt, max_new_tokens=5)]
+    for wrong in ({}, {"prompt": "x", "messages": messages}):
+        with pytest.raises(UsageError, match=r"prompt, messages: got (neither|both)"):
+            model.generate(**wrong)
+
+
+def test_no_turn_prefills_what_the_cache_holds(model):
+    conversation = Conversation(model, system="Be brief.", params=PARAMS)
+    held = 0
+    for turn in ("Hello", "And more", "A third"):
+        with conversation.say(turn) as answer:
+            generated = list(answer)
+        stats = answer.stats
+        assert stats.reused_tokens >= held - 1 and len(generated) == 6
+        assert stats.computed_tokens == stats.prompt_tokens - stats.reused_tokens + 5
+        held = stats.prompt_tokens + 5
+    assert [each["role"] for each in conversation.messages] == ["system", *["user", "assistant"] * 3]
+
+
+def test_a_conversation_says_what_a_cold_model_says(talker: Path, model):
+    """The tokens of all turns, run at once in an empty cache, are continued alike."""
+    conversation = Conversation(model, params=PARAMS)
+    for turn in ("One", "Two"):
+        answer = conversation.say(turn)
+        last = [token.id for token in answer]
+    with edgekv.load(talker) as cold:
+        assert [token.id for token in cold.generate(answer._generation.prompt, PARAMS)] == last
+
+
+def test_an_answer_that_is_broken_off_stays_in_the_conversation(model):
+    conversation = Conversation(model, params=PARAMS)
+    with conversation.say("Hello") as answer:
+        next(answer), next(answer)
+    assert conversation.messages[-1] == {"role": "assistant", "content": answer.text}
+    assert list(conversation.say("Go on")) and len(conversation.messages) == 4
+
+
+def test_a_saved_conversation_is_continued(model, tmp_path: Path):
+    first = Conversation(model, params=PARAMS)
+    list(first.say("Hello"))
+    first.save(tmp_path / "talk.json")
+    second = Conversation(model, params=PARAMS)
+    second.load(tmp_path / "talk.json")
+    assert second.messages == first.messages
+    list(second.say("More"))
+    for content in ("{", '{"messages": [{"role": "king", "content": "x"}]}', '{"messages": 3}'):
+        (tmp_path / "talk.json").write_text(content)
+        before = list(second.messages)
+        with pytest.raises(UsageError):
+            second.load(tmp_path / "talk.json")
+        assert second.messages == before
+
+
+def test_the_command_answers_one_message(talker: Path, capsys):
+    assert run(["chat", str(talker), "--message", "Hello", "--max-new-tokens", "4", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["schema"] == 1 and found["message"] == "Hello" and 1 <= len(found["tokens"]) <= 4
+    assert run(["chat", str(talker), "--message", "Hello", "--max-new-tokens", "4"]) == 0
+    printed = capsys.readouterr()
+    assert printed.out.strip() == found["answer"].strip() and "tokens were in the cache" in printed.err
+
+
+def test_the_command_holds_a_conversation(talker: Path, tmp_path: Path, capsys, monkeypatch):
+    saved = tmp_path / "talk.json"
+    lines = ["Hello", "", "More", f"/save {saved}", "/reset", "/load nowhere.json", f"/load {saved}", "/what", "/quit"]
+    monkeypatch.setattr("sys.stdin", io.StringIO("\n".join(lines)))
+    assert run(["chat", str(talker), "--max-new-tokens", "4"]) == 0
+    printed = capsys.readouterr()
+    assert printed.err.count("tokens were in the cache") == 2 and "nowhere.json" in printed.err
+    assert "/reset forgets" in printed.err and "Traceback" not in printed.err
+    assert [each["role"] for each in json.loads(saved.read_text())["messages"]] == ["user", "assistant"] * 2
+
+
+def test_ctrl_c_ends_the_answer_and_not_the_conversation(talker: Path, capsys, monkeypatch):
+    from edgekv.session import Answer
+
+    step, calls = Answer.__next__, iter(range(100))
+
+    def interrupted(answer):
+        if next(calls) == 2:
+            raise KeyboardInterrupt
+        return step(answer)
+
+    monkeypatch.setattr(Answer, "__next__", interrupted)
+    monkeypatch.setattr("sys.stdin", io.StringIO("Hello\nAgain\n"))
+    assert run(["chat", str(talker), "--max-new-tokens", "4"]) == 0
+    assert capsys.readouterr().err.count("tokens were in the cache") == 2
+
+
+def test_a_bundle_without_a_template_is_refused(small: Path, talker: Path, tmp_path: Path, capsys):
+    assert run(["chat", str(small), "--message", "Hello"]) == 2
+    assert "chat template: got none in" in capsys.readouterr().err
+    copy = shutil.copytree(talker, tmp_path / "copy")
+    write_templates(ChatTemplates(templates={"default": "other"}), copy)
+    assert run(["chat", str(copy), "--message", "Hello"]) == 1  # the seal of the bundle
+    assert "chat_template.json" in capsys.readouterr().err
