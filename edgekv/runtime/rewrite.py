@@ -27,10 +27,10 @@ _QUANTIZERS = ("QuantizeLinear", "DequantizeLinear")
 
 
 class NodeWriter:
-    """Makes nodes and constants for a graph. A node is called after its first result.
+    """Makes nodes and constants for a graph. A node is named after its first result.
 
-    Constants join the graph at once. Nodes are collected in `nodes`, in an order in which they can run; the caller
-    inserts them where they belong.
+    Constants are added to the graph at once. Nodes are collected in `nodes`, in an order in which they can run; the
+    caller inserts them into the graph.
     """
 
     def __init__(self, graph: ir.Graph) -> None:
@@ -38,7 +38,7 @@ class NodeWriter:
         self.nodes: list[ir.Node] = []
 
     def constant(self, name: str, value: NDArray[Any]) -> ir.Value:
-        """An initializer of this name; the one that the graph already has, if it has one."""
+        """The graph's initializer of this name; added with this value if there is none."""
         found = self._graph.initializers.get(name)
         if found is None:
             found = initializer(name, value)
@@ -47,16 +47,18 @@ class NodeWriter:
 
     def node(self, op: str, inputs: Sequence[ir.Value], output: str, **attributes: Any) -> ir.Value:
         """A node with one result."""
-        return self.split(op, inputs, [output], **attributes)[0]
+        return self.multi_output(op, inputs, [output], **attributes)[0]
 
-    def split(self, op: str, inputs: Sequence[ir.Value], outputs: Sequence[str], **attributes: Any) -> list[ir.Value]:
+    def multi_output(
+        self, op: str, inputs: Sequence[ir.Value], outputs: Sequence[str], **attributes: Any
+    ) -> list[ir.Value]:
         """A node with several results."""
-        return self.alike(op, inputs, outputs, ir.convenience.convert_attributes(attributes))
+        return self.with_attributes(op, inputs, outputs, ir.convenience.convert_attributes(attributes))
 
-    def alike(
+    def with_attributes(
         self, op: str, inputs: Sequence[ir.Value], outputs: Sequence[str], attributes: Iterable[ir.Attr]
     ) -> list[ir.Value]:
-        """A node with the attributes of another."""
+        """A node with given attributes, such as those of another node."""
         results = [ir.Value(name=name) for name in outputs]
         self.nodes.append(ir.Node("", op, inputs, attributes, outputs=results, name=f"{outputs[0]}_node"))
         return results
@@ -80,16 +82,16 @@ class NodeWriter:
 
 
 def load_model(path: Path) -> ir.Model:
-    """An ONNX file, its weights left where they are.
+    """Read an ONNX file; its weights stay external.
 
     Raises:
-        Exception: no ONNX model; `onnx` has no common base for what it raises.
+        Exception: not an ONNX model; what `onnx` raises has no common base.
     """
     return ir.load(path)
 
 
 def apply(model: ir.Model, *passes: ir.passes.PassBase) -> bool:
-    """Run passes in order; whether one of them modified the model.
+    """Run passes in order; return whether one of them modified the model.
 
     `onnx_ir.passes.Sequential` does the same, but hides a pass's own error behind a PassError.
     """
@@ -99,7 +101,7 @@ def apply(model: ir.Model, *passes: ir.passes.PassBase) -> bool:
 
 @contextmanager
 def collector_paused() -> Iterator[None]:
-    """Keep the garbage collector from visiting the objects of a large graph again and again while they are made."""
+    """Pause the garbage collector: it would visit the objects of a large graph many times while they are made."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -128,18 +130,18 @@ class InferredShapes:
 
 
 def save_model(model: ir.Model, path: Path) -> None:
-    """Write an ONNX file. Its weights must lie beside it: see `weight_files` and `link_weights`."""
+    """Write an ONNX file. Its weights must be in the same folder: see `weight_files` and `link_weights`."""
     ir.save(model, path)
 
 
 def weight_files(model: ir.Model) -> list[str]:
-    """The names of the files that hold the model's weights, sorted."""
+    """The names of the files with the model's weights, sorted."""
     stored = (each.const_value for each in model.graph.initializers.values())
     return sorted({os.fspath(each.location) for each in stored if isinstance(each, ir.ExternalTensor)})
 
 
 def link_weights(model: ir.Model, source: Path, target: Path) -> None:
-    """Give the files of the model's weights in one folder a second name in another, or copy them.
+    """Hard-link the files with the model's weights from one folder to another; copy them if that fails.
 
     ONNX Runtime refuses external data outside of the graph's folder, symbolic links included.
     """
@@ -174,12 +176,12 @@ def initializer(name: str, value: NDArray[Any]) -> ir.Value:
 
 
 def make_port(name: str, dtype: ir.DataType, shape: Sequence[int | str]) -> ir.Value:
-    """An input; a name among the sizes stands for any number."""
+    """An input; a size given as a name is variable."""
     return declare(ir.Value(name=name), dtype, shape)
 
 
 def declare(value: ir.Value, dtype: ir.DataType, shape: Sequence[int | str]) -> ir.Value:
-    """Say the type and shape of an input or output, which a graph must."""
+    """Set the type and shape of an input or output; ONNX requires them."""
     value.type, value.shape = ir.TensorType(dtype), ir.Shape(shape)
     return value
 
@@ -201,7 +203,7 @@ def set_sizes(value: ir.Value, shape: Sequence[int]) -> None:
 
 
 def number(value: ir.Value) -> NDArray[Any]:
-    """What a constant holds."""
+    """The value of a constant."""
     assert value.const_value is not None, "a constant"
     return value.const_value.numpy()
 
@@ -211,13 +213,7 @@ def parameters(node: ir.Node) -> tuple[ir.Value, ir.Value] | None:
     if node.op_type not in _QUANTIZERS or len(node.inputs) != 3:
         return None
     scale, zero = node.inputs[1:]
-    if (
-        scale is None
-        or zero is None
-        or any(each.const_value is None or each.const_value.shape for each in (scale, zero))
-    ):
-        return None
-    return scale, zero
+    return (scale, zero) if _is_scalar(scale) and _is_scalar(zero) else None
 
 
 def _is_scalar(value: ir.Value | None) -> TypeGuard[ir.Value]:
@@ -234,7 +230,7 @@ def encoding(node: ir.Node) -> Encoding | None:
 
 
 def dtype_and_shape(value: ir.Value) -> tuple[str, ...]:
-    """Of an input or a constant, to be compared."""
+    """The type and shape of an input or constant, as a key."""
     return (str(value.dtype), str(value.shape))
 
 
@@ -244,10 +240,10 @@ def readers(value: ir.Value) -> list[ir.Node]:
 
 
 def follow(node: ir.Node, op: str) -> list[ir.Node]:
-    """The nodes from this one on to the next of this operation, where each reads the only result of the one before.
+    """The chain of nodes from this one to the next node of this operation; each has one result with one reader.
 
     Raises:
-        BundleError: a result has another number of readers than one.
+        BundleError: a result does not have exactly one reader.
     """
     nodes = [node]
     while len(nodes) == 1 or nodes[-1].op_type != op:
@@ -260,7 +256,7 @@ def follow(node: ir.Node, op: str) -> list[ir.Node]:
 
 
 def unlike(graph: ir.Graph | None, got: str) -> BundleError:
-    """The refusal of a graph that is not built as edgekv builds it."""
+    """The error for a graph that is not built as edgekv builds it."""
     return BundleError(
         f"graph {graph.name if graph else ''}",
         got=got,

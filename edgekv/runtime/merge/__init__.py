@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import onnx
-import onnx_ir as ir
-
-from edgekv.runtime.merge.merge_heads import MergeHeads
-from edgekv.runtime.merge.move_integers import MoveIntegers
-from edgekv.runtime.rewrite import InferredShapes, apply, collector_paused, load_model
+if TYPE_CHECKING:
+    import onnx
 
 __all__ = ["merged"]
 
@@ -19,6 +16,13 @@ def merged(graph: Path) -> onnx.ModelProto:
 
     Weights stay where they are, as external data.
     """
+    # Only the CPU engine merges graphs; importing onnx_ir takes a third of a second.
+    import onnx_ir as ir
+
+    from edgekv.runtime.merge.merge_heads import MergeHeads
+    from edgekv.runtime.merge.move_integers import MoveIntegers
+    from edgekv.runtime.rewrite import InferredShapes, apply, collector_paused, load_model
+
     with collector_paused():
         model = load_model(graph)
         apply(model, MoveIntegers(), MergeHeads(InferredShapes(graph)))

@@ -117,7 +117,9 @@ class StackHeads(ir.passes.InPlacePass):
         graph.inputs.append(stack)
         whole = writer.dequantize(stack, f"{name}_dq", shared)
         names = [f"{head.past.name}_part" for head in heads]
-        parts = writer.split("Split", [whole], [f"{each}_f" for each in names], axis=_HEADS, num_outputs=len(heads))
+        parts = writer.multi_output(
+            "Split", [whole], [f"{each}_f" for each in names], axis=_HEADS, num_outputs=len(heads)
+        )
         for head, part_name, floats in zip(heads, names, parts, strict=True):
             part = _rescale(writer, writer.requantize(floats, part_name, shared), shared, head.encoding)
             (dequantize,) = readers(head.past)
