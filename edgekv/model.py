@@ -57,13 +57,13 @@ class Model:
         self.mode = caches.mode
         self.defaults = default_params(bundle.manifest.generation)
         self.session = Session(graphs.cache, graphs)
-        self.sequences = SessionPool(lambda: Session(caches.make(), graphs), caches.mode, self.session)
+        self._turns = Turns()
+        self.sequences = SessionPool(lambda: Session(caches.make(), graphs), caches.mode, self.session, self._turns)
         self._caches = caches
         self._setup = caches.described(engine.name)
         self._prompts = PromptReader(bundle)
         self._store = open_store(bundle, engine.name, graphs.cache, caches.mode, prefix_cache)
         self._graphs = graphs
-        self._turns = Turns()
 
     def __repr__(self) -> str:
         state = ", closed" if self._turns.is_closed else ""

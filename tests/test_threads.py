@@ -121,6 +121,22 @@ def test_a_closed_model_ends_calls_and_refuses_later_ones(small_export: Path) ->
     assert repr(model).endswith("closed>")
 
 
+def test_sequences_that_are_dropped_while_others_step_are_computed_again(small_export: Path) -> None:
+    model = edgekv.load(small_export, threads=1, verify=False)
+    alone = [token.id for token in model.generate([5, 6, 7], 40)]
+    running = True
+
+    def drop() -> None:
+        while running:
+            model.sequences.drop(1)
+
+    thread = _in_thread(drop)
+    found = [[token.id for token in model.generate([5, 6, 7], 40, sequence=1)] for _ in range(5)]
+    running = False
+    thread.join(PATIENCE_S)
+    assert all(len(tokens) == 40 and tokens[:2] == alone[:2] for tokens in found)
+
+
 def test_what_the_garbage_collector_asks_for_in_a_step_waits_for_its_end() -> None:
     turns, done = Turns(), []
     hold = Hold(turns, None, lambda: done.append("finished"))

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from edgekv.errors import MemoryBudgetError, UsageError
 from edgekv.session.mode import Always, Mode
 from edgekv.session.session import Session
+from edgekv.session.turns import Turns
 
 _IDS = 1 << 64
 
@@ -54,7 +55,7 @@ class SessionPool:
     """Sessions by a 64-bit id, kept until they are dropped or evicted.
 
     The session that is asked for is in use; all others may be evicted, the least recently used first. Memory pressure
-    is checked whenever a session is asked for.
+    is checked whenever a session is asked for. Of a model's pool, other threads may call `drop` and `clear` alone.
 
     Attributes:
         own: the session of calls without an id, and of all steps that compute a sequence again.
@@ -62,7 +63,11 @@ class SessionPool:
     """
 
     def __init__(
-        self, make_session: Callable[[], Session], mode: Mode | None = None, own: Session | None = None
+        self,
+        make_session: Callable[[], Session],
+        mode: Mode | None = None,
+        own: Session | None = None,
+        turns: Turns | None = None,
     ) -> None:
         """Hold nothing but the own session yet.
 
@@ -70,9 +75,11 @@ class SessionPool:
             make_session: allocates a session; all of them take the same memory.
             mode: None for `always`.
             own: the own session; None makes one.
+            turns: of the model, so that `drop` and `clear` wait for the end of a step; None for a single thread.
         """
         self.own = make_session() if own is None else own
         self.mode: Mode = Always() if mode is None else mode
+        self._turns = Turns() if turns is None else turns
         self._make_session = make_session
         self._bytes_per_session = self.own.cache.stats.bytes_held
         self._held: dict[int, Session] = {}  # least recently used first
@@ -127,7 +134,7 @@ class SessionPool:
         if self.keeps(tokens):
             self.get_or_create(sequence)
         else:
-            self.drop(sequence)  # what is computed again holds no memory
+            self._free(sequence)  # what is computed again holds no memory
 
     def place(self, sequence: int | None, tokens: int) -> Session:
         """The session in which the next step of a sequence of this length runs.
@@ -176,21 +183,26 @@ class SessionPool:
         return held
 
     def drop(self, sequence: int) -> bool:
-        """Free a session; False if it was not held.
+        """Free a session, between two steps; False if it was not held.
 
         Raises:
             UsageError: no 64-bit id.
         """
+        with self._turns:
+            return self._free(sequence)
+
+    def clear(self) -> None:
+        """Free all sessions, between two steps."""
+        with self._turns:
+            for sequence in self.ids:
+                self._free(sequence)
+
+    def _free(self, sequence: int) -> bool:
         _check_id(sequence)
         held = self._held.pop(sequence, None)
         if held is not None:
             held.yield_to(self.own)
         return held is not None
-
-    def clear(self) -> None:
-        """Free all sessions."""
-        for sequence in self.ids:
-            self.drop(sequence)
 
     def _make_room(self, wanted_bytes: int, in_use: int | None) -> None:
         budget, evicts = self.mode.budget, self.mode.evicts
@@ -213,7 +225,7 @@ class SessionPool:
                 return
             if sequence != in_use:
                 held_bytes -= self._held[sequence].cache.stats.bytes_held
-                self.drop(sequence)
+                self._free(sequence)
                 self._evictions += 1
 
 

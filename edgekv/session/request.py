@@ -137,12 +137,13 @@ class Request:
             start, restored = self._recall(session)
         times, before = self._graphs.times, session.cache.stats
         session.writer = self
+        new = self._tokens[start:]
         try:
-            return self._run(session, self._tokens[start:])
+            return session.feed(new) if self._prefixes is None else self._run(session, new, self._prefixes)
         finally:
             if known == 0:
                 self.stats = replace(self.stats, reused_tokens=start, restored_tokens=restored)
-            self._count(session, self._graphs.times - times, before, len(self._tokens) - start)
+            self._count(session, self._graphs.times - times, before, len(new))
 
     def finish(self) -> None:
         """Nothing follows, or the call was broken off: store the end of the sequence in the prefix cache too."""
@@ -169,14 +170,12 @@ class Request:
             session.adopt(self._tokens[:end])
         return end, end - start
 
-    def _run(self, session: Session, tokens: Sequence[int]) -> NDArray[Any]:
+    def _run(self, session: Session, tokens: Sequence[int], prefixes: Prefixes) -> NDArray[Any]:
         """Run tokens; the blocks that they fill are stored before a layer of limited attention drops them."""
-        if self._prefixes is None:
-            return session.feed(tokens)
         piece = session.cache.ar[-1] if len(session.cache.groups) > 1 else len(tokens)
         for at in range(0, len(tokens), piece):
             logits = session.feed(tokens[at : at + piece])
-            self._prefixes.keep(session.cache, session.tokens)
+            prefixes.keep(session.cache, session.tokens)
         return logits
 
     def _count(self, session: Session, times: StepTimes, before: CacheStats, computed: int) -> None:

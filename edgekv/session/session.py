@@ -31,17 +31,43 @@ class Session:
         self.writer: object = None
         self._graphs = graphs
 
-    def feed(self, tokens: Sequence[int]) -> NDArray[Any]:
+    def feed(
+        self, tokens: Sequence[int], role: Role = "prefill", take: Callable[[NDArray[Any]], None] | None = None
+    ) -> NDArray[Any]:
         """Run the next tokens.
 
+        Args:
+            tokens: at least one.
+            role: of the graphs that run several tokens; the decode graph runs single ones.
+            take: is given the logits of each step, `[rows, V]`.
+
         Returns:
-            The logits of the last one as integers `[V]`, valid until the next step.
+            The logits of the last token as integers `[V]`, valid until the next step.
 
         Raises:
             ContextFullError: the context has no room.
             EngineError: the runtime failed.
         """
-        last: NDArray[Any] = self._run(tokens, "prefill")[-1]
+        if not tokens:
+            raise ValueError("tokens: got none; expected at least one")
+        self._graphs.use(self.cache)
+        self.cache.expect(len(tokens))
+        done = 0
+        while done < len(tokens):
+            graph = self._graphs.choose(role, len(tokens) - done)
+            step = tokens[done : done + graph.ar]
+            done += len(step)
+            try:
+                graph.step(step, logits=take is not None or done == len(tokens))
+            except EdgeKVError:
+                raise  # the cache is as it was before the step
+            except BaseException:  # such as Ctrl-C
+                self._drop_half_a_step()
+                raise
+            self.tokens += step
+            if take is not None:
+                take(graph.logits)
+        last: NDArray[Any] = graph.logits[-1]
         return last
 
     def score(self, tokens: Sequence[int]) -> NDArray[Any]:
@@ -52,7 +78,7 @@ class Session:
             EngineError: the runtime failed.
         """
         rows: list[NDArray[Any]] = []
-        self._run(tokens, "score", lambda logits: rows.append(logits.copy()))
+        self.feed(tokens, "score", lambda logits: rows.append(logits.copy()))
         return np.concatenate(rows)
 
     def reset(self) -> None:
@@ -91,35 +117,6 @@ class Session:
         """Let the graphs work on another session's cache, so that nothing keeps this one's memory alive."""
         if self._graphs.cache is self.cache:
             self._graphs.use(other.cache)
-
-    def _run(
-        self, tokens: Sequence[int], role: Role, take: Callable[[NDArray[Any]], None] | None = None
-    ) -> NDArray[Any]:
-        """Run tokens with the graphs of a role and, for single ones, the decode graph.
-
-        Returns:
-            The logits of the last step; `take` is given those of each.
-        """
-        if not tokens:
-            raise ValueError("tokens: got none; expected at least one")
-        self._graphs.use(self.cache)
-        self.cache.expect(len(tokens))
-        done = 0
-        while done < len(tokens):
-            graph = self._graphs.choose(role, len(tokens) - done)
-            step = tokens[done : done + graph.ar]
-            done += len(step)
-            try:
-                graph.step(step, logits=take is not None or done == len(tokens))
-            except EdgeKVError:
-                raise  # the cache is as it was before the step
-            except BaseException:  # such as Ctrl-C
-                self._drop_half_a_step()
-                raise
-            self.tokens += step
-            if take is not None:
-                take(graph.logits)
-        return graph.logits
 
     def _drop_half_a_step(self) -> None:
         """Hold nothing if only a part of the cache took the rows of a step."""
