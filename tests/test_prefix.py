@@ -23,7 +23,7 @@ from edgekv.prefix import (
 )
 from edgekv.prefix.block import Block, Node
 from edgekv.prefix.heap import BlockHeap
-from edgekv.prefix.plan import longest_usable
+from edgekv.prefix.index import longest_usable
 from edgekv.prefix.tree import Tree
 from tests.test_prefix_model import BLOCK_BYTES, GEOMETRY, STEP, Tokens, audit, rows_of
 

@@ -9,12 +9,11 @@ from edgekv.kv.cache import KVCache
 from edgekv.kv.columns import ColumnArena, ColumnLayout
 from edgekv.kv.group import Group
 from edgekv.kv.growth import GROWTHS, Growth, GrowthName, parse_growth
-from edgekv.kv.held_rows import HeldRows
 from edgekv.kv.memory import ALIGNMENT_BYTES
 from edgekv.kv.policies.policy import POLICIES, Fail, KeyDiff, Policy, PolicyName, Sinks, SlidingWindow, find_policy
 from edgekv.kv.policies.rotation import KvEncoding, Requantization
 from edgekv.kv.rows import Layout, RowArena
-from edgekv.kv.state import CacheState, StateError, read_state, write_state
+from edgekv.kv.state import CacheState, StateError, load_cache, read_state, save_cache, write_state
 from edgekv.kv.stats import CacheStats
 from edgekv.kv.strategies import DEFAULT_STRATEGY, STRATEGIES, StrategyName, make_strategy
 from edgekv.kv.strategies.mirror import Mirror
@@ -50,7 +49,6 @@ __all__ = [
     "KvDtype",
     "KvEncoding",
     "KvTensor",
-    "HeldRows",
     "LayeredGeometry",
     "Layout",
     "Mirror",
@@ -73,6 +71,8 @@ __all__ = [
     "make_strategy",
     "parse_growth",
     "parse_reserve",
+    "load_cache",
     "read_state",
+    "save_cache",
     "write_state",
 ]

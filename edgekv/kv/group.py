@@ -229,3 +229,12 @@ class Group:
             self._arena.execute(move)
             if self._keys is not None and not values_only:
                 self._keys.execute(move)
+
+
+def held_keys(groups: Sequence[Group], wide: Sequence[Group], encodings: Sequence[KvEncoding]) -> Iterator[HeldKeys]:
+    """The keys held by the `wide` ones among all groups, tensor by tensor."""
+    start = 0
+    for group in groups:
+        if group in wide:
+            yield from group.keys(encodings[start : start + group.geometry.tensors])
+        start += group.geometry.tensors

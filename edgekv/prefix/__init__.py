@@ -6,22 +6,21 @@ integers which block is where, and `BlockStorage` moves the bytes between primar
 
 from edgekv.prefix.allocator import BlockAllocator
 from edgekv.prefix.baked import BakedPrefix, add_baked, baked_prefixes, remove_baked
-from edgekv.prefix.cache_rows import CacheRows
 from edgekv.prefix.config import StoreConfig
 from edgekv.prefix.errors import PrefixError
-from edgekv.prefix.fingerprint import prefix_fingerprint
-from edgekv.prefix.groups import Group, split_layers
-from edgekv.prefix.prefixes import Prefixes
+from edgekv.prefix.groups import BlockGroup, split_layers
+from edgekv.prefix.lease import Match
+from edgekv.prefix.prefixes import PrefixCache, Prefixes, SharedStore, open_store, prefix_fingerprint
 from edgekv.prefix.retention import RetentionPolicy, TokenRangeRetentionConfig
-from edgekv.prefix.shared_store import PrefixCache, SharedStore, open_store
+from edgekv.prefix.rows import CacheRows
 from edgekv.prefix.stats import StoreStats, TierStats
-from edgekv.prefix.store import Match, PrefixStore
+from edgekv.prefix.store import PrefixStore
 
 __all__ = [
     "BakedPrefix",
     "BlockAllocator",
     "CacheRows",
-    "Group",
+    "BlockGroup",
     "Match",
     "PrefixCache",
     "PrefixError",

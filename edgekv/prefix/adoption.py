@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from edgekv.prefix.block import Block, Node, Tier
 from edgekv.prefix.disk import FoundFile
-from edgekv.prefix.groups import Group
+from edgekv.prefix.groups import BlockGroup
 from edgekv.prefix.storage import BlockStorage
 from edgekv.prefix.tiers import Tiers
 from edgekv.prefix.tree import Tree
@@ -16,7 +16,7 @@ class Adoption:
     """Keeps a store's tree in step with the files that the folder's index lists."""
 
     def __init__(
-        self, tree: Tree, tiers: Tiers, storage: BlockStorage, groups: Sequence[Group], tokens_per_block: int
+        self, tree: Tree, tiers: Tiers, storage: BlockStorage, groups: Sequence[BlockGroup], tokens_per_block: int
     ) -> None:
         self._tree = tree
         self._tiers = tiers

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from edgekv.prefix.config import DEFAULT_FREE_MEMORY_FRACTION, DEFAULT_MAX_BYTES, StoreConfig
 from edgekv.prefix.errors import PrefixError
-from edgekv.prefix.groups import Group
+from edgekv.prefix.groups import BlockGroup
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class Division:
     context: int
 
     @classmethod
-    def of(cls, groups: Sequence[Group], context: int, element_bytes: int, tokens_per_block: int) -> Division:
+    def of(cls, groups: Sequence[BlockGroup], context: int, element_bytes: int, tokens_per_block: int) -> Division:
         rows = [group.tensors * group.head_dim * element_bytes for group in groups]
         windows = [group.window_tokens(context) for group in groups]
         return cls(
@@ -66,6 +66,40 @@ class Division:
             fix = "Raise it, or lower tokens_per_block."
             raise PrefixError(budget.field, got=f"{budget.bytes} bytes", expected=wanted, fix=fix)
         return blocks
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What the tiers may hold.
+
+    Attributes:
+        primary: blocks of each group in primary memory.
+        host: the same for host memory.
+        disk: whether there is one.
+        offload_min_priority: blocks below are not offloaded.
+    """
+
+    primary: Sequence[int]
+    host: Sequence[int]
+    disk: bool
+    offload_min_priority: int
+
+
+def limits_of(config: StoreConfig, division: Division, free_bytes: int) -> Limits:
+    """The limits that a configuration asks for.
+
+    Raises:
+        PrefixError: a pool would have no block.
+    """
+    host = (0,) * len(division.block_bytes)
+    if config.host_cache_size:
+        host = division.blocks(Budget("host_cache_size", config.host_cache_size))
+    return Limits(
+        primary=division.blocks(primary_budget(config, division, free_bytes)),
+        host=host,
+        disk=config.disk_folder is not None,
+        offload_min_priority=config.secondary_offload_min_priority,
+    )
 
 
 def primary_budget(config: StoreConfig, division: Division, free_bytes: int) -> Budget:

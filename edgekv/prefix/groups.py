@@ -1,4 +1,4 @@
-"""Which layers share a pool."""
+"""Layers whose rows are stored together in a block."""
 
 from __future__ import annotations
 
@@ -6,37 +6,47 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from edgekv.prefix.errors import PrefixError
-from edgekv.spec.geometry import KINDS, Geometry, KvTensor
+from edgekv.spec.geometry import Geometry, KvTensor
 from edgekv.spec.layers import LayeredGeometry
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
-    """The layers of one attention window, one number of kv heads and one width; their rows lie together in a block.
+class BlockGroup:
+    """The layers of one attention window, number of heads and head width.
 
     Attributes:
-        window: tokens that a token attends to, itself included; None is full attention.
-        kv_heads: key/value heads of each layer.
-        head_dim: D of each layer.
-        layers: the layers, ascending.
-        ranges: their tensors as ranges `[start, stop)` of the order of all tensors: by layer, keys before values, by
-            head.
+        geometry: of these layers; its `context` is their window, or S for full attention.
+        window: tokens that a token attends to, itself included; None for full attention.
+        ranges: their tensors as ranges `[start, stop)` of all tensors: by layer, keys before values, by head.
     """
 
+    geometry: Geometry
     window: int | None
-    kv_heads: int
-    head_dim: int
-    layers: tuple[int, ...]
     ranges: tuple[tuple[int, int], ...]
+
+    @property
+    def kv_heads(self) -> int:
+        """Key/value heads of each layer."""
+        return self.geometry.kv_heads
+
+    @property
+    def head_dim(self) -> int:
+        """D of each layer."""
+        return self.geometry.head_dim
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """The layers, ascending."""
+        return self.geometry.numbers or tuple(range(self.geometry.layers))
 
     @property
     def tensors(self) -> int:
         """Tensors of the group: layers x 2 x kv_heads."""
-        return len(self.layers) * 2 * self.kv_heads
+        return self.geometry.tensors
 
     def names(self) -> Iterator[KvTensor]:
         """Its tensors, in the order of a block's rows."""
-        return (KvTensor(layer, kind, head) for layer in self.layers for kind in KINDS for head in range(self.kv_heads))
+        return self.geometry.names()
 
     def first_needed(self, tokens: int) -> int:
         """The first of `tokens` past tokens that the next one attends to."""
@@ -47,40 +57,47 @@ class Group:
         return context if self.window is None else self.window
 
 
-def split_layers(geometry: Geometry | LayeredGeometry, windows: Sequence[int] = ()) -> tuple[Group, ...]:
-    """One group for each combination of window, kv heads and width, full attention first, widest window first.
+def split_layers(geometry: Geometry | LayeredGeometry, windows: Sequence[int] = ()) -> tuple[BlockGroup, ...]:
+    """The groups of a geometry, full attention first, then the widest window first.
 
     Args:
         geometry: the sizes.
-        windows: `max_attention_window`: of each layer, repeated over the layers if it is shorter; empty is what the
-            geometry says, full attention where it says nothing. A window of at least the context is full attention.
+        windows: `max_attention_window`: of each layer, repeated if shorter; empty for the geometry's own. A window of
+            at least the context is full attention.
 
     Raises:
         PrefixError: a window below 2 tokens, more windows than layers, or windows where the geometry has its own.
     """
     layers, context = geometry.layers, geometry.context
     if len(windows) > layers or any(window < 2 for window in windows):
-        wanted = f"at most {layers} windows of 2 tokens or more"
-        raise PrefixError("max_attention_window", got=list(windows), expected=wanted, fix="Mend the list.")
-    heads: Sequence[int] = [geometry.kv_heads] if isinstance(geometry, Geometry) else geometry.kv_heads
-    widths: Sequence[int] = [geometry.head_dim] if isinstance(geometry, Geometry) else geometry.head_dim
-    own: Sequence[int | None] = () if isinstance(geometry, Geometry) else geometry.windows
-    if windows and own:
-        wanted = "none, since the model's layers have windows of their own"
-        raise PrefixError("max_attention_window", got=list(windows), expected=wanted, fix="Leave it out.")
-    limits = [context if window is None else min(window, context) for window in windows or own or (None,)]
-    members: dict[tuple[int, int, int], list[int]] = {}
-    starts = [0]
-    for layer in range(layers):
-        kv_heads = heads[layer % len(heads)]
-        sizes = (limits[layer % len(limits)], kv_heads, widths[layer % len(widths)])
-        members.setdefault(sizes, []).append(layer)
-        starts.append(starts[-1] + 2 * kv_heads)
-    groups = []
-    for (window, kv_heads, head_dim), alike in sorted(members.items(), reverse=True):
-        ranges: list[tuple[int, int]] = []
-        for layer in alike:
-            start = ranges.pop()[0] if ranges and ranges[-1][1] == starts[layer] else starts[layer]
-            ranges.append((start, starts[layer + 1]))
-        groups.append(Group(None if window == context else window, kv_heads, head_dim, tuple(alike), tuple(ranges)))
-    return tuple(groups)
+        expected = f"at most {layers} windows of 2 tokens or more"
+        raise PrefixError("max_attention_window", got=list(windows), expected=expected, fix="Correct the list.")
+    if windows and isinstance(geometry, LayeredGeometry) and geometry.windows:
+        expected = "none, because the model's layers have their own windows"
+        raise PrefixError("max_attention_window", got=list(windows), expected=expected, fix="Leave it out.")
+    if windows:
+        heads = [geometry.kv_heads] if isinstance(geometry, Geometry) else geometry.kv_heads
+        widths = [geometry.head_dim] if isinstance(geometry, Geometry) else geometry.head_dim
+        geometry = LayeredGeometry(layers, context, heads, widths, windows, geometry.kv_dtype, geometry.key_layout)
+    ordered = sorted(geometry.groups(), key=lambda each: (each.context, each.kv_heads, each.head_dim), reverse=True)
+    return tuple(
+        BlockGroup(each, None if each.context == context else each.context, ranges)
+        for each, ranges in zip(ordered, _ranges(ordered), strict=True)
+    )
+
+
+def _ranges(groups: Sequence[Geometry]) -> list[tuple[tuple[int, int], ...]]:
+    """The tensors of each group as ranges of all tensors."""
+    everything = sorted(((name, number) for number, group in enumerate(groups) for name in group.names()), key=_order)
+    ranges: list[list[tuple[int, int]]] = [[] for _ in groups]
+    for place, (_, number) in enumerate(everything):
+        if ranges[number] and ranges[number][-1][1] == place:
+            ranges[number][-1] = (ranges[number][-1][0], place + 1)
+        else:
+            ranges[number].append((place, place + 1))
+    return [tuple(each) for each in ranges]
+
+
+def _order(entry: tuple[KvTensor, int]) -> tuple[int, bool, int]:
+    tensor = entry[0]
+    return tensor.layer, tensor.kind == "value", tensor.head

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from heapq import heapify, heappop, heappush
 
-from edgekv.prefix.block import Block
+from edgekv.prefix.allocator import BlockAllocator
+from edgekv.prefix.block import ABSENT, Block, Tier
 
 Key = tuple[int, ...]
 _LEAST_ENTRIES = 64
@@ -58,3 +59,43 @@ class BlockHeap:
         self._entries = list(latest.values())
         heapify(self._entries)
         self._sweep_at = max(_LEAST_ENTRIES, 2 * len(self._entries))
+
+
+class EvictionQueues:
+    """For each memory and group, the blocks that may be evicted: lowest priority first, then least recently used.
+
+    Only blocks that nothing in their memory needs and no request holds.
+    """
+
+    def __init__(self, pools: Mapping[Tier, Sequence[BlockAllocator]]) -> None:
+        """Serve these pools, by memory and group."""
+        self._pools = pools
+        self._heaps = {tier: [BlockHeap(self._key(tier)) for _ in groups] for tier, groups in pools.items()}
+
+    def push(self, block: Block) -> None:
+        """Note that what decides about a block has changed."""
+        for tier, heaps in self._heaps.items():
+            if block.places[tier] != ABSENT:
+                heaps[block.group].push(block)
+
+    def first(self, tier: Tier, group: int) -> Block | None:
+        """The block to evict next, which stays in the queue."""
+        found = self._heaps[tier][group].first()
+        return None if found is None else found[1]
+
+    def pop(self, tier: Tier, group: int) -> Block | None:
+        """Take out the block to evict next."""
+        return self._heaps[tier][group].pop()
+
+    def _key(self, tier: Tier) -> Callable[[Block], Key | None]:
+        def key(block: Block) -> Key | None:
+            place, following = block.places[tier], block.following
+            if place == ABSENT or block.guards or following[tier]:
+                return None
+            if tier is Tier.HOST and following[Tier.PRIMARY]:
+                return None
+            if tier is Tier.PRIMARY and self._pools[Tier.PRIMARY][block.group].references(place) > 1:
+                return None
+            return (block.priority, block.stamp)
+
+        return key

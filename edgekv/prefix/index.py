@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 from itertools import chain
 
 from edgekv.prefix.block import Block, Node, Tier, Tokens
-from edgekv.prefix.groups import Group
-from edgekv.prefix.plan import longest_usable
+from edgekv.prefix.groups import BlockGroup
+from edgekv.prefix.lease import Lease, Reuse, Span
 from edgekv.prefix.retention import Retention
 from edgekv.prefix.stats import Counters
 from edgekv.prefix.tiers import Tiers
@@ -18,45 +17,11 @@ from edgekv.prefix.tree import Root, Tree
 Write = Callable[[int, int, int, int], None]
 
 
-@dataclass(frozen=True, slots=True)
-class Span:
-    """Consecutive blocks of one group that a request holds, from block `first` of its sequence on."""
-
-    first: int
-    blocks: tuple[Block, ...]
-
-
-@dataclass(slots=True, eq=False)
-class Lease:
-    """What a request holds: one span for each group.
-
-    Attributes:
-        tokens: tokens from the sequence's beginning that the spans are good for.
-        spans: of each group.
-    """
-
-    tokens: int = 0
-    spans: tuple[Span, ...] = field(default=())
-
-
-@dataclass(frozen=True, slots=True)
-class Reuse:
-    """How a match may end within a block.
-
-    Attributes:
-        partial: whether it may at all.
-        copy: whether such a block may be in use, and stays for others.
-    """
-
-    partial: bool
-    copy: bool
-
-
 class Index:
     """The tree and the tiers put together."""
 
     def __init__(
-        self, tree: Tree, tiers: Tiers, groups: Sequence[Group], step: int, reuse: Reuse, counters: Counters
+        self, tree: Tree, tiers: Tiers, groups: Sequence[BlockGroup], step: int, reuse: Reuse, counters: Counters
     ) -> None:
         self._tree = tree
         self._tiers = tiers
@@ -272,3 +237,38 @@ class Index:
         self._tiers.make_private(node)
         for block in blocks:
             self._tiers.release(block)
+
+
+def longest_usable(presence: Sequence[Sequence[bool]], windows: Sequence[int], step: int, upper: int) -> int:
+    """The largest length up to `upper` at which every limited window lies in blocks that are present.
+
+    Args:
+        presence: of each limited group, whether each block of the path is there.
+        windows: their attention windows in tokens, the attending token included.
+        step: tokens of a block.
+        upper: tokens of the path; above the last block's beginning.
+
+    Returns:
+        `upper`, or tokens up to the end of a block.
+    """
+    end = upper
+    while True:
+        shorter = min((_longest(p, w, step, end) for p, w in zip(presence, windows, strict=True)), default=end)
+        if shorter == end:
+            return end
+        end = shorter
+
+
+def _longest(present: Sequence[bool], window: int, step: int, end: int) -> int:
+    stop = -(-end // step)
+    while stop:
+        if not present[stop - 1]:
+            stop -= 1
+            continue
+        reached = min(end, stop * step)
+        needed = max(0, reached - window + 1) // step
+        missing = next((i for i in range(stop - 1, needed - 1, -1) if not present[i]), None)
+        if missing is None:
+            return reached
+        stop = missing
+    return 0

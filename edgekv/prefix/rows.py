@@ -1,13 +1,15 @@
-"""Where the store takes rows from and puts them."""
+"""Where the store takes rows from and puts them: an array, or the KV cache itself."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from numpy.typing import NDArray
 
-from edgekv.prefix.groups import Group
+from edgekv.kv import Arena, Group, KVCache, KvTensor
+from edgekv.prefix.groups import BlockGroup
 
 Rows = NDArray[Any]
 
@@ -16,23 +18,23 @@ class Source(Protocol):
     """Has the rows of a sequence."""
 
     def first(self, group: int) -> int:
-        """The first token whose rows a group has; it has those of all that follow."""
+        """The first token whose rows a group has; it has all later ones too."""
 
     def read(self, group: int, token: int, out: Rows) -> None:
-        """Copy a group's rows of consecutive tokens, beginning with `token`, to `out`, `[tensors, tokens, D]`."""
+        """Copy a group's rows of consecutive tokens, from `token` on, to `out`, `[tensors, tokens, D]`."""
 
 
 class Target(Protocol):
     """Takes the rows of a sequence."""
 
     def write(self, group: int, token: int, rows: Rows) -> None:
-        """Take a group's rows of consecutive tokens, beginning with `token`, `[tensors, tokens, D]`."""
+        """Take a group's rows of consecutive tokens, from `token` on, `[tensors, tokens, D]`."""
 
 
 class ArrayRows:
     """One array `[N, tokens, D]` of all tensors; a `Source` and a `Target`."""
 
-    def __init__(self, groups: Sequence[Group], rows: Rows, first: int = 0) -> None:
+    def __init__(self, groups: Sequence[BlockGroup], rows: Rows, first: int = 0) -> None:
         """Wrap an array whose first row belongs to the token `first`."""
         self._groups = groups
         self._rows = rows
@@ -52,3 +54,65 @@ class ArrayRows:
         for first, stop in self._groups[group].ranges:
             self._rows[first:stop, start : start + rows.shape[1]] = rows[at : at + stop - first]
             at += stop - first
+
+
+class CacheRows:
+    """The rows that a cache holds now; a `Source` and a `Target`.
+
+    No step, rewind or reset may move them while this object is used.
+    """
+
+    def __init__(self, cache: KVCache, groups: Sequence[BlockGroup]) -> None:
+        """Find the groups' tensors in a cache of the same layers."""
+        homes = {tensor: group for group in cache.groups for tensor in group.geometry.names()}
+        self._first: list[int] = []
+        self._runs: list[list[_Run]] = []
+        for group in groups:
+            names = list(group.names())
+            self._first.append(cache.tokens_seen - homes[names[0]].length)
+            self._runs.append(_runs(dict.fromkeys(homes[name] for name in names), names))
+
+    def first(self, group: int) -> int:
+        return self._first[group]
+
+    def read(self, group: int, token: int, out: Rows) -> None:
+        start = token - self._first[group]
+        for run in self._runs[group]:
+            run.arena.copy_out(run.tensors, run.rows[start : start + out.shape[1]], out[run.part])
+
+    def write(self, group: int, token: int, rows: Rows) -> None:
+        """As in `Target`; tokens that the layers' window has left are skipped."""
+        skipped = max(self._first[group] - token, 0)
+        start = max(token - self._first[group], 0)
+        for run in self._runs[group]:
+            held = run.rows[start : start + max(rows.shape[1] - skipped, 0)]
+            run.arena.copy_in(run.tensors, held, rows[run.part, skipped : skipped + len(held)])
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """Consecutive tensors of an arena, the rows of their tokens, and which tensors of a block they are."""
+
+    arena: Arena
+    rows: Sequence[int]
+    tensors: slice
+    part: slice
+
+
+def _runs(homes: Iterable[Group], tensors: Sequence[KvTensor]) -> list[_Run]:
+    """The tensors of a block in as few runs as possible."""
+    places = {}
+    for home in homes:
+        rows = home.strategy.held_rows()
+        for arena in home.arenas:
+            places.update({tensor: (arena, rows, at) for at, tensor in enumerate(arena.tensors)})
+    runs: list[_Run] = []
+    for part, tensor in enumerate(tensors):
+        arena, rows, at = places[tensor]
+        if runs and runs[-1].arena is arena and runs[-1].tensors.stop == at:
+            last = runs.pop()
+            run = _Run(arena, rows, slice(last.tensors.start, at + 1), slice(last.part.start, part + 1))
+        else:
+            run = _Run(arena, rows, slice(at, at + 1), slice(part, part + 1))
+        runs.append(run)
+    return runs

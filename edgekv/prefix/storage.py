@@ -11,12 +11,12 @@ import numpy as np
 
 from edgekv.prefix.block import MEMORY, Block, Tier
 from edgekv.prefix.blockfile import BlockRecord
+from edgekv.prefix.budget import Limits
 from edgekv.prefix.disk import DiskFolder, FoundFile
-from edgekv.prefix.groups import Group
+from edgekv.prefix.groups import BlockGroup
 from edgekv.prefix.retention import DEFAULT_PRIORITY
 from edgekv.prefix.rows import Rows, Source, Target
 from edgekv.prefix.stats import Counters
-from edgekv.prefix.tiers import Limits
 from edgekv.prefix.tree import Root
 from edgekv.spec.geometry import KvDtype
 
@@ -24,7 +24,7 @@ _SLAB_BYTES = 1 << 26
 DTYPES: dict[KvDtype, np.dtype[Any]] = {"u8": np.dtype(np.uint8), "s8": np.dtype(np.int8), "s16": np.dtype(np.int16)}
 
 
-def layout_digest(fingerprint: str, kv_dtype: KvDtype, groups: Sequence[Group], step: int) -> bytes:
+def layout_digest(fingerprint: str, kv_dtype: KvDtype, groups: Sequence[BlockGroup], step: int) -> bytes:
     """What must be equal for a block's bytes to mean the same: the caller's fingerprint and the block's layout."""
     layers = [(group.window, group.kv_heads, group.head_dim, group.layers) for group in groups]
     said = (fingerprint, kv_dtype, step, layers)
@@ -80,7 +80,7 @@ class BlockStorage:
 
     def __init__(
         self,
-        groups: Sequence[Group],
+        groups: Sequence[BlockGroup],
         kv_dtype: KvDtype,
         step: int,
         limits: Limits,
@@ -123,10 +123,12 @@ class BlockStorage:
         self._counters.bytes_out[Tier.PRIMARY] += rows.nbytes
 
     def move(self, group: int, source: Tier, source_id: int, target: Tier, target_id: int) -> None:
+        """Copy a block between the memories."""
         self._memories[target][group].view(target_id)[...] = self._memories[source][group].view(source_id)
         self._count_move(group, source, target)
 
     def swap(self, group: int, primary_id: int, host_id: int) -> None:
+        """Exchange a block of primary memory and one of host memory."""
         primary, host = self.view(group, primary_id), self._memories[Tier.HOST][group].view(host_id)
         aside = primary.copy()
         primary[...] = host
@@ -135,6 +137,7 @@ class BlockStorage:
         self._count_move(group, Tier.HOST, Tier.PRIMARY)
 
     def encode(self, block: Block, tier: Tier) -> bytes:
+        """The content of the file of a block that is in this memory."""
         assert self._disk is not None
         held = self._memories[tier][block.group].view(block.places[tier])
         rows = np.ascontiguousarray(held[:, : len(block.node.tokens)])
@@ -142,6 +145,11 @@ class BlockStorage:
         return self._disk.encode(self._record(block), rows)
 
     def write_file(self, block: Block, data: bytes, evicted: Callable[[Block], None], *, displace: bool) -> bool:
+        """Write a block's file whole or not at all; False if the disk does not take it.
+
+        Files that must go for it are removed, and `evicted` is called for each that belongs to a block of this store.
+        Without `displace`, no file of a block that is worth more than this one goes.
+        """
         assert self._disk is not None
         limit = None if displace else (block.priority, block.used_ns)
         try:
@@ -160,11 +168,13 @@ class BlockStorage:
         return True
 
     def fit_disk(self, evicted: Callable[[Block], None]) -> None:
+        """Evict files until the limit holds."""
         if self._disk is not None:
             with suppress(OSError):
                 self._make_room(0, None, evicted)
 
     def load(self, block: Block, primary_id: int) -> bool:
+        """Read a block's file into primary memory; False if it is gone or was rejected."""
         assert self._disk is not None
         rows = self._disk.read(self._record(block))
         if rows is None:
@@ -176,12 +186,14 @@ class BlockStorage:
         return True
 
     def remove_file(self, block: Block) -> None:
+        """Remove a block's file."""
         assert self._disk is not None
         if block in self._names:
             self._disk.remove([self._names[block]])
             self._forget(block)
 
     def used(self, block: Block) -> None:
+        """Note that a block was used, which may have a file."""
         if block in self._names:
             self._touched.add(block)
 

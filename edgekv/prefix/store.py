@@ -9,18 +9,19 @@ import numpy as np
 
 from edgekv.prefix.adoption import Adoption
 from edgekv.prefix.block import Tier, Tokens
-from edgekv.prefix.budget import Budget, Division, primary_budget
+from edgekv.prefix.budget import Division, limits_of
 from edgekv.prefix.config import StoreConfig
 from edgekv.prefix.disk import DiskFolder
 from edgekv.prefix.errors import PrefixError
 from edgekv.prefix.groups import split_layers
-from edgekv.prefix.index import Index, Lease, Reuse
+from edgekv.prefix.index import Index
 from edgekv.prefix.keys import Keys
+from edgekv.prefix.lease import Lease, Match, Reuse
 from edgekv.prefix.retention import RetentionPolicy
 from edgekv.prefix.rows import ArrayRows, Rows, Source, Target
 from edgekv.prefix.stats import Counters, StoreStats
 from edgekv.prefix.storage import DTYPES, BlockStorage, layout_digest
-from edgekv.prefix.tiers import Limits, Tiers
+from edgekv.prefix.tiers import Tiers
 from edgekv.prefix.tree import Tree
 from edgekv.spec.geometry import Geometry, KvDtype
 from edgekv.spec.layers import LayeredGeometry
@@ -32,29 +33,6 @@ _ZERO_POINTS: dict[KvDtype, int] = {"u8": 128, "s8": 0, "s16": 0}
 
 def _now_ms() -> int:
     return time.monotonic_ns() // 1_000_000
-
-
-class Match:
-    """What was found of a sequence. It holds its blocks until `PrefixStore.release`.
-
-    Attributes:
-        tokens: how many tokens from the beginning on were found.
-    """
-
-    __slots__ = ("_key", "_lease", "_released")
-
-    def __init__(self, key: bytes, lease: Lease) -> None:
-        self._key = key
-        self._lease = lease
-        self._released = False
-
-    @property
-    def tokens(self) -> int:
-        return self._lease.tokens
-
-    def block_ids(self, group: int = 0) -> list[int]:
-        """The ids in primary memory of a group's blocks; behind a limited window those that it still reaches."""
-        return [block.places[Tier.PRIMARY] for block in self._lease.spans[group].blocks] if self._lease.spans else []
 
 
 class PrefixStore:
@@ -97,14 +75,7 @@ class PrefixStore:
         step = config.tokens_per_block
         self._dtype = DTYPES[geometry.kv_dtype]
         division = Division.of(self.groups, geometry.context, self._dtype.itemsize, step)
-        budget = primary_budget(config, division, free_memory_bytes() if free_bytes is None else free_bytes)
-        host = division.blocks(Budget("host_cache_size", config.host_cache_size)) if config.host_cache_size else None
-        self.limits = Limits(
-            primary=division.blocks(budget),
-            host=host or (0,) * len(self.groups),
-            disk=config.disk_folder is not None,
-            offload_min_priority=config.secondary_offload_min_priority,
-        )
+        self.limits = limits_of(config, division, free_memory_bytes() if free_bytes is None else free_bytes)
         self._counters = Counters()
         self._digest = layout_digest(fingerprint, geometry.kv_dtype, self.groups, step)
         limited = [group.window is not None for group in self.groups]

@@ -8,65 +8,16 @@ only if the one before it has one. Blocks of a limited window stand alone.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from time import time_ns
-from typing import Protocol
 
 from edgekv.prefix.allocator import BlockAllocator
-from edgekv.prefix.block import ABSENT, MEMORY, Block, Node, Tier
-from edgekv.prefix.heap import BlockHeap, Key
+from edgekv.prefix.block import ABSENT, Block, Node, Tier
+from edgekv.prefix.budget import Limits
+from edgekv.prefix.heap import BlockHeap, EvictionQueues
 from edgekv.prefix.retention import DEFAULT_PRIORITY, Retention
 from edgekv.prefix.stats import Counters
+from edgekv.prefix.storage import BlockStorage
 from edgekv.prefix.tree import Tree
-
-
-class Storage(Protocol):
-    """Where the bytes are; executes what `Tiers` decides."""
-
-    def move(self, group: int, source: Tier, source_id: int, target: Tier, target_id: int) -> None:
-        """Copy a block between the memories."""
-
-    def swap(self, group: int, primary_id: int, host_id: int) -> None:
-        """Exchange two blocks of the memories."""
-
-    def encode(self, block: Block, tier: Tier) -> bytes:
-        """The file of a block that is in that memory."""
-
-    def write_file(self, block: Block, data: bytes, evicted: Callable[[Block], None], *, displace: bool) -> bool:
-        """Write a block's file whole or not at all; False if the disk does not take it.
-
-        Files that must go for it are removed, and `evicted` is called for those of blocks of this store. Without
-        `displace` none goes that is dearer than the block.
-        """
-
-    def fit_disk(self, evicted: Callable[[Block], None]) -> None:
-        """Evict files until the limit holds."""
-
-    def used(self, block: Block) -> None:
-        """Note that a block was used, which may have a file."""
-
-    def load(self, block: Block, primary_id: int) -> bool:
-        """Read a block's file into primary memory; False if it is gone or not to be trusted."""
-
-    def remove_file(self, block: Block) -> None:
-        """Remove a block's file."""
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """What the tiers may hold.
-
-    Attributes:
-        primary: blocks of each group in primary memory.
-        host: the same for host memory.
-        disk: whether there is one.
-        offload_min_priority: blocks below are not offloaded.
-    """
-
-    primary: Sequence[int]
-    host: Sequence[int]
-    disk: bool
-    offload_min_priority: int
 
 
 class Tiers:
@@ -86,7 +37,7 @@ class Tiers:
         tree: Tree,
         limited: Sequence[bool],
         limits: Limits,
-        storage: Storage,
+        storage: BlockStorage,
         counters: Counters,
         clock_ms: Callable[[], int],
     ) -> None:
@@ -105,8 +56,7 @@ class Tiers:
         self._clock_ms = clock_ms
         self._stamp = 0
         self._now_ns = 0
-        groups = range(len(limited))
-        self._queues = {tier: [BlockHeap(self._eviction_key(tier)) for _ in groups] for tier in MEMORY}
+        self._queues = EvictionQueues(self.pools)
         self._expiring = BlockHeap(lambda block: None if block.expires_ms is None else (block.expires_ms,))
 
     def touch(self, block: Block) -> None:
@@ -122,7 +72,7 @@ class Tiers:
         for block in blocks:
             self._stamp += 1
             block.stamp = self._stamp
-            self._consider(block)
+            self._queues.push(block)
 
     def guard(self, blocks: Iterable[Block]) -> None:
         """Keep blocks from being evicted until `unguard`."""
@@ -133,7 +83,7 @@ class Tiers:
         """Take back one `guard` of each block."""
         for block in blocks:
             block.guards -= 1
-            self._consider(block)
+            self._queues.push(block)
 
     def retain(self, block: Block) -> None:
         """Hold a block in primary memory for one more request."""
@@ -143,7 +93,7 @@ class Tiers:
         """Take back one `retain`."""
         if self.pools[Tier.PRIMARY][block.group].release(block.places[Tier.PRIMARY]):
             block.places[Tier.PRIMARY] = ABSENT
-        self._consider(block)
+        self._queues.push(block)
 
     def is_held(self, block: Block) -> bool:
         """Whether a request holds the block."""
@@ -157,7 +107,7 @@ class Tiers:
         pool = self.pools[tier][group]
         if (free := pool.allocate()) is not None or not pool.capacity:
             return free
-        victim = self._queues[tier][group].pop()
+        victim = self._queues.pop(tier, group)
         if victim is None:
             return None
         self._evict(victim, tier)
@@ -171,7 +121,7 @@ class Tiers:
             self.disk_blocks += 1
         if (before := self._before(block)) is not None:
             before.following[tier] += 1
-        self._consider(block)
+        self._queues.push(block)
 
     def retention(self, block: Block, wanted: Retention) -> None:
         """Give a guarded block a priority, which lasts from now on."""
@@ -185,7 +135,7 @@ class Tiers:
             block = first[1]
             self._expiring.pop()
             block.priority, block.expires_ms = DEFAULT_PRIORITY, None
-            self._consider(block)
+            self._queues.push(block)
 
     def bring(self, block: Block) -> bool:
         """Have a guarded block in primary memory; False if there is no room or its file is of no use."""
@@ -311,12 +261,12 @@ class Tiers:
 
     def _swap(self, block: Block) -> bool:
         """When primary memory is full, the block that has to go for one of host memory takes its place there."""
-        pool, queue = self.pools[Tier.PRIMARY][block.group], self._queues[Tier.PRIMARY][block.group]
-        first = queue.first() if pool.used == pool.capacity else None
-        if first is None or not self._is_worth(first[1]):
+        pool = self.pools[Tier.PRIMARY][block.group]
+        first = self._queues.first(Tier.PRIMARY, block.group) if pool.used == pool.capacity else None
+        if first is None or not self._is_worth(first):
             return False
-        victim = first[1]
-        queue.pop()
+        victim = first
+        self._queues.pop(Tier.PRIMARY, block.group)
         primary_id, host_id = victim.places[Tier.PRIMARY], block.places[Tier.HOST]
         self._storage.swap(block.group, primary_id, host_id)
         self._counters.evictions[Tier.PRIMARY] += 1
@@ -356,7 +306,7 @@ class Tiers:
     def _leave(self, block: Block, tier: Tier) -> None:
         if (before := self._before(block)) is not None:
             before.following[tier] -= 1
-            self._consider(before)
+            self._queues.push(before)
 
     def _remove(self, block: Block) -> None:
         """A block that is nowhere leaves the tree; with full attention, all that needed it goes too."""
@@ -385,23 +335,3 @@ class Tiers:
         """The block that a block of full attention needs."""
         parent = block.node.parent
         return None if parent is None or self._limited[block.group] else parent.blocks[block.group]
-
-    def _consider(self, block: Block) -> None:
-        for tier in MEMORY:
-            if block.places[tier] != ABSENT:
-                self._queues[tier][block.group].push(block)
-
-    def _eviction_key(self, tier: Tier) -> Callable[[Block], Key | None]:
-        """Lowest priority first, least recently used within; only what nothing in the tier needs."""
-
-        def key(block: Block) -> Key | None:
-            place, following = block.places[tier], block.following
-            if place == ABSENT or block.guards or following[tier]:
-                return None
-            if tier is Tier.HOST and following[Tier.PRIMARY]:
-                return None
-            if tier is Tier.PRIMARY and self.pools[Tier.PRIMARY][block.group].references(place) > 1:
-                return None
-            return (block.priority, block.stamp)
-
-        return key

@@ -1,0 +1,64 @@
+"""What a request holds of the store."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from edgekv.prefix.block import Block, Tier
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Consecutive blocks of one group that a request holds, from block `first` of its sequence on."""
+
+    first: int
+    blocks: tuple[Block, ...]
+
+
+@dataclass(slots=True, eq=False)
+class Lease:
+    """What a request holds: one span for each group.
+
+    Attributes:
+        tokens: tokens from the sequence's beginning that the spans are good for.
+        spans: of each group.
+    """
+
+    tokens: int = 0
+    spans: tuple[Span, ...] = field(default=())
+
+
+@dataclass(frozen=True, slots=True)
+class Reuse:
+    """How a match may end within a block.
+
+    Attributes:
+        partial: whether it may at all.
+        copy: whether such a block may be in use, and stays for others.
+    """
+
+    partial: bool
+    copy: bool
+
+
+class Match:
+    """What was found of a sequence. It holds its blocks until `PrefixStore.release`.
+
+    Attributes:
+        tokens: how many tokens from the beginning on were found.
+    """
+
+    __slots__ = ("_key", "_lease", "_released")
+
+    def __init__(self, key: bytes, lease: Lease) -> None:
+        self._key = key
+        self._lease = lease
+        self._released = False
+
+    @property
+    def tokens(self) -> int:
+        return self._lease.tokens
+
+    def block_ids(self, group: int = 0) -> list[int]:
+        """The ids in primary memory of a group's blocks; behind a limited window those that it still reaches."""
+        return [block.places[Tier.PRIMARY] for block in self._lease.spans[group].blocks] if self._lease.spans else []
