@@ -388,6 +388,10 @@ def test_stores_that_cannot_be_are_refused(bundle: Path, options: dict[str, Any]
     [
         (["generate", "{}", "--prompt", "x", "--cache-salt", "s"], "cache_salt: got one without a prefix cache"),
         (["generate", "{}", "--prompt", "x", "--host-cache-size", "9"], "--host-cache-size: got no --prefix-cache"),
+        (
+            ["generate", "{}", "--prompt", "x", "--prefix-cache", "x", "--free-memory-fraction", "2"],
+            "free_memory_fraction: got 2.0; expected above 0, at most 1",
+        ),
         (["generate", "{}", "--prompt", "x", "--retention", "5"], "--retention: got '5'"),
         (["generate", "{}", "--prompt", "x", "--retention", "0-9:101"], "priority: got 101; expected 0 to 100"),
         (["prefix", "bake", "{}", "nowhere.txt"], "TEXT: got nowhere.txt"),

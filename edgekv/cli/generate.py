@@ -19,6 +19,7 @@ from edgekv.cli.prefix_options import (
     DiskSizeOption,
     HostSizeOption,
     MaxTokensOption,
+    MemoryFractionOption,
     PartialReuseOption,
     PrefixCacheOption,
     PrefixOptions,
@@ -32,6 +33,9 @@ from edgekv.errors import UsageError
 
 if TYPE_CHECKING:
     from edgekv.session import BeamResult, BeamSequence, BeamStats, EarlyStopping, Generation, GenerationStats
+
+
+SEQUENCE = 0  # the id under which `--session` runs
 
 
 class Output(msgspec.Struct, frozen=True):
@@ -145,8 +149,17 @@ def generate(
     enable_partial_reuse: PartialReuseOption = True,
     tokens_per_block: TokensPerBlockOption = None,
     max_tokens: MaxTokensOption = None,
+    free_memory_fraction: MemoryFractionOption = None,
     host_cache_size: HostSizeOption = None,
     disk_cache_size: DiskSizeOption = None,
+    session: Annotated[
+        Path | None,
+        typer.Option(
+            help="Restore the sequence in this file before prefill, and save it there afterwards. The prompt is still "
+            "the whole text; what it shares with the saved text is not run again.",
+            show_default=False,
+        ),
+    ] = None,
     kv_growth: Annotated[
         str | None,
         typer.Option(
@@ -187,12 +200,14 @@ def generate(
     }
     from edgekv.loading import load  # the runtime, which the help need not wait for
     from edgekv.session.params import SamplingParams, choose_params
+    from edgekv.session.saved import load_sequence, save_sequence
 
     choose_params(None, keywords, SamplingParams(temperature=1.0))  # wrong options are refused before a bundle is read
     options = PrefixOptions(
         prefix_cache,
         tokens_per_block,
         max_tokens,
+        free_memory_fraction,
         host_cache_size,
         disk_cache_size,
         enable_block_reuse,
@@ -212,12 +227,19 @@ def generate(
     ) as model:
         if cache_salt is None and model.prefix_store is not None:
             cache_salt = os.environ.get(SALT_VARIABLE) or None
+        if session is not None:
+            load_sequence(model, SEQUENCE, session)
+            keywords["sequence"] = SEQUENCE
         result = model.generate(text, cache_salt=cache_salt, retention=policy, **keywords)
-        if num_beams is None:
-            record = model.bundle.manifest.generation
-            _print_stream(result, as_json, [] if record is None else record.ignored)
-        else:
+        if num_beams is not None:
             _print_sequences(result, as_json)
+            return
+        record = model.bundle.manifest.generation
+        try:
+            _print_stream(result, as_json, [] if record is None else record.ignored)
+        finally:  # after Ctrl-C too
+            if session is not None:
+                save_sequence(model, SEQUENCE, session)
 
 
 def parse_bias(entries: list[str]) -> dict[int, float]:

@@ -1,4 +1,4 @@
-"""`edgekv prefix`: put prefixes into a bundle; list and remove them."""
+"""`edgekv prefix`: bake prefixes into a bundle; list and remove prefixes."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from edgekv.cli.output import print_json
 from edgekv.errors import UsageError
 from edgekv.text_file import read_text_file
 
-app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Prefixes that are never computed again.")
+app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Bake, list and remove cached prefixes.")
 
-PlaceArgument = Annotated[Path, typer.Argument(help="A bundle, or a folder of --prefix-cache.", show_default=False)]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else.")]
+PlaceArgument = Annotated[Path, typer.Argument(help="A bundle, or the folder of --prefix-cache.", show_default=False)]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")]
 
 
 @app.command()
 def bake(
     bundle: Annotated[Path, typer.Argument(help="A bundle's folder.", show_default=False)],
-    text: Annotated[Path, typer.Argument(help="A UTF-8 text file: the beginning of prompts.", show_default=False)],
+    text: Annotated[Path, typer.Argument(help="A UTF-8 text file with the start of prompts.", show_default=False)],
     name: Annotated[str | None, typer.Option(help="Name of the prefix.", show_default="the file's")] = None,
-    engine: Annotated[str, typer.Option(help="Which engine computes the prefix, and uses it: cpu or htp.")] = "cpu",
+    engine: Annotated[str, typer.Option(help="Engine that computes and uses the prefix: cpu or htp.")] = "cpu",
     as_json: JsonOption = False,
 ) -> None:
-    """Put a prefix into a bundle.
+    """Compute a prefix and write it into a bundle.
 
-    Prompts that begin with the text are then continued from its end on, without any option. Engines differ in the last
-    bit, so each has prefixes of its own.
+    Prompts that start with the text then resume after it, without any option. Engines differ in the last bit, so each
+    has its own prefixes.
     """
     content = read_text_file(text, "TEXT")
     from edgekv.session.bake import bake_prefix
@@ -64,7 +64,7 @@ def list_(place: PlaceArgument, as_json: JsonOption = False) -> None:
 def rm(
     place: PlaceArgument,
     prefix: Annotated[str | None, typer.Argument(help="Its name or id.", show_default=False)] = None,
-    engine: Annotated[str | None, typer.Option(help="Of a bundle: only of this engine.", show_default=False)] = None,
+    engine: Annotated[str | None, typer.Option(help="In a bundle: only of this engine.", show_default=False)] = None,
     everything: Annotated[bool, typer.Option("--all", help="Remove all prefixes.")] = False,
     as_json: JsonOption = False,
 ) -> None:

@@ -49,11 +49,18 @@ TokensPerBlockOption = Annotated[
 MaxTokensOption = Annotated[
     int | None, typer.Option(help="Tokens that the prefix cache holds in memory.", show_default=False)
 ]
+MemoryFractionOption = Annotated[
+    float | None,
+    typer.Option(
+        help="Memory of the prefix cache as a fraction of the free memory, above 0, at most 1.", show_default="256 MiB"
+    ),
+]
 HostSizeOption = Annotated[
     int | None, typer.Option(help="Bytes of secondary memory of the prefix cache.", show_default="0")
 ]
 DiskSizeOption = Annotated[
-    int | None, typer.Option(help="Bytes of files that the prefix cache keeps.", show_default="1 GiB")
+    int | None,
+    typer.Option(help="Bytes of all files in the prefix cache's folder, of all processes.", show_default="1 GiB"),
 ]
 BlockReuseOption = Annotated[
     bool, typer.Option("--enable-block-reuse/--no-block-reuse", help="Whether prefixes are reused at all.")
@@ -73,6 +80,7 @@ class PrefixOptions:
     folder: Path | None
     tokens_per_block: int | None
     max_tokens: int | None
+    free_memory_fraction: float | None
     host_cache_size: int | None
     disk_cache_size: int | None
     block_reuse: bool
@@ -86,7 +94,7 @@ class PrefixOptions:
         """
         from edgekv.prefix import StoreConfig
 
-        sizes = ("tokens_per_block", "max_tokens", "host_cache_size", "disk_cache_size")
+        sizes = ("tokens_per_block", "max_tokens", "free_memory_fraction", "host_cache_size", "disk_cache_size")
         given = {name: value for name in sizes if (value := getattr(self, name)) is not None}
         if not self.block_reuse:
             return StoreConfig(enable_block_reuse=False)

@@ -1,4 +1,4 @@
-"""What an engine and a cache need of memory, whichever way the rows lie in it."""
+"""The memory of a group's tensors, as an engine and a cache see it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Arena(Protocol):
     Attributes:
         tensors: which tensors, in order.
         addresses: base address of each.
-        bytes_copied: bytes written by the cache itself so far.
+        bytes_copied: bytes that the cache itself has written so far.
         copies: copies of one range of rows in all tensors so far.
     """
 
@@ -40,19 +40,19 @@ class Arena(Protocol):
         """Bytes allocated, scratch and alignment included."""
 
     def past_shape(self, columns: int) -> list[int]:
-        """Shape of a past input of a graph that reads so many past rows."""
+        """Shape of the past input of a graph that reads `columns` past rows."""
 
     def new_shape(self, ar: int) -> list[int]:
         """Shape of a new output of the AR-`ar` graph."""
 
     def past_offset_bytes(self, window: Window) -> int:
-        """Where the past begins behind each of `addresses`."""
+        """Offset of the past from each of `addresses`, in bytes."""
 
     def new_addresses(self, window: Window) -> list[int]:
-        """The addresses that the new rows are counted from."""
+        """Base addresses of the new rows."""
 
     def new_offset_bytes(self, window: Window) -> int:
-        """Where the new rows begin behind each of `new_addresses`."""
+        """Offset of the new rows from each of `new_addresses`, in bytes."""
 
     def read(self, tensor: int, rows: Sequence[int]) -> Rows:
         """A copy of these rows of one tensor, `[len(rows), D]`."""
@@ -68,7 +68,7 @@ class Arena(Protocol):
 
 
 def as_index(rows: Sequence[int]) -> Sequence[int] | slice:
-    """Rows in a row as a slice, with which numpy copies them at once."""
+    """Consecutive rows as a slice, which numpy copies at once."""
     if rows and list(rows) == list(range(rows[0], rows[0] + len(rows))):
         return slice(rows[0], rows[0] + len(rows))
     return rows

@@ -17,19 +17,19 @@ Row = NDArray[Any]
 class BeamCache:
     """Beams that share the prompt in a cache, and keep their own rows in the free columns of its AR-1 window.
 
-    The graph runs once per beam on the same window: `columns` says what the mask must open beside the prompt. The
+    The graph runs once per beam on the same window: `columns` says what the mask must open besides the prompt. The
     row that the graph computed is then copied once, to the row that the table gives it. Reordering copies nothing.
 
     The cache is not stepped and holds the prompt alone, before and after. Beams whose rows do not all fit into the
-    window together need more memory, which is allocated at the begin and counted by `bytes_held`.
+    window together need spill memory, which is allocated at the start and counted by `bytes_held`.
 
     Attributes:
         window: of every step; `first` to `stop` is the prompt.
         position: absolute position of the token that the beams run next.
         table: where rows lie.
-        spill_bytes: bytes allocated beside the cache; 0 if all rows that the beams can ever keep fit into its window.
+        spill_bytes: bytes allocated in addition to the cache; 0 if all rows of the beams fit into its window.
         bytes_kept: bytes copied so that computed rows stay: one row of all tensors for each beam and step.
-        bytes_gathered: bytes copied by exchanging rows between the window and the memory beside it.
+        bytes_gathered: bytes copied by exchanging rows between the window and the spill memory.
     """
 
     def __init__(self, cache: KVCache, beams: int, *, kept: int) -> None:
@@ -38,11 +38,11 @@ class BeamCache:
         Args:
             cache: holds the prompt, and has room for a step of the AR-1 graph.
             beams: how many.
-            kept: the most rows that a beam keeps beside the prompt: one for each step but the last.
+            kept: the most rows that a beam keeps besides the prompt: one for each step but the last.
 
         Raises:
             ContextFullError: the cache has no room.
-            ValueError: the context has no room for so many rows, or the cache's layers are not all alike.
+            ValueError: the context has no room for `kept` rows, or the cache's layers are not all alike.
         """
         geometry = cache.arena.layout.geometry
         (self.window,) = cache.window(1)
@@ -62,7 +62,7 @@ class BeamCache:
 
     @property
     def bytes_held(self) -> int:
-        """Bytes allocated: those of the cache, and those beside it."""
+        """Bytes allocated: the cache and the spill memory."""
         return self._cache.arena.bytes_held + self.spill_bytes
 
     def columns(self, beam: int) -> list[int]:
@@ -85,7 +85,7 @@ class BeamCache:
         self.position += 1
 
     def rows(self, beam: int) -> list[Row]:
-        """What a beam holds beside the prompt: one array `[N, D]` for each token, sharing memory."""
+        """The rows of a beam besides the prompt: one array `[N, D]` for each token, sharing memory."""
         return [self._row(row) for row in self.table.rows(beam)]
 
     def _row(self, row: int) -> Row:

@@ -1,4 +1,4 @@
-"""Keys that lie column by column, as runtimes want them that multiply by K transposed."""
+"""Keys stored column by column, for runtimes that multiply by K transposed."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ _Indexes = NDArray[np.int64]
 class ColumnLayout:
     """For each key tensor a strip, the columns that the strip cannot hold, and a scratch, all in one block.
 
-    A graph reads `[1, 1, D, P]`, P past rows: the columns of one dimension are neighbours, and P elements behind each
-    lies the same column of the next dimension. Element d of the token in row r therefore lies at d*P + r of the
-    strip. When the window moves on by one row, all its D*P elements move on by one element: where a dimension's
-    oldest column was, the newest column of the dimension before it is written. So S-1 rows of reserve cost S-1
+    A graph reads `[1, 1, D, P]`, P past rows: the columns of one dimension are contiguous, and the same column
+    of the next dimension is P elements further. Element d of the token in row r therefore lies at d*P + r of the
+    strip. When the window moves on by one row, all its D*P elements move on by one element: the newest
+    column of a dimension is written where the oldest column of the next one was. So S-1 rows of reserve cost S-1
     elements, and a strip for `rows` rows is (D-1)*P + rows elements: (D+1)(S-1), and an overhang, for a pointer shift
     of reserve 2.
 
     Attributes:
         geometry: the sizes of the cache.
-        rows: rows of the strategy; the values of the same tokens have so many.
+        rows: rows of the strategy, as the values of the same tokens have.
         widest: the greatest P of the graphs.
-        max_ar: their most tokens per inference; so many columns lie outside of a window at most, and land in the
-            scratch.
+        max_ar: their most tokens per inference; at most this many columns are outside of a window, or land in
+            the scratch.
     """
 
     geometry: Geometry
@@ -52,19 +52,19 @@ class ColumnLayout:
         return (self.geometry.head_dim - 1) * self.widest + self.rows
 
     @property
-    def aside_elements(self) -> int:
+    def extra_elements(self) -> int:
         """`max_ar` columns."""
         return self.geometry.head_dim * self.max_ar
 
     @property
     def scratch_offset_bytes(self) -> int:
         """From a strip to its scratch, which holds D * max_ar elements."""
-        return aligned((self.strip_elements + self.aside_elements) * self.geometry.element_bytes)
+        return aligned((self.strip_elements + self.extra_elements) * self.geometry.element_bytes)
 
     @property
     def stride_bytes(self) -> int:
         """From one tensor to the next."""
-        return self.scratch_offset_bytes + aligned(self.aside_elements * self.geometry.element_bytes)
+        return self.scratch_offset_bytes + aligned(self.extra_elements * self.geometry.element_bytes)
 
     @property
     def allocated_bytes(self) -> int:
@@ -85,8 +85,8 @@ class ColumnArena:
     """Memory for a column layout, filled with the zero point; a `Arena`.
 
     The distance of the dimensions, P, is that of one graph's input, so when a graph of another P takes over, all
-    columns held are written anew: one of another AR, or of another context. Tokens outside of the P columns of the
-    window, which other tensors keep in rows that the graph does not see, stand aside.
+    columns held are rewritten: one of another AR, or of another context. Tokens outside of the window's P columns,
+    which other tensors keep in rows that the graph does not see, are kept in extra columns.
 
     Attributes:
         layout: sizes in elements and bytes.
@@ -118,7 +118,7 @@ class ColumnArena:
             memory.offset,
         )
         self._blocks.fill(geometry.zero_point)
-        self._aside: dict[int, int] = {}  # rows outside of the window, and their columns aside
+        self._extra: dict[int, int] = {}  # rows outside of the window, and their extra columns
         self._set_pitch(layout.widest)
         self.open(layout.max_ar)
 
@@ -155,14 +155,14 @@ class ColumnArena:
 
     def copy_out(self, tensors: slice, rows: Sequence[int], out: Rows) -> None:
         index = as_index(rows)
-        if self._aside or not isinstance(index, slice):
+        if self._extra or not isinstance(index, slice):
             out[...] = self._blocks[tensors, self._indexes(rows)].transpose(0, 2, 1)
         else:
             out[...] = self._strips[tensors, :, index].transpose(0, 2, 1)
 
     def copy_in(self, tensors: slice, rows: Sequence[int], values: Rows) -> None:
         index = as_index(rows)
-        if self._aside or not isinstance(index, slice):
+        if self._extra or not isinstance(index, slice):
             self._blocks[tensors, self._indexes(rows)] = values.transpose(0, 2, 1)
         else:
             self._strips[tensors, :, index] = values.transpose(0, 2, 1)
@@ -187,21 +187,21 @@ class ColumnArena:
         if move.src == "scratch":
             self._strips[:, :, to] = self._scratch[:, :, start]
         else:
-            # The end of a dimension is the begin of the next: read all of a tensor before it is written.
+            # A dimension's end is the next one's start: read a whole tensor before writing it.
             for strip in self._strips:
                 strip[:, to] = strip[:, start].copy()
         self._count(move.rows)
 
     def place(self, rows: Sequence[int], first_row: int, pitch: int) -> None:
-        """Let the dimensions be `pitch` apart, and those of `rows` stand aside that are not in the window."""
+        """Set the distance of the dimensions to `pitch`; `rows` outside of the window go to extra columns."""
         self._set_pitch(pitch)
         outside = [row for row in rows if not first_row <= row < first_row + pitch]
-        self._aside = {row: column for column, row in enumerate(outside)}
+        self._extra = {row: column for column, row in enumerate(outside)}
 
     def relocate(
         self, before: Sequence[int], after: Sequence[int], first_row: int, pitch: int, appended: int = 0
     ) -> None:
-        """Write all columns held anew.
+        """Rewrite all columns held.
 
         Args:
             before: rows of the tokens that stay, oldest first.
@@ -237,11 +237,11 @@ class ColumnArena:
         """Where the columns of these rows lie in a block, `[D, len(rows)]`."""
         dimensions = np.arange(self.layout.geometry.head_dim)[:, None]
         indexes: _Indexes = dimensions * self.pitch + np.asarray(rows, np.int64)
-        if self._aside:
+        if self._extra:
             for at, row in enumerate(rows):
-                if row in self._aside:
-                    aside = self.layout.strip_elements + self._aside[row]
-                    indexes[:, at] = aside + dimensions[:, 0] * self.layout.max_ar
+                if row in self._extra:
+                    extra = self.layout.strip_elements + self._extra[row]
+                    indexes[:, at] = extra + dimensions[:, 0] * self.layout.max_ar
         return indexes
 
     def _scratch_indexes(self, columns: int) -> _Indexes:

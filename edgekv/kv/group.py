@@ -1,4 +1,4 @@
-"""Layers that share a geometry: one strategy in integers, and the memory that follows it."""
+"""Layers that share a geometry: one strategy, and the memory that it describes."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class HeldKeys:
 
 
 class Group:
-    """What `Strategy` decides, done to all tensors of these layers.
+    """Applies a `Strategy` to all tensors of these layers.
 
     Attributes:
         geometry: the sizes, and the numbers of the layers.
@@ -47,7 +47,7 @@ class Group:
         arenas: all tensors in one; or keys as columns, then values.
         capacity: the most tokens held; the oldest leave when more are committed.
         context: S of the largest graph that the memory serves.
-        reallocations: how often the memory was replaced; the addresses of the arenas are others then.
+        reallocations: how often the memory was replaced, which changes the arenas' addresses.
     """
 
     strategy: Strategy
@@ -75,7 +75,7 @@ class Group:
         return self.strategy.length
 
     def window(self, ar: int, context: int) -> Window:
-        """Make a step of the AR-`ar` graph for a context of S possible and say what it sees."""
+        """Prepare a step of the AR-`ar` graph for a context of S; where it reads and writes."""
         strategy, keys = self.strategy, self._keys
         columns = self.geometry.past_rows(ar, context)
         if keys is None:
@@ -94,7 +94,7 @@ class Group:
         return self._seen(strategy.window(ar, columns))
 
     def grow(self, context: int) -> tuple[Arena, ...]:
-        """Move the tokens held to memory for graphs of contexts up to `context`; return what they lay in before."""
+        """Move the tokens held to memory for graphs of contexts up to `context`; return the former memory."""
         arenas, before = self.arenas, self.strategy.held_rows()
         self._allocate(context)
         self.reset(len(before))
@@ -108,7 +108,7 @@ class Group:
         return arenas
 
     def evicted_by(self, tokens: int) -> int:
-        """How many of the oldest leave when so many tokens are committed."""
+        """How many of the oldest leave when `tokens` are committed."""
         return max(0, self.strategy.length + tokens - self.capacity)
 
     def commit(self, tokens: int, evicted: int) -> None:
@@ -120,7 +120,7 @@ class Group:
             return
         length = strategy.length + tokens - evicted
         if max(strategy.length, length) <= keys.pitch:
-            # The graph never writes columns where they are kept.
+            # The graph writes new columns to the scratch only.
             new_row = strategy.first_row(0)
             self._execute(strategy.commit(tokens, evicted))
             if tokens and not strategy.scratch_rows:
@@ -140,7 +140,7 @@ class Group:
         self._remove(ages, self.strategy.drop, ages)
 
     def reset(self, length: int = 0) -> None:
-        """Drop all tokens, then hold `length` others, to be written."""
+        """Drop all tokens, then hold `length` others, whose rows the caller writes."""
         self.strategy.reset(length)
         if self._keys is not None:
             pitch = self._keys.layout.widest
@@ -162,7 +162,7 @@ class Group:
                 arena.write(at, rows, held[tensor.past])
 
     def check(self, state: CacheState, tokens: int | None) -> None:
-        """Refuse rows that `write` could not take; `tokens` is how many there must be, if that is known.
+        """Refuse rows that `write` cannot take; `tokens` is the expected number, if it is known.
 
         Raises:
             StateError: a tensor is missing, or of another type or shape, or there are too many tokens.
@@ -202,11 +202,11 @@ class Group:
         else:
             values = RowArena(Layout.of(geometry, strategy))
             arenas = (values,)
-        # Only now: an allocation that fails changes nothing.
+        # Last, so that a failed allocation changes nothing.
         self.strategy, self.context, self.arenas, self._keys, self._arena = strategy, context, arenas, keys, values
 
     def _seen(self, window: Window) -> Window:
-        """The window with the columns that leave it within the step."""
+        """The window, with the columns that leave it within the step."""
         visible = window.stop - window.first
         leaving = visible + window.ar - self.geometry.context
         if leaving <= 0:

@@ -1,4 +1,4 @@
-"""Memory that grows with the text: for how many tokens each layer's memory is made at which token, in integers."""
+"""Memory that grows with the text: which layer's memory is reallocated at which token."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ GROWTHS: tuple[GrowthName, ...] = ("staggered", "together")
 
 @dataclass(frozen=True, slots=True)
 class Growth:
-    """The memory of a layer is made for one context after the other.
+    """The memory of a layer grows from one context to the next.
 
     One graph reads all layers, so all need memory for its context when it first runs. But memory for a larger
     context serves the smaller graph as well, so the layers may change one after the other in the tokens before:
@@ -28,9 +28,9 @@ class Growth:
         layer 1  | 128           | 256           | 512                           |
 
     Attributes:
-        contexts: what memory is made for, ascending; the last is S of the largest graphs.
-        name: `staggered` spreads the layers evenly over the tokens from one context to the next; `together` lets all
-            grow when they must.
+        contexts: the sizes in tokens, ascending; the last is S of the largest graphs.
+        name: `staggered` spreads the layers evenly over the tokens from one context to the next; `together`
+            reallocates all when they are outgrown.
     """
 
     contexts: tuple[int, ...]
@@ -82,7 +82,7 @@ class Growth:
             )
 
     def context(self, layer: int, layers: int, columns: int) -> int:
-        """What the memory of a layer is made for in a step, where `columns` is the tokens held + AR."""
+        """The context that a layer's memory must serve in a step; `columns` is the tokens held + AR."""
         below = 0
         for context in self.contexts[:-1]:
             early = (context - below) * (layers - 1 - layer) // layers if self.name == "staggered" else 0
@@ -97,7 +97,7 @@ class Growth:
 
 
 def single_layers(geometries: Sequence[Geometry], context: int) -> tuple[Geometry, ...]:
-    """The same layers, each that attends to the whole context by itself: it grows at a token of its own."""
+    """The same layers, with one geometry for each that attends to the whole context, so that it grows by itself."""
     alone: list[Geometry] = []
     for each in geometries:
         if each.context < context:
@@ -121,13 +121,13 @@ def parse_growth(name: str, contexts: Sequence[int]) -> Growth:
 
 
 class Footprint:
-    """Replaces the memory of groups by larger memory as tokens come.
+    """Reallocates the memory of groups as tokens come, and counts it.
 
     Sessions are still bound to what was replaced, so it lives until `free_outgrown`.
     """
 
     def __init__(self, groups: Sequence[Group], growing: Sequence[Group], growth: Growth | None) -> None:
-        """Grow nothing yet.
+        """Nothing grows yet.
 
         Args:
             groups: all whose memory is counted.
@@ -148,16 +148,16 @@ class Footprint:
 
     @property
     def peak_bytes(self) -> int:
-        """The most that was allocated at a time."""
+        """The most bytes allocated at any time."""
         return self._peak_bytes
 
     def grow(self, columns: int, context: int = 0, *, one_by_one: bool = False) -> None:
-        """Make room for so many tokens and for the graph of `context`.
+        """Make room for `columns` tokens and for the graph of `context`.
 
         Args:
             columns: tokens held, and those of the next step.
             context: S of its graph; 0 if none is about to run.
-            one_by_one: let go of a layer's memory before the next one grows. No session may be bound to it.
+            one_by_one: free a layer's former memory before the next one grows. No session may be bound to it.
         """
         if self._growth is None:
             return
@@ -170,5 +170,5 @@ class Footprint:
                     self.free_outgrown()
 
     def free_outgrown(self) -> None:
-        """Free what was replaced."""
+        """Free the memory that was replaced."""
         self._outgrown.clear()

@@ -1,4 +1,4 @@
-"""Where the bytes of a cache come from: plain memory, or pages of the system that are mapped twice."""
+"""The bytes of a cache: plain memory, or pages that are mapped twice."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from edgekv.errors import EngineError, UsageError
 
 ALIGNMENT_BYTES = 64
 
-_WAY_OUT = "Choose the update strategy pointer-shift or slot, which need plain memory only."
+_FIX = "Choose the update strategy pointer-shift or slot, which need plain memory only."
 _READ_WRITE = mmap.PROT_READ | mmap.PROT_WRITE if hasattr(mmap, "PROT_READ") else 0
 _PROT_NONE, _MAP_FIXED = 0, 0x10  # Linux, every architecture that Python runs on
 _FAILED = ctypes.c_void_p(-1).value
 
 
 class Memory(Protocol):
-    """Bytes that live as long as anybody holds `buffer` or an array on it.
+    """Bytes that live as long as `buffer` or an array on it is referenced.
 
     Attributes:
         address: the first byte, a multiple of 64.
         offset: where `address` lies in `buffer`.
         buffer: the bytes.
-        held_bytes: physical memory behind them.
+        held_bytes: physical memory in use.
     """
 
     address: int
@@ -38,10 +38,10 @@ class Memory(Protocol):
 
 
 class HeapMemory:
-    """Plain memory with room to begin on a boundary; see `Memory`."""
+    """Plain memory that starts on a 64-byte boundary; see `Memory`."""
 
     def __init__(self, size_bytes: int) -> None:
-        """Allocate `size_bytes`, of which up to 64 are lost to the alignment."""
+        """Allocate `size_bytes`, up to 64 of which are lost to alignment."""
         memory = np.empty(size_bytes, np.uint8)
         self.buffer: Any = memory
         self.offset = -memory.ctypes.data % ALIGNMENT_BYTES
@@ -53,14 +53,14 @@ class MirrorMemory:
     """Rings of whole pages, each mapped twice back to back; see `Memory`.
 
     Ring i is the bytes from 2 * i * ring_bytes on; its second half is its first half again. All rings lie in one
-    anonymous file and one reserved range of addresses, which are given back with the last array on them.
+    anonymous file and one reserved range of addresses; both are freed with the last array on them.
     """
 
     def __init__(self, rings: int, ring_bytes: int) -> None:
         """Map `rings` rings of `ring_bytes`.
 
         Raises:
-            UsageError: this system has no anonymous files (memfd_create), as only Linux and Android do.
+            UsageError: this system has no anonymous files (memfd_create); Linux and Android have.
             EngineError: the system refuses: no memory, or more mappings than it allows a process.
             ValueError: a ring is not a whole number of pages.
         """
@@ -71,7 +71,7 @@ class MirrorMemory:
                 "update strategy mirror",
                 got="a system without memfd_create",
                 expected="Linux or Android",
-                fix=_WAY_OUT,
+                fix=_FIX,
             )
         size_bytes = 2 * rings * ring_bytes
         try:
@@ -81,7 +81,7 @@ class MirrorMemory:
                 "update strategy mirror",
                 got=f"{error.strerror} for {rings} rings of {ring_bytes} bytes",
                 expected="memory that can be mapped twice (see the system's vm.max_map_count)",
-                fix=_WAY_OUT,
+                fix=_FIX,
             ) from None
         self.offset = 0
         self.buffer: Any = (ctypes.c_uint8 * size_bytes).from_address(self.address)

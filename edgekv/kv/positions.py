@@ -1,4 +1,4 @@
-"""At which positions of the text the tokens held stand, as their keys were rotated."""
+"""The positions of the tokens held, by which their keys were rotated."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 
 class Positions:
-    """Positions ascend, and the newest tokens are neighbours, so only those before a gap are listed.
+    """Positions ascend and the newest are consecutive, so only those before a gap are listed.
 
     Attributes:
         length: tokens held.
@@ -20,11 +20,11 @@ class Positions:
         self.reset()
 
     def reset(self) -> None:
-        """Hold nothing; the next token stands at position 0."""
+        """Hold nothing; the next position is 0."""
         self.restore((), 0, 0)
 
     def restore(self, positions: Sequence[int], next_position: int, rewindable: int) -> None:
-        """Take over what `listed`, `next` and `rewindable` were."""
+        """Restore earlier values of `listed`, `next` and `rewindable`."""
         length = len(positions)
         start = length
         while start and positions[start - 1] == next_position - (length - start) - 1:
@@ -59,7 +59,7 @@ class Positions:
         self.restore(kept, self.next, min(self.rewindable, self.length - 1 - ages[-1]))
 
     def renumber(self) -> list[int]:
-        """Let the oldest token stand at position 0 and the others behind it; by how much each token moves."""
+        """Renumber the tokens held from position 0 on; by how much each token moves."""
         moved = [age - position for age, position in enumerate(self.listed())]
         self.restore(range(self.length), self.length, self.rewindable)
         return moved

@@ -1,4 +1,4 @@
-"""The bytes of a cache whose tensors lie row by row: one aligned allocation for all heads, and the copies in it."""
+"""Tensors stored row by row: one aligned allocation for all heads, and the copies in it."""
 
 from __future__ import annotations
 
@@ -85,11 +85,11 @@ class RowArena:
     Attributes:
         layout: sizes and offsets in bytes.
         tensors: which tensors, in order.
-        array: all tensors, `[N, rows, D]`; the rows of one tensor are contiguous. Of a mirrored layout, each row
-            once; behind them, at addresses alone, they come again.
+        array: all tensors, `[N, rows, D]`; the rows of one tensor are contiguous. A mirrored layout has each row
+            once here; the second mapping is reached by address only.
         scratch: where new rows land that are copied later, `[N, scratch_rows, D]`.
-        addresses: base address of each tensor, a multiple of 64; row r lies `r * row_bytes` behind it.
-        scratch_addresses: base address of each scratch tensor, likewise; empty without scratch rows.
+        addresses: base address of each tensor, a multiple of 64; row r is `r * row_bytes` further.
+        scratch_addresses: base address of each scratch tensor, a multiple of 64; empty without scratch rows.
         row_bytes: bytes of one row.
         bytes_copied: bytes that `execute` has written so far.
         copies: moves that it has executed so far.
@@ -100,7 +100,7 @@ class RowArena:
 
         Raises:
             UsageError: the layout is mirrored, and this system cannot map memory twice.
-            EngineError: likewise, and it refuses to.
+            EngineError: the layout is mirrored, and the system refused the mapping.
         """
         geometry = layout.geometry
         memory: Memory
@@ -122,7 +122,7 @@ class RowArena:
         self.layout = layout
         self.tensors = tuple(layout.names())
         self.array = tensors(0, layout.rows, layout.stride_bytes)
-        # A layout without scratch rows has no bytes behind the tensors that an array could lie on.
+        # Without scratch rows there are no bytes after the tensors for an array to lie on.
         scratch_offset = layout.scratch_offset_bytes if layout.scratch_rows else 0
         self.scratch = tensors(scratch_offset, layout.scratch_rows, layout.scratch_stride_bytes)
         self.array.fill(geometry.zero_point)

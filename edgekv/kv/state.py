@@ -1,4 +1,4 @@
-"""A cache on disk: the rows held, by age, in one safetensors file that says what they belong to."""
+"""A cache on disk: the rows held, by age, in one safetensors file with a record of what they belong to."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from edgekv.kv.arena import Rows
 from edgekv.kv.policies.rotation import KvEncoding
 from edgekv.spec.geometry import Geometry
 from edgekv.spec.layers import LayeredGeometry
+from edgekv.system import open_regular
 
 if TYPE_CHECKING:
     from edgekv.kv.cache import KVCache
@@ -34,17 +35,18 @@ class StateError(EdgeKVError):
 
 @dataclass(frozen=True, slots=True)
 class CacheState:
-    """The tokens that a cache holds. Where their rows lay is no part of it, so any strategy can go on from it.
+    """The tokens that a cache holds. It does not depend on where the rows were stored, so any strategy can restore it.
 
     Attributes:
         sizes: what the cache was made for, as `describe` of its geometry gives it.
         encodings: scale and zero point of each tensor, by the name of its graph input; empty if unknown.
         positions: of the tokens held, oldest first.
         position: of the next token.
-        rewindable: how many of the newest tokens were held in a row.
+        rewindable: how many of the newest tokens could be rewound.
         tokens_seen: tokens of the text.
         rows: `[tokens, D]` for each tensor, oldest first, by the name of its graph input; layers that attend to fewer
             tokens hold fewer.
+        tokens: the whole text, `tokens_seen` of them; empty if it is unknown.
     """
 
     sizes: Mapping[str, Any]
@@ -54,6 +56,7 @@ class CacheState:
     rewindable: int
     tokens_seen: int
     rows: Mapping[str, Rows]
+    tokens: tuple[int, ...] = ()
 
 
 def write_state(state: CacheState, file: str | Path, *, fingerprint: str) -> None:
@@ -74,6 +77,7 @@ def write_state(state: CacheState, file: str | Path, *, fingerprint: str) -> Non
         "position": state.position,
         "rewindable": state.rewindable,
         "tokens_seen": state.tokens_seen,
+        "tokens": state.tokens,
         "fingerprint": fingerprint,
     }
     metadata = {"format": FORMAT, **{name: _text(part) for name, part in parts.items()}}
@@ -100,12 +104,13 @@ def read_state(file: str | Path, *, fingerprint: str) -> CacheState:
     """Read a state.
 
     Raises:
-        StateError: no such file, one that is damaged or no state, or one of another fingerprint.
+        StateError: no such file, a damaged one, another kind of file, or one of another fingerprint.
     """
     try:
+        open_regular(Path(file)).close()
         with safe_open(str(file), "np") as opened:
             metadata: dict[str, str] = opened.metadata() or {}
-            rows = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118, it is no dict
+            rows = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118, not a dict
     except OSError as error:
         raise _refusal(file, "file", error.strerror or error, "one that can be read") from None
     except SafetensorError as error:
@@ -126,6 +131,7 @@ def read_state(file: str | Path, *, fingerprint: str) -> CacheState:
         rewindable=parts["rewindable"],
         tokens_seen=parts["tokens_seen"],
         rows=rows,
+        tokens=tuple(parts.get("tokens", ())),
     )
 
 
@@ -154,7 +160,7 @@ def _text(part: object) -> str:
 
 
 def _digest(metadata: Mapping[str, str], rows: Mapping[str, Rows]) -> str:
-    """Hash of all metadata but itself and of every tensor with its name, type and shape."""
+    """Hash of the metadata, and of every tensor with its name, type and shape."""
     digest = sha256(_text(metadata).encode())
     for name in sorted(rows):
         digest.update(_text((name, rows[name].dtype.name, rows[name].shape)).encode())

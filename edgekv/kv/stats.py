@@ -1,4 +1,4 @@
-"""What a cache has done so far."""
+"""Statistics of a cache."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from edgekv.kv.policies.rotation import Requantization
 
 @dataclass(frozen=True, slots=True)
 class CacheStats:
-    """Counted from the construction of the cache on; neither `reset` nor `rewind` takes anything back.
+    """Counted since the cache was made; `reset` and `rewind` subtract nothing.
 
     Attributes:
         bytes_copied: bytes that the cache itself has copied, of all tensors; rows that a graph writes in place
@@ -19,10 +19,10 @@ class CacheStats:
         steps: steps committed.
         tokens: tokens committed.
         bytes_held: bytes allocated, scratch and alignment included.
-        peak_bytes: the most that ever were; more than `bytes_held` if memory grew.
+        peak_bytes: the most bytes ever allocated; more than `bytes_held` if memory grew.
         reallocations: how often the memory of a layer was replaced by a larger one.
-        evicted: tokens that left because a policy chose them, other than the oldest of a sliding window.
-        requantization: what rotating keys to other positions has cost, if the policy does so.
+        evicted: tokens that a policy evicted, other than the oldest of a sliding window.
+        requantization: rounding error of rotating keys, if the policy does so.
     """
 
     bytes_copied: int

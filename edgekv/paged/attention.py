@@ -54,7 +54,7 @@ def paged_attention(
         value_cache: `[num_blocks, Hk, bs, Sv]`, updated in place.
         past_lens: `[B]` int32, tokens of each sequence in the cache. New token i of a sequence has position past+i.
         subsequence_begins: `[B+1]` int32, each sequence's first row of `query`; the last is T.
-        block_indices: `[n]` int32, the sequences' block tables behind one another: position p lies in slot p % bs of
+        block_indices: `[n]` int32, the concatenated block tables of the sequences: position p lies in slot p % bs of
             the table's block p // bs. Tables may be longer than needed and share blocks with others; where two
             sequences write one slot, the later one's token stays.
         block_indices_begins: `[B+1]` int32, each sequence's first entry of `block_indices`; the last is n.
@@ -145,7 +145,7 @@ def _attend(
 
 
 def _pieces(count: int, elements: int) -> Iterator[slice]:
-    """Ranges of `count` things of so many elements each, of which about `_PIECE_ELEMENTS` are in memory at once."""
+    """Splits `count` items so that about `_PIECE_ELEMENTS` elements are in memory at once."""
     step = max(1, _PIECE_ELEMENTS // elements)
     for first in range(0, count, step):
         yield slice(first, min(first + step, count))

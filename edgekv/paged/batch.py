@@ -45,7 +45,7 @@ class Batch:
     Attributes:
         past_lens: `[B]`, cached tokens of each sequence.
         begins: `[B+1]`, each sequence's first row of the new tokens.
-        block_indices: `[n]`, the sequences' block tables behind one another.
+        block_indices: `[n]`, the concatenated block tables of the sequences.
         block_begins: `[B+1]`, each sequence's first entry in it.
         block_tokens: bs.
     """

@@ -42,9 +42,7 @@ class Caches:
         for field, array in (("key_cache", self.key), ("value_cache", self.value)):
             check_array(field, array, dtype, 4)
             if 0 in array.shape[1:]:
-                raise PagedInputError(
-                    field, got=shape_text(array.shape), expected="no empty dimension behind the first"
-                )
+                raise PagedInputError(field, got=shape_text(array.shape), expected="no empty dimension after the first")
             if not array.flags.writeable:
                 raise PagedInputError(field, got="a read-only array", expected="one that can be updated in place")
         check_shape(

@@ -37,7 +37,7 @@ class ScoreLedger:
 
         Args:
             scores: the sequence's region of the operator's scores, `[past + new_tokens]`.
-            new_tokens: tokens that the call put behind those known.
+            new_tokens: tokens that the call appended.
             aggregation_window: the call's `score_aggregation_window` for this sequence.
 
         Raises:
@@ -53,7 +53,7 @@ class ScoreLedger:
             raise PagedInputError("scores", got=shape_text(weights.shape), expected=wanted)
         if not (np.isfinite(weights) & (weights >= 0)).all():
             raise PagedInputError("scores", got=weights.tolist(), expected="sums of attention weights, 0 or above")
-        # Of the last queries a token is seen by those behind it and by itself.
+        # A token is seen by itself and by the later ones of the last queries.
         seen = np.minimum(min(aggregation_window, new_tokens), tokens - np.arange(tokens))
         self._weights = np.pad(self._weights, (0, new_tokens)) + weights
         self._queries = np.pad(self._queries, (0, new_tokens)) + seen
@@ -68,6 +68,6 @@ class ScoreLedger:
         return sums
 
     def drop(self, blocks: Ints, block_tokens: int) -> None:
-        """Forget the tokens of these blocks; those behind them move up."""
+        """Drop the tokens of these blocks; later ones move up."""
         tokens = (blocks[:, None] * block_tokens + np.arange(block_tokens)).ravel()
         self._weights, self._queries = np.delete(self._weights, tokens), np.delete(self._queries, tokens)

@@ -14,7 +14,7 @@ from edgekv.paged.errors import PagedInputError
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Options:
-    """What the attention of one call does beside softmax(q k) v.
+    """Options of one attention call besides softmax(q k) v.
 
     Attributes:
         scale: factor of q k.

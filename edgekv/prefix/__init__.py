@@ -1,7 +1,7 @@
-"""The store of reusable prefixes: a token that was once computed is copied, never computed again.
+"""The prefix cache: keys and values that were computed once are copied instead of computed again.
 
-`PrefixStore` is what a request calls. Behind it, integers and bytes are apart: `Tree`, `Tiers` and `Index` decide in
-integers which block is where, and `BlockStorage` moves the bytes between primary memory, host memory and disk.
+`PrefixStore` is the interface. Integers and bytes are separate: `Tree`, `Tiers` and `Index` decide where each block is,
+and `BlockStorage` moves the bytes between primary memory, host memory and disk.
 """
 
 from edgekv.prefix.allocator import BlockAllocator

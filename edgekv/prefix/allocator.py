@@ -4,9 +4,9 @@ from __future__ import annotations
 
 
 class BlockAllocator:
-    """Hands out ids `0 .. capacity-1`, each with a count of references; an id without references is free.
+    """Allocates ids `0 .. capacity-1`, each with a count of references; an id without references is free.
 
-    Ids that were never used come last and in order, so that memory can grow with use.
+    Freed ids are reused first, so that memory grows with use.
     """
 
     def __init__(self, capacity: int) -> None:

@@ -1,4 +1,4 @@
-"""Prefixes that a bundle brings along, in its folder `prefixes`."""
+"""Prefixes in a bundle's folder `prefixes`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _LOCK = ".lock"
 FORMAT = 1
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _TOKENS = "tokens"
-# Rows of a limited window are stored from the beginning of a block on, for stores of such blocks or smaller ones.
+# Rows of a limited window are stored from the start of a block, for stores with blocks of this size or smaller.
 BAKED_TOKENS_PER_BLOCK = 32
 _KEPT_LONGEST = RetentionPolicy((TokenRangeRetentionConfig(0, None, MAX_PRIORITY),))
 
@@ -38,10 +38,10 @@ class BakedPrefix(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     Attributes:
         name: unique for the engine.
-        engine: that has computed it, and that uses it.
+        engine: the engine that computed it and may use it.
         tokens: how many.
         file: its keys and values, in the folder `prefixes`.
-        fingerprint: what they depend on; see `prefix_fingerprint`.
+        fingerprint: what they depend on besides the tokens; see `prefix_fingerprint`.
     """
 
     name: str
@@ -97,10 +97,10 @@ def check_name(name: str) -> None:
 
 
 def add_baked(bundle: Path, name: str, engine: str, tokens: Sequence[int], store: PrefixStore) -> BakedPrefix:
-    """Put a sequence that a store holds into a bundle; a prefix of the same name and engine is replaced.
+    """Write a stored sequence into a bundle; a prefix of the same name and engine is replaced.
 
     Raises:
-        UsageError: a name that is no plain file name, or a store that could not hold the sequence.
+        UsageError: a name that is not a plain file name, or a store that could not hold the sequence.
         BundleError: the folder cannot be written.
     """
     check_name(name)
@@ -138,7 +138,7 @@ def _tensors(tokens: Sequence[int], store: PrefixStore) -> dict[str, Rows]:
 
 
 def remove_baked(bundle: Path, name: str | None, engine: str | None = None) -> list[BakedPrefix]:
-    """Take prefixes out of a bundle: those of a name (None: all) and an engine (None: any); returns them.
+    """Remove the prefixes of a name (None: all) and an engine (None: any) from a bundle; returns them.
 
     Raises:
         UsageError: there is none of that name.
@@ -157,7 +157,7 @@ def remove_baked(bundle: Path, name: str | None, engine: str | None = None) -> l
 
 
 def load_baked(bundle: Bundle, store: PrefixStore, engine: str) -> int:
-    """Put the prefixes of a bundle that an engine has computed into a store, to be kept longest.
+    """Load the prefixes of a bundle for an engine into a store, at the highest priority.
 
     Returns:
         Their tokens.
@@ -229,7 +229,7 @@ def _changing(bundle: Path) -> Iterator[BakedRecord]:
 
 
 def _replace_record(bundle: Path, record: BakedRecord) -> None:
-    """The step by which a change happens; what the record does not name is removed after it."""
+    """Commit a change: replace the record, then remove files that it does not name."""
     folder = bundle / FOLDER
     _write(folder / RECORD, readable_json(record))
     named = {RECORD, _LOCK, *(entry.file for entry in record.prefixes)}

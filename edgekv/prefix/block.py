@@ -1,4 +1,4 @@
-"""One block of tokens: its place in a sequence, where the bytes of its groups are, and how dear they are."""
+"""One block of tokens: its place in a sequence, where its bytes are, and its priority."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ ABSENT = -1
 
 
 class Tier(IntEnum):
-    """Where bytes are, the dearest first."""
+    """Where bytes are, fastest first."""
 
     PRIMARY = 0
     HOST = 1
@@ -27,7 +27,7 @@ MEMORY = (Tier.PRIMARY, Tier.HOST)
 class Block:
     """The keys and values of one group for the tokens of one node.
 
-    It is in the primary or in the host memory or in neither, and a file of it may be on the disk beside that.
+    It is in primary or host memory or in neither, and may have a file on the disk as well.
 
     Attributes:
         node: its place in the tree.
@@ -36,7 +36,7 @@ class Block:
         expires_ms: when the priority becomes the default again; None is never.
         stamp: grows with each use.
         used_ns: time of the last use, ns since the epoch: the order of use that several processes share.
-        guards: operations under way that need it; no tier evicts it meanwhile.
+        guards: running operations that need it; no tier evicts it while there are any.
         places: of each tier, the id in memory or the bytes of the file; `ABSENT` if it is not there.
         following: of each tier, how many of the blocks that follow it are there; counted for full attention alone.
     """
@@ -60,15 +60,15 @@ class Block:
 
 
 class Node:
-    """One block of tokens behind those of its parents.
+    """One block of tokens; its parents hold the tokens before it.
 
     Attributes:
         parent: None for a root.
-        tokens: `tokens_per_block` of them, or fewer at the end of a sequence, behind which nothing follows; none for
+        tokens: `tokens_per_block` of them, or fewer at the end of a sequence, which has no children; none for
             a root.
         blocks: of each group the block that is held, or None.
         children: the nodes that follow, by their tokens.
-        order: the tokens of the children, sorted: the longest common beginning is always beside the place of a query.
+        order: the tokens of the children, sorted, so that the longest common prefix is next to where a query would go.
     """
 
     __slots__ = ("blocks", "children", "order", "parent", "tokens")
@@ -82,11 +82,11 @@ class Node:
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing is held here or behind."""
+        """Whether neither this node nor a child holds anything."""
         return not self.children and not any(self.blocks)
 
     def subtree(self) -> list[Node]:
-        """The node and all behind it, parents before children."""
+        """The node and its descendants, parents first."""
         nodes = [self]
         for node in nodes:
             nodes.extend(node.children.values())

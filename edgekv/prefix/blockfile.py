@@ -1,4 +1,4 @@
-"""The file of one block: safetensors that say what they are, and a checksum that proves it."""
+"""The file of one block: safetensors with a record of what they are and a keyed checksum."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ _MOST_HEADER_BYTES = 1 << 16
 
 
 class RejectedFileError(Exception):
-    """A file that must not be used; the message says why."""
+    """A file that must not be used; the message gives the reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class BlockRecord:
-    """What a block file says about itself.
+    """The header of a block file.
 
     Attributes:
         fingerprint: hash of the store's fingerprint and layout.
@@ -49,10 +49,10 @@ class BlockRecord:
 
 @dataclass(frozen=True, slots=True)
 class BlockFile:
-    """A block file as read, not yet proved.
+    """A block file as read, not yet verified.
 
     Attributes:
-        record: what it says about itself.
+        record: its header.
         rows: `[tensors, tokens, D]`.
         checksum: over both.
     """
@@ -62,7 +62,7 @@ class BlockFile:
     checksum: bytes
 
     def check(self, keys: Keys) -> None:
-        """Refuse what was not written with these keys, or was changed since.
+        """Refuse a file that was written with other keys, or was changed.
 
         Raises:
             RejectedFileError: the checksum differs.

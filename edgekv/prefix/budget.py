@@ -25,7 +25,7 @@ class Division:
     Attributes:
         block_bytes: bytes of one block of each group.
         sequence_bytes: bytes of one full context of each group. Memory is divided in these proportions, as
-            TensorRT-LLM does, so that every pool holds as many sequences.
+            TensorRT-LLM does, so that every pool holds the same number of sequences.
         context: S.
     """
 
@@ -44,7 +44,7 @@ class Division:
         )
 
     def bytes_of_tokens(self, tokens: int) -> int:
-        """Bytes of so many tokens, S of which need one sequence; rounded up."""
+        """Bytes of a number of tokens, rounded up; S tokens need the bytes of one sequence."""
         return -(-tokens * sum(self.sequence_bytes) // self.context)
 
     def blocks(self, budget: Budget) -> tuple[int, ...]:

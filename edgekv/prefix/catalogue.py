@@ -31,7 +31,7 @@ class Entry:
     Attributes:
         folder: the store's folder, relative to that of the index.
         name: of the file.
-        store: digest of the store that wrote it; None if nobody has read the file yet, and so are the next four.
+        store: digest of the store that wrote it; this and the next four are None until the file has been read.
         root: key of the salt.
         layers: index of the group of layers.
         parent: the file that this one cannot be used without.
@@ -56,8 +56,8 @@ class Entry:
 class Catalogue:
     """Sizes, order of use and dependencies of block files: one truth for several processes.
 
-    SQLite serializes the writers. Its write-ahead log is used where the file system supports one. An index that is
-    damaged is dropped: the files say all that is needed to build it again.
+    SQLite serializes the writers. Its write-ahead log is used where the file system supports one. A
+    damaged index is dropped and built again from the files.
 
     Attributes:
         folder: where the index lies.
@@ -93,7 +93,7 @@ class Catalogue:
 
     @contextmanager
     def transaction(self) -> Iterator[None]:
-        """Keep other writers out. What a block does appears as a whole, or not at all if it raises; may be nested.
+        """Lock out other writers. Changes appear together, or not at all if the block raises; may be nested.
 
         Raises:
             OSError: the index cannot be written, or other processes hold it for too long.
@@ -137,7 +137,7 @@ class Catalogue:
         return bool(self._select("SELECT 1 FROM blocks WHERE folder = ? AND name = ?", folder, name))
 
     def victim(self, keep: Callable[[Entry], bool]) -> Entry | None:
-        """The file to evict next: of those that no other file needs, the lowest priority, then the oldest use."""
+        """The file to evict next: lowest priority, then least recently used, of those that no other file needs."""
         with _as_os_errors():
             rows = self._connection.execute(
                 f"SELECT {_COLUMNS} FROM blocks b WHERE NOT EXISTS (SELECT 1 FROM blocks c WHERE c.folder = b.folder "
@@ -198,7 +198,7 @@ def _connect(path: Path) -> sqlite3.Connection:
 
 @contextmanager
 def _as_os_errors() -> Iterator[None]:
-    """An index that fails is a disk that fails."""
+    """Report a failing index as a failing disk."""
     try:
         yield
     except sqlite3.Error as error:

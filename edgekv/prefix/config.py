@@ -12,7 +12,7 @@ DEFAULT_TOKENS_PER_BLOCK = 32
 DEFAULT_MAX_BYTES = 256 << 20
 DEFAULT_FREE_MEMORY_FRACTION = 0.9
 DEFAULT_DISK_CACHE_BYTES = 1 << 30
-_WAY_OUT = "Mend the store's configuration."
+_FIX = "Correct the store's configuration."
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,17 +29,17 @@ class StoreConfig:
         max_tokens: primary memory in tokens; None sets no such limit.
         free_memory_fraction: primary memory as a fraction of the free memory, above 0, at most 1.
         host_cache_size: bytes of secondary memory for blocks that are evicted from the primary one.
-        secondary_offload_min_priority: blocks of lower priority are dropped rather than offloaded, unless blocks
-            that were offloaded before need them.
-        disk_folder: where blocks go that leave memory, and where `save` puts them; None is nowhere.
+        secondary_offload_min_priority: blocks of lower priority are dropped instead of offloaded, unless an
+            offloaded block needs them.
+        disk_folder: for blocks that leave memory, and for `save`; None for no disk.
         disk_cache_size: bytes of all block files below `disk_limit_folder`, of all stores and processes.
         disk_limit_folder: `disk_folder` or its parent; None is `disk_folder`.
         max_attention_window: attention window of each layer in tokens, repeated if shorter; empty is what the
             geometry says.
-        enable_block_reuse: False stores and matches nothing.
+        enable_block_reuse: False stores nothing and matches nothing.
         enable_partial_reuse: match some tokens of a block where not all of them agree, and store the last block of
             a sequence that has ended although it is not full.
-        copy_on_partial_reuse: True: such a block stays as it is for others. False: it is reused only if nobody holds
+        copy_on_partial_reuse: True: copy such a block, and leave it to others. False: reuse it only if no request holds
             it and no block follows it, and it then leaves the store with its match.
 
     Raises:
@@ -63,7 +63,7 @@ class StoreConfig:
     def __post_init__(self) -> None:
         def check(field: str, right: bool, wanted: str) -> None:
             if not right:
-                raise PrefixError(field, got=repr(getattr(self, field)), expected=wanted, fix=_WAY_OUT)
+                raise PrefixError(field, got=repr(getattr(self, field)), expected=wanted, fix=_FIX)
 
         tokens = self.tokens_per_block
         check("tokens_per_block", tokens > 1 and tokens & (tokens - 1) == 0, "a power of two above 1")

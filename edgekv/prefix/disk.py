@@ -44,14 +44,14 @@ class FoundFile:
 
 
 class DiskFolder:
-    """Block files that appear whole or not at all and are proved before they are used.
+    """Block files, which appear whole or not at all and are verified before use.
 
     The index counts the files of all stores below `limit_folder`, so the size limit holds for the folder however many
     processes write to it. When the folder is opened, index and files are reconciled: a file without an entry is
     entered, an entry without a file is dropped.
 
     A file of another fingerprint, or without a block file's name, is counted as rejected and left alone. A file with
-    a block file's name that is not what its name says is counted and removed.
+    a block file's name whose content does not match the name is counted and removed.
 
     Attributes:
         keys: keyed hashes with the folder's own secret.
@@ -67,7 +67,7 @@ class DiskFolder:
         limited: Sequence[bool],
         counters: Counters,
     ) -> None:
-        """Open a folder, and create it and its secret if need be.
+        """Open a folder; create it and its secret if they are missing.
 
         Args:
             folder: of the files.
@@ -146,7 +146,7 @@ class DiskFolder:
         keep: Callable[[str], bool],
         evicted: Callable[[str], None],
     ) -> bool:
-        """Evict files of any store below the folder until so many bytes more are within the limit.
+        """Evict files of any store below the folder until `size_bytes` more are within the limit.
 
         Args:
             size_bytes: bytes to be written.
@@ -179,9 +179,9 @@ class DiskFolder:
         return True
 
     def write(self, record: BlockRecord, data: bytes, used_ns: int) -> bool:
-        """Put a file in place and list it; False if the disk does not take it, or its parent is gone.
+        """Write a file and list it; False if the disk refuses it, or the file that it needs is gone.
 
-        It is not forced to the disk: what a power cut leaves of it fails the checksum.
+        It is not flushed: after a power cut, an incomplete file fails its checksum.
         """
         name = record.name(self.keys)
         partial = self._folder / f".{name}.partial-{os.getpid()}"
@@ -201,7 +201,7 @@ class DiskFolder:
         return True
 
     def read(self, record: BlockRecord) -> NDArray[Any] | None:
-        """The rows of a block, proved; None if the file is gone, or was rejected and is removed."""
+        """The verified rows of a block; None if the file is gone, or was rejected and removed."""
         name = record.name(self.keys)
         try:
             file = decode(read_private(self._folder / name))
@@ -225,7 +225,7 @@ class DiskFolder:
             self._catalogue.remove(self._home, names)
 
     def reject(self, name: str) -> None:
-        """Count a file that is of no use and remove it."""
+        """Count an unusable file and remove it."""
         self._counters.rejected_files += 1
         self.remove([name])
 
@@ -260,7 +260,7 @@ class DiskFolder:
         return replace(record, tokens=before).name(self.keys)
 
     def _reconcile(self) -> None:
-        """Let the index say what is there: in this store's folder by reading new files, elsewhere by their names."""
+        """Make the index match the files: new files are read in this store's folder, listed by size elsewhere."""
         listed = {(each.folder, each.name): each for each in self._catalogue.entries()}
         home = self._catalogue.folder
         others = [path.parent for path in home.glob(f"*/{SECRET}")]
@@ -328,7 +328,7 @@ class DiskFolder:
 
 
 def _secret(folder: Path) -> bytes:
-    """The folder's secret, made by the first store that opens it. No two processes are here at once."""
+    """The folder's secret, made by the first store that opens it, under the lock of the index."""
     path = folder / SECRET
     if not os.path.lexists(path):
         fresh = path.with_name(f".{SECRET}.partial-{os.getpid()}")
@@ -337,6 +337,6 @@ def _secret(folder: Path) -> bytes:
         fresh.replace(path)
     secret = read_private(path, secret=True)
     if len(secret) != SECRET_BYTES:
-        fix = "Remove the folder; its blocks cannot be proved any more."
+        fix = "Remove the folder; its blocks cannot be verified any more."
         raise PrefixError(str(path), got=f"{len(secret)} bytes", expected=f"{SECRET_BYTES} bytes", fix=fix)
     return secret

@@ -1,4 +1,4 @@
-"""What a user can set wrongly."""
+"""The error of settings."""
 
 from __future__ import annotations
 
@@ -6,4 +6,4 @@ from edgekv.errors import UsageError
 
 
 class PrefixError(UsageError, ValueError):
-    """A setting or argument of the prefix store that cannot be: names the field, what was found and what is wanted."""
+    """An invalid setting or argument of the prefix store."""

@@ -1,4 +1,4 @@
-"""What a folder of prefixes holds, for people: no bundle is needed to look at it or to clear it."""
+"""The contents of a prefix folder, for listing and clearing; needs no bundle."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class StoredPrefix(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         id: the beginning of the last block's name.
         tokens: how many.
-        bytes: of its files, those included that other sequences share.
+        bytes: of its files, including those that other sequences share.
         own_bytes: of the files that no other sequence needs.
         priority: of the last block.
         store: the folder of one bundle and engine.
@@ -44,11 +44,11 @@ class _Files:
         self.paths: dict[tuple[bytes, tuple[int, ...]], list[Path]] = {}
         self.records: dict[Path, BlockRecord] = {}
         for path in sorted(folder.glob(f"*{SUFFIX}")):
-            with suppress(OSError, RejectedFileError):  # the store itself rejects and counts them
+            with suppress(OSError, RejectedFileError):  # the store rejects and counts them when it opens
                 record = self.records[path] = decode(read_private(path)).record
                 self.paths.setdefault((record.root, record.tokens), []).append(path)
         names = sorted(self.paths)
-        # What another sequence continues is no end of one.
+        # A sequence that another one continues is not listed by itself.
         self.ends = [
             name
             for name, later in zip(names, [*names[1:], (b"", ())], strict=True)
@@ -61,7 +61,7 @@ class _Files:
         return [path for n in range(1, len(tokens) + 1) for path in self.paths.get((root, tokens[:n]), ())]
 
     def own(self, end: tuple[bytes, tuple[int, ...]]) -> list[Path]:
-        """Those that no other sequence needs."""
+        """The files that no other sequence needs."""
         others = {path for each in self.ends if each != end for path in self.chain(each)}
         return [path for path in self.chain(end) if path not in others]
 
@@ -86,16 +86,16 @@ def stored_prefixes(folder: Path) -> list[StoredPrefix]:
     """The sequences in a folder that was given as a prefix cache.
 
     Raises:
-        UsageError: it is no such folder.
+        UsageError: it is not a prefix folder.
     """
     return [prefix for files in _stores(folder) for prefix, _ in files.prefixes()]
 
 
 def remove_stored(folder: Path, wanted: str | None) -> list[StoredPrefix]:
-    """Remove the sequences whose id begins so, all for None, and return them; what others share stays.
+    """Remove the sequences whose id starts with `wanted` (None: all), except for files that others share; returns them.
 
     Raises:
-        UsageError: it is no such folder, or there is no such sequence.
+        UsageError: it is not a prefix folder, or there is no such sequence.
     """
     removed = []
     for files in _stores(folder):

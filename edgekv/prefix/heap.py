@@ -13,12 +13,12 @@ _LEAST_ENTRIES = 64
 
 
 class BlockHeap:
-    """Gives the block with the least key. Whoever changes what a key depends on pushes the block again.
+    """Gives the block with the least key. After a change of what its key depends on, push a block again.
 
-    Entries that are no longer true are passed over, and swept out when they are half of the heap.
+    Outdated entries are skipped, and removed when they make up half of the heap.
 
     Args:
-        key_of: a block's key now; None if it does not belong here now.
+        key_of: a block's current key; None if the block does not belong in this heap.
     """
 
     def __init__(self, key_of: Callable[[Block], Key | None]) -> None:

@@ -1,4 +1,4 @@
-"""What is held of a sequence: longest match, insertion, release. Integers only."""
+"""Longest match, insertion and release of sequences. Integers only."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Index:
         self._checked: Sequence[int] = () if alone else range(len(groups))
 
     def match(self, key: bytes, tokens: Tokens) -> Lease:
-        """Hold the longest beginning of a sequence that every group can serve."""
+        """Hold the longest prefix of a sequence that every group has."""
         self._tiers.expire()
         root = self._tree.root(key)
         nodes = self._tree.walk(root, tokens)
@@ -58,7 +58,7 @@ class Index:
         *,
         ended: bool = False,
     ) -> list[Node]:
-        """Store the blocks of a sequence that are not held yet, as far as there is room.
+        """Store the blocks of a sequence that are not stored yet, as far as there is room.
 
         Args:
             root: of the sequence's salt.
@@ -117,7 +117,7 @@ class Index:
         return longest_usable(presence, windows, self._step, upper)
 
     def _hold(self, nodes: list[Node], upper: int) -> Lease:
-        """Bring what is needed into primary memory and retain it; what cannot come shortens the match."""
+        """Bring the needed blocks into primary memory and retain them; a missing one shortens the match."""
         guarded = [block for node in nodes for block in node.blocks if block is not None]
         self._tiers.guard(guarded)
         try:
@@ -141,7 +141,7 @@ class Index:
         return Span(first, tuple(block for block in blocks if block is not None))
 
     def _bring(self, spans: Sequence[Span]) -> int | None:
-        """The index of the first block that cannot be had, or None."""
+        """The index of the first block that is not available, or None."""
         missing = None
         for span in spans:
             for index, block in enumerate(span.blocks, span.first):
@@ -157,7 +157,7 @@ class Index:
         return (tokens[start : min(start + self._step, stop)] for start in range(0, stop, self._step))
 
     def _node(self, parent: Node, part: Tokens) -> Node:
-        """Where a block belongs: for one that is not full, a fuller one that begins alike will do."""
+        """The node of a block; a partial block may use a longer one that starts with its tokens."""
         if len(part) < self._step:
             for child, count in self._tree.nearest(parent, part):
                 if count < len(part):
@@ -167,7 +167,7 @@ class Index:
         return self._tree.child(parent, part)
 
     def _fill(self, node: Node, index: int, first: Sequence[int], write: Write) -> bool:
-        """Have the blocks of a node in primary memory; False if there is no room, or no rows."""
+        """Get the blocks of a node into primary memory; False if there is no room, or no rows."""
         present = [block for block in node.blocks if block is not None]
         self._tiers.guard(present)
         try:
@@ -206,7 +206,7 @@ class Index:
         return True
 
     def _replace(self, node: Node) -> None:
-        """A block that was not full goes when a fuller one continues it."""
+        """Drop a partial block when a longer one replaces it."""
         before = self._tree.left(node)
         if before is None or before.tokens != node.tokens[: len(before.tokens)]:
             return
@@ -214,14 +214,14 @@ class Index:
             self._tiers.drop(before)
 
     def _pass_windows(self, guarded: Sequence[deque[tuple[int, Block]]], end: int) -> None:
-        """Blocks that a limited window has left may be evicted at once."""
+        """Allow eviction of blocks that a limited window no longer reaches."""
         for group, blocks in zip(self._groups, guarded, strict=True):
             needed = group.first_needed(end) // self._step
             while blocks and blocks[0][0] < needed:
                 self._tiers.unguard([blocks.popleft()[1]])
 
     def _partial(self, node: Node, tokens: Tokens) -> tuple[Node, int] | None:
-        """The child with the longest common beginning that may be used in part, and that beginning's length."""
+        """The child with the longest common prefix that may be reused in part, and that prefix's length."""
         if not self._reuse.partial or not tokens:
             return None
         for child, count in self._tree.nearest(node, tokens):

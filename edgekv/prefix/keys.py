@@ -1,4 +1,4 @@
-"""Keyed hashes: what a salt or a sequence is called where others may read it."""
+"""Keyed hashes: names for salts and sequences that reveal neither."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ KEY_BYTES = 16
 
 
 class Keys:
-    """Names that nobody can compute, or check a guess against, without the secret."""
+    """Names that cannot be computed, or compared with a guess, without the secret."""
 
     def __init__(self, secret: bytes | None = None) -> None:
         self._secret = secrets.token_bytes(SECRET_BYTES) if secret is None else secret
 
     def root(self, fingerprint: bytes, salt: str | None) -> bytes:
-        """The key of all sequences of one salt; no salt is a salt of its own."""
+        """The key of all sequences of one salt; None is a salt of its own."""
         said = b"" if salt is None else b"salt:" + salt.encode("utf-8", "surrogatepass")
         return self._hash(b"root", fingerprint, said)
 
     def sequence(self, root: bytes, tokens: bytes) -> bytes:
-        """The key of a sequence of tokens behind a root."""
+        """The key of a token sequence under a root."""
         return self._hash(b"sequence", root, tokens)
 
     def checksum(self, parts: Iterable[bytes | memoryview]) -> bytes:

@@ -20,7 +20,7 @@ class Lease:
     """What a request holds: one span for each group.
 
     Attributes:
-        tokens: tokens from the sequence's beginning that the spans are good for.
+        tokens: length of the prefix that the spans cover.
         spans: of each group.
     """
 
@@ -42,10 +42,10 @@ class Reuse:
 
 
 class Match:
-    """What was found of a sequence. It holds its blocks until `PrefixStore.release`.
+    """The part of a sequence that was found. It holds its blocks until `PrefixStore.release`.
 
     Attributes:
-        tokens: how many tokens from the beginning on were found.
+        tokens: length of the prefix found.
     """
 
     __slots__ = ("_key", "_lease", "_released")
@@ -60,5 +60,5 @@ class Match:
         return self._lease.tokens
 
     def block_ids(self, group: int = 0) -> list[int]:
-        """The ids in primary memory of a group's blocks; behind a limited window those that it still reaches."""
+        """Primary memory ids of a group's blocks: with a limited window, only those within it."""
         return [block.places[Tier.PRIMARY] for block in self._lease.spans[group].blocks] if self._lease.spans else []

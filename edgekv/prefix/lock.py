@@ -11,7 +11,7 @@ from pathlib import Path
 
 @contextmanager
 def locked(file: Path) -> Iterator[None]:
-    """Hold a lock on a file, which is created if need be and stays; waits while another process holds it.
+    """Hold a lock on a file, which is created if missing and is never removed; waits while another process holds it.
 
     Raises:
         OSError: the file cannot be written, or the file system has no locks.

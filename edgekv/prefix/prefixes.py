@@ -32,11 +32,11 @@ PrefixCache = str | Path | StoreConfig | PrefixStore
 
 @dataclass(frozen=True, slots=True)
 class SharedStore:
-    """A store and how it is used.
+    """A store and how a model uses it.
 
     Attributes:
         store: the store.
-        writes: whether generations leave their tokens there; False serves what is in it already.
+        writes: whether generations store their tokens; False only serves what is in the store.
     """
 
     store: PrefixStore
@@ -46,9 +46,9 @@ class SharedStore:
 def open_store(
     bundle: Bundle, engine: str, cache: KVCache, mode: Mode, wanted: PrefixCache | None
 ) -> SharedStore | None:
-    """The store that a model was given or asked for, with the bundle's own prefixes in it.
+    """Open the store that a model was given or asked for, and load the bundle's own prefixes into it.
 
-    Each bundle and engine has a folder of its own in the one that is given.
+    Each bundle and engine has its own folder below the given one.
 
     Args:
         bundle: the bundle.
@@ -58,8 +58,8 @@ def open_store(
         wanted: a folder, a configuration or a store; None for a store of the bundle's own prefixes, if it has any.
 
     Raises:
-        UsageError: a mode that keeps nothing, or a store of another bundle or engine.
-        PrefixError: a configuration that cannot be.
+        UsageError: a cache mode that keeps nothing, or a store of another bundle or engine.
+        PrefixError: an invalid configuration.
         BundleError: the bundle's prefixes are broken.
     """
     baked = [entry for entry in baked_prefixes(bundle.path) if entry.engine == engine]
@@ -94,14 +94,14 @@ def _configured(cache: KVCache, fingerprint: str, wanted: str | Path | StoreConf
 def prefix_fingerprint(manifest: Manifest, engine: str) -> str:
     """A hash of a bundle's graphs, weights, encodings and RoPE, and of the engine that runs them.
 
-    Engines differ in the last bit, so that each reuses what it has computed itself.
+    Engines differ in the last bit, so each reuses only what it computed itself.
     """
     said = (manifest.files, manifest.encodings, manifest.ropes, manifest.model, manifest.kv_dtype, engine)
     return hashlib.sha256(msgspec.json.encode(said, order="sorted")).hexdigest()
 
 
 class Prefixes:
-    """What one generation does with a store.
+    """The use that one generation makes of a store.
 
     Attributes:
         stats: of the store, counted over the calls of this generation alone.
@@ -123,9 +123,9 @@ class Prefixes:
         self.stats = shared.store.stats.since(shared.store.stats)
 
     def restore(self, cache: KVCache, tokens: Sequence[int], held: int) -> int:
-        """Let a cache hold the longest stored beginning of a sequence, if that is longer than what it holds.
+        """Restore the longest stored prefix of a sequence into a cache, if it is longer than what the cache holds.
 
-        The last token is left to be run, since its logits are wanted.
+        The last token is always left to be run, because its logits are needed.
 
         Args:
             cache: holds the first `held` tokens, or is empty.
@@ -153,14 +153,14 @@ class Prefixes:
         return held
 
     def keep(self, cache: KVCache, tokens: Sequence[int]) -> None:
-        """Store the blocks that became full since the last call."""
+        """Store the blocks that have become full since the last call."""
         step = self._store.config.tokens_per_block
         if len(tokens) // step > self._seen_tokens // step:
             self._insert(cache, tokens, ended=False)
             self._seen_tokens = len(tokens)
 
     def end(self, cache: KVCache, tokens: Sequence[int]) -> None:
-        """Store the last block too, and write to the disk, if the store has one, what is worth it."""
+        """Store the last block too, and save blocks to the disk if the store has one."""
         self._insert(cache, tokens, ended=True)
         if self._writes:
             before = self._store.stats
@@ -173,7 +173,7 @@ class Prefixes:
         safe = cache.geometry.context - widest
         if cache.policy == "fail" or len(tokens) <= safe:
             return self._store.match(tokens[:asked], self._salt)
-        # Tokens may leave in these steps: they must begin where they would without a match.
+        # These steps may evict tokens, so they must start where they would without a match.
         match = self._store.match(tokens[: min(asked, safe)], self._salt)
         if surplus := match.tokens % widest:
             aligned = match.tokens - surplus
@@ -182,7 +182,7 @@ class Prefixes:
         return match
 
     def _insert(self, cache: KVCache, tokens: Sequence[int], *, ended: bool) -> None:
-        # Behind an eviction rows stand for other tokens, or were computed without some; they are no prefix.
+        # After an eviction, rows belong to other tokens or were computed without some of them: not a prefix.
         if not self._writes or not cache.is_prefix or cache.tokens_seen != len(tokens):
             return
         before = self._store.stats

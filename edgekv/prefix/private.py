@@ -1,4 +1,4 @@
-"""Files and folders that nobody but their owner can have written."""
+"""Files and folders that only their owner can have written."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def check_folder(folder: Path) -> None:
 
     Raises:
         NotPrivateError: another user owns it, or others may write to it.
-        OSError: it is no folder, or cannot be read.
+        OSError: it is not a folder, or cannot be read.
     """
     _check(folder, folder.stat(), 0o022)
 
@@ -36,7 +36,7 @@ def read_private(path: Path, *, secret: bool = False) -> bytes:
         secret: whether others must not be able to read it either.
 
     Raises:
-        NotPrivateError: a link, no regular file, another user's, or one that others may change.
+        NotPrivateError: a link, a special file, another user's file, or one that others may change.
         OSError: it cannot be read.
     """
     if not _FLAGS and path.is_symlink():

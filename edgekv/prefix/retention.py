@@ -1,4 +1,4 @@
-"""How long and how dearly the blocks of a request are kept."""
+"""How long the blocks of a request are kept, and at which priority."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ from itertools import pairwise
 from edgekv.prefix.errors import PrefixError
 
 MIN_PRIORITY, DEFAULT_PRIORITY, MAX_PRIORITY = 0, 35, 100
-_WAY_OUT = "Mend the retention policy."
+_FIX = "Correct the retention policy."
 
 
 def check_priority(field: str, priority: int) -> None:
     """Raise PrefixError unless a priority is 0 to 100."""
     if not MIN_PRIORITY <= priority <= MAX_PRIORITY:
-        raise PrefixError(field, got=priority, expected=f"{MIN_PRIORITY} to {MAX_PRIORITY}", fix=_WAY_OUT)
+        raise PrefixError(field, got=priority, expected=f"{MIN_PRIORITY} to {MAX_PRIORITY}", fix=_FIX)
 
 
 def _check_duration(field: str, duration_ms: int | None) -> None:
     if duration_ms is not None and duration_ms < 1:
-        raise PrefixError(field, got=duration_ms, expected="at least 1 ms, or None for ever", fix=_WAY_OUT)
+        raise PrefixError(field, got=duration_ms, expected="at least 1 ms, or None for no limit", fix=_FIX)
 
 
 @dataclass(frozen=True, slots=True)
 class Retention:
-    """The priority of one block and how many milliseconds it lasts; None is for ever."""
+    """The priority of one block, and for how many milliseconds; None for no limit."""
 
     priority: int
     duration_ms: int | None
@@ -36,9 +36,9 @@ class TokenRangeRetentionConfig:
 
     Attributes:
         token_start: the first token.
-        token_end: the token behind the last one; None is the end of the prompt.
+        token_end: one past the last token; None for the end of the prompt.
         priority: 0 to 100; 100 is kept longest.
-        duration_ms: after so many milliseconds the priority is 35 again; None is never.
+        duration_ms: milliseconds until the priority returns to 35; None for never.
 
     Raises:
         PrefixError: a field is out of its range.
@@ -51,10 +51,10 @@ class TokenRangeRetentionConfig:
 
     def __post_init__(self) -> None:
         if self.token_start < 0:
-            raise PrefixError("token_start", got=self.token_start, expected="0 or above", fix=_WAY_OUT)
+            raise PrefixError("token_start", got=self.token_start, expected="0 or above", fix=_FIX)
         if self.token_end is not None and self.token_end <= self.token_start:
             wanted = f"None or above token_start, {self.token_start}"
-            raise PrefixError("token_end", got=self.token_end, expected=wanted, fix=_WAY_OUT)
+            raise PrefixError("token_end", got=self.token_end, expected=wanted, fix=_FIX)
         check_priority("priority", self.priority)
         _check_duration("duration_ms", self.duration_ms)
 
@@ -68,12 +68,12 @@ class TokenRangeRetentionConfig:
 
 @dataclass(frozen=True, slots=True)
 class RetentionPolicy:
-    """What a request asks for its blocks. A block has the priority of its first token, as in TensorRT-LLM.
+    """The priorities of a request's blocks. A block has the priority of its first token, as in TensorRT-LLM.
 
     Attributes:
-        ranges: ranges of the prompt that do not overlap, in any order; tokens in none of them ask for nothing.
+        ranges: ranges of the prompt that do not overlap, in any order; other prompt tokens have no wish.
         decode_retention_priority: the priority of blocks that begin with a generated token.
-        decode_duration_ms: how long that lasts; None is for ever.
+        decode_duration_ms: for how long; None for no limit.
 
     Raises:
         PrefixError: ranges overlap, or a field is out of its range.
@@ -90,10 +90,10 @@ class RetentionPolicy:
         for earlier, later in pairwise(ordered):
             if earlier.token_end is None or later.token_start < earlier.token_end:
                 found = f"{earlier} and {later}"
-                raise PrefixError("ranges", got=found, expected="ranges that do not overlap", fix=_WAY_OUT)
+                raise PrefixError("ranges", got=found, expected="ranges that do not overlap", fix=_FIX)
 
     def of(self, first_token: int, prompt_tokens: int) -> Retention | None:
-        """What is asked for the block that begins at a token of a request with so many prompt tokens."""
+        """The retention of the block that starts at a token; `prompt_tokens` is the length of the prompt."""
         if first_token >= prompt_tokens:
             return Retention(self.decode_retention_priority, self.decode_duration_ms)
         for entry in self.ranges:

@@ -1,4 +1,4 @@
-"""What a prefix store has done so far."""
+"""Statistics of a prefix store."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class TierStats:
         bytes_held: bytes they take now; files with their headers.
         bytes_in: bytes written to the tier so far.
         bytes_out: bytes read from the tier so far.
-        evictions: blocks that had to leave it, for a lower tier or for good.
+        evictions: blocks that were moved to a lower tier or dropped.
     """
 
     blocks: int
@@ -25,7 +25,7 @@ class TierStats:
     evictions: int
 
     def since(self, earlier: TierStats) -> TierStats:
-        """What was done after `earlier`; what is held is that of now."""
+        """Counts since `earlier`; what is held is the current value."""
         return TierStats(
             self.blocks,
             self.bytes_held,
@@ -46,9 +46,9 @@ class StoreStats:
         tokens_asked: tokens of all matched sequences.
         tokens_saved: tokens that were found.
         blocks_inserted: blocks that were stored, counted for each group.
-        blocks_refused: insertions that ended early because all memory was held.
-        rejected_files: foreign, corrupt, truncated or unreadable block files, and files whose beginning is lost.
-        failed_writes: block files that the disk did not take.
+        blocks_refused: insertions that ended early because all memory was in use.
+        rejected_files: foreign, corrupt, truncated or unreadable block files, and files whose prefix is missing.
+        failed_writes: block files that could not be written.
         primary: the working memory of the store; `bytes_out` is what was fetched or offloaded.
         host: secondary memory.
         disk: the folder.
@@ -68,7 +68,7 @@ class StoreStats:
     disk: TierStats
 
     def since(self, earlier: StoreStats) -> StoreStats:
-        """What was done after `earlier`; what is held is that of now."""
+        """Counts since `earlier`; what is held is the current value."""
         changes: dict[str, Any] = {}
         for name in (field.name for field in fields(StoreStats)):
             now, then = getattr(self, name), getattr(earlier, name)
@@ -77,7 +77,7 @@ class StoreStats:
 
 
 class Counters:
-    """The running counts behind `StoreStats`; lists are indexed by tier."""
+    """The counters of `StoreStats`; lists are indexed by tier."""
 
     def __init__(self) -> None:
         self.hits = self.partial_hits = self.misses = 0

@@ -25,7 +25,7 @@ DTYPES: dict[KvDtype, np.dtype[Any]] = {"u8": np.dtype(np.uint8), "s8": np.dtype
 
 
 def layout_digest(fingerprint: str, kv_dtype: KvDtype, groups: Sequence[BlockGroup], step: int) -> bytes:
-    """What must be equal for a block's bytes to mean the same: the caller's fingerprint and the block's layout."""
+    """Digest of everything that gives a block's bytes their meaning: the fingerprint and the block's layout."""
     layers = [(group.window, group.kv_heads, group.head_dim, group.layers) for group in groups]
     said = (fingerprint, kv_dtype, step, layers)
     return hashlib.blake2b(repr(said).encode(), digest_size=16).digest()
@@ -130,9 +130,9 @@ class BlockStorage:
     def swap(self, group: int, primary_id: int, host_id: int) -> None:
         """Exchange a block of primary memory and one of host memory."""
         primary, host = self.view(group, primary_id), self._memories[Tier.HOST][group].view(host_id)
-        aside = primary.copy()
+        saved = primary.copy()
         primary[...] = host
-        host[...] = aside
+        host[...] = saved
         self._count_move(group, Tier.PRIMARY, Tier.HOST)
         self._count_move(group, Tier.HOST, Tier.PRIMARY)
 
@@ -145,10 +145,10 @@ class BlockStorage:
         return self._disk.encode(self._record(block), rows)
 
     def write_file(self, block: Block, data: bytes, evicted: Callable[[Block], None], *, displace: bool) -> bool:
-        """Write a block's file whole or not at all; False if the disk does not take it.
+        """Write a block's file whole or not at all; False if the disk refuses it.
 
-        Files that must go for it are removed, and `evicted` is called for each that belongs to a block of this store.
-        Without `displace`, no file of a block that is worth more than this one goes.
+        Files are removed to make room, and `evicted` is called for each that belongs to a block of this store.
+        Without `displace`, only files that rank below the block are removed.
         """
         assert self._disk is not None
         limit = None if displace else (block.priority, block.used_ns)
@@ -258,5 +258,5 @@ class BlockStorage:
 
 
 def _lasting(block: Block) -> int:
-    """The priority that a file keeps: one that expires is not known to other processes."""
+    """The priority of a file: one that expires is not visible to other processes."""
     return block.priority if block.expires_ms is None else DEFAULT_PRIORITY

@@ -1,4 +1,4 @@
-"""The store of reusable prefixes: what a request calls."""
+"""The store of reusable prefixes."""
 
 from __future__ import annotations
 
@@ -36,22 +36,22 @@ def _now_ms() -> int:
 
 
 class PrefixStore:
-    """Keys and values of token sequences, found again by their longest common beginning. Not for several threads.
+    """Keys and values of token sequences, found by their longest common prefix. Not thread-safe.
 
     Rows are `[N, tokens, D]` with the tensors by layer, keys before values, by head; row t belongs to the token at
-    position t, so that only beginnings of sequences can be reused. Where heads differ in width there is no such
+    position t, so only prefixes of sequences can be reused. If heads differ in width, there is no such
     array, and a `Source` or `Target` has the rows of each group.
 
     Args:
         geometry: sizes of the rows.
         config: budgets and behaviour.
-        fingerprint: what the bytes depend on beside the tokens: weights, encodings, RoPE. Needed with a disk folder;
+        fingerprint: what the bytes depend on besides the tokens: weights, encodings, RoPE. Required with a disk folder;
             files of another fingerprint or layout are never used.
         clock_ms: a clock that only goes forward, in milliseconds, for the durations of retention policies.
         free_bytes: memory of which `free_memory_fraction` is taken; None asks the system.
 
     Raises:
-        PrefixError: a budget below one block, windows that cannot be, a folder that cannot be used, or one without a
+        PrefixError: a budget below one block, invalid windows, an unusable folder, or a folder without a
             fingerprint.
     """
 
@@ -112,13 +112,13 @@ class PrefixStore:
             raise PrefixError("cache_salt", got="an empty text", expected="a text, or None", fix="Leave it out.")
 
     def match(self, tokens: Sequence[int], salt: str | None = None) -> Match:
-        """Find and hold the longest stored beginning of a sequence; blocks of lower tiers come back for it.
+        """Find and hold the longest stored prefix of a sequence; its blocks are brought into primary memory.
 
-        A loop that needs the logits of the last token asks for all tokens but that one.
+        To get the logits of the last token, ask for all tokens but that one.
 
         Args:
             tokens: the sequence.
-            salt: only what was inserted under an equal salt is found; None is a salt of its own.
+            salt: only what was inserted under the same salt is found, and public sequences; None is a salt of its own.
 
         Raises:
             PrefixError: an empty salt.
@@ -188,15 +188,15 @@ class PrefixStore:
         ended: bool = False,
         public: bool = False,
     ) -> int:
-        """Store the whole blocks of a sequence; they can be matched at once. What is stored already is not copied.
+        """Store the full blocks of a sequence, which can be matched at once. Stored blocks are not copied again.
 
-        Insertion ends at the first block for which there is no room, or neither a stored block nor rows.
+        Stops at the first block that has no room, or that is not stored and has no rows.
 
         Args:
-            tokens: the sequence from its beginning on.
+            tokens: the sequence from its first token.
             rows: `[N, len(tokens) - first, D]`, of the tokens from `first` on, or a source of them.
             first: tokens whose rows an array does not have; a source says so itself.
-            prompt_tokens: tokens of the prompt; those behind are generated. None: all are of the prompt.
+            prompt_tokens: tokens of the prompt; later ones are generated. None: all belong to the prompt.
             retention: priorities of the blocks from now on; None leaves stored blocks as they are.
             salt: as in `match`.
             match: a match of the same salt that holds the stored blocks from now on instead of what it found, so
@@ -265,9 +265,9 @@ class PrefixStore:
         self._index.release(match._lease)
 
     def save(self) -> int:
-        """Write a file of every block in memory that is worth offloading, the dearest first, as far as the disk goes.
+        """Write a file for every block that may be offloaded, highest priority first, until the disk limit is reached.
 
-        Blocks stay in memory. A store that is opened on the folder later begins with what is there.
+        Blocks stay in memory. A store that is opened on the folder later starts with these files.
 
         Returns:
             Blocks that have a file now, in all.
@@ -297,7 +297,7 @@ class PrefixStore:
 
     @property
     def stats(self) -> StoreStats:
-        """What was done so far and what is held."""
+        """Counters, and what is held now."""
         used, held = [0, 0, self._tiers.disk_blocks], [0, 0, self._tiers.disk_bytes]
         for tier, pools in self._tiers.pools.items():
             for group, pool in enumerate(pools):

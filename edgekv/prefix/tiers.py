@@ -1,7 +1,7 @@
-"""Which block is in which tier: allocation, prioritized eviction, offloading and coming back. Integers only.
+"""Which block is in which tier: allocation, eviction by priority, offloading and restoring. Integers only.
 
-For a group of full attention a block is of use only with all blocks before it, so that these laws hold:
-a block is in memory only if the one before it is in the same tier of memory or a dearer one, and a block has a file
+With full attention a block is usable only with all blocks before it, so these laws hold:
+a block is in memory only if the one before it is in the same or a faster tier of memory, and a block has a file
 only if the one before it has one. Blocks of a limited window stand alone.
 """
 
@@ -103,7 +103,7 @@ class Tiers:
         )
 
     def room(self, group: int, tier: Tier) -> int | None:
-        """A free id in a memory, evicting if need be; None if all that is there is needed."""
+        """A free id in a memory, evicting if necessary; None if every block is needed."""
         pool = self.pools[tier][group]
         if (free := pool.allocate()) is not None or not pool.capacity:
             return free
@@ -114,7 +114,7 @@ class Tiers:
         return pool.allocate()
 
     def place(self, block: Block, tier: Tier, place: int) -> None:
-        """Enter that a block is in a tier now."""
+        """Record that a block is in a tier."""
         block.places[tier] = place
         if tier is Tier.DISK:
             self.disk_bytes += place
@@ -124,13 +124,13 @@ class Tiers:
         self._queues.push(block)
 
     def retention(self, block: Block, wanted: Retention) -> None:
-        """Give a guarded block a priority, which lasts from now on."""
+        """Give a guarded block a priority, from now on."""
         block.priority = wanted.priority
         block.expires_ms = None if wanted.duration_ms is None else self._clock_ms() + wanted.duration_ms
         self._expiring.push(block)
 
     def expire(self) -> None:
-        """Return priorities whose time is over to the default."""
+        """Reset expired priorities to the default."""
         while (first := self._expiring.first()) is not None and first[0][0] <= self._clock_ms():
             block = first[1]
             self._expiring.pop()
@@ -138,7 +138,7 @@ class Tiers:
             self._queues.push(block)
 
     def bring(self, block: Block) -> bool:
-        """Have a guarded block in primary memory; False if there is no room or its file is of no use."""
+        """Get a guarded block into primary memory; False if there is no room or its file is unusable."""
         if block.is_in(Tier.PRIMARY):
             return True
         if block.is_in(Tier.HOST) and self._swap(block):
@@ -164,7 +164,7 @@ class Tiers:
 
         Args:
             block: a block in memory.
-            displace: False gives up rather than evict the file of a dearer block.
+            displace: False gives up instead of evicting a file that ranks above the block.
 
         Returns:
             Whether it is on the disk now.
@@ -188,13 +188,13 @@ class Tiers:
             self._storage.fit_disk(self._lose_file)
 
     def lose_files(self, blocks: Iterable[Block]) -> None:
-        """Enter that the files of these blocks are gone."""
+        """Record that the files of these blocks are gone."""
         for block in blocks:
             if block.is_in(Tier.DISK):
                 self._lose_file(block)
 
     def drop(self, node: Node) -> None:
-        """Forget a childless node that nobody holds."""
+        """Drop a node without children that no request holds."""
         for block in node.blocks:
             if block is not None:
                 self._discard(block, evicted=False)
@@ -222,7 +222,7 @@ class Tiers:
         return True
 
     def _lose_file(self, block: Block) -> None:
-        """Enter that a file is gone; no file stays that needs it."""
+        """Record that a file is gone, and remove the files that need it."""
         if block.following[Tier.DISK]:
             for node in reversed(block.node.subtree()[1:]):
                 other = node.blocks[block.group]
@@ -234,7 +234,7 @@ class Tiers:
             self._remove(block)
 
     def _evict(self, block: Block, tier: Tier) -> None:
-        """Take a block out of a tier, into the next one if it is worth that."""
+        """Move a block out of a tier, into the next one if its priority allows."""
         self._counters.evictions[tier] += 1
         needed = block.following[Tier.HOST] > 0
         worth = self._is_worth(block)
@@ -260,7 +260,7 @@ class Tiers:
         return True
 
     def _swap(self, block: Block) -> bool:
-        """When primary memory is full, the block that has to go for one of host memory takes its place there."""
+        """If primary memory is full, exchange its next victim with a block of host memory."""
         pool = self.pools[Tier.PRIMARY][block.group]
         first = self._queues.first(Tier.PRIMARY, block.group) if pool.used == pool.capacity else None
         if first is None or not self._is_worth(first):
@@ -280,11 +280,11 @@ class Tiers:
         return True
 
     def _is_worth(self, block: Block) -> bool:
-        """Whether a block that leaves primary memory goes to the next tier."""
+        """Whether a block that leaves primary memory is kept in the next tier."""
         return block.following[Tier.HOST] > 0 or block.priority >= self._min_priority
 
     def _evict_following(self, block: Block) -> None:
-        """Nothing stays in host memory behind a block that leaves memory."""
+        """Evict from host memory what follows a block that leaves memory."""
         self.guard([block])
         for node in reversed(block.node.subtree()[1:]):
             following = node.blocks[block.group]
@@ -293,7 +293,7 @@ class Tiers:
         self.unguard([block])
 
     def _take(self, block: Block, tier: Tier) -> None:
-        """Enter that a block is no longer in a tier."""
+        """Record that a block is no longer in a tier."""
         place = block.places[tier]
         self._leave(block, tier)
         block.places[tier] = ABSENT
@@ -309,7 +309,7 @@ class Tiers:
             self._queues.push(before)
 
     def _remove(self, block: Block) -> None:
-        """A block that is nowhere leaves the tree; with full attention, all that needed it goes too."""
+        """Remove a block that is in no tier from the tree, and with full attention all that need it."""
         node = block.node
         node.blocks[block.group] = None
         block.expires_ms = None

@@ -9,7 +9,7 @@ from edgekv.prefix.block import Node, Tokens
 
 
 class Root(Node):
-    """Where the sequences of one salt begin.
+    """The root of the sequences of one salt.
 
     Attributes:
         key: keyed hash of the salt.
@@ -35,11 +35,11 @@ class Tree:
         self._groups = groups
 
     def root(self, key: bytes) -> Root:
-        """The root of a key, which need not hold anything."""
+        """The root of a key; a new one is not in the tree before `attach`."""
         return self.roots.get(key) or Root(key, self._groups)
 
     def walk(self, root: Root, tokens: Tokens) -> list[Node]:
-        """The nodes of all whole blocks that the beginning of `tokens` has in common with the tree."""
+        """The nodes of all full blocks that `tokens` starts with."""
         nodes: list[Node] = []
         node: Node = root
         for start in range(0, len(tokens) - self._step + 1, self._step):
@@ -51,7 +51,7 @@ class Tree:
         return nodes
 
     def nearest(self, node: Node, tokens: Tokens) -> Iterator[tuple[Node, int]]:
-        """Children with a common beginning and its length, the longest first."""
+        """Children with a common prefix, and its length, longest first."""
         right = bisect_left(node.order, tokens)
         left = right - 1
         left_tokens, right_tokens = _common(node.order, left, tokens), _common(node.order, right, tokens)
@@ -103,7 +103,7 @@ class Tree:
 
 
 def _common(order: list[Tokens], place: int, tokens: Tokens) -> int:
-    """How many tokens the one at a place has in common with these; 0 if there is no such place."""
+    """Length of the common prefix with the entry at a place; 0 if there is no such place."""
     if not 0 <= place < len(order):
         return 0
     for count, (one, other) in enumerate(zip(order[place], tokens, strict=False)):

@@ -14,14 +14,14 @@ def bake_prefix(bundle: str | Path, text: str, name: str, engine: str = "cpu") -
 
     Args:
         bundle: its folder.
-        text: the beginning of prompts; what a tokenizer would merge with the text behind it is left to be run again.
+        text: the start of prompts; tokens that may merge with the text after it are run again.
         name: of the prefix; one of the same name and engine is replaced.
         engine: `cpu` or `htp`.
 
     Raises:
         BundleError: the bundle is broken, or its folder cannot be written.
         ContextFullError: the text is longer than the context.
-        UsageError: an empty text, a name that is no plain file name, or an unknown engine.
+        UsageError: an empty text, a name that is not a plain file name, or an unknown engine.
         EngineError: the engine is missing or refused a graph.
     """
     model = load(bundle, engine, prefix_cache=StoreConfig(tokens_per_block=BAKED_TOKENS_PER_BLOCK))

@@ -1,4 +1,4 @@
-"""How alike the keys of a cache are."""
+"""How similar the keys of a cache are."""
 
 from __future__ import annotations
 

@@ -93,11 +93,11 @@ class SlidingWindow:
 
 @dataclass(frozen=True, slots=True)
 class Sinks:
-    """When a step has no room, the first tokens and the newest stay, and all others leave (arXiv 2309.17453).
+    """When a step has no room, the first and the newest tokens stay and all others leave (arXiv 2309.17453).
 
-    Those that stay move up to the positions from 0 on, so that no position ever exceeds S: their keys are rotated by
-    the difference and rounded anew. All that is freed, S - AR - tokens - window, is used before keys move again, so
-    a smaller window rounds a key fewer times.
+    Those that stay are renumbered from position 0, so that no position exceeds S: their keys are rotated by
+    the difference and rounded again. Keys move only when the freed rows, S - AR - tokens - window, are used up, so
+    with a smaller window a key is rounded fewer times.
 
     Attributes:
         tokens: how many of the first stay; at least 1.
@@ -140,7 +140,7 @@ class Sinks:
 
 @dataclass(frozen=True, slots=True)
 class KeyDiff:
-    """When a step has no room, the tokens leave whose keys are most like the mean key (arXiv 2504.15364).
+    """When a step has no room, the tokens leave whose keys are most similar to the mean key (arXiv 2504.15364).
 
     All tensors of a token leave together, so its similarity is the mean over layers and heads. Tokens keep their
     absolute positions.
@@ -201,7 +201,7 @@ def find_policy(policy: str | Policy) -> Policy:
 
 
 def check_layers(policy: Policy, geometries: Sequence[Geometry], context: int, max_ar: int) -> None:
-    """Refuse a policy that these layers cannot have.
+    """Refuse a policy that does not fit these layers.
 
     Args:
         policy: the policy.

@@ -1,4 +1,4 @@
-"""Moving keys to other positions: the rotary embedding of a difference, on quantized integers."""
+"""Rotates quantized keys to other positions."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class KvEncoding(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Requantization:
-    """What rounding the keys anew has cost, over all keys that were moved.
+    """Rounding error of all keys that were rotated.
 
     Attributes:
         keys: vectors of D elements that were rotated and rounded, of all tensors.
@@ -45,7 +45,7 @@ class Requantization:
 
 
 class Rotation:
-    """Rotates keys in the half-split form of Llama, pairs (i, i + R/2), and adds up what rounding costs."""
+    """Rotates keys in the half-split form of Llama, pairs (i, i + R/2), and sums the rounding error."""
 
     def __init__(self, inverse_frequencies: Sequence[float]) -> None:
         """The angle of pair i for one position is `inverse_frequencies[i]`; R/2 of them, of at most D/2."""
@@ -58,7 +58,7 @@ class Rotation:
         self._greatest = 0.0
 
     def angles(self, moved: Sequence[int]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """Cosines and sines `[tokens, R/2]` for tokens that move by so many positions."""
+        """Cosines and sines `[tokens, R/2]` for tokens that move by `moved` positions."""
         angles = np.asarray(moved, np.float64)[:, None] * self._frequencies
         return np.cos(angles), np.sin(angles)
 
@@ -92,7 +92,7 @@ class Rotation:
 
     @property
     def cost(self) -> Requantization:
-        """All that was rounded so far."""
+        """The error of all keys so far."""
         elements = max(1, self._elements)
         return Requantization(
             keys=self._keys,

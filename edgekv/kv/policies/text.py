@@ -11,7 +11,7 @@ from edgekv.kv.policies.policy import POLICIES, KeyDiff, Policy, Sinks
 POLICY_FORMS = "fail, sliding-window, sinks(N, WINDOW), keydiff(BUDGET) or keydiff(BUDGET, RECENT)"
 
 _FORM = re.compile(r"([a-z-]+)(?:\(([^()]*)\))?")
-# More digits than any context has, and fewer than Python refuses to read.
+# More digits than any context, and fewer than Python's limit.
 _NUMBER = re.compile(r"\s*[0-9]{1,18}\s*")
 _RECENT_DIVISOR = 8
 
@@ -48,6 +48,6 @@ def parse_policy(text: str, inverse_frequencies: Sequence[float]) -> Policy:
 
 
 def _numbers(text: str) -> list[int]:
-    """The numbers between commas; none if one of them is no number."""
+    """The numbers between commas; an empty list if one of them is not a number."""
     parts = text.split(",")
     return [int(part) for part in parts] if all(_NUMBER.fullmatch(part) for part in parts) else []

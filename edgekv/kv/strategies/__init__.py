@@ -17,14 +17,14 @@ StrategyName = Literal["pointer-shift", "slot", "mirror", "shift-concat"]
 STRATEGIES: tuple[StrategyName, ...] = ("pointer-shift", "slot", "mirror", "shift-concat")
 DEFAULT_STRATEGY: StrategyName = "slot"
 """Also what plans are made with: one strided write a step and no rebinding takes the least host time."""
-# Of the others one has rings of whole pages, and one moves all rows in every step as it is.
+# `mirror` needs rings of whole pages, and `shift-concat` moves all rows in every step anyway.
 GROWING_STRATEGIES: tuple[StrategyName, ...] = ("slot", "pointer-shift")
 
 
 def make_strategy(
     name: str, geometry: Geometry, *, max_ar: int, reserve: Fraction | float = DEFAULT_RESERVE
 ) -> Strategy:
-    """An update strategy by name; `reserve` matters to `pointer-shift` alone.
+    """An update strategy by name; only `pointer-shift` uses `reserve`.
 
     Raises:
         UsageError: no such strategy, `mirror` for keys as columns, or a reserve that is not above 1 and at most 2.

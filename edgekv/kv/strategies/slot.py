@@ -1,4 +1,4 @@
-"""Keep every tensor at a fixed address and write each new row to a free slot: the smart mask."""
+"""Keep every tensor at a fixed address and write each new row to a free slot."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Slot:
     long as it has a column for each, and moving to the next larger one copies nothing.
 
     When the oldest tokens leave, new ones take their rows, as in a ring. Some of the P newest tokens may then lie
-    at or behind row P = S-AR, where a graph with AR > 1 does not look; `prepare` swaps them with the oldest (at most
+    at row P = S-AR or above, which a graph with AR > 1 does not read; `prepare` swaps them with the oldest (at most
     AR-1 rows, by way of the scratch). Rewinding past such an exchange moves at most as many rows as
     tokens are dropped. An AR-1 graph never needs an exchange.
 
@@ -30,7 +30,7 @@ class Slot:
         self._context = geometry.context
         self._max_ar = max_ar
         self._order: deque[int] = deque()  # rows of the tokens held, oldest token first
-        # Its inverse, so that no step walks over the whole order: the age of a row's token is serial - oldest serial.
+        # The inverse, so that no step scans the whole order: a token's age is its serial - the oldest serial.
         self._serials = [0] * geometry.context
         self._oldest = 0
 
@@ -66,11 +66,11 @@ class Slot:
             serials[old_row], serials[new_row] = oldest + new, oldest + old
         old_rows = [row for row, _ in leaving]
         new_rows = [row for row, _ in entering]
-        aside = range(len(old_rows))
+        parked = range(len(old_rows))
         return (
-            *moves_of(old_rows, aside, dst="scratch"),
+            *moves_of(old_rows, parked, dst="scratch"),
             *moves_of(new_rows, old_rows),
-            *moves_of(aside, new_rows, src="scratch"),
+            *moves_of(parked, new_rows, src="scratch"),
         )
 
     def first_row(self, columns: int) -> int:
@@ -117,7 +117,7 @@ class Slot:
             self._serials[row] = serial
 
     def _fill(self, held: int, freed: Sequence[int]) -> Sequence[Move]:
-        """Move the tokens behind row `length` to the rows that were freed before it; `held` is the length before."""
+        """Move the tokens at row `length` and above to freed rows below; `held` is the former length."""
         length = len(self._order)
         holes = sorted(row for row in freed if row < length)
         if not holes:

@@ -18,7 +18,7 @@ class Move:
         dst_row: first row written, of the same tensor in `dst`.
         rows: how many rows; at least 1.
         src: the cache tensors (`arena`) or the small tensors where new rows land (`scratch`).
-        dst: likewise.
+        dst: the same choice for the destination.
     """
 
     src_row: int
@@ -51,7 +51,7 @@ class Window:
             the scratch tensor.
         in_place: whether the new rows land where they are kept, so that appending copies nothing.
         first: first valid column of the past.
-        stop: one behind the last valid column of the past, at most P.
+        stop: one past the last valid column of the past, at most P.
         leaving: valid columns that the last of the AR new rows does not see, since their tokens have left the window
             of these layers by then, oldest first. Each row before it sees one more of them.
     """
@@ -73,7 +73,7 @@ class Window:
 class Strategy(Protocol):
     """Decides in pure integers where rows lie; the arena executes the moves that it returns, in order.
 
-    A strategy trusts its caller: `KVCache` has checked every argument, so that a refused call changes nothing.
+    Arguments are not checked: `KVCache` has checked them.
     All tensors have the same layout, so one row number stands for a row of each of the N tensors. A token's age is
     its place among the tokens held: 0 for the oldest.
     """
@@ -98,7 +98,7 @@ class Strategy(Protocol):
         """Make a step of AR new tokens and `columns` past rows possible; return what must be copied before it runs."""
 
     def first_row(self, columns: int) -> int:
-        """First of the rows that a graph with so many past columns would read now; below 0 before `prepare`."""
+        """First row that a graph with `columns` past columns would read now; below 0 before `prepare`."""
 
     def window(self, ar: int, columns: int) -> Window:
         """What that step sees, once it is prepared."""

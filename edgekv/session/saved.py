@@ -1,0 +1,71 @@
+"""A sequence on disk: its tokens and its KV cache, so that a later process continues without prefill."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from edgekv.errors import UsageError
+from edgekv.kv import StateError, read_state, write_state
+from edgekv.prefix import prefix_fingerprint
+
+if TYPE_CHECKING:
+    from edgekv.model import Model
+
+
+def load_sequence(model: Model, sequence: int, file: Path) -> int:
+    """Restore what `save_sequence` wrote; a file that does not exist yet leaves the sequence empty.
+
+    Call it before the first generation of the sequence. The next prompt is still the whole text; what it shares with
+    the saved tokens is not run again.
+
+    Args:
+        model: of the same bundle and engine.
+        sequence: the id for `Model.generate`.
+        file: the file.
+
+    Returns:
+        Tokens restored.
+
+    Raises:
+        StateError: the file is damaged, or of another bundle or engine; the sequence is as it was.
+        UsageError: a cache mode that does not keep every sequence.
+        MemoryBudgetError: there is no memory for the sequence.
+    """
+    if model.mode.recomputed_tokens != 0:
+        fix = "Use the cache mode always or adaptive."
+        raise UsageError("session", got=f"the cache mode {model.mode}", expected="one that keeps sequences", fix=fix)
+    if not file.exists():
+        return 0
+    state = read_state(file, fingerprint=_fingerprint(model))
+    if len(state.tokens) != state.tokens_seen:
+        found = f"{len(state.tokens)} tokens of {state.tokens_seen}"
+        raise StateError(f"state {file}: tokens", got=found, expected="all", fix="Remove the file.")
+    session = model.sequences.get_or_create(sequence)
+    session.cache.restore(state)
+    session.adopt(state.tokens)
+    return len(state.tokens)
+
+
+def save_sequence(model: Model, sequence: int, file: Path) -> int:
+    """Write a sequence, whole or not at all; an existing file is replaced.
+
+    Returns:
+        Tokens saved; 0, without a file, if the sequence holds none.
+
+    Raises:
+        StateError: the file cannot be written.
+    """
+    session = model.sequences.get(sequence)
+    if session is None or not session.tokens or session.cache.tokens_seen != len(session.tokens):
+        return 0
+    write_state(replace(session.cache.state, tokens=tuple(session.tokens)), file, fingerprint=_fingerprint(model))
+    return len(session.tokens)
+
+
+def _fingerprint(model: Model) -> str:
+    """What the rows depend on, in a form that tells a reader which part differs."""
+    manifest = model.bundle.manifest
+    digest = prefix_fingerprint(manifest, model.engine)[:16]
+    return f"{manifest.model.model_type} bundle {digest} on {model.engine}"

@@ -1,0 +1,88 @@
+"""A sequence on disk: a later process continues where an earlier one ended."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import edgekv
+from edgekv.cli import run
+from edgekv.errors import UsageError
+from edgekv.kv import StateError
+from edgekv.session.saved import load_sequence, save_sequence
+
+PROMPT = "import os\n\ndef read_file(path):\n"
+
+
+def generate(capsys: pytest.CaptureFixture[str], bundle: Path, prompt: str, *options: str) -> dict[str, Any]:
+    command = ["generate", str(bundle), "--prompt", prompt, "--max-new-tokens", "6", "--threads", "1", "--json"]
+    assert run([*command, *options]) == 0
+    output: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return output
+
+
+def test_a_later_run_continues_where_an_earlier_one_ended(
+    bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    session = ("--session", str(tmp_path / "talk"))
+    first = generate(capsys, bundle, PROMPT, *session)
+    longer = PROMPT + first["text"] + "\n    return"
+    plain, saved = generate(capsys, bundle, longer), generate(capsys, bundle, longer, *session)
+    assert saved["tokens"] == plain["tokens"]
+    assert saved["stats"]["reused_tokens"] >= len(first["prompt_tokens"])
+    assert saved["stats"]["computed_tokens"] < plain["stats"]["computed_tokens"]
+    again = generate(capsys, bundle, longer, *session, "--kv-update", "pointer-shift")
+    assert again["tokens"] == plain["tokens"]
+    assert again["stats"]["reused_tokens"] == len(plain["prompt_tokens"]) - 1
+    assert [path.name for path in tmp_path.iterdir()] == ["talk"]
+
+
+def test_another_text_begins_anew(bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    session = ("--session", str(tmp_path / "talk"))
+    generate(capsys, bundle, PROMPT, *session)
+    other = "class Shape:\n    pass\n"
+    assert generate(capsys, bundle, other, *session)["tokens"] == generate(capsys, bundle, other)["tokens"]
+
+
+def test_a_sequence_of_another_bundle_or_engine_is_refused(bundle: Path, small: Path, tmp_path: Path) -> None:
+    file = tmp_path / "talk"
+    with edgekv.load(bundle, threads=1) as model:
+        list(model.generate(PROMPT, 4, sequence=7))
+        held = len(model.sequences.get_or_create(7).tokens)
+        assert save_sequence(model, 7, file) == held > 4
+        assert load_sequence(model, 8, file) == held
+        assert save_sequence(model, 9, tmp_path / "empty") == 0
+    with edgekv.load(small, threads=1) as model:
+        with pytest.raises(StateError, match=r"state .*talk: fingerprint: got .* on cpu; expected .* on cpu"):
+            load_sequence(model, 7, file)
+        assert 7 not in model.sequences
+
+
+def test_a_damaged_file_is_refused_and_nothing_is_changed(bundle: Path, tmp_path: Path) -> None:
+    file = tmp_path / "talk"
+    with edgekv.load(bundle, threads=1) as model:
+        list(model.generate(PROMPT, 4, sequence=7))
+        save_sequence(model, 7, file)
+        raw = file.read_bytes()
+        file.write_bytes(raw[:-1] + bytes([raw[-1] ^ 1]))
+        with pytest.raises(StateError, match="content: got sha256"):
+            load_sequence(model, 8, file)
+        assert 8 not in model.sequences
+
+
+def test_a_mode_that_keeps_nothing_is_refused(bundle: Path, tmp_path: Path) -> None:
+    with (
+        edgekv.load(bundle, threads=1, cache_mode="disabled") as model,
+        pytest.raises(UsageError, match="session: got the cache mode disabled"),
+    ):
+        load_sequence(model, 0, tmp_path / "talk")
+
+
+def test_a_pipe_is_no_session(bundle: Path, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with edgekv.load(bundle, threads=1) as model, pytest.raises(StateError, match="a FIFO, not a regular file"):
+        load_sequence(model, 0, tmp_path / "pipe")
