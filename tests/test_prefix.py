@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from edgekv.errors import UsageError
+from edgekv.errors import EngineError, UsageError
 from edgekv.kv import Geometry, LayeredGeometry
 from edgekv.prefix import (
     BlockAllocator,
@@ -365,6 +365,16 @@ def test_the_default_budget_is_256_mib() -> None:
 
     assert primary_bytes() == 256 << 20
     assert primary_bytes(free_memory_fraction=0.5) == 1 << 33
+
+
+def test_a_system_that_does_not_report_free_memory_needs_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse() -> int:
+        raise EngineError("free memory", got="nothing", expected="a size", fix="Give the size in bytes.")
+
+    monkeypatch.setattr("edgekv.prefix.budget.free_memory_bytes", refuse)
+    assert PrefixStore(GEOMETRY).limits.primary[0] > 0
+    with pytest.raises(EngineError):
+        PrefixStore(GEOMETRY, StoreConfig(free_memory_fraction=0.5))
 
 
 def test_the_least_of_the_limits_is_the_budget() -> None:

@@ -34,7 +34,7 @@ class Adoption:
                 useless.append(file)
             else:
                 entered.append((file, block))
-        self._tiers.adopt(block for _, block in sorted(entered, key=lambda pair: pair[0].used_ns))
+        self._tiers.recency.adopt(block for _, block in sorted(entered, key=lambda pair: pair[0].used_ns))
         return useless
 
     def follow(self) -> None:

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from edgekv.errors import EngineError
 from edgekv.prefix.config import DEFAULT_FREE_MEMORY_FRACTION, DEFAULT_MAX_BYTES, StoreConfig
 from edgekv.prefix.errors import PrefixError
 from edgekv.prefix.groups import BlockGroup
+from edgekv.system import free_memory_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,8 +87,8 @@ class Limits:
     offload_min_priority: int
 
 
-def limits_of(config: StoreConfig, division: Division, free_bytes: int) -> Limits:
-    """The limits that a configuration asks for.
+def limits_of(config: StoreConfig, division: Division, free_bytes: int | None) -> Limits:
+    """The limits that a configuration asks for; without `free_bytes`, the free memory is read from the system.
 
     Raises:
         PrefixError: a pool would have no block.
@@ -102,7 +104,7 @@ def limits_of(config: StoreConfig, division: Division, free_bytes: int) -> Limit
     )
 
 
-def primary_budget(config: StoreConfig, division: Division, free_bytes: int) -> Budget:
+def primary_budget(config: StoreConfig, division: Division, free_bytes: int | None) -> Budget:
     """The least of the limits that are given; without any 256 MiB, and at most 90 % of the free memory."""
     budgets = []
     if config.max_tokens is not None:
@@ -112,5 +114,10 @@ def primary_budget(config: StoreConfig, division: Division, free_bytes: int) -> 
     if not budgets and config.free_memory_fraction is None:
         budgets.append(Budget("max_bytes", DEFAULT_MAX_BYTES))
     fraction = DEFAULT_FREE_MEMORY_FRACTION if config.free_memory_fraction is None else config.free_memory_fraction
-    budgets.append(Budget("free_memory_fraction", int(free_bytes * fraction)))
+    try:
+        free_bytes = free_memory_bytes() if free_bytes is None else free_bytes
+        budgets.append(Budget("free_memory_fraction", int(free_bytes * fraction)))
+    except EngineError:  # not every system reports its free memory
+        if config.free_memory_fraction is not None:
+            raise
     return min(budgets, key=lambda budget: budget.bytes)

@@ -14,14 +14,15 @@ from numpy.typing import NDArray
 
 from edgekv.prefix.blockfile import SUFFIX, BlockRecord, RejectedFileError, decode, encode
 from edgekv.prefix.catalogue import Catalogue, Entry
+from edgekv.prefix.config import StoreConfig
 from edgekv.prefix.errors import PrefixError
-from edgekv.prefix.keys import SECRET_BYTES, Keys, token_bytes, tokens_of
+from edgekv.prefix.groups import BlockGroup
+from edgekv.prefix.keys import SECRET, Keys, folder_secret, token_bytes, tokens_of
 from edgekv.prefix.private import NotPrivateError, check_folder, read_private, write_private
 from edgekv.prefix.retention import DEFAULT_PRIORITY
 from edgekv.prefix.stats import Counters
 from edgekv.system import is_alive
 
-SECRET = "store.key"
 _NAME = re.compile(r"[0-9a-f]{32}-g\d+\.safetensors")
 _PARTIAL = re.compile(r"\..+\.partial-(\d+)")
 
@@ -94,7 +95,7 @@ class DiskFolder:
                 check_folder(each)
             self._catalogue = Catalogue(limit_folder)
             with self._catalogue.transaction():
-                self.keys = Keys(_secret(folder))
+                self.keys = Keys(folder_secret(folder))
                 self._reconcile()
         except NotPrivateError as error:
             fix = f"Give a folder of your own, and remove others' access: chmod -R go-rwx {limit_folder}"
@@ -327,16 +328,14 @@ class DiskFolder:
             path.unlink(missing_ok=True)
 
 
-def _secret(folder: Path) -> bytes:
-    """The folder's secret, made by the first store that opens it, under the lock of the index."""
-    path = folder / SECRET
-    if not os.path.lexists(path):
-        fresh = path.with_name(f".{SECRET}.partial-{os.getpid()}")
-        fresh.unlink(missing_ok=True)
-        write_private(fresh, os.urandom(SECRET_BYTES))
-        fresh.replace(path)
-    secret = read_private(path, secret=True)
-    if len(secret) != SECRET_BYTES:
-        fix = "Remove the folder; its blocks cannot be verified any more."
-        raise PrefixError(str(path), got=f"{len(secret)} bytes", expected=f"{SECRET_BYTES} bytes", fix=fix)
-    return secret
+def open_folder(
+    config: StoreConfig, store: bytes, groups: Sequence[BlockGroup], counters: Counters
+) -> DiskFolder | None:
+    """The folder that a configuration names, if it names one; see `DiskFolder`."""
+    if config.disk_folder is None:
+        return None
+    limited = [group.window is not None for group in groups]
+    home = config.disk_limit_folder or config.disk_folder
+    return DiskFolder(
+        config.disk_folder, home, config.disk_cache_size, store, config.tokens_per_block, limited, counters
+    )

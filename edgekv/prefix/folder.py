@@ -10,7 +10,7 @@ import msgspec
 
 from edgekv.errors import UsageError
 from edgekv.prefix.blockfile import SUFFIX, BlockRecord, RejectedFileError, decode
-from edgekv.prefix.disk import SECRET
+from edgekv.prefix.keys import SECRET
 from edgekv.prefix.private import read_private
 
 _ID_CHARACTERS = 12

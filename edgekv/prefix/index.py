@@ -35,7 +35,7 @@ class Index:
 
     def match(self, key: bytes, tokens: Tokens) -> Lease:
         """Hold the longest prefix of a sequence that every group has."""
-        self._tiers.expire()
+        self._tiers.recency.expire()
         root = self._tree.root(key)
         nodes = self._tree.walk(root, tokens)
         whole = upper = len(nodes) * self._step
@@ -72,7 +72,7 @@ class Index:
         Returns:
             The nodes from the beginning on that are stored.
         """
-        self._tiers.expire()
+        self._tiers.recency.expire()
         nodes: list[Node] = []
         guarded: list[deque[tuple[int, Block]]] = [deque() for _ in self._groups]
         try:
@@ -89,9 +89,9 @@ class Index:
                         continue
                     self._tiers.guard([block])
                     guarded[group].append((index, block))
-                    self._tiers.touch(block)
+                    self._tiers.recency.touch(block)
                     if retention is not None:
-                        self._tiers.retention(block, retention)
+                        self._tiers.recency.retain(block, retention)
             return nodes
         finally:
             for blocks in guarded:
@@ -129,7 +129,7 @@ class Index:
                     break
                 upper = missing * self._step
             for block in chain.from_iterable(span.blocks for span in spans):
-                self._tiers.touch(block)
+                self._tiers.recency.touch(block)
                 self._tiers.retain(block)
             return Lease(end, spans)
         finally:

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import secrets
 from array import array
 from collections.abc import Iterable
 from hashlib import blake2b
+from pathlib import Path
 
+from edgekv.prefix.errors import PrefixError
+from edgekv.prefix.private import read_private, write_private
+
+SECRET = "store.key"
 SECRET_BYTES = 32
 KEY_BYTES = 16
 
@@ -46,3 +52,18 @@ def token_bytes(tokens: Iterable[int]) -> bytes:
 def tokens_of(data: bytes) -> tuple[int, ...]:
     """The tokens that `token_bytes` was given."""
     return tuple(array("q", data))
+
+
+def folder_secret(folder: Path) -> bytes:
+    """The folder's secret, made by the first store that opens it, under the lock of the index."""
+    path = folder / SECRET
+    if not os.path.lexists(path):
+        fresh = path.with_name(f".{SECRET}.partial-{os.getpid()}")
+        fresh.unlink(missing_ok=True)
+        write_private(fresh, os.urandom(SECRET_BYTES))
+        fresh.replace(path)
+    secret = read_private(path, secret=True)
+    if len(secret) != SECRET_BYTES:
+        fix = "Remove the folder; its blocks cannot be verified any more."
+        raise PrefixError(str(path), got=f"{len(secret)} bytes", expected=f"{SECRET_BYTES} bytes", fix=fix)
+    return secret

@@ -56,6 +56,14 @@ class ArrayRows:
             at += stop - first
 
 
+def array_shape(groups: Sequence[BlockGroup], tokens: int) -> tuple[int, int, int]:
+    """Shape of an array with the rows of all tensors. Raises ValueError if heads differ in width."""
+    widths = {group.head_dim for group in groups}
+    if len(widths) > 1:
+        raise ValueError(f"rows: got heads of widths {sorted(widths)}; expected a source or target, not an array")
+    return sum(group.tensors for group in groups), tokens, widths.pop()
+
+
 class CacheRows:
     """The rows that a cache holds now; a `Source` and a `Target`.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
 
 import numpy as np
@@ -191,6 +191,10 @@ class BlockStorage:
         if block in self._names:
             self._disk.remove([self._names[block]])
             self._forget(block)
+
+    def transaction(self) -> AbstractContextManager[None]:
+        """Write files in one transaction of the index, which costs one flush instead of many."""
+        return nullcontext() if self._disk is None else self._disk.transaction()
 
     def used(self, block: Block) -> None:
         """Note that a block was used, which may have a file."""

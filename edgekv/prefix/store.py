@@ -11,21 +11,20 @@ from edgekv.prefix.adoption import Adoption
 from edgekv.prefix.block import Tier, Tokens
 from edgekv.prefix.budget import Division, limits_of
 from edgekv.prefix.config import StoreConfig
-from edgekv.prefix.disk import DiskFolder
+from edgekv.prefix.disk import open_folder
 from edgekv.prefix.errors import PrefixError
 from edgekv.prefix.groups import split_layers
 from edgekv.prefix.index import Index
 from edgekv.prefix.keys import Keys
 from edgekv.prefix.lease import Lease, Match, Reuse
 from edgekv.prefix.retention import RetentionPolicy
-from edgekv.prefix.rows import ArrayRows, Rows, Source, Target
+from edgekv.prefix.rows import ArrayRows, Rows, Source, Target, array_shape
 from edgekv.prefix.stats import Counters, StoreStats
 from edgekv.prefix.storage import DTYPES, BlockStorage, layout_digest
 from edgekv.prefix.tiers import Tiers
-from edgekv.prefix.tree import Tree
+from edgekv.prefix.tree import Tree, common_tokens
 from edgekv.spec.geometry import Geometry, KvDtype
 from edgekv.spec.layers import LayeredGeometry
-from edgekv.system import free_memory_bytes
 
 _NO_POLICY = RetentionPolicy()
 _ZERO_POINTS: dict[KvDtype, int] = {"u8": 128, "s8": 0, "s16": 0}
@@ -75,21 +74,11 @@ class PrefixStore:
         step = config.tokens_per_block
         self._dtype = DTYPES[geometry.kv_dtype]
         division = Division.of(self.groups, geometry.context, self._dtype.itemsize, step)
-        self.limits = limits_of(config, division, free_memory_bytes() if free_bytes is None else free_bytes)
+        self.limits = limits_of(config, division, free_bytes)
         self._counters = Counters()
         self._digest = layout_digest(fingerprint, geometry.kv_dtype, self.groups, step)
         limited = [group.window is not None for group in self.groups]
-        disk = None
-        if config.disk_folder is not None:
-            disk = DiskFolder(
-                config.disk_folder,
-                config.disk_limit_folder or config.disk_folder,
-                config.disk_cache_size,
-                self._digest,
-                step,
-                limited,
-                self._counters,
-            )
+        disk = open_folder(config, self._digest, self.groups, self._counters)
         self._keys = Keys() if disk is None else disk.keys
         self._storage = BlockStorage(
             self.groups, geometry.kv_dtype, step, self.limits, self._digest, disk, self._counters
@@ -129,10 +118,11 @@ class PrefixStore:
         if self.config.enable_block_reuse:
             self._adoption.follow()
             lease = self._index.match(key, asked)
-            if salt is not None and (public := self._public_tokens(asked)) > lease.tokens:
-                self._index.release(lease)
-                key = self._root_key(None)
-                lease = self._index.match(key, asked[:public])
+            if salt is not None and (public := common_tokens(asked, self._public)) > lease.tokens:
+                other = self._index.match(self._root_key(None), asked[:public])
+                if other.tokens > lease.tokens:
+                    key, lease, other = self._root_key(None), other, lease
+                self._index.release(other)
         partial = lease.tokens % self.config.tokens_per_block > 0
         self._counters.count_match(len(asked), lease.tokens, partial=partial)
         return Match(key, lease)
@@ -151,7 +141,7 @@ class PrefixStore:
             ValueError: the match was released, or `out` has another shape or type.
         """
         self._check_held(match)
-        shape = self._shape(match.tokens)
+        shape = array_shape(self.groups, match.tokens)
         out = np.empty(shape, self._dtype) if out is None else out
         self._check_rows("out", out, shape)
         for group in self.groups:
@@ -218,7 +208,7 @@ class PrefixStore:
             if not 0 <= value <= len(whole):
                 raise ValueError(f"{name}: got {value}; expected 0 to {len(whole)}, the tokens")
         if isinstance(rows, np.ndarray):
-            self._check_rows("rows", rows, self._shape(len(whole) - first))
+            self._check_rows("rows", rows, array_shape(self.groups, len(whole) - first))
             rows = ArrayRows(self.groups, rows, first)
         source: Source = rows
         key = self._root_key(salt)
@@ -273,7 +263,7 @@ class PrefixStore:
             Blocks that have a file now, in all.
         """
         self._adoption.follow()
-        self._tiers.expire()
+        self._tiers.recency.expire()
         blocks = [
             block
             for root in self._tree.roots.values()
@@ -283,10 +273,14 @@ class PrefixStore:
             and not block.is_in(Tier.DISK)
             and block.priority >= self.config.secondary_offload_min_priority
         ]
-        for block in sorted(blocks, key=lambda block: (block.priority, block.stamp), reverse=True):
-            if not self._tiers.save(block, displace=False):
-                break
-        self._storage.flush()
+        try:
+            with self._storage.transaction():
+                for block in sorted(blocks, key=lambda block: (block.priority, block.stamp), reverse=True):
+                    if not self._tiers.save(block, displace=False):
+                        break
+                self._storage.flush()
+        except OSError:
+            self._counters.failed_writes += 1
         return self._tiers.disk_blocks
 
     def close(self) -> None:
@@ -305,20 +299,9 @@ class PrefixStore:
                 held[tier] += pool.used * self._storage.block_bytes(group)
         return self._counters.snapshot(used, held)
 
-    def _shape(self, tokens: int) -> tuple[int, int, int]:
-        """Of an array with the rows of all tensors."""
-        widths = {group.head_dim for group in self.groups}
-        if len(widths) > 1:
-            raise ValueError(f"rows: got heads of widths {sorted(widths)}; expected a source or target, not an array")
-        return (sum(group.tensors for group in self.groups), tokens, widths.pop())
-
     def _root_key(self, salt: str | None) -> bytes:
         self.check_salt(salt)
         return self._keys.root(self._digest, salt)
-
-    def _public_tokens(self, tokens: Tokens) -> int:
-        """How many tokens from the beginning are those of a public sequence."""
-        return max((_common(tokens, each) for each in self._public), default=0)
 
     def _check_held(self, match: Match) -> None:
         if match._released:
@@ -332,8 +315,3 @@ class PrefixStore:
 
 def _tokens(tokens: Sequence[int]) -> Tokens:
     return tuple(tokens.tolist()) if isinstance(tokens, np.ndarray) else tuple(tokens)
-
-
-def _common(one: Tokens, other: Tokens) -> int:
-    pairs = enumerate(zip(one, other, strict=False))
-    return next((place for place, (a, b) in pairs if a != b), min(len(one), len(other)))

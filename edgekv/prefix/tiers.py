@@ -8,13 +8,12 @@ only if the one before it has one. Blocks of a limited window stand alone.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from time import time_ns
 
 from edgekv.prefix.allocator import BlockAllocator
 from edgekv.prefix.block import ABSENT, Block, Node, Tier
 from edgekv.prefix.budget import Limits
-from edgekv.prefix.heap import BlockHeap, EvictionQueues
-from edgekv.prefix.retention import DEFAULT_PRIORITY, Retention
+from edgekv.prefix.heap import EvictionQueues
+from edgekv.prefix.recency import Recency
 from edgekv.prefix.stats import Counters
 from edgekv.prefix.storage import BlockStorage
 from edgekv.prefix.tree import Tree
@@ -22,6 +21,12 @@ from edgekv.prefix.tree import Tree
 
 class Tiers:
     """All tiers of all groups.
+
+    Attributes:
+        pools: ids of each memory, by group.
+        recency: order of use and priorities of the blocks.
+        disk_bytes: bytes of this store's files.
+        disk_blocks: how many there are.
 
     Args:
         tree: where blocks are found; blocks that are nowhere leave it.
@@ -53,26 +58,8 @@ class Tiers:
         self._min_priority = limits.offload_min_priority
         self._storage = storage
         self._counters = counters
-        self._clock_ms = clock_ms
-        self._stamp = 0
-        self._now_ns = 0
         self._queues = EvictionQueues(self.pools)
-        self._expiring = BlockHeap(lambda block: None if block.expires_ms is None else (block.expires_ms,))
-
-    def touch(self, block: Block) -> None:
-        """Make a guarded block the most recently used one."""
-        self._stamp += 1
-        block.stamp = self._stamp
-        self._now_ns = max(self._now_ns + 1, time_ns())
-        block.used_ns = self._now_ns
-        self._storage.used(block)
-
-    def adopt(self, blocks: Iterable[Block]) -> None:
-        """Order blocks of earlier processes by their last use, the least recent first."""
-        for block in blocks:
-            self._stamp += 1
-            block.stamp = self._stamp
-            self._queues.push(block)
+        self.recency = Recency(self._queues, storage, clock_ms)
 
     def guard(self, blocks: Iterable[Block]) -> None:
         """Keep blocks from being evicted until `unguard`."""
@@ -122,20 +109,6 @@ class Tiers:
         if (before := self._before(block)) is not None:
             before.following[tier] += 1
         self._queues.push(block)
-
-    def retention(self, block: Block, wanted: Retention) -> None:
-        """Give a guarded block a priority, from now on."""
-        block.priority = wanted.priority
-        block.expires_ms = None if wanted.duration_ms is None else self._clock_ms() + wanted.duration_ms
-        self._expiring.push(block)
-
-    def expire(self) -> None:
-        """Reset expired priorities to the default."""
-        while (first := self._expiring.first()) is not None and first[0][0] <= self._clock_ms():
-            block = first[1]
-            self._expiring.pop()
-            block.priority, block.expires_ms = DEFAULT_PRIORITY, None
-            self._queues.push(block)
 
     def bring(self, block: Block) -> bool:
         """Get a guarded block into primary memory; False if there is no room or its file is unusable."""

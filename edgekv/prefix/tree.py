@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from edgekv.prefix.block import Node, Tokens
 
@@ -110,3 +110,8 @@ def _common(order: list[Tokens], place: int, tokens: Tokens) -> int:
         if one != other:
             return count
     return min(len(order[place]), len(tokens))
+
+
+def common_tokens(tokens: Tokens, sequences: Iterable[Tokens]) -> int:
+    """Length of the longest prefix that a sequence shares with one of others."""
+    return max((_common([each], 0, tokens) for each in sequences), default=0)
