@@ -3,6 +3,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import signal
 import subprocess
 import sys
 from importlib import metadata
@@ -218,6 +219,22 @@ def test_the_prompt_may_come_from_standard_input(bundle: Path, capsys: pytest.Ca
 def test_a_prompt_file_must_be_a_regular_file(bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["generate", str(bundle), "--prompt-file", "/dev/zero"]) == 2
     assert "--prompt-file: got /dev/zero: " in _last_line(capsys)
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows sends no SIGINT to one process")
+def test_ctrl_c_keeps_what_was_computed(bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = [sys.executable, "-m", "edgekv", "generate", str(bundle), "--prompt", PROMPT, "--max-new-tokens", "100"]
+    options = ["--prefix-cache", str(tmp_path)]
+    with subprocess.Popen([*command, *options], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as child:
+        assert child.stdout is not None and child.stderr is not None
+        assert child.stdout.read(1)
+        child.send_signal(signal.SIGINT)
+        error = child.stderr.read().decode()
+        child.stdout.read()
+    assert child.returncode == 130
+    assert "ended by an interruption" in error and "Traceback" not in error
+    stats = _json(bundle, capsys, *options)["stats"]
+    assert stats["restored_tokens"] == stats["prompt_tokens"] - 1
 
 
 def test_tokens_of_a_text_are_printed(bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:
