@@ -7,6 +7,7 @@ import errno
 import hashlib
 import os
 import re
+import shutil
 import stat
 import sys
 from fractions import Fraction
@@ -189,3 +190,15 @@ def sha256_of(path: Path) -> str:
     """
     with open_regular(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def link_or_copy(source: Path, target: Path) -> None:
+    """Give a file a second name, or copy it where hard links do not exist: Android, FAT, some network disks.
+
+    Raises:
+        OSError: the source cannot be read, or the target cannot be written.
+    """
+    try:
+        os.link(source, target)
+    except (OSError, AttributeError, NotImplementedError):
+        shutil.copyfile(source, target)

@@ -20,6 +20,7 @@ from edgekv.system import (
     format_bytes,
     free_memory_bytes,
     is_alive,
+    link_or_copy,
     open_regular,
     parse_bytes,
     peak_bytes,
@@ -148,3 +149,20 @@ def test_a_file_that_says_it_is_empty_has_a_limit_too() -> None:
     assert read_file(Path("/proc/meminfo"), MIB)
     with pytest.raises(OSError, match="more than the limit of 10 B"):
         read_file(Path("/proc/meminfo"), 10)
+
+
+@pytest.mark.parametrize("system", ["without hard links", "that refuses them", "with them"])
+def test_a_file_is_copied_where_it_cannot_be_linked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, system: str
+) -> None:
+    def refuse(*_: object) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    if system == "without hard links":
+        monkeypatch.delattr(os, "link")
+    elif system == "that refuses them":
+        monkeypatch.setattr(os, "link", refuse)
+    (tmp_path / "source").write_bytes(b"weights")
+    link_or_copy(tmp_path / "source", tmp_path / "target")
+    assert (tmp_path / "target").read_bytes() == b"weights"
+    assert (tmp_path / "target").samefile(tmp_path / "source") == (system == "with them")

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import gc
 import os
-import shutil
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,6 +19,7 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 
 from edgekv.errors import BundleError
+from edgekv.system import link_or_copy
 from quant import DTYPES, Dtype, Encoding
 
 _DTYPES: dict[str, Dtype] = {dtype.name: name for name, dtype in DTYPES.items()}
@@ -146,12 +146,8 @@ def link_weights(model: ir.Model, source: Path, target: Path) -> None:
     ONNX Runtime refuses external data outside of the graph's folder, symbolic links included.
     """
     for name in weight_files(model):
-        if (target / name).exists():
-            continue
-        try:
-            (target / name).hardlink_to(source / name)
-        except (OSError, NotImplementedError):  # another file system, or one without hard links
-            shutil.copyfile(source / name, target / name)
+        if not (target / name).exists():
+            link_or_copy(source / name, target / name)
 
 
 def remove_unused(model: ir.Model) -> None:

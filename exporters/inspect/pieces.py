@@ -14,6 +14,7 @@ from onnx import numpy_helper
 from edgekv.bundle import Bundle, GraphRecord, PartRecord
 from edgekv.kv import KvTensor
 from edgekv.spec import LOGITS, hidden_name
+from edgekv.system import link_or_copy
 from quant import DTYPES, Dtype, Encoding
 
 _DTYPES: dict[str, Dtype] = {np.dtype(integer).name: name for name, integer in DTYPES.items()}
@@ -43,7 +44,7 @@ class Piece:
         """Write the piece into `folder`, with hard links to its weight files."""
         for shard in _files(self.model):
             if not (link := folder / shard).exists():
-                link.hardlink_to(bundle.path / shard)
+                link_or_copy(bundle.path / shard, link)
         path = folder / f"{self.result}.onnx"
         onnx.save(self.model, path)
         return path

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,7 +12,7 @@ import msgspec
 from devices import Device
 from edgekv.bundle import CompiledBinary, FileRecord, atomic_directory
 from edgekv.runtime import qnn
-from edgekv.system import sha256_of
+from edgekv.system import link_or_copy, sha256_of
 from exporters.htp.compile import Lint, Watch, compile_graphs, unwatched
 from exporters.quantize.stages.keys import program_sha256
 
@@ -58,7 +57,7 @@ class FinishedBinaries:
         with atomic_directory(kept, force=True, marker=_RECORD) as partial:
             files = {}
             for name in (binary.file, *binary.wrappers.values()):
-                _link(folder / name, partial / name)
+                link_or_copy(folder / name, partial / name)
                 files[name] = FileRecord(bytes=(folder / name).stat().st_size, sha256=sha256_of(folder / name))
             (partial / _RECORD).write_bytes(msgspec.json.encode(_Record(binary=binary, files=files)))
         return binary
@@ -76,15 +75,7 @@ def _taken(kept: Path, folder: Path) -> CompiledBinary | None:
         if any(sha256_of(kept / name) != file.sha256 for name, file in record.files.items()):
             return None
         for name in record.files:
-            _link(kept / name, folder / name)
+            link_or_copy(kept / name, folder / name)
     except (FileNotFoundError, msgspec.DecodeError, UnicodeDecodeError):
         return None
     return record.binary
-
-
-def _link(source: Path, target: Path) -> None:
-    """The same file under another name, or a copy where a disk ends: nothing writes into it again."""
-    try:
-        os.link(source, target)
-    except OSError:
-        shutil.copyfile(source, target)
