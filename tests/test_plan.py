@@ -38,11 +38,22 @@ from edgekv.plan import (
     mask_warnings,
     quantization_bytes,
 )
-from edgekv.spec import Config, Decoder, Geometry, LayeredGeometry, Weights, describe, recipe_weights
+from edgekv.spec import (
+    Config,
+    Decoder,
+    DecoderInterface,
+    Geometry,
+    LayeredGeometry,
+    Weights,
+    describe,
+    read_config,
+    recipe_weights,
+)
 from edgekv.spec.tensors import matrices
 from exporters.checkpoint.checkpoint import Checkpoint
 from exporters.cli.export import export
 from exporters.export import ExportOptions, export_bundle
+from exporters.graphs.split import choose_split
 from exporters.quantize import matrices as quantizer
 from exporters.quantize import weights
 from exporters.quantize.matrices import Quantizer
@@ -323,6 +334,26 @@ def test_a_model_above_one_context_is_parted_by_whole_layers(tmp_path):
     layers = [layer for part in made.parts for layer in range(part.first_layer, part.first_layer + part.layers)]
     assert layers == [*range(32)] and made.parts[-1].head and not any(part.embedding for part in made.parts)
     assert all(part.fits for part in made.parts)
+
+
+@pytest.mark.parametrize("recipe", ["w8a16", "w4a16-lpbq64"])
+@pytest.mark.parametrize("changes", [{}, {"hidden_size": 4096, "num_hidden_layers": 32, "intermediate_size": 14336}])
+def test_export_divides_as_planned(tmp_path, changes, recipe):
+    path = write_config(tmp_path, **changes)
+    made = make_plan(path, device=SM8650, context=4096, recipe=recipe)
+    spec = describe(read_config(path))
+    split = choose_split(
+        spec,
+        find_recipe(recipe),
+        splits=None,
+        embedding=None,
+        head=None,
+        geometry=DecoderInterface.of(spec, 4096, "u8", "rows", "u16").cache,
+        ar=(1, 32),
+        graphs=2,
+    )
+    planned = [range(part.first_layer, part.first_layer + part.layers) for part in made.parts if part.layers]
+    assert planned == [*split.layers] and len(planned) > 1 and split.own_head and not split.embeds
 
 
 def test_layers_with_a_window_hold_and_read_their_window_alone(tmp_path):
