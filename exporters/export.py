@@ -62,18 +62,18 @@ def export_bundle(
     progress: Progress = silent,
     watch: Watch = unwatched,
 ) -> Manifest:
-    """Calibrate, write graphs and weights, check them on the HTP compiler, and put the bundle in place.
+    """Calibrate, quantize, write graphs and weights, check them with the HTP compiler, and put the bundle in place.
 
-    Every finished layer and binary is kept in a cache directory until the bundle stands, so that an export that was
-    stopped can be resumed.
+    Every finished layer and binary is kept in a cache directory until the bundle is complete, so that an interrupted
+    export can be resumed.
 
     Args:
-        checkpoint: what to export.
-        target: the bundle's folder; it appears whole or not at all.
-        options: what for.
-        run: how.
+        checkpoint: the checkpoint.
+        target: the bundle's folder; it appears atomically.
+        options: options that determine the bundle.
+        run: options that do not.
         force: replace an existing bundle.
-        progress: told of each stage.
+        progress: called for each step.
         watch: told how much RAM each context binary took, if there are any.
 
     Raises:

@@ -1,4 +1,4 @@
-"""What a bundle is made for, and how."""
+"""Options of an export."""
 
 from __future__ import annotations
 
@@ -23,29 +23,27 @@ _TFLITE_SPLITS = [*product((None, 1), (None, "graph"), (None, "last"))]
 
 @dataclass(frozen=True, slots=True)
 class ExportOptions:
-    """What a bundle is made for.
+    """Options that determine the bundle.
 
     Attributes:
-        device: the target.
+        device: the target chip.
         recipe: integer types of weights and activations.
-        context: S, tokens; a multiple of the largest AR. Several numbers make graphs for each of them, over one set of
-            weights and one cache.
-        ar: tokens per inference of each graph; 1 is among them.
-        max_attention_window: tokens that each layer attends to at most, itself included; repeated when it is shorter
-            than the layers. Empty for the model's own windows.
+        context: context length S in tokens, a multiple of the largest AR; several share the weights and one cache.
+        ar: tokens per inference of each graph; must include 1.
+        max_attention_window: attention window limit of each layer in tokens, including the query; a shorter list is
+            repeated. Empty for the model's own windows.
         kv_dtype: integer type of the cache.
-        key_layout: `rows`, as values lie, or `columns`, as Genie wants keys; see `edgekv.kv.Geometry`.
-        calibration: a text file, or None for the text that ships with edgekv.
-        calibration_tokens: how many of its tokens to use, if it has as many; None for
-            `edgekv.plan.default_calibration_tokens`.
+        key_layout: keys as `rows` [S, D] or `columns` [D, S]; see `edgekv.kv.Geometry`.
+        calibration: a text file; None for edgekv's own text.
+        calibration_tokens: the most tokens to use; None for `edgekv.plan.default_calibration_tokens`.
         allow_float: accept nodes that compute in float, and record them.
         check_on_htp: compile every graph and look for float nodes; ONNX graphs only.
-        compile: write the device's context binaries too, with the float check on the way; ONNX graphs only.
-        graph_format: what to write: ONNX graphs, or one `.tflite` file.
-        splits: parts that the layers are divided over; None for one as long as it stays inside all limits.
-        embedding: who looks embeddings up, the graph or the host; None for the graph, unless layers are divided.
-        head: `own` for a head that is a part by itself, `last` for one in the last part of layers; None for `last`,
-            unless layers are divided.
+        compile: also write context binaries, in the same compiler run as the float check; ONNX graphs only.
+        graph_format: ONNX graphs, or one `.tflite` file.
+        splits: number of parts; None for as few as the size limits allow.
+        embedding: where embeddings are looked up, `graph` or `host`; None for `graph`, or `host` with parts.
+        head: `own` for lm_head as a separate part, `last` for lm_head in the last part; None for `last`, or `own` with
+            parts.
     """
 
     device: Device
@@ -145,14 +143,13 @@ class ExportOptions:
 
 @dataclass(frozen=True, slots=True)
 class RunOptions:
-    """How a bundle is made; none of it shows in the bundle.
+    """Options that do not change the bundle.
 
     Attributes:
-        max_ram_bytes: RAM that this process may hold, or None; what the HTP compiler holds in processes of its own is
-            not counted.
-        cache_dir: where finished layers are kept; None for EDGEKV_CACHE_DIR or else the user's own cache.
-        resume: take up what an export that was stopped had finished, as far as it is what would be made now.
-        keep_stages: keep finished layers once the bundle stands, for other recipes.
+        max_ram_bytes: RAM limit of this process, or None; the HTP compiler's processes are not included.
+        cache_dir: where finished layers are kept; None for EDGEKV_CACHE_DIR or the user's cache directory.
+        resume: reuse what an interrupted export finished, as far as it is what this export would make.
+        keep_stages: keep finished layers after the export, for other recipes.
     """
 
     max_ram_bytes: int | None = None

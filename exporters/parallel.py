@@ -1,4 +1,4 @@
-"""Work in several child processes at once."""
+"""Several child processes at a time."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 def compiler_processes() -> int:
-    """How many compilers may run at once: one for each core, as long as RAM is free for what each may take."""
+    """Compilers to run at a time: one per core, limited by free RAM."""
     try:
         fitting = free_memory_bytes() // COMPILE_BYTES
     except EngineError:  # the system does not report it
@@ -25,16 +25,16 @@ def compiler_processes() -> int:
 
 
 def side_by_side(work: Sequence[Callable[[], T]], processes: int, stage: str, progress: Progress) -> Iterator[T]:
-    """Results in the order of the work, of which so many pieces are done at once.
+    """Run pieces of work concurrently and yield their results in order.
 
     Args:
-        work: pieces that each wait for a process of their own.
-        processes: the most that may run at once.
-        stage: told to `progress` with the pieces that are done.
-        progress: told of each piece.
+        work: callables that each wait for a child process.
+        processes: the most that run at a time.
+        stage: name of the stage for `progress`.
+        progress: called after each piece.
 
     Raises:
-        Exception: what a piece raised; pieces that were not begun are not begun then.
+        Exception: raised by a piece; pieces that have not started are cancelled.
     """
     progress(stage, 0, len(work))
     with ThreadPoolExecutor(processes) as pool:

@@ -1,4 +1,4 @@
-"""How long work tells what it is doing."""
+"""Progress of long operations."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from rich.progress import Progress as Bars
 
 
 class Progress(Protocol):
-    """Told of every stage and of the steps within it."""
+    """Called for every step of every stage."""
 
     def __call__(self, stage: str, done: int, total: int) -> None:
         """`done` of `total` steps of `stage` are finished."""
 
 
 def silent(stage: str, done: int, total: int) -> None:
-    """For callers that do not want to know."""
+    """No-op callback."""
 
 
 @contextmanager
 def shown() -> Iterator[Progress]:
-    """Bars on standard error, one for each stage, only where a person looks on."""
+    """Progress bars on standard error, one per stage; none if it is no terminal."""
     columns = (TextColumn("{task.description:>14}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Bars(*columns, console=Console(file=sys.stderr)) as bars:
         tasks: dict[str, TaskID] = {}

@@ -1,4 +1,4 @@
-"""Room for an export: RAM under a cap that the user states, and disk."""
+"""RAM and disk that an export needs, checked before it starts."""
 
 from __future__ import annotations
 
@@ -20,20 +20,19 @@ _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 
 def check_ram(spec: DecoderSpec, tokens: int, window: int, file_bytes: int, most_bytes: int | None) -> None:
-    """Refuse a cap that the export would not hold.
+    """Refuse a RAM limit that the export would exceed.
 
-    What is worked on at a time is as small as it gets without a layer's own arithmetic: nothing is gained from a
-    higher cap, and the integers do not depend on it.
+    The export always uses as little RAM as it can; neither speed nor integers depend on the limit.
 
     Args:
         spec: the decoder.
-        tokens: of the calibration text.
-        window: tokens of each of its windows.
-        file_bytes: of a file that is written from memory, as TFLite's is; 0 if there is none.
-        most_bytes: the cap, or None.
+        tokens: calibration tokens.
+        window: tokens per calibration window.
+        file_bytes: size of a file that is built in memory, such as a .tflite; 0 if there is none.
+        most_bytes: the limit, or None.
 
     Raises:
-        UsageError: naming what is needed.
+        UsageError: naming what the export needs.
     """
     if most_bytes is None:
         return
@@ -53,13 +52,13 @@ def check_ram(spec: DecoderSpec, tokens: int, window: int, file_bytes: int, most
 
 
 def check_disk(needs: Mapping[Path, int]) -> None:
-    """Refuse to begin what the disks have no room for.
+    """Refuse an export that does not fit on its disks.
 
     Args:
         needs: bytes that will be written under each folder, which need not exist yet.
 
     Raises:
-        BundleError: naming the disk and what is needed on it.
+        BundleError: naming the disk and the space needed.
     """
     disks: dict[int, list[Path]] = {}
     for folder in needs:
@@ -77,14 +76,14 @@ def check_disk(needs: Mapping[Path, int]) -> None:
 
 
 def stage_bytes(spec: DecoderSpec, tokens: int) -> int:
-    """What the stages of an export hold on the disk: integers, a byte each, and the residual behind every layer."""
+    """Disk space of the stages of an export: one byte per weight, and the residual after every layer."""
     sizes = spec.sizes
     residual = 2 * 4 * tokens * sizes.hidden
     return sizes.layers * (sizes.layer_parameters + residual) + sizes.table_parameters
 
 
 def bundle_bytes(spec: DecoderSpec, recipe: Recipe, graphs: int) -> int:
-    """What a bundle holds on the disk."""
+    """Disk space of a bundle."""
     types = {name: WEIGHT_TYPES[recipe.rule(name).dtype] for name in matrices(spec)}
     bits = sum(rows * inputs * types[name].bits for name, (rows, inputs) in matrices(spec).items())
     return bits // 8 + 2 * spec.sizes.table_parameters + graphs * graph_bytes(spec.sizes)
@@ -92,7 +91,7 @@ def bundle_bytes(spec: DecoderSpec, recipe: Recipe, graphs: int) -> int:
 
 @contextmanager
 def full_disk_named(folder: Path, needed_bytes: int, what: str) -> Iterator[None]:
-    """Turn a disk that became full into an error that says what was being written.
+    """Turn a full disk into an error that names what was being written.
 
     Raises:
         BundleError: in place of the system's error.
@@ -106,7 +105,7 @@ def full_disk_named(folder: Path, needed_bytes: int, what: str) -> Iterator[None
             f"disk of {folder}",
             got=f"{error.strerror} while writing {what}",
             expected=f"{_gb(needed_bytes)} for it",
-            fix="Free some space, or choose another disk, and go on with --resume: nothing half-written was left.",
+            fix="Free some space, or choose another disk, and run again with --resume; no partial file was left.",
         ) from error
 
 
@@ -116,7 +115,7 @@ def _existing(folder: Path) -> Path:
 
 
 def _gb(size_bytes: int) -> str:
-    """Rounded up, so that what is named is enough."""
+    """Rounded up, so that the size named is enough."""
     step = 10**6 if size_bytes < 10**9 else 10**7
     size = -(-size_bytes // step) * step
     return f"{size / 1e9:.2f}GB" if size >= 10**9 else f"{size // 10**6}MB"

@@ -1,4 +1,4 @@
-"""How a checkpoint becomes integers: rules over tensor names, read from a file."""
+"""Recipes: which integer type and rounding method each matrix gets, by rules over tensor names."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from quant import WEIGHT_TYPES, Method, WeightDtype
 
 
 class WeightRule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What becomes of the matrices whose names match.
+    """How the matrices with matching names are quantized.
 
     Attributes:
         tensors: a pattern with `*` and `?` over names such as `model.layers.3.mlp.down_proj.weight`.
         dtype: integer type.
-        method: how the integers are chosen; see `quant.quantize`.
+        method: rounding method; see `quant.quantize`.
     """
 
     tensors: str
@@ -47,7 +47,7 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         name: of the file, without its suffix.
-        weights: rules for matrices; of those that match a name the last holds.
+        weights: rules for matrices; if several match a name, the last one wins.
         activations: type of every activation.
         rotation: `hadamard` rotates the residual and is folded into the weights; see `checkpoint.rotate`.
         value_rotation: `hadamard` rotates the values of each head, folded likewise; see `exporters.checkpoint.heads`.
@@ -63,7 +63,7 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def of(cls, record: RecipeRecord) -> Recipe:
-        """The rules that a manifest's record comes from: what most matrices have for all, and the others by name."""
+        """The recipe of a manifest: one rule for what most matrices have, and one for each other matrix."""
         kinds = Counter((each.dtype, each.method) for each in record.weights)
         (dtype, method), _ = kinds.most_common(1)[0]
         rules = [WeightRule(tensors="*", dtype=dtype, method=method)]
@@ -82,10 +82,10 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def write(self, file: Path) -> None:
-        """Write a recipe file that `find_recipe` reads; it appears whole or not at all.
+        """Write a recipe file that `find_recipe` reads; it appears atomically.
 
         Raises:
-            UsageError: it cannot be written, or not found again by its name.
+            UsageError: the file cannot be written, or has the wrong suffix.
         """
         check_recipe_path(file)
         fields = {name: getattr(self, name) for name in _RecipeFile.__struct_fields__}
@@ -99,10 +99,10 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
             ) from None
 
     def rule(self, tensor: str) -> WeightRule:
-        """What becomes of this matrix.
+        """The rule for a matrix.
 
         Raises:
-            UsageError: no rule speaks of it.
+            UsageError: no rule matches.
         """
         found = [rule for rule in self.weights if fnmatchcase(tensor, rule.tensors)]
         if found:
@@ -115,10 +115,10 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def check(self, spec: DecoderSpec) -> None:
-        """That every matrix of the decoder can be quantized so.
+        """Check that every matrix of the decoder has a rule that fits it.
 
         Raises:
-            UsageError: no rule speaks of a matrix, or its inputs do not fill whole blocks.
+            UsageError: no rule matches a matrix, or its inputs are not a multiple of the block size.
         """
         for name, (_, inputs) in matrices(spec).items():
             dtype = self.rule(name).dtype
@@ -133,10 +133,10 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def check_recipe_path(file: Path) -> None:
-    """That a recipe can be written there, and found again.
+    """Check that a recipe can be written to a path and found again.
 
     Raises:
-        UsageError: the name does not end with `.json`, or there is no such folder.
+        UsageError: the name does not end with `.json`, or the folder does not exist.
     """
     if file.suffix != ".json":
         raise UsageError(str(file), got="a name without .json", expected="a recipe file (.json)", fix="Add it.")
@@ -150,10 +150,10 @@ def recipe_names() -> list[str]:
 
 
 def find_recipe(name: str) -> Recipe:
-    """The recipe of this name, or the one in this file if it ends with `.json`.
+    """The recipe of this name, or of this file if the name ends with `.json`.
 
     Raises:
-        UsageError: there is none, or the file is not a recipe.
+        UsageError: unknown name, or the file is not a recipe.
     """
     if name.endswith(".json"):
         path = Path(name)
@@ -181,7 +181,7 @@ def find_recipe(name: str) -> Recipe:
 
 
 def describe_recipe(record: RecipeRecord) -> Iterator[str]:
-    """What became of the matrices, in lines: a layer's matrices of one name together where all were treated alike."""
+    """How the matrices were quantized, in lines that join the layers that were treated alike."""
     names: dict[tuple[str, str, str], list[str]] = {}
     for weight in record.weights:
         part = re.sub(r"^model\.layers\.\d+\.(self_attn|mlp)\.", "", weight.tensor).removesuffix(".weight")

@@ -1,4 +1,4 @@
-"""What an export or a compilation has finished, kept in a cache directory so that it need not be done again."""
+"""Finished parts of exports and compilations, kept in a cache directory for --resume."""
 
 from exporters.quantize.stages.binaries import FinishedBinaries
 from exporters.quantize.stages.checks import Checks

@@ -1,4 +1,4 @@
-"""Context binaries that are finished, kept until all of a bundle's are: large ones take minutes each."""
+"""Finished context binaries, kept until all of a bundle are: large ones take minutes each."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ class _Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 class FinishedBinaries:
-    """Compiles graphs of a bundle, unless their binary is kept."""
+    """Compiles graphs of a bundle, or takes kept binaries."""
 
     def __init__(
         self, folder: Path, files: Mapping[str, FileRecord], *, resume: bool, lint: Lint | None = None
     ) -> None:
-        """Prepares to compile.
+        """Prepare to compile.
 
         Args:
-            folder: where binaries are kept.
-            files: of the bundle. Its graphs point into its other files, so that a binary is one of all of these.
-            resume: take binaries that are kept.
-            lint: told the nodes that compute in float of each graph that is compiled.
+            folder: the cache folder.
+            files: files of the bundle; a binary depends on all of them.
+            resume: use kept binaries.
+            lint: called with the float nodes of each compiled graph.
         """
         self._folder = folder
         self._sources = {name: file.sha256 for name, file in files.items()}
@@ -47,7 +47,7 @@ class FinishedBinaries:
     def compile(
         self, device: Device, models: Mapping[str, Path], folder: Path, *, prefix: str = "", watch: Watch = unwatched
     ) -> CompiledBinary:
-        """As `exporters.htp.compile.compile_graphs`."""
+        """Like `exporters.htp.compile.compile_graphs`."""
         content = (program_sha256(), qnn.compiler(), device.soc, list(models), prefix, self._sources)
         kept = self._folder / hashlib.sha256(msgspec.json.encode(content)).hexdigest()[:32]
         self._kept.append(kept)
@@ -63,13 +63,13 @@ class FinishedBinaries:
         return binary
 
     def remove(self) -> None:
-        """Forget the binaries of this bundle."""
+        """Remove the kept binaries of this bundle."""
         for kept in self._kept:
             shutil.rmtree(kept, ignore_errors=True)
 
 
 def _taken(kept: Path, folder: Path) -> CompiledBinary | None:
-    """Put the files of a binary that is kept whole into a folder."""
+    """Copy the files of an undamaged kept binary into a folder; None if there is none."""
     try:
         record = msgspec.json.decode((kept / _RECORD).read_bytes(), type=_Record)
         if any(sha256_of(kept / name) != file.sha256 for name, file in record.files.items()):

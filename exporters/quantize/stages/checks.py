@@ -1,4 +1,4 @@
-"""Results of the check on the HTP compiler, kept beside the stages: for large graphs it takes minutes."""
+"""Results of the HTP float check, kept for --resume: checking a large graph takes minutes."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ _SUFFIX = ".json"
 
 
 class Checks:
-    """Checks graphs of one export, and keeps what was found until it stands."""
+    """Checks the graphs of one export and keeps the results until the bundle is complete."""
 
     def __init__(self, folder: Path, device: Device, files: Mapping[str, FileRecord], *, resume: bool) -> None:
-        """Prepares to check graphs.
+        """Prepare to check graphs.
 
         Args:
-            folder: where results are kept.
+            folder: the cache folder.
             device: the target.
-            files: of the bundle. A graph points into others by offset, so that a result is that of all of them.
-            resume: take results that are kept.
+            files: files of the bundle; a result depends on all of them.
+            resume: use kept results.
         """
         self._folder = folder
         self._device = device
@@ -50,7 +50,7 @@ class Checks:
         return found
 
     def keep(self, name: str, found: list[str]) -> None:
-        """Keep what was found in a file; it is not looked for again."""
+        """Keep the result for a file."""
         path = self._path(name)
         self._kept.add(path)
         self._folder.mkdir(parents=True, exist_ok=True)
@@ -58,7 +58,7 @@ class Checks:
             partial.write_bytes(msgspec.json.encode(found))
 
     def remove(self) -> None:
-        """Forget the results of this export."""
+        """Remove the kept results of this export."""
         for path in self._kept:
             path.unlink(missing_ok=True)
 

@@ -1,4 +1,4 @@
-"""Names of stages that follow from all that they depend on."""
+"""Keys of stages: hashes over everything that a stage depends on."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ def stage_keys(
 ) -> list[str]:
     """The key of each layer's stage and of the head's, in hexadecimal.
 
-    A key follows from the weights, the configuration, the calibration tokens, the program, and what the recipe says of
-    the matrices up to and with this stage: other rules for one layer leave the stages before it as they are.
+    A key depends on the weights, the configuration, the calibration tokens, the program, and the recipe's rules up to
+    this stage: another rule for one layer does not change the keys of earlier layers.
 
     Args:
         checkpoint: the model.
         weights_sha256: its `Checkpoint.weights_sha256`.
-        tokens: ids of the calibration text, `[windows, T]`.
-        context: the longest sequence that the rotary embedding is made for.
-        recipe: what becomes of each matrix, and what is folded into it.
+        tokens: calibration token ids `[windows, T]`.
+        context: context length for the rotary embedding.
+        recipe: how each matrix is quantized, and the transforms folded into it.
     """
     spec = checkpoint.spec
     ropes = [rope.rotation(context) for rope in spec.ropes]
@@ -59,7 +59,7 @@ def stage_keys(
 
 @cache
 def program_sha256() -> str:
-    """One hash over the sources that integers come from, and over numpy's version."""
+    """A hash of the source files that determine the integers, and of numpy's version."""
     digest = hashlib.sha256(np.__version__.encode())
     for package in ("quant", "edgekv.spec", "exporters"):
         for name, content in _sources(resources.files(package)):

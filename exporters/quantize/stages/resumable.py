@@ -1,4 +1,4 @@
-"""Quantization stage by stage, from the first that is not kept yet."""
+"""Quantization layer by layer, resuming after the last kept stage."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from quant import QuantizedWeight, Range
 
 
 class StagedMatrices:
-    """The quantized matrices of a decoder by name, each read from its stage when asked for."""
+    """The quantized matrices of a decoder by name, read from their stages on access."""
 
     def __init__(self, stages: Sequence[Stage]) -> None:
         self._stages = {name: stage for stage in stages for name in stage.names}
@@ -36,16 +36,16 @@ def quantize_in_stages(
     resume: bool = False,
     progress: Callable[[int], None] = lambda done: None,
 ) -> tuple[StagedMatrices, dict[str, Range]]:
-    """Quantize every matrix, and say what values every result takes in the quantized decoder.
+    """Quantize every matrix, and observe the ranges of every result in the quantized decoder.
 
     Args:
         tensors: the exact weights.
-        tokens: ids of the calibration text, `[windows, T]`.
-        context: the longest sequence that the rotary embedding is made for.
-        recipe: what becomes of each matrix.
-        store: where each stage is kept as soon as it is finished.
-        keys: of the stages, a layer each and the head.
-        resume: take up the stages that are kept, and go on behind them.
+        tokens: calibration token ids `[windows, T]`.
+        context: context length for the rotary embedding.
+        recipe: how each matrix is quantized.
+        store: where finished stages are kept.
+        keys: keys of the stages: one per layer, then the head.
+        resume: use kept stages and continue after them.
         progress: called with the number of layers done.
     """
     stages = _kept(store, keys) if resume else []
@@ -66,7 +66,7 @@ def quantize_in_stages(
 
 
 def _kept(store: StageStore, keys: Sequence[str]) -> list[Stage]:
-    """The stages from the first up to one that is missing or damaged."""
+    """The kept stages before the first that is missing or damaged."""
     found: list[Stage] = []
     for key in keys:
         stage = store.find(key)

@@ -1,4 +1,4 @@
-"""A stage of quantization on the disk: a layer's integers, the ranges met in it, and the residual behind it."""
+"""A stage of quantization on disk: a layer's integers, observed ranges, and the residual after it."""
 
 from __future__ import annotations
 
@@ -43,9 +43,9 @@ class _Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 class Stage:
-    """A stage that was read or written: what it holds is read from its file when asked for.
+    """A stage on disk; its tensors are read on access.
 
-    The file stays open, so that whoever clears the cache meanwhile takes nothing away.
+    The file stays open, so that clearing the cache meanwhile does no harm.
     """
 
     def __init__(self, file: BinaryIO, record: _Record) -> None:
@@ -54,7 +54,7 @@ class Stage:
 
     @classmethod
     def open(cls, folder: Path) -> Stage | None:
-        """The stage in a folder; None if there is none, or it is damaged."""
+        """The stage in a folder; None if it is missing or damaged."""
         try:
             record = msgspec.json.decode((folder / RECORD).read_bytes(), type=_Record)
             file = (folder / _TENSORS).open("rb")
@@ -73,7 +73,7 @@ class Stage:
         ranges: Mapping[str, Range],
         hidden: Floats | None,
     ) -> Stage:
-        """Write a stage, which appears whole or not at all, in place of any that is there."""
+        """Write a stage atomically, replacing an existing one."""
         tensors: dict[str, NDArray[Any]] = {} if hidden is None else {"hidden": hidden}
         for name, weight in matrices.items():
             tensors |= {f"{name}.integers": weight.integers, f"{name}.scales": weight.scales}
@@ -98,11 +98,11 @@ class Stage:
 
     @property
     def names(self) -> list[str]:
-        """The matrices that it holds."""
+        """Names of its matrices."""
         return list(self._record.matrices)
 
     def matrix(self, name: str) -> QuantizedWeight:
-        """One of them."""
+        """One of its matrices."""
         blocks = f"{name}.block_scales"
         grid = Grid(
             self._record.matrices[name].dtype,
@@ -112,7 +112,7 @@ class Stage:
         return QuantizedWeight(self._read(f"{name}.integers"), grid)
 
     def ranges(self) -> dict[str, Range]:
-        """What was met in this layer."""
+        """The ranges observed in this layer."""
         found = {}
         for name, seen in self._record.ranges.items():
             sample = f"{name}.sample"
@@ -120,7 +120,7 @@ class Stage:
         return found
 
     def hidden(self) -> Floats:
-        """`[2, windows, T, hidden]`, the residual behind the layer."""
+        """The residual after the layer, `[2, windows, T, hidden]`: exact and quantized."""
         return self._read("hidden")
 
     def _read(self, name: str) -> NDArray[Any]:

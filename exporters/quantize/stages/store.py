@@ -1,4 +1,4 @@
-"""The cache directory in which stages are kept."""
+"""The cache directory of stages."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from quant import QuantizedWeight, Range
 
 
 class StageStore:
-    """Stages in a folder, each under its key."""
+    """Stages in a folder, by key."""
 
     def __init__(self, folder: Path) -> None:
-        """Names the folder; it is made with the first stage."""
+        """Set the folder; it is created with the first stage."""
         self.folder = folder
 
     def find(self, key: str) -> Stage | None:
-        """The stage of this key, if it is there and whole."""
+        """The stage of this key; None if it is missing or damaged."""
         return Stage.open(self._path(key))
 
     def write(
@@ -35,22 +35,22 @@ class StageStore:
         return Stage.write(self._path(key), matrices, ranges, hidden)
 
     def remove(self, keys: Iterable[str]) -> None:
-        """Forget these stages; what is not there needs no forgetting."""
+        """Remove these stages; missing ones are ignored."""
         for key in keys:
             shutil.rmtree(self._path(key), ignore_errors=True)
 
     def clear(self) -> None:
-        """Forget all."""
+        """Remove all stages."""
         shutil.rmtree(self.folder, ignore_errors=True)
 
     @property
     def stages(self) -> int:
-        """How many it holds."""
+        """Number of stages."""
         return sum(1 for path in self.folder.glob("[!.]*") if path.is_dir())
 
     @property
     def bytes(self) -> int:
-        """Of all files."""
+        """Total size of all files."""
         return sum(path.stat().st_size for path in self.folder.rglob("*") if path.is_file())
 
     def _path(self, key: str) -> Path:
@@ -58,7 +58,7 @@ class StageStore:
 
 
 def stage_store(folder: Path | None = None) -> StageStore:
-    """The stages in this cache directory; None stands for EDGEKV_CACHE_DIR or else the user's own.
+    """The stages in a cache directory; None for EDGEKV_CACHE_DIR or the user's cache directory.
 
     Raises:
         UsageError: it is no folder, or cannot be made.
