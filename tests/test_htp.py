@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from onnx import TensorProto, helper, numpy_helper
 import edgekv
 from devices import find
 from edgekv.errors import EngineError
-from edgekv.runtime import qnn
+from edgekv.runtime import native_output, qnn
 
 pytestmark = pytest.mark.htp
 
@@ -89,3 +90,13 @@ def _write_matmul_of_s16_and_u8(path: Path) -> None:
     outputs = [helper.make_tensor_value_info("c", TensorProto.INT16, [1, 1, 4, 4])]
     graph = helper.make_graph(nodes, "refused", inputs, outputs, [scale, *zeros])
     onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10), path)
+
+
+def test_native_output_is_captured_where_the_c_library_cannot_be_flushed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on Windows, where `ctypes.CDLL(None)` is a TypeError."""
+    monkeypatch.setattr(native_output.ctypes, "CDLL", lambda name: pytest.fail("no handle there"))
+    monkeypatch.setattr(native_output.os, "name", "nt")
+    with native_output.captured_output() as output:
+        os.write(1, b"from native code")
+    monkeypatch.undo()
+    assert output.text == "from native code"

@@ -1,4 +1,4 @@
-"""A bundle: a folder that says everything about itself, verified when it is opened, written atomically."""
+"""Bundles: self-describing folders, verified when they are opened and written atomically."""
 
 from edgekv.bundle.atomic import atomic_directory, atomic_file, check_target
 from edgekv.bundle.bundle import Bundle, open_bundle

@@ -9,7 +9,7 @@ from edgekv.system import sha256_of
 
 
 def record_files(folder: Path) -> dict[str, FileRecord]:
-    """Every file under a folder but its manifest, by its path relative to the folder, in the order of names."""
+    """The record of every file in a folder and its subfolders, except the manifest, by relative path, sorted."""
     records = {}
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder).as_posix()

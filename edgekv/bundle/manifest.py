@@ -59,7 +59,7 @@ class ModelRecord(_Part, frozen=True):
 
 
 class RopeRecord(_Part, frozen=True):
-    """Rotary embedding, resolved: a runtime needs the frequencies alone.
+    """Rotary embedding, resolved: a runtime needs only the frequencies.
 
     Attributes:
         rope_type: as in the checkpoint (`default`, `linear`, `llama3`, `longrope`).
@@ -150,7 +150,7 @@ class WeightRecord(_Part, frozen=True):
 
 
 class RecipeRecord(_Part, frozen=True):
-    """The recipe as it was carried out.
+    """The recipe as it was applied.
 
     Attributes:
         name: as it was asked for.

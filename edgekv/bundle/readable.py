@@ -1,4 +1,4 @@
-"""JSON that people read as well."""
+"""JSON for people and programs."""
 
 from __future__ import annotations
 
@@ -6,5 +6,5 @@ import msgspec
 
 
 def readable_json(content: object, *, indent: int = 1) -> bytes:
-    """JSON in UTF-8, a line for each field or element, and a newline at the end."""
+    """Indented JSON in UTF-8: one field or element per line, with a final newline."""
     return msgspec.json.format(msgspec.json.encode(content), indent=indent) + b"\n"

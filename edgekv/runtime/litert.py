@@ -1,7 +1,7 @@
-"""LiteRT's compiled models on memory that the KV cache owns: the public Python API, and one call behind it.
+"""LiteRT's compiled models on memory that the KV cache owns, through the public Python API and one call of its C API.
 
-The package can make a tensor buffer on memory of the caller, but only with one dimension and without int16; the
-library that it is built on can do both.
+The Python package creates tensor buffers on the caller's memory only with one dimension and without int16; the C
+library has neither limit.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class LitertEngine:
     def _open(self, file: Path) -> Any:
         from ai_edge_litert.compiled_model import CompiledModel, CpuKernelMode, CpuOptions, HardwareAccelerator, Options
 
-        # The delegate would take the float islands alone, and hand every tensor over and back.
+        # The delegate would take only the float nodes, and copy every tensor there and back.
         cpu = CpuOptions(num_threads=self.threads or 0, kernel_mode=CpuKernelMode.BUILTIN)
         options = Options(hardware_accelerators=HardwareAccelerator.CPU, cpu_options=cpu)
         with captured_output() as output:
@@ -102,7 +102,7 @@ class LitertEngine:
 
 
 class LitertBinding:
-    """One signature of a compiled model; a `Binding`. Memory is lent to LiteRT as it is, never copied."""
+    """One signature of a compiled model; a `Binding`. LiteRT works on the caller's memory; nothing is copied."""
 
     def __init__(self, model: Any, name: str) -> None:
         self._model = model
@@ -144,18 +144,18 @@ class LitertBinding:
         if self._has_run:
             self._model.run_by_index(self._index, self._inputs.slots, self._outputs.slots)
             return
-        with captured_output():  # LiteRT makes one more environment at its first run, and says so at length
+        with captured_output():  # LiteRT creates another environment at its first run, and logs it at length
             self._model.run_by_index(self._index, self._inputs.slots, self._outputs.slots)
         self._has_run = True
 
 
 class _Slot:
-    """What LiteRT's `run_by_index` takes for a tensor buffer: anything that has its capsule."""
+    """A stand-in for LiteRT's tensor buffer: `run_by_index` accepts anything with its capsule."""
 
     __slots__ = ("capsule", "handle", "tensor_type")
 
     def __init__(self, buffer: Any) -> None:
-        """Take over the type of a buffer that LiteRT made, and let go of its memory."""
+        """Copy the type of a buffer that LiteRT created, and free the buffer."""
         library = _library()
         self.tensor_type = ctypes.create_string_buffer(_TENSOR_TYPE_BYTES)
         library.check(library.tensor_type(library.pointer(buffer.capsule, _CAPSULE), self.tensor_type))
@@ -173,7 +173,7 @@ class _LentBuffers:
         self.slots = list(self._by_name.values())
 
     def lend(self, names: Sequence[str], size_bytes: int, addresses: Sequence[int], offset_bytes: int) -> None:
-        """Let LiteRT use the memory at these addresses until others are lent.
+        """Let LiteRT use the memory at these addresses until the next call.
 
         Raises:
             ValueError: an address is not a multiple of 64.
@@ -190,7 +190,7 @@ class _LentBuffers:
             slot.handle, slot.capsule = handle, wrap(handle, _CAPSULE, None)
 
     def addresses(self) -> dict[str, int]:
-        """Where LiteRT itself says that each tensor lies."""
+        """The address of each tensor, as LiteRT reports it."""
         found, library = {}, self._library
         for name, slot in self._by_name.items():
             address = ctypes.c_void_p()
@@ -205,7 +205,7 @@ class _LentBuffers:
 
 
 class _Library:
-    """The calls of LiteRT's C API that its Python package does not offer."""
+    """The calls of LiteRT's C API that its Python package lacks."""
 
     def __init__(self, path: Path) -> None:
         native = ctypes.CDLL(str(path))

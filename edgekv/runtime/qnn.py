@@ -31,18 +31,18 @@ def create_session(
     session_config: Mapping[str, str] = _NOTHING,
     provider_options: Mapping[str, str] = _NOTHING,
 ) -> ort.InferenceSession:
-    """Compile a graph for a device, whole: no node falls back to the CPU.
+    """Compile a whole graph for a device; no node falls back to the CPU.
 
-    What the vendor's libraries print meanwhile is kept off the terminal.
+    Output of the vendor's libraries is kept off the terminal.
 
     Args:
         model_path: an ONNX file, or the wrapper of a context binary.
-        device: the target; only its `soc_model` is handed over, which alone decides.
-        session_config: more entries of ONNX Runtime's session configuration.
-        provider_options: more options of the provider.
+        device: the target. Only its `soc_model` is passed on, which alone decides.
+        session_config: further entries of ONNX Runtime's session configuration.
+        provider_options: further options of the provider.
 
     Raises:
-        EngineError: `onnxruntime_qnn` is missing or does not start, or the graph was refused.
+        EngineError: `onnxruntime_qnn` is missing or fails to start, or the graph was refused.
     """
     provider = _provider()
     options = ort.SessionOptions()
@@ -66,7 +66,7 @@ def create_session(
 
 
 def compiler() -> str:
-    """The package that compiles, with its version, as it is recorded beside binaries.
+    """The compiler's package and version, as recorded beside binaries.
 
     Raises:
         EngineError: it is not installed.
@@ -78,7 +78,7 @@ def compiler() -> str:
 
 
 class _Provider:
-    """The registered provider: its one device, and the library that computes."""
+    """The registered provider: its device, and the path of its backend library."""
 
     def __init__(self, device: ort.OrtEpDevice, backend_path: str) -> None:
         self.device = device
@@ -87,7 +87,7 @@ class _Provider:
 
 @lru_cache(maxsize=1)
 def _provider() -> _Provider:
-    """Registered once in a process: the runtime refuses a second time."""
+    """Registered once per process: the runtime refuses a second registration."""
     try:
         import onnxruntime_qnn as qnn
     except ImportError:
@@ -120,7 +120,7 @@ def _ep_devices() -> list[ort.OrtEpDevice]:
 
 
 def _cause(failure: str, output: NativeOutput) -> str:
-    """The runtime's message tells little; the lines behind it name the node."""
+    """The runtime's message says little; the log names the node."""
     lines = [line for line in output.complaints() if _CAUSE.search(line)]
     more = f" (and {len(lines) - _SHOWN_LINES} more lines)" if len(lines) > _SHOWN_LINES else ""
     return "; ".join([" ".join(failure.split()), *lines[:_SHOWN_LINES]]) + more

@@ -1,7 +1,7 @@
 """tflite-runtime on memory that the KV cache owns.
 
-Its Python package only copies; the library behind it lets a tensor be laid over memory of the caller, by a C++ method
-that is looked up under its mangled name. It is the last version of that package, so the name stays.
+Its Python package only copies. The C++ library can place a tensor on the caller's memory, by a method that is looked up
+under its mangled name; 2.14.0 is the last version of the package, so the name will not change.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class TfliteEngine:
         return self._interpreters[file]
 
     def _open(self, file: Path) -> Any:
-        """An interpreter. Only making one shows a numpy that it does not run with: importing it succeeds."""
+        """An interpreter. With numpy 2 importing the package succeeds, and this fails."""
         with captured_output() as output, redirect_stderr(io.StringIO()):
             try:
                 from tflite_runtime.interpreter import Interpreter, OpResolverType
@@ -111,7 +111,7 @@ class TfliteEngine:
                 return Interpreter(
                     str(file),
                     num_threads=self.threads,
-                    # The delegate would take the float islands alone, and hand every tensor over and back.
+                    # The delegate would take only the float nodes, and copy every tensor there and back.
                     experimental_op_resolver_type=OpResolverType.BUILTIN_WITHOUT_DEFAULT_DELEGATES,
                 )
             except Exception as error:  # SystemError, ImportError, AttributeError, ValueError, RuntimeError
@@ -132,7 +132,7 @@ class TfliteEngine:
 
 
 def _check_weights(bundle: Bundle) -> None:
-    """That tflite-runtime has kernels for a bundle's weights."""
+    """Refuse weights that tflite-runtime has no kernels for."""
     others = [each for each in bundle.manifest.recipe.weights if "tflite" not in WEIGHT_TYPES[each.dtype].engines]
     if others:
         raise UsageError(
@@ -150,11 +150,11 @@ class _Allocation(ctypes.Structure):
 
 
 class TfliteBinding:
-    """One signature of an interpreter; a `Binding`. Tensors are laid over memory as it is, never copied."""
+    """One signature of an interpreter; a `Binding`. Its tensors lie in the caller's memory."""
 
     def __init__(self, interpreter: Any, name: str) -> None:
         self._details = interpreter.get_signature_runner(name)
-        self._runtime = interpreter._interpreter  # the public methods know the first signature only
+        self._runtime = interpreter._interpreter  # the public methods know only the first signature
         self._subgraph: int = self._details._subgraph_index
         native = _native()
         self._runner = native.runner(interpreter._native_handle(), name.encode())
@@ -190,7 +190,7 @@ class TfliteBinding:
         self._runtime.Invoke(self._subgraph)
 
     def lay_out(self) -> None:
-        """Let the runtime take over what was bound since it last did; `run` does so by itself."""
+        """Apply what was bound since the last call; `run` calls this."""
         if not self._is_laid_out:
             self._runtime.AllocateTensors(self._subgraph)
             self._is_laid_out = True

@@ -1,4 +1,4 @@
-"""The HTP compiler, run in a child process: a crash of a vendor library never takes the caller down."""
+"""Running the HTP compiler in a child process, and finding nodes that compute in float."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _FLOAT_TYPES = {0x0232: "float32", 0x0216: "float16"}  # Qnn_DataType_t
 
 
 class HtpStep(msgspec.Struct, frozen=True, kw_only=True):
-    """One session to create: an ONNX file and the options of ONNX Runtime and of its QNN provider."""
+    """One session to create: an ONNX file, and options of ONNX Runtime and of its QNN provider."""
 
     model: str
     session_config: dict[str, str] = {}
@@ -25,7 +25,7 @@ class HtpStep(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class HtpJob(msgspec.Struct, frozen=True, kw_only=True):
-    """Sessions to create one after another, all alive until the last is done (shared weights need that).
+    """Sessions to create in order. All stay open until the last is created, which shared weights require.
 
     Attributes:
         soc: part number of the target.
@@ -40,8 +40,8 @@ class HtpReply(msgspec.Struct, frozen=True, kw_only=True):
     """How a job ended.
 
     Attributes:
-        error: the text of the error that stopped it, if one did.
-        peak_bytes: RAM, the most that the process held.
+        error: the text of the error that stopped it, if any.
+        peak_bytes: peak RAM of the process.
     """
 
     error: str | None = None
@@ -52,7 +52,7 @@ def run_steps(device: Device, steps: Sequence[HtpStep]) -> int:
     """Create the sessions in a child process.
 
     Returns:
-        RAM, the most that the process held, in bytes.
+        Peak RAM of the process, in bytes.
 
     Raises:
         EngineError: the compiler is missing, refused a graph, or crashed.
@@ -77,8 +77,8 @@ def run_steps(device: Device, steps: Sequence[HtpStep]) -> int:
 def floating_nodes(models: Sequence[Path], device: Device) -> list[str]:
     """The QNN nodes that would compute in float on this device, as `graph: node (operation, type)`.
 
-    The provider runs what it cannot keep in integers as float without a word, so its own dump of the QNN graph
-    is read. An empty list means integers only.
+    The provider silently computes in float what it cannot compute in integers, so its dump of the QNN graph is read. An
+    empty list means integers only.
 
     Raises:
         EngineError: the compiler is missing or refused a graph.
@@ -88,10 +88,10 @@ def floating_nodes(models: Sequence[Path], device: Device) -> list[str]:
 
 
 def run_and_lint(device: Device, steps: Sequence[HtpStep]) -> tuple[int, list[list[str]]]:
-    """Create the sessions in a child process, and look for nodes that compute in float.
+    """Create the sessions in a child process, and find nodes that compute in float.
 
     Returns:
-        RAM, the most that the process held, in bytes; for each session its nodes, as `floating_nodes` names them.
+        Peak RAM of the process, in bytes; and for each session its float nodes, named as by `floating_nodes`.
 
     Raises:
         EngineError: the compiler is missing, refused a graph, or crashed.

@@ -37,15 +37,15 @@ _MIB = 1 << 20
 
 
 Watch = Callable[[str, int], None]
-"""Told the name of a binary and the most RAM, in bytes, that its compiler held."""
+"""Called with the name of a binary and the peak RAM of its compiler, in bytes."""
 
 
 def unwatched(binary: str, peak_bytes: int) -> None:
-    """Nobody wants to know."""
+    """No-op callback."""
 
 
 Lint = Callable[[str, list[str]], None]
-"""Told the file of a graph and its nodes that compute in float, as `exporters.htp.check.floating_nodes` names them."""
+"""Called with the file of a graph and its float nodes, named as by `exporters.htp.check.floating_nodes`."""
 
 
 class MakeBinary(Protocol):
@@ -81,21 +81,20 @@ def compile_bundle(
     watch: Watch = unwatched,
     make: MakeBinary | None = None,
 ) -> CompiledManifest:
-    """Write `compiled/<SOC>/` into the bundle: for each part a context binary in which all graphs share its weights.
+    """Write `compiled/<SOC>/` into the bundle: one context binary per part, in which all graphs share its weights.
 
-    TFLite graphs become one `.tflite` file that calls such a context.
-
-    The binaries are searched for the chip they target; shared ones also for the number of their graphs.
+    TFLite graphs become one `.tflite` file that calls such a context. The target chip is read back from each binary,
+    and from shared ones the number of graphs.
 
     Args:
         bundle: what to compile.
         device: the target.
-        each: add a binary for each graph by itself. The emulator on x86 loads no others; a phone needs none of them,
-            and compiling them takes as long again. None adds them unless the layers are divided over parts: a model of
-            that size is nothing for the emulator.
-        force: replace what was compiled before.
-        progress: told of each binary.
-        watch: told how much RAM each took; no file holds that, so that compiling again writes the same bytes.
+        each: also write one binary per graph. The emulator on x86 loads only these; a phone needs none, and they double
+            the compile time. None: yes, unless the layers are split into parts, which are too large for the
+            emulator.
+        force: replace earlier binaries.
+        progress: called for each binary.
+        watch: called with the peak RAM of each. It is not stored, so that compiling again writes the same bytes.
         make: compiles one binary; None for `compile_graphs`.
 
     Raises:
@@ -149,7 +148,7 @@ def write_compiled(
 
 
 def device_parts(graphs: Sequence[GraphRecord], folder: Path) -> list[dict[str, Path]]:
-    """The files in a bundle's folder of each part of all graphs but the scoring one, which no device needs."""
+    """The files of each part of all graphs, without the scoring graph, which no device needs."""
     stages: dict[range, dict[str, Path]] = {}
     for graph in graphs:
         if graph.role != "score":
@@ -181,15 +180,15 @@ def compile_binaries(
     watch: Watch = unwatched,
     make: MakeBinary | None = None,
 ) -> list[CompiledBinary]:
-    """Compile graphs into a folder, each binary in a process of its own.
+    """Compile graphs into a folder, each binary in its own process.
 
     Args:
-        parts: for each part of the graphs, its ONNX files by name, all over the same weights.
-        device: the target; every binary is searched for it.
-        folder: where the binaries and their wrappers go.
-        each: make a binary of each file too, before the one that shares weights, if there are several.
-        progress: told of each binary.
-        watch: told how much RAM each took.
+        parts: for each part, its ONNX files by name, all over the same weights.
+        device: the target, which is read back from every binary.
+        folder: receives the binaries and their wrappers.
+        each: also compile each file into a binary, before the one that shares weights.
+        progress: called for each binary.
+        watch: called with the peak RAM of each.
         make: compiles one binary; None for `compile_graphs`.
 
     Raises:
@@ -227,8 +226,8 @@ def compile_graphs(
         models: the ONNX files, by the names of their graphs.
         folder: for the binary and its wrappers.
         prefix: of their names.
-        watch: told how much RAM it took.
-        lint: told the nodes of each file that compute in float.
+        watch: called with the peak RAM.
+        lint: called with the float nodes of each file.
 
     Raises:
         EngineError: the compiler failed, or targeted something else.
@@ -299,7 +298,7 @@ def _mapped(binary: Path) -> Iterator[mmap.mmap | bytes]:
 
 
 def _check_target(binary: Path, device: Device) -> None:
-    """The binary itself must say that it is for this device."""
+    """Refuse a binary that does not state this device as its target."""
     found = read_target(binary)
     wanted = BinaryTarget(device.soc, device.arch, device.vtcm_mb * _MIB)
     if found != wanted:

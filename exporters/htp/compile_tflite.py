@@ -1,7 +1,7 @@
-"""From the graphs of a `.tflite` file to one context for a chip, by LiteRT's Qualcomm plugin.
+"""Compiling the graphs of a `.tflite` file into one context for a chip, with LiteRT's Qualcomm plugin.
 
-The plugin is a program of LiteRT's package and runs as a child process. It loads QNN's libraries, which are taken from
-onnxruntime-qnn: the package meant for it downloads them from Qualcomm while it is installed.
+The plugin is a program in LiteRT's package and runs as a child process. It loads QNN's libraries, which are taken from
+onnxruntime-qnn: the package meant for the plugin downloads them from Qualcomm during its installation.
 """
 
 from __future__ import annotations
@@ -94,20 +94,20 @@ def _package(name: str) -> Path:
 
 
 def _link_libraries(package: Path, folder: Path) -> None:
-    """Lay links to what the plugin loads into one folder."""
+    """Link the libraries that the plugin loads into one folder."""
     bundled = package.parent / f"{package.name}.libs"
     for library in (*package.glob("libQnn*.so"), *bundled.glob("*")):
         (folder / library.name).symlink_to(library)
     stand_in = folder / "libQnnLpai.so"
-    if not stand_in.exists():  # the plugin is linked with a backend that it calls for other chips alone
+    if not stand_in.exists():  # the plugin is linked against a backend that it calls only for other chips
         stand_in.symlink_to(package / "libQnnSaver.so")
 
 
 def _for_htp(source: Path, graphs: Sequence[str]) -> bytes:
-    """The file with these signatures alone, in the operators that QNN takes.
+    """The file with only these signatures, in operators that QNN supports.
 
-    CAST of an int8 tensor to int16 becomes QUANTIZE, which means the same here, as both have one scale: tflite-runtime
-    has no such kernel of QUANTIZE, and QNN none of CAST.
+    CAST from int8 to int16 becomes QUANTIZE, which is equivalent because both tensors have the same scale:
+    tflite-runtime lacks this QUANTIZE kernel, and QNN lacks CAST.
     """
     from ai_edge_litert import schema_py_generated as schema
 

@@ -1,4 +1,4 @@
-"""The child process behind `exporters.htp.check`: creates the sessions of a job and replies into a file."""
+"""The child process of `exporters.htp.check`: creates the sessions of a job and writes its reply to a file."""
 
 from __future__ import annotations
 
