@@ -8,12 +8,13 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from edgekv.cli import run
 from tests.aihub_server import TOKEN, AiHub, Fault, configure
-from tests.manifests import replace_in_manifest
+from tests.manifests import change_manifest
 from tests.test_aihub import POLL, answer
 
 
@@ -116,7 +117,7 @@ def test_another_profile_of_the_client_can_be_named(
     assert "work.ini: got no such file" in refused(capsys, "devices", "--profile", "work", code=2)
     (tmp_path / ".qai_hub").mkdir()
     configure(tmp_path / ".qai_hub" / "work.ini", service.url)
-    assert len(answer(capsys, "devices", "--profile", "work")) == 5
+    assert len(answer(capsys, "devices", "--profile", "work")["devices"]) == 5
 
 
 def test_a_refused_token_is_said_so(service: AiHub, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -147,10 +148,17 @@ def test_a_device_that_cannot_serve_is_refused_before_work_starts(
     assert service.log in ([], ["GET /api/v1/devices/"]) and not (small / "hub").exists()
 
 
+def _hold_the_cache_in_16_bits(content: dict[str, Any]) -> None:
+    content["kv_dtype"] = "s16"
+    for name, encoding in content["encodings"].items():
+        if name.startswith("past_"):
+            encoding |= {"dtype": "s16", "zero_point": 0}
+
+
 def test_a_16_bit_cache_is_refused_on_an_older_chip(
     service: AiHub, small: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    replace_in_manifest(small, '"kv_dtype": "u8"', '"kv_dtype": "s16"')
+    change_manifest(small, _hold_the_cache_in_16_bits)
     line = refused(capsys, "compile", str(small), "--devices", "QCS6490", code=2)
     assert "got QCS6490 (V68); expected V73 or later, for the bundle's s16 cache" in line
 
