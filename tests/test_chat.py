@@ -12,8 +12,9 @@ import pytest
 import edgekv
 from devices import find
 from edgekv.cli import run
+from edgekv.conversation import Answer, Conversation
 from edgekv.errors import UsageError
-from edgekv.session import Conversation, SamplingParams
+from edgekv.session import SamplingParams
 from edgekv.spec.chat import ChatTemplates, write_templates
 from exporters.checkpoint.checkpoint import Checkpoint
 from exporters.export import ExportOptions, export_bundle
@@ -124,8 +125,6 @@ def test_the_command_holds_a_conversation(talker: Path, tmp_path: Path, capsys, 
 
 
 def test_ctrl_c_ends_the_answer_and_not_the_conversation(talker: Path, capsys, monkeypatch):
-    from edgekv.session import Answer
-
     step, calls = Answer.__next__, iter(range(100))
 
     def interrupted(answer):

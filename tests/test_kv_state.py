@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edgekv.errors import EdgeKVError
-from edgekv.kv import KVCache, LayeredGeometry, StateError, load_cache, save_cache
+from edgekv.kv import KVCache, LayeredGeometry, StateError, read_state, write_state
 from quant import Encoding
 from tests.kv_graph import feed, geometry_of, held, image
 
@@ -59,9 +59,9 @@ def test_a_file_holds_a_full_context(tmp_path, made):
     cache = make(made)
     for token in range(12):
         feed(cache, 1, [token])
-    save_cache(cache, tmp_path / "state", fingerprint="a model")
+    write_state(cache.state, tmp_path / "state", fingerprint="a model")
     other = make()
-    load_cache(other, tmp_path / "state", fingerprint="a model")
+    other.restore(read_state(tmp_path / "state", fingerprint="a model"))
     assert held(other) == list(range(12))
     assert not other.room(1)
     other.rewind(3)
@@ -73,7 +73,7 @@ def refused(cache, file, fingerprint="a model"):
     """The refusal; the cache is as it was."""
     before = image(cache)
     with pytest.raises(StateError) as caught:
-        load_cache(cache, file, fingerprint=fingerprint)
+        cache.restore(read_state(file, fingerprint=fingerprint))
     assert image(cache) == before
     return str(caught.value)
 
@@ -83,7 +83,7 @@ def file(tmp_path):
     cache = make(encodings=[Encoding("u8", 0.5, 128)] * 4)
     for token in range(5):
         feed(cache, 1, [token])
-    save_cache(cache, tmp_path / "state", fingerprint="a model")
+    write_state(cache.state, tmp_path / "state", fingerprint="a model")
     return tmp_path / "state"
 
 
@@ -95,7 +95,7 @@ def test_what_does_not_belong_is_refused_by_name(file):
     assert "encodings: got" in refused(make(), file)
     assert "encodings: got" in refused(make(encodings=[Encoding("u8", 0.25, 128)] * 4), file)
     assert "file: got No such file" in refused(make(), file.with_name("none"))
-    load_cache(make(**same), file, fingerprint="a model")
+    make(**same).restore(read_state(file, fingerprint="a model"))
 
 
 def test_a_truncated_file_is_refused(file):
@@ -116,7 +116,7 @@ def test_a_flipped_bit_is_refused(file):
         changed[bit // 8] ^= 1 << bit % 8
         file.write_bytes(changed)
         with pytest.raises(StateError):
-            load_cache(cache, file, fingerprint="a model")
+            cache.restore(read_state(file, fingerprint="a model"))
     assert image(cache) == before
 
 
@@ -130,7 +130,7 @@ def test_more_tokens_than_a_policy_holds_are_refused(file):
 
 def test_a_folder_that_cannot_be_written_is_named(tmp_path):
     with pytest.raises(StateError, match="No such file or directory; expected a writable file"):
-        save_cache(make(), tmp_path / "none" / "state", fingerprint="a model")
+        write_state(make().state, tmp_path / "none" / "state", fingerprint="a model")
 
 
 def test_layers_that_differ_are_saved_together(tmp_path):
@@ -141,7 +141,7 @@ def test_layers_that_differ_are_saved_together(tmp_path):
         first.commit(1)
     for group in first.groups:
         group.arenas[0].array[:] = np.random.default_rng(0).integers(0, 255, group.arenas[0].array.shape)
-    save_cache(first, tmp_path / "state", fingerprint="")
-    load_cache(second, tmp_path / "state", fingerprint="")
+    write_state(first.state, tmp_path / "state", fingerprint="")
+    second.restore(read_state(tmp_path / "state", fingerprint=""))
     assert [group.length for group in second.groups] == [5, 9]
     assert all(np.array_equal(rows, second.state.rows[name]) for name, rows in first.state.rows.items())

@@ -13,7 +13,8 @@ from edgekv.cli.output import print_json
 from edgekv.errors import ContextFullError, EdgeKVError
 
 if TYPE_CHECKING:
-    from edgekv.session import Answer, Conversation, GenerationStats
+    from edgekv.conversation import Answer, Conversation
+    from edgekv.session import GenerationStats
 
 HELP = "/reset forgets the conversation, /save FILE and /load FILE keep it, /help, /quit; Ctrl-C stops an answer."
 
@@ -52,8 +53,8 @@ def chat(
     The conversation stays in the KV cache, so that each turn computes its new tokens only. Answers go to standard
     output, figures to standard error.
     """
+    from edgekv.conversation import Conversation
     from edgekv.loading import load  # the runtime, which the help need not wait for
-    from edgekv.session import Conversation
     from edgekv.session.params import SamplingParams, choose_params
 
     if as_json and message is None:

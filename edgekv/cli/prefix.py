@@ -31,7 +31,7 @@ def bake(
     has its own prefixes.
     """
     content = read_text_file(text, "TEXT")
-    from edgekv.session.bake import bake_prefix
+    from edgekv.bake import bake_prefix
 
     baked = bake_prefix(bundle, content, text.stem if name is None else name, engine)
     if as_json:

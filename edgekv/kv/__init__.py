@@ -13,7 +13,7 @@ from edgekv.kv.memory import ALIGNMENT_BYTES
 from edgekv.kv.policies.policy import POLICIES, Fail, KeyDiff, Policy, PolicyName, Sinks, SlidingWindow, find_policy
 from edgekv.kv.policies.rotation import KvEncoding, Requantization
 from edgekv.kv.rows import Layout, RowArena
-from edgekv.kv.state import CacheState, StateError, load_cache, read_state, save_cache, write_state
+from edgekv.kv.state import CacheState, StateError, read_state, write_state
 from edgekv.kv.stats import CacheStats
 from edgekv.kv.strategies import DEFAULT_STRATEGY, STRATEGIES, StrategyName, make_strategy
 from edgekv.kv.strategies.mirror import Mirror
@@ -71,8 +71,6 @@ __all__ = [
     "make_strategy",
     "parse_growth",
     "parse_reserve",
-    "load_cache",
     "read_state",
-    "save_cache",
     "write_state",
 ]

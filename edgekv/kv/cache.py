@@ -7,6 +7,7 @@ from fractions import Fraction
 from functools import partial
 
 from edgekv.kv.arena import Arena
+from edgekv.kv.compatibility import check_state, describe, named_encodings
 from edgekv.kv.eviction import Eviction
 from edgekv.kv.group import Group, held_keys
 from edgekv.kv.growth import Footprint, Growth, single_layers
@@ -14,7 +15,7 @@ from edgekv.kv.policies.policy import Policy, PolicyName, SlidingWindow, check_l
 from edgekv.kv.policies.rotation import KvEncoding
 from edgekv.kv.positions import Positions
 from edgekv.kv.rows import RowArena
-from edgekv.kv.state import CacheState, check_state, describe, named_encodings
+from edgekv.kv.state import CacheState
 from edgekv.kv.stats import CacheStats
 from edgekv.kv.strategies import make_strategy
 from edgekv.kv.strategies.pointer_shift import DEFAULT_RESERVE

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 from tempfile import NamedTemporaryFile
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
@@ -17,14 +17,7 @@ from safetensors.numpy import save
 
 from edgekv.errors import EdgeKVError
 from edgekv.kv.arena import Rows
-from edgekv.kv.policies.rotation import KvEncoding
-from edgekv.spec.geometry import Geometry
-from edgekv.spec.layers import LayeredGeometry
 from edgekv.system import open_regular
-
-if TYPE_CHECKING:
-    from edgekv.kv.cache import KVCache
-    from edgekv.kv.group import Group
 
 FORMAT = "edgekv.kv-state.1"
 
@@ -135,20 +128,6 @@ def read_state(file: str | Path, *, fingerprint: str) -> CacheState:
     )
 
 
-def save_cache(cache: KVCache, file: str | Path, *, fingerprint: str) -> None:
-    """Write the state of a cache; see `write_state`."""
-    write_state(cache.state, file, fingerprint=fingerprint)
-
-
-def load_cache(cache: KVCache, file: str | Path, *, fingerprint: str) -> None:
-    """Restore what `save_cache` wrote into a cache of any strategy and key layout.
-
-    Raises:
-        StateError: the file is damaged, or of another fingerprint, geometry or encoding; nothing is changed then.
-    """
-    cache.restore(read_state(file, fingerprint=fingerprint))
-
-
 def _refusal(file: str | Path, field: str, found: object, wanted: object) -> StateError:
     return StateError(
         f"state {file}: {field}", got=found, expected=wanted, fix="Run the prompt again, and save a new state."
@@ -166,39 +145,3 @@ def _digest(metadata: Mapping[str, str], rows: Mapping[str, Rows]) -> str:
         digest.update(_text((name, rows[name].dtype.name, rows[name].shape)).encode())
         digest.update(np.ascontiguousarray(rows[name]).data)
     return digest.hexdigest()
-
-
-def describe(geometry: Geometry | LayeredGeometry, groups: Sequence[Group]) -> dict[str, object]:
-    """The sizes that a state and a cache must agree on: all but the key layout."""
-    layers = {
-        str(number): [group.geometry.kv_heads, group.geometry.head_dim, group.geometry.context]
-        for group in groups
-        for number in group.geometry.numbers or range(group.geometry.layers)
-    }
-    return {"context": geometry.context, "kv_dtype": geometry.kv_dtype, "layers": layers}
-
-
-def named_encodings(groups: Sequence[Group], encodings: Sequence[KvEncoding]) -> dict[str, tuple[float, int]]:
-    """Scale and zero point by the name of the graph input; empty if they are unknown."""
-    names = [tensor.past for group in groups for tensor in group.geometry.names()]
-    pairs = [(each.scale, each.zero_point) for each in encodings]
-    return dict(zip(names, pairs, strict=True)) if pairs else {}
-
-
-def check_state(
-    state: CacheState,
-    geometry: Geometry | LayeredGeometry,
-    groups: Sequence[Group],
-    encodings: Sequence[KvEncoding],
-) -> None:
-    """Refuse a state of another geometry or encoding.
-
-    Raises:
-        StateError: they differ.
-    """
-    for field, found, expected in (
-        ("geometry", state.sizes, describe(geometry, groups)),
-        ("encodings", state.encodings, named_encodings(groups, encodings)),
-    ):
-        if found != expected:
-            raise StateError(f"state: {field}", got=found, expected=expected, fix="Use a cache of the same model.")

@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import msgspec
 
@@ -24,8 +24,14 @@ from edgekv.prefix.stats import StoreStats
 from edgekv.prefix.storage import layout_digest
 from edgekv.prefix.store import PrefixStore
 
-if TYPE_CHECKING:
-    from edgekv.session import Mode
+
+class CacheMode(Protocol):
+    """What of a caching mode matters here."""
+
+    @property
+    def recomputed_tokens(self) -> int | None:
+        """Sequences up to this length are not kept; None if none is."""
+
 
 PrefixCache = str | Path | StoreConfig | PrefixStore
 
@@ -44,7 +50,7 @@ class SharedStore:
 
 
 def open_store(
-    bundle: Bundle, engine: str, cache: KVCache, mode: Mode, wanted: PrefixCache | None
+    bundle: Bundle, engine: str, cache: KVCache, mode: CacheMode, wanted: PrefixCache | None
 ) -> SharedStore | None:
     """Open the store that a model was given or asked for, and load the bundle's own prefixes into it.
 
@@ -54,7 +60,7 @@ def open_store(
         bundle: the bundle.
         engine: where it runs.
         cache: what the store will restore to.
-        mode: the caching mode.
+        mode: which sequences are kept; a store needs that all are.
         wanted: a folder, a configuration or a store; None for a store of the bundle's own prefixes, if it has any.
 
     Raises:

@@ -3,7 +3,6 @@
 from edgekv.session.beam_run import BeamResult, BeamSequence, BeamStats
 from edgekv.session.budget import Budget, ByteBudget, FreeMemoryBudget, parse_budget
 from edgekv.session.caches import CacheSetup
-from edgekv.session.conversation import Answer, Conversation
 from edgekv.session.events import GenerationStats, StopReason, Token
 from edgekv.session.generation import Generation
 from edgekv.session.graphs import Graphs, StepTimes
@@ -19,7 +18,6 @@ from edgekv.session.text import Detokenizer, StopSequences
 __all__ = [
     "Adaptive",
     "Always",
-    "Answer",
     "BeamCall",
     "BeamParams",
     "BeamResult",
@@ -28,7 +26,6 @@ __all__ = [
     "Budget",
     "ByteBudget",
     "CacheSetup",
-    "Conversation",
     "Detokenizer",
     "Disabled",
     "EarlyStopping",

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
 from edgekv.bundle import atomic_file
 from edgekv.errors import UsageError
 from edgekv.json_file import read_json
-from edgekv.session.events import GenerationStats, Token
-from edgekv.session.params import SamplingParams
+from edgekv.model import Model
+from edgekv.session import Generation, GenerationStats, SamplingParams, Token
 from edgekv.spec.chat import Message, check_messages
-
-if TYPE_CHECKING:
-    from edgekv.model import Model
 
 _SEQUENCE = 0
 
@@ -114,7 +111,7 @@ class Answer(Iterator[Token]):
         text: the answer so far.
     """
 
-    def __init__(self, conversation: Conversation, prompt: str, generation: Any) -> None:
+    def __init__(self, conversation: Conversation, prompt: str, generation: Generation) -> None:
         self.text = ""
         self._conversation = conversation
         self._prompt = prompt
@@ -129,7 +126,7 @@ class Answer(Iterator[Token]):
             StopIteration: the answer has ended.
         """
         try:
-            token: Token = next(self._generation)
+            token = next(self._generation)
         except BaseException:
             self.close()
             raise
@@ -156,5 +153,4 @@ class Answer(Iterator[Token]):
     @property
     def stats(self) -> GenerationStats:
         """What was done so far."""
-        stats: GenerationStats = self._generation.stats
-        return stats
+        return self._generation.stats

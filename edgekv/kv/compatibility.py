@@ -1,0 +1,47 @@
+"""Whether a saved state fits a cache: the same sizes, and the same encodings."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from edgekv.kv.group import Group
+from edgekv.kv.policies.rotation import KvEncoding
+from edgekv.kv.state import CacheState, StateError
+from edgekv.spec.geometry import Geometry
+from edgekv.spec.layers import LayeredGeometry
+
+
+def describe(geometry: Geometry | LayeredGeometry, groups: Sequence[Group]) -> dict[str, object]:
+    """The sizes that a state and a cache must agree on: all but the key layout."""
+    layers = {
+        str(number): [group.geometry.kv_heads, group.geometry.head_dim, group.geometry.context]
+        for group in groups
+        for number in group.geometry.numbers or range(group.geometry.layers)
+    }
+    return {"context": geometry.context, "kv_dtype": geometry.kv_dtype, "layers": layers}
+
+
+def named_encodings(groups: Sequence[Group], encodings: Sequence[KvEncoding]) -> dict[str, tuple[float, int]]:
+    """Scale and zero point by the name of the graph input; empty if they are unknown."""
+    names = [tensor.past for group in groups for tensor in group.geometry.names()]
+    pairs = [(each.scale, each.zero_point) for each in encodings]
+    return dict(zip(names, pairs, strict=True)) if pairs else {}
+
+
+def check_state(
+    state: CacheState,
+    geometry: Geometry | LayeredGeometry,
+    groups: Sequence[Group],
+    encodings: Sequence[KvEncoding],
+) -> None:
+    """Refuse a state of another geometry or encoding.
+
+    Raises:
+        StateError: they differ.
+    """
+    for field, found, expected in (
+        ("geometry", state.sizes, describe(geometry, groups)),
+        ("encodings", state.encodings, named_encodings(groups, encodings)),
+    ):
+        if found != expected:
+            raise StateError(f"state: {field}", got=found, expected=expected, fix="Use a cache of the same model.")
