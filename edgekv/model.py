@@ -17,9 +17,9 @@ from edgekv.session.caches import CacheSetup
 from edgekv.session.defaults import default_params
 from edgekv.session.generation import Generation
 from edgekv.session.graphs import Graphs
+from edgekv.session.logits import LogitsProcessor
 from edgekv.session.params import BeamCall, BeamParams, SamplingCall, SamplingParams, choose_params
 from edgekv.session.pool import SessionPool
-from edgekv.session.processors import LogitsProcessor
 from edgekv.session.prompt import PromptReader
 from edgekv.session.request import Request, open_prefixes
 from edgekv.session.sampler import Sampler

@@ -13,7 +13,7 @@ from edgekv.errors import UsageError
 
 if TYPE_CHECKING:
     from edgekv.prefix import RetentionPolicy
-    from edgekv.session.processors import LogitsProcessor
+    from edgekv.session.logits import LogitsProcessor
 
 DEFAULT_MAX_NEW_TOKENS = 128
 _MIN_TEMPERATURE = 1e-5

@@ -8,7 +8,7 @@ import pkgutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from edgekv.spec import families
+import edgekv.spec.families as families
 from edgekv.spec.config import Config
 from edgekv.spec.decoder import DecoderSpec
 
