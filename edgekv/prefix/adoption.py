@@ -1,4 +1,4 @@
-"""Block files of earlier and other processes, entered into the tree of a store."""
+"""Adds the block files of earlier and other processes to a store's tree."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Adoption:
         self._step = tokens_per_block
 
     def enter(self, files: Sequence[FoundFile]) -> list[FoundFile]:
-        """Enter files, shorter sequences first; return those that are of no use without others that are not there."""
+        """Add files, shorter sequences first; return those whose prefix files are missing."""
         useless = []
         entered: list[tuple[FoundFile, Block]] = []
         for file in sorted(files, key=lambda file: len(file.record.tokens)):
@@ -38,7 +38,7 @@ class Adoption:
         return useless
 
     def follow(self) -> None:
-        """Take over what other processes have written to the folder and removed from it."""
+        """Apply the additions and removals that other processes made in the folder."""
         changes = self._storage.changed_files()
         if changes is not None:
             files, gone = changes

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 class BlockAllocator:
-    """Allocates ids `0 .. capacity-1`, each with a count of references; an id without references is free.
+    """Allocates ids `0 .. capacity-1` with reference counts; an id without references is free.
 
     Freed ids are reused first, so that memory grows with use.
     """
@@ -22,7 +22,7 @@ class BlockAllocator:
         return len(self._references) - len(self._freed)
 
     def allocate(self) -> int | None:
-        """An id with one reference, or None if all are in use."""
+        """Allocate an id with one reference; None if all are in use."""
         if self._freed:
             block = self._freed.pop()
             self._references[block] = 1
@@ -33,7 +33,7 @@ class BlockAllocator:
         return len(self._references) - 1
 
     def references(self, block: int) -> int:
-        """References to an id; 0 if it is free.
+        """Reference count of an id; 0 if it is free.
 
         Raises:
             ValueError: no such id.
@@ -48,7 +48,7 @@ class BlockAllocator:
         self._references[block] += 1
 
     def release(self, block: int) -> bool:
-        """Take a reference away; True if that was the last."""
+        """Remove a reference; True if it was the last one."""
         self._check_used(block)
         self._references[block] -= 1
         if self._references[block]:

@@ -1,4 +1,4 @@
-"""Prefixes in a bundle's folder `prefixes`."""
+"""Prefixes stored in a bundle's folder `prefixes`."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ class BakedPrefix(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     Attributes:
         name: unique for the engine.
-        engine: the engine that computed it and may use it.
-        tokens: how many.
+        engine: the engine that computed the prefix; only this engine may use it.
+        tokens: number of tokens.
         file: its keys and values, in the folder `prefixes`.
-        fingerprint: what they depend on besides the tokens; see `prefix_fingerprint`.
+        fingerprint: hash of everything else that determines the rows; see `prefix_fingerprint`.
     """
 
     name: str
@@ -56,7 +56,7 @@ class BakedRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     Attributes:
         format: version of this layout.
-        prefixes: in the order of their baking.
+        prefixes: in the order in which they were baked.
         files: size and hash of each prefix's file.
     """
 
@@ -66,7 +66,7 @@ class BakedRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 class _BakedRows:
-    """The rows of a file, by the groups of a store; a `Source`."""
+    """The rows of a file, one array for each group of a store; a `Source`."""
 
     def __init__(self, tokens: int, groups: Sequence[Rows]) -> None:
         self._tokens = tokens
@@ -84,20 +84,20 @@ def baked_prefixes(bundle: Path) -> list[BakedPrefix]:
     """The prefixes of a bundle's folder.
 
     Raises:
-        BundleError: their record is broken, or of another format version.
+        BundleError: `prefixes.json` is invalid or has another format version.
     """
     return _read_record(bundle).prefixes
 
 
 def check_name(name: str) -> None:
-    """Raise UsageError unless a name can be that of a file."""
+    """Raise UsageError if the name is not a plain file name."""
     if _NAME.fullmatch(name) is None:
         wanted = "letters, digits, ., _ and -, 64 at most"
         raise UsageError("name", got=repr(name), expected=wanted, fix="Give another --name.")
 
 
 def add_baked(bundle: Path, name: str, engine: str, tokens: Sequence[int], store: PrefixStore) -> BakedPrefix:
-    """Write a stored sequence into a bundle; a prefix of the same name and engine is replaced.
+    """Write a stored sequence into a bundle, replacing a prefix of the same name and engine.
 
     Raises:
         UsageError: a name that is not a plain file name, or a store that could not hold the sequence.
@@ -109,7 +109,7 @@ def add_baked(bundle: Path, name: str, engine: str, tokens: Sequence[int], store
         kept = [each for each in record.prefixes if (each.name, each.engine) != (name, engine)]
         content: bytes = save(tensors)
         digest = hashlib.sha256(content).hexdigest()
-        # A name of its own: until the record names the new file, the old one stays as it was.
+        # A unique name: the old file stays intact until the record names the new one.
         file = f"{digest[:8]}.{name}-{engine}.safetensors"
         _write(bundle / FOLDER / file, content)
         entry = BakedPrefix(name=name, engine=engine, tokens=len(tokens), file=file, fingerprint=store.fingerprint)
@@ -120,7 +120,7 @@ def add_baked(bundle: Path, name: str, engine: str, tokens: Sequence[int], store
 
 
 def _tensors(tokens: Sequence[int], store: PrefixStore) -> dict[str, Rows]:
-    """The tokens, and the rows of each group that a store holds of them."""
+    """The tokens, and the rows that a store has for them, by group."""
     match = store.match(tokens)
     try:
         if match.tokens < len(tokens):
@@ -141,7 +141,7 @@ def remove_baked(bundle: Path, name: str | None, engine: str | None = None) -> l
     """Remove the prefixes of a name (None: all) and an engine (None: any) from a bundle; returns them.
 
     Raises:
-        UsageError: there is none of that name.
+        UsageError: no prefix has that name.
         BundleError: the record is broken, or the folder cannot be written.
     """
     held = baked_prefixes(bundle)
@@ -159,8 +159,7 @@ def remove_baked(bundle: Path, name: str | None, engine: str | None = None) -> l
 def load_baked(bundle: Bundle, store: PrefixStore, engine: str) -> int:
     """Load the prefixes of a bundle for an engine into a store, at the highest priority.
 
-    Returns:
-        Their tokens.
+    Returns: The tokens of each prefix.
 
     Raises:
         BundleError: a file is missing or changed, or was baked for another bundle.
@@ -173,7 +172,7 @@ def load_baked(bundle: Bundle, store: PrefixStore, engine: str) -> int:
             ]
             break
         except BundleError:
-            if _read_record(bundle.path) == record:  # otherwise a bake has replaced the file meanwhile
+            if _read_record(bundle.path) == record:  # otherwise a concurrent bake has replaced the file
                 raise
     for tokens, rows in read:
         store.insert(tokens, rows, retention=_KEPT_LONGEST, ended=True, public=True)
@@ -213,7 +212,7 @@ def _is_meant(entry: BakedPrefix, name: str | None, engine: str | None) -> bool:
 
 @contextmanager
 def _changing(bundle: Path) -> Iterator[BakedRecord]:
-    """The record, while no other process may change it.
+    """The record, locked against changes by other processes.
 
     Raises:
         BundleError: the record is broken, or the folder cannot be written.
@@ -229,18 +228,18 @@ def _changing(bundle: Path) -> Iterator[BakedRecord]:
 
 
 def _replace_record(bundle: Path, record: BakedRecord) -> None:
-    """Commit a change: replace the record, then remove files that it does not name."""
+    """Commit a change: replace the record, then remove files that it no longer lists."""
     folder = bundle / FOLDER
     _write(folder / RECORD, readable_json(record))
     named = {RECORD, _LOCK, *(entry.file for entry in record.prefixes)}
     for path in folder.iterdir():
         if path.name not in named and path.is_file():
-            with suppress(OSError):  # on Windows a reader may hold it; the next change removes it
+            with suppress(OSError):  # on Windows a reader may have it open; the next change removes it
                 path.unlink()
 
 
 def _write(path: Path, content: bytes) -> None:
-    """Write a file that appears whole, even after a power cut."""
+    """Write a file atomically and durably (flushed to disk)."""
     partial = path.with_name(f".{path.name}.partial")
     with partial.open("wb") as file:
         file.write(content)

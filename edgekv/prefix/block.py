@@ -33,12 +33,12 @@ class Block:
         node: its place in the tree.
         group: index of the group.
         priority: 0 to 100.
-        expires_ms: when the priority becomes the default again; None is never.
+        expires_ms: time at which the priority returns to the default; None for never.
         stamp: grows with each use.
-        used_ns: time of the last use, ns since the epoch: the order of use that several processes share.
-        guards: running operations that need it; no tier evicts it while there are any.
-        places: of each tier, the id in memory or the bytes of the file; `ABSENT` if it is not there.
-        following: of each tier, how many of the blocks that follow it are there; counted for full attention alone.
+        used_ns: time of the last use, ns since the epoch; comparable between processes.
+        guards: number of running operations that need it; it is not evicted while above 0.
+        places: for each tier, the memory id or the file's size in bytes; `ABSENT` if the block is not there.
+        following: for each tier, the number of child blocks that are there; full attention only.
     """
 
     node: Node
@@ -66,9 +66,9 @@ class Node:
         parent: None for a root.
         tokens: `tokens_per_block` of them, or fewer at the end of a sequence, which has no children; none for
             a root.
-        blocks: of each group the block that is held, or None.
-        children: the nodes that follow, by their tokens.
-        order: the tokens of the children, sorted, so that the longest common prefix is next to where a query would go.
+        blocks: for each group, its block or None.
+        children: child nodes, by their tokens.
+        order: the tokens of the children, sorted: the longest common prefix is adjacent to a query's insertion point.
     """
 
     __slots__ = ("blocks", "children", "order", "parent", "tokens")
@@ -82,7 +82,7 @@ class Node:
 
     @property
     def is_empty(self) -> bool:
-        """Whether neither this node nor a child holds anything."""
+        """Whether the node has neither blocks nor children."""
         return not self.children and not any(self.blocks)
 
     def subtree(self) -> list[Node]:

@@ -1,4 +1,4 @@
-"""The file of one block: safetensors with a record of what they are and a keyed checksum."""
+"""The file of one block: safetensors with a descriptive header and a keyed checksum."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class BlockRecord:
     priority: int
 
     def name(self, keys: Keys) -> str:
-        """The file's name, a keyed hash: it reveals neither salt nor tokens."""
+        """The file's name: a keyed hash that reveals neither salt nor tokens."""
         return f"{keys.sequence(self.root, token_bytes(self.tokens)).hex()}-g{self.group}{SUFFIX}"
 
 
@@ -62,7 +62,7 @@ class BlockFile:
     checksum: bytes
 
     def check(self, keys: Keys) -> None:
-        """Refuse a file that was written with other keys, or was changed.
+        """Reject a file that was written with other keys or was modified.
 
         Raises:
             RejectedFileError: the checksum differs.
@@ -89,7 +89,7 @@ def decode(data: bytes) -> BlockFile:
     """Read a file's content; arrays share its memory.
 
     Raises:
-        RejectedFileError: it is truncated, or no block file.
+        RejectedFileError: it is truncated or not a block file.
     """
     try:
         size = int.from_bytes(data[:8], "little")

@@ -1,4 +1,4 @@
-"""How many blocks of each pool a budget of bytes holds."""
+"""The number of blocks of each pool that fit a budget of bytes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from edgekv.system import free_memory_bytes
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """Bytes, and the field of the configuration that set them."""
+    """A number of bytes, and the configuration field that set it."""
 
     field: str
     bytes: int
@@ -72,13 +72,13 @@ class Division:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What the tiers may hold.
+    """Capacities of the tiers.
 
     Attributes:
         primary: blocks of each group in primary memory.
         host: the same for host memory.
-        disk: whether there is one.
-        offload_min_priority: blocks below are not offloaded.
+        disk: whether there is a disk tier.
+        offload_min_priority: blocks of lower priority are not offloaded.
     """
 
     primary: Sequence[int]
@@ -88,7 +88,7 @@ class Limits:
 
 
 def limits_of(config: StoreConfig, division: Division, free_bytes: int | None) -> Limits:
-    """The limits that a configuration asks for; without `free_bytes`, the free memory is read from the system.
+    """The limits of a configuration; without `free_bytes`, the system's free memory is used.
 
     Raises:
         PrefixError: a pool would have no block.
@@ -105,7 +105,7 @@ def limits_of(config: StoreConfig, division: Division, free_bytes: int | None) -
 
 
 def primary_budget(config: StoreConfig, division: Division, free_bytes: int | None) -> Budget:
-    """The least of the limits that are given; without any 256 MiB, and at most 90 % of the free memory."""
+    """The smallest of the given limits; 256 MiB by default, and at most 90 % of the free memory."""
     budgets = []
     if config.max_tokens is not None:
         budgets.append(Budget("max_tokens", division.bytes_of_tokens(config.max_tokens)))

@@ -31,10 +31,10 @@ class Entry:
     Attributes:
         folder: the store's folder, relative to that of the index.
         name: of the file.
-        store: digest of the store that wrote it; this and the next four are None until the file has been read.
+        store: digest of the store that wrote it; this and the next four fields are None until the file has been read.
         root: key of the salt.
         layers: index of the group of layers.
-        parent: the file that this one cannot be used without.
+        parent: the file that this one depends on.
         tokens: the sequence up to the end of the block, as 64-bit integers.
         priority: 0 to 100; files of low priority are evicted first.
         used_ns: time of the last use, ns since the epoch.
@@ -54,26 +54,26 @@ class Entry:
 
 
 class Catalogue:
-    """Sizes, order of use and dependencies of block files: one truth for several processes.
+    """Sizes, order of use and dependencies of block files, shared by several processes.
 
     SQLite serializes the writers. Its write-ahead log is used where the file system supports one. A
-    damaged index is dropped and built again from the files.
+    damaged index is deleted and rebuilt from the files.
 
     Attributes:
-        folder: where the index lies.
+        folder: location of the index.
     """
 
     def __init__(self, folder: Path) -> None:
         """Open or create the index of a folder.
 
         Raises:
-            OSError: the index cannot be opened, or another user owns it or can change it.
+            OSError: the index cannot be opened, or is owned or writable by another user.
         """
         self.folder = folder
         self._depth = 0
         path = folder / INDEX
         with suppress(FileExistsError):
-            write_private(path, b"")  # SQLite gives its other files the mode of this one
+            write_private(path, b"")  # SQLite creates its other files with the mode of this one
         read_private(path, secret=True)
         try:
             self._connection = _connect(path)
@@ -93,10 +93,10 @@ class Catalogue:
 
     @contextmanager
     def transaction(self) -> Iterator[None]:
-        """Lock out other writers. Changes appear together, or not at all if the block raises; may be nested.
+        """Lock out other writers. Changes are committed together, or rolled back if the block raises; may be nested.
 
         Raises:
-            OSError: the index cannot be written, or other processes hold it for too long.
+            OSError: the index cannot be written, or other processes keep it locked for too long.
         """
         if self._depth:
             yield
@@ -137,7 +137,7 @@ class Catalogue:
         return bool(self._select("SELECT 1 FROM blocks WHERE folder = ? AND name = ?", folder, name))
 
     def victim(self, keep: Callable[[Entry], bool]) -> Entry | None:
-        """The file to evict next: lowest priority, then least recently used, of those that no other file needs."""
+        """The file to evict next: lowest priority, then least recently used, among those that no other file needs."""
         with _as_os_errors():
             rows = self._connection.execute(
                 f"SELECT {_COLUMNS} FROM blocks b WHERE NOT EXISTS (SELECT 1 FROM blocks c WHERE c.folder = b.folder "
@@ -146,20 +146,20 @@ class Catalogue:
             return next((entry for row in rows if not keep(entry := Entry(*row))), None)
 
     def put(self, entry: Entry) -> None:
-        """List a file, or replace what is listed under its name."""
+        """Add a file, or replace its entry."""
         values = [getattr(entry, name) for name in _COLUMNS.split(", ")]
         self._write(f"INSERT OR REPLACE INTO blocks ({_COLUMNS}) VALUES ({', '.join('?' * len(values))})", [values])
 
     def remove(self, folder: str, names: Iterable[str]) -> None:
-        """List these files no longer."""
+        """Remove the entries of these files."""
         self._write("DELETE FROM blocks WHERE folder = ? AND name = ?", [(folder, name) for name in names])
 
     def touch(self, folder: str, uses: Iterable[tuple[str, int, int]]) -> None:
-        """Enter the last use of files.
+        """Record the last use of files.
 
         Args:
             folder: their store's folder.
-            uses: of each file its name, its priority and when it was used, ns.
+            uses: name, priority and time of use in ns of each file.
         """
         self._write(
             "UPDATE blocks SET priority = ?, used_ns = max(used_ns, ?) WHERE folder = ? AND name = ?",
@@ -198,7 +198,7 @@ def _connect(path: Path) -> sqlite3.Connection:
 
 @contextmanager
 def _as_os_errors() -> Iterator[None]:
-    """Report a failing index as a failing disk."""
+    """Raise OSError for errors of the index."""
     try:
         yield
     except sqlite3.Error as error:

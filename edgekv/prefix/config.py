@@ -1,4 +1,4 @@
-"""Everything that can be set about a prefix store."""
+"""Configuration of a prefix store."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ _FIX = "Correct the store's configuration."
 
 @dataclass(frozen=True, slots=True)
 class StoreConfig:
-    """The terms are those of TensorRT-LLM's KV cache configuration.
+    """Uses the terms of TensorRT-LLM's KV cache configuration.
 
-    The size of the primary memory is the least of the limits that are given: `max_bytes`, the bytes of `max_tokens`,
-    and `free_memory_fraction` of the memory that is free when the store is made. Without any it is 256 MiB, and it is
-    never more than 90 % of the free memory unless the fraction says so. It is allocated as blocks come into use.
+    The primary memory is limited by the smallest of the given limits: `max_bytes`, the bytes of `max_tokens`,
+    and `free_memory_fraction` of the memory that is free when the store is created. The default is 256 MiB. It never
+    exceeds 90 % of the free memory unless the fraction allows it. Memory is allocated as blocks come into use.
 
     Attributes:
         tokens_per_block: a power of two above 1.
-        max_bytes: primary memory in bytes; None sets no such limit.
-        max_tokens: primary memory in tokens; None sets no such limit.
+        max_bytes: primary memory in bytes; None for no such limit.
+        max_tokens: primary memory in tokens; None for no such limit.
         free_memory_fraction: primary memory as a fraction of the free memory, above 0, at most 1.
         host_cache_size: bytes of secondary memory for blocks that are evicted from the primary one.
         secondary_offload_min_priority: blocks of lower priority are dropped instead of offloaded, unless an
@@ -34,16 +34,16 @@ class StoreConfig:
         disk_folder: for blocks that leave memory, and for `save`; None for no disk.
         disk_cache_size: bytes of all block files below `disk_limit_folder`, of all stores and processes.
         disk_limit_folder: `disk_folder` or its parent; None is `disk_folder`.
-        max_attention_window: attention window of each layer in tokens, repeated if shorter; empty is what the
-            geometry says.
+        max_attention_window: attention window of each layer in tokens, repeated if shorter; empty for the geometry's
+            own.
         enable_block_reuse: False stores nothing and matches nothing.
-        enable_partial_reuse: match some tokens of a block where not all of them agree, and store the last block of
-            a sequence that has ended although it is not full.
-        copy_on_partial_reuse: True: copy such a block, and leave it to others. False: reuse it only if no request holds
-            it and no block follows it, and it then leaves the store with its match.
+        enable_partial_reuse: match a block up to its first differing token, and store the incomplete last block of a
+            finished sequence.
+        copy_on_partial_reuse: True: copy a partially matched block, which stays available. False: reuse it only if no
+            request uses it and it has no successor; it is then removed from the store with its match.
 
     Raises:
-        PrefixError: a field is out of its range.
+        PrefixError: a field is out of range.
     """
 
     tokens_per_block: int = DEFAULT_TOKENS_PER_BLOCK

@@ -33,7 +33,7 @@ class FoundFile:
 
     Attributes:
         name: of the file.
-        record: what the index says about it.
+        record: its entry in the index.
         used_ns: time of the last use, ns since the epoch.
         file_bytes: its size.
     """
@@ -45,11 +45,11 @@ class FoundFile:
 
 
 class DiskFolder:
-    """Block files, which appear whole or not at all and are verified before use.
+    """Block files, written atomically and verified before use.
 
-    The index counts the files of all stores below `limit_folder`, so the size limit holds for the folder however many
-    processes write to it. When the folder is opened, index and files are reconciled: a file without an entry is
-    entered, an entry without a file is dropped.
+    The index counts the files of all stores below `limit_folder`, so the size limit applies to the folder regardless of
+    how many processes write to it. When the folder is opened, index and files are reconciled: files without an entry
+    are added, entries without a file are dropped.
 
     A file of another fingerprint, or without a block file's name, is counted as rejected and left alone. A file with
     a block file's name whose content does not match the name is counted and removed.
@@ -72,15 +72,15 @@ class DiskFolder:
 
         Args:
             folder: of the files.
-            limit_folder: the folder itself or its parent: the limit holds for all files below.
+            limit_folder: the folder itself or its parent; the limit applies to all files below it.
             limit_bytes: bytes of all files.
-            store: digest of the store; files of others are not used.
-            step: tokens of a block.
-            limited: of each group of layers, whether its attention window is limited.
-            counters: counts what happens.
+            store: digest of the store; files of other stores are not used.
+            step: tokens per block.
+            limited: for each group of layers, whether its attention window is limited.
+            counters: updated by every operation.
 
         Raises:
-            PrefixError: the folder cannot be used, or other users could write to it.
+            PrefixError: the folder cannot be used, or is writable by other users.
         """
         self._folder = folder
         self._home = "" if folder == limit_folder else folder.name
@@ -147,16 +147,16 @@ class DiskFolder:
         keep: Callable[[str], bool],
         evicted: Callable[[str], None],
     ) -> bool:
-        """Evict files of any store below the folder until `size_bytes` more are within the limit.
+        """Evict files of any store below the folder until `size_bytes` more fit the limit.
 
         Args:
             size_bytes: bytes to be written.
             limit: evict no file of a greater (priority, last use in ns); None evicts any.
-            keep: whether a file of this store must stay, by name.
+            keep: says for a file name of this store whether it must stay.
             evicted: called with the name of each file of this store that was evicted.
 
         Returns:
-            Whether there is room now.
+            Whether the bytes fit now.
 
         Raises:
             OSError: the index cannot be written.
@@ -180,7 +180,7 @@ class DiskFolder:
         return True
 
     def write(self, record: BlockRecord, data: bytes, used_ns: int) -> bool:
-        """Write a file and list it; False if the disk refuses it, or the file that it needs is gone.
+        """Write a file and add it to the index; False if the disk refuses it or its parent file is gone.
 
         It is not flushed: after a power cut, an incomplete file fails its checksum.
         """
@@ -226,12 +226,12 @@ class DiskFolder:
             self._catalogue.remove(self._home, names)
 
     def reject(self, name: str) -> None:
-        """Count an unusable file and remove it."""
+        """Count and remove an unusable file."""
         self._counters.rejected_files += 1
         self.remove([name])
 
     def touch(self, uses: Iterable[tuple[str, int, int]]) -> None:
-        """Enter the last use of files of this store; see `Catalogue.touch`."""
+        """Record the last use of files of this store; see `Catalogue.touch`."""
         with suppress(OSError):
             self._catalogue.touch(self._home, uses)
 
@@ -253,7 +253,7 @@ class DiskFolder:
         )
 
     def _parent(self, record: BlockRecord) -> str | None:
-        """The file that a block of full attention needs."""
+        """The parent file of a block of full attention."""
         before = record.tokens[: (len(record.tokens) - 1) // self._step * self._step]
         is_own = record.fingerprint == self._store and record.group < len(self._limited)
         if not before or not is_own or self._limited[record.group]:
@@ -283,7 +283,7 @@ class DiskFolder:
             self._catalogue.remove(where, [name])
 
     def _found(self, file: os.DirEntry[str], where: str, listed: Entry | None) -> Entry | None:
-        """The entry of a file in the folder; None if it must not be listed."""
+        """The index entry of a file in the folder; None if it must not be listed."""
         try:
             status = file.stat(follow_symlinks=False)
         except OSError:
@@ -331,7 +331,7 @@ class DiskFolder:
 def open_folder(
     config: StoreConfig, store: bytes, groups: Sequence[BlockGroup], counters: Counters
 ) -> DiskFolder | None:
-    """The folder that a configuration names, if it names one; see `DiskFolder`."""
+    """Open the folder of a configuration; None if it has none. See `DiskFolder`."""
     if config.disk_folder is None:
         return None
     limited = [group.window is not None for group in groups]

@@ -1,4 +1,4 @@
-"""The error of settings."""
+"""The prefix store's error."""
 
 from __future__ import annotations
 

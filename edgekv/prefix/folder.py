@@ -20,8 +20,8 @@ class StoredPrefix(msgspec.Struct, frozen=True, kw_only=True):
     """One sequence: its last block and all before it.
 
     Attributes:
-        id: the beginning of the last block's name.
-        tokens: how many.
+        id: the first characters of the last block's name.
+        tokens: number of tokens.
         bytes: of its files, including those that other sequences share.
         own_bytes: of the files that no other sequence needs.
         priority: of the last block.
@@ -48,7 +48,7 @@ class _Files:
                 record = self.records[path] = decode(read_private(path)).record
                 self.paths.setdefault((record.root, record.tokens), []).append(path)
         names = sorted(self.paths)
-        # A sequence that another one continues is not listed by itself.
+        # A sequence that is a prefix of another one is not listed separately.
         self.ends = [
             name
             for name, later in zip(names, [*names[1:], (b"", ())], strict=True)
@@ -66,7 +66,7 @@ class _Files:
         return [path for path in self.chain(end) if path not in others]
 
     def prefixes(self) -> Iterator[tuple[StoredPrefix, list[Path]]]:
-        """Each sequence, and its own files."""
+        """Each sequence with the files that only it needs."""
         for end in self.ends:
             last, own = self.paths[end][0], self.own(end)
             yield (
@@ -83,7 +83,7 @@ class _Files:
 
 
 def stored_prefixes(folder: Path) -> list[StoredPrefix]:
-    """The sequences in a folder that was given as a prefix cache.
+    """The sequences in a prefix cache folder.
 
     Raises:
         UsageError: it is not a prefix folder.
@@ -95,7 +95,7 @@ def remove_stored(folder: Path, wanted: str | None) -> list[StoredPrefix]:
     """Remove the sequences whose id starts with `wanted` (None: all), except for files that others share; returns them.
 
     Raises:
-        UsageError: it is not a prefix folder, or there is no such sequence.
+        UsageError: it is not a prefix folder, or no sequence has such an id.
     """
     removed = []
     for files in _stores(folder):

@@ -16,8 +16,9 @@ class BlockGroup:
 
     Attributes:
         geometry: of these layers; its `context` is their window, or S for full attention.
-        window: tokens that a token attends to, itself included; None for full attention.
-        ranges: their tensors as ranges `[start, stop)` of all tensors: by layer, keys before values, by head.
+        window: tokens that a token attends to, including itself; None for full attention.
+        ranges: ranges `[start, stop)` of their tensors among all tensors, ordered by layer, keys before values, by
+            head.
     """
 
     geometry: Geometry
@@ -49,7 +50,7 @@ class BlockGroup:
         return self.geometry.names()
 
     def first_needed(self, tokens: int) -> int:
-        """The first of `tokens` past tokens that the next one attends to."""
+        """Index of the first of `tokens` past tokens that the next one attends to."""
         return 0 if self.window is None else max(0, tokens - self.window + 1)
 
     def window_tokens(self, context: int) -> int:
@@ -62,8 +63,8 @@ def split_layers(geometry: Geometry | LayeredGeometry, windows: Sequence[int] = 
 
     Args:
         geometry: the sizes.
-        windows: `max_attention_window`: of each layer, repeated if shorter; empty for the geometry's own. A window of
-            at least the context is full attention.
+        windows: `max_attention_window` of each layer, repeated if shorter; empty for the geometry's own. A window of at
+            least the context means full attention.
 
     Raises:
         PrefixError: a window below 2 tokens, more windows than layers, or windows where the geometry has its own.
@@ -87,7 +88,7 @@ def split_layers(geometry: Geometry | LayeredGeometry, windows: Sequence[int] = 
 
 
 def _ranges(groups: Sequence[Geometry]) -> list[tuple[tuple[int, int], ...]]:
-    """The tensors of each group as ranges of all tensors."""
+    """Ranges of each group's tensors among all tensors."""
     everything = sorted(((name, number) for number, group in enumerate(groups) for name in group.names()), key=_order)
     ranges: list[list[tuple[int, int]]] = [[] for _ in groups]
     for place, (_, number) in enumerate(everything):

@@ -13,9 +13,9 @@ _LEAST_ENTRIES = 64
 
 
 class BlockHeap:
-    """Gives the block with the least key. After a change of what its key depends on, push a block again.
+    """Returns the block with the smallest key. Push a block again after its key has changed.
 
-    Outdated entries are skipped, and removed when they make up half of the heap.
+    Outdated entries are skipped; they are removed once they make up half of the heap.
 
     Args:
         key_of: a block's current key; None if the block does not belong in this heap.
@@ -28,7 +28,7 @@ class BlockHeap:
         self._sweep_at = _LEAST_ENTRIES
 
     def push(self, block: Block) -> None:
-        """Enter a block under its present key, if it has one."""
+        """Add a block under its current key, if it has one."""
         key = self._key_of(block)
         if key is None:
             return
@@ -38,7 +38,7 @@ class BlockHeap:
         heappush(self._entries, (key, self._pushed, block))
 
     def first(self) -> tuple[Key, Block] | None:
-        """The least key and its block, which stays."""
+        """The smallest key and its block, without removing it."""
         while self._entries:
             key, _, block = self._entries[0]
             if self._key_of(block) == key:
@@ -47,7 +47,7 @@ class BlockHeap:
         return None
 
     def pop(self) -> Block | None:
-        """Take the block with the least key out."""
+        """Remove and return the block with the smallest key."""
         found = self.first()
         if found is None:
             return None
@@ -62,29 +62,29 @@ class BlockHeap:
 
 
 class EvictionQueues:
-    """For each memory and group, the blocks that may be evicted: lowest priority first, then least recently used.
+    """The evictable blocks of each memory and group: lowest priority first, then least recently used.
 
-    Only blocks that nothing in their memory needs and no request holds.
+    A block is evictable if no block in its memory depends on it and no request uses it.
     """
 
     def __init__(self, pools: Mapping[Tier, Sequence[BlockAllocator]]) -> None:
-        """Serve these pools, by memory and group."""
+        """Create the queues of these pools, by memory and group."""
         self._pools = pools
         self._heaps = {tier: [BlockHeap(self._key(tier)) for _ in groups] for tier, groups in pools.items()}
 
     def push(self, block: Block) -> None:
-        """Note that what decides about a block has changed."""
+        """Update the queues after a block's state has changed."""
         for tier, heaps in self._heaps.items():
             if block.places[tier] != ABSENT:
                 heaps[block.group].push(block)
 
     def first(self, tier: Tier, group: int) -> Block | None:
-        """The block to evict next, which stays in the queue."""
+        """The block to evict next, without removing it."""
         found = self._heaps[tier][group].first()
         return None if found is None else found[1]
 
     def pop(self, tier: Tier, group: int) -> Block | None:
-        """Take out the block to evict next."""
+        """Remove and return the block to evict next."""
         return self._heaps[tier][group].pop()
 
     def _key(self, tier: Tier) -> Callable[[Block], Key | None]:

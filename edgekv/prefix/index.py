@@ -18,7 +18,7 @@ Write = Callable[[int, int, int, int], None]
 
 
 class Index:
-    """The tree and the tiers put together."""
+    """Combines the tree and the tiers."""
 
     def __init__(
         self, tree: Tree, tiers: Tiers, groups: Sequence[BlockGroup], step: int, reuse: Reuse, counters: Counters
@@ -29,12 +29,12 @@ class Index:
         self._step = step
         self._reuse = reuse
         self._counters = counters
-        # A node has at least one block, so that a single group of full attention has no gaps.
+        # A node has at least one block, so a single group of full attention has no gaps.
         alone = len(groups) == 1 and groups[0].window is None
         self._checked: Sequence[int] = () if alone else range(len(groups))
 
     def match(self, key: bytes, tokens: Tokens) -> Lease:
-        """Hold the longest prefix of a sequence that every group has."""
+        """Find and retain the longest prefix of a sequence that every group has."""
         self._tiers.recency.expire()
         root = self._tree.root(key)
         nodes = self._tree.walk(root, tokens)
@@ -58,19 +58,19 @@ class Index:
         *,
         ended: bool = False,
     ) -> list[Node]:
-        """Store the blocks of a sequence that are not stored yet, as far as there is room.
+        """Store the missing blocks of a sequence while there is memory.
 
         Args:
             root: of the sequence's salt.
             tokens: the sequence.
-            first: of each group, the first block whose rows the caller has.
-            wanted: what is asked for the block of an index.
-            write: takes a group, an id in primary memory, the first token and the number of tokens of a block, and
-                writes its rows there.
-            ended: store the last block too if it is not full and may be reused in part.
+            first: for each group, the first block whose rows the caller has.
+            wanted: the retention requested for the block at an index.
+            write: writes a block's rows; called with the group, the id in primary memory, the first token and the
+                number of tokens.
+            ended: also store an incomplete last block, if partial reuse is enabled.
 
         Returns:
-            The nodes from the beginning on that are stored.
+            The stored nodes, from the first block up to the first gap.
         """
         self._tiers.recency.expire()
         nodes: list[Node] = []
@@ -98,20 +98,20 @@ class Index:
                 self._tiers.unguard(block for _, block in blocks)
 
     def extend(self, lease: Lease, nodes: list[Node], upper: int) -> None:
-        """Hold `upper` tokens of these nodes instead of what a lease holds, less what has left a limited window."""
+        """Make a lease retain the first `upper` tokens of these nodes, except those outside a limited window."""
         held = self._hold(nodes, upper)
         self.release(lease)
         lease.tokens, lease.spans = held.tokens, held.spans
 
     def release(self, lease: Lease) -> None:
-        """Give back what a lease holds."""
+        """Release the blocks of a lease."""
         for span in lease.spans:
             for block in span.blocks:
                 self._tiers.release(block)
         lease.spans = ()
 
     def usable(self, nodes: list[Node], upper: int) -> int:
-        """How many of the first `upper` tokens of a path every group can serve."""
+        """The number of the first `upper` tokens of a path that every group has."""
         presence = [[node.blocks[i] is not None for node in nodes] for i in self._checked]
         windows = [self._groups[i].window or upper + 1 for i in self._checked]
         return longest_usable(presence, windows, self._step, upper)
@@ -157,7 +157,7 @@ class Index:
         return (tokens[start : min(start + self._step, stop)] for start in range(0, stop, self._step))
 
     def _node(self, parent: Node, part: Tokens) -> Node:
-        """The node of a block; a partial block may use a longer one that starts with its tokens."""
+        """The node of a block; for a partial block, this may be a longer one that starts with its tokens."""
         if len(part) < self._step:
             for child, count in self._tree.nearest(parent, part):
                 if count < len(part):
@@ -167,7 +167,7 @@ class Index:
         return self._tree.child(parent, part)
 
     def _fill(self, node: Node, index: int, first: Sequence[int], write: Write) -> bool:
-        """Get the blocks of a node into primary memory; False if there is no room, or no rows."""
+        """Bring the blocks of a node into primary memory; False if there is no memory or no rows."""
         present = [block for block in node.blocks if block is not None]
         self._tiers.guard(present)
         try:
@@ -176,7 +176,7 @@ class Index:
                     if node.blocks[block.group] is block:
                         self._counters.blocks_refused += 1
                         return False
-                    break  # its file was rejected, and the node is empty now
+                    break  # its file was rejected, so the node is empty now
             absent = [group for group, block in enumerate(node.blocks) if block is None]
             ready = [group for group in absent if index >= first[group]]
             if any(index < first[group] and self._groups[group].window is None for group in absent):
@@ -214,14 +214,14 @@ class Index:
             self._tiers.drop(before)
 
     def _pass_windows(self, guarded: Sequence[deque[tuple[int, Block]]], end: int) -> None:
-        """Allow eviction of blocks that a limited window no longer reaches."""
+        """Allow eviction of blocks that are outside a limited window."""
         for group, blocks in zip(self._groups, guarded, strict=True):
             needed = group.first_needed(end) // self._step
             while blocks and blocks[0][0] < needed:
                 self._tiers.unguard([blocks.popleft()[1]])
 
     def _partial(self, node: Node, tokens: Tokens) -> tuple[Node, int] | None:
-        """The child with the longest common prefix that may be reused in part, and that prefix's length."""
+        """The partially reusable child with the longest common prefix, and the length of that prefix."""
         if not self._reuse.partial or not tokens:
             return None
         for child, count in self._tree.nearest(node, tokens):
@@ -240,16 +240,16 @@ class Index:
 
 
 def longest_usable(presence: Sequence[Sequence[bool]], windows: Sequence[int], step: int, upper: int) -> int:
-    """The largest length up to `upper` at which every limited window lies in blocks that are present.
+    """The largest length up to `upper` at which all blocks of every limited window are present.
 
     Args:
-        presence: of each limited group, whether each block of the path is there.
-        windows: their attention windows in tokens, the attending token included.
-        step: tokens of a block.
-        upper: tokens of the path; above the last block's beginning.
+        presence: for each limited group, whether each block of the path is present.
+        windows: their attention windows in tokens, including the attending token.
+        step: tokens per block.
+        upper: tokens of the path; greater than the start of the last block.
 
     Returns:
-        `upper`, or tokens up to the end of a block.
+        `upper`, or a multiple of `step`.
     """
     end = upper
     while True:

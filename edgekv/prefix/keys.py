@@ -18,13 +18,13 @@ KEY_BYTES = 16
 
 
 class Keys:
-    """Names that cannot be computed, or compared with a guess, without the secret."""
+    """Names that can be neither computed nor guessed without the secret."""
 
     def __init__(self, secret: bytes | None = None) -> None:
         self._secret = secrets.token_bytes(SECRET_BYTES) if secret is None else secret
 
     def root(self, fingerprint: bytes, salt: str | None) -> bytes:
-        """The key of all sequences of one salt; None is a salt of its own."""
+        """The key of all sequences of one salt; None counts as a separate salt."""
         said = b"" if salt is None else b"salt:" + salt.encode("utf-8", "surrogatepass")
         return self._hash(b"root", fingerprint, said)
 
@@ -33,7 +33,7 @@ class Keys:
         return self._hash(b"sequence", root, tokens)
 
     def checksum(self, parts: Iterable[bytes | memoryview]) -> bytes:
-        """Of a file's fields and bytes."""
+        """The checksum of a file's fields and bytes."""
         return self._hash(b"checksum", *parts)
 
     def _hash(self, purpose: bytes, *parts: bytes | memoryview) -> bytes:
@@ -55,7 +55,7 @@ def tokens_of(data: bytes) -> tuple[int, ...]:
 
 
 def folder_secret(folder: Path) -> bytes:
-    """The folder's secret, made by the first store that opens it, under the lock of the index."""
+    """The folder's secret, created under the index's lock by the first store that opens the folder."""
     path = folder / SECRET
     if not os.path.lexists(path):
         fresh = path.with_name(f".{SECRET}.partial-{os.getpid()}")

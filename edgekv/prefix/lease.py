@@ -1,4 +1,4 @@
-"""What a request holds of the store."""
+"""Blocks of the store that a request uses."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ class Span:
 
 @dataclass(slots=True, eq=False)
 class Lease:
-    """What a request holds: one span for each group.
+    """The blocks that a request uses: one span for each group.
 
     Attributes:
         tokens: length of the prefix that the spans cover.
-        spans: of each group.
+        spans: one for each group.
     """
 
     tokens: int = 0
@@ -33,8 +33,8 @@ class Reuse:
     """How a match may end within a block.
 
     Attributes:
-        partial: whether it may at all.
-        copy: whether such a block may be in use, and stays for others.
+        partial: whether it may.
+        copy: whether the block is copied: it may be in use and stays available.
     """
 
     partial: bool
@@ -42,7 +42,7 @@ class Reuse:
 
 
 class Match:
-    """The part of a sequence that was found. It holds its blocks until `PrefixStore.release`.
+    """The stored prefix of a sequence. Its blocks are retained until `PrefixStore.release`.
 
     Attributes:
         tokens: length of the prefix found.
@@ -60,5 +60,5 @@ class Match:
         return self._lease.tokens
 
     def block_ids(self, group: int = 0) -> list[int]:
-        """Primary memory ids of a group's blocks: with a limited window, only those within it."""
+        """Ids of a group's blocks in primary memory; with a limited window, only those within it."""
         return [block.places[Tier.PRIMARY] for block in self._lease.spans[group].blocks] if self._lease.spans else []

@@ -1,4 +1,4 @@
-"""A lock between processes, which the system releases when its holder dies."""
+"""A lock between processes, released by the system when its owner dies."""
 
 from __future__ import annotations
 

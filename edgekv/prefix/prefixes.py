@@ -1,4 +1,4 @@
-"""How generations use a prefix store: what they restore before prefill, and what they leave in it."""
+"""How generations use a prefix store: they restore from it before prefill and store to it."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class SharedStore:
 
     Attributes:
         store: the store.
-        writes: whether generations store their tokens; False only serves what is in the store.
+        writes: whether generations store their tokens; False for read-only use.
     """
 
     store: PrefixStore
@@ -52,19 +52,19 @@ class SharedStore:
 def open_store(
     bundle: Bundle, engine: str, cache: KVCache, mode: CacheMode, wanted: PrefixCache | None
 ) -> SharedStore | None:
-    """Open the store that a model was given or asked for, and load the bundle's own prefixes into it.
+    """Open a model's prefix store and load the bundle's own prefixes into it.
 
-    Each bundle and engine has its own folder below the given one.
+    Each bundle and engine has a separate folder below the given one.
 
     Args:
         bundle: the bundle.
-        engine: where it runs.
-        cache: what the store will restore to.
-        mode: which sequences are kept; a store needs that all are.
-        wanted: a folder, a configuration or a store; None for a store of the bundle's own prefixes, if it has any.
+        engine: the engine that runs the graphs.
+        cache: the cache that prefixes are restored into.
+        mode: the cache mode; it must keep every sequence.
+        wanted: a folder, a configuration or a store; None for the bundle's own prefixes, if it has any.
 
     Raises:
-        UsageError: a cache mode that keeps nothing, or a store of another bundle or engine.
+        UsageError: the cache mode does not keep every sequence, or the store belongs to another bundle or engine.
         PrefixError: an invalid configuration.
         BundleError: the bundle's prefixes are broken.
     """
@@ -100,21 +100,21 @@ def _configured(cache: KVCache, fingerprint: str, wanted: str | Path | StoreConf
 def prefix_fingerprint(manifest: Manifest, engine: str) -> str:
     """A hash of a bundle's graphs, weights, encodings and RoPE, and of the engine that runs them.
 
-    Engines differ in the last bit, so each reuses only what it computed itself.
+    Engines differ in the last bit, so each one reuses only its own rows.
     """
     said = (manifest.files, manifest.encodings, manifest.ropes, manifest.model, manifest.kv_dtype, engine)
     return hashlib.sha256(msgspec.json.encode(said, order="sorted")).hexdigest()
 
 
 class Prefixes:
-    """The use that one generation makes of a store.
+    """One generation's use of a store.
 
     Attributes:
-        stats: of the store, counted over the calls of this generation alone.
+        stats: the store's counters for the calls of this generation only.
     """
 
     def __init__(self, shared: SharedStore, salt: str | None, retention: RetentionPolicy | None) -> None:
-        """Prepare; nothing is looked up yet.
+        """Prepare without looking anything up.
 
         Raises:
             PrefixError: an empty salt.
@@ -129,17 +129,17 @@ class Prefixes:
         self.stats = shared.store.stats.since(shared.store.stats)
 
     def restore(self, cache: KVCache, tokens: Sequence[int], held: int) -> int:
-        """Restore the longest stored prefix of a sequence into a cache, if it is longer than what the cache holds.
+        """Restore the longest stored prefix of a sequence into a cache, if it is longer than the cached one.
 
-        The last token is always left to be run, because its logits are needed.
+        The last token is never restored, because its logits are needed.
 
         Args:
             cache: holds the first `held` tokens, or is empty.
             tokens: the sequence.
-            held: tokens that need not be restored.
+            held: number of tokens already in the cache.
 
         Returns:
-            Tokens held now.
+            Tokens in the cache now.
         """
         if self._prompt_tokens is None:
             self._prompt_tokens = len(tokens)
@@ -166,7 +166,7 @@ class Prefixes:
             self._seen_tokens = len(tokens)
 
     def end(self, cache: KVCache, tokens: Sequence[int]) -> None:
-        """Store the last block too, and save blocks to the disk if the store has one."""
+        """Also store the last block, and save blocks to disk if the store has a disk tier."""
         self._insert(cache, tokens, ended=True)
         if self._writes:
             before = self._store.stats

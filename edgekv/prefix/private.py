@@ -6,7 +6,7 @@ import os
 import stat
 from pathlib import Path
 
-# Windows and some Pythons lack a few of these; what is missing is not needed or not possible there.
+# Windows and some Python builds lack a few of these; there they are not needed or not possible.
 _FLAGS = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
 _NONBLOCK = getattr(os, "O_NONBLOCK", 0)
 
@@ -19,7 +19,7 @@ class NotPrivateError(OSError):
 
 
 def check_folder(folder: Path) -> None:
-    """Refuse a folder in which another user could place or replace files.
+    """Reject a folder in which another user could create or replace files.
 
     Raises:
         NotPrivateError: another user owns it, or others may write to it.
@@ -29,11 +29,11 @@ def check_folder(folder: Path) -> None:
 
 
 def read_private(path: Path, *, secret: bool = False) -> bytes:
-    """The content of a regular file of our own; symbolic links are not followed.
+    """The content of a regular file owned by this user; symbolic links are not followed.
 
     Args:
         path: the file.
-        secret: whether others must not be able to read it either.
+        secret: whether the file must also be unreadable for others.
 
     Raises:
         NotPrivateError: a link, a special file, another user's file, or one that others may change.
@@ -68,7 +68,7 @@ def write_private(path: Path, data: bytes) -> None:
 
 def _check(path: Path, status: os.stat_result, forbidden: int) -> None:
     if not hasattr(os, "geteuid"):
-        return  # Windows has access lists instead, which a user's own folders inherit
+        return  # Windows uses access control lists, which files inherit from the user's folders
     if status.st_uid != os.geteuid():
         raise NotPrivateError(path, f"owned by user {status.st_uid}")
     if status.st_mode & forbidden:

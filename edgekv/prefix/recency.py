@@ -1,4 +1,4 @@
-"""What decides the order of eviction: last use, and priorities that expire."""
+"""The order of eviction: last use, and priorities that expire."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ class Recency:
     """Stamps blocks as they are used, and resets priorities when their time is over."""
 
     def __init__(self, queues: EvictionQueues, storage: BlockStorage, clock_ms: Callable[[], int]) -> None:
-        """Begin with no block.
+        """Start without blocks.
 
         Args:
-            queues: told when a block's place in them changes.
-            storage: told of the use of blocks that have files.
-            clock_ms: a clock that only goes forward, in milliseconds.
+            queues: updated when a block's position changes.
+            storage: records the use of blocks that have files.
+            clock_ms: a monotonic clock in milliseconds.
         """
         self._queues = queues
         self._storage = storage
@@ -38,14 +38,14 @@ class Recency:
         self._storage.used(block)
 
     def adopt(self, blocks: Iterable[Block]) -> None:
-        """Order blocks of other processes by their last use, least recent first."""
+        """Insert blocks of other processes by their last use, least recent first."""
         for block in blocks:
             self._stamp += 1
             block.stamp = self._stamp
             self._queues.push(block)
 
     def retain(self, block: Block, retention: Retention) -> None:
-        """Give a guarded block a priority, from now on."""
+        """Set the priority of a guarded block."""
         block.priority = retention.priority
         block.expires_ms = None if retention.duration_ms is None else self._clock_ms() + retention.duration_ms
         self._expiring.push(block)

@@ -37,11 +37,11 @@ class TokenRangeRetentionConfig:
     Attributes:
         token_start: the first token.
         token_end: one past the last token; None for the end of the prompt.
-        priority: 0 to 100; 100 is kept longest.
+        priority: 0 to 100; blocks of priority 100 are kept longest.
         duration_ms: milliseconds until the priority returns to 35; None for never.
 
     Raises:
-        PrefixError: a field is out of its range.
+        PrefixError: a field is out of range.
     """
 
     token_start: int
@@ -62,7 +62,7 @@ class TokenRangeRetentionConfig:
         return f"[{self.token_start}, {'end' if self.token_end is None else self.token_end})"
 
     def holds(self, token: int) -> bool:
-        """Whether a token lies in the range."""
+        """Whether a token is in the range."""
         return self.token_start <= token and (self.token_end is None or token < self.token_end)
 
 
@@ -71,7 +71,7 @@ class RetentionPolicy:
     """The priorities of a request's blocks. A block has the priority of its first token, as in TensorRT-LLM.
 
     Attributes:
-        ranges: ranges of the prompt that do not overlap, in any order; other prompt tokens have no wish.
+        ranges: non-overlapping ranges of the prompt, in any order; other prompt tokens request nothing.
         decode_retention_priority: the priority of blocks that begin with a generated token.
         decode_duration_ms: for how long; None for no limit.
 

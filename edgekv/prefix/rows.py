@@ -1,4 +1,4 @@
-"""Where the store takes rows from and puts them: an array, or the KV cache itself."""
+"""Sources and targets of the store's rows: an array, or the KV cache itself."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ Rows = NDArray[Any]
 
 
 class Source(Protocol):
-    """Has the rows of a sequence."""
+    """Provides the rows of a sequence."""
 
     def first(self, group: int) -> int:
-        """The first token whose rows a group has; it has all later ones too."""
+        """The first token whose rows a group has; all later ones are available too."""
 
     def read(self, group: int, token: int, out: Rows) -> None:
         """Copy a group's rows of consecutive tokens, from `token` on, to `out`, `[tensors, tokens, D]`."""
 
 
 class Target(Protocol):
-    """Takes the rows of a sequence."""
+    """Receives the rows of a sequence."""
 
     def write(self, group: int, token: int, rows: Rows) -> None:
-        """Take a group's rows of consecutive tokens, from `token` on, `[tensors, tokens, D]`."""
+        """Receive a group's rows of consecutive tokens, from `token` on, `[tensors, tokens, D]`."""
 
 
 class ArrayRows:
@@ -57,7 +57,7 @@ class ArrayRows:
 
 
 def array_shape(groups: Sequence[BlockGroup], tokens: int) -> tuple[int, int, int]:
-    """Shape of an array with the rows of all tensors. Raises ValueError if heads differ in width."""
+    """Shape of an array with the rows of all tensors; ValueError if heads differ in width."""
     widths = {group.head_dim for group in groups}
     if len(widths) > 1:
         raise ValueError(f"rows: got heads of widths {sorted(widths)}; expected a source or target, not an array")
@@ -65,7 +65,7 @@ def array_shape(groups: Sequence[BlockGroup], tokens: int) -> tuple[int, int, in
 
 
 class CacheRows:
-    """The rows that a cache holds now; a `Source` and a `Target`.
+    """The rows in a cache; a `Source` and a `Target`.
 
     No step, rewind or reset may move them while this object is used.
     """
@@ -89,7 +89,7 @@ class CacheRows:
             run.arena.copy_out(run.tensors, run.rows[start : start + out.shape[1]], out[run.part])
 
     def write(self, group: int, token: int, rows: Rows) -> None:
-        """As in `Target`; tokens that the layers' window has left are skipped."""
+        """As in `Target`; tokens outside the layers' window are skipped."""
         skipped = max(self._first[group] - token, 0)
         start = max(token - self._first[group], 0)
         for run in self._runs[group]:
@@ -99,7 +99,7 @@ class CacheRows:
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """Consecutive tensors of an arena, the rows of their tokens, and which tensors of a block they are."""
+    """Consecutive tensors of an arena, their rows, and their index range in a block."""
 
     arena: Arena
     rows: Sequence[int]

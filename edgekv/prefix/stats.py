@@ -12,7 +12,7 @@ class TierStats:
 
     Attributes:
         blocks: blocks held now.
-        bytes_held: bytes they take now; files with their headers.
+        bytes_held: bytes in use now; files include their headers.
         bytes_in: bytes written to the tier so far.
         bytes_out: bytes read from the tier so far.
         evictions: blocks that were moved to a lower tier or dropped.
@@ -25,7 +25,7 @@ class TierStats:
     evictions: int
 
     def since(self, earlier: TierStats) -> TierStats:
-        """Counts since `earlier`; what is held is the current value."""
+        """Counts since `earlier`; `blocks` and `bytes_held` are current values."""
         return TierStats(
             self.blocks,
             self.bytes_held,
@@ -37,19 +37,19 @@ class TierStats:
 
 @dataclass(frozen=True, slots=True)
 class StoreStats:
-    """Counted from the construction of the store on.
+    """Counters since the store was created.
 
     Attributes:
-        hits: matches of one token or more.
+        hits: matches of at least one token.
         partial_hits: hits that end within a block.
-        misses: matches of no token.
-        tokens_asked: tokens of all matched sequences.
+        misses: lookups that found no token.
+        tokens_asked: tokens of all sequences looked up.
         tokens_saved: tokens that were found.
         blocks_inserted: blocks that were stored, counted for each group.
         blocks_refused: insertions that ended early because all memory was in use.
         rejected_files: foreign, corrupt, truncated or unreadable block files, and files whose prefix is missing.
         failed_writes: block files that could not be written.
-        primary: the working memory of the store; `bytes_out` is what was fetched or offloaded.
+        primary: the working memory of the store; `bytes_out` counts what was fetched or offloaded.
         host: secondary memory.
         disk: the folder.
     """
@@ -68,7 +68,7 @@ class StoreStats:
     disk: TierStats
 
     def since(self, earlier: StoreStats) -> StoreStats:
-        """Counts since `earlier`; what is held is the current value."""
+        """Counts since `earlier`; `blocks` and `bytes_held` are current values."""
         changes: dict[str, Any] = {}
         for name in (field.name for field in fields(StoreStats)):
             now, then = getattr(self, name), getattr(earlier, name)
@@ -89,7 +89,7 @@ class Counters:
         self.evictions = [0, 0, 0]
 
     def count_match(self, asked: int, found: int, *, partial: bool) -> None:
-        """One match of `found` out of `asked` tokens."""
+        """Count a match of `found` out of `asked` tokens."""
         self.hits += found > 0
         self.misses += found == 0
         self.partial_hits += partial
@@ -97,7 +97,7 @@ class Counters:
         self.tokens_saved += found
 
     def snapshot(self, blocks: list[int], bytes_held: list[int]) -> StoreStats:
-        """The counts as they stand, with what each tier holds now."""
+        """A snapshot of the counters, with the current content of each tier."""
         primary, host, disk = (
             TierStats(blocks[i], bytes_held[i], self.bytes_in[i], self.bytes_out[i], self.evictions[i])
             for i in range(3)

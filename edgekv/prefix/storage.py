@@ -1,4 +1,4 @@
-"""The bytes of all tiers; executes what `Tiers` decides."""
+"""The bytes of all tiers; carries out the decisions of `Tiers`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ DTYPES: dict[KvDtype, np.dtype[Any]] = {"u8": np.dtype(np.uint8), "s8": np.dtype
 
 
 def layout_digest(fingerprint: str, kv_dtype: KvDtype, groups: Sequence[BlockGroup], step: int) -> bytes:
-    """Digest of everything that gives a block's bytes their meaning: the fingerprint and the block's layout."""
+    """Digest of the fingerprint and the block's layout, which determine the meaning of a block's bytes."""
     layers = [(group.window, group.kv_heads, group.head_dim, group.layers) for group in groups]
     said = (fingerprint, kv_dtype, step, layers)
     return hashlib.blake2b(repr(said).encode(), digest_size=16).digest()
@@ -69,12 +69,12 @@ class BlockStorage:
     """Primary and host memory of each group, and the folder.
 
     Args:
-        groups: what the blocks hold.
-        kv_dtype: type of an element.
-        step: tokens of a block.
+        groups: groups of layers, one pool each.
+        kv_dtype: element type.
+        step: tokens per block.
         limits: blocks of each memory.
         digest: see `layout_digest`.
-        disk: the folder, if there is one.
+        disk: the folder, or None.
         counters: counts the bytes.
     """
 
@@ -111,13 +111,13 @@ class BlockStorage:
         return self._memories[Tier.PRIMARY][group].view(block)
 
     def write(self, group: int, block: int, source: Source, token: int, tokens: int) -> None:
-        """Fill a block of primary memory with the rows of `tokens` tokens, beginning with `token`."""
+        """Fill a block of primary memory with the rows of `tokens` tokens, starting at `token`."""
         rows = self.view(group, block)[:, :tokens]
         source.read(group, token, rows)
         self._counters.bytes_in[Tier.PRIMARY] += rows.nbytes
 
     def read(self, group: int, block: int, target: Target, token: int, tokens: slice) -> None:
-        """Give some rows of a block of primary memory to a target; the block begins with `token`."""
+        """Pass some rows of a block of primary memory to a target; the block starts at `token`."""
         rows = self.view(group, block)[:, tokens]
         target.write(group, token + tokens.start, rows)
         self._counters.bytes_out[Tier.PRIMARY] += rows.nbytes
@@ -137,7 +137,7 @@ class BlockStorage:
         self._count_move(group, Tier.HOST, Tier.PRIMARY)
 
     def encode(self, block: Block, tier: Tier) -> bytes:
-        """The content of the file of a block that is in this memory."""
+        """The file content for a block in this memory."""
         assert self._disk is not None
         held = self._memories[tier][block.group].view(block.places[tier])
         rows = np.ascontiguousarray(held[:, : len(block.node.tokens)])
@@ -145,10 +145,10 @@ class BlockStorage:
         return self._disk.encode(self._record(block), rows)
 
     def write_file(self, block: Block, data: bytes, evicted: Callable[[Block], None], *, displace: bool) -> bool:
-        """Write a block's file whole or not at all; False if the disk refuses it.
+        """Write a block's file atomically; False if the disk refuses it.
 
         Files are removed to make room, and `evicted` is called for each that belongs to a block of this store.
-        Without `displace`, only files that rank below the block are removed.
+        Without `displace`, only files of lower rank than the block are removed.
         """
         assert self._disk is not None
         limit = None if displace else (block.priority, block.used_ns)
@@ -197,16 +197,16 @@ class BlockStorage:
         return nullcontext() if self._disk is None else self._disk.transaction()
 
     def used(self, block: Block) -> None:
-        """Note that a block was used, which may have a file."""
+        """Record that a block was used; it may have a file."""
         if block in self._names:
             self._touched.add(block)
 
     def enter_file(self, block: Block, name: str) -> None:
-        """Note which block a file belongs to."""
+        """Record which block a file belongs to."""
         self._files[name], self._names[block] = block, name
 
     def flush(self) -> None:
-        """Write the last uses of files to the index, by which all processes evict."""
+        """Write the last uses of files to the index, which all processes use for eviction."""
         if self._disk is not None and self._touched:
             self._disk.touch(
                 [

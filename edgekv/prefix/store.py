@@ -38,16 +38,16 @@ class PrefixStore:
     """Keys and values of token sequences, found by their longest common prefix. Not thread-safe.
 
     Rows are `[N, tokens, D]` with the tensors by layer, keys before values, by head; row t belongs to the token at
-    position t, so only prefixes of sequences can be reused. If heads differ in width, there is no such
-    array, and a `Source` or `Target` has the rows of each group.
+    position t, so only prefixes of sequences can be reused. If heads differ in width, use a `Source` or `Target`
+    instead of an array.
 
     Args:
         geometry: sizes of the rows.
         config: budgets and behaviour.
-        fingerprint: what the bytes depend on besides the tokens: weights, encodings, RoPE. Required with a disk folder;
+        fingerprint: identifies the weights, encodings and RoPE that the bytes depend on. Required with a disk folder;
             files of another fingerprint or layout are never used.
-        clock_ms: a clock that only goes forward, in milliseconds, for the durations of retention policies.
-        free_bytes: memory of which `free_memory_fraction` is taken; None asks the system.
+        clock_ms: a monotonic clock in milliseconds, for the durations of retention policies.
+        free_bytes: the memory that `free_memory_fraction` refers to; None asks the system.
 
     Raises:
         PrefixError: a budget below one block, invalid windows, an unusable folder, or a folder without a
@@ -101,13 +101,13 @@ class PrefixStore:
             raise PrefixError("cache_salt", got="an empty text", expected="a text, or None", fix="Leave it out.")
 
     def match(self, tokens: Sequence[int], salt: str | None = None) -> Match:
-        """Find and hold the longest stored prefix of a sequence; its blocks are brought into primary memory.
+        """Find and retain the longest stored prefix of a sequence; its blocks are brought into primary memory.
 
-        To get the logits of the last token, ask for all tokens but that one.
+        To get the logits of the last token, pass all tokens except the last.
 
         Args:
             tokens: the sequence.
-            salt: only what was inserted under the same salt is found, and public sequences; None is a salt of its own.
+            salt: finds sequences inserted under the same salt, and public ones; None counts as a separate salt.
 
         Raises:
             PrefixError: an empty salt.
@@ -135,7 +135,7 @@ class PrefixStore:
             out: where to, `[N, match.tokens, D]`, any strides; a new array if it is None.
 
         Returns:
-            The rows. Those that have left the window of a limited group hold the zero point.
+            The rows; those outside the window of a limited group contain the zero point.
 
         Raises:
             ValueError: the match was released, or `out` has another shape or type.
@@ -151,7 +151,7 @@ class PrefixStore:
         return out
 
     def restore(self, match: Match, target: Target) -> None:
-        """Give the rows of a match to a target: of each group those of the tokens that the next one attends to.
+        """Pass the rows of a match to a target: for each group, those of the tokens that the next one attends to.
 
         Raises:
             ValueError: the match was released.
@@ -178,24 +178,24 @@ class PrefixStore:
         ended: bool = False,
         public: bool = False,
     ) -> int:
-        """Store the full blocks of a sequence, which can be matched at once. Stored blocks are not copied again.
+        """Store the full blocks of a sequence. They can be matched immediately; stored blocks are not copied again.
 
-        Stops at the first block that has no room, or that is not stored and has no rows.
+        Stops at the first block that does not fit, or that is not stored and has no rows.
 
         Args:
             tokens: the sequence from its first token.
-            rows: `[N, len(tokens) - first, D]`, of the tokens from `first` on, or a source of them.
-            first: tokens whose rows an array does not have; a source says so itself.
+            rows: `[N, len(tokens) - first, D]` for the tokens from `first` on, or a source of rows.
+            first: number of leading tokens without rows in the array; ignored for a source.
             prompt_tokens: tokens of the prompt; later ones are generated. None: all belong to the prompt.
-            retention: priorities of the blocks from now on; None leaves stored blocks as they are.
+            retention: new priorities of the blocks; None leaves stored blocks unchanged.
             salt: as in `match`.
-            match: a match of the same salt that holds the stored blocks from now on instead of what it found, so
-                that they stay while the request runs. Blocks that its limited windows have left are given back.
-            ended: whether nothing follows: then the last block is stored too if it is not full, for partial reuse.
+            match: a match of the same salt, which then retains the stored blocks instead, so that they stay while the
+                request runs. Blocks outside its limited windows are released.
+            ended: whether the sequence is complete; then an incomplete last block is stored too, for partial reuse.
             public: whether calls with any salt may match this sequence, which is stored without one.
 
         Returns:
-            How many tokens from the beginning on are stored now: a multiple of `tokens_per_block`, or all.
+            Number of leading tokens stored now: a multiple of `tokens_per_block`, or all.
 
         Raises:
             PrefixError: an empty salt.
@@ -245,7 +245,7 @@ class PrefixStore:
         return self._storage.view(group, block_id)
 
     def release(self, match: Match) -> None:
-        """Give back the blocks of a match; they stay in the store until they are evicted.
+        """Release the blocks of a match; they stay in the store until evicted.
 
         Raises:
             ValueError: it was released before.
@@ -260,7 +260,7 @@ class PrefixStore:
         Blocks stay in memory. A store that is opened on the folder later starts with these files.
 
         Returns:
-            Blocks that have a file now, in all.
+            Total number of blocks that have a file now.
         """
         self._adoption.follow()
         self._tiers.recency.expire()
@@ -291,7 +291,7 @@ class PrefixStore:
 
     @property
     def stats(self) -> StoreStats:
-        """Counters, and what is held now."""
+        """Counters, and the current content."""
         used, held = [0, 0, self._tiers.disk_blocks], [0, 0, self._tiers.disk_bytes]
         for tier, pools in self._tiers.pools.items():
             for group, pool in enumerate(pools):

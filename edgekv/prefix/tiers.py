@@ -1,8 +1,8 @@
 """Which block is in which tier: allocation, eviction by priority, offloading and restoring. Integers only.
 
-With full attention a block is usable only with all blocks before it, so these laws hold:
+With full attention a block is usable only with all blocks before it. Two invariants follow:
 a block is in memory only if the one before it is in the same or a faster tier of memory, and a block has a file
-only if the one before it has one. Blocks of a limited window stand alone.
+only if the one before it has one. Blocks of a limited window are independent.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ class Tiers:
         pools: ids of each memory, by group.
         recency: order of use and priorities of the blocks.
         disk_bytes: bytes of this store's files.
-        disk_blocks: how many there are.
+        disk_blocks: number of these files.
 
     Args:
-        tree: where blocks are found; blocks that are nowhere leave it.
-        limited: of each group, whether its attention window is limited.
-        limits: what the tiers may hold.
+        tree: finds blocks; blocks in no tier are removed from it.
+        limited: for each group, whether its attention window is limited.
+        limits: capacities of the tiers.
         storage: moves the bytes.
-        counters: counts what happens.
-        clock_ms: a clock that only goes forward, in milliseconds.
+        counters: updated by every operation.
+        clock_ms: a monotonic clock in milliseconds.
     """
 
     def __init__(
@@ -67,23 +67,23 @@ class Tiers:
             block.guards += 1
 
     def unguard(self, blocks: Iterable[Block]) -> None:
-        """Take back one `guard` of each block."""
+        """Undo one `guard` of each block."""
         for block in blocks:
             block.guards -= 1
             self._queues.push(block)
 
     def retain(self, block: Block) -> None:
-        """Hold a block in primary memory for one more request."""
+        """Keep a block in primary memory for one more request."""
         self.pools[Tier.PRIMARY][block.group].retain(block.places[Tier.PRIMARY])
 
     def release(self, block: Block) -> None:
-        """Take back one `retain`."""
+        """Undo one `retain`."""
         if self.pools[Tier.PRIMARY][block.group].release(block.places[Tier.PRIMARY]):
             block.places[Tier.PRIMARY] = ABSENT
         self._queues.push(block)
 
     def is_held(self, block: Block) -> bool:
-        """Whether a request holds the block."""
+        """Whether a request uses the block."""
         return (
             block.is_in(Tier.PRIMARY)
             and self.pools[Tier.PRIMARY][block.group].references(block.places[Tier.PRIMARY]) > 1
@@ -111,7 +111,7 @@ class Tiers:
         self._queues.push(block)
 
     def bring(self, block: Block) -> bool:
-        """Get a guarded block into primary memory; False if there is no room or its file is unusable."""
+        """Bring a guarded block into primary memory; False if there is no memory or its file is unusable."""
         if block.is_in(Tier.PRIMARY):
             return True
         if block.is_in(Tier.HOST) and self._swap(block):
@@ -133,11 +133,11 @@ class Tiers:
         return True
 
     def save(self, block: Block, *, displace: bool = True) -> bool:
-        """Write a block's file, and those of the blocks before it that it needs.
+        """Write a block's file, and the files of the preceding blocks that it depends on.
 
         Args:
             block: a block in memory.
-            displace: False gives up instead of evicting a file that ranks above the block.
+            displace: if False, never evict a file of higher rank than the block.
 
         Returns:
             Whether it is on the disk now.
@@ -167,14 +167,14 @@ class Tiers:
                 self._lose_file(block)
 
     def drop(self, node: Node) -> None:
-        """Drop a node without children that no request holds."""
+        """Drop a node without children that no request uses."""
         for block in node.blocks:
             if block is not None:
                 self._discard(block, evicted=False)
         self._tree.prune(node)
 
     def make_private(self, node: Node) -> None:
-        """Take a childless node out of the tree; its blocks' references pass from the tree to the caller."""
+        """Remove a childless node from the tree; its blocks' references pass to the caller."""
         for block in node.blocks:
             if block is not None:
                 block.guards += 1
@@ -233,7 +233,7 @@ class Tiers:
         return True
 
     def _swap(self, block: Block) -> bool:
-        """If primary memory is full, exchange its next victim with a block of host memory."""
+        """If primary memory is full, swap its next victim with a block of host memory."""
         pool = self.pools[Tier.PRIMARY][block.group]
         first = self._queues.first(Tier.PRIMARY, block.group) if pool.used == pool.capacity else None
         if first is None or not self._is_worth(first):
@@ -257,7 +257,7 @@ class Tiers:
         return block.following[Tier.HOST] > 0 or block.priority >= self._min_priority
 
     def _evict_following(self, block: Block) -> None:
-        """Evict from host memory what follows a block that leaves memory."""
+        """Evict the successors of a block from host memory when the block leaves memory."""
         self.guard([block])
         for node in reversed(block.node.subtree()[1:]):
             following = node.blocks[block.group]
@@ -282,7 +282,7 @@ class Tiers:
             self._queues.push(before)
 
     def _remove(self, block: Block) -> None:
-        """Remove a block that is in no tier from the tree, and with full attention all that need it."""
+        """Remove a block that is in no tier from the tree; with full attention, also all blocks that need it."""
         node = block.node
         node.blocks[block.group] = None
         block.expires_ms = None
@@ -305,6 +305,6 @@ class Tiers:
         block.expires_ms = None
 
     def _before(self, block: Block) -> Block | None:
-        """The block that a block of full attention needs."""
+        """The preceding block that a block of full attention needs."""
         parent = block.node.parent
         return None if parent is None or self._limited[block.group] else parent.blocks[block.group]

@@ -26,7 +26,7 @@ class Tree:
     """One tree for each salt.
 
     Attributes:
-        roots: by key; only those that hold something.
+        roots: non-empty roots by key.
     """
 
     def __init__(self, tokens_per_block: int, groups: int) -> None:
@@ -66,7 +66,7 @@ class Tree:
                 left_tokens = _common(node.order, left, tokens)
 
     def left(self, node: Node) -> Node | None:
-        """The neighbour before a node in the order of its parent's children."""
+        """The node before this one in the sorted order of the parent's children."""
         parent = node.parent
         if parent is None:
             return None
@@ -89,7 +89,7 @@ class Tree:
         self.roots[node.key] = node
 
     def prune(self, node: Node) -> None:
-        """Take a node out if it is empty, and the parents that become so."""
+        """Remove a node if it is empty, and parents that become empty."""
         while node.is_empty:
             parent = node.parent
             if parent is None:
@@ -103,7 +103,7 @@ class Tree:
 
 
 def _common(order: list[Tokens], place: int, tokens: Tokens) -> int:
-    """Length of the common prefix with the entry at a place; 0 if there is no such place."""
+    """Length of the common prefix with the entry at an index; 0 if out of range."""
     if not 0 <= place < len(order):
         return 0
     for count, (one, other) in enumerate(zip(order[place], tokens, strict=False)):
@@ -113,5 +113,5 @@ def _common(order: list[Tokens], place: int, tokens: Tokens) -> int:
 
 
 def common_tokens(tokens: Tokens, sequences: Iterable[Tokens]) -> int:
-    """Length of the longest prefix that a sequence shares with one of others."""
+    """Length of the longest prefix that a sequence shares with any of the others."""
     return max((_common([each], 0, tokens) for each in sequences), default=0)
