@@ -1,4 +1,4 @@
-"""Computing a prefix and putting it into a bundle."""
+"""Computes a prefix and stores it in a bundle."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from edgekv.prefix.baked import BAKED_TOKENS_PER_BLOCK, BakedPrefix, add_baked, 
 
 
 def bake_prefix(bundle: str | Path, text: str, name: str, engine: str = "cpu") -> BakedPrefix:
-    """Run a text and put its keys and values into the bundle, for all later runs on the same engine.
+    """Run a text and store its keys and values in the bundle, for all later runs on the same engine.
 
     Args:
         bundle: its folder.
-        text: the start of prompts; tokens that may merge with the text after it are run again.
-        name: of the prefix; one of the same name and engine is replaced.
+        text: the start of prompts; last tokens that may merge with the following text are computed again.
+        name: name of the prefix; an existing one of the same name and engine is replaced.
         engine: `cpu` or `htp`.
 
     Raises:

@@ -23,14 +23,14 @@ class _Saved(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Conversation:
-    """Turns of a user and a model. What the cache holds is not run again: each turn prefills its new tokens only.
+    """Turns of a user and a model. Each turn prefills only its new tokens; the cache has the others.
 
     Attributes:
         messages: the turns so far, as chat templates take them.
     """
 
     def __init__(self, model: Model, *, system: str | None = None, params: SamplingParams | None = None) -> None:
-        """Begin a conversation.
+        """Start a conversation.
 
         Args:
             model: a bundle with a chat template.
@@ -55,7 +55,7 @@ class Conversation:
         self._tokens, self._text = [], ""
 
     def say(self, content: str) -> Answer:
-        """The user's turn. The answer is generated as it is read; an answer that is broken off keeps what was said.
+        """Add the user's turn. The answer is generated as it is read; an interrupted answer keeps its text so far.
 
         Raises:
             UsageError: the template refuses the conversation.
@@ -65,7 +65,7 @@ class Conversation:
         text = self._model.chat_templates.render(messages)
         tokens = self._model.encode_chat(text)
         if self._text and text.startswith(self._text):
-            # The tokens that were generated may differ from those of the same text: only what follows is tokenized.
+            # Tokenizing generated text may give other tokens than those generated, so only new text is tokenized.
             tokens = [*self._tokens, *self._model.encode_chat(text[len(self._text) :])]
         generation = self._model.generate(tokens, self._params, sequence=_SEQUENCE)
         self.messages = messages
@@ -99,7 +99,7 @@ class Conversation:
         self._tokens, self._text = [], ""
 
     def _answered(self, prompt: str, tokens: Sequence[int], text: str) -> None:
-        """Keep an answer: its text, and the tokens that the cache holds for it."""
+        """Add an answer: its text, and its tokens in the cache."""
         self.messages = [*self.messages, {"role": "assistant", "content": text}]
         self._tokens, self._text = list(tokens), prompt + text
 
@@ -152,5 +152,5 @@ class Answer(Iterator[Token]):
 
     @property
     def stats(self) -> GenerationStats:
-        """What was done so far."""
+        """Statistics so far."""
         return self._generation.stats

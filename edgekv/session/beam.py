@@ -26,8 +26,8 @@ class Hypothesis:
     """A finished sequence.
 
     Attributes:
-        tokens: the new ones, the end-of-sequence token included.
-        score: sum of their log-probabilities, divided by their number to the power of `length_penalty`.
+        tokens: the new tokens, including the end-of-sequence token.
+        score: sum of the tokens' log-probabilities, divided by n**length_penalty for n tokens.
     """
 
     tokens: tuple[int, ...]
@@ -35,20 +35,20 @@ class Hypothesis:
 
 
 class Scorer(Protocol):
-    """Computes logits and keeps one state for each beam."""
+    """Computes logits and keeps one state per beam."""
 
     def first(self) -> NDArray[Any]:
         """Logits `[1, V]` after the prompt."""
 
     def next(self, parents: Sequence[int], tokens: Sequence[int]) -> NDArray[Any]:
-        """Logits `[beams, V]` after beam i has become what beam `parents[i]` was, and taken in `tokens[i]`.
+        """Logits `[beams, V]` after beam i has continued beam `parents[i]` with `tokens[i]`.
 
         After the prompt all parents are 0.
         """
 
 
 class BeamSearch:
-    """The state of one search: it takes the logits of all beams, and says which beams to run next.
+    """The state of one search: receives the logits of all beams and selects the beams to run next.
 
     As `_beam_search` of transformers 5, for one prompt: of all continuations of all beams the best
     max(2, 1 + number of eos) * num_beams are candidates. Those among the first `num_beams` that end are finished;
@@ -57,10 +57,10 @@ class BeamSearch:
     Attributes:
         params: as given.
         eos: tokens that end a sequence.
-        max_new_tokens: the greatest length of a sequence.
-        length: of the sequences now, in new tokens.
-        parents: of the next beams, the beams that they continue.
-        tokens: their new tokens.
+        max_new_tokens: the maximum length of a sequence.
+        length: current length of the sequences, in new tokens.
+        parents: for each next beam, the beam that it continues.
+        tokens: the new token of each next beam.
         finished: the best `num_beams` finished sequences so far, best first.
         done: whether the search has ended.
     """
@@ -70,7 +70,7 @@ class BeamSearch:
 
         Raises:
             UsageError: `max_new_tokens` is below 1, the vocabulary has fewer tokens than there are candidates, or
-                a length to the power of the penalty overflows.
+                length**length_penalty overflows.
         """
         if max_new_tokens < 1:
             _refuse("max_new_tokens", max_new_tokens, "at least 1", "Ask for a token or more.")
@@ -98,7 +98,7 @@ class BeamSearch:
         return tuple(self.finished[: self.params.num_return_sequences])
 
     def advance(self, logits: NDArray[Any]) -> None:
-        """Take in the logits of the beams, `[1, V]` after the prompt and `[num_beams, V]` later."""
+        """Process the logits of the beams, `[1, V]` after the prompt and `[num_beams, V]` later."""
         if self.done:
             raise ValueError("advance: got a search that is done; expected one that has not ended")
         if len(logits) != len(self._sums):
@@ -127,7 +127,7 @@ class BeamSearch:
         self.finished = ranked[: self.params.num_beams]
 
     def _enough(self) -> bool:
-        """Whether the finished sequences are as many as there can be, and no better one is expected."""
+        """Whether `num_beams` sequences are finished and no better one is expected."""
         params = self.params
         if len(self.finished) < params.num_beams:
             return False
@@ -142,7 +142,7 @@ class BeamSearch:
 
 
 def run_search(scorer: Scorer, search: BeamSearch) -> tuple[Hypothesis, ...]:
-    """Search to the end; the best `num_return_sequences`, best first."""
+    """Run the search; return the best `num_return_sequences`, best first."""
     search.advance(scorer.first())
     while not search.done:
         search.advance(scorer.next(search.parents, search.tokens))

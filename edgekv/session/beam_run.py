@@ -31,12 +31,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class BeamSequence:
-    """One of the sequences found.
+    """One sequence of the result.
 
     Attributes:
-        tokens: the new ones, the end-of-sequence token included.
-        text: of the tokens, without the end-of-sequence token.
-        score: sum of their log-probabilities, divided by their number to the power of the length penalty.
+        tokens: the new tokens, including the end-of-sequence token.
+        text: the decoded tokens, without the end-of-sequence token.
+        score: sum of the tokens' log-probabilities, divided by n**length_penalty for n tokens.
         stop_reason: `eos`; `length`, max_new_tokens reached; `context`, the context is full.
     """
 
@@ -48,26 +48,26 @@ class BeamSequence:
 
 @dataclass(frozen=True, slots=True)
 class BeamStats:
-    """What a beam search did.
+    """Statistics of a beam search.
 
     Attributes:
         prompt_tokens: tokens of the prompt.
-        num_beams: sequences that were extended in parallel.
-        decoded_tokens: positions after the prompt that were run, each by all beams, one after the other.
-        prefill_ms: time from the prompt to its logits.
+        num_beams: number of beams.
+        decoded_tokens: positions run after the prompt; each one runs all beams in turn.
+        prefill_ms: time from the prompt to its last logits.
         decode_ms_per_token: mean time of one position of all beams; None if none was decoded.
         steps: inferences of prefill and decode.
-        host_us_per_step: mean time of a step outside of the runtime's own run: inputs, bindings, copies.
-        engine: where the graphs ran.
+        host_us_per_step: mean time of a step outside the runtime: inputs, bindings, copies.
+        engine: the engine that ran the graphs.
         kv_update: update strategy of the cache.
         reserve: memory of `pointer-shift` in units of S-1 rows; None for other strategies.
         kv_bytes_held: bytes allocated for the keys and values of prompt and beams.
-        kv_bytes_beside: of these, the bytes beside the cache of one sequence; 0 if all beams fit into its window.
-        kv_bytes_copied: bytes copied in all: of the prompt by the cache, and those that follow.
-        kv_bytes_kept: one row of all tensors for each beam and position, copied to where it stays.
-        kv_bytes_gathered: rows exchanged because the window cannot hold those of all beams. Reordering copies none.
+        kv_bytes_beside: the part of them in addition to one sequence's cache; 0 if all beams fit into its window.
+        kv_bytes_copied: bytes copied in total: the prompt's by the cache, plus the next two fields.
+        kv_bytes_kept: bytes copied to keep new rows: one row of all tensors per beam and position.
+        kv_bytes_gathered: bytes of rows swapped because the window cannot hold all beams. Reordering copies none.
         restored_tokens: prompt tokens that were copied from the prefix cache.
-        prefix: what the search did with that cache, and what it holds now; None without one.
+        prefix: statistics of the prefix cache; None without one.
     """
 
     prompt_tokens: int
@@ -91,12 +91,12 @@ class BeamStats:
 
 @dataclass(frozen=True, slots=True)
 class BeamResult:
-    """What a beam search found.
+    """The result of a beam search.
 
     Attributes:
         prompt: its tokens.
         sequences: best first.
-        stats: what it cost.
+        stats: its statistics.
     """
 
     prompt: tuple[int, ...]
@@ -105,12 +105,12 @@ class BeamResult:
 
 
 class GraphScorer:
-    """Logits from a bundle's graphs: the prompt once, then the AR-1 graph once for each beam and position.
+    """Logits from a bundle's graphs: the prompt once, then the AR-1 graph once per beam and position.
 
     Attributes:
         beams: the cache of the beams; None until a beam runs, and for a search of one token.
-        prefill_ns: time from the prompt to its logits, ns.
-        cache_ns: time that it took to gather and keep rows, ns.
+        prefill_ns: time from the prompt to its last logits, ns.
+        cache_ns: time spent gathering and keeping rows, ns.
     """
 
     def __init__(
@@ -123,8 +123,8 @@ class GraphScorer:
             request: runs the prompt, on the pool's own session.
             prompt: token ids.
             encoding: of the logits.
-            beams: how many are run in parallel.
-            steps: the most positions after the prompt that are run.
+            beams: number of beams.
+            steps: maximum number of positions run after the prompt.
         """
         self.beams: BeamCache | None = None
         self.prefill_ns = 0
@@ -172,7 +172,7 @@ def check_beams(
     *,
     return_logits: bool = False,
 ) -> None:
-    """Refuse what beam search cannot run on.
+    """Reject options that beam search does not support.
 
     Raises:
         UsageError: a sequence, processors, logits, or a context policy, cache mode, growth, key layout or attention
@@ -212,13 +212,13 @@ def run_beams(
     manifest: Manifest,
     tokenizer: Tokenizer,
 ) -> BeamResult:
-    """Search to the end.
+    """Run a beam search.
 
     Args:
         graphs: of the bundle.
-        request: of the pool's own session, which is empty; it holds the prompt afterwards.
+        request: on the pool's own, empty session, which contains the prompt afterwards.
         prompt: token ids.
-        setup: for the statistics.
+        setup: copied to the statistics.
         params: how to search.
         manifest: of the bundle.
         tokenizer: of the bundle.
@@ -227,7 +227,7 @@ def run_beams(
         UsageError: parameters that do not fit the vocabulary or the context.
         EngineError: the runtime failed.
     """
-    # The S-th token is the last one that can be run; one more can be chosen.
+    # At most S tokens can be run; the logits of the last one give one more token.
     room = manifest.context + 1 - len(prompt)
     limit: StopReason = "length" if params.max_new_tokens <= room else "context"
     length = min(params.max_new_tokens, room)

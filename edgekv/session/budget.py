@@ -15,10 +15,10 @@ _PERCENTAGE = re.compile(r"(\d{1,30}(?:\.\d{1,30})?) ?%")
 
 
 class Budget(Protocol):
-    """The bytes that caches may take now."""
+    """A limit on the memory of caches."""
 
     def allowance_bytes(self, held_bytes: int) -> int:
-        """Bytes that all caches may take together, including the bytes held already.
+        """Maximum bytes of all caches together, including those already allocated.
 
         Raises:
             EngineError: the system does not report the memory that the budget depends on.
@@ -48,7 +48,7 @@ class ByteBudget:
 
 @dataclass(frozen=True, slots=True)
 class FreeMemoryBudget:
-    """A fraction of the memory that would be free without any cache; it shrinks as other programs take memory.
+    """A fraction of the memory that would be free without caches; it shrinks as other programs use memory.
 
     Attributes:
         fraction: above 0, at most 1.

@@ -1,4 +1,4 @@
-"""How the KV caches of a model are made: update strategy, reserve, context policy, growth and cache mode."""
+"""Options of a model's KV caches: update strategy, reserve, context policy, growth and cache mode."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from edgekv.session.mode import Mode, check_mode, parse_mode
 
 @dataclass(frozen=True, slots=True)
 class CacheSetup:
-    """What all caches of a model have in common.
+    """The options that all caches of a model share.
 
     Attributes:
         manifest: of the bundle.
         strategy: update strategy.
         reserve: memory of `pointer-shift`, in units of S-1 rows per tensor.
-        policy: what happens when the context is full.
-        growth: how memory grows; None allocates all of it at once.
+        policy: context policy: what happens when the context is full.
+        growth: how memory grows; None allocates all of it at the start.
         mode: which sequences are kept.
     """
 
@@ -55,19 +55,19 @@ class CacheSetup:
         cache_mode: str | Mode = "always",
         kv_growth: GrowthName | str | None = None,
     ) -> CacheSetup:
-        """Read options as users write them; see `edgekv.load`.
+        """Parse options as users write them; see `edgekv.load`.
 
         Args:
             manifest: of the bundle.
-            engine: that is bound to the caches.
+            engine: the engine that is bound to the caches.
             kv_update: an update strategy.
-            reserve: of `pointer-shift`.
+            reserve: memory of `pointer-shift`.
             policy: a context policy.
             cache_mode: a cache mode.
             kv_growth: how memory grows.
 
         Raises:
-            UsageError: an unknown name, or options that do not go together.
+            UsageError: an unknown name, or options that exclude each other.
         """
         strategy = kv_update or (DEFAULT_STRATEGY if reserve is None else "pointer-shift")
         if reserve is not None and strategy != "pointer-shift":
@@ -118,6 +118,6 @@ class CacheSetup:
         return cache
 
     def described(self, engine: str) -> Setup:
-        """For the statistics of a generation on an engine."""
+        """The options as the statistics of a generation report them."""
         reserve = float(self.reserve) if self.strategy == "pointer-shift" else None
         return Setup(engine, self.strategy, reserve, str(self.mode), self.growth.name if self.growth else None)

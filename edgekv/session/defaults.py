@@ -1,4 +1,4 @@
-"""The sampling parameters of a call that says nothing."""
+"""Default sampling parameters."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from edgekv.session.params import DEFAULT_MAX_NEW_TOKENS, SamplingParams
 
 
 def default_params(record: GenerationRecord | None) -> SamplingParams:
-    """Those of the bundle, or greedy decoding.
+    """The bundle's defaults; greedy decoding if it has none.
 
     Raises:
         BundleError: a value that sampling refuses.

@@ -1,4 +1,4 @@
-"""What a generation yields, and what is known of it at its end."""
+"""The tokens that a generation yields, and its statistics."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class Token:
 
     Attributes:
         id: in the vocabulary.
-        text: what can be printed now. Empty while a character or a possible stop text is incomplete; the last token
-            brings all that was held back.
+        text: text to print now. Empty while a character or a possible stop text is incomplete; the last token includes
+            all text withheld so far.
         logits: of the step, `[V]` in float32, before any processor; None unless they were asked for.
     """
 
@@ -33,7 +33,7 @@ class Token:
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """On what a generation runs, for its statistics; see `GenerationStats`."""
+    """Engine and cache options of a generation, for its statistics; see `GenerationStats`."""
 
     engine: str
     kv_update: str
@@ -44,36 +44,37 @@ class Setup:
 
 @dataclass(frozen=True, slots=True)
 class GenerationStats:
-    """What a generation did.
+    """Statistics of a generation.
 
     Attributes:
         prompt_tokens: tokens of the prompt.
-        generated_tokens: tokens yielded, the end-of-sequence token included.
+        generated_tokens: tokens yielded, including the end-of-sequence token.
         stop_reason: `eos`; `length`, max_new_tokens reached; `stop`, a stop text; `context`, the context is full and
-            the policy is `fail`; None while it runs, and if it was broken off.
-        prefill_ms: time from the prompt to its logits.
-        time_to_first_token_ms: time from asking for the first token to its text; None before it.
-        decode_ms_per_token: mean time of a decoded token, sampling and text included; None if none was decoded.
+            the policy is `fail`; None while it runs or if it was interrupted.
+        prefill_ms: time from the prompt to its last logits.
+        time_to_first_token_ms: time from requesting the first token to its text; None before it.
+        decode_ms_per_token: mean time per decoded token, including sampling and detokenization; None if none was
+            decoded.
         tokens_per_second: decoded tokens per second; None if none was decoded.
         steps: inferences of prefill and decode.
-        host_us_per_step: mean time of a step outside of the runtime's own run: inputs, bindings, copies.
-        engine: where the graphs ran.
+        host_us_per_step: mean time of a step outside the runtime: inputs, bindings, copies.
+        engine: the engine that ran the graphs.
         kv_update: update strategy of the cache.
         reserve: memory of `pointer-shift` in units of S-1 rows; None for other strategies.
         cache_mode: which sequences are kept from step to step; see `edgekv.session`.
-        reused_tokens: prompt tokens that were not run, because the sequence's cache held them or they were restored.
-        restored_tokens: those of them that were copied from the prefix cache.
-        computed_tokens: tokens run through the graphs, those included that were run again.
-        kv_growth: how the cache's memory grows; None if all of it is allocated at once.
+        reused_tokens: prompt tokens that were not run: already in the sequence's cache, or restored.
+        restored_tokens: the part of them that was copied from the prefix cache.
+        computed_tokens: tokens run through the graphs, including those computed again.
+        kv_growth: how the cache's memory grows; None if all of it is allocated at the start.
         kv_bytes_held: bytes allocated for the cache.
-        kv_bytes_peak: the most that ever were since the cache was made.
+        kv_bytes_peak: maximum of `kv_bytes_held` since the cache was created.
         kv_reallocations: how often the memory of a layer was replaced by a larger one during this generation.
         kv_bytes_copied: bytes that the cache copied during this generation.
         seed: reproduces a sampled generation; None if it was greedy.
         evicted_tokens: tokens that the policies `sinks` or `keydiff` dropped from the cache during this generation.
-        requantization: the error of keys that moved to other positions, in the cache of the last step since it was
-            made; None if the policy moves none, and before the first token.
-        prefix: what this generation did with the prefix cache, and what that holds now; None without one.
+        requantization: rounding error of re-rotated keys in the cache of the last step, since its creation; None if the
+            policy moves no keys, and before the first token.
+        prefix: this generation's statistics of the prefix cache; None without one.
         sampling: the parameters used.
         bundle_defaults: names of the parameters that the bundle's generation_config.json set.
     """

@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 
 
 class Generation(Iterator[Token]):
-    """A stream of tokens. The prompt is run when the first token is asked for.
+    """A stream of tokens. The prompt is run when the first token is requested.
 
-    It holds its sequence until it ends, is closed (`close`, or a `with` block), or is dropped; then the prefix cache
-    gets what was computed, also of a generation that was broken off.
+    It owns its sequence until it ends, is closed (`close`, or a `with` block), or is dropped; then the computed rows
+    are stored in the prefix cache, even if it was interrupted.
 
     Attributes:
         prompt: token ids of the prompt.
@@ -44,13 +44,13 @@ class Generation(Iterator[Token]):
         *,
         return_logits: bool = False,
     ) -> None:
-        """Claim the request's sequence, which may mean to wait for other threads, and load the graphs.
+        """Claim the request's sequence, which may wait for other threads, and load the graphs.
 
         Args:
-            turns: of the model.
-            request: has run nothing yet.
+            turns: the model's lock.
+            request: a new request.
             prompt: token ids.
-            setup: for the statistics.
+            setup: copied to the statistics.
             chosen: how to sample and when to stop.
             sampler: chooses the tokens.
             tokenizer: turns them into text.
@@ -59,7 +59,7 @@ class Generation(Iterator[Token]):
 
         Raises:
             MemoryBudgetError: the cache of a new sequence does not fit.
-            UsageError: the id of the sequence is none, or the tokenizer fails.
+            UsageError: the sequence id is invalid, or the tokenizer fails.
             EngineError: the engine refused a graph.
         """
         assert isinstance(chosen.params, SamplingParams)
@@ -92,7 +92,7 @@ class Generation(Iterator[Token]):
 
         Raises:
             StopIteration: the generation has ended or was closed; `stats.stop_reason` says why.
-            ValueError: a later call of the same thread has taken its sequence.
+            ValueError: a later call in the same thread has claimed its sequence.
             UsageError: the model was closed, or a logits processor left nothing to choose from.
             EngineError: the runtime failed.
         """
@@ -120,13 +120,13 @@ class Generation(Iterator[Token]):
         self.close()
 
     def close(self) -> None:
-        """End the generation here; the prefix cache gets what was computed. Closing twice is harmless."""
+        """End the generation here and store the computed rows in the prefix cache. Closing twice is harmless."""
         with self._turns:
             self._end()
 
     @property
     def stats(self) -> GenerationStats:
-        """What was done so far."""
+        """Statistics so far."""
         done = self._request.stats
         times = done.times
         decoded = len(self._generated) - 1
@@ -182,7 +182,7 @@ class Generation(Iterator[Token]):
         return token
 
     def _take(self, logits: NDArray[Any]) -> Token:
-        """Choose a token, find out whether it is the last one, and what of the text can be given out."""
+        """Choose a token, decide whether it is the last one, and return it with the text to print."""
         token = self._sampler(logits, self.prompt, self._generated)
         real = self._sampler.real(logits) if self._return_logits else None
         self._generated.append(token)

@@ -1,4 +1,4 @@
-"""The graphs of a bundle, and which of them runs the next tokens."""
+"""The graphs of a bundle, and the choice of the graph for the next tokens."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class StepTimes:
 
     Attributes:
         steps: steps run.
-        run_ns: time within the runtime's own run, ns.
+        run_ns: time within the runtime, ns.
         host_ns: all other time of the steps, ns.
     """
 
@@ -34,16 +34,16 @@ class StepTimes:
 
 
 def choose_ar(remaining: int, available: Iterable[int], room: Callable[[int], bool]) -> int:
-    """The AR of the next step: the least that takes all remaining tokens, otherwise the greatest that has room.
+    """The AR of the next step: the smallest for all remaining tokens, otherwise the largest that has room.
 
-    AR-1 if nothing else has room; whether AR-1 has, its step will tell.
+    AR-1 if no other has room; its step raises ContextFullError if there is none.
     """
     fitting = sorted(ar for ar in available if ar == 1 or room(ar))
     return next((ar for ar in fitting if ar >= remaining), fitting[-1])
 
 
 def choose_context(columns: int, available: Sequence[int]) -> int:
-    """S of the next step's graph: the least that has room for the tokens held and AR more, otherwise the greatest."""
+    """S of the next step's graph: the smallest that has room for the held tokens and AR more, otherwise the largest."""
     return next((context for context in available if context >= columns), available[-1])
 
 
@@ -54,14 +54,14 @@ class Graphs:
     """The graphs of a bundle on one cache at a time. A graph is loaded when it is first needed.
 
     Attributes:
-        cache: the past that all graphs share, until `use` names another one.
+        cache: the KV cache that all graphs currently share.
     """
 
     def __init__(self, bundle: Bundle, engine: Engine, cache: KVCache) -> None:
         """Load no graph yet.
 
         Raises:
-            BundleError: the embedding table is not what the manifest promises.
+            BundleError: the embedding table does not match the manifest.
         """
         self.cache = cache
         self._bundle = bundle
@@ -83,10 +83,10 @@ class Graphs:
         return list(self._loaded.values())
 
     def use(self, cache: KVCache) -> None:
-        """Let all graphs work on another cache; each binds its memory in its next step.
+        """Switch all graphs to another cache; each binds its memory in its next step.
 
         Raises:
-            ValueError: the cache has another geometry, or was not made for all graphs.
+            ValueError: the cache has another geometry, or was not created for these graphs.
         """
         if cache is self.cache:
             return
@@ -102,7 +102,7 @@ class Graphs:
 
         Raises:
             EngineError: the engine refused a graph.
-            BundleError: a graph has not the inputs and outputs that the manifest promises.
+            BundleError: a graph's inputs or outputs do not match the manifest.
         """
         for role in roles:
             for contexts in self._ladders.get(role, {}).values():

@@ -1,4 +1,4 @@
-"""Cache modes: which sequences keep their keys and values from one step to the next."""
+"""Cache modes: which sequences keep their keys and values between steps."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from edgekv.session.budget import Budget, FreeMemoryBudget, parse_budget
 
 
 class Mode(Protocol):
-    """Decides what is kept and what is computed again."""
+    """Decides which sequences are kept and which are recomputed."""
 
     @property
     def recomputed_tokens(self) -> int | None:
-        """A sequence of at most this many tokens is computed again in every step; None for every sequence."""
+        """Sequences of at most this many tokens are recomputed in every step; None for every sequence."""
 
     @property
     def budget(self) -> Budget | None:
-        """Memory of the caches of all sequences; None for no limit."""
+        """Memory limit for the caches of all sequences; None for no limit."""
 
     @property
     def evicts(self) -> bool:
-        """Whether sequences are evicted when the budget is used up, the least recently used first."""
+        """Whether the least recently used sequences are evicted when the budget is used up."""
 
 
 @dataclass(frozen=True, slots=True)
 class Always:
-    """Every sequence is kept until it is dropped. Beyond the budget, if there is one, a new one is refused."""
+    """Every sequence is kept until it is dropped. If the budget is used up, new ones are refused."""
 
     budget: Budget | None = None
 
@@ -48,10 +48,10 @@ class Always:
 
 @dataclass(frozen=True, slots=True)
 class LongSequenceOnly:
-    """Only sequences above a threshold are kept: short ones cost no memory, and every step computes them again.
+    """Only sequences above a threshold are kept; shorter ones need no memory and are recomputed in every step.
 
     Attributes:
-        threshold_tokens: at least 1; tokens of the prompt and generated ones.
+        threshold_tokens: at least 1; counts prompt and generated tokens.
     """
 
     threshold_tokens: int
@@ -79,7 +79,7 @@ class LongSequenceOnly:
 
 @dataclass(frozen=True, slots=True)
 class Adaptive:
-    """Every sequence is kept while memory lasts; under pressure the least recently used are evicted.
+    """Every sequence is kept while memory lasts; then the least recently used are evicted.
 
     Attributes:
         budget: half of the free memory by default.
@@ -101,7 +101,7 @@ class Adaptive:
 
 @dataclass(frozen=True, slots=True)
 class Disabled:
-    """Nothing is kept: every step computes the whole sequence again. A baseline for benchmarks."""
+    """Nothing is kept: every step recomputes the whole sequence. A baseline for benchmarks."""
 
     @property
     def recomputed_tokens(self) -> None:
@@ -147,13 +147,13 @@ def parse_mode(text: str) -> Mode:
 
 
 def check_mode(mode: Mode, cache: KVCache) -> None:
-    """Refuse to compute again what would give other results.
+    """Reject recomputation where it would change results.
 
-    Keys and values that were computed in sight of tokens that have left the window since differ from new ones; and a
-    step of AR tokens that begins after S-AR sees fewer past tokens than single steps.
+    Keys and values computed while since evicted tokens were visible differ from recomputed ones, and a step of AR
+    tokens that starts after S-AR sees fewer past tokens than single steps.
 
     Raises:
-        UsageError: sequences are computed again up to a length where tokens may leave a graph's window.
+        UsageError: recomputed sequences may become so long that tokens leave a graph's window.
     """
     safe = cache.geometry.context - cache.ar[-1]
     limit = mode.recomputed_tokens

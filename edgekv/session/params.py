@@ -35,17 +35,17 @@ class SamplingParams:
     Attributes:
         temperature: divides the logits; 0 is greedy, otherwise at least 0.00001.
         top_k: sample from the k most likely tokens; None for all.
-        top_p: of these, sample from the fewest whose probabilities reach p together; None for all.
+        top_p: of these, sample from the smallest set whose probabilities sum to at least p; None for all.
         min_p: of these, drop tokens less likely than min_p times the most likely one; 0 drops none.
         repetition_penalty: logits of tokens in the prompt or the text are divided by it if positive, multiplied by it
-            otherwise (as in Hugging Face transformers and vLLM); 1 is none, above 0.
+            otherwise (as in Hugging Face transformers and vLLM); above 0; 1 for none.
         presence_penalty: subtracted from the logit of every token generated so far (as in OpenAI's API and vLLM),
             -2 to 2.
-        frequency_penalty: subtracted as often as the token was generated so far (as there), -2 to 2.
+        frequency_penalty: subtracted once per occurrence in the generated text (likewise), -2 to 2.
         logit_bias: added to the logits of these token ids; -inf forbids a token.
         seed: random seed, 64 bits; None draws one. The same seed, prompt and parameters give the same tokens.
         stop: the generation ends before the first of these texts.
-        max_new_tokens: the most tokens to generate.
+        max_new_tokens: maximum number of tokens to generate.
         ignore_eos: do not end at an end-of-sequence token.
 
     Raises:
@@ -98,7 +98,9 @@ class SamplingParams:
         return self.temperature == 0
 
     def overlaid(self, **given: Unpack[SamplingKeywords]) -> SamplingParams:
-        """These values as defaults under others. What only sampling needs is dropped if the result is greedy.
+        """These values as defaults, overridden by others.
+
+        Values that only apply to sampling are dropped if the result is greedy.
 
         Raises:
             UsageError: as at construction.
@@ -118,7 +120,7 @@ class SamplingParams:
 
 
 class SamplingKeywords(TypedDict, total=False):
-    """The fields of `SamplingParams` as keywords; what is left out is the default."""
+    """The fields of `SamplingParams` as keywords; omitted ones have their defaults."""
 
     temperature: float
     top_k: int | None
@@ -144,9 +146,9 @@ class BeamParams:
         length_penalty: a finished sequence of n new tokens scores the sum of its log-probabilities divided by
             n**length_penalty; above 0 favours longer ones.
         early_stopping: True stops at `num_beams` finished sequences. False continues while the best beam, if it
-            ended now, would score above the worst of them; "never" judges it, if `length_penalty` is above 0, as
-            if it reached the greatest length at its present sum.
-        max_new_tokens: the most tokens to generate.
+            ended now, would score above the worst of them; "never" scores it at the maximum length with its
+            current sum if `length_penalty` is above 0.
+        max_new_tokens: maximum number of tokens to generate.
 
     Raises:
         UsageError: a value out of range.
@@ -204,11 +206,11 @@ _BEAM_ONLY = tuple(each.name for each in fields(BeamParams) if each.name != "max
 
 @dataclass(frozen=True, slots=True)
 class ChosenParams:
-    """The parameters of a call.
+    """The resolved parameters of a call.
 
     Attributes:
-        params: valid ones.
-        bundle_defaults: names of those that were not given and that the bundle sets.
+        params: valid parameters.
+        bundle_defaults: names of the parameters taken from the bundle.
     """
 
     params: Params
@@ -216,12 +218,12 @@ class ChosenParams:
 
 
 def choose_params(params: Params | int | None, keywords: Mapping[str, Any], defaults: SamplingParams) -> ChosenParams:
-    """Put the parameters of a call together.
+    """Resolve the parameters of a call.
 
     Args:
         params: used as they are, without the defaults; a number is `max_new_tokens`; None for keywords alone.
         keywords: fields that replace those of `params`, or of `defaults` if there are none. None means not given.
-        defaults: of the bundle, for what sampling is not told.
+        defaults: the bundle's, for sampling parameters that are not given.
 
     Raises:
         UsageError: a value out of range, or options of sampling and beam search together.

@@ -15,15 +15,15 @@ _IDS = 1 << 64
 
 @dataclass(frozen=True, slots=True)
 class PoolStats:
-    """The state now, and counters since the pool was made. The pool's own session is not among them.
+    """Current state, and counters since the pool was created, without the pool's own session.
 
     Attributes:
         total_sequences: sequences held.
         total_bytes: bytes allocated for them.
-        used_bytes: bytes of the rows that hold a token.
+        used_bytes: bytes of the rows in use.
         total_tokens: tokens held.
-        lookups: how often a sequence was asked for.
-        hits: how often it was there.
+        lookups: number of lookups.
+        hits: lookups that found their sequence.
         evictions: sequences that were evicted under memory pressure.
     """
 
@@ -37,7 +37,7 @@ class PoolStats:
 
     @property
     def average_length(self) -> float:
-        """Tokens held by a sequence, on average; 0 if there is none."""
+        """Mean number of tokens per sequence; 0 if there is none."""
         return self.total_tokens / self.total_sequences if self.total_sequences else 0.0
 
     @property
@@ -54,12 +54,12 @@ class PoolStats:
 class SessionPool:
     """Sessions by a 64-bit id, kept until they are dropped or evicted.
 
-    The session that is asked for is in use; all others may be evicted, the least recently used first. Memory pressure
-    is checked whenever a session is asked for. Of a model's pool, other threads may call `drop` and `clear` alone.
+    The session looked up last is in use; all others may be evicted, the least recently used first. Memory pressure is
+    checked at every lookup. Other threads may only call `drop` and `clear` of a model's pool.
 
     Attributes:
-        own: the session of calls without an id, and of all steps that compute a sequence again.
-        mode: which sequences are kept, and the budget.
+        own: the session of calls without an id, and of all steps that recompute a sequence.
+        mode: the cache mode, which includes the budget.
     """
 
     def __init__(
@@ -69,13 +69,13 @@ class SessionPool:
         own: Session | None = None,
         turns: Turns | None = None,
     ) -> None:
-        """Hold nothing but the own session yet.
+        """Start with only the own session.
 
         Args:
-            make_session: allocates a session; all of them take the same memory.
+            make_session: allocates a session; all sessions need the same memory.
             mode: None for `always`.
             own: the own session; None makes one.
-            turns: of the model, so that `drop` and `clear` wait for the end of a step; None for a single thread.
+            turns: the model's lock, so that `drop` and `clear` wait for the end of a step; None for a single thread.
         """
         self.own = make_session() if own is None else own
         self.mode: Mode = Always() if mode is None else mode
@@ -105,7 +105,7 @@ class SessionPool:
 
     @property
     def stats(self) -> PoolStats:
-        """What is held now, and counters."""
+        """Current state and counters."""
         caches = [held.cache for held in self._held.values()]
         return PoolStats(
             total_sequences=len(caches),
@@ -123,10 +123,10 @@ class SessionPool:
         return limit is not None and tokens > limit
 
     def claim(self, sequence: int | None, tokens: int) -> None:
-        """Allocate what a sequence of this length needs, so that a refusal comes before any work.
+        """Allocate the memory of a sequence of this length, so that it fails before any work.
 
         Raises:
-            UsageError: no 64-bit id.
+            UsageError: the id is not a 64-bit integer.
             MemoryBudgetError: it does not fit.
         """
         if sequence is None:
@@ -134,10 +134,10 @@ class SessionPool:
         if self.keeps(tokens):
             self.get_or_create(sequence)
         else:
-            self._free(sequence)  # what is computed again holds no memory
+            self._free(sequence)  # recomputed sequences need no memory
 
     def place(self, sequence: int | None, tokens: int) -> Session:
-        """The session in which the next step of a sequence of this length runs.
+        """The session for the next step of a sequence of this length.
 
         Raises:
             MemoryBudgetError: the sequence needs a new cache, which does not fit.
@@ -150,7 +150,7 @@ class SessionPool:
         """The session, which is now the most recently used; None if it is not held.
 
         Raises:
-            UsageError: no 64-bit id.
+            UsageError: the id is not a 64-bit integer.
         """
         _check_id(sequence)
         self._lookups += 1
@@ -162,7 +162,7 @@ class SessionPool:
         """The session, which is now the most recently used; a new, empty one if it was not held.
 
         Raises:
-            UsageError: no 64-bit id.
+            UsageError: the id is not a 64-bit integer.
             MemoryBudgetError: a new one does not fit; nothing has changed then.
         """
         held = self.get(sequence)
@@ -174,7 +174,7 @@ class SessionPool:
         return held
 
     def touch(self, sequence: int | None) -> Session | None:
-        """As `get`, but not counted: for a call that asked before. None is the own session."""
+        """As `get` without counting, for later steps of a call. None is the own session."""
         if sequence is None:
             return self.own
         held = self._held.pop(sequence, None)
@@ -186,7 +186,7 @@ class SessionPool:
         """Free a session, between two steps; False if it was not held.
 
         Raises:
-            UsageError: no 64-bit id.
+            UsageError: the id is not a 64-bit integer.
         """
         with self._turns:
             return self._free(sequence)

@@ -1,4 +1,4 @@
-"""Prompts: from text to tokens that a bundle's graphs take."""
+"""Prompts: from text to tokens for a bundle's graphs."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 _ALWAYS_READ = 1 << 16
-"""Characters that are tokenized without a look at the context."""
+"""Texts of up to this many characters are tokenized without a check against the context."""
 _SLACK = 4
 """Unicode normalization can shorten a text, at most to a third of its characters (NFC)."""
 _MAX_SLIDING = 1 << 22
-"""Characters of a prompt that may be longer than the context: the tokenizer takes about 140 bytes for each."""
+"""Maximum characters of a prompt that may exceed the context: the tokenizer needs about 140 bytes per character."""
 
 
 class PromptReader:
@@ -67,7 +67,7 @@ class PromptReader:
         """The prompt, or the tokens of messages.
 
         Raises:
-            UsageError: both or none of them, or messages that the chat template refuses.
+            UsageError: both or neither are given, or the chat template refuses the messages.
         """
         if (prompt is None) == (messages is None):
             found = "neither" if prompt is None else "both"
@@ -78,7 +78,7 @@ class PromptReader:
         return prompt
 
     def encode_chat(self, text: str) -> list[int]:
-        """The tokens of a rendered chat template, which writes its special tokens itself.
+        """The tokens of a rendered chat template, which contains its special tokens.
 
         Raises:
             UsageError: the text is not Unicode, or the tokenizer fails on it.
@@ -87,15 +87,15 @@ class PromptReader:
         return encode(self.tokenizer, text, vocab=vocab, field="messages", add_special_tokens=False)
 
     def piece(self, token: int) -> str:
-        """The text of one token, a special one by its name."""
+        """The text of one token; a special token's name."""
         return decode(self.tokenizer, [token], skip_special_tokens=False)
 
     def read(self, prompt: str | Sequence[int], field: str, policy: str) -> list[int]:
-        """The tokens of a prompt, which a cache with this context policy takes.
+        """The tokens of a prompt, checked against the context policy.
 
         Raises:
-            ContextFullError: more tokens than the context holds and the policy is `fail`; or a text so long that it
-                cannot fit, which is refused before it is tokenized.
+            ContextFullError: more tokens than the context and the policy is `fail`; or a text too long to fit, which is
+                refused before it is tokenized.
             UsageError: no tokens, or an id that is not in the vocabulary.
         """
         manifest = self._bundle.manifest
@@ -124,7 +124,7 @@ class PromptReader:
             return
         context = self._bundle.manifest.context
         if policy == "fail":
-            # Byte-level tokens are written with one character for each byte, others with the text's own characters.
+            # Byte-level vocabularies write one character per byte, others the text's characters.
             longest = max(len(token) for token in self.tokenizer.get_vocab(with_added_tokens=True))
             most = max(_ALWAYS_READ, _SLACK * longest * context)
             wanted = f"at most {most:,}, more than {context} tokens (the context of the bundle) can hold"

@@ -1,4 +1,4 @@
-"""One call's tokens on their way through a session: what is reused, restored, run and stored."""
+"""Runs the tokens of one call in a session: they are reused, restored, computed and stored."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from edgekv.session.session import Session
 
 @dataclass(frozen=True, slots=True)
 class SessionStats:
-    """What a call did so far.
+    """Statistics of a call so far.
 
     Attributes:
         times: of its steps.
-        reused_tokens: prompt tokens that were not run because they were held or restored.
-        restored_tokens: those of them that came from the prefix cache.
-        computed_tokens: tokens run, those included that were run again.
+        reused_tokens: prompt tokens that were not run: already in the cache, or restored.
+        restored_tokens: the part of them restored from the prefix cache.
+        computed_tokens: tokens run, including those recomputed.
         bytes_held: bytes of the cache that was used last.
-        peak_bytes: the most that this cache ever had.
+        peak_bytes: maximum bytes of this cache so far.
         reallocations: how often caches replaced the memory of a layer.
         bytes_copied: bytes that caches copied.
         evicted_tokens: tokens that a context policy dropped.
-        requantization: the error of moved keys in the cache of the last step, since that cache was made.
-        has_room: whether a further token can be run.
+        requantization: rounding error of re-rotated keys in the cache of the last step, since its creation.
+        has_room: whether another token can be run.
     """
 
     times: StepTimes = field(default_factory=StepTimes)
@@ -48,7 +48,7 @@ class SessionStats:
 
 
 def open_prefixes(store: SharedStore | None, salt: str | None, retention: RetentionPolicy | None) -> Prefixes | None:
-    """What a call does with the prefix cache; None if there is none.
+    """The call's use of the prefix cache; None if there is none.
 
     Raises:
         UsageError: a salt or a retention policy without a prefix cache.
@@ -64,13 +64,13 @@ def open_prefixes(store: SharedStore | None, salt: str | None, retention: Retent
 
 
 class Request:
-    """Feeds one sequence to the sessions of a pool, which says in each step where it runs.
+    """Feeds one sequence to the sessions of a pool; the pool chooses the session of each step.
 
-    A session that was evicted meanwhile is computed again from all of the tokens.
+    A session evicted in the meantime is recomputed from all tokens.
 
     Attributes:
         sequence: the id; None for the pool's own session.
-        stats: what was done so far.
+        stats: statistics so far.
     """
 
     def __init__(
@@ -80,9 +80,9 @@ class Request:
 
         Args:
             pool: the sessions.
-            graphs: that they run on, for the times.
+            graphs: the graphs of the sessions, for the times.
             sequence: the id; None for the pool's own session.
-            prefixes: where prefixes are restored from and stored to.
+            prefixes: the prefix cache; None for none.
         """
         self.stats = SessionStats(
             bytes_held=pool.own.cache.stats.bytes_held, peak_bytes=pool.own.cache.stats.peak_bytes
@@ -96,14 +96,14 @@ class Request:
 
     @property
     def prefix_stats(self) -> StoreStats | None:
-        """What was done with the prefix cache; None if there is none."""
+        """Statistics of the prefix cache; None if there is none."""
         return None if self._prefixes is None else self._prefixes.stats
 
     def prepare(self, prompt_tokens: int) -> None:
-        """Allocate the cache and load the graphs that a prompt needs, so that a refusal comes before any work.
+        """Allocate the cache and load the graphs for a prompt, so that errors occur before any work.
 
         Raises:
-            UsageError: no 64-bit id.
+            UsageError: the id is not a 64-bit integer.
             MemoryBudgetError: the cache does not fit.
             EngineError: the engine refused a graph.
         """
@@ -111,7 +111,7 @@ class Request:
         self._graphs.prepare("decode", *(("prefill",) if prompt_tokens > 1 else ()))
 
     def begin(self) -> None:
-        """The sequence is held by this request now; the pool's own session begins empty."""
+        """Start using the sequence; the pool's own session is emptied."""
         if self.sequence is None:
             self._pool.own.reset()
             self._graphs.use(self._pool.own.cache)
@@ -146,7 +146,7 @@ class Request:
             self._count(session, self._graphs.times - times, before, len(new))
 
     def finish(self) -> None:
-        """Nothing follows, or the call was broken off: store the end of the sequence in the prefix cache too."""
+        """End the call, complete or interrupted: also store the end of the sequence in the prefix cache."""
         if self._is_finished:
             return
         self._is_finished = True
@@ -157,7 +157,7 @@ class Request:
             self._prefixes.end(session.cache, session.tokens)
 
     def _recall(self, session: Session) -> tuple[int, int]:
-        """How many tokens of the sequence the session holds now, and how many of these were restored."""
+        """Number of tokens of the sequence in the session, and how many of these were restored."""
         start = session.reuse(self._tokens)
         if self._prefixes is None or start == len(self._tokens) - 1:
             return start, 0
@@ -171,7 +171,7 @@ class Request:
         return end, end - start
 
     def _run(self, session: Session, tokens: Sequence[int], prefixes: Prefixes) -> NDArray[Any]:
-        """Run tokens; the blocks that they fill are stored before a layer of limited attention drops them."""
+        """Run tokens; full blocks are stored before layers with an attention window drop them."""
         piece = session.cache.ar[-1] if len(session.cache.groups) > 1 else len(tokens)
         for at in range(0, len(tokens), piece):
             logits = session.feed(tokens[at : at + piece])

@@ -17,10 +17,10 @@ from quant import Encoding
 
 
 class Sampler:
-    """Chooses token after token.
+    """Chooses tokens one at a time.
 
-    The random number of a token depends on the seed and the token's position alone, so that a text can be resumed
-    anywhere and continues in the same way.
+    The random number of a token depends only on the seed and the token's position, so a text resumed at any point
+    continues in the same way.
 
     Attributes:
         seed: the random seed, drawn if none was given; None if greedy.
@@ -30,7 +30,7 @@ class Sampler:
         """Prepare for logits that are integers of an encoding.
 
         Args:
-            params: how to choose; its bias and penalties are not applied here, see `of`.
+            params: sampling parameters; bias and penalties are not applied here, see `of`.
             encoding: of the logits.
             processors: applied to the logits, in this order.
         """
@@ -55,7 +55,7 @@ class Sampler:
     def __call__(self, logits: NDArray[Any], prompt: Sequence[int] = (), generated: Sequence[int] = ()) -> int:
         """The next token.
 
-        Greedy choice without processors compares integers; of equally likely tokens it takes the lowest id.
+        Greedy decoding without processors compares integers; ties go to the lowest id.
 
         Args:
             logits: integers `[V]`.
@@ -76,15 +76,15 @@ class Sampler:
             order, probabilities = self._distribution(processed, processed)
         cumulative = probabilities.cumsum()
         drawn = self._uniform(len(prompt) + len(generated)) * cumulative[-1]
-        last = cumulative.searchsorted(cumulative[-1])  # what follows has a probability of 0
+        last = cumulative.searchsorted(cumulative[-1])  # later ones have a probability of 0
         return int(order[min(cumulative.searchsorted(drawn, "right"), last)])
 
     def real(self, logits: NDArray[Any]) -> NDArray[np.float32]:
-        """The real numbers that integer logits stand for, before any processor."""
+        """Dequantized logits, before any processor."""
         return self._encoding.dequantize(logits)
 
     def distribution(self, logits: NDArray[Any]) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-        """The tokens that may be chosen, most likely first, and their probabilities, which sum up to 1.
+        """The tokens that may be chosen, most likely first, and their probabilities, which sum to 1.
 
         Args:
             logits: integers `[V]`, to which no processor is applied.
@@ -119,14 +119,14 @@ class Sampler:
         return values
 
     def _uniform(self, position: int) -> float:
-        """A number in [0, 1) that the seed and a position determine, on every platform and in every release."""
+        """A number in [0, 1) determined by the seed and a position, the same on every platform and in every release."""
         assert self.seed is not None
         raw = int(np.random.Philox(key=self.seed, counter=position).random_raw())
         return (raw >> 11) * 2.0**-53
 
 
 def most_likely(values: NDArray[Any], count: int) -> NDArray[np.intp]:
-    """Indices of the greatest values, greatest first; of equal ones the lower index."""
+    """Indices of the largest values in descending order; ties go to the lower index."""
     if count == len(values):
         return np.argsort(-values, kind="stable")
     least = np.partition(values, len(values) - count)[len(values) - count]

@@ -1,4 +1,4 @@
-"""A sequence on disk: its tokens and its KV cache, so that a later process continues without prefill."""
+"""A sequence on disk: its tokens and its KV cache, so that a later process can continue without prefill."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ if TYPE_CHECKING:
 
 
 def load_sequence(model: Model, sequence: int, file: Path) -> int:
-    """Restore what `save_sequence` wrote; a file that does not exist yet leaves the sequence empty.
+    """Restore a file written by `save_sequence`; if it does not exist, the sequence stays empty.
 
-    Call it before the first generation of the sequence. The next prompt is still the whole text; what it shares with
-    the saved tokens is not run again.
+    Call it before the first generation of the sequence. The next prompt is still the whole text; tokens that it shares
+    with the saved ones are not run again.
 
     Args:
         model: of the same bundle and engine.
@@ -29,7 +29,7 @@ def load_sequence(model: Model, sequence: int, file: Path) -> int:
         Tokens restored.
 
     Raises:
-        StateError: the file is damaged, or of another bundle or engine; the sequence is as it was.
+        StateError: the file is damaged, or of another bundle or engine; the sequence is unchanged.
         UsageError: a cache mode that does not keep every sequence.
         MemoryBudgetError: there is no memory for the sequence.
     """
@@ -49,7 +49,7 @@ def load_sequence(model: Model, sequence: int, file: Path) -> int:
 
 
 def save_sequence(model: Model, sequence: int, file: Path) -> int:
-    """Write a sequence, whole or not at all; an existing file is replaced.
+    """Write a sequence atomically; an existing file is replaced.
 
     Returns:
         Tokens saved; 0, without a file, if the sequence holds none.
@@ -65,7 +65,7 @@ def save_sequence(model: Model, sequence: int, file: Path) -> int:
 
 
 def _fingerprint(model: Model) -> str:
-    """What the rows depend on, in a form that tells a reader which part differs."""
+    """What the rows depend on, as readable text, so that an error shows which part differs."""
     manifest = model.bundle.manifest
     digest = prefix_fingerprint(manifest, model.engine)[:16]
     return f"{manifest.model.model_type} bundle {digest} on {model.engine}"

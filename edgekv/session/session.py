@@ -15,17 +15,17 @@ from edgekv.session.graphs import Graphs
 
 
 class Session:
-    """A cache, the tokens that it holds, and the graphs that extend it. Not for several threads at once.
+    """A cache, its tokens, and the graphs that extend it. Not thread-safe.
 
     Attributes:
         cache: the memory.
         tokens: the tokens run so far, oldest first; `len(tokens)` is the position of the next one. With a sliding
-            window they include those that have left.
-        writer: the call that extended it last, which need not compare tokens to continue.
+            window they include evicted ones.
+        writer: the call that extended it last; it can continue without comparing tokens.
     """
 
     def __init__(self, cache: KVCache, graphs: Graphs) -> None:
-        """Begin with what an empty cache holds."""
+        """Start with an empty cache."""
         self.cache = cache
         self.tokens: list[int] = []
         self.writer: object = None
@@ -39,7 +39,7 @@ class Session:
         Args:
             tokens: at least one.
             role: of the graphs that run several tokens; the decode graph runs single ones.
-            take: is given the logits of each step, `[rows, V]`.
+            take: called with the logits of each step, `[rows, V]`.
 
         Returns:
             The logits of the last token as integers `[V]`, valid until the next step.
@@ -60,7 +60,7 @@ class Session:
             try:
                 graph.step(step, logits=take is not None or done == len(tokens))
             except EdgeKVError:
-                raise  # the cache is as it was before the step
+                raise  # the cache is unchanged by the failed step
             except BaseException:  # such as Ctrl-C
                 self._drop_half_a_step()
                 raise
@@ -88,10 +88,10 @@ class Session:
         self.writer = None
 
     def reuse(self, tokens: list[int]) -> int:
-        """Drop what does not begin a sequence of tokens, and return how many of its tokens are held.
+        """Keep the longest common prefix with a sequence of tokens and return its length.
 
-        At least the last token is left to be run, since its logits are wanted. If tokens have left the window, what
-        is held can be extended but not taken back; then it is dropped whole if it does not fit.
+        At least the last token is left to be run, since its logits are needed. A cache that has evicted tokens can be
+        extended but not rewound: it is reset unless the sequence continues it.
         """
         if self.cache.tokens_seen != len(self.tokens):
             self.reset()  # the cache was used without this session
@@ -109,17 +109,17 @@ class Session:
         return common
 
     def adopt(self, tokens: Sequence[int]) -> None:
-        """Note that the cache was given these tokens instead of what it held."""
+        """Record that the cache now contains these tokens."""
         self.tokens = list(tokens)
         self.writer = None
 
     def yield_to(self, other: Session) -> None:
-        """Let the graphs work on another session's cache, so that nothing keeps this one's memory alive."""
+        """Switch the graphs to another session's cache, so that this one's memory can be freed."""
         if self._graphs.cache is self.cache:
             self._graphs.use(other.cache)
 
     def _drop_half_a_step(self) -> None:
-        """Hold nothing if only a part of the cache took the rows of a step."""
+        """Reset the session if only a part of the cache has committed a step."""
         cache, seen = self.cache, self.cache.tokens_seen
         parts = [(cache.length, cache.capacity), *((group.length, group.capacity) for group in cache.groups)]
         if any(length != min(seen, capacity) for length, capacity in parts):

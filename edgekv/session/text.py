@@ -1,4 +1,4 @@
-"""From tokens to text that can be printed at once."""
+"""From tokens to text that can be printed immediately."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 _OPEN_BYTES = 3
-"""A UTF-8 character of 4 bytes can lack its last one."""
+"""Bytes of an incomplete UTF-8 character, at most."""
 _MAX_PENDING_TOKENS = 8
 _CONTEXT_TOKENS = 64
 
@@ -21,9 +21,9 @@ _CONTEXT_TOKENS = 64
 class Detokenizer:
     """Turns a stream of tokens into pieces of text that never end within a UTF-8 character.
 
-    A piece is what the decoded text gains by the new token. Bytes that may still become a character are held back:
-    at most three. The tokens before the new ones are decoded with them, because some tokenizers drop the space before
-    the first word of a text.
+    A piece is the text that the new token adds. At most three bytes that may still become a character are withheld. The
+    tokens before the new ones are decoded with them, because some tokenizers drop the space before the first word of a
+    text.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int] = ()) -> None:
@@ -35,11 +35,11 @@ class Detokenizer:
         self._tokenizer = tokenizer
         self._tokens = list(prompt[-_CONTEXT_TOKENS:])
         self._start = 0  # decoding begins with this token
-        self._whole = self._last_whole()  # the text of the tokens before this one was given out
-        self._given = 0  # characters of the tokens from `_whole` on that were given out
+        self._whole = self._last_whole()  # the text of the tokens before this one was returned
+        self._given = 0  # characters of the tokens from `_whole` on that were returned
 
     def push(self, token: int) -> str:
-        """The text that can be given out now that this token has come."""
+        """The text that can be printed after this token."""
         self._tokens.append(token)
         text = self._text()
         held = len(text) - len(text.rstrip(_REPLACEMENT))
@@ -52,7 +52,7 @@ class Detokenizer:
         return ready
 
     def flush(self) -> str:
-        """What is left at the end; an incomplete character becomes U+FFFD."""
+        """The remaining text at the end; an incomplete character becomes U+FFFD."""
         return self._take(self._text())
 
     def _take(self, text: str) -> str:
@@ -65,13 +65,13 @@ class Detokenizer:
         return self._added_after(self._start, self._whole)
 
     def _added_after(self, start: int, cut: int) -> str:
-        """What the tokens from `cut` on add to the text of those from `start` on."""
+        """The text that the tokens from `cut` on add to the tokens from `start` on."""
         before, text = self._decode(self._tokens[start:cut]), self._decode(self._tokens[start:])
         # Byte tokens of a SentencePiece vocabulary turn a whole run into U+FFFD when one of them is wrong.
         return text[len(before) :] if text.startswith(before) else self._decode(self._tokens[cut:])
 
     def _advance(self, text: str) -> None:
-        """Stop decoding tokens whose text is settled: a long run of invalid bytes has no whole character to stop at."""
+        """Stop decoding tokens whose text is final: a long run of invalid bytes has no complete character."""
         for cut in range(len(self._tokens) - _OPEN_BYTES - 1, self._whole, -1):
             rest = self._added_after(self._whole, cut)
             settled = len(text) - len(rest)
@@ -80,7 +80,7 @@ class Detokenizer:
                 return
 
     def _last_whole(self) -> int:
-        """Tokens of the prompt up to its last whole character: one that it begins belongs to the first piece."""
+        """Tokens of the prompt up to its last complete character; an incomplete one belongs to the first piece."""
         end = len(self._tokens)
         for length in range(end, max(end - _OPEN_BYTES - 1, -1), -1):
             if not self._decode(self._tokens[:length]).endswith(_REPLACEMENT):
@@ -92,9 +92,9 @@ class Detokenizer:
 
 
 class StopSequences:
-    """Passes text on until one of several stop texts is complete, and holds back what may begin one.
+    """Passes text on until a stop text is complete, and withholds text that may be the start of one.
 
-    The stop text that is complete first ends the text before its own beginning; of two at once, the longer one.
+    The text ends before the stop text that is completed first; if two are, before the longer one.
     """
 
     def __init__(self, sequences: Sequence[str]) -> None:
@@ -110,7 +110,7 @@ class StopSequences:
         self.found = False
 
     def push(self, piece: str) -> str:
-        """The text that can be given out now; nothing once `found` is true."""
+        """The text that can be printed now; empty once `found` is true."""
         if self.found or not self._sequences:
             return "" if self.found else piece
         text = self._held + piece
@@ -123,12 +123,12 @@ class StopSequences:
         return text[: len(text) - keep]
 
     def flush(self) -> str:
-        """What was held back, at the end of the text."""
+        """The withheld text, at the end."""
         held, self._held = self._held, ""
         return held
 
 
 def _overlap(text: str, sequence: str) -> int:
-    """Length of the longest end of the text that begins the sequence."""
+    """Length of the longest suffix of the text that is a prefix of the sequence."""
     longest = min(len(text), len(sequence) - 1)
     return next((n for n in range(longest, 0, -1) if text.endswith(sequence[:n])), 0)

@@ -14,17 +14,17 @@ _POLL_S = 0.5
 
 
 def _do_nothing() -> None:
-    """A call that leaves nothing."""
+    """A no-op call."""
 
 
 class Turns:
     """One step at a time, and one call at a time for each sequence.
 
-    As a context manager it is the lock of a step. It is not reentrant. Work that the garbage collector asks for may
-    come in the middle of a step of the same thread, so it is deferred to the end of the step.
+    As a context manager it is the lock of a step. It is not reentrant. The garbage collector may request work in the
+    middle of a step of the same thread, so such work is deferred to the end of the step.
 
     Attributes:
-        is_closed: whether the model was closed.
+        is_closed: whether the model is closed.
     """
 
     def __init__(self) -> None:
@@ -43,21 +43,20 @@ class Turns:
             while self._deferred:
                 self._deferred.popleft()()
             self._lock.release()
-            # What was deferred since could not get the lock.
+            # Work deferred in the meantime could not get the lock.
             if not self._deferred or not self._lock.acquire(blocking=False):
                 return
 
     def defer(self, work: Callable[[], None]) -> None:
-        """Do some work in this turn's lock: now if it is free, otherwise when the step under way has ended."""
+        """Do some work under the lock: now if it is free, otherwise after the current step."""
         self._deferred.append(work)
         if self._lock.acquire(blocking=False):
             self.__exit__()
 
     def claim(self, sequence: int | None, hold: Hold) -> None:
-        """Take a sequence for a call; the caller is within a turn.
+        """Claim a sequence for a call; the caller has the lock.
 
-        An earlier call of the same thread, or of a thread that has ended, is abandoned. One of another thread is
-        waited for.
+        Abandons an earlier call of the same thread or of a finished thread; waits for a call of another thread.
         """
         me = threading.current_thread()
         while (held := self._holds.get(sequence)) is not None:
@@ -83,7 +82,7 @@ class Turns:
 
     @contextmanager
     def whole_call(self, sequence: int | None, finish: Callable[[], None] = _do_nothing) -> Iterator[None]:
-        """Hold a sequence, and the lock, from begin to end of a call."""
+        """Hold a sequence and the lock for a whole call."""
         with self:
             hold = Hold(self, sequence, finish)
             hold.claim()
@@ -93,7 +92,7 @@ class Turns:
                 hold.end()
 
     def close(self) -> None:
-        """End all calls under way and refuse later ones."""
+        """End all running calls and refuse later ones."""
         with self:
             self.is_closed = True
             holds, self._holds = self._holds, {}
@@ -112,35 +111,35 @@ class Turns:
 
 
 class Hold:
-    """A call's hold on its sequence. It outlives the caller's object, which may be dropped at any time."""
+    """A call's claim on its sequence. It outlives the caller's object, which may be dropped at any time."""
 
     def __init__(self, turns: Turns, sequence: int | None, finish: Callable[[], None]) -> None:
-        """Hold nothing yet; `finish` is called once or more when the call ends in any way."""
+        """Claim nothing yet; `finish` is called at least once when the call ends in any way."""
         self.is_abandoned = False
         self._turns = turns
         self._sequence = sequence
         self._finish = finish
 
     def claim(self) -> None:
-        """Take the sequence, within a turn."""
+        """Claim the sequence; the caller has the lock."""
         self._turns.claim(self._sequence, self)
 
     def keep(self) -> None:
-        """Continue in this thread, within a turn."""
+        """Continue in this thread; the caller has the lock."""
         self._turns.keep(self._sequence, self)
 
     def abandon(self) -> None:
-        """Leave the sequence to a later call, within its turn."""
+        """Leave the sequence to a later call, which has the lock."""
         self.is_abandoned = True
         self._finish()
 
     def end(self) -> None:
-        """Finish and free the sequence, within a turn."""
+        """Finish and free the sequence; the caller has the lock."""
         try:
             self._finish()
         finally:
             self._turns.free(self._sequence, self)
 
     def drop(self) -> None:
-        """End it from anywhere: the garbage collector may call this in the middle of a turn."""
+        """End the call from anywhere: the garbage collector may call this while the lock is held."""
         self._turns.defer(self.end)
