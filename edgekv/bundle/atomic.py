@@ -22,7 +22,7 @@ _in_use: set[Path] = set()
 def atomic_file(target: Path) -> Iterator[Path]:
     """A temporary path beside `target`, renamed to `target` when the block ends without an exception.
 
-    The file is `.NAME.partial-PID-THREAD`; on an exception it is removed. It is not flushed to the disk.
+    The file is `.NAME.partial-PID-THREAD`; on an exception it is removed. It is not flushed to disk.
 
     Raises:
         OSError: the folder cannot be written.
@@ -39,7 +39,7 @@ def atomic_file(target: Path) -> Iterator[Path]:
 def atomic_directory(target: str | Path, *, force: bool = False, marker: str = MANIFEST) -> Iterator[Path]:
     """A new empty folder beside `target`, renamed to `target` when the block ends without an exception.
 
-    The folder is `.NAME.partial-PID`. On success its files are flushed to the disk before it is renamed; on an
+    The folder is `.NAME.partial-PID`. On success its files are flushed to disk before it is renamed; on an
     exception it is removed. Leftovers of a killed process are removed by the next one with the same target.
 
     Args:
@@ -49,7 +49,7 @@ def atomic_directory(target: str | Path, *, force: bool = False, marker: str = M
             delete a home directory.
 
     Raises:
-        UsageError: `target` exists and `force` is not given, or it must not be replaced.
+        UsageError: `target` exists and `force` is not given, or `target` must not be replaced.
         BundleError: the parent folder cannot be written.
     """
     target = Path(target).absolute()
@@ -78,7 +78,7 @@ def atomic_directory(target: str | Path, *, force: bool = False, marker: str = M
 
 
 def check_target(target: Path, *, force: bool, marker: str = MANIFEST) -> None:
-    """Refuse what `atomic_directory` would refuse, before any work is done.
+    """Raise the errors of `atomic_directory` before any work is done.
 
     Raises:
         UsageError: see `atomic_directory`.
@@ -133,7 +133,7 @@ def _flush_tree(folder: Path) -> None:
 
 
 def _flush(path: Path) -> None:
-    """Flush a file or folder to the disk. Windows and some file systems cannot do that with folders."""
+    """Flush a file or folder to disk. Windows and some file systems cannot do that with folders."""
     is_folder = path.is_dir()
     if is_folder and _on_windows():
         return

@@ -17,7 +17,7 @@ from edgekv.spec.text import TOKENIZER, open_tokenizer
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-# What a runtime could load from the folder; other files, such as notes, are ignored.
+# Files that a runtime could load; other files, such as notes, are ignored.
 _KNOWN_SUFFIXES = frozenset({".onnx", ".data", ".bin", ".safetensors", ".tflite"})
 _KNOWN_NAMES = frozenset({TOKENIZER})
 
@@ -43,10 +43,10 @@ class Bundle:
         return self.path / record.file
 
     def require_whole(self, reader: str) -> None:
-        """Refuse graphs of several parts, or without the embedding, for a reader that runs a graph as one file.
+        """Reject graphs of several parts, or without the embedding, for a reader that runs a graph as one file.
 
         Args:
-            reader: its name, for the error.
+            reader: name of the reader, for the error.
 
         Raises:
             BundleError: the bundle has such graphs.
@@ -62,10 +62,10 @@ class Bundle:
             )
 
     def require_onnx(self, reader: str) -> None:
-        """Refuse graphs that are not ONNX, for a reader of ONNX graphs alone.
+        """Reject graphs that are not ONNX, for a reader of ONNX graphs.
 
         Args:
-            reader: its name, for the error.
+            reader: name of the reader, for the error.
 
         Raises:
             BundleError: the bundle has other graphs.
@@ -130,7 +130,7 @@ def _check_sizes(folder: Path, manifest: Manifest) -> None:
 
 
 def _check_unlisted(folder: Path, manifest: Manifest) -> None:
-    for path in sorted(folder.iterdir()):  # subfolders such as `compiled` have manifests of their own
+    for path in sorted(folder.iterdir()):  # subfolders such as `compiled` have their own manifests
         known = path.suffix in _KNOWN_SUFFIXES or path.name in _KNOWN_NAMES
         if known and path.name not in manifest.files:
             fix = "Move it out of the bundle."

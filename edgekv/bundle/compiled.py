@@ -1,4 +1,4 @@
-"""The context binaries that `edgekv compile` writes into a bundle for one chip."""
+"""Context binaries of a bundle for one chip, written by `edgekv compile`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class CompiledBinary(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     Attributes:
         file: the binary.
         wrappers: ONNX files with an EPContext node, by the name of a part of a graph; ONNX Runtime loads the binary
-            through them. A `.tflite` file contains its binary, and is its own wrapper.
+            through them. A `.tflite` file contains its binary, and is also the wrapper.
         graphs: the number of graphs in the binary.
     """
 

@@ -1,4 +1,4 @@
-"""Whether the fields of a manifest agree with each other."""
+"""Checks that the fields of a manifest are consistent."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ Fail = Callable[[str, object, object], NoReturn]
 
 
 def check_consistency(manifest: Manifest, fail: Fail) -> None:
-    """Call `fail` with the first field that contradicts another: its name, the value found, the value expected.
+    """Call `fail` with the name, found value and expected value of the first inconsistent field.
 
-    The work is bounded by the length of the manifest, whatever sizes it states.
+    The work is bounded by the length of the manifest, regardless of the sizes in it.
     """
     for name in manifest.files:
         pure = PurePosixPath(name)
@@ -46,7 +46,7 @@ def check_consistency(manifest: Manifest, fail: Fail) -> None:
 
 
 def _check_encodings(manifest: Manifest, fail: Fail) -> None:
-    """Every input and output that has an encoding has one of the type that the graphs are made for."""
+    """Check that every encoding of an input or output has the type that the graphs expect."""
     try:
         interfaces = [each for graph in manifest.graphs for each in manifest.interface.parts(graph)]
     except ValueError as error:

@@ -22,7 +22,7 @@ def upgraded(content: Content, version: int) -> Content:
         version: one of `UPGRADES`, or `FORMAT`.
 
     Raises:
-        KeyError: the manifest has not the fields of its version.
+        KeyError: a field of its version is missing.
         TypeError: a field has another type.
         AttributeError: likewise.
     """
@@ -55,4 +55,4 @@ def _unchanged(content: Content) -> Content:
 
 
 UPGRADES: dict[int, Callable[[Content], Content]] = {1: _divide_graphs, 2: _unchanged}
-"""For each older version, what turns it into the next."""
+"""For each older version, the function that converts it to the next."""

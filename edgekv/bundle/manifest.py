@@ -1,6 +1,6 @@
 """The contract between exporters and runtime: the content of `manifest.json`, with the type and range of each field.
 
-The ranges are far above any model. They keep a forged or damaged manifest from asking for endless work.
+The ranges are far above any model. They keep a forged or damaged manifest from causing endless work.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class TokenRecord(_Part, frozen=True):
 
 
 class GenerationRecord(_Part, frozen=True):
-    """What the checkpoint's generation_config.json says of sampling: the defaults of a call that says nothing.
+    """Default sampling parameters from the checkpoint's generation_config.json.
 
     Attributes:
         temperature: 0 is greedy, as `do_sample: false` says.
@@ -94,7 +94,7 @@ class GenerationRecord(_Part, frozen=True):
         top_p: None for all tokens.
         min_p: 0 for none.
         repetition_penalty: 1 for none.
-        max_new_tokens: None if it says nothing.
+        max_new_tokens: None if not given.
         ignored: names of the fields that are not supported.
     """
 
@@ -126,7 +126,7 @@ class SourceRecord(_Part, frozen=True):
         checkpoint: the folder or hub id that was given, made absolute if it is a folder.
         weights_sha256: hash of its weights, so that a reference is never computed from another model.
         calibration: name of the calibration text.
-        calibration_tokens: how many tokens of it were run.
+        calibration_tokens: number of its tokens that were run.
     """
 
     checkpoint: str
@@ -136,7 +136,7 @@ class SourceRecord(_Part, frozen=True):
 
 
 class WeightRecord(_Part, frozen=True):
-    """How a matrix became integers.
+    """How a matrix was quantized.
 
     Attributes:
         tensor: its name in the checkpoint.
@@ -153,10 +153,10 @@ class RecipeRecord(_Part, frozen=True):
     """The recipe as it was applied.
 
     Attributes:
-        name: as it was asked for.
+        name: as requested.
         rotation: of the residual stream, folded into the weights.
-        value_rotation: of each head's values, likewise.
-        key_scaling: `pairs` gives the pairs of a head's keys one reach, likewise.
+        value_rotation: of each head's values, folded likewise.
+        key_scaling: `pairs` equalizes the range of the pairs of a head's keys, folded likewise.
         weights: every matrix; the embedding table and norms have 16 bits.
     """
 
@@ -174,24 +174,24 @@ class Manifest(_Part, frozen=True):
         format: version of this layout.
         producer: the program and version that wrote the bundle.
         device: part number of the target that the graphs were checked against.
-        recipe: what became of every matrix.
+        recipe: how every matrix was quantized.
         kv_dtype: integer type of the cache.
         key_layout: how graphs read and write keys; see `Geometry`.
-        graph_format: what the graphs' files are.
+        graph_format: format of the graphs' files.
         context: S of the largest graphs.
-        local_rope: rotary embedding of the layers with an attention window, where it is not that of the others; their
-            graph inputs are `position_ids_cos_local` and `position_ids_sin_local`.
+        local_rope: rotary embedding of the layers with an attention window, if it differs from the others'; its graph
+            inputs are `position_ids_cos_local` and `position_ids_sin_local`.
         local_layers: the layers that have it.
         unrotated_layers: layers without a rotary embedding.
-        htp_check: what the HTP compiler's own graphs showed when the bundle was made.
+        htp_check: result of the HTP compiler's check at export.
         floating_nodes: QNN nodes that run in float, empty unless they were allowed.
-        encodings: every activation and cache tensor of the graphs, by tensor name; the cache tensors stand
-            under the names of their graph inputs. Weight scales lie beside the weights in `weights-*.safetensors`.
-        files: every file of the bundle but this one.
-        windows: tokens that each layer attends to, itself included; null for the whole context. A shorter list is
-            repeated; empty if all layers attend to the whole context.
-        embedding: what the host reads embeddings from; null if the graphs look them up.
-        generation: defaults of sampling; null if the checkpoint says nothing.
+        encodings: every activation and cache tensor of the graphs, by tensor name; cache tensors are listed under the
+            names of their graph inputs. Weight scales are stored with the weights in `weights-*.safetensors`.
+        files: every other file of the bundle.
+        windows: tokens that each layer attends to, including the current one; null for the whole context. A shorter
+            list is repeated; empty if all layers attend to the whole context.
+        embedding: the table from which the host reads embeddings; null if the graphs look them up.
+        generation: sampling defaults; null if the checkpoint has none.
     """
 
     format: int
@@ -220,7 +220,7 @@ class Manifest(_Part, frozen=True):
 
     @property
     def ropes(self) -> dict[str, RopeRecord]:
-        """Every rotary embedding, by what the names of its graph inputs end in; see `rope_inputs`."""
+        """Every rotary embedding, by the suffix of its graph inputs' names; see `rope_inputs`."""
         records = (self.rope, self.local_rope)
         return {suffix: each for suffix, each in zip(ROPE_SUFFIXES, records, strict=True) if each is not None}
 
@@ -273,7 +273,7 @@ class Manifest(_Part, frozen=True):
 
     @property
     def interface(self) -> DecoderInterface:
-        """What all graphs have in common; its `graph` gives the inputs and outputs of one."""
+        """The interface that all graphs share; its `graph` returns the inputs and outputs of one."""
         local = frozenset(self.local_layers)
         layers = frozenset(range(self.model.layers)) - local - frozenset(self.unrotated_layers), local
         return DecoderInterface(

@@ -19,7 +19,7 @@ _UPGRADE = "Install a newer edgekv: pip install -U edgekv"
 
 
 def read_manifest(path: str | Path) -> Manifest:
-    """The manifest of a bundle's folder, checked in itself; the other files are not read.
+    """The manifest of a bundle's folder, checked for consistency; the other files are not read.
 
     Manifests of older formats are read as well; those of `FORMAT` must carry the seal of their content.
 
@@ -66,7 +66,7 @@ def export_again(folder: Path) -> str:
 
 
 def _check_folder(folder: Path, file: Path) -> None:
-    """Say what the folder is if it is no bundle."""
+    """Describe a folder that is not a bundle."""
     if file.exists():
         return
     if kind := identify(folder):

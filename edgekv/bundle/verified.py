@@ -1,4 +1,4 @@
-"""Hashes of files that did not change since they were computed, kept in the cache folder of the user."""
+"""Hashes of unchanged files, kept in the user's cache folder."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from edgekv.system import cache_folder, sha256_of
 
 _FILE = "hashes.json"
 _MOST = 20_000
-_SETTLED_NS = 2_000_000_000  # a file this young may change again without a new time stamp
+_SETTLED_NS = 2_000_000_000  # a file modified this recently may change again without a new time stamp
 
 _rehash: ContextVar[bool] = ContextVar("rehash", default=False)
 
@@ -60,7 +60,7 @@ class FileHashes:
 
 @contextmanager
 def file_hashes() -> Iterator[FileHashes]:
-    """The hashes that are known; new ones are kept when the block ends. A cache that cannot be used is ignored."""
+    """The known hashes; new ones are saved when the block ends. An unusable cache is ignored."""
     file = cache_folder() / _FILE
     try:
         known = read_json(file, dict[str, _Known], expected="hashes", fix="")
@@ -81,7 +81,7 @@ def file_hashes() -> Iterator[FileHashes]:
 
 @contextmanager
 def rehashing() -> Iterator[None]:
-    """Within the block no hash is taken from the cache: damage by the disk itself changes no time stamp."""
+    """Ignore cached hashes within the block: damage by the disk itself changes no time stamp."""
     token = _rehash.set(True)
     try:
         yield

@@ -1,7 +1,7 @@
 """The KV cache: integers, bytes, and nothing else.
 
-`KVCache` is what an engine uses. `Strategy` (where rows lie and what is copied) and `Policy` (what happens when the
-context is full) are pure integers; `Layout` gives the bytes of any strategy without allocating them.
+Engines use `KVCache`. `Strategy` (row positions and copies) and `Policy` (behaviour when the context is full) are pure
+integers; `Layout` gives the bytes of any strategy without allocating them.
 """
 
 from edgekv.kv.arena import Arena

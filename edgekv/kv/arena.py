@@ -17,10 +17,10 @@ DTYPES: dict[KvDtype, type[np.integer[Any]]] = {"u8": np.uint8, "s8": np.int8, "
 
 
 class Arena(Protocol):
-    """Tensors of one type and shape: `RowArena` where they lie row by row, `ColumnArena` where column by column.
+    """Tensors of one type and shape, stored by rows (`RowArena`) or by columns (`ColumnArena`).
 
     Attributes:
-        tensors: which tensors, in order.
+        tensors: the tensors, in order.
         addresses: base address of each.
         bytes_copied: bytes that the cache itself has written so far.
         copies: copies of one range of rows in all tensors so far.
@@ -37,7 +37,7 @@ class Arena(Protocol):
 
     @property
     def bytes_held(self) -> int:
-        """Bytes allocated, scratch and alignment included."""
+        """Bytes allocated, including scratch and alignment."""
 
     def past_shape(self, columns: int) -> list[int]:
         """Shape of the past input of a graph that reads `columns` past rows."""
@@ -68,7 +68,7 @@ class Arena(Protocol):
 
 
 def as_index(rows: Sequence[int]) -> Sequence[int] | slice:
-    """Consecutive rows as a slice, which numpy copies at once."""
+    """Consecutive rows as a slice, which numpy copies in one operation."""
     if rows and list(rows) == list(range(rows[0], rows[0] + len(rows))):
         return slice(rows[0], rows[0] + len(rows))
     return rows

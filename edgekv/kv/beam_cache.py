@@ -15,30 +15,30 @@ Row = NDArray[Any]
 
 
 class BeamCache:
-    """Beams that share the prompt in a cache, and keep their own rows in the free columns of its AR-1 window.
+    """Beams that share the prompt in a cache and keep their own rows in the free columns of its AR-1 window.
 
-    The graph runs once per beam on the same window: `columns` says what the mask must open besides the prompt. The
-    row that the graph computed is then copied once, to the row that the table gives it. Reordering copies nothing.
+    The graph runs once per beam on the same window; the mask opens the prompt and `columns`. The computed row is then
+    copied once, to its row in the table. Reordering copies nothing.
 
-    The cache is not stepped and holds the prompt alone, before and after. Beams whose rows do not all fit into the
-    window together need spill memory, which is allocated at the start and counted by `bytes_held`.
+    The cache itself does not step and contains only the prompt. If the rows of all beams do not fit into the window,
+    spill memory is allocated at the start and counted by `bytes_held`.
 
     Attributes:
         window: of every step; `first` to `stop` is the prompt.
         position: absolute position of the token that the beams run next.
-        table: where rows lie.
+        table: maps tokens of beams to rows.
         spill_bytes: bytes allocated in addition to the cache; 0 if all rows of the beams fit into its window.
-        bytes_kept: bytes copied so that computed rows stay: one row of all tensors for each beam and step.
-        bytes_gathered: bytes copied by exchanging rows between the window and the spill memory.
+        bytes_kept: bytes copied to keep computed rows: one row of all tensors per beam and step.
+        bytes_gathered: bytes copied by swapping rows between the window and the spill memory.
     """
 
     def __init__(self, cache: KVCache, beams: int, *, kept: int) -> None:
-        """Begin with beams that hold the prompt.
+        """Start with beams that contain the prompt.
 
         Args:
             cache: holds the prompt, and has room for a step of the AR-1 graph.
-            beams: how many.
-            kept: the most rows that a beam keeps besides the prompt: one for each step but the last.
+            beams: number of beams.
+            kept: maximum rows per beam besides the prompt: one for each step but the last.
 
         Raises:
             ContextFullError: the cache has no room.
@@ -66,21 +66,21 @@ class BeamCache:
         return self._cache.arena.bytes_held + self.spill_bytes
 
     def columns(self, beam: int) -> list[int]:
-        """Get a beam ready to run; the columns of its own rows, oldest token first."""
+        """Prepare a beam to run; return the columns of its own rows, oldest token first."""
         for copy in self.table.gather(beam):
             self._row(copy.dst_row)[:] = self._row(copy.src_row)
             self.bytes_gathered += self._row_bytes
         return [self._columns[row] for row in self.table.rows(beam)]
 
     def keep(self, beam: int) -> None:
-        """Keep what the graph computed for a beam; its next run would overwrite it."""
+        """Keep the row that the graph computed for a beam; the next run would overwrite it."""
         arena = self._cache.arena
         landed = arena.array if self.window.in_place else arena.scratch
         self._row(self.table.append(beam))[:] = landed[:, self.window.new_row % landed.shape[1]]
         self.bytes_kept += self._row_bytes
 
     def reorder(self, parents: Sequence[int]) -> None:
-        """Let beam i continue what was beam `parents[i]`, one position further."""
+        """Let beam i continue beam `parents[i]`, one position further."""
         self.table.reorder(parents)
         self.position += 1
 
@@ -94,5 +94,5 @@ class BeamCache:
             array, at = self._cache.arena.array, self.window.past_row + self._columns[row]
         else:
             array, at = self._beside, row - self.table.columns
-        found: Row = array[:, at % array.shape[1]]  # a mirrored window may go round its ring
+        found: Row = array[:, at % array.shape[1]]  # a mirrored window may wrap around its ring
         return found

@@ -1,4 +1,4 @@
-"""Which physical row holds the keys and values of which token of which beam: integers only."""
+"""Maps tokens of beams to physical rows. Integers only."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class RowCopy:
-    """Copy one physical row of every tensor to another; copies are carried out in order."""
+    """Copy one physical row of every tensor to another; copies are executed in order."""
 
     src_row: int
     dst_row: int
@@ -17,26 +17,26 @@ class RowCopy:
 class BeamTable:
     """Maps (beam, position) to a physical row, so that reordering beams copies no row.
 
-    Positions count from the end of the prompt, whose rows all beams share and which the table does not hold. Rows
-    [0, columns) lie in the window that a graph reads, rows [columns, columns+spill) do not. Beams that have a common
-    past share its rows; a row is free again when no beam refers to it.
+    Positions count from the end of the prompt, whose rows all beams share and which is not in the table. Rows [0,
+    columns) are in the window that a graph reads, rows [columns, columns+spill) are not. Beams with a common past share
+    its rows; a row is freed when no beam refers to it.
 
-    Before a beam runs, all its rows must lie in the window; in which order does not matter, since keys carry their
-    rotary position and the mask opens the beam's columns alone. While the rows of all beams fit into the window
-    together, nothing is ever gathered. Beyond that, `gather` exchanges the rows that a beam lacks.
+    Before a beam runs, all its rows must be in the window, in any order, since keys carry their rotary position and the
+    mask opens only the beam's columns. While the rows of all beams fit into the window, nothing is gathered. Otherwise
+    `gather` swaps in the rows that a beam lacks.
     """
 
     def __init__(self, beams: int, *, columns: int, kept: int) -> None:
-        """Begin with beams that hold nothing but the prompt.
+        """Start with beams that contain only the prompt.
 
         Args:
-            beams: how many.
-            columns: rows of the window that the prompt leaves free.
-            kept: the most rows of one beam; at most `columns`.
+            beams: number of beams.
+            columns: rows of the window that the prompt does not use.
+            kept: maximum rows of one beam; at most `columns`.
         """
         if beams < 1 or not 0 <= kept <= columns:
             raise ValueError(f"beam table: got {beams} beams of {kept} rows; expected beams of 0 to {columns} rows")
-        # One row more than can be in use, so that an exchange has a place to put a row down.
+        # One row more than can be in use, as a temporary row for swaps.
         self.spill = beams * kept + 1 - columns if beams * kept > columns else 0
         self.columns = columns
         self._kept = kept
@@ -46,12 +46,12 @@ class BeamTable:
 
     @property
     def beams(self) -> int:
-        """How many beams there are."""
+        """Number of beams."""
         return len(self._rows)
 
     @property
     def used(self) -> int:
-        """Rows that some beam refers to."""
+        """Number of rows that beams refer to."""
         return self.columns + self.spill - len(self._free_columns) - len(self._free_spill)
 
     def rows(self, beam: int) -> Sequence[int]:
@@ -59,10 +59,10 @@ class BeamTable:
         return tuple(self._rows[beam])
 
     def append(self, beam: int) -> int:
-        """Give a beam a row for one more token: in the window if there is one free.
+        """Give a beam a row for one more token, in the window if one is free.
 
         Raises:
-            ValueError: the beam holds as many rows as it may.
+            ValueError: the beam has its maximum number of rows.
         """
         rows = self._rows[beam]
         if len(rows) >= self._kept:
@@ -72,7 +72,7 @@ class BeamTable:
         return row
 
     def reorder(self, parents: Sequence[int]) -> None:
-        """Let beam i continue what was beam `parents[i]`; rows of beams that none continues are free.
+        """Let beam i continue beam `parents[i]`; rows of discontinued beams are freed.
 
         Raises:
             ValueError: not one parent for each beam.
@@ -86,7 +86,7 @@ class BeamTable:
             (self._free_columns if row < self.columns else self._free_spill).append(row)
 
     def gather(self, beam: int) -> Sequence[RowCopy]:
-        """Bring the rows of a beam into the window; return what must be copied for that, in order."""
+        """Bring the rows of a beam into the window; return the necessary copies, in order."""
         missing = [row for row in self._rows[beam] if row >= self.columns]
         if not missing:
             return ()
@@ -107,7 +107,7 @@ class BeamTable:
         return copies
 
     def _victims(self, beam: int) -> Iterator[int]:
-        """Rows of the window that the beam does not need, those first that are needed last if beams run in turn."""
+        """Rows of the window that the beam does not need; first those that are needed last when beams run in turn."""
         turns: dict[int, int] = {}
         for turn in range(self.beams - 1, 0, -1):
             turns.update(dict.fromkeys(self._rows[(beam + turn) % self.beams], turn))

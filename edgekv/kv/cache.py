@@ -27,24 +27,23 @@ from edgekv.spec.layers import LayeredGeometry
 class KVCache:
     """The keys and values of one sequence, shared by graphs of several AR and contexts.
 
-    A step is `window(ar)`, then the graph, which reads and writes the arenas where the windows say, then `commit(n)`
-    for its n real tokens. Later steps overwrite what the graph wrote for the other AR-n. Every call checks its
-    arguments before it changes anything.
+    A step is `window(ar)`, then the graph, which reads and writes the arenas at the windows, then `commit(n)` for its n
+    real tokens. Later steps overwrite the other AR-n rows. Every call checks its arguments before it changes anything.
 
     Layers that differ are in separate groups, each with its own strategy and memory. The context policy applies to
-    the groups that attend to the whole context; a group with a window of W tokens always holds the newest W-1.
+    the groups that attend to the whole context; a group with a window of W tokens always keeps the newest W-1.
 
-    Graphs of a smaller context use the same memory, so the next larger context takes over without a copy. Keys as
+    Graphs of a smaller context use the same memory, so switching to the next larger context copies nothing. Keys as
     columns are the exception, because the context is the stride between their dimensions.
 
     With a `Growth`, each layer that attends to the whole context is a group whose memory is reallocated when it is
-    outgrown. The old memory lives until the step ends, because sessions are still bound to it. Memory never shrinks.
+    outgrown. The old memory is kept until the step ends, because sessions are still bound to it. Memory never shrinks.
 
     Attributes:
         geometry: the sizes.
         ar: tokens per inference of the graphs, ascending.
-        groups: layers that are alike; one group for a plain geometry that does not grow.
-        encodings: of each tensor, in the order of the groups' names; empty if unknown.
+        groups: groups of equal layers; one group for a plain geometry that does not grow.
+        encodings: encoding of each tensor, in the order of the groups' names; empty if unknown.
     """
 
     def __init__(
@@ -66,9 +65,10 @@ class KVCache:
             strategy: one of `STRATEGIES`.
             reserve: memory of `pointer-shift`, in units of S-1 rows per tensor; above 1, at most 2.
             policy: `fail`, `sliding-window`, or a `Sinks` or `KeyDiff`.
-            encodings: of each tensor, in the order of the groups' names. Saved states are checked against them, and
-                the error of rotated keys is reported in real numbers. Without them, zero points are the geometry's.
-            growth: how memory grows, with `slot` and `pointer-shift`; None allocates all of it now.
+            encodings: encoding of each tensor, in the order of the groups' names. Saved states are checked against
+                them, and the error of rotated keys is reported in real numbers. Without them, zero points are the
+                geometry's.
+            growth: how memory grows, for `slot` and `pointer-shift`; None allocates all of it now.
 
         Raises:
             UsageError: an unknown strategy or policy, numbers out of range, `Sinks` over layers whose windows
@@ -107,12 +107,12 @@ class KVCache:
 
     @property
     def arenas(self) -> tuple[Arena, ...]:
-        """Memory of all groups: one arena each, or two, keys as columns and then values."""
+        """Memory of all groups: one arena each, or two (keys as columns, then values)."""
         return tuple(arena for group in self.groups for arena in group.arenas)
 
     @property
     def arena(self) -> RowArena:
-        """The only arena. Raises ValueError if layers differ or keys are columns, so that there are several."""
+        """The only arena; ValueError if there are several, because layers differ or keys are columns."""
         arenas = self.arenas
         if len(arenas) != 1 or not isinstance(arenas[0], RowArena):
             raise ValueError(f"arena: got {len(arenas)} arenas; expected one that holds all tensors row by row")
@@ -135,7 +135,7 @@ class KVCache:
 
     @property
     def used_bytes(self) -> int:
-        """Bytes of the rows that hold a token; `stats.bytes_held` counts all that is allocated."""
+        """Bytes of the rows in use; `stats.bytes_held` counts all allocated bytes."""
         return sum(group.length * group.geometry.tensors * group.geometry.row_bytes for group in self.groups)
 
     @property
@@ -145,12 +145,12 @@ class KVCache:
 
     @property
     def is_prefix(self) -> bool:
-        """Whether the tokens held are a whole text so far, each computed with all tokens before it in view."""
+        """Whether the tokens held are the whole text so far, each computed with all previous tokens visible."""
         return self._is_prefix
 
     @property
     def capacity(self) -> int:
-        """The most tokens held."""
+        """Maximum number of tokens held."""
         return self._policy.capacity(self.geometry.context)
 
     @property
@@ -189,9 +189,9 @@ class KVCache:
         return self._policy.admits(self.geometry.context, self.length, ar)
 
     def window(self, ar: int, context: int | None = None) -> tuple[Window, ...]:
-        """Open a step of the AR-`ar` graph: evict, grow and copy as needed; where it reads and writes in each group.
+        """Open a step of the AR-`ar` graph: evict, grow and copy as needed; return its windows, one per group.
 
-        A step that was opened before and not committed is dropped.
+        An open step that was not committed is dropped.
 
         Args:
             ar: tokens per inference.
@@ -209,7 +209,7 @@ class KVCache:
             raise ValueError(f"context: got {context}; expected {self.length + ar}, tokens held and new, to {most}")
         self._eviction.make_room(most, ar)
         if self.length < self._tokens_seen or self.length > most - ar:
-            self._is_prefix = False  # the graph does not see all that came before
+            self._is_prefix = False  # the graph does not see all previous tokens
         self._footprint.free_outgrown()
         self._footprint.grow(self.length + ar, context)
         self._open_ar = ar
@@ -236,7 +236,7 @@ class KVCache:
         self._tokens_committed += n
 
     def rewind(self, n: int) -> None:
-        """Drop the n newest tokens, and the open step if any. Evicted tokens do not come back.
+        """Drop the n newest tokens, and the open step if any. Evicted tokens are not restored.
 
         Raises:
             ValueError: n is above the tokens held in a row, which a layer's window or an eviction limits.
@@ -271,7 +271,7 @@ class KVCache:
         self._tokens_seen = tokens
 
     def expect(self, tokens: int) -> None:
-        """Announce a prompt: an empty cache grows for all of its tokens at once, one layer after the other."""
+        """Prepare for a prompt: an empty cache grows for all of its tokens, one layer after the other."""
         if self.length == 0:
             self._close()
             self._footprint.grow(tokens, one_by_one=True)
@@ -290,10 +290,10 @@ class KVCache:
         )
 
     def restore(self, state: CacheState) -> None:
-        """Hold the tokens of a state instead of what is held. Statistics continue.
+        """Replace the content by a saved state. Statistics continue.
 
         Raises:
-            StateError: it is of another geometry or encoding, or holds more tokens than the policy allows.
+            StateError: the state has another geometry or encoding, or more tokens than the policy allows.
         """
         check_state(state, self.geometry, self.groups, self.encodings)
         for group in self.groups:
@@ -315,7 +315,7 @@ class KVCache:
         return Group(geometry, make, self.ar, policy.capacity(geometry.context), context)
 
     def _close(self) -> None:
-        """End the open step, if any, and free the memory that it outgrew."""
+        """Close the open step, if any, and free the memory that it outgrew."""
         self._open_ar = None
         self._footprint.free_outgrown()
 

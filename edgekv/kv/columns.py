@@ -19,21 +19,19 @@ _Indexes = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class ColumnLayout:
-    """For each key tensor a strip, the columns that the strip cannot hold, and a scratch, all in one block.
+    """For each key tensor a strip, extra columns that do not fit the strip, and a scratch, all in one block.
 
     A graph reads `[1, 1, D, P]`, P past rows: the columns of one dimension are contiguous, and the same column
-    of the next dimension is P elements further. Element d of the token in row r therefore lies at d*P + r of the
-    strip. When the window moves on by one row, all its D*P elements move on by one element: the newest
-    column of a dimension is written where the oldest column of the next one was. So S-1 rows of reserve cost S-1
-    elements, and a strip for `rows` rows is (D-1)*P + rows elements: (D+1)(S-1), and an overhang, for a pointer shift
-    of reserve 2.
+    of the next dimension is P elements further. Element d of the token in row r is therefore at d*P + r of the strip.
+    When the window moves on by one row, all its D*P elements move on by one element: the newest column of a dimension
+    is written where the oldest column of the next one was. So S-1 rows of reserve cost S-1 elements, and a strip for
+    `rows` rows is (D-1)*P + rows elements: (D+1)(S-1), and an overhang, for a pointer shift of reserve 2.
 
     Attributes:
         geometry: the sizes of the cache.
-        rows: rows of the strategy, as the values of the same tokens have.
-        widest: the greatest P of the graphs.
-        max_ar: their most tokens per inference; at most this many columns are outside of a window, or land in
-            the scratch.
+        rows: rows of the strategy, equal to those of the values.
+        widest: the largest P of the graphs.
+        max_ar: their largest AR: the maximum number of columns outside a window or in the scratch.
     """
 
     geometry: Geometry
@@ -48,7 +46,7 @@ class ColumnLayout:
 
     @property
     def strip_elements(self) -> int:
-        """(D-1)*P + rows at the greatest P."""
+        """(D-1)*P + rows at the largest P."""
         return (self.geometry.head_dim - 1) * self.widest + self.rows
 
     @property
@@ -68,12 +66,12 @@ class ColumnLayout:
 
     @property
     def allocated_bytes(self) -> int:
-        """What is allocated: all blocks, and the slack that brings the first one onto a boundary."""
+        """Bytes allocated: all blocks, and slack for aligning the first one."""
         return self.tensors * self.stride_bytes + ALIGNMENT_BYTES
 
     @classmethod
     def of(cls, geometry: Geometry, strategy: Strategy, ar: Sequence[int], context: int | None = None) -> ColumnLayout:
-        """The layout that a strategy asks for, with graphs of these AR, the largest of them for a context of S."""
+        """The layout for a strategy, with graphs of these AR and a largest context of S."""
         return cls(geometry, strategy.rows, geometry.past_rows(min(ar), context), max(ar))
 
     def names(self) -> Iterator[KvTensor]:
@@ -82,16 +80,16 @@ class ColumnLayout:
 
 
 class ColumnArena:
-    """Memory for a column layout, filled with the zero point; a `Arena`.
+    """Memory for a column layout, filled with the zero point; an `Arena`.
 
-    The distance of the dimensions, P, is that of one graph's input, so when a graph of another P takes over, all
-    columns held are rewritten: one of another AR, or of another context. Tokens outside of the window's P columns,
-    which other tensors keep in rows that the graph does not see, are kept in extra columns.
+    The stride between dimensions, P, is that of one graph's input, so all columns are rewritten when a graph of another
+    P (another AR or context) runs. Tokens outside the window's P columns are kept in extra columns; other tensors keep
+    them in rows that the graph does not see.
 
     Attributes:
         layout: sizes in elements and bytes.
         tensors: the keys, in order.
-        pitch: P now.
+        pitch: current P.
         ar: tokens per inference of the step whose new columns the scratch takes.
         addresses: base address of each strip, a multiple of 64.
         bytes_copied: bytes written by the cache itself so far; D scattered elements for each appended token.
@@ -168,7 +166,7 @@ class ColumnArena:
             self._strips[tensors, :, index] = values.transpose(0, 2, 1)
 
     def open(self, ar: int) -> None:
-        """Let the scratch take the new columns of an AR step, `[D, AR]`."""
+        """Prepare the scratch for the new columns of an AR step, `[D, AR]`."""
         head_dim, start = self.layout.geometry.head_dim, self._scratch_element
         self.ar = ar
         self._scratch: Rows = self._blocks[:, start : start + head_dim * ar].reshape(-1, head_dim, ar)
@@ -193,7 +191,7 @@ class ColumnArena:
         self._count(move.rows)
 
     def place(self, rows: Sequence[int], first_row: int, pitch: int) -> None:
-        """Set the distance of the dimensions to `pitch`; `rows` outside of the window go to extra columns."""
+        """Set the stride between dimensions to `pitch`; `rows` outside the window go to extra columns."""
         self._set_pitch(pitch)
         outside = [row for row in rows if not first_row <= row < first_row + pitch]
         self._extra = {row: column for column, row in enumerate(outside)}
@@ -204,10 +202,10 @@ class ColumnArena:
         """Rewrite all columns held.
 
         Args:
-            before: rows of the tokens that stay, oldest first.
-            after: their rows from now on, then those of the appended ones.
-            first_row: first row of the window from now on.
-            pitch: its columns.
+            before: current rows of the tokens that stay, oldest first.
+            after: their new rows, then those of the appended tokens.
+            first_row: first row of the new window.
+            pitch: columns of the new window.
             appended: columns of the scratch that are kept.
         """
         source = np.concatenate((self._indexes(before), self._scratch_indexes(appended)), axis=1)
@@ -234,7 +232,7 @@ class ColumnArena:
         )
 
     def _indexes(self, rows: Sequence[int]) -> _Indexes:
-        """Where the columns of these rows lie in a block, `[D, len(rows)]`."""
+        """Indices of these rows' elements in a block, `[D, len(rows)]`."""
         dimensions = np.arange(self.layout.geometry.head_dim)[:, None]
         indexes: _Indexes = dimensions * self.pitch + np.asarray(rows, np.int64)
         if self._extra:

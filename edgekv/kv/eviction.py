@@ -1,4 +1,4 @@
-"""Which tokens a context policy evicts, and what happens to the keys of those that stay."""
+"""Evicts tokens by a context policy, and re-rotates the keys that stay."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Eviction:
     """Carries out a policy on the groups of layers that attend to the whole context.
 
     Attributes:
-        policy: decides who leaves.
+        policy: selects the tokens to evict.
         evicted: tokens evicted so far.
     """
 
@@ -27,13 +27,13 @@ class Eviction:
         positions: Positions,
         keys: Callable[[], Iterable[HeldKeys]],
     ) -> None:
-        """Evict nothing yet.
+        """Start without evictions.
 
         Args:
             policy: the policy.
             groups: layers that attend to the whole context.
             positions: of the tokens held; changed with them.
-            keys: the keys of these layers, as they are held now.
+            keys: returns the current keys of these layers.
         """
         self.policy = policy
         self.evicted = 0
@@ -48,7 +48,7 @@ class Eviction:
         return self._rotation.cost if self._rotation else None
 
     def make_room(self, context: int, ar: int) -> None:
-        """Evict what the policy wants gone before an AR-`ar` step in a context of S tokens."""
+        """Evict the tokens that the policy selects before an AR-`ar` step in a context of S tokens."""
         ages = self.policy.leaving(context, self._positions.length, ar, self._similarity)
         if not ages:
             return
@@ -72,7 +72,7 @@ class Eviction:
         )
 
     def _renumber(self, rotation: Rotation) -> None:
-        """Move the tokens held to the positions from 0 on, and rotate their keys by the difference."""
+        """Renumber the tokens held from position 0, and rotate their keys by the difference."""
         moved = self._positions.renumber()
         ages = [age for age, by in enumerate(moved) if by]
         if not ages:

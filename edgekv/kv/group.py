@@ -1,4 +1,4 @@
-"""Layers that share a geometry: one strategy, and the memory that it describes."""
+"""Layers that share a geometry, a strategy and memory."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ class HeldKeys:
     """The keys of one head.
 
     Attributes:
-        arena: where they lie.
-        tensor: which tensor of the arena.
+        arena: their memory.
+        tensor: index of the tensor in the arena.
         rows: of the tokens held, oldest first.
-        zero_point: the integer that stands for 0.0.
+        zero_point: the integer that represents 0.0.
         scale: of the encoding, if it is known.
     """
 
@@ -43,11 +43,11 @@ class Group:
 
     Attributes:
         geometry: the sizes, and the numbers of the layers.
-        strategy: where rows lie.
+        strategy: row positions and copies.
         arenas: all tensors in one; or keys as columns, then values.
-        capacity: the most tokens held; the oldest leave when more are committed.
+        capacity: maximum number of tokens held; the oldest are evicted when more are committed.
         context: S of the largest graph that the memory serves.
-        reallocations: how often the memory was replaced, which changes the arenas' addresses.
+        reallocations: number of reallocations, which change the arenas' addresses.
     """
 
     strategy: Strategy
@@ -75,7 +75,7 @@ class Group:
         return self.strategy.length
 
     def window(self, ar: int, context: int) -> Window:
-        """Prepare a step of the AR-`ar` graph for a context of S; where it reads and writes."""
+        """Prepare a step of the AR-`ar` graph for a context of S; return its window."""
         strategy, keys = self.strategy, self._keys
         columns = self.geometry.past_rows(ar, context)
         if keys is None:
@@ -108,11 +108,11 @@ class Group:
         return arenas
 
     def evicted_by(self, tokens: int) -> int:
-        """How many of the oldest leave when `tokens` are committed."""
+        """Number of oldest tokens evicted when `tokens` are committed."""
         return max(0, self.strategy.length + tokens - self.capacity)
 
     def commit(self, tokens: int, evicted: int) -> None:
-        """Keep the first new rows of the open step; `evicted` of the oldest leave."""
+        """Keep the first new rows of the open step; drop the `evicted` oldest tokens."""
         strategy, keys = self.strategy, self._keys
         if keys is None:
             for move in strategy.commit(tokens, evicted):
@@ -140,7 +140,7 @@ class Group:
         self._remove(ages, self.strategy.drop, ages)
 
     def reset(self, length: int = 0) -> None:
-        """Drop all tokens, then hold `length` others, whose rows the caller writes."""
+        """Drop all tokens, then make room for `length` others, whose rows the caller writes."""
         self.strategy.reset(length)
         if self._keys is not None:
             pitch = self._keys.layout.widest
@@ -154,7 +154,7 @@ class Group:
                 yield tensor.past, np.ascontiguousarray(arena.read(at, rows))
 
     def write(self, held: Mapping[str, Rows]) -> None:
-        """Hold these tokens and no others; all tensors have equally many."""
+        """Replace the content by these tokens, the same number in each tensor."""
         self.reset(len(held[self.arenas[0].tensors[0].past]))
         rows = self.strategy.held_rows()
         for arena in self.arenas:
@@ -162,7 +162,7 @@ class Group:
                 arena.write(at, rows, held[tensor.past])
 
     def check(self, state: CacheState, tokens: int | None) -> None:
-        """Refuse rows that `write` cannot take; `tokens` is the expected number, if it is known.
+        """Reject rows that `write` cannot store; `tokens` is the expected number, if known.
 
         Raises:
             StateError: a tensor is missing, or of another type or shape, or there are too many tokens.
@@ -206,7 +206,7 @@ class Group:
         self.strategy, self.context, self.arenas, self._keys, self._arena = strategy, context, arenas, keys, values
 
     def _seen(self, window: Window) -> Window:
-        """The window, with the columns that leave it within the step."""
+        """The window, with the columns that become invisible within the step."""
         visible = window.stop - window.first
         leaving = visible + window.ar - self.geometry.context
         if leaving <= 0:
@@ -232,7 +232,7 @@ class Group:
 
 
 def held_keys(groups: Sequence[Group], wide: Sequence[Group], encodings: Sequence[KvEncoding]) -> Iterator[HeldKeys]:
-    """The keys held by the `wide` ones among all groups, tensor by tensor."""
+    """The keys of the `wide` groups, tensor by tensor."""
     start = 0
     for group in groups:
         if group in wide:

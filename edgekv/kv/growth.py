@@ -1,4 +1,4 @@
-"""Memory that grows with the text: which layer's memory is reallocated at which token."""
+"""Memory that grows with the text, and the token at which each layer's memory is reallocated."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Growth:
     """The memory of a layer grows from one context to the next.
 
     One graph reads all layers, so all need memory for its context when it first runs. But memory for a larger
-    context serves the smaller graph as well, so the layers may change one after the other in the tokens before:
+    context serves the smaller graph as well, so the layers can be reallocated one at a time over the preceding tokens:
 
         tokens   0               128             256                             512
         layer 0  | 128   | 256           | 512                                   |
@@ -29,8 +29,8 @@ class Growth:
 
     Attributes:
         contexts: the sizes in tokens, ascending; the last is S of the largest graphs.
-        name: `staggered` spreads the layers evenly over the tokens from one context to the next; `together`
-            reallocates all when they are outgrown.
+        name: `staggered` spreads the layers evenly over the tokens from one context to the next; `together` reallocates
+            all layers when they are outgrown.
     """
 
     contexts: tuple[int, ...]
@@ -48,7 +48,7 @@ class Growth:
             )
 
     def check(self, geometries: Sequence[Geometry], context: int, max_ar: int, strategy: str) -> None:
-        """Refuse a cache that cannot grow like this.
+        """Reject a cache that cannot grow like this.
 
         Args:
             geometries: of its layers.
@@ -57,7 +57,7 @@ class Growth:
             strategy: by name.
 
         Raises:
-            ValueError: growth to another context, or one that begins below the tokens of a step.
+            ValueError: growth to another context, or from a context below the tokens of a step.
             UsageError: another strategy, keys as columns, or two layers that would grow at the same token.
         """
         if self.contexts[-1] != context or self.contexts[0] <= max_ar:
@@ -82,7 +82,7 @@ class Growth:
             )
 
     def context(self, layer: int, layers: int, columns: int) -> int:
-        """The context that a layer's memory must serve in a step; `columns` is the tokens held + AR."""
+        """The context that a layer's memory must fit in a step; `columns` is the tokens held + AR."""
         below = 0
         for context in self.contexts[:-1]:
             early = (context - below) * (layers - 1 - layer) // layers if self.name == "staggered" else 0
@@ -97,7 +97,7 @@ class Growth:
 
 
 def single_layers(geometries: Sequence[Geometry], context: int) -> tuple[Geometry, ...]:
-    """The same layers, with one geometry for each that attends to the whole context, so that it grows by itself."""
+    """The same layers, with one geometry for each that attends to the whole context, so that each grows separately."""
     alone: list[Geometry] = []
     for each in geometries:
         if each.context < context:
@@ -121,18 +121,18 @@ def parse_growth(name: str, contexts: Sequence[int]) -> Growth:
 
 
 class Footprint:
-    """Reallocates the memory of groups as tokens come, and counts it.
+    """Reallocates the memory of groups as tokens arrive, and counts it.
 
-    Sessions are still bound to what was replaced, so it lives until `free_outgrown`.
+    Sessions are still bound to the old memory, so it is kept until `free_outgrown`.
     """
 
     def __init__(self, groups: Sequence[Group], growing: Sequence[Group], growth: Growth | None) -> None:
-        """Nothing grows yet.
+        """Start without growth.
 
         Args:
-            groups: all whose memory is counted.
-            growing: those that grow, in the order of their layers.
-            growth: how; None if all memory is there from the beginning.
+            groups: all groups whose memory is counted.
+            growing: the groups that grow, in the order of their layers.
+            growth: how they grow; None if all memory is allocated at the start.
         """
         self._groups = groups
         self._growing = growing
@@ -156,8 +156,8 @@ class Footprint:
 
         Args:
             columns: tokens held, and those of the next step.
-            context: S of its graph; 0 if none is about to run.
-            one_by_one: free a layer's former memory before the next one grows. No session may be bound to it.
+            context: S of its graph; 0 if no graph is about to run.
+            one_by_one: free a layer's old memory before the next layer grows. No session may be bound to it.
         """
         if self._growth is None:
             return

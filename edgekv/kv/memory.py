@@ -26,7 +26,7 @@ class Memory(Protocol):
 
     Attributes:
         address: the first byte, a multiple of 64.
-        offset: where `address` lies in `buffer`.
+        offset: offset of `address` in `buffer`.
         buffer: the bytes.
         held_bytes: physical memory in use.
     """
@@ -52,8 +52,8 @@ class HeapMemory:
 class MirrorMemory:
     """Rings of whole pages, each mapped twice back to back; see `Memory`.
 
-    Ring i is the bytes from 2 * i * ring_bytes on; its second half is its first half again. All rings lie in one
-    anonymous file and one reserved range of addresses; both are freed with the last array on them.
+    Ring i starts at byte 2 * i * ring_bytes; its second half maps the same memory as the first. All rings are in one
+    anonymous file and one reserved address range; both are freed with the last array on them.
     """
 
     def __init__(self, rings: int, ring_bytes: int) -> None:
@@ -96,7 +96,7 @@ def aligned(size_bytes: int) -> int:
 
 
 def _map_twice(rings: int, ring_bytes: int) -> int:
-    """The first address of the range; nothing stays mapped when an OSError is raised."""
+    """The first address of the range. If OSError is raised, nothing stays mapped."""
     size_bytes = 2 * rings * ring_bytes
     file = os.memfd_create("edgekv-mirror")
     try:

@@ -1,4 +1,4 @@
-"""The positions of the tokens held, by which their keys were rotated."""
+"""The positions of the tokens held, at which their keys were rotated."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ class Positions:
     Attributes:
         length: tokens held.
         next: position of the next token.
-        rewindable: how many of the newest tokens can be dropped without crossing one that a policy has evicted.
+        rewindable: number of newest tokens that can be dropped without crossing an evicted one.
     """
 
     __slots__ = ("_older", "length", "next", "rewindable")
@@ -39,7 +39,7 @@ class Positions:
         return [*self._older, *range(self.next - (self.length - len(self._older)), self.next)]
 
     def commit(self, tokens: int, evicted: int) -> None:
-        """Append tokens; the oldest leave."""
+        """Append tokens and evict the oldest."""
         self.next += tokens
         self.length += tokens - evicted
         self.rewindable = min(self.rewindable + tokens, self.length)
@@ -53,13 +53,13 @@ class Positions:
         self.rewindable -= tokens
 
     def drop(self, ages: Sequence[int]) -> None:
-        """Drop the tokens of these ages, ascending and at least one; the others stay where they are."""
+        """Drop the tokens of these ages, ascending and at least one; the others keep their positions."""
         gone = set(ages)
         kept = [position for age, position in enumerate(self.listed()) if age not in gone]
         self.restore(kept, self.next, min(self.rewindable, self.length - 1 - ages[-1]))
 
     def renumber(self) -> list[int]:
-        """Renumber the tokens held from position 0 on; by how much each token moves."""
+        """Renumber the tokens held from position 0; return the shift of each token."""
         moved = [age - position for age, position in enumerate(self.listed())]
         self.restore(range(self.length), self.length, self.rewindable)
         return moved

@@ -24,7 +24,7 @@ class Layout:
         rows: rows of each tensor; at least 1.
         scratch_rows: rows of each scratch tensor, or 0 for none.
         mirrored: whether each tensor is a ring of whole pages that is mapped twice; then there is no scratch.
-        kinds: which tensors of the geometry.
+        kinds: the kinds of tensors: keys, values or both.
     """
 
     geometry: Geometry
@@ -39,16 +39,16 @@ class Layout:
 
     @classmethod
     def of(cls, geometry: Geometry, strategy: Strategy, kinds: tuple[Kind, ...] = KINDS) -> Layout:
-        """The layout that a strategy asks for."""
+        """The layout for a strategy."""
         return cls(geometry, strategy.rows, strategy.scratch_rows, strategy.mirrored, kinds)
 
     @property
     def tensors(self) -> int:
-        """How many: N, or half of it for keys or values alone."""
+        """Number of tensors: N, or half of it for only keys or only values."""
         return self.geometry.tensors // len(KINDS) * len(self.kinds)
 
     def names(self) -> Iterator[KvTensor]:
-        """The tensors in their order: that of the geometry."""
+        """The tensors, in the order of the geometry."""
         return (tensor for tensor in self.geometry.names() if tensor.kind in self.kinds)
 
     @property
@@ -73,21 +73,21 @@ class Layout:
 
     @property
     def allocated_bytes(self) -> int:
-        """What is allocated: all tensors, and the slack that brings the first one onto a boundary."""
+        """Bytes allocated: all tensors, and slack for aligning the first one."""
         if self.mirrored:
             return self.tensors * self.rows * self.geometry.row_bytes
         return self.tensors * (self.stride_bytes + self.scratch_stride_bytes) + ALIGNMENT_BYTES
 
 
 class RowArena:
-    """Memory for a layout, filled with the zero point; a `Arena`. The tensors' order is that of `Geometry.names()`.
+    """Memory for a layout, filled with the zero point; an `Arena`. Tensors are in the order of `Geometry.names()`.
 
     Attributes:
         layout: sizes and offsets in bytes.
         tensors: which tensors, in order.
         array: all tensors, `[N, rows, D]`; the rows of one tensor are contiguous. A mirrored layout has each row
             once here; the second mapping is reached by address only.
-        scratch: where new rows land that are copied later, `[N, scratch_rows, D]`.
+        scratch: receives new rows that are copied later, `[N, scratch_rows, D]`.
         addresses: base address of each tensor, a multiple of 64; row r is `r * row_bytes` further.
         scratch_addresses: base address of each scratch tensor, a multiple of 64; empty without scratch rows.
         row_bytes: bytes of one row.
@@ -122,7 +122,7 @@ class RowArena:
         self.layout = layout
         self.tensors = tuple(layout.names())
         self.array = tensors(0, layout.rows, layout.stride_bytes)
-        # Without scratch rows there are no bytes after the tensors for an array to lie on.
+        # Without scratch rows there are no bytes after the tensors for an array.
         scratch_offset = layout.scratch_offset_bytes if layout.scratch_rows else 0
         self.scratch = tensors(scratch_offset, layout.scratch_rows, layout.scratch_stride_bytes)
         self.array.fill(geometry.zero_point)
@@ -144,7 +144,7 @@ class RowArena:
 
     @property
     def bytes_held(self) -> int:
-        """Bytes allocated, scratch and alignment included; what is mapped twice counts once."""
+        """Bytes allocated, including scratch and alignment; memory mapped twice counts once."""
         return self._held_bytes
 
     def past_shape(self, columns: int) -> list[int]:
@@ -203,7 +203,7 @@ class RowArena:
         return self.layout.reach_rows if place == "arena" else self.layout.scratch_rows
 
     def _shift(self, move: Move) -> None:
-        # numpy cannot tell that strided rows of one array lie apart, and would buffer the copy of all tensors.
+        # numpy cannot tell that strided rows of one array are disjoint and would buffer the copy of all tensors.
         addresses = self.addresses if move.src == "arena" else self.scratch_addresses
         src_bytes, dst_bytes = move.src_row * self.row_bytes, move.dst_row * self.row_bytes
         size_bytes = move.rows * self.row_bytes

@@ -1,4 +1,4 @@
-"""A cache on disk: the rows held, by age, in one safetensors file with a record of what they belong to."""
+"""A cache on disk: its rows by age in one safetensors file, with a record of the model they belong to."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ FORMAT = "edgekv.kv-state.1"
 
 
 class StateError(EdgeKVError):
-    """A saved cache that is damaged, or that belongs to another model or cache."""
+    """The saved cache is damaged or belongs to another model or cache."""
 
 
 @dataclass(frozen=True, slots=True)
 class CacheState:
-    """The tokens that a cache holds. It does not depend on where the rows were stored, so any strategy can restore it.
+    """The content of a cache. It is independent of row positions, so any strategy can restore it.
 
     Attributes:
-        sizes: what the cache was made for, as `describe` of its geometry gives it.
+        sizes: sizes of the cache, from `describe` of its geometry.
         encodings: scale and zero point of each tensor, by the name of its graph input; empty if unknown.
         positions: of the tokens held, oldest first.
         position: of the next token.
-        rewindable: how many of the newest tokens could be rewound.
+        rewindable: number of newest tokens that can be rewound.
         tokens_seen: tokens of the text.
         rows: `[tokens, D]` for each tensor, oldest first, by the name of its graph input; layers that attend to fewer
             tokens hold fewer.
@@ -53,12 +53,12 @@ class CacheState:
 
 
 def write_state(state: CacheState, file: str | Path, *, fingerprint: str) -> None:
-    """Write a state, whole or not at all.
+    """Write a state atomically.
 
     Args:
         state: the state.
-        file: is replaced if it exists.
-        fingerprint: of what computed the rows, such as a hash of the bundle; the reader must give the same.
+        file: the target; replaced if it exists.
+        fingerprint: identifies what computed the rows, such as a hash of the bundle; the reader must give the same.
 
     Raises:
         StateError: the file cannot be written.
@@ -97,7 +97,7 @@ def read_state(file: str | Path, *, fingerprint: str) -> CacheState:
     """Read a state.
 
     Raises:
-        StateError: no such file, a damaged one, another kind of file, or one of another fingerprint.
+        StateError: the file is missing, damaged, not a state, or has another fingerprint.
     """
     try:
         open_regular(Path(file)).close()

@@ -9,7 +9,7 @@ from edgekv.kv.policies.rotation import Requantization
 
 @dataclass(frozen=True, slots=True)
 class CacheStats:
-    """Counted since the cache was made; `reset` and `rewind` subtract nothing.
+    """Counters since the cache was created; `reset` and `rewind` subtract nothing.
 
     Attributes:
         bytes_copied: bytes that the cache itself has copied, of all tensors; rows that a graph writes in place
@@ -18,8 +18,8 @@ class CacheStats:
             group of layers to larger memory.
         steps: steps committed.
         tokens: tokens committed.
-        bytes_held: bytes allocated, scratch and alignment included.
-        peak_bytes: the most bytes ever allocated; more than `bytes_held` if memory grew.
+        bytes_held: bytes allocated, including scratch and alignment.
+        peak_bytes: maximum bytes allocated; more than `bytes_held` if memory grew.
         reallocations: how often the memory of a layer was replaced by a larger one.
         evicted: tokens that a policy evicted, other than the oldest of a sliding window.
         requantization: rounding error of rotating keys, if the policy does so.

@@ -1,7 +1,7 @@
-"""Attention over keys and values that lie in blocks: OpenVINO's PagedAttention as a vectorized numpy reference.
+"""Attention over keys and values in blocks: OpenVINO's PagedAttention as a vectorized numpy reference.
 
-`paged_attention` is the operator. `CacheEvictor` bounds a sequence's cache: from the operator's scores it chooses the
-blocks to drop and makes the inputs that turn the kept keys to their new positions.
+`paged_attention` is the operator. `CacheEvictor` bounds a sequence's cache: it uses the operator's scores to choose
+blocks to drop, and creates the inputs that rotate the kept keys to their new positions.
 """
 
 from edgekv.paged.attention import paged_attention

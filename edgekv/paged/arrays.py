@@ -35,7 +35,7 @@ def check_array(field: str, given: object, dtype: DTypeLike, dims: int) -> NDArr
 
 
 def check_shape(field: str, given: NDArray[Any], shape: tuple[int, ...], meaning: str) -> None:
-    """Refuse an array of another shape; `meaning` says where the wanted one comes from.
+    """Reject an array of another shape; `meaning` explains the expected one.
 
     Raises:
         PagedInputError: the shape differs.
@@ -48,7 +48,7 @@ def check_range(field: str, given: NDArray[Any], low: int, stop: int | None, mea
     """Refuse integers below `low`, or from `stop` on.
 
     Raises:
-        PagedInputError: the first such integer and where it stands.
+        PagedInputError: the first such integer and its index.
     """
     outside = (given < low) if stop is None else (given < low) | (given >= stop)
     if outside.any():

@@ -15,8 +15,8 @@ from edgekv.paged.errors import PagedInputError
 from edgekv.paged.options import Options
 from edgekv.paged.rotation import Rotation
 
-# One MiB: KV heads and queries go in pieces whose keys, values and logits stay in a core's own cache. Small pieces of
-# a long prompt also skip more of what their queries do not see.
+# One MiB: KV heads and queries are processed in pieces that fit a core's own cache. Small pieces of
+# a long prompt also skip more of the keys that their queries do not see.
 _PIECE_ELEMENTS = 1 << 17
 
 
@@ -38,12 +38,12 @@ def paged_attention(
     rotation_trig_lut: Floats | None = None,
     score_aggregation_window: int | NDArray[Any] | None = None,
 ) -> tuple[Floats, Floats]:
-    """Attention of a batch of sequences over keys and values that lie in blocks.
+    """Attention of a batch of sequences over keys and values in blocks.
 
-    In this order: the cached keys of the rotated blocks are turned, the new keys and values are written into the
+    In this order: the cached keys of the given blocks are rotated, the new keys and values are written into the
     blocks of their positions, and each new token attends to its sequence up to itself. Semantics are those of
     OpenVINO 2026.4's PagedAttention on the CPU. T new tokens of B sequences in one batch, prompts and single tokens
-    mixed, empty sequences allowed; H query heads, of which H/Hk share a KV head; bs tokens to a block. All float
+    mixed, empty sequences allowed; H query heads, of which H/Hk share a KV head; bs tokens per block. All float
     tensors are of one type, float16, float32 or float64; results are computed in float64 and rounded once.
 
     Args:
@@ -54,26 +54,26 @@ def paged_attention(
         value_cache: `[num_blocks, Hk, bs, Sv]`, updated in place.
         past_lens: `[B]` int32, tokens of each sequence in the cache. New token i of a sequence has position past+i.
         subsequence_begins: `[B+1]` int32, each sequence's first row of `query`; the last is T.
-        block_indices: `[n]` int32, the concatenated block tables of the sequences: position p lies in slot p % bs of
-            the table's block p // bs. Tables may be longer than needed and share blocks with others; where two
-            sequences write one slot, the later one's token stays.
+        block_indices: `[n]` int32, the concatenated block tables of the sequences: position p is in slot p % bs of the
+            table's block p // bs. Tables may be longer than needed and share blocks with others; where two sequences
+            write one slot, the later one's token stays.
         block_indices_begins: `[B+1]` int32, each sequence's first entry of `block_indices`; the last is n.
         scale: factor of query times key; 1/sqrt(S) if None.
         sliding_window: positions that a query sees, its own included; 0, -1 or None for all.
         alibi_slopes: `[H]` or `[Hk]`; slope * (key position - query position) is added to the scaled product, with
             a sliding window too (where OpenVINO's CPU kernel leaves it out).
-        rotated_block_indices: `[m]` int32, blocks to turn, once for each mention; this and the next two go together.
+        rotated_block_indices: `[m]` int32, blocks to rotate, once per entry; requires the next two.
         rotation_deltas: `[m, 1]` or `[m, bs]` int32, rows of the table for each block or each slot.
-        rotation_trig_lut: `[M, S]`, S/2 cosines, then S/2 sines, of the angle by which a pair (i, i + S/2) is turned.
-        score_aggregation_window: how many of a sequence's last queries the scores sum over, as one number or `[B]`
+        rotation_trig_lut: `[M, S]`, S/2 cosines, then S/2 sines, of the angle by which a pair (i, i + S/2) is rotated.
+        score_aggregation_window: number of a sequence's last queries that the scores sum over, one number or `[B]`
             int32; 1 if None.
 
     Returns:
-        The output `[T, H*Sv]`, and the scores `[sum(past_lens) + T]`: for each sequence in turn one number for each
-        of its tokens, the weights that it got from all heads of the last queries, summed.
+        The output `[T, H*Sv]`, and the scores `[sum(past_lens) + T]`: for each token of each sequence, the sum of its
+        attention weights over all heads of the last queries.
 
     Raises:
-        PagedInputError: a ValueError: inputs that disagree or are out of range. Nothing has been changed then.
+        PagedInputError: inputs are inconsistent or out of range (a ValueError); nothing is changed.
     """
     caches = Caches(key_cache, value_cache)
     heads = _check_tokens(caches, query, key, value)

@@ -1,4 +1,4 @@
-"""Which tokens belong to which sequence, and in which blocks they lie."""
+"""The tokens of each sequence, and the blocks that contain them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Span:
         past: tokens in the cache before the call.
         new: tokens of this call; their positions are past to past+new-1.
         row: the batch's row of its first new token.
-        score: where its region of the scores begins.
+        score: start of its region of the scores.
         table: its blocks, by position // bs; at least as many as its tokens fill.
         block_tokens: bs.
     """
@@ -33,7 +33,7 @@ class Span:
     block_tokens: int
 
     def places(self, first: int, stop: int) -> Places:
-        """Where the positions [first, stop) lie."""
+        """Blocks and slots of the positions [first, stop)."""
         positions = np.arange(first, stop)
         return Places(self.table[positions // self.block_tokens], positions % self.block_tokens)
 
@@ -108,7 +108,7 @@ class Batch:
             score += past + stop - row
 
     def new_places(self) -> Places:
-        """Where the new tokens of all sequences go, in the batch's order."""
+        """Blocks and slots of all new tokens, in the batch's order."""
         new = np.diff(self.begins)
         positions = np.arange(self.begins[-1]) + np.repeat(self.past_lens - self.begins[:-1], new)
         entries = np.repeat(self.block_begins[:-1], new) + positions // self.block_tokens

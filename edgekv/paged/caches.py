@@ -16,7 +16,7 @@ FLOATS = (np.dtype(np.float16), np.dtype(np.float32), np.dtype(np.float64))
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Places:
-    """Where tokens lie: token i in slot `slots[i]` of block `blocks[i]`; both `[tokens]`."""
+    """Places of tokens: token i is in slot `slots[i]` of block `blocks[i]`; both `[tokens]`."""
 
     blocks: Ints
     slots: Ints
@@ -82,7 +82,7 @@ class Caches:
         return self.value.shape[3]
 
     def insert(self, key: Floats, value: Floats, places: Places) -> None:
-        """Write tokens `[n, Hk*S]` and `[n, Hk*Sv]` to their places; of two for one place the later stays."""
+        """Write tokens `[n, Hk*S]` and `[n, Hk*Sv]` to their places; the last write to a place wins."""
         self.key[places.blocks, :, places.slots] = key.reshape(-1, self.kv_heads, self.key_size)
         self.value[places.blocks, :, places.slots] = value.reshape(-1, self.kv_heads, self.value_size)
 
@@ -93,7 +93,7 @@ class Caches:
     def gather(
         self, places: Places, heads: slice, room: tuple[NDArray[np.float64], NDArray[np.float64]]
     ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """Keys `[heads, n, S]` and values `[heads, n, Sv]` of these places and of no other, as views of `room`."""
+        """Keys `[heads, n, S]` and values `[heads, n, Sv]` of these places, as views of `room`."""
         keys, values = (array[:, : heads.stop - heads.start] for array in room)
         keys[...] = self.key[places.blocks, heads, places.slots]
         values[...] = self.value[places.blocks, heads, places.slots]

@@ -1,10 +1,10 @@
-"""What is wrong with the arguments of the paged path: programming errors, so a kind of `ValueError`."""
+"""Errors in the arguments of paged attention: programming errors, so a `ValueError`."""
 
 from __future__ import annotations
 
 
 class PagedInputError(ValueError):
-    """An argument that was refused before anything was changed.
+    """An invalid argument, found before anything was changed.
 
     Args:
         field: the parameter.

@@ -1,4 +1,4 @@
-"""Eviction by score: a bounded cache that keeps the blocks which attention used most."""
+"""Eviction by score: a bounded cache that keeps the blocks with the most attention."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ class CacheEvictionConfig:
     """The three areas of a sequence's cache: start, evictable and recent, as in OpenVINO GenAI's class of this name.
 
     Only full blocks of the evictable area are dropped, so a sequence holds at most max_tokens + block_tokens - 1
-    tokens after an eviction. All sizes are in tokens, whole blocks of them, at least one.
+    tokens after an eviction. All sizes are in tokens: multiples of a block, at least one block.
 
     Attributes:
         start_tokens: the oldest tokens, which always stay (attention sinks, arXiv 2309.17453).
         recent_tokens: the newest tokens in full blocks, which stay until newer ones push them out of this area.
         max_tokens: all areas together; more than the two above.
         block_tokens: bs, tokens of a block.
-        aggregation: `sum` or `normalized sum`, how scores of several calls become a token's importance.
+        aggregation: `sum` or `normalized sum`: how scores of several calls combine to a token's importance.
     """
 
     start_tokens: int
@@ -54,31 +54,31 @@ class CacheEvictionConfig:
     def in_blocks(
         cls, start: int, recent: int, maximum: int, *, block_tokens: int, aggregation: Aggregation = "normalized sum"
     ) -> CacheEvictionConfig:
-        """The same with the sizes of the areas in blocks."""
+        """The sizes of the areas in blocks."""
         return cls(start * block_tokens, recent * block_tokens, maximum * block_tokens, block_tokens, aggregation)
 
     def evictable(self, tokens: int) -> range:
-        """The blocks, by their place in the table, of which some may be dropped when `tokens` are cached."""
+        """Table indices of the evictable blocks when `tokens` are cached."""
         full = tokens // self.block_tokens
         start = self.start_tokens // self.block_tokens
         return range(start, max(start, full - self.recent_tokens // self.block_tokens))
 
     def excess_blocks(self, tokens: int) -> int:
-        """How many blocks are too many when `tokens` are cached; never more than are evictable."""
+        """Number of blocks to drop when `tokens` are cached; at most the evictable ones."""
         return max(0, (tokens - self.max_tokens) // self.block_tokens)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Eviction:
-    """What was dropped, and the operator's inputs for the sequence's next call, which must use all of them.
+    """The dropped blocks, and the operator's inputs for the sequence's next call, which must use all of them.
 
     Attributes:
-        dropped: places in the old table, ascending; empty when all fits.
-        freed_blocks: the blocks that stood there, int32, which the sequence no longer reads.
+        dropped: indices in the old table, ascending; empty if nothing was dropped.
+        freed_blocks: the blocks at these indices, int32, which the sequence no longer reads.
         block_indices: the sequence's new block table, int32, unused blocks at its end included.
         past_tokens: tokens still cached; the next token's position.
         rotated_block_indices: `[m]` int32, blocks whose tokens moved to earlier positions.
-        rotation_deltas: `[m, 1]` int32, by how many.
+        rotation_deltas: `[m, 1]` int32, the number of positions.
         rotation_trig_lut: `[M, S]`.
     """
 
@@ -92,10 +92,10 @@ class Eviction:
 
 
 class CacheEvictor:
-    """Chooses what one sequence drops from the cache of one layer.
+    """Chooses the blocks that one sequence drops from the cache of one layer.
 
-    After each call of the operator, `record` its scores; before the next one, `evict`. What stays is then attended to
-    as if the dropped tokens had never been: positions count the tokens that are kept. The blocks it rotates change in
+    After each call of the operator, `record` its scores; before the next one, `evict`. Attention then treats the
+    dropped tokens as if they had never existed: positions count only kept tokens. The blocks it rotates change in
     place, so none of them may be shared with another sequence.
 
     Attributes:
@@ -126,7 +126,7 @@ class CacheEvictor:
         return len(self._ledger)
 
     def record(self, scores: Floats, *, new_tokens: int, aggregation_window: int = 1) -> None:
-        """Enter the sequence's region `[past + new_tokens]` of the scores of one call of the operator.
+        """Add the sequence's region `[past + new_tokens]` of the scores of one call of the operator.
 
         Raises:
             PagedInputError: see `ScoreLedger.add`.
@@ -134,7 +134,7 @@ class CacheEvictor:
         self._ledger.add(scores, new_tokens=new_tokens, aggregation_window=aggregation_window)
 
     def evict(self, block_indices: NDArray[np.int32]) -> Eviction:
-        """Drop the least used evictable blocks, the older first among equals, until the rest fits.
+        """Drop the evictable blocks with the lowest scores until the rest fits; ties drop the older block.
 
         Args:
             block_indices: the sequence's block table, int32; each block once.

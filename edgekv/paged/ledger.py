@@ -1,4 +1,4 @@
-"""How much attention each cached token of a sequence has got so far."""
+"""The accumulated attention of each cached token of a sequence."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ AGGREGATIONS: tuple[Aggregation, ...] = get_args(Aggregation)
 class ScoreLedger:
     """Aggregated scores of one sequence in one layer, token by token.
 
-    `sum` adds up the weights that a token got. It favours old tokens, which more queries have seen; `normalized sum`
-    divides by the number of those queries.
+    `sum` adds up the attention weights of a token. It favours old tokens, which more queries have seen; `normalized
+    sum` divides by the number of these queries.
     """
 
     def __init__(self, aggregation: Aggregation) -> None:
@@ -33,7 +33,7 @@ class ScoreLedger:
         return len(self._weights)
 
     def add(self, scores: Floats, *, new_tokens: int, aggregation_window: int = 1) -> None:
-        """Enter one call of the operator.
+        """Add one call of the operator.
 
         Args:
             scores: the sequence's region of the operator's scores, `[past + new_tokens]`.

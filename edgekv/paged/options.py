@@ -1,4 +1,4 @@
-"""The operator's options as numbers that hold for every sequence, head and query."""
+"""The operator's options as numbers for every sequence, head and query."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ class Options:
 
     Attributes:
         scale: factor of q k.
-        window: how many positions up to its own a query sees; None for all.
+        window: number of positions that a query sees, including its own; None for all.
         slopes: ALiBi, `[H]`: added to a logit times (key position - query position); None for none.
-        scored: `[B]`, how many of a sequence's last queries the scores sum over, at most.
+        scored: `[B]`, maximum number of a sequence's last queries that the scores sum over.
     """
 
     scale: float
@@ -39,7 +39,7 @@ class Options:
         alibi_slopes: object,
         score_aggregation_window: object,
     ) -> Options:
-        """The options that the optional inputs of the operator ask for.
+        """The options given by the operator's optional inputs.
 
         Raises:
             PagedInputError: one is of another type or shape, not finite, or a negative window other than the -1 of

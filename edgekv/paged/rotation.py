@@ -1,4 +1,4 @@
-"""Re-rotation: keys in the cache turned from the positions they were computed for to others."""
+"""Re-rotation of cached keys to other positions."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from edgekv.paged.errors import PagedInputError
 def rotation_trig_lut(inverse_frequencies: Sequence[float], rows: int, dtype: DTypeLike = np.float32) -> Floats:
     """A table `[rows, S]` for keys with S/2 rotary frequencies; row d moves a key d positions back.
 
-    Row d is cos(d f) for each frequency f, then sin(-d f): rotary embedding (RoFormer, arXiv 2104.09864) turns a pair
-    at position p by p f, so a turn by -d f makes it that of position p-d. The entries are computed in float64.
+    Row d is cos(d f) for each frequency f, then sin(-d f): rotary embedding (RoFormer, arXiv 2104.09864) rotates a pair
+    at position p by p f, so rotating it by -d f moves it to position p-d. The entries are computed in float64.
 
     Raises:
         PagedInputError: no frequency, one that is not finite, or fewer than one row.
@@ -35,7 +35,7 @@ def rotation_trig_lut(inverse_frequencies: Sequence[float], rows: int, dtype: DT
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Rotation:
-    """Whole blocks whose keys are turned, all KV heads alike; a block listed twice is turned twice.
+    """Whole blocks whose keys are rotated in all KV heads; a block listed twice is rotated twice.
 
     Attributes:
         blocks: `[n]`, blocks of the key cache.
@@ -49,7 +49,7 @@ class Rotation:
 
     @classmethod
     def of(cls, caches: Caches, blocks: object, deltas: object, table: object) -> Rotation | None:
-        """The rotation that the three optional inputs of the operator ask for; None without them.
+        """The rotation given by the operator's three optional inputs; None without them.
 
         Raises:
             PagedInputError: only some of them are given, one is of another type or shape, S is odd, or a block or a
@@ -76,18 +76,18 @@ class Rotation:
         return cls(listed, rows, lut)
 
     def apply(self, caches: Caches) -> None:
-        """Turn each pair (x, y) of elements i and i + S/2: x' = x cos - y sin, y' = x sin + y cos."""
+        """Rotate each pair (x, y) of elements i and i + S/2: x' = x cos - y sin, y' = x sin + y cos."""
         for turn in _turns(self.blocks):
             blocks = self.blocks[turn]
             cos, sin = np.split(self.table[self.deltas[turn]].astype(np.float64)[:, None], 2, axis=-1)
             x, y = np.split(caches.key[blocks].astype(np.float64), 2, axis=-1)
-            # Slots without a token are turned too and may hold anything.
+            # Slots without a token are rotated too and may contain anything.
             with np.errstate(invalid="ignore", over="ignore"):
                 caches.key[blocks] = np.concatenate([x * cos - y * sin, x * sin + y * cos], axis=-1)
 
 
 def _turns(blocks: Ints) -> Iterator[Ints]:
-    """Indices into `blocks`, group by group: the first mention of every block, then each second one, and so on."""
+    """Indices into `blocks` in groups: the first occurrence of every block, then the second ones, and so on."""
     order = np.argsort(blocks, kind="stable")
     _, firsts, counts = np.unique(blocks[order], return_index=True, return_counts=True)
     mention = np.arange(len(blocks)) - np.repeat(firsts, counts)

@@ -1,4 +1,4 @@
-"""Work in a thread of its own while the runtime computes."""
+"""Runs work in a background thread while the runtime computes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from queue import SimpleQueue
 
 
 class BackgroundTask:
-    """A task that runs in the background thread. It starts in a few microseconds; a pool's future takes tens."""
+    """A task that runs in the background thread. It starts in a few microseconds; a thread pool's future needs tens."""
 
     __slots__ = ("_done", "_work", "error")
 
@@ -22,7 +22,7 @@ class BackgroundTask:
         _queue().put(self)
 
     def wait(self) -> None:
-        """Wait until it is done.
+        """Wait for the task to finish.
 
         Raises:
             Exception: what the work raised.

@@ -18,7 +18,7 @@ from edgekv.spec import GraphInterface, Port
 
 # TensorProto.DataType: the runtime reads a number faster than a numpy type.
 _ELEMENTS: dict[str, int] = {"uint8": 2, "int8": 3, "uint16": 4, "int16": 5, "int32": 6}
-_MANY = 64  # tensors: fewer are bound faster than a background task starts
+_MANY = 64  # with fewer tensors, binding is faster than starting a background task
 _LONG_NS = 2_000_000  # a run must take longer than binding hundreds of tensors
 
 
@@ -84,7 +84,7 @@ class _Place:
         return other is not None and other.offset_bytes == self.offset_bytes and other.addresses == self.addresses
 
     def next(self, earlier: _Place | None) -> _Place:
-        """Where the tensors will be if they move once more by as much as since `earlier`."""
+        """The expected addresses if the tensors move again by as much as since `earlier`."""
         if earlier is None or earlier.offset_bytes == self.offset_bytes or earlier.addresses != self.addresses:
             return self
         return replace(self, offset_bytes=2 * self.offset_bytes - earlier.offset_bytes)
@@ -94,7 +94,7 @@ _Places = dict[str, _Place]  # by the first of their names
 
 
 class _Bound:
-    """One set of bindings of a session, and the places it is bound to."""
+    """One set of bindings of a session, and the addresses it is bound to."""
 
     def __init__(self, session: ort.InferenceSession) -> None:
         self.io = session.io_binding()
@@ -103,7 +103,7 @@ class _Bound:
         self._moving: BackgroundTask | None = None
 
     def move(self, places: Iterable[_Place]) -> None:
-        """Bind the tensors whose place has changed."""
+        """Bind the tensors whose addresses have changed."""
         for place in places:
             first = place.names[0]
             if place.is_at(self._places.get(first)):
@@ -127,10 +127,9 @@ class _Bound:
 class MemoryBinding:
     """The bindings of an ONNX Runtime session; a `Binding`.
 
-    ONNX Runtime needs a call for each tensor that moves. If many move in every step, two sets of bindings take turns:
-    while the graph runs on one, the other is bound in the background to where the next step is expected to be, as far
-    from this one as this one is from the last. Wrong guesses are bound again. Names that were bound together must
-    always be bound together.
+    ONNX Runtime needs one call per tensor that moves. If many move in every step, two sets of bindings alternate: while
+    the graph runs on one, the other is bound in the background to the expected addresses of the next step, extrapolated
+    from the last two. Wrong guesses are bound again. Names that were bound together must always be bound together.
     """
 
     def __init__(self, session: ort.InferenceSession) -> None:
@@ -189,7 +188,7 @@ class MemoryBinding:
         self._bound.move((place,))
 
     def _look_ahead(self) -> None:
-        """Bind the other set to where the next step is expected, if enough tensors move."""
+        """Bind the other set to the expected addresses of the next step, if enough tensors move."""
         ahead = [place.next(self._last.get(name)) for name, place in self._wanted.items()]
         pairs = zip(self._wanted.values(), ahead, strict=True)
         moving = sum(len(there.names) for here, there in pairs if there is not here)
@@ -206,7 +205,7 @@ def _ports(found: Sequence[ort.NodeArg]) -> tuple[Port, ...]:
 
 
 def _binders(io: ort.IOBinding) -> tuple[_BindAll, _BindAll]:
-    """Through the object that the public one wraps: 0.65 us a tensor instead of 2.7."""
+    """Uses the object that the public one wraps: 0.65 us per tensor instead of 2.7."""
     try:
         raw = io._iobinding
         device = ort.OrtDevice.make("cpu", 0)._get_c_device()

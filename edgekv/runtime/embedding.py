@@ -21,7 +21,7 @@ def open_table(bundle: Bundle) -> NDArray[Any] | None:
     None if the graphs look up embeddings.
 
     Raises:
-        BundleError: the file does not hold the table that the manifest describes.
+        BundleError: the file does not contain the table that the manifest describes.
     """
     record, model = bundle.manifest.embedding, bundle.manifest.model
     if record is None:

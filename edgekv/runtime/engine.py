@@ -1,4 +1,4 @@
-"""Engines: what runs the graphs of a bundle. Further engines join through the entry-point group `edgekv.engines`."""
+"""Engines run the graphs of a bundle. Packages add engines through the entry-point group `edgekv.engines`."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Engine(Protocol):
         """Addresses that are bound must be a multiple of this."""
 
     def load(self, file: Path, name: str) -> Binding:
-        """A graph, ready to be bound. A file that is loaded again is not read again.
+        """A graph, ready to be bound. A file is read only once.
 
         Args:
             file: of the bundle.
@@ -46,11 +46,11 @@ class Engine(Protocol):
 
 
 class EngineType(Protocol):
-    """What an entry point of `edgekv.engines` names: usually the class of the engine."""
+    """The object that an entry point of `edgekv.engines` names: usually the engine's class."""
 
     @property
     def graph_format(self) -> GraphFormat:
-        """The graphs that it runs."""
+        """The graph format that it runs."""
 
     def open(self, bundle: Bundle, threads: int | None) -> Engine:
         """An engine for a bundle of this format.
@@ -60,7 +60,7 @@ class EngineType(Protocol):
             threads: per operation; None for the runtime's own choice.
 
         Raises:
-            UsageError: an option that it does not have, or a bundle that it cannot run.
+            UsageError: an unsupported option, or a bundle that the engine cannot run.
             EngineError: the runtime is missing, or an unsupported version.
         """
 
@@ -121,7 +121,7 @@ def _load(point: metadata.EntryPoint) -> EngineType:
     try:
         kind: EngineType = point.load()
         _ = kind.graph_format
-    except Exception as error:  # whatever a foreign module raises when it is imported
+    except Exception as error:  # importing a foreign module may raise anything
         raise EngineError(
             f"engine {point.name}",
             got=f"{type(error).__name__}: {error}",

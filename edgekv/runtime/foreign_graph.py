@@ -1,7 +1,7 @@
 """A trial of a TFLite file in a child process, before this process loads it.
 
 The runtimes trust the offsets and sizes in a file: one that was forged or damaged before it was hashed crashes the
-process that loads or runs it. A hash does not help, because whoever forges a file can compute it.
+process that loads or runs it. A hash does not help, because an attacker can compute it too.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from edgekv.system import cache_folder
 
 
 class Trial(msgspec.Struct, frozen=True, kw_only=True):
-    """A file to load, each of whose graphs runs once on zeros, and the name of the engine."""
+    """A file to load, and the name of the engine. Each of its graphs runs once on zeros."""
 
     engine: str
     file: str
@@ -35,7 +35,7 @@ class Refusal(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def try_file(file: Path, engine: str, runtime: str) -> None:
-    """Load a file and run its graphs in a child process, unless a file of this content passed before.
+    """Load a file and run its graphs in a child process, unless a file of this content has passed before.
 
     Args:
         file: a `.tflite` file.
@@ -62,6 +62,6 @@ def try_file(file: Path, engine: str, runtime: str) -> None:
     refusal = msgspec.json.decode(end.reply, type=Refusal | None)
     if refusal is not None:
         raise EngineError(refusal.field, got=refusal.got, expected=refusal.expected, fix=refusal.fix)
-    with suppress(OSError):  # a cache that cannot be written costs time only
+    with suppress(OSError):  # a cache that cannot be written only costs time
         passed.parent.mkdir(parents=True, exist_ok=True)
         passed.touch()

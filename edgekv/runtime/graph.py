@@ -20,10 +20,10 @@ from edgekv.runtime.rope import RopeTable
 class StaticGraph:
     """A graph whose inputs and outputs are bound once. A step writes the small inputs and moves the cache's windows.
 
-    Its parts run in order. The output of one is the input of the next, in memory that both are bound to.
+    Its parts run in order. The output of one part is the input of the next, in memory that both are bound to.
 
     Attributes:
-        record: what the manifest says of the graph.
+        record: the graph's entry in the manifest.
         ar: tokens per inference.
         steps: steps run.
         run_ns: time of all steps within the runtime, ns.
@@ -44,13 +44,13 @@ class StaticGraph:
         Args:
             bindings: of its parts, in order.
             manifest: of the bundle.
-            record: what the manifest says of the graph.
+            record: the graph's entry in the manifest.
             cache: see `use`.
             ropes: see `rope_tables`.
             embeddings: see `open_table`.
 
         Raises:
-            BundleError: the graph does not have the inputs and outputs that follow from the manifest.
+            BundleError: the graph's inputs or outputs do not match the manifest.
         """
         self.record = record
         self.ar = record.ar
@@ -71,7 +71,7 @@ class StaticGraph:
     def logits(self) -> NDArray[Any]:
         """The logits of the last step that computed them, as integers `[rows, V]`, valid until the next step.
 
-        One row, of the last token; a graph of role `score` gives one for each token of the step.
+        One row, for the last token; a graph of role `score` returns one for each token of the step.
         """
         rows: NDArray[Any] = self._logits[: self._inputs.filled] if self.record.role == "score" else self._logits
         return rows
@@ -114,7 +114,7 @@ class StaticGraph:
         *,
         logits: bool = True,
     ) -> None:
-        """Run tokens on open windows of the cache; the caller commits what the graph wrote.
+        """Run tokens on open windows of the cache; the caller commits the new rows.
 
         Args:
             tokens: 1 to AR.

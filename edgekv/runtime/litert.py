@@ -50,7 +50,7 @@ class LitertEngine:
 
         Args:
             threads: see above.
-            tried: load files without trying them in a child process first.
+            tried: load files without testing them in a child process first.
 
         Raises:
             EngineError: it is missing, or not a version that can be bound to memory of the caller.
@@ -85,7 +85,7 @@ class LitertEngine:
     def _open(self, file: Path) -> Any:
         from ai_edge_litert.compiled_model import CompiledModel, CpuKernelMode, CpuOptions, HardwareAccelerator, Options
 
-        # The delegate would take only the float nodes, and copy every tensor there and back.
+        # The delegate would run only the float nodes, and copy every tensor there and back.
         cpu = CpuOptions(num_threads=self.threads or 0, kernel_mode=CpuKernelMode.BUILTIN)
         options = Options(hardware_accelerators=HardwareAccelerator.CPU, cpu_options=cpu)
         with captured_output() as output:

@@ -15,7 +15,7 @@ from quant import Encoding
 class AttentionMask:
     """A graph's mask, `[AR, P + AR]`: a row for each new token, columns for the past rows and then the new tokens.
 
-    An element is 0.0 where the row attends to the column, and the least value of the encoding where it does not. Rows
+    An element is 0.0 where the row attends to the column, and the encoding's minimum where it does not. Rows
     without a token attend to nothing.
     """
 
@@ -41,7 +41,7 @@ class AttentionMask:
         rows[:tokens, window.first : window.stop] = self._open
         if columns:
             rows[:tokens, columns] = self._open
-        # A column that has left the window of one row has also left the window of every later row.
+        # A column outside the window of one row is also outside the window of every later row.
         for gone, column in enumerate(window.leaving, self._ar - len(window.leaving)):
             rows[gone:, column] = self._closed
         if tokens != self._filled:

@@ -87,6 +87,6 @@ def _stand_in(stream: object, descriptor: int, saved: int) -> io.TextIOWrapper |
 
 def _flush_c_streams() -> None:
     if os.name == "nt":
-        return  # no handle on the C library of other modules; what they still buffer is printed later
+        return  # other modules' C library is not accessible; their buffered output is printed later
     with suppress(AttributeError, OSError):
         ctypes.CDLL(None).fflush(None)

@@ -42,7 +42,7 @@ class _GroupPorts:
         self.bound: tuple[int, int, int] | None = None
 
     def bind(self, binding: Binding, window: Window) -> None:
-        """Bind the ports to a window; nothing is done if they already are."""
+        """Bind the ports to a window, unless they already are."""
         wanted = (self.group.reallocations, window.past_row, window.new_row)
         if self.bound == wanted:
             return
@@ -56,7 +56,7 @@ class _GroupPorts:
 
 
 class BoundPart:
-    """A part whose inputs and outputs are bound once. A step moves only the cache's windows and the row of a head.
+    """A part whose inputs and outputs are bound once. A step rebinds only the cache's windows and a head's row.
 
     Attributes:
         is_head: whether the part is only a head, which a step can skip if its logits are not needed.
@@ -85,7 +85,7 @@ class BoundPart:
         self._reads_one_row = self.is_head and self._entry.shape[2] == 1
 
     def use(self, cache: KVCache, ar: int, context: int) -> None:
-        """Work on this cache from the next step on."""
+        """Use this cache from the next step on."""
         self._groups = [
             _GroupPorts(index, group, self._layers, ar, context)
             for index, group in enumerate(cache.groups)

@@ -37,7 +37,7 @@ def create_session(
 
     Args:
         model_path: an ONNX file, or the wrapper of a context binary.
-        device: the target. Only its `soc_model` is passed on, which alone decides.
+        device: the target. Only its `soc_model` is passed on, which determines everything else.
         session_config: further entries of ONNX Runtime's session configuration.
         provider_options: further options of the provider.
 
@@ -60,7 +60,7 @@ def create_session(
     raise EngineError(
         f"{model_path.name} on {device.soc}",
         got=_cause(failure, output),
-        expected=f"a graph that the HTP (V{device.arch}) runs whole",
+        expected=f"a graph that the HTP (V{device.arch}) runs completely",
         fix="Export it again with this edgekv; if it stays refused, report the nodes named here.",
     )
 

@@ -1,4 +1,4 @@
-"""Rewriting ONNX graphs: what the passes of `edgekv.runtime.merge` and of the exporters share.
+"""Rewriting ONNX graphs: helpers shared by the passes of `edgekv.runtime.merge` and of the exporters.
 
 A rewrite is an `onnx_ir` pass: it changes a model in place and says whether it modified it. Weights stay in their
 files as external data; no pass reads them.
@@ -29,8 +29,8 @@ _QUANTIZERS = ("QuantizeLinear", "DequantizeLinear")
 class NodeWriter:
     """Makes nodes and constants for a graph. A node is named after its first result.
 
-    Constants are added to the graph at once. Nodes are collected in `nodes`, in an order in which they can run; the
-    caller inserts them into the graph.
+    Constants are added to the graph immediately. Nodes are collected in `nodes` in topological order; the caller
+    inserts them into the graph.
     """
 
     def __init__(self, graph: ir.Graph) -> None:
@@ -153,7 +153,7 @@ def link_weights(model: ir.Model, source: Path, target: Path) -> None:
 def remove_unused(model: ir.Model) -> None:
     """Remove the nodes and constants that no output depends on.
 
-    `onnx_ir.passes.common.RemoveUnusedNodesPass` does the same in ten times the time.
+    `onnx_ir.passes.common.RemoveUnusedNodesPass` does the same but takes ten times as long.
     """
     graph, unused = model.graph, set[ir.Node]()
     for node in reversed(graph):
@@ -166,7 +166,7 @@ def remove_unused(model: ir.Model) -> None:
 
 
 def initializer(name: str, value: NDArray[Any]) -> ir.Value:
-    """A constant that belongs to no graph yet."""
+    """A constant that is not yet in a graph."""
     tensor = ir.tensor(value, name=name)
     return ir.Value(name=name, shape=ir.Shape(value.shape), type=ir.TensorType(tensor.dtype), const_value=tensor)
 
@@ -252,7 +252,7 @@ def follow(node: ir.Node, op: str) -> list[ir.Node]:
 
 
 def unlike(graph: ir.Graph | None, got: str) -> BundleError:
-    """The error for a graph that is not built as edgekv builds it."""
+    """The error for a graph with another structure than edgekv's."""
     return BundleError(
         f"graph {graph.name if graph else ''}",
         got=got,

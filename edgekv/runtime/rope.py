@@ -19,7 +19,7 @@ class RopeTable:
     """Rows of cosines and sines, `[positions, R/2]`, in the encodings of the graph's inputs.
 
     An element is trunc(attention_factor * cos(position * frequency) / scale + zero_point) in float64, with the scale
-    rounded to float32 as in the graph. It truncates as Genie does, so that both give a graph the same bits. Positions
+    rounded to float32 as in the graph. It truncates as Genie does, so that both produce the same bits. Positions
     can exceed those of training: attention depends only on differences of positions, which stay below S.
     """
 
@@ -51,7 +51,7 @@ class RopeTable:
 
 
 def rope_tables(manifest: Manifest) -> dict[str, RopeTable]:
-    """A table for every rotary embedding of a bundle, by the suffix of its inputs' names, filled for one context."""
+    """A table for every rotary embedding of a bundle, by the suffix of its inputs' names, for one context."""
     tables = {}
     for suffix, record in manifest.ropes.items():
         cos, sin = (manifest.encodings[name] for name in rope_inputs(suffix))

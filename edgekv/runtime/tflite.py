@@ -55,7 +55,7 @@ class TfliteEngine:
 
         Args:
             threads: see above.
-            tried: load files without trying them in a child process first.
+            tried: load files without testing them in a child process first.
 
         Raises:
             EngineError: it is missing, or another version.
@@ -111,7 +111,7 @@ class TfliteEngine:
                 return Interpreter(
                     str(file),
                     num_threads=self.threads,
-                    # The delegate would take only the float nodes, and copy every tensor there and back.
+                    # The delegate would run only the float nodes, and copy every tensor there and back.
                     experimental_op_resolver_type=OpResolverType.BUILTIN_WITHOUT_DEFAULT_DELEGATES,
                 )
             except Exception as error:  # SystemError, ImportError, AttributeError, ValueError, RuntimeError
@@ -132,7 +132,7 @@ class TfliteEngine:
 
 
 def _check_weights(bundle: Bundle) -> None:
-    """Refuse weights that tflite-runtime has no kernels for."""
+    """Reject weights that tflite-runtime has no kernels for."""
     others = [each for each in bundle.manifest.recipe.weights if "tflite" not in WEIGHT_TYPES[each.dtype].engines]
     if others:
         raise UsageError(
@@ -150,7 +150,7 @@ class _Allocation(ctypes.Structure):
 
 
 class TfliteBinding:
-    """One signature of an interpreter; a `Binding`. Its tensors lie in the caller's memory."""
+    """One signature of an interpreter; a `Binding`. Its tensors are in the caller's memory."""
 
     def __init__(self, interpreter: Any, name: str) -> None:
         self._details = interpreter.get_signature_runner(name)

@@ -1,4 +1,4 @@
-"""How similar the keys of a cache are."""
+"""Similarity of the keys of a cache."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from edgekv.kv.arena import Rows
 
 
 def mean_similarity(tensors: Iterable[tuple[Rows, int]]) -> NDArray[np.float64]:
-    """Cosine of each token's key and the mean key, as a mean over key tensors, `[tokens]`.
+    """Cosine similarity of each token's key to the mean key, averaged over key tensors, `[tokens]`.
 
-    The mean key is that of the keys at unit length (arXiv 2504.15364); a cosine does not depend on the scale of an
-    encoding, and a key of zeros is similar to nothing.
+    The mean is taken over keys normalized to unit length (arXiv 2504.15364). A cosine does not depend on the scale of
+    an encoding; a key of zeros has similarity 0.
 
     Args:
         tensors: integers `[tokens, D]` and the zero point of each key tensor.

@@ -13,31 +13,31 @@ PolicyName = Literal["fail", "sliding-window", "sinks", "keydiff"]
 
 
 class Policy(Protocol):
-    """Says how many tokens a cache for a context of S tokens holds, which steps may run, and who leaves before one."""
+    """Defines how many tokens a cache holds in a context of S, which steps may run, and which tokens to evict."""
 
     @property
     def name(self) -> PolicyName:
-        """As users give it."""
+        """The policy as users write it."""
 
     @property
     def inverse_frequencies(self) -> tuple[float, ...]:
-        """Of the rotary embedding, R/2 of them, if tokens move to other positions; empty if they never do."""
+        """Frequencies of the rotary embedding, R/2 of them, if tokens move to other positions; else empty."""
 
     def check(self, geometry: Geometry, max_ar: int) -> None:
-        """Refuse what cannot work with these graphs.
+        """Reject a policy that cannot work with these graphs.
 
         Raises:
             UsageError: numbers that leave no room for a step.
         """
 
     def capacity(self, context: int) -> int:
-        """The most tokens held; the oldest leave when more are committed."""
+        """Maximum number of tokens held; the oldest are evicted when more are committed."""
 
     def admits(self, context: int, length: int, ar: int) -> bool:
         """Whether an AR-`ar` step may run while `length` tokens are held."""
 
     def leaving(self, context: int, length: int, ar: int, similarity: Callable[[], Sequence[float]]) -> Sequence[int]:
-        """Ages of the tokens, ascending, that leave before an AR-`ar` step.
+        """Ages of the tokens to evict before an AR-`ar` step, ascending.
 
         Args:
             context: S.
@@ -49,10 +49,10 @@ class Policy(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Fail:
-    """A context of S tokens in all. No token that is held ever falls out of a graph's window.
+    """A context of S tokens in total. No held token ever falls out of a graph's window.
 
-    An AR-N graph sees S-N tokens of the past, so it may run while at most that many are held. The AR-1 graph
-    computes the S-th token, and no graph a further one.
+    An AR-N graph sees S-N tokens of the past, so it may run while at most that many are held. The AR-1 graph computes
+    the S-th token; no graph computes more.
     """
 
     name: Literal["fail"] = "fail"
@@ -93,16 +93,16 @@ class SlidingWindow:
 
 @dataclass(frozen=True, slots=True)
 class Sinks:
-    """When a step has no room, the first and the newest tokens stay and all others leave (arXiv 2309.17453).
+    """When a step has no room, all tokens but the first and the newest are evicted (arXiv 2309.17453).
 
-    Those that stay are renumbered from position 0, so that no position exceeds S: their keys are rotated by
+    The remaining tokens are renumbered from position 0, so that no position exceeds S: their keys are rotated by
     the difference and rounded again. Keys move only when the freed rows, S - AR - tokens - window, are used up, so
     with a smaller window a key is rounded fewer times.
 
     Attributes:
-        tokens: how many of the first stay; at least 1.
-        window: how many of the newest stay; at least 1, and with `tokens` at most S less the largest AR.
-        inverse_frequencies: R/2 of them, for the R elements of a key that turn: the angle of pair i at position p is
+        tokens: number of first tokens kept; at least 1.
+        window: number of newest tokens kept; at least 1, and with `tokens` at most S less the largest AR.
+        inverse_frequencies: R/2 of them, for the R rotated elements of a key: the angle of pair i at position p is
             p * inverse_frequencies[i].
     """
 
@@ -140,14 +140,14 @@ class Sinks:
 
 @dataclass(frozen=True, slots=True)
 class KeyDiff:
-    """When a step has no room, the tokens leave whose keys are most similar to the mean key (arXiv 2504.15364).
+    """When a step has no room, the tokens whose keys are most similar to the mean key are evicted (arXiv 2504.15364).
 
-    All tensors of a token leave together, so its similarity is the mean over layers and heads. Tokens keep their
+    A token is evicted from all tensors, so its similarity is the mean over layers and heads. Tokens keep their
     absolute positions.
 
     Attributes:
-        budget: how many tokens stay; at most S less the largest AR.
-        recent: how many of the newest always stay; 1 to `budget`.
+        budget: number of tokens kept; at most S less the largest AR.
+        recent: number of newest tokens always kept; 1 to `budget`.
     """
 
     budget: int
@@ -175,7 +175,7 @@ class KeyDiff:
         if length <= context - ar:
             return ()
         scores = similarity()
-        # Of equally similar ones the older leave.
+        # Of equally similar tokens the older ones are evicted.
         ranked = sorted(range(length - self.recent), key=lambda age: -scores[age])
         return sorted(ranked[: length - self.budget])
 
@@ -184,9 +184,7 @@ POLICIES: tuple[Policy, ...] = (Fail(), SlidingWindow())
 
 
 def find_policy(policy: str | Policy) -> Policy:
-    """The policy of this name; one with numbers of its own, `Sinks` or `KeyDiff`, is given as an object.
-
-    `parse_policy` reads those too.
+    """The policy of this name. `Sinks` and `KeyDiff` have parameters; `parse_policy` reads those too.
 
     Raises:
         UsageError: there is none.
@@ -201,7 +199,7 @@ def find_policy(policy: str | Policy) -> Policy:
 
 
 def check_layers(policy: Policy, geometries: Sequence[Geometry], context: int, max_ar: int) -> None:
-    """Refuse a policy that does not fit these layers.
+    """Reject a policy that does not fit these layers.
 
     Args:
         policy: the policy.
@@ -217,7 +215,9 @@ def check_layers(policy: Policy, geometries: Sequence[Geometry], context: int, m
         if geometry.context == context:
             policy.check(geometry, max_ar)
     wanted = instead = ""
-    if narrow and policy.inverse_frequencies:  # a narrow layer holds evicted tokens, which have no new position
+    if (
+        narrow and policy.inverse_frequencies
+    ):  # a layer with a smaller window has evicted tokens, which have no new position
         wanted, instead = "all attend", "fail, sliding-window or keydiff"
     elif len(narrow) == len(geometries) and policy.name == "keydiff":
         wanted, instead = "in part attend", "fail or sliding-window"

@@ -13,7 +13,7 @@ from edgekv.kv.arena import Rows
 
 
 class KvEncoding(Protocol):
-    """What an integer of a cache tensor stands for: scale * (integer - zero_point)."""
+    """The real value of an integer of a cache tensor: scale * (integer - zero_point)."""
 
     @property
     def scale(self) -> float:
@@ -21,7 +21,7 @@ class KvEncoding(Protocol):
 
     @property
     def zero_point(self) -> int:
-        """The integer that stands for 0.0."""
+        """The integer that represents 0.0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,9 +32,9 @@ class Requantization:
         keys: vectors of D elements that were rotated and rounded, of all tensors.
         rms_steps: root of the mean squared difference of an element from its exact rotation, in steps of the
             encoding; 0.289 would be rounding alone.
-        max_steps: the greatest one.
+        max_steps: maximum difference, in steps.
         rms: root of the mean squared difference in real numbers, or None if the encodings are not known.
-        clipped: elements that the integer type could not hold.
+        clipped: number of elements beyond the limits of the integer type.
     """
 
     keys: int

@@ -16,7 +16,7 @@ from edgekv.spec.geometry import Geometry
 StrategyName = Literal["pointer-shift", "slot", "mirror", "shift-concat"]
 STRATEGIES: tuple[StrategyName, ...] = ("pointer-shift", "slot", "mirror", "shift-concat")
 DEFAULT_STRATEGY: StrategyName = "slot"
-"""Also what plans are made with: one strided write a step and no rebinding takes the least host time."""
+"""The default, also of plans: one strided write per step and no rebinding need the least host time."""
 # `mirror` needs rings of whole pages, and `shift-concat` moves all rows in every step anyway.
 GROWING_STRATEGIES: tuple[StrategyName, ...] = ("slot", "pointer-shift")
 

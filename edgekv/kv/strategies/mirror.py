@@ -1,4 +1,4 @@
-"""A ring whose pages are mapped twice, back to back: every window is contiguous, and nothing is ever copied."""
+"""A ring whose pages are mapped twice, back to back: every window is contiguous and nothing is copied."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from edgekv.spec.geometry import Geometry
 
 
 class Mirror:
-    """Each tensor is a ring of P rows in which row r + P is row r again, since both are the same memory.
+    """Each tensor is a ring of P rows; row r + P is the same memory as row r.
 
         row    0            head              P                          2P
                |  newer tokens |   |   oldest |  newer tokens |           |
                                new rows  past_row              new_row = past_row + S-AR
 
-    The past of an AR step begins below row P and may run on into the second mapping; so do its new rows. Appending
+    The past of an AR step begins below row P and may continue into the second mapping, as may its new rows. Appending
     moves the head around the ring, rewinding moves it back.
 
     P is S-1 rows of past and `max_ar` rows for a step's new rows, rounded up so that the ring is a whole number of
-    pages: the new rows of a step never meet a token that is held.
+    pages: the new rows of a step never overlap a held token.
     """
 
     def __init__(self, geometry: Geometry, *, max_ar: int, page_bytes: int = PAGESIZE) -> None:
@@ -32,7 +32,7 @@ class Mirror:
 
     @property
     def rows(self) -> int:
-        """P: S-1 + max_ar, rounded up to the least multiple that fills whole pages."""
+        """P: S-1 + max_ar, rounded up to whole pages."""
         return self._rows
 
     @property

@@ -73,7 +73,7 @@ class PointerShift:
     def prepare(self, ar: int, columns: int) -> Sequence[Move]:
         if columns <= self._head <= self._rows - ar:
             return ()
-        # An empty cache has its head at home, where every step fits: there is a row to move.
+        # The head of an empty cache is at its start, where every step fits: here there is a row to move.
         slide = Move(self._head - self._length, self._home - self._length, self._length)
         self._head = self._home
         return (slide,)

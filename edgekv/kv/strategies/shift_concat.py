@@ -1,4 +1,4 @@
-"""Move the whole past in every step: the update that the others are measured against."""
+"""Move the whole past in every step: the baseline of the other strategies."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from edgekv.spec.geometry import Geometry
 
 
 class ShiftConcat:
-    """The past of a step is the last P of S rows, always; the newest token lies in the last one.
+    """The past of a step is always the last P of S rows; the newest token is in the last one.
 
     The graph writes its new rows to a scratch tensor. `commit` moves the past down by as many rows and appends the
-    new ones, which is what concatenating past and new and dropping the oldest amounts to: P rows a step, P = S-AR
-    of the graph that ran, whether they hold tokens or not.
+    new ones, equivalent to concatenating past and new rows and dropping the oldest: P rows per step, P = S-AR of the
+    graph that ran, whether they contain tokens or not.
 
     No graph reads row 0, but the first token of a full context is kept there.
     """
@@ -56,7 +56,7 @@ class ShiftConcat:
         self._length += tokens - evicted
         if not tokens:
             return ()
-        # What the graph sees moves as a whole, and so do the older tokens before it.
+        # The rows that the graph sees and the older tokens before them move together.
         first = self._context - max(self._columns, self._length)
         append = Move(0, self._context - tokens, tokens, src="scratch")
         rows = self._context - tokens - first

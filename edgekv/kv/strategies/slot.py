@@ -11,17 +11,17 @@ from edgekv.spec.geometry import Geometry
 
 
 class Slot:
-    """The past of a step is the first P rows of each tensor, always; the mask opens those that hold a token.
+    """The past of a step is always the first P rows of each tensor; the mask opens the rows in use.
 
     The graph writes its new rows to a scratch tensor, and `commit` copies them to free rows: with one strided write
-    for all tensors as long as the free rows lie together. Keys carry their rotary position, so the order of the past
+    for all tensors as long as the free rows are contiguous. Keys carry their rotary position, so the order of the past
     does not matter. The tokens held always fill rows [0, length), so a graph of a smaller context sees them all as
     long as it has a column for each, and moving to the next larger one copies nothing.
 
-    When the oldest tokens leave, new ones take their rows, as in a ring. Some of the P newest tokens may then lie
+    When the oldest tokens are evicted, new ones take their rows, as in a ring. Some of the P newest tokens may then be
     at row P = S-AR or above, which a graph with AR > 1 does not read; `prepare` swaps them with the oldest (at most
-    AR-1 rows, by way of the scratch). Rewinding past such an exchange moves at most as many rows as
-    tokens are dropped. An AR-1 graph never needs an exchange.
+    AR-1 rows, through the scratch). Rewinding past such a swap moves at most one row per dropped token. An AR-1 graph
+    never needs a swap.
 
     Each tensor has S rows: no graph reads the last one, but the last token of a full context is kept there.
     """
@@ -84,7 +84,7 @@ class Slot:
         order, serials = self._order, self._serials
         held = len(order)
         landing = [order.popleft() for _ in range(evicted)]
-        landing.sort()  # rows that an exchange has scattered grow together again: fewer moves from now on
+        landing.sort()  # rows scattered by a swap become contiguous again: fewer moves later
         landing.extend(range(held, held + tokens - evicted))
         for serial, row in enumerate(landing, self._oldest + held):
             serials[row] = serial

@@ -1,4 +1,4 @@
-"""Update strategies: where the rows of a cache lie, and what a step copies. Integers only."""
+"""Update strategies: the row positions of a cache and the copies of a step. Integers only."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ class Move:
     Attributes:
         src_row: first row read, of a tensor in `src`.
         dst_row: first row written, of the same tensor in `dst`.
-        rows: how many rows; at least 1.
-        src: the cache tensors (`arena`) or the small tensors where new rows land (`scratch`).
+        rows: number of rows; at least 1.
+        src: the cache tensors (`arena`) or the small tensors that receive new rows (`scratch`).
         dst: the same choice for the destination.
     """
 
@@ -39,7 +39,7 @@ class Move:
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """Where the graph for `ar` new tokens reads and writes each tensor, and which columns count.
+    """Rows of each tensor that the graph for `ar` new tokens reads and writes, and the valid columns.
 
     The attention mask of these layers has P + AR columns: P for the past, then AR for the new tokens.
 
@@ -47,13 +47,12 @@ class Window:
         ar: tokens per inference of the graph.
         columns: P, the past rows that the graph reads: S-AR, or W-1 of layers whose window W is smaller.
         past_row: first of these rows, as a row of the arena's tensor.
-        new_row: row where the first of the AR new rows lands: of the arena's tensor if `in_place`, else of
-            the scratch tensor.
-        in_place: whether the new rows land where they are kept, so that appending copies nothing.
+        new_row: row of the first of the AR new rows, in the arena's tensor if `in_place`, else in the scratch tensor.
+        in_place: whether the new rows are written to their final place, so that appending copies nothing.
         first: first valid column of the past.
         stop: one past the last valid column of the past, at most P.
-        leaving: valid columns that the last of the AR new rows does not see, since their tokens have left the window
-            of these layers by then, oldest first. Each row before it sees one more of them.
+        leaving: valid columns, oldest first, that the last of the AR new rows does not see because they are outside
+            these layers' window. Each row before it sees one more of them.
     """
 
     ar: int
@@ -71,10 +70,10 @@ class Window:
 
 
 class Strategy(Protocol):
-    """Decides in pure integers where rows lie; the arena executes the moves that it returns, in order.
+    """Decides row positions in pure integers; the arena executes the returned moves in order.
 
     Arguments are not checked: `KVCache` has checked them.
-    All tensors have the same layout, so one row number stands for a row of each of the N tensors. A token's age is
+    All tensors have the same layout, so one row number refers to a row of each of the N tensors. A token's age is
     its place among the tokens held: 0 for the oldest.
     """
 
@@ -84,41 +83,41 @@ class Strategy(Protocol):
 
     @property
     def scratch_rows(self) -> int:
-        """Rows of each scratch tensor, where new rows land that are copied later; 0 if they land in place."""
+        """Rows of each scratch tensor, for new rows that are copied later; 0 if rows are written in place."""
 
     @property
     def mirrored(self) -> bool:
-        """Whether the rows are mapped twice: row r + `rows` is row r again."""
+        """Whether the rows are mapped twice: row r + `rows` is the same memory as row r."""
 
     @property
     def length(self) -> int:
         """Tokens held."""
 
     def prepare(self, ar: int, columns: int) -> Sequence[Move]:
-        """Make a step of AR new tokens and `columns` past rows possible; return what must be copied before it runs."""
+        """Prepare a step of AR new tokens and `columns` past rows; return the copies to make before it runs."""
 
     def first_row(self, columns: int) -> int:
         """First row that a graph with `columns` past columns would read now; below 0 before `prepare`."""
 
     def window(self, ar: int, columns: int) -> Window:
-        """What that step sees, once it is prepared."""
+        """The window of that step, once it is prepared."""
 
     def commit(self, tokens: int, evicted: int) -> Sequence[Move]:
-        """Let the oldest tokens go and keep the first new rows of the prepared step; return what must be copied.
+        """Evict the oldest tokens and keep the first new rows of the prepared step; return the copies to make.
 
         Args:
-            tokens: how many new rows are kept, at most its AR.
-            evicted: how many of the oldest leave; at most `tokens` and at most `length`.
+            tokens: number of new rows kept, at most its AR.
+            evicted: number of oldest tokens dropped; at most `tokens` and at most `length`.
         """
 
     def rewind(self, tokens: int) -> Sequence[Move]:
-        """Drop the `tokens` newest; return what must be copied."""
+        """Drop the `tokens` newest; return the copies to make."""
 
     def drop(self, ages: Sequence[int]) -> Sequence[Move]:
-        """Drop the tokens of these ages, ascending; return what must be copied."""
+        """Drop the tokens of these ages, ascending; return the copies to make."""
 
     def reset(self, length: int = 0) -> None:
-        """Drop all tokens, then hold `length` others (at most S), whose rows the caller writes."""
+        """Drop all tokens, then make room for `length` others (at most S), whose rows the caller writes."""
 
     def held_rows(self) -> list[int]:
         """The arena rows of the tokens held, oldest token first."""
@@ -127,7 +126,7 @@ class Strategy(Protocol):
 def moves_of(
     src_rows: Sequence[int], dst_rows: Sequence[int], *, src: Place = "arena", dst: Place = "arena"
 ) -> list[Move]:
-    """Copy row by row, in as few moves as the runs of neighbouring rows allow."""
+    """Copy rows, with one move per run of neighbouring rows."""
     moves = []
     start = 0
     for i in range(1, len(src_rows) + 1):
@@ -142,7 +141,7 @@ def moves_of(
 
 
 def close_gaps(first_row: int, ages: Sequence[int]) -> list[Move]:
-    """Drop tokens that lie in neighbouring rows: those older than a gap move up to close it, the newest first.
+    """Drop tokens stored in neighbouring rows: tokens older than a gap move up to close it, the newest first.
 
     Args:
         first_row: the row of the oldest token, whose age is 0.

@@ -1,4 +1,4 @@
-"""Makes a graph of single heads cheap on a CPU without changing a bit: fewer and larger nodes, fewer bytes moved."""
+"""Makes a single-head-attention graph fast on a CPU, bit for bit: fewer, larger nodes and less memory traffic."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ __all__ = ["merged"]
 
 
 def merged(graph: Path) -> onnx.ModelProto:
-    """The graph of an ONNX file with nodes that do the same for many heads merged into one; same inputs and outputs.
+    """The graph of an ONNX file with equal nodes of many heads merged into one; same inputs and outputs.
 
-    Weights stay where they are, as external data.
+    Weights stay in their files, as external data.
     """
     # Only the CPU engine merges graphs; importing onnx_ir takes a third of a second.
     import onnx_ir as ir

@@ -1,4 +1,4 @@
-"""Which nodes of a graph do the same thing."""
+"""Finds nodes of a graph that compute the same thing."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from edgekv.runtime.rewrite import dtype_and_shape
 
 
 def constants(graph: ir.Graph) -> set[ir.Value]:
-    """The initializers and what is computed from them alone."""
+    """The initializers, and results computed only from them."""
     found = set(graph.initializers.values())
     for node in graph:
         if found.issuperset(node.inputs):

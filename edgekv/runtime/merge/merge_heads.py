@@ -20,11 +20,11 @@ _Values = tuple[ir.Value, ...]
 
 
 class MergeHeads(ir.passes.InPlacePass):
-    """Merges nodes that do the same for many heads; inputs, outputs and all bits of the results stay the same.
+    """Merges equal nodes of many heads; inputs, outputs and all bits of the results stay the same.
 
-    Results of heads `[1, 1, AR, W]` are stacked to `[heads, 1, AR, W]`; every operation works on the stack as on one
-    head, with scales and zero points as vectors. Matrices that multiply the same tensor are placed side by side. No
-    sum is reordered, so every result has the same bits.
+    Results of heads `[1, 1, AR, W]` are stacked to `[heads, 1, AR, W]`; every operation runs on the stack as on one
+    head, with scales and zero points as vectors. Matrices that multiply the same tensor are concatenated. No sum is
+    reordered, so every result has the same bits.
     """
 
     def __init__(self, shapes: InferredShapes) -> None:
@@ -69,7 +69,7 @@ class _Merger:
                 own.type, own.shape = value.type, value.shape
                 self._graph.outputs[index] = own
         if merged:
-            # Merged nodes stay among the uses of what they read: to detach them takes a tenth of the merging.
+            # Merged nodes stay registered as uses of their inputs: detaching them takes a tenth of the merging time.
             self._graph.remove([*self._graph])
             self._graph.extend(self._nodes)
         return merged
@@ -141,7 +141,7 @@ class _Merger:
     # ------------------------------------------------------------------ tensors, stacked and alone
 
     def _stacked(self, values: _Values) -> ir.Value:
-        """The tensors on top of each other; if all are one tensor, that tensor."""
+        """The tensors stacked; if all are the same tensor, that tensor."""
         if len(set(values)) == 1:
             return self._read_alone(values[0])
         if values not in self._stacks:
@@ -187,7 +187,7 @@ class _Merger:
 
 
 def _keeps_heads(node: ir.Node) -> bool:
-    """Whether an operation leaves the first of four axes alone."""
+    """Whether an operation leaves the first of four axes unchanged."""
     if node.op_type == "Transpose":
         return node.attributes["perm"].as_ints()[0] == 0
     return node.attributes.get_int("axis", 0 if node.op_type == "Split" else -1) not in (0, -4)
