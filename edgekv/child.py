@@ -79,7 +79,7 @@ def run_in_child(
     Nothing that it prints reaches the terminal: vendor libraries print to standard output too.
 
     Args:
-        module: what to run.
+        module: the module to run.
         job: its standard input.
         timeout_s: it is killed after this time; None for `vendor_timeout_s`.
         environment: variables to set in addition to those of this process.
@@ -126,8 +126,8 @@ def started(
         kind: whether the command starts with a Python module or a program.
         command: the module or program, and its arguments.
         environment: variables to set in addition to those of this process.
-        dies_with_thread: the calling thread outlives the child. Linux kills the child with that thread, not with the
-            process.
+        dies_with_thread: whether Linux may kill the child when the calling thread ends; that thread must outlive the
+            child.
         stdin: as for `subprocess.Popen`.
         stdout: likewise.
         stderr: likewise.
@@ -151,7 +151,7 @@ def started(
 
 
 def kill_children() -> None:
-    """Kill all children, so that threads that wait for them go on."""
+    """Kill all children, so that threads waiting for them continue."""
     for child in tuple(_running):
         child.kill()
 
@@ -177,7 +177,7 @@ def _run(
 ) -> tuple[int | None, str]:
     """Run to the end, and return the exit code and the end of the output; no exit code after the time limit.
 
-    A file takes standard error, and standard output if `stdout` is None: a pipe would stay open as long as any process
+    Standard error, and standard output if `stdout` is None, go to a file: a pipe would stay open as long as any process
     that the child started.
     """
     with (folder / "log").open("w+b") as log:

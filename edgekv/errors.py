@@ -24,7 +24,7 @@ class EdgeKVError(Exception):
 
 
 class UsageError(EdgeKVError):
-    """An option or argument that no file could make right. The command line exits with 2."""
+    """An invalid option or argument. The command line exits with 2."""
 
     exit_code = 2
 
@@ -38,11 +38,11 @@ class BundleError(EdgeKVError):
 
 
 class ContextFullError(EdgeKVError):
-    """The context has no room for the tokens asked for."""
+    """The context has no room for the requested tokens."""
 
 
 class MemoryBudgetError(EdgeKVError):
-    """The caches of all sequences would hold more memory than they may."""
+    """The caches of all sequences would exceed the memory budget."""
 
 
 class EngineError(EdgeKVError):

@@ -1,4 +1,4 @@
-"""Reading JSON from files that may be anything: huge, endless, nested without end, or not JSON at all."""
+"""Reads JSON from untrusted files: huge, endless, deeply nested, or not JSON at all."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def read_json(
     Args:
         path: a regular file.
         type: what it contains; `msgspec` checks the types of all fields.
-        expected: for the error: what the file should be.
-        fix: for the error: what to do.
+        expected: expected content of the file, for the error.
+        fix: what to do, for the error.
         error: the class of the error.
         limit_bytes: a larger file is refused.
 

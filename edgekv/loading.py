@@ -36,8 +36,8 @@ def load(
         policy: what happens when the context is full, as text or as a policy of `edgekv.kv`. `fail` ends the
             generation; `sliding-window` drops the oldest tokens; `sinks(N, WINDOW)` keeps the first N and the newest
             WINDOW tokens, at positions within the context; `keydiff(BUDGET)` or `keydiff(BUDGET, RECENT)` keeps the
-            BUDGET tokens whose keys are least similar to the mean key, among them the RECENT newest (an eighth). What
-            is kept must leave room for the graph with the most tokens per inference.
+            BUDGET tokens whose keys are least similar to the mean key, among them the RECENT newest (an eighth). The
+            kept tokens must leave room for the graph with the most tokens per inference.
         threads: of one operation, on a CPU; None leaves it to the runtime.
         cache_mode: which sequences are kept from one step to the next, as text or as a mode of `edgekv.session`:
             `always`, `long-sequence-only(TOKENS)`, `adaptive`, `adaptive(64MiB)`, `adaptive(25%)` or `disabled`.
@@ -45,14 +45,14 @@ def load(
             a `PrefixStore` that several models of this bundle and engine share. None uses the prefixes baked into the
             bundle and stores nothing. Needs the mode `always` or `adaptive`.
         kv_growth: for a bundle with several contexts, with `slot` or `pointer-shift`: cache memory starts at the
-            smallest context and grows to the next when tokens need it, `staggered` (one layer after the other) or
+            smallest context and grows to the next when it is outgrown, `staggered` (one layer after the other) or
             `together`; None allocates the largest at once.
         verify: False skips the hashes of the bundle's files.
 
     Raises:
         BundleError: the bundle is incomplete, changed or of another format version.
         PrefixError: an invalid configuration of the prefix cache, or a folder that cannot be written.
-        UsageError: an unknown name, a number out of range, or options that do not go together.
+        UsageError: an unknown name, a number out of range, or options that exclude each other.
         EngineError: the engine is missing or refused a graph.
     """
     opened = bundle if isinstance(bundle, Bundle) else open_bundle(bundle, verify)

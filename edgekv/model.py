@@ -35,7 +35,7 @@ Prompt = str | Sequence[int]
 
 
 class Model:
-    """A bundle on an engine, its own cache, and one more for each sequence that calls name; see `edgekv.load`.
+    """A bundle on an engine, its own cache, and one more for each named sequence; see `edgekv.load`.
 
     Threads may share a model: steps take turns. A call holds its cache until it ends, is closed or dropped: the
     model's own, or that of its `sequence`. A later call for the same cache ends the earlier one if both come from one
@@ -46,8 +46,8 @@ class Model:
         engine: name of the engine.
         mode: which sequences are kept from one step to the next.
         session: the model's own session, of calls without `sequence`.
-        sequences: the sessions of the others.
-        defaults: the parameters of a call that says nothing: those of the bundle, or greedy decoding.
+        sequences: the sessions of calls with `sequence`.
+        defaults: default sampling parameters: the bundle's, or greedy decoding.
     """
 
     def __init__(self, bundle: Bundle, engine: Engine, caches: CacheSetup, prefix_cache: PrefixCache | None) -> None:
@@ -83,7 +83,7 @@ class Model:
 
     @property
     def cache(self) -> KVCache:
-        """The KV cache that ran last, as that call left it."""
+        """The KV cache of the last call."""
         return self._graphs.cache
 
     @property
@@ -140,17 +140,17 @@ class Model:
         return_logits: bool = False,
         **keywords: Any,
     ) -> Generation | BeamResult:
-        """Continue a prompt: from an empty cache, or with `sequence` from what the cache of that sequence holds.
+        """Continue a prompt, from an empty cache or, with `sequence`, from that sequence's cache.
 
-        The prompt is the whole text in both cases, such as all turns of a conversation; what it shares with the
-        tokens held is not run again.
+        The prompt is the whole text in both cases, such as all turns of a conversation; tokens that it shares with the
+        cache are not run again.
 
         Args:
             prompt: text, or token ids.
             messages: a conversation instead, rendered by the bundle's chat template.
             params: a `SamplingParams` or `BeamParams`, used as it is; or a number, which is `max_new_tokens`.
-            sequence: a 64-bit id; its cache is made at the first call and kept as the cache mode says.
-            cache_salt: prefixes are shared among calls of equal salts only; a salt is never written anywhere.
+            sequence: a 64-bit id; its cache is created by the first call and kept according to the cache mode.
+            cache_salt: prefixes are shared only between calls with equal salts; a salt is never written anywhere.
             retention: how long the prefix cache keeps the blocks of this call.
             processors: change the logits before a token is chosen, after bias and penalties.
             return_logits: give each `Token` the logits of its step.

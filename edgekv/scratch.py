@@ -1,4 +1,4 @@
-"""Temporary folders. What a killed process left behind is removed by the next process that needs one."""
+"""Temporary folders. Leftovers of killed processes are removed by the next process that needs one."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def scratch_folder(purpose: str) -> Iterator[Path]:
         yield Path(folder)
 
 
-@cache  # once in a process
+@cache  # once per process
 def _clean(temporary: str) -> None:
     """Remove this user's folders whose process has ended."""
     for path in Path(temporary).glob("edgekv-*"):

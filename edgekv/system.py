@@ -20,7 +20,7 @@ from edgekv.errors import EngineError, UsageError
 MIB = 1 << 20
 CACHE_VARIABLE = "EDGEKV_CACHE_DIR"
 
-# More digits than any size has, and fewer than Python refuses to read.
+# More digits than any size, fewer than Python's limit.
 _SIZE = re.compile(r"(\d{1,30}(?:\.\d{1,30})?) *([KMGT]?)(I?)B?", re.IGNORECASE)
 _POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
 _KINDS = {
@@ -80,7 +80,7 @@ def _proc_bytes(name: str, field: str) -> int | None:
 
 
 def is_alive(pid: int) -> bool:
-    """Whether another process has this id. False for our own: a file that carries it is an earlier process's."""
+    """Whether another process has this id. False for our own id: a file with it was left by an earlier process."""
     if pid == os.getpid() or pid < 1:
         return False
     if os.name == "nt":  # `os.kill(pid, 0)` would end the process there
@@ -138,7 +138,7 @@ def parse_bytes(option: str, text: str) -> int:
 
 
 def cache_folder() -> Path:
-    """Where this program keeps what can be computed again: EDGEKV_CACHE_DIR, or the platform's cache folder."""
+    """Folder for data that can be recomputed: EDGEKV_CACHE_DIR, or the platform's cache folder."""
     if given := os.environ.get(CACHE_VARIABLE):
         return Path(given)
     if os.name == "nt":

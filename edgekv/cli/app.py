@@ -32,7 +32,7 @@ def run(arguments: Sequence[str]) -> int:
     def call() -> None:
         make_app(arguments)(args=list(arguments), prog_name="edgekv")
 
-    # What an option sets for the whole process ends with this call.
+    # Process-wide settings of an option end with this call.
     return contextvars.copy_context().run(exit_code_of, call)
 
 

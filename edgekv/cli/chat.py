@@ -31,12 +31,12 @@ class Turn(msgspec.Struct, frozen=True):
 def chat(
     bundle: Annotated[Path, typer.Argument(help="A bundle's folder.", show_default=False)],
     message: Annotated[
-        str | None, typer.Option(help="Say this, print the answer and end.", show_default="a conversation")
+        str | None, typer.Option(help="Send one message, print the answer and exit.", show_default="a conversation")
     ] = None,
     system: Annotated[str | None, typer.Option(help="System prompt.", show_default="the model's own")] = None,
     engine: Annotated[str, typer.Option(help="Where the graphs run: cpu or htp; litert or tflite.")] = "cpu",
     max_new_tokens: Annotated[
-        int | None, typer.Option(help="The most tokens of an answer.", show_default="the bundle's, or 128")
+        int | None, typer.Option(help="Maximum number of tokens of an answer.", show_default="the bundle's, or 128")
     ] = None,
     temperature: Annotated[float | None, typer.Option(help="0 is greedy.", show_default="the bundle's, or 0")] = None,
     top_p: Annotated[
@@ -50,11 +50,11 @@ def chat(
 ) -> None:
     """Talk to a model.
 
-    The conversation stays in the KV cache, so that each turn computes its new tokens only. Answers go to standard
-    output, figures to standard error.
+    The conversation stays in the KV cache, so each turn computes only its new tokens. Answers go to standard output,
+    statistics to standard error.
     """
     from edgekv.conversation import Conversation
-    from edgekv.loading import load  # the runtime, which the help need not wait for
+    from edgekv.loading import load  # imports the runtime, which --help does not need
     from edgekv.session.params import SamplingParams, choose_params
 
     if as_json and message is None:
@@ -65,7 +65,7 @@ def chat(
         "top_p": top_p,
         "seed": seed,
     }
-    choose_params(None, keywords, SamplingParams(temperature=1.0))  # wrong options are refused before a bundle is read
+    choose_params(None, keywords, SamplingParams(temperature=1.0))  # reject invalid options before a bundle is read
     with load(bundle, engine, threads=threads) as model:
         params = choose_params(None, keywords, model.defaults).params
         assert isinstance(params, SamplingParams)
@@ -122,7 +122,7 @@ def _command(conversation: Conversation, line: str) -> None:
 
 
 def _print(answer: Answer) -> None:
-    """Print an answer as it comes. Ctrl-C ends the answer, not the conversation."""
+    """Stream an answer. Ctrl-C ends the answer, not the conversation."""
     try:
         with answer:
             for token in answer:

@@ -32,7 +32,7 @@ _OWN: dict[str, Command] = {
 
 
 def find_commands(wanted: str) -> dict[str, Command]:
-    """The command of this name, or all commands if there is none of that name. Other commands are not imported.
+    """The command of this name, or all commands if there is none. Other commands are not imported.
 
     An installed command that cannot be imported is named in a warning and left out.
     """
@@ -47,7 +47,7 @@ def find_commands(wanted: str) -> dict[str, Command]:
             continue
         try:
             commands[point.name] = point.load()
-        except Exception as error:  # whatever a foreign module raises when it is imported
+        except Exception as error:  # importing a foreign module may raise anything
             _warn(point, f"{type(error).__name__}: {error}")
     return commands
 

@@ -17,7 +17,7 @@ _SHOWN_DEVICES = 5
 def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Try every engine and runtime, each in a process of its own.
+    """Try every engine and runtime, each in its own process.
 
     The exit code is 0 if bundles run on the CPU. Tokens of services are never printed.
     """

@@ -51,7 +51,7 @@ def exit_code_of(call: Callable[[], None]) -> int:
         return _report(str(error), 2)
     except OSError as error:
         if error.errno == errno.EPIPE:
-            # The reader of our output has gone; the flush at the interpreter's end must not complain either.
+            # The reader of our output is gone; the flush at the interpreter's exit must not complain either.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return 1
         place = "" if error.filename is None else f"{error.filename}: "

@@ -73,7 +73,7 @@ def generate(
         str | None, typer.Option(help="Memory of pointer-shift: 2.0, 1.5 or between 1 and 2.", show_default="2.0")
     ] = None,
     max_new_tokens: Annotated[
-        int | None, typer.Option(help="The most tokens to generate.", show_default="the bundle's, or 128")
+        int | None, typer.Option(help="Maximum number of tokens to generate.", show_default="the bundle's, or 128")
     ] = None,
     temperature: Annotated[float | None, typer.Option(help="0 is greedy.", show_default="the bundle's, or 0")] = None,
     top_k: Annotated[int | None, typer.Option(help="Sample from the k most likely tokens.", show_default=False)] = None,
@@ -93,7 +93,7 @@ def generate(
     ] = None,
     frequency_penalty: Annotated[
         float | None,
-        typer.Option(help="Subtracted for each time that a token was generated.", show_default=False),
+        typer.Option(help="Subtracted once per occurrence of a generated token.", show_default=False),
     ] = None,
     logit_bias: Annotated[
         list[str] | None, typer.Option(help="ID:BIAS, added to a token's logit; repeatable.", show_default=False)
@@ -108,7 +108,7 @@ def generate(
         typer.Option(help="Beam search with this many beams; the text is printed at its end.", show_default=False),
     ] = None,
     num_return_sequences: Annotated[
-        int | None, typer.Option(help="How many of the texts found to print, best first.", show_default="1")
+        int | None, typer.Option(help="Number of texts to print, best first.", show_default="1")
     ] = None,
     length_penalty: Annotated[
         float | None,
@@ -175,9 +175,9 @@ def generate(
 ) -> None:
     """Continue a prompt.
 
-    The text goes to standard output as it comes, a line of figures to standard error. What no option sets comes from
-    the checkpoint's generation_config.json, which a second line then says. Ctrl-C ends the text and keeps what was
-    computed in the prefix cache.
+    The text is streamed to standard output, a line of statistics goes to standard error. Defaults come from the
+    checkpoint's generation_config.json; a second line lists them. Ctrl-C ends the text and stores the computed tokens
+    in the prefix cache.
     """
     text = read_prompt(prompt, prompt_file)
     keywords: dict[str, Any] = {
@@ -198,11 +198,11 @@ def generate(
         "length_penalty": length_penalty,
         "early_stopping": None if early_stopping is None else _early_stopping(early_stopping),
     }
-    from edgekv.loading import load  # the runtime, which the help need not wait for
+    from edgekv.loading import load  # imports the runtime, which --help does not need
     from edgekv.session.params import SamplingParams, choose_params
     from edgekv.session.saved import load_sequence, save_sequence
 
-    choose_params(None, keywords, SamplingParams(temperature=1.0))  # wrong options are refused before a bundle is read
+    choose_params(None, keywords, SamplingParams(temperature=1.0))  # reject invalid options before a bundle is read
     options = PrefixOptions(
         prefix_cache,
         tokens_per_block,
@@ -246,7 +246,7 @@ def parse_bias(entries: list[str]) -> dict[int, float]:
     """Biases by token id, as users write them: `15:-2.5`.
 
     Raises:
-        UsageError: no pair of an id and a number.
+        UsageError: the text is not a pair of an id and a number.
     """
     bias = {}
     for entry in entries:

@@ -1,4 +1,4 @@
-"""Values that options of several commands take: lists of numbers, and devices."""
+"""Option values of several commands: lists of numbers, and devices."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def find_device(name: str) -> Device:
     """The device of `--device`.
 
     Raises:
-        UsageError: no device has this name; with names that may be meant.
+        UsageError: no device has this name; the error suggests names.
     """
     try:
         return find(name)

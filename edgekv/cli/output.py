@@ -1,4 +1,4 @@
-"""What `--json` prints: one object whose first field is the version of its layout."""
+"""The output of `--json`: one object whose first field is the version of its layout."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import msgspec
 import typer
 
 SCHEMA = 1
-"""Raised when a field changes its meaning or goes; new fields do not raise it."""
+"""Incremented when a field is changed or removed, not when one is added."""
 
 
 def print_json(value: Any, *, list_name: str = "items") -> None:
@@ -16,7 +16,7 @@ def print_json(value: Any, *, list_name: str = "items") -> None:
 
     Args:
         value: what to print.
-        list_name: of a list, the field that holds it.
+        list_name: field name for a list.
     """
     built = msgspec.to_builtins(value)
     content = built if isinstance(built, dict) else {list_name: built}

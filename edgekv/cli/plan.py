@@ -1,4 +1,4 @@
-"""`edgekv plan`: does a model fit a device, how fast can it be, and what does its export need."""
+"""`edgekv plan`: whether a model fits a device, how fast it can be, and the cost of its export."""
 
 from __future__ import annotations
 

@@ -27,8 +27,8 @@ def bake(
 ) -> None:
     """Compute a prefix and write it into a bundle.
 
-    Prompts that start with the text then resume after it, without any option. Engines differ in the last bit, so each
-    has its own prefixes.
+    Prompts that start with the text resume after it, without any option. Engines differ in the last bit, so each has
+    its own prefixes.
     """
     content = read_text_file(text, "TEXT")
     from edgekv.bake import bake_prefix
@@ -63,8 +63,10 @@ def list_(place: PlaceArgument, as_json: JsonOption = False) -> None:
 @app.command()
 def rm(
     place: PlaceArgument,
-    prefix: Annotated[str | None, typer.Argument(help="Its name or id.", show_default=False)] = None,
-    engine: Annotated[str | None, typer.Option(help="In a bundle: only of this engine.", show_default=False)] = None,
+    prefix: Annotated[str | None, typer.Argument(help="Name or id of the prefix.", show_default=False)] = None,
+    engine: Annotated[
+        str | None, typer.Option(help="In a bundle: only prefixes of this engine.", show_default=False)
+    ] = None,
     everything: Annotated[bool, typer.Option("--all", help="Remove all prefixes.")] = False,
     as_json: JsonOption = False,
 ) -> None:

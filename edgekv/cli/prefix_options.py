@@ -46,9 +46,7 @@ DecodeDurationOption = Annotated[
 TokensPerBlockOption = Annotated[
     int | None, typer.Option(help="Tokens per block of the prefix cache, a power of two.", show_default="32")
 ]
-MaxTokensOption = Annotated[
-    int | None, typer.Option(help="Tokens that the prefix cache holds in memory.", show_default=False)
-]
+MaxTokensOption = Annotated[int | None, typer.Option(help="Tokens of the prefix cache in memory.", show_default=False)]
 MemoryFractionOption = Annotated[
     float | None,
     typer.Option(
@@ -69,7 +67,7 @@ PartialReuseOption = Annotated[
     bool, typer.Option("--enable-partial-reuse/--no-partial-reuse", help="Whether blocks are reused in part.")
 ]
 
-# More digits than any number of tokens or milliseconds has, and fewer than Python refuses to read.
+# More digits than any number of tokens or milliseconds, fewer than Python's limit.
 _RANGE = re.compile(r"(\d{1,18})-(\d{0,18}):(\d{1,18})(?::(\d{1,18}))?")
 
 
@@ -87,7 +85,7 @@ class PrefixOptions:
     partial_reuse: bool
 
     def config(self) -> StoreConfig | None:
-        """The store that is asked for; None if there is none.
+        """The configured store; None if there is none.
 
         Raises:
             UsageError: a number out of range, or options without a folder.
@@ -111,7 +109,7 @@ class PrefixOptions:
 def parse_retention(
     ranges: Sequence[str], decode_priority: int | None, decode_duration_ms: int | None
 ) -> RetentionPolicy | None:
-    """A retention policy as users write it; None if nothing is asked for.
+    """A retention policy as users write it; None if no option is given.
 
     Raises:
         UsageError: a range that cannot be read, out of range, or two that overlap.

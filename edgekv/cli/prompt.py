@@ -1,4 +1,4 @@
-"""Where commands get a prompt from: an option, a file or standard input."""
+"""Prompts of commands: from an option, a file or standard input."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`edgekv size`: what a KV cache costs, and whether it fits."""
+"""`edgekv size`: the cost of a KV cache, and whether it fits."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def size(
 ) -> None:
     """Size a KV cache: memory and copies of each update strategy, which one to choose, and what fits.
 
-    The sizes are from a config.json, a bundle, or the options.
+    Sizes come from a config.json, a bundle, or the options.
     """
     steps = None if ar is None else parse_numbers("--ar", ar)
     overrides = Overrides(layers, kv_heads, head_dim, context, kv_bits, steps)
@@ -83,7 +83,7 @@ def _show(report: SizeReport) -> None:
 
 
 def _strategies(report: SizeReport, console: Console) -> Iterator[Table]:
-    """As many strategies side by side as the console is wide, the others in further tables."""
+    """Strategies side by side as the width of the console allows, the others in further tables."""
     unbounded = console.options.update(width=1000)
     waiting = report.strategies
     while waiting:

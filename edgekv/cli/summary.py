@@ -1,4 +1,4 @@
-"""The figures of a generation in one line, for people."""
+"""The statistics of a generation in one line, for people."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 
 def summary(stats: GenerationStats) -> str:
-    """The figures of a generation."""
+    """The statistics of a generation."""
     first = "" if stats.time_to_first_token_ms is None else f", first token {stats.time_to_first_token_ms:.0f} ms"
     decode = ""
     if stats.decode_ms_per_token is not None and stats.tokens_per_second is not None:
@@ -29,10 +29,10 @@ def summary(stats: GenerationStats) -> str:
 
 
 def defaults_line(stats: GenerationStats, ignored: list[str]) -> str | None:
-    """Which parameters the bundle set; None if it set none.
+    """The parameters that the bundle set; None if it set none.
 
     Args:
-        stats: of the generation.
+        stats: statistics of the generation.
         ignored: fields of generation_config.json that are not supported.
     """
     if not stats.bundle_defaults:
@@ -53,7 +53,7 @@ def _eviction(stats: GenerationStats) -> str:
 
 
 def beam_summary(stats: BeamStats) -> str:
-    """The figures of a beam search."""
+    """The statistics of a beam search."""
     decode = "" if stats.decode_ms_per_token is None else f", {stats.decode_ms_per_token:.1f} ms/token of all beams"
     reserve = "" if stats.reserve is None else f" {stats.reserve:g}"
     return (

@@ -13,13 +13,13 @@ from edgekv.cli.prompt import PromptFileOption, PromptOption, read_prompt
 
 
 class Output(msgspec.Struct, frozen=True):
-    """What `--json` prints.
+    """The output of `--json`.
 
     Attributes:
         tokens: ids.
-        pieces: the text of each token by itself; U+FFFD stands for bytes that are no whole character.
-        count: of the tokens.
-        context: tokens that the bundle's graphs hold.
+        pieces: the text of each token; U+FFFD stands for bytes of an incomplete character.
+        count: number of tokens.
+        context: context length of the bundle, in tokens.
     """
 
     tokens: list[int]

@@ -1,4 +1,4 @@
-"""What works on this machine: installed packages, and engines, each tried in a process of its own.
+"""Checks of this machine: installed packages, and engines, each tried in its own process.
 
 A package adds a probe through the entry-point group `edgekv.probes`: a function without arguments that returns a
 `Finding`.

@@ -32,7 +32,7 @@ class Examination(msgspec.Struct, frozen=True, kw_only=True):
         edgekv: its version.
         python: version of the interpreter.
         machine: operating system and processor.
-        core_works: bundles run on the CPU.
+        core_works: whether bundles run on the CPU.
         findings: one per probe.
         packages: the requirements of edgekv and its extras.
     """
@@ -46,7 +46,7 @@ class Examination(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def examine(timeout_s: float = _TIMEOUT_S) -> Examination:
-    """Run each probe in a process of its own, so that a crash or hang is a finding too.
+    """Run each probe in its own process, so that a crash or hang is a finding too.
 
     Args:
         timeout_s: time limit of a probe.
@@ -69,7 +69,7 @@ def examine(timeout_s: float = _TIMEOUT_S) -> Examination:
 
 
 def run_probe(name: str, function: str, timeout_s: float = _TIMEOUT_S) -> Finding:
-    """Run one probe in a process of its own.
+    """Run one probe in its own process.
 
     Args:
         name: of the finding.

@@ -20,7 +20,7 @@ def main() -> None:
         finding = Finding(status="missing", detail="not installed", fix=error.fix)
     except EdgeKVError as error:
         finding = Finding.of(error)
-    except Exception as error:  # whatever a foreign package raises
+    except Exception as error:  # a foreign package may raise anything
         detail = f"{type(error).__name__}: {' '.join(str(error).split())}"
         finding = Finding(status="broken", detail=detail, fix="Install the versions that edgekv asks for.")
     Path(sys.argv[1]).write_bytes(msgspec.json.encode(finding))

@@ -1,4 +1,4 @@
-"""Does it fit, how fast can it be, and what does the export need: answers from sizes alone, before any export."""
+"""Plans: whether a model fits, how fast it can be, and the cost of its export, from sizes alone."""
 
 from edgekv.plan.activations import activation_bytes
 from edgekv.plan.compiling import COMPILE_BYTES, compile_bytes

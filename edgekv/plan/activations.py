@@ -15,9 +15,9 @@ def activation_bytes(decoder: Decoder, geometry: Geometry | LayeredGeometry, ar:
     It assumes that nothing is freed within either half of a layer, and that all heads run at once:
 
     * in both: residual and normalized residual `2 [AR, hidden]`, masks `[AR, P+AR]`, logits of one row `[vocab]`;
-    * attention: scores and probabilities of every query head `2 heads [AR, P+AR]`, and past and new rows joined for
-      each kv head: keys, transposed keys, values `3 kv_heads [P+AR, D]`, in the cache's own type;
-    * feed-forward, if it needs more: gate, up and their product `3 [AR, intermediate]`.
+    * attention: scores and probabilities of every query head `2 heads [AR, P+AR]`, and concatenated past and new rows
+    for each kv head: keys, transposed keys, values `3 kv_heads [P+AR, D]`, in the cache's own type; * feed-forward, if
+    it needs more: gate, up and their product `3 [AR, intermediate]`.
 
     P is S-AR past rows, or fewer in layers with an attention window. The HTP compiler works in tiles in its own memory
     and spills the rest; its schedule is not modelled.

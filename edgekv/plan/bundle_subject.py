@@ -1,4 +1,4 @@
-"""What is planned of a bundle: its manifest says all sizes."""
+"""The subject of a plan, from a bundle's manifest."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@
 from __future__ import annotations
 
 COMPILE_BYTES = 6_000_000_000
-"""Target for the RAM to compile one part: what a laptop with 8 GB can spare."""
+"""RAM target for compiling one part: available on a laptop with 8 GB."""
 
 _PROCESS_BYTES = 148_000_000
 _PER_WEIGHT_BYTE = 4.2
@@ -31,8 +31,8 @@ def compile_bytes(weights_bytes: int, graph_bytes: int, graphs: int, *, packed_b
     Args:
         weights_bytes: weights of one graph.
         graph_bytes: file of one graph, without weights.
-        graphs: how many.
-        packed_bytes: of the weights, the bytes that hold two integers.
+        graphs: number of graphs.
+        packed_bytes: the part of the weights' bytes that contain two integers.
     """
     weights = (_PER_WEIGHT_BYTE + (graphs - 1) * _MORE_PER_WEIGHT_BYTE) * weights_bytes
     return _PROCESS_BYTES + round(weights + _PER_PACKED_BYTE * packed_bytes + graphs * _PER_GRAPH_BYTE * graph_bytes)

@@ -22,7 +22,7 @@ import msgspec
 from edgekv.spec import Decoder, Geometry, LayeredGeometry, Weights
 
 CALIBRATION_WINDOW = 512
-"""Most tokens of one window of calibration text."""
+"""Maximum tokens of one window of calibration text."""
 
 _CALIBRATION_TOKENS, _CALIBRATION_TOKENS_LARGE = 12_800, 4_096
 _LARGE_PARAMETERS = 500_000_000
@@ -54,14 +54,14 @@ _CHECK_SECONDS_PER_SQUARE_MB = 6.6  # MB of the graph's file: compile time grows
 
 
 class ExportCost(msgspec.Struct, frozen=True, kw_only=True):
-    """What `edgekv export` needs: an estimate.
+    """Estimated cost of `edgekv export`.
 
     Attributes:
         peak_bytes: peak RAM, the largest of the next three.
         quantization_peak_bytes: hidden states and cache samples of all windows, and the matrices of a layer or rows of
             the head that are being quantized.
         writing_peak_bytes: the integers of a layer or of the head, or some rows of the embedding table.
-        check_peak_bytes: the HTP compiler in a process of its own, and the waiting exporter.
+        check_peak_bytes: the HTP compiler in a child process, and the waiting exporter.
         seconds: `export_seconds` and `check_seconds` together.
         calibration_tokens: tokens of the calibration text, unless it is shorter.
         export_seconds: calibration and quantization.
@@ -93,8 +93,8 @@ def default_calibration_tokens(decoder: Decoder) -> int:
 def quantization_bytes(decoder: Decoder, cache_tensors: int, tokens: int, window: int) -> int:
     """Peak RAM to quantize with this many calibration tokens: the largest of the steps of a layer and of the head.
 
-    Hidden states of all tokens are held twice, of the exact decoder and of the quantized one, and the integers of the
-    layer's matrices, a byte each. GPTQ needs the second moments of a matrix's inputs, a square over them.
+    Memory includes the hidden states of all tokens twice, for the exact and the quantized decoder, and the integers of
+    the layer's matrices, a byte each. GPTQ needs the second moments of a matrix's inputs, `[in, in]`.
     """
     hidden, inner, queries = decoder.hidden, decoder.intermediate, decoder.heads * decoder.head_dim
     keys = decoder.kv_heads * decoder.head_dim
@@ -143,7 +143,7 @@ def _base_bytes(decoder: Decoder) -> int:
 
 
 def graph_bytes(decoder: Decoder) -> int:
-    """The file of one graph without weights: nodes and names, fitted by heads to exported graphs."""
+    """Bytes of the file of one graph without weights: nodes and names, fitted to exported graphs by number of heads."""
     return decoder.layers * layer_graph_bytes(decoder)
 
 

@@ -1,4 +1,4 @@
-"""Whether a model with its cache fits: the one answer that `edgekv plan` and `edgekv size` give."""
+"""Whether a model with its cache fits, for `edgekv plan` and `edgekv size`."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class MemoryLimit:
     """Memory for weights, cache and activations.
 
     Attributes:
-        total_bytes: how much; above 0.
-        basis: where the figure is from, for readers.
+        total_bytes: limit in bytes; above 0.
+        basis: source of the figure, as text.
         per_context: whether it is the limit of one HTP context, over several of which export divides a model.
     """
 
@@ -46,7 +46,7 @@ class MemoryLimit:
 
     @classmethod
     def of_option(cls, gigabytes: float) -> MemoryLimit:
-        """What `--budget-gb` says, in 10^9 bytes.
+        """The budget of `--budget-gb`, in 10^9 bytes.
 
         Raises:
             UsageError: not a number from 10^-9 to 10^6.
@@ -61,11 +61,11 @@ class Demand(msgspec.Struct, frozen=True, kw_only=True):
     """Bytes that one strategy needs, and the limit.
 
     Attributes:
-        weights_bytes: all weights, the embedding table included, or None if they are unknown.
+        weights_bytes: all weights including the embedding table, or None if they are unknown.
         cache_bytes: as the update strategy holds it.
         activations_bytes: of the graph of the largest AR, or None if they are unknown.
         limit_bytes: memory for all three.
-        limit_basis: where that figure is from.
+        limit_basis: source of the limit.
     """
 
     weights_bytes: int | None
@@ -76,7 +76,7 @@ class Demand(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def used_bytes(self) -> int:
-        """All three together; what is unknown counts as 0."""
+        """The sum of all three; unknown sizes count as 0."""
         return (self.weights_bytes or 0) + self.cache_bytes + (self.activations_bytes or 0)
 
 
@@ -84,7 +84,7 @@ class Fit(msgspec.Struct, frozen=True, kw_only=True):
     """Whether a model fits with one strategy.
 
     Attributes:
-        fits: whether it does, divided over several HTP contexts if need be.
+        fits: whether it fits, if necessary divided over several HTP contexts.
         in_one: whether it fits undivided.
         contexts: HTP contexts of the parts that export makes, 1 for any other limit; None if it does not fit. Export
             also divides what fits undivided if compiling it whole needs too much RAM.
@@ -101,7 +101,7 @@ class Fit(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def check_cache_type(geometry: Geometry | LayeredGeometry, device: Device) -> None:
-    """Refuse a cache that the device's HTP cannot multiply by.
+    """Reject a cache that the device's HTP does not support.
 
     Raises:
         UsageError: a 16-bit cache before V73.
@@ -116,7 +116,7 @@ def check_cache_type(geometry: Geometry | LayeredGeometry, device: Device) -> No
 
 
 def demand(subject: Subject, choice: Choice, limit: MemoryLimit) -> Demand:
-    """What the model needs with one strategy."""
+    """The bytes that the model needs with one strategy."""
     decoder, geometry = subject.decoder, subject.geometry
     return Demand(
         weights_bytes=subject.weights_bytes,
@@ -128,7 +128,7 @@ def demand(subject: Subject, choice: Choice, limit: MemoryLimit) -> Demand:
 
 
 def divide_model(subject: Subject, choice: Choice) -> tuple[Part, ...] | None:
-    """The parts that export makes, or those of the bundle; None if a part is too large for an HTP context.
+    """The parts of an export or of the bundle; None if a part is too large for an HTP context.
 
     Raises:
         ValueError: the sizes or the weights of the model are unknown.
@@ -162,7 +162,7 @@ def fit(subject: Subject, choice: Choice, limit: MemoryLimit) -> Fit:
 
 
 def largest_multiple(step: int, is_within: Callable[[int], bool]) -> int | None:
-    """The largest multiple of `step`, twice it or more, that is within; None if twice it is not.
+    """The largest multiple of `step`, at least twice it, that is within; None if there is none.
 
     Args:
         step: at least 1.

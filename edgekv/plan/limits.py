@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 HTP_CONTEXT_BYTES = 3_750_000_000
-"""What one HTP context holds, met in the field, not documented: it addresses 4 GB, part of which the runtime needs."""
+"""Capacity of one HTP context, observed, not documented: it addresses 4 GB, part of which the runtime needs."""
 
 PROTOBUF_BYTES = (1 << 31) - 1
 """The largest protobuf, and so the largest file of one graph."""
@@ -12,4 +12,4 @@ MOST_CONTEXT = 1 << 20
 """The longest context that is planned: 1,048,576 tokens."""
 
 MOST_GRAPHS = 16
-"""The most AR numbers of one plan."""
+"""Maximum number of ARs of one plan."""

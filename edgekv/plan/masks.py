@@ -1,4 +1,4 @@
-"""The one rule for attention masks that are too large for the HTP's Add.
+"""The size limit of attention masks for the HTP's Add.
 
 A mask operand is `[1, 1, AR, P + AR]` of 16-bit integers, P past rows. On HTP V81 an int16 Add is reported to pair a
 mask of more than 1 MiB with the wrong rows, so that some heads attend to future tokens (google-ai-edge/litert-torch
@@ -22,7 +22,7 @@ _REPORTED_ARCH = 81
 
 
 def mask_bytes(geometry: Geometry | LayeredGeometry, ar: int) -> int:
-    """Bytes of the largest mask operand of the AR-`ar` graph; each attention window has a mask of its own."""
+    """Bytes of the largest mask operand of the AR-`ar` graph; each attention window has its own mask."""
     columns = max(group.past_rows(ar, geometry.context) for group in geometry.groups()) + ar
     return _ELEMENT_BYTES * ar * columns
 

@@ -15,15 +15,15 @@ from edgekv.plan.limits import HTP_CONTEXT_BYTES, PROTOBUF_BYTES
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What is divided.
+    """The model to divide.
 
     Attributes:
         layers: bytes of the weights of each layer.
-        packed: of these, the bytes that hold two integers, for each layer.
+        packed: the part of each layer's bytes that contain two integers.
         embedding_bytes: the embedding table.
         head_bytes: the last norm and the head.
         cache: bytes of the cache of each layer.
-        activations_bytes: needed in every HTP context.
+        activations_bytes: bytes needed in every HTP context.
         layer_graph_bytes: one layer's share of the file of one graph, without weights.
         graphs: AR numbers times contexts, all compiled into one binary.
     """
@@ -39,13 +39,13 @@ class Load:
 
 
 class Part(msgspec.Struct, frozen=True, kw_only=True):
-    """What one HTP context holds.
+    """The content of one HTP context.
 
     Attributes:
-        embedding: whether it holds the embedding table.
-        first_layer: its first layer; in a part that is only the head, the number after the last layer.
-        layers: how many layers.
-        head: whether it holds the last norm and the head.
+        embedding: whether it includes the embedding table.
+        first_layer: its first layer; for a part that is only the head, the number after the last layer.
+        layers: number of layers.
+        head: whether it includes the last norm and the head.
         used_bytes: weights, cache of these layers, and activations.
         graph_bytes: file of one graph, without weights.
         compile_peak_bytes: RAM to compile all graphs of the part into one binary: an estimate.
@@ -66,7 +66,7 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_runnable(self) -> bool:
-        """Whether one HTP context and one protobuf can hold it, whatever RAM its compilation takes."""
+        """Whether it fits one HTP context and one protobuf, regardless of the RAM to compile it."""
         return self.used_bytes <= HTP_CONTEXT_BYTES and self.graph_bytes <= PROTOBUF_BYTES
 
 
@@ -75,9 +75,9 @@ def divide(layers: Sequence[int], splits: int, *, first_bytes: int = 0, last_byt
 
     Args:
         layers: bytes of each layer.
-        splits: how many parts; at most as many as layers.
-        first_bytes: what the first part holds in addition.
-        last_bytes: what the last part holds in addition.
+        splits: number of parts; at most the number of layers.
+        first_bytes: additional bytes of the first part.
+        last_bytes: additional bytes of the last part.
 
     Raises:
         ValueError: fewer than one part, or more parts than layers.
@@ -96,8 +96,9 @@ def divide(layers: Sequence[int], splits: int, *, first_bytes: int = 0, last_byt
 
 
 def lay_out(load: Load, splits: int) -> tuple[Part, ...]:
-    """The parts that export makes by default: one that holds everything, or `splits` parts of layers and a head of its
-    own, with the embedding table on the host.
+    """The default parts of an export: one with everything, or `splits` parts of layers and a separate head.
+
+    If divided, the host looks up embeddings.
     """
     if splits == 1:
         return (_part(load, range(len(load.layers)), embedding=True, head=True),)
@@ -117,7 +118,7 @@ def smallest_parts(load: Load) -> tuple[Part, ...]:
 def least_splits(load: Load) -> int | None:
     """The fewest splits whose parts all fit; None if even one layer a part is too large for an HTP context.
 
-    The compiler's RAM alone is no reason to refuse: if one layer a part takes too much of it, each layer is a part.
+    The compiler's RAM alone never fails: if even one layer needs too much, each layer is a part.
     """
     count, smallest = len(load.layers), smallest_parts(load)
     if not are_runnable(smallest):
@@ -132,7 +133,7 @@ def least_splits(load: Load) -> int | None:
 
 
 def are_runnable(parts: Sequence[Part]) -> bool:
-    """Whether one HTP context and one protobuf can hold each."""
+    """Whether each part fits one HTP context and one protobuf."""
     return all(part.is_runnable for part in parts)
 
 

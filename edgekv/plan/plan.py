@@ -1,4 +1,4 @@
-"""Everything that `edgekv plan` says, as one typed object."""
+"""The output of `edgekv plan`, as one typed object."""
 
 from __future__ import annotations
 
@@ -35,23 +35,23 @@ _OWN_ASSUMPTIONS = (
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
-    """What an export of a model for a device would be.
+    """A planned export of a model for a device.
 
     Attributes:
         summary: whether it fits, how fast it can be and what the export needs, in words.
-        warnings: what is known to go wrong on the device, and what to do about it.
+        warnings: known problems on the device, and their fixes.
         fit: whether it fits.
-        source: the file that the sizes are from.
+        source: the file with the sizes.
         device: part number.
         recipe: integer types of weights and activations.
         kv_dtype: integer type of the cache.
         context: S, tokens.
         ar: tokens per inference of each graph.
-        parameters: elements of all matrices; a table that is also the head counts once.
-        strategy: the update strategy that is planned with, and why.
+        parameters: elements of all matrices; a tied head counts once.
+        strategy: the update strategy used, and why.
         demand: bytes in HTP contexts.
-        parts: what export divides the graphs into, or None if a single layer is too large for an HTP context.
-        export: what exporting it needs.
+        parts: parts of the graphs; None if a single layer is too large for an HTP context.
+        export: cost of the export.
         speed: how fast it can be.
         assumptions: what the plan is based on.
     """

@@ -1,4 +1,4 @@
-"""Everything that `edgekv size` says, as one typed object."""
+"""The output of `edgekv size`, as one typed object."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class LayersRecord(msgspec.Struct, frozen=True, kw_only=True):
     """Layers that attend to the same number of tokens.
 
     Attributes:
-        layers: how many.
-        window: tokens that they attend to, the new token included.
+        layers: number of layers.
+        window: tokens that they attend to, including the new one.
         tensors: cache tensors of these layers.
     """
 
@@ -63,22 +63,22 @@ class GeometryRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SizeReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What a cache costs.
+    """The cost of a cache.
 
     Attributes:
         summary: whether it fits, in words, if a device or a limit was given.
-        source: where the sizes are from.
+        source: source of the sizes.
         device: part number of the device, if one was named.
         fit: whether it fits with the default strategy, if a device or a limit was given.
-        demand: what that strategy needs.
+        demand: bytes that this strategy needs.
         geometry: the sizes.
         ar: tokens per inference of each graph.
         textbook_bytes: keys and values of S tokens by the textbook formula.
         strategies: the cost of each update strategy, the default first.
-        recommendation: which of them to choose.
+        recommendation: the strategy to choose.
         graphs: inputs and outputs of each graph.
-        max_positions: the longest context that the model was made for, if it is known.
-        assumptions: what was not given and therefore assumed.
+        max_positions: the model's maximum context, if known.
+        assumptions: assumed values that were not given.
     """
 
     summary: str | None

@@ -43,8 +43,8 @@ def find_subject(path: Path | None, overrides: Overrides) -> Subject:
 
     Args:
         path: a `config.json`, a folder that has one, a bundle's folder, or None to size from options alone.
-        overrides: the options. With a `config.json` the context and the bits of the cache may be chosen; any other
-            option that contradicts the file is refused, as is every option that contradicts a bundle.
+        overrides: the options. With a `config.json` the context and the bits of the cache may be chosen; other options
+            must not contradict the file; no option may contradict a bundle.
 
     Raises:
         UsageError: options are missing, out of range, or contradict the file, or the context is above 2^20 tokens.
@@ -135,7 +135,7 @@ def _context(given: Overrides, longest: int | None, assumptions: list[str]) -> i
 
 
 def _defaults(config: Config, found: CacheSpec) -> list[str]:
-    """What the configuration does not say, one sentence each."""
+    """Assumptions about missing fields of the configuration, one sentence each."""
     config = config.text_decoder()
     sentences = []
     if "num_key_value_heads" not in config:

@@ -1,4 +1,4 @@
-"""How fast a model can be: what the bandwidth allows, and what published models of its kind reach."""
+"""How fast a model can be: the limit of the bandwidth, and the speed of similar published models."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class FirstToken(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         prompt_tokens: length of the prompt.
         passes: runs of the graph of the largest AR.
-        low_s: seconds, at the speed of the fastest published models.
-        high_s: at that of the slowest.
+        low_s: seconds at the speed of the fastest published models.
+        high_s: seconds at the speed of the slowest.
     """
 
     prompt_tokens: int
@@ -33,9 +33,9 @@ class Speed(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         dram_gb_per_s: peak bandwidth of the device's DRAM, 10^9 bytes a second.
         reached_gb_per_s: bandwidth that published decoders reach, lowest and highest.
-        measured_on: the chips that those were published for.
-        source: where they were published.
-        weights_bytes: read for each token: every layer and the head, one row of the embedding table.
+        measured_on: the chips of these publications.
+        source: the publications.
+        weights_bytes: bytes read per token: every layer and the head, one row of the embedding table.
         mean_cache_bytes: cache rows at the mean length of a generation that fills the context.
         full_cache_bytes: cache rows of a full context; a static graph always reads all of them.
         tokens_per_s: decode expected with one graph for the whole context, lowest and highest.
@@ -60,9 +60,8 @@ class Speed(msgspec.Struct, frozen=True, kw_only=True):
 def estimate_speed(subject: Subject, decoder: Decoder, weights: Weights, device: Device) -> Speed:
     """The speed of a model on a device.
 
-    A pass of one token reads the weights and the whole cache, and takes no less than the fastest published pass. A pass
-    of AR tokens takes longer by the arithmetic of the AR-1 further tokens. Host work, sampling and loading are not
-    counted.
+    A pass of one token reads the weights and the whole cache, and takes at least the time of the fastest published
+    pass. A pass of AR tokens adds the arithmetic of AR-1 more tokens. Host work, sampling and loading are not counted.
     """
     geometry, ar = subject.geometry, subject.ar[-1]
     read_bytes = weights.layers * weights.layer_bytes + weights.head_bytes + weights.embedding_bytes // decoder.vocab

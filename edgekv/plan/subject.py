@@ -1,4 +1,4 @@
-"""What is planned: a cache, the graphs that share it, and what is known of the model."""
+"""The subject of a plan: a cache, the graphs that share it, and the known sizes of the model."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Overrides:
     recipe: str = "w8a16"
 
     def check(self) -> None:
-        """Refuse numbers out of range, before anything is computed from them.
+        """Reject numbers out of range before anything is computed from them.
 
         Raises:
             UsageError: naming the option.
@@ -68,15 +68,15 @@ class Subject:
     """A cache, its graphs and its model.
 
     Attributes:
-        source: where the sizes are from, for readers.
+        source: source of the sizes, as text.
         geometry: the sizes of the cache.
-        ar: tokens per inference of each graph, ascending; 1 is among them, all are below the context.
+        ar: tokens per inference of each graph, ascending, with 1; all are below the context.
         weights_bytes: bytes of the weights, or None if they are unknown.
-        max_positions: the longest context that the model was made for, or None if it is unknown.
-        assumptions: what was not given and therefore assumed, one sentence each.
+        max_positions: the model's maximum context, or None if it is unknown.
+        assumptions: assumed values that were not given, one sentence each.
         decoder: all sizes of the model, or None if they are unknown.
         weights: the weights in pieces, or None if they are unknown.
-        splits: the parts that the layers of a bundle are divided into; None if that is still to be chosen.
+        splits: number of parts of a bundle's layers; None if it is still to be chosen.
         rotary: the rotary embeddings that the graphs have inputs for.
     """
 
@@ -125,7 +125,7 @@ def kv_dtype_of(bits: int) -> KvDtype:
 
 
 def checked_ar(ar: tuple[int, ...], context: int, windows: tuple[int | None, ...] = ()) -> tuple[int, ...]:
-    """The AR numbers, ascending and each once.
+    """The AR numbers, ascending, without duplicates.
 
     Raises:
         UsageError: 1 is not among them, or one is not below the context and every attention window.
@@ -153,7 +153,7 @@ def checked_ar(ar: tuple[int, ...], context: int, windows: tuple[int | None, ...
 
 
 def check_agreement(given: Overrides, found: Mapping[str, int], path: Path) -> None:
-    """Refuse options that contradict what a file says.
+    """Reject options that contradict a file.
 
     Raises:
         UsageError: naming the first such option.

@@ -13,13 +13,13 @@ from edgekv.plan.subject import Subject
 def fit_sentences(
     subject: Subject, choice: Choice, device: Device | None, needed: Demand, found: Fit, alternatives: Sequence[str]
 ) -> list[str]:
-    """Whether a context fits, what else would fit, and the longest context.
+    """Says whether a context fits, alternatives that fit, and the longest context.
 
     Args:
         subject: the model.
         choice: the update strategy.
         device: the target, if one was named.
-        needed: what the strategy needs.
+        needed: bytes that the strategy needs.
         found: whether it fits.
         alternatives: options that would make it fit.
     """

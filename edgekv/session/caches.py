@@ -31,7 +31,7 @@ class CacheSetup:
         manifest: of the bundle.
         strategy: update strategy.
         reserve: memory of `pointer-shift`, in units of S-1 rows per tensor.
-        policy: context policy: what happens when the context is full.
+        policy: context policy: context policy: what happens when the context is full.
         growth: how memory grows; None allocates all of it at the start.
         mode: which sequences are kept.
     """

@@ -1,4 +1,4 @@
-"""Logits processors: they change the logits of a step, knowing the tokens before it."""
+"""Logits processors: they change the logits of a step, given the tokens before it."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ class LogitBias:
 
 @dataclass(frozen=True, slots=True)
 class Penalties:
-    """Penalties for tokens that were there before; see `SamplingParams`.
+    """Penalties for tokens that occurred before; see `SamplingParams`.
 
-    The repetition penalty looks at prompt and text, as `RepetitionPenaltyLogitsProcessor` of Hugging Face
-    transformers and vLLM do; presence and frequency look at the text alone, as vLLM and OpenAI's API do.
+    The repetition penalty considers prompt and text, as `RepetitionPenaltyLogitsProcessor` of Hugging Face
+    transformers and vLLM do; presence and frequency consider only the text, as vLLM and OpenAI's API do.
     """
 
     repetition: float
@@ -55,7 +55,7 @@ class Penalties:
 
 
 def processors_of(params: SamplingParams, vocab: int) -> list[LogitsProcessor]:
-    """The processors that some parameters ask for, in the order in which they are applied.
+    """The processors for some parameters, in the order in which they are applied.
 
     Raises:
         UsageError: a bias for a token outside of the vocabulary.

@@ -1,4 +1,4 @@
-"""What a decoder and its KV cache are: read from `config.json` once, and used by all other packages."""
+"""Decoders, KV caches and graph interfaces, described once and used by all other packages."""
 
 from edgekv.spec.config import CONFIG, Config, read_config, read_json
 from edgekv.spec.decoder import DecoderSpec

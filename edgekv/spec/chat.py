@@ -1,7 +1,7 @@
 """Chat templates: from messages to the prompt that a model was trained on.
 
-Templates come with the checkpoint and are programs in Jinja. They run in Jinja's immutable sandbox with limits on
-loops, memory and output, since they are files of strangers.
+Templates come with the checkpoint and are programs in Jinja. They are untrusted, so they run in Jinja's immutable
+sandbox with limits on loops, memory and output.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ MOST_ITERATIONS = 1_000_000
 _LARGEST_FILE_BYTES = 1 << 24
 
 Message = Mapping[str, Any]
-"""A message: `role`, `content`, and what the template knows beside them, such as `tool_calls`."""
+"""A message: `role`, `content`, and other fields that the template knows, such as `tool_calls`."""
 
 
 class ChatTemplates(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -44,10 +44,10 @@ class ChatTemplates(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     tokens: dict[str, str] = {}
 
     def check(self, field: str, error: type[EdgeKVError] = CheckpointError) -> None:
-        """Refuse templates that Jinja cannot compile.
+        """Reject templates that Jinja cannot compile.
 
         Args:
-            field: what the error calls them.
+            field: name of the templates in the error.
             error: its type.
 
         Raises:
@@ -121,7 +121,7 @@ class ChatTemplates(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 def check_messages(messages: Sequence[Message]) -> None:
-    """Refuse messages that are no messages.
+    """Reject malformed messages.
 
     Raises:
         UsageError: naming the message.
@@ -172,7 +172,7 @@ def read_bundle_templates(folder: Path) -> ChatTemplates | None:
     """The templates of a bundle; None if it has none.
 
     Raises:
-        BundleError: the file is not what an export wrote.
+        BundleError: the file was not written by an export.
     """
     path = folder / FILE
     if not path.is_file():

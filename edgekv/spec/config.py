@@ -1,4 +1,4 @@
-"""The only reader of `config.json`: typed, bounded fields; a missing or invalid field is refused by name."""
+"""The only reader of `config.json`: typed, bounded fields; errors name the missing or invalid field."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ class Config:
 
         Args:
             name: the field.
-            count: how many there have to be; None for any number.
+            count: the required number; None for any number.
 
         Raises:
             CheckpointError: it is something else or absent.
@@ -183,7 +183,7 @@ class Config:
             raise self.refusal(name, repr(value), fix="This variant of the architecture cannot be exported.")
 
     def with_defaults(self, **defaults: object) -> Config:
-        """The same configuration with the architecture's values of fields that are absent; null is not absent."""
+        """The configuration with the architecture's defaults for absent fields; null is not absent."""
         explicit_none = dict.fromkeys(self._none)
         return Config({**defaults, **self._fields, **explicit_none}, self._path)
 
@@ -224,7 +224,7 @@ def read_json(path: Path, *, optional: bool = False, limit_bytes: int = JSON_BYT
         limit_bytes: larger files are refused before they are read.
 
     Raises:
-        CheckpointError: there is no such file, it is too large or no regular file, or it holds no JSON object.
+        CheckpointError: the file does not exist, is too large, is not a regular file, or contains no JSON object.
     """
     try:
         content = json.loads(read_file(path, limit_bytes).decode("utf-8"))
@@ -255,7 +255,7 @@ def _in_range(value: float) -> bool:
 
 
 def _short(value: object) -> str:
-    """The value as text of at most 200 characters: a hostile file may hold megabytes."""
+    """The value as text of at most 200 characters: a hostile file may contain megabytes."""
     if isinstance(value, int) and value.bit_length() > 256:
         return f"a number of {value.bit_length()} bits"
     try:

@@ -20,26 +20,26 @@ class DecoderSpec:
 
     Attributes:
         max_positions: the longest context that can be exported.
-        bound_by: the field of `config.json` that says so.
+        bound_by: the field of `config.json` that sets it.
         query_gain: multiplies the scores, such as head_dim ** -0.5.
         local_rope: rotary embedding of the layers with an attention window, if they have their own.
         unrotated: layers without a rotary embedding.
-        windows: tokens that each layer attends to, itself included; None for full attention; empty if no layer has a
-            window.
+        windows: tokens that each layer attends to, including the current one; None for full attention; empty if no
+            layer has a window.
         limits: upper bounds of the windows, None for no bound; a shorter list is repeated. Set by export options.
-        activation: of the gate.
+        activation: activation function of the gate.
         biased: projections with a bias, such as `self_attn.q_proj`.
         qk_norm: RMSNorm of queries and keys before their rotation: over each head, over all heads together, or None.
         pre_norms: whether the inputs of attention and feed-forward are normalized.
         post_norms: whether their outputs are normalized before they are added to the residual.
         attention_cap: scores become cap * tanh(scores / cap).
-        logits_cap: logits likewise.
+        logits_cap: the same for logits.
         embedding_gain: multiplies the embeddings.
         residual_gain: multiplies the outputs of attention and feed-forward.
         logits_gain: multiplies the logits.
         norm_offset: added to the stored weights of every norm.
         fused: whether q, k and v are stored as one matrix, and gate and up as another.
-        multimodal: whether the checkpoint also holds a vision model, and the decoder's tensors have a prefix.
+        multimodal: whether the checkpoint includes a vision model, and the decoder's tensors have a prefix.
     """
 
     model_type: str
@@ -100,7 +100,7 @@ class DecoderSpec:
         return self.heads // self.kv_heads
 
     def window(self, layer: int) -> int | None:
-        """Tokens that a layer attends to, itself included, or None for all."""
+        """Tokens that a layer attends to, including the current one; None for all."""
         limit = self.limits[layer % len(self.limits)] if self.limits else None
         return min((each for each in (self._own_window(layer), limit) if each is not None), default=None)
 

@@ -1,4 +1,4 @@
-"""From a configuration to the decoder it describes, or at least to the sizes of its KV cache."""
+"""Describes the decoder of a configuration, or only its KV cache if the architecture is unknown."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from edgekv.spec.config import Config
 from edgekv.spec.decoder import DecoderSpec
 
 LARGEST_PARAMETERS = 1 << 42
-"""Elements of all matrices, above every published model."""
+"""Maximum elements of all matrices, above every published model."""
 LARGEST_HEADS = 1 << 18
-"""Query heads of all layers: each has operations of its own in a graph."""
+"""Maximum query heads of all layers: each one adds operations to a graph."""
 
 _LAYER_TYPES = ("full_attention", "sliding_attention")
 
@@ -24,15 +24,15 @@ Describe = Callable[[Config], DecoderSpec]
 
 @dataclass(frozen=True, slots=True)
 class CacheSpec:
-    """What a KV cache follows from, for any architecture that keeps keys and values of each layer and head.
+    """The sizes of a KV cache, for any architecture that keeps keys and values of each layer and head.
 
     Attributes:
         layers: decoder layers.
         heads: query heads of a layer.
         kv_heads: key/value heads of a layer.
         head_dim: D.
-        max_positions: the longest context that the model was made for, or None if the configuration does not say.
-        sliding_window: tokens that some layers or all attend to at most, or None.
+        max_positions: the model's maximum context, or None if the configuration does not say.
+        sliding_window: maximum tokens that some or all layers attend to, or None.
         decoder: the whole decoder, or None if its architecture cannot be exported.
     """
 
@@ -76,7 +76,7 @@ def describe(config: Config) -> DecoderSpec:
 
 
 def describe_cache(config: Config) -> CacheSpec:
-    """The KV cache of a configuration, of an unknown architecture too.
+    """The KV cache of a configuration, even of an unknown architecture.
 
     Raises:
         CheckpointError: a field is missing, contradictory or too large, or the model has another kind of cache.
@@ -110,7 +110,7 @@ def describe_cache(config: Config) -> CacheSpec:
 
 
 def _check_layers(config: Config) -> None:
-    """Refuse layers that do not keep keys and values of each head."""
+    """Reject layers that do not keep keys and values of each head."""
     if "kv_lora_rank" in config:
         wanted = "keys and values for each head"
         raise config.refusal("kv_lora_rank", wanted, fix="Models with latent attention are not supported.")

@@ -1,4 +1,4 @@
-"""What a path is: checkpoint, bundle, folder for Genie, ... For errors that name what was given and what to run."""
+"""The kind of a path (checkpoint, bundle, ...), for errors that say what was given and what to run."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class FolderKind:
 
     Attributes:
         kind: the kind; `gguf` is a file.
-        what: what it is, for an error's "got".
+        what: a description, for an error's "got".
         as_checkpoint: the fix if a checkpoint was expected.
         as_bundle: the fix if a bundle was expected.
     """
@@ -32,7 +32,7 @@ _MERGE = "Merge it into its base model (merge_and_unload of peft, then save_pret
 
 
 def identify(path: Path) -> FolderKind | None:
-    """What a path is, judged by the names of files alone; None if it is nothing that edgekv knows.
+    """The kind of a path, by the names of its files; None if unknown.
 
     Args:
         path: a file or a folder.

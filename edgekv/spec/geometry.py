@@ -1,4 +1,4 @@
-"""The sizes of a KV cache, in integers: what every other part of `edgekv.kv` agrees on."""
+"""The sizes of a KV cache, in integers; used by all of `edgekv.kv`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ KINDS: tuple[Kind, Kind] = ("key", "value")
 
 @dataclass(frozen=True, slots=True)
 class KvTensor:
-    """One per-head cache tensor and the names of its two ends in every graph (Genie's names)."""
+    """A per-head cache tensor, and the names of its input and output in every graph (Genie's names)."""
 
     layer: int
     kind: Kind
@@ -41,12 +41,12 @@ class Geometry:
         layers: decoder layers.
         kv_heads: key/value heads of a layer.
         head_dim: D, elements of one head's row.
-        context: the tokens that the last one attends to, itself included: S of the largest graphs, or the window of
-            layers that attend to fewer; at least 2.
+        context: the tokens that a token attends to, including itself: S of the largest graphs, or the smaller window of
+            these layers; at least 2.
         kv_dtype: `u8` (zero point 128), `s8` or `s16` (zero point 0).
         key_layout: how graphs read and write keys: `rows` `[1, 1, S-AR, D]` as values, or `columns`
-            `[1, 1, D, S-AR]`, as Genie wants them. Values are always rows.
-        numbers: which layers of the model these are; empty for all, from 0 on.
+            `[1, 1, D, S-AR]`, as Genie requires. Values are always rows.
+        numbers: the numbers of these layers in the model; empty for all, from 0 on.
     """
 
     layers: int
@@ -87,13 +87,13 @@ class Geometry:
 
     @property
     def zero_point(self) -> int:
-        """The integer that stands for 0.0, with which unused rows are filled."""
+        """The integer that represents 0.0, which fills unused rows."""
         return 128 if self.kv_dtype == "u8" else 0
 
     def past_rows(self, ar: int, context: int | None = None) -> int:
         """The rows that a graph for AR new tokens reads of each tensor.
 
-        S-AR, unless these layers' window is smaller: then the W-1 that the first of the new tokens attends to.
+        S-AR, or the W-1 rows that the first new token attends to if these layers' window is smaller.
 
         Args:
             ar: tokens per inference.
@@ -105,7 +105,7 @@ class Geometry:
         return min(self.context - 1, (context or self.context) - ar)
 
     def groups(self) -> tuple[Geometry, ...]:
-        """Layers that are alike together: all of them; see `LayeredGeometry`."""
+        """Groups of equal layers: one with all layers; see `LayeredGeometry`."""
         return (self,)
 
     def names(self) -> Iterator[KvTensor]:

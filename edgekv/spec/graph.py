@@ -1,6 +1,6 @@
-"""The interface of a graph: its inputs and outputs, for everything that writes, checks, binds, feeds or counts them.
+"""The interface of a graph: its inputs and outputs, for all code that writes, checks, binds or counts them.
 
-A new input is one line in `DecoderInterface._inputs`, and whoever fills it. All names are Genie's.
+A new input is one line in `DecoderInterface._inputs`, and the code that fills it. All names are Genie's.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from quant import DTYPES, Dtype
 
 MASK, LOGITS_INDEX = "attention_mask", "logits_index"
 ROPE_SUFFIXES = ("", "_local")
-"""What the names of the rotary inputs end in: of `DecoderSpec.rope` and of `DecoderSpec.local_rope`."""
+"""Suffixes of the rotary inputs of `DecoderSpec.rope` and of `DecoderSpec.local_rope`."""
 
 PortKind = Literal[
     "ids", "embeddings", "hidden", "mask", "cos", "sin", "past", "logits_index", "new", "logits"
 ]  # fmt: skip
 STEP_KINDS: frozenset[PortKind] = frozenset({"ids", "embeddings", "mask", "cos", "sin", "logits_index"})
-"""The inputs that the host writes before a step. The others lie in the cache or were left by the part before."""
+"""The inputs that the host writes before a step. The others are in the cache or come from the previous part."""
 
 
 def mask_name(window: int | None) -> str:
-    """Name of the attention mask of layers that attend to this many tokens, the current one included; None for all."""
+    """Name of the attention mask of layers that attend to this many tokens, including the current one; None for all."""
     return MASK if window is None else f"{MASK}_w{window}"
 
 
@@ -46,7 +46,7 @@ class Port:
         name: as in the graph.
         dtype: name of the numpy type.
         shape: all dimensions; graphs are static.
-        kind: what it is; None if it was read from a file. Not compared.
+        kind: kind of port; None if it was read from a file. Not compared.
         encoding: the name of its encoding in the manifest; None for plain integers and if it was read from a file.
             Not compared.
     """
@@ -86,16 +86,16 @@ class GraphInterface:
 
     @property
     def entry(self) -> Port:
-        """What the graph starts from: token ids, embeddings, or the hidden state that the part before left."""
+        """The first input: token ids, embeddings, or the hidden state from the previous part."""
         return self.inputs[0]
 
     @property
     def exit(self) -> Port:
-        """What it ends with: logits, or the hidden state for the next part."""
+        """The last output: logits, or the hidden state for the next part."""
         return self.outputs[-1]
 
     def check(self, found: GraphInterface, file: str) -> None:
-        """Compare with what a loaded graph has; `file` names it. The order does not matter.
+        """Compare with a loaded graph, named `file` in errors. The order does not matter.
 
         Raises:
             BundleError: an input or output is missing, unknown, or of another type or shape.
@@ -113,7 +113,7 @@ class RotaryInputs:
     """The cosines and sines of one rotary embedding.
 
     Attributes:
-        suffix: what the names of the two inputs end in; see `ROPE_SUFFIXES`.
+        suffix: suffix of the names of the two inputs; see `ROPE_SUFFIXES`.
         pairs: R/2, half of the elements of a head that are rotated.
         layers: the layers that read them; None for all.
     """
@@ -130,7 +130,7 @@ class RotaryInputs:
 
 @dataclass(frozen=True)
 class DecoderInterface:
-    """What the interfaces of all graphs of one decoder have in common.
+    """The interfaces of all graphs of one decoder.
 
     Attributes:
         hidden: width of the residual.
@@ -171,8 +171,8 @@ class DecoderInterface:
     def graph(self, graph: GraphRecord, part: PartRecord | None = None) -> GraphInterface:
         """The interface of one part of a graph for AR new tokens in a context of S.
 
-        Inputs: `input_ids` [1, AR]; or `inputs_embeds` or `hidden_{L}` [1, 1, AR, hidden] (a head by itself reads only
-        the rows that it makes logits of). Where there are layers: `attention_mask` [1, 1, AR, S] and, of layers that
+        Inputs: `input_ids` [1, AR]; or `inputs_embeds` or `hidden_{L}` [1, 1, AR, hidden] (a separate head reads only
+            the rows that need logits). Where there are layers: `attention_mask` [1, 1, AR, S] and, of layers that
         attend to W < S tokens, `attention_mask_w{W}` [1, 1, AR, P+AR]; `position_ids_cos` and `_sin` [1, 1, AR, R/2] of
         each rotary embedding; and each past [1, 1, P, D], keys as columns [1, 1, D, P], with P = S-AR, or
         min(W-1, S-AR). In prefill graphs whose last part has layers: `logits_index` [1].
@@ -181,7 +181,7 @@ class DecoderInterface:
 
         Args:
             graph: AR, context and role.
-            part: None for the only one.
+            part: the part; None for the only one.
         """
         part = graph.part if part is None else part
         return GraphInterface(tuple(self._inputs(graph, part)), tuple(self._outputs(graph, part)))

@@ -1,4 +1,4 @@
-"""Models whose layers differ, and the groups of layers that do not."""
+"""Models whose layers differ, and their groups of equal layers."""
 
 from __future__ import annotations
 
@@ -12,16 +12,15 @@ from edgekv.spec.geometry import Geometry, KeyLayout, KvDtype, KvTensor
 class LayeredGeometry:
     """A cache whose layers differ in key/value heads, width of a head, or how many tokens they attend to.
 
-    Each list is repeated when it is shorter than the layers, so one number holds for all and (512, 512, 4096) makes
-    every third layer a global one.
+    Each list is repeated if it is shorter than the layers, so one number applies to all and (512, 512, 4096) makes
+    every third layer global.
 
     Attributes:
         layers: decoder layers.
-        context: S of the largest graphs: the tokens that a layer without a window attends to, the last one included.
+        context: S of the largest graphs: the tokens that a layer without a window attends to, including the last one.
         kv_heads: key/value heads by layer.
         head_dim: D by layer.
-        windows: tokens that a layer attends to, itself included; None for all. More than S means S: there never are
-            more.
+        windows: tokens that a layer attends to, including the current one; None for all. Values above S mean S.
         kv_dtype: see `Geometry`.
         key_layout: see `Geometry`.
     """
@@ -41,7 +40,7 @@ class LayeredGeometry:
         self.groups()
 
     def groups(self) -> tuple[Geometry, ...]:
-        """Layers of the same heads, width and window together, in the order of their first layers."""
+        """Groups of layers with equal heads, width and window, in the order of their first layers."""
         found: dict[tuple[int, int, int], list[int]] = {}
         for layer in range(self.layers):
             sizes = (
@@ -54,7 +53,7 @@ class LayeredGeometry:
             Geometry(len(numbers), kv_heads, head_dim, window, self.kv_dtype, self.key_layout, tuple(numbers))
             for (kv_heads, head_dim, window), numbers in found.items()
         ]
-        # All layers in one group are what a plain geometry says.
+        # One group of all layers equals a plain geometry.
         return tuple(groups) if len(groups) > 1 else (replace(groups[0], numbers=()),)
 
     @property

@@ -77,13 +77,13 @@ def windows(config: Config, layers: int, window: int | None, slides: Callable[[i
     """The attention window of each layer, None for full attention; empty if no layer has a window.
 
     Args:
-        config: the configuration; its `layer_types` says which layers slide.
-        layers: how many.
+        config: the configuration; its `layer_types` lists the layers that slide.
+        layers: number of layers.
         window: tokens.
-        slides: the architecture's rule, by layer, where there is no `layer_types`.
+        slides: the architecture's rule by layer, used without `layer_types`.
 
     Raises:
-        CheckpointError: `layer_types` is no list of known kinds for all layers, or a sliding layer has no window.
+        CheckpointError: `layer_types` is not a list of known kinds for all layers, or a sliding layer has no window.
     """
     if "layer_types" in config:
         kinds = config.texts("layer_types", layers)

@@ -12,7 +12,7 @@ _Layer = Annotated[int, msgspec.Meta(ge=0, le=1 << 12)]
 _Tokens = Annotated[int, msgspec.Meta(ge=0, le=1 << 27)]
 
 IDS, EMBEDDINGS, LOGITS = "input_ids", "inputs_embeds", "logits"
-"""Names of the ends of a graph; see `hidden_name` for where it is divided."""
+"""Names of a graph's first inputs and last output; see `hidden_name` for those between parts."""
 
 
 class PartRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -23,8 +23,8 @@ class PartRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         file: the ONNX file, relative to the bundle; or the `.tflite` file, in which the part is the signature `name`.
         first_layer: its first layer.
         stop_layer: one past its last layer; equal to `first_layer` if the part is only a head.
-        embeds: it reads token ids and looks up their embeddings.
-        head: it ends with the final norm and the head.
+        embeds: whether it reads token ids and looks up their embeddings.
+        head: whether it ends with the final norm and the head.
     """
 
     name: str
@@ -78,7 +78,7 @@ class GraphRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     @property
     def logit_rows(self) -> int:
-        """Tokens of a step that get logits."""
+        """Number of tokens of a step that get logits."""
         return self.ar if self.role == "score" else 1
 
     @property

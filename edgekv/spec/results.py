@@ -28,7 +28,7 @@ class Result:
 
     Attributes:
         kind: what computes it.
-        source: the name of the result whose range it takes: its own, or that of the scores if it is masked.
+        source: the name of the result whose range it uses: its own, or the scores' if it is masked.
     """
 
     kind: ResultKind
@@ -54,18 +54,18 @@ class EncodingTypes:
 
 
 Rule = Callable[[Range, EncodingTypes, float], Encoding]
-"""From the values that were seen, the types and the depth of the mask to an encoding."""
+"""Computes an encoding from the observed values, the types and the depth of the mask."""
 
 
 def _covers(seen: Range, types: EncodingTypes, depth: float) -> Encoding:
-    """All values that were seen."""
+    """The range of all observed values."""
     if types.is_symmetric:
         return Encoding.symmetric(seen.absmax, types.activations)
     return seen.asymmetric(types.activations)
 
 
 def _fixed(low: float, high: float) -> Rule:
-    """A range that the kernels require whatever the graph says; the TFLite specification has one for all."""
+    """A range that the kernels require; the TFLite specification defines one for all types."""
 
     def rule(seen: Range, types: EncodingTypes, depth: float) -> Encoding:
         if types.is_symmetric:
@@ -76,12 +76,12 @@ def _fixed(low: float, high: float) -> Rule:
 
 
 def _clips(seen: Range, types: EncodingTypes, depth: float) -> Encoding:
-    """Symmetric, with the clipping of least squared error."""
+    """Symmetric, clipped for the least squared error."""
     return seen.symmetric(types.cache)
 
 
 def _reaches_mask(seen: Range, types: EncodingTypes, depth: float) -> Encoding:
-    """The scores that were seen, and the depth of the mask."""
+    """The observed scores, extended by the depth of the mask."""
     if types.is_symmetric:
         return Encoding.symmetric(max(seen.absmax, depth), types.activations)
     return Encoding.asymmetric(min(seen.low, -depth), seen.high, types.activations)
@@ -105,11 +105,11 @@ RULES: dict[ResultKind, Rule] = {
 """The encoding rule of each kind."""
 
 UNOBSERVED: frozenset[ResultKind] = frozenset({"softmax"})
-"""Kinds whose values calibration does not look at."""
+"""Kinds that calibration does not observe."""
 
 
 def mask_depth(scores: Iterable[Range]) -> float:
-    """How far the mask must lower a score so that its position vanishes from the softmax, whatever the cache holds."""
+    """How far the mask must lower a score so that its position vanishes from the softmax for any cache."""
     return max([_LEAST_MASK_DEPTH, *(math.ceil(seen.high - seen.low + _SOFTMAX_REACH) for seen in scores)])
 
 

@@ -39,8 +39,8 @@ class Rope:
     Attributes:
         rope_type: `default`, `linear`, `llama3`, `longrope` or `yarn`.
         theta: the base.
-        width: R, how many elements of a head are rotated; the rest is left alone.
-        parameters: those of the type, by the checkpoint's own names.
+        width: R, number of rotated elements of a head; the rest is unchanged.
+        parameters: parameters of the type, by the checkpoint's names.
     """
 
     rope_type: str
@@ -65,7 +65,7 @@ class Rope:
 
     @classmethod
     def pair(cls, config: Config, head_dim: int, *, theta: float, local_theta: float) -> tuple[Rope, Rope]:
-        """The embedding of layers with full attention, and that of layers with an attention window.
+        """The embeddings of layers with full attention and of layers with an attention window.
 
         Reads `rope_parameters` with an object for each kind of layer (transformers 5). Older configurations have
         `rope_scaling` for full attention only, which is not applied to windows.
@@ -91,7 +91,7 @@ class Rope:
 
     @classmethod
     def from_table(cls, table: Config, config: Config, head_dim: int, *, theta: float) -> Rope:
-        """Read one object of rope parameters, and what some checkpoints keep beside it in `config`.
+        """Read one object of rope parameters, and related fields that some checkpoints keep in `config`.
 
         Raises:
             CheckpointError: the type is not supported, or a number is missing or out of range.
@@ -125,8 +125,8 @@ class Rope:
         `llama3` follows Meta's reference implementation of Llama 3.1: frequencies with wavelengths above
         original/low_freq_factor are divided by the factor, those below original/high_freq_factor are kept, those
         between are blended. `longrope` (arXiv 2402.13753) divides each frequency by its own factor: `short_factor` up
-        to the original context, `long_factor` beyond it. `yarn` (arXiv 2309.00071) keeps pairs that turn more than
-        beta_fast times over the original context, divides those below beta_slow turns, and blends by pair number.
+        to the original context, `long_factor` beyond it. `yarn` (arXiv 2309.00071) keeps pairs with more than beta_fast
+        rotations over the original context, divides those below beta_slow rotations, and blends by pair number.
         """
         exponents = -np.arange(0, self.width, 2, dtype=np.float64) / self.width
         plain: NDArray[np.float64] = self.theta**exponents
@@ -153,7 +153,7 @@ class Rope:
         factor, original, fast, slow = (self._number(name) for name in _YARN)
 
         def pair_with(turns: float) -> float:
-            """The pair number that makes so many turns over the original context."""
+            """The pair number with this many rotations over the original context."""
             return self.width * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(self.theta))
 
         first, last = pair_with(fast), pair_with(slow)

@@ -1,4 +1,4 @@
-"""Bytes of a decoder's weights in a bundle, in the pieces that a split separates."""
+"""Bytes of a decoder's weights in a bundle: embedding table, layers and head."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from quant import WEIGHT_TYPES, WeightDtype
 
 @dataclass(frozen=True, slots=True)
 class Decoder:
-    """Sizes of a decoder whose matrices are exactly q, k, v, o, gate, up and down, with a head of its own.
+    """Sizes of a decoder whose matrices are exactly q, k, v, o, gate, up and down, with a separate head.
 
     Attributes:
-        layers: how many.
+        layers: number of layers.
         hidden: width of the residual.
         heads: query heads.
         kv_heads: key/value heads.
@@ -51,7 +51,7 @@ class Decoder:
 
     @property
     def parameters(self) -> int:
-        """Elements of all matrices; a table that is also the head counts once."""
+        """Elements of all matrices; a tied head counts once."""
         return self.layers * self.layer_parameters + (1 if self.tied_head else 2) * self.table_parameters
 
 
@@ -62,8 +62,8 @@ class Weights:
     Attributes:
         embedding_bytes: the table.
         layer_bytes: one layer.
-        layer_packed_bytes: of one layer, the bytes that hold two 4-bit integers.
-        layers: how many.
+        layer_packed_bytes: bytes of one layer that contain two 4-bit integers.
+        layers: number of layers.
         head_bytes: the last norm and the head.
     """
 
@@ -80,15 +80,15 @@ class Weights:
 
 _KEYS_AND_VALUES = (1, 2)  # among a layer's matrices
 WEIGHT_DTYPES: dict[str, WeightDtype] = {each.recipe: name for name, each in WEIGHT_TYPES.items()}
-"""Type of the layers' matrices in the recipes that export ships; those of keys, of values and the head are int8."""
+"""Type of the layers' matrices in the shipped recipes; keys, values and the head are int8."""
 
 
 def recipe_weights(decoder: Decoder, recipe: str) -> Weights:
     """The weights in one of the recipes of `WEIGHT_DTYPES`.
 
     One byte for each element of a matrix, or half a byte; four for the scale of each of its output channels, and one
-    for each of their blocks; two for each element of the embedding table and of the norms. The head is a matrix of its
-    own even if it is tied to the table. Biases, norms of single heads and norms behind a block are not counted.
+    for each of their blocks; two for each element of the embedding table and of the norms. The head is a separate
+    matrix even if it is tied to the table. Biases, q and k norms and post-norms are not counted.
     """
     dtype = WEIGHT_DTYPES[recipe]
     layer_bytes = packed_bytes = 0

@@ -1,4 +1,4 @@
-"""From the names that the decoder reads to what a checkpoint stores under others, fused or shifted."""
+"""Maps the decoder's tensor names to stored tensors, which may have other names, be fused or be shifted."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ class View:
     """A tensor of the decoder as a part of a stored one: `(stored[first:first + shape[0]] + offset) * gain`.
 
     Attributes:
-        name: what the decoder calls it: the name that Llama's checkpoints have.
+        name: the decoder's name for it, as in Llama's checkpoints.
         shape: of the part.
         key: of the stored tensor.
         rows: of the stored tensor.
-        first: row of the stored tensor that is the first of the part.
+        first: first row of the part in the stored tensor.
         offset: added to every element.
         gain: multiplies every element.
     """
@@ -39,7 +39,7 @@ class View:
 
 
 def views(spec: DecoderSpec) -> Iterator[View]:
-    """Every tensor that the decoder reads, in the order in which it does."""
+    """Every tensor that the decoder reads, in reading order."""
     table = (spec.vocab, spec.hidden)
     yield View(EMBEDDING, table, EMBEDDING, spec.vocab, gain=spec.embedding_gain)
     for layer in range(spec.layers):
@@ -66,7 +66,7 @@ def _layer(spec: DecoderSpec, prefix: str) -> Iterator[View]:
 
 
 def _norms(spec: DecoderSpec) -> tuple[str, ...]:
-    """The norms of the residual and of what is added to it, by Hugging Face's names.
+    """The norms of the residual and of the outputs added to it, by Hugging Face's names.
 
     `post_attention_layernorm` normalizes the output of attention if there are post-norms, else the input of the
     feed-forward.
@@ -102,7 +102,7 @@ def _projections(
 
 
 def matrices(spec: DecoderSpec) -> dict[str, tuple[int, int]]:
-    """`[out, in]` of every matrix that is multiplied with activations, by name."""
+    """`[out, in]` of every matrix that multiplies activations, by name."""
     found = {}
     for view in views(spec):
         if len(view.shape) == 2 and view.name != EMBEDDING:

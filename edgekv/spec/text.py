@@ -1,4 +1,4 @@
-"""Text and tokens: the one place that opens `tokenizer.json` and calls what it describes."""
+"""Text and tokens: the only place that opens `tokenizer.json` and calls the tokenizer."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _FIX = "Fetch tokenizer.json again; if it still fails, it is broken or needs ano
 def open_tokenizer(path: str | Path, error: type[EdgeKVError] = UsageError, fix: str = _FIX) -> Tokenizer:
     """The tokenizer of a file, without truncation and padding.
 
-    A `tokenizer.json` may ask for both. They would silently cut prompts and calibration text, or fill them up.
+    A `tokenizer.json` may ask for both. They would silently truncate or pad prompts and calibration text.
 
     Args:
-        path: of `tokenizer.json`.
+        path: the `tokenizer.json`.
         error: raised if the file is missing or cannot be read.
         fix: the fix that the error names.
 
@@ -58,8 +58,8 @@ def encode(
     Args:
         tokenizer: as `open_tokenizer` gives it.
         text: any Unicode text.
-        vocab: how many tokens the model has embeddings for, where the tokenizer may know more.
-        field: what errors call the text.
+        vocab: number of the model's embeddings; the tokenizer may know more tokens.
+        field: name of the text in errors.
         add_special_tokens: whether to add those that the tokenizer's template adds, such as BOS.
 
     Raises:
@@ -86,7 +86,7 @@ def encode(
 
 
 def decode(tokenizer: Tokenizer, tokens: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-    """The text of tokens, without special ones unless they are asked for.
+    """The text of tokens, by default without special ones.
 
     Raises:
         UsageError: the tokenizer fails.
@@ -98,7 +98,7 @@ def decode(tokenizer: Tokenizer, tokens: Sequence[int], *, skip_special_tokens: 
 
 @contextmanager
 def _no_panic(field: str, error: type[EdgeKVError]) -> Iterator[None]:
-    """Turn a panic of the Rust library into an error of ours: it derives from BaseException alone."""
+    """Convert a panic of the Rust library to an EdgeKVError: it derives directly from BaseException."""
     try:
         yield
     except BaseException as panic:

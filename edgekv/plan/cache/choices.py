@@ -1,4 +1,4 @@
-"""The update strategies that are compared, and the memory of each."""
+"""The compared update strategies, and the memory of each."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Choice:
         return self.strategy if self.reserve is None else f"{self.strategy} {float(self.reserve)}"
 
     def make(self, geometry: Geometry, max_ar: int) -> Strategy:
-        """The strategy itself, empty, as the runtime makes it."""
+        """The strategy itself, empty, as the runtime creates it."""
         return make_strategy(self.strategy, geometry, max_ar=max_ar, reserve=self.reserve or DEFAULT_RESERVE)
 
     def held_bytes(self, geometry: Geometry | LayeredGeometry, ar: Sequence[int]) -> int:
@@ -49,7 +49,7 @@ class Choice:
         return sum(self._group_bytes(group, ar, geometry.context) for group in geometry.groups())
 
     def layer_bytes(self, geometry: Geometry | LayeredGeometry, ar: Sequence[int]) -> tuple[int, ...]:
-        """The share of each layer, rounded up to whole bytes."""
+        """Bytes of each layer, rounded up."""
         found = [0] * geometry.layers
         for group in geometry.groups():
             share = -(-self._group_bytes(group, ar, geometry.context) // group.layers)
@@ -58,7 +58,7 @@ class Choice:
         return tuple(found)
 
     def formula_bytes(self, geometry: Geometry | LayeredGeometry) -> int | None:
-        """Bytes by the formula of Qualcomm's HTP note, or None for a strategy that it does not have.
+        """Bytes by the formula of Qualcomm's HTP note; None for other strategies.
 
         reserve x 2 x layers x heads x (S-1) x D x bits/8: the note writes 2 x 2 for a reserve of 2.0, and 3 for 1.5.
         """
@@ -87,5 +87,5 @@ CHOICES = _choices()
 
 
 def choices_for(geometry: Geometry | LayeredGeometry) -> tuple[Choice, ...]:
-    """Those that work with the key layout: `mirror` needs keys as rows."""
+    """The strategies for a key layout: `mirror` needs keys as rows."""
     return tuple(choice for choice in CHOICES if geometry.key_layout == "rows" or choice.strategy != "mirror")

@@ -1,4 +1,4 @@
-"""How many inputs and outputs the graphs have: each is a tensor that a runtime registers and binds."""
+"""The number of inputs and outputs of the graphs: each is a tensor that a runtime registers and binds."""
 
 from __future__ import annotations
 

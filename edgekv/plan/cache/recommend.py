@@ -27,8 +27,8 @@ def recommend(costs: Sequence[StrategyCost]) -> Recommendation:
     """The strategy to choose among those that fit the limit, or among all if none does or there is no limit.
 
     The fewest addresses come first: an HTP runtime registers each as a tensor of its own when it loads (ExecuTorch
-    issue 4517 counted 55,444 of them; issue 7614 is about the time that takes), and ONNX Runtime binds every moved
-    tensor again at each step. Ties go to the fewest copied bytes, then to the least memory.
+    issue 4517 counted 55,444 of them; issue 7614 reports the time), and ONNX Runtime binds every moved tensor again at
+    each step. Ties go to the fewest copied bytes, then to the least memory.
     """
     fitting = [cost for cost in costs if cost.fits] or list(costs)
     best, fewest_copies = min(fitting, key=_addresses_first), min(fitting, key=_copies_first)

@@ -1,4 +1,4 @@
-"""What each update strategy costs for one cache."""
+"""The cost of each update strategy for one cache."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from edgekv.plan.cache.traffic import count_addresses, count_traffic
 
 
 class StrategyCost(msgspec.Struct, frozen=True, kw_only=True):
-    """What one strategy costs in an endless generation under the policy sliding-window.
+    """The cost of one strategy in an endless generation with the policy sliding-window.
 
     Attributes:
         strategy: its name.
         reserve: memory of the strip in units of S-1 rows, for those that have one.
-        formula_bytes: by the formula of Qualcomm's note, where it has one.
-        held_bytes: allocated: whole rows, space for the new rows of the largest AR, 64-byte alignment.
+        formula_bytes: bytes by the formula of Qualcomm's note, if it has one.
+        held_bytes: bytes allocated: whole rows, space for the new rows of the largest AR, 64-byte alignment.
         rows_per_tensor: rows of each tensor of the layers that attend to the whole context.
         scratch_rows_per_tensor: rows of each scratch tensor, for new rows that are copied into the cache afterwards.
         stride_bytes: from one such tensor to the next.
-        tokens_before_copy: tokens decoded before the first byte is copied; None if none ever is.
-        filling_bytes_per_token: copied, mean over the first S-1 tokens.
-        sliding_bytes_per_token: copied, mean of the tokens after those.
-        worst_step_bytes: the most that one step copies, at most.
+        tokens_before_copy: tokens decoded before the first copy; None if there is none.
+        filling_bytes_per_token: bytes copied, mean over the first S-1 tokens.
+        sliding_bytes_per_token: bytes copied, mean over the later tokens.
+        worst_step_bytes: upper bound of the bytes copied in one step.
         rebound_tensors_per_step: graph inputs and outputs to bind again before each decode step, because their
             address changed.
         registered_addresses: addresses of the cache inputs and outputs of all graphs together. An HTP runtime
             registers each as a tensor of its own, once, when it loads.
         fits: whether the context fits the limit, if one was given.
-        largest_context: the longest context that fits, or None if none does.
+        largest_context: the longest context that fits; None if none does.
     """
 
     strategy: str

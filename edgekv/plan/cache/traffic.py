@@ -1,7 +1,7 @@
-"""What an update strategy copies in an endless generation, in closed form.
+"""Copies of an update strategy in an endless generation, in closed form.
 
-The context policy is sliding-window: layers that attend to W tokens hold the newest W-1 rows. The tests compare every
-figure with a cache that runs.
+The context policy is sliding-window: layers that attend to W tokens keep the newest W-1 rows. The tests compare every
+figure with a running cache.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ class Traffic:
     """Rows copied in each tensor, and addresses of the graphs' cache inputs and outputs.
 
     Attributes:
-        tokens_before_copy: tokens decoded from an empty cache before the first row is copied; None if none ever is.
-        filling_rows: copied while the first S-1 tokens are decoded one by one, all together.
-        sliding_rows_per_token: mean over the tokens after those.
-        worst_step_rows: the most that one step of any graph copies, at most.
-        moving_ends: of the input and the output of one tensor, how many have another address at the next decode step.
+        tokens_before_copy: tokens decoded from an empty cache before the first copy; None if there is none.
+        filling_rows: total rows copied while the first S-1 tokens are decoded one at a time.
+        sliding_rows_per_token: rows copied, mean over the later tokens.
+        worst_step_rows: upper bound of the rows copied in one step of any graph.
+        moving_ends: number of addresses (input and output of a tensor) that change at each decode step.
     """
 
     tokens_before_copy: int | None
@@ -33,7 +33,7 @@ class Traffic:
 
 
 def count_traffic(choice: Choice, geometry: Geometry, context: int, max_ar: int) -> Traffic:
-    """What one group of layers copies.
+    """The copies of one group of layers.
 
     Args:
         choice: the update strategy.
@@ -51,7 +51,7 @@ def count_traffic(choice: Choice, geometry: Geometry, context: int, max_ar: int)
         return Traffic(0, tokens * held, Fraction(held), held, 0)
     if choice.strategy == "mirror":
         return Traffic(None, 0, Fraction(0), 0, 2)
-    # pointer-shift: the window reaches the end of the strip every `between` tokens, then all rows held move down.
+    # pointer-shift: the window reaches the end of the strip every `between` tokens; then all held rows move down.
     between = choice.make(geometry, max_ar).rows - held
     slides = (tokens - 1) // between
     partial = min(slides, held // between)
@@ -60,10 +60,10 @@ def count_traffic(choice: Choice, geometry: Geometry, context: int, max_ar: int)
 
 
 def count_addresses(choice: Choice, geometry: Geometry, max_ar: int, ar: int) -> int:
-    """At how many rows the past and the new rows of the AR-`ar` graph begin, together, in an endless generation.
+    """Number of distinct start rows of past and new rows of the AR-`ar` graph in an endless generation.
 
-    A runtime that registers each address of a graph's input or output as a tensor of its own registers so many for each
-    cache tensor.
+    A runtime that registers each address of an input or output as a separate tensor registers this many per cache
+    tensor.
     """
     layout = Layout.of(geometry, choice.make(geometry, max_ar))
     if choice.strategy == "mirror":

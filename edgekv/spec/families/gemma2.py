@@ -10,7 +10,7 @@ from edgekv.spec.llama_like import ATTENTION, llama_like, windows
 
 MODEL_TYPES = ("gemma2",)
 
-# Where config.json says nothing.
+# Defaults of absent fields.
 HEAD_DIM = 256
 QUERY_SCALAR = 256.0
 WINDOW = 4096
@@ -19,7 +19,7 @@ LOGITS_CAP = 30.0
 
 
 def describe(config: Config) -> DecoderSpec:
-    """What both generations share, with the soft caps and alternating windows of the second (arXiv 2408.00118)."""
+    """The decoder of both generations, with soft caps and alternating windows (arXiv 2408.00118)."""
     spec = gemma(config, logits_cap=LOGITS_CAP)
     return replace(
         spec,
@@ -38,7 +38,7 @@ def gemma(config: Config, *, logits_cap: float | None = None) -> DecoderSpec:
 
     Args:
         config: the configuration.
-        logits_cap: the generation's own, where the configuration says nothing.
+        logits_cap: the generation's default.
     """
     config.expect("hidden_activation", "gelu_pytorch_tanh")
     config.expect("use_bidirectional_attention", False)

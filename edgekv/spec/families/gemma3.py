@@ -1,4 +1,4 @@
-"""Gemma 3: q and k norms, and a rotary embedding of its own for layers with a window; alone or with a vision model."""
+"""Gemma 3: q and k norms, and a separate rotary embedding for layers with a window; alone or with a vision model."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ DEFAULTS = {
     "max_position_embeddings": 131_072,
     "sliding_window": 4096,
 }
-"""Published configurations leave out what is equal to these."""
+"""Published configurations omit fields with these values."""
 
 
 def describe(config: Config) -> DecoderSpec:

@@ -12,7 +12,7 @@ MODEL_TYPES = ("llama",)
 
 
 def describe(config: Config) -> DecoderSpec:
-    """The decoder that all others are compared with."""
+    """The decoder that all other families are variants of."""
     config.expect("hidden_act", "silu")
     config.expect("partial_rotary_factor", 1.0)
     return replace(llama_like(config), biased=biases(config))

@@ -1,4 +1,4 @@
-"""Ministral 3: a Mistral with yarn, whose queries grow beyond the original context."""
+"""Ministral 3: a Mistral with yarn, which scales queries beyond the original context."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from edgekv.spec.llama_like import llama_like, same_window
 
 MODEL_TYPES = ("mistral",)
 
-WINDOW = 4096  # where config.json says nothing
+WINDOW = 4096  # default of an absent field
 
 
 def describe(config: Config) -> DecoderSpec:

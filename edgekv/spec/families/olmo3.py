@@ -18,7 +18,7 @@ PATTERN = 4  # every fourth layer has full attention
 
 
 def describe(config: Config) -> DecoderSpec:
-    """OLMo 2's decoder with attention windows; `rope_scaling` is that of the layers with full attention."""
+    """OLMo 2's decoder with attention windows; `rope_scaling` applies to the layers with full attention."""
     spec = olmo2.describe(config)
     theta = config.number("rope_theta", THETA)
     rope, local_rope = Rope.pair(config, spec.head_dim, theta=theta, local_theta=theta)

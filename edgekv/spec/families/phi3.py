@@ -1,4 +1,4 @@
-"""Phi-3, Phi-3.5 and Phi-4-mini: a Llama with fused matrices, of whose heads a part may turn."""
+"""Phi-3, Phi-3.5 and Phi-4-mini: a Llama with fused matrices, whose heads may be rotated in part."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from edgekv.spec.llama_like import llama_like, same_window
 
 MODEL_TYPES = ("phi3",)
 
-EPS = 1e-5  # where config.json says nothing
+EPS = 1e-5  # default of an absent field
 
 
 def describe(config: Config) -> DecoderSpec:

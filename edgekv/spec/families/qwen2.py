@@ -10,7 +10,7 @@ from edgekv.spec.llama_like import ATTENTION_INPUTS, llama_like, windows
 
 MODEL_TYPES = ("qwen2",)
 
-WINDOW = 4096  # these two where config.json says nothing
+WINDOW = 4096  # defaults of absent fields
 FIRST_SLIDING = 28
 
 
@@ -22,7 +22,7 @@ def describe(config: Config) -> DecoderSpec:
 
 
 def sliding_windows(config: Config, layers: int) -> tuple[int | None, ...]:
-    """`sliding_window` from layer `max_window_layers` on, and only where `use_sliding_window` says so.
+    """`sliding_window` from layer `max_window_layers` on, and only if `use_sliding_window` is true.
 
     Raises:
         CheckpointError: a field is wrong, or layers slide without a window.

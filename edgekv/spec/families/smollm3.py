@@ -15,7 +15,7 @@ INTERVAL = 4  # every fourth layer is not rotated
 
 
 def describe(config: Config) -> DecoderSpec:
-    """Llama's decoder, of which `no_rope_layers` (1 for a rotated layer) or an interval takes the rotary embedding."""
+    """Llama's decoder, with layers without rotary embedding by `no_rope_layers` (1: rotated) or an interval."""
     config.expect("hidden_act", "silu")
     config = config.with_defaults(rope_theta=THETA)
     spec = llama_like(config, tied_head=True)
