@@ -198,6 +198,11 @@ class DecoderInterface:
         """Name of the attention mask of a group of layers."""
         return mask_name(None if group.context == self.cache.context else group.context)
 
+    def masks(self) -> dict[str, int | None]:
+        """The attention masks by name, and how many tokens each covers, the current one included; None for all."""
+        contexts = {self.mask_of(group): group.context for group in self.cache.groups()}
+        return {name: None if name == MASK else context for name, context in contexts.items()}
+
     def rotary_of(self, layer: int) -> RotaryInputs | None:
         """The rotary embedding of a layer; None if it has none."""
         return next((each for each in self.rotary if each.layers is None or layer in each.layers), None)

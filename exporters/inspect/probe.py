@@ -52,6 +52,7 @@ class Probe:
         self._record = record
         self._pieces = cut(bundle, record)
         self._inputs = {port.name: port for part in manifest.interface.parts(record) for port in part.inputs}
+        self._windows = manifest.interface.masks()
         self._entry = record.parts[0].entry
         self._table = open_table(bundle)
         self._ropes = rope_tables(manifest)
@@ -151,9 +152,9 @@ class Probe:
             for name, rows in zip(rope_inputs(suffix), table.rows(position, n), strict=True):
                 if name in wanted:
                     feeds[name][0, 0, :n] = rows
-        for name, mask in feeds.items():
-            if name.startswith("attention_mask"):
-                _open(mask[0, 0, :n], position, self._record.ar, _window(name))
+        for name, window in self._windows.items():
+            if name in feeds:
+                _open(feeds[name][0, 0, :n], position, self._record.ar, window)
         for tensor, held in past.items():
             target = feeds[tensor.past][0, 0]
             target[:] = manifest.geometry.zero_point
@@ -165,12 +166,6 @@ class Probe:
 
     def _is_turned(self, tensor: KvTensor) -> bool:
         return tensor.kind == "key" and self._bundle.manifest.key_layout == "columns"
-
-
-def _window(mask: str) -> int | None:
-    """The attention window of this mask in tokens, including the query; None for no limit."""
-    window = mask.removeprefix("attention_mask").removeprefix("_w")
-    return int(window) if window else None
 
 
 def _open(mask: Integers, position: int, ar: int, window: int | None) -> None:

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from edgekv.bundle import Manifest
 from edgekv.errors import ServiceError
+from edgekv.spec import LOGITS
 from exporters.targets.aihub.sample import Tensors
 from quant import Encoding
 
@@ -74,7 +75,7 @@ def compare(
     if len(named) == len(expected) and all(name.startswith("output_") for name in named):
         named = dict(zip(expected, found.values(), strict=True))
     encodings = {tensor.new: manifest.encodings[tensor.past] for tensor in manifest.geometry.names()}
-    encodings["logits"] = manifest.encodings["logits"]
+    encodings[LOGITS] = manifest.encodings[LOGITS]
     errors = []
     for name, wanted in expected.items():
         value = named[name][0] if named.get(name) else None
@@ -86,7 +87,7 @@ def compare(
                 fix="Compile again with --force; if it stays so, report the job to AI Hub.",
             )
         errors.append(_error(name, encodings[name], wanted, value.reshape(wanted.shape)))
-    top1 = np.argmax(expected["logits"]) == np.argmax(named["logits"][0])
+    top1 = np.argmax(expected[LOGITS]) == np.argmax(named[LOGITS][0])
     return Comparison(graph=graph, job=job, outputs=errors, top1_equal=bool(top1))
 
 

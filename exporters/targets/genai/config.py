@@ -17,7 +17,6 @@ POSITION_PROCESSOR = "position-processor.onnx"
 DEQUANTIZER = "dequantizer.onnx"
 
 _LOG_ERRORS = 3
-_ROTARY = ("position_ids_cos", "position_ids_sin")
 
 
 class _Part(msgspec.Struct, frozen=True, kw_only=True):
@@ -123,18 +122,18 @@ def genai_config(
     layers = range(model.layers)
     past = [past_name(kind, layer) for layer in layers for kind in ("key", "value")]
     new = [new_name(kind, layer) for layer in layers for kind in ("key", "value")]
-    reads, writes = ["input_ids", "attention_mask", *_ROTARY, *past], ["logits", *new]
+    ports = manifest.interface.graph(decode)
+    made = [port.name for port in ports.inputs if port.kind in ("mask", "cos", "sin")]
+    reads, writes = [ports.entry.name, *made, *past], [ports.exit.name, *new]
     pipeline = {
-        "position-processor": Stage(
-            filename=POSITION_PROCESSOR, inputs=[POSITION_IDS, HELD_TOKENS], outputs=["attention_mask", *_ROTARY]
-        ),
+        "position-processor": Stage(filename=POSITION_PROCESSOR, inputs=[POSITION_IDS, HELD_TOKENS], outputs=made),
         "prefill": Stage(
             filename=prefill.file, inputs=reads, outputs=writes, session_options=options, run_on_token_gen=False
         ),
         "decode": Stage(
             filename=decode.file, inputs=reads, outputs=writes, session_options=options, run_on_prompt=False
         ),
-        "dequantizer": Stage(filename=DEQUANTIZER, inputs=["logits"], outputs=[FLOAT_LOGITS]),
+        "dequantizer": Stage(filename=DEQUANTIZER, inputs=[ports.exit.name], outputs=[FLOAT_LOGITS]),
     }
     decoder = Decoder(
         session_options=SessionOptions(),
@@ -144,7 +143,7 @@ def genai_config(
         num_hidden_layers=model.layers,
         num_key_value_heads=model.kv_heads,
         inputs=DecoderInputs(
-            input_ids="input_ids",
+            input_ids=ports.entry.name,
             attention_mask=HELD_TOKENS,
             position_ids=POSITION_IDS,
             past_key_names=past_name("key", "%d"),

@@ -10,7 +10,7 @@ import onnx_ir as ir
 from edgekv.bundle import Manifest
 from edgekv.runtime.rewrite import NodeWriter, declare, make_port
 from edgekv.runtime.rope import rope_tables
-from edgekv.spec import LOGITS
+from edgekv.spec import LOGITS, MASK, rope_inputs
 from exporters.graphs.qdq import IR_VERSION, OPSET
 from quant import DTYPES
 
@@ -42,7 +42,7 @@ def position_processor(manifest: Manifest, context: int) -> ir.Model:
     positions = new.node("Reshape", [ids, new.constant("flat", np.array([-1], np.int64))], "positions")
     rotary = [
         new.node("Gather", [new.constant(f"{name}_table", table), positions], f"{name}_rows")
-        for name, table in zip(("position_ids_cos", "position_ids_sin"), (cos, sin), strict=True)
+        for name, table in zip(rope_inputs(""), (cos, sin), strict=True)
     ]
     shape = new.constant("rows_of_table", np.array([1, 1, -1, cos.shape[1]], np.int64))
     outputs = [new.node("Reshape", [rows, shape], str(rows.name).removesuffix("_rows")) for rows in rotary]
@@ -61,7 +61,7 @@ def position_processor(manifest: Manifest, context: int) -> ir.Model:
     levels = new.constant("mask_levels", np.array([0, np.iinfo(np.uint16).max], np.uint16))
     mask = new.node("Gather", [levels, level], "mask")
     rows_of_mask = new.constant("rows_of_mask", np.array([1, 1, -1, context], np.int64))
-    outputs.insert(0, new.node("Reshape", [mask, rows_of_mask], "attention_mask"))
+    outputs.insert(0, new.node("Reshape", [mask, rows_of_mask], MASK))
 
     dtypes = np.dtype(np.uint16), cos.dtype, sin.dtype
     for value, dtype, width in zip(outputs, dtypes, (context, cos.shape[1], sin.shape[1]), strict=True):

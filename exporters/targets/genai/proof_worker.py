@@ -15,6 +15,7 @@ from devices import find
 from edgekv.bundle import Bundle, GraphRecord, Manifest, open_bundle
 from edgekv.errors import EdgeKVError
 from edgekv.runtime import CpuEngine, HtpEngine
+from edgekv.spec import IDS, LOGITS_INDEX
 from exporters.targets.genai.proof import ProofJob, ProofReply
 from exporters.targets.genai.stack_heads import new_name, past_name
 
@@ -60,10 +61,10 @@ def _random_feeds(session: ort.InferenceSession, manifest: Manifest, record: Gra
     feeds = {}
     for port in session.get_inputs():
         dtype = np.dtype(port.type.removeprefix("tensor(").rstrip(")"))
-        top = manifest.model.vocab if port.name == "input_ids" else np.iinfo(dtype).max
+        top = manifest.model.vocab if port.name == IDS else np.iinfo(dtype).max
         feeds[port.name] = random.integers(0, top, port.shape, dtype)
-    if "logits_index" in feeds:
-        feeds["logits_index"][:] = record.ar - 1
+    if LOGITS_INDEX in feeds:
+        feeds[LOGITS_INDEX][:] = record.ar - 1
     return feeds
 
 

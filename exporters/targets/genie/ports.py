@@ -14,7 +14,7 @@ from msgspec import structs
 
 from edgekv.bundle import GraphRecord, Manifest, PartRecord
 from edgekv.errors import BundleError
-from edgekv.spec import EMBEDDINGS, Port
+from edgekv.spec import EMBEDDINGS, MASK, Port
 from quant import Encoding
 
 _RANK = 4
@@ -94,7 +94,7 @@ class GeniePorts:
             if port.encoding is None:
                 continue
             dtype, zero_point = port.encoding.dtype, port.encoding.zero_point
-            if port.name == "attention_mask" and (dtype, zero_point) != ("u16", 65535):
+            if port.name == MASK and (dtype, zero_point) != ("u16", 65535):
                 raise BundleError(where, got=port, expected="u16 with zero point 65535", fix=_AGAIN)
             if port.name.startswith("past_") and zero_point != sum(port.encoding.limits, 1) // 2:
                 raise BundleError(where, got=port, expected="the middle of its type as zero point", fix=_AGAIN)
