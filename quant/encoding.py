@@ -35,8 +35,8 @@ class Encoding:
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
             raise ValueError(f"dtype: got {self.dtype!r}; expected one of {', '.join(DTYPES)}")
-        if not (np.isfinite(self.scale) and self.scale > 0):
-            raise ValueError(f"scale: got {self.scale}; expected a finite number above 0")
+        if not 0 < self.scale <= _LARGEST:
+            raise ValueError(f"scale: got {self.scale}; expected a finite number above 0, within float32")
         low, high = self.limits
         if not low <= self.zero_point <= high:
             raise ValueError(f"zero_point: got {self.zero_point}; expected {low} to {high}")
@@ -83,6 +83,7 @@ class Encoding:
 
 
 _SMALLEST = float(np.finfo(np.float32).tiny)
+_LARGEST = float(np.finfo(np.float32).max)
 
 
 def _limits(dtype: Dtype) -> tuple[int, int]:
