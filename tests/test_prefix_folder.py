@@ -179,6 +179,16 @@ def test_a_folder_of_another_user_is_refused(tmp_path: Path, name: str) -> None:
         opened(folder)
 
 
+@as_root
+def test_nothing_is_written_into_a_folder_of_another_user(tmp_path: Path) -> None:
+    folder = tmp_path / "shared"
+    folder.mkdir()
+    os.chown(folder, 12345, 12345)
+    with pytest.raises(PrefixError, match="got owned by user 12345"):
+        opened(folder / "a", disk_limit_folder=folder)
+    assert list(folder.iterdir()) == []
+
+
 @pytest.mark.parametrize("name", ["store.key", INDEX])
 def test_a_symbolic_link_is_not_followed(tmp_path: Path, name: str) -> None:
     folder = tmp_path / "store"
