@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from edgekv.errors import UsageError
 from edgekv.prefix import PrefixStore, StoreConfig, add_baked, baked_prefixes, remove_baked
 from edgekv.prefix.baked import load_baked
 from tests.test_prefix_model import GEOMETRY, Tokens, rows_of
@@ -114,3 +115,9 @@ def test_a_removed_prefix_leaves_the_others(tmp_path: Path) -> None:
     assert [each.name for each in remove_baked(tmp_path, "first")] == ["first"]
     assert check(tmp_path) == ["second"]
     assert len(list((tmp_path / "prefixes").glob("*.safetensors"))) == 1
+
+
+def test_removing_an_unknown_prefix_names_those_that_there_are(tmp_path: Path) -> None:
+    bake(tmp_path, "first")
+    with pytest.raises(UsageError, match=r"got 'second' on htp; expected one of first \(cpu\)\. See edgekv prefix ls"):
+        remove_baked(tmp_path, "second", "htp")

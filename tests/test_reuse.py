@@ -395,7 +395,7 @@ def test_stores_that_cannot_be_are_refused(bundle: Path, options: dict[str, Any]
         (["generate", "{}", "--prompt", "x", "--retention", "5"], "--retention: got '5'"),
         (["generate", "{}", "--prompt", "x", "--retention", "0-9:101"], "priority: got 101; expected 0 to 100"),
         (["prefix", "bake", "{}", "nowhere.txt"], "TEXT: got nowhere.txt"),
-        (["prefix", "rm", "{}", "nothing"], "got no prefix; expected nothing"),
+        (["prefix", "rm", "{}", "nothing"], "got 'nothing'; expected a baked prefix"),
         (["prefix", "rm", "{}"], "PREFIX, --all: got neither"),
         (["prefix", "ls", "nowhere"], "nowhere: got no folder"),
     ],

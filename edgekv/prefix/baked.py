@@ -146,8 +146,9 @@ def remove_baked(bundle: Path, name: str | None, engine: str | None = None) -> l
     """
     held = baked_prefixes(bundle)
     if not any(_is_meant(each, name, engine) for each in held):
-        found = ", ".join(each.name for each in held) or "no prefix"
-        raise UsageError(f"prefix of {bundle}", got=found, expected=name or "one", fix="See edgekv prefix ls.")
+        got = (repr(name) if name else "any name") + (f" on {engine}" if engine else "")
+        wanted = f"one of {', '.join(f'{each.name} ({each.engine})' for each in held)}" if held else "a baked prefix"
+        raise UsageError(f"prefix of {bundle}", got=got, expected=wanted, fix="See edgekv prefix ls.")
     with _changing(bundle) as record:
         gone = [each for each in record.prefixes if _is_meant(each, name, engine)]
         kept = [each for each in record.prefixes if each not in gone]
