@@ -1,4 +1,4 @@
-"""What quantization costs the embedded model, and how far the HTP emulator is from the CPU.
+"""The accuracy loss of quantization on the embedded model, and the difference between HTP emulator and CPU.
 
     python -m benchmarks.accuracy [--tokens 4096] [--htp-tokens 512]
 

@@ -1,11 +1,11 @@
-"""What the cache saves: time of a token with it and without, over the length of the sequence.
+"""Time per token with and without the cache, over the length of the sequence.
 
     python -m benchmarks.cache_modes [--lengths 32 64 128 256 448] [--tokens 12] [--engine cpu|htp]
 
-Runs the embedded model. `always` runs the newest token alone; `disabled` computes the whole sequence anew through
-the prefill graph for each token. Both take turns, so that a change of the machine's speed meets both. A static graph
-costs the same however much of its context is in use: with the cache a token costs one step at every length, without
-it one step of the prefill graph for every 32 tokens of the sequence.
+Runs the embedded model. `always` runs the newest token alone; `disabled` recomputes the whole sequence with the prefill
+graph for each token. Both alternate, so that changes of the machine's speed affect both. A static graph costs the same
+for any number of tokens in its context: with the cache a token costs one step at every length, without it one step of
+the prefill graph for every 32 tokens of the sequence.
 """
 
 from __future__ import annotations

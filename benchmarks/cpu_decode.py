@@ -2,12 +2,12 @@
 
     python -m benchmarks.cpu_decode [--checkpoint DIR] [--context 1024] [--steps 80] [--threads N] [--genai DIR]
 
-Without `--checkpoint`, random weights of SmolLM2-135M's shape. All graphs take turns of some steps in one process, so
-that a change of the machine's speed meets all; the first step of a turn is not counted. `node by node` is the bundle's
-graph as its file stands, which must give the same bits as the CPU engine; `float32` is a plain ONNX graph of the same
-decoder with the same inputs and outputs, keys and values in float.
-`--genai` names a folder that onnxruntime-genai's model builder made of the same checkpoint (`-p int4 -e cpu`);
-that loop reads only the tokens it holds, half a context, where the static graphs always read all of it.
+Without `--checkpoint`, random weights of SmolLM2-135M's shape. All graphs alternate in one process, so that changes of
+the machine's speed affect all; the first step of a turn is not counted. `node by node` is the bundle's graph as
+exported, which must give the same bits as the CPU engine; `float32` is a plain ONNX graph of the same decoder with the
+same inputs and outputs, keys and values in float. `--genai` names a folder that onnxruntime-genai's model builder made
+of the same checkpoint (`-p int4 -e cpu`); that loop reads only the tokens it holds, half a context, where the static
+graphs always read all of it.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ D = TypeVar("D", bound=Decoder)
 
 @dataclass(slots=True)
 class Contender(Generic[D]):
-    """A loaded decoder, and what was measured of it.
+    """A loaded decoder and its measurements.
 
     Attributes:
         name: for the table.
@@ -157,7 +157,7 @@ def export(checkpoint: Checkpoint, recipe: str, context: int, folder: Path) -> B
 
 
 def assert_same_bits(fast: BundleDecoder, plain: BundleDecoder) -> None:
-    """Both must give the same logits for some tokens."""
+    """Check that both give the same logits for some tokens."""
     for token in range(8):
         for decoder in (fast, plain):
             decoder.graph.step([token])

@@ -1,4 +1,4 @@
-"""The decoder as a plain float32 ONNX graph: what the CPU engine's integers are timed against."""
+"""The decoder as a plain float32 ONNX graph, for timing against the CPU engine's integers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class FloatOps:
     """Writes the decode step down: one new token, all S-1 past rows, keys as rows; a value is a result's name."""
 
     def __init__(self, tensors: Tensors, context: int) -> None:
-        """Begin with the inputs that every layer needs; S is `context`."""
+        """Start with the inputs that every layer needs; S is `context`."""
         self._tensors = tensors
         self._spec = tensors.spec
         self._context = context

@@ -1,4 +1,4 @@
-"""Host time of a decode step outside of the runtime's own run, for each update strategy.
+"""Host time of a decode step outside the runtime, for each update strategy.
 
     python -m benchmarks.host_step [--tensors 256 512] [--steps 200]
 
@@ -6,8 +6,8 @@ Runs a real exported decoder of random weights with that many cache tensors (eac
 and a graph with the same inputs and outputs that only slices them: the decoder leaves the processor's caches cold,
 the slices leave them warm.
 `naive` is what a plain loop does: run on numpy arrays, concatenate past and new, drop the oldest row. Strategies
-take turns of some steps, so that a change of the machine's speed meets all of them. Each cache starts empty, and a
-pointer-shift slides only after 512 steps or more: `benchmarks.kv_update` counts slides too.
+alternate, so that changes of the machine's speed affect all of them. Each cache starts empty, and a pointer-shift
+slides only after 512 steps or more: `benchmarks.kv_update` counts slides too.
 """
 
 from __future__ import annotations

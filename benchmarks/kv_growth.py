@@ -1,9 +1,9 @@
-"""Memory of a generation with a cache that grows from context to context, against one made for the largest at once.
+"""Memory of a generation with a cache that grows from context to context, against one of the largest context.
 
     python -m benchmarks.kv_growth [--layers 32] [--kv-heads 8] [--head-dim 128] [--contexts 512 1024 2048 4096]
 
-A text of single-token steps fills the largest context, without a graph. The excess is the peak less what lives at the
-end: memory that was outgrown in a step and lives until it ends.
+A text of single-token steps fills the largest context, without a graph. The excess is the peak minus the final size:
+outgrown memory is kept until the step ends.
 """
 
 from __future__ import annotations

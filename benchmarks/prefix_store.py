@@ -1,9 +1,9 @@
-"""What the prefix store costs: microseconds per block to match and insert, and the bandwidth of a restored prefix.
+"""The cost of the prefix store: microseconds per block to match and insert, and the bandwidth of a restored prefix.
 
     python -m benchmarks.prefix_store [--sequences 10000] [--naive 1000] [--tokens 2000]
 
-Sequences share one of 20 beginnings of 8 blocks and go on with 8 blocks of their own; rows are as small as they can
-be, so that the first table is about the search. `list scan` keeps all sequences in a list and compares each new one
+Sequences share one of 20 prefixes of 8 blocks, followed by 8 blocks of their own; rows are as small as they can
+be, so that the first table measures the search. `list scan` keeps all sequences in a list and compares each new one
 with all of them, token by token; it is run on fewer sequences, since its cost grows with their square. The second
 table copies a prefix of Llama-3.2-1B's cache shape into strided memory, against a plain copy of as many bytes;
 the two take turns.

@@ -1,4 +1,4 @@
-"""What each recipe costs the embedded model, beside rounding to nearest at the same bits.
+"""The accuracy loss of each recipe on the embedded model, compared to rounding to nearest at the same bits.
 
     python -m benchmarks.quantization [--tokens 4096]
 

@@ -1,9 +1,9 @@
-"""Time to the first token of a prompt whose beginning is in the prefix store, against one whose beginning is not.
+"""Time to the first token of a prompt with and without a prefix in the prefix store.
 
     python -m benchmarks.ttft [BUNDLE] [--prompt 480] [--cached 448] [--rounds 9] [--engine cpu]
 
-The embedded model with a context of 512. Cold and warm take turns in one process, each prompt under a salt of its own,
-so that nothing else is found; sessions are made before. Times are from the call until the token is there, and medians.
+The embedded model with a context of 512. Cold and warm runs alternate in one process, each prompt with its own salt, so
+that no other prefix matches; sessions are created before. Times are medians from the call to the first token.
 """
 
 from __future__ import annotations

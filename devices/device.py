@@ -16,12 +16,12 @@ class Device:
     """One system on a chip.
 
     Attributes:
-        soc: the part number, as it stands in a context binary (`soc_type`).
-        soc_model: the QNN id that alone selects the target.
+        soc: the part number, as in a context binary (`soc_type`).
+        soc_model: the QNN id that selects the target.
         arch: the version of the Hexagon Tensor Processor (73 for V73).
         vtcm_mb: tightly coupled memory of the HTP, MiB.
         memory: the fastest DRAM that the chip drives.
-        speed: what published language models reach on this chip, or on the nearest one that figures exist for.
+        speed: speed of published language models on this chip, or on the nearest one with published figures.
         source: where arch, VTCM and DRAM were read.
         aliases: marketing names and well-known products, compared without case, spaces or punctuation.
     """
@@ -53,7 +53,7 @@ class Device:
 
     @property
     def has_own_speed(self) -> bool:
-        """Whether `speed` was published for this very chip."""
+        """Whether `speed` was published for this chip itself."""
         return self.soc in self.speed.measured_on
 
     @property
@@ -62,5 +62,5 @@ class Device:
         return str(self.memory)
 
     def supports_kv(self, kv_dtype: str) -> bool:
-        """Whether the HTP multiplies by a cache of this type: 16-bit caches need V73."""
+        """Whether the HTP supports a cache of this type: 16-bit caches need V73."""
         return kv_dtype in ("u8", "s8") or self.arch >= 73

@@ -8,7 +8,7 @@ from devices.catalogue import CATALOGUE
 from devices.device import Device
 from devices.other_names import OTHER_NAMES, OtherName
 
-# Words that distinguish no two names; phones of other makers need theirs (`13` would be two phones).
+# Words that distinguish no two names; other makers' names are needed (`13` would be two phones).
 _PREFIXES = ("qualcomm", "snapdragon", "dragonwing", "samsung")
 _NEAR = 3
 _LONGEST_NAME = 80
@@ -18,10 +18,10 @@ class UnknownDeviceError(LookupError):
     """No device has this name.
 
     Attributes:
-        got: the name that was asked for, shortened if it is very long.
-        near: names that may be meant, each with its part number if it is an alias.
+        got: the given name, shortened if it is very long.
+        near: similar names, each with its part number if it is an alias.
         expected: all part numbers.
-        fix: what the name stands for, if that is known, and what to use instead.
+        fix: the meaning of the name, if known, and what to use instead.
     """
 
     def __init__(self, got: str) -> None:
@@ -70,7 +70,7 @@ _OTHER_BY_KEY: dict[str, OtherName] = {_key(other.name): other for other in OTHE
 
 
 def _near(name: str) -> tuple[str, ...]:
-    """The names most like this one, one for each device."""
+    """The most similar names, one per device."""
     names = {_letters(spelled): (spelled, device) for spelled, device in _names()}
     names |= {_key(spelled): (spelled, device) for spelled, device in _names()}
     best: dict[str, str] = {}

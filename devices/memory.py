@@ -1,4 +1,4 @@
-"""The DRAM beside a chip: what bounds how fast weights and cache can be read."""
+"""The DRAM of a chip, which bounds how fast weights and cache can be read."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class Memory:
         kind: the JEDEC family, such as `LPDDR5X`.
         mega_transfers_per_s: 10^6 transfers a second on each pin; twice the clock that product briefs give in MHz.
         bus_bits: width of all channels together.
-        confirmed: whether transfer rate and width were both read in a public source; the rest are the best known.
+        confirmed: whether a public source states both transfer rate and width; otherwise the best known values.
     """
 
     kind: str

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class OtherName:
-    """A name that no device answers to.
+    """A name that matches no device.
 
     Attributes:
         name: as it is sold.
-        meaning: what it stands for, as a sentence.
-        fitting: names of the catalogue that may be meant; empty if there is none.
+        meaning: its meaning, as a sentence.
+        fitting: similar names of the catalogue; empty if there are none.
     """
 
     name: str

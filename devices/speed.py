@@ -1,4 +1,4 @@
-"""How fast published language models run on a chip: what turns a bandwidth into an expectation."""
+"""The speed of published language models on a chip, used to estimate speed from bandwidth."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class DecoderSpeed:
-    """What integer decoders reach on an HTP, derived from published tokens per second and times to first token.
+    """Speed of integer decoders on an HTP, derived from published tokens per second and times to first token.
 
     Attributes:
         measured_on: part numbers of the chips that the figures were published for.
         gb_per_s: bandwidth at which a pass of one token reads weights and cache, 10^9 bytes a second.
         tera_macs_per_s: rate at which a pass of AR tokens computes those after the first, 10^12 multiply-adds a
             second: the arithmetic of AR tokens over the time that such a pass takes longer than one of one token.
-        source: where the figures are from.
+        source: the publications.
     """
 
     measured_on: tuple[str, ...]

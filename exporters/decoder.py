@@ -17,7 +17,7 @@ V = TypeVar("V")
 
 
 class Ops(Protocol[V]):
-    """The operations of a decoder. Activations are `[1, 1, AR, width]`; joins and slices are along width."""
+    """The operations of a decoder. Activations are `[1, 1, AR, width]`; concatenations and slices are along width."""
 
     def linear(
         self, x: V, weight: str, name: str, *, bias: str | None = None, head: int | None = None, gain: float = 1.0
@@ -47,7 +47,7 @@ class Ops(Protocol[V]):
         """Adjacent slices over the whole width, in the encoding of `x`."""
 
     def join(self, parts: list[V], name: str) -> V:
-        """Side by side; the parts and the result have the encoding of `name`."""
+        """Concatenated; the parts and the result have the encoding of `name`."""
 
     def rotation(self, layer: int) -> tuple[V, V]:
         """Cosines and sines of the layer's rotary embedding, `[1, 1, AR, R/2]` each."""
@@ -89,7 +89,7 @@ def attention_inputs(ops: Ops[V], spec: DecoderSpec, layer: int, hidden: V) -> V
 
 
 def attention(ops: Ops[V], spec: DecoderSpec, layer: int, x: V) -> V:
-    """The outputs of all heads side by side: the input of o_proj."""
+    """The concatenated outputs of all heads: the input of o_proj."""
     at, outputs = f"layers.{layer}.", []
     new_keys = _heads(ops, spec, x, layer, "k", spec.kv_heads)
     new_queries = _heads(ops, spec, x, layer, "q", spec.heads)
@@ -156,7 +156,7 @@ def logits(ops: Ops[V], spec: DecoderSpec, head: str, hidden: V) -> V:
 
 
 def _heads(ops: Ops[V], spec: DecoderSpec, x: V, layer: int, kind: Literal["q", "k"], count: int) -> Iterator[V]:
-    """Query or key heads before their rotation, each made when it is asked for.
+    """Query or key heads before their rotation, each computed on demand.
 
     All factors of the scores are folded into the queries.
     """
@@ -207,7 +207,7 @@ def _rotate(ops: Ops[V], spec: DecoderSpec, layer: int, x: V, name: str) -> V:
         return x
     half = rope.width // 2
     rest = spec.head_dim - 2 * half
-    rotated = name if rest else name + ".rotated"  # the rest is joined in the encoding that it has
+    rotated = name if rest else name + ".rotated"  # the rest is concatenated in its own encoding
     cos, sin = ops.rotation(layer)
     first, second, *still = ops.split(x, [half, half, rest] if rest else [half, half])
     parts = [

@@ -74,7 +74,7 @@ def export_bundle(
         run: options that do not.
         force: replace an existing bundle.
         progress: called for each step.
-        watch: told how much RAM each context binary took, if there are any.
+        watch: called with the peak RAM of compiling each context binary, if there are any.
 
     Raises:
         UsageError: the options do not fit the checkpoint, the target exists, or more RAM is needed than allowed.
@@ -175,10 +175,10 @@ def export_bundle(
 
 
 def _check_compiler() -> None:
-    """Refuse to start work whose last step needs a compiler that is not installed.
+    """Raise before any work if the last step needs a compiler that is not installed.
 
     Raises:
-        EngineError: naming the way without it.
+        EngineError: the compiler is missing; the fix names the option to skip it.
     """
     try:
         qnn.compiler()
@@ -188,7 +188,7 @@ def _check_compiler() -> None:
 
 
 def _check_fit(checkpoint: Checkpoint, options: ExportOptions) -> None:
-    """Refuse options that this checkpoint cannot have.
+    """Reject options that do not fit this checkpoint.
 
     Raises:
         UsageError: naming the option.
@@ -231,7 +231,7 @@ def _write(
     options: ExportOptions,
     progress: Progress,
 ) -> dict[str, Encoding]:
-    """Write the graphs in the format asked for; return the encodings, which are the format's own."""
+    """Write the graphs in the requested format; return the encodings, which depend on the format."""
 
     def done(layers: int) -> None:
         progress("write", layers, tensors.spec.layers)

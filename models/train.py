@@ -1,4 +1,4 @@
-"""Train the embedded checkpoint from nothing but the Python installation that runs this script.
+"""Train the embedded checkpoint on the text of the Python installation that runs this script.
 
     python models/train.py --out models/stdlib-4m            (CPU, 2 cores: about an hour)
 
@@ -263,7 +263,7 @@ def main() -> None:
     print(f"{len(documents)} documents, {len(ids):,} tokens, held out {len(held_out):,}; {parameters:,} parameters")
 
     train(model, ids, held_out, args.steps, args.tokens_per_step, args.seed)
-    for p in model.parameters():  # what is saved is what is measured
+    for p in model.parameters():  # measure the weights as they are saved
         p.data = p.data.to(torch.bfloat16).float()
     facts = {
         "parameters": parameters,

@@ -12,8 +12,8 @@ _BLOCK = 256
 def cholesky(matrix: Floats) -> Floats:
     """The upper triangular U with U U^T = `matrix`, which is overwritten.
 
-    Column blocks are computed from the last to the first, each from all later ones in one product, so that nothing as
-    large as the matrix is allocated.
+    Column blocks are computed from the last to the first, each from all later ones in one product, so nothing as large
+    as the matrix is allocated.
 
     Args:
         matrix: symmetric and positive definite.

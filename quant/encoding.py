@@ -43,7 +43,7 @@ class Encoding:
 
     @classmethod
     def asymmetric(cls, low: float, high: float, dtype: Dtype) -> Encoding:
-        """The tightest encoding that covers `low` to `high` and represents 0.0 exactly."""
+        """The encoding with the smallest step that covers `low` to `high` and represents 0.0 exactly."""
         least, most = _limits(dtype)
         low, high = min(low, 0.0), max(high, 0.0)
         scale = _as_float32(max((high - low) / (most - least), _SMALLEST))
@@ -51,7 +51,7 @@ class Encoding:
 
     @classmethod
     def symmetric(cls, absmax: float, dtype: Dtype) -> Encoding:
-        """The same reach on both sides of 0.0; the zero point is the middle of the type (128 for u8)."""
+        """A symmetric range around 0.0; the zero point is the middle of the type (128 for u8)."""
         least, most = _limits(dtype)
         middle = (least + most + 1) // 2
         return cls(dtype, _as_float32(max(absmax / (most - middle), _SMALLEST)), middle)
@@ -62,12 +62,12 @@ class Encoding:
 
     @property
     def limits(self) -> tuple[int, int]:
-        """The least and the greatest integer."""
+        """The minimum and maximum integer."""
         return _limits(self.dtype)
 
     @property
     def reach(self) -> tuple[float, float]:
-        """The least and the greatest real number."""
+        """The minimum and maximum real number."""
         low, high = self.limits
         return (low - self.zero_point) * self.scale, (high - self.zero_point) * self.scale
 
@@ -92,5 +92,5 @@ def _limits(dtype: Dtype) -> tuple[int, int]:
 
 
 def _as_float32(scale: float) -> float:
-    """Graphs store scales as float32, so an encoding holds no other values."""
+    """Graphs store scales as float32, so encodings round to it."""
     return float(np.float32(scale))

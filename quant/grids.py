@@ -1,4 +1,4 @@
-"""Chooses the grid of a matrix: how far it reaches, and where clipping costs less than wide steps."""
+"""Chooses the grid of a matrix: its range, and clipping where that costs less than wide steps."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _CHANNEL_CLIPS = np.linspace(1.0, 0.6, 9, dtype=np.float32)
 _STEPS = np.linspace(0.6, 1.2, 13, dtype=np.float32)  # candidates for every block, relative to the step that covers it
 _LEAST_COVERING = 1 / 8  # of a channel's scale; a block that needs less is rounded to zeros
 _COLUMNS_AT_ONCE = 512
-_ROWS_AT_ONCE = 256  # with the columns, what fits in a core's cache
+_ROWS_AT_ONCE = 256  # with the columns, fits in a core's cache
 _WORKERS = min(8, os.cpu_count() or 1)
 _TINY = np.finfo(np.float32).tiny
 
@@ -27,8 +27,8 @@ _TINY = np.finfo(np.float32).tiny
 def choose_grid(weight: Floats, dtype: WeightDtype, importance: Floats | None = None) -> Grid:
     """A grid for a matrix `[in, out]`.
 
-    Without `importance` it covers the greatest magnitude of each channel or block. With it (`[in]`, the mean square of
-    each input) it is the clipped grid of least output error, assuming independent inputs.
+    Without `importance` it covers the maximum magnitude of each channel or block. With it (`[in]`, the mean square of
+    each input) it is the clipped grid with the smallest output error, assuming independent inputs.
     """
     limits, block = WEIGHT_TYPES[dtype].limits, WEIGHT_TYPES[dtype].block
 
@@ -148,7 +148,7 @@ def _levels(ratio: Floats) -> Floats:
 
 
 def _absmax(weight: Floats) -> Floats:
-    """`[out]`, the greatest magnitude of each column."""
+    """`[out]`, the maximum magnitude of each column."""
     found: Floats = np.maximum(weight.max(axis=0), -weight.min(axis=0))
     return found
 

@@ -1,4 +1,4 @@
-"""The inputs of matrices on calibration text, and what GPTQ derives from them."""
+"""The inputs of matrices on calibration text, and the values that GPTQ derives from them."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class LayerInputs:
 
     @cached_property
     def order(self) -> NDArray[np.intp]:
-        """`[in]`, the inputs from the greatest diagonal of H to the least."""
+        """`[in]`, the inputs by descending diagonal of H."""
         return np.argsort(self.importance, kind="stable")[::-1]
 
     @cached_property
@@ -56,7 +56,7 @@ class LayerInputs:
     def compensated(self, weight: Floats, columns: slice) -> Floats:
         """Columns of W + (H + damping)^-1 X^T (E - X) W, rows in `order`, as in GPTAQ (arXiv 2504.02692).
 
-        On X, these columns give the outputs that are closest to those of W on E.
+        On X, the outputs of these columns are closest to the outputs of W on E.
 
         Args:
             weight: `[in, out]`, W.

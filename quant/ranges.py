@@ -1,4 +1,4 @@
-"""The values that a tensor took: its extremes, and a sample to weigh clipping against rounding."""
+"""The observed values of a tensor: its extremes, and a sample to trade off clipping against rounding."""
 
 from __future__ import annotations
 

@@ -22,9 +22,9 @@ _ROWS_IN_CACHE = 32
 def quantize(weight: NDArray[Any], dtype: WeightDtype, method: Method, inputs: LayerInputs | None) -> QuantizedWeight:
     """Integers for a matrix `[in, out]`. The same arguments always give the same integers.
 
-    `nearest` covers the greatest magnitude and rounds. `search` clips where that lowers the output error. `gptq` also
-    compensates the error that earlier layers left in its inputs, and the error of rounded rows in those not yet
-    rounded. Columns are processed in chunks.
+    `nearest` covers the maximum magnitude and rounds. `search` clips where that lowers the output error. `gptq` also
+    compensates the error of earlier layers in its inputs, and the error of rounded rows in those not yet rounded.
+    Columns are processed in chunks.
 
     Raises:
         ValueError: the shape does not fit the type, or `inputs` are missing.
@@ -48,7 +48,7 @@ def quantize(weight: NDArray[Any], dtype: WeightDtype, method: Method, inputs: L
 
 
 def quantize_per_channel(weight: NDArray[Any]) -> QuantizedWeight:
-    """int8 for a matrix `[in, out]`; 127 stands for the greatest magnitude of a channel."""
+    """int8 for a matrix `[in, out]`; 127 represents the maximum magnitude of a channel."""
     return quantize(weight, "int8", "nearest", None)
 
 
@@ -56,7 +56,7 @@ def _gptq(weight: Floats, columns: slice, dtype: WeightDtype, inputs: LayerInput
     """GPTQ (Frantar et al. 2022, arXiv 2210.17323), in the form of LDLQ (Chee et al. 2023, arXiv 2307.13304).
 
     With H = A D A^T, A unit upper triangular, row k is rounded after the errors of earlier rows, weighted by column k
-    of A, were added to it: the least squared output error that feedback can reach. Rows with a greater diagonal in H
+    of A, were added to it: the least squared output error that feedback can reach. Rows with a larger diagonal in H
     come first. The rounded matrix is the one that `LayerInputs.compensated` describes.
 
     Returns:

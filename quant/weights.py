@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 WeightDtype = Literal["int8", "int4", "lpbq32", "lpbq64", "lpbq128"]
 LPBQ_LEVELS = 15
-"""The greatest block scale: an integer of 4 bits that multiplies a channel's scale (QNN's BLOCKWISE_EXPANSION)."""
+"""The maximum block scale: an integer of 4 bits that multiplies a channel's scale (QNN's BLOCKWISE_EXPANSION)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +20,7 @@ class WeightType:
 
     Attributes:
         bits: of an integer, scales aside; 4 or 8.
-        limits: the least and the greatest integer.
+        limits: the minimum and maximum integer.
         block: inputs of a channel that share a block scale; None if all inputs of a channel share one scale.
         recipe: the recipe that ships with edgekv and gives this type to most matrices.
         engines: names of the engines that run it.
@@ -34,7 +34,7 @@ class WeightType:
 
     @property
     def is_packed(self) -> bool:
-        """Whether a byte holds two integers."""
+        """Whether a byte contains two integers."""
         return self.bits == 4
 
     @property
@@ -48,12 +48,12 @@ class WeightType:
         return inputs * outputs * self.bits // 8 + (4 + blocks) * outputs
 
     def packed_bytes(self, inputs: int, outputs: int) -> int:
-        """The bytes of a matrix that hold two integers."""
+        """The bytes of a matrix that contain two integers."""
         return inputs * outputs // 2 if self.is_packed else 0
 
 
 _BYTE = (-127, 127)  # symmetric
-_NIBBLE = (-8, 7)  # of 16 levels every one counts
+_NIBBLE = (-8, 7)  # with 16 levels, each one matters
 _ONNX = frozenset({"cpu", "htp"})
 
 WEIGHT_TYPES: dict[WeightDtype, WeightType] = {
@@ -68,7 +68,7 @@ WEIGHT_TYPES: dict[WeightDtype, WeightType] = {
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """The numbers that a matrix `[in, out]` can hold: an integer within limits, times a step.
+    """The values that a matrix `[in, out]` can represent: an integer within limits, times a step.
 
     Attributes:
         dtype: the weight type.
@@ -93,7 +93,7 @@ class Grid:
 
     @property
     def limits(self) -> tuple[int, int]:
-        """The least and the greatest integer."""
+        """The minimum and maximum integer."""
         return self.type.limits
 
     def steps(self, rows: int) -> NDArray[np.float32]:
@@ -104,7 +104,7 @@ class Grid:
 
     @classmethod
     def joined(cls, grids: Sequence[Grid]) -> Grid:
-        """The grid of one or more matrices side by side."""
+        """The grid of one or more matrices, concatenated."""
         blocks = [grid.block_scales for grid in grids if grid.block_scales is not None]
         scales = np.concatenate([grid.scales for grid in grids])
         return cls(grids[0].dtype, scales, np.concatenate(blocks, axis=1) if blocks else None)

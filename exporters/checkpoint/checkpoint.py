@@ -1,4 +1,4 @@
-"""A checkpoint on disk, a Hugging Face folder or a GGUF file. Weights are read when they are needed."""
+"""A checkpoint on disk, a Hugging Face folder or a GGUF file. Weights are read on demand."""
 
 from __future__ import annotations
 
@@ -47,9 +47,9 @@ from exporters.checkpoint.stored import Stored, same_numbers, stored_tensors
 Rows = slice | NDArray[np.int64]  # of a tensor: its first dimension
 EVERY = slice(None)
 LARGEST_WEIGHT = 1e6
-"""Above every published model's weights; a norm folded into a matrix stays finite by far."""
+"""Above every published model's weights; a norm folded into a matrix stays far from infinity."""
 
-_RECOMPUTED = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")  # kept by older checkpoints
+_RECOMPUTED = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")  # present in older checkpoints
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,17 +130,17 @@ class Checkpoint:
             self.tokenizer.save(str(path), pretty=False)
 
     def limited(self, windows: Sequence[int | None]) -> Checkpoint:
-        """The same model whose layers attend to at most so many tokens; see `DecoderSpec.limits`."""
+        """The same model with limited attention windows; see `DecoderSpec.limits`."""
         return replace(self, spec=replace(self.spec, limits=tuple(windows)))
 
     def tensor(self, key: str, rows: Rows = EVERY) -> NDArray[np.float32]:
         """A tensor of the decoder as float32, read now, under the name that it has in Llama's checkpoints.
 
-        Matrices are `[out, in]`, as stored; see `View` for what else is done to what is stored.
+        Matrices are `[out, in]`, as stored; see `View` for offsets and gains.
 
         Args:
             key: its name.
-            rows: which of its rows.
+            rows: the rows to read; None for all.
         """
         view = self._views[key]
         count = view.shape[0]
@@ -158,19 +158,19 @@ class Checkpoint:
 
     @property
     def head_key(self) -> str:
-        """The tensor that makes logits."""
+        """The name of the tensor that computes logits."""
         return HEAD
 
     @property
     def parameters(self) -> int:
-        """How many numbers the model's tensors hold, a tied head counted once."""
+        """Number of parameters; a tied head counts once."""
         return sum(int(np.prod(self._tensors[key].shape)) for key in {view.key for view in self._views.values()})
 
     def check_values(self, progress: Callable[[int, int], None] = lambda done, of: None) -> None:
-        """Read every tensor of the decoder once and look for values that no graph can hold.
+        """Read every tensor of the decoder once and reject values that no graph can represent.
 
         Args:
-            progress: told of the tensors done and of how many there are.
+            progress: called with the number of finished tensors and the total.
 
         Raises:
             CheckpointError: naming a tensor with NaN or infinite elements, or with elements above `LARGEST_WEIGHT`, as
@@ -201,7 +201,7 @@ class Checkpoint:
         return digest.hexdigest()
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of a text, without any that the tokenizer would add."""
+        """Token ids of a text, without added special tokens."""
         return encode(self.tokenizer, text, vocab=self.spec.vocab, field="text", add_special_tokens=False)
 
 
@@ -211,7 +211,7 @@ def _broken(key: str, got: str, expected: str) -> CheckpointError:
 
 
 def _check_tensors(found: Mapping[str, Stored], wanted: Iterable[View], spec: DecoderSpec) -> None:
-    """All that the decoder reads is there, and nothing that it does not know.
+    """Check that all tensors of the decoder are present, and no others.
 
     Raises:
         CheckpointError: naming the tensor.
@@ -266,7 +266,7 @@ def _locate(name: str) -> Path:
 
     patterns = ["*.safetensors", "*.safetensors.index.json", "tokenizer.json"]
     patterns += ["config.json", GENERATION_CONFIG]
-    copies = ["consolidated*", "original/*"]  # the same weights in the form of who trained them
+    copies = ["consolidated*", "original/*"]  # the same weights in the original publisher's format
     try:
         return Path(snapshot_download(name, allow_patterns=patterns, ignore_patterns=copies))
     except Exception as error:  # the hub's own errors share no base class
@@ -301,7 +301,7 @@ def _special_tokens(
         return ids
 
     bos = pick("bos_token_id")
-    pad = () if config.get("pad_token_id") == -1 else pick("pad_token_id")  # -1 is how some say none
+    pad = () if config.get("pad_token_id") == -1 else pick("pad_token_id")  # some files use -1 for none
     return SpecialTokens(bos=bos[0] if bos else None, eos=pick("eos_token_id"), pad=pad[0] if pad else None)
 
 

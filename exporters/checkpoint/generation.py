@@ -30,7 +30,7 @@ _NEUTRAL: dict[str, object] = {
     "suppress_tokens": [],
     "typical_p": 1.0,
 }
-"""Values of transformers' options that change nothing."""
+"""Values of transformers' options that have no effect."""
 _NOT_SAMPLING = frozenset(
     {
         "_from_model_config",
@@ -49,7 +49,7 @@ _SUPPORTED = frozenset(
 
 
 def generation_record(config: Mapping[str, Any]) -> GenerationRecord | None:
-    """What a call that says nothing samples with; None if the file says nothing of it.
+    """Default sampling parameters; None if the file has none.
 
     As in Hugging Face transformers, `do_sample` decides: without it, temperature, top_k, top_p and min_p have no
     effect. Unlike there, a missing top_k means all tokens, not 50. Other options are ignored, and listed by name.
@@ -69,7 +69,7 @@ def generation_record(config: Mapping[str, Any]) -> GenerationRecord | None:
     if not isinstance(do_sample, bool):
         _refuse("do_sample", repr(do_sample), "true or false")
     if given.get("top_k") == 0:
-        del given["top_k"]  # how transformers says all tokens
+        del given["top_k"]  # transformers' value for all tokens
     if given.get("top_p") == 1:
         del given["top_p"]
     if do_sample:

@@ -1,11 +1,11 @@
 """Transforms of single heads, folded into the weights: the same logits, keys and values that are easier to quantize.
 
-Values: each head's are rotated by an orthogonal matrix, which the columns of `o_proj` that read them undo, since
-attention only adds values up (as QuaRot, Ashkboos et al. 2024, arXiv 2404.00456, does with `v_proj` and `o_proj`).
+Values: each head's values are rotated by an orthogonal matrix, and `o_proj` undoes it, since attention only sums values
+(as QuaRot, Ashkboos et al. 2024, arXiv 2404.00456, does with `v_proj` and `o_proj`).
 
-Keys: the two elements of a pair are turned by the same angle, whatever it is, so one factor for both commutes with the
-rotary embedding. Keys are divided and the queries that meet them multiplied by it, which leaves every score as it is.
-The error of a score under one step for the whole head is least if all pairs of the keys reach equally far.
+Keys: both elements of a pair are rotated by the same angle, so one factor for both commutes with the rotary embedding.
+Keys are divided and their queries multiplied by it, which leaves every score unchanged. With one step for the whole
+head, the error of a score is smallest if all pairs of the keys have the same range.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from exporters.checkpoint.rotate import hadamard, rotated
 from exporters.quantize.reference import Floats, Tensors
 
 _PROJECTION = re.compile(r"(model\.layers\.(\d+)\.self_attn\.)([qkvo])_(proj|norm)\.(weight|bias)")
-_WIDEST = np.float32(64)  # no pair is stretched more, however small it is
+_WIDEST = np.float32(64)  # the maximum factor of a pair
 
 
 class FoldedHeads:
     """The tensors of a checkpoint with its heads transformed.
 
-    Where heads of keys are normalized, as in Qwen3 and Gemma 3, what a factor does to a projection the norm undoes. It
+    If key heads are normalized, as in Qwen3 and Gemma 3, the norm would undo a factor in the projection. The factor
     goes into the norm's weights instead, and all heads of the layer share it.
     """
 
@@ -86,9 +86,9 @@ class FoldedHeads:
         return scaled
 
     def _key_scales(self, layer: int) -> Floats:
-        """How far the elements of each head's keys reach, relative to their mean: `[kv_heads, D]`, or `[1, D]`.
+        """Range of the elements of each head's keys, relative to their mean: `[kv_heads, D]`, or `[1, D]`.
 
-        It is told from the weights alone, as if what the norm before them gives were independent and of size 1.
+        Estimated from the weights alone, assuming independent normalized inputs of size 1.
         """
         at = f"model.layers.{layer}."
         if self.spec.qk_norm:
@@ -107,7 +107,7 @@ class FoldedHeads:
 
 
 def transformed(checkpoint: Tensors, recipe: RecipeRecord) -> Tensors:
-    """The checkpoint with all that a recipe folds into its weights: the same logits."""
+    """The checkpoint with a recipe's transforms folded into its weights: the same logits."""
     tensors = rotated(checkpoint, recipe.rotation)
     if recipe.value_rotation == recipe.key_scaling == "none":
         return tensors
@@ -115,6 +115,6 @@ def transformed(checkpoint: Tensors, recipe: RecipeRecord) -> Tensors:
 
 
 def _normalized(widths: NDArray[np.float32]) -> Floats:
-    """Of mean 1 in each head, and none less than `1 / _WIDEST`."""
+    """Scale to mean 1 in each head, with a minimum of `1 / _WIDEST`."""
     scales: Floats = widths / widths.mean(axis=1, keepdims=True)
     return np.maximum(scales, 1 / _WIDEST).astype(np.float32)

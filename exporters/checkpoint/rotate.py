@@ -1,8 +1,9 @@
 """A rotation of the residual stream, folded into the weights: the same model, easier to quantize.
 
-RMSNorm without its weights commutes with a rotation, so the weights of each norm go into the matrices behind it, and
-an orthogonal R into all that writes to the residual and, undone, into all that reads from it (QuaRot, Ashkboos et al.
-2024, arXiv 2404.00456). Outliers of single channels spread over all of them, and nothing is added to the graph.
+RMSNorm without its weights commutes with a rotation, so the weights of each norm are folded into the following
+matrices, an orthogonal R into all matrices that write to the residual, and its inverse into all that read from it
+(QuaRot, Ashkboos et al. 2024, arXiv 2404.00456). Outliers of single channels are spread over all channels, and nothing
+is added to the graph.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ _READER = re.compile(r"(model\.layers\.\d+\.)(self_attn\.[qkv]|mlp\.(?:gate|up))
 
 
 def applied_rotation(spec: DecoderSpec, asked: RotationName) -> RotationName:
-    """The rotation that a decoder can have: none if what its layers add is normalized first (Gemma)."""
+    """The rotation that a decoder supports: none if the outputs of its layers are normalized (Gemma)."""
     return "none" if spec.post_norms else asked
 
 
@@ -57,7 +58,7 @@ class RotatedCheckpoint:
         return self._rotate(stored)
 
     def _rotate(self, vectors: NDArray[np.float32]) -> NDArray[np.float32]:
-        """`vectors @ R`, a factor of R at a time: few products instead of hidden for each element."""
+        """`vectors @ R`, one factor of R at a time, which needs far fewer products."""
         shape, behind = vectors.shape, 1
         for factor in reversed(self._factors):
             before = vectors.reshape(-1, len(factor), behind)

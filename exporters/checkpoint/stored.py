@@ -1,4 +1,4 @@
-"""The tensors of a checkpoint's safetensors files: where each one lies, and what its numbers are."""
+"""The tensors of a checkpoint's safetensors files: their places and values."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ INDEX = "model.safetensors.index.json"
 WHOLE = "model.safetensors"
 
 _FLOATS = {"BF16": np.dtype(ml_dtypes.bfloat16), "F16": np.dtype(np.float16), "F32": np.dtype(np.float32)}
-# Of these bits, NaN and infinity alone set all: nothing has to be converted to find them.
+# Only NaN and infinity set all of these bits, so they are found without conversion.
 _EXPONENTS: dict[np.dtype[Any], np.unsignedinteger[Any]] = {
     _FLOATS["BF16"]: np.uint16(0x7F80),
     _FLOATS["F16"]: np.uint16(0x7C00),
@@ -32,7 +32,7 @@ _INDEX_BYTES = 1 << 26
 
 
 class Stored(Protocol):
-    """A tensor of a checkpoint, whatever it is stored as."""
+    """A tensor of a checkpoint, stored in any type."""
 
     @property
     def file(self) -> Path:
@@ -46,14 +46,14 @@ class Stored(Protocol):
         """Some rows as float32."""
 
     def count_not_finite(self) -> int:
-        """How many elements are NaN or infinite."""
+        """Number of elements that are NaN or infinite."""
 
     def largest(self) -> float:
         """The largest magnitude; infinite or NaN if an element is."""
 
 
 def row_chunks(shape: tuple[int, ...]) -> list[slice]:
-    """Rows at a time that are 16 MiB as float32."""
+    """Number of rows that are 16 MiB as float32."""
     step = max(1, _BLOCK_BYTES // (4 * math.prod(shape[1:])))
     return [slice(first, first + step) for first in range(0, shape[0], step)]
 
@@ -65,7 +65,7 @@ def same_numbers(a: Stored, b: Stored) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """Where a tensor's bytes lie.
+    """The place of a tensor's bytes.
 
     Attributes:
         file: a safetensors file.
@@ -88,7 +88,7 @@ class StoredTensor:
         return self.open()[rows].astype(np.float32)
 
     def count_not_finite(self) -> int:
-        """How many elements are NaN or infinite."""
+        """Number of elements that are NaN or infinite."""
         bits = _EXPONENTS[self.dtype]
         return sum(int(np.count_nonzero((block.view(bits.dtype) & bits) == bits)) for block in self._blocks())
 
@@ -101,12 +101,12 @@ class StoredTensor:
         return float(np.asarray(greatest, bits.dtype).view(self.dtype))
 
     def _blocks(self) -> Iterator[NDArray[Any]]:
-        """Chunks of rows, each mapped by itself, so that pages that were read are released."""
+        """Chunks of rows, each mapped separately, so that read pages are released."""
         return (self.open()[rows] for rows in row_chunks(self.shape))
 
 
 def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
-    """Every tensor of the files that the index names; without one, of `model.safetensors` or else of all files.
+    """Every tensor of the files in the index; without an index, of `model.safetensors` or else of all files.
 
     The library checks headers and lengths, so truncation shows here.
 
@@ -143,7 +143,7 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
                 f"weights: {key}",
                 got=f"no such tensor in {name}",
                 expected=f"what {INDEX} says",
-                fix="The index and the files do not belong together; fetch both anew.",
+                fix="The index and the files do not belong together; download both again.",
             )
     return found
 

@@ -26,7 +26,7 @@ _HEAD_SHARD = "weights-head"
 def plan_graphs(
     ar: Sequence[int], contexts: Sequence[int], split: Split, graph_format: GraphFormat = "onnx"
 ) -> list[GraphRecord]:
-    """The graphs for these AR numbers in each of these contexts: AR-1 decodes, a larger AR prefills.
+    """The graphs for these ARs in each of these contexts: AR-1 decodes, a larger AR prefills.
 
     The largest AR in the largest context also scores. Each part of an ONNX graph is a file; TFLite graphs are
     signatures of one file. Graphs share equal parts: all graphs use one separate head that reads one row.
@@ -74,7 +74,7 @@ def _parts(graph: str, shared: str, head_rows: int, split: Split) -> Iterator[Pa
 
 
 def embedding_record(split: Split) -> EmbeddingRecord | None:
-    """Where the host reads embeddings from; None if the graphs look them up."""
+    """The table from which the host reads embeddings; None if the graphs look them up."""
     if split.embeds:
         return None
     return EmbeddingRecord(file=f"{EMBEDDING_SHARD}.safetensors", tensor=f"{EMBEDDING}.uint16")

@@ -43,7 +43,7 @@ class Tensor:
 class QdqOps:
     """A part of a graph for AR new tokens in a context of S, under construction.
 
-    Every operation reads dequantized tensors, and its result is quantized in its encoding at once. The HTP compiler
+    Every operation reads dequantized tensors, and its result is quantized immediately in its encoding. The HTP compiler
     turns this pattern into integer operations.
     """
 
@@ -56,7 +56,7 @@ class QdqOps:
         encodings: Mapping[str, Encoding],
         store: WeightStore,
     ) -> None:
-        """Begin with the inputs that all of its layers share.
+        """Start with the inputs that all of its layers share.
 
         Args:
             graph: AR, context and role.

@@ -26,7 +26,7 @@ class Split:
     Attributes:
         layers: of each part, in order.
         embeds: whether the first part looks up embeddings, instead of the host.
-        own_head: whether the head is a separate part after the others, instead of in the last of them.
+        own_head: whether the head is a separate last part instead of in the last part with layers.
     """
 
     layers: tuple[range, ...]

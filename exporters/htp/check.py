@@ -1,4 +1,4 @@
-"""Running the HTP compiler in a child process, and finding nodes that compute in float."""
+"""Runs the HTP compiler in a child process, and finds nodes that compute in float."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def run_steps(device: Device, steps: Sequence[HtpStep]) -> int:
 def floating_nodes(models: Sequence[Path], device: Device) -> list[str]:
     """The QNN nodes that would compute in float on this device, as `graph: node (operation, type)`.
 
-    The provider silently computes in float what it cannot compute in integers, so its dump of the QNN graph is read. An
+    The provider silently computes in float where it cannot use integers, so its dump of the QNN graph is read. An
     empty list means integers only.
 
     Raises:

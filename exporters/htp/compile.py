@@ -298,7 +298,7 @@ def _mapped(binary: Path) -> Iterator[mmap.mmap | bytes]:
 
 
 def _check_target(binary: Path, device: Device) -> None:
-    """Refuse a binary that does not state this device as its target."""
+    """Reject a binary that does not state this device as its target."""
     found = read_target(binary)
     wanted = BinaryTarget(device.soc, device.arch, device.vtcm_mb * _MIB)
     if found != wanted:

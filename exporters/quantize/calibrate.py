@@ -16,7 +16,7 @@ from exporters.checkpoint.checkpoint import Checkpoint
 
 @dataclass(frozen=True, slots=True)
 class CalibrationText:
-    """A text and what the manifest calls it."""
+    """A text and its name in the manifest."""
 
     name: str
     text: str
@@ -37,7 +37,7 @@ def read_calibration(path: Path | None) -> CalibrationText:
 def token_windows(checkpoint: Checkpoint, text: str, length: int, most: int | None = None) -> list[NDArray[np.int64]]:
     """The text as windows of `length` token ids without overlap, each starting with the BOS token if there is one.
 
-    The last window may be shorter; `most` limits the number of windows.
+    The last window may be shorter; `most` is the maximum number of windows.
 
     Raises:
         UsageError: the text has fewer than two tokens.
@@ -54,7 +54,7 @@ def token_windows(checkpoint: Checkpoint, text: str, length: int, most: int | No
 
 
 def calibration_windows(checkpoint: Checkpoint, text: str, length: int, tokens: int) -> list[NDArray[np.int64]]:
-    """Windows of a calibration text, all of one length, `tokens` in total at most; a shorter window is dropped.
+    """Windows of a calibration text of equal length, at most `tokens` in total; a shorter window is dropped.
 
     Raises:
         UsageError: the text has fewer than two tokens.

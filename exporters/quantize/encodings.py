@@ -1,4 +1,4 @@
-"""From the results of a decoder and the values that calibration saw of them to their encodings."""
+"""Encodings of a decoder's results from the values observed in calibration."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ def choose_encodings(
 
     Args:
         results: see `decoder_results`.
-        ranges: what calibration saw of each result.
-        attention_factors: of the rotary embeddings.
+        ranges: observed values of each result.
+        attention_factors: attention factors of the rotary embeddings.
         types: integer types of activations and cache.
     """
     depth = mask_depth(ranges[result.source] for result in results.values() if result.kind == "masked")

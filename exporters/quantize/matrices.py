@@ -1,4 +1,4 @@
-"""Runs the decoder on calibration text and quantizes each matrix on the inputs that it will have."""
+"""Runs the decoder on calibration text and quantizes each matrix on the inputs of the quantized model."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ class QuantizedMatrices(Protocol):
 class PairedOps(NumpyOps):
     """Runs the exact decoder and the quantized one side by side on a window, `[2, T, width]`.
 
-    With `[1, T, width]` only the quantized one. Ranges are those of the quantized decoder.
+    With `[1, T, width]` only the quantized one. Ranges are observed on the quantized decoder.
 
     Attributes:
         exact: the weights before quantization.
         quantized: matrices quantized so far, dequantized to `[out, in]`.
-        ranges: what was seen of each result.
+        ranges: observed values of each result.
     """
 
     def __init__(self, tensors: Tensors, tokens: int, context: int) -> None:
@@ -154,7 +154,7 @@ class Quantizer:
         return taken
 
     def _quantized(self, layer: int, projections: Sequence[str], x: Floats) -> Iterator[tuple[str, QuantizedWeight]]:
-        """Quantize the matrices that read `x`."""
+        """Quantize the matrices with the input `x`."""
         inputs = _inputs(x)
         for projection in projections:
             name = f"model.layers.{layer}.{projection}.weight"

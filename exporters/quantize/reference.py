@@ -1,4 +1,4 @@
-"""The decoder in float32 with numpy: what every quantized graph is measured against, and what calibrates it."""
+"""The decoder in float32 with numpy: the reference for quantized graphs, also used for calibration."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Observer = Callable[[str, Floats], None]
 
 
 class Tensors(Protocol):
-    """What the weights of a decoder are read from."""
+    """A source of a decoder's weights."""
 
     @property
     def spec(self) -> DecoderSpec:
@@ -28,7 +28,7 @@ class Tensors(Protocol):
 
     @property
     def head_key(self) -> str:
-        """The tensor that makes logits."""
+        """The name of the tensor that computes logits."""
 
     def tensor(self, key: str, rows: Rows = EVERY) -> Floats:
         """A tensor as float32, or some of its rows; matrices are `[out, in]`."""
@@ -47,12 +47,12 @@ class Weights:
         return self._read[key]
 
     def drop(self) -> None:
-        """Forget what was read: one layer in memory at a time."""
+        """Free the tensors read so far, so that one layer is in memory at a time."""
         self._read.clear()
 
 
 class NumpyOps:
-    """Carries the decoder out on whole sequences, `[T, width]`, with no past: causal attention over T tokens.
+    """Runs the decoder on whole sequences, `[T, width]`, without a past: causal attention over T tokens.
 
     Args:
         spec: the decoder.
@@ -168,7 +168,7 @@ def _cos_sin(rotation: Rotation, tokens: int) -> tuple[Floats, Floats]:
 
 
 def _mask(tokens: int, window: int | None) -> Floats:
-    """0 where a token sees another, `[T, T]`: itself and the window - 1 tokens before it."""
+    """`[T, T]`, 0 where a token attends to another: itself and the window - 1 tokens before it."""
     distance = np.arange(tokens)[:, None] - np.arange(tokens)
     seen = (distance >= 0) & (distance < (window or tokens))
     mask: Floats = np.where(seen, np.float32(0), np.float32(-np.inf))
@@ -178,8 +178,8 @@ def _mask(tokens: int, window: int | None) -> Floats:
 class Reference:
     """The checkpoint in float32.
 
-    Layers run one after another over all windows, so that one layer's weights are in memory at a time, and so
-    are the logits of one window.
+    Layers run one after another over all windows, so that one layer's weights and one window's logits are in memory at
+    a time.
 
     Args:
         checkpoint: the model.

@@ -1,6 +1,6 @@
 """Writes safetensors files one tensor at a time, and large tensors some rows at a time.
 
-The library's own writer holds everything twice in memory. The bytes are the same.
+The library's writer needs memory for everything twice. The bytes are the same.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Streamed:
     Attributes:
         dtype: of its elements.
         shape: its dimensions.
-        blocks: its elements in order, some at a time.
+        blocks: its elements in order, in chunks.
     """
 
     dtype: DTypeLike
@@ -35,14 +35,14 @@ class Streamed:
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """Where a tensor lies in its file."""
+    """The place of a tensor in its file."""
 
     offset: int
     bytes: int
 
 
 def write_shard(path: Path, tensors: Mapping[str, NDArray[Any] | Streamed]) -> dict[str, Extent]:
-    """Write the tensors, the widest types first and each type by name, and return where each lies.
+    """Write the tensors, sorted by descending type width, then by name; return the place of each.
 
     Raises:
         ValueError: the blocks of a streamed tensor do not fill its shape.

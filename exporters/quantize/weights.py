@@ -131,7 +131,7 @@ class WeightStore:
 
     def _sixteen_bits(self, key: str, head: int | None) -> tuple[Encoding, NDArray[Any] | Streamed]:
         spec = self._tensors.spec
-        if key == EMBEDDING:  # the only tensor too large to hold in float32
+        if key == EMBEDDING:  # the only tensor too large for memory in float32
             tables = [slice(first, first + _TABLE_ROWS_AT_ONCE) for first in range(0, spec.vocab, _TABLE_ROWS_AT_ONCE)]
             ends = [(rows.min(), rows.max()) for rows in (self._tensors.tensor(key, each) for each in tables)]
             encoding = _covering(min(low for low, _ in ends), max(high for _, high in ends))

@@ -1,4 +1,4 @@
-"""A pass: keys as columns, for runtimes that keep them so."""
+"""A pass: keys as columns, for runtimes that need this layout."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ _COLUMNS = -1  # axis of [1, 1, D, columns]
 
 
 class KeysInColumns(ir.passes.InPlacePass):
-    """Lets a graph that keeps keys in rows read `[1, 1, D, S-AR]` and write `[1, 1, D, AR]`.
+    """Makes a graph that keeps keys in rows read `[1, 1, D, S-AR]` and write `[1, 1, D, AR]`.
 
     The result is the graph that `export --key-layout columns` writes: a new key is transposed before it joins the past
-    ones, and the scores read the joined keys as they are. No integer of a key changes.
+    ones, and the scores read the concatenated keys directly. No integer of a key changes.
     """
 
     def __init__(self, tensors: Iterable[KvTensor]) -> None:

@@ -14,7 +14,7 @@ Fields = dict[str, Any]
 
 _LLAMA3 = (1.0, 4.0, 8192.0)  # low_freq_factor, high_freq_factor and original context of Llama 3.1 and 3.2
 _ENDS = ("eos", "eot", "eom")  # of a text, a turn and a message
-_GEMMA_LOCAL_THETA = 1e4  # what llama.cpp uses: the files do not say
+_GEMMA_LOCAL_THETA = 1e4  # llama.cpp's value; the files do not contain it
 
 
 def hugging_face_config(file: GgufFile) -> Fields:
@@ -40,7 +40,7 @@ def hugging_face_config(file: GgufFile) -> Fields:
 
 
 def _shared(file: GgufFile) -> Fields:
-    """What all decoders have: sizes, norm, rotary embedding, whether the head is tied."""
+    """The fields of all decoders: sizes, norm, rotary embedding, tied head."""
     heads, hidden = file.size(".attention.head_count"), file.size(".embedding_length")
     head_dim = file.size(".attention.key_length", hidden // heads if heads else 0)
     value_dim = file.size(".attention.value_length", head_dim)
@@ -160,7 +160,7 @@ def _gemma(file: GgufFile) -> Fields:
 
 
 def _gemma_scalar(file: GgufFile) -> float:
-    """The query scale is not in the file: llama.cpp knows it by the number of layers, and so do we."""
+    """The query scale is not in the file: as in llama.cpp, it follows from the number of layers."""
     widest = {"gemma2": 46, "gemma3": 62}[file.architecture]  # layers of the 27B models
     heads, hidden = file.size(".attention.head_count"), file.size(".embedding_length")
     if file.size(".block_count") == widest:

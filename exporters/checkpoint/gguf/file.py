@@ -1,4 +1,4 @@
-"""A GGUF file: typed access to its metadata and the places of its tensors."""
+"""A GGUF file: typed access to its metadata and tensors."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Block:
 
 
 def is_gguf(path: Path) -> bool:
-    """Whether a file begins as GGUF files do."""
+    """Whether a file starts with GGUF's magic number."""
     if not path.is_file():
         return False
     with path.open("rb") as file:
@@ -162,12 +162,12 @@ class GgufFile:
         )
 
     def _key(self, key: str) -> str:
-        """Keys that begin with a dot are those of the architecture: `.block_count` is `llama.block_count`."""
+        """Keys that start with a dot belong to the architecture: `.block_count` is `llama.block_count`."""
         return f"{self.architecture}{key}" if key.startswith(".") else key
 
 
 def _check_header(path: Path) -> None:
-    """Refuse what is no GGUF file, and counts that its length cannot hold, before anything is parsed."""
+    """Reject files that are not GGUF, and counts that exceed the file's length, before anything is parsed."""
     with path.open("rb") as file:
         header = file.read(_HEADER.size)
     if len(header) < _HEADER.size or header[:4] != MAGIC:

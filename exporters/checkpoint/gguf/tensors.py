@@ -75,7 +75,7 @@ class GgufTensor:
         return values if values.flags.writeable else values.copy()
 
     def count_not_finite(self) -> int:
-        """How many elements are NaN or infinite."""
+        """Number of elements that are NaN or infinite."""
         return sum(int((~np.isfinite(self.read(rows))).sum()) for rows in row_chunks(self.shape))
 
     def largest(self) -> float:
@@ -121,7 +121,7 @@ def _name(file: GgufFile, name: str) -> str:
 
 
 def _head_rows(file: GgufFile, key: str) -> int:
-    """Rows of a head whose rotary pairs are interleaved, else 0."""
+    """Rows of a head if its rotary pairs are interleaved, else 0."""
     if file.architecture in _INTERLEAVED and re.search(r"\.self_attn\.[qk]_proj\.", key):
         heads, hidden = file.size(".attention.head_count"), file.size(".embedding_length")
         return file.size(".attention.key_length", hidden // heads)
@@ -129,7 +129,7 @@ def _head_rows(file: GgufFile, key: str) -> int:
 
 
 def _interleaved(rows: NDArray[Any], head: int) -> NDArray[np.int64]:
-    """Where the rows of halves lie among interleaved pairs: element i of half j is row 2 i + j of its head."""
+    """Indices of the rows of both halves among interleaved pairs: element i of half j is row 2 i + j of its head."""
     within = rows % head
     half = head // 2
     places: NDArray[np.int64] = rows - within + 2 * (within % half) + within // half

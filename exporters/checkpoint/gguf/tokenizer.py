@@ -30,12 +30,12 @@ _LETTERS = r"[^\r\n\p{L}\p{N}]?"
 
 @dataclass(frozen=True, slots=True)
 class _Splitter:
-    """How text is cut into words before byte-level BPE.
+    """How text is split into words before byte-level BPE.
 
     Attributes:
         pattern: of words; None for GPT-2's own.
         single_digits: whether each digit is a word.
-        whole_words: whether a word that is a token is taken without merging.
+        whole_words: whether a word that is a token is used without merging.
         nfc: whether text is normalized to NFC first.
     """
 
@@ -186,7 +186,7 @@ def _add_special(file: GgufFile, tokenizer: Tokenizer, tokens: list[str]) -> Non
 
 
 def _add_bos(file: GgufFile, tokenizer: Tokenizer, tokens: list[str], *, default: bool) -> None:
-    """Begin every text with bos where the file says so; llama.cpp's default for SentencePiece is yes."""
+    """Start every text with BOS if the file says so; llama.cpp's default for SentencePiece is yes."""
     if not file.flag("tokenizer.ggml.add_bos_token", default) or "tokenizer.ggml.bos_token_id" not in file:
         return
     number = file.size("tokenizer.ggml.bos_token_id")

@@ -22,7 +22,7 @@ ElementType = Literal["u8", "s4", "s8", "s16", "i32", "f32"]
 
 _VERSION = 3
 _IDENTIFIER = b"TFL3"
-_LARGEST_OLD_CODE = 127  # the field that old readers look at is a byte
+_LARGEST_OLD_CODE = 127  # the field for old readers is a byte
 _ELEMENTS: dict[str, int] = {
     "u8": schema.TensorType.UINT8,
     "s4": schema.TensorType.INT4,
@@ -41,7 +41,7 @@ class Tensor:
     Attributes:
         index: its number in the subgraph.
         shape: all dimensions.
-        encoding: what its integers stand for; None of floats and plain integers.
+        encoding: encoding of its integers; None for floats and plain integers.
     """
 
     index: int
@@ -65,7 +65,7 @@ class TfliteFile:
         return made
 
     def buffer(self, key: str, make: Callable[[], NDArray[Any]]) -> int:
-        """The number of the buffer under this key; `make` gives its content when it is first asked for."""
+        """The number of the buffer under this key; `make` returns its content on first use."""
         if key not in self._pool:
             data = np.ascontiguousarray(make()).reshape(-1).view(np.uint8)
             self._pool[key] = len(self._buffers)
@@ -126,7 +126,7 @@ class Subgraph:
         encoding: Encoding | None = None,
         scales: NDArray[np.float32] | None = None,
     ) -> Tensor:
-        """The constant under this key; `scales` are those of symmetric integers, one for each of the first axis.
+        """The constant under this key; `scales` are for symmetric integers, one for each index of the first axis.
 
         `make` packs two integers of 4 bits in a byte; see `quant.pack_int4`.
         """
@@ -148,7 +148,7 @@ class Subgraph:
         kind: str | None = None,
         options: Mapping[str, object] = _NO_OPTIONS,
     ) -> None:
-        """Append an operator with the options of a table of the schema; None is an input left out."""
+        """Append an operator with the options of a table of the schema; None is an omitted input."""
         made = schema.OperatorT(
             opcodeIndex=self._file.code(operator),
             inputs=[-1 if each is None else each.index for each in inputs],

@@ -1,4 +1,4 @@
-"""What a `.tflite` file cannot hold, checked before anything is computed."""
+"""Limits of `.tflite` files, checked before anything is computed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ MOST_BYTES = (1 << 31) - (1 << 24)  # offsets are signed 32-bit numbers; 16 MiB 
 
 
 def check_tflite(checkpoint: Checkpoint) -> None:
-    """Refuse a checkpoint that cannot be written.
+    """Reject a checkpoint that cannot be written.
 
     Raises:
         EngineError: the package with the format's schema is missing.

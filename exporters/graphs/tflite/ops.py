@@ -13,7 +13,7 @@ from exporters.graphs.tflite.weights import TfliteWeights
 from quant import Encoding
 
 _ROWS, _WIDTH = 2, 3  # axes of [1, 1, rows, width]
-_NORM_REACH = 128.0  # squares stay far below the greatest float16, 65504
+_NORM_REACH = 128.0  # squares stay far below the largest float16, 65504
 
 
 class TfliteOps:
@@ -34,7 +34,7 @@ class TfliteOps:
         encodings: Mapping[str, Encoding],
         weights: TfliteWeights,
     ) -> None:
-        """Begin with the inputs that all layers share.
+        """Start with the inputs that all layers share.
 
         Args:
             subgraph: an empty one.
@@ -42,7 +42,7 @@ class TfliteOps:
             decoder: gives the inputs and outputs.
             spec: the decoder.
             encodings: one for every result and input.
-            weights: those of the file.
+            weights: the weights of the file.
         """
         self._graph = subgraph
         self._decoder = decoder

@@ -55,5 +55,5 @@ class TfliteWeights:
         return graph.constant(key, "f32", values.shape, lambda: values)
 
     def forget(self) -> None:
-        """Free the quantized matrices, once every subgraph has those of a layer."""
+        """Free the quantized matrices after every subgraph has used those of a layer."""
         self._quantized.clear()

@@ -86,8 +86,8 @@ def fetch_device(bundle: Bundle, account: Account, records: Sequence[JobRecord])
     """Download one device's finished jobs and replace its folder in one step. Files of earlier fetches are reused.
 
     Args:
-        bundle: where to.
-        account: where from.
+        bundle: the target.
+        account: the source.
         records: of one device; unfinished jobs are skipped.
 
     Returns:

@@ -73,13 +73,13 @@ def choose_targets(hosted: Sequence[HostedDevice], names: Sequence[str], kv_dtyp
     """The hosted devices of these names, each once.
 
     Args:
-        hosted: those that there are.
+        hosted: the available devices.
         names: a device as the service calls it, or any name of a chip that the catalogue has. For a chip, a
             `(Family)` of devices is preferred: whichever of them is free serves.
         kv_dtype: integer type of the bundle's cache.
 
     Raises:
-        UsageError: a name that means no hosted device, or a device that cannot run the bundle.
+        UsageError: a name of no hosted device, or a device that cannot run the bundle.
         UnknownDeviceError: a name that neither the service nor the catalogue has.
     """
     targets = {target.hosted.slug: target for target in (_choose(hosted, name, kv_dtype) for name in names)}

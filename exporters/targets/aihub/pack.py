@@ -15,7 +15,7 @@ from exporters.targets.aihub.options import graph_name
 
 _BLOCK_BYTES = 1 << 20
 _ALIGNMENT_BYTES = 64
-_TIMESTAMP = (1980, 1, 1, 0, 0, 0)  # the least that a zip can hold: the same graph is the same file each time
+_TIMESTAMP = (1980, 1, 1, 0, 0, 0)  # the earliest date of a zip: the same graph always gives the same file
 
 
 @dataclass(frozen=True, slots=True)

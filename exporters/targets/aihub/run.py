@@ -28,7 +28,7 @@ _PAGE, _PAGES = 50, 4
 class HubRun:
     """Submits a command's jobs to the service and follows them.
 
-    A job that needs another one is submitted at once: the service names the future product of a job immediately and
+    Dependent jobs are submitted immediately: the service names the future product of a job immediately and
     schedules what depends on it.
 
     Attributes:

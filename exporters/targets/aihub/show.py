@@ -53,8 +53,8 @@ class HubReport(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         bundle: the folder.
-        jobs: those that the command was about.
-        devices: what was fetched, for each device.
+        jobs: jobs of the command.
+        devices: fetched results of each device.
     """
 
     bundle: str

@@ -2,8 +2,8 @@
 
 onnxruntime-genai drives static graphs as a pipeline with a sliding window over the prompt. It keeps one cache tensor
 for all heads of a layer, pads prompts in front, and knows positions and a row of valid columns where the decoder reads
-a mask and rotary tables: `stacked` rewrites the decoder's cache, `helpers` makes the graphs around it, `config` says
-how they belong together.
+a mask and rotary tables: `stacked` rewrites the decoder's cache, `helpers` makes the graphs around it, `config`
+connects them.
 """
 
 from exporters.targets.genai.folder import GenaiFolder, GenaiOptions, write_folder

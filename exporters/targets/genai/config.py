@@ -114,7 +114,7 @@ def genai_config(
         manifest: of the bundle.
         decode: the AR-1 graph.
         prefill: the graph that runs the prompt, one window at a time.
-        engine: where the two graphs run.
+        engine: the engine that runs the two graphs.
         pad_token: pads the first window in front; no prompt may contain it.
     """
     model = manifest.model

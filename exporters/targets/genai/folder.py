@@ -28,7 +28,7 @@ class GenaiFolder(msgspec.Struct, frozen=True, kw_only=True):
     """What was written.
 
     Attributes:
-        engine: where its graphs run.
+        engine: the engine that runs its graphs.
         soc: part number of the chip that the graphs were compiled for, or None with the engine `cpu`.
         context: S; prompt, padding and answer must fit.
         window: tokens per step of the prompt.
@@ -56,7 +56,7 @@ class GenaiOptions:
         device: the chip to compile for, or None to leave the graphs to ONNX Runtime on the CPU.
         pad_token: an id that no prompt contains, or None to look for one.
         share_weights: one binary for both graphs; Qualcomm's x86 emulator cannot load such a binary.
-        check: compare what the stacked graphs compute with what the bundle's compute.
+        check: compare the results of the stacked graphs with those of the bundle's.
     """
 
     device: Device | None
@@ -91,9 +91,9 @@ def write_folder(
         progress: called for each stage.
 
     Raises:
-        BundleError: the bundle has what onnxruntime-genai cannot express.
+        BundleError: onnxruntime-genai cannot express something of the bundle.
         UsageError: the target exists, or no id for padding can be found.
-        EngineError: the compiler refused a graph, would compute part of it in float, or makes other integers of it.
+        EngineError: the compiler refused a graph, would compute part of it in float, or gives other integers.
     """
     manifest = bundle.manifest
     decode, prefill = choose_graphs(bundle)

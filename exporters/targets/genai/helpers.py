@@ -26,8 +26,8 @@ def position_processor(manifest: Manifest, context: int) -> ir.Model:
 
     Inputs: `position_ids` int32 `[1, AR]`, `held_tokens` int32 `[1, S]` (1 for the columns of tokens, 0 for those of
     padding and for empty ones). Outputs: `attention_mask` u16 `[1, 1, AR, S]`, in which a row also masks the
-    step's later tokens, `position_ids_cos` and `position_ids_sin` `[1, 1, AR, R/2]`. The rotary
-    values are looked up among the integers that edgekv's own loop writes.
+    step's later tokens, `position_ids_cos` and `position_ids_sin` `[1, 1, AR, R/2]`. The rotary values are looked up in
+    the table of edgekv's own loop.
 
     Args:
         manifest: of the bundle.
@@ -72,7 +72,7 @@ def position_processor(manifest: Manifest, context: int) -> ir.Model:
 def dequantizer(manifest: Manifest) -> ir.Model:
     """`float_logits` float32 `[1, 1, V]` from the decoder's `logits` `[1, 1, V]`.
 
-    One row is all that onnxruntime-genai needs; the static 1 tells it that there are no more.
+    onnxruntime-genai needs only one row; the static 1 tells it that there are no more.
     """
     shape = [1, 1, manifest.model.vocab]
     graph = _graph("dequantizer")

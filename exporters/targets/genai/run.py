@@ -52,7 +52,7 @@ def check_version() -> str:
     """The version of onnxruntime-genai that is installed.
 
     Raises:
-        EngineError: none, or one that cannot run these folders.
+        EngineError: it is missing, or cannot run these folders.
     """
     try:
         found = metadata.version(PACKAGE)

@@ -63,7 +63,7 @@ def bundle_genie(
         bool,
         typer.Option("--skip-check", help="Do not run the result in Genie; the folder records that it is unchecked."),
     ] = False,
-    force: Annotated[bool, typer.Option("--force", help="Replace what is there.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace an existing folder.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output.")] = False,
 ) -> None:
     """Write the folder that Qualcomm's Genie loads.

@@ -23,7 +23,7 @@ class _Part(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class Context(_Part, frozen=True, kw_only=True):
-    """Sizes and special tokens; a `bos_token` of -1 puts none in front of a query."""
+    """Sizes and special tokens; a `bos_token` of -1 means none."""
 
     version: int = 1
     size: int
@@ -79,7 +79,7 @@ class RopeScaling(_Part, frozen=True, kw_only=True):
 
 
 class _Llama3(msgspec.Struct, frozen=True):
-    """The parameters as a bundle holds them."""
+    """The parameters from a bundle."""
 
     factor: float
     low_freq_factor: float
@@ -207,8 +207,8 @@ def genie_config(
         manifest: of the bundle.
         binaries: file names, in the order of the parts.
         context: the longest to use, in tokens.
-        bos: put in front of the first query; None for none.
-        sampling: how tokens are chosen.
+        bos: token in front of the first query; None for none.
+        sampling: sampling parameters.
         max_new_tokens: the longest answer.
         table: encoding of the embedding table, if Genie looks up embeddings.
     """

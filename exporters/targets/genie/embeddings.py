@@ -12,16 +12,16 @@ from quant import Encoding
 
 
 class ReadEmbeddings(ir.passes.InPlacePass):
-    """Lets a part read `inputs_embeds` u16 `[1, 1, AR, hidden]` instead of ids, and writes the table into a file.
+    """Makes a part read `inputs_embeds` u16 `[1, 1, AR, hidden]` instead of ids, and writes the table to a file.
 
-    No integer changes: looking up rows is exact, wherever it is done.
+    No integer changes: looking up rows is exact.
 
     Attributes:
         encoding: of the table and of `inputs_embeds`; None before the pass has run.
     """
 
     def __init__(self, table: Path) -> None:
-        """Args: table: gets the rows of all tokens, u16 `[V, hidden]`, without a header."""
+        """Args: table: file for the rows of all tokens, u16 `[V, hidden]`, without a header."""
         super().__init__()
         self._table = table
         self.encoding: Encoding | None = None

@@ -39,12 +39,12 @@ class GenieManifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         producer: the program and version that wrote the folder.
         soc: part number of the chip that the binaries target.
         arch: its HTP version.
-        compiler: the package that compiled them, with its version; its Genie loads the binaries.
+        compiler: the package that compiled them, with its version; Genie of this package loads the binaries.
         bundle_sha256: hash of the source bundle's manifest.
         context: S of the largest graphs.
         graphs: all graphs; if they are split, the first parts of all, then the second parts, and so on.
         shared: for each part, the binary of all graphs over one copy of the weights; empty if `graphs` names it.
-        checked: Genie loaded the binaries of single graphs and chose the same tokens as edgekv.
+        checked: whether Genie loaded the binaries of single graphs and chose the same tokens as edgekv.
         files: size and hash of every other file.
     """
 
@@ -67,7 +67,7 @@ class GenieFolder:
 
     Attributes:
         path: the folder, absolute.
-        manifest: what it says about itself.
+        manifest: its `genie_bundle.json`.
     """
 
     path: Path
@@ -80,7 +80,7 @@ class GenieFolder:
 
 
 def open_genie_folder(path: str | Path) -> GenieFolder:
-    """Read what `edgekv bundle genie` wrote; every file is compared with its recorded hash.
+    """Read a folder of `edgekv bundle genie`; every file is checked against its hash.
 
     Raises:
         BundleError: the folder is something else, or a file is missing or changed.

@@ -1,4 +1,4 @@
-"""The inputs and outputs of a graph as Genie counts them, with the encodings of its first and last nodes."""
+"""The inputs and outputs of a graph in Genie's shapes, with the encodings of its first and last nodes."""
 
 from __future__ import annotations
 

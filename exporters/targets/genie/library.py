@@ -27,7 +27,7 @@ _SIGNATURES: dict[str, list[object]] = {
 
 
 def unbuffer_stdout() -> None:
-    """Write what C code prints at once: it names the cause of a crash, and a crash loses what is buffered."""
+    """Disable buffering of C output: it names the cause of a crash, and a crash loses buffered output."""
     libc = ctypes.CDLL(None)
     libc.setvbuf(c_void_p.in_dll(libc, "stdout"), None, _UNBUFFERED, 0)
 
@@ -53,7 +53,7 @@ class LoadedDialog:
         self._call("GenieDialog_create", self._config, byref(self._dialog))
 
     def query(self, text: str, take: Callable[[str], None]) -> None:
-        """Continue a text; `take` is given the pieces of the answer."""
+        """Continue a text; `take` is called with the pieces of the answer."""
 
         def on_text(piece: bytes | None, code: int, user_data: object) -> None:
             if piece:
@@ -62,7 +62,7 @@ class LoadedDialog:
         self._call("GenieDialog_query", self._dialog, text.encode(), _COMPLETE, _OnText(on_text), None)
 
     def token_query(self, tokens: Sequence[int], take: Callable[[list[int]], None]) -> None:
-        """Continue tokens; `take` is given those of the answer."""
+        """Continue tokens; `take` is called with the tokens of the answer."""
 
         def on_tokens(found: Sequence[int], count: int, code: int, user_data: object) -> None:
             if count:

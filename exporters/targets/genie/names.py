@@ -16,7 +16,7 @@ from edgekv.errors import EngineError
 from edgekv.runtime.rewrite import load_model, save_model
 
 _PART = re.compile(r"_\d+_of_\d+$")
-_PLACES = 3  # where a binary of the tested compiler holds the name of a graph
+_PLACES = 3  # places of a graph's name in a binary of the tested compiler
 
 
 def graph_name(ar: int, context: int) -> str:

@@ -1,4 +1,4 @@
-"""What a folder for Genie will contain. What Genie cannot express is refused here, before work starts."""
+"""The plan of a folder for Genie. Bundles that Genie cannot express are rejected here, before work starts."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class GeniePlan:
         device: the target.
         graphs: the decode and prefill graphs, by their names for Genie.
         context: the longest to use, in tokens.
-        bos: put in front of the first query; None for none.
+        bos: token in front of the first query; None for none.
     """
 
     device: Device
@@ -101,7 +101,7 @@ class GeniePlan:
 
     @property
     def parts(self) -> int:
-        """How many parts each graph has."""
+        """Number of parts of each graph."""
         return len(next(iter(self.graphs.values())).parts)
 
     def named(self, number: int) -> list[tuple[str, GraphRecord]]:
@@ -142,7 +142,7 @@ def _check_attention(manifest: Manifest) -> None:
 
 
 def _bos(bundle: Bundle) -> int | None:
-    """The token that the tokenizer puts in front of a text. Genie tokenizes without it and adds it itself."""
+    """The token that the tokenizer adds before a text. Genie tokenizes without it and adds it itself."""
     tokenizer = bundle.tokenizer()
     plain = list(tokenizer.encode("a", add_special_tokens=False).ids)
     whole = list(tokenizer.encode("a").ids)

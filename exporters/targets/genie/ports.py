@@ -1,4 +1,4 @@
-"""What Genie drives: the inputs and outputs of a graph, as its own tensor dumps show them.
+"""The inputs and outputs that Genie drives, as its own tensor dumps show them.
 
 Genie finds tensors by name. It also loads graphs with other names, and then generates noise. So every graph is compared
 with this table before it is compiled, and compared again with what Genie reads from the binary.
@@ -26,7 +26,7 @@ class GeniePort:
     """One input or output.
 
     Attributes:
-        name: as Genie looks for it.
+        name: the name that Genie looks up.
         shape: all dimensions, with ones in front up to four, as Genie counts them.
         encoding: of the integers, its scale as float32 holds it; None for token ids, which are int32.
     """
@@ -69,7 +69,7 @@ class GeniePorts:
     def of(
         cls, manifest: Manifest, graph: GraphRecord, part: PartRecord, embeddings: Encoding | None = None
     ) -> GeniePorts:
-        """What a part of a graph of this bundle must have; with `embeddings`, the first reads these, not ids."""
+        """The required ports of a part of a graph of this bundle; with `embeddings`, the first reads these."""
         encodings = dict(manifest.encodings)
         if embeddings is not None:
             encodings[EMBEDDINGS] = embeddings
@@ -85,7 +85,7 @@ class GeniePorts:
         return cls(tuple(map(found, ports.inputs)), tuple(map(found, ports.outputs)))
 
     def check_encodings(self, where: str) -> None:
-        """Refuse encodings in which the fixed integers that Genie writes would mean something else.
+        """Reject encodings in which Genie's fixed integers would mean something else.
 
         Raises:
             BundleError: naming the first such tensor.
@@ -100,7 +100,7 @@ class GeniePorts:
                 raise BundleError(where, got=port, expected="the middle of its type as zero point", fix=_AGAIN)
 
     def compare(self, where: str, found: GeniePorts) -> None:
-        """Refuse a graph that differs.
+        """Reject a graph that differs.
 
         Raises:
             BundleError: naming the first tensor that is missing, unknown, or of another shape or encoding.

@@ -1,4 +1,4 @@
-"""Checks that Genie runs a folder: what it reads from the binaries, and the tokens it chooses."""
+"""Checks that Genie runs a folder: its view of the binaries, and the tokens it chooses."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def prove(
         bundle: the source of the folder.
         engine: for edgekv's own loop.
         prompt: token ids, the BOS token included if the configuration has one.
-        max_new_tokens: how many are compared.
+        max_new_tokens: number of tokens to compare.
 
     Raises:
         BundleError: a binary has other inputs or outputs than Genie drives.
@@ -103,7 +103,7 @@ class _Spec(msgspec.Struct, frozen=True):
 
 
 def read_specs(folder: Path) -> dict[str, GeniePorts]:
-    """What Genie read from the binaries, by the names of their graphs, as its dump of specifications says."""
+    """Genie's specifications of the graphs in the binaries, by name, from its dump."""
     found = {}
     for path in sorted(folder.rglob("spec.*.json")):
         spec = msgspec.json.decode(path.read_bytes(), type=_Spec)
