@@ -90,8 +90,10 @@ class DiskFolder:
         self._limited = limited
         self._counters = counters
         try:
-            for each in (limit_folder, folder):  # nothing is written into another user's folder before it is refused
-                each.mkdir(parents=True, exist_ok=True, mode=0o700)
+            if limit_folder.exists():
+                check_folder(limit_folder)  # before anything is written into another user's folder
+            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            for each in {limit_folder, folder}:
                 check_folder(each)
             self._catalogue = Catalogue(limit_folder)
             with self._catalogue.transaction():
