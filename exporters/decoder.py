@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from typing import Literal, Protocol, TypeVar
 
 from edgekv.kv import KvTensor
-from edgekv.spec.decoder import DecoderSpec
+from edgekv.spec import DecoderSpec, attention_norm, feed_forward_norm
 
 V = TypeVar("V")
 
@@ -85,7 +85,7 @@ def attention_inputs(ops: Ops[V], spec: DecoderSpec, layer: int, hidden: V) -> V
     """The input of q_proj, k_proj and v_proj."""
     if not spec.pre_norms:
         return hidden
-    return ops.rms_norm(hidden, f"model.layers.{layer}.input_layernorm.weight", f"layers.{layer}.attention_norm")
+    return ops.rms_norm(hidden, attention_norm(layer), f"layers.{layer}.attention_norm")
 
 
 def attention(ops: Ops[V], spec: DecoderSpec, layer: int, x: V) -> V:
@@ -120,8 +120,7 @@ def feed_forward_inputs(ops: Ops[V], spec: DecoderSpec, layer: int, hidden: V) -
     """The input of gate_proj and up_proj."""
     if not spec.pre_norms:
         return hidden
-    norm = "pre_feedforward_layernorm" if spec.post_norms else "post_attention_layernorm"
-    return ops.rms_norm(hidden, f"model.layers.{layer}.{norm}.weight", f"layers.{layer}.mlp_norm")
+    return ops.rms_norm(hidden, feed_forward_norm(spec, layer), f"layers.{layer}.mlp_norm")
 
 
 def feed_forward(ops: Ops[V], spec: DecoderSpec, layer: int, x: V) -> V:

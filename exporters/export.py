@@ -30,7 +30,7 @@ from edgekv.runtime import qnn
 from edgekv.spec import DecoderInterface, EncodingTypes, Geometry, LayeredGeometry
 from edgekv.spec.chat import write_templates
 from exporters.checkpoint.checkpoint import Checkpoint
-from exporters.checkpoint.heads import transformed
+from exporters.checkpoint.folded import transformed
 from exporters.graphs.onnx import embedding_record, plan_graphs, write_graphs
 from exporters.graphs.split import Split, choose_split
 from exporters.graphs.tflite.limits import check_tflite

@@ -9,7 +9,7 @@ import pytest
 
 from edgekv.bundle import RecipeRecord, open_bundle
 from exporters.checkpoint.checkpoint import EVERY, Checkpoint, Rows
-from exporters.checkpoint.heads import transformed
+from exporters.checkpoint.folded import transformed
 from exporters.checkpoint.rotate import applied_rotation
 from exporters.inspect import trace_reference
 from exporters.quantize.recipe import Recipe, WeightRule, describe_recipe

@@ -13,7 +13,7 @@ from edgekv.bundle import open_bundle
 from edgekv.cli import run
 from edgekv.runtime import make_engine
 from exporters.checkpoint.checkpoint import Checkpoint
-from exporters.checkpoint.rotate import rotated
+from exporters.checkpoint.folded import transformed
 from exporters.inspect import LayersReport, Proposal, find_divergence, measure_layers, propose, trace_reference
 from exporters.inspect.evaluate import evaluate, evaluation_windows
 from exporters.inspect.integers import StoredMatrices
@@ -39,14 +39,14 @@ def recipe(*rules: WeightRule, rotation: str = "none") -> Recipe:
 def report(folder: Path, checkpoint: Checkpoint) -> LayersReport:
     bundle = open_bundle(folder)
     windows = evaluation_windows(checkpoint, TEXT, 64, 100)
-    tensors = rotated(checkpoint, bundle.manifest.recipe.rotation)
+    tensors = transformed(checkpoint, bundle.manifest.recipe)
     return measure_layers(bundle, make_engine("cpu", bundle=bundle), tensors, windows, "text")
 
 
 def proposal(folder: Path, checkpoint: Checkpoint, budget: float) -> Proposal:
     bundle = open_bundle(folder)
     windows = evaluation_windows(checkpoint, TEXT, 64, 100)
-    return propose(bundle, rotated(checkpoint, bundle.manifest.recipe.rotation), windows, budget)
+    return propose(bundle, transformed(checkpoint, bundle.manifest.recipe), windows, budget)
 
 
 @pytest.fixture(scope="module")
@@ -125,7 +125,12 @@ def test_the_trace_of_a_rotated_reference_is_that_of_a_rotated_bundle(checkpoint
     bundle = open_bundle(export(checkpoint, recipe(ALL, rotation="hadamard")))
     tokens = list(range(20))
     found = Probe(bundle, make_engine("cpu", bundle=bundle)).run(tokens)
-    assert find_divergence(trace_reference(rotated(checkpoint, "hadamard"), tokens), found, limit_db=5).first is None
+    assert (
+        find_divergence(
+            trace_reference(transformed(checkpoint, bundle.manifest.recipe), tokens), found, limit_db=5
+        ).first
+        is None
+    )
     assert find_divergence(trace_reference(checkpoint, tokens), found, limit_db=5).first == "embedding"
 
 

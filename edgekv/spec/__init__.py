@@ -32,7 +32,18 @@ from edgekv.spec.results import (
 )
 from edgekv.spec.rope import Rope, Rotation
 from edgekv.spec.sizes import WEIGHT_DTYPES, Decoder, Weights, recipe_weights
-from edgekv.spec.tensors import EMBEDDING, HEAD, View, matrices, text_tensor, views
+from edgekv.spec.tensors import (
+    EMBEDDING,
+    HEAD,
+    View,
+    attention_norm,
+    by_inputs,
+    by_outputs,
+    feed_forward_norm,
+    matrices,
+    text_tensor,
+    views,
+)
 
 __all__ = [
     "ARCHITECTURES",
@@ -76,8 +87,12 @@ __all__ = [
     "Rotation",
     "View",
     "Weights",
+    "attention_norm",
+    "by_inputs",
+    "by_outputs",
     "describe",
     "describe_cache",
+    "feed_forward_norm",
     "hidden_name",
     "mask_depth",
     "mask_encoding",

@@ -1,26 +1,46 @@
-"""Maps the decoder's tensor names to stored tensors, which may have other names, be fused or be shifted."""
+"""The tensors of a decoder: names, shapes, what a checkpoint stores under them, and what can be folded into what."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any, Literal
+
+from numpy.typing import NDArray
 
 from edgekv.spec.decoder import DecoderSpec
 
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
 
+TensorRole = Literal["embedding", "norm", "q_norm", "k_norm", "q", "k", "v", "o", "gate", "up", "down", "head"]
+
+_ROLES: dict[str, TensorRole] = {
+    "self_attn.q_proj": "q",
+    "self_attn.k_proj": "k",
+    "self_attn.v_proj": "v",
+    "self_attn.o_proj": "o",
+    "mlp.gate_proj": "gate",
+    "mlp.up_proj": "up",
+    "mlp.down_proj": "down",
+}
+
 
 @dataclass(frozen=True, slots=True)
 class View:
     """A tensor of the decoder as a part of a stored one: `(stored[first:first + shape[0]] + offset) * gain`.
 
+    Matrices are `[out, in]`; see `by_inputs`.
+
     Attributes:
         name: the decoder's name for it, as in Llama's checkpoints.
         shape: of the part.
-        key: of the stored tensor.
+        key: name of the stored tensor.
         rows: of the stored tensor.
-        first: first row of the part in the stored tensor.
+        role: what the decoder does with it; a bias has the role of its projection.
+        layer: None outside of the layers.
+        norm: the norm whose output a matrix reads; its weights can be folded into the matrix.
+        first: the first row of the part in the stored tensor.
         offset: added to every element.
         gain: multiplies every element.
     """
@@ -29,40 +49,79 @@ class View:
     shape: tuple[int, ...]
     key: str
     rows: int
+    role: TensorRole
+    layer: int | None = None
+    norm: str | None = None
     first: int = 0
     offset: float = 0.0
     gain: float = 1.0
 
     @property
     def stored_shape(self) -> tuple[int, ...]:
+        """Shape of the stored tensor."""
         return (self.rows, *self.shape[1:])
+
+    @property
+    def is_matrix(self) -> bool:
+        """Whether it has two dimensions; norms and biases have one."""
+        return len(self.shape) == 2
+
+    @property
+    def writes_residual(self) -> bool:
+        """Whether its output channels are those of the residual."""
+        return self.role in ("o", "down")
+
+
+def by_inputs(matrix: NDArray[Any]) -> NDArray[Any]:
+    """A matrix `[out, in]`, as checkpoints store it, as `[in, out]`, as graphs multiply by it and `quant` rounds it."""
+    return matrix.T
+
+
+def by_outputs(matrix: NDArray[Any]) -> NDArray[Any]:
+    """A matrix `[in, out]` as `[out, in]`, the inverse of `by_inputs`."""
+    return matrix.T
 
 
 def views(spec: DecoderSpec) -> Iterator[View]:
     """Every tensor that the decoder reads, in reading order."""
-    table = (spec.vocab, spec.hidden)
-    yield View(EMBEDDING, table, EMBEDDING, spec.vocab, gain=spec.embedding_gain)
+    table, norm = (spec.vocab, spec.hidden), "model.norm.weight"
+    yield View(EMBEDDING, table, EMBEDDING, spec.vocab, "embedding", gain=spec.embedding_gain)
     for layer in range(spec.layers):
-        yield from _layer(spec, f"model.layers.{layer}.")
-    yield View("model.norm.weight", (spec.hidden,), "model.norm.weight", spec.hidden, offset=spec.norm_offset)
-    yield View(HEAD, table, EMBEDDING if spec.tied_head else HEAD, spec.vocab, gain=spec.logits_gain)
+        yield from _layer(spec, layer)
+    yield View(norm, (spec.hidden,), norm, spec.hidden, "norm", offset=spec.norm_offset)
+    key = EMBEDDING if spec.tied_head else HEAD
+    yield View(HEAD, table, key, spec.vocab, "head", norm=norm, gain=spec.logits_gain)
 
 
-def _layer(spec: DecoderSpec, prefix: str) -> Iterator[View]:
+def attention_norm(layer: int) -> str:
+    """Name of the norm in front of attention, if there is one."""
+    return f"model.layers.{layer}.input_layernorm.weight"
+
+
+def feed_forward_norm(spec: DecoderSpec, layer: int) -> str:
+    """Name of the norm in front of the feed-forward, if there is one."""
+    norm = "pre_feedforward_layernorm" if spec.post_norms else "post_attention_layernorm"
+    return f"model.layers.{layer}.{norm}.weight"
+
+
+def _layer(spec: DecoderSpec, layer: int) -> Iterator[View]:
     query, key_value = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
     hidden, inner = spec.hidden, spec.intermediate
-    for norm in _norms(spec):
-        yield _norm(spec, f"{prefix}{norm}.weight", hidden)
+    for name in _norms(spec):
+        yield _norm(spec, layer, name, hidden, "norm")
     if spec.qk_norm:
         whole = spec.qk_norm == "all-heads"
-        yield _norm(spec, prefix + "self_attn.q_norm.weight", query if whole else spec.head_dim)
-        yield _norm(spec, prefix + "self_attn.k_norm.weight", key_value if whole else spec.head_dim)
+        yield _norm(spec, layer, "self_attn.q_norm", query if whole else spec.head_dim, "q_norm")
+        yield _norm(spec, layer, "self_attn.k_norm", key_value if whole else spec.head_dim, "k_norm")
+    fused = ("self_attn.qkv_proj", "mlp.gate_up_proj") if spec.fused else (None, None)
     attention = {"self_attn.q_proj": query, "self_attn.k_proj": key_value, "self_attn.v_proj": key_value}
-    yield from _projections(spec, prefix, attention, hidden, "self_attn.qkv_proj" if spec.fused else None)
-    yield from _projections(spec, prefix, {"self_attn.o_proj": hidden}, query, gain=spec.residual_gain)
+    norm = attention_norm(layer) if spec.pre_norms else None
+    yield from _projections(spec, layer, attention, hidden, fused[0], norm=norm)
+    yield from _projections(spec, layer, {"self_attn.o_proj": hidden}, query, gain=spec.residual_gain)
     gates = {"mlp.gate_proj": inner, "mlp.up_proj": inner}
-    yield from _projections(spec, prefix, gates, hidden, "mlp.gate_up_proj" if spec.fused else None)
-    yield from _projections(spec, prefix, {"mlp.down_proj": hidden}, inner, gain=spec.residual_gain)
+    norm = feed_forward_norm(spec, layer) if spec.pre_norms else None
+    yield from _projections(spec, layer, gates, hidden, fused[1], norm=norm)
+    yield from _projections(spec, layer, {"mlp.down_proj": hidden}, inner, gain=spec.residual_gain)
 
 
 def _norms(spec: DecoderSpec) -> tuple[str, ...]:
@@ -79,36 +138,38 @@ def _norms(spec: DecoderSpec) -> tuple[str, ...]:
     return ("input_layernorm", post[0], "pre_feedforward_layernorm", post[1])
 
 
-def _norm(spec: DecoderSpec, name: str, width: int) -> View:
-    return View(name, (width,), name, width, offset=spec.norm_offset)
+def _norm(spec: DecoderSpec, layer: int, part: str, width: int, role: TensorRole) -> View:
+    name = f"model.layers.{layer}.{part}.weight"
+    return View(name, (width,), name, width, role, layer, offset=spec.norm_offset)
 
 
 def _projections(
     spec: DecoderSpec,
-    prefix: str,
+    layer: int,
     widths: dict[str, int],
     width_in: int,
     fused: str | None = None,
+    *,
+    norm: str | None = None,
     gain: float = 1.0,
 ) -> Iterator[View]:
     """Matrices `[out, in]` and biases `[out]` of projections by their output widths; `fused` stores them as one."""
-    total, first = sum(widths.values()), 0
+    prefix, total, first = f"model.layers.{layer}.", sum(widths.values()), 0
     for part, width in widths.items():
         stored, rows = (fused, total) if fused else (part, width)
-        yield View(f"{prefix}{part}.weight", (width, width_in), f"{prefix}{stored}.weight", rows, first, gain=gain)
+        shapes: dict[str, tuple[int, ...]] = {"weight": (width, width_in)}
         if part in spec.biased:
-            yield View(f"{prefix}{part}.bias", (width,), f"{prefix}{stored}.bias", rows, first, gain=gain)
+            shapes["bias"] = (width,)
+        for kind, shape in shapes.items():
+            read = norm if kind == "weight" else None
+            name, key = f"{prefix}{part}.{kind}", f"{prefix}{stored}.{kind}"
+            yield View(name, shape, key, rows, _ROLES[part], layer, read, first, gain=gain)
         first += width if fused else 0
 
 
 def matrices(spec: DecoderSpec) -> dict[str, tuple[int, int]]:
-    """`[out, in]` of every matrix that multiplies activations, by name."""
-    found = {}
-    for view in views(spec):
-        if len(view.shape) == 2 and view.name != EMBEDDING:
-            rows, inputs = view.shape
-            found[view.name] = rows, inputs
-    return found
+    """`[out, in]` of every matrix that is multiplied with activations, by name."""
+    return {v.name: (v.shape[0], v.shape[1]) for v in views(spec) if v.is_matrix and v.role != "embedding"}
 
 
 _PREFIXES = (("language_model.model.", "model."), ("language_model.", ""), ("model.language_model.", "model."))

@@ -1,120 +1,95 @@
-"""Transforms of single heads, folded into the weights: the same logits, keys and values that are easier to quantize.
+"""Transforms of single heads, folded into the weights: the same logits; keys and values that are easier to quantize.
 
-Values: each head's values are rotated by an orthogonal matrix, and `o_proj` undoes it, since attention only sums values
-(as QuaRot, Ashkboos et al. 2024, arXiv 2404.00456, does with `v_proj` and `o_proj`).
+Values: those of each head are rotated by an orthogonal matrix, and the columns of `o_proj` that read them are rotated
+back. Attention only adds values up, so the result is the same (QuaRot, Ashkboos et al. 2024, arXiv 2404.00456).
 
-Keys: both elements of a pair are rotated by the same angle, so one factor for both commutes with the rotary embedding.
-Keys are divided and their queries multiplied by it, which leaves every score unchanged. With one step for the whole
-head, the error of a score is smallest if all pairs of the keys have the same range.
+Keys: the rotary embedding turns both elements of a pair by one angle, so one factor for both commutes with it. Keys are
+divided by the factors and queries multiplied, which keeps every score. With one scale for a head, the error of its
+scores is smallest if all pairs have equal magnitudes.
 """
 
 from __future__ import annotations
 
-import re
-
 import numpy as np
-from numpy.typing import NDArray
 
-from edgekv.bundle import KeyScalingName, RecipeRecord, RotationName
-from exporters.checkpoint.checkpoint import EVERY, Rows
-from exporters.checkpoint.rotate import hadamard, rotated
-from exporters.quantize.reference import Floats, Tensors
+from edgekv.bundle import KeyScalingName, RotationName
+from edgekv.spec import DecoderSpec, View
+from exporters.checkpoint.checkpoint import EVERY
+from exporters.checkpoint.rotate import Floats, Read, hadamard
 
-_PROJECTION = re.compile(r"(model\.layers\.(\d+)\.self_attn\.)([qkvo])_(proj|norm)\.(weight|bias)")
-_WIDEST = np.float32(64)  # the maximum factor of a pair
+_WIDEST = np.float32(64)  # largest factor of a pair, relative to the mean
 
 
-class FoldedHeads:
-    """The tensors of a checkpoint with its heads transformed.
+class HeadTransforms:
+    """Folds transforms of heads into the tensors of a decoder.
 
-    If key heads are normalized, as in Qwen3 and Gemma 3, the norm would undo a factor in the projection. The factor
-    goes into the norm's weights instead, and all heads of the layer share it.
+    A norm of queries and keys would undo a factor of the projection in front of it, so the factors go into the weights
+    of the norm. If it normalizes each head by itself, all heads of the layer share its weights and the factors.
+
+    Args:
+        spec: the decoder.
+        values: rotation of values.
+        keys: scaling of keys.
+        read: the tensors before, by name and rows.
     """
 
-    def __init__(self, tensors: Tensors, values: RotationName, keys: KeyScalingName) -> None:
-        self._tensors = tensors
-        self.spec = tensors.spec
-        self.head_key = tensors.head_key
-        self._rotation = hadamard(self.spec.head_dim) if values == "hadamard" else None
-        self._scales_keys = keys == "pairs"
+    def __init__(self, spec: DecoderSpec, values: RotationName, keys: KeyScalingName, read: Read) -> None:
+        self._spec = spec
+        self._read = read
+        self._rotation = hadamard(spec.head_dim) if values == "hadamard" else None
+        self._scaled = () if keys == "none" else ("q_norm", "k_norm") if spec.qk_norm else ("q", "k")
         self._scales: dict[int, Floats] = {}
 
-    def tensor(self, key: str, rows: Rows = EVERY) -> Floats:
-        """As `Checkpoint.tensor`."""
-        match = _PROJECTION.fullmatch(key)
-        if match is None:
-            return self._tensors.tensor(key, rows)
-        whole: Floats = self._transformed(match, self._tensors.tensor(key))[rows]
-        return whole
+    def changes(self, view: View) -> bool:
+        """Whether the tensor is another one after the transforms."""
+        if view.role in self._scaled:
+            return True
+        return self._rotation is not None and (view.role == "v" or (view.role == "o" and view.is_matrix))
 
-    def _transformed(self, match: re.Match[str], stored: Floats) -> Floats:
-        layer, part, kind = int(match[2]), match[3], match[4]
-        if part == "v" and self._rotation is not None:
-            return self._turn_rows(stored)
-        if part == "o" and match[5] == "weight" and self._rotation is not None:
-            return self._turn_columns(stored)
-        if part in "qk" and self._scales_keys and self.spec.qk_norm == (kind == "norm"):
-            return self._scale(stored, part, layer)
-        return stored
+    def tensor(self, view: View) -> Floats:
+        """A whole tensor after the transforms, one that they change."""
+        stored = self._read(view.name, EVERY)
+        if view.role in self._scaled:
+            return self._scale(view, stored)
+        assert self._rotation is not None, "nothing else is changed"
+        if view.role == "v":  # [kv_heads * D, hidden], or its bias [kv_heads * D]
+            turned = self._rotation.T @ stored.reshape(self._spec.kv_heads, self._spec.head_dim, -1)
+        else:  # o_proj, [hidden, heads * D]
+            turned = stored.reshape(-1, self._spec.head_dim) @ self._rotation
+        return turned.reshape(stored.shape)
 
-    def _turn_rows(self, stored: Floats) -> Floats:
-        """`v_proj`, `[heads * D, hidden]` or `[heads * D]`."""
-        heads = stored.reshape(self.spec.kv_heads, self.spec.head_dim, -1)
-        turned: Floats = (self._rotation_matrix.T @ heads).reshape(stored.shape)
-        return turned
-
-    def _turn_columns(self, stored: Floats) -> Floats:
-        """`o_proj`, `[hidden, heads * D]`."""
-        heads = stored.reshape(-1, self.spec.head_dim)
-        turned: Floats = (heads @ self._rotation_matrix).reshape(stored.shape)
-        return turned
-
-    @property
-    def _rotation_matrix(self) -> Floats:
-        assert self._rotation is not None, "asked for where values are rotated"
-        return self._rotation
-
-    def _scale(self, stored: Floats, part: str, layer: int) -> Floats:
-        """Rows of queries or keys, or their norm's weights."""
-        if layer not in self._scales:
-            self._scales[layer] = self._key_scales(layer)
-        scales = self._scales[layer]  # [kv_heads, D]; [1, D] for norms
-        factors = 1 / scales if part == "k" else scales
-        if not self.spec.qk_norm and part == "q":
-            factors = np.repeat(factors, self.spec.group, axis=0)
+    def _scale(self, view: View, stored: Floats) -> Floats:
+        """Rows of queries or keys, or the weights of their norm."""
+        assert view.layer is not None, "queries and keys are parts of layers"
+        if view.layer not in self._scales:
+            self._scales[view.layer] = self._key_scales(view.layer)
+        scales = self._scales[view.layer]  # [kv_heads, D]; [1, D] if the heads share a norm
+        factors = 1 / scales if view.role in ("k", "k_norm") else scales
+        if self._spec.qk_norm != "head" and view.role in ("q", "q_norm"):
+            factors = np.repeat(factors, self._spec.group, axis=0)
         scaled: Floats = stored * factors.reshape(-1, *[1] * (stored.ndim - 1))
         return scaled
 
     def _key_scales(self, layer: int) -> Floats:
-        """Range of the elements of each head's keys, relative to their mean: `[kv_heads, D]`, or `[1, D]`.
+        """Magnitudes of the elements of each head's keys, relative to their mean: `[kv_heads, D]`, or `[1, D]`.
 
-        Estimated from the weights alone, assuming independent normalized inputs of size 1.
+        They are estimated from the weights, as if the input of k_proj before its norm's weights were independent and of
+        variance 1.
         """
-        at = f"model.layers.{layer}."
-        if self.spec.qk_norm:
-            reach = np.square(self._tensors.tensor(at + "self_attn.k_norm.weight")).reshape(1, -1)
+        spec, at = self._spec, f"model.layers.{layer}."
+        if spec.qk_norm:
+            count = 1 if spec.qk_norm == "head" else spec.kv_heads
+            power = np.square(self._read(at + "self_attn.k_norm.weight", EVERY)).reshape(count, -1)
         else:
-            read = self._tensors.tensor(at + "self_attn.k_proj.weight")
-            read = read * self._tensors.tensor(at + "input_layernorm.weight")
-            reach = np.square(read).sum(axis=1).reshape(self.spec.kv_heads, -1)
-            if "self_attn.k_proj" in self.spec.biased:
-                reach += np.square(self._tensors.tensor(at + "self_attn.k_proj.bias")).reshape(reach.shape)
-        half = (self.spec.rope_of(layer) or self.spec.rope).width // 2
-        pairs = (reach[:, :half] + reach[:, half : 2 * half]) / 2
-        reach = np.concatenate([pairs, pairs, reach[:, 2 * half :]], axis=1)
-        widths = np.sqrt(np.maximum(reach, np.finfo(np.float32).tiny))
-        return _normalized(widths)
-
-
-def transformed(checkpoint: Tensors, recipe: RecipeRecord) -> Tensors:
-    """The checkpoint with a recipe's transforms folded into its weights: the same logits."""
-    tensors = rotated(checkpoint, recipe.rotation)
-    if recipe.value_rotation == recipe.key_scaling == "none":
-        return tensors
-    return FoldedHeads(tensors, recipe.value_rotation, recipe.key_scaling)
-
-
-def _normalized(widths: NDArray[np.float32]) -> Floats:
-    """Scale to mean 1 in each head, with a minimum of `1 / _WIDEST`."""
-    scales: Floats = widths / widths.mean(axis=1, keepdims=True)
-    return np.maximum(scales, 1 / _WIDEST).astype(np.float32)
+            keys = self._read(at + "self_attn.k_proj.weight", EVERY)
+            if spec.pre_norms:
+                keys = keys * self._read(at + "input_layernorm.weight", EVERY)
+            power = np.square(keys).sum(axis=1).reshape(spec.kv_heads, -1)
+            if "self_attn.k_proj" in spec.biased:
+                power += np.square(self._read(at + "self_attn.k_proj.bias", EVERY)).reshape(power.shape)
+        half = (spec.rope_of(layer) or spec.rope).width // 2
+        pairs = (power[:, :half] + power[:, half : 2 * half]) / 2
+        power = np.concatenate([pairs, pairs, power[:, 2 * half :]], axis=1)
+        widths = np.sqrt(np.maximum(power, np.finfo(np.float32).tiny))
+        scales: Floats = widths / widths.mean(axis=1, keepdims=True)
+        return np.maximum(scales, 1 / _WIDEST).astype(np.float32)

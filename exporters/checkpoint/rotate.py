@@ -1,63 +1,57 @@
-"""A rotation of the residual stream, folded into the weights: the same model, easier to quantize.
+"""A rotation of the residual, folded into the weights: the same model, easier to quantize.
 
-RMSNorm without its weights commutes with a rotation, so the weights of each norm are folded into the following
-matrices, an orthogonal R into all matrices that write to the residual, and its inverse into all that read from it
-(QuaRot, Ashkboos et al. 2024, arXiv 2404.00456). Outliers of single channels are spread over all channels, and nothing
-is added to the graph.
+RMSNorm without its weights commutes with a rotation. So the weights of each norm go into the matrices that read it, an
+orthogonal R into all matrices that write the residual, and its inverse into all that read it (QuaRot, Ashkboos et al.
+2024, arXiv 2404.00456). Outliers of single channels spread over all channels, and graphs get no new operation.
 """
 
 from __future__ import annotations
 
-import re
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from edgekv.bundle import RotationName
-from edgekv.spec.decoder import DecoderSpec
-from edgekv.spec.tensors import EMBEDDING, HEAD
+from edgekv.spec import DecoderSpec, View, by_inputs, by_outputs
 from exporters.checkpoint.checkpoint import EVERY, Rows
-from exporters.quantize.reference import Tensors
 
-_NORM = re.compile(r"(model\.layers\.\d+\.(input|post_attention)_layernorm|model\.norm)\.weight")
-_WRITER = re.compile(r"model\.layers\.\d+\.(self_attn\.o|mlp\.down)_proj\.(weight|bias)")
-_READER = re.compile(r"(model\.layers\.\d+\.)(self_attn\.[qkv]|mlp\.(?:gate|up))_proj\.weight")
+Floats = NDArray[np.float32]
+Read = Callable[[str, Rows], Floats]
 
 
 def applied_rotation(spec: DecoderSpec, asked: RotationName) -> RotationName:
-    """The rotation that a decoder supports: none if the outputs of its layers are normalized (Gemma)."""
+    """The rotation that a decoder can have: none if the outputs of its blocks are normalized (Gemma, OLMo 2)."""
     return "none" if spec.post_norms else asked
 
 
-class RotatedCheckpoint:
-    """The tensors of a checkpoint with its residual stream rotated."""
+class ResidualRotation:
+    """Folds norms and a rotation of the residual into the tensors of a decoder without post-norms.
 
-    def __init__(self, checkpoint: Tensors) -> None:
-        if checkpoint.spec.post_norms:
-            raise ValueError("checkpoint: got norms behind its layers; expected a residual that can be rotated")
-        self._checkpoint = checkpoint
-        self.spec = checkpoint.spec
-        self.head_key = checkpoint.head_key
-        self._factors = hadamard_factors(self.spec.hidden)
+    Args:
+        hidden: width of the residual.
+        read: the tensors before, by name and rows.
+    """
 
-    def tensor(self, key: str, rows: Rows = EVERY) -> NDArray[np.float32]:
-        """As `Checkpoint.tensor`."""
-        if _NORM.fullmatch(key):
-            return np.ones_like(self._checkpoint.tensor(key, rows))
-        if _WRITER.fullmatch(key):
-            stored = self._checkpoint.tensor(key)
-            rotated: NDArray[np.float32] = self._rotate(stored.T).T[rows]
+    def __init__(self, hidden: int, read: Read) -> None:
+        self._factors = hadamard_factors(hidden)
+        self._read = read
+
+    def tensor(self, view: View, rows: Rows) -> Floats:
+        """Some rows of a tensor after the rotation."""
+        if view.role == "norm":
+            return np.ones_like(self._read(view.name, rows))
+        if view.writes_residual:  # every row of the result needs all rows
+            whole = by_inputs(self._read(view.name, EVERY))
+            rotated: Floats = by_outputs(self._rotate(whole))[rows]
             return rotated
-        stored = self._checkpoint.tensor(key, rows)
-        if key == EMBEDDING:
-            return self._rotate(stored)
-        if (norm := self._norm_before(key)) is None:
-            return stored
-        stored *= self._checkpoint.tensor(norm)
-        return self._rotate(stored)
+        values = self._read(view.name, rows)
+        if view.norm is not None:
+            values *= self._read(view.norm, EVERY)
+        return self._rotate(values) if view.norm is not None or view.role == "embedding" else values
 
-    def _rotate(self, vectors: NDArray[np.float32]) -> NDArray[np.float32]:
+    def _rotate(self, vectors: Floats) -> Floats:
         """`vectors @ R`, one factor of R at a time, which needs far fewer products."""
         shape, behind = vectors.shape, 1
         for factor in reversed(self._factors):
@@ -66,24 +60,10 @@ class RotatedCheckpoint:
             behind *= len(factor)
         return vectors.reshape(shape)
 
-    def _norm_before(self, key: str) -> str | None:
-        if key == HEAD:
-            return "model.norm.weight"
-        reader = _READER.fullmatch(key)
-        if reader is None:
-            return None
-        norm = "input_layernorm" if reader[2].startswith("self_attn") else "post_attention_layernorm"
-        return f"{reader[1]}{norm}.weight"
-
-
-def rotated(checkpoint: Tensors, rotation: RotationName) -> Tensors:
-    """The checkpoint with this rotation of its residual stream."""
-    return checkpoint if rotation == "none" else RotatedCheckpoint(checkpoint)
-
 
 def hadamard(size: int) -> NDArray[np.float32]:
-    """An orthogonal matrix of few distinct magnitudes: Sylvester's for the power of two in `size`, the discrete cosine
-    transform for the odd rest.
+    """An orthogonal matrix of few distinct magnitudes: Sylvester's matrix for the power of two in `size`, times the
+    discrete cosine transform for the odd rest.
     """
     matrix = np.ones((1, 1))
     for factor in hadamard_factors(size):

@@ -12,7 +12,7 @@ import edgekv
 from edgekv.cli.output import print_json
 from edgekv.runtime import make_engine
 from edgekv.text_file import read_text_file
-from exporters.checkpoint.heads import transformed
+from exporters.checkpoint.folded import transformed
 from exporters.cli.options import JsonOption
 from exporters.inspect import layer_lines, measure_layers, parse_budget, proposal_lines, propose
 from exporters.inspect.evaluate import evaluate, evaluation_windows, open_source

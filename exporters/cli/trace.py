@@ -12,7 +12,7 @@ from edgekv.cli.output import print_json
 from edgekv.errors import UsageError
 from edgekv.runtime import make_engine
 from edgekv.text_file import read_text_file
-from exporters.checkpoint.heads import transformed
+from exporters.checkpoint.folded import transformed
 from exporters.cli.options import JsonOption
 from exporters.inspect.divergence import find_divergence
 from exporters.inspect.evaluate import open_source

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from safetensors import safe_open
 
 from edgekv.bundle import Bundle
+from edgekv.spec.tensors import by_outputs
 from exporters.quantize.reference import Floats
 from quant import WEIGHT_TYPES, Grid, QuantizedWeight, WeightDtype, unpack_int4
 
@@ -32,7 +33,7 @@ class StoredMatrices:
 
     def matrix(self, key: str) -> Floats:
         """float32 `[out, in]`, including the gains that the export folded into it."""
-        parts = [self._read(key, part).dequantize().T for part in self._parts(key)]
+        parts = [by_outputs(self._read(key, part).dequantize()) for part in self._parts(key)]
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
     def bytes(self, key: str) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from edgekv.spec.tensors import by_inputs
 from exporters.inspect.divergence import PERFECT_DB
 from exporters.quantize.reference import Floats
 from quant import Encoding
@@ -90,7 +91,7 @@ class MatrixMeter:
 
     def add(self, x: Floats, product: Floats, rows: slice) -> None:
         """Add inputs `[T, in]` and their exact product with `rows` of the matrix."""
-        self.output.add(product, x @ self._difference[rows].T)
+        self.output.add(product, x @ by_inputs(self._difference[rows]))
         if not rows.start:
             self._inputs += np.square(x, dtype=np.float64).sum(axis=0)
 

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from edgekv.bundle import Bundle
 from edgekv.errors import UsageError
-from edgekv.spec.tensors import matrices
+from edgekv.spec.tensors import by_inputs, matrices
 from exporters.decoder import decoder_layer, logits
 from exporters.inspect.integers import StoredMatrices
 from exporters.inspect.tally import log_softmax
@@ -221,7 +221,7 @@ class _ReplacingOps(NumpyOps):
         stored = self.replaced.get(weight)
         if stored is None:
             return super().product(x, weight, rows, gain)
-        product: Floats = x @ stored[rows].T  # includes the gain
+        product: Floats = x @ by_inputs(stored[rows])  # includes the gain
         return product
 
 

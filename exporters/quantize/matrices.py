@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgekv.errors import CheckpointError
-from edgekv.spec.tensors import EMBEDDING
+from edgekv.spec.tensors import EMBEDDING, by_inputs, by_outputs
 from exporters.decoder import (
     add_attention,
     add_feed_forward,
@@ -52,11 +52,11 @@ class PairedOps(NumpyOps):
         super().__init__(tensors.spec, self.exact, tokens, context, self._observe_range)
 
     def product(self, x: Floats, weight: str, rows: slice, gain: float) -> Floats:
-        quantized = self.quantized[weight][rows].T
+        quantized = by_inputs(self.quantized[weight][rows])
         product = np.empty((*x.shape[:-1], quantized.shape[1]), np.float32)
         np.matmul(x[-1], quantized, out=product[-1])
         if len(x) == 2:
-            np.matmul(x[0], self.exact[weight][rows].T, out=product[0])
+            np.matmul(x[0], by_inputs(self.exact[weight][rows]), out=product[0])
         if gain != 1:
             product *= np.float32(gain)
         return product
@@ -139,10 +139,10 @@ class Quantizer:
         grids = []
         for start in range(0, spec.vocab, _HEAD_ROWS_AT_ONCE):
             rows = slice(start, start + _HEAD_ROWS_AT_ONCE)
-            part = quantize(self._tensors.tensor(key, rows).T, rule.dtype, rule.method, inputs)
+            part = quantize(by_inputs(self._tensors.tensor(key, rows)), rule.dtype, rule.method, inputs)
             integers[:, rows] = part.integers
             grids.append(part.grid)
-            ops.quantized[key] = part.dequantize().T
+            ops.quantized[key] = by_outputs(part.dequantize())
             for window in windows:
                 logits(ops, spec, key, self.hidden[1:, window])
         ops.drop()
@@ -159,8 +159,8 @@ class Quantizer:
         for projection in projections:
             name = f"model.layers.{layer}.{projection}.weight"
             rule = self._recipe.rule(name)
-            weight = quantize(self._ops.exact[name].T, rule.dtype, rule.method, inputs)
-            self._ops.quantized[name] = weight.dequantize().T
+            weight = quantize(by_inputs(self._ops.exact[name]), rule.dtype, rule.method, inputs)
+            self._ops.quantized[name] = by_outputs(weight.dequantize())
             yield name, weight
 
     def _run(self, layer: int, step: Callable[..., Floats], *states: Floats) -> Floats:

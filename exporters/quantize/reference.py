@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from edgekv.kv import KvTensor
 from edgekv.spec.decoder import DecoderSpec
 from edgekv.spec.rope import Rotation
+from edgekv.spec.tensors import by_inputs
 from exporters.checkpoint.checkpoint import EVERY, Checkpoint, Rows
 from exporters.decoder import decoder_layer, logits
 
@@ -95,7 +96,7 @@ class NumpyOps:
 
     def product(self, x: Floats, weight: str, rows: slice, gain: float) -> Floats:
         """`x @ weight.T * gain` for some rows of a matrix, its output channels."""
-        product: Floats = x @ self._weights[weight][rows].T * np.float32(gain)
+        product: Floats = x @ by_inputs(self._weights[weight][rows]) * np.float32(gain)
         return product
 
     def rms_norm(self, x: Floats, weight: str, name: str, *, gain: float = 1.0) -> Floats:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from edgekv.spec.tensors import by_outputs
 from exporters.graphs.tflite.flatbuffer import Subgraph, Tensor
 from exporters.quantize.matrices import QuantizedMatrices
 from exporters.quantize.reference import Tensors
@@ -28,7 +29,7 @@ class TfliteWeights:
             width = self._tensors.spec.head_dim
             weight = weight.columns(head * width, (head + 1) * width)
             name = f"{key}.h{head}"
-        integers, scales = np.ascontiguousarray(weight.integers.T), weight.scales * np.float32(gain)
+        integers, scales = np.ascontiguousarray(by_outputs(weight.integers)), weight.scales * np.float32(gain)
         if weight.grid.type.is_packed:
             return graph.constant(name, "s4", integers.shape, lambda: pack_int4(integers), scales=scales)
         return graph.constant(name, "s8", integers.shape, lambda: integers, scales=scales)

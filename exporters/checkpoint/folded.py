@@ -1,0 +1,47 @@
+"""A checkpoint with all that a recipe folds into its weights: the same logits."""
+
+from __future__ import annotations
+
+from edgekv.bundle import RecipeRecord
+from edgekv.spec import views
+from exporters.checkpoint.checkpoint import EVERY, Rows
+from exporters.checkpoint.heads import HeadTransforms
+from exporters.checkpoint.rotate import Floats, ResidualRotation
+from exporters.quantize.reference import Tensors
+
+
+class FoldedCheckpoint:
+    """The tensors of a checkpoint, first with its residual rotated, then with its heads transformed.
+
+    What is folded into a tensor follows from its `View`.
+    """
+
+    def __init__(self, tensors: Tensors, recipe: RecipeRecord) -> None:
+        self.spec = tensors.spec
+        self.head_key = tensors.head_key
+        if recipe.rotation != "none" and self.spec.post_norms:
+            raise ValueError("recipe: got a rotation of a residual with post-norms; expected none")
+        self._tensors = tensors
+        self._views = {view.name: view for view in views(self.spec)}
+        self._rotation = None if recipe.rotation == "none" else ResidualRotation(self.spec.hidden, tensors.tensor)
+        self._heads = HeadTransforms(self.spec, recipe.value_rotation, recipe.key_scaling, self._rotated)
+
+    def tensor(self, key: str, rows: Rows = EVERY) -> Floats:
+        """As `Checkpoint.tensor`."""
+        view = self._views[key]
+        if not self._heads.changes(view):
+            return self._rotated(key, rows)
+        part: Floats = self._heads.tensor(view)[rows]
+        return part
+
+    def _rotated(self, key: str, rows: Rows) -> Floats:
+        if self._rotation is None:
+            return self._tensors.tensor(key, rows)
+        return self._rotation.tensor(self._views[key], rows)
+
+
+def transformed(checkpoint: Tensors, recipe: RecipeRecord) -> Tensors:
+    """The checkpoint with all that a recipe folds into its weights: the same logits."""
+    if recipe.rotation == recipe.value_rotation == recipe.key_scaling == "none":
+        return checkpoint
+    return FoldedCheckpoint(checkpoint, recipe)
