@@ -56,11 +56,6 @@ class Device:
         """Whether `speed` was published for this chip itself."""
         return self.soc in self.speed.measured_on
 
-    @property
-    def memory_class(self) -> str:
-        """The DRAM that the bandwidth is for, in words."""
-        return str(self.memory)
-
     def supports_kv(self, kv_dtype: str) -> bool:
         """Whether the HTP supports a cache of this type: 16-bit caches need V73."""
         return kv_dtype in ("u8", "s8") or self.arch >= 73

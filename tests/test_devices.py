@@ -66,7 +66,7 @@ def test_sixteen_bit_caches_need_v73():
 
 def test_bandwidth_follows_from_transfer_rate_and_width():
     assert find("SM8650").dram_gb_per_s == pytest.approx(76.8)
-    assert find("SC8380XP").memory_class == "LPDDR5X-8448, 128 bit"
+    assert str(find("SC8380XP").memory) == "LPDDR5X-8448, 128 bit"
     assert all("not confirmed" in d.source for d in CATALOGUE if not d.memory.confirmed)
     with pytest.raises(ValueError, match="bus_bits"):
         Memory("LPDDR5", 6400, 40)

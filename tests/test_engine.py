@@ -111,9 +111,11 @@ def test_both_ways_to_bind_give_the_same_bits(
         interface = manifest.interface.graph(decode)
         arrays = {port.name: np.ones(port.shape, port.dtype) for port in (*interface.inputs, *interface.outputs)}
         for port in interface.inputs:
-            bindings.input_array(port.name, arrays[port.name])
+            array = arrays[port.name]
+            bindings.inputs([port.name], array.dtype, array.shape, [array.ctypes.data])
         for port in interface.outputs:
-            bindings.output_array(port.name, arrays[port.name])
+            array = arrays[port.name]
+            bindings.outputs([port.name], array.dtype, array.shape, [array.ctypes.data])
         bindings.run()
         logits.append(arrays["logits"])
     assert np.array_equal(*logits)

@@ -82,13 +82,6 @@ def test_a_move_needs_no_second_cache(src, dst):
     assert peak_bytes < arena.bytes_held / 100
 
 
-def test_a_move_overlaps_where_a_row_is_both_read_and_written():
-    assert Move(0, 2, 3).overlaps
-    assert Move(2, 0, 3).overlaps
-    assert not Move(0, 3, 3).overlaps
-    assert not Move(0, 0, 3, src="scratch").overlaps
-
-
 @pytest.mark.parametrize("move", [Move(0, 3, 2), Move(3, 0, 2), Move(0, 0, 2, src="scratch"), Move(3, 2, 2)])
 def test_a_move_beyond_the_end_is_refused_before_a_byte_is_copied(move):
     arena = RowArena(Layout(Geometry(layers=1, kv_heads=1, head_dim=2, context=4), 4, 1))

@@ -164,14 +164,6 @@ class MemoryBinding:
     ) -> None:
         self._bind(_Place(True, names, _ELEMENTS[dtype.name], shape, addresses, offset_bytes))
 
-    def input_array(self, name: str, array: NDArray[Any]) -> None:
-        """Bind one input to a contiguous array."""
-        self.inputs([name], array.dtype, array.shape, [array.ctypes.data])
-
-    def output_array(self, name: str, array: NDArray[Any]) -> None:
-        """Bind one output to a contiguous array."""
-        self.outputs([name], array.dtype, array.shape, [array.ctypes.data])
-
     def run(self) -> None:
         bound = self._bound
         bound.wait()

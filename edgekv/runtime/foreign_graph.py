@@ -7,8 +7,10 @@ process that loads or runs it. A hash does not help, because an attacker can com
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -32,6 +34,37 @@ class Refusal(msgspec.Struct, frozen=True, kw_only=True):
     got: str
     expected: str
     fix: str
+
+
+class TriedFiles:
+    """The `.tflite` files of an engine: each is tried in a child process, then loaded once."""
+
+    def __init__(self, engine: str, runtime: str, load: Callable[[Path], Any], *, tried: bool) -> None:
+        """Load nothing yet.
+
+        Args:
+            engine: name of the engine.
+            runtime: its package and version.
+            load: loads a file in this process.
+            tried: load files without trying them first.
+        """
+        self._engine = engine
+        self._runtime = runtime
+        self._load = load
+        self._tried = tried
+        self._loaded: dict[Path, Any] = {}
+
+    def load(self, file: Path) -> Any:
+        """What `load` returned for the file.
+
+        Raises:
+            EngineError: see `try_file`, and what `load` raises.
+        """
+        if file not in self._loaded:
+            if not self._tried:
+                try_file(file, self._engine, self._runtime)
+            self._loaded[file] = self._load(file)
+        return self._loaded[file]
 
 
 def try_file(file: Path, engine: str, runtime: str) -> None:

@@ -19,7 +19,7 @@ import numpy as np
 from edgekv.bundle import Bundle, GraphFormat
 from edgekv.errors import EngineError
 from edgekv.kv.memory import ALIGNMENT_BYTES
-from edgekv.runtime.foreign_graph import try_file
+from edgekv.runtime.foreign_graph import TriedFiles
 from edgekv.runtime.native_output import captured_output
 from edgekv.spec import GraphInterface, Port
 
@@ -57,15 +57,15 @@ class LitertEngine:
         """
         _library()
         self.threads = threads
-        self._tried = tried
-        self._models: dict[Path, Any] = {}
+        runtime = f"ai-edge-litert {metadata.version('ai-edge-litert')}"
+        self._models = TriedFiles(self.name, runtime, self._open, tried=tried)
 
     @property
     def alignment_bytes(self) -> int:
         return ALIGNMENT_BYTES
 
     def load(self, file: Path, name: str) -> LitertBinding:
-        return LitertBinding(self._model(file), name)
+        return LitertBinding(self._models.load(file), name)
 
     def graph_names(self, file: Path) -> list[str]:
         """The names of the graphs in a file.
@@ -73,14 +73,7 @@ class LitertEngine:
         Raises:
             EngineError: as `load`.
         """
-        return list(self._model(file).get_signature_list())
-
-    def _model(self, file: Path) -> Any:
-        if file not in self._models:
-            if not self._tried:
-                try_file(file, self.name, f"ai-edge-litert {metadata.version('ai-edge-litert')}")
-            self._models[file] = self._open(file)
-        return self._models[file]
+        return list(self._models.load(file).get_signature_list())
 
     def _open(self, file: Path) -> Any:
         from ai_edge_litert.compiled_model import CompiledModel, CpuKernelMode, CpuOptions, HardwareAccelerator, Options

@@ -21,7 +21,7 @@ import numpy as np
 from edgekv.bundle import Bundle, GraphFormat
 from edgekv.errors import EngineError, UsageError
 from edgekv.kv.memory import ALIGNMENT_BYTES
-from edgekv.runtime.foreign_graph import try_file
+from edgekv.runtime.foreign_graph import TriedFiles
 from edgekv.runtime.native_output import captured_output
 from edgekv.spec import GraphInterface, Port
 from quant import WEIGHT_TYPES
@@ -77,15 +77,14 @@ class TfliteEngine:
                 fix=_INSTALL,
             )
         self.threads = threads
-        self._tried = tried
-        self._interpreters: dict[Path, Any] = {}
+        self._interpreters = TriedFiles(self.name, f"tflite-runtime {TESTED}", self._open, tried=tried)
 
     @property
     def alignment_bytes(self) -> int:
         return ALIGNMENT_BYTES
 
     def load(self, file: Path, name: str) -> TfliteBinding:
-        return TfliteBinding(self._interpreter(file), name)
+        return TfliteBinding(self._interpreters.load(file), name)
 
     def graph_names(self, file: Path) -> list[str]:
         """The names of the graphs in a file.
@@ -93,14 +92,7 @@ class TfliteEngine:
         Raises:
             EngineError: as `load`.
         """
-        return list(self._interpreter(file).get_signature_list())
-
-    def _interpreter(self, file: Path) -> Any:
-        if file not in self._interpreters:
-            if not self._tried:
-                try_file(file, self.name, f"tflite-runtime {TESTED}")
-            self._interpreters[file] = self._open(file)
-        return self._interpreters[file]
+        return list(self._interpreters.load(file).get_signature_list())
 
     def _open(self, file: Path) -> Any:
         """An interpreter. With numpy 2 importing the package succeeds, and this fails."""

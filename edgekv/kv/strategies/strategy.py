@@ -31,11 +31,6 @@ class Move:
         if self.src_row < 0 or self.dst_row < 0 or self.rows < 1:
             raise ValueError(f"move: got {self}; expected rows from 0 on, and at least one of them")
 
-    @property
-    def overlaps(self) -> bool:
-        """Whether a row is both read and written."""
-        return self.src == self.dst and abs(self.src_row - self.dst_row) < self.rows
-
 
 @dataclass(frozen=True, slots=True)
 class Window:
