@@ -124,6 +124,15 @@ def test_the_graphs_lose_what_int8_weights_lose(tmp_path, name):
     assert sqnr_db(expected, edgekv.load(calibrated(checkpoint, tmp_path)).score(tokens)) > 28
 
 
+@pytest.mark.parametrize("name", ["smollm3", "granite", "olmo2", "exaone4"])
+def test_tflite_graphs_lose_no_more(tmp_path, name):
+    checkpoint = opened(tmp_path / "checkpoint", name, gain=1.0)
+    tokens = [256, *checkpoint.encode(TEXT)][:40]
+    expected = next(Reference(checkpoint, 64).logits([np.array(tokens)]))
+    bundle = calibrated(checkpoint, tmp_path, graph_format="tflite", kv_dtype="s8")
+    assert sqnr_db(expected, edgekv.load(bundle, "litert").score(tokens)) > 28
+
+
 def test_a_context_that_needs_scaled_queries_is_refused_by_field(tmp_path):
     checkpoint = opened(tmp_path / "checkpoint", "ministral3")
     with pytest.raises(UsageError, match=r"original_max_position_embeddings .*llama_4_scaling_beta.* = 128"):
