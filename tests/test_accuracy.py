@@ -69,4 +69,4 @@ def test_eval_on_another_checkpoint_is_refused(bundle, held_out, tmp_path, capsy
 
     other = write_checkpoint(tmp_path / "other")
     assert run(["eval", str(bundle), "--text", held_out, "--checkpoint", str(other)]) == 1
-    assert "those that the bundle was made from" in capsys.readouterr().err
+    assert "the weights of the bundle" in capsys.readouterr().err

@@ -86,7 +86,7 @@ def test_a_shared_binary_ends_its_process_on_the_emulator_and_no_other(
     )
     (size,) = (record.bytes for name, record in written.files.items() if name.endswith(".bin"))
     assert size < 0.6 * sum(path.stat().st_size for path in folders["htp"].glob("*.bin"))
-    with pytest.raises(EngineError, match=r"got SIG.*runs on a Snapdragon only"):
+    with pytest.raises(EngineError, match=r"got SIG.*runs only on a Snapdragon"):
         run_folder(open_folder(tmp_path / "shared"), prompt, 4)
 
 
