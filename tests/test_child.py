@@ -16,6 +16,7 @@ from edgekv import child_start
 from edgekv.child import run_in_child, run_program, vendor_timeout_s
 from edgekv.errors import UsageError
 from edgekv.scratch import scratch_folder
+from tests.processes import interruptible
 
 PATIENCE_S = 60
 SLEEPER = (
@@ -119,7 +120,8 @@ def test_folders_of_living_processes_and_of_other_programs_stay(tmp_path: Path) 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
 def test_a_signal_ends_a_command_its_children_and_its_files(small: Path, tmp_path: Path, number: int) -> None:
     command = [sys.executable, "-m", "edgekv", "compile", str(small), "--device", "SM8650"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, **pipes, preexec_fn=interruptible) as process:
         wait_for(lambda: any((tmp_path / "tmp").glob("edgekv-child-*/job")))
         wait_for(lambda: bool(children_of(process.pid)))
         children = children_of(process.pid)

@@ -16,6 +16,7 @@ from devices import find
 from edgekv.cli import run
 from edgekv.cli.exit_codes import exit_code_of
 from edgekv.errors import BundleError, UsageError
+from tests.processes import interruptible
 
 PROMPT = "import os\n"
 
@@ -225,7 +226,8 @@ def test_a_prompt_file_must_be_a_regular_file(bundle: Path, capsys: pytest.Captu
 def test_ctrl_c_keeps_what_was_computed(bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     command = [sys.executable, "-m", "edgekv", "generate", str(bundle), "--prompt", PROMPT, "--max-new-tokens", "100"]
     options = ["--prefix-cache", str(tmp_path)]
-    with subprocess.Popen([*command, *options], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as child:
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen([*command, *options], **pipes, preexec_fn=interruptible) as child:
         assert child.stdout is not None and child.stderr is not None
         assert child.stdout.read(1)
         child.send_signal(signal.SIGINT)
