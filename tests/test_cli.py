@@ -89,6 +89,7 @@ def test_the_prompt_may_come_from_a_file(bundle: Path, tmp_path: Path, capsys: p
     assert json.loads(capsys.readouterr().out)["tokens"] == expected["tokens"]
 
 
+@pytest.mark.htp
 def test_the_htp_prints_nothing_but_the_answer(bundle: Path) -> None:
     """In a process of its own: Qualcomm's libraries write to the descriptors, past Python."""
     command = ["generate", str(bundle), "--prompt", PROMPT, "--max-new-tokens", "2", "--engine", "htp", "--json"]
@@ -146,6 +147,7 @@ def test_bad_values_are_named(
     assert message in _last_line(capsys)
 
 
+@pytest.mark.slow
 def test_a_broken_command_of_another_package_is_named_and_left_out(tmp_path: Path) -> None:
     info = tmp_path / "other-1.0.dist-info"
     info.mkdir()
@@ -207,6 +209,7 @@ def test_importing_edgekv_does_not_import_the_runtime() -> None:
     assert done.stdout == "False False\n"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("option", ["--prompt", "--prompt-file"])
 def test_the_prompt_may_come_from_standard_input(bundle: Path, capsys: pytest.CaptureFixture[str], option: str) -> None:
     command = [sys.executable, "-m", "edgekv", "tokenize", str(bundle), option, "-", "--json"]
@@ -253,6 +256,7 @@ def test_tokens_of_a_text_are_printed(bundle: Path, capsys: pytest.CaptureFixtur
     assert "".join(output["pieces"][1:4]) == "import os\n"
 
 
+@pytest.mark.slow
 def test_sampling_options_reach_the_sampler(bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:
     free = _json(bundle, capsys)["tokens"]
     forbidden = _json(bundle, capsys, "--logit-bias", f"{free[0]}:-100", "--ignore-eos", "--repetition-penalty", "1.3")
@@ -299,6 +303,7 @@ def test_absurd_numbers_are_refused(
     assert message in error and "This is a bug" not in error
 
 
+@pytest.mark.slow
 def test_a_salt_in_the_environment_is_for_prefix_caches_alone(
     bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -314,6 +319,7 @@ def test_a_salt_in_the_environment_is_for_prefix_caches_alone(
     assert restored == [False, True, False]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("typed", "found"), [("gener", "generate"), ("tok", "tokenize"), ("exp", "export")])
 def test_shells_complete_commands(typed: str, found: str) -> None:
     words = {"_EDGEKV_COMPLETE": "complete_bash", "COMP_WORDS": f"edgekv {typed}", "COMP_CWORD": "1"}

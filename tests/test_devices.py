@@ -149,6 +149,7 @@ def _targets(folder: Path) -> list[tuple[str, int, int]]:
     return found
 
 
+@pytest.mark.htp
 def test_the_htp_compiler_targets_what_the_catalogue_says(tmp_path):
     # A child process, so that this one stays free to load the compiler in its own way.
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as child:

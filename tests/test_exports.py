@@ -38,6 +38,7 @@ def cache(tmp_path, monkeypatch):
     exports._program.cache_clear()
 
 
+@pytest.mark.slow
 def test_processes_that_ask_at_once_share_what_the_first_makes(tmp_path):
     command = [sys.executable, "-c", MAKE, str(tmp_path / "cache"), str(tmp_path / "calls")]
     children = [subprocess.Popen(command, cwd=exports.ROOT) for _ in range(3)]

@@ -68,6 +68,7 @@ def test_nothing_is_copied_while_the_context_fills(bundle: Path) -> None:
     assert model.cache.length == model.bundle.manifest.context
 
 
+@pytest.mark.slow
 def test_a_sliding_window_goes_on_beyond_the_context(bundle: Path) -> None:
     streams = []
     for options in IN_ORDER:

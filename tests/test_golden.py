@@ -47,6 +47,7 @@ def test_the_cpu_writes_what_transformers_writes(cpu, embedded):
     )
 
 
+@pytest.mark.slow
 def test_all_strategies_write_the_same_on_the_cpu(bundle, cpu):
     expected = continued(cpu)
     assert continued(edgekv.load(bundle, kv_update="pointer-shift", reserve=1.5)) == expected

@@ -33,6 +33,7 @@ def check(case: Case) -> None:
     assert np.array_equal(case.value_cache, value_cache, equal_nan=True)
 
 
+@pytest.mark.slow
 @settings(max_examples=300)
 @given(cases())
 def test_output_scores_and_caches_are_those_of_the_definition(case):

@@ -75,6 +75,7 @@ def check(bundle: Path) -> list[str]:
     return names
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["third", "first"])
 def test_a_bake_that_is_killed_at_any_step_loses_nothing(tmp_path: Path, name: str) -> None:
     """A new prefix, and one that replaces another of its name."""
@@ -95,6 +96,7 @@ def test_a_bake_that_is_killed_at_any_step_loses_nothing(tmp_path: Path, name: s
     assert left == {".lock", "prefixes.json", *(each.file for each in baked_prefixes(tmp_path))}
 
 
+@pytest.mark.slow
 def test_bakes_at_once_all_stay(tmp_path: Path) -> None:
     names = [f"prefix-{n}" for n in range(4)]
     script = """

@@ -87,6 +87,7 @@ for k in range(int(sys.argv[2]), 40, 4):
 """
 
 
+@pytest.mark.slow
 def test_several_processes_keep_one_limit_and_one_truth(tmp_path: Path) -> None:
     command = [sys.executable, "-c", WRITER, str(tmp_path)]
     root = Path(__file__).parent.parent

@@ -71,6 +71,7 @@ def test_4_bits_are_integers_on_the_htp_and_half_the_bytes(checkpoint, name):
     assert np.square(logits - exact).mean() < 0.5 * np.square(exact).mean()
 
 
+@pytest.mark.slow
 def test_the_same_recipe_gives_the_same_bytes(checkpoint, tmp_path):
     first, second = (export(checkpoint, tmp_path / name, find_recipe("w4a16-lpbq64")) for name in ("a", "b"))
     assert first == second

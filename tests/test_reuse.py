@@ -150,6 +150,7 @@ def _write_newest(cache: KVCache, tokens: int) -> None:
                 store.write(tensor, rows, random.integers(0, 99, (len(rows), 8)).astype(store.dtype))
 
 
+@pytest.mark.slow
 def test_layers_of_a_limited_window_are_restored_too(tmp_path: Path) -> None:
     options = export_options(context=(32, 64), ar=(1, 8), max_attention_window=(12, 64), kv_dtype="s16")
     bundle = exported(write_checkpoint(tmp_path / "checkpoint"), options)
@@ -269,6 +270,7 @@ def _cli(capsys: pytest.CaptureFixture[str], bundle: Path, *options: str) -> dic
 PROMPT = "import os\n\ndef read_file(path):\n    with open(path) as file:\n        return file.read()\n"
 
 
+@pytest.mark.slow
 def test_processes_share_a_folder(bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = ("--prefix-cache", str(tmp_path), "--cache-salt", "hidden-salt", "--tokens-per-block", "8")
     command = ["generate", str(bundle), "--prompt", PROMPT, "--max-new-tokens", "4", "--threads", "1", "--json"]
@@ -323,6 +325,7 @@ def own_bundle(bundle: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(bundle, tmp_path / "bundle"))
 
 
+@pytest.mark.slow
 def test_a_baked_prefix_is_used_without_being_asked_for(
     own_bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

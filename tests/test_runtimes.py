@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 import edgekv
 from devices import find
@@ -14,6 +15,8 @@ from exporters.targets.genai import GenaiOptions, open_folder, run_folder, write
 from exporters.targets.genie import GenieDialog, GenieOptions, open_genie_folder, write_genie
 from tests.checkpoints import NEWER, write_checkpoint
 from tests.exports import export_options, exported
+
+pytestmark = pytest.mark.htp
 
 DEVICE = find("SM8650")
 SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "head_dim": 16}
