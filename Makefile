@@ -1,6 +1,7 @@
 # make demo   set up, then export, compile, generate and evaluate the embedded model
-# make test   set up, then lint, types and all tests, the HTP emulator included; on two cores within 6 minutes
-# make test-fast   the tests that need neither the vendor's compiler nor seconds each, within a minute
+# make test   set up, then lint, types and all tests, the HTP emulator included; about nine minutes on two cores, less
+#             once the exports that tests share are made
+# make test-fast   the tests that need neither the vendor's compiler nor seconds each
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
