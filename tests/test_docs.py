@@ -38,7 +38,7 @@ class Scratch:
     @cached_property
     def _environment(self) -> dict[str, str]:
         path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-        return {**os.environ, "PATH": path, "EDGEKV_CACHE_DIR": str(self.folder / "cache"), "COLUMNS": "80"}
+        return {**os.environ, "PATH": path, "EDGEKV_CACHE_DIR": str(self.folder / "cache"), "COLUMNS": "200"}
 
     def run(self, command: Command) -> str:
         """What a command line prints; it must succeed."""
