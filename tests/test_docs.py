@@ -43,7 +43,10 @@ class Scratch:
     def run(self, command: Command) -> str:
         """What a command line prints; it must succeed."""
         if command.line not in self._printed:
-            if BUNDLE in command.line and not command.line.startswith("edgekv export"):
+            if command.line.startswith("edgekv export"):  # another page may have made it
+                target = command.line.partition(" -o ")[2].split()[0]
+                shutil.rmtree(self.folder / target, ignore_errors=True)
+            elif BUNDLE in command.line:
                 self._provide_bundle()
             self._printed[command.line] = self._run(["bash", "-c", command.line])
         return self._printed[command.line]
