@@ -12,25 +12,18 @@ import argparse
 import tempfile
 from pathlib import Path
 
-import numpy as np
-from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table
 
 import edgekv
+from benchmarks.agreement import agreement, agreement_table
 from devices import find
 from exporters.checkpoint.checkpoint import Checkpoint
 from exporters.export import ExportOptions, export_bundle
-from exporters.inspect.evaluate import evaluate
-from exporters.quantize.calibrate import token_windows
+from exporters.inspect.evaluate import evaluate, evaluation_windows
 from exporters.quantize.recipe import find_recipe
 
 CHECKPOINT = Path("models/stdlib-4m")
-
-
-def held_rows(model: edgekv.Model) -> NDArray[np.int32]:
-    """The cache's integers, `[N, tokens, D]`, oldest token first."""
-    return model.cache.arena.array[:, model.cache.held_rows()].astype(np.int32)
 
 
 def main() -> None:
@@ -68,34 +61,8 @@ def main() -> None:
             )
         console.print(table)
 
-        agreed = count = 0
-        step = model_step(cpu)
-        logits_lsb, cache_lsb = [], []
-        for window in token_windows(checkpoint, text, args.context)[: -(-args.htp_tokens // args.context)]:
-            tokens = window[: args.htp_tokens].tolist()
-            one, other = cpu.score(tokens), htp.score(tokens)
-            agreed += int((one.argmax(-1) == other.argmax(-1)).sum())
-            count += len(tokens)
-            logits_lsb.append(np.abs(one - other).ravel() / step)
-            cache_lsb.append(np.abs(held_rows(cpu) - held_rows(htp)).ravel())
-        table = Table(title="HTP emulator against CPU, same graphs, same tokens")
-        for column in ("tokens", "top-1", "logits: mean LSB", "max", "cache: mean LSB", "max"):
-            table.add_column(column, justify="right")
-        logits, cache = np.concatenate(logits_lsb), np.concatenate(cache_lsb)
-        table.add_row(
-            str(count),
-            f"{agreed / count:.2%}",
-            f"{logits.mean():.2f}",
-            f"{logits.max():.0f}",
-            f"{cache.mean():.4f}",
-            f"{cache.max():.0f}",
-        )
-        console.print(table)
-
-
-def model_step(model: edgekv.Model) -> float:
-    """The scale of the logits: one LSB."""
-    return model.bundle.manifest.encodings["logits"].scale
+        windows = evaluation_windows(checkpoint, text, args.context, args.htp_tokens - 1)
+        console.print(agreement_table(agreement(cpu, htp, windows)))
 
 
 if __name__ == "__main__":

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from typing import Protocol
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -12,7 +15,7 @@ from exporters.checkpoint.checkpoint import Checkpoint
 from exporters.inspect.tally import Evaluation, Tally
 from exporters.progress import Progress, silent
 from exporters.quantize.calibrate import token_windows
-from exporters.quantize.reference import Reference
+from exporters.quantize.reference import Floats, Reference
 
 
 def open_source(manifest: Manifest, checkpoint: str | None) -> Checkpoint:
@@ -33,8 +36,22 @@ def open_source(manifest: Manifest, checkpoint: str | None) -> Checkpoint:
     return opened.limited(manifest.windows)
 
 
+class Logits(Protocol):
+    """Logits to compare with."""
+
+    def logits(self, windows: Sequence[NDArray[np.int64]], /) -> Iterator[Floats]:
+        """Yield the logits `[T, V]` of each window of token ids `[T]`."""
+
+
 def evaluate(
-    model: edgekv.Model, checkpoint: Checkpoint, text: str, text_name: str, *, tokens: int, progress: Progress = silent
+    model: edgekv.Model,
+    checkpoint: Checkpoint,
+    text: str,
+    text_name: str,
+    *,
+    tokens: int,
+    reference: Logits | None = None,
+    progress: Progress = silent,
 ) -> Evaluation:
     """Run the text through the bundle's `score` graph and through the reference, window by window.
 
@@ -44,13 +61,14 @@ def evaluate(
         text: split into non-overlapping windows of the context length.
         text_name: for the report.
         tokens: number of tokens to evaluate.
+        reference: logits of the checkpoint; None to compute them.
         progress: called after every window.
     """
     context = model.bundle.manifest.context
     windows = evaluation_windows(checkpoint, text, context, tokens)
-    reference = Reference(checkpoint, context).logits(windows)
+    exact = (reference or Reference(checkpoint, context)).logits(windows)
     tally = Tally()
-    for done, (window, expected) in enumerate(zip(windows, reference, strict=True)):
+    for done, (window, expected) in enumerate(zip(windows, exact, strict=True)):
         progress("evaluate", done, len(windows))
         tally.add(window, expected, model.score(window.tolist()))
     progress("evaluate", len(windows), len(windows))

@@ -206,16 +206,33 @@ class Reference:
             observe: called with the name and value of every result.
             progress: called with the number of layers done.
         """
+        return self.head(self.states(windows, observe=observe, progress=progress), observe=observe)
+
+    def states(
+        self,
+        windows: Iterable[NDArray[Any]],
+        *,
+        observe: Observer | None = None,
+        progress: Callable[[int], None] | None = None,
+    ) -> list[Floats]:
+        """The last layer's output `[T, hidden]` for each window; arguments as for `logits`."""
         windows = [np.asarray(window) for window in windows]
         spec, weights = self._checkpoint.spec, Weights(self._checkpoint)
-        lengths = {len(window) for window in windows}
-        ops = {n: NumpyOps(spec, weights, n, self._context or n, observe) for n in lengths}
+        ops = self._ops(weights, {len(window) for window in windows}, observe)
         states = [ops[len(window)].embed(window, "embedding") for window in windows]
         for layer in range(spec.layers):
             weights.drop()
             states = [decoder_layer(ops[len(state)], spec, layer, state) for state in states]
             if progress is not None:
                 progress(layer + 1)
-        weights.drop()
+        return states
+
+    def head(self, states: Iterable[Floats], *, observe: Observer | None = None) -> Iterator[Floats]:
+        """Yield the logits `[T, V]` of each output `[T, hidden]` of the last layer."""
+        weights = Weights(self._checkpoint)
         for state in states:
-            yield logits(ops[len(state)], spec, self._checkpoint.head_key, state)
+            ops = self._ops(weights, {len(state)}, observe)
+            yield logits(ops[len(state)], self._checkpoint.spec, self._checkpoint.head_key, state)
+
+    def _ops(self, weights: Weights, lengths: Iterable[int], observe: Observer | None) -> dict[int, NumpyOps]:
+        return {n: NumpyOps(self._checkpoint.spec, weights, n, self._context or n, observe) for n in lengths}

@@ -1,0 +1,77 @@
+"""How closely two engines agree on one bundle, integer by integer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from rich.table import Table
+
+import edgekv
+
+
+@dataclass(frozen=True, slots=True)
+class Agreement:
+    """Two engines on the same tokens.
+
+    Attributes:
+        tokens: number of tokens.
+        top1: share of tokens after which both have the same most likely token.
+        logits_steps: mean difference of the logits, in steps of their encoding.
+        logits_most_steps: the largest.
+        cache_steps: mean difference of the cached keys and values, in steps of their encodings.
+        cache_most_steps: the largest.
+    """
+
+    tokens: int
+    top1: float
+    logits_steps: float
+    logits_most_steps: float
+    cache_steps: float
+    cache_most_steps: int
+
+
+def agreement(one: edgekv.Model, other: edgekv.Model, windows: Iterable[NDArray[np.int64]]) -> Agreement:
+    """Score windows of token ids `[T]` on both models, which are one bundle on two engines."""
+    step = one.bundle.manifest.encodings["logits"].scale
+    agreed = tokens = 0
+    logits: list[NDArray[np.float32]] = []
+    cache: list[NDArray[np.int32]] = []
+    for window in windows:
+        a, b = one.score(window.tolist()), other.score(window.tolist())
+        agreed += int((a.argmax(-1) == b.argmax(-1)).sum())
+        tokens += len(window)
+        logits.append(np.abs(a - b).ravel() / step)
+        cache.append(np.abs(_held_rows(one) - _held_rows(other)).ravel())
+    differences, rows = np.concatenate(logits), np.concatenate(cache)
+    return Agreement(
+        tokens=tokens,
+        top1=agreed / tokens,
+        logits_steps=float(differences.mean()),
+        logits_most_steps=float(differences.max()),
+        cache_steps=float(rows.mean()),
+        cache_most_steps=int(rows.max()),
+    )
+
+
+def agreement_table(found: Agreement) -> Table:
+    """A table of one row."""
+    table = Table(title="HTP emulator against CPU engine: same graphs, same tokens")
+    for column in ("tokens", "top-1", "logits: mean steps", "most", "cache: mean steps", "most"):
+        table.add_column(column, justify="right")
+    table.add_row(
+        str(found.tokens),
+        f"{found.top1:.2%}",
+        f"{found.logits_steps:.2f}",
+        f"{found.logits_most_steps:.0f}",
+        f"{found.cache_steps:.4f}",
+        str(found.cache_most_steps),
+    )
+    return table
+
+
+def _held_rows(model: edgekv.Model) -> NDArray[np.int32]:
+    """The cache's integers, `[N, tokens, D]`, oldest token first."""
+    return model.cache.arena.array[:, model.cache.held_rows()].astype(np.int32)

