@@ -11,9 +11,9 @@ the nearest HTP version.
 
 from __future__ import annotations
 
-from devices import speed
 from devices.device import Device
 from devices.memory import Memory
+from devices.speed import SA8775P, SC8380XP, SC8480XP, SM8650, SM8750, SM8850, V73
 
 _BINARY = "arch and VTCM: read from a context binary (QAIRT 2.51)"
 
@@ -29,7 +29,7 @@ CATALOGUE: tuple[Device, ...] = (
         arch=68,
         vtcm_mb=4,
         memory=Memory("LPDDR5", 6400, 64),
-        speed=speed.V73,
+        speed=V73,
         source=_source("press reports of 3200 MHz; four channels in Linux' interconnect driver"),
         aliases=("Snapdragon 888",),
     ),
@@ -39,7 +39,7 @@ CATALOGUE: tuple[Device, ...] = (
         arch=69,
         vtcm_mb=8,
         memory=Memory("LPDDR5", 6400, 64),
-        speed=speed.V73,
+        speed=V73,
         source=_source("press reports of 3200 MHz and 51.2 GB/s; four channels in Linux' interconnect driver"),
         aliases=("Snapdragon 8 Gen 1",),
     ),
@@ -49,7 +49,7 @@ CATALOGUE: tuple[Device, ...] = (
         arch=73,
         vtcm_mb=8,
         memory=Memory("LPDDR5X", 8400, 64),
-        speed=speed.V73,
+        speed=V73,
         source=_source("press reports of 4200 MHz; four channels in Linux' interconnect driver"),
         aliases=(
             "SM8550-AB",
@@ -69,7 +69,7 @@ CATALOGUE: tuple[Device, ...] = (
         arch=75,
         vtcm_mb=8,
         memory=Memory("LPDDR5X", 9600, 64),
-        speed=speed.SM8650,
+        speed=SM8650,
         source=_source("press reports of 4800 MHz; four channels in Linux' interconnect driver"),
         aliases=(
             "SM8650-AB",
@@ -89,7 +89,7 @@ CATALOGUE: tuple[Device, ...] = (
         arch=79,
         vtcm_mb=8,
         memory=Memory("LPDDR5X", 10600, 64),
-        speed=speed.SM8750,
+        speed=SM8750,
         source=_source("press reports of 5300 MHz; four channels in Linux' interconnect driver"),
         aliases=(
             "SM8750-AB",
@@ -109,7 +109,7 @@ CATALOGUE: tuple[Device, ...] = (
         arch=81,
         vtcm_mb=8,
         memory=Memory("LPDDR5X", 10600, 64),
-        speed=speed.SM8850,
+        speed=SM8850,
         source=_source("press reports of 5300 MHz from the launch; 64 bit from a third-party table of chips"),
         aliases=("SM8850-AC", "Snapdragon 8 Elite Gen 5", "Xiaomi 17", "OnePlus 15"),
     ),
@@ -119,7 +119,7 @@ CATALOGUE: tuple[Device, ...] = (
         arch=81,
         vtcm_mb=8,
         memory=Memory("LPDDR5X", 9600, 64, confirmed=False),
-        speed=speed.SM8850,
+        speed=SM8850,
         source=_source("4800 MHz and 64 bit as in the maker's product brief, not confirmed"),
         aliases=("Snapdragon 8 Gen 5",),
     ),
@@ -129,7 +129,7 @@ CATALOGUE: tuple[Device, ...] = (
         arch=73,
         vtcm_mb=8,
         memory=Memory("LPDDR5X", 9600, 64, confirmed=False),
-        speed=speed.V73,
+        speed=V73,
         source=_source("4800 MHz from an encyclopedia of chips; 64 bit not confirmed"),
         aliases=("Snapdragon 8s Gen 4", "Nothing Phone (3)"),
     ),
@@ -139,7 +139,7 @@ CATALOGUE: tuple[Device, ...] = (
         arch=73,
         vtcm_mb=4,
         memory=Memory("LPDDR5X", 8400, 64),
-        speed=speed.V73,
+        speed=V73,
         source=_source("press reports of 4200 MHz and four channels"),
         aliases=("Snapdragon 8s Gen 3",),
     ),
@@ -149,7 +149,7 @@ CATALOGUE: tuple[Device, ...] = (
         arch=73,
         vtcm_mb=4,
         memory=Memory("LPDDR5X", 8400, 32, confirmed=False),
-        speed=speed.V73,
+        speed=V73,
         source=_source("press reports of 4200 MHz; 32 bit not confirmed"),
         aliases=("SM7750-AB", "Snapdragon 7 Gen 4"),
     ),
@@ -159,7 +159,7 @@ CATALOGUE: tuple[Device, ...] = (
         arch=73,
         vtcm_mb=4,
         memory=Memory("LPDDR5X", 8400, 64, confirmed=False),
-        speed=speed.V73,
+        speed=V73,
         source=_source("press reports of 4200 MHz; 64 bit not confirmed"),
         aliases=("SM7675-AB", "Snapdragon 7+ Gen 3"),
     ),
@@ -169,7 +169,7 @@ CATALOGUE: tuple[Device, ...] = (
         arch=73,
         vtcm_mb=2,
         memory=Memory("LPDDR5", 6400, 32),
-        speed=speed.V73,
+        speed=V73,
         source=_source("a review's table: two 16-bit channels at 3200 MHz"),
         aliases=("Snapdragon 7s Gen 3",),
     ),
@@ -179,7 +179,7 @@ CATALOGUE: tuple[Device, ...] = (
         arch=73,
         vtcm_mb=2,
         memory=Memory("LPDDR5", 6400, 32),
-        speed=speed.V73,
+        speed=V73,
         source=_source("a review's table: two 16-bit channels at 3200 MHz"),
         aliases=("SM7550-AB", "Snapdragon 7 Gen 3"),
     ),
@@ -189,7 +189,7 @@ CATALOGUE: tuple[Device, ...] = (
         arch=73,
         vtcm_mb=8,
         memory=Memory("LPDDR5X", 8448, 128),
-        speed=speed.SC8380XP,
+        speed=SC8380XP,
         source=_source("press reports of 8448 MT/s and 135 GB/s; eight channels in Linux' interconnect driver"),
         aliases=(
             "Snapdragon X Elite",
@@ -207,7 +207,7 @@ CATALOGUE: tuple[Device, ...] = (
         arch=81,
         vtcm_mb=8,
         memory=Memory("LPDDR5X", 9523, 128),
-        speed=speed.SC8480XP,
+        speed=SC8480XP,
         source=_source("press reports of 9523 MT/s and 152 GB/s; eight channels in Linux' interconnect driver"),
         aliases=("Snapdragon X2 Elite", "X2E-88-100", "X2E-80-100"),
     ),
@@ -217,7 +217,7 @@ CATALOGUE: tuple[Device, ...] = (
         arch=73,
         vtcm_mb=8,
         memory=Memory("LPDDR5X", 8400, 64, confirmed=False),
-        speed=speed.V73,
+        speed=V73,
         source=_source("taken to be as on SM8550, whose drivers it shares in Linux; not confirmed"),
         aliases=("QCM8550",),
     ),
@@ -227,7 +227,7 @@ CATALOGUE: tuple[Device, ...] = (
         arch=68,
         vtcm_mb=2,
         memory=Memory("LPDDR5", 6400, 32, confirmed=False),
-        speed=speed.V73,
+        speed=V73,
         source=_source(
             "two channels in Linux' interconnect driver; 3200 MHz as in the maker's product brief, not confirmed; "
             "boards with LPDDR4X reach 17 GB/s"
@@ -240,7 +240,7 @@ CATALOGUE: tuple[Device, ...] = (
         arch=73,
         vtcm_mb=8,
         memory=Memory("LPDDR5", 6400, 96),
-        speed=speed.SA8775P,
+        speed=SA8775P,
         source=_source("the maker's pages on the IQ-9075 evaluation kit: six 16-bit channels at 3200 MHz"),
         aliases=("QCS9075", "IQ-9075", "Dragonwing IQ9"),
     ),
@@ -250,7 +250,7 @@ CATALOGUE: tuple[Device, ...] = (
         arch=73,
         vtcm_mb=8,
         memory=Memory("LPDDR5", 6400, 96),
-        speed=speed.SA8775P,
+        speed=SA8775P,
         source=_source("a published comparison of cockpit chips: six 16-bit channels at 3200 MHz"),
         aliases=("SA8255P",),
     ),
@@ -260,7 +260,7 @@ CATALOGUE: tuple[Device, ...] = (
         arch=68,
         vtcm_mb=8,
         memory=Memory("LPDDR4X", 4185.6, 128),
-        speed=speed.V73,
+        speed=V73,
         source=_source("a published comparison of cockpit chips: eight 16-bit channels at 2092.8 MHz"),
         aliases=("SA8295P",),
     ),

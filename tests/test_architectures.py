@@ -167,7 +167,7 @@ def test_a_new_file_in_the_folder_is_a_new_architecture(tmp_path):
     """In a process of its own, which finds a second folder of families."""
     (tmp_path / "zamba.py").write_text("MODEL_TYPES = ('zamba',)\n\ndef describe(config):\n    return None\n")
     program = f"from edgekv.spec import families; families.__path__.append({str(tmp_path)!r}); "
-    program += "from edgekv.spec.describe import find_families; print(sorted(find_families()))"
+    program += "from edgekv.spec.families import find_families; print(sorted(find_families()))"
     found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
     assert "'zamba'" in found and "'llama'" in found
 

@@ -12,8 +12,8 @@ import onnxruntime as ort
 from devices import Device, find
 from edgekv.bundle import Bundle, GraphFormat, open_compiled
 from edgekv.errors import UsageError
-from edgekv.runtime import qnn
 from edgekv.runtime.binding import Binding, MemoryBinding
+from edgekv.runtime.qnn import compiler, create_session
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,11 +55,11 @@ class HtpEngine:
         Raises:
             EngineError: the runtime is missing or refused the graph.
         """
-        return qnn.create_session(self.compiled.get(graph, graph), self.device)
+        return create_session(self.compiled.get(graph, graph), self.device)
 
 
 def _wrappers(bundle: Bundle, device: Device) -> Mapping[Path, Path]:
-    compiled = open_compiled(bundle, device.soc, qnn.compiler())
+    compiled = open_compiled(bundle, device.soc, compiler())
     if compiled is None:
         return {}
     found = {bundle.part_path(part): compiled.wrapper(part.name) for part in bundle.manifest.parts}

@@ -2,7 +2,8 @@
 
 from edgekv.spec.config import CONFIG, Config, read_config, read_json
 from edgekv.spec.decoder import DecoderSpec
-from edgekv.spec.describe import ARCHITECTURES, CacheSpec, describe, describe_cache
+from edgekv.spec.describe import CacheSpec, describe, describe_cache
+from edgekv.spec.families import ARCHITECTURES
 from edgekv.spec.folders import FolderKind, identify
 from edgekv.spec.geometry import KINDS, Geometry, KeyLayout, Kind, KvDtype, KvTensor
 from edgekv.spec.graph import (

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
 import math
-import pkgutil
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-import edgekv.spec.families as families
 from edgekv.spec.config import Config
 from edgekv.spec.decoder import DecoderSpec
+from edgekv.spec.families import ARCHITECTURES
 
 LARGEST_PARAMETERS = 1 << 42
 """Maximum elements of all matrices, above every published model."""
@@ -18,8 +15,6 @@ LARGEST_HEADS = 1 << 18
 """Maximum query heads of all layers: each one adds operations to a graph."""
 
 _LAYER_TYPES = ("full_attention", "sliding_attention")
-
-Describe = Callable[[Config], DecoderSpec]
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,19 +38,6 @@ class CacheSpec:
     max_positions: int | None
     sliding_window: int | None
     decoder: DecoderSpec | None
-
-
-def find_families() -> Mapping[str, Describe]:
-    """How to describe a decoder, by `model_type`: one entry for each type that a file in `families` declares."""
-    found: dict[str, Describe] = {}
-    for entry in sorted(pkgutil.iter_modules(families.__path__), key=lambda entry: entry.name):
-        module = importlib.import_module(f"{families.__name__}.{entry.name}")
-        found.update(dict.fromkeys(module.MODEL_TYPES, module.describe))
-    return found
-
-
-ARCHITECTURES = find_families()
-"""All supported architectures; see `find_families`."""
 
 
 def describe(config: Config) -> DecoderSpec:
