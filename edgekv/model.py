@@ -76,9 +76,14 @@ class Model:
         self.close()
 
     def close(self) -> None:
-        """End all generations, store their prefixes, and free graphs and caches. Closing twice is harmless."""
+        """End all generations, store their prefixes, and free graphs and caches. Closing twice is harmless.
+
+        A prefix store that the caller opened stays open.
+        """
         if not self._turns.is_closed:
             self._turns.close()
+            if self._store is not None:
+                self._store.close()
             del self._graphs, self.session, self.sequences, self._store
 
     @property

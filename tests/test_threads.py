@@ -122,6 +122,20 @@ def test_a_closed_model_ends_calls_and_refuses_later_ones(small_export: Path) ->
     assert repr(model).endswith("closed>")
 
 
+def test_a_closed_model_closes_the_prefix_store_that_it_opened_but_not_the_callers(
+    small_export: Path, tmp_path: Path
+) -> None:
+    def open_files() -> list[Path]:
+        return [path for entry in Path("/proc/self/fd").iterdir() if tmp_path in (path := entry.resolve()).parents]
+
+    owner = edgekv.load(small_export, threads=1, verify=False, prefix_cache=tmp_path / "store")
+    edgekv.load(small_export, threads=1, verify=False, prefix_cache=owner.prefix_store).close()
+    assert open_files()
+    assert len(_ids(owner, [5, 6, 7])) == 2
+    owner.close()
+    assert not open_files()
+
+
 def test_sequences_that_are_dropped_while_others_step_are_computed_again(small_export: Path) -> None:
     model = edgekv.load(small_export, threads=1, verify=False)
     alone = [token.id for token in model.generate([5, 6, 7], 40)]

@@ -43,10 +43,17 @@ class SharedStore:
     Attributes:
         store: the store.
         writes: whether generations store their tokens; False for read-only use.
+        is_own: whether the model opened the store; it then closes it.
     """
 
     store: PrefixStore
     writes: bool
+    is_own: bool
+
+    def close(self) -> None:
+        """End the model's use of the store; a store of the caller stays open."""
+        if self.is_own:
+            self.store.close()
 
 
 def open_store(
@@ -76,17 +83,22 @@ def open_store(
         raise UsageError("cache mode", got=f"{mode} with a prefix cache", expected="always or adaptive", fix=fix)
     fingerprint = prefix_fingerprint(bundle.manifest, engine)
     if isinstance(wanted, PrefixStore):
-        store = wanted
-        if (store.geometry, store.fingerprint) != (cache.geometry, fingerprint):
+        if (wanted.geometry, wanted.fingerprint) != (cache.geometry, fingerprint):
             fix = "Open it with the bundle's geometry and prefix_fingerprint(manifest, engine)."
             raise UsageError("prefix_cache", got="a store of another bundle", expected="one of this bundle", fix=fix)
+        shared = SharedStore(wanted, writes=True, is_own=False)
     else:
         store = PrefixStore(cache.geometry, _configured(cache, fingerprint, wanted), fingerprint=fingerprint)
-    if store.config.max_attention_window:
-        found, fix = list(store.config.max_attention_window), "Leave it out."
-        raise PrefixError("max_attention_window", got=found, expected="the windows of the graphs", fix=fix)
-    load_baked(bundle, store, engine)
-    return SharedStore(store, writes=wanted is not None)
+        shared = SharedStore(store, writes=wanted is not None, is_own=True)
+    try:
+        if shared.store.config.max_attention_window:
+            found, fix = list(shared.store.config.max_attention_window), "Leave it out."
+            raise PrefixError("max_attention_window", got=found, expected="the windows of the graphs", fix=fix)
+        load_baked(bundle, shared.store, engine)
+    except BaseException:
+        shared.close()
+        raise
+    return shared
 
 
 def _configured(cache: KVCache, fingerprint: str, wanted: str | Path | StoreConfig | None) -> StoreConfig:
