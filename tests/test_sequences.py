@@ -12,8 +12,8 @@ from edgekv.kv import Geometry, KVCache
 from edgekv.session import (
     Adaptive,
     Always,
-    Budget,
     ByteBudget,
+    CacheBudget,
     Disabled,
     FreeMemoryBudget,
     LongSequenceOnly,
@@ -45,7 +45,7 @@ def _session(policy: str = "fail") -> Session:
     return Session(_cache(policy), NoGraphs())
 
 
-def _manager(budget: Budget | None = None, *, evicts: bool = False) -> SessionPool:
+def _manager(budget: CacheBudget | None = None, *, evicts: bool = False) -> SessionPool:
     mode = Adaptive(budget or ByteBudget(1 << 40)) if evicts else Always(budget)
     return SessionPool(_session, mode)
 

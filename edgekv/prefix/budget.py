@@ -13,8 +13,8 @@ from edgekv.system import free_memory_bytes
 
 
 @dataclass(frozen=True, slots=True)
-class Budget:
-    """A number of bytes, and the configuration field that set it."""
+class PoolBudget:
+    """Bytes to divide among the pools of all groups, and the configuration field that set them."""
 
     field: str
     bytes: int
@@ -49,7 +49,7 @@ class Division:
         """Bytes of a number of tokens, rounded up; S tokens need the bytes of one sequence."""
         return -(-tokens * sum(self.sequence_bytes) // self.context)
 
-    def blocks(self, budget: Budget) -> tuple[int, ...]:
+    def blocks(self, budget: PoolBudget) -> tuple[int, ...]:
         """Blocks of each pool.
 
         Raises:
@@ -95,7 +95,7 @@ def limits_of(config: StoreConfig, division: Division, free_bytes: int | None) -
     """
     host = (0,) * len(division.block_bytes)
     if config.host_cache_size:
-        host = division.blocks(Budget("host_cache_size", config.host_cache_size))
+        host = division.blocks(PoolBudget("host_cache_size", config.host_cache_size))
     return Limits(
         primary=division.blocks(primary_budget(config, division, free_bytes)),
         host=host,
@@ -104,19 +104,19 @@ def limits_of(config: StoreConfig, division: Division, free_bytes: int | None) -
     )
 
 
-def primary_budget(config: StoreConfig, division: Division, free_bytes: int | None) -> Budget:
+def primary_budget(config: StoreConfig, division: Division, free_bytes: int | None) -> PoolBudget:
     """The smallest of the given limits; 256 MiB by default, and at most 90 % of the free memory."""
     budgets = []
     if config.max_tokens is not None:
-        budgets.append(Budget("max_tokens", division.bytes_of_tokens(config.max_tokens)))
+        budgets.append(PoolBudget("max_tokens", division.bytes_of_tokens(config.max_tokens)))
     if config.max_bytes is not None:
-        budgets.append(Budget("max_bytes", config.max_bytes))
+        budgets.append(PoolBudget("max_bytes", config.max_bytes))
     if not budgets and config.free_memory_fraction is None:
-        budgets.append(Budget("max_bytes", DEFAULT_MAX_BYTES))
+        budgets.append(PoolBudget("max_bytes", DEFAULT_MAX_BYTES))
     fraction = DEFAULT_FREE_MEMORY_FRACTION if config.free_memory_fraction is None else config.free_memory_fraction
     try:
         free_bytes = free_memory_bytes() if free_bytes is None else free_bytes
-        budgets.append(Budget("free_memory_fraction", int(free_bytes * fraction)))
+        budgets.append(PoolBudget("free_memory_fraction", int(free_bytes * fraction)))
     except EngineError:  # not every system reports its free memory
         if config.free_memory_fraction is not None:
             raise

@@ -1,7 +1,7 @@
 """Tokens in, tokens out: sessions, sampling and streaming."""
 
 from edgekv.session.beam_run import BeamResult, BeamSequence, BeamStats
-from edgekv.session.budget import Budget, ByteBudget, FreeMemoryBudget, parse_budget
+from edgekv.session.budget import ByteBudget, CacheBudget, FreeMemoryBudget, parse_budget
 from edgekv.session.caches import CacheSetup
 from edgekv.session.events import GenerationStats, StopReason, Token
 from edgekv.session.generation import Generation
@@ -23,8 +23,8 @@ __all__ = [
     "BeamResult",
     "BeamSequence",
     "BeamStats",
-    "Budget",
     "ByteBudget",
+    "CacheBudget",
     "CacheSetup",
     "Detokenizer",
     "Disabled",

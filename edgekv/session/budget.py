@@ -14,8 +14,8 @@ from edgekv.system import free_memory_bytes, parse_bytes
 _PERCENTAGE = re.compile(r"(\d{1,30}(?:\.\d{1,30})?) ?%")
 
 
-class Budget(Protocol):
-    """A limit on the memory of caches."""
+class CacheBudget(Protocol):
+    """A limit on the memory of the caches of all sequences."""
 
     def allowance_bytes(self, held_bytes: int) -> int:
         """Maximum bytes of all caches together, including those already allocated.
@@ -69,7 +69,7 @@ class FreeMemoryBudget:
         return f"{float(self.fraction * 100):g}%"
 
 
-def parse_budget(text: str) -> Budget:
+def parse_budget(text: str) -> CacheBudget:
     """A budget as users write it: `64MiB`, `1.5GB`, `1000000` or `25%` (of the free memory).
 
     Raises:

@@ -9,7 +9,7 @@ from typing import Protocol
 
 from edgekv.errors import UsageError
 from edgekv.kv import KVCache
-from edgekv.session.budget import Budget, FreeMemoryBudget, parse_budget
+from edgekv.session.budget import CacheBudget, FreeMemoryBudget, parse_budget
 
 
 class Mode(Protocol):
@@ -20,7 +20,7 @@ class Mode(Protocol):
         """Sequences of at most this many tokens are recomputed in every step; None for every sequence."""
 
     @property
-    def budget(self) -> Budget | None:
+    def budget(self) -> CacheBudget | None:
         """Memory limit for the caches of all sequences; None for no limit."""
 
     @property
@@ -32,7 +32,7 @@ class Mode(Protocol):
 class Always:
     """Every sequence is kept until it is dropped. If the budget is used up, new ones are refused."""
 
-    budget: Budget | None = None
+    budget: CacheBudget | None = None
 
     @property
     def recomputed_tokens(self) -> int:
@@ -85,7 +85,7 @@ class Adaptive:
         budget: half of the free memory by default.
     """
 
-    budget: Budget = field(default_factory=lambda: FreeMemoryBudget(Fraction(1, 2)))
+    budget: CacheBudget = field(default_factory=lambda: FreeMemoryBudget(Fraction(1, 2)))
 
     @property
     def recomputed_tokens(self) -> int:
