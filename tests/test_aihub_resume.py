@@ -126,6 +126,12 @@ def test_a_damaged_job_file_is_named(service: AiHub, small: Path, capsys: pytest
     path.write_text(path.read_text()[:-9])
     assert run(["hub", "status", str(small)]) == 1
     assert f"{path.name}: got " in capsys.readouterr().err
+    path.unlink()
+    path.symlink_to("/dev/zero")
+    assert run(["hub", "status", str(small)]) == 1
+    assert f"{path.name}: got a device, not a regular file; expected a job file" in " ".join(
+        capsys.readouterr().err.split()
+    )
 
 
 def test_a_job_that_the_service_has_lost_is_named(

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from edgekv.errors import UsageError
+from edgekv.errors import BundleError, UsageError
 from edgekv.prefix import PrefixStore, StoreConfig, add_baked, baked_prefixes, remove_baked
 from edgekv.prefix.baked import load_baked
 from tests.test_prefix_model import GEOMETRY, Tokens, rows_of
@@ -55,6 +55,13 @@ def die_at_step(number: int) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
     sys.addaudithook(audit)
+
+
+def test_an_endless_record_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "prefixes").mkdir()
+    (tmp_path / "prefixes" / "prefixes.json").symlink_to("/dev/zero")
+    with pytest.raises(BundleError, match=r"prefixes\.json: got a device, not a regular file; expected the record"):
+        baked_prefixes(tmp_path)
 
 
 def run(bundle: Path, *arguments: str) -> int:

@@ -16,6 +16,7 @@ from safetensors.numpy import load, save
 
 from edgekv.bundle import Bundle, FileRecord, readable_json
 from edgekv.errors import BundleError, UsageError
+from edgekv.json_file import read_json
 from edgekv.prefix.lock import locked
 from edgekv.prefix.retention import MAX_PRIORITY, RetentionPolicy, TokenRangeRetentionConfig
 from edgekv.prefix.rows import Rows
@@ -252,12 +253,9 @@ def _write(path: Path, content: bytes) -> None:
 def _read_record(bundle: Path) -> BakedRecord:
     file = bundle / FOLDER / RECORD
     fix = f"Remove {bundle / FOLDER} and bake again."
-    try:
-        record = msgspec.json.decode(file.read_bytes(), type=BakedRecord)
-    except FileNotFoundError:
+    if not os.path.lexists(file):
         return BakedRecord(format=FORMAT, prefixes=[], files={})
-    except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise BundleError(str(file), got=error, expected="the record of prefixes", fix=fix) from None
+    record = read_json(file, BakedRecord, expected="the record of prefixes", fix=fix)
     if record.format != FORMAT:
         raise BundleError(f"{file}: format", got=record.format, expected=FORMAT, fix=fix)
     if wrong := [each.file for each in record.prefixes if Path(each.file).name != each.file]:

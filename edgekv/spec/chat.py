@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from edgekv.errors import BundleError, CheckpointError, EdgeKVError, UsageError
+from edgekv.errors import CheckpointError, EdgeKVError, UsageError
+from edgekv.json_file import read_json
 
 if TYPE_CHECKING:
     from jinja2 import Environment
@@ -177,12 +178,7 @@ def read_bundle_templates(folder: Path) -> ChatTemplates | None:
     path = folder / FILE
     if not path.is_file():
         return None
-    try:
-        return msgspec.json.decode(path.read_bytes(), type=ChatTemplates)
-    except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise BundleError(
-            str(path), got=error, expected="the chat templates of an export", fix="Export the bundle again."
-        ) from None
+    return read_json(path, ChatTemplates, expected="the chat templates of an export", fix="Export the bundle again.")
 
 
 def write_templates(templates: ChatTemplates, folder: Path) -> None:

@@ -12,6 +12,7 @@ import msgspec
 
 from edgekv.bundle import Bundle, FileRecord, atomic_directory, readable_json, record_files
 from edgekv.errors import BundleError, ServiceError
+from edgekv.json_file import read_json
 from exporters.htp.compile import read_target
 from exporters.targets.aihub.account import Account
 from exporters.targets.aihub.compare import Comparison, compare
@@ -191,10 +192,7 @@ def _read(folder: Path) -> Fetched | None:
     if not path.is_file():
         return None
     fix = f"Remove {folder} and fetch again."
-    try:
-        fetched = msgspec.json.decode(path.read_bytes(), type=Fetched)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise BundleError(str(path), got=error, expected="what edgekv wrote", fix=fix) from None
+    fetched = read_json(path, Fetched, expected="what edgekv wrote", fix=fix)
     actual = record_files(folder)
     for name, record in fetched.files.items():
         if actual.get(name) != record:

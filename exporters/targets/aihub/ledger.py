@@ -11,6 +11,7 @@ import msgspec
 
 from edgekv.bundle import MANIFEST, Bundle, atomic_file, readable_json
 from edgekv.errors import BundleError
+from edgekv.json_file import read_json
 from edgekv.system import sha256_of
 
 FORMAT = 1
@@ -115,10 +116,7 @@ class Ledger:
 
     def _read(self, path: Path) -> JobRecord:
         fix = "Forget the earlier jobs with --force."
-        try:
-            record = msgspec.json.decode(path.read_bytes(), type=JobRecord)
-        except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise BundleError(str(path), got=error, expected="a job file", fix=fix) from None
+        record = read_json(path, JobRecord, expected="a job file", fix=fix)
         checks: Sequence[tuple[str, object, object]] = (
             ("format", record.format, FORMAT),
             ("bundle_sha256", record.bundle_sha256, self.bundle_sha256),

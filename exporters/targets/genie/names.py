@@ -7,6 +7,7 @@ compiled graphs and has no option for them, so they are replaced in the binary b
 from __future__ import annotations
 
 import re
+from mmap import mmap
 from pathlib import Path
 
 import onnx_ir as ir
@@ -42,25 +43,34 @@ def name_graphs(folder: Path, binary: CompiledBinary) -> dict[str, str]:
     Raises:
         EngineError: a name is not where the tested compiler puts it.
     """
-    content = (folder / binary.file).read_bytes()
-    names = {}
-    for graph, file in binary.wrappers.items():
-        wrapper = load_model(folder / file)
-        (node,) = wrapper.graph
-        given = node.attributes["partition_name"].as_string()
-        end = found[0] if (found := _PART.search(graph)) else "_1_of_1"
-        name = graph.removesuffix(end).ljust(len(given) - len(end), "_") + end
-        if content.count(given.encode()) != _PLACES or len(name) != len(given):
-            raise EngineError(
-                f"{binary.file}: name of {graph}",
-                got=f"{given} in {content.count(given.encode())} places",
-                expected=f"a name of {len(name)} characters in {_PLACES}",
-                fix='Use the tested onnxruntime-qnn: pip install "edgekv[htp]"',
-            )
-        content = content.replace(given.encode(), name.encode())
-        node.name = name
-        node.attributes.add(ir.AttrString("partition_name", name))
-        save_model(wrapper, folder / file)
-        names[graph] = name
-    (folder / binary.file).write_bytes(content)
+    names: dict[str, str] = {}
+    with (folder / binary.file).open("r+b") as file, mmap(file.fileno(), 0) as content:  # gigabytes
+        for graph, wrapper_file in binary.wrappers.items():
+            wrapper = load_model(folder / wrapper_file)
+            (node,) = wrapper.graph
+            given = node.attributes["partition_name"].as_string()
+            end = found[0] if (found := _PART.search(graph)) else "_1_of_1"
+            name = graph.removesuffix(end).ljust(len(given) - len(end), "_") + end
+            places = _places(content, given.encode())
+            if len(places) != _PLACES or len(name) != len(given):
+                raise EngineError(
+                    f"{binary.file}: name of {graph}",
+                    got=f"{given} in {len(places)} places",
+                    expected=f"a name of {len(name)} characters in {_PLACES}",
+                    fix='Use the tested onnxruntime-qnn: pip install "edgekv[htp]"',
+                )
+            for place in places:
+                content[place : place + len(given)] = name.encode()
+            node.name = name
+            node.attributes.add(ir.AttrString("partition_name", name))
+            save_model(wrapper, folder / wrapper_file)
+            names[graph] = name
     return names
+
+
+def _places(content: mmap, text: bytes) -> list[int]:
+    """The offsets at which a text stands in a file."""
+    found: list[int] = []
+    while (place := content.find(text, found[-1] + len(text) if found else 0)) >= 0:
+        found.append(place)
+    return found
