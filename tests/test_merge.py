@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +17,8 @@ import pytest
 from edgekv.bundle import Bundle, GraphRecord, open_bundle
 from edgekv.runtime import CpuEngine
 from edgekv.runtime.binding import Binding, MemoryBinding
-from edgekv.runtime.merge import merged
+from edgekv.runtime.merge import merged_bytes
+from edgekv.runtime.merge.merge import merged
 from tests.checkpoints import ARCHITECTURES, write_checkpoint
 from tests.exports import export_options, exported
 
@@ -133,3 +137,56 @@ def test_requantizing_to_another_encoding_is_kept(tmp_path: Path) -> None:
     )
     made = {node.output[0]: node.op_type for node in merged(path).graph.node}
     assert made == {"b": "DequantizeLinear", "x": "Transpose", "d": "Transpose", "y": "QuantizeLinear"}
+
+
+@pytest.fixture
+def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of kept graphs in a cache of its own."""
+    monkeypatch.setenv("EDGEKV_CACHE_DIR", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "merged"
+
+
+def test_a_merged_graph_is_kept_and_made_again_when_it_is_damaged(small: Path, kept: Path) -> None:
+    graph = small / "ar1_cl64.onnx"
+    content = merged_bytes(graph)
+    (file,) = kept.iterdir()
+    made_ns = file.stat().st_mtime_ns
+    assert merged_bytes(graph) == content == merged(graph).SerializeToString()
+    assert file.stat().st_mtime_ns == made_ns
+    damaged = bytearray(file.read_bytes())
+    damaged[len(damaged) // 2] ^= 1
+    file.write_bytes(damaged)
+    assert merged_bytes(graph) == content and [*kept.iterdir()] == [file] and file.read_bytes() != damaged
+
+
+def test_another_graph_in_the_same_place_is_merged_anew(tmp_path: Path, kept: Path) -> None:
+    for op in ("Tanh", "Sigmoid"):
+        path = _written(tmp_path, f"{HEAD} agraph (float[1,1,2,3] a) => (float[1,1,2,3] x) {{ x = {op}(a) }}")
+        assert [node.op_type for node in onnx.load_from_string(merged_bytes(path)).graph.node] == [op]
+
+
+def test_only_so_many_merged_graphs_are_kept(tmp_path: Path, kept: Path) -> None:
+    kept.mkdir(parents=True)
+    for number in range(70):
+        (kept / f"{number}.onnx").touch()
+        os.utime(kept / f"{number}.onnx", (number, number))
+    merged_bytes(_written(tmp_path, f"{HEAD} agraph (float[2] a) => (float[2] x) {{ x = Tanh(a) }}"))
+    assert len([*kept.iterdir()]) == 64 and not (kept / "6.onnx").exists() and (kept / "7.onnx").exists()
+
+
+def test_graphs_are_merged_without_a_cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("EDGEKV_CACHE_DIR", str(tmp_path / "file" / "cache"))
+    path = _written(tmp_path, f"{HEAD} agraph (float[2] a) => (float[2] x) {{ x = Tanh(a) }}")
+    assert merged_bytes(path) == merged(path).SerializeToString()
+
+
+@pytest.mark.slow
+def test_a_kept_graph_is_loaded_without_the_packages_that_merge(small: Path, kept: Path) -> None:
+    program = "import sys, edgekv; print([t.id for t in edgekv.load(sys.argv[1]).generate([5, 6, 7], 2)]); "
+    program += "print(any(name in sys.modules for name in ('onnx', 'onnx_ir', 'sympy')))"
+    first, second = (
+        subprocess.run([sys.executable, "-c", program, str(small)], capture_output=True, text=True, check=True).stdout
+        for _ in range(2)
+    )
+    assert first.split("]")[0] == second.split("]")[0] and (first.split()[-1], second.split()[-1]) == ("True", "False")

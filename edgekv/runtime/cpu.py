@@ -11,7 +11,7 @@ import onnxruntime as ort
 from edgekv.bundle import Bundle, GraphFormat
 from edgekv.errors import EngineError, UsageError
 from edgekv.runtime.binding import Binding, MemoryBinding
-from edgekv.runtime.merge import merged
+from edgekv.runtime.merge import merged_bytes
 
 _ERROR = 3
 
@@ -64,7 +64,7 @@ class CpuEngine:
             options.intra_op_num_threads = self.threads
         options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(graph.parent))
         try:
-            model = merged(graph).SerializeToString() if merge_heads else str(graph)
+            model = merged_bytes(graph) if merge_heads else str(graph)
             return ort.InferenceSession(model, options, providers=["CPUExecutionProvider"])
         except Exception as error:  # the runtime's exceptions have no common base
             raise EngineError(
