@@ -6,7 +6,8 @@
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
 # A worker per core, so that one thread each is enough for BLAS; integers do not depend on how many it has.
-PYTEST = OPENBLAS_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist worksteal
+# Bytecode is kept, also where the environment says otherwise: hundreds of child processes would compile every module.
+PYTEST = OPENBLAS_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist worksteal
 SELECT := not numpy2
 CHECKPOINT := models/stdlib-4m
 BUNDLE := build/stdlib-4m
