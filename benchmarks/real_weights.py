@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
+from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
@@ -48,14 +49,17 @@ class Goal:
     kl_nats: float
     top1: float
 
-    def missed(self, found: Evaluation) -> list[str]:
-        """The metrics that miss it."""
-        missed = {
-            "ratio": found.perplexity_ratio > self.ratio,
-            "KL": found.kl_nats > self.kl_nats,
-            "top-1": found.top1_agreement < self.top1,
-        }
-        return [name for name, is_missed in missed.items() if is_missed]
+    def cells(self, found: Evaluation) -> tuple[str, str, str]:
+        """The goals as text, each with `missed` if it is."""
+        return (
+            _goal(f"<= {self.ratio}", is_met=found.perplexity_ratio <= self.ratio),
+            _goal(f"<= {self.kl_nats}", is_met=found.kl_nats <= self.kl_nats),
+            _goal(f">= {self.top1:.1%}", is_met=found.top1_agreement >= self.top1),
+        )
+
+
+def _goal(text: str, *, is_met: bool) -> str:
+    return text if is_met else f"{text} missed"
 
 
 GOALS = {
@@ -108,22 +112,21 @@ def exported(checkpoint: Checkpoint, name: str, folder: Path, context: int, cali
 
 
 def quality_table(results: dict[str, Evaluation]) -> Table:
-    """A row for each recipe or bundle; goals in brackets."""
+    """A row for each recipe or bundle, and its goals below."""
     tokens = max(found.tokens for found in results.values())
-    table = Table(title=f"against float32, {tokens} tokens (goals in brackets)")
-    for column in ("recipe:cache", "perplexity ratio", "KL, nats", "top-1", "SQNR per token (least), dB", "missed"):
-        table.add_column(column, justify="left" if column in ("recipe:cache", "missed") else "right")
+    table = Table(title=f"against float32, {tokens} tokens; goals below", box=SIMPLE)
+    for column in ("recipe:cache", "perplexity ratio", "KL, nats", "top-1", "SQNR (least), dB"):
+        table.add_column(column, justify="left" if column == "recipe:cache" else "right")
     for name, found in results.items():
-        goal = GOALS.get(name)
-        wanted = ("", "", "") if goal is None else (f" ({goal.ratio})", f" ({goal.kl_nats})", f" ({goal.top1:.1%})")
         table.add_row(
             name,
-            f"{found.perplexity_ratio:.5f} +- {found.perplexity_ratio_error:.5f}{wanted[0]}",
-            f"{found.kl_nats:.5f}{wanted[1]}",
-            f"{found.top1_agreement:.2%}{wanted[2]}",
+            f"{found.perplexity_ratio:.5f} +- {found.perplexity_ratio_error:.5f}",
+            f"{found.kl_nats:.5f}",
+            f"{found.top1_agreement:.2%}",
             f"{found.token_sqnr_db:.1f} ({found.least_token_sqnr_db:.1f})",
-            "-" if goal is None else ", ".join(goal.missed(found)) or "none",
         )
+        if (goal := GOALS.get(name)) is not None:
+            table.add_row("", *goal.cells(found))
     return table
 
 

@@ -65,8 +65,8 @@ def test_missed_goals_are_named():
         kl_nats=0.001, top1_agreement=0.98, sqnr_db=30.0, token_sqnr_db=30.0, least_token_sqnr_db=20.0,
         engine="cpu", text="text",
     )  # fmt: skip
-    assert real_weights.GOALS["w8a16:u8"].missed(good) == []
-    assert real_weights.GOALS["w8a16:s16"].missed(good) == ["KL", "top-1"]
+    assert real_weights.GOALS["w8a16:u8"].cells(good) == ("<= 1.002", "<= 0.0015", ">= 97.5%")
+    assert real_weights.GOALS["w8a16:s16"].cells(good) == ("<= 1.001", "<= 0.0005 missed", ">= 98.7% missed")
 
 
 def test_the_package_to_install_is_named(tmp_path, monkeypatch):

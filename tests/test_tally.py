@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from exporters.inspect.tally import Evaluation, Tally
+from exporters.inspect.wikitext import Window
 
 VOCAB = 50
 
@@ -12,7 +13,7 @@ def evaluated(expected: np.ndarray, actual: np.ndarray, window: np.ndarray) -> E
     tally = Tally()
     for first in range(0, len(window), 100):
         part = slice(first, first + 100)
-        tally.add(window[part], expected[part], actual[part])
+        tally.add(Window.of(window[part]), expected[part], actual[part])
     return tally.evaluation("cpu", "text")
 
 

@@ -10,12 +10,14 @@ import typer
 
 import edgekv
 from edgekv.cli.output import print_json
+from edgekv.errors import UsageError
 from edgekv.runtime import make_engine
 from edgekv.text_file import read_text_file
 from exporters.checkpoint.folded import transformed
 from exporters.cli.options import JsonOption
 from exporters.inspect import layer_lines, measure_layers, parse_budget, proposal_lines, propose
-from exporters.inspect.evaluate import evaluate, evaluation_windows, open_source
+from exporters.inspect.evaluate import evaluate, evaluate_pages, evaluation_windows, open_source
+from exporters.inspect.wikitext import Pages
 from exporters.progress import shown
 from exporters.quantize.recipe import Recipe, check_recipe_path
 
@@ -27,6 +29,14 @@ def eval_(
     text: Annotated[Path, typer.Option("--text", help="A UTF-8 text file.")],
     engine: Annotated[str, typer.Option(help="Engine: cpu or htp; litert or tflite for TFLite graphs.")] = "cpu",
     tokens: Annotated[int, typer.Option(min=1, help="Maximum number of tokens to evaluate.")] = 4096,
+    word_perplexity: Annotated[
+        bool,
+        typer.Option(
+            "--word-perplexity",
+            help="The text is WikiText raw: measure whole pages, as many as --tokens has room for, and their word "
+            "perplexity as lm-evaluation-harness defines it.",
+        ),
+    ] = False,
     layers: Annotated[
         bool, typer.Option("--layers", help="Report the SQNR of every layer and tensor, and advice for the worst ten.")
     ] = False,
@@ -49,6 +59,9 @@ def eval_(
     budget = parse_budget("--size-budget", size_budget)
     if suggest_recipe is not None:
         check_recipe_path(suggest_recipe)
+    if word_perplexity and (layers or suggest_recipe is not None):
+        found = "--word-perplexity with --layers or --suggest-recipe"
+        raise UsageError("options", got=found, expected="one of them", fix="Run eval twice.")
     model = edgekv.load(bundle, engine=engine)
     manifest = model.bundle.manifest
     source = open_source(manifest, checkpoint)
@@ -62,6 +75,9 @@ def eval_(
             runner = make_engine(engine, bundle=model.bundle)
             report = measure_layers(model.bundle, runner, tensors, windows, text.name, progress)
             report, result = msgspec.structs.replace(report, proposal=proposal), report.evaluation
+        elif word_perplexity:
+            pages = Pages.read(source, content, manifest.context, tokens)
+            result = evaluate_pages(model, source, pages, text.name, progress=progress)
         else:
             result = evaluate(model, source, content, text.name, tokens=tokens, progress=progress)
     if proposal is not None and suggest_recipe is not None:
@@ -79,6 +95,12 @@ def eval_(
     typer.echo(
         f"  SQNR            {result.token_sqnr_db:.1f} dB per token, {least:.1f} at least, {result.sqnr_db:.1f} summed"
     )
+    if (words := result.words) is not None:
+        typer.echo(
+            f"  word perplexity {words.perplexity:.4f}, {words.ratio:.5f} +- {words.ratio_error:.5f} x reference"
+        )
+        typer.echo(f"  reference       {words.reference_perplexity:.4f} (float32)")
+        typer.echo(f"  {words.words:,} words, {words.pages} of {words.pages_in_text} pages")
     if report is not None:
         for line in layer_lines(report):
             typer.echo(line)

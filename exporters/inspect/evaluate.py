@@ -13,6 +13,7 @@ from edgekv.bundle import Manifest
 from edgekv.errors import CheckpointError
 from exporters.checkpoint.checkpoint import Checkpoint
 from exporters.inspect.tally import Evaluation, Tally
+from exporters.inspect.wikitext import Pages, Window
 from exporters.progress import Progress, silent
 from exporters.quantize.calibrate import token_windows
 from exporters.quantize.reference import Floats, Reference
@@ -65,14 +66,34 @@ def evaluate(
         progress: called after every window.
     """
     context = model.bundle.manifest.context
-    windows = evaluation_windows(checkpoint, text, context, tokens)
-    exact = (reference or Reference(checkpoint, context)).logits(windows)
+    windows = [Window.of(window) for window in evaluation_windows(checkpoint, text, context, tokens)]
+    return _tally(model, reference or Reference(checkpoint, context), windows, progress).evaluation(
+        model.engine, text_name
+    )
+
+
+def evaluate_pages(
+    model: edgekv.Model,
+    checkpoint: Checkpoint,
+    pages: Pages,
+    text_name: str,
+    *,
+    reference: Logits | None = None,
+    progress: Progress = silent,
+) -> Evaluation:
+    """Like `evaluate`, for pages of WikiText, with their word perplexity."""
+    exact = reference or Reference(checkpoint, model.bundle.manifest.context)
+    return _tally(model, exact, pages.windows, progress).evaluation(model.engine, text_name, pages)
+
+
+def _tally(model: edgekv.Model, reference: Logits, windows: Sequence[Window], progress: Progress) -> Tally:
     tally = Tally()
+    exact = reference.logits([window.inputs for window in windows])
     for done, (window, expected) in enumerate(zip(windows, exact, strict=True)):
         progress("evaluate", done, len(windows))
-        tally.add(window, expected, model.score(window.tolist()))
+        tally.add(window, expected, model.score(window.inputs.tolist()))
     progress("evaluate", len(windows), len(windows))
-    return tally.evaluation(model.engine, text_name)
+    return tally
 
 
 def evaluation_windows(checkpoint: Checkpoint, text: str, context: int, tokens: int) -> list[NDArray[np.int64]]:

@@ -20,6 +20,7 @@ from exporters.inspect.probe import Probe
 from exporters.inspect.report import Kind, LayerLoss, LayersReport, Levels, TensorLoss
 from exporters.inspect.tally import Tally
 from exporters.inspect.trace import trace_stages
+from exporters.inspect.wikitext import Window
 from exporters.progress import Progress, silent
 from exporters.quantize.reference import Floats, NumpyOps, Observer, Tensors, Weights
 
@@ -62,7 +63,7 @@ def measure_layers(
             for name in wanted:
                 results.setdefault(name, ResultMeter(probe.encodings[name])).add(wanted[name], found[name])
             if stage == last:
-                tally.add(window, wanted["logits"], found["logits"])
+                tally.add(Window.of(window), wanted["logits"], found["logits"])
         losses += matrices.close()
         losses += [_result_loss(name, meter) for name, meter in results.items()]
     progress("layers", last + 1, last + 1)

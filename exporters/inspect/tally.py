@@ -8,6 +8,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from exporters.inspect.wikitext import Pages, Window, WordPerplexity
 from exporters.quantize.reference import Floats
 
 _TINY = 1e-30
@@ -15,7 +16,7 @@ _ROWS = 64  # tokens at a time: probabilities are float64
 
 
 class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
-    """Teacher-forced metrics over all tokens but the first of each window.
+    """Teacher-forced metrics over all predicted tokens.
 
     Attributes:
         tokens: number of tokens predicted.
@@ -30,6 +31,7 @@ class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
         least_token_sqnr_db: the lowest SQNR of a token's logits, dB.
         engine: name of the engine.
         text: name of the text.
+        words: WikiText word perplexity, if it was asked for.
     """
 
     tokens: int
@@ -44,6 +46,7 @@ class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
     least_token_sqnr_db: float
     engine: str
     text: str
+    words: WordPerplexity | None = None
 
 
 class Tally:
@@ -57,28 +60,30 @@ class Tally:
         self._noise: list[NDArray[np.float64]] = []
         self._agreed = 0
 
-    def add(self, window: NDArray[np.int64], expected: Floats, actual: Floats) -> None:
+    def add(self, window: Window, expected: Floats, actual: Floats) -> None:
         """Add one window.
 
         Args:
-            window: token ids `[T]`.
+            window: T tokens and what they predict.
             expected: logits of the reference `[T, V]`.
             actual: logits of the bundle `[T, V]`.
         """
-        for first in range(0, len(window) - 1, _ROWS):
-            tokens = window[1:][first : first + _ROWS]
+        expected, actual = expected[window.first :], actual[window.first :]
+        count = len(window.targets)
+        for first in range(0, count, _ROWS):
+            tokens = window.targets[first : first + _ROWS]
             rows = slice(first, first + len(tokens))
             exact, other = log_softmax(expected[rows]), log_softmax(actual[rows])
             chosen = np.arange(len(tokens)), tokens
             self._reference_nll.append(-exact[chosen])
             self._nll.append(-other[chosen])
             self._kl.append((np.exp(exact) * (exact - other)).sum(-1))
-        self._agreed += int((actual[:-1].argmax(-1) == expected[:-1].argmax(-1)).sum())
+        self._agreed += int((actual[:count].argmax(-1) == expected[:count].argmax(-1)).sum())
         self._signal.append(np.square(expected, dtype=np.float64).sum(-1))
         self._noise.append(np.square(actual - expected, dtype=np.float64).sum(-1))
 
-    def evaluation(self, engine: str, text: str) -> Evaluation:
-        """The metrics over all windows."""
+    def evaluation(self, engine: str, text: str, pages: Pages | None = None) -> Evaluation:
+        """The metrics over all windows, with word perplexity if they are those of `pages`."""
         nll, reference = np.concatenate(self._nll), np.concatenate(self._reference_nll)
         ratio = math.exp(float((nll - reference).mean()))
         signal, noise = (np.maximum(np.concatenate(each), _TINY) for each in (self._signal, self._noise))
@@ -96,7 +101,22 @@ class Tally:
             least_token_sqnr_db=float(token_sqnr_db.min()),
             engine=engine,
             text=text,
+            words=None if pages is None else _words(pages, nll, reference),
         )
+
+
+def _words(pages: Pages, nll: NDArray[np.float64], reference: NDArray[np.float64]) -> WordPerplexity:
+    difference = nll - reference
+    ratio = math.exp(float(difference.sum()) / pages.words)
+    return WordPerplexity(
+        pages=pages.pages,
+        pages_in_text=pages.pages_in_text,
+        words=pages.words,
+        perplexity=math.exp(float(nll.sum()) / pages.words),
+        reference_perplexity=math.exp(float(reference.sum()) / pages.words),
+        ratio=ratio,
+        ratio_error=ratio * float(difference.std()) * math.sqrt(len(nll)) / pages.words,
+    )
 
 
 def log_softmax(logits: Floats) -> NDArray[np.float64]:
