@@ -61,7 +61,7 @@ def main() -> None:
             )
         console.print(table)
 
-        windows = evaluation_windows(checkpoint, text, args.context, args.htp_tokens - 1)
+        windows = evaluation_windows(checkpoint, text, cpu.bundle.manifest, args.htp_tokens - 1)
         console.print(agreement_table(agreement(cpu, htp, windows)))
 
 

@@ -156,7 +156,7 @@ def measure(args: argparse.Namespace, console: Console) -> None:
                 results[name] = found
                 console.print(quality_table({name: found}))
                 if args.agreement:
-                    windows = evaluation_windows(checkpoint, text, args.context, args.agreement - 1)
+                    windows = evaluation_windows(checkpoint, text, model.bundle.manifest, args.agreement - 1)
                     with edgekv.load(bundle, engine="htp") as emulated:
                         compared[name] = agreement(model, emulated, windows)
     if len(results) > 1:

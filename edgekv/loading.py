@@ -58,7 +58,7 @@ def load(
     opened = bundle if isinstance(bundle, Bundle) else open_bundle(bundle, verify)
     made = make_engine(engine, bundle=opened, threads=threads)
     caches = CacheSetup.read(
-        opened.manifest,
+        opened,
         made,
         kv_update=kv_update,
         reserve=reserve,

@@ -194,11 +194,11 @@ class Model:
             EdgeKVError: as `generate`.
         """
         self._turns.check_open()
-        tokens = self._read(tokens, "tokens")
+        whole = self._read(tokens, "tokens")
         with self._turns.whole_call(None):
-            self.session.reset()
             self._graphs.prepare("score", "decode")
-            return self.bundle.manifest.encodings["logits"].dequantize(self.session.score(tokens))
+            rows = self.session.score(whole)[-len(tokens) :]
+            return self.bundle.manifest.encodings["logits"].dequantize(rows)
 
     def _read(self, prompt: Prompt, field: str) -> list[int]:
         return self._prompts.read(prompt, field, self._caches.policy.name)

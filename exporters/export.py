@@ -42,8 +42,9 @@ from exporters.quantize.calibrate import calibration_windows, read_calibration
 from exporters.quantize.encodings import choose_encodings, decoder_results
 from exporters.quantize.matrices import QuantizedMatrices
 from exporters.quantize.reference import Tensors
+from exporters.quantize.sink import choose_sink, first_tokens
 from exporters.quantize.stages import Checks, FinishedBinaries, quantize_in_stages, stage_keys, stage_store
-from exporters.records import model_record, recipe_record, rope_record, token_record
+from exporters.records import model_record, recipe_record, rope_record, sink_record, token_record
 from exporters.resources import bundle_bytes, check_disk, check_ram, full_disk_named, stage_bytes
 from quant import Encoding, Range
 
@@ -91,7 +92,8 @@ def export_bundle(
     split = _split(checkpoint, options)
     graphs = plan_graphs(options.ar, options.contexts, split, options.graph_format)
     calibration = read_calibration(options.calibration)
-    tokens = _calibration_tokens(checkpoint, calibration.text, options)
+    first = first_tokens(checkpoint, options.sink)
+    tokens = _calibration_tokens(checkpoint, calibration.text, options, first)
     store = stage_store(run.cache_dir)
     disk = {target: bundle_bytes(spec, options.recipe, len(graphs)), store.folder: stage_bytes(spec, tokens.size)}
     in_memory = disk[target] if options.graph_format == "tflite" else 0
@@ -99,9 +101,13 @@ def export_bundle(
     check_disk(disk)
     checkpoint.check_values(lambda done, of: progress("read", done, of))
     weights_sha256 = checkpoint.weights_sha256()
-    keys = stage_keys(checkpoint, weights_sha256, tokens, context, recipe)
+    tensors = transformed(checkpoint, recipe)
+    sink = choose_sink(tensors, tokens[0], context, options.sink, first)
+    if sink is None:
+        tokens = _calibration_tokens(checkpoint, calibration.text, options)
+    sink_tokens = 0 if sink is None else len(sink.tokens)
+    keys = stage_keys(checkpoint, weights_sha256, tokens, context, recipe, sink_tokens)
     with full_disk_named(target, disk[target], "the bundle"), atomic_directory(target, force=force) as folder:
-        tensors = transformed(checkpoint, recipe)
         with full_disk_named(store.folder, disk[store.folder], "stages"):
             matrices, ranges = quantize_in_stages(
                 tensors,
@@ -110,12 +116,15 @@ def export_bundle(
                 options.recipe,
                 store,
                 keys,
+                sink=sink_tokens,
                 resume=run.resume,
                 progress=lambda done: progress("quantize", done, spec.layers),
             )
         ropes = [rope_record(rope, context) for rope in spec.ropes]
         encodings = _write(tensors, matrices, ranges, ropes, graphs, folder, options, progress)
         del ranges
+        if sink is not None:
+            sink.write(folder, encodings)
         checkpoint.write_tokenizer(folder / "tokenizer.json")
         if checkpoint.chat is not None:
             write_templates(checkpoint.chat, folder)
@@ -162,6 +171,7 @@ def export_bundle(
             files=files,
             windows=list(spec.windows_in(context)),
             graph_format=options.graph_format,
+            sink=None if sink is None else sink_record(sink),
         )
         write_manifest(folder, manifest)
         if options.compile:
@@ -214,11 +224,13 @@ def _check_fit(checkpoint: Checkpoint, options: ExportOptions) -> None:
         check_tflite(checkpoint)
 
 
-def _calibration_tokens(checkpoint: Checkpoint, text: str, options: ExportOptions) -> NDArray[np.int64]:
-    """`[windows, T]`."""
+def _calibration_tokens(
+    checkpoint: Checkpoint, text: str, options: ExportOptions, first: Sequence[int] | None = None
+) -> NDArray[np.int64]:
+    """`[windows, T]`; each window begins with the tokens `first`, or with the BOS token, if there is one."""
     tokens = options.calibration_tokens or default_calibration_tokens(checkpoint.spec.sizes)
     window = min(CALIBRATION_WINDOW, options.contexts[-1], tokens)
-    return np.stack(calibration_windows(checkpoint, text, window, tokens))
+    return np.stack(calibration_windows(checkpoint, text, window, tokens, first=first))
 
 
 def _write(

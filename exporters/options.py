@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
 
@@ -13,6 +13,7 @@ from edgekv.errors import UsageError
 from edgekv.kv import KeyLayout, KvDtype
 from exporters.graphs.split import EmbeddingPlace, HeadPlace
 from exporters.quantize.recipe import Recipe
+from exporters.quantize.sink import SinkWanted
 from quant import WEIGHT_TYPES
 
 KV_DTYPES: dict[GraphFormat, tuple[KvDtype, ...]] = {"onnx": ("u8", "s16"), "tflite": ("s8", "s16")}
@@ -42,6 +43,7 @@ class ExportOptions:
         graph_format: ONNX graphs, or one `.tflite` file.
         splits: number of parts; None for as few as the size limits allow.
         embedding: where embeddings are looked up, `graph` or `host`; None for `graph`, or `host` with parts.
+        sink: whether the token at position 0 is kept out of the graphs; see `exporters.quantize.sink`.
         head: `own` for lm_head as a separate part, `last` for lm_head in the last part; None for `last`, or `own` with
             parts.
     """
@@ -62,6 +64,7 @@ class ExportOptions:
     splits: int | None = None
     embedding: EmbeddingPlace | None = None
     head: HeadPlace | None = None
+    sink: SinkWanted = field(default_factory=SinkWanted)
 
     def __post_init__(self) -> None:
         if 1 not in self.ar or min(self.ar) < 1:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from edgekv.bundle import ModelRecord, RecipeRecord, RopeRecord, TokenRecord, WeightRecord
+from edgekv.bundle import ModelRecord, RecipeRecord, RopeRecord, SinkRecord, TokenRecord, WeightRecord
 from edgekv.spec.decoder import DecoderSpec
 from edgekv.spec.rope import Rope
 from edgekv.spec.tensors import matrices
 from exporters.checkpoint.checkpoint import Checkpoint
 from exporters.checkpoint.rotate import applied_rotation
 from exporters.quantize.recipe import Recipe
+from exporters.quantize.sink import SINK_FILE, FloatSink
 
 
 def recipe_record(spec: DecoderSpec, recipe: Recipe) -> RecipeRecord:
@@ -54,6 +55,12 @@ def rope_record(rope: Rope, context: int) -> RopeRecord:
         inverse_frequencies=rotation.inverse_frequencies.tolist(),
         attention_factor=rotation.attention_factor,
     )
+
+
+def sink_record(sink: FloatSink) -> SinkRecord:
+    """The sink."""
+    outlier = sink.outlier
+    return SinkRecord(tokens=list(sink.tokens), file=SINK_FILE, result=outlier.result, ratio=outlier.ratio)
 
 
 def token_record(checkpoint: Checkpoint) -> TokenRecord:

@@ -38,14 +38,14 @@ def recipe(*rules: WeightRule, rotation: str = "none") -> Recipe:
 
 def report(folder: Path, checkpoint: Checkpoint) -> LayersReport:
     bundle = open_bundle(folder)
-    windows = evaluation_windows(checkpoint, TEXT, 64, 100)
+    windows = evaluation_windows(checkpoint, TEXT, bundle.manifest, 100)
     tensors = transformed(checkpoint, bundle.manifest.recipe)
     return measure_layers(bundle, make_engine("cpu", bundle=bundle), tensors, windows, "text")
 
 
 def proposal(folder: Path, checkpoint: Checkpoint, budget: float) -> Proposal:
     bundle = open_bundle(folder)
-    windows = evaluation_windows(checkpoint, TEXT, 64, 100)
+    windows = evaluation_windows(checkpoint, TEXT, bundle.manifest, 100)
     return propose(bundle, transformed(checkpoint, bundle.manifest.recipe), windows, budget)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import PurePosixPath
 from typing import NoReturn
 
-from edgekv.bundle.manifest import Manifest
+from edgekv.bundle.manifest import Manifest, SinkRecord
 from quant import DTYPES
 
 Fail = Callable[[str, object, object], NoReturn]
@@ -39,10 +39,22 @@ def check_consistency(manifest: Manifest, fail: Fail) -> None:
     _check_encodings(manifest, fail)
     if foreign := [layer for layer in manifest.local_layers if layer >= manifest.model.layers]:
         fail("local_layers", foreign[0], f"layers below {manifest.model.layers}")
+    if (sink := manifest.sink) is not None:
+        _check_sink(sink, manifest, fail)
     half = manifest.model.head_dim // 2
     for record in manifest.ropes.values():
         if not 1 <= (pairs := len(record.inverse_frequencies)) <= half:
             fail("rope: inverse_frequencies", f"{pairs} values", f"1 to {half}, head_dim / 2")
+
+
+def _check_sink(sink: SinkRecord, manifest: Manifest, fail: Fail) -> None:
+    if sink.file not in manifest.files:
+        fail("sink: file", repr(sink.file), "a file that `files` lists")
+    narrowest = min([manifest.context, *(window for window in manifest.windows if window is not None)])
+    if not 1 <= len(sink.tokens) < narrowest:
+        fail("sink: tokens", len(sink.tokens), f"1 to {narrowest - 1}, below the narrowest attention window")
+    if wrong := [token for token in sink.tokens if not 0 <= token < manifest.model.vocab]:
+        fail("sink: tokens", wrong[0], f"0 to {manifest.model.vocab - 1}, the model's vocabulary")
 
 
 def _check_encodings(manifest: Manifest, fail: Fail) -> None:

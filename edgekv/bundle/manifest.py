@@ -119,6 +119,25 @@ class EmbeddingRecord(_Part, frozen=True):
     tensor: str
 
 
+class SinkRecord(_Part, frozen=True):
+    """The tokens at the start of every sequence that no graph computes.
+
+    Their keys and values were computed in float; a runtime writes them into a cache before its first step.
+
+    Attributes:
+        tokens: ids, n of them. A text that does not begin with them gets them put in front.
+        file: a safetensors file of the bundle: integers `[n, D]` by the names of the graphs' cache inputs, and
+            `logits`, `[n, V]`.
+        result: the result whose range the tokens would span.
+        ratio: of the greatest magnitudes there, these tokens to all others.
+    """
+
+    tokens: list[TokenId]
+    file: str
+    result: str
+    ratio: Annotated[float, msgspec.Meta(ge=0, le=1e12)]
+
+
 class SourceRecord(_Part, frozen=True):
     """The checkpoint that the bundle was made from.
 
@@ -192,6 +211,7 @@ class Manifest(_Part, frozen=True):
             list is repeated; empty if all layers attend to the whole context.
         embedding: the table from which the host reads embeddings; null if the graphs look them up.
         generation: sampling defaults; null if the checkpoint has none.
+        sink: the first tokens of every sequence, which no graph computes; null if the graphs compute all.
     """
 
     format: int
@@ -217,6 +237,7 @@ class Manifest(_Part, frozen=True):
     graph_format: GraphFormat = "onnx"
     embedding: EmbeddingRecord | None = None
     generation: GenerationRecord | None = None
+    sink: SinkRecord | None = None
 
     @property
     def ropes(self) -> dict[str, RopeRecord]:

@@ -13,6 +13,7 @@ from edgekv.kv.memory import ALIGNMENT_BYTES
 from edgekv.kv.policies.policy import POLICIES, Fail, KeyDiff, Policy, PolicyName, Sinks, SlidingWindow, find_policy
 from edgekv.kv.policies.rotation import KvEncoding, Requantization
 from edgekv.kv.rows import Layout, RowArena
+from edgekv.kv.sink import Sink
 from edgekv.kv.state import CacheState, StateError, read_state, write_state
 from edgekv.kv.stats import CacheStats
 from edgekv.kv.strategies import DEFAULT_STRATEGY, STRATEGIES, StrategyName, make_strategy
@@ -59,6 +60,7 @@ __all__ = [
     "PolicyName",
     "Requantization",
     "ShiftConcat",
+    "Sink",
     "Sinks",
     "SlidingWindow",
     "Slot",

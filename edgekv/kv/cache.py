@@ -15,6 +15,7 @@ from edgekv.kv.policies.policy import Policy, PolicyName, SlidingWindow, check_l
 from edgekv.kv.policies.rotation import KvEncoding
 from edgekv.kv.positions import Positions
 from edgekv.kv.rows import RowArena
+from edgekv.kv.sink import Sink
 from edgekv.kv.state import CacheState
 from edgekv.kv.stats import CacheStats
 from edgekv.kv.strategies import make_strategy
@@ -44,6 +45,7 @@ class KVCache:
         ar: tokens per inference of the graphs, ascending.
         groups: groups of equal layers; one group for a plain geometry that does not grow.
         encodings: encoding of each tensor, in the order of the groups' names; empty if unknown.
+        sink: the tokens that an empty cache holds; None if it holds none.
     """
 
     def __init__(
@@ -56,6 +58,7 @@ class KVCache:
         policy: str | Policy = "fail",
         encodings: Sequence[KvEncoding] = (),
         growth: Growth | None = None,
+        sink: Sink | None = None,
     ) -> None:
         """Allocate an empty cache.
 
@@ -69,10 +72,13 @@ class KVCache:
                 them, and the error of rotated keys is reported in real numbers. Without them, zero points are the
                 geometry's.
             growth: how memory grows, for `slot` and `pointer-shift`; None allocates all of it now.
+            sink: tokens that every sequence begins with; they count as tokens held and are never dropped from layers
+                that attend to the whole context.
 
         Raises:
             UsageError: an unknown strategy or policy, numbers out of range, `Sinks` over layers whose windows
-                differ, or a growth that the strategy or the layers do not allow; also what `RowArena` raises.
+                differ, a policy that would drop the sink, or a growth that the strategy or the layers do not allow;
+                also what `RowArena` raises.
             ValueError: no AR, one out of range, a wrong number of encodings, or growth to another context.
         """
         geometries = geometry.groups()
@@ -87,7 +93,9 @@ class KVCache:
         if encodings and len(encodings) != tensors:
             raise ValueError(f"encodings: got {len(encodings)}; expected one for each of {tensors} tensors")
         self.encodings = tuple(encodings)
-        self._policy = chosen = find_policy(policy)
+        self.sink = sink
+        chosen = find_policy(policy)
+        self._policy = chosen = chosen if sink is None else chosen.keeping(len(sink.tokens))
         check_layers(chosen, geometries, geometry.context, self.ar[-1])
         self._growth = growth
         if growth is not None:
@@ -104,6 +112,7 @@ class KVCache:
         self._steps = 0
         self._tokens_committed = 0
         self._is_prefix = True
+        self.reset()
 
     @property
     def arenas(self) -> tuple[Arena, ...]:
@@ -239,9 +248,9 @@ class KVCache:
         """Drop the n newest tokens, and the open step if any. Evicted tokens are not restored.
 
         Raises:
-            ValueError: n is above the tokens held in a row, which a layer's window or an eviction limits.
+            ValueError: n is above the tokens held in a row, which a layer's window, an eviction or the sink limits.
         """
-        most = min(self._positions.rewindable, *[group.length for group in self.groups])
+        most = min(self._positions.rewindable, self.length - self._first, *[group.length for group in self.groups])
         if not 0 <= n <= most:
             raise ValueError(f"rewind: got {n} tokens; expected 0 to {most}, the tokens held in a row")
         for group in self.groups:
@@ -251,28 +260,28 @@ class KVCache:
         self._tokens_seen -= n
 
     def reset(self) -> None:
-        """Drop all tokens, and the open step if any; the next position is 0. Memory stays allocated."""
-        for group in self.groups:
-            group.reset()
-        self._positions.reset()
-        self._close()
-        self._tokens_seen = 0
-        self._is_prefix = True
+        """Drop all tokens but the sink, and the open step if any. Memory stays allocated."""
+        self.hold(self._first)
+        if self.sink is not None:
+            for group in self.groups:
+                group.write(self.sink.rows)
 
     def hold(self, tokens: int) -> None:
         """Hold the first `tokens` tokens of a text, whose rows the caller then writes; at most `capacity`."""
         if not 0 <= tokens <= self.capacity:
             raise ValueError(f"hold: got {tokens} tokens; expected 0 to {self.capacity}")
-        self.reset()
+        self._close()
         self._footprint.grow(tokens, one_by_one=True)
         for group in self.groups:
             group.reset(min(tokens, group.capacity))
+        self._positions.reset()
         self._positions.commit(tokens, 0)
         self._tokens_seen = tokens
+        self._is_prefix = True
 
     def expect(self, tokens: int) -> None:
         """Prepare for a prompt: an empty cache grows for all of its tokens, one layer after the other."""
-        if self.length == 0:
+        if self.length == self._first:
             self._close()
             self._footprint.grow(tokens, one_by_one=True)
 
@@ -305,6 +314,11 @@ class KVCache:
         self._positions.restore(state.positions, state.position, state.rewindable)
         self._tokens_seen = state.tokens_seen
         self._is_prefix = False
+
+    @property
+    def _first(self) -> int:
+        """Tokens of the sink."""
+        return 0 if self.sink is None else len(self.sink.tokens)
 
     def _group(self, geometry: Geometry, strategy: str, reserve: Fraction | float) -> Group:
         is_wide = geometry.context == self.geometry.context

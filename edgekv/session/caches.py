@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from fractions import Fraction
 
-from edgekv.bundle import Manifest
+from edgekv.bundle import Bundle, Manifest
 from edgekv.errors import UsageError
 from edgekv.kv import (
     DEFAULT_RESERVE,
@@ -14,6 +14,7 @@ from edgekv.kv import (
     GrowthName,
     KVCache,
     Policy,
+    Sink,
     parse_growth,
     parse_reserve,
 )
@@ -21,6 +22,7 @@ from edgekv.kv.policies.text import parse_policy
 from edgekv.runtime import Engine
 from edgekv.session.events import Setup
 from edgekv.session.mode import Mode, check_mode, parse_mode
+from edgekv.session.sink import read_sink
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +36,7 @@ class CacheSetup:
         policy: context policy: context policy: what happens when the context is full.
         growth: how memory grows; None allocates all of it at the start.
         mode: which sequences are kept.
+        sink: the tokens that every sequence begins with; None if the graphs compute them.
     """
 
     manifest: Manifest
@@ -42,11 +45,12 @@ class CacheSetup:
     policy: Policy
     growth: Growth | None
     mode: Mode
+    sink: Sink | None
 
     @classmethod
     def read(
         cls,
-        manifest: Manifest,
+        bundle: Bundle,
         engine: Engine,
         *,
         kv_update: str | None = None,
@@ -58,7 +62,7 @@ class CacheSetup:
         """Parse options as users write them; see `edgekv.load`.
 
         Args:
-            manifest: of the bundle.
+            bundle: the bundle.
             engine: the engine that is bound to the caches.
             kv_update: an update strategy.
             reserve: memory of `pointer-shift`.
@@ -68,7 +72,9 @@ class CacheSetup:
 
         Raises:
             UsageError: an unknown name, or options that exclude each other.
+            BundleError: the file of the sink is broken.
         """
+        manifest = bundle.manifest
         strategy = kv_update or (DEFAULT_STRATEGY if reserve is None else "pointer-shift")
         if reserve is not None and strategy != "pointer-shift":
             found, fix = f"{reserve} with {strategy}", "Leave it out, or choose pointer-shift."
@@ -96,7 +102,7 @@ class CacheSetup:
             wanted = "a cache mode without a memory budget, which counts on sequences of one size"
             raise UsageError("growth", got=found, expected=wanted, fix=fix)
         growth = None if kv_growth is None else parse_growth(kv_growth, manifest.contexts)
-        return cls(manifest, strategy, ratio, chosen, growth, mode)
+        return cls(manifest, strategy, ratio, chosen, growth, mode, read_sink(bundle))
 
     def make(self) -> KVCache:
         """Allocate a cache.
@@ -113,6 +119,7 @@ class CacheSetup:
             policy=self.policy,
             encodings=[self.manifest.encodings[tensor.past] for tensor in geometry.names()],
             growth=self.growth,
+            sink=self.sink,
         )
         check_mode(self.mode, cache)
         return cache

@@ -28,6 +28,8 @@ class PromptReader:
 
     def __init__(self, bundle: Bundle) -> None:
         self._bundle = bundle
+        sink = bundle.manifest.sink
+        self._first = [] if sink is None else sink.tokens
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
@@ -91,7 +93,7 @@ class PromptReader:
         return decode(self.tokenizer, [token], skip_special_tokens=False)
 
     def read(self, prompt: str | Sequence[int], field: str, policy: str) -> list[int]:
-        """The tokens of a prompt, checked against the context policy.
+        """The tokens of a prompt, checked against the context policy. The sink is put in front unless it is there.
 
         Raises:
             ContextFullError: more tokens than the context and the policy is `fail`; or a text too long to fit, which is
@@ -110,6 +112,8 @@ class PromptReader:
             found = f"id {wrong[0]}" if wrong[0].bit_length() <= 64 else f"an id of {wrong[0].bit_length()} bits"
             wanted = f"0 to {manifest.model.vocab - 1}, the model's vocabulary"
             raise UsageError(field, got=found, expected=wanted, fix="Use the bundle's own tokenizer.")
+        if tokens[: len(self._first)] != self._first:
+            tokens = [*self._first, *tokens]
         if policy == "fail" and len(tokens) > manifest.context:
             raise ContextFullError(
                 field,

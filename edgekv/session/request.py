@@ -130,7 +130,7 @@ class Request:
         restored = 0
         if not self._pool.keeps(len(self._tokens)):
             session.reset()
-            start = 0
+            start = len(session.tokens)
         elif session.writer is self and session.cache.tokens_seen == known:
             start = known
         else:
@@ -159,7 +159,7 @@ class Request:
     def _recall(self, session: Session) -> tuple[int, int]:
         """Number of tokens of the sequence in the session, and how many of these were restored."""
         start = session.reuse(self._tokens)
-        if self._prefixes is None or start == len(self._tokens) - 1:
+        if self._prefixes is None or start >= len(self._tokens) - 1:
             return start, 0
         try:
             end = self._prefixes.restore(session.cache, self._tokens, start)
@@ -172,6 +172,8 @@ class Request:
 
     def _run(self, session: Session, tokens: Sequence[int], prefixes: Prefixes) -> NDArray[Any]:
         """Run tokens; full blocks are stored before layers with an attention window drop them."""
+        if not tokens:
+            return session.feed(tokens)
         piece = session.cache.ar[-1] if len(session.cache.groups) > 1 else len(tokens)
         for at in range(0, len(tokens), piece):
             logits = session.feed(tokens[at : at + piece])

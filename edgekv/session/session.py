@@ -25,11 +25,16 @@ class Session:
     """
 
     def __init__(self, cache: KVCache, graphs: Graphs) -> None:
-        """Start with an empty cache."""
+        """Start with an empty cache, which holds the sink if the bundle has one."""
         self.cache = cache
-        self.tokens: list[int] = []
+        self.tokens: list[int] = self._first
         self.writer: object = None
         self._graphs = graphs
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no token but the sink's was run."""
+        return self.tokens == self._first
 
     def feed(
         self, tokens: Sequence[int], role: Role = "prefill", take: Callable[[NDArray[Any]], None] | None = None
@@ -37,7 +42,7 @@ class Session:
         """Run the next tokens.
 
         Args:
-            tokens: at least one.
+            tokens: at least one; none if the cache holds only the sink, whose logits are known.
             role: of the graphs that run several tokens; the decode graph runs single ones.
             take: called with the logits of each step, `[rows, V]`.
 
@@ -49,7 +54,7 @@ class Session:
             EngineError: the runtime failed.
         """
         if not tokens:
-            raise ValueError("tokens: got none; expected at least one")
+            return self._sink_logits()
         self._graphs.use(self.cache)
         self.cache.expect(len(tokens))
         done = 0
@@ -71,38 +76,44 @@ class Session:
         return last
 
     def score(self, tokens: Sequence[int]) -> NDArray[Any]:
-        """Run the next tokens and return the logits of each as integers `[T, V]`.
+        """Run tokens from an empty cache and return the logits of each as integers `[T, V]`.
+
+        Args:
+            tokens: they begin with the sink, if the bundle has one.
 
         Raises:
             ContextFullError: the context has no room.
             EngineError: the runtime failed.
         """
-        rows: list[NDArray[Any]] = []
-        self.feed(tokens, "score", lambda logits: rows.append(logits.copy()))
+        self.reset()
+        rows: list[NDArray[Any]] = [] if self.cache.sink is None else [self.cache.sink.logits]
+        if new := tokens[len(self.tokens) :]:
+            self.feed(new, "score", lambda logits: rows.append(logits.copy()))
         return np.concatenate(rows)
 
     def reset(self) -> None:
-        """Hold nothing."""
+        """Hold nothing but the sink."""
         self.cache.reset()
-        self.tokens.clear()
+        self.tokens = self._first
         self.writer = None
 
     def reuse(self, tokens: list[int]) -> int:
         """Keep the longest common prefix with a sequence of tokens and return its length.
 
-        At least the last token is left to be run, since its logits are needed. A cache that has evicted tokens can be
-        extended but not rewound: it is reset unless the sequence continues it.
+        At least the last token is left to be run, since its logits are needed; those of the sink are known. A cache
+        that has evicted tokens can be extended but not rewound: it is reset unless the sequence continues it.
         """
+        first = len(self._first)
         if self.cache.tokens_seen != len(self.tokens):
             self.reset()  # the cache was used without this session
-        common = min(len(self.tokens), len(tokens) - 1)
+        common = min(len(self.tokens), max(len(tokens) - 1, first))
         if self.tokens[:common] != tokens[:common]:
             pairs = zip(self.tokens, tokens, strict=False)
             common = next(i for i, (mine, theirs) in enumerate(pairs) if mine != theirs)
         surplus = len(self.tokens) - common
-        if common == 0 or (surplus and not self.cache.is_whole):
+        if surplus and (common <= first or not self.cache.is_whole):
             self.reset()
-            return 0
+            return first
         if surplus:
             self.cache.rewind(surplus)
             del self.tokens[common:]
@@ -117,6 +128,17 @@ class Session:
         """Switch the graphs to another session's cache, so that this one's memory can be freed."""
         if self._graphs.cache is self.cache:
             self._graphs.use(other.cache)
+
+    @property
+    def _first(self) -> list[int]:
+        """The tokens of an empty cache."""
+        return [] if self.cache.sink is None else [*self.cache.sink.tokens]
+
+    def _sink_logits(self) -> NDArray[Any]:
+        if self.cache.sink is None or not self.is_empty:
+            raise ValueError("tokens: got none; expected at least one")
+        last: NDArray[Any] = self.cache.sink.logits[-1]
+        return last
 
     def _drop_half_a_step(self) -> None:
         """Reset the session if only a part of the cache has committed a step."""

@@ -68,7 +68,7 @@ def eval_(
     report = proposal = None
     with shown() as progress:
         if layers or suggest_recipe is not None:
-            windows = evaluation_windows(source, content, manifest.context, tokens)
+            windows = evaluation_windows(source, content, manifest, tokens)
             tensors = transformed(source, manifest.recipe)
             if suggest_recipe is not None:
                 proposal = propose(model.bundle, tensors, windows, budget, progress)

@@ -9,7 +9,7 @@ from typing import Annotated, Optional, TypeVar, cast
 import typer
 
 from devices import find
-from edgekv.bundle import GraphFormat, open_bundle, open_compiled
+from edgekv.bundle import GraphFormat, SinkRecord, open_bundle, open_compiled
 from edgekv.cli.numbers import parse_numbers
 from edgekv.cli.output import print_json
 from edgekv.errors import UsageError
@@ -25,6 +25,7 @@ from exporters.export import ExportOptions, RunOptions, export_bundle, export_ge
 from exporters.options import KV_DTYPES
 from exporters.progress import shown
 from exporters.quantize.recipe import describe_recipe, find_recipe
+from exporters.quantize.sink import SinkWanted
 
 # ruff: noqa: UP045  (typer reads the annotations of Python 3.10 at run time)
 
@@ -83,6 +84,13 @@ def export(
             show_default="last; own with --splits",
         ),
     ] = None,
+    sink: Annotated[
+        str,
+        typer.Option(
+            help="Tokens at position 0 whose keys and values are stored in float precision and never computed by the "
+            "graphs: auto (bos, if it spans the ranges), none, or token ids."
+        ),
+    ] = "auto",
     calibration: Annotated[Optional[Path], typer.Option(help="UTF-8 calibration text.")] = None,
     calibration_tokens: Annotated[
         Optional[int],
@@ -135,6 +143,7 @@ def export(
         splits=splits,
         embedding=_choice("--embedding", embedding, ("graph", "host")),
         head=_choice("--head", head, ("own", "last")),
+        sink=SinkWanted.parse(sink),
     )
     run = RunOptions(
         max_ram_bytes=None if max_ram is None else parse_bytes("--max-ram", max_ram),
@@ -157,6 +166,8 @@ def export(
     typer.echo(f"  calibrated on {manifest.source.calibration_tokens:,} tokens of {manifest.source.calibration} text")
     for line in describe_recipe(manifest.recipe):
         typer.echo(f"  {line}")
+    if (found := manifest.sink) is not None:
+        typer.echo(f"  {_sink_line(found, opened)}")
     for graph in manifest.graphs:
         parts = f", in {len(graph.parts)} parts" if len(graph.parts) > 1 else ""
         typer.echo(f"  {graph.name}: {graph.role}, {graph.ar} tokens per inference, context {graph.context}{parts}")
@@ -170,6 +181,11 @@ def export(
         compiled = open_compiled(open_bundle(output, verify=False), manifest.device, qnn.compiler())
         assert compiled is not None, "written just now"
         show_compiled(compiled.path, compiled.manifest, peaks)
+
+
+def _sink_line(sink: SinkRecord, checkpoint: Checkpoint) -> str:
+    names = " ".join(repr(checkpoint.tokenizer.id_to_token(token)) for token in sink.tokens)
+    return f"sink {names}: restored, not computed; {sink.ratio:.0f} times all other tokens in {sink.result}"
 
 
 def _kv_dtype(value: str | None, graph_format: GraphFormat) -> KvDtype:

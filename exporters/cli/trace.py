@@ -46,10 +46,11 @@ def trace(
             fix="Trace fewer tokens.",
         )
     source = open_source(opened.manifest, checkpoint)
-    window = token_windows(source, content, tokens, 1)[0].tolist()
+    sink = [] if opened.manifest.sink is None else opened.manifest.sink.tokens
+    window = token_windows(source, content, tokens, 1, first=sink or None)[0].tolist()
     if engine == "reference":
         tensors = transformed(source, opened.manifest.recipe)
-        found = trace_reference(tensors, window, opened.manifest.context)
+        found = trace_reference(tensors, window, opened.manifest.context, first=len(sink))
     else:
         found = Probe(opened, make_engine(engine, bundle=opened)).run(window)
     write_trace(found, output)

@@ -66,7 +66,7 @@ def evaluate(
         progress: called after every window.
     """
     context = model.bundle.manifest.context
-    windows = [Window.of(window) for window in evaluation_windows(checkpoint, text, context, tokens)]
+    windows = [Window.of(window) for window in evaluation_windows(checkpoint, text, model.bundle.manifest, tokens)]
     return _tally(model, reference or Reference(checkpoint, context), windows, progress).evaluation(
         model.engine, text_name
     )
@@ -96,14 +96,17 @@ def _tally(model: edgekv.Model, reference: Logits, windows: Sequence[Window], pr
     return tally
 
 
-def evaluation_windows(checkpoint: Checkpoint, text: str, context: int, tokens: int) -> list[NDArray[np.int64]]:
+def evaluation_windows(checkpoint: Checkpoint, text: str, manifest: Manifest, tokens: int) -> list[NDArray[np.int64]]:
     """Split a text into non-overlapping windows of the context length, with `tokens` predicted tokens in all.
+
+    Every window begins as the bundle's sequences do: with its sink, or with the BOS token if there is one.
 
     Raises:
         UsageError: the text has fewer than two tokens.
     """
     kept: list[NDArray[np.int64]] = []
-    for window in token_windows(checkpoint, text, context):
+    first = None if manifest.sink is None else manifest.sink.tokens
+    for window in token_windows(checkpoint, text, manifest.context, first=first):
         left = tokens - sum(len(each) - 1 for each in kept)
         if left <= 0:
             break

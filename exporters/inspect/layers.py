@@ -51,9 +51,10 @@ def measure_layers(
         BundleError: the bundle has no ONNX graphs.
         EngineError: the engine refused a layer.
     """
-    probe, matrices = Probe(bundle, engine), MatrixMeters(bundle, tensors)
+    probe = Probe(bundle, engine)
+    matrices = MatrixMeters(bundle, tensors, probe.first)
     tally, losses, last = Tally(), list[TensorLoss](), tensors.spec.layers
-    exact = trace_stages(tensors, windows, bundle.manifest.context, partial(_MeasuringOps, matrices))
+    exact = trace_stages(tensors, windows, bundle.manifest.context, partial(_MeasuringOps, matrices), first=probe.first)
     traces = zip(exact, probe.stages(windows), strict=True)
     for stage in range(last + 1):
         progress("layers", stage, last + 1)
@@ -63,7 +64,7 @@ def measure_layers(
             for name in wanted:
                 results.setdefault(name, ResultMeter(probe.encodings[name])).add(wanted[name], found[name])
             if stage == last:
-                tally.add(Window.of(window), wanted["logits"], found["logits"])
+                tally.add(Window.of(window[probe.first :]), wanted["logits"], found["logits"])
         losses += matrices.close()
         losses += [_result_loss(name, meter) for name, meter in results.items()]
     progress("layers", last + 1, last + 1)
@@ -78,7 +79,9 @@ def measure_layers(
 class MatrixMeters:
     """Meters of the matrices in use; `close` reads and drops them."""
 
-    def __init__(self, bundle: Bundle, tensors: Tensors) -> None:
+    def __init__(self, bundle: Bundle, tensors: Tensors, first: int) -> None:
+        """Start with no matrix; `first` is the first position that is measured."""
+        self._first = first
         self._stored = StoredMatrices(bundle)
         self._tensors = tensors
         self._dtypes = {each.tensor: each.dtype for each in bundle.manifest.recipe.weights}
@@ -89,7 +92,7 @@ class MatrixMeters:
         if key not in self._meters:
             stored = self._stored.matrix(key)
             self._meters[key] = MatrixMeter(self._tensors.tensor(key) * np.float32(gain), stored)
-        self._meters[key].add(x, product, rows)
+        self._meters[key].add(x[self._first :], product[self._first :], rows)
 
     def close(self) -> list[TensorLoss]:
         """Return the losses and drop the matrices."""

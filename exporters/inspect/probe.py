@@ -17,6 +17,7 @@ from edgekv.kv import KvTensor
 from edgekv.runtime import CpuEngine, Engine, HtpEngine
 from edgekv.runtime.embedding import open_table
 from edgekv.runtime.rope import rope_tables
+from edgekv.session.sink import read_sink
 from edgekv.spec import EMBEDDINGS, rope_inputs
 from exporters.inspect.pieces import Piece, cut
 from exporters.inspect.trace import Trace, merged
@@ -56,6 +57,12 @@ class Probe:
         self._entry = record.parts[0].entry
         self._table = open_table(bundle)
         self._ropes = rope_tables(manifest)
+        self._sink = read_sink(bundle)
+
+    @property
+    def first(self) -> int:
+        """The first position that the graph computes: the sink's tokens come before it."""
+        return 0 if self._sink is None else len(self._sink.tokens)
 
     @property
     def engine(self) -> str:
@@ -72,10 +79,13 @@ class Probe:
         return kept | {tensor.past: held[tensor.past] for p in self._pieces for tensor in p.tensors}
 
     def run(self, tokens: Sequence[int]) -> Trace:
-        """Values of every result `[T, width]` for tokens from position 0 on.
+        """Values of every result `[T - first, width]` for tokens from position `first` on.
+
+        Args:
+            tokens: from position 0 on, T of them; they begin with the sink.
 
         Raises:
-            UsageError: more tokens than the context has, or none.
+            UsageError: more tokens than the context has, or none after the sink.
             EngineError: the engine refused the graph.
         """
         return merged(self.stages([np.asarray(tokens)]))
@@ -84,19 +94,18 @@ class Probe:
         """Like `run`, one layer at a time: for each layer, then the head, the values of every window.
 
         Args:
-            windows: token ids `[T]`; each window begins at position 0.
+            windows: token ids `[T]`; each window begins at position 0, with the sink.
 
         Raises:
-            UsageError: more tokens than the context has, or none.
+            UsageError: more tokens than the context has, or none after the sink.
             EngineError: the engine refused a layer.
         """
-        context = self._record.context
+        context, first = self._record.context, self.first
         for window in windows:
-            if not 1 <= len(window) <= context:
-                raise UsageError(
-                    "tokens", got=len(window), expected=f"1 to {context}, the context", fix="Trace fewer tokens."
-                )
-        states: list[Integers] = list(windows)
+            if not first < len(window) <= context:
+                wanted = f"{first + 1} to {context}, the context"
+                raise UsageError("tokens", got=len(window), expected=wanted, fix="Trace another number of tokens.")
+        states: list[Integers] = [window[first:] for window in windows]
         for piece in self._pieces:
             with TemporaryDirectory(dir=self._bundle.path.parent, prefix=".edgekv-probe-") as scratch:
                 session = self._engine.session(piece.save(self._bundle, Path(scratch)))
@@ -108,12 +117,12 @@ class Probe:
     def _run(self, session: ort.InferenceSession, piece: Piece, state: Integers) -> tuple[Trace, Integers]:
         """Run a piece on a window's token ids `[T]` or states `[T, hidden]`; return its trace and its output."""
         manifest, ar = self._bundle.manifest, self._record.ar
-        zero, dtype = manifest.geometry.zero_point, DTYPES[manifest.kv_dtype]
-        past = {tensor: np.full((0, manifest.geometry.head_dim), zero, dtype) for tensor in piece.tensors}
+        nothing = np.empty((0, manifest.geometry.head_dim), DTYPES[manifest.kv_dtype])
+        past = {tensor: nothing if self._sink is None else self._sink.rows[tensor.past] for tensor in piece.tensors}
         rows: dict[str, list[Integers]] = {name: [] for name in piece.results}
         for start in range(0, len(state), ar):
             chunk = state[start : start + ar]
-            outputs = self._step(session, piece, chunk, start, past)
+            outputs = self._step(session, piece, chunk, self.first + start, past)
             for name in rows:
                 rows[name].append(_tokens_first(outputs[name])[: len(chunk)])
             for tensor in past:
@@ -127,7 +136,7 @@ class Probe:
         if piece.source is None and self._table is not None:
             trace[_EMBEDDING] = manifest.encodings[EMBEDDINGS].dequantize(self._table[state])
         for tensor, values in past.items():
-            trace[tensor.past] = manifest.encodings[tensor.past].dequantize(values)
+            trace[tensor.past] = manifest.encodings[tensor.past].dequantize(values[self.first :])
         return trace, results[piece.result]
 
     def _step(

@@ -114,7 +114,11 @@ def propose(
             expected="4-bit matrices, which could get 8 bits",
             fix="Use edgekv eval --layers to find other causes.",
         )
-    costs = matrix_costs(stored, tensors, windows, bundle.manifest.context, [each.tensor for each in small], progress)
+    manifest = bundle.manifest
+    sink = 0 if manifest.sink is None else len(manifest.sink.tokens)
+    costs = matrix_costs(
+        stored, tensors, windows, manifest.context, [each.tensor for each in small], progress, sink=sink
+    )
     candidates = []
     for each in small:
         outputs, inputs = matrices(tensors.spec)[each.tensor]
@@ -150,6 +154,8 @@ def matrix_costs(
     context: int,
     keys: Sequence[str],
     progress: Progress = silent,
+    *,
+    sink: int = 0,
 ) -> dict[str, float]:
     """KL divergence from the float32 model if one matrix alone is quantized, nats a token, by name.
 
@@ -164,11 +170,14 @@ def matrix_costs(
         context: context length for the rotary embedding.
         keys: names of the matrices.
         progress: called after every layer.
+        sink: number of first tokens of each window that no graph computes; they stay exact.
     """
     spec = tensors.spec
     weights = Weights(tensors)
     texts = [np.asarray(window[:_TOKENS]) for window in windows[:_WINDOWS]]
     ops = [_ReplacingOps(spec, weights, len(text), context) for text in texts]
+    for each in ops:
+        each.sink = sink
     states = [[of.embed(text, "embedding")] for of, text in zip(ops, texts, strict=True)]
     errors = dict.fromkeys(keys, 0.0)
     together = [0.0] * spec.layers
@@ -206,8 +215,9 @@ def matrix_costs(
 
 
 class _ReplacingOps(NumpyOps):
-    """The float reference with some matrices replaced by the bundle's."""
+    """The float reference with some matrices replaced by the bundle's, for all tokens but the sink."""
 
+    sink = 0
     replaced: Mapping[str, Floats] = {}
 
     def replacing(self, replaced: Mapping[str, Floats], layer: int, states: Floats) -> Floats:
@@ -222,6 +232,8 @@ class _ReplacingOps(NumpyOps):
         if stored is None:
             return super().product(x, weight, rows, gain)
         product: Floats = x @ by_inputs(stored[rows])  # includes the gain
+        if self.sink:
+            product[: self.sink] = super().product(x[: self.sink], weight, rows, gain)
         return product
 
 

@@ -25,15 +25,16 @@ names of their cache tensors. Attention scores are left out: their width is the 
 """
 
 
-def trace_reference(tensors: Tensors, tokens: Sequence[int], context: int | None = None) -> Trace:
-    """The trace of the float reference for tokens from position 0 on.
+def trace_reference(tensors: Tensors, tokens: Sequence[int], context: int | None = None, *, first: int = 0) -> Trace:
+    """The trace of the float reference for tokens from position `first` on.
 
     Args:
         tensors: the weights, with the same rotation as the bundle that it is compared with.
-        tokens: token ids.
+        tokens: token ids, from position 0 on.
         context: context length for the rotary embedding; None for the number of tokens.
+        first: the first position that is traced.
     """
-    return merged(trace_stages(tensors, [np.asarray(tokens)], context))
+    return merged(trace_stages(tensors, [np.asarray(tokens)], context, first=first))
 
 
 def trace_stages(
@@ -41,8 +42,10 @@ def trace_stages(
     windows: Sequence[NDArray[Any]],
     context: int | None = None,
     make_ops: Callable[[DecoderSpec, Weights, int, int, Observer], NumpyOps] = NumpyOps,
+    *,
+    first: int = 0,
 ) -> Iterator[Trace]:
-    """One layer at a time, then the head: the values of every window of token ids `[T]`."""
+    """One layer at a time, then the head: the values of every window of token ids `[T]`, from position `first` on."""
     spec, weights = tensors.spec, Weights(tensors)
     seen: dict[str, Floats] = {}
     uses: Counter[str] = Counter()
@@ -50,7 +53,7 @@ def trace_stages(
     def observe(name: str, values: Floats) -> None:
         uses[name] += 1
         if ".scores." not in name:
-            seen[name if uses[name] == 1 else f"{name}.{uses[name]}"] = values
+            seen[name if uses[name] == 1 else f"{name}.{uses[name]}"] = values[first:]
 
     def stage() -> Trace:
         """The results since the last call."""
@@ -69,7 +72,7 @@ def trace_stages(
             yield stage()
         weights.drop()
     for state in states:
-        seen["logits"] = logits(ops[len(state)], spec, tensors.head_key, state)
+        seen["logits"] = logits(ops[len(state)], spec, tensors.head_key, state)[first:]
         yield stage()
 
 

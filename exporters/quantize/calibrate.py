@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
@@ -34,10 +35,17 @@ def read_calibration(path: Path | None) -> CalibrationText:
     return CalibrationText(path.name, read_text_file(path, "--calibration"))
 
 
-def token_windows(checkpoint: Checkpoint, text: str, length: int, most: int | None = None) -> list[NDArray[np.int64]]:
-    """The text as windows of `length` token ids without overlap, each starting with the BOS token if there is one.
+def token_windows(
+    checkpoint: Checkpoint, text: str, length: int, most: int | None = None, *, first: Sequence[int] | None = None
+) -> list[NDArray[np.int64]]:
+    """The text as windows of `length` token ids without overlap, each starting alike. The last one may be shorter.
 
-    The last window may be shorter; `most` is the maximum number of windows.
+    Args:
+        checkpoint: its tokenizer.
+        text: the text.
+        length: T of a window.
+        most: the maximum number of windows.
+        first: the tokens at the start of each window; None for the BOS token, if there is one.
 
     Raises:
         UsageError: the text has fewer than two tokens.
@@ -45,19 +53,23 @@ def token_windows(checkpoint: Checkpoint, text: str, length: int, most: int | No
     ids = checkpoint.encode(text)
     if len(ids) < 2:
         raise UsageError("text", got=f"{len(ids)} tokens", expected="at least 2", fix="Give a longer text.")
-    bos = [] if checkpoint.special.bos is None else [checkpoint.special.bos]
-    step = length - len(bos)
-    windows = [np.array(bos + ids[start : start + step]) for start in range(0, len(ids), step)]
-    if len(windows[-1]) < 2:
+    if first is None:
+        first = [] if checkpoint.special.bos is None else [checkpoint.special.bos]
+    start = [*first]
+    step = length - len(start)
+    windows = [np.array(start + ids[at : at + step]) for at in range(0, len(ids), step)]
+    if len(windows[-1]) < 1 + max(1, len(start)):
         windows.pop()
     return windows[:most]
 
 
-def calibration_windows(checkpoint: Checkpoint, text: str, length: int, tokens: int) -> list[NDArray[np.int64]]:
+def calibration_windows(
+    checkpoint: Checkpoint, text: str, length: int, tokens: int, *, first: Sequence[int] | None = None
+) -> list[NDArray[np.int64]]:
     """Windows of a calibration text of equal length, at most `tokens` in total; a shorter window is dropped.
 
     Raises:
         UsageError: the text has fewer than two tokens.
     """
-    windows = token_windows(checkpoint, text, length, max(1, tokens // length))
+    windows = token_windows(checkpoint, text, length, max(1, tokens // length), first=first)
     return [window for window in windows if len(window) == len(windows[0])]

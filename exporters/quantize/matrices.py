@@ -36,7 +36,8 @@ class QuantizedMatrices(Protocol):
 class PairedOps(NumpyOps):
     """Runs the exact decoder and the quantized one side by side on a window, `[2, T, width]`.
 
-    With `[1, T, width]` only the quantized one. Ranges are observed on the quantized decoder.
+    With `[1, T, width]` only the quantized one. Ranges are observed on the quantized decoder. The first tokens, the
+    sink, stay exact in both, and only the ranges of the cache include them: no graph computes them.
 
     Attributes:
         exact: the weights before quantization.
@@ -44,10 +45,11 @@ class PairedOps(NumpyOps):
         ranges: observed values of each result.
     """
 
-    def __init__(self, tensors: Tensors, tokens: int, context: int) -> None:
+    def __init__(self, tensors: Tensors, tokens: int, context: int, sink: int = 0) -> None:
         self.exact = Weights(tensors)
         self.quantized: dict[str, Floats] = {}
         self.ranges: dict[str, Range] = {}
+        self._sink = sink
         self._results = decoder_results(tensors.spec)
         super().__init__(tensors.spec, self.exact, tokens, context, self._observe_range)
 
@@ -57,6 +59,7 @@ class PairedOps(NumpyOps):
         np.matmul(x[-1], quantized, out=product[-1])
         if len(x) == 2:
             np.matmul(x[0], by_inputs(self.exact[weight][rows]), out=product[0])
+            product[1, : self._sink] = product[0, : self._sink]
         if gain != 1:
             product *= np.float32(gain)
         return product
@@ -73,8 +76,9 @@ class PairedOps(NumpyOps):
             CheckpointError: the values overflow.
         """
         seen = self.ranges.setdefault(name, Range())
+        is_cache = self._results[name].kind == "cache"
         try:
-            seen.observe(values[-1], keep_sample=self._results[name].kind == "cache")
+            seen.observe(values[-1] if is_cache else values[-1, self._sink :], keep_sample=is_cache)
         except ValueError:
             raise CheckpointError(
                 f"weights: the result {name}",
@@ -94,7 +98,7 @@ class Quantizer:
         hidden: `[2, windows, T, hidden]`, the residual of the exact decoder and of the quantized one.
     """
 
-    def __init__(self, tensors: Tensors, tokens: NDArray[Any], context: int, recipe: Recipe) -> None:
+    def __init__(self, tensors: Tensors, tokens: NDArray[Any], context: int, recipe: Recipe, sink: int = 0) -> None:
         """Start with the embeddings.
 
         Args:
@@ -102,15 +106,17 @@ class Quantizer:
             tokens: ids of the calibration text `[windows, T]`.
             context: the longest sequence that the rotary embedding is made for.
             recipe: type and method of each matrix.
+            sink: number of first tokens of each window that no graph computes; they stay exact.
         """
         self._tensors = tensors
         self._spec = tensors.spec
         self._recipe = recipe
-        self._ops = PairedOps(tensors, tokens.shape[1], context)
+        self._sink = sink
+        self._ops = PairedOps(tensors, tokens.shape[1], context, sink)
         rows = tensors.tensor(EMBEDDING, tokens.reshape(-1)).reshape(*tokens.shape, -1)
         self.hidden: Floats = np.stack([rows, rows])
         self._ops.ranges["embedding"] = Range()
-        self._ops.ranges["embedding"].observe(rows)
+        self._ops.ranges["embedding"].observe(rows[:, sink:])
 
     def layer(self, layer: int) -> Iterator[tuple[str, QuantizedWeight]]:
         """Run the residual through the next layer; yields its matrices by name."""
@@ -132,7 +138,7 @@ class Quantizer:
         windows = range(self.hidden.shape[1])
         inputs = None
         if rule.method != "nearest":
-            inputs = _inputs(
+            inputs = self._inputs(
                 np.stack([ops.rms_norm(self.hidden[:, w], "model.norm.weight", "final_norm") for w in windows], axis=1)
             )
         integers = np.empty((spec.hidden, spec.vocab), np.int8)
@@ -155,7 +161,7 @@ class Quantizer:
 
     def _quantized(self, layer: int, projections: Sequence[str], x: Floats) -> Iterator[tuple[str, QuantizedWeight]]:
         """Quantize the matrices with the input `x`."""
-        inputs = _inputs(x)
+        inputs = self._inputs(x)
         for projection in projections:
             name = f"model.layers.{layer}.{projection}.weight"
             rule = self._recipe.rule(name)
@@ -175,7 +181,7 @@ class Quantizer:
         self._ops.drop()
         return made
 
-
-def _inputs(x: Floats) -> LayerInputs:
-    exact, quantized = x.reshape(2, -1, x.shape[-1])
-    return LayerInputs(exact, quantized)
+    def _inputs(self, x: Floats) -> LayerInputs:
+        """`[2, windows, T, in]` without the sink, as the inputs of a matrix."""
+        exact, quantized = x[:, :, self._sink :].reshape(2, -1, x.shape[-1])
+        return LayerInputs(exact, quantized)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
 from edgekv.errors import UsageError
@@ -28,6 +28,13 @@ class Policy(Protocol):
 
         Raises:
             UsageError: numbers that leave no room for a step.
+        """
+
+    def keeping(self, tokens: int) -> Policy:
+        """The same policy, never evicting the first `tokens` tokens.
+
+        Raises:
+            UsageError: it evicts the oldest tokens.
         """
 
     def capacity(self, context: int) -> int:
@@ -61,6 +68,9 @@ class Fail:
     def check(self, geometry: Geometry, max_ar: int) -> None:
         pass
 
+    def keeping(self, tokens: int) -> Fail:
+        return self
+
     def capacity(self, context: int) -> int:
         return context
 
@@ -80,6 +90,14 @@ class SlidingWindow:
 
     def check(self, geometry: Geometry, max_ar: int) -> None:
         pass
+
+    def keeping(self, tokens: int) -> SlidingWindow:
+        raise UsageError(
+            "context policy sliding-window",
+            got=f"a bundle whose first {tokens} tokens stay in the cache (its sink)",
+            expected="a policy that keeps them",
+            fix=f"Use sinks({tokens}, WINDOW) or keydiff(BUDGET), or export with --sink none.",
+        )
 
     def capacity(self, context: int) -> int:
         return context - 1
@@ -128,6 +146,16 @@ class Sinks:
                 fix="Take those of the bundle's manifest.",
             )
 
+    def keeping(self, tokens: int) -> Sinks:
+        if self.tokens < tokens:
+            raise UsageError(
+                "context policy sinks",
+                got=f"{self.tokens} first tokens",
+                expected=f"at least {tokens}, the sink of the bundle",
+                fix=f"Use sinks({tokens}, {self.window}).",
+            )
+        return self
+
     def capacity(self, context: int) -> int:
         return context
 
@@ -148,22 +176,28 @@ class KeyDiff:
     Attributes:
         budget: number of tokens kept; at most S less the largest AR.
         recent: number of newest tokens always kept; 1 to `budget`.
+        first: number of first tokens always kept.
     """
 
     budget: int
     recent: int
+    first: int = 0
     name: Literal["keydiff"] = "keydiff"
     inverse_frequencies: tuple[float, ...] = ()
 
     def check(self, geometry: Geometry, max_ar: int) -> None:
         most = geometry.past_rows(max_ar)
-        if not 1 <= self.recent <= self.budget <= most:
+        if not 1 <= self.recent <= self.budget - self.first <= most - self.first:
+            kept = f", {self.first} of them first" if self.first else ""
             raise UsageError(
                 "context policy keydiff",
-                got=f"a budget of {self.budget} tokens, {self.recent} of them recent",
+                got=f"a budget of {self.budget} tokens, {self.recent} of them recent{kept}",
                 expected=f"1 to {most} tokens, so that a step of AR-{max_ar} has room, and at least 1 recent one",
                 fix="Use about half of the context, and an eighth of that for the recent ones.",
             )
+
+    def keeping(self, tokens: int) -> KeyDiff:
+        return replace(self, first=tokens)
 
     def capacity(self, context: int) -> int:
         return context
@@ -176,7 +210,7 @@ class KeyDiff:
             return ()
         scores = similarity()
         # Of equally similar tokens the older ones are evicted.
-        ranked = sorted(range(length - self.recent), key=lambda age: -scores[age])
+        ranked = sorted(range(self.first, length - self.recent), key=lambda age: -scores[age])
         return sorted(ranked[: length - self.budget])
 
 

@@ -25,6 +25,7 @@ def stage_keys(
     tokens: NDArray[Any],
     context: int,
     recipe: RecipeRecord,
+    sink: int,
 ) -> list[str]:
     """The key of each layer's stage and of the head's, in hexadecimal.
 
@@ -37,6 +38,7 @@ def stage_keys(
         tokens: calibration token ids `[windows, T]`.
         context: context length for the rotary embedding.
         recipe: how each matrix is quantized, and the transforms folded into it.
+        sink: number of first tokens of each window that no graph computes.
     """
     spec = checkpoint.spec
     ropes = [rope.rotation(context) for rope in spec.ropes]
@@ -47,6 +49,7 @@ def stage_keys(
         "windows": [spec.window(layer) for layer in range(spec.layers)],
         "rotary": [(rope.inverse_frequencies.tolist(), rope.attention_factor) for rope in ropes],
         "tokens": (tokens.shape, hashlib.sha256(tokens.astype(np.int64).tobytes()).hexdigest()),
+        "sink": sink,
         "folded": (recipe.rotation, recipe.value_rotation, recipe.key_scaling),
     }
     key, keys = _hashed(shared), []

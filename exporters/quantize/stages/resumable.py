@@ -33,6 +33,7 @@ def quantize_in_stages(
     store: StageStore,
     keys: Sequence[str],
     *,
+    sink: int = 0,
     resume: bool = False,
     progress: Callable[[int], None] = lambda done: None,
 ) -> tuple[StagedMatrices, dict[str, Range]]:
@@ -45,11 +46,12 @@ def quantize_in_stages(
         recipe: how each matrix is quantized.
         store: where finished stages are kept.
         keys: keys of the stages: one per layer, then the head.
+        sink: number of first tokens of each window that no graph computes.
         resume: use kept stages and continue after them.
         progress: called with the number of layers done.
     """
     stages = _kept(store, keys) if resume else []
-    quantizer = Quantizer(tensors, tokens, context, recipe)
+    quantizer = Quantizer(tensors, tokens, context, recipe, sink)
     layers = tensors.spec.layers
     if 0 < len(stages) <= layers:
         quantizer.hidden = stages[-1].hidden()

@@ -19,6 +19,7 @@ from edgekv.kv import Geometry, KvTensor, Window
 from edgekv.runtime import CpuEngine
 from edgekv.runtime.inputs import StepInputs
 from edgekv.runtime.rope import rope_tables
+from edgekv.session.sink import read_sink
 from exporters.targets.aihub.options import graph_name
 from quant import DTYPES
 
@@ -63,8 +64,11 @@ def take_sample(bundle: Bundle, graph: GraphRecord, text: str, folder: Path) -> 
         return _read(path)
     same_context = [g for g in bundle.manifest.graphs if g.role != "score" and g.context == graph.context]
     feeder = max(same_context, key=lambda g: g.ar)
-    before = min(2, (bundle.manifest.context - graph.ar) // feeder.ar) * feeder.ar
-    tokens = bundle.tokenizer().encode(text).ids[: before + graph.ar]
+    sink = [] if bundle.manifest.sink is None else bundle.manifest.sink.tokens
+    before = min(2, (bundle.manifest.context - len(sink) - graph.ar) // feeder.ar) * feeder.ar
+    tokens = bundle.tokenizer().encode(text).ids
+    start = len(sink) if tokens[: len(sink)] == sink else 0
+    tokens = tokens[start : start + before + graph.ar]
     if len(tokens) < before + graph.ar:
         raise UsageError(
             "--text", got=f"{len(tokens)} tokens", expected=f"{before + graph.ar}", fix="Give a longer text."
@@ -82,12 +86,18 @@ def take_sample(bundle: Bundle, graph: GraphRecord, text: str, folder: Path) -> 
 
 
 class _Steps:
-    """Steps of a bundle's graphs with the past held as plain arrays, left-padded."""
+    """Steps of a bundle's graphs with the past held as plain arrays, left-padded; it begins with the sink."""
 
     def __init__(self, bundle: Bundle) -> None:
         self._bundle = bundle
         self._done = 0
         self._past: dict[str, NDArray[Any]] = {}
+        if (sink := read_sink(bundle)) is not None:
+            self._done = len(sink.tokens)
+            for each in bundle.manifest.cache_geometry.names():
+                is_turned = _rows_axis(bundle.manifest.key_layout, each.kind) == 3
+                rows = sink.rows[each.past]
+                self._past[each.past] = (rows.T if is_turned else rows)[None, None]
         self._ropes = rope_tables(bundle.manifest)
         self._groups = bundle.manifest.cache_geometry.groups()
 

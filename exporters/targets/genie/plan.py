@@ -76,6 +76,7 @@ class GeniePlan:
             UsageError: an option does not fit the bundle.
         """
         bundle.require_onnx("the writer for Genie")
+        bundle.require_no_sink("Genie")
         manifest = bundle.manifest
         device = find(manifest.device)
         if options.device not in (None, device):

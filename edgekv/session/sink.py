@@ -1,0 +1,40 @@
+"""Reads the sink of a bundle."""
+
+from __future__ import annotations
+
+import numpy as np
+from safetensors import SafetensorError
+from safetensors.numpy import load
+
+from edgekv.bundle import Bundle
+from edgekv.errors import BundleError
+from edgekv.kv import Sink
+from edgekv.spec import LOGITS
+from edgekv.system import read_file
+from quant import DTYPES
+
+
+def read_sink(bundle: Bundle) -> Sink | None:
+    """The sink of a bundle; None if its graphs compute every token.
+
+    Raises:
+        BundleError: its file is broken, or does not fit the manifest.
+    """
+    manifest, record = bundle.manifest, bundle.manifest.sink
+    if record is None:
+        return None
+    path, count = bundle.path / record.file, len(record.tokens)
+    shapes = {tensor.past: (count, manifest.model.head_dim) for tensor in manifest.geometry.names()}
+    shapes[LOGITS] = (count, manifest.model.vocab)
+    try:
+        held = load(read_file(path, manifest.files[record.file].bytes))
+        for name, shape in shapes.items():
+            found, wanted = (held[name].dtype, held[name].shape), (DTYPES[manifest.encodings[name].dtype], shape)
+            if found != wanted:
+                raise ValueError(f"{name}: {found[0]} {list(found[1])}, not {wanted[0]} {list(shape)}")
+    except (OSError, SafetensorError, KeyError, ValueError) as error:
+        raise BundleError(
+            str(path), got=error, expected="keys, values and logits of the sink", fix="Export the bundle again."
+        ) from None
+    logits = held.pop(LOGITS)
+    return Sink(tuple(record.tokens), held, np.ascontiguousarray(logits))

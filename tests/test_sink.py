@@ -1,0 +1,243 @@
+"""The first token of every sequence, whose keys and values are restored and never computed by a graph."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from checkpoints import NEWER, write_checkpoint
+from exports import export_options, exported
+from safetensors.numpy import load_file, save_file
+
+import edgekv
+from edgekv.bundle import open_bundle
+from edgekv.cli import run
+from edgekv.errors import BundleError, ContextFullError, UsageError
+from edgekv.prefix import StoreConfig
+from edgekv.session.saved import load_sequence, save_sequence
+from exporters.checkpoint.checkpoint import Checkpoint
+from exporters.export import export_bundle
+from exporters.inspect.tally import Tally
+from exporters.quantize.reference import Reference
+from exporters.quantize.sink import SinkWanted, first_tokens
+
+BOS = 256
+PROMPT = [BOS, *range(40, 100)]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random model with a neuron in its first layer that only bos excites, and that writes a massive activation.
+
+    Channel 0 of the residual is 0 for all other tokens until then.
+    """
+    folder = write_checkpoint(tmp_path_factory.mktemp("sink"), {**NEWER, "tie_word_embeddings": False})
+    tensors = load_file(folder / "model.safetensors")
+    embedding, at = tensors["model.embed_tokens.weight"], "model.layers.0."
+    embedding[:, 0] = embedding[BOS] = 0
+    embedding[BOS, 0] = 10
+    tensors[at + "self_attn.o_proj.weight"][0] = 0
+    for name in ("mlp.gate_proj.weight", "mlp.up_proj.weight"):
+        tensors[at + name][0] = 0
+        tensors[at + name][0, 0] = 4
+    tensors[at + "mlp.down_proj.weight"][5, 0] = 2000
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def sinking(checkpoint: Path) -> Path:
+    return exported(checkpoint, export_options(context=(64, 128), ar=(1, 16), calibration_tokens=512))
+
+
+@pytest.fixture(scope="module")
+def plain(checkpoint: Path) -> Path:
+    options = export_options(context=128, ar=(1, 16), calibration_tokens=512, sink=SinkWanted("none"))
+    return exported(checkpoint, options)
+
+
+def decoded(bundle: Path, prompt: list[int], **options: object) -> list[int]:
+    with edgekv.load(bundle, threads=1, **options) as model:  # type: ignore[arg-type]
+        return [token.id for token in model.generate(prompt, 12, ignore_eos=True)]
+
+
+def until_eos(tokens: list[int]) -> list[int]:
+    """Beam search ends with a token that ends texts."""
+    return tokens[: next((at + 1 for at, token in enumerate(tokens) if token in (257, 258)), len(tokens))]
+
+
+def token_sqnr_db(bundle: Path, checkpoint: Path) -> float:
+    window = np.array(PROMPT)
+    tally = Tally()
+    with edgekv.load(bundle, threads=1) as model:
+        expected = next(Reference(Checkpoint.open(str(checkpoint)), 128).logits([window]))
+        tally.add(window, expected, model.score(PROMPT))
+    return tally.evaluation("cpu", "").token_sqnr_db
+
+
+def test_export_finds_a_token_that_spans_the_ranges(sinking: Path, plain: Path, small: Path) -> None:
+    record = open_bundle(sinking).manifest.sink
+    assert record is not None
+    assert record.tokens == [BOS]
+    assert record.result == "layers.0.down"
+    assert record.ratio > 100
+    assert open_bundle(plain).manifest.sink is None
+    assert open_bundle(small).manifest.sink is None, "no token of a plain random model stands out"
+
+
+def test_ranges_leave_the_sink_out(sinking: Path, plain: Path) -> None:
+    kept, spanned = (open_bundle(each).manifest.encodings["layers.0.mlp_add"].scale for each in (sinking, plain))
+    assert kept < spanned / 50
+
+
+def test_the_other_tokens_gain_precision(sinking: Path, plain: Path, checkpoint: Path) -> None:
+    assert token_sqnr_db(sinking, checkpoint) > token_sqnr_db(plain, checkpoint) + 10
+
+
+def test_the_sink_has_the_reference_s_logits(sinking: Path, checkpoint: Path) -> None:
+    expected = next(Reference(Checkpoint.open(str(checkpoint)), 128).logits([np.array([BOS])]))
+    step = open_bundle(sinking).manifest.encodings["logits"].scale
+    with edgekv.load(sinking, threads=1) as model:
+        np.testing.assert_allclose(model.score([BOS]), expected, atol=0.51 * step)
+        (token,) = model.generate([BOS], 1, ignore_eos=True)
+        assert token.id == expected[0].argmax()
+        assert model.session.cache.length == 1
+
+
+def test_a_text_without_the_sink_gets_it_in_front(sinking: Path) -> None:
+    assert decoded(sinking, PROMPT[1:]) == decoded(sinking, PROMPT)
+    with edgekv.load(sinking, threads=1) as model:
+        np.testing.assert_array_equal(model.score(PROMPT[1:]), model.score(PROMPT)[1:])
+        generation = model.generate(PROMPT[1:], 2)
+        list(generation)
+        assert list(generation.prompt) == PROMPT
+        assert (generation.stats.reused_tokens, generation.stats.computed_tokens) == (1, len(PROMPT))
+        with pytest.raises(ContextFullError, match="129 tokens"):
+            model.generate([40] * 128, 1)
+
+
+@pytest.mark.parametrize("update", ["slot", "mirror", "pointer-shift", "shift-concat"])
+def test_every_strategy_begins_with_the_sink(sinking: Path, update: str) -> None:
+    assert decoded(sinking, PROMPT, kv_update=update) == decoded(sinking, PROMPT)
+
+
+@pytest.mark.parametrize("growth", ["staggered", "together"])
+def test_growing_memory_carries_the_sink_along(sinking: Path, growth: str) -> None:
+    assert decoded(sinking, PROMPT, kv_growth=growth) == decoded(sinking, PROMPT)
+
+
+def test_keys_as_columns_hold_the_same_sink(checkpoint: Path, sinking: Path) -> None:
+    options = export_options(context=128, ar=(1, 16), calibration_tokens=512, key_layout="columns")
+    assert decoded(exported(checkpoint, options), PROMPT) == decoded(sinking, PROMPT)
+
+
+def test_a_stored_prefix_begins_with_the_sink(sinking: Path) -> None:
+    expected = decoded(sinking, PROMPT)
+    with edgekv.load(sinking, threads=1, prefix_cache=StoreConfig(tokens_per_block=16)) as model:
+        for restored in (0, len(PROMPT) - 2):
+            generation = model.generate(PROMPT, 12, ignore_eos=True)
+            assert [token.id for token in generation] == expected
+            assert generation.stats.restored_tokens == restored, "the sink is in the cache already, the last token runs"
+        (only,) = model.generate([BOS], 1, ignore_eos=True)
+        assert only.id == decoded(sinking, [BOS])[0]
+
+
+def test_sequences_and_beams_begin_with_the_sink(sinking: Path, tmp_path: Path) -> None:
+    expected = decoded(sinking, PROMPT)
+    file = tmp_path / "talk"
+    with edgekv.load(sinking, threads=1) as model:
+        assert [token.id for token in model.generate(PROMPT, 12, ignore_eos=True, sequence=1)] == expected
+        other = [BOS, *range(200, 220)]
+        assert [t.id for t in model.generate(other, 12, ignore_eos=True, sequence=1)] == decoded(sinking, other)
+        assert save_sequence(model, 1, file) == len(other) + 11
+        model.sequences.get_or_create(2)
+        assert save_sequence(model, 2, tmp_path / "empty") == 0
+        assert list(model.generate(PROMPT, num_beams=1, max_new_tokens=12).sequences[0].tokens) == until_eos(expected)
+    with edgekv.load(sinking, threads=1) as model:
+        assert load_sequence(model, 1, file) == len(other) + 11
+        assert [t.id for t in model.generate(other, 12, ignore_eos=True, sequence=1)] == decoded(sinking, other)
+
+
+def test_policies_never_drop_the_sink(sinking: Path) -> None:
+    for policy in ("sinks(1, 64)", "keydiff(64)"):
+        with edgekv.load(sinking, threads=1, policy=policy) as model:
+            row = {name: rows[0] for group in model.cache.groups for name, rows in group.read()}
+            for _ in model.generate(PROMPT, 150, ignore_eos=True):
+                pass
+            assert model.cache.stats.evicted > 0
+            assert model.cache.positions[0] == 0
+            for group in model.cache.groups:
+                for name, rows in group.read():
+                    np.testing.assert_array_equal(rows[0], row[name])
+
+
+@pytest.mark.parametrize(
+    ("policy", "message"),
+    [("sliding-window", r"its sink\); expected a policy that keeps them. Use sinks\(1, WINDOW\)")],
+)
+def test_a_policy_that_would_drop_the_sink_is_refused(sinking: Path, policy: str, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        edgekv.load(sinking, policy=policy)
+
+
+def test_a_wrong_file_of_the_sink_is_refused(checkpoint: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "bundle"
+    export_bundle(Checkpoint.open(str(checkpoint)), folder, export_options(context=64, ar=(1, 16)))
+    rows = load_file(folder / "sink.safetensors")
+    rows["logits"] = rows["logits"][:, 1:]
+    save_file(rows, folder / "sink.safetensors")
+    with pytest.raises(BundleError, match=r"sink.safetensors: got .* bytes; expected"):
+        edgekv.load(folder)
+    manifest = json.loads((folder / "manifest.json").read_text())
+    assert manifest["sink"]["tokens"] == [BOS]
+
+
+@pytest.mark.parametrize(
+    ("wanted", "message"),
+    [
+        ("never", "--sink: got 'never'; expected auto, none, or token ids such as 1. Use auto."),
+        ("999", "--sink: got token 999; expected ids below 320"),
+        ("7", "--sink: got token 7 first; expected 256, bos, with which texts begin"),
+    ],
+)
+def test_a_sink_that_cannot_be_is_refused(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], wanted: str, message: str
+) -> None:
+    target = str(tmp_path / "out")
+    assert run(
+        [
+            "export",
+            str(checkpoint),
+            "-o",
+            target,
+            "--device",
+            "SM8650",
+            "--context",
+            "64",
+            "--sink",
+            wanted,
+            "--skip-htp-check",
+        ]
+    )
+    assert message in capsys.readouterr().err
+    assert not Path(target).exists()
+
+
+def test_texts_without_bos_begin_as_chats_or_with_eos(tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path / "plain", {**NEWER, "bos_token_id": None})
+    (folder / "generation_config.json").unlink()
+    assert first_tokens(Checkpoint.open(str(folder)), SinkWanted()) == (257,)
+    (folder / "chat_template.jinja").write_text("A{% for m in messages %}{{ m['content'] }}{% endfor %}")
+    chat = Checkpoint.open(str(folder))
+    assert first_tokens(chat, SinkWanted()) == (chat.encode("A")[0],)
+
+
+def test_a_runtime_that_starts_empty_refuses_the_sink(
+    sinking: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for target in ("genie", "genai"):
+        assert run(["bundle", target, str(sinking), "-o", str(tmp_path / target)])
+        assert "sink: got 1 first tokens" in capsys.readouterr().err
+        assert not (tmp_path / target).exists()
