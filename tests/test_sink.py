@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from checkpoints import NEWER, write_checkpoint
+from checkpoints import ARCHITECTURES, NEWER, WINDOW, write_checkpoint
 from exports import export_options, exported
 from safetensors.numpy import load_file, save_file
 
@@ -20,6 +20,7 @@ from edgekv.session.saved import load_sequence, save_sequence
 from exporters.checkpoint.checkpoint import Checkpoint
 from exporters.export import export_bundle
 from exporters.inspect.tally import Tally
+from exporters.inspect.wikitext import Window
 from exporters.quantize.reference import Reference
 from exporters.quantize.sink import SinkWanted, first_tokens
 
@@ -27,13 +28,12 @@ BOS = 256
 PROMPT = [BOS, *range(40, 100)]
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def write_sinking(folder: Path, architecture: dict[str, object]) -> Path:
     """A random model with a neuron in its first layer that only bos excites, and that writes a massive activation.
 
     Channel 0 of the residual is 0 for all other tokens until then.
     """
-    folder = write_checkpoint(tmp_path_factory.mktemp("sink"), {**NEWER, "tie_word_embeddings": False})
+    write_checkpoint(folder, {**architecture, "tie_word_embeddings": False})
     tensors = load_file(folder / "model.safetensors")
     embedding, at = tensors["model.embed_tokens.weight"], "model.layers.0."
     embedding[:, 0] = embedding[BOS] = 0
@@ -45,6 +45,11 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tensors[at + "mlp.down_proj.weight"][5, 0] = 2000
     save_file(tensors, folder / "model.safetensors")
     return folder
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_sinking(tmp_path_factory.mktemp("sink"), NEWER)
 
 
 @pytest.fixture(scope="module")
@@ -68,12 +73,12 @@ def until_eos(tokens: list[int]) -> list[int]:
     return tokens[: next((at + 1 for at, token in enumerate(tokens) if token in (257, 258)), len(tokens))]
 
 
-def token_sqnr_db(bundle: Path, checkpoint: Path) -> float:
+def token_sqnr_db(bundle: Path, checkpoint: Path, engine: str = "cpu") -> float:
     window = np.array(PROMPT)
     tally = Tally()
-    with edgekv.load(bundle, threads=1) as model:
+    with edgekv.load(bundle, engine, threads=1) as model:
         expected = next(Reference(Checkpoint.open(str(checkpoint)), 128).logits([window]))
-        tally.add(window, expected, model.score(PROMPT))
+        tally.add(Window.of(window), expected, model.score(PROMPT))
     return tally.evaluation("cpu", "").token_sqnr_db
 
 
@@ -94,6 +99,22 @@ def test_ranges_leave_the_sink_out(sinking: Path, plain: Path) -> None:
 
 def test_the_other_tokens_gain_precision(sinking: Path, plain: Path, checkpoint: Path) -> None:
     assert token_sqnr_db(sinking, checkpoint) > token_sqnr_db(plain, checkpoint) + 10
+
+
+def test_layers_with_a_window_lose_the_sink_as_the_model_does(tmp_path: Path) -> None:
+    folder = write_sinking(tmp_path, ARCHITECTURES["mistral"])
+    assert len(PROMPT) / 2 > WINDOW
+    changes = {"context": 128, "ar": (1, 16), "calibration_tokens": 512}
+    bundle = exported(folder, export_options(**changes))
+    spanned = exported(folder, export_options(**changes, sink=SinkWanted("none")))
+    assert open_bundle(bundle).manifest.sink is not None
+    assert token_sqnr_db(bundle, folder) > token_sqnr_db(spanned, folder) + 10
+
+
+def test_tflite_graphs_start_with_the_sink(checkpoint: Path, sinking: Path) -> None:
+    options = export_options(context=128, ar=(1, 16), calibration_tokens=512, graph_format="tflite", kv_dtype="s8")
+    found = token_sqnr_db(exported(checkpoint, options), checkpoint, "litert")
+    assert found > token_sqnr_db(sinking, checkpoint) - 1
 
 
 def test_the_sink_has_the_reference_s_logits(sinking: Path, checkpoint: Path) -> None:
