@@ -8,7 +8,7 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 CONFIG: dict[str, Any] = {
@@ -310,3 +310,23 @@ def random_weights(config: dict[str, Any], seed: int, gain: float = 2.0) -> dict
     if not config["tie_word_embeddings"]:
         weights["lm_head.weight"] = matrix(vocab, hidden)
     return weights
+
+
+def write_sinking(folder: Path, architecture: dict[str, Any]) -> Path:
+    """A random model with a neuron in its first layer that only bos excites, and that writes a massive activation.
+
+    Channel 0 of the residual is 0 for all other tokens until then.
+    """
+    bos = CONFIG["bos_token_id"]
+    write_checkpoint(folder, {**architecture, "tie_word_embeddings": False})
+    tensors = load_file(folder / "model.safetensors")
+    embedding, at = tensors["model.embed_tokens.weight"], "model.layers.0."
+    embedding[:, 0] = embedding[bos] = 0
+    embedding[bos, 0] = 10
+    tensors[at + "self_attn.o_proj.weight"][0] = 0
+    for name in ("mlp.gate_proj.weight", "mlp.up_proj.weight"):
+        tensors[at + name][0] = 0
+        tensors[at + name][0, 0] = 4
+    tensors[at + "mlp.down_proj.weight"][5, 0] = 2000
+    save_file(tensors, folder / "model.safetensors")
+    return folder

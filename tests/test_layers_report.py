@@ -14,13 +14,15 @@ from edgekv.cli import run
 from edgekv.runtime import make_engine
 from exporters.checkpoint.checkpoint import Checkpoint
 from exporters.checkpoint.folded import transformed
-from exporters.inspect import LayersReport, Proposal, find_divergence, measure_layers, propose, trace_reference
+from exporters.inspect import LayersReport, Proposal, Trace, find_divergence, measure_layers, propose, trace_reference
 from exporters.inspect.evaluate import evaluate, evaluation_windows
 from exporters.inspect.integers import StoredMatrices
 from exporters.inspect.probe import Probe
+from exporters.quantize.calibrate import token_windows
 from exporters.quantize.recipe import Recipe, WeightRule, find_recipe
+from exporters.quantize.sink import SinkWanted
 from quant import quantize
-from tests.checkpoints import ARCHITECTURES, NEWER, write_checkpoint
+from tests.checkpoints import ARCHITECTURES, CONFIG, NEWER, write_checkpoint, write_sinking
 from tests.exports import export_options, exported
 
 SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "head_dim": 16}
@@ -175,3 +177,46 @@ def test_8_bits_leave_nothing_to_suggest(small: Path, tmp_path: Path, capsys) ->
     asked = ["eval", str(small), "--text", str(tmp_path / "text"), "--suggest-recipe", str(tmp_path / "more.json")]
     assert run(asked) == 2
     assert "a bundle without 4-bit matrices" in capsys.readouterr().err
+
+
+@pytest.fixture(scope="module")
+def sinking(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
+    return Checkpoint.open(str(write_sinking(tmp_path_factory.mktemp("sinking"), NEWER)))
+
+
+def test_the_sink_is_named_where_it_spans_the_range(sinking: Checkpoint) -> None:
+    options = export_options(recipe(ALL), context=64, ar=(1, 16), sink=SinkWanted("none"))
+    folder = exported(sinking.folder, options)
+    found = report(folder, sinking)
+    spans = {span.name: span for span in found.spans}
+    assert {"layers.0.down", "layers.0.mlp_add", "layers.1.mlp_add"} <= set(spans)
+    assert [span.cost_db for span in found.spans] == sorted((span.cost_db for span in found.spans), reverse=True)
+    span = spans["layers.0.down"]
+    assert (span.position, span.token, span.text) == (0, CONFIG["bos_token_id"], "<|0|>")
+    exact = [each["layers.0.down"] for each in traces(sinking)]
+    assert span.magnitude == pytest.approx(max(np.abs(each[0]).max() for each in exact))
+    rest = np.concatenate([each[1:] for each in exact])
+    assert span.others == pytest.approx(np.abs(rest).max())
+    assert span.without == pytest.approx((rest.min(), rest.max()))
+    steps = np.ptp(np.concatenate(exact)) / (rest.max() - rest.min())
+    assert span.cost_db == pytest.approx(20 * np.log10(steps), abs=0.1)
+    loss = next(each for each in found.tensors if each.name == "layers.0.down")
+    assert loss.first_db is not None
+    assert loss.own_db < loss.first_db - 30, "position 0 is represented well, and does not own the mean"
+    advice = {each.name: each.suggestion for each in found.worst}
+    assert advice["layers.0.down"].startswith("--sink auto: '<|0|>' at position 0 spans the range")
+
+
+def test_nothing_spans_the_ranges_of_a_bundle_that_restores_the_sink(sinking: Checkpoint) -> None:
+    folder = exported(sinking.folder, export_options(recipe(ALL), context=64, ar=(1, 16)))
+    found = report(folder, sinking)
+    assert found.spans == []
+    assert {layer.first for layer in found.layers} == {None}
+    assert found.evaluation.first_sqnr_db is None
+    assert min(loss.own_db for loss in found.tensors if loss.kind == "activation") > 30
+
+
+def traces(checkpoint: Checkpoint) -> list[Trace]:
+    """Those of the float reference for the windows that `report` measures."""
+    windows = token_windows(checkpoint, TEXT, 64)
+    return [trace_reference(checkpoint, window.tolist(), 64) for window in windows]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from checkpoints import ARCHITECTURES, NEWER, WINDOW, write_checkpoint
+from checkpoints import ARCHITECTURES, NEWER, WINDOW, write_checkpoint, write_sinking
 from exports import export_options, exported
 from safetensors.numpy import load_file, save_file
 
@@ -26,25 +26,6 @@ from exporters.quantize.sink import SinkWanted, first_tokens
 
 BOS = 256
 PROMPT = [BOS, *range(40, 100)]
-
-
-def write_sinking(folder: Path, architecture: dict[str, object]) -> Path:
-    """A random model with a neuron in its first layer that only bos excites, and that writes a massive activation.
-
-    Channel 0 of the residual is 0 for all other tokens until then.
-    """
-    write_checkpoint(folder, {**architecture, "tie_word_embeddings": False})
-    tensors = load_file(folder / "model.safetensors")
-    embedding, at = tensors["model.embed_tokens.weight"], "model.layers.0."
-    embedding[:, 0] = embedding[BOS] = 0
-    embedding[BOS, 0] = 10
-    tensors[at + "self_attn.o_proj.weight"][0] = 0
-    for name in ("mlp.gate_proj.weight", "mlp.up_proj.weight"):
-        tensors[at + name][0] = 0
-        tensors[at + name][0, 0] = 4
-    tensors[at + "mlp.down_proj.weight"][5, 0] = 2000
-    save_file(tensors, folder / "model.safetensors")
-    return folder
 
 
 @pytest.fixture(scope="module")

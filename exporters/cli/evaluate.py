@@ -76,7 +76,8 @@ def eval_(
             report = measure_layers(model.bundle, runner, tensors, windows, text.name, progress)
             report, result = msgspec.structs.replace(report, proposal=proposal), report.evaluation
         elif word_perplexity:
-            pages = Pages.read(source, content, manifest.context, tokens)
+            sink = () if manifest.sink is None else manifest.sink.tokens
+            pages = Pages.read(source, content, manifest.context, tokens, sink)
             result = evaluate_pages(model, source, pages, text.name, progress=progress)
         else:
             result = evaluate(model, source, content, text.name, tokens=tokens, progress=progress)
@@ -91,10 +92,9 @@ def eval_(
     typer.echo(f"  reference       {result.reference_perplexity:.4f} (float32)")
     typer.echo(f"  KL divergence   {result.kl_nats:.5f} nats a token")
     typer.echo(f"  top-1 agreement {result.top1_agreement:.2%}")
-    least = result.least_token_sqnr_db
-    typer.echo(
-        f"  SQNR            {result.token_sqnr_db:.1f} dB per token, {least:.1f} at least, {result.sqnr_db:.1f} summed"
-    )
+    least, first = result.least_token_sqnr_db, result.first_sqnr_db
+    apart = "" if first is None else f", {first:.1f} at position 0"
+    typer.echo(f"  SQNR            {result.token_sqnr_db:.1f} dB per token, {least:.1f} at least{apart}")
     if (words := result.words) is not None:
         typer.echo(
             f"  word perplexity {words.perplexity:.4f}, {words.ratio:.5f} +- {words.ratio_error:.5f} x reference"

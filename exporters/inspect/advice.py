@@ -5,25 +5,37 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from edgekv.bundle import RecipeRecord
-from exporters.inspect.report import Advice, TensorLoss
+from exporters.inspect.report import Advice, TensorLoss, TokenSpan
 from quant import WEIGHT_TYPES
 
 _HARMLESS_DB = 45.0
 
 
-def worst(losses: Sequence[TensorLoss], recipe: RecipeRecord, most: int = 10) -> list[Advice]:
+def worst(
+    losses: Sequence[TensorLoss], recipe: RecipeRecord, spans: Sequence[TokenSpan] = (), most: int = 10
+) -> list[Advice]:
     """The tensors with the largest own quantization error, worst first."""
+    spanned = {span.name: span for span in spans}
     chosen = sorted(losses, key=lambda loss: loss.own_db)[:most]
     return [
-        Advice(name=loss.name, own_db=loss.own_db, sqnr_db=loss.sqnr_db, suggestion=suggestion(loss, recipe))
+        Advice(
+            name=loss.name,
+            own_db=loss.own_db,
+            sqnr_db=loss.sqnr_db,
+            suggestion=suggestion(loss, recipe, spanned.get(loss.name)),
+        )
         for loss in chosen
     ]
 
 
-def suggestion(loss: TensorLoss, recipe: RecipeRecord) -> str:
+def suggestion(loss: TensorLoss, recipe: RecipeRecord, span: TokenSpan | None = None) -> str:
     """How to reduce this tensor's own error."""
     if loss.own_db >= _HARMLESS_DB:
         return "no action: the error is small"
+    if span is not None and span.position == 0:
+        return f"--sink auto: {span.text!r} at position 0 spans the range, {span.ratio:.0f} x all other tokens"
+    if span is not None:
+        return f"no action: {span.text!r} spans the range, {span.ratio:.0f} x all other tokens"
     if loss.kind == "weight":
         return _for_matrix(loss, recipe)
     if loss.clipped > 0.5:

@@ -15,9 +15,10 @@ from edgekv.runtime import Engine
 from edgekv.spec.decoder import DecoderSpec
 from exporters.inspect.advice import worst
 from exporters.inspect.integers import StoredMatrices
-from exporters.inspect.meters import MatrixMeter, ResultMeter
+from exporters.inspect.meters import MatrixMeter, ResultMeter, weighed_apart
 from exporters.inspect.probe import Probe
-from exporters.inspect.report import Kind, LayerLoss, LayersReport, Levels, TensorLoss
+from exporters.inspect.report import Kind, LayerLoss, LayersReport, Levels, TensorLoss, TokenSpan
+from exporters.inspect.spans import find_spans
 from exporters.inspect.tally import Tally
 from exporters.inspect.trace import trace_stages
 from exporters.inspect.wikitext import Window
@@ -53,7 +54,8 @@ def measure_layers(
     """
     probe = Probe(bundle, engine)
     matrices = MatrixMeters(bundle, tensors, probe.first)
-    tally, losses, last = Tally(), list[TensorLoss](), tensors.spec.layers
+    tally, losses, spans, last = Tally(), list[TensorLoss](), list[TokenSpan](), tensors.spec.layers
+    tokenizer = bundle.tokenizer()
     exact = trace_stages(tensors, windows, bundle.manifest.context, partial(_MeasuringOps, matrices), first=probe.first)
     traces = zip(exact, probe.stages(windows), strict=True)
     for stage in range(last + 1):
@@ -62,17 +64,21 @@ def measure_layers(
         for window in windows:
             wanted, found = next(traces)
             for name in wanted:
-                results.setdefault(name, ResultMeter(probe.encodings[name])).add(wanted[name], found[name])
+                meter = results.setdefault(name, ResultMeter(probe.encodings[name], probe.first))
+                meter.add(window[probe.first :], wanted[name], found[name])
             if stage == last:
-                tally.add(Window.of(window[probe.first :]), wanted["logits"], found["logits"])
+                rest = Window.of(window[probe.first :], position=probe.first)
+                tally.add(rest, wanted["logits"], found["logits"])
         losses += matrices.close()
         losses += [_result_loss(name, meter) for name, meter in results.items()]
+        spans += find_spans(results, tokenizer)
     progress("layers", last + 1, last + 1)
     return LayersReport(
         evaluation=tally.evaluation(probe.engine, text_name),
         layers=list(_layers(losses, last)),
-        worst=worst(losses, bundle.manifest.recipe),
+        worst=worst(losses, bundle.manifest.recipe, spans),
         tensors=losses,
+        spans=sorted(spans, key=lambda span: -span.cost_db),
     )
 
 
@@ -91,7 +97,8 @@ class MatrixMeters:
         """Record inputs `[T, in]` and their exact product with `rows` of the matrix times `gain`."""
         if key not in self._meters:
             stored = self._stored.matrix(key)
-            self._meters[key] = MatrixMeter(self._tensors.tensor(key) * np.float32(gain), stored)
+            exact = self._tensors.tensor(key) * np.float32(gain)
+            self._meters[key] = MatrixMeter(exact, stored, weighed_apart(self._first))
         self._meters[key].add(x[self._first :], product[self._first :], rows)
 
     def close(self) -> list[TensorLoss]:
@@ -109,8 +116,8 @@ class MatrixMeters:
             kind="weight",
             layer=_layer_of(key),
             dtype=self._dtypes[key],
-            sqnr_db=meter.weights.sqnr_db,
-            own_db=meter.output.sqnr_db,
+            sqnr_db=meter.weights_db,
+            own_db=meter.output_db,
             outlier=channel if share > _OUTLIER_SHARE else None,
         )
 
@@ -138,15 +145,18 @@ class _MeasuringOps(NumpyOps):
 
 def _result_loss(name: str, meter: ResultMeter) -> TensorLoss:
     outlier = meter.outlier
+    sqnr_db, first_db = meter.sqnr_db
     return TensorLoss(
         name=name,
         kind="key" if name.startswith("past_key_") else "value" if name.startswith("past_value_") else "activation",
         layer=_layer_of(name),
         dtype=meter.encoding.dtype,
-        sqnr_db=meter.whole.sqnr_db,
-        own_db=meter.own.sqnr_db,
+        sqnr_db=sqnr_db,
+        own_db=meter.own_db,
+        first_db=first_db,
         outlier=outlier[0] if outlier is not None and outlier[1] > _OUTLIER_RATIO else None,
-        clipped=meter.clipped.noise / max(meter.own.noise, 1e-30),
+        clipped=meter.clipped,
+        range=meter.range,
     )
 
 
@@ -163,7 +173,11 @@ def _layers(losses: Sequence[TensorLoss], layers: int) -> Iterator[LayerLoss]:
     for place, members in places.items():
         levels = {}
         for kind in get_args(Kind):
-            found = [loss.sqnr_db for loss in members if loss.kind == kind]
-            if found:
-                levels[kind] = Levels(min(found), sum(found) / len(found))
-        yield LayerLoss(place=place, levels=levels)
+            if found := [loss.sqnr_db for loss in members if loss.kind == kind]:
+                levels[kind] = _level(found)
+        first = [loss.first_db for loss in members if loss.kind == "activation" and loss.first_db is not None]
+        yield LayerLoss(place=place, levels=levels, first=_level(first) if first else None)
+
+
+def _level(found: Sequence[float]) -> Levels:
+    return Levels(min(found), sum(found) / len(found))

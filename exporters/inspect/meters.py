@@ -1,104 +1,229 @@
-"""Accumulated quantization error of one tensor over a text."""
+"""Accumulated quantization error of one tensor over a text, weighed token by token."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
+from numpy.typing import NDArray
 
 from edgekv.spec.tensors import by_inputs
-from exporters.inspect.divergence import PERFECT_DB
+from exporters.inspect.report import ValueRange
 from exporters.quantize.reference import Floats
 from quant import Encoding
 
+PERFECT_TOKEN_DB = 100.0
+"""Upper limit of a token's SQNR, just above what 16 bits reach: a token without error must not own the mean."""
+
 _TINY = 1e-30
+_CENTRAL = (0.001, 0.999)
+_SAMPLE = 4096  # values a window
 
 
-class Power:
-    """Accumulated power of a signal and of its error."""
+@dataclass(slots=True)
+class TokenPower:
+    """Power of the signal and of the error at each token of each window; the last window may still be added to."""
 
-    __slots__ = ("noise", "signal")
+    signal: list[NDArray[np.float64]]
+    noise: list[NDArray[np.float64]]
 
-    def __init__(self) -> None:
-        self.signal = 0.0
-        self.noise = 0.0
+    @classmethod
+    def empty(cls) -> TokenPower:
+        """Nothing added yet."""
+        return cls([], [])
 
-    def add(self, signal: Floats, difference: Floats) -> None:
-        """Add a signal and its error, of the same shape."""
-        self.signal += float(np.square(signal, dtype=np.float64).sum())
-        self.noise += float(np.square(difference, dtype=np.float64).sum())
+    def add(self, signal: Floats, difference: Floats, *, more: bool = False) -> None:
+        """Add a signal and its error `[T, width]` of a new window; with `more`, further columns of the last one."""
+        powers = (np.einsum("tw,tw->t", each, each, dtype=np.float64) for each in (signal, difference))
+        for held, power in zip((self.signal, self.noise), powers, strict=True):
+            if more:
+                held[-1] += power
+            else:
+                held.append(power)
 
-    @property
-    def sqnr_db(self) -> float:
-        """SQNR in dB, clipped to +-`PERFECT_DB`."""
-        signal = max(self.signal, _TINY)
-        if not np.isfinite(self.noise):
-            return -PERFECT_DB
-        return float(np.clip(10 * np.log10(signal / max(self.noise, _TINY)), -PERFECT_DB, PERFECT_DB))
+    def sqnr_db(self, apart: int) -> tuple[float, float | None]:
+        """Mean SQNR in dB of all tokens but the first `apart` of each window, and of those, if there are any.
+
+        Tokens without a signal do not count.
+        """
+        signal = [np.split(each, [apart]) for each in self.signal]
+        noise = [np.split(each, [apart]) for each in self.noise]
+        first, rest = (
+            _mean_db(*(np.concatenate([parts[index] for parts in each]) for each in (signal, noise)))
+            for index in (0, 1)
+        )
+        return PERFECT_TOKEN_DB if rest is None else rest, first
+
+    def relative_noise(self, apart: int) -> float:
+        """Noise over signal, summed over all tokens with a signal but the first `apart` of each window."""
+        signal = np.concatenate([each[apart:] for each in self.signal])
+        noise = np.concatenate([each[apart:] for each in self.noise])
+        return float((noise[signal > 0] / signal[signal > 0]).sum())
+
+
+def weighed_apart(first: int) -> int:
+    """How many tokens at the start of windows that begin at position `first` are weighed apart: position 0."""
+    return 1 if first == 0 else 0
+
+
+def _mean_db(signal: NDArray[np.float64], noise: NDArray[np.float64]) -> float | None:
+    counted = signal > 0
+    if not counted.any():
+        return None
+    noise = np.where(np.isfinite(noise), noise, np.inf)[counted]
+    with np.errstate(divide="ignore"):
+        levels = 10 * np.log10(signal[counted] / np.maximum(noise, _TINY))
+    return float(np.clip(levels, -PERFECT_TOKEN_DB, PERFECT_TOKEN_DB).mean())
+
+
+@dataclass(frozen=True, slots=True)
+class Peak:
+    """The token at which a result has its greatest magnitude.
+
+    Attributes:
+        position: its position in the window.
+        token: its id.
+        magnitude: the greatest there.
+        others: the greatest at all other tokens, which are those at other positions for position 0, and those with
+            another id for any other position.
+        low: the least value at the other tokens.
+        high: the greatest value at the other tokens.
+    """
+
+    position: int
+    token: int
+    magnitude: float
+    others: float
+    low: float
+    high: float
 
 
 class ResultMeter:
-    """The error of one result, and the part that its own encoding causes.
+    """The error of one result, the part that its own encoding causes, and the values that it saw.
 
     Attributes:
         encoding: the result's encoding.
-        whole: error of the bundle's values.
-        own: error of the exact values rounded in `encoding`.
-        clipped: the part of `own` from values outside the encoding's range.
     """
 
-    __slots__ = ("_peaks", "clipped", "encoding", "own", "whole")
+    __slots__ = ("_apart", "_clipped", "_first", "_highs", "_lows", "_own", "_peaks", "_samples", "_tokens", "_whole",
+                 "encoding")  # fmt: skip
 
-    def __init__(self, encoding: Encoding) -> None:
+    def __init__(self, encoding: Encoding, first: int = 0) -> None:
+        """Start empty; `first` is the position of the first token of each window."""
         self.encoding = encoding
-        self.whole, self.own, self.clipped = Power(), Power(), Power()
+        self._first = first
+        self._apart = weighed_apart(first)
+        self._whole, self._own, self._clipped = (TokenPower.empty() for _ in range(3))
         self._peaks: Floats | None = None
+        self._lows: list[Floats] = []
+        self._highs: list[Floats] = []
+        self._tokens: list[NDArray[np.int64]] = []
+        self._samples: list[Floats] = []
 
-    def add(self, exact: Floats, found: Floats) -> None:
-        """Values `[T, width]` of one window."""
-        self.whole.add(exact, found - exact)
+    def add(self, tokens: NDArray[np.int64], exact: Floats, found: Floats) -> None:
+        """Values `[T, width]` at the tokens `[T]` of one window."""
+        self._whole.add(exact, found - exact)
         rounded = self.encoding.dequantize(self.encoding.quantize(exact)) - exact
-        self.own.add(exact, rounded)
+        self._own.add(exact, rounded)
         low, high = self.encoding.reach
-        beyond = (exact < low) | (exact > high)
-        self.clipped.add(exact[beyond], rounded[beyond])
-        peaks = np.abs(exact).max(axis=0)
-        self._peaks = peaks if self._peaks is None else np.maximum(self._peaks, peaks)
+        self._clipped.add(exact, np.where((exact < low) | (exact > high), rounded, np.float32(0)))
+        self._tokens.append(tokens)
+        self._lows.append(exact.min(axis=1))
+        self._highs.append(exact.max(axis=1))
+        if len(rest := exact[self._apart :]):
+            self._samples.append(rest.reshape(-1)[:: max(1, rest.size // _SAMPLE)])
+            peaks = np.abs(rest).max(axis=0)
+            self._peaks = peaks if self._peaks is None else np.maximum(self._peaks, peaks)
+
+    @property
+    def sqnr_db(self) -> tuple[float, float | None]:
+        """SQNR of the bundle's values, at all positions but 0 and there."""
+        return self._whole.sqnr_db(self._apart)
+
+    @property
+    def own_db(self) -> float:
+        """SQNR of the exact values rounded in `encoding`, at all positions but 0."""
+        return self._own.sqnr_db(self._apart)[0]
+
+    @property
+    def clipped(self) -> float:
+        """The share of the own error caused by values outside of the encoding's range."""
+        return self._clipped.relative_noise(self._apart) / max(self._own.relative_noise(self._apart), _TINY)
+
+    @property
+    def range(self) -> ValueRange:
+        """The encoding's range against the exact values."""
+        low, high = self.encoding.reach
+        samples = np.concatenate(self._samples) if self._samples else np.zeros(1, np.float32)
+        least, most = (float(each) for each in np.quantile(samples, _CENTRAL))
+        return ValueRange(
+            reach=(low, high),
+            seen=(float(np.concatenate(self._lows).min()), float(np.concatenate(self._highs).max())),
+            central=(least, most),
+            unused_bits=float(np.log2((high - low) / max(most - least, _TINY))),
+        )
 
     @property
     def outlier(self) -> tuple[int, float] | None:
-        """The channel with the largest peak, and that peak over the median channel's."""
+        """The channel with the largest peak at positions but 0, and that peak over the median channel's."""
         if self._peaks is None or len(self._peaks) < 2:
             return None
         typical = max(float(np.median(self._peaks)), _TINY)
         return int(self._peaks.argmax()), float(self._peaks.max()) / typical
+
+    @property
+    def peak(self) -> Peak | None:
+        """The token with the greatest magnitude; None if there are no others."""
+        lows, highs, tokens = (np.concatenate(each) for each in (self._lows, self._highs, self._tokens))
+        positions = np.concatenate([np.arange(len(each)) + self._first for each in self._tokens])
+        magnitudes = np.maximum(np.abs(lows), np.abs(highs))
+        at = int(magnitudes.argmax())
+        same = positions == 0 if positions[at] == 0 else tokens == tokens[at]
+        if same.all():
+            return None
+        return Peak(
+            position=int(positions[at]),
+            token=int(tokens[at]),
+            magnitude=float(magnitudes[at]),
+            others=float(magnitudes[~same].max()),
+            low=float(lows[~same].min()),
+            high=float(highs[~same].max()),
+        )
 
 
 class MatrixMeter:
     """The error of one matrix.
 
     Attributes:
-        weights: error of the matrix's elements.
-        output: error of its output on exact inputs.
+        weights_db: SQNR of the matrix's elements.
     """
 
-    __slots__ = ("_difference", "_inputs", "output", "weights")
+    __slots__ = ("_apart", "_difference", "_inputs", "_output", "weights_db")
 
-    def __init__(self, exact: Floats, stored: Floats) -> None:
-        """Matrices `[out, in]`; `stored` is overwritten."""
-        self.weights, self.output = Power(), Power()
+    def __init__(self, exact: Floats, stored: Floats, apart: int = 0) -> None:
+        """Matrices `[out, in]`; `stored` is overwritten. `apart` first tokens of each window are weighed apart."""
+        self._output = TokenPower.empty()
+        self._apart = apart
         self._difference = np.subtract(stored, exact, out=stored)
-        self.weights.add(exact, self._difference)
+        signal, noise = (float(np.square(each, dtype=np.float64).sum()) for each in (exact, self._difference))
+        self.weights_db = _mean_db(np.array([signal]), np.array([noise])) or 0.0
         self._inputs = np.zeros(exact.shape[1])
 
     def add(self, x: Floats, product: Floats, rows: slice) -> None:
-        """Add inputs `[T, in]` and their exact product with `rows` of the matrix."""
-        self.output.add(product, x @ by_inputs(self._difference[rows]))
+        """Add inputs `[T, in]` and their exact product with `rows` of the matrix; the first rows come first."""
+        self._output.add(product, x @ by_inputs(self._difference[rows]), more=bool(rows.start))
         if not rows.start:
-            self._inputs += np.square(x, dtype=np.float64).sum(axis=0)
+            self._inputs += np.square(x[self._apart :], dtype=np.float64).sum(axis=0)
 
     def close(self) -> None:
         """Drop the matrix; no inputs follow."""
         self._inputs *= np.square(self._difference, dtype=np.float64).sum(axis=0)
         self._difference = self._difference[:0]
+
+    @property
+    def output_db(self) -> float:
+        """SQNR of the matrix's output on exact inputs."""
+        return self._output.sqnr_db(self._apart)[0]
 
     @property
     def outlier(self) -> tuple[int, float]:

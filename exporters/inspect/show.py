@@ -2,30 +2,50 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import get_args
 
 from exporters.inspect.propose import Proposal
-from exporters.inspect.report import Kind, LayersReport
+from exporters.inspect.report import Kind, LayersReport, TokenSpan
 
 _COLUMN = 15
+_SPANS_SHOWN = 10
 _PLURALS: dict[Kind, str] = {"weight": "weights", "activation": "activations", "key": "K", "value": "V"}
 
 
 def layer_lines(report: LayersReport) -> Iterator[str]:
     """One line per layer, then the worst tensors."""
     kinds = get_args(Kind)
-    yield "SQNR against float32 in dB, minimum / mean:"
-    yield _row("", [_PLURALS[kind] for kind in kinds])
+    yield "SQNR against float32 in dB per token, minimum / mean over tensors; position 0 apart:"
+    with_first = any(layer.first is not None for layer in report.layers)
+    yield _row("", [*(_PLURALS[kind] for kind in kinds), *(["position 0"] if with_first else [])])
     for layer in report.layers:
-        cells = [layer.levels.get(kind) for kind in kinds]
+        cells = [*(layer.levels.get(kind) for kind in kinds), *([layer.first] if with_first else [])]
         yield _row(
             f"layer {layer.place}" if layer.place.isdecimal() else layer.place,
             ["-" if cell is None else f"{cell.least_db:.1f} / {cell.mean_db:.1f}" for cell in cells],
         )
+    yield from _span_lines(report.spans)
     yield "largest own quantization error, suggestion, and (SQNR including the error of all inputs):"
     for each in report.worst:
         yield f"  {each.own_db:5.1f} dB  {each.name}: {each.suggestion} ({each.sqnr_db:.1f} dB)"
+
+
+def _span_lines(spans: Sequence[TokenSpan]) -> Iterator[str]:
+    if not spans:
+        return
+    count = f"{len(spans)} results" if len(spans) > 1 else "1 result"
+    shown = f", the {_SPANS_SHOWN} most costly" if len(spans) > _SPANS_SHOWN else ""
+    yield f"one token spans the range of {count}{shown}:"
+    for span in spans[:_SPANS_SHOWN]:
+        yield (
+            f"  {span.name}: {span.text!r} at position {span.position} reaches {_number(span.magnitude)}, all others "
+            f"{_number(span.others)} ({_number(span.ratio)} x)"
+        )
+        now, without = (f"{_number(low)} to {_number(high)}" for low, high in (span.seen, span.without))
+        yield f"    range {now}, without it {without}: its steps cost {span.cost_db:.1f} dB"
+    if any(span.position == 0 for span in spans):
+        yield "  export with --sink auto, which keeps the first token out of the graphs"
 
 
 def proposal_lines(proposal: Proposal, file: str) -> Iterator[str]:
@@ -40,3 +60,7 @@ def proposal_lines(proposal: Proposal, file: str) -> Iterator[str]:
 
 def _row(head: str, cells: list[str]) -> str:
     return f"  {head:<12}" + "".join(f"{cell:>{_COLUMN}}" for cell in cells)
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"

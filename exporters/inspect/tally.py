@@ -27,8 +27,9 @@ class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
         kl_nats: mean Kullback-Leibler divergence of the reference's next-token distribution from the bundle's, nats.
         top1_agreement: share of positions with the same most likely token.
         sqnr_db: SQNR of the logits summed over all tokens, dB. A few tokens with large logits can dominate it.
-        token_sqnr_db: mean of the SQNR of each token's logits, dB.
-        least_token_sqnr_db: the lowest SQNR of a token's logits, dB.
+        token_sqnr_db: mean of the SQNR of each token's logits, dB, at all positions but 0.
+        least_token_sqnr_db: the lowest of them, dB.
+        first_sqnr_db: mean SQNR of the logits at position 0, dB; None if none were measured.
         engine: name of the engine.
         text: name of the text.
         words: WikiText word perplexity, if it was asked for.
@@ -46,6 +47,7 @@ class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
     least_token_sqnr_db: float
     engine: str
     text: str
+    first_sqnr_db: float | None = None
     words: WordPerplexity | None = None
 
 
@@ -58,6 +60,7 @@ class Tally:
         self._kl: list[NDArray[np.float64]] = []
         self._signal: list[NDArray[np.float64]] = []
         self._noise: list[NDArray[np.float64]] = []
+        self._is_first: list[NDArray[np.bool_]] = []
         self._agreed = 0
 
     def add(self, window: Window, expected: Floats, actual: Floats) -> None:
@@ -79,6 +82,7 @@ class Tally:
             self._nll.append(-other[chosen])
             self._kl.append((np.exp(exact) * (exact - other)).sum(-1))
         self._agreed += int((actual[:count].argmax(-1) == expected[:count].argmax(-1)).sum())
+        self._is_first.append(np.arange(len(expected)) + window.first + window.position == 0)
         self._signal.append(np.square(expected, dtype=np.float64).sum(-1))
         self._noise.append(np.square(actual - expected, dtype=np.float64).sum(-1))
 
@@ -87,7 +91,8 @@ class Tally:
         nll, reference = np.concatenate(self._nll), np.concatenate(self._reference_nll)
         ratio = math.exp(float((nll - reference).mean()))
         signal, noise = (np.maximum(np.concatenate(each), _TINY) for each in (self._signal, self._noise))
-        token_sqnr_db = 10 * np.log10(signal / noise)
+        token_sqnr_db, is_first = 10 * np.log10(signal / noise), np.concatenate(self._is_first)
+        first_db, rest_db = token_sqnr_db[is_first], token_sqnr_db[~is_first | is_first.all()]
         return Evaluation(
             tokens=len(nll),
             perplexity=math.exp(float(nll.mean())),
@@ -97,8 +102,9 @@ class Tally:
             kl_nats=float(np.concatenate(self._kl).mean()),
             top1_agreement=self._agreed / len(nll),
             sqnr_db=10 * math.log10(float(signal.sum() / noise.sum())),
-            token_sqnr_db=float(token_sqnr_db.mean()),
-            least_token_sqnr_db=float(token_sqnr_db.min()),
+            token_sqnr_db=float(rest_db.mean()),
+            least_token_sqnr_db=float(rest_db.min()),
+            first_sqnr_db=float(first_db.mean()) if len(first_db) else None,
             engine=engine,
             text=text,
             words=None if pages is None else _words(pages, nll, reference),

@@ -68,22 +68,24 @@ class WordPerplexity(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """Tokens to run from position 0 on, and those that the logits of some of them predict.
+    """Tokens to run, and those that the logits of some of them predict.
 
     Attributes:
         inputs: ids `[T]`.
         targets: ids `[n]`, predicted by rows `first` to `first + n - 1` of the logits `[T, V]`.
         first: the first row that counts.
+        position: of the first input.
     """
 
     inputs: NDArray[np.int64]
     targets: NDArray[np.int64]
     first: int = 0
+    position: int = 0
 
     @classmethod
-    def of(cls, tokens: NDArray[np.int64]) -> Window:
+    def of(cls, tokens: NDArray[np.int64], position: int = 0) -> Window:
         """Each token but the first is predicted by the row of the token before it."""
-        return cls(tokens, tokens[1:])
+        return cls(tokens, tokens[1:], position=position)
 
 
 @dataclass(frozen=True, slots=True)
