@@ -52,10 +52,6 @@ class Range:
         """The greatest magnitude."""
         return max(-self.low, self.high)
 
-    def asymmetric(self, dtype: Dtype) -> Encoding:
-        """An encoding that covers all values seen."""
-        return Encoding.asymmetric(self.low, self.high, dtype)
-
     def symmetric(self, dtype: Dtype) -> Encoding:
         """The symmetric encoding of least mean squared error on the sample; without a sample it does not clip."""
         if not self._samples:

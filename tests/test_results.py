@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from edgekv.spec import RULES, DecoderSpec, EncodingTypes, Result
+from edgekv.spec import HEADROOM, RULES, DecoderSpec, EncodingTypes, Result, mask_depth
 from exporters.checkpoint.checkpoint import Checkpoint
 from exporters.decoder import decoder_layer, logits
 from exporters.quantize.encodings import ResultRecorder, choose_encodings, decoder_results
@@ -106,13 +106,21 @@ def test_every_result_that_calibration_sees_is_recorded(tmp_path: Path, name: st
 def test_each_kind_has_its_rule() -> None:
     seen = Range(-3.0, 1.0)
     step = np.float32(1 / 65535)
-    assert RULES["linear"](seen, ONNX, 64.0) == Encoding.asymmetric(-3.0, 1.0, "u16")
-    assert RULES["linear"](seen, TFLITE, 64.0) == Encoding.symmetric(3.0, "s16")
+    assert RULES["linear"](seen, ONNX, 64.0) == Encoding.asymmetric(-3.0 * HEADROOM, HEADROOM, "u16")
+    assert RULES["linear"](seen, TFLITE, 64.0) == Encoding.symmetric(3.0 * HEADROOM, "s16")
     assert RULES["sigmoid"](seen, ONNX, 64.0) == RULES["softmax"](Range(), ONNX, 64.0) == Encoding("u16", step, 0)
     assert RULES["tanh"](seen, TFLITE, 64.0) == Encoding("s16", 1 / 32768, 0)
     assert RULES["masked"](seen, ONNX, 64.0).reach[0] == pytest.approx(-64.0, abs=1e-3)
     assert RULES["masked"](seen, TFLITE, 64.0) == Encoding.symmetric(64.0, "s16")
     assert RULES["cache"](seen, ONNX, 64.0) == Encoding.symmetric(3.0, "u8")
+
+
+def test_the_mask_reaches_below_scores_in_the_headroom() -> None:
+    seen = Range(-100.0, 60.0)
+    depth = mask_depth([seen])
+    masked = RULES["masked"](seen, ONNX, depth)
+    assert masked.reach[1] == pytest.approx(60.0 * HEADROOM, rel=1e-4)
+    assert 60.0 * HEADROOM - depth <= -100.0 * HEADROOM - 12.0
 
 
 def test_one_name_has_one_rule() -> None:

@@ -22,6 +22,7 @@ from edgekv.spec.graph import (
 from edgekv.spec.layers import LayeredGeometry
 from edgekv.spec.parts import EMBEDDINGS, IDS, LOGITS, GraphRecord, PartRecord, Role, hidden_name
 from edgekv.spec.results import (
+    HEADROOM,
     RULES,
     UNOBSERVED,
     EncodingTypes,
@@ -52,6 +53,7 @@ __all__ = [
     "EMBEDDING",
     "EMBEDDINGS",
     "HEAD",
+    "HEADROOM",
     "IDS",
     "KINDS",
     "LOGITS",

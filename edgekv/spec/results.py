@@ -18,6 +18,10 @@ ResultKind = Literal[
     "scores", "masked", "attended", "cache",
 ]  # fmt: skip
 
+HEADROOM = 1.25
+"""How far 16-bit ranges reach beyond the values seen on calibration text: what other texts clip costs more than the
+wider step, a third of a bit."""
+
 _LEAST_MASK_DEPTH = 64.0
 _SOFTMAX_REACH = 12.0  # exp(-12) is below half a step of a 16-bit probability
 
@@ -58,10 +62,10 @@ Rule = Callable[[Range, EncodingTypes, float], Encoding]
 
 
 def _covers(seen: Range, types: EncodingTypes, depth: float) -> Encoding:
-    """The range of all observed values."""
+    """The range of all observed values, with headroom."""
     if types.is_symmetric:
-        return Encoding.symmetric(seen.absmax, types.activations)
-    return seen.asymmetric(types.activations)
+        return Encoding.symmetric(HEADROOM * seen.absmax, types.activations)
+    return Encoding.asymmetric(HEADROOM * seen.low, HEADROOM * seen.high, types.activations)
 
 
 def _fixed(low: float, high: float) -> Rule:
@@ -81,10 +85,10 @@ def _clips(seen: Range, types: EncodingTypes, depth: float) -> Encoding:
 
 
 def _reaches_mask(seen: Range, types: EncodingTypes, depth: float) -> Encoding:
-    """The observed scores, extended by the depth of the mask."""
+    """The range of the scores, extended by the depth of the mask."""
     if types.is_symmetric:
-        return Encoding.symmetric(max(seen.absmax, depth), types.activations)
-    return Encoding.asymmetric(min(seen.low, -depth), seen.high, types.activations)
+        return Encoding.symmetric(max(HEADROOM * seen.absmax, depth), types.activations)
+    return Encoding.asymmetric(min(HEADROOM * seen.low, -depth), HEADROOM * seen.high, types.activations)
 
 
 RULES: dict[ResultKind, Rule] = {
@@ -110,7 +114,8 @@ UNOBSERVED: frozenset[ResultKind] = frozenset({"softmax"})
 
 def mask_depth(scores: Iterable[Range]) -> float:
     """How far the mask must lower a score so that its position vanishes from the softmax for any cache."""
-    return max([_LEAST_MASK_DEPTH, *(math.ceil(seen.high - seen.low + _SOFTMAX_REACH) for seen in scores)])
+    spans = (HEADROOM * (seen.high - seen.low) for seen in scores)
+    return max([_LEAST_MASK_DEPTH, *(math.ceil(span + _SOFTMAX_REACH) for span in spans)])
 
 
 def mask_encoding(depth: float, types: EncodingTypes) -> Encoding:
