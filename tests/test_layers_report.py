@@ -18,6 +18,7 @@ from exporters.inspect import LayersReport, Proposal, Trace, find_divergence, me
 from exporters.inspect.evaluate import evaluate, evaluation_windows
 from exporters.inspect.integers import StoredMatrices
 from exporters.inspect.probe import Probe
+from exporters.inspect.wikitext import Window
 from exporters.quantize.calibrate import token_windows
 from exporters.quantize.recipe import Recipe, WeightRule, find_recipe
 from exporters.quantize.sink import SinkWanted
@@ -40,7 +41,7 @@ def recipe(*rules: WeightRule, rotation: str = "none") -> Recipe:
 
 def report(folder: Path, checkpoint: Checkpoint) -> LayersReport:
     bundle = open_bundle(folder)
-    windows = evaluation_windows(checkpoint, TEXT, bundle.manifest, 100)
+    windows = [Window.of(each) for each in evaluation_windows(checkpoint, TEXT, bundle.manifest, 100)]
     tensors = transformed(checkpoint, bundle.manifest.recipe)
     return measure_layers(bundle, make_engine("cpu", bundle=bundle), tensors, windows, "text")
 

@@ -10,14 +10,15 @@ import typer
 
 import edgekv
 from edgekv.cli.output import print_json
-from edgekv.errors import UsageError
 from edgekv.runtime import make_engine
 from edgekv.text_file import read_text_file
 from exporters.checkpoint.folded import transformed
 from exporters.cli.options import JsonOption
 from exporters.inspect import layer_lines, measure_layers, parse_budget, proposal_lines, propose
-from exporters.inspect.evaluate import evaluate, evaluate_pages, evaluation_windows, open_source
-from exporters.inspect.wikitext import Pages
+from exporters.inspect.evaluate import evaluate_windows, evaluation_windows, open_source
+from exporters.inspect.page import check_page_path, write_page
+from exporters.inspect.show import figures
+from exporters.inspect.wikitext import Pages, Window
 from exporters.progress import shown
 from exporters.quantize.recipe import Recipe, check_recipe_path
 
@@ -47,6 +48,9 @@ def eval_(
     size_budget: Annotated[
         str, typer.Option(help="Size limit of the weights for --suggest-recipe: a factor such as 1.2x, or bytes.")
     ] = "1.2x",
+    html: Annotated[
+        Optional[Path], typer.Option(help="Write a page with charts (.html): --layers, ranges, sizes and the cache.")
+    ] = None,
     checkpoint: Annotated[Optional[str], typer.Option(help="The checkpoint, if it has moved since the export.")] = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -59,49 +63,40 @@ def eval_(
     budget = parse_budget("--size-budget", size_budget)
     if suggest_recipe is not None:
         check_recipe_path(suggest_recipe)
-    if word_perplexity and (layers or suggest_recipe is not None):
-        found = "--word-perplexity with --layers or --suggest-recipe"
-        raise UsageError("options", got=found, expected="one of them", fix="Run eval twice.")
+    if html is not None:
+        check_page_path(html)
     model = edgekv.load(bundle, engine=engine)
     manifest = model.bundle.manifest
     source = open_source(manifest, checkpoint)
-    report = proposal = None
+    report = proposal = pages = None
+    if word_perplexity:
+        sink = () if manifest.sink is None else manifest.sink.tokens
+        pages = Pages.read(source, content, manifest.context, tokens, sink)
+        windows = pages.windows
+    else:
+        windows = [Window.of(each) for each in evaluation_windows(source, content, manifest, tokens)]
     with shown() as progress:
-        if layers or suggest_recipe is not None:
-            windows = evaluation_windows(source, content, manifest, tokens)
+        if layers or html is not None or suggest_recipe is not None:
             tensors = transformed(source, manifest.recipe)
             if suggest_recipe is not None:
-                proposal = propose(model.bundle, tensors, windows, budget, progress)
+                inputs = [window.inputs for window in windows]
+                proposal = propose(model.bundle, tensors, inputs, budget, progress)
             runner = make_engine(engine, bundle=model.bundle)
-            report = measure_layers(model.bundle, runner, tensors, windows, text.name, progress)
+            report = measure_layers(model.bundle, runner, tensors, windows, text.name, progress, pages=pages)
             report, result = msgspec.structs.replace(report, proposal=proposal), report.evaluation
-        elif word_perplexity:
-            sink = () if manifest.sink is None else manifest.sink.tokens
-            pages = Pages.read(source, content, manifest.context, tokens, sink)
-            result = evaluate_pages(model, source, pages, text.name, progress=progress)
         else:
-            result = evaluate(model, source, content, text.name, tokens=tokens, progress=progress)
+            result = evaluate_windows(model, source, windows, text.name, pages=pages, progress=progress)
+    if html is not None and report is not None:
+        write_page(html, model.bundle, report)
     if proposal is not None and suggest_recipe is not None:
         proposal.recipe(Recipe.of(manifest.recipe)).write(suggest_recipe)
     if as_json:
         print_json(report or result)
         return
     typer.echo(f"{result.tokens} tokens of {result.text} on {result.engine}")
-    error = result.perplexity_ratio_error
-    typer.echo(f"  perplexity      {result.perplexity:.4f}, {result.perplexity_ratio:.5f} +- {error:.5f} x reference")
-    typer.echo(f"  reference       {result.reference_perplexity:.4f} (float32)")
-    typer.echo(f"  KL divergence   {result.kl_nats:.5f} nats a token")
-    typer.echo(f"  top-1 agreement {result.top1_agreement:.2%}")
-    least, first = result.least_token_sqnr_db, result.first_sqnr_db
-    apart = "" if first is None else f", {first:.1f} at position 0"
-    typer.echo(f"  SQNR            {result.token_sqnr_db:.1f} dB per token, {least:.1f} at least{apart}")
-    if (words := result.words) is not None:
-        typer.echo(
-            f"  word perplexity {words.perplexity:.4f}, {words.ratio:.5f} +- {words.ratio_error:.5f} x reference"
-        )
-        typer.echo(f"  reference       {words.reference_perplexity:.4f} (float32)")
-        typer.echo(f"  {words.words:,} words, {words.pages} of {words.pages_in_text} pages")
-    if report is not None:
+    for figure in figures(result):
+        typer.echo(f"  {figure}")
+    if report is not None and (layers or suggest_recipe is not None):
         for line in layer_lines(report):
             typer.echo(line)
     if proposal is not None:

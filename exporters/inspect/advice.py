@@ -33,9 +33,9 @@ def suggestion(loss: TensorLoss, recipe: RecipeRecord, span: TokenSpan | None = 
     if loss.own_db >= _HARMLESS_DB:
         return "no action: the error is small"
     if span is not None and span.position == 0:
-        return f"--sink auto: {span.text!r} at position 0 spans the range, {span.ratio:.0f} x all other tokens"
+        return f"--sink auto: {span.text!r} at position 0 spans the range, {span.ratio:,.0f} x all other tokens"
     if span is not None:
-        return f"no action: {span.text!r} spans the range, {span.ratio:.0f} x all other tokens"
+        return f"no action: {span.text!r} spans the range, {span.ratio:,.0f} x all other tokens"
     if loss.kind == "weight":
         return _for_matrix(loss, recipe)
     if loss.clipped > 0.5:

@@ -65,35 +65,29 @@ def evaluate(
         reference: logits of the checkpoint; None to compute them.
         progress: called after every window.
     """
-    context = model.bundle.manifest.context
     windows = [Window.of(window) for window in evaluation_windows(checkpoint, text, model.bundle.manifest, tokens)]
-    return _tally(model, reference or Reference(checkpoint, context), windows, progress).evaluation(
-        model.engine, text_name
-    )
+    return evaluate_windows(model, checkpoint, windows, text_name, reference=reference, progress=progress)
 
 
-def evaluate_pages(
+def evaluate_windows(
     model: edgekv.Model,
     checkpoint: Checkpoint,
-    pages: Pages,
+    windows: Sequence[Window],
     text_name: str,
     *,
     reference: Logits | None = None,
+    pages: Pages | None = None,
     progress: Progress = silent,
 ) -> Evaluation:
-    """Like `evaluate`, for pages of WikiText, with their word perplexity."""
-    exact = reference or Reference(checkpoint, model.bundle.manifest.context)
-    return _tally(model, exact, pages.windows, progress).evaluation(model.engine, text_name, pages)
-
-
-def _tally(model: edgekv.Model, reference: Logits, windows: Sequence[Window], progress: Progress) -> Tally:
+    """Like `evaluate`, for windows; `pages` are those that they are of, for their word perplexity."""
     tally = Tally()
-    exact = reference.logits([window.inputs for window in windows])
-    for done, (window, expected) in enumerate(zip(windows, exact, strict=True)):
+    exact = reference or Reference(checkpoint, model.bundle.manifest.context)
+    logits = exact.logits([window.inputs for window in windows])
+    for done, (window, expected) in enumerate(zip(windows, logits, strict=True)):
         progress("evaluate", done, len(windows))
         tally.add(window, expected, model.score(window.inputs.tolist()))
     progress("evaluate", len(windows), len(windows))
-    return tally
+    return tally.evaluation(model.engine, text_name, pages)
 
 
 def evaluation_windows(checkpoint: Checkpoint, text: str, manifest: Manifest, tokens: int) -> list[NDArray[np.int64]]:

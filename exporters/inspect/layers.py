@@ -5,10 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import Any, get_args
+from typing import get_args
 
 import numpy as np
-from numpy.typing import NDArray
 
 from edgekv.bundle import Bundle
 from edgekv.runtime import Engine
@@ -21,7 +20,7 @@ from exporters.inspect.report import Kind, LayerLoss, LayersReport, Levels, Tens
 from exporters.inspect.spans import find_spans
 from exporters.inspect.tally import Tally
 from exporters.inspect.trace import trace_stages
-from exporters.inspect.wikitext import Window
+from exporters.inspect.wikitext import Pages, Window
 from exporters.progress import Progress, silent
 from exporters.quantize.reference import Floats, NumpyOps, Observer, Tensors, Weights
 
@@ -34,9 +33,11 @@ def measure_layers(
     bundle: Bundle,
     engine: Engine,
     tensors: Tensors,
-    windows: Sequence[NDArray[Any]],
+    windows: Sequence[Window],
     text_name: str,
     progress: Progress = silent,
+    *,
+    pages: Pages | None = None,
 ) -> LayersReport:
     """Run token windows through the bundle's graph and the reference, one layer at a time.
 
@@ -44,9 +45,10 @@ def measure_layers(
         bundle: the bundle to measure.
         engine: where its graph runs.
         tensors: the checkpoint, with the transforms that the recipe folds into the weights.
-        windows: token ids `[T]`.
+        windows: tokens to run and to predict.
         text_name: name of the text in the report.
         progress: called after every layer.
+        pages: those that the windows are of, for their word perplexity.
 
     Raises:
         BundleError: the bundle has no ONNX graphs.
@@ -56,25 +58,26 @@ def measure_layers(
     matrices = MatrixMeters(bundle, tensors, probe.first)
     tally, losses, spans, last = Tally(), list[TensorLoss](), list[TokenSpan](), tensors.spec.layers
     tokenizer = bundle.tokenizer()
-    exact = trace_stages(tensors, windows, bundle.manifest.context, partial(_MeasuringOps, matrices), first=probe.first)
-    traces = zip(exact, probe.stages(windows), strict=True)
+    inputs, context = [window.inputs for window in windows], bundle.manifest.context
+    exact = trace_stages(tensors, inputs, context, partial(_MeasuringOps, matrices), first=probe.first)
+    traces = zip(exact, probe.stages(inputs), strict=True)
     for stage in range(last + 1):
         progress("layers", stage, last + 1)
         results: dict[str, ResultMeter] = {}
         for window in windows:
             wanted, found = next(traces)
+            rest = window.after(probe.first)
             for name in wanted:
                 meter = results.setdefault(name, ResultMeter(probe.encodings[name], probe.first))
-                meter.add(window[probe.first :], wanted[name], found[name])
+                meter.add(rest.inputs, wanted[name], found[name])
             if stage == last:
-                rest = Window.of(window[probe.first :], position=probe.first)
                 tally.add(rest, wanted["logits"], found["logits"])
         losses += matrices.close()
         losses += [_result_loss(name, meter) for name, meter in results.items()]
         spans += find_spans(results, tokenizer)
     progress("layers", last + 1, last + 1)
     return LayersReport(
-        evaluation=tally.evaluation(probe.engine, text_name),
+        evaluation=tally.evaluation(probe.engine, text_name, pages),
         layers=list(_layers(losses, last)),
         worst=worst(losses, bundle.manifest.recipe, spans),
         tensors=losses,

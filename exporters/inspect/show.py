@@ -3,14 +3,51 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import get_args
 
 from exporters.inspect.propose import Proposal
 from exporters.inspect.report import Kind, LayersReport, TokenSpan
+from exporters.inspect.tally import Evaluation
 
 _COLUMN = 15
 _SPANS_SHOWN = 10
 _PLURALS: dict[Kind, str] = {"weight": "weights", "activation": "activations", "key": "K", "value": "V"}
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """A figure of an evaluation, as text."""
+
+    label: str
+    value: str
+    detail: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.label:<15} {self.value}{self.detail}"
+
+
+def figures(result: Evaluation) -> list[Figure]:
+    """The figures of an evaluation, in order."""
+    ratio = f", {result.perplexity_ratio:.5f} +- {result.perplexity_ratio_error:.5f} x reference"
+    first = "" if result.first_sqnr_db is None else f", {result.first_sqnr_db:.1f} at position 0"
+    found = [
+        Figure("perplexity", f"{result.perplexity:.4f}", ratio),
+        Figure("reference", f"{result.reference_perplexity:.4f}", " (float32)"),
+        Figure("KL divergence", f"{result.kl_nats:.5f}", " nats a token"),
+        Figure("top-1 agreement", f"{result.top1_agreement:.2%}"),
+        Figure(
+            "SQNR", f"{result.token_sqnr_db:.1f} dB", f" per token, {result.least_token_sqnr_db:.1f} at least{first}"
+        ),
+    ]
+    if (words := result.words) is not None:
+        ratio = f", {words.ratio:.5f} +- {words.ratio_error:.5f} x reference"
+        found += [
+            Figure("word perplexity", f"{words.perplexity:.4f}", ratio),
+            Figure("reference", f"{words.reference_perplexity:.4f}", " (float32)"),
+            Figure("words", f"{words.words:,}", f" in {words.pages} of {words.pages_in_text} pages"),
+        ]
+    return found
 
 
 def layer_lines(report: LayersReport) -> Iterator[str]:
@@ -39,10 +76,10 @@ def _span_lines(spans: Sequence[TokenSpan]) -> Iterator[str]:
     yield f"one token spans the range of {count}{shown}:"
     for span in spans[:_SPANS_SHOWN]:
         yield (
-            f"  {span.name}: {span.text!r} at position {span.position} reaches {_number(span.magnitude)}, all others "
-            f"{_number(span.others)} ({_number(span.ratio)} x)"
+            f"  {span.name}: {span.text!r} at position {span.position} reaches {number(span.magnitude)}, all others "
+            f"{number(span.others)} ({number(span.ratio)} x)"
         )
-        now, without = (f"{_number(low)} to {_number(high)}" for low, high in (span.seen, span.without))
+        now, without = (f"{number(low)} to {number(high)}" for low, high in (span.seen, span.without))
         yield f"    range {now}, without it {without}: its steps cost {span.cost_db:.1f} dB"
     if any(span.position == 0 for span in spans):
         yield "  export with --sink auto, which keeps the first token out of the graphs"
@@ -62,5 +99,6 @@ def _row(head: str, cells: list[str]) -> str:
     return f"  {head:<12}" + "".join(f"{cell:>{_COLUMN}}" for cell in cells)
 
 
-def _number(value: float) -> str:
+def number(value: float) -> str:
+    """Four significant digits, or all before the point."""
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"

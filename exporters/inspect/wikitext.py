@@ -83,9 +83,15 @@ class Window:
     position: int = 0
 
     @classmethod
-    def of(cls, tokens: NDArray[np.int64], position: int = 0) -> Window:
+    def of(cls, tokens: NDArray[np.int64]) -> Window:
         """Each token but the first is predicted by the row of the token before it."""
-        return cls(tokens, tokens[1:], position=position)
+        return cls(tokens, tokens[1:])
+
+    def after(self, tokens: int) -> Window:
+        """Without the first inputs, and what they predict."""
+        first = max(self.first - tokens, 0)
+        lost = max(tokens - self.first, 0)
+        return Window(self.inputs[tokens:], self.targets[lost:], first, self.position + tokens)
 
 
 @dataclass(frozen=True, slots=True)
