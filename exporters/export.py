@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from importlib import metadata
 from pathlib import Path
@@ -38,13 +39,14 @@ from exporters.htp.compile import Watch, compile_binaries, device_parts, unwatch
 from exporters.options import ExportOptions, RunOptions
 from exporters.parallel import compiler_processes, side_by_side
 from exporters.progress import Progress, silent
+from exporters.quantize.as_stored import resolve, stored_record
 from exporters.quantize.calibrate import calibration_windows, read_calibration
 from exporters.quantize.encodings import choose_encodings, decoder_results
 from exporters.quantize.matrices import QuantizedMatrices
 from exporters.quantize.reference import Tensors
 from exporters.quantize.sink import choose_sink, first_tokens
 from exporters.quantize.stages import Checks, FinishedBinaries, quantize_in_stages, stage_keys, stage_store
-from exporters.records import model_record, recipe_record, rope_record, sink_record, token_record
+from exporters.records import adapter_records, model_record, recipe_record, rope_record, sink_record, token_record
 from exporters.resources import bundle_bytes, check_disk, check_ram, full_disk_named, stage_bytes
 from quant import Encoding, Range
 
@@ -86,6 +88,7 @@ def export_bundle(
     if options.graph_format == "onnx" and options.check_on_htp:
         _check_compiler()
     checkpoint = checkpoint.limited(options.max_attention_window)
+    options = replace(options, recipe=resolve(options.recipe, checkpoint))
     _check_fit(checkpoint, options)
     spec, context = checkpoint.spec, options.contexts[-1]
     recipe = recipe_record(spec, options.recipe)
@@ -100,6 +103,7 @@ def export_bundle(
     check_ram(spec, tokens.size, tokens.shape[1], in_memory, run.max_ram_bytes)
     check_disk(disk)
     checkpoint.check_values(lambda done, of: progress("read", done, of))
+    stored = stored_record(checkpoint, options.recipe)
     weights_sha256 = checkpoint.weights_sha256()
     tensors = transformed(checkpoint, recipe)
     sink = choose_sink(tensors, tokens[0], context, options.sink, first)
@@ -167,6 +171,8 @@ def export_bundle(
                 weights_sha256=weights_sha256,
                 calibration=calibration.name,
                 calibration_tokens=tokens.size,
+                stored=stored,
+                adapters=adapter_records(checkpoint),
             ),
             files=files,
             windows=list(spec.windows_in(context)),

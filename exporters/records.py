@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from edgekv.bundle import ModelRecord, RecipeRecord, RopeRecord, SinkRecord, TokenRecord, WeightRecord
+from edgekv.bundle import AdapterRecord, ModelRecord, RecipeRecord, RopeRecord, SinkRecord, TokenRecord, WeightRecord
 from edgekv.spec.decoder import DecoderSpec
 from edgekv.spec.rope import Rope
 from edgekv.spec.tensors import matrices
@@ -61,6 +61,14 @@ def sink_record(sink: FloatSink) -> SinkRecord:
     """The sink."""
     outlier = sink.outlier
     return SinkRecord(tokens=list(sink.tokens), file=SINK_FILE, result=outlier.result, ratio=outlier.ratio)
+
+
+def adapter_records(checkpoint: Checkpoint) -> list[AdapterRecord]:
+    """The adapters that were merged into the weights."""
+    return [
+        AdapterRecord(folder=str(each.folder.resolve()), sha256=each.sha256, scale=each.scale)
+        for each in checkpoint.adapters
+    ]
 
 
 def token_record(checkpoint: Checkpoint) -> TokenRecord:

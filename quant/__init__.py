@@ -3,6 +3,7 @@
 from quant.encoding import DTYPES, Dtype, Encoding
 from quant.inputs import LayerInputs
 from quant.ranges import LARGEST, Range
+from quant.rescale import rescale
 from quant.rounding import Method, quantize, quantize_per_channel
 from quant.weights import (
     WEIGHT_TYPES,
@@ -30,5 +31,6 @@ __all__ = [
     "pack_int4",
     "quantize",
     "quantize_per_channel",
+    "rescale",
     "unpack_int4",
 ]

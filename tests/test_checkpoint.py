@@ -133,9 +133,10 @@ def test_a_special_token_of_the_model_must_be_in_the_vocabulary(tmp_path):
         (["genie_config.json", "tokenizer.json"], ["a folder for Genie", "the checkpoint that it was made from"]),
         (["genai_config.json"], ["a folder for onnxruntime-genai"]),
         (["model-q4_0.gguf"], ["a folder of GGUF files", "model-q4_0.gguf"]),
-        (["adapter_config.json", "adapter_model.safetensors"], ["LoRA", "merge_and_unload"]),
+        (["adapter_config.json", "adapter_model.safetensors"], ["LoRA", "edgekv export BASE --lora"]),
         (["config.json", "pytorch_model.bin"], ["pickled weights", "safe_serialization=True"]),
         (["config.json", "pytorch_model.bin.index.json"], ["pickled weights"]),
+        (["config.json", "consolidated.00.pth"], ["pickled weights (consolidated.00.pth)", "save_pretrained(NEW"]),
     ],
 )
 def test_what_is_no_checkpoint_is_called_what_it_is(tmp_path, files, words):

@@ -19,6 +19,8 @@ MANIFEST = "manifest.json"
 RotationName = Literal["none", "hadamard"]
 KeyScalingName = Literal["none", "pairs"]
 GraphFormat = Literal["onnx", "tflite"]
+MatrixMethod = Method | Literal["stored"]
+"""How integers were chosen: by rounding, or by whoever quantized the checkpoint."""
 HtpCheck = Literal["integers-only", "float-allowed", "not-run"]
 
 
@@ -138,20 +140,58 @@ class SinkRecord(_Part, frozen=True):
     ratio: Annotated[float, msgspec.Meta(ge=0, le=1e12)]
 
 
+class StoredRecord(_Part, frozen=True):
+    """What became of the matrices of a quantized checkpoint.
+
+    Attributes:
+        format: how they are stored, such as `gptq, int4 in groups of 128`.
+        kept: number of matrices whose integers were carried over.
+        integers: number of their integers.
+        changed_integers: how many of these differ, because scales of groups were rounded to LPBQ's.
+        error_db: energy of the change of the kept matrices relative to their own; null if there is none.
+        quantized_anew: number of matrices that were dequantized and quantized anew, by reason.
+    """
+
+    format: str
+    kept: Count
+    integers: Count
+    changed_integers: Count
+    error_db: float | None
+    quantized_anew: dict[str, Count]
+
+
+class AdapterRecord(_Part, frozen=True):
+    """A LoRA adapter that was merged into the weights.
+
+    Attributes:
+        folder: absolute.
+        sha256: hash of its weights.
+        scale: multiplies what it adds.
+    """
+
+    folder: str
+    sha256: _Sha256
+    scale: Annotated[float, msgspec.Meta(ge=-1e3, le=1e3)]
+
+
 class SourceRecord(_Part, frozen=True):
     """The checkpoint that the bundle was made from.
 
     Attributes:
         checkpoint: the folder or hub id that was given, made absolute if it is a folder.
-        weights_sha256: hash of its weights, so that a reference is never computed from another model.
+        weights_sha256: hash of its weights and adapters, so that a reference is never computed from another model.
         calibration: name of the calibration text.
         calibration_tokens: number of its tokens that were run.
+        stored: what became of quantized matrices; null for a checkpoint of floats.
+        adapters: merged into the weights, in order.
     """
 
     checkpoint: str
     weights_sha256: str
     calibration: str
     calibration_tokens: Count
+    stored: StoredRecord | None = None
+    adapters: list[AdapterRecord] = []
 
 
 class WeightRecord(_Part, frozen=True):
@@ -165,7 +205,7 @@ class WeightRecord(_Part, frozen=True):
 
     tensor: str
     dtype: WeightDtype
-    method: Method
+    method: MatrixMethod
 
 
 class RecipeRecord(_Part, frozen=True):

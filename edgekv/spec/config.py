@@ -48,6 +48,11 @@ class Config:
     def __len__(self) -> int:
         return len(self._fields)
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the fields."""
+        return tuple(self._fields)
+
     def size(self, name: str, default: int | None = None) -> int:
         """A whole number from 1 to the field's bound in `LARGEST`.
 

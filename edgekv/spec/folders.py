@@ -26,9 +26,13 @@ class FolderKind:
     as_bundle: str
 
 
+_PICKLED = (".bin", ".pt", ".pth")
 _SOURCE = "Give the checkpoint that it was made from; manifest.json of the bundle names it under `source`."
-_SAFETENSORS = "save_pretrained(FOLDER, safe_serialization=True) of transformers writes safetensors."
-_MERGE = "Merge it into its base model (merge_and_unload of peft, then save_pretrained) and export the result."
+_SAFETENSORS = (
+    "Convert it where you trust its source: "
+    "AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(NEW, safe_serialization=True) of transformers "
+    "writes safetensors; copy the tokenizer beside them."
+)
 
 
 def identify(path: Path) -> FolderKind | None:
@@ -56,14 +60,15 @@ def identify(path: Path) -> FolderKind | None:
             "bundle", "a bundle that is exported already", f"Run it: edgekv generate {path}. {_SOURCE}", ""
         )
     if "adapter_config.json" in names and "config.json" not in names:
-        return FolderKind("lora", "a LoRA adapter without its base model", _MERGE, _MERGE)
+        fix = f"Give its base model, and the adapter with --lora: edgekv export BASE --lora {path} -o BUNDLE"
+        return FolderKind("lora", "a LoRA adapter without its base model", fix, fix)
     if ".safetensors" in endings:
         return FolderKind("checkpoint", "a checkpoint", "", _export(path))
     if ".gguf" in endings:
         file = next(path / name for name in sorted(names) if name.endswith(".gguf"))
         return FolderKind("gguf", "a folder of GGUF files", f"Give the file: {file}", _export(file))
-    if names & {"pytorch_model.bin", "pytorch_model.bin.index.json"}:
-        return _pytorch()
+    if pickled := sorted(name for name in names if _is_pickled(name)):
+        return _pytorch(pickled[0])
     return FolderKind("checkpoint", "a checkpoint", "", _export(path)) if "config.json" in names else None
 
 
@@ -75,8 +80,8 @@ def _file(path: Path) -> FolderKind | None:
     if path.suffix == ".safetensors":
         fix = f"Give its folder, with config.json: {path.parent}"
         return FolderKind("safetensors", "a file of weights (.safetensors)", fix, _export(path.parent))
-    if path.suffix == ".bin":
-        return _pytorch()
+    if path.suffix in _PICKLED:
+        return _pytorch(path.name)
     if path.name == "manifest.json":
         return FolderKind("bundle", "the manifest of a bundle", _SOURCE, f"Give its folder: {path.parent}")
     return None
@@ -86,6 +91,12 @@ def _export(checkpoint: Path) -> str:
     return f"Export it first: edgekv export {checkpoint} -o BUNDLE --device DEVICE"
 
 
-def _pytorch() -> FolderKind:
-    what = "pickled weights (pytorch_model.bin), which are never opened"
+def _is_pickled(name: str) -> bool:
+    """Whether torch writes weights to such files; an optimizer's state is none."""
+    is_model = name.startswith(("pytorch_model", "model", "consolidated"))
+    return is_model and Path(name.removesuffix(".index.json")).suffix in _PICKLED
+
+
+def _pytorch(name: str) -> FolderKind:
+    what = f"pickled weights ({name}), which are never opened"
     return FolderKind("pytorch", what, _SAFETENSORS, f"{_SAFETENSORS} Then export that folder.")

@@ -26,13 +26,12 @@ from edgekv.spec import (
     DecoderSpec,
     View,
     describe,
-    identify,
     read_json,
     text_tensor,
     views,
 )
 from edgekv.spec.chat import ChatTemplates, read_checkpoint_templates
-from edgekv.spec.text import encode, open_tokenizer
+from edgekv.spec.text import encode
 from exporters.checkpoint.generation import GENERATION_CONFIG, generation_record
 from exporters.checkpoint.gguf import (
     GgufFile,
@@ -42,7 +41,19 @@ from exporters.checkpoint.gguf import (
     is_gguf,
     rebuild_tokenizer,
 )
-from exporters.checkpoint.stored import Stored, same_numbers, stored_tensors
+from exporters.checkpoint.locate import locate
+from exporters.checkpoint.lora import Adapter, AdapterChoice, MergedTensor, merge
+from exporters.checkpoint.quantized import (
+    CarryCost,
+    IntegerMatrix,
+    Quantization,
+    QuantizedMatrix,
+    Storage,
+    read_quantization,
+)
+from exporters.checkpoint.special import SpecialTokens, check_vocabulary, open_checkpoint_tokenizer, special_tokens
+from exporters.checkpoint.stored import Stored, check_floats, same_numbers, stored_tensors
+from quant import QuantizedWeight
 
 Rows = slice | NDArray[np.int64]  # of a tensor: its first dimension
 EVERY = slice(None)
@@ -50,15 +61,6 @@ LARGEST_WEIGHT = 1e6
 """Above every published model's weights; a norm folded into a matrix stays far from infinity."""
 
 _RECOMPUTED = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")  # present in older checkpoints
-
-
-@dataclass(frozen=True, slots=True)
-class SpecialTokens:
-    """Token ids; `eos` may hold several."""
-
-    bos: int | None
-    eos: tuple[int, ...]
-    pad: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,22 +77,32 @@ class Checkpoint:
     config: Mapping[str, Any] = field(repr=False)
     _tensors: Mapping[str, Stored] = field(repr=False)
     _views: dict[str, View] = field(repr=False)
+    _files: tuple[Path, ...] = field(repr=False)
+    quantization: Quantization | None = None
+    adapters: tuple[Adapter, ...] = ()
 
     @classmethod
-    def open(cls, name: str) -> Checkpoint:
+    def open(cls, name: str, adapters: Sequence[AdapterChoice] = ()) -> Checkpoint:
         """Open a folder or a GGUF file, or download a hub id such as `org/model` through huggingface_hub.
+
+        Args:
+            name: of the folder, file or id.
+            adapters: merged into the weights, in order.
 
         Raises:
             CheckpointError: naming the file or field that is missing, broken, contradictory or unsupported.
         """
         if is_gguf(path := Path(name)):
-            return cls._open_gguf(path)
-        folder = _locate(name)
+            return cls._open_gguf(path, adapters)
+        folder = locate(name)
         spec = describe(Config(config := read_json(folder / CONFIG)))
+        quantization = read_quantization(config)
         generation = read_json(folder / GENERATION_CONFIG, optional=True)
-        tokenizer = _open_tokenizer(folder / "tokenizer.json", spec.vocab)
-        special = _special_tokens(config, generation, tokenizer, spec.vocab)
-        tensors = stored_tensors(folder)
+        tokenizer = open_checkpoint_tokenizer(folder / "tokenizer.json", spec.vocab)
+        special = special_tokens(config, generation, tokenizer, spec.vocab)
+        parts = stored_tensors(folder)
+        tensors: Mapping[str, Stored] = quantization.matrices(parts) if quantization else parts
+        check_floats(tensors)
         if spec.multimodal:
             named = ((text_tensor(key), stored) for key, stored in tensors.items())
             tensors = {key: stored for key, stored in named if key is not None}
@@ -98,24 +110,33 @@ class Checkpoint:
                 # The field is often absent and its default differs between releases; transformers does the same.
                 spec = replace(spec, tied_head=False)
         wanted = {view.name: view for view in views(spec)}
+        if quantization:
+            tensors = _without_zero_biases(tensors, wanted)
         _check_tensors(tensors, wanted.values(), spec)
+        files = tuple(sorted({each.file for each in (parts if quantization else tensors).values()}))
+        tensors, spec, merged = merge(tensors, spec, adapters)
+        wanted = {view.name: view for view in views(spec)}
         defaults, chat = generation_record(generation), read_checkpoint_templates(folder)
-        return cls(name, folder, spec, special, tokenizer, defaults, chat, config, tensors, wanted)
+        opened = cls(name, folder, spec, special, tokenizer, defaults, chat, config, tensors, wanted, files)
+        return replace(opened, quantization=quantization, adapters=merged)
 
     @classmethod
-    def _open_gguf(cls, path: Path) -> Checkpoint:
+    def _open_gguf(cls, path: Path, adapters: Sequence[AdapterChoice]) -> Checkpoint:
         file = GgufFile(path)
         config = hugging_face_config(file)
         spec = describe(Config(config, path.name))
         spec = replace(spec, norm_offset=0.0)  # GGUF stores norms with the offset added
         tokenizer = rebuild_tokenizer(file)
-        _check_vocabulary(tokenizer, spec.vocab, str(path))
-        tensors = gguf_tensors(file)
+        check_vocabulary(tokenizer, spec.vocab, str(path))
+        tensors: Mapping[str, Stored] = gguf_tensors(file)
+        _check_tensors(tensors, views(spec), spec)
+        tensors, spec, merged = merge(tensors, spec, adapters)
         wanted = {view.name: view for view in views(spec)}
-        _check_tensors(tensors, wanted.values(), spec)
-        special = _special_tokens(config, {}, tokenizer, spec.vocab)
+        special = special_tokens(config, {}, tokenizer, spec.vocab)
         chat = chat_templates(file)
-        return cls(str(path), path, spec, special, tokenizer, None, chat, config, tensors, wanted)
+        return cls(
+            str(path), path, spec, special, tokenizer, None, chat, config, tensors, wanted, (path,), adapters=merged
+        )
 
     @property
     def config_sha256(self) -> str:
@@ -156,6 +177,30 @@ class Checkpoint:
             values *= np.float32(view.gain)
         return values
 
+    def storage(self, key: str) -> Storage | None:
+        """What a bundle can make of the stored form of a matrix; None if it is stored as floats."""
+        stored = self._tensors[self._views[key].key]
+        if isinstance(stored, MergedTensor) and isinstance(stored.base, QuantizedMatrix):
+            return replace(stored.base.storage(), obstacle="merged with an adapter")
+        return stored.storage() if isinstance(stored, QuantizedMatrix) else None
+
+    def integers(self, key: str, rows: slice = EVERY) -> QuantizedWeight:
+        """The stored integers of a matrix whose `storage` has no obstacle, or of some of its output channels."""
+        view = self._views[key]
+        first, stop, _ = rows.indices(view.shape[0])
+        return self._integer_matrix(key).carried(slice(view.first + first, view.first + stop), view.gain)
+
+    def carry_cost(self, key: str) -> CarryCost:
+        """What `integers` changes in the stored matrix."""
+        view = self._views[key]
+        return self._integer_matrix(key).cost(view.first, view.first + view.shape[0])
+
+    def _integer_matrix(self, key: str) -> IntegerMatrix:
+        stored = self._tensors[self._views[key].key]
+        if not isinstance(stored, IntegerMatrix):
+            raise ValueError(f"{key}: got floats; expected stored integers")
+        return stored
+
     @property
     def head_key(self) -> str:
         """The name of the tensor that computes logits."""
@@ -192,12 +237,14 @@ class Checkpoint:
         progress(len(keys), len(keys))
 
     def weights_sha256(self) -> str:
-        """One hash over all weight files, in name order."""
+        """One hash over all weight files, in name order, and over the adapters and their scales."""
         digest = hashlib.sha256()
-        for path in sorted({stored.file for stored in self._tensors.values()}):
+        for path in self._files:
             with path.open("rb") as file:
                 while block := file.read(1 << 22):
                     digest.update(block)
+        for adapter in self.adapters:
+            digest.update(f"{adapter.sha256}={adapter.scale!r}".encode())
         return digest.hexdigest()
 
     def encode(self, text: str) -> list[int]:
@@ -208,6 +255,13 @@ class Checkpoint:
 def _broken(key: str, got: str, expected: str) -> CheckpointError:
     fix = "The training or a conversion diverged, or the file is damaged: use another checkpoint."
     return CheckpointError(f"weights: {key}", got=got, expected=expected, fix=fix)
+
+
+def _without_zero_biases(tensors: Mapping[str, Stored], wanted: Mapping[str, View]) -> dict[str, Stored]:
+    """Without the biases of zeros that quantizers add to projections that have none."""
+    known = {view.key for view in wanted.values()}
+    extra = {key for key in tensors if key.endswith(".bias") and key not in known and tensors[key].largest() == 0}
+    return {key: stored for key, stored in tensors.items() if key not in extra}
 
 
 def _check_tensors(found: Mapping[str, Stored], wanted: Iterable[View], spec: DecoderSpec) -> None:
@@ -241,84 +295,3 @@ def _check_tensors(found: Mapping[str, Stored], wanted: Iterable[View], spec: De
                 expected=f"the tensors of the architecture {spec.model_type} alone",
                 fix="Merge adapters into the weights first. Another architecture cannot be exported.",
             )
-
-
-def _locate(name: str) -> Path:
-    path = Path(name)
-    kind = identify(path)
-    if kind is not None and kind.kind != "checkpoint":
-        raise CheckpointError(
-            f"checkpoint {name}",
-            got=kind.what,
-            expected="a folder with config.json, tokenizer.json and safetensors",
-            fix=kind.as_checkpoint,
-        )
-    if path.is_dir():
-        return path
-    if path.exists() or name.count("/") != 1 or name.startswith((".", "/", "~")):
-        raise CheckpointError(
-            "checkpoint",
-            got=f"{name!r}, which is no folder",
-            expected="a folder with config.json, tokenizer.json and safetensors, or a hub id such as org/model",
-            fix="Check the path.",
-        )
-    from huggingface_hub import snapshot_download
-
-    patterns = ["*.safetensors", "*.safetensors.index.json", "tokenizer.json"]
-    patterns += ["config.json", GENERATION_CONFIG]
-    copies = ["consolidated*", "original/*"]  # the same weights in the original publisher's format
-    try:
-        return Path(snapshot_download(name, allow_patterns=patterns, ignore_patterns=copies))
-    except Exception as error:  # the hub's own errors share no base class
-        raise CheckpointError(
-            "checkpoint",
-            got=f"{name!r}: no such folder, and the hub said {type(error).__name__}",
-            expected="a folder, or a hub id that can be downloaded",
-            fix="Check the path or the id, log in with `hf auth login` for gated models, or download it first.",
-        ) from error
-
-
-def _special_tokens(
-    config: dict[str, Any], generation: dict[str, Any], tokenizer: Tokenizer, vocab: int
-) -> SpecialTokens:
-    nested = config.get("text_config")
-    text = nested if isinstance(nested, dict) else {}
-
-    def pick(name: str) -> tuple[int, ...]:
-        value = generation.get(name)
-        value = config.get(name) if value is None else value
-        value = text.get(name) if value is None else value
-        ids = tuple(value) if isinstance(value, list) else () if value is None else (value,)
-        for token in ids:
-            known = type(token) is int and 0 <= token < vocab and tokenizer.id_to_token(token) is not None
-            if not known:
-                raise CheckpointError(
-                    name,
-                    got=repr(token)[:80],
-                    expected=f"the id of a token of tokenizer.json below vocab_size = {vocab}",
-                    fix="The tokenizer and the configuration do not belong together; fetch both again.",
-                )
-        return ids
-
-    bos = pick("bos_token_id")
-    pad = () if config.get("pad_token_id") == -1 else pick("pad_token_id")  # some files use -1 for none
-    return SpecialTokens(bos=bos[0] if bos else None, eos=pick("eos_token_id"), pad=pad[0] if pad else None)
-
-
-def _open_tokenizer(path: Path, vocab: int) -> Tokenizer:
-    """The tokenizer. Special tokens may be beyond the vocabulary, such as Gemma 3's token for images."""
-    tokenizer = open_tokenizer(path, CheckpointError, "Fetch it again, together with the checkpoint.")
-    _check_vocabulary(tokenizer, vocab, str(path))
-    return tokenizer
-
-
-def _check_vocabulary(tokenizer: Tokenizer, vocab: int, name: str) -> None:
-    special = {token for token, added in tokenizer.get_added_tokens_decoder().items() if added.special}
-    highest = max(set(tokenizer.get_vocab(with_added_tokens=True).values()) - special, default=-1)
-    if highest >= vocab:
-        raise CheckpointError(
-            name,
-            got=f"a token with id {highest}",
-            expected=f"ids below vocab_size = {vocab} of config.json",
-            fix="This tokenizer belongs to another model; fetch both together.",
-        )

@@ -8,6 +8,7 @@ from exporters.checkpoint.checkpoint import EVERY, Rows
 from exporters.checkpoint.heads import HeadTransforms
 from exporters.checkpoint.rotate import Floats, ResidualRotation
 from exporters.quantize.reference import Tensors
+from quant import QuantizedWeight
 
 
 class FoldedCheckpoint:
@@ -33,6 +34,10 @@ class FoldedCheckpoint:
             return self._rotated(key, rows)
         part: Floats = self._heads.tensor(view)[rows]
         return part
+
+    def integers(self, key: str, rows: slice = EVERY) -> QuantizedWeight:
+        """No transform keeps the integers of a matrix; see `Recipe.check`."""
+        raise ValueError(f"{key}: got a transformed matrix; expected one as it is stored")
 
     def _rotated(self, key: str, rows: Rows) -> Floats:
         if self._rotation is None:

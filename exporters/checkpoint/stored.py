@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -21,6 +22,13 @@ INDEX = "model.safetensors.index.json"
 WHOLE = "model.safetensors"
 
 _FLOATS = {"BF16": np.dtype(ml_dtypes.bfloat16), "F16": np.dtype(np.float16), "F32": np.dtype(np.float32)}
+_PARTS = {  # what quantized matrices are made of
+    "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
+    "I8": np.dtype(np.int8),
+    "I32": np.dtype(np.int32),
+    "I64": np.dtype(np.int64),
+}
+_NAMES = {dtype: name for name, dtype in (_FLOATS | _PARTS).items()}
 # Only NaN and infinity set all of these bits, so they are found without conversion.
 _EXPONENTS: dict[np.dtype[Any], np.unsignedinteger[Any]] = {
     _FLOATS["BF16"]: np.uint16(0x7F80),
@@ -52,6 +60,32 @@ class Stored(Protocol):
         """The largest magnitude; infinite or NaN if an element is."""
 
 
+class ComputedTensor(ABC):
+    """A tensor that is computed when it is read: dequantized, or merged with an adapter.
+
+    Attributes:
+        file: where it is stored.
+        shape: its dimensions, `[out, in]` for a matrix.
+    """
+
+    __slots__ = ()
+
+    file: Path
+    shape: tuple[int, ...]
+
+    @abstractmethod
+    def read(self, rows: slice | NDArray[np.int64]) -> NDArray[np.float32]:
+        """Some rows as float32."""
+
+    def count_not_finite(self) -> int:
+        """Number of elements that are NaN or infinite."""
+        return sum(int((~np.isfinite(self.read(rows))).sum()) for rows in row_chunks(self.shape))
+
+    def largest(self) -> float:
+        """The largest magnitude; infinite or NaN if an element is."""
+        return float(np.max([np.abs(self.read(rows)).max() for rows in row_chunks(self.shape)]))
+
+
 def row_chunks(shape: tuple[int, ...]) -> list[slice]:
     """Number of rows that are 16 MiB as float32."""
     step = max(1, _BLOCK_BYTES // (4 * math.prod(shape[1:])))
@@ -69,7 +103,7 @@ class StoredTensor:
 
     Attributes:
         file: a safetensors file.
-        dtype: bfloat16, float16 or float32.
+        dtype: bfloat16, float16 or float32; of a part of a quantized matrix also an integer or float8.
         shape: its dimensions.
         offset: of its first byte in the file.
     """
@@ -108,7 +142,8 @@ class StoredTensor:
 def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
     """Every tensor of the files in the index; without an index, of `model.safetensors` or else of all files.
 
-    The library checks headers and lengths, so truncation shows here.
+    The library checks headers and lengths, so truncation shows here. Some may be parts of quantized matrices; see
+    `check_floats`.
 
     Raises:
         CheckpointError: a file or a tensor of the index is missing, a file is damaged, a tensor is stored twice or is
@@ -128,7 +163,7 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
             )
     found: dict[str, StoredTensor] = {}
     for file in files:
-        for key, tensor in _tensors_of(file):
+        for key, tensor in tensors_of(file):
             if key in found:
                 raise CheckpointError(
                     f"weights: {key}",
@@ -169,7 +204,32 @@ def _read_index(folder: Path) -> dict[str, str]:
     return places
 
 
-def _tensors_of(file: Path) -> Iterator[tuple[str, StoredTensor]]:
+def check_floats(tensors: Mapping[str, Stored]) -> None:
+    """Check that what is stored as it is has a floating type of 16 or 32 bits.
+
+    Raises:
+        CheckpointError: naming the tensor.
+    """
+    for key, tensor in tensors.items():
+        if isinstance(tensor, StoredTensor) and tensor.dtype not in _EXPONENTS:
+            raise _refused_type(tensor.file, key, _NAMES[tensor.dtype])
+
+
+def _refused_type(file: Path, key: str, dtype: str) -> CheckpointError:
+    return CheckpointError(
+        f"{file.name}: {key}",
+        got=dtype,
+        expected=" or ".join(_FLOATS),
+        fix="No quantization_config of config.json explains it: use the checkpoint before quantization.",
+    )
+
+
+def tensors_of(file: Path) -> Iterator[tuple[str, StoredTensor]]:
+    """The tensors of one safetensors file.
+
+    Raises:
+        CheckpointError: the file is damaged, or a tensor is of another type.
+    """
     try:
         with safe_open(file, framework="numpy") as opened:
             keys = list(opened.keys())
@@ -183,14 +243,9 @@ def _tensors_of(file: Path) -> Iterator[tuple[str, StoredTensor]]:
     header, begin = _header(file)
     for key in keys:
         entry = header[key]
-        dtype = _FLOATS.get(entry["dtype"])
+        dtype = (_FLOATS | _PARTS).get(entry["dtype"])
         if dtype is None:
-            raise CheckpointError(
-                f"{file.name}: {key}",
-                got=entry["dtype"],
-                expected=" or ".join(_FLOATS),
-                fix="Start from the checkpoint before quantization.",
-            )
+            raise _refused_type(file, key, entry["dtype"])
         yield key, StoredTensor(file, dtype, tuple(entry["shape"]), begin + entry["data_offsets"][0])
 
 

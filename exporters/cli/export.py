@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Optional, TypeVar, cast
 
@@ -18,24 +19,36 @@ from edgekv.plan import mask_warnings
 from edgekv.runtime import qnn
 from edgekv.system import parse_bytes
 from exporters.checkpoint.checkpoint import Checkpoint
+from exporters.checkpoint.lora import AdapterChoice
 from exporters.cli.compile import show_compiled
 from exporters.cli.options import CacheOption, DeviceOption, ForceOption, JsonOption
 from exporters.cli.stages import resumable
 from exporters.export import ExportOptions, RunOptions, export_bundle, export_geometry
 from exporters.options import KV_DTYPES
 from exporters.progress import shown
+from exporters.quantize.as_stored import AS_STORED, describe_stored
 from exporters.quantize.recipe import describe_recipe, find_recipe
 from exporters.quantize.sink import SinkWanted
 
 # ruff: noqa: UP045  (typer reads the annotations of Python 3.10 at run time)
 
+DEFAULT_RECIPE = "w8a16"
+
 Name = TypeVar("Name", bound=str)
 
 
 def export(
-    checkpoint: Annotated[str, typer.Argument(help="A Hugging Face checkpoint folder, or a hub id such as org/model.")],
+    checkpoint: Annotated[
+        str, typer.Argument(help="A Hugging Face checkpoint folder, a hub id such as org/model, or a GGUF file.")
+    ],
     output: Annotated[Path, typer.Option("-o", "--output", help="The bundle's folder; must not exist yet.")],
     device: DeviceOption,
+    lora: Annotated[
+        Optional[list[str]],
+        typer.Option(
+            "--lora", metavar="DIR[=SCALE]", help="A LoRA adapter (peft) to merge into the weights; repeat for several."
+        ),
+    ] = None,
     context: Annotated[
         str, typer.Option(help="Context length S in tokens; a comma-separated list for several, such as 512,1024,4096.")
     ] = "512",
@@ -50,9 +63,12 @@ def export(
         ),
     ] = None,
     recipe: Annotated[
-        str,
-        typer.Option(help="Integer types: w8a16, w4a16, w4a16-lpbq32, -lpbq64, -lpbq128, or a recipe file (.json)."),
-    ] = "w8a16",
+        Optional[str],
+        typer.Option(
+            help="Integer types: w8a16, w4a16, w4a16-lpbq32, -lpbq64, -lpbq128, as-stored, or a recipe file (.json).",
+            show_default="w8a16; as-stored for a quantized checkpoint",
+        ),
+    ] = None,
     graph_format: Annotated[
         str, typer.Option("--format", help="Graph format: onnx, or tflite for LiteRT and tflite-runtime.")
     ] = "onnx",
@@ -126,7 +142,7 @@ def export(
     """
     options = ExportOptions(
         device=find(device),
-        recipe=find_recipe(recipe),
+        recipe=find_recipe(recipe or DEFAULT_RECIPE),
         context=parse_numbers("--context", context),
         ar=parse_numbers("--ar", ar),
         max_attention_window=()
@@ -151,8 +167,11 @@ def export(
         resume=resume,
         keep_stages=keep_stages,
     )
+    adapters = [AdapterChoice.parse("--lora", each) for each in lora or []]
     with shown() as bars, resumable(bars) as progress:
-        opened = Checkpoint.open(checkpoint)
+        opened = Checkpoint.open(checkpoint, adapters)
+        if recipe is None and opened.quantization is not None:
+            options = replace(options, recipe=find_recipe(AS_STORED))
         geometry = export_geometry(opened.limited(options.max_attention_window), options)
         for warning in mask_warnings(geometry, options.ar, options.device):
             typer.echo(f"edgekv: warning: {warning}", err=True)
@@ -164,6 +183,11 @@ def export(
     held = sum(record.bytes for record in manifest.files.values())
     typer.echo(f"{output}: {opened.parameters / 1e6:.1f} M parameters, {manifest.recipe.name}, {held / 1e6:.1f} MB")
     typer.echo(f"  calibrated on {manifest.source.calibration_tokens:,} tokens of {manifest.source.calibration} text")
+    for adapter in manifest.source.adapters:
+        typer.echo(f"  merged with the adapter {Path(adapter.folder).name}, scale {adapter.scale:g}")
+    if manifest.source.stored is not None:
+        for line in describe_stored(manifest.source.stored):
+            typer.echo(f"  {line}")
     for line in describe_recipe(manifest.recipe):
         typer.echo(f"  {line}")
     if (found := manifest.sink) is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Protocol
 
 import numpy as np
@@ -12,6 +13,7 @@ import edgekv
 from edgekv.bundle import Manifest
 from edgekv.errors import CheckpointError
 from exporters.checkpoint.checkpoint import Checkpoint
+from exporters.checkpoint.lora import AdapterChoice
 from exporters.inspect.tally import Evaluation, Tally
 from exporters.inspect.wikitext import Pages, Window
 from exporters.progress import Progress, silent
@@ -25,7 +27,8 @@ def open_source(manifest: Manifest, checkpoint: str | None) -> Checkpoint:
     Raises:
         CheckpointError: it is missing, or its weights differ.
     """
-    opened = Checkpoint.open(checkpoint or manifest.source.checkpoint)
+    adapters = [AdapterChoice(Path(each.folder), each.scale) for each in manifest.source.adapters]
+    opened = Checkpoint.open(checkpoint or manifest.source.checkpoint, adapters)
     found = opened.weights_sha256()
     if found != manifest.source.weights_sha256:
         raise CheckpointError(

@@ -61,9 +61,10 @@ class Proposal(msgspec.Struct, frozen=True, kw_only=True):
 
     def recipe(self, before: Recipe) -> Recipe:
         """The recipe `before` with one more rule per promotion."""
+        methods = ((each.tensor, before.rule(each.tensor).method) for each in self.promotions)
         rules = [
-            WeightRule(tensors=each.tensor, dtype="int8", method=before.rule(each.tensor).method)
-            for each in self.promotions
+            WeightRule(tensors=name, dtype="int8", method="gptq" if method == "stored" else method)
+            for name, method in methods
         ]
         return msgspec.structs.replace(before, weights=(*before.weights, *rules))
 

@@ -137,7 +137,7 @@ class Quantizer:
         rule = self._recipe.rule(key)
         windows = range(self.hidden.shape[1])
         inputs = None
-        if rule.method != "nearest":
+        if rule.method not in ("nearest", "stored"):
             inputs = self._inputs(
                 np.stack([ops.rms_norm(self.hidden[:, w], "model.norm.weight", "final_norm") for w in windows], axis=1)
             )
@@ -145,7 +145,10 @@ class Quantizer:
         grids = []
         for start in range(0, spec.vocab, _HEAD_ROWS_AT_ONCE):
             rows = slice(start, start + _HEAD_ROWS_AT_ONCE)
-            part = quantize(by_inputs(self._tensors.tensor(key, rows)), rule.dtype, rule.method, inputs)
+            if rule.method == "stored":
+                part = self._tensors.integers(key, rows)
+            else:
+                part = quantize(by_inputs(self._tensors.tensor(key, rows)), rule.dtype, rule.method, inputs)
             integers[:, rows] = part.integers
             grids.append(part.grid)
             ops.quantized[key] = by_outputs(part.dequantize())
@@ -165,7 +168,10 @@ class Quantizer:
         for projection in projections:
             name = f"model.layers.{layer}.{projection}.weight"
             rule = self._recipe.rule(name)
-            weight = quantize(by_inputs(self._ops.exact[name]), rule.dtype, rule.method, inputs)
+            if rule.method == "stored":
+                weight = self._tensors.integers(name)
+            else:
+                weight = quantize(by_inputs(self._ops.exact[name]), rule.dtype, rule.method, inputs)
             self._ops.quantized[name] = by_outputs(weight.dequantize())
             yield name, weight
 

@@ -12,12 +12,12 @@ from typing import Literal
 
 import msgspec
 
-from edgekv.bundle import KeyScalingName, RecipeRecord, RotationName, atomic_file, readable_json
+from edgekv.bundle import KeyScalingName, MatrixMethod, RecipeRecord, RotationName, atomic_file, readable_json
 from edgekv.errors import UsageError
 from edgekv.spec.decoder import DecoderSpec
 from edgekv.spec.tensors import matrices
 from edgekv.system import MIB, read_file
-from quant import WEIGHT_TYPES, Method, WeightDtype
+from quant import WEIGHT_TYPES, WeightDtype
 
 
 class WeightRule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -26,12 +26,12 @@ class WeightRule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     Attributes:
         tensors: a pattern with `*` and `?` over names such as `model.layers.3.mlp.down_proj.weight`.
         dtype: integer type.
-        method: rounding method; see `quant.quantize`.
+        method: rounding method, see `quant.quantize`; `stored` keeps the integers of a quantized checkpoint.
     """
 
     tensors: str
     dtype: WeightDtype
-    method: Method = "gptq"
+    method: MatrixMethod = "gptq"
 
 
 class _RecipeFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -40,6 +40,7 @@ class _RecipeFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     rotation: RotationName = "none"
     value_rotation: RotationName = "none"
     key_scaling: KeyScalingName = "none"
+    keep_stored: bool = False
 
 
 class Recipe(msgspec.Struct, frozen=True, kw_only=True):
@@ -52,6 +53,8 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
         rotation: `hadamard` rotates the residual and is folded into the weights; see `checkpoint.rotate`.
         value_rotation: `hadamard` rotates the values of each head, folded likewise; see `exporters.checkpoint.heads`.
         key_scaling: `pairs` scales the keys of each head pair by pair, folded likewise.
+        keep_stored: whether the matrices of a quantized checkpoint keep their types and integers where a bundle has
+            them; see `exporters.quantize.as_stored`.
     """
 
     name: str
@@ -60,6 +63,7 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
     rotation: RotationName
     value_rotation: RotationName = "none"
     key_scaling: KeyScalingName = "none"
+    keep_stored: bool = False
 
     @classmethod
     def of(cls, record: RecipeRecord) -> Recipe:
@@ -118,8 +122,17 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
         """Check that every matrix of the decoder has a rule that fits it.
 
         Raises:
-            UsageError: no rule matches a matrix, or its inputs are not a multiple of the block size.
+            UsageError: no rule matches a matrix, its inputs are not a multiple of the block size, or stored integers
+                shall be kept of matrices that are transformed.
         """
+        folded = (self.rotation, self.value_rotation, self.key_scaling) != ("none", "none", "none")
+        if folded and (self.keep_stored or any(rule.method == "stored" for rule in self.weights)):
+            raise UsageError(
+                f"--recipe {self.name}",
+                got="stored integers, and a rotation or scaling that changes the matrices",
+                expected="one of both",
+                fix='Set rotation, value_rotation and key_scaling to "none", or use another method than stored.',
+            )
         for name, (_, inputs) in matrices(spec).items():
             dtype = self.rule(name).dtype
             block = WEIGHT_TYPES[dtype].block
@@ -177,6 +190,7 @@ def find_recipe(name: str) -> Recipe:
         rotation=read.rotation,
         value_rotation=read.value_rotation,
         key_scaling=read.key_scaling,
+        keep_stored=read.keep_stored,
     )
 
 

@@ -15,6 +15,7 @@ from edgekv.spec.rope import Rotation
 from edgekv.spec.tensors import by_inputs
 from exporters.checkpoint.checkpoint import EVERY, Checkpoint, Rows
 from exporters.decoder import decoder_layer, logits
+from quant import QuantizedWeight
 
 Floats = NDArray[np.float32]
 Observer = Callable[[str, Floats], None]
@@ -33,6 +34,12 @@ class Tensors(Protocol):
 
     def tensor(self, key: str, rows: Rows = EVERY) -> Floats:
         """A tensor as float32, or some of its rows; matrices are `[out, in]`."""
+
+    def integers(self, key: str, rows: slice = EVERY) -> QuantizedWeight:
+        """The integers that the checkpoint stores of a matrix, or of some of its output channels.
+
+        The rule of the matrix has the method `stored`.
+        """
 
 
 class Weights:

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from edgekv.errors import CheckpointError
 from exporters.checkpoint.gguf.file import Block, GgufFile
-from exporters.checkpoint.stored import row_chunks
+from exporters.checkpoint.stored import ComputedTensor
 
 TYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K")
 """The stored types that can be read."""
@@ -49,7 +49,7 @@ _INTERLEAVED = frozenset({"llama", "granite", "smollm3"})
 
 
 @dataclass(frozen=True, slots=True)
-class GgufTensor:
+class GgufTensor(ComputedTensor):
     """A tensor of a GGUF file.
 
     Attributes:
@@ -73,14 +73,6 @@ class GgufTensor:
         kind = GGMLQuantizationType[self.block.type]
         values: NDArray[np.float32] = dequantize(np.ascontiguousarray(self.block.data[places]), kind)
         return values if values.flags.writeable else values.copy()
-
-    def count_not_finite(self) -> int:
-        """Number of elements that are NaN or infinite."""
-        return sum(int((~np.isfinite(self.read(rows))).sum()) for rows in row_chunks(self.shape))
-
-    def largest(self) -> float:
-        """The largest magnitude; infinite or NaN if an element is."""
-        return float(np.max([np.abs(self.read(rows)).max() for rows in row_chunks(self.shape)]))
 
 
 def gguf_tensors(file: GgufFile) -> dict[str, GgufTensor]:

@@ -1,0 +1,77 @@
+"""The tokenizer of a checkpoint and its special tokens, checked against the vocabulary."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from edgekv.errors import CheckpointError
+from edgekv.spec.text import open_tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class SpecialTokens:
+    """Token ids; `eos` may hold several."""
+
+    bos: int | None
+    eos: tuple[int, ...]
+    pad: int | None
+
+
+def special_tokens(
+    config: dict[str, Any], generation: dict[str, Any], tokenizer: Tokenizer, vocab: int
+) -> SpecialTokens:
+    """The special tokens of a configuration; generation_config.json goes first.
+
+    Raises:
+        CheckpointError: one is no token of the tokenizer below `vocab`.
+    """
+    nested = config.get("text_config")
+    text = nested if isinstance(nested, dict) else {}
+
+    def pick(name: str) -> tuple[int, ...]:
+        value = generation.get(name)
+        value = config.get(name) if value is None else value
+        value = text.get(name) if value is None else value
+        ids = tuple(value) if isinstance(value, list) else () if value is None else (value,)
+        for token in ids:
+            known = type(token) is int and 0 <= token < vocab and tokenizer.id_to_token(token) is not None
+            if not known:
+                raise CheckpointError(
+                    name,
+                    got=repr(token)[:80],
+                    expected=f"the id of a token of tokenizer.json below vocab_size = {vocab}",
+                    fix="The tokenizer and the configuration do not belong together; fetch both again.",
+                )
+        return ids
+
+    bos = pick("bos_token_id")
+    pad = () if config.get("pad_token_id") == -1 else pick("pad_token_id")  # some files use -1 for none
+    return SpecialTokens(bos=bos[0] if bos else None, eos=pick("eos_token_id"), pad=pad[0] if pad else None)
+
+
+def open_checkpoint_tokenizer(path: Path, vocab: int) -> Tokenizer:
+    """The tokenizer. Special tokens may be beyond the vocabulary, such as Gemma 3's token for images."""
+    tokenizer = open_tokenizer(path, CheckpointError, "Fetch it again, together with the checkpoint.")
+    check_vocabulary(tokenizer, vocab, str(path))
+    return tokenizer
+
+
+def check_vocabulary(tokenizer: Tokenizer, vocab: int, name: str) -> None:
+    """Check that every token but special ones is in the vocabulary.
+
+    Raises:
+        CheckpointError: naming `name`.
+    """
+    special = {token for token, added in tokenizer.get_added_tokens_decoder().items() if added.special}
+    highest = max(set(tokenizer.get_vocab(with_added_tokens=True).values()) - special, default=-1)
+    if highest >= vocab:
+        raise CheckpointError(
+            name,
+            got=f"a token with id {highest}",
+            expected=f"ids below vocab_size = {vocab} of config.json",
+            fix="This tokenizer belongs to another model; fetch both together.",
+        )
