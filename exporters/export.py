@@ -19,7 +19,6 @@ from edgekv.bundle import (
     HtpCheck,
     Manifest,
     RopeRecord,
-    SourceRecord,
     atomic_directory,
     check_target,
     record_files,
@@ -46,7 +45,7 @@ from exporters.quantize.matrices import QuantizedMatrices
 from exporters.quantize.reference import Tensors
 from exporters.quantize.sink import choose_sink, first_tokens
 from exporters.quantize.stages import Checks, FinishedBinaries, quantize_in_stages, stage_keys, stage_store
-from exporters.records import adapter_records, model_record, recipe_record, rope_record, sink_record, token_record
+from exporters.records import model_record, recipe_record, rope_record, sink_record, source_record, token_record
 from exporters.resources import bundle_bytes, check_disk, check_ram, full_disk_named, stage_bytes
 from quant import Encoding, Range
 
@@ -166,14 +165,7 @@ def export_bundle(
             generation=checkpoint.generation,
             graphs=graphs,
             encodings=encodings,
-            source=SourceRecord(
-                checkpoint=str(checkpoint.folder.resolve()) if Path(checkpoint.name).exists() else checkpoint.name,
-                weights_sha256=weights_sha256,
-                calibration=calibration.name,
-                calibration_tokens=tokens.size,
-                stored=stored,
-                adapters=adapter_records(checkpoint),
-            ),
+            source=source_record(checkpoint, weights_sha256, calibration.name, tokens.size, stored),
             files=files,
             windows=list(spec.windows_in(context)),
             graph_format=options.graph_format,

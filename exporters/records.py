@@ -2,7 +2,19 @@
 
 from __future__ import annotations
 
-from edgekv.bundle import AdapterRecord, ModelRecord, RecipeRecord, RopeRecord, SinkRecord, TokenRecord, WeightRecord
+from pathlib import Path
+
+from edgekv.bundle import (
+    AdapterRecord,
+    ModelRecord,
+    RecipeRecord,
+    RopeRecord,
+    SinkRecord,
+    SourceRecord,
+    StoredRecord,
+    TokenRecord,
+    WeightRecord,
+)
 from edgekv.spec.decoder import DecoderSpec
 from edgekv.spec.rope import Rope
 from edgekv.spec.tensors import matrices
@@ -63,12 +75,21 @@ def sink_record(sink: FloatSink) -> SinkRecord:
     return SinkRecord(tokens=list(sink.tokens), file=SINK_FILE, result=outlier.result, ratio=outlier.ratio)
 
 
-def adapter_records(checkpoint: Checkpoint) -> list[AdapterRecord]:
-    """The adapters that were merged into the weights."""
-    return [
-        AdapterRecord(folder=str(each.folder.resolve()), sha256=each.sha256, scale=each.scale)
-        for each in checkpoint.adapters
-    ]
+def source_record(
+    checkpoint: Checkpoint, weights_sha256: str, calibration: str, tokens: int, stored: StoredRecord | None
+) -> SourceRecord:
+    """The checkpoint, its adapters, and the text that it was calibrated on."""
+    return SourceRecord(
+        checkpoint=str(checkpoint.folder.resolve()) if Path(checkpoint.name).exists() else checkpoint.name,
+        weights_sha256=weights_sha256,
+        calibration=calibration,
+        calibration_tokens=tokens,
+        stored=stored,
+        adapters=[
+            AdapterRecord(folder=str(each.folder.resolve()), sha256=each.sha256, scale=each.scale)
+            for each in checkpoint.adapters
+        ],
+    )
 
 
 def token_record(checkpoint: Checkpoint) -> TokenRecord:
