@@ -29,6 +29,17 @@ settings.load_profile("edgekv")
 WORKER = os.environ.get("PYTEST_XDIST_WORKER")
 
 
+def use_own_cores() -> None:
+    """Divide the cores among the workers: threads of the HTP emulator that wait spin on all they may use."""
+    if WORKER is not None and hasattr(os, "sched_setaffinity"):
+        number, workers = int(WORKER.removeprefix("gw")), int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
+        cores = sorted(os.sched_getaffinity(0))
+        os.sched_setaffinity(0, cores[number::workers] or [cores[number % len(cores)]])
+
+
+use_own_cores()
+
+
 class OneThread(ort.SessionOptions):  # type: ignore[misc]
     """For workers of a parallel run, which take all cores together: threads that wait would spin."""
 

@@ -193,14 +193,14 @@ def test_keys_may_lie_in_columns_and_give_the_same_tokens(embedded):
     """As Genie wants them: [1, 1, D, S-AR] in, [1, 1, D, AR] out; on the HTP bit by bit what rows give."""
     models = {}
     for layout in ("rows", "columns"):
-        bundle = exported(embedded, options(ar=(1, 32), key_layout=layout, check_on_htp=True))
+        bundle = exported(embedded, options(context=128, ar=(1, 32), key_layout=layout, check_on_htp=True))
         manifest = open_bundle(bundle).manifest
         assert manifest.htp_check == "integers-only" and manifest.geometry.key_layout == layout
         for strategy in ("slot", "pointer-shift", "shift-concat"):
             for engine in ("cpu", "htp"):
                 models[layout, strategy, engine] = edgekv.load(bundle, engine, kv_update=strategy)
-    graph = onnx.load(bundle / "ar32_cl64.onnx", load_external_data=False).graph
-    assert shapes(graph.input)["past_key_0_h0_in"] == [1, 1, 64, 32]
+    graph = onnx.load(bundle / "ar32_cl128.onnx", load_external_data=False).graph
+    assert shapes(graph.input)["past_key_0_h0_in"] == [1, 1, 64, 96]
     assert shapes(graph.output)["past_key_0_h0_out"] == [1, 1, 64, 32]
     tokens = models["rows", "slot", "cpu"].encode("def __init__(self, name):\n    self.name = name\n" * 2)[:45]
     expected = models["rows", "slot", "htp"].score(tokens)

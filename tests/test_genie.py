@@ -86,16 +86,16 @@ class Ours:
 
 @pytest.fixture(scope="module")
 def ours(columns: Bundle) -> Ours:
-    """64 tokens on compiled binaries; the emulator takes a fifth of a second for each, so most tests use fewer."""
-    generation = edgekv.load(columns, engine="htp").generate(PROMPT, max_new_tokens=64)
+    """32 tokens on compiled binaries; the emulator takes a fifth of a second for each, so most tests use fewer."""
+    generation = edgekv.load(columns, engine="htp").generate(PROMPT, max_new_tokens=32)
     tokens = list(generation)
     return Ours(list(generation.prompt[1:]), tokens)
 
 
 def test_genie_chooses_the_tokens_that_edgekv_chooses(genie: GenieDialog, ours: Ours) -> None:
     assert len(ours.prompt) > 32, "the prefill graph runs more than once"
-    assert len(ours.ids) == 64
-    assert list(genie.token_query(ours.prompt, max_new_tokens=64)) == ours.ids
+    assert len(ours.ids) == 32
+    assert list(genie.token_query(ours.prompt, max_new_tokens=32)) == ours.ids
 
 
 def test_both_run_the_same_binary(columns: Bundle, folder: GenieFolder) -> None:
@@ -247,9 +247,9 @@ def test_genie_moves_to_the_next_context_as_edgekv_does(tmp_path: Path) -> None:
     written = write_genie(bundle, tmp_path / "genie", GenieOptions(bos=False))
     assert {(graph.ar, graph.context) for graph in written.graphs} == {(1, 32), (8, 32), (1, 96), (8, 96)}
     prompt = list(range(20))
-    ours = [token.id for token in edgekv.load(bundle, engine="htp").generate(prompt, max_new_tokens=64)]
+    ours = [token.id for token in edgekv.load(bundle, engine="htp").generate(prompt, max_new_tokens=24)]
     with GenieDialog(tmp_path / "genie", open_genie_folder(tmp_path / "genie").config()) as dialog:
-        assert list(dialog.token_query(prompt, max_new_tokens=64)) == ours
+        assert list(dialog.token_query(prompt, max_new_tokens=24)) == ours
     assert len(prompt) + len(ours) > 32
 
 
@@ -334,10 +334,10 @@ def test_keys_in_rows_become_columns_and_genie_chooses_the_same_tokens(bundle: P
     rows = open_bundle(bundle)
     assert rows.manifest.key_layout == "rows"
     write_genie(rows, tmp_path / "genie", GenieOptions(check=False))
-    generation = edgekv.load(rows, engine="htp").generate(PROMPT, max_new_tokens=24)
+    generation = edgekv.load(rows, engine="htp").generate(PROMPT, max_new_tokens=8)
     ours = [token.id for token in generation]
     with GenieDialog(tmp_path / "genie", open_genie_folder(tmp_path / "genie").config()) as dialog:
-        assert list(dialog.token_query(list(generation.prompt[1:]), max_new_tokens=24)) == ours
+        assert list(dialog.token_query(list(generation.prompt[1:]), max_new_tokens=8)) == ours
 
 
 @pytest.mark.parametrize("options", [{"kv_dtype": "s16"}, {"splits": 2, "embedding": "graph", "head": "last"}])

@@ -148,7 +148,7 @@ def test_every_architecture_is_as_near_to_float_as_its_onnx_graphs(tmp_path, arc
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_cache_of_16_bits_runs_too(embedded, engine):
-    model = edgekv.load(export(embedded, context=64, ar=(1, 16), kv_dtype="s16"), engine)
+    model = edgekv.load(export(embedded, kv_dtype="s16"), engine)
     assert model.cache.arenas[0].dtype == np.int16
     assert len(tokens(model, 8)) == 8
 
