@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
+from rich.box import SIMPLE
 from rich.table import Table
 
 import edgekv
@@ -58,7 +59,7 @@ def agreement(one: edgekv.Model, other: edgekv.Model, windows: Iterable[NDArray[
 
 def agreement_table(found: Agreement) -> Table:
     """A table of one row."""
-    table = Table(title="HTP emulator against CPU engine: same graphs, same tokens")
+    table = Table(title="HTP emulator against CPU engine: same graphs, same tokens", box=SIMPLE)
     for column in ("tokens", "top-1", "logits: mean steps", "most", "cache: mean steps", "most"):
         table.add_column(column, justify="right")
     table.add_row(
