@@ -90,6 +90,7 @@ def test_the_page_has_the_figures_of_the_text_and_needs_nothing_else(bundle, tex
     run([*call, "--layers", "--json"])
     report = json.loads(capsys.readouterr().out)
     assert all(each["name"] in page.text for each in report["worst"])
+    assert all(each["name"] in page.text for each in report["tensors"] if each["kind"] == "key")
     assert f"{report['evaluation']['words']['perplexity']:.4f}" in page.text
     assert not [path for path in tmp_path.iterdir() if "partial" in path.name]
 
@@ -125,7 +126,9 @@ def _report(raw: dict[str, object]) -> LayersReport:
 
 def test_every_byte_of_a_bundle_has_a_share(bundle):
     shares = byte_shares(open_bundle(bundle))
-    assert sum(share.bytes for share in shares) == sum(path.stat().st_size for path in bundle.rglob("*.*"))
+    assert sum(share.bytes for share in shares) == sum(
+        path.stat().st_size for path in bundle.rglob("*") if path.is_file()
+    )
     assert {"embedding", "lm_head", "q_proj", "down_proj", "scales", "sink.safetensors"} <= {s.name for s in shares}
 
 

@@ -13,7 +13,7 @@ import edgekv
 from edgekv.cli import run
 from edgekv.errors import UsageError
 from exporters.checkpoint.checkpoint import Checkpoint
-from exporters.inspect.wikitext import count_words, detokenize, rolling_windows, split_pages
+from exporters.inspect.wikitext import Window, count_words, detokenize, rolling_windows, split_pages
 from exporters.quantize.reference import Reference
 from tests.exports import export_options, exported
 
@@ -71,6 +71,17 @@ def test_rolling_windows_predict_every_token_once_from_as_many_before_as_fit(tok
             assert list(window.inputs[sink if start else 0 : row + 1]) == seen
     if len(windows) > 1:
         assert len(windows[-1].inputs) == length
+
+
+@given(st.integers(1, 20), st.integers(0, 19), st.integers(0, 19))
+def test_a_window_without_its_first_tokens_predicts_the_rest(length, first, dropped):
+    first, dropped = min(first, length - 1), min(dropped, length - 1)
+    whole = Window(np.arange(length), np.arange(first + 1, length + 1), first)  # row i predicts i + 1
+    rest = whole.after(dropped)
+    assert rest.position == dropped
+    assert list(rest.inputs) == list(range(dropped, length))
+    assert [rest.inputs[row] + 1 for row in range(rest.first, len(rest.inputs))] == list(rest.targets)
+    assert set(whole.targets) - set(rest.targets) == set(range(first + 1, dropped + 1))
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -20,7 +20,9 @@ from exporters.inspect.report import Kind, LayersReport, TensorLoss, ValueRange
 from exporters.inspect.show import figures, number
 
 _GENERATOR = '<meta name="generator" content="edgekv eval">'
-_RANGES_SHOWN = 24
+_ACTIVATIONS_SHOWN, _CACHE_SHOWN = 24, 8
+_ACTIVATIONS: tuple[Kind, ...] = ("activation",)
+_CACHE: tuple[Kind, ...] = ("key", "value")
 _RESIDUAL = (("attention_add", 0.0), ("mlp_add", 0.5))
 _KINDS: dict[Kind, str] = {"weight": "weights", "activation": "activations", "key": "keys", "value": "values"}
 _PACKAGES = ("edgekv", "numpy", "onnxruntime")
@@ -88,7 +90,8 @@ def render_page(bundle: Bundle, report: LayersReport) -> str:
         figures=figures(report.evaluation),
         residual=_residual_chart(report),
         own=_own_chart(report.tensors),
-        ranges=_range_rows(report.tensors),
+        ranges=_range_rows(report.tensors, _ACTIVATIONS, _ACTIVATIONS_SHOWN),
+        cache_ranges=_range_rows(report.tensors, _CACHE, _CACHE_SHOWN),
         kinds=_KINDS,
         shares=shares,
         tiles=treemap([(share.name, share.kind, share.bytes) for share in shares]),
@@ -127,9 +130,9 @@ def _own_chart(losses: Sequence[TensorLoss]) -> LineChart:
     return LineChart.of(series)
 
 
-def _range_rows(losses: Sequence[TensorLoss]) -> list[RangeRow]:
-    """The activations with the most unused bits."""
-    known = [(loss.name, loss.range) for loss in losses if loss.range is not None and loss.kind == "activation"]
+def _range_rows(losses: Sequence[TensorLoss], kinds: Collection[Kind], most: int) -> list[RangeRow]:
+    """The tensors of these kinds with the most unused bits."""
+    known = [(loss.name, loss.range) for loss in losses if loss.range is not None and loss.kind in kinds]
     known.sort(key=lambda each: -each[1].unused_bits)
     return [
         RangeRow(
@@ -139,7 +142,7 @@ def _range_rows(losses: Sequence[TensorLoss]) -> list[RangeRow]:
             central=Bar.of(values.central, values.reach),
             zero=Bar.of((0.0, 0.0), values.reach),
         )
-        for name, values in known[:_RANGES_SHOWN]
+        for name, values in known[:most]
     ]
 
 

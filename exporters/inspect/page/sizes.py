@@ -23,7 +23,7 @@ class Share:
 
     Attributes:
         name: what it is, such as `down_proj`.
-        kind: `attention`, `mlp`, `embedding`, `head`, `scales`, `graphs` or `other`.
+        kind: `attention`, `mlp`, `embedding`, `head`, `scales`, `graphs`, `binaries` or `other`.
         dtype: the integer type of weights; empty for anything else.
         bytes: size.
     """
@@ -35,16 +35,15 @@ class Share:
 
 
 def byte_shares(bundle: Bundle) -> list[Share]:
-    """The content of a bundle's files, largest first; all of their bytes, and those of the manifest."""
-    manifest = bundle.manifest
+    """The content of a bundle's folder, largest first; all of its bytes, binaries of every chip among them."""
     found: Counter[tuple[str, str, str]] = Counter()
-    for name, record in manifest.files.items():
-        if name.endswith(".safetensors") and name.startswith("weights-"):
-            for key, size in _tensors(bundle.path / name, record.bytes):
+    for path in sorted(each for each in bundle.path.rglob("*") if each.is_file()):
+        name = path.relative_to(bundle.path).as_posix()
+        if path.match("weights-*.safetensors") and path.parent == bundle.path:
+            for key, size in _tensors(path):
                 found[_weight(key)] += size
         else:
-            found[_file(name), "graphs" if name.endswith(".onnx") else "other", ""] += record.bytes
-    found["manifest.json", "other", ""] = (bundle.path / "manifest.json").stat().st_size
+            found[(*_file(name), "")] += path.stat().st_size
     shares = [Share(*what, size) for what, size in found.items()]
     return sorted(shares, key=lambda share: -share.bytes)
 
@@ -55,12 +54,12 @@ def matrix_types(manifest: Manifest) -> dict[str, int]:
     return dict(counts.most_common())
 
 
-def _tensors(path: Path, size_bytes: int) -> Iterator[tuple[str, int]]:
+def _tensors(path: Path) -> Iterator[tuple[str, int]]:
     """Name and size of each tensor of a safetensors file, and of its header."""
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         header = _HEADER.decode(file.read(length))
-    rest = size_bytes
+    rest = path.stat().st_size
     for name, record in header.items():
         if name == "__metadata__":
             continue
@@ -85,8 +84,11 @@ def _weight(key: str) -> tuple[str, str, str]:
     return matrix, "attention" if part == "self_attn" else "mlp", match["stored"]
 
 
-def _file(name: str) -> str:
-    folder = name.partition("/")[0]
+def _file(name: str) -> tuple[str, str]:
+    """What a file is, by its path in the bundle, and its kind."""
+    folder, _, inner = name.partition("/")
     if name.endswith(".onnx"):
-        return "graphs (.onnx)"
-    return f"{folder}/" if folder != name else name
+        return "graphs (.onnx)", "graphs"
+    if folder == "compiled" and inner:
+        return f"binaries for {inner.partition('/')[0]}", "binaries"
+    return (f"{folder}/" if inner else name), "other"
