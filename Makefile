@@ -38,10 +38,13 @@ lint: .venv/test
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# Logits of Hugging Face transformers, made anew and compared with those that the tests use.
+# Logits of Hugging Face transformers, made anew and compared with those that the tests use; then files of other formats
+# against the packages that write them.
 golden: .venv-parity/ready
 	.venv-parity/bin/python tests/golden/make_golden.py --check
 	.venv-parity/bin/python tests/golden/gguf_parity.py
+	.venv-parity/bin/python tests/golden/quantized_parity.py
+	.venv-parity/bin/python tests/golden/lora_parity.py
 
 .venv/bin/python:
 	$(PYTHON) -m venv .venv
@@ -61,6 +64,9 @@ golden: .venv-parity/ready
 	$(PYTHON) -m venv .venv-parity
 	.venv-parity/bin/python -m pip install --quiet torch==2.13.0
 	.venv-parity/bin/python -m pip install --quiet --editable ".[parity]"
+	# Apart: they bring a package `tests`, and want older versions of transformers.
+	.venv-parity/bin/python -m pip install --quiet --no-deps --no-build-isolation \
+		--target .venv-parity/packers auto-gptq==0.7.1 autoawq==0.2.9
 	touch $@
 
 clean:

@@ -131,8 +131,13 @@ def write_compressed(
     return _write(folder, parts, config | {"ignore": ["lm_head"], "quantization_status": "compressed"})
 
 
-def write_float8(folder: Path, block: int | None = None, *, form: str = "fp8", scale: str = "channel") -> Arrays:
-    """In blocks of `block` x `block`, or with one scale for a row (`channel`) or for all (`tensor`)."""
+def write_float8(
+    folder: Path, block: int | None = None, *, form: str = "fp8", scale: str = "channel", powers: bool = False
+) -> Arrays:
+    """In blocks of `block` x `block`, or with one scale for a row (`channel`) or for all (`tensor`).
+
+    `powers` rounds scales up to powers of two.
+    """
 
     def parts(name: str, matrix: np.ndarray) -> tuple[Arrays, np.ndarray]:
         rows, columns = matrix.shape
@@ -143,6 +148,7 @@ def write_float8(folder: Path, block: int | None = None, *, form: str = "fp8", s
             for j in range(wide):
                 part = matrix[i * height : (i + 1) * height, j * width : (j + 1) * width]
                 scales[i, j] = np.abs(part).max() / 448
+        scales = np.exp2(np.ceil(np.log2(scales))) if powers else scales
         whole = np.repeat(np.repeat(scales, height, axis=0), width, axis=1)[:rows, :columns]
         stored = (matrix / whole).astype(ml_dtypes.float8_e4m3fn)
         key = "weight_scale_inv" if block and form == "fp8" else "weight_scale"
