@@ -29,6 +29,7 @@ from edgekv.plan import CALIBRATION_WINDOW, default_calibration_tokens
 from edgekv.runtime import qnn
 from edgekv.spec import DecoderInterface, EncodingTypes, Geometry, LayeredGeometry
 from edgekv.spec.chat import write_templates
+from exporters.checkpoint.channels import outlier_channels
 from exporters.checkpoint.checkpoint import Checkpoint
 from exporters.checkpoint.folded import transformed
 from exporters.graphs.onnx import embedding_record, plan_graphs, write_graphs
@@ -89,8 +90,10 @@ def export_bundle(
     checkpoint = checkpoint.limited(options.max_attention_window)
     options = replace(options, recipe=resolve(options.recipe, checkpoint))
     _check_fit(checkpoint, options)
+    channels = outlier_channels(checkpoint.spec, checkpoint.tensor) if options.recipe.splits_channels else []
+    checkpoint = checkpoint.split(channels)
     spec, context = checkpoint.spec, options.contexts[-1]
-    recipe = recipe_record(spec, options.recipe)
+    recipe = recipe_record(spec, options.recipe, channels)
     split = _split(checkpoint, options)
     graphs = plan_graphs(options.ar, options.contexts, split, options.graph_format)
     calibration = read_calibration(options.calibration)

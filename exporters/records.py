@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from edgekv.bundle import (
     AdapterRecord,
+    ChannelRecord,
     ModelRecord,
     RecipeRecord,
     RopeRecord,
@@ -24,8 +26,8 @@ from exporters.quantize.recipe import Recipe
 from exporters.quantize.sink import SINK_FILE, FloatSink
 
 
-def recipe_record(spec: DecoderSpec, recipe: Recipe) -> RecipeRecord:
-    """The recipe as it applies to a decoder.
+def recipe_record(spec: DecoderSpec, recipe: Recipe, channels: Sequence[ChannelRecord] = ()) -> RecipeRecord:
+    """The recipe as it applies to a decoder, with these channels of the residual split.
 
     Raises:
         UsageError: no rule matches a matrix.
@@ -38,6 +40,7 @@ def recipe_record(spec: DecoderSpec, recipe: Recipe) -> RecipeRecord:
         weights=weights,
         value_rotation=recipe.value_rotation,
         key_scaling=recipe.key_scaling,
+        split_channels=list(channels),
     )
 
 

@@ -8,6 +8,7 @@ from edgekv.bundle.formats import FORMAT
 from edgekv.bundle.manifest import (
     MANIFEST,
     AdapterRecord,
+    ChannelRecord,
     EmbeddingRecord,
     FileRecord,
     GenerationRecord,
@@ -37,6 +38,7 @@ __all__ = [
     "MANIFEST",
     "AdapterRecord",
     "Bundle",
+    "ChannelRecord",
     "Compiled",
     "CompiledBinary",
     "CompiledManifest",

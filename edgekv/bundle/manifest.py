@@ -208,6 +208,18 @@ class WeightRecord(_Part, frozen=True):
     method: MatrixMethod
 
 
+class ChannelRecord(_Part, frozen=True):
+    """A channel of the residual that several represent.
+
+    Attributes:
+        channel: its number in the checkpoint.
+        parts: number of channels, each 1 / sqrt(parts) of it.
+    """
+
+    channel: Annotated[int, msgspec.Meta(ge=0, le=1 << 20)]
+    parts: Annotated[int, msgspec.Meta(ge=2, le=1 << 20)]
+
+
 class RecipeRecord(_Part, frozen=True):
     """The recipe as it was applied.
 
@@ -217,6 +229,7 @@ class RecipeRecord(_Part, frozen=True):
         value_rotation: of each head's values, folded likewise.
         key_scaling: `pairs` equalizes the range of the pairs of a head's keys, folded likewise.
         weights: every matrix; the embedding table and norms have 16 bits.
+        split_channels: outlier channels of the residual, in ascending order.
     """
 
     name: str
@@ -224,6 +237,7 @@ class RecipeRecord(_Part, frozen=True):
     weights: list[WeightRecord]
     value_rotation: RotationName = "none"
     key_scaling: KeyScalingName = "none"
+    split_channels: list[ChannelRecord] = msgspec.field(default_factory=list)
 
 
 class Manifest(_Part, frozen=True):

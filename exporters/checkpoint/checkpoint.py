@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
-from edgekv.bundle import GenerationRecord
+from edgekv.bundle import ChannelRecord, GenerationRecord
 from edgekv.errors import CheckpointError
 from edgekv.spec import (
     CONFIG,
@@ -32,6 +32,7 @@ from edgekv.spec import (
 )
 from edgekv.spec.chat import ChatTemplates, read_checkpoint_templates
 from edgekv.spec.text import encode
+from exporters.checkpoint.channels import SplitResidual
 from exporters.checkpoint.generation import GENERATION_CONFIG, generation_record
 from exporters.checkpoint.gguf import (
     GgufFile,
@@ -80,6 +81,7 @@ class Checkpoint:
     _files: tuple[Path, ...] = field(repr=False)
     quantization: Quantization | None = None
     adapters: tuple[Adapter, ...] = ()
+    _split: SplitResidual | None = field(default=None, repr=False)
 
     @classmethod
     def open(cls, name: str, adapters: Sequence[AdapterChoice] = ()) -> Checkpoint:
@@ -154,6 +156,13 @@ class Checkpoint:
         """The same model with limited attention windows; see `DecoderSpec.limits`."""
         return replace(self, spec=replace(self.spec, limits=tuple(windows)))
 
+    def split(self, channels: Sequence[ChannelRecord]) -> Checkpoint:
+        """The same model with some channels of the residual in several parts; see `exporters.checkpoint.channels`."""
+        if not channels:
+            return self
+        split = SplitResidual(self.spec.hidden, channels)
+        return replace(self, spec=split.spec(self.spec), _split=split)
+
     def tensor(self, key: str, rows: Rows = EVERY) -> NDArray[np.float32]:
         """A tensor of the decoder as float32, read now, under the name that it has in Llama's checkpoints.
 
@@ -163,6 +172,12 @@ class Checkpoint:
             key: its name.
             rows: the rows to read; None for all.
         """
+        if self._split is not None:
+            return self._split.tensor(self._views[key], rows, self._stored)
+        return self._stored(key, rows)
+
+    def _stored(self, key: str, rows: Rows) -> NDArray[np.float32]:
+        """A tensor before its residual is split."""
         view = self._views[key]
         count = view.shape[0]
         if isinstance(rows, slice):

@@ -37,7 +37,7 @@ def open_source(manifest: Manifest, checkpoint: str | None) -> Checkpoint:
             expected=f"{manifest.source.weights_sha256[:12]}..., the weights of the bundle",
             fix="Give the original folder with --checkpoint.",
         )
-    return opened.limited(manifest.windows)
+    return opened.limited(manifest.windows).split(manifest.recipe.split_channels)
 
 
 class Logits(Protocol):

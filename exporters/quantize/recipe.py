@@ -19,6 +19,8 @@ from edgekv.spec.tensors import matrices
 from edgekv.system import MIB, read_file
 from quant import WEIGHT_TYPES, WeightDtype
 
+OutlierChannels = Literal["keep", "split"]
+
 
 class WeightRule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How the matrices with matching names are quantized.
@@ -40,6 +42,7 @@ class _RecipeFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     rotation: RotationName = "none"
     value_rotation: RotationName = "none"
     key_scaling: KeyScalingName = "none"
+    outlier_channels: OutlierChannels = "split"
     keep_stored: bool = False
 
 
@@ -53,6 +56,8 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
         rotation: `hadamard` rotates the residual and is folded into the weights; see `checkpoint.rotate`.
         value_rotation: `hadamard` rotates the values of each head, folded likewise; see `exporters.checkpoint.heads`.
         key_scaling: `pairs` scales the keys of each head pair by pair, folded likewise.
+        outlier_channels: `split` represents outlier channels of the residual by several, where norms behind the blocks
+            forbid a rotation; see `exporters.checkpoint.channels`. `keep` leaves them as they are.
         keep_stored: whether the matrices of a quantized checkpoint keep their types and integers where a bundle has
             them; see `exporters.quantize.as_stored`.
     """
@@ -63,6 +68,7 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
     rotation: RotationName
     value_rotation: RotationName = "none"
     key_scaling: KeyScalingName = "none"
+    outlier_channels: OutlierChannels = "split"
     keep_stored: bool = False
 
     @classmethod
@@ -83,6 +89,7 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
             rotation=record.rotation,
             value_rotation=record.value_rotation,
             key_scaling=record.key_scaling,
+            outlier_channels="split" if record.split_channels else "keep",
         )
 
     def write(self, file: Path) -> None:
@@ -118,6 +125,15 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
             fix='Begin the list of weights with a rule for "*".',
         )
 
+    @property
+    def splits_channels(self) -> bool:
+        """Whether outlier channels are split; stored integers cannot be."""
+        return self.outlier_channels == "split" and not self._keeps_integers
+
+    @property
+    def _keeps_integers(self) -> bool:
+        return self.keep_stored or any(rule.method == "stored" for rule in self.weights)
+
     def check(self, spec: DecoderSpec) -> None:
         """Check that every matrix of the decoder has a rule that fits it.
 
@@ -126,7 +142,7 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
                 shall be kept of matrices that are transformed.
         """
         folded = (self.rotation, self.value_rotation, self.key_scaling) != ("none", "none", "none")
-        if folded and (self.keep_stored or any(rule.method == "stored" for rule in self.weights)):
+        if folded and self._keeps_integers:
             raise UsageError(
                 f"--recipe {self.name}",
                 got="stored integers, and a rotation or scaling that changes the matrices",
@@ -190,6 +206,7 @@ def find_recipe(name: str) -> Recipe:
         rotation=read.rotation,
         value_rotation=read.value_rotation,
         key_scaling=read.key_scaling,
+        outlier_channels=read.outlier_channels,
         keep_stored=read.keep_stored,
     )
 
@@ -212,6 +229,9 @@ def describe_recipe(record: RecipeRecord) -> Iterator[str]:
         yield f"rotation of each head's values: {record.value_rotation}"
     if record.key_scaling != "none":
         yield f"scaling of keys: {record.key_scaling}"
+    if record.split_channels:
+        split = ", ".join(f"{each.channel} into {each.parts}" for each in record.split_channels)
+        yield f"outlier channels of the residual, split: {split}"
 
 
 def _folder() -> resources.abc.Traversable:

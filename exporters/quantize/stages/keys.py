@@ -51,6 +51,7 @@ def stage_keys(
         "tokens": (tokens.shape, hashlib.sha256(tokens.astype(np.int64).tobytes()).hexdigest()),
         "sink": sink,
         "folded": (recipe.rotation, recipe.value_rotation, recipe.key_scaling),
+        "split": [(each.channel, each.parts) for each in recipe.split_channels],
     }
     key, keys = _hashed(shared), []
     for layer in range(spec.layers):
