@@ -90,7 +90,7 @@ def run_in_child(
         given.write_bytes(job)
         with given.open("rb") as stdin:
             code, output = _run("module", [module, str(reply)], folder, limit_s, environment, stdin, subprocess.DEVNULL)
-        ending = _ending(code, limit_s)
+        ending = _ending(code, limit_s, is_vendor_limit=timeout_s is None)
         if code is not None:
             ending += f": {_last_line(output)}"
         return ChildEnd(reply.read_bytes() if code is not None and reply.exists() else None, ending)
@@ -106,7 +106,7 @@ def run_program(command: Sequence[str], *, environment: Mapping[str, str] = _NOT
     limit_s = vendor_timeout_s()
     with scratch_folder("program") as folder:
         code, output = _run("program", command, folder, limit_s, environment, subprocess.DEVNULL, None)
-    return ProgramEnd(code == 0, _ending(code, limit_s), output)
+    return ProgramEnd(code == 0, _ending(code, limit_s, is_vendor_limit=True), output)
 
 
 @contextmanager
@@ -191,8 +191,11 @@ def _run(
         return code, log.read().decode("utf-8", "replace")
 
 
-def _ending(code: int | None, limit_s: float) -> str:
-    return f"no answer within {limit_s:g} s" if code is None else describe_exit(code)
+def _ending(code: int | None, limit_s: float, *, is_vendor_limit: bool) -> str:
+    if code is not None:
+        return describe_exit(code)
+    more = f" (set {TIMEOUT_VARIABLE} to allow more)" if is_vendor_limit else ""
+    return f"no answer within {limit_s:g} s{more}"
 
 
 def _last_line(output: str) -> str:

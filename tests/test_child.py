@@ -68,7 +68,7 @@ def test_a_reply_comes_back_and_nothing_is_printed(tmp_path: Path, capfd: pytest
 def test_a_child_that_hangs_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("EDGEKV_TIMEOUT_S", "3")
     end = run_in_child("a_sleeper", str(tmp_path / "pid").encode())
-    assert (end.reply, end.ending) == (None, "no answer within 3 s")
+    assert (end.reply, end.ending) == (None, "no answer within 3 s (set EDGEKV_TIMEOUT_S to allow more)")
     assert has_ended(pid_in(tmp_path / "pid"))
     assert not list((tmp_path / "tmp").iterdir())
 
@@ -76,7 +76,7 @@ def test_a_child_that_hangs_is_killed(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_a_program_that_hangs_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("EDGEKV_TIMEOUT_S", "2")
     end = run_program(["/bin/sleep", "600"])
-    assert (end.succeeded, end.ending) == (False, "no answer within 2 s")
+    assert (end.succeeded, end.ending) == (False, "no answer within 2 s (set EDGEKV_TIMEOUT_S to allow more)")
 
 
 def test_what_a_program_starts_is_not_waited_for() -> None:
@@ -133,6 +133,26 @@ def test_a_signal_ends_a_command_its_children_and_its_files(small: Path, tmp_pat
     assert all(has_ended(child) for child in children)
     assert not list((tmp_path / "tmp").iterdir())
     assert not list((small / "compiled").iterdir())
+
+
+@pytest.mark.htp
+def test_a_compiler_that_hangs_ends_the_command_within_the_time_limit(
+    small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The vendor's compiler itself, stopped from outside."""
+    monkeypatch.setenv("EDGEKV_TIMEOUT_S", "3")
+    command = [sys.executable, "-m", "edgekv", "compile", str(small), "--device", "SM8650"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        wait_for(lambda: bool(children_of(process.pid)))
+        stopped = children_of(process.pid)
+        for child in stopped:
+            os.kill(child, signal.SIGSTOP)
+        out, err = process.communicate(timeout=PATIENCE_S)
+    message = " ".join(err.split())
+    assert (process.returncode, out) == (1, "") and "Traceback" not in err
+    assert "the HTP compiler ended with no answer within 3 s (set EDGEKV_TIMEOUT_S to allow more)" in message
+    assert all(has_ended(child) for child in stopped)
+    assert not list((tmp_path / "tmp").iterdir()) and not list((small / "compiled").iterdir())
 
 
 def children_of(pid: int) -> list[int]:
