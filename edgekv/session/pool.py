@@ -79,6 +79,7 @@ class SessionPool:
         """
         self.own = make_session() if own is None else own
         self.mode: Mode = Always() if mode is None else mode
+        self._recomputed_tokens = self.mode.recomputed_tokens
         self._turns = Turns() if turns is None else turns
         self._make_session = make_session
         self._bytes_per_session = self.own.cache.stats.bytes_held
@@ -119,8 +120,7 @@ class SessionPool:
 
     def keeps(self, tokens: int) -> bool:
         """Whether the mode keeps the keys and values of a sequence of this length."""
-        limit = self.mode.recomputed_tokens
-        return limit is not None and tokens > limit
+        return self._recomputed_tokens is not None and tokens > self._recomputed_tokens
 
     def claim(self, sequence: int | None, tokens: int) -> None:
         """Allocate the memory of a sequence of this length, so that it fails before any work.

@@ -35,10 +35,11 @@ class Sampler:
             processors: applied to the logits, in this order.
         """
         self._params = params
+        self._is_greedy = params.greedy
         self._encoding = encoding
         self._processors = tuple(processors)
         self.seed: int | None = None
-        if not params.greedy:
+        if not self._is_greedy:
             self.seed = secrets.randbits(32) if params.seed is None else params.seed
 
     @classmethod
@@ -66,12 +67,12 @@ class Sampler:
             UsageError: a processor gave logits of another shape, NaN, or none that is finite.
         """
         if not self._processors:
-            if self._params.greedy:
+            if self._is_greedy:
                 return int(logits.argmax())  # the order of the integers is the order of the logits
             order, probabilities = self.distribution(logits)
         else:
             processed = self._process(logits, prompt, generated)
-            if self._params.greedy:
+            if self._is_greedy:
                 return int(processed.argmax())
             order, probabilities = self._distribution(processed, processed)
         cumulative = probabilities.cumsum()
