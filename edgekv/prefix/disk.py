@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, replace
@@ -12,19 +11,15 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from edgekv.prefix.blockfile import SUFFIX, BlockRecord, RejectedFileError, decode, encode
+from edgekv.prefix.blockfile import BlockRecord, RejectedFileError, decode, encode
 from edgekv.prefix.catalogue import Catalogue, Entry
 from edgekv.prefix.config import StoreConfig
 from edgekv.prefix.errors import PrefixError
 from edgekv.prefix.groups import BlockGroup
-from edgekv.prefix.keys import SECRET, Keys, folder_secret, token_bytes, tokens_of
+from edgekv.prefix.keys import Keys, folder_secret, token_bytes, tokens_of
 from edgekv.prefix.private import NotPrivateError, check_folder, read_private, write_private
-from edgekv.prefix.retention import DEFAULT_PRIORITY
+from edgekv.prefix.reconciliation import Reconciliation
 from edgekv.prefix.stats import Counters
-from edgekv.system import is_alive
-
-_NAME = re.compile(r"[0-9a-f]{32}-g\d+\.safetensors")
-_PARTIAL = re.compile(r"\..+\.partial-(\d+)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,11 +43,8 @@ class DiskFolder:
     """Block files, written atomically and verified before use.
 
     The index counts the files of all stores below `limit_folder`, so the size limit applies to the folder regardless of
-    how many processes write to it. When the folder is opened, index and files are reconciled: files without an entry
-    are added, entries without a file are dropped.
-
-    A file of another fingerprint, or without a block file's name, is counted as rejected and left alone. A file with
-    a block file's name whose content does not match the name is counted and removed.
+    how many processes write to it. When the folder is opened, the index is made to match the files; see
+    `Reconciliation`.
 
     Attributes:
         keys: keyed hashes with the folder's own secret.
@@ -98,7 +90,7 @@ class DiskFolder:
             self._catalogue = Catalogue(limit_folder)
             with self._catalogue.transaction():
                 self.keys = Keys(folder_secret(folder))
-                self._reconcile()
+                Reconciliation(self._catalogue, folder, self._home, store, self.keys, counters, self._entry).run()
         except NotPrivateError as error:
             fix = f"Give a folder of your own, and remove others' access: chmod -R go-rwx {limit_folder}"
             wanted = "a file or folder that only you can write"
@@ -261,69 +253,6 @@ class DiskFolder:
         if not before or not is_own or self._limited[record.group]:
             return None
         return replace(record, tokens=before).name(self.keys)
-
-    def _reconcile(self) -> None:
-        """Make the index match the files: new files are read in this store's folder, listed by size elsewhere."""
-        listed = {(each.folder, each.name): each for each in self._catalogue.entries()}
-        home = self._catalogue.folder
-        others = [path.parent for path in home.glob(f"*/{SECRET}")]
-        found: set[tuple[str, str]] = set()
-        for folder in {home, self._folder, *others}:
-            where = "" if folder == home else folder.name
-            with os.scandir(folder) as files:
-                for file in sorted(files, key=lambda file: file.name):
-                    if where == self._home and (partial := _PARTIAL.fullmatch(file.name)):
-                        if not is_alive(int(partial[1])):
-                            self._unlink(Path(file.path))
-                    elif file.name.endswith(SUFFIX):
-                        entry = self._found(file, where, listed.get((where, file.name)))
-                        if entry is not None:
-                            found.add((where, file.name))
-                            if entry is not listed.get((where, file.name)):
-                                self._catalogue.put(entry)
-        for where, name in set(listed) - found:
-            self._catalogue.remove(where, [name])
-
-    def _found(self, file: os.DirEntry[str], where: str, listed: Entry | None) -> Entry | None:
-        """The index entry of a file in the folder; None if it must not be listed."""
-        try:
-            status = file.stat(follow_symlinks=False)
-        except OSError:
-            return None
-        if listed is not None and listed.bytes == status.st_size:
-            if where != self._home or listed.store == self._store:
-                return listed
-            if listed.store is not None:
-                self._counters.rejected_files += 1  # another store's
-                return listed
-        if where != self._home:
-            if _NAME.fullmatch(file.name) is None:
-                return None
-            return Entry(
-                where, file.name, None, None, None, None, None, DEFAULT_PRIORITY, status.st_mtime_ns, status.st_size
-            )
-        try:
-            record = self._identify(Path(file.path))
-        except (OSError, RejectedFileError):
-            self._counters.rejected_files += 1
-            return None
-        if record.fingerprint != self._store:
-            self._counters.rejected_files += 1
-        return self._entry(file.name, record, status.st_mtime_ns, status.st_size)
-
-    def _identify(self, path: Path) -> BlockRecord:
-        named = _NAME.fullmatch(path.name) is not None
-        try:
-            record = decode(read_private(path)).record
-            if named and record.fingerprint == self._store and record.name(self.keys) != path.name:
-                raise RejectedFileError("it is not what its name says")
-        except (NotPrivateError, RejectedFileError):
-            if named:
-                self._unlink(path)
-            raise
-        if not named:
-            raise RejectedFileError("it is foreign")
-        return record
 
     def _unlink(self, path: Path) -> None:
         with suppress(OSError):
