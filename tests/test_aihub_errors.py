@@ -56,14 +56,14 @@ def test_what_passes_is_tried_again(
         ),
         (
             Fault("POST", "/jobs/", status=400, text=f"You sent {TOKEN}."),
-            r"got You sent \*\*\*; expected what the ser",
+            r"got You sent \*\*\*; expected a request that the ser",
         ),
         (Fault("POST", "/models/", status=413, text="Too large."), "uploading ar1_cl64: got Too large"),
-        (Fault("GET", "/devices/", status=401), "got a token that the service refuses; .*qai-hub configure"),
+        (Fault("GET", "/devices/", status=401), "got an API token that the service rejects; .*qai-hub configure"),
         (Fault("GET", "/devices/", status=403, text="No access."), "listing devices: got No access"),
         (Fault("GET", "/devices/", status=426, text="Client too old."), "got Client too old"),
         (Fault("GET", "/devices/", status=503, times=99), "is unavailable right now|reported errors"),
-        (Fault("POST", "/jobs/", status=429, text="Slow down.", times=99), "Wait some minutes"),
+        (Fault("POST", "/jobs/", status=429, text="Slow down.", times=99), "Wait a few minutes"),
         (Fault("GET", "/devices/", kind="drop", times=99), "Could not connect to"),
         (Fault("GET", "/devices/", status=200, text="<html>"), "got "),
     ],
@@ -87,7 +87,7 @@ def test_a_service_that_is_down_is_named(
 
 CONFIGURATIONS = {
     "no file": (None, "no such file"),
-    "no ini file": (f"{TOKEN}\n", r"a file that cannot be read (MissingSectionHeaderError)"),
+    "no ini file": (f"{TOKEN}\n", r"an unreadable file (MissingSectionHeaderError)"),
     "a field too few": (f"[api]\napi_token = {TOKEN}\n", "a field too few"),
     "no token": ("[api]\napi_token =\napi_url = http://127.0.0.1\nweb_url = x\n", "empty or not plain text"),
     "two lines of token": (
@@ -123,7 +123,7 @@ def test_another_profile_of_the_client_can_be_named(
 def test_a_refused_token_is_said_so(service: AiHub, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     configure(tmp_path / "client.ini", service.url, token="an-0ld-token")
     line = refused(capsys, "devices")
-    assert "got a token that the service refuses" in line and "an-0ld-token" not in line
+    assert "got an API token that the service rejects" in line and "an-0ld-token" not in line
 
 
 @pytest.mark.parametrize(
@@ -166,7 +166,7 @@ def test_a_16_bit_cache_is_refused_on_an_older_chip(
 def test_a_bundle_without_jobs_and_a_wrong_runtime_are_said_so(
     service: AiHub, small: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert "got none; expected some" in refused(capsys, "status", str(small), code=2)
+    assert "got none; expected at least one" in refused(capsys, "status", str(small), code=2)
     line = refused(capsys, "compile", str(small), "--devices", "SM8650", "--runtime", "tflite", code=2)
     assert "got 'tflite'; expected qnn_dlc or qnn_context_binary" in line
 

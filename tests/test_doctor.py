@@ -75,7 +75,7 @@ def test_a_service_that_refuses_the_token_is_a_finding(service: AiHub, tmp_path:
     file = tmp_path / "client.ini"
     file.write_text(file.read_text().replace(TOKEN, "another"))
     finding = run_probe("hub", "exporters.targets.probes:aihub")
-    assert finding.status == "broken" and "a token that the service refuses" in finding.detail
+    assert finding.status == "broken" and "an API token that the service rejects" in finding.detail
     assert "another" not in str(finding)
 
 

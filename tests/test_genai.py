@@ -91,7 +91,7 @@ def test_a_shared_binary_ends_its_process_on_the_emulator_and_no_other(
 
 
 def test_prompts_that_it_would_misread_are_refused(folders: dict[str, Path]) -> None:
-    with pytest.raises(UsageError, match="prompt: got the id 2, which pads"):
+    with pytest.raises(UsageError, match="prompt: got the id 2, the padding token"):
         run_folder(open_folder(folders["cpu"]), [0, 5, 2, 6], 4)
     with pytest.raises(UsageError, match="prompt: got 1 tokens; expected at least 2"):
         run_folder(open_folder(folders["cpu"]), [5], 4)
@@ -187,5 +187,5 @@ def test_the_commands_write_a_folder_and_run_it(
     assert "--force" in capsys.readouterr().err
     assert run([*arguments, "--force", "--device", "SM8650"]) == 2
     assert run([*arguments, "--force", "--share-weights"]) == 2
-    assert "--share-weights: got it with the engine cpu" in capsys.readouterr().err
+    assert "--share-weights: got the option with the engine cpu" in capsys.readouterr().err
     assert run([*arguments[:-1], "gpu", "--force"]) == 2

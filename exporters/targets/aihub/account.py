@@ -64,15 +64,18 @@ class Account:
         status = _status_of(error)
         text = _plain(str(error).replace(self.client.config.api_token, "***")) or type(error).__name__
         if status == _UNAUTHORIZED:
-            text, wanted, fix = "a token that the service refuses", "a valid API token", f"{_WHERE} TOKEN"
+            text, wanted, fix = "an API token that the service rejects", "a valid API token", f"{_WHERE} TOKEN"
         elif status == _NOT_FOUND:
-            wanted, fix = "something that the service still has", "Submit it again with --force."
+            wanted, fix = "an object that the service still has", "Submit it again with --force."
         elif isinstance(error, qai_hub.client.RateLimitedError):
-            wanted, fix = "fewer jobs at a time", f"Wait some minutes. {_AGAIN}"
+            wanted, fix = "fewer jobs at a time", f"Wait a few minutes. {_AGAIN}"
         elif isinstance(error, qai_hub.client.UserError):
-            wanted, fix = "what the service accepts", "Correct what it names, then run the same command again."
+            wanted, fix = (
+                "a request that the service accepts",
+                "Correct what it names, then run the same command again.",
+            )
         else:
-            wanted, fix = f"an answer of {self.service}", _AGAIN
+            wanted, fix = f"a response from {self.service}", _AGAIN
         return ServiceError(f"AI Hub: {what}", got=text, expected=wanted, fix=fix)
 
 
@@ -106,7 +109,7 @@ def connect(profile: str | None = None) -> Account:
     except APIException:
         found = "a field too few"
     except (configparser.Error, ValueError, OSError) as error:  # their texts would quote the file
-        found = f"a file that cannot be read ({type(error).__name__})"
+        found = f"an unreadable file ({type(error).__name__})"
     else:
         # Anything else is refused here: the HTTP library's own complaint would quote it.
         if re.fullmatch(r"[!-~]+", config.api_token):

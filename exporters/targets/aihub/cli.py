@@ -28,12 +28,12 @@ from exporters.targets.aihub.show import HostedRow, HubReport, show_devices, sho
 BundleArgument = Annotated[Path, typer.Argument(help="A bundle's folder.", show_default=False)]
 DevicesOption = Annotated[
     str,
-    typer.Option("--devices", "--device", help="Hosted devices or chips, with commas.", show_default=False),
+    typer.Option("--devices", "--device", help="Hosted devices or chips, separated by commas.", show_default=False),
 ]
-ProfileOption = Annotated[Optional[str], typer.Option("--profile", help="Configuration ~/.qai_hub/PROFILE.ini.")]
-PollOption = Annotated[float, typer.Option("--poll", help="Seconds between two polls of the jobs.", min=0.01)]
+ProfileOption = Annotated[Optional[str], typer.Option("--profile", help="Client profile, ~/.qai_hub/PROFILE.ini.")]
+PollOption = Annotated[float, typer.Option("--poll", help="Seconds between polls of the jobs' status.", min=0.01)]
 WaitOption = Annotated[bool, typer.Option("--wait/--no-wait", help="Wait for the jobs and download their results.")]
-ForceOption = Annotated[bool, typer.Option("--force", help="Forget earlier jobs and submit all of them again.")]
+ForceOption = Annotated[bool, typer.Option("--force", help="Discard earlier jobs and submit all of them again.")]
 QairtOption = Annotated[Optional[str], typer.Option("--qairt-version", help="QAIRT version that the service uses.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output.")]
 
@@ -138,7 +138,7 @@ def profile_(
 def infer(
     bundle: BundleArgument,
     devices: DevicesOption,
-    text: Annotated[Optional[Path], typer.Option(help="Text of the step, instead of the calibration text.")] = None,
+    text: Annotated[Optional[Path], typer.Option(help="Text to run instead of the calibration text.")] = None,
     profile: ProfileOption = None,
     qairt_version: QairtOption = None,
     poll: PollOption = _POLL_S,
@@ -211,7 +211,7 @@ def _earlier(bundle: Bundle, account: Account, ledger: Ledger) -> HubRun:
     records = ledger.records("compile", "link", "profile", "infer")
     if not records:
         raise UsageError(
-            f"jobs of {bundle.path}", got="none", expected="some", fix="Submit one: edgekv hub compile BUNDLE"
+            f"jobs of {bundle.path}", got="none", expected="at least one", fix="Submit one: edgekv hub compile BUNDLE"
         )
     run = HubRun(bundle, account, ledger)
     run.resume(records)

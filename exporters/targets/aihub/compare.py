@@ -84,7 +84,7 @@ def compare(
                 f"AI Hub: {name} of job {job}",
                 got="no such output" if value is None else f"shape {list(value.shape)}",
                 expected=f"shape {list(wanted.shape)}",
-                fix="Compile again with --force; if it stays so, report the job to AI Hub.",
+                fix="Compile again with --force; if that does not help, report the job to AI Hub.",
             )
         errors.append(_error(name, encodings[name], wanted, value.reshape(wanted.shape)))
     top1 = np.argmax(expected[LOGITS]) == np.argmax(named[LOGITS][0])

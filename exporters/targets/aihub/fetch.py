@@ -136,7 +136,7 @@ def _model(account: Account, record: JobRecord, folder: Path, earlier: Path, kep
             shutil.copyfile(earlier / artefact.file, folder / artefact.file)
             return artefact
     stem = f"{record.kind}_{'+'.join(record.graphs)}" if len(record.graphs) == 1 else record.kind
-    with account.asking(f"downloading what job {record.id} made") as client:
+    with account.asking(f"downloading the output of job {record.id}") as client:
         assert record.product is not None
         path = Path(client.get_model(record.product).download(str(folder / stem)))
     target = read_target(path)
@@ -145,7 +145,7 @@ def _model(account: Account, record: JobRecord, folder: Path, earlier: Path, kep
             f"AI Hub: job {record.id}",
             got=f"a binary for {target.soc}",
             expected=f"one for {record.soc}, the chip of {record.device}",
-            fix="Compile again with --force; if it stays so, report the job to AI Hub.",
+            fix="Compile again with --force; if that does not help, report the job to AI Hub.",
         )
     return Artefact(
         file=path.name,
@@ -192,7 +192,7 @@ def _read(folder: Path) -> Fetched | None:
     if not path.is_file():
         return None
     fix = f"Remove {folder} and fetch again."
-    fetched = read_json(path, Fetched, expected="what edgekv wrote", fix=fix)
+    fetched = read_json(path, Fetched, expected="the record that edgekv wrote", fix=fix)
     actual = record_files(folder)
     for name, record in fetched.files.items():
         if actual.get(name) != record:

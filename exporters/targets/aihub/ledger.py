@@ -115,7 +115,7 @@ class Ledger:
         return record
 
     def _read(self, path: Path) -> JobRecord:
-        fix = "Forget the earlier jobs with --force."
+        fix = "Discard earlier jobs with --force."
         record = read_json(path, JobRecord, expected="a job file", fix=fix)
         checks: Sequence[tuple[str, object, object]] = (
             ("format", record.format, FORMAT),

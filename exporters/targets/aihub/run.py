@@ -66,7 +66,7 @@ class HubRun:
             raise UsageError(
                 f"--devices {alone[0].hosted.name}",
                 got="a device without htp-supports-weight-sharing",
-                expected="one on which graphs share their weights",
+                expected="a device on which graphs can share weights",
                 fix="Use: edgekv hub compile --runtime qnn_context_binary",
             )
         for target in targets:
@@ -263,7 +263,7 @@ def check_all_done(records: Sequence[JobRecord]) -> None:
         raise ServiceError(
             f"AI Hub: {len(failed)} of {len(records)} jobs",
             got=f"{first.kind} of {', '.join(first.graphs)} for {first.device}: {first.reason}",
-            expected="jobs that are done",
+            expected="finished jobs",
             fix=f"See {first.url}. Run the same command again: it submits only the failed jobs.",
         )
 
@@ -274,7 +274,7 @@ def _submitted(question: JobRecord, job: qai_hub.Job) -> JobRecord:
     if question.kind in ("compile", "link"):
         model = job.get_target_model()  # type: ignore[attr-defined, unused-ignore]
         if model is None:
-            raise ValueError(f"job {job.job_id} names no model that it makes")
+            raise ValueError(f"job {job.job_id} does not name its output model")
         product = model.model_id
     return msgspec.structs.replace(question, state="submitted", id=job.job_id, url=job.url, product=product)
 

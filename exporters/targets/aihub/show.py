@@ -99,7 +99,7 @@ def _results(device: Fetched) -> dict[str, str]:
         texts[profile.job] = f"{profile.inference_us} us{memory}, {units}"
     for comparison in device.comparisons:
         worst = comparison.worst
-        sqnr = "equal bits" if worst.sqnr_db is None else f"SQNR {worst.sqnr_db:.1f} dB and more ({worst.name})"
+        sqnr = "equal bits" if worst.sqnr_db is None else f"SQNR at least {worst.sqnr_db:.1f} dB ({worst.name})"
         texts[comparison.job] = f"{sqnr}, top-1 {'equal' if comparison.top1_equal else 'differs'}"
     return texts
 

@@ -20,7 +20,7 @@ from exporters.targets.genai.run import open_folder, run_folder
 # ruff: noqa: UP045  (typer reads the annotations of Python 3.10 at run time)
 
 genai = typer.Typer(
-    no_args_is_help=True, rich_markup_mode=None, help="Run what `edgekv bundle genai` wrote in onnxruntime-genai."
+    no_args_is_help=True, rich_markup_mode=None, help="Run a folder of `edgekv bundle genai` with onnxruntime-genai."
 )
 
 
@@ -40,7 +40,7 @@ class Output(msgspec.Struct, frozen=True):
 def bundle_genai(
     bundle: Annotated[Path, typer.Argument(help="A bundle's folder.", show_default=False)],
     output: Annotated[Path, typer.Option("-o", "--output", help="The folder to write.", show_default=False)],
-    engine: Annotated[str, typer.Option(help="Where onnxruntime-genai runs the graphs: htp or cpu.")] = "htp",
+    engine: Annotated[str, typer.Option(help="Engine that runs the graphs: htp or cpu.")] = "htp",
     device: Annotated[
         Optional[str],
         typer.Option(help="Target of the engine htp: part number or name.", show_default="the bundle's"),
@@ -49,15 +49,17 @@ def bundle_genai(
         bool,
         typer.Option(
             "--share-weights",
-            help="One binary with one copy of the weights; it runs on a Snapdragon, not on the emulator.",
+            help="Write one binary with one copy of the weights. It runs on a Snapdragon, not on the emulator.",
         ),
     ] = False,
     pad_token_id: Annotated[
         Optional[int],
-        typer.Option(help="An id that no prompt contains.", show_default="the bundle's own, or an unused one"),
+        typer.Option(
+            help="Padding token: an id that no prompt contains.", show_default="the bundle's own, or an unused one"
+        ),
     ] = None,
     skip_check: Annotated[
-        bool, typer.Option("--skip-check", help="Do not compare the graphs with the bundle's; the output says so.")
+        bool, typer.Option("--skip-check", help="Do not compare the graphs with the bundle's graphs.")
     ] = False,
     force: ForceOption = False,
     as_json: JsonOption = False,
@@ -77,15 +79,17 @@ def bundle_genai(
     held = sum(record.bytes for record in written.files.values())
     where = "the CPU" if written.soc is None else written.soc
     typer.echo(f"{output}: for {where}, context {written.context}, {held / 1e6:.1f} MB")
-    typer.echo(f"  prompts go in windows of {written.window} tokens, padded with {written.pad_token}")
-    typer.echo("  its graphs compute the bundle's integers" if written.checked else "  not compared with the bundle")
+    typer.echo(f"  prompts run in windows of {written.window} tokens, padded with token {written.pad_token}")
+    typer.echo(
+        "  the graphs return the same integers as the bundle's" if written.checked else "  not compared with the bundle"
+    )
 
 
 @genai.command("run")
 def run(
-    folder: Annotated[Path, typer.Argument(help="A folder that `edgekv bundle genai` wrote.", show_default=False)],
+    folder: Annotated[Path, typer.Argument(help="A folder written by `edgekv bundle genai`.", show_default=False)],
     prompt: Annotated[str, typer.Option(help="The text to continue.", show_default=False)],
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Most tokens to generate.")] = 128,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Maximum number of new tokens.")] = 128,
     as_json: JsonOption = False,
 ) -> None:
     """Continue a prompt in onnxruntime-genai on this machine, greedily."""

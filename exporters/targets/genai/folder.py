@@ -68,9 +68,9 @@ class GenaiOptions:
         if self.share_weights and self.device is None:
             raise UsageError(
                 "--share-weights",
-                got="it with the engine cpu",
+                got="the option with the engine cpu",
                 expected="the engine htp",
-                fix="Leave it out: on the CPU the graphs share their weights anyway.",
+                fix="Leave it out: on the CPU the graphs always share their weights.",
             )
 
     @property
@@ -143,15 +143,15 @@ def choose_graphs(bundle: Bundle) -> tuple[GraphRecord, GraphRecord]:
         raise BundleError(
             f"{name}: cache",
             got=manifest.kv_dtype,
-            expected="u8, the only type that onnxruntime-genai's windowed cache has",
+            expected="u8, the only type of onnxruntime-genai's windowed cache",
             fix="Export again with --kv u8.",
         )
     if manifest.windows:
         raise BundleError(
             f"{name}: attention windows",
             got=", ".join("all" if window is None else str(window) for window in manifest.windows),
-            expected="layers that all attend to the whole context: onnxruntime-genai keeps one window for all",
-            fix="Use edgekv's own loop, or export a model without them.",
+            expected="full attention in all layers: onnxruntime-genai has one window for all of them",
+            fix="Use edgekv's own loop, or export a model without attention windows.",
         )
     decode = {graph.context: graph for graph in manifest.graphs if graph.role == "decode"}
     prefill = [graph for graph in manifest.graphs if graph.role == "prefill" and graph.context in decode]
@@ -159,7 +159,7 @@ def choose_graphs(bundle: Bundle) -> tuple[GraphRecord, GraphRecord]:
         raise BundleError(
             f"{name}: graphs",
             got=f"only {', '.join(graph.name for graph in manifest.graphs)}",
-            expected="a prefill graph beside the decode graph: onnxruntime-genai has a window of at least 2 tokens",
+            expected="a prefill graph as well: onnxruntime-genai needs a window of at least 2 tokens",
             fix="Export again with --ar 1,32.",
         )
     fitting = [graph for graph in prefill if graph.context >= 2 * graph.ar]
@@ -186,7 +186,7 @@ def choose_pad_token(bundle: Bundle, given: int | None) -> int:
     """
     manifest = bundle.manifest
     used = {manifest.tokens.bos, *manifest.tokens.eos}
-    wanted = f"an id below {manifest.model.vocab} that no prompt contains, not one that begins or ends a text"
+    wanted = f"an id below {manifest.model.vocab} that no prompt contains and that does not start or end a text"
     if given is not None:
         if not 0 <= given < manifest.model.vocab or given in used:
             raise UsageError("--pad-token-id", got=given, expected=wanted, fix="Choose another id.")
@@ -202,7 +202,7 @@ def choose_pad_token(bundle: Bundle, given: int | None) -> int:
     listed = ", ".join(f"{i} ({text})" for i, text in sorted(special.items())[:5]) or "none"
     raise UsageError(
         "padding",
-        got="no padding token of its own in the bundle",
+        got="a bundle without a padding token of its own",
         expected=wanted,
         fix=f"Name one with --pad-token-id; special tokens that could serve: {listed}.",
     )

@@ -54,7 +54,7 @@ def prove(bundle: Bundle, graphs: Sequence[StackedGraph], device: Device | None)
         raise EngineError(
             "running the graphs with stacked heads",
             got=reply.error or end.ending,
-            expected="a step",
+            expected="one step to run",
             fix="Report this model; --skip-check writes the folder without this check.",
         )
     if reply.different:
@@ -62,5 +62,5 @@ def prove(bundle: Bundle, graphs: Sequence[StackedGraph], device: Device | None)
             "graphs with stacked heads",
             got=f"other integers in {', '.join(reply.different[:3])} ({len(reply.different)} outputs)",
             expected="those of the bundle's graphs",
-            fix="Another --ar may compile right; please report this model.",
+            fix="Try another --ar, and please report this model.",
         )

@@ -121,7 +121,7 @@ def run_folder(folder: OpenedFolder, tokens: Sequence[int], max_new_tokens: int)
         raise EngineError(
             f"{PACKAGE} on {folder.path}",
             got=reply.error or end.ending,
-            expected="a continuation",
+            expected="generated tokens",
             fix="A binary that shares weights runs only on a Snapdragon; otherwise, please report this.",
         )
     return reply.tokens
@@ -137,7 +137,7 @@ def _check_prompt(config: GenaiConfig, tokens: Sequence[int]) -> None:
     if model.pad_token_id in tokens:
         raise UsageError(
             "prompt",
-            got=f"the id {model.pad_token_id}, which pads",
+            got=f"the id {model.pad_token_id}, the padding token",
             expected="a prompt without it",
             fix="Choose another --pad-token-id when the folder is written.",
         )

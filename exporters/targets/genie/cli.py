@@ -101,7 +101,7 @@ def run(
     folder: Annotated[Path, typer.Argument(help="A folder that `edgekv bundle genie` wrote.")],
     prompt: Annotated[str, typer.Option(help="The text to continue.")],
     max_new_tokens: Annotated[
-        Optional[int], typer.Option(help="Most tokens to generate. Default: the configuration's.")
+        Optional[int], typer.Option(help="Maximum number of new tokens. Default: the configuration's.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output.")] = False,
 ) -> None:
