@@ -29,6 +29,7 @@ from edgekv.plan import CALIBRATION_WINDOW, default_calibration_tokens
 from edgekv.runtime import qnn
 from edgekv.spec import DecoderInterface, EncodingTypes, Geometry, LayeredGeometry
 from edgekv.spec.chat import write_templates
+from exporters.checkpoint.aligned import AlignedHeads, AlignedTransforms, align, cache_encodings, write_heads
 from exporters.checkpoint.channels import outlier_channels
 from exporters.checkpoint.checkpoint import Checkpoint
 from exporters.checkpoint.folded import transformed
@@ -44,8 +45,9 @@ from exporters.quantize.calibrate import calibration_windows, read_calibration
 from exporters.quantize.encodings import choose_encodings, decoder_results
 from exporters.quantize.matrices import QuantizedMatrices
 from exporters.quantize.reference import Tensors
-from exporters.quantize.sink import choose_sink, first_tokens
+from exporters.quantize.sink import FloatSink, first_tokens, is_sink
 from exporters.quantize.stages import Checks, FinishedBinaries, quantize_in_stages, stage_keys, stage_store
+from exporters.quantize.survey import survey
 from exporters.records import model_record, recipe_record, rope_record, sink_record, source_record, token_record
 from exporters.resources import bundle_bytes, check_disk, check_ram, full_disk_named, stage_bytes
 from quant import Encoding, Range
@@ -53,6 +55,8 @@ from quant import Encoding, Range
 __all__ = ["ExportOptions", "RunOptions", "export_bundle"]
 
 _PLAIN = RunOptions()
+_SURVEY_WINDOWS = 4
+"""Windows of the calibration text from which the transforms of heads are chosen."""
 
 
 def export_bundle(
@@ -107,12 +111,12 @@ def export_bundle(
     checkpoint.check_values(lambda done, of: progress("read", done, of))
     stored = stored_record(checkpoint, options.recipe)
     weights_sha256 = checkpoint.weights_sha256()
-    tensors = transformed(checkpoint, recipe)
-    sink = choose_sink(tensors, tokens[0], context, options.sink, first)
+    sink, heads = _survey(checkpoint, tokens, first, options)
     if sink is None:
         tokens = _calibration_tokens(checkpoint, calibration.text, options)
     sink_tokens = 0 if sink is None else len(sink.tokens)
-    keys = stage_keys(checkpoint, weights_sha256, tokens, context, recipe, sink_tokens)
+    tensors = transformed(checkpoint, recipe, heads)
+    keys = stage_keys(checkpoint, weights_sha256, tokens, context, recipe, sink_tokens, heads)
     with full_disk_named(target, disk[target], "the bundle"), atomic_directory(target, force=force) as folder:
         with full_disk_named(store.folder, disk[store.folder], "stages"):
             matrices, ranges = quantize_in_stages(
@@ -127,7 +131,7 @@ def export_bundle(
                 progress=lambda done: progress("quantize", done, spec.layers),
             )
         ropes = [rope_record(rope, context) for rope in spec.ropes]
-        encodings = _write(tensors, matrices, ranges, ropes, graphs, folder, options, progress)
+        encodings = _write(tensors, matrices, ranges, ropes, graphs, heads, folder, options, progress)
         del ranges
         if sink is not None:
             sink.write(folder, encodings)
@@ -234,12 +238,47 @@ def _calibration_tokens(
     return np.stack(calibration_windows(checkpoint, text, window, tokens, first=first))
 
 
+def _survey(
+    checkpoint: Checkpoint, tokens: NDArray[np.int64], first: Sequence[int], options: ExportOptions
+) -> tuple[FloatSink | None, AlignedHeads | None]:
+    """The sink and the transforms of heads, as far as options and recipe ask for them.
+
+    Args:
+        checkpoint: the exact weights.
+        tokens: of the calibration text, `[windows, T]`.
+        first: the tokens at the start of each window.
+        options: of the export.
+    """
+    aligned = options.recipe.heads != "none"
+    if options.sink.mode == "none":
+        first = ()
+    if not first and not aligned:
+        return None, None
+    spec, context = checkpoint.spec, options.contexts[-1]
+    windows = tokens[: _SURVEY_WINDOWS if aligned else 1]
+    found = survey(checkpoint, windows, context, len(first))
+    has_sink = is_sink(found.outlier, options.sink, first)
+    heads = None
+    if aligned:
+        limit = 32767 if options.kv_dtype == "s16" else 127
+        heads = align(spec, found.reach, found.rows, limit, has_sink=has_sink)
+    if not has_sink:
+        return None, heads
+    rows = found.rows
+    if heads is not None:
+        transforms = AlignedTransforms(spec, heads, checkpoint.tensor)
+        rows = {tensor: transforms.row(tensor, each) for tensor, each in rows.items()}
+    named = {tensor.past: each for tensor, each in rows.items()}
+    return FloatSink(tuple(first), found.outlier, named, found.logits), heads
+
+
 def _write(
     tensors: Tensors,
     matrices: QuantizedMatrices,
     ranges: Mapping[str, Range],
     ropes: Sequence[RopeRecord],
     graphs: Sequence[GraphRecord],
+    heads: AlignedHeads | None,
     folder: Path,
     options: ExportOptions,
     progress: Progress,
@@ -256,6 +295,9 @@ def _write(
     )
     factors = [rope.attention_factor for rope in ropes]
     encodings = choose_encodings(decoder_results(tensors.spec), ranges, factors, types)
+    if heads is not None:
+        encodings |= cache_encodings(heads, options.kv_dtype)
+        write_heads(heads, folder)
     if is_tflite:
         from exporters.graphs.tflite.graphs import write_tflite  # its package is optional
 

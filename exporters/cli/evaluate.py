@@ -12,7 +12,7 @@ import edgekv
 from edgekv.cli.output import print_json
 from edgekv.runtime import make_engine
 from edgekv.text_file import read_text_file
-from exporters.checkpoint.folded import transformed
+from exporters.checkpoint.folded import transformed_as
 from exporters.cli.options import JsonOption
 from exporters.inspect import layer_lines, measure_layers, parse_budget, proposal_lines, propose
 from exporters.inspect.evaluate import evaluate_windows, evaluation_windows, open_source
@@ -77,7 +77,7 @@ def eval_(
         windows = [Window.of(each) for each in evaluation_windows(source, content, manifest, tokens)]
     with shown() as progress:
         if layers or html is not None or suggest_recipe is not None:
-            tensors = transformed(source, manifest.recipe)
+            tensors = transformed_as(model.bundle, source)
             if suggest_recipe is not None:
                 inputs = [window.inputs for window in windows]
                 proposal = propose(model.bundle, tensors, inputs, budget, progress)

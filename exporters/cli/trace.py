@@ -12,7 +12,7 @@ from edgekv.cli.output import print_json
 from edgekv.errors import UsageError
 from edgekv.runtime import make_engine
 from edgekv.text_file import read_text_file
-from exporters.checkpoint.folded import transformed
+from exporters.checkpoint.folded import transformed_as
 from exporters.cli.options import JsonOption
 from exporters.inspect.divergence import find_divergence
 from exporters.inspect.evaluate import open_source
@@ -49,7 +49,7 @@ def trace(
     sink = [] if opened.manifest.sink is None else opened.manifest.sink.tokens
     window = token_windows(source, content, tokens, 1, first=sink or None)[0].tolist()
     if engine == "reference":
-        tensors = transformed(source, opened.manifest.recipe)
+        tensors = transformed_as(opened, source)
         found = trace_reference(tensors, window, opened.manifest.context, first=len(sink))
     else:
         found = Probe(opened, make_engine(engine, bundle=opened)).run(window)

@@ -12,7 +12,15 @@ from typing import Literal
 
 import msgspec
 
-from edgekv.bundle import KeyScalingName, MatrixMethod, RecipeRecord, RotationName, atomic_file, readable_json
+from edgekv.bundle import (
+    HeadsName,
+    KeyScalingName,
+    MatrixMethod,
+    RecipeRecord,
+    RotationName,
+    atomic_file,
+    readable_json,
+)
 from edgekv.errors import UsageError
 from edgekv.spec.decoder import DecoderSpec
 from edgekv.spec.tensors import matrices
@@ -44,6 +52,7 @@ class _RecipeFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     key_scaling: KeyScalingName = "none"
     outlier_channels: OutlierChannels = "split"
     keep_stored: bool = False
+    heads: HeadsName = "none"
 
 
 class Recipe(msgspec.Struct, frozen=True, kw_only=True):
@@ -60,6 +69,8 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
             forbid a rotation; see `exporters.checkpoint.channels`. `keep` leaves them as they are.
         keep_stored: whether the matrices of a quantized checkpoint keep their types and integers where a bundle has
             them; see `exporters.quantize.as_stored`.
+        heads: `aligned` turns and scales keys and values of each head; see `exporters.checkpoint.aligned`. It replaces
+            `value_rotation` and `key_scaling`.
     """
 
     name: str
@@ -70,6 +81,7 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
     key_scaling: KeyScalingName = "none"
     outlier_channels: OutlierChannels = "split"
     keep_stored: bool = False
+    heads: HeadsName = "none"
 
     @classmethod
     def of(cls, record: RecipeRecord) -> Recipe:
@@ -90,6 +102,7 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
             value_rotation=record.value_rotation,
             key_scaling=record.key_scaling,
             outlier_channels="split" if record.split_channels else "keep",
+            heads=record.heads,
         )
 
     def write(self, file: Path) -> None:
@@ -138,16 +151,23 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
         """Check that every matrix of the decoder has a rule that fits it.
 
         Raises:
-            UsageError: no rule matches a matrix, its inputs are not a multiple of the block size, or stored integers
-                shall be kept of matrices that are transformed.
+            UsageError: no rule matches a matrix, its inputs are not a multiple of the block size, stored integers shall
+                be kept of matrices that are transformed, or two transforms of heads exclude each other.
         """
-        folded = (self.rotation, self.value_rotation, self.key_scaling) != ("none", "none", "none")
-        if folded and self._keeps_integers:
+        transforms = (self.rotation, self.value_rotation, self.key_scaling, self.heads)
+        if set(transforms) != {"none"} and self._keeps_integers:
             raise UsageError(
                 f"--recipe {self.name}",
                 got="stored integers, and a rotation or scaling that changes the matrices",
                 expected="one of both",
-                fix='Set rotation, value_rotation and key_scaling to "none", or use another method than stored.',
+                fix='Set rotation, value_rotation, key_scaling and heads to "none", or use another method than stored.',
+            )
+        if self.heads != "none" and (self.key_scaling, self.value_rotation) != ("none", "none"):
+            raise UsageError(
+                f"--recipe {self.name}",
+                got=f"heads {self.heads} with key_scaling {self.key_scaling}, value_rotation {self.value_rotation}",
+                expected="one transform of keys and values",
+                fix="Leave out key_scaling and value_rotation.",
             )
         for name, (_, inputs) in matrices(spec).items():
             dtype = self.rule(name).dtype
@@ -208,6 +228,7 @@ def find_recipe(name: str) -> Recipe:
         key_scaling=read.key_scaling,
         outlier_channels=read.outlier_channels,
         keep_stored=read.keep_stored,
+        heads=read.heads,
     )
 
 
@@ -232,6 +253,8 @@ def describe_recipe(record: RecipeRecord) -> Iterator[str]:
     if record.split_channels:
         split = ", ".join(f"{each.channel} into {each.parts}" for each in record.split_channels)
         yield f"outlier channels of the residual, split: {split}"
+    if record.heads != "none":
+        yield f"keys and values of each head: {record.heads}"
 
 
 def _folder() -> resources.abc.Traversable:

@@ -11,30 +11,21 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
-import numpy as np
-from numpy.typing import NDArray
 from safetensors.numpy import save_file
 
 from edgekv.errors import UsageError
-from edgekv.spec import EMBEDDING, LOGITS, DecoderSpec, by_inputs
+from edgekv.spec import LOGITS
 from exporters.checkpoint.checkpoint import Checkpoint
-from exporters.decoder import decoder_layer, logits
-from exporters.quantize.encodings import decoder_results
-from exporters.quantize.reference import Floats, NumpyOps, Observer, Tensors, Weights
+from exporters.quantize.reference import Floats
+from exporters.quantize.survey import Outlier
 from quant import Encoding
 
 SINK_FILE = "sink.safetensors"
 
 SPANS = 4.0
 """A token whose magnitudes are above this multiple of the others' costs their 16-bit steps more than two bits."""
-
-_TOKENS = 128
-_HEAD_ROWS_AT_ONCE = 8192
-_PER_QUERY = frozenset({"cache", "scores", "masked"})
-"""Kinds whose values at a position also depend on other tokens, or that have ranges of their own."""
-
 
 _MODES: dict[str, Literal["auto", "none"]] = {"auto": "auto", "none": "none"}
 
@@ -65,19 +56,6 @@ class SinkWanted:
             wanted = "auto, none, or token ids such as 1"
             raise UsageError("--sink", got=repr(text), expected=wanted, fix="Use auto.")
         return cls("tokens", tuple(int(each) for each in ids))
-
-
-@dataclass(frozen=True, slots=True)
-class Outlier:
-    """How far the sink exceeds all other tokens.
-
-    Attributes:
-        result: name of the result in which it does so most.
-        ratio: of the greatest magnitudes, sink to others.
-    """
-
-    result: str
-    ratio: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,22 +104,17 @@ def first_tokens(checkpoint: Checkpoint, wanted: SinkWanted) -> tuple[int, ...]:
     return special.eos[:1]
 
 
-def choose_sink(
-    tensors: Tensors, window: NDArray[Any], context: int, wanted: SinkWanted, tokens: Sequence[int]
-) -> FloatSink | None:
-    """The sink of a model, or None: not wanted, or its values do not span the ranges of the others.
+def is_sink(outlier: Outlier, wanted: SinkWanted, tokens: Sequence[int]) -> bool:
+    """Whether the first tokens of all texts become a sink: they are wanted, or they span the ranges of all others.
 
     Args:
-        tensors: the weights, with all that is folded into them.
-        window: token ids of a calibration text, which begin with `tokens`.
-        context: the context length of the rotary embedding.
+        outlier: how far they exceed the others.
         wanted: the option.
         tokens: those at the start of every text; see `first_tokens`.
     """
     if wanted.mode == "none" or not tokens:
-        return None
-    found = find_sink(tensors, window, context, tokens)
-    return found if wanted.mode == "tokens" or found.outlier.ratio > SPANS else None
+        return False
+    return wanted.mode == "tokens" or outlier.ratio > SPANS
 
 
 def _opening(checkpoint: Checkpoint) -> int | None:
@@ -152,70 +125,3 @@ def _opening(checkpoint: Checkpoint) -> int | None:
         return next(iter(checkpoint.encode(text)), None)
     except UsageError:
         return None
-
-
-def find_sink(tensors: Tensors, window: NDArray[Any], context: int, tokens: Sequence[int]) -> FloatSink:
-    """Run the exact decoder on the start of a text.
-
-    Args:
-        tensors: the weights, with all that is folded into them.
-        window: token ids of a calibration text, which begin with `tokens`.
-        context: the context length of the rotary embedding.
-        tokens: the sink's, n of them.
-
-    Returns:
-        The values of the first n tokens, and how far they exceed those of the others.
-    """
-    window, spec = window[: max(_TOKENS, 2 * len(tokens))], tensors.spec
-    survey = _Survey(spec, len(tokens))
-    weights = Weights(tensors)
-    ops = _PartialOps(tensors, weights, len(window), context, survey.observe)
-    hidden = ops.embed(window, "embedding")
-    for layer in range(spec.layers):
-        weights.drop()
-        hidden = decoder_layer(ops, spec, layer, hidden)
-    weights.drop()
-    last = logits(_PartialOps(tensors, weights, len(tokens), context), spec, tensors.head_key, hidden[: len(tokens)])
-    return FloatSink(tuple(tokens), survey.outlier, survey.rows, last)
-
-
-class _Survey:
-    """Collects what is needed of the results of a decoder on `[T, width]`."""
-
-    def __init__(self, spec: DecoderSpec, tokens: int) -> None:
-        self.outlier = Outlier("embedding", 0.0)
-        self.rows: dict[str, Floats] = {}
-        self._results = decoder_results(spec)
-        self._tokens = tokens
-
-    def observe(self, name: str, values: Floats) -> None:
-        kind = self._results[name].kind
-        if kind == "cache":
-            self.rows[name] = values[: self._tokens].copy()
-        elif kind not in _PER_QUERY:
-            largest = np.abs(values).max(axis=-1)
-            others = float(largest[self._tokens :].max())
-            ratio = float(largest[: self._tokens].max()) / max(others, float(np.finfo(np.float32).tiny))
-            if ratio > self.outlier.ratio:
-                self.outlier = Outlier(name, ratio)
-
-
-class _PartialOps(NumpyOps):
-    """Reads a few rows of the embedding table, and the head some rows at a time: neither is in memory as a whole."""
-
-    def __init__(
-        self, tensors: Tensors, weights: Weights, tokens: int, context: int, observe: Observer | None = None
-    ) -> None:
-        self._tensors = tensors
-        super().__init__(tensors.spec, weights, tokens, context, observe)
-
-    def embed(self, tokens: NDArray[Any], name: str) -> Floats:
-        return self._seen(name, self._tensors.tensor(EMBEDDING, tokens))
-
-    def product(self, x: Floats, weight: str, rows: slice, gain: float) -> Floats:
-        if weight != self._tensors.head_key:
-            return super().product(x, weight, rows, gain)
-        vocab = self._spec.vocab
-        parts = (slice(at, min(at + _HEAD_ROWS_AT_ONCE, vocab)) for at in range(0, vocab, _HEAD_ROWS_AT_ONCE))
-        columns = [x @ by_inputs(self._tensors.tensor(weight, part)) * np.float32(gain) for part in parts]
-        return np.concatenate(columns, axis=-1)

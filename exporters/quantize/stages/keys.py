@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from edgekv.bundle import RecipeRecord
 from edgekv.spec.tensors import HEAD
+from exporters.checkpoint.aligned import AlignedHeads
 from exporters.checkpoint.checkpoint import Checkpoint
 
 if TYPE_CHECKING:
@@ -25,7 +26,8 @@ def stage_keys(
     tokens: NDArray[Any],
     context: int,
     recipe: RecipeRecord,
-    sink: int,
+    sink: int = 0,
+    heads: AlignedHeads | None = None,
 ) -> list[str]:
     """The key of each layer's stage and of the head's, in hexadecimal.
 
@@ -39,6 +41,7 @@ def stage_keys(
         context: context length for the rotary embedding.
         recipe: how each matrix is quantized, and the transforms folded into it.
         sink: number of first tokens of each window that no graph computes.
+        heads: transforms of single heads.
     """
     spec = checkpoint.spec
     ropes = [rope.rotation(context) for rope in spec.ropes]
@@ -50,6 +53,7 @@ def stage_keys(
         "rotary": [(rope.inverse_frequencies.tolist(), rope.attention_factor) for rope in ropes],
         "tokens": (tokens.shape, hashlib.sha256(tokens.astype(np.int64).tobytes()).hexdigest()),
         "sink": sink,
+        "heads": None if heads is None else _heads_sha256(heads),
         "folded": (recipe.rotation, recipe.value_rotation, recipe.key_scaling),
         "split": [(each.channel, each.parts) for each in recipe.split_channels],
     }
@@ -68,6 +72,14 @@ def program_sha256() -> str:
     for package in ("quant", "edgekv.spec", "exporters"):
         for name, content in _sources(resources.files(package)):
             digest.update(f"{package}/{name}\0".encode() + content)
+    return digest.hexdigest()
+
+
+def _heads_sha256(heads: AlignedHeads) -> str:
+    digest = hashlib.sha256()
+    for head in heads.values():
+        for values in (head.pairs, head.rest, head.turn, head.steps):
+            digest.update(np.ascontiguousarray(values).tobytes())
     return digest.hexdigest()
 
 

@@ -1,0 +1,330 @@
+"""Keys and values of each head, turned and scaled so that they fill the integers of the cache: the same logits.
+
+Keys: the rotary embedding turns both elements of a pair (i, i + R/2) by one angle. A further turn by a fixed angle and
+a factor for both commute with it. Keys get them, queries the inverse, which keeps every score. The angle makes the
+greatest element of a pair as small as possible, and the factor lets every pair fill the range of the head's one scale.
+
+Values: attention only adds them up, so a head's values are rotated and the columns of o_proj that read them are rotated
+back (QuaRot, Ashkboos et al. 2024, arXiv 2404.00456).
+
+The sink: most attention goes to its one row, and rounding it costs more than rounding all others. The angles, the
+factors and the rotation have room to put that row exactly on the grid of integers: a pair with a radius of n steps
+moves to a lattice point of a radius slightly below n, and the value to a lattice vector.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+from safetensors import SafetensorError
+from safetensors.numpy import load, save_file
+
+from edgekv.errors import BundleError
+from edgekv.spec import KINDS, DecoderSpec, KvTensor, View
+from edgekv.spec.geometry import KvDtype
+from edgekv.system import read_file
+from exporters.checkpoint.checkpoint import EVERY
+from exporters.checkpoint.rotate import Floats, Read, hadamard
+from quant import Encoding
+
+HEADS_FILE = "heads.safetensors"
+
+ANGLES = np.deg2rad(np.arange(0.0, 90.0, 2.0))
+"""Angles by which pairs may be turned; a quarter turn exchanges the elements and changes no magnitude."""
+
+ROOM = 1.1
+"""How far the range reaches beyond the values seen: a cache of 8 bits has little room."""
+
+_LEAST = 1 / 64  # of the mean reach: a pair that is almost 0 is not blown up
+_MOST_SHRUNK = 0.6  # least radius of a lattice point, relative to the pair's
+_FINE = 20.0  # steps; above this radius lattice points lie densely enough for the bound below
+_LEAST_FINE = 0.93
+
+Doubles = NDArray[np.float64]
+
+HeadNumber = tuple[int, int]
+"""Layer, and number of the key/value head."""
+
+
+@dataclass(frozen=True, slots=True)
+class HeadReach:
+    """Greatest magnitudes of a head's keys and values.
+
+    Attributes:
+        pairs: of each rotary pair of keys after a turn by each of `ANGLES`, `[R/2, angles]`.
+        rest: of the elements of keys that are not rotated, `[D - R]`.
+        value: of the values after a Hadamard rotation.
+    """
+
+    pairs: Floats
+    rest: Floats
+    value: float
+
+    @classmethod
+    def none(cls, spec: DecoderSpec, layer: int) -> HeadReach:
+        """Nothing seen yet."""
+        half = _pairs(spec, layer)
+        return cls(np.zeros((half, len(ANGLES)), np.float32), np.zeros(spec.head_dim - 2 * half, np.float32), 0.0)
+
+    def with_keys(self, keys: Floats) -> HeadReach:
+        """Also of these keys, `[T, D]`."""
+        half = len(self.pairs)
+        first, second, rest = keys[:, :half], keys[:, half : 2 * half], keys[:, 2 * half :]
+        pairs = self.pairs.copy()
+        for at, angle in enumerate(ANGLES.astype(np.float32)):
+            cos, sin = np.cos(angle), np.sin(angle)
+            for turned in (cos * first - sin * second, sin * first + cos * second):
+                np.maximum(pairs[:, at], np.abs(turned).max(axis=0), out=pairs[:, at])
+        return replace(self, pairs=pairs, rest=np.maximum(self.rest, np.abs(rest).max(axis=0)))
+
+    def with_values(self, largest: float) -> HeadReach:
+        """Also of values of this magnitude."""
+        return replace(self, value=max(self.value, float(largest)))
+
+
+@dataclass(frozen=True, slots=True)
+class AlignedHead:
+    """The transform of a head, and the grid of its rows in the cache.
+
+    Attributes:
+        pairs: factor times cosine and sine of the turn of each pair of keys, `[R/2, 2]`.
+        rest: factors of the elements of keys that are not rotated, `[D - R]`.
+        turn: unit vectors `[2, D]`: after the Hadamard rotation, values are turned from the first to the second.
+        steps: of keys and values in the cache, `[2]`.
+    """
+
+    pairs: Floats
+    rest: Floats
+    turn: Floats
+    steps: Floats
+
+    def keys(self, stored: Floats, *, inverse: bool = False) -> Floats:
+        """Keys, or what computes them, `[D, ...]`; with `inverse`, queries."""
+        half = len(self.pairs)
+        shape = (half, *[1] * (stored.ndim - 1))
+        scale = np.square(self.pairs).sum(axis=1, keepdims=True) if inverse else np.float32(1)
+        cos, sin = (each.reshape(shape) for each in (self.pairs / scale).T)
+        rest = (1 / self.rest if inverse else self.rest).reshape(-1, *shape[1:])
+        first, second, others = stored[:half], stored[half : 2 * half], stored[2 * half :]
+        return np.concatenate([cos * first - sin * second, sin * first + cos * second, rest * others])
+
+    @property
+    def rotation(self) -> Floats:
+        """Of values, `[D, D]`: `values @ rotation`."""
+        start, end = self.turn.astype(np.float64)
+        turned: Floats = (hadamard(len(start)) @ _turn(start, end).T).astype(np.float32)
+        return turned
+
+
+AlignedHeads = Mapping[HeadNumber, AlignedHead]
+
+
+class AlignedTransforms:
+    """Folds aligned heads into the tensors of a decoder.
+
+    A norm of queries and keys would undo a factor of the projection in front of it, so the factors go into the weights
+    of the norm, and pairs are not turned.
+
+    Args:
+        spec: the decoder.
+        heads: the transforms.
+        read: the tensors before, by name and rows.
+    """
+
+    def __init__(self, spec: DecoderSpec, heads: AlignedHeads, read: Read) -> None:
+        self._spec = spec
+        self._heads = heads
+        self._read = read
+        self._keys = ("q_norm", "k_norm") if spec.qk_norm else ("q", "k")
+
+    def changes(self, view: View) -> bool:
+        """Whether the tensor is another one after the transforms."""
+        return view.role in (*self._keys, "v") or (view.role == "o" and view.is_matrix)
+
+    def tensor(self, view: View) -> Floats:
+        """A whole tensor after the transforms, one that they change."""
+        stored, spec, layer = self._read(view.name, EVERY), self._spec, view.layer
+        assert layer is not None, "heads are parts of layers"
+        if view.role == "o":  # [hidden, heads * D]
+            columns = stored.reshape(-1, spec.heads, spec.head_dim)
+            rotations = np.stack([self._heads[layer, head // spec.group].rotation for head in range(spec.heads)])
+            turned: Floats = np.einsum("ohd,hde->ohe", columns, rotations, optimize=True)
+            return np.ascontiguousarray(turned).reshape(stored.shape)
+        parts = stored.reshape(-1, spec.head_dim, *stored.shape[1:])  # one part for a norm that all heads share
+        queries = view.role in ("q", "q_norm")
+        group = spec.group if queries and len(parts) == spec.heads else 1
+        changed = []
+        for number, part in enumerate(parts):
+            head = self._heads[layer, number // group]
+            changed.append(head.rotation.T @ part if view.role == "v" else head.keys(part, inverse=queries))
+        return np.concatenate(changed)
+
+    def row(self, tensor: KvTensor, rows: Floats) -> Floats:
+        """Rows of the cache, `[n, D]`, after the transforms."""
+        head = self._heads[tensor.layer, tensor.head]
+        return rows @ head.rotation if tensor.kind == "value" else head.keys(rows.T).T
+
+
+def align(
+    spec: DecoderSpec,
+    reach: Mapping[HeadNumber, HeadReach],
+    first: Mapping[KvTensor, Floats],
+    limit: int,
+    *,
+    has_sink: bool,
+) -> dict[HeadNumber, AlignedHead]:
+    """The transforms of all heads.
+
+    Args:
+        spec: the decoder.
+        reach: of all tokens but the first.
+        first: keys and values of the first tokens, `[n, D]`.
+        limit: the greatest integer of the cache.
+        has_sink: whether the first tokens are a sink. Its first row comes to lie on the grid; with 16 bits every row
+            lies there closely enough.
+    """
+    rotation, aligned = hadamard(spec.head_dim), {}
+    for layer in range(spec.layers):
+        everything: list[HeadReach] = []
+        for head in range(spec.kv_heads):
+            seen = reach[layer, head]
+            key, value = (first[KvTensor(layer, kind, head)] for kind in KINDS)
+            if not has_sink and len(key):
+                seen = seen.with_keys(key).with_values(np.abs(value @ rotation).max())
+            everything.append(seen)
+        for head, seen in enumerate(everything):
+            key, value = (first[KvTensor(layer, kind, head)] for kind in KINDS)
+            snaps = has_sink and limit < 256
+            if spec.qk_norm:  # pairs cannot be turned, and heads may share the weights of the norm
+                shared = everything if spec.qk_norm == "head" else [seen]
+                straight = np.max([each.pairs[:, :1] for each in shared], axis=0)
+                rest = np.max([each.rest for each in shared], axis=0)
+                seen = replace(seen, pairs=np.repeat(straight, len(ANGLES), axis=1), rest=rest)
+            gains, rest = _gains(seen, key[0] if snaps and not spec.qk_norm else None, limit)
+            step = np.float32(1 / np.concatenate([np.hypot(*gains.T), rest]).mean())
+            turn, value_step = _value_turn(seen.value, value[0] if snaps else None, spec.head_dim, limit)
+            aligned[layer, head] = AlignedHead(
+                (gains * step).astype(np.float32),
+                (rest * step).astype(np.float32),
+                turn,
+                np.array([step, value_step], np.float32),
+            )
+    return aligned
+
+
+def cache_encodings(heads: AlignedHeads, dtype: KvDtype) -> dict[str, Encoding]:
+    """The encodings of the cache that go with the transforms, by the name of the graph input."""
+    zero_point = 128 if dtype == "u8" else 0
+    return {
+        KvTensor(layer, kind, number).past: Encoding(dtype, float(step), zero_point)
+        for (layer, number), head in heads.items()
+        for kind, step in zip(KINDS, head.steps, strict=True)
+    }
+
+
+def write_heads(heads: AlignedHeads, folder: Path) -> None:
+    """Write the transforms to `HEADS_FILE`."""
+    tensors = {
+        f"{layer}.{number}.{field}": np.ascontiguousarray(getattr(head, field))
+        for (layer, number), head in heads.items()
+        for field in AlignedHead.__slots__
+    }
+    save_file(tensors, folder / HEADS_FILE)
+
+
+def read_heads(path: Path, size: int) -> dict[HeadNumber, AlignedHead]:
+    """Read the transforms of a bundle.
+
+    Raises:
+        BundleError: the file, of `size` bytes, is missing or damaged.
+    """
+    try:
+        tensors = load(read_file(path, size))
+        names = sorted({tuple(int(part) for part in name.split(".")[:2]) for name in tensors})
+        return {
+            (layer, number): AlignedHead(*(tensors[f"{layer}.{number}.{field}"] for field in AlignedHead.__slots__))
+            for layer, number in names
+        }
+    except (OSError, SafetensorError, KeyError, ValueError) as error:
+        raise BundleError(
+            str(path), got=error, expected="the transforms of each head", fix="Export the bundle again."
+        ) from None
+
+
+def _pairs(spec: DecoderSpec, layer: int) -> int:
+    """Number of rotary pairs; without a rotary embedding, pairs may be turned all the same."""
+    return (spec.rope_of(layer) or spec.rope).width // 2
+
+
+def _gains(seen: HeadReach, row: Floats | None, limit: int) -> tuple[Doubles, Doubles]:
+    """Steps for each unit of a key: with the cosine and sine of the turn for pairs, `[R/2, 2]`, and of the rest."""
+    most = limit / ROOM
+    least = max(_LEAST * float(np.concatenate([seen.pairs.min(axis=1), seen.rest]).mean()), 1e-30)
+    pairs, half = np.empty((len(seen.pairs), 2)), len(seen.pairs)
+    for number, reach in enumerate(np.maximum(seen.pairs, least)):
+        best = int(reach.argmin())
+        angle, gain = float(ANGLES[best]), most / float(reach[best])
+        if row is not None:
+            angle, gain = _on_lattice(reach, row[number], row[number + half], angle, gain, limit)
+        pairs[number] = gain * np.cos(angle), gain * np.sin(angle)
+    rest: Doubles = most / np.maximum(seen.rest.astype(np.float64), least)
+    if row is not None:
+        steps = np.abs(row[2 * half :]) * rest
+        whole = np.minimum(np.floor(steps), limit)
+        rest = np.where(whole > 0, rest * whole / np.maximum(steps, 1), rest)
+    return pairs, rest
+
+
+def _on_lattice(
+    reach: Floats, first: np.float32, second: np.float32, angle: float, gain: float, limit: int
+) -> tuple[float, float]:
+    """The angle and the factor that put a pair on a lattice point; unchanged if its radius is below 1 step.
+
+    Of the lattice points with about its radius, the one that loses the least range.
+    """
+    radius = float(np.hypot(first, second))
+    steps = radius * gain
+    if steps < 1:
+        return angle, gain
+    axis = np.arange(min(int(steps), limit) + 1)
+    across, up = (each.ravel() for each in np.meshgrid(axis, axis))
+    norms = np.hypot(across, up)
+    near = (norms <= steps) & (norms >= steps * (_LEAST_FINE if steps > _FINE else _MOST_SHRUNK)) & (norms > 0)
+    if not near.any():
+        return angle, gain
+    across, up, norms = across[near], up[near], norms[near]
+    turns = (np.arctan2(up, across) - np.arctan2(second, first)) % (np.pi / 2)
+    reached = np.interp(turns, np.append(ANGLES, np.pi / 2), np.append(reach, reach[0]))
+    gains = norms / radius
+    gains[reached * gains > limit / ROOM * 1.01] = 0
+    best = int(gains.argmax())
+    return (float(turns[best]), float(gains[best])) if gains[best] else (angle, gain)
+
+
+def _value_turn(reach: float, row: Floats | None, width: int, limit: int) -> tuple[Floats, np.float32]:
+    """The turn that puts a value on a lattice vector, and the step; no turn if the value is below 1 step."""
+    step = np.float32(max(reach, 1e-30) * ROOM / limit)
+    turn = np.zeros((2, width), np.float32)
+    if row is None:
+        return turn, step
+    wanted = (row.astype(np.float64) @ hadamard(width)) / float(step)
+    length = float(np.linalg.norm(wanted))
+    tried = [np.clip(np.rint(wanted * share), -limit, limit) for share in np.linspace(0.8, 1.0, 81)]
+    fitting = [each for each in tried if 0.5 * length < np.linalg.norm(each) <= length]
+    if not fitting:
+        return turn, step
+    lattice = max(fitting, key=lambda each: float(np.linalg.norm(each)))
+    step = np.float32(step * length / np.linalg.norm(lattice))
+    return np.stack([wanted / length, lattice / np.linalg.norm(lattice)]).astype(np.float32), step
+
+
+def _turn(start: Doubles, end: Doubles) -> Doubles:
+    """The rotation in the plane of two unit vectors that takes the first to the second; the identity for zeros."""
+    start, end = (each / max(float(np.linalg.norm(each)), 1e-30) for each in (start, end))
+    plane = np.outer(end, start) - np.outer(start, end)
+    turned: Doubles = np.eye(len(start)) + plane + plane @ plane / (1 + start @ end)
+    return turned

@@ -1,0 +1,132 @@
+"""One pass of the exact decoder over a little text: what export decides before it quantizes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgekv.spec import EMBEDDING, DecoderSpec, KvTensor, by_inputs
+from exporters.checkpoint.aligned import HeadNumber, HeadReach
+from exporters.checkpoint.rotate import hadamard
+from exporters.decoder import decoder_layer, logits
+from exporters.quantize.encodings import decoder_results
+from exporters.quantize.reference import Floats, NumpyOps, Observer, Tensors, Weights
+
+_HEAD_ROWS_AT_ONCE = 8192
+_NOT_COMPARED = frozenset({"cache", "scores", "masked"})
+"""Kinds whose values at a position also depend on other tokens, or that have ranges of their own."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outlier:
+    """How far the first tokens exceed all others.
+
+    Attributes:
+        result: name of the result in which they do so most.
+        ratio: of the greatest magnitudes, first tokens to others.
+    """
+
+    result: str
+    ratio: float
+
+
+@dataclass(frozen=True, slots=True)
+class Survey:
+    """What the pass has seen.
+
+    Attributes:
+        outlier: how far the first n tokens exceed the others.
+        rows: keys and values of the first n tokens, `[n, D]`, by layer, kind and head.
+        logits: after each of the first n tokens, `[n, V]`.
+        reach: of the keys and values of all other tokens, by layer and head.
+    """
+
+    outlier: Outlier
+    rows: Mapping[KvTensor, Floats] = field(repr=False)
+    logits: Floats = field(repr=False)
+    reach: Mapping[HeadNumber, HeadReach] = field(repr=False)
+
+
+def survey(tensors: Tensors, windows: NDArray[Any], context: int, first: int) -> Survey:
+    """Run the exact decoder.
+
+    Args:
+        tensors: the weights.
+        windows: token ids of a calibration text `[windows, T]`, all with the same first tokens.
+        context: the context length of the rotary embedding.
+        first: n, the number of first tokens.
+    """
+    spec, weights = tensors.spec, Weights(tensors)
+    seen = _Seen(spec, first)
+    ops = _PartialOps(tensors, weights, windows.shape[1], context, seen.observe)
+    states = [ops.embed(window, "embedding") for window in windows]
+    for layer in range(spec.layers):
+        weights.drop()
+        states = [decoder_layer(ops, spec, layer, state) for state in states]
+    weights.drop()
+    ops = _PartialOps(tensors, weights, max(first, 1), context)
+    last = logits(ops, spec, tensors.head_key, states[0][: max(first, 1)])[:first]
+    return Survey(seen.outlier, seen.rows, last, seen.reach)
+
+
+class _Seen:
+    """Collects what is needed of the results of a decoder on `[T, width]`."""
+
+    def __init__(self, spec: DecoderSpec, first: int) -> None:
+        self.outlier = Outlier("embedding", 0.0)
+        self.rows: dict[KvTensor, Floats] = {}
+        self.reach: dict[tuple[int, int], HeadReach] = {}
+        self._spec = spec
+        self._first = first
+        self._results = decoder_results(spec)
+        heads, layers = range(spec.kv_heads), range(spec.layers)
+        tensors = [KvTensor(at, kind, head) for at in layers for kind in ("key", "value") for head in heads]
+        self._cache = {tensor.past: tensor for tensor in tensors}
+        self._hadamard = hadamard(spec.head_dim)
+
+    def observe(self, name: str, values: Floats) -> None:
+        kind = self._results[name].kind
+        if kind == "cache":
+            self._keep(self._cache[name], values)
+        elif kind not in _NOT_COMPARED and self._first:
+            largest = np.abs(values).max(axis=-1)
+            others = float(largest[self._first :].max())
+            ratio = float(largest[: self._first].max()) / max(others, float(np.finfo(np.float32).tiny))
+            if ratio > self.outlier.ratio:
+                self.outlier = Outlier(name, ratio)
+
+    def _keep(self, tensor: KvTensor, values: Floats) -> None:
+        self.rows.setdefault(tensor, values[: self._first].copy())
+        others, at = values[self._first :], (tensor.layer, tensor.head)
+        if at not in self.reach:
+            self.reach[at] = HeadReach.none(self._spec, tensor.layer)
+        reach = self.reach[at]
+        if tensor.kind == "value":
+            self.reach[at] = reach.with_values(np.abs(others @ self._hadamard).max())
+        else:
+            self.reach[at] = reach.with_keys(others)
+
+
+class _PartialOps(NumpyOps):
+    """Reads a few rows of the embedding table, and the head some rows at a time: neither is in memory as a whole."""
+
+    def __init__(
+        self, tensors: Tensors, weights: Weights, tokens: int, context: int, observe: Observer | None = None
+    ) -> None:
+        self._tensors = tensors
+        super().__init__(tensors.spec, weights, tokens, context, observe)
+
+    def embed(self, tokens: NDArray[Any], name: str) -> Floats:
+        return self._seen(name, self._tensors.tensor(EMBEDDING, tokens))
+
+    def product(self, x: Floats, weight: str, rows: slice, gain: float) -> Floats:
+        if weight != self._tensors.head_key:
+            return super().product(x, weight, rows, gain)
+        vocab = self._spec.vocab
+        parts = (slice(at, min(at + _HEAD_ROWS_AT_ONCE, vocab)) for at in range(0, vocab, _HEAD_ROWS_AT_ONCE))
+        columns = [x @ by_inputs(self._tensors.tensor(weight, part)) * np.float32(gain) for part in parts]
+        return np.concatenate(columns, axis=-1)
