@@ -16,9 +16,11 @@ from edgekv.bundle import open_bundle
 from edgekv.cli import run
 from edgekv.errors import CheckpointError, UsageError
 from exporters.checkpoint.checkpoint import Checkpoint
+from exporters.checkpoint.folded import transformed
 from exporters.export import export_bundle
 from exporters.quantize.as_stored import resolve, stored_record
 from exporters.quantize.recipe import Recipe, WeightRule, find_recipe
+from exporters.records import recipe_record
 from quant import rescale
 from tests.checkpoints import ARCHITECTURES, OLDER, write_checkpoint
 from tests.exports import export_options
@@ -123,6 +125,23 @@ def test_symmetric_integers_per_channel_are_carried_over_unchanged(folder: Path,
     record = stored_record(checkpoint, recipe)
     assert record is not None
     assert (record.kept, record.changed_integers, record.error_db, record.quantized_anew) == (14, 0, None, {})
+
+
+@pytest.mark.parametrize("name", ["llama-2", "qwen3"])
+def test_scaled_keys_leave_the_integers_as_they_are(tmp_path: Path, name: str) -> None:
+    folder = write_checkpoint(tmp_path / "checkpoint", ARCHITECTURES[name])
+    write_compressed(folder)
+    checkpoint = Checkpoint.open(str(folder))
+    recipe = resolve(find_recipe("as-stored"), checkpoint)
+    assert recipe.key_scaling == "pairs"
+    scaled = transformed(checkpoint, recipe_record(checkpoint.spec, recipe))
+    for part in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"):
+        key = f"model.layers.1.{part}.weight"
+        weight = scaled.integers(key, slice(5, 40))
+        np.testing.assert_array_equal(weight.integers, checkpoint.integers(key).integers[:, 5:40])
+        np.testing.assert_allclose(weight.dequantize().T, scaled.tensor(key)[5:40], rtol=1e-6)
+    keys = "model.layers.1.self_attn.k_proj.weight"
+    assert np.array_equal(scaled.tensor(keys), checkpoint.tensor(keys)) == (name == "qwen3")  # there norms are scaled
 
 
 @pytest.mark.parametrize("block", [32, 64, 128])
@@ -237,7 +256,7 @@ def test_a_stored_recipe_needs_stored_integers(folder: Path, tmp_path: Path) -> 
     rotated.write_text(
         json.dumps({"rotation": "hadamard", "keep_stored": True, "weights": [{"tensors": "*", "dtype": "int8"}]})
     )
-    with pytest.raises(UsageError, match="stored integers, and a rotation or scaling"):
+    with pytest.raises(UsageError, match="stored integers, and a rotation that changes them"):
         export_bundle(checkpoint, tmp_path / "bundle", export_options(find_recipe(str(rotated)), context=64))
 
 
