@@ -9,8 +9,9 @@ from quant.weights import LPBQ_LEVELS, WEIGHT_TYPES, Grid, QuantizedWeight, Weig
 
 Floats = NDArray[np.float64]
 
-_RATIOS = np.concatenate([np.arange(1, LPBQ_LEVELS + 1), np.linspace(8, LPBQ_LEVELS + 0.5, 61)])
-"""Candidates for a channel's widest step over its scale: below 8, half the scale with twice the integers is as good."""
+_RATIOS = np.concatenate([np.arange(1, 8), np.arange(8, LPBQ_LEVELS + 0.75, 0.25)])
+"""Candidates for a channel's widest step over its scale. Every whole one, so that multiples of one scale are found;
+others from 8 on, since below 8 half the scale with twice the integers is as good."""
 
 
 def rescale(integers: NDArray[np.int8], steps: NDArray[np.float32], dtype: WeightDtype) -> QuantizedWeight:
