@@ -2,12 +2,15 @@
 
 import json
 import re
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.numpy import save_file
 
@@ -352,6 +355,70 @@ def test_biases_of_a_quantizer_that_are_not_zero_are_refused(folder: Path) -> No
     save_file(tensors, folder / "model.safetensors")
     with pytest.raises(CheckpointError, match=r"up_proj\.bias: got a tensor that config\.json does not account for"):
         Checkpoint.open(str(folder))
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(-2, 300) | st.floats() | st.text("ab48(-", max_size=4),
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.sampled_from(["weights", "format", "a"]), inner),
+    max_leaves=4,
+)
+FIELDS = [
+    "quant_method",
+    "bits",
+    "group_size",
+    "checkpoint_format",
+    "is_marlin_format",
+    "version",
+    "fmt",
+    "weight_block_size",
+    "config_groups",
+    "format",
+    "sparsity_config",
+    "type",
+    "num_bits",
+    "strategy",
+    "block_structure",
+]
+
+
+@pytest.mark.slow
+@given(st.sampled_from([*WRITERS]), st.sampled_from(FIELDS), JSON, st.booleans())
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_a_strange_configuration_never_gives_a_traceback(
+    tmp_path_factory: pytest.TempPathFactory, name: str, field: str, value: Any, inner: bool
+) -> None:
+    folder = write_checkpoint(tmp_path_factory.mktemp("checkpoint"), OLDER)
+    WRITERS[name](folder)
+    fields = json.loads((folder / "config.json").read_text())
+    changed = fields["quantization_config"]
+    if inner and "config_groups" in changed:
+        changed = changed["config_groups"]["group_0"]["weights"]
+    changed[field] = value
+    (folder / "config.json").write_text(json.dumps(fields))
+    with suppress(CheckpointError):
+        Checkpoint.open(str(folder)).check_values()
+
+
+@pytest.mark.slow
+@given(st.sampled_from([*WRITERS]), st.integers(0, 1 << 30), st.sampled_from(["empty", "scalar", "cut", "type"]))
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_a_strange_part_never_gives_a_traceback(
+    tmp_path_factory: pytest.TempPathFactory, name: str, place: int, change: str
+) -> None:
+    folder = write_checkpoint(tmp_path_factory.mktemp("checkpoint"), OLDER)
+    WRITERS[name](folder)
+    tensors = read_tensors(folder)
+    key = sorted(tensors)[place % len(tensors)]
+    value = tensors[key]
+    changed = {
+        "empty": value.reshape(-1)[:0],
+        "scalar": value.reshape(-1)[:1].reshape(()),
+        "cut": value[..., :1] if value.ndim else value,
+        "type": value.astype(np.int64 if value.dtype == np.int32 else np.int8),
+    }[change]
+    save_file(tensors | {key: np.ascontiguousarray(changed).reshape(changed.shape)}, folder / "model.safetensors")
+    with suppress(CheckpointError):
+        Checkpoint.open(str(folder)).check_values()
 
 
 @pytest.mark.slow
