@@ -20,6 +20,7 @@ from edgekv.cli import run
 from edgekv.errors import BundleError, EdgeKVError, EngineError, UsageError
 from edgekv.runtime.rope import RopeTable
 from edgekv.session import SamplingParams, Token
+from exporters.quantize.sink import SinkWanted
 from exporters.targets.genie import (
     GenieDialog,
     GenieFolder,
@@ -34,7 +35,7 @@ from exporters.targets.genie.graph_file import read_ports
 from exporters.targets.genie.plan import GeniePlan
 from exporters.targets.genie.ports import GeniePorts
 from exporters.targets.genie.proof import read_specs
-from tests.checkpoints import OLDER, write_checkpoint
+from tests.checkpoints import NEWER, OLDER, write_checkpoint, write_sinking
 from tests.exports import export_options, exported, kept
 
 pytestmark = pytest.mark.htp
@@ -348,6 +349,66 @@ def test_a_cache_of_16_bits_and_the_parts_of_a_split_model_may_have_keys_in_rows
     rows = {"key_layout": "rows", "ar": (1, 8), "context": 32}
     bundle = _export(write_checkpoint(tmp_path / "checkpoint"), **rows, **options)
     assert write_genie(bundle, tmp_path / "genie", GenieOptions(bos=False, embedding_table=True)).checked
+
+
+@pytest.fixture(scope="module")
+def sinking(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint whose first token no graph computes."""
+    return write_sinking(tmp_path_factory.mktemp("sink"), NEWER)
+
+
+SINK_TEXT = "<|0|>"
+
+
+def test_genie_begins_with_the_sink(sinking: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`write_genie` compares the tokens with edgekv's loop, which begins with it too."""
+    bundle = _export(sinking, ar=(1, 16), calibration_tokens=512)
+    assert bundle.manifest.sink is not None
+    target = tmp_path / "genie"
+    assert run(["bundle", "genie", str(bundle.path), "-o", str(target)]) == 0
+    printed = capsys.readouterr().out
+    assert f"restore sink before the first query; it holds '{SINK_TEXT}', which prompts leave out" in printed
+    assert "Genie chooses edgekv's tokens" in printed
+    opened = open_genie_folder(target)
+    assert opened.manifest.sink is not None and opened.manifest.sink.tokens == bundle.manifest.sink.tokens
+    assert opened.config().dialog.context.bos_token == -1
+
+    prompt = list(range(40, 80))
+    with GenieDialog(target, opened.config(), opened.state) as dialog:
+        tokens = list(dialog.token_query(prompt, max_new_tokens=4))
+        dialog.reset()
+        assert list(dialog.token_query(prompt, max_new_tokens=4)) == tokens
+    with GenieDialog(target, opened.config()) as empty:
+        assert list(empty.token_query(prompt, max_new_tokens=4)) != tokens
+
+    texts = []
+    for text in ("hello", SINK_TEXT + "hello"):
+        assert run(["genie", "run", str(target), "--prompt", text, "--max-new-tokens", "2", "--json"]) == 0
+        texts.append(json.loads(capsys.readouterr().out)["text"])
+    assert texts[0] == texts[1]
+
+
+def test_genie_saves_the_sink_as_it_was_written(sinking: Path, tmp_path: Path) -> None:
+    """Two tokens in a cache of 16 bits, of the parts of a split model that reads embeddings from a table."""
+    wanted = SinkWanted("tokens", (256, 40))
+    bundle = _export(sinking, context=32, ar=(1,), kv_dtype="s16", splits=2, sink=wanted)
+    assert write_genie(bundle, tmp_path / "genie", GenieOptions()).checked
+    folder, saved = open_genie_folder(tmp_path / "genie"), tmp_path / "saved"
+    assert folder.state is not None
+    saved.mkdir()
+    with GenieDialog(folder.path, folder.config(), folder.state) as dialog:
+        dialog.save(saved)
+    files = list(folder.state.iterdir())
+    assert len(files) == 3
+    assert [(saved / file.name).read_bytes() for file in files] == [file.read_bytes() for file in files]
+
+
+def test_the_sink_takes_the_place_of_bos(sinking: Path, tmp_path: Path) -> None:
+    bundle = _export(sinking, ar=(1, 16), calibration_tokens=512)
+    with pytest.raises(UsageError, match="--no-bos: got it with a bundle whose token 256 is restored"):
+        write_genie(bundle, tmp_path / "genie", GenieOptions(bos=False))
+    with pytest.raises(UsageError, match="--context: got 17; expected 18 to 128"):
+        write_genie(bundle, tmp_path / "genie", GenieOptions(context=17))
 
 
 @pytest.mark.parametrize(

@@ -240,7 +240,6 @@ def test_texts_without_bos_begin_as_chats_or_with_eos(tmp_path: Path) -> None:
 def test_a_runtime_that_starts_empty_refuses_the_sink(
     sinking: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for target in ("genie", "genai"):
-        assert run(["bundle", target, str(sinking), "-o", str(tmp_path / target)])
-        assert "sink: got 1 first tokens" in capsys.readouterr().err
-        assert not (tmp_path / target).exists()
+    assert run(["bundle", "genai", str(sinking), "-o", str(tmp_path / "genai")])
+    assert "sink: got 1 first tokens" in capsys.readouterr().err
+    assert not (tmp_path / "genai").exists()

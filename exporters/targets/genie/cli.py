@@ -93,6 +93,8 @@ def bundle_genie(
         typer.echo(f"  {file}: {written.files[file].bytes / 1e6:.2f} MB, {', '.join(held)}")
     for shared in written.shared:
         typer.echo(f"  {shared}: {written.files[shared].bytes / 1e6:.2f} MB, all of them, weights shared")
+    if (sink := written.sink) is not None:
+        typer.echo(f"  restore {sink.state} before the first query; it holds {sink.text!r}, which prompts leave out")
     typer.echo("  Genie chooses edgekv's tokens" if written.checked else "  not run in Genie")
 
 
@@ -112,8 +114,10 @@ def run(
     if max_new_tokens is not None and max_new_tokens < 1:
         raise UsageError("--max-new-tokens", got=max_new_tokens, expected="at least 1", fix="Ask for one or more.")
     opened = open_genie_folder(folder)
+    if (sink := opened.manifest.sink) is not None:
+        prompt = prompt.removeprefix(sink.text)
     pieces = []
-    with GenieDialog(opened.path, opened.config()) as dialog:
+    with GenieDialog(opened.path, opened.config(), opened.state) as dialog:
         for piece in dialog.query(prompt, max_new_tokens):
             pieces.append(piece)
             if not as_json:

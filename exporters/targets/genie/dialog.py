@@ -41,12 +41,13 @@ _NOISE = ("LIBNATIVE", "affinity mask", '"Using create From Binary"')
 class GenieDialog:
     """A conversation with Genie; a context manager. Queries continue the conversation until `reset`."""
 
-    def __init__(self, folder: Path, config: GenieConfig) -> None:
+    def __init__(self, folder: Path, config: GenieConfig, state: Path | None = None) -> None:
         """Load the binaries that the configuration names.
 
         Args:
             folder: against which the paths of the configuration are resolved.
             config: as `GenieFolder.config` gives it.
+            state: with which every conversation begins, as `GenieFolder.state` gives it; None to begin empty.
 
         Raises:
             EngineError: Genie is missing, refused the folder, or crashed.
@@ -55,6 +56,7 @@ class GenieDialog:
         paths = [str(library.parent), *filter(None, [os.environ.get("LD_LIBRARY_PATH")])]
         self._timeout_s = vendor_timeout_s()
         self._timed_out = False
+        self._state = state
         self._open = ExitStack()
         self._log = self._open.enter_context(tempfile.TemporaryFile())  # noqa: SIM115
         self._child = self._open.enter_context(
@@ -72,6 +74,7 @@ class GenieDialog:
             self._finish(
                 Create(library=str(library), folder=str(folder.absolute()), config=msgspec.json.encode(config).decode())
             )
+            self._begin()
         except BaseException:
             self.close()
             raise
@@ -115,6 +118,7 @@ class GenieDialog:
     def reset(self) -> None:
         """Start a new conversation."""
         self._finish(Reset())
+        self._begin()
 
     def close(self) -> None:
         """End the child process. A second call does nothing."""
@@ -126,6 +130,10 @@ class GenieDialog:
             with suppress(subprocess.TimeoutExpired):  # killed then
                 self._child.wait(_CLOSING_S)
             self._child.stdout.close()
+
+    def _begin(self) -> None:
+        if self._state is not None:
+            self.restore(self._state)
 
     def _finish(self, request: Request) -> None:
         for _ in self._request(request):

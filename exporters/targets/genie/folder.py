@@ -31,6 +31,20 @@ class GenieGraph(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     context: int
 
 
+class GenieSink(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The tokens that every conversation begins with and no graph computes.
+
+    Attributes:
+        tokens: ids.
+        text: what they are in a prompt, which must not repeat them.
+        state: the folder that `GenieDialog_restore` reads before the first query and after a reset.
+    """
+
+    tokens: list[int]
+    text: str
+    state: str
+
+
 class GenieManifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """`genie_bundle.json`.
 
@@ -46,6 +60,7 @@ class GenieManifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         shared: for each part, the binary of all graphs over one copy of the weights; empty if `graphs` names it.
         checked: whether Genie loaded the binaries of single graphs and chose the same tokens as edgekv.
         files: size and hash of every other file.
+        sink: the state to restore; null if the graphs compute every token.
     """
 
     format: int
@@ -59,6 +74,7 @@ class GenieManifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     shared: list[str]
     checked: bool
     files: dict[str, FileRecord]
+    sink: GenieSink | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +93,11 @@ class GenieFolder:
         """The configuration that names the binaries of single graphs, or the shared one."""
         name = SHARED_CONFIG if shared else CONFIG
         return msgspec.json.decode((self.path / name).read_bytes(), type=GenieConfig)
+
+    @property
+    def state(self) -> Path | None:
+        """The saved state with which every conversation begins, if there is one."""
+        return None if self.manifest.sink is None else self.path / self.manifest.sink.state
 
 
 def open_genie_folder(path: str | Path) -> GenieFolder:

@@ -9,7 +9,9 @@ from pathlib import Path
 from devices import Device, find
 from edgekv.bundle import Bundle, GraphRecord, Manifest
 from edgekv.errors import BundleError, UsageError
+from edgekv.kv import Sink
 from edgekv.session import SamplingParams
+from edgekv.session.sink import read_sink
 from exporters.targets.genie.config import positional_encoding
 from exporters.targets.genie.names import graph_name, part_name
 
@@ -60,12 +62,14 @@ class GeniePlan:
         graphs: the decode and prefill graphs, by their names for Genie.
         context: the longest to use, in tokens.
         bos: token in front of the first query; None for none.
+        sink: the tokens that every conversation is restored from, instead of bos; None if the graphs compute them.
     """
 
     device: Device
     graphs: dict[str, GraphRecord]
     context: int
     bos: int | None
+    sink: Sink | None
 
     @classmethod
     def of(cls, bundle: Bundle, options: GenieOptions) -> GeniePlan:
@@ -76,8 +80,7 @@ class GeniePlan:
             UsageError: an option does not fit the bundle.
         """
         bundle.require_onnx("the writer for Genie")
-        bundle.require_no_sink("Genie")
-        manifest = bundle.manifest
+        manifest, sink = bundle.manifest, read_sink(bundle)
         device = find(manifest.device)
         if options.device not in (None, device):
             raise UsageError(
@@ -90,7 +93,15 @@ class GeniePlan:
         graphs = {graph_name(g.ar, g.context): g for g in manifest.graphs if g.role != "score"}
         largest = manifest.context
         context = largest if options.context is None else options.context
-        least = 1 + max(graph.ar for graph in graphs.values())
+        if sink is not None and not options.bos:
+            raise UsageError(
+                "--no-bos",
+                got=f"it with a bundle whose token {sink.tokens[0]} is restored",
+                expected="prompts without the first token",
+                fix="Leave --no-bos out, and leave that token out of what the chat template writes.",
+            )
+        first = 0 if sink is None else len(sink.tokens)
+        least = 1 + first + max(graph.ar for graph in graphs.values())
         if not least <= context <= largest:
             raise UsageError(
                 "--context",
@@ -98,7 +109,15 @@ class GeniePlan:
                 expected=f"{least} to {largest}, the longest context of the bundle's graphs",
                 fix=f"Leave it out for {largest}, or export the bundle with a longer --context.",
             )
-        return cls(device, graphs, context, _bos(bundle) if options.bos else None)
+        bos = _bos(bundle) if options.bos and sink is None else None
+        return cls(device, graphs, context, bos, sink)
+
+    @property
+    def first(self) -> list[int]:
+        """The tokens that every conversation begins with."""
+        if self.sink is not None:
+            return list(self.sink.tokens)
+        return [] if self.bos is None else [self.bos]
 
     @property
     def parts(self) -> int:

@@ -13,6 +13,7 @@ from edgekv.kv import KVCache
 from edgekv.runtime import HtpEngine
 from edgekv.scratch import scratch_folder
 from edgekv.session import Graphs, Session
+from edgekv.session.sink import read_sink
 from exporters.targets.genie.config import Debug, GenieConfig, Sampler
 from exporters.targets.genie.dialog import GenieDialog
 from exporters.targets.genie.ports import GeniePort, GeniePorts
@@ -33,6 +34,8 @@ def prove(
     graphs: Mapping[str, GeniePorts],
     bundle: Bundle,
     engine: HtpEngine,
+    first: Sequence[int],
+    state: Path | None,
     prompt: Sequence[int],
     max_new_tokens: int,
 ) -> None:
@@ -44,19 +47,24 @@ def prove(
         graphs: what each graph must have, by its name in the binaries.
         bundle: the source of the folder.
         engine: for edgekv's own loop.
-        prompt: token ids, the BOS token included if the configuration has one.
+        first: the tokens that every conversation begins with.
+        state: that Genie restores them from, see `GenieDialog`; None if there are none or they are its `bos-token`.
+        prompt: the tokens after them.
         max_new_tokens: number of tokens to compare.
 
     Raises:
         BundleError: a binary has other inputs or outputs than Genie drives.
         EngineError: Genie refused the folder, crashed, or chose other tokens.
     """
+    wanted = own_tokens(bundle, engine, [*first, *prompt], max_new_tokens)
     with scratch_folder("genie") as scratch:
         debug = Debug(path=str(scratch), dump_specs=True)
-        dialog = msgspec.structs.replace(config.dialog, sampler=_GREEDY, debug=debug)
-        with GenieDialog(folder, GenieConfig(dialog=dialog)) as genie:
-            own = prompt if dialog.context.bos_token < 0 else prompt[1:]
-            found = list(genie.token_query(own, max_new_tokens))
+        # Genie does not report a token that ends a text, so another one does.
+        end = next(token for token in range(bundle.manifest.model.vocab) if token not in wanted)
+        context = msgspec.structs.replace(config.dialog.context, eos_token=[end])
+        dialog = msgspec.structs.replace(config.dialog, context=context, sampler=_GREEDY, debug=debug)
+        with GenieDialog(folder, GenieConfig(dialog=dialog), state) as genie:
+            found = list(genie.token_query(prompt, max_new_tokens))
         read = read_specs(scratch)
     for name, ports in graphs.items():
         if name not in read:
@@ -67,7 +75,6 @@ def prove(
                 fix="Write the folder again.",
             )
         ports.compare(f"{name} in the binary", read[name])
-    wanted = own_tokens(bundle, engine, prompt, max_new_tokens)
     if found != wanted:
         raise EngineError(
             "tokens that Genie chose",
@@ -78,12 +85,12 @@ def prove(
 
 
 def own_tokens(bundle: Bundle, engine: HtpEngine, prompt: Sequence[int], max_new_tokens: int) -> list[int]:
-    """Greedy continuation by the graphs that have logits for every row, up to the first end-of-sequence token."""
+    """Greedy continuation by the graphs that have logits for every row; tokens that end a text do not end it."""
     manifest = bundle.manifest
-    cache = KVCache(manifest.cache_geometry, ar={graph.ar for graph in manifest.graphs})
+    cache = KVCache(manifest.cache_geometry, ar={graph.ar for graph in manifest.graphs}, sink=read_sink(bundle))
     session = Session(cache, Graphs(bundle, engine, cache))
     tokens = [int(session.score(prompt)[-1].argmax())]
-    while len(tokens) < max_new_tokens and tokens[-1] not in manifest.tokens.eos:
+    while len(tokens) < max_new_tokens:
         tokens.append(int(session.feed(tokens[-1:]).argmax()))
     return tokens
 

@@ -38,12 +38,13 @@ from exporters.targets.genie.config import (
     genie_config,
 )
 from exporters.targets.genie.embeddings import ReadEmbeddings
-from exporters.targets.genie.folder import FORMAT, GENIE_MANIFEST, GenieGraph, GenieManifest
+from exporters.targets.genie.folder import FORMAT, GENIE_MANIFEST, GenieGraph, GenieManifest, GenieSink
 from exporters.targets.genie.graph_file import read_ports
 from exporters.targets.genie.names import name_graphs
 from exporters.targets.genie.plan import GenieOptions, GeniePlan
 from exporters.targets.genie.ports import GeniePorts
 from exporters.targets.genie.proof import prove
+from exporters.targets.genie.state import STATE, write_state
 from exporters.targets.genie.vendor import find_library
 from exporters.targets.key_columns import KeysInColumns
 from quant import Encoding
@@ -108,6 +109,8 @@ def write_genie(
             write_config(SHARED_CONFIG, shared)
         (folder / EXTENSIONS).write_bytes(readable_json(HtpExtensions.of(plan.device)))
         shutil.copyfile(bundle.path / _TOKENIZER, folder / _TOKENIZER)
+        if plan.sink is not None:
+            write_state(folder / STATE, manifest, plan.sink)
         if options.check:
             progress("check on Genie", 0, 1)
             wrappers = {name: folder / binary.wrappers[name] for name, binary in alone.items()}
@@ -115,8 +118,10 @@ def write_genie(
             reads_alike = manifest.key_layout == "columns" and (table is None or manifest.embedding is not None)
             engine = HtpEngine(plan.device, plan.compiled(bundle, wrappers) if reads_alike else {})
             prompt = _prompt(bundle, plan)
-            count = min(_CHECKED_TOKENS, plan.context - len(prompt))
-            prove(folder, config, {named[name]: ports[name] for name in ports}, bundle, engine, prompt, count)
+            count = min(_CHECKED_TOKENS, plan.context - len(plan.first) - len(prompt))
+            state = None if plan.sink is None else folder / STATE
+            graphs = {named[name]: ports[name] for name in ports}
+            prove(folder, config, graphs, bundle, engine, plan.first, state, prompt, count)
             progress("check on Genie", 1, 1)
         _remove_wrappers(folder, binaries)
         written = GenieManifest(
@@ -135,6 +140,7 @@ def write_genie(
             shared=shared,
             checked=options.check,
             files=record_files(folder),
+            sink=None if plan.sink is None else _sink(bundle, plan.sink.tokens),
         )
         (folder / GENIE_MANIFEST).write_bytes(readable_json(written))
     return written
@@ -186,11 +192,16 @@ def _check_graph(
 
 
 def _prompt(bundle: Bundle, plan: GeniePlan) -> list[int]:
-    """Tokens of a text, enough for two steps of the prefill graph if the context allows for it."""
+    """Tokens of a text after `plan.first`; two steps of the prefill graph if the context has room for them."""
     ar = max(graph.ar for graph in plan.graphs.values())
     text = resources.files("exporters.quantize").joinpath("calibration.txt").read_text("utf-8")
     tokens = list(bundle.tokenizer().encode(text[: 64 * ar], add_special_tokens=False).ids)
-    return [*([] if plan.bos is None else [plan.bos]), *tokens][: min(ar + _CHECKED_TOKENS, plan.context - ar)]
+    return tokens[: min(ar + _CHECKED_TOKENS, plan.context - ar) - len(plan.first)]
+
+
+def _sink(bundle: Bundle, tokens: Sequence[int]) -> GenieSink:
+    text = bundle.tokenizer().decode(list(tokens), skip_special_tokens=False)
+    return GenieSink(tokens=list(tokens), text=text, state=STATE)
 
 
 def _remove_wrappers(folder: Path, binaries: Sequence[CompiledBinary]) -> None:
