@@ -100,7 +100,7 @@ def export_bundle(
     recipe = recipe_record(spec, options.recipe, channels)
     split = _split(checkpoint, options)
     graphs = plan_graphs(options.ar, options.contexts, split, options.graph_format)
-    calibration = read_calibration(options.calibration)
+    calibration = read_calibration(options.calibration, checkpoint.folder)
     first = first_tokens(checkpoint, options.sink)
     tokens = _calibration_tokens(checkpoint, calibration.text, options, first)
     store = stage_store(run.cache_dir)

@@ -1,25 +1,30 @@
-"""Make the calibration text that ships with the exporters: help topics and module openings, none held out.
+"""Make the default calibration text: prose of many kinds, and between it openings of Python modules, none held out.
 
 python models/calibration_text.py > exporters/quantize/calibration.txt
 """
 
 from __future__ import annotations
 
-from itertools import zip_longest
+from pathlib import Path
 
 from corpus import training_documents
 
-DOCUMENTS = 12
-CHARACTERS = 1800
+PROSE = Path(__file__).with_name("prose.txt")
+CHARACTERS = 420
 
 
 def main() -> None:
-    """Print openings of help topics and of modules in turn, evenly spaced through the corpus."""
-    documents = list(training_documents())
-    code = [text for text in documents if "import" in text and "def " in text]
-    prose = [text for text in documents if "import" not in text and len(text) > CHARACTERS]
-    chosen = zip_longest(*(group[:: max(1, len(group) // DOCUMENTS)][:DOCUMENTS] for group in (prose, code)))
-    print("\n\n".join(text[:CHARACTERS].rsplit("\n", 1)[0] for pair in chosen for text in pair if text))
+    """Print the pieces of prose, an opening after each; the modules are evenly spaced through the corpus."""
+    pieces = PROSE.read_text("utf-8").strip().split("\n\n\n")
+    code = [text for text in training_documents() if "import" in text and "def " in text]
+    code = code[:: len(code) // len(pieces)]
+    parts = [part for piece, text in zip(pieces, code, strict=False) for part in (piece, _opening(text))]
+    print("\n\n\n".join(parts))
+
+
+def _opening(text: str) -> str:
+    """The first lines from the first import on, past comments and licences."""
+    return text[text.index("import") :][:CHARACTERS].rsplit("\n", 1)[0].rstrip()
 
 
 if __name__ == "__main__":

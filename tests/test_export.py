@@ -21,6 +21,7 @@ from edgekv.runtime import qnn
 from exporters.checkpoint.checkpoint import Checkpoint
 from exporters.export import ExportOptions, export_bundle
 from exporters.htp.check import floating_nodes
+from exporters.quantize.calibrate import read_calibration
 from exporters.quantize.recipe import Recipe, WeightRule, find_recipe
 from quant import quantize_per_channel
 from tests.checkpoints import OLDER, write_checkpoint
@@ -260,6 +261,14 @@ def test_a_crash_of_the_compiler_is_reported_and_survived(tmp_path):
     broken.write_bytes(b"no graph")
     with pytest.raises(EngineError, match=r"compiling broken.onnx for SM8650"):
         floating_nodes([broken], DEVICE)
+
+
+def test_a_checkpoint_is_calibrated_on_its_own_text_if_it_has_one(tmp_path):
+    assert read_calibration(None, tmp_path).name == "edgekv's own"
+    (tmp_path / "calibration.txt").write_text("one domain")
+    (tmp_path / "given.txt").write_text("another")
+    assert read_calibration(None, tmp_path).text == "one domain"
+    assert read_calibration(tmp_path / "given.txt", tmp_path).text == "another"
 
 
 def test_the_manifest_says_where_the_bundle_is_from(small):

@@ -14,6 +14,9 @@ from edgekv.errors import UsageError
 from edgekv.text_file import read_text_file
 from exporters.checkpoint.checkpoint import Checkpoint
 
+CALIBRATION = "calibration.txt"
+"""The file of a calibration text, in a checkpoint's folder or beside this module."""
+
 
 @dataclass(frozen=True, slots=True)
 class CalibrationText:
@@ -23,16 +26,27 @@ class CalibrationText:
     text: str
 
 
-def read_calibration(path: Path | None) -> CalibrationText:
-    """The text of a file; None for the text that ships with edgekv.
+def read_calibration(path: Path | None, checkpoint: Path) -> CalibrationText:
+    """The text of a file.
+
+    Args:
+        path: the file; None for the checkpoint's own text, or else the text that ships with edgekv.
+        checkpoint: the checkpoint's folder; its own text is `calibration.txt`.
 
     Raises:
         UsageError: the file is not text.
     """
+    own = checkpoint / CALIBRATION
+    if path is None and own.is_file():
+        return CalibrationText("the checkpoint's own", read_text_file(own, str(own)))
     if path is None:
-        default = resources.files("exporters.quantize").joinpath("calibration.txt")
-        return CalibrationText("edgekv's own", default.read_text("utf-8"))
+        return CalibrationText("edgekv's own", default_calibration())
     return CalibrationText(path.name, read_text_file(path, "--calibration"))
+
+
+def default_calibration() -> str:
+    """The text that ships with edgekv: prose of many kinds, and Python code."""
+    return resources.files("exporters.quantize").joinpath(CALIBRATION).read_text("utf-8")
 
 
 def token_windows(
