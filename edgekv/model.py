@@ -14,11 +14,12 @@ from edgekv.prefix import PrefixCache, PrefixStore, RetentionPolicy, open_store
 from edgekv.runtime import Engine
 from edgekv.session.beam_run import BeamResult, check_beams, run_beams
 from edgekv.session.caches import CacheSetup
+from edgekv.session.call import BeamCall, SamplingCall, choose_params
 from edgekv.session.defaults import default_params
 from edgekv.session.generation import Generation
 from edgekv.session.graphs import Graphs
 from edgekv.session.logits import LogitsProcessor
-from edgekv.session.params import BeamCall, BeamParams, SamplingCall, SamplingParams, choose_params
+from edgekv.session.params import BeamParams, SamplingParams
 from edgekv.session.pool import SessionPool
 from edgekv.session.prompt import PromptReader
 from edgekv.session.request import Request, open_prefixes

@@ -30,8 +30,8 @@ from qai_hub import public_api_pb2 as pb
 from qai_hub.util.dataset_entries_converters import dataset_entries_to_h5, h5_to_dataset_entries
 
 from devices import CATALOGUE
+from exporters.htp.binary import read_target
 from exporters.htp.check import HtpStep, run_steps
-from exporters.htp.compile import read_target
 
 TOKEN = "s3cret-t0ken-of-nobody"
 PART_BYTES = 100_000

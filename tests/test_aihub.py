@@ -11,7 +11,7 @@ import pytest
 
 from edgekv.bundle import open_bundle
 from edgekv.cli import run
-from exporters.htp.compile import read_target
+from exporters.htp.binary import read_target
 from tests.aihub_server import TOKEN, AiHub
 
 pytestmark = pytest.mark.htp

@@ -11,7 +11,8 @@ from edgekv.errors import BundleError, EngineError, UsageError
 from edgekv.runtime import HtpEngine, make_engine, qnn
 from exporters.checkpoint.checkpoint import Checkpoint
 from exporters.export import ExportOptions, export_bundle
-from exporters.htp.compile import _check_target, compile_bundle
+from exporters.htp.binary import check_target
+from exporters.htp.compile import compile_bundle
 from exporters.quantize.recipe import find_recipe
 from tests.checkpoints import write_checkpoint
 
@@ -39,7 +40,7 @@ def test_the_binary_itself_says_which_chip_it_targets(compiled):
     assert (record.soc, record.arch, record.vtcm_bytes) == ("SM8650", 75, 8 << 20)
     binary = folder / "compiled" / "SM8650" / record.binaries[0].file
     with pytest.raises(EngineError, match=r"got SM8650, V75, 8 MiB VTCM; expected SM8750, V79"):
-        _check_target(binary, find("SM8750"))
+        check_target(binary, find("SM8750"))
 
 
 @pytest.mark.parametrize("soc", ["SM8550", "SM8750", "SM8850", "SC8380XP", "QCS8550", "QCS6490"])

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from edgekv.errors import UsageError
 from edgekv.session import BeamParams, SamplingParams
-from edgekv.session.params import choose_params
+from edgekv.session.call import choose_params
 
 HUGE = 10**5000
 """Python refuses to write it."""

@@ -55,7 +55,8 @@ def chat(
     """
     from edgekv.conversation import Conversation
     from edgekv.loading import load  # imports the runtime, which --help does not need
-    from edgekv.session.params import SamplingParams, choose_params
+    from edgekv.session.call import choose_params
+    from edgekv.session.params import SamplingParams
 
     if as_json and message is None:
         raise typer.BadParameter("--json needs --message")

@@ -199,7 +199,8 @@ def generate(
         "early_stopping": None if early_stopping is None else _early_stopping(early_stopping),
     }
     from edgekv.loading import load  # imports the runtime, which --help does not need
-    from edgekv.session.params import SamplingParams, choose_params
+    from edgekv.session.call import choose_params
+    from edgekv.session.params import SamplingParams
     from edgekv.session.saved import load_sequence, save_sequence
 
     choose_params(None, keywords, SamplingParams(temperature=1.0))  # reject invalid options before a bundle is read

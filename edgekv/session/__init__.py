@@ -3,12 +3,13 @@
 from edgekv.session.beam_run import BeamResult, BeamSequence, BeamStats
 from edgekv.session.budget import ByteBudget, CacheBudget, FreeMemoryBudget, parse_budget
 from edgekv.session.caches import CacheSetup
+from edgekv.session.call import BeamCall, SamplingCall
 from edgekv.session.events import GenerationStats, StopReason, Token
 from edgekv.session.generation import Generation
 from edgekv.session.graphs import Graphs, StepTimes
 from edgekv.session.logits import LogitsProcessor
 from edgekv.session.mode import Adaptive, Always, Disabled, LongSequenceOnly, Mode, check_mode, parse_mode
-from edgekv.session.params import BeamCall, BeamParams, EarlyStopping, SamplingCall, SamplingParams
+from edgekv.session.params import BeamParams, EarlyStopping, SamplingParams
 from edgekv.session.pool import PoolStats, SessionPool
 from edgekv.session.request import Request, SessionStats
 from edgekv.session.sampler import Sampler

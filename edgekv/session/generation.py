@@ -10,8 +10,9 @@ from weakref import finalize
 
 from numpy.typing import NDArray
 
+from edgekv.session.call import ChosenParams
 from edgekv.session.events import GenerationStats, Setup, StopReason, Token
-from edgekv.session.params import ChosenParams, SamplingParams
+from edgekv.session.params import SamplingParams
 from edgekv.session.request import Request
 from edgekv.session.sampler import Sampler
 from edgekv.session.text import Detokenizer, StopSequences

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack
 from edgekv.errors import UsageError
 
 if TYPE_CHECKING:
-    from edgekv.prefix import RetentionPolicy
-    from edgekv.session.logits import LogitsProcessor
+    pass
 
 DEFAULT_MAX_NEW_TOKENS = 128
 _MIN_TEMPERATURE = 1e-5
@@ -69,18 +68,18 @@ class SamplingParams:
         temperature = _check_real("temperature", self.temperature)
         if temperature != 0 and not _MIN_TEMPERATURE <= temperature < math.inf:
             wanted = f"0, or at least {_MIN_TEMPERATURE:.5f}"
-            _refuse("temperature", self.temperature, wanted, "Use 0 for greedy, about 0.8 for variety.")
+            refuse("temperature", self.temperature, wanted, "Use 0 for greedy, about 0.8 for variety.")
         if self.top_k is not None:
             _check_int("top_k", self.top_k, 1, _MAX_INT, "Leave it out to consider all tokens.")
         if self.top_p is not None and not 0 < _check_real("top_p", self.top_p) <= 1:
-            _refuse("top_p", self.top_p, "above 0, at most 1", "Leave it out to consider all tokens.")
+            refuse("top_p", self.top_p, "above 0, at most 1", "Leave it out to consider all tokens.")
         if not 0 <= _check_real("min_p", self.min_p) <= 1:
-            _refuse("min_p", self.min_p, "0 to 1", "Leave it out to consider all tokens.")
+            refuse("min_p", self.min_p, "0 to 1", "Leave it out to consider all tokens.")
         if not 0 < _check_real("repetition_penalty", self.repetition_penalty) < math.inf:
-            _refuse("repetition_penalty", self.repetition_penalty, "a number above 0", "Use 1 for none.")
+            refuse("repetition_penalty", self.repetition_penalty, "a number above 0", "Use 1 for none.")
         for name in ("presence_penalty", "frequency_penalty"):
             if not -2 <= _check_real(name, getattr(self, name)) <= 2:
-                _refuse(name, getattr(self, name), "-2 to 2", "Use 0 for none.")
+                refuse(name, getattr(self, name), "-2 to 2", "Use 0 for none.")
         if self.seed is not None:
             _check_int("seed", self.seed, 0, _MAX_SEED, "Leave it out to draw one.")
         _check_int("max_new_tokens", self.max_new_tokens, 1, _MAX_INT, "Ask for a token or more.")
@@ -90,7 +89,7 @@ class SamplingParams:
             for name in _SAMPLING_ONLY:
                 if getattr(self, name) not in (None, 0.0) or (name == "seed" and self.seed is not None):
                     found = f"{getattr(self, name)} at temperature 0, where it changes nothing"
-                    _refuse(name, found, "a temperature above 0", "Give a temperature such as 0.8, or leave it out.")
+                    refuse(name, found, "a temperature above 0", "Give a temperature such as 0.8, or leave it out.")
 
     @property
     def greedy(self) -> bool:
@@ -115,7 +114,7 @@ class SamplingParams:
         plain = SamplingParams()
         names = [each.name for each in fields(self) if each.name not in ("stop", "max_new_tokens", "seed")]
         changed = [name for name in names if getattr(self, name) != getattr(plain, name)]
-        listed = [f"{name} {_shown(getattr(self, name))}" for name in changed]
+        listed = [f"{name} {shown(getattr(self, name))}" for name in changed]
         return ", ".join(["greedy"] * self.greedy + listed)
 
 
@@ -166,9 +165,9 @@ class BeamParams:
         wanted = f"1 to {self.num_beams}, the number of beams"
         _check_int("num_return_sequences", self.num_return_sequences, 1, self.num_beams, fix, wanted)
         if not math.isfinite(_check_real("length_penalty", self.length_penalty)):
-            _refuse("length_penalty", self.length_penalty, "a finite number", "Use 1.0.")
+            refuse("length_penalty", self.length_penalty, "a finite number", "Use 1.0.")
         if not isinstance(self.early_stopping, bool) and self.early_stopping != "never":
-            _refuse("early_stopping", repr(self.early_stopping), "True, False or 'never'", "Leave it out for False.")
+            refuse("early_stopping", repr(self.early_stopping), "True, False or 'never'", "Leave it out for False.")
         _check_int("max_new_tokens", self.max_new_tokens, 1, _MAX_INT, "Ask for a token or more.")
 
 
@@ -181,76 +180,6 @@ class BeamKeywords(TypedDict, total=False):
     max_new_tokens: int
 
 
-class Call(TypedDict, total=False):
-    """Keywords of `Model.generate` for all kinds of calls."""
-
-    cache_salt: str | None
-    retention: RetentionPolicy | None
-
-
-class SamplingCall(SamplingKeywords, Call, total=False):
-    """Keywords of `Model.generate` for sampling."""
-
-    sequence: int | None
-    processors: Sequence[LogitsProcessor]
-    return_logits: bool
-
-
-class BeamCall(BeamKeywords, Call, total=False):
-    """Keywords of `Model.generate` for beam search, except `num_beams`."""
-
-
-Params = SamplingParams | BeamParams
-_BEAM_ONLY = tuple(each.name for each in fields(BeamParams) if each.name != "max_new_tokens")
-
-
-@dataclass(frozen=True, slots=True)
-class ChosenParams:
-    """The resolved parameters of a call.
-
-    Attributes:
-        params: valid parameters.
-        bundle_defaults: names of the parameters taken from the bundle.
-    """
-
-    params: Params
-    bundle_defaults: tuple[str, ...] = ()
-
-
-def choose_params(params: Params | int | None, keywords: Mapping[str, Any], defaults: SamplingParams) -> ChosenParams:
-    """Resolve the parameters of a call.
-
-    Args:
-        params: used as they are, without the defaults; a number is `max_new_tokens`; None for keywords alone.
-        keywords: fields that replace those of `params`, or of `defaults` if there are none. None means not given.
-        defaults: the bundle's, for sampling parameters that are not given.
-
-    Raises:
-        UsageError: a value out of range, or options of sampling and beam search together.
-    """
-    given = {name: value for name, value in keywords.items() if value is not None}
-    if isinstance(params, int):
-        given, params = {"max_new_tokens": params, **given}, None
-    if isinstance(params, BeamParams) or (params is None and "num_beams" in given):
-        fix = "Leave it out: beam search draws nothing, and its text is known at its end alone."
-        _refuse_given(given, SamplingKeywords.__annotations__.keys() - {"max_new_tokens"}, "with num_beams", fix)
-        kept = {name: value for name, value in given.items() if name in _BEAM_ONLY or name == "max_new_tokens"}
-        return ChosenParams(BeamParams(**kept) if params is None else replace(params, **kept))
-    _refuse_given(given, set(_BEAM_ONLY), "without num_beams", "Leave it out, or give num_beams too.")
-    if params is not None:
-        return ChosenParams(params.overlaid(**given))
-    chosen, plain = defaults.overlaid(**given), SamplingParams()
-    names = (each.name for each in fields(SamplingParams) if each.name not in given)
-    set_by_bundle = tuple(n for n in names if getattr(chosen, n) != getattr(plain, n))
-    return ChosenParams(chosen, set_by_bundle)
-
-
-def _refuse_given(given: Mapping[str, object], names: set[str], condition: str, fix: str) -> None:
-    for name, value in given.items():
-        if name in names and not (value == 0 and name == "temperature") and value not in ((), []):
-            _refuse(name, f"{_shown(value)} {condition}", "nothing", fix)
-
-
 def _check_int(name: str, value: object, least: int, most: int, fix: str, wanted: str | None = None) -> None:
     try:
         right = not isinstance(value, bool) and least <= index(value) <= most  # type: ignore[arg-type]
@@ -258,18 +187,18 @@ def _check_int(name: str, value: object, least: int, most: int, fix: str, wanted
         right = False
     if not right:
         bounds = f"at least {least}, at most {most}" if most < _MAX_SEED else f"a whole number from {least} on, 64 bits"
-        _refuse(name, value, wanted or bounds, fix)
+        refuse(name, value, wanted or bounds, fix)
 
 
 def _check_real(name: str, value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, Real):
-        _refuse(name, repr(value), "a number", "Give a number.")
+        refuse(name, repr(value), "a number", "Give a number.")
     try:
         number = float(value)  # type: ignore[arg-type]
     except OverflowError:
         number = math.inf
     if math.isnan(number):
-        _refuse(name, value, "a number", "Give a number.")
+        refuse(name, value, "a number", "Give a number.")
     return number
 
 
@@ -278,7 +207,7 @@ def _checked_bias(bias: Mapping[int, float]) -> dict[int, float]:
     for token, value in dict(bias).items():
         _check_int("logit_bias", token, 0, _MAX_INT, "Use ids of the bundle's tokenizer.")
         if _check_real("logit_bias", value) == math.inf:
-            _refuse("logit_bias", f"{value} for token {token}", "a number, or -inf", "Use 100 to force a token.")
+            refuse("logit_bias", f"{value} for token {token}", "a number, or -inf", "Use 100 to force a token.")
         checked[index(token)] = float(value)
     return checked
 
@@ -287,18 +216,18 @@ def _checked_stop(stop: Sequence[str]) -> tuple[str, ...]:
     texts = (stop,) if isinstance(stop, str) else tuple(stop)
     for text in texts:
         if not isinstance(text, str):
-            _refuse("stop", repr(text), "texts", "Give a list of texts.")
+            refuse("stop", repr(text), "texts", "Give a list of texts.")
         if not text:
-            _refuse("stop", "an empty text", "one character or more", "Leave it out.")
+            refuse("stop", "an empty text", "one character or more", "Leave it out.")
     return texts
 
 
-def _shown(value: object) -> str:
+def shown(value: object) -> str:
     """A value for a message. Python refuses to write integers of more than some thousand digits."""
     if isinstance(value, int) and value.bit_length() > 4 * _MAX_DIGITS:
         return f"a number of {value.bit_length()} bits"
     return str(value)
 
 
-def _refuse(field: str, found: object, wanted: str, fix: str) -> None:
-    raise UsageError(field, got=_shown(found), expected=wanted, fix=fix)
+def refuse(field: str, found: object, wanted: str, fix: str) -> None:
+    raise UsageError(field, got=shown(found), expected=wanted, fix=fix)

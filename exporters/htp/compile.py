@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import mmap
-import os
-import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Protocol
@@ -26,15 +21,11 @@ from edgekv.bundle import (
 )
 from edgekv.errors import EngineError, UsageError
 from edgekv.runtime import qnn
-from edgekv.system import sha256_of
+from edgekv.system import MIB, sha256_of
+from exporters.htp.binary import check_target, count_graphs
 from exporters.htp.check import HtpStep, run_and_lint, run_steps
 from exporters.parallel import compiler_processes, side_by_side
 from exporters.progress import Progress, silent
-
-_TARGET = re.compile(rb"soc_type=(\w+);arch=(\d+);[\x20-\x7e]*?vtcm_size=(\d+)")
-_GRAPH = re.compile(rb"PICKLE/")
-_MIB = 1 << 20
-
 
 Watch = Callable[[str, int], None]
 """Called with the name of a binary and the peak RAM of its compiler, in bytes."""
@@ -54,21 +45,6 @@ class MakeBinary(Protocol):
     def __call__(
         self, device: Device, models: Mapping[str, Path], folder: Path, *, prefix: str, watch: Watch
     ) -> CompiledBinary: ...
-
-
-@dataclass(frozen=True, slots=True)
-class BinaryTarget:
-    """The chip that a context binary was compiled for.
-
-    Attributes:
-        soc: part number.
-        arch: HTP version.
-        vtcm_bytes: tightly coupled memory.
-    """
-
-    soc: str
-    arch: int
-    vtcm_bytes: int
 
 
 def compile_bundle(
@@ -137,7 +113,7 @@ def write_compiled(
         soc=device.soc,
         soc_model=device.soc_model,
         arch=device.arch,
-        vtcm_bytes=device.vtcm_mb * _MIB,
+        vtcm_bytes=device.vtcm_mb * MIB,
         compiler=compiler,
         bundle_sha256=sha256_of(manifest),
         binaries=list(binaries),
@@ -166,7 +142,7 @@ def _compile_tflite(
     (source,) = set(models.values())
     progress("compile", 0, 1)
     compile_tflite(source, folder / source.name, list(models), device)
-    _check_target(folder / source.name, device)
+    check_target(folder / source.name, device)
     progress("compile", 1, 1)
     return CompiledBinary(file=source.name, wrappers=dict.fromkeys(models, source.name), graphs=len(models)), compiler()
 
@@ -268,47 +244,6 @@ def compile_graphs(
             expected=len(models),
             fix="Use the tested onnxruntime-qnn, `pip install edgekv[htp]`.",
         )
-    _check_target(binary, device)
+    check_target(binary, device)
     watch(binary.name, peak_bytes)
     return CompiledBinary(file=binary.name, wrappers=wrappers, graphs=held)
-
-
-def count_graphs(binary: Path) -> int:
-    """The number of graphs in a context binary."""
-    with _mapped(binary) as content:
-        return sum(1 for _ in _GRAPH.finditer(content))
-
-
-def read_target(binary: Path) -> BinaryTarget | None:
-    """The chip that a context binary states; None if it states none."""
-    with _mapped(binary) as content:
-        match = _TARGET.search(content)
-        return None if match is None else BinaryTarget(match[1].decode(), int(match[2]), int(match[3]))
-
-
-@contextmanager
-def _mapped(binary: Path) -> Iterator[mmap.mmap | bytes]:
-    """The content of a file without reading it into memory: binaries are as large as the weights."""
-    with binary.open("rb") as file:
-        if not os.fstat(file.fileno()).st_size:
-            yield b""
-            return
-        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
-            yield content
-
-
-def _check_target(binary: Path, device: Device) -> None:
-    """Reject a binary that does not state this device as its target."""
-    found = read_target(binary)
-    wanted = BinaryTarget(device.soc, device.arch, device.vtcm_mb * _MIB)
-    if found != wanted:
-        raise EngineError(
-            f"target of {binary.name}",
-            got="no soc_type in the binary" if found is None else _in_words(found),
-            expected=_in_words(wanted),
-            fix="The compiler did not take the target: use the tested version, `pip install edgekv[htp]`.",
-        )
-
-
-def _in_words(target: BinaryTarget) -> str:
-    return f"{target.soc}, V{target.arch}, {target.vtcm_bytes // _MIB} MiB VTCM"

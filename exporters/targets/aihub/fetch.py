@@ -13,7 +13,7 @@ import msgspec
 from edgekv.bundle import Bundle, FileRecord, atomic_directory, readable_json, record_files
 from edgekv.errors import BundleError, ServiceError
 from edgekv.json_file import read_json
-from exporters.htp.compile import read_target
+from exporters.htp.binary import read_target
 from exporters.targets.aihub.account import Account
 from exporters.targets.aihub.compare import Comparison, compare
 from exporters.targets.aihub.ledger import FOLDER, JobRecord
