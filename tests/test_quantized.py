@@ -2,12 +2,15 @@
 
 import json
 import re
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.numpy import save_file
 
@@ -16,9 +19,11 @@ from edgekv.bundle import open_bundle
 from edgekv.cli import run
 from edgekv.errors import CheckpointError, UsageError
 from exporters.checkpoint.checkpoint import Checkpoint
+from exporters.checkpoint.folded import transformed
 from exporters.export import export_bundle
 from exporters.quantize.as_stored import resolve, stored_record
 from exporters.quantize.recipe import Recipe, WeightRule, find_recipe
+from exporters.records import recipe_record
 from quant import rescale
 from tests.checkpoints import ARCHITECTURES, OLDER, write_checkpoint
 from tests.exports import export_options
@@ -123,6 +128,23 @@ def test_symmetric_integers_per_channel_are_carried_over_unchanged(folder: Path,
     record = stored_record(checkpoint, recipe)
     assert record is not None
     assert (record.kept, record.changed_integers, record.error_db, record.quantized_anew) == (14, 0, None, {})
+
+
+@pytest.mark.parametrize("name", ["llama-2", "qwen3"])
+def test_scaled_keys_leave_the_integers_as_they_are(tmp_path: Path, name: str) -> None:
+    folder = write_checkpoint(tmp_path / "checkpoint", ARCHITECTURES[name])
+    write_compressed(folder)
+    checkpoint = Checkpoint.open(str(folder))
+    recipe = resolve(find_recipe("as-stored"), checkpoint)
+    assert recipe.key_scaling == "pairs"
+    scaled = transformed(checkpoint, recipe_record(checkpoint.spec, recipe))
+    for part in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"):
+        key = f"model.layers.1.{part}.weight"
+        weight = scaled.integers(key, slice(5, 40))
+        np.testing.assert_array_equal(weight.integers, checkpoint.integers(key).integers[:, 5:40])
+        np.testing.assert_allclose(weight.dequantize().T, scaled.tensor(key)[5:40], rtol=1e-6)
+    keys = "model.layers.1.self_attn.k_proj.weight"
+    assert np.array_equal(scaled.tensor(keys), checkpoint.tensor(keys)) == (name == "qwen3")  # there norms are scaled
 
 
 @pytest.mark.parametrize("block", [32, 64, 128])
@@ -237,7 +259,7 @@ def test_a_stored_recipe_needs_stored_integers(folder: Path, tmp_path: Path) -> 
     rotated.write_text(
         json.dumps({"rotation": "hadamard", "keep_stored": True, "weights": [{"tensors": "*", "dtype": "int8"}]})
     )
-    with pytest.raises(UsageError, match="stored integers, and a rotation or scaling"):
+    with pytest.raises(UsageError, match="stored integers, and a rotation that changes them"):
         export_bundle(checkpoint, tmp_path / "bundle", export_options(find_recipe(str(rotated)), context=64))
 
 
@@ -333,6 +355,70 @@ def test_biases_of_a_quantizer_that_are_not_zero_are_refused(folder: Path) -> No
     save_file(tensors, folder / "model.safetensors")
     with pytest.raises(CheckpointError, match=r"up_proj\.bias: got a tensor that config\.json does not account for"):
         Checkpoint.open(str(folder))
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(-2, 300) | st.floats() | st.text("ab48(-", max_size=4),
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.sampled_from(["weights", "format", "a"]), inner),
+    max_leaves=4,
+)
+FIELDS = [
+    "quant_method",
+    "bits",
+    "group_size",
+    "checkpoint_format",
+    "is_marlin_format",
+    "version",
+    "fmt",
+    "weight_block_size",
+    "config_groups",
+    "format",
+    "sparsity_config",
+    "type",
+    "num_bits",
+    "strategy",
+    "block_structure",
+]
+
+
+@pytest.mark.slow
+@given(st.sampled_from([*WRITERS]), st.sampled_from(FIELDS), JSON, st.booleans())
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_a_strange_configuration_never_gives_a_traceback(
+    tmp_path_factory: pytest.TempPathFactory, name: str, field: str, value: Any, inner: bool
+) -> None:
+    folder = write_checkpoint(tmp_path_factory.mktemp("checkpoint"), OLDER)
+    WRITERS[name](folder)
+    fields = json.loads((folder / "config.json").read_text())
+    changed = fields["quantization_config"]
+    if inner and "config_groups" in changed:
+        changed = changed["config_groups"]["group_0"]["weights"]
+    changed[field] = value
+    (folder / "config.json").write_text(json.dumps(fields))
+    with suppress(CheckpointError):
+        Checkpoint.open(str(folder)).check_values()
+
+
+@pytest.mark.slow
+@given(st.sampled_from([*WRITERS]), st.integers(0, 1 << 30), st.sampled_from(["empty", "scalar", "cut", "type"]))
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_a_strange_part_never_gives_a_traceback(
+    tmp_path_factory: pytest.TempPathFactory, name: str, place: int, change: str
+) -> None:
+    folder = write_checkpoint(tmp_path_factory.mktemp("checkpoint"), OLDER)
+    WRITERS[name](folder)
+    tensors = read_tensors(folder)
+    key = sorted(tensors)[place % len(tensors)]
+    value = tensors[key]
+    changed = {
+        "empty": value.reshape(-1)[:0],
+        "scalar": value.reshape(-1)[:1].reshape(()),
+        "cut": value[..., :1] if value.ndim else value,
+        "type": value.astype(np.int64 if value.dtype == np.int32 else np.int8),
+    }[change]
+    save_file(tensors | {key: np.ascontiguousarray(changed).reshape(changed.shape)}, folder / "model.safetensors")
+    with suppress(CheckpointError):
+        Checkpoint.open(str(folder)).check_values()
 
 
 @pytest.mark.slow

@@ -274,8 +274,8 @@ def _broken(key: str, got: str, expected: str) -> CheckpointError:
 
 def _without_zero_biases(tensors: Mapping[str, Stored], wanted: Mapping[str, View]) -> dict[str, Stored]:
     """Without the biases of zeros that quantizers add to projections that have none."""
-    known = {view.key for view in wanted.values()}
-    extra = {key for key in tensors if key.endswith(".bias") and key not in known and tensors[key].largest() == 0}
+    extra = {key for key in tensors if key.endswith(".bias")} - {view.key for view in wanted.values()}
+    extra = {key for key in extra if len(shape := tensors[key].shape) == 1 and shape[0] and not tensors[key].largest()}
     return {key: stored for key, stored in tensors.items() if key not in extra}
 
 

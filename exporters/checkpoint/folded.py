@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from edgekv.bundle import Bundle, RecipeRecord
 from edgekv.spec import views
 from exporters.checkpoint.aligned import HEADS_FILE, AlignedHeads, AlignedTransforms, read_heads
@@ -41,8 +43,19 @@ class FoldedCheckpoint:
         return part
 
     def integers(self, key: str, rows: slice = EVERY) -> QuantizedWeight:
-        """No transform keeps the integers of a matrix; see `Recipe.check`."""
-        raise ValueError(f"{key}: got a transformed matrix; expected one as it is stored")
+        """As `Checkpoint.integers`: factors of rows go into the scales of output channels.
+
+        Raises:
+            ValueError: the matrix is rotated, so that no integer stays.
+        """
+        view = self._views[key]
+        factors = self._heads.factors(view) if isinstance(self._heads, HeadTransforms) else None
+        if self._rotation is not None or (factors is None and self._heads.changes(view)):
+            raise ValueError(f"{key}: got a rotated matrix; expected one as it is stored")
+        weight = self._tensors.integers(key, rows)
+        if factors is None:
+            return weight
+        return QuantizedWeight(weight.integers, replace(weight.grid, scales=weight.scales * factors[rows]))
 
     def _rotated(self, key: str, rows: Rows) -> Floats:
         if self._rotation is None:

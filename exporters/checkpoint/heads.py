@@ -49,8 +49,9 @@ class HeadTransforms:
     def tensor(self, view: View) -> Floats:
         """A whole tensor after the transforms, one that they change."""
         stored = self._read(view.name, EVERY)
-        if view.role in self._scaled:
-            return self._scale(view, stored)
+        if (factors := self.factors(view)) is not None:
+            scaled: Floats = stored * factors.reshape(-1, *[1] * (stored.ndim - 1))
+            return scaled
         assert self._rotation is not None, "nothing else is changed"
         if view.role == "v":  # [kv_heads * D, hidden], or its bias [kv_heads * D]
             turned = self._rotation.T @ stored.reshape(self._spec.kv_heads, self._spec.head_dim, -1)
@@ -58,8 +59,10 @@ class HeadTransforms:
             turned = stored.reshape(-1, self._spec.head_dim) @ self._rotation
         return turned.reshape(stored.shape)
 
-    def _scale(self, view: View, stored: Floats) -> Floats:
-        """Rows of queries or keys, or the weights of their norm."""
+    def factors(self, view: View) -> Floats | None:
+        """What multiplies each row of queries or keys, or each weight of their norm; None for other tensors."""
+        if view.role not in self._scaled:
+            return None
         assert view.layer is not None, "queries and keys are parts of layers"
         if view.layer not in self._scales:
             self._scales[view.layer] = self._key_scales(view.layer)
@@ -67,8 +70,7 @@ class HeadTransforms:
         factors = 1 / scales if view.role in ("k", "k_norm") else scales
         if self._spec.qk_norm != "head" and view.role in ("q", "q_norm"):
             factors = np.repeat(factors, self._spec.group, axis=0)
-        scaled: Floats = stored * factors.reshape(-1, *[1] * (stored.ndim - 1))
-        return scaled
+        return factors.reshape(-1)
 
     def _key_scales(self, layer: int) -> Floats:
         """Magnitudes of the elements of each head's keys, relative to their mean: `[kv_heads, D]`, or `[1, D]`.

@@ -155,7 +155,12 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
     else:
         files = [folder / WHOLE] if (folder / WHOLE).is_file() else sorted(folder.glob("*.safetensors"))
     if not files:
-        raise CheckpointError(str(folder), got="no *.safetensors", expected=WHOLE, fix="Download the weights.")
+        raise CheckpointError(
+            str(folder),
+            got="no *.safetensors",
+            expected=WHOLE,
+            fix="Download the weights; pickled ones (.bin) must be converted.",
+        )
     for file in files:
         if not file.is_file():
             raise CheckpointError(

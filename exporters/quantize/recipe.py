@@ -152,15 +152,15 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
 
         Raises:
             UsageError: no rule matches a matrix, its inputs are not a multiple of the block size, stored integers shall
-                be kept of matrices that are transformed, or two transforms of heads exclude each other.
+                be kept of matrices that are rotated, or two transforms of heads exclude each other.
         """
-        transforms = (self.rotation, self.value_rotation, self.key_scaling, self.heads)
-        if set(transforms) != {"none"} and self._keeps_integers:
+        rotated = {self.rotation, self.value_rotation, self.heads} != {"none"}
+        if rotated and self._keeps_integers:
             raise UsageError(
                 f"--recipe {self.name}",
-                got="stored integers, and a rotation or scaling that changes the matrices",
+                got="stored integers, and a rotation that changes them",
                 expected="one of both",
-                fix='Set rotation, value_rotation, key_scaling and heads to "none", or use another method than stored.',
+                fix='Set rotation, value_rotation and heads to "none", or use another method than stored.',
             )
         if self.heads != "none" and (self.key_scaling, self.value_rotation) != ("none", "none"):
             raise UsageError(

@@ -82,6 +82,9 @@ class LoraConfig:
         if not all(type(each) is int for each in numbers):
             raise config.refusal("layers_to_transform", "layer numbers")
         ranks, alphas = config.table("rank_pattern"), config.table("alpha_pattern")
+        for name, table in (("rank_pattern", ranks), ("alpha_pattern", alphas)):
+            for pattern in table.names:
+                _compiled(config, name, pattern)
         return cls(
             base=config.text("base_model_name_or_path", ""),
             rank=config.size("r", 8),
@@ -141,10 +144,7 @@ def _matches(names: tuple[str, ...] | re.Pattern[str], module: str) -> bool:
 
 def _is_named(pattern: str, module: str) -> bool:
     """Whether a pattern of ranks or alphas stands for a module: its name, the end of it, or a regular expression."""
-    try:
-        return re.match(rf"(.*\.)?({pattern})$", module) is not None
-    except re.error:
-        return False
+    return re.match(rf"(.*\.)?({pattern})$", module) is not None
 
 
 def refuse(what: str, got: str, expected: str, base: str) -> CheckpointError:

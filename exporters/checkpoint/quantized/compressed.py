@@ -25,6 +25,7 @@ from exporters.checkpoint.quantized.matrix import (
     centred,
     check_shape,
     float8_matrix,
+    read_block,
     unpack,
     unreadable,
 )
@@ -118,8 +119,7 @@ class _Scheme:
             raise config.refusal("strategy", "tensor, channel, group or block", fix=_FIX)
         block = None
         if strategy == "block":
-            height, width = (int(each) for each in config.numbers("block_structure", 2))
-            block = (height, width)
+            block = read_block(config, "block_structure")
         return cls(bits, kind == "float", block, group if strategy == "group" else None)
 
     @property
@@ -188,6 +188,8 @@ class Compressed:
 
     def _packed(self, module: str, tensors: Mapping[str, StoredTensor], packed: StoredTensor) -> CompressedMatrix:
         stored = check_shape(f"{module}.weight_shape", tensors.get(f"{module}.weight_shape"), (2,))
+        if stored.dtype.kind != "i" or stored.open().min() < 1:
+            raise unreadable(f"{module}.weight_shape", "two whole numbers above 0", stored)
         outputs, inputs = (int(each) for each in stored.open())
         key = f"{module}.weight_packed"
         scheme = self._scheme(key, lambda each: packed.shape == (outputs, -(-inputs * each.bits // 32)))

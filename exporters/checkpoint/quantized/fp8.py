@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from edgekv.spec import Config
-from exporters.checkpoint.quantized.matrix import QuantizedMatrix, float8_matrix, unreadable
+from exporters.checkpoint.quantized.matrix import QuantizedMatrix, float8_matrix, read_block, unreadable
 from exporters.checkpoint.stored import Stored, StoredTensor
 
 _SCALES = (".weight_scale_inv", ".weight_scale")
@@ -40,8 +40,8 @@ class Fp8:
             raise config.refusal("fmt", "e4m3", fix="Take the checkpoint before quantization.")
         if "weight_block_size" not in config:
             return cls("float8", None)
-        height, width = (int(each) for each in config.numbers("weight_block_size", 2))
-        return cls(f"float8 in blocks of {height} x {width}", (height, width))
+        height, width = block = read_block(config, "weight_block_size")
+        return cls(f"float8 in blocks of {height} x {width}", block)
 
     def matrices(self, tensors: Mapping[str, StoredTensor]) -> dict[str, Stored]:
         """The tensors with each matrix as one.

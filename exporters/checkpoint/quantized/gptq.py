@@ -167,6 +167,6 @@ def read_words(module: str, tensors: Mapping[str, StoredTensor]) -> StoredTensor
         CheckpointError: they are missing, or no matrix of int32.
     """
     words = tensors.get(f"{module}.qweight")
-    if words is None or len(words.shape) != 2 or words.dtype != np.int32:
+    if words is None or len(words.shape) != 2 or 0 in words.shape or words.dtype != np.int32:
         raise unreadable(f"{module}.qweight", "a matrix of int32", words)
     return words

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgekv.errors import CheckpointError
-from edgekv.spec import by_inputs
+from edgekv.spec import Config, by_inputs
 from exporters.checkpoint.stored import ComputedTensor, StoredTensor, row_chunks
 from quant import WEIGHT_TYPES, Grid, QuantizedWeight, WeightDtype, rescale
 
@@ -211,6 +211,18 @@ def check_shape(key: str, tensor: StoredTensor | None, shape: tuple[int, ...]) -
         wanted = f"shape {list(shape)}, as quantization_config and the other parts of the matrix say"
         raise unreadable(key, wanted, tensor)
     return tensor
+
+
+def read_block(config: Config, name: str) -> tuple[int, int]:
+    """Rows and columns that share a scale.
+
+    Raises:
+        CheckpointError: the field has other values than two whole numbers above 0.
+    """
+    height, width = config.numbers(name, 2)
+    if not (height.is_integer() and width.is_integer() and max(height, width) < 1 << 31):
+        raise config.refusal(name, "two whole numbers above 0")
+    return int(height), int(width)
 
 
 def float8_matrix(values: StoredTensor, key: str, scale: StoredTensor, block: tuple[int, int] | None) -> Float8Matrix:

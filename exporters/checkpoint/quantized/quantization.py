@@ -69,9 +69,13 @@ def _unknown(quantization: Config) -> CheckpointError:
     return quantization.refusal("quant_method", " or ".join(_METHODS), fix=_DEQUANTIZE)
 
 
-def _without_ones(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Null where a group size is -1: all inputs of a channel."""
+def _without_ones(fields: Mapping[str, Any], depth: int = 3) -> dict[str, Any]:
+    """Null where a group size is -1, all inputs of a channel; `weights` of groups of modules lie three objects deep."""
     return {
-        name: _without_ones(value) if isinstance(value, dict) else None if value == -1 else value
+        name: None
+        if name == "group_size" and value == -1
+        else _without_ones(value, depth - 1)
+        if isinstance(value, dict) and depth
+        else value
         for name, value in fields.items()
     }
