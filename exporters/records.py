@@ -40,6 +40,7 @@ def recipe_record(spec: DecoderSpec, recipe: Recipe, channels: Sequence[ChannelR
         weights=weights,
         value_rotation=recipe.value_rotation,
         key_scaling=recipe.key_scaling,
+        neuron_scaling=recipe.neuron_scaling,
         split_channels=list(channels),
         heads=recipe.heads,
     )

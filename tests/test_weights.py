@@ -44,6 +44,12 @@ def test_gptq_makes_up_for_inputs_that_have_drifted():
     assert output_error(aware, inputs=drifted) < 0.1 * output_error(ignorant, inputs=drifted)
 
 
+def test_gptq_ignores_what_hardly_drifted():
+    drifted = INPUTS * np.float32(0.98)
+    ignorant = quantize(WEIGHT, "int8", "gptq", LayerInputs(drifted, drifted))
+    assert np.array_equal(quantize(WEIGHT, "int8", "gptq", LayerInputs(INPUTS, drifted)).integers, ignorant.integers)
+
+
 def test_the_scales_of_blocks_are_1_to_15_times_their_channels():
     grid = quantize(WEIGHT, "lpbq64", "nearest", None).grid
     assert grid.block_scales.shape == (4, 24)

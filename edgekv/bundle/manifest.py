@@ -19,6 +19,7 @@ MANIFEST = "manifest.json"
 RotationName = Literal["none", "hadamard"]
 KeyScalingName = Literal["none", "pairs"]
 HeadsName = Literal["none", "aligned"]
+NeuronScalingName = Literal["none", "equal"]
 GraphFormat = Literal["onnx", "tflite"]
 MatrixMethod = Method | Literal["stored"]
 """How integers were chosen: by rounding, or by whoever quantized the checkpoint."""
@@ -231,6 +232,7 @@ class RecipeRecord(_Part, frozen=True):
         key_scaling: `pairs` equalizes the range of the pairs of a head's keys, folded likewise.
         heads: `aligned` turns and scales keys and values of each head so that they fill the integers of the cache,
             folded likewise; `heads.safetensors` has the transforms.
+        neuron_scaling: `equal` equalizes the columns of `down_proj`, folded into `up_proj`.
         weights: every matrix; the embedding table and norms have 16 bits.
         split_channels: outlier channels of the residual, in ascending order.
     """
@@ -240,6 +242,7 @@ class RecipeRecord(_Part, frozen=True):
     weights: list[WeightRecord]
     value_rotation: RotationName = "none"
     key_scaling: KeyScalingName = "none"
+    neuron_scaling: NeuronScalingName = "none"
     split_channels: list[ChannelRecord] = msgspec.field(default_factory=list)
     heads: HeadsName = "none"
 

@@ -9,13 +9,14 @@ from edgekv.spec import views
 from exporters.checkpoint.aligned import HEADS_FILE, AlignedHeads, AlignedTransforms, read_heads
 from exporters.checkpoint.checkpoint import EVERY, Rows
 from exporters.checkpoint.heads import HeadTransforms
+from exporters.checkpoint.neurons import NeuronScaling
 from exporters.checkpoint.rotate import Floats, ResidualRotation
 from exporters.quantize.reference import Tensors
 from quant import QuantizedWeight
 
 
 class FoldedCheckpoint:
-    """The tensors of a checkpoint, first with its residual rotated, then with its heads transformed.
+    """The tensors of a checkpoint, first with its residual rotated, then with its heads and neurons transformed.
 
     What is folded into a tensor follows from its `View`.
     """
@@ -28,6 +29,7 @@ class FoldedCheckpoint:
         self._tensors = tensors
         self._views = {view.name: view for view in views(self.spec)}
         self._rotation = None if recipe.rotation == "none" else ResidualRotation(self.spec.hidden, tensors.tensor)
+        self._neurons = None if recipe.neuron_scaling == "none" else NeuronScaling(self.spec, self._rotated)
         self._heads: HeadTransforms | AlignedTransforms
         if heads is None:
             self._heads = HeadTransforms(self.spec, recipe.value_rotation, recipe.key_scaling, self._rotated)
@@ -37,6 +39,8 @@ class FoldedCheckpoint:
     def tensor(self, key: str, rows: Rows = EVERY) -> Floats:
         """As `Checkpoint.tensor`."""
         view = self._views[key]
+        if self._neurons is not None and self._neurons.changes(view):
+            return self._neurons.tensor(view, rows)
         if not self._heads.changes(view):
             return self._rotated(key, rows)
         part: Floats = self._heads.tensor(view)[rows]
@@ -46,12 +50,13 @@ class FoldedCheckpoint:
         """As `Checkpoint.integers`: factors of rows go into the scales of output channels.
 
         Raises:
-            ValueError: the matrix is rotated, so that no integer stays.
+            ValueError: the matrix is changed, so that no integer stays.
         """
         view = self._views[key]
         factors = self._heads.factors(view) if isinstance(self._heads, HeadTransforms) else None
-        if self._rotation is not None or (factors is None and self._heads.changes(view)):
-            raise ValueError(f"{key}: got a rotated matrix; expected one as it is stored")
+        scaled = self._neurons is not None and self._neurons.changes(view)
+        if self._rotation is not None or scaled or (factors is None and self._heads.changes(view)):
+            raise ValueError(f"{key}: got a matrix that is changed; expected one as it is stored")
         weight = self._tensors.integers(key, rows)
         if factors is None:
             return weight
@@ -71,7 +76,8 @@ def transformed(checkpoint: Tensors, recipe: RecipeRecord, heads: AlignedHeads |
         recipe: the transforms.
         heads: those of single heads, if the recipe aligns them.
     """
-    if recipe.rotation == recipe.value_rotation == recipe.key_scaling == recipe.heads == "none":
+    scalings = {recipe.key_scaling, recipe.neuron_scaling}
+    if {recipe.rotation, recipe.value_rotation, recipe.heads, *scalings} == {"none"}:
         return checkpoint
     if (heads is None) != (recipe.heads == "none"):
         raise ValueError(f"heads: got {'none' if heads is None else 'some'}; expected what the recipe says")

@@ -16,6 +16,7 @@ from edgekv.bundle import (
     HeadsName,
     KeyScalingName,
     MatrixMethod,
+    NeuronScalingName,
     RecipeRecord,
     RotationName,
     atomic_file,
@@ -50,6 +51,7 @@ class _RecipeFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     rotation: RotationName = "none"
     value_rotation: RotationName = "none"
     key_scaling: KeyScalingName = "none"
+    neuron_scaling: NeuronScalingName = "none"
     outlier_channels: OutlierChannels = "split"
     keep_stored: bool = False
     heads: HeadsName = "none"
@@ -65,6 +67,7 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
         rotation: `hadamard` rotates the residual and is folded into the weights; see `checkpoint.rotate`.
         value_rotation: `hadamard` rotates the values of each head, folded likewise; see `exporters.checkpoint.heads`.
         key_scaling: `pairs` scales the keys of each head pair by pair, folded likewise.
+        neuron_scaling: `equal` scales the neurons of the feed-forward; see `exporters.checkpoint.neurons`.
         outlier_channels: `split` represents outlier channels of the residual by several, where norms behind the blocks
             forbid a rotation; see `exporters.checkpoint.channels`. `keep` leaves them as they are.
         keep_stored: whether the matrices of a quantized checkpoint keep their types and integers where a bundle has
@@ -79,6 +82,7 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
     rotation: RotationName
     value_rotation: RotationName = "none"
     key_scaling: KeyScalingName = "none"
+    neuron_scaling: NeuronScalingName = "none"
     outlier_channels: OutlierChannels = "split"
     keep_stored: bool = False
     heads: HeadsName = "none"
@@ -101,6 +105,7 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
             rotation=record.rotation,
             value_rotation=record.value_rotation,
             key_scaling=record.key_scaling,
+            neuron_scaling=record.neuron_scaling,
             outlier_channels="split" if record.split_channels else "keep",
             heads=record.heads,
         )
@@ -154,13 +159,13 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
             UsageError: no rule matches a matrix, its inputs are not a multiple of the block size, stored integers shall
                 be kept of matrices that are rotated, or two transforms of heads exclude each other.
         """
-        rotated = {self.rotation, self.value_rotation, self.heads} != {"none"}
-        if rotated and self._keeps_integers:
+        changed = {self.rotation, self.value_rotation, self.heads, self.neuron_scaling} != {"none"}
+        if changed and self._keeps_integers:
             raise UsageError(
                 f"--recipe {self.name}",
                 got="stored integers, and a rotation that changes them",
                 expected="one of both",
-                fix='Set rotation, value_rotation and heads to "none", or use another method than stored.',
+                fix='Set rotation, value_rotation, heads and neuron_scaling to "none", or use another method.',
             )
         if self.heads != "none" and (self.key_scaling, self.value_rotation) != ("none", "none"):
             raise UsageError(
@@ -226,6 +231,7 @@ def find_recipe(name: str) -> Recipe:
         rotation=read.rotation,
         value_rotation=read.value_rotation,
         key_scaling=read.key_scaling,
+        neuron_scaling=read.neuron_scaling,
         outlier_channels=read.outlier_channels,
         keep_stored=read.keep_stored,
         heads=read.heads,
@@ -250,6 +256,8 @@ def describe_recipe(record: RecipeRecord) -> Iterator[str]:
         yield f"rotation of each head's values: {record.value_rotation}"
     if record.key_scaling != "none":
         yield f"scaling of keys: {record.key_scaling}"
+    if record.neuron_scaling != "none":
+        yield f"scaling of neurons: {record.neuron_scaling}"
     if record.split_channels:
         split = ", ".join(f"{each.channel} into {each.parts}" for each in record.split_channels)
         yield f"outlier channels of the residual, split: {split}"

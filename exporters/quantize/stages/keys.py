@@ -54,7 +54,7 @@ def stage_keys(
         "tokens": (tokens.shape, hashlib.sha256(tokens.astype(np.int64).tobytes()).hexdigest()),
         "sink": sink,
         "heads": None if heads is None else _heads_sha256(heads),
-        "folded": (recipe.rotation, recipe.value_rotation, recipe.key_scaling),
+        "folded": (recipe.rotation, recipe.value_rotation, recipe.key_scaling, recipe.neuron_scaling),
         "split": [(each.channel, each.parts) for each in recipe.split_channels],
     }
     key, keys = _hashed(shared), []

@@ -1,0 +1,80 @@
+"""Neurons of the feed-forward that are scaled alike: the same logits, and a matrix that one step per channel fits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from checkpoints import ARCHITECTURES, write_checkpoint
+
+from edgekv.bundle import RecipeRecord
+from exporters.checkpoint.checkpoint import EVERY, Checkpoint, Rows
+from exporters.checkpoint.folded import transformed
+from exporters.checkpoint.rotate import applied_rotation
+from exporters.inspect import trace_reference
+from exporters.quantize.recipe import describe_recipe
+from exporters.quantize.reference import Floats, Tensors
+from quant import quantize_per_channel
+
+TOKENS = [(37 * i * i + 5 * i) % 250 for i in range(40)]
+DOWN = "model.layers.0.mlp.down_proj.weight"
+
+
+def record(rotation: str = "none") -> RecipeRecord:
+    return RecipeRecord(name="equal", rotation=rotation, weights=[], neuron_scaling="equal")  # type: ignore[arg-type]
+
+
+class Uneven:
+    """A checkpoint one of whose neurons writes 50 times as much as it did, and is excited as little."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self._checkpoint = checkpoint
+        self.spec, self.head_key = checkpoint.spec, checkpoint.head_key
+
+    def tensor(self, key: str, rows: Rows = EVERY) -> Floats:
+        stored = self._checkpoint.tensor(key)
+        if "mlp.up_proj" in key:
+            stored[7] /= 50
+        elif "mlp.down_proj.weight" in key:
+            stored[:, 7] *= 50
+        return stored[rows]
+
+
+def down_error(tensors: Tensors) -> float:
+    """What int8 does to the output of a `down_proj`, relative to it."""
+    inner, weight = trace_reference(tensors, TOKENS)["layers.0.mlp"], tensors.tensor(DOWN).T
+    error = quantize_per_channel(weight).dequantize() - weight
+    return float(np.square(inner @ error).mean() / np.square(inner @ weight).mean())
+
+
+@pytest.mark.parametrize("name", sorted(ARCHITECTURES))
+def test_neurons_are_scaled_and_logits_stay(tmp_path: Path, name: str) -> None:
+    checkpoint = Checkpoint.open(str(write_checkpoint(tmp_path, ARCHITECTURES[name])))
+    scaled = transformed(checkpoint, record(applied_rotation(checkpoint.spec, "hadamard")))
+    exact, found = (trace_reference(each, TOKENS)["logits"] for each in (checkpoint, scaled))
+    assert float(np.abs(exact - found).max() / np.ptp(exact)) < 1e-4
+    reach = np.abs(scaled.tensor(DOWN)).max(axis=0)
+    np.testing.assert_allclose(reach, reach[0], rtol=1e-5)
+
+
+def test_uneven_neurons_fit_one_step(tmp_path: Path) -> None:
+    uneven = Uneven(Checkpoint.open(str(write_checkpoint(tmp_path, ARCHITECTURES["llama-biased"]))))
+    assert down_error(transformed(uneven, record())) < 0.1 * down_error(uneven)
+
+
+def test_a_neuron_that_writes_nothing_stays_finite(tmp_path: Path) -> None:
+    class Dead(Uneven):
+        def tensor(self, key: str, rows: Rows = EVERY) -> Floats:
+            stored = super().tensor(key)
+            if "mlp.down_proj.weight" in key:
+                stored[:, 3] = 0
+            return stored[rows]
+
+    dead = Dead(Checkpoint.open(str(write_checkpoint(tmp_path, ARCHITECTURES["qwen2"]))))
+    exact, found = (trace_reference(each, TOKENS)["logits"] for each in (dead, transformed(dead, record())))
+    np.testing.assert_allclose(found, exact, atol=1e-4)
+
+
+def test_recipes_say_that_neurons_are_scaled() -> None:
+    assert "scaling of neurons: equal" in list(describe_recipe(record()))
