@@ -113,6 +113,7 @@ def test_each_kind_has_its_rule() -> None:
     assert RULES["masked"](seen, ONNX, 64.0).reach[0] == pytest.approx(-64.0, abs=1e-3)
     assert RULES["masked"](seen, TFLITE, 64.0) == Encoding.symmetric(64.0, "s16")
     assert RULES["cache"](seen, ONNX, 64.0) == Encoding.symmetric(3.0, "u8")
+    assert RULES["cache"](seen, EncodingTypes("u16", "s16"), 64.0) == Encoding.symmetric(3.0 * HEADROOM, "s16")
 
 
 def test_the_mask_reaches_below_scores_in_the_headroom() -> None:

@@ -80,7 +80,9 @@ def _fixed(low: float, high: float) -> Rule:
 
 
 def _clips(seen: Range, types: EncodingTypes, depth: float) -> Encoding:
-    """Symmetric, clipped for the least squared error."""
+    """Symmetric: 8 bits are clipped for the least squared error, 16 have room for headroom."""
+    if types.cache == "s16":
+        return Encoding.symmetric(HEADROOM * seen.absmax, types.cache)
     return seen.symmetric(types.cache)
 
 
