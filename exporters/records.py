@@ -41,6 +41,7 @@ def recipe_record(spec: DecoderSpec, recipe: Recipe, channels: Sequence[ChannelR
         value_rotation=recipe.value_rotation,
         key_scaling=recipe.key_scaling,
         neuron_scaling=recipe.neuron_scaling,
+        outlier_channels=recipe.outlier_channels,
         split_channels=list(channels),
         heads=recipe.heads,
     )

@@ -20,6 +20,7 @@ RotationName = Literal["none", "hadamard"]
 KeyScalingName = Literal["none", "pairs"]
 HeadsName = Literal["none", "aligned"]
 NeuronScalingName = Literal["none", "equal"]
+OutlierChannels = Literal["keep", "split"]
 GraphFormat = Literal["onnx", "tflite"]
 MatrixMethod = Method | Literal["stored"]
 """How integers were chosen: by rounding, or by whoever quantized the checkpoint."""
@@ -234,7 +235,8 @@ class RecipeRecord(_Part, frozen=True):
             folded likewise; `heads.safetensors` has the transforms.
         neuron_scaling: `equal` equalizes the columns of `down_proj`, folded into `up_proj`.
         weights: every matrix; the embedding table and norms have 16 bits.
-        split_channels: outlier channels of the residual, in ascending order.
+        outlier_channels: whether outlier channels of the residual were to be split.
+        split_channels: those that were, in ascending order.
     """
 
     name: str
@@ -243,6 +245,7 @@ class RecipeRecord(_Part, frozen=True):
     value_rotation: RotationName = "none"
     key_scaling: KeyScalingName = "none"
     neuron_scaling: NeuronScalingName = "none"
+    outlier_channels: OutlierChannels = "keep"
     split_channels: list[ChannelRecord] = msgspec.field(default_factory=list)
     heads: HeadsName = "none"
 

@@ -17,6 +17,7 @@ from edgekv.bundle import (
     KeyScalingName,
     MatrixMethod,
     NeuronScalingName,
+    OutlierChannels,
     RecipeRecord,
     RotationName,
     atomic_file,
@@ -27,8 +28,6 @@ from edgekv.spec.decoder import DecoderSpec
 from edgekv.spec.tensors import matrices
 from edgekv.system import MIB, read_file
 from quant import WEIGHT_TYPES, WeightDtype
-
-OutlierChannels = Literal["keep", "split"]
 
 
 class WeightRule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -106,7 +105,7 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
             value_rotation=record.value_rotation,
             key_scaling=record.key_scaling,
             neuron_scaling=record.neuron_scaling,
-            outlier_channels="split" if record.split_channels else "keep",
+            outlier_channels=record.outlier_channels,
             heads=record.heads,
         )
 
