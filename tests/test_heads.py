@@ -98,6 +98,7 @@ def test_a_recipe_that_transforms_heads_says_so(tmp_path: Path) -> None:
         rotation="none",
         value_rotation="hadamard",
         key_scaling="pairs",
+        outlier_channels="keep",
     )
     bundle = exported(write_checkpoint(tmp_path / "checkpoint"), export_options(recipe, context=64, ar=(1, 8)))
     record = open_bundle(bundle).manifest.recipe
