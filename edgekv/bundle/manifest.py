@@ -168,7 +168,7 @@ class AdapterRecord(_Part, frozen=True):
 
     Attributes:
         folder: absolute.
-        sha256: hash of its weights.
+        sha256: hash of its configuration and weights.
         scale: multiplies what it adds.
     """
 

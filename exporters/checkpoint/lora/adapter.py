@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -11,7 +12,7 @@ from edgekv.errors import CheckpointError
 from edgekv.spec import EMBEDDING, HEAD, DecoderSpec, text_tensor
 from edgekv.system import sha256_of
 from exporters.checkpoint.lora.choice import AdapterChoice
-from exporters.checkpoint.lora.config import LoraConfig, refuse
+from exporters.checkpoint.lora.config import ADAPTER_CONFIG, LoraConfig, refuse
 from exporters.checkpoint.lora.merged import LowRank, MergedTensor
 from exporters.checkpoint.stored import Stored, StoredTensor, check_floats, tensors_of
 
@@ -94,8 +95,9 @@ class Adapter:
 
     @property
     def sha256(self) -> str:
-        """A hash of its weights."""
-        return sha256_of(self.folder / WEIGHTS)
+        """A hash of its configuration and weights."""
+        hashes = [sha256_of(self.folder / name) for name in (ADAPTER_CONFIG, WEIGHTS)]
+        return hashlib.sha256(" ".join(hashes).encode()).hexdigest()
 
     def check(self, tensors: Mapping[str, Stored]) -> None:
         """Check that its tensors are those that its configuration names, and fit the model's.
