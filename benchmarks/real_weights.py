@@ -47,17 +47,16 @@ class Goal:
     kl_nats: float
     top1: float
 
-    def cells(self, found: Evaluation) -> tuple[str, str, str]:
-        """The goals as text, each with `missed` if it is."""
-        return (
-            _goal(f"<= {self.ratio}", is_met=found.perplexity_ratio <= self.ratio),
-            _goal(f"<= {self.kl_nats}", is_met=found.kl_nats <= self.kl_nats),
-            _goal(f">= {self.top1:.1%}", is_met=found.top1_agreement >= self.top1),
-        )
-
-
-def _goal(text: str, *, is_met: bool) -> str:
-    return text if is_met else f"{text} missed"
+    def cells(self, found: Evaluation) -> tuple[str, str, str, str]:
+        """What is missed, and the goals, as text."""
+        met = {
+            "ratio": found.perplexity_ratio <= self.ratio,
+            "KL": found.kl_nats <= self.kl_nats,
+            "top-1": found.top1_agreement >= self.top1,
+        }
+        missed = [name for name, is_met in met.items() if not is_met]
+        verdict = "missed: " + (", ".join(missed) if len(missed) < len(met) else "all") if missed else "all met"
+        return f"  {verdict}", f"<= {self.ratio}", f"<= {self.kl_nats}", f">= {self.top1:.1%}"
 
 
 GOALS = {
@@ -95,8 +94,8 @@ def exported(checkpoint: Checkpoint, name: str, folder: Path, context: int, cali
 def quality_table(results: dict[str, Evaluation]) -> Table:
     """A row for each recipe or bundle, and its goals below."""
     tokens = max(found.tokens for found in results.values())
-    table = Table(title=f"against float32, {tokens} tokens; goals below", box=SIMPLE)
-    for column in ("recipe:cache", "perplexity ratio", "KL, nats", "top-1", "SQNR (least), dB"):
+    table = Table(title=f"against float32, {tokens} tokens; SQNR in dB; goals below", box=SIMPLE, padding=0)
+    for column in ("recipe:cache", "perplexity ratio", "KL, nats", "top-1", "SQNR (least)"):
         table.add_column(column, justify="left" if column == "recipe:cache" else "right")
     for name, found in results.items():
         table.add_row(
@@ -107,7 +106,7 @@ def quality_table(results: dict[str, Evaluation]) -> Table:
             f"{found.token_sqnr_db:.1f} ({found.least_token_sqnr_db:.1f})",
         )
         if (goal := GOALS.get(name)) is not None:
-            table.add_row("", *goal.cells(found))
+            table.add_row(*goal.cells(found))
     return table
 
 
