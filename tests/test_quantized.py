@@ -340,6 +340,31 @@ def test_a_part_of_another_shape_is_named(folder: Path, write: Any) -> None:
         Checkpoint.open(str(folder))
 
 
+def test_zero_points_that_are_missing_are_named(folder: Path) -> None:
+    write_compressed(folder, group=32, symmetric=False)
+    tensors = {key: value for key, value in read_tensors(folder).items() if "zero_point" not in key}
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(CheckpointError, match="weight_zero_point: got no such tensor; expected one, as symmetric"):
+        Checkpoint.open(str(folder))
+
+
+def test_groups_of_modules_may_differ(folder: Path, tmp_path: Path) -> None:
+    """Such as groups of 32 in some layers and of 64 in others: the scales tell which."""
+    other = write_checkpoint(tmp_path / "other", OLDER, SIZES)
+    meant, wider = write_compressed(folder, group=32), write_compressed(other, group=64)
+    mixed = {key: each for key, each in read_tensors(folder).items() if "layers.1." not in key}
+    mixed |= {key: each for key, each in read_tensors(other).items() if "layers.1." in key}
+    save_file(mixed, folder / "model.safetensors")
+    fields = json.loads((folder / "config.json").read_text())
+    groups = fields["quantization_config"]["config_groups"]
+    groups["group_1"] = {**groups["group_0"], "weights": {**groups["group_0"]["weights"], "group_size": 64}}
+    (folder / "config.json").write_text(json.dumps(fields))
+    checkpoint = Checkpoint.open(str(folder))
+    for key in meant:
+        expected = (wider if "layers.1." in key else meant)[key]
+        np.testing.assert_array_equal(checkpoint.tensor(key), expected)
+
+
 def test_integers_without_a_configuration_are_refused(folder: Path) -> None:
     fields = json.loads((folder / "config.json").read_text())
     write_gptq(folder)

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import math
-import re
 import shutil
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -32,6 +31,7 @@ from edgekv.spec import (
 )
 from edgekv.spec.chat import ChatTemplates, read_checkpoint_templates
 from edgekv.spec.text import encode
+from exporters.checkpoint.accounted import check_tensors, without_zero_biases
 from exporters.checkpoint.channels import SplitResidual
 from exporters.checkpoint.generation import GENERATION_CONFIG, generation_record
 from exporters.checkpoint.gguf import (
@@ -60,8 +60,6 @@ Rows = slice | NDArray[np.int64]  # of a tensor: its first dimension
 EVERY = slice(None)
 LARGEST_WEIGHT = 1e6
 """Above every published model's weights; a norm folded into a matrix stays far from infinity."""
-
-_RECOMPUTED = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")  # present in older checkpoints
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,8 +111,8 @@ class Checkpoint:
                 spec = replace(spec, tied_head=False)
         wanted = {view.name: view for view in views(spec)}
         if quantization:
-            tensors = _without_zero_biases(tensors, wanted)
-        _check_tensors(tensors, wanted.values(), spec)
+            tensors = without_zero_biases(tensors, wanted)
+        check_tensors(tensors, wanted.values(), spec)
         files = tuple(sorted({each.file for each in (parts if quantization else tensors).values()}))
         tensors, spec, merged = merge(tensors, spec, adapters)
         wanted = {view.name: view for view in views(spec)}
@@ -131,7 +129,7 @@ class Checkpoint:
         tokenizer = rebuild_tokenizer(file)
         check_vocabulary(tokenizer, spec.vocab, str(path))
         tensors: Mapping[str, Stored] = gguf_tensors(file)
-        _check_tensors(tensors, views(spec), spec)
+        check_tensors(tensors, views(spec), spec)
         tensors, spec, merged = merge(tensors, spec, adapters)
         wanted = {view.name: view for view in views(spec)}
         special = special_tokens(config, {}, tokenizer, spec.vocab)
@@ -270,43 +268,3 @@ class Checkpoint:
 def _broken(key: str, got: str, expected: str) -> CheckpointError:
     fix = "The training or a conversion diverged, or the file is damaged: use another checkpoint."
     return CheckpointError(f"weights: {key}", got=got, expected=expected, fix=fix)
-
-
-def _without_zero_biases(tensors: Mapping[str, Stored], wanted: Mapping[str, View]) -> dict[str, Stored]:
-    """Without the biases of zeros that quantizers add to projections that have none."""
-    extra = {key for key in tensors if key.endswith(".bias")} - {view.key for view in wanted.values()}
-    extra = {key for key in extra if len(shape := tensors[key].shape) == 1 and shape[0] and not tensors[key].largest()}
-    return {key: stored for key, stored in tensors.items() if key not in extra}
-
-
-def _check_tensors(found: Mapping[str, Stored], wanted: Iterable[View], spec: DecoderSpec) -> None:
-    """Check that all tensors of the decoder are present, and no others.
-
-    Raises:
-        CheckpointError: naming the tensor.
-    """
-    shapes = {view.key: view.stored_shape for view in wanted}
-    for key, shape in shapes.items():
-        stored = found.get(key)
-        if stored is None or stored.shape != shape:
-            raise CheckpointError(
-                f"weights: {key}",
-                got="no such tensor" if stored is None else f"shape {list(stored.shape)}",
-                expected=f"shape {list(shape)}, as config.json says",
-                fix="The weights and config.json do not belong together; fetch both again.",
-            )
-    for key in sorted(found.keys() - shapes.keys()):
-        if key == HEAD and not same_numbers(found[HEAD], found[EMBEDDING]):
-            raise CheckpointError(
-                f"weights: {HEAD}",
-                got="another matrix than the embedding",
-                expected="the same or none, as tie_word_embeddings of config.json says",
-                fix="Set tie_word_embeddings to false if the head is a matrix of its own.",
-            )
-        if key != HEAD and _RECOMPUTED.fullmatch(key) is None:
-            raise CheckpointError(
-                f"weights: {key}",
-                got="a tensor that config.json does not account for",
-                expected=f"the tensors of the architecture {spec.model_type} alone",
-                fix="Merge adapters into the weights first. Another architecture cannot be exported.",
-            )

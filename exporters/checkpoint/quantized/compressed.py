@@ -96,12 +96,14 @@ class _Scheme:
     Attributes:
         bits: of an integer, or of a float.
         floats: whether weights are float8.
+        symmetric: whether all zero points are 0.
         block: rows and columns that share a scale, if both are bounded.
         group: inputs that share a scale.
     """
 
     bits: int
     floats: bool
+    symmetric: bool
     block: tuple[int, int] | None
     group: int | None
 
@@ -120,7 +122,12 @@ class _Scheme:
         block = None
         if strategy == "block":
             block = read_block(config, "block_structure")
-        return cls(bits, kind == "float", block, group if strategy == "group" else None)
+        symmetric = config.flag("symmetric", True)
+        return cls(bits, kind == "float", symmetric, block, group if strategy == "group" else None)
+
+    def groups(self, inputs: int) -> int:
+        """Scales of an output channel."""
+        return 1 if self.group is None else -(-inputs // self.group)
 
     @property
     def name(self) -> str:
@@ -181,7 +188,9 @@ class Compressed:
         if values is None or len(values.shape) != 2 or values.dtype.itemsize != 1:
             raise unreadable(f"{module}.weight", "a matrix of integers or floats of 8 bits", values)
         floats = values.dtype != np.int8
-        scheme = self._scheme(f"{module}.weight", lambda each: each.floats == floats and each.bits == 8)
+        scheme = self._scheme(
+            f"{module}.weight", values.shape[1], scale, lambda each: each.floats == floats and each.bits == 8
+        )
         if floats:
             return float8_matrix(values, f"{module}.weight_scale", scale, scheme.block)
         return self._integers(module, tensors, (values.shape[0], values.shape[1]), scheme, values)
@@ -192,7 +201,8 @@ class Compressed:
             raise unreadable(f"{module}.weight_shape", "two whole numbers above 0", stored)
         outputs, inputs = (int(each) for each in stored.open())
         key = f"{module}.weight_packed"
-        scheme = self._scheme(key, lambda each: packed.shape == (outputs, -(-inputs * each.bits // 32)))
+        scale = tensors[f"{module}.weight_scale"]
+        scheme = self._scheme(key, inputs, scale, lambda each: packed.shape == (outputs, -(-inputs * each.bits // 32)))
         return self._integers(module, tensors, (outputs, inputs), scheme, packed)
 
     def _integers(
@@ -205,7 +215,9 @@ class Compressed:
     ) -> CompressedMatrix:
         outputs, inputs = shape
         scale, zeros = tensors[f"{module}.weight_scale"], tensors.get(f"{module}.weight_zero_point")
-        groups = 1 if scheme.group is None else -(-inputs // scheme.group)
+        groups = scheme.groups(inputs)
+        if zeros is None and not scheme.symmetric:
+            raise unreadable(f"{module}.weight_zero_point", "one, as symmetric of quantization_config says", None)
         if groups > 1 or scale.shape not in ((), (1,), (1, 1), (outputs,)):
             check_shape(f"{module}.weight_scale", scale, (outputs, groups))
         if zeros is not None and zeros.dtype == np.int32 and values.dtype == np.int32:
@@ -223,9 +235,11 @@ class Compressed:
         kept = None if neighbours else order
         return CompressedMatrix(values.file, shape, scheme.bits, values, scale, zeros, kept)
 
-    def _scheme(self, key: str, fits: Callable[[_Scheme], bool]) -> _Scheme:
+    def _scheme(self, key: str, inputs: int, scale: StoredTensor, fits: Callable[[_Scheme], bool]) -> _Scheme:
         """The one scheme that fits what is stored."""
         found = [scheme for scheme in self.schemes if fits(scheme)]
+        if len(found) > 1:
+            found = [scheme for scheme in found if scale.shape[1:] == (scheme.groups(inputs),)]
         if len(found) != 1:
             raise unreadable(key, "one of the groups of quantization_config", None, f"{len(found)} that fit it")
         return found[0]

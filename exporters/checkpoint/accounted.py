@@ -1,0 +1,52 @@
+"""Which tensors a checkpoint must have, and which it may have besides."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+
+from edgekv.errors import CheckpointError
+from edgekv.spec import EMBEDDING, HEAD, DecoderSpec, View
+from exporters.checkpoint.stored import Stored, same_numbers
+
+_RECOMPUTED = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")  # present in older checkpoints
+
+
+def without_zero_biases(tensors: Mapping[str, Stored], wanted: Mapping[str, View]) -> dict[str, Stored]:
+    """Without the biases of zeros that quantizers add to projections that have none."""
+    extra = {key for key in tensors if key.endswith(".bias")} - {view.key for view in wanted.values()}
+    extra = {key for key in extra if len(shape := tensors[key].shape) == 1 and shape[0] and not tensors[key].largest()}
+    return {key: stored for key, stored in tensors.items() if key not in extra}
+
+
+def check_tensors(found: Mapping[str, Stored], wanted: Iterable[View], spec: DecoderSpec) -> None:
+    """Check that all tensors of the decoder are present, and no others.
+
+    Raises:
+        CheckpointError: naming the tensor.
+    """
+    shapes = {view.key: view.stored_shape for view in wanted}
+    for key, shape in shapes.items():
+        stored = found.get(key)
+        if stored is None or stored.shape != shape:
+            raise CheckpointError(
+                f"weights: {key}",
+                got="no such tensor" if stored is None else f"shape {list(stored.shape)}",
+                expected=f"shape {list(shape)}, as config.json says",
+                fix="The weights and config.json do not belong together; fetch both again.",
+            )
+    for key in sorted(found.keys() - shapes.keys()):
+        if key == HEAD and not same_numbers(found[HEAD], found[EMBEDDING]):
+            raise CheckpointError(
+                f"weights: {HEAD}",
+                got="another matrix than the embedding",
+                expected="the same or none, as tie_word_embeddings of config.json says",
+                fix="Set tie_word_embeddings to false if the head is a matrix of its own.",
+            )
+        if key != HEAD and _RECOMPUTED.fullmatch(key) is None:
+            raise CheckpointError(
+                f"weights: {key}",
+                got="a tensor that config.json does not account for",
+                expected=f"the tensors of the architecture {spec.model_type} alone",
+                fix="Merge adapters into the weights first. Another architecture cannot be exported.",
+            )
