@@ -26,6 +26,13 @@ def compiled(tmp_path_factory, bundle):
     return folder, compile_bundle(open_bundle(folder), find("Snapdragon 8 Gen 3"))
 
 
+@pytest.fixture(scope="module")
+def small_compiled(tmp_path_factory, small_export):
+    """A small random model, where the model does not matter."""
+    folder = shutil.copytree(small_export, tmp_path_factory.mktemp("small_compiled") / "bundle")
+    return folder, compile_bundle(open_bundle(folder), find("Snapdragon 8 Gen 3"))
+
+
 def test_one_binary_for_each_graph_and_one_that_shares_weights(compiled):
     folder, record = compiled
     sizes = {binary.file: record.files[binary.file].bytes for binary in record.binaries}
@@ -44,8 +51,8 @@ def test_the_binary_itself_says_which_chip_it_targets(compiled):
 
 
 @pytest.mark.parametrize("soc", ["SM8550", "SM8750", "SM8850", "SC8380XP", "QCS8550", "QCS6490"])
-def test_every_chip_of_the_catalogue_is_targeted_for_real(compiled, soc):
-    record = compile_bundle(open_bundle(compiled[0]), find(soc))
+def test_every_chip_of_the_catalogue_is_targeted_for_real(small_compiled, soc):
+    record = compile_bundle(open_bundle(small_compiled[0]), find(soc))
     assert (record.soc, record.arch) == (soc, find(soc).arch)
 
 
@@ -76,8 +83,8 @@ def test_compiling_at_once_needs_graphs_that_are_checked(options):
         ExportOptions(device=find("SM8650"), recipe=find_recipe("w8a16"), compile=True, **options)
 
 
-def test_the_same_bundle_compiles_to_the_same_bytes_in_another_folder(compiled, tmp_path):
-    folder, record = compiled
+def test_the_same_bundle_compiles_to_the_same_bytes_in_another_folder(small_compiled, tmp_path):
+    folder, record = small_compiled
     shutil.copytree(folder, copy := tmp_path / "a" / "copy", ignore=shutil.ignore_patterns("compiled"))
     assert compile_bundle(open_bundle(copy), find("SM8650")) == record
     for name in record.files:
@@ -102,11 +109,11 @@ def test_a_compiled_bundle_still_opens(compiled):
     assert open_bundle(compiled[0]).manifest.device == "SM8650"
 
 
-def test_compiling_again_needs_force(compiled):
-    opened = open_bundle(compiled[0])
+def test_compiling_again_needs_force(small_compiled):
+    opened = open_bundle(small_compiled[0])
     with pytest.raises(UsageError, match="--force"):
         compile_bundle(opened, find("SM8650"))
-    assert compile_bundle(opened, find("SM8650"), force=True) == compiled[1]
+    assert compile_bundle(opened, find("SM8650"), force=True) == small_compiled[1]
 
 
 def test_a_compiled_graph_runs_like_the_one_it_was_made_from(compiled):
