@@ -20,7 +20,8 @@ from edgekv.cli.app import run
 from edgekv.errors import BundleError, EngineError, UsageError
 from exporters.targets.genai import GenaiOptions, open_folder, run_folder, write_folder
 from exporters.targets.genai.folder import choose_graphs, choose_pad_token
-from tests.exports import kept
+from tests.checkpoints import NEWER, write_sinking
+from tests.exports import export_options, exported, kept
 
 pytestmark = pytest.mark.htp
 
@@ -54,6 +55,23 @@ def test_it_generates_the_tokens_that_our_loop_does(
     expected = [token.id for token in model.generate(prompt, tokens)]
     assert len(expected) == tokens
     assert run_folder(open_folder(folders[engine]), prompt, tokens) == expected
+
+
+@pytest.mark.parametrize(("engine", "tokens"), [("cpu", 1000), ("htp", 4)])
+def test_its_graphs_begin_with_the_sink(
+    engine: str, tokens: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The prompt takes seven windows of 16 tokens, and 1 + 112 + 15 tokens fill the context of 128."""
+    checkpoint = write_sinking(tmp_path / "checkpoint", NEWER)
+    bundle = exported(checkpoint, export_options(context=(64, 128), ar=(1, 16), calibration_tokens=512))
+    target, prompt = tmp_path / "genai", [256, *range(40, 139)]
+    command = ["bundle", "genai", str(bundle), "-o", str(target), "--engine", engine, "--pad-token-id", "319"]
+    assert run(command) == 0
+    assert "the graphs begin every text with '<|0|>', which prompts leave out" in capsys.readouterr().out
+    expected = [token.id for token in edgekv.load(bundle, engine).generate(prompt, min(tokens, 15))]
+    assert len(expected) >= 4
+    assert run_folder(open_folder(target), prompt, tokens) == expected
+    assert run_folder(open_folder(target), prompt[1:], 4) == expected[:4]
 
 
 def test_it_ends_where_the_context_does(folders: dict[str, Path], prompt: list[int]) -> None:
@@ -131,7 +149,7 @@ def test_what_it_cannot_express_is_refused_by_name(bundle: Path, tmp_path: Path)
     graphs = open_bundle(bundle, verify=False).manifest.graphs
     with pytest.raises(BundleError, match=r"graphs: got only ar1_cl128; .*--ar 1,32"):
         choose_graphs(changed(bundle, graphs=[g for g in graphs if g.role == "decode"]))
-    with pytest.raises(BundleError, match=r"attention windows: got 32, all; expected layers that all attend"):
+    with pytest.raises(BundleError, match=r"attention windows: got 32, all; expected full attention in all layers"):
         choose_graphs(changed(bundle, windows=[32, None]))
     with pytest.raises(BundleError, match=r"got tflite graphs; expected onnx graphs, which onnxruntime-genai"):
         choose_graphs(changed(bundle, graph_format="tflite"))
@@ -150,7 +168,9 @@ def test_padding_is_an_id_that_no_prompt_contains(bundle: Path) -> None:
     model = structs.replace(open_bundle(bundle, verify=False).manifest.model, vocab=4100)
     ends = structs.replace(tokens, pad=1)
     assert choose_pad_token(changed(bundle, tokens=ends, model=model), None) == 4099
-    with pytest.raises(UsageError, match=r"padding: got no padding token.*--pad-token-id; .*2 \(<\|pad\|>\)"):
+    with pytest.raises(
+        UsageError, match=r"padding: got a bundle without a padding token.*--pad-token-id; .*2 \(<\|pad\|>\)"
+    ):
         choose_pad_token(changed(bundle, tokens=ends), None)
     for wrong in (-1, 4096, tokens.eos[0], tokens.bos):
         with pytest.raises(UsageError, match=f"--pad-token-id: got {wrong}; expected an id below 4096"):

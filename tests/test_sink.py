@@ -234,12 +234,3 @@ def test_texts_without_bos_begin_as_chats_or_with_eos(tmp_path: Path) -> None:
     (folder / "chat_template.jinja").write_text("A{% for m in messages %}{{ m['content'] }}{% endfor %}")
     chat = Checkpoint.open(str(folder))
     assert first_tokens(chat, SinkWanted()) == (chat.encode("A")[0],)
-
-
-@pytest.mark.htp
-def test_a_runtime_that_starts_empty_refuses_the_sink(
-    sinking: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run(["bundle", "genai", str(sinking), "-o", str(tmp_path / "genai")])
-    assert "sink: got 1 first tokens" in capsys.readouterr().err
-    assert not (tmp_path / "genai").exists()

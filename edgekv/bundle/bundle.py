@@ -78,23 +78,6 @@ class Bundle:
                 fix="Export it with --format onnx.",
             )
 
-    def require_no_sink(self, reader: str) -> None:
-        """Reject a bundle whose first tokens' rows must be written into the cache, for a reader that cannot.
-
-        Args:
-            reader: name of the reader, for the error.
-
-        Raises:
-            BundleError: the bundle has a sink.
-        """
-        if (sink := self.manifest.sink) is not None:
-            raise BundleError(
-                f"bundle {self.path}: sink",
-                got=f"{len(sink.tokens)} first tokens whose keys and values stand in {sink.file}",
-                expected=f"graphs that compute every token, since {reader} starts with an empty cache",
-                fix="Export it with --sink none, which costs accuracy.",
-            )
-
     def tokenizer(self) -> Tokenizer:
         """The tokenizer of the checkpoint.
 

@@ -80,6 +80,9 @@ def bundle_genai(
     where = "the CPU" if written.soc is None else written.soc
     typer.echo(f"{output}: for {where}, context {written.context}, {held / 1e6:.1f} MB")
     typer.echo(f"  prompts run in windows of {written.window} tokens, padded with token {written.pad_token}")
+    if written.sink:
+        text = opened.tokenizer().decode(written.sink, skip_special_tokens=False)
+        typer.echo(f"  the graphs begin every text with {text!r}, which prompts leave out")
     typer.echo(
         "  the graphs return the same integers as the bundle's" if written.checked else "  not compared with the bundle"
     )

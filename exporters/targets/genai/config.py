@@ -13,6 +13,7 @@ from exporters.targets.genai.stack_heads import new_name, past_name
 
 CONFIG = "genai_config.json"
 TOKENIZER = "tokenizer.json"
+SINK = "sink.json"
 POSITION_PROCESSOR = "position-processor.onnx"
 DEQUANTIZER = "dequantizer.onnx"
 
@@ -105,6 +106,12 @@ class GenaiConfig(_Part, frozen=True, kw_only=True):
     search: Search
 
 
+class FirstTokens(msgspec.Struct, frozen=True):
+    """`sink.json`: the tokens whose keys and values are constants of the graphs; prompts begin after them."""
+
+    tokens: list[int]
+
+
 def genai_config(
     manifest: Manifest, decode: GraphRecord, prefill: GraphRecord, engine: str, pad_token: int
 ) -> GenaiConfig:
@@ -119,6 +126,7 @@ def genai_config(
     """
     model = manifest.model
     options = _session_options(engine)
+    sink = 0 if manifest.sink is None else len(manifest.sink.tokens)
     layers = range(model.layers)
     past = [past_name(kind, layer) for layer in layers for kind in ("key", "value")]
     new = [new_name(kind, layer) for layer in layers for kind in ("key", "value")]
@@ -167,7 +175,8 @@ def genai_config(
             context_length=decode.context,
             decoder=decoder,
         ),
-        search=Search(max_length=decode.context),
+        # Longer texts would use the columns of the sink.
+        search=Search(max_length=decode.context - sink),
     )
 
 

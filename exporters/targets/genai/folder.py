@@ -13,10 +13,19 @@ from devices import Device
 from edgekv.bundle import Bundle, FileRecord, GraphRecord, atomic_directory, readable_json, record_files
 from edgekv.errors import BundleError, EngineError, UsageError
 from edgekv.runtime.rewrite import load_model, save_model, weight_files
+from edgekv.session.sink import read_sink
 from exporters.htp.check import floating_nodes
 from exporters.htp.compile import compile_graphs
 from exporters.progress import Progress, silent
-from exporters.targets.genai.config import CONFIG, DEQUANTIZER, POSITION_PROCESSOR, TOKENIZER, genai_config
+from exporters.targets.genai.config import (
+    CONFIG,
+    DEQUANTIZER,
+    POSITION_PROCESSOR,
+    SINK,
+    TOKENIZER,
+    FirstTokens,
+    genai_config,
+)
 from exporters.targets.genai.helpers import dequantizer, position_processor
 from exporters.targets.genai.proof import StackedGraph, prove
 from exporters.targets.genai.stack_heads import stack_heads
@@ -35,6 +44,7 @@ class GenaiFolder(msgspec.Struct, frozen=True, kw_only=True):
         pad_token: the id that no prompt may contain.
         shared_weights: both graphs are in one binary.
         checked: the stacked graphs computed the same integers as the bundle's graphs.
+        sink: the tokens that the graphs begin every text with; prompts leave them out.
         files: size and hash of every file.
     """
 
@@ -45,6 +55,7 @@ class GenaiFolder(msgspec.Struct, frozen=True, kw_only=True):
     pad_token: int
     shared_weights: bool
     checked: bool
+    sink: list[int]
     files: dict[str, FileRecord]
 
 
@@ -115,6 +126,8 @@ def write_folder(
         config = genai_config(manifest, decode, prefill, options.engine, pad_token)
         (folder / CONFIG).write_bytes(readable_json(config))
         shutil.copyfile(bundle.path / TOKENIZER, folder / TOKENIZER)
+        if manifest.sink is not None:
+            (folder / SINK).write_bytes(readable_json(FirstTokens(manifest.sink.tokens)))
         (folder / "tokenizer_config.json").write_bytes(_TOKENIZER_CONFIG)
         return GenaiFolder(
             engine=options.engine,
@@ -124,6 +137,7 @@ def write_folder(
             pad_token=pad_token,
             shared_weights=options.share_weights,
             checked=options.check,
+            sink=[] if manifest.sink is None else manifest.sink.tokens,
             files=record_files(folder),
         )
 
@@ -136,7 +150,6 @@ def choose_graphs(bundle: Bundle) -> tuple[GraphRecord, GraphRecord]:
     """
     bundle.require_onnx("onnxruntime-genai")
     bundle.require_whole("onnxruntime-genai")
-    bundle.require_no_sink("onnxruntime-genai")
     manifest = bundle.manifest
     name = f"bundle {bundle.path}"
     if manifest.kv_dtype != "u8":
@@ -209,9 +222,10 @@ def choose_pad_token(bundle: Bundle, given: int | None) -> int:
 
 
 def _write_stacked(bundle: Bundle, records: Sequence[GraphRecord], folder: Path) -> None:
+    sink = read_sink(bundle)
     for record in records:
         model = load_model(bundle.graph_path(record))
-        stack_heads(model, bundle.manifest, record)
+        stack_heads(model, bundle.manifest, record, sink)
         save_model(model, folder / record.file)
         for name in weight_files(model):
             shutil.copyfile(bundle.path / name, folder / name)

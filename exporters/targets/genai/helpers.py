@@ -27,13 +27,15 @@ def position_processor(manifest: Manifest, context: int) -> ir.Model:
     Inputs: `position_ids` int32 `[1, AR]`, `held_tokens` int32 `[1, S]` (1 for the columns of tokens, 0 for those of
     padding and for empty ones). Outputs: `attention_mask` u16 `[1, 1, AR, S]`, in which a row also masks the
     step's later tokens, `position_ids_cos` and `position_ids_sin` `[1, 1, AR, R/2]`. The rotary values are looked up in
-    the table of edgekv's own loop.
+    the table of edgekv's own loop. onnxruntime-genai does not know of a sink: with one of n tokens, positions count
+    from n, and the first n columns are open.
 
     Args:
         manifest: of the bundle.
         context: S.
     """
-    cos, sin = rope_tables(manifest)[""].rows(0, context)
+    sink = 0 if manifest.sink is None else len(manifest.sink.tokens)
+    cos, sin = rope_tables(manifest)[""].rows(sink, context)
     graph = _graph("position-processor")
     new = NodeWriter(graph)
     ids, held_tokens = make_port(POSITION_IDS, _INT32, [1, "AR"]), make_port(HELD_TOKENS, _INT32, [1, context])
@@ -57,6 +59,9 @@ def position_processor(manifest: Manifest, context: int) -> ir.Model:
     not_later = new.node("LessOrEqual", [columns, own_columns], "not_later")
     held = new.node("Greater", [held_tokens, new.constant("nothing", np.array(0, np.int32))], "held")
     is_open = new.node("And", [not_later, held], "open")
+    if sink:
+        in_sink = new.constant("in_sink", np.arange(context)[None] < sink)
+        is_open = new.node("Or", [is_open, in_sink], "open_or_sink")
     level = new.node("Cast", [is_open], "level", to=ir.DataType.INT64)
     levels = new.constant("mask_levels", np.array([0, np.iinfo(np.uint16).max], np.uint16))
     mask = new.node("Gather", [levels, level], "mask")

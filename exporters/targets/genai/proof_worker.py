@@ -15,6 +15,7 @@ from devices import find
 from edgekv.bundle import Bundle, GraphRecord, Manifest, open_bundle
 from edgekv.errors import EdgeKVError
 from edgekv.runtime import CpuEngine, HtpEngine
+from edgekv.session.sink import read_sink
 from edgekv.spec import IDS, LOGITS_INDEX
 from exporters.targets.genai.proof import ProofJob, ProofReply
 from exporters.targets.genai.stack_heads import new_name, past_name
@@ -48,7 +49,7 @@ def _both(bundle: Bundle, record: GraphRecord, stacked: Path, engine: CpuEngine 
     manifest = bundle.manifest
     session = engine.session(bundle.graph_path(record))
     feeds = _random_feeds(session, manifest, record)
-    wanted = _stack(manifest, _run(session, feeds), "new")
+    wanted = _stack(manifest, _run(session, _with_sink(bundle, feeds)), "new")
     del session  # one compiled graph in memory at a time
     session = engine.session(stacked)
     feeds = _stack(manifest, feeds, "past")
@@ -66,6 +67,19 @@ def _random_feeds(session: ort.InferenceSession, manifest: Manifest, record: Gra
     if LOGITS_INDEX in feeds:
         feeds[LOGITS_INDEX][:] = record.ar - 1
     return feeds
+
+
+def _with_sink(bundle: Bundle, feeds: Arrays) -> Arrays:
+    """The same inputs with the sink in the first columns of the past, where graphs with stacked heads have it."""
+    if (sink := read_sink(bundle)) is None:
+        return feeds
+    changed = {name: feeds[name].copy() for name in sink.rows}
+    for tensor in bundle.manifest.geometry.names():
+        past = changed[tensor.past][0, 0]
+        if tensor.kind == "key" and bundle.manifest.key_layout == "columns":
+            past = past.T
+        past[: len(sink.tokens)] = sink.rows[tensor.past]
+    return feeds | changed
 
 
 def _stack(manifest: Manifest, arrays: Arrays, end: str) -> Arrays:

@@ -15,7 +15,7 @@ from edgekv.errors import BundleError, EngineError, UsageError
 from edgekv.json_file import read_json
 from edgekv.spec.text import open_tokenizer
 from exporters.targets.expected_folder import expect_folder_for
-from exporters.targets.genai.config import CONFIG, TOKENIZER, GenaiConfig
+from exporters.targets.genai.config import CONFIG, SINK, TOKENIZER, FirstTokens, GenaiConfig
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -75,10 +75,12 @@ class OpenedFolder:
     Attributes:
         path: the folder, absolute.
         config: its `genai_config.json`.
+        first: the tokens that the graphs begin every text with; prompts may leave them out.
     """
 
     path: Path
     config: GenaiConfig
+    first: list[int]
 
     def tokenizer(self) -> Tokenizer:
         """The tokenizer of the checkpoint.
@@ -97,7 +99,10 @@ def open_folder(path: Path) -> OpenedFolder:
     """
     expect_folder_for("genai", path)
     config = read_json(path / CONFIG, GenaiConfig, expected="a folder that edgekv bundle genai wrote", fix=_WRITE_AGAIN)
-    return OpenedFolder(path.absolute(), config)
+    first = []
+    if (path / SINK).is_file():
+        first = read_json(path / SINK, FirstTokens, expected="token ids", fix=_WRITE_AGAIN).tokens
+    return OpenedFolder(path.absolute(), config, first)
 
 
 def run_folder(folder: OpenedFolder, tokens: Sequence[int], max_new_tokens: int) -> list[int]:
@@ -113,7 +118,10 @@ def run_folder(folder: OpenedFolder, tokens: Sequence[int], max_new_tokens: int)
         EngineError: onnxruntime-genai is missing, of another version, failed, or crashed.
     """
     check_version()
-    _check_prompt(folder.config, tokens)
+    first = len(folder.first)
+    if list(tokens[:first]) == folder.first:
+        tokens = tokens[first:]
+    _check_prompt(folder.config, tokens, first)
     job = GenaiJob(folder=str(folder.path), tokens=list(tokens), max_new_tokens=max_new_tokens)
     end = run_in_child("exporters.targets.genai.worker", msgspec.json.encode(job))
     reply = GenaiReply() if end.reply is None else msgspec.json.decode(end.reply, type=GenaiReply)
@@ -127,8 +135,9 @@ def run_folder(folder: OpenedFolder, tokens: Sequence[int], max_new_tokens: int)
     return reply.tokens
 
 
-def _check_prompt(config: GenaiConfig, tokens: Sequence[int]) -> None:
+def _check_prompt(config: GenaiConfig, tokens: Sequence[int], first: int) -> None:
     model = config.model
+    room = model.context_length - first
     window = model.decoder.sliding_window.window_size
     padded = -(-len(tokens) // window) * window
     if len(tokens) < 2:
@@ -141,10 +150,10 @@ def _check_prompt(config: GenaiConfig, tokens: Sequence[int]) -> None:
             expected="a prompt without it",
             fix="Choose another --pad-token-id when the folder is written.",
         )
-    if padded >= model.context_length:
+    if padded >= room:
         raise UsageError(
             "prompt",
             got=f"{len(tokens)} tokens, {padded} with padding",
-            expected=f"less than the context of {model.context_length}",
+            expected=f"less than the context of {room}",
             fix="Shorten it, or export with a larger --context.",
         )

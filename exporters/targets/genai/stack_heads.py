@@ -10,10 +10,11 @@ import onnx_ir as ir
 
 from edgekv.bundle import Manifest
 from edgekv.errors import BundleError
-from edgekv.kv import KvTensor
+from edgekv.kv import KvTensor, Sink
 from edgekv.runtime.rewrite import NodeWriter, apply, declare, find_port, make_port, readers, sizes
 from edgekv.spec import GraphRecord
 from edgekv.spec.graph import LOGITS_INDEX
+from exporters.targets.genai.sink_columns import SinkColumns
 from exporters.targets.key_columns import KeysInColumns
 from quant import Encoding
 
@@ -31,13 +32,15 @@ def new_name(kind: str, layer: int | str) -> str:
     return f"past_{kind}_{layer}_out"
 
 
-def stack_heads(model: ir.Model, manifest: Manifest, record: GraphRecord) -> None:
-    """Give a graph of a bundle keys in columns and stacked heads, in place.
+def stack_heads(model: ir.Model, manifest: Manifest, record: GraphRecord, sink: Sink | None = None) -> None:
+    """Give a graph of a bundle keys in columns, the sink if there is one, and stacked heads, in place.
 
     Raises:
         BundleError: the graph's cache is not the one of the manifest.
     """
     passes: list[ir.passes.PassBase] = [StackHeads(manifest, record)]
+    if sink is not None:
+        passes.insert(0, SinkColumns(manifest, sink))
     if manifest.key_layout == "rows":
         passes.insert(0, KeysInColumns(manifest.geometry.names()))
     apply(model, *passes)
