@@ -45,7 +45,7 @@ def write_adapter(
             continue
         r = next((r for end, r in (ranks or {}).items() if module.endswith(end)), rank)
         out, width = value.shape
-        first = random.standard_normal((r, width)).astype(np.float32) / np.sqrt(width)
+        first = random.standard_normal((r, width)).astype(np.float32) / np.float32(np.sqrt(width))
         second = random.standard_normal((out, r)).astype(np.float32)
         at = f"base_model.model.{module}"
         if module.endswith("embed_tokens"):

@@ -392,7 +392,7 @@ def test_a_cache_folder_that_cannot_be_written_costs_only_time(settled: Path, mo
         ("genie_config.json", "", r"got a folder for Genie; .* edgekv genie run"),
         ("genai_config.json", "", r"got a folder for onnxruntime-genai; .* edgekv genai run"),
         ("compiled.json", "", r"got the compiled binaries of a bundle; .* Give the bundle: "),
-        ("adapter_config.json", "", r"got a LoRA adapter .*Merge it"),
+        ("adapter_config.json", "", r"got a LoRA adapter without its base model; .* edgekv export BASE --lora"),
         ("manifest.json", "manifest.json", r"got the manifest of a bundle; .* Give its folder"),
         ("notes.txt", "notes.txt", r"got a file; expected a bundle's folder"),
     ],
