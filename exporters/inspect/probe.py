@@ -120,8 +120,11 @@ class Probe:
         nothing = np.empty((0, manifest.geometry.head_dim), DTYPES[manifest.kv_dtype])
         past = {tensor: nothing if self._sink is None else self._sink.rows[tensor.past] for tensor in piece.tensors}
         rows: dict[str, list[Integers]] = {name: [] for name in piece.results}
-        for start in range(0, len(state), ar):
-            chunk = state[start : start + ar]
+        # The first step ends at a multiple of AR, so that the last one has all of its past within the context.
+        for stop in range(ar - self.first % ar, len(state) + ar, ar):
+            start = max(stop - ar, 0)
+            if not len(chunk := state[start:stop]):
+                break
             outputs = self._step(session, piece, chunk, self.first + start, past)
             for name in rows:
                 rows[name].append(_tokens_first(outputs[name])[: len(chunk)])
