@@ -80,6 +80,7 @@ def plain_copying(bundle: Path, tokens: list[int]) -> np.ndarray:
     return np.array(logits)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reserve", [2.0, 1.5])
 def test_pointer_shift_is_plain_copying_bit_by_bit(bundle, reserve):
     model = edgekv.load(bundle, kv_update="pointer-shift", reserve=reserve)

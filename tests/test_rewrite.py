@@ -82,6 +82,7 @@ def layouts(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     return open_bundle(folder / "rows"), open_bundle(folder / "columns")
 
 
+@pytest.mark.slow
 def test_turning_keys_gives_the_graph_of_an_export_with_keys_in_columns(layouts: tuple[Bundle, Bundle]) -> None:
     rows, columns = layouts
     for record in rows.manifest.graphs:
