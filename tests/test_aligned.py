@@ -97,6 +97,15 @@ def test_without_a_sink_the_range_covers_the_first_token(tmp_path: Path) -> None
         assert np.abs(values / encodings[name].scale).max() <= 127 / ROOM * 1.02
 
 
+def test_a_cache_of_16_bits_has_room_for_twice_what_was_seen(tmp_path: Path) -> None:
+    checkpoint = open_one(tmp_path, "smollm2")
+    found = surveyed(checkpoint)
+    heads = align(checkpoint.spec, found.reach, found.rows, 32767, has_sink=False)
+    encodings = cache_encodings(heads, "s16")
+    for name, values in cached(trace_reference(transformed(checkpoint, ALIGNED, heads), TOKENS)).items():
+        assert np.abs(values / encodings[name].scale).max() <= 32767 / 2 * 1.02
+
+
 def test_pairs_fill_the_range(tmp_path: Path) -> None:
     checkpoint = open_one(tmp_path, "smollm2")
     found = surveyed(checkpoint, 0)

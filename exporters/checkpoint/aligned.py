@@ -39,6 +39,9 @@ ANGLES = np.deg2rad(np.arange(0.0, 90.0, 2.0))
 ROOM = 1.1
 """How far the range reaches beyond the values seen: a cache of 8 bits has little room."""
 
+WIDE_ROOM = 2.0
+"""The same for a cache of 16 bits: one bit costs nothing there, a clipped key costs a token."""
+
 _LEAST = 1 / 64  # of the mean reach: a pair that is almost 0 is not blown up
 _MOST_SHRUNK = 0.6  # least radius of a lattice point, relative to the pair's
 _FINE = 20.0  # steps; above this radius lattice points lie densely enough for the bound below
@@ -260,9 +263,14 @@ def _pairs(spec: DecoderSpec, layer: int) -> int:
     return (spec.rope_of(layer) or spec.rope).width // 2
 
 
+def _filled(limit: int) -> float:
+    """How many of `limit` steps the values seen may reach."""
+    return limit / (ROOM if limit < 256 else WIDE_ROOM)
+
+
 def _gains(seen: HeadReach, row: Floats | None, limit: int) -> tuple[Doubles, Doubles]:
     """Steps for each unit of a key: with the cosine and sine of the turn for pairs, `[R/2, 2]`, and of the rest."""
-    most = limit / ROOM
+    most = _filled(limit)
     least = max(_LEAST * float(np.concatenate([seen.pairs.min(axis=1), seen.rest]).mean()), 1e-30)
     pairs, half = np.empty((len(seen.pairs), 2)), len(seen.pairs)
     for number, reach in enumerate(np.maximum(seen.pairs, least)):
@@ -300,14 +308,14 @@ def _on_lattice(
     turns = (np.arctan2(up, across) - np.arctan2(second, first)) % (np.pi / 2)
     reached = np.interp(turns, np.append(ANGLES, np.pi / 2), np.append(reach, reach[0]))
     gains = norms / radius
-    gains[reached * gains > limit / ROOM * 1.01] = 0
+    gains[reached * gains > _filled(limit) * 1.01] = 0
     best = int(gains.argmax())
     return (float(turns[best]), float(gains[best])) if gains[best] else (angle, gain)
 
 
 def _value_turn(reach: float, row: Floats | None, width: int, limit: int) -> tuple[Floats, np.float32]:
     """The turn that puts a value on a lattice vector, and the step; no turn if the value is below 1 step."""
-    step = np.float32(max(reach, 1e-30) * ROOM / limit)
+    step = np.float32(max(reach, 1e-30) / _filled(limit))
     turn = np.zeros((2, width), np.float32)
     if row is None:
         return turn, step
