@@ -29,7 +29,7 @@ from edgekv.plan import CALIBRATION_WINDOW, default_calibration_tokens
 from edgekv.runtime import qnn
 from edgekv.spec import DecoderInterface, EncodingTypes, Geometry, LayeredGeometry
 from edgekv.spec.chat import write_templates
-from exporters.checkpoint.aligned import AlignedHeads, AlignedTransforms, align, cache_encodings, write_heads
+from exporters.checkpoint.aligned import AlignedHeads, cache_encodings, write_heads
 from exporters.checkpoint.channels import outlier_channels
 from exporters.checkpoint.checkpoint import Checkpoint
 from exporters.checkpoint.folded import transformed
@@ -45,18 +45,16 @@ from exporters.quantize.calibrate import calibration_windows, read_calibration
 from exporters.quantize.encodings import choose_encodings, decoder_results
 from exporters.quantize.matrices import QuantizedMatrices
 from exporters.quantize.reference import Tensors
-from exporters.quantize.sink import FloatSink, first_tokens, is_sink
+from exporters.quantize.sink import first_tokens
 from exporters.quantize.stages import Checks, FinishedBinaries, quantize_in_stages, stage_keys, stage_store
-from exporters.quantize.survey import survey
 from exporters.records import model_record, recipe_record, rope_record, sink_record, source_record, token_record
 from exporters.resources import bundle_bytes, check_disk, check_ram, full_disk_named, stage_bytes
+from exporters.surveyed import survey_checkpoint
 from quant import Encoding, Range
 
 __all__ = ["ExportOptions", "RunOptions", "export_bundle"]
 
 _PLAIN = RunOptions()
-_SURVEY_WINDOWS = 4
-"""Windows of the calibration text from which the transforms of heads are chosen."""
 
 
 def export_bundle(
@@ -111,7 +109,7 @@ def export_bundle(
     checkpoint.check_values(lambda done, of: progress("read", done, of))
     stored = stored_record(checkpoint, options.recipe)
     weights_sha256 = checkpoint.weights_sha256()
-    sink, heads = _survey(checkpoint, tokens, first, options)
+    sink, heads = survey_checkpoint(checkpoint, tokens, first, options)
     if sink is None:
         tokens = _calibration_tokens(checkpoint, calibration.text, options)
     sink_tokens = 0 if sink is None else len(sink.tokens)
@@ -236,40 +234,6 @@ def _calibration_tokens(
     tokens = options.calibration_tokens or default_calibration_tokens(checkpoint.spec.sizes)
     window = min(CALIBRATION_WINDOW, options.contexts[-1], tokens)
     return np.stack(calibration_windows(checkpoint, text, window, tokens, first=first))
-
-
-def _survey(
-    checkpoint: Checkpoint, tokens: NDArray[np.int64], first: Sequence[int], options: ExportOptions
-) -> tuple[FloatSink | None, AlignedHeads | None]:
-    """The sink and the transforms of heads, as far as options and recipe ask for them.
-
-    Args:
-        checkpoint: the exact weights.
-        tokens: of the calibration text, `[windows, T]`.
-        first: the tokens at the start of each window.
-        options: of the export.
-    """
-    aligned = options.recipe.heads != "none"
-    if options.sink.mode == "none":
-        first = ()
-    if not first and not aligned:
-        return None, None
-    spec, context = checkpoint.spec, options.contexts[-1]
-    windows = tokens[: _SURVEY_WINDOWS if aligned else 1]
-    found = survey(checkpoint, windows, context, len(first))
-    has_sink = is_sink(found.outlier, options.sink, first)
-    heads = None
-    if aligned:
-        limit = 32767 if options.kv_dtype == "s16" else 127
-        heads = align(spec, found.reach, found.rows, limit, has_sink=has_sink)
-    if not has_sink:
-        return None, heads
-    rows = found.rows
-    if heads is not None:
-        transforms = AlignedTransforms(spec, heads, checkpoint.tensor)
-        rows = {tensor: transforms.row(tensor, each) for tensor, each in rows.items()}
-    named = {tensor.past: each for tensor, each in rows.items()}
-    return FloatSink(tuple(first), found.outlier, named, found.logits), heads
 
 
 def _write(
