@@ -284,6 +284,14 @@ def test_a_phone_needs_no_binaries_of_single_graphs(tmp_path: Path) -> None:
     assert written.shared == []
 
 
+def test_the_check_compares_tokens_behind_one_that_ends_a_text(tmp_path: Path) -> None:
+    """Here every token does; Genie reports none of them."""
+    bundle = _export(write_checkpoint(tmp_path / "checkpoint"), ar=(1,))
+    tokens = msgspec.structs.replace(bundle.manifest.tokens, eos=list(range(bundle.manifest.model.vocab)))
+    ending = Bundle(bundle.path, msgspec.structs.replace(bundle.manifest, tokens=tokens))
+    assert write_genie(ending, tmp_path / "genie", GenieOptions(bos=False)).checked
+
+
 def test_one_graph_needs_no_shared_binary(tmp_path: Path) -> None:
     bundle = _export(write_checkpoint(tmp_path / "checkpoint"), ar=(1,))
     options = GenieOptions(context=100, max_new_tokens=5, sampling=SamplingParams(0.8, top_k=7, seed=3), bos=False)
@@ -386,6 +394,8 @@ def test_genie_begins_with_the_sink(sinking: Path, tmp_path: Path, capsys: pytes
         assert run(["genie", "run", str(target), "--prompt", text, "--max-new-tokens", "2", "--json"]) == 0
         texts.append(json.loads(capsys.readouterr().out)["text"])
     assert texts[0] == texts[1]
+    assert run(["genie", "run", str(target), "--prompt", SINK_TEXT]) == 2
+    assert "--prompt: got no text; expected some, after the first token" in capsys.readouterr().err
 
 
 def test_genie_saves_the_sink_as_it_was_written(sinking: Path, tmp_path: Path) -> None:

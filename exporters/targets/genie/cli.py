@@ -116,6 +116,8 @@ def run(
     opened = open_genie_folder(folder)
     if (sink := opened.manifest.sink) is not None:
         prompt = prompt.removeprefix(sink.text)
+    if not prompt:
+        raise UsageError("--prompt", got="no text", expected="some, after the first token", fix="Give a longer prompt.")
     pieces = []
     with GenieDialog(opened.path, opened.config(), opened.state) as dialog:
         for piece in dialog.query(prompt, max_new_tokens):
