@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,6 +38,7 @@ from exporters.targets.genie.plan import GeniePlan
 from exporters.targets.genie.ports import GeniePorts
 from exporters.targets.genie.proof import read_specs
 from tests.checkpoints import NEWER, OLDER, write_checkpoint, write_sinking
+from tests.endless import ending_elsewhere
 from tests.exports import export_options, exported, kept
 
 pytestmark = pytest.mark.htp
@@ -198,7 +201,9 @@ def test_a_misnamed_cache_tensor_is_found_where_genie_finds_nothing(
 def test_the_table_may_stay_outside_of_the_graphs(
     columns: Bundle, folder: GenieFolder, tmp_path: Path, ours: Ours
 ) -> None:
-    write_genie(columns, tmp_path / "genie", GenieOptions(embedding_table=True, check=False))
+    bundle = Bundle(shutil.copytree(columns.path, tmp_path / "bundle"), columns.manifest)
+    os.link(bundle.path / "weights-embedding.safetensors", tmp_path / "a second hard link")
+    write_genie(bundle, tmp_path / "genie", GenieOptions(embedding_table=True, check=False))
     outside = open_genie_folder(tmp_path / "genie")
     table = outside.manifest.files["embedding.raw"].bytes
     assert table == 2 * columns.manifest.model.vocab * columns.manifest.model.hidden
@@ -244,11 +249,10 @@ def test_a_split_may_keep_the_embedding_and_the_head_in_its_ends(tmp_path: Path)
 
 def test_genie_moves_to_the_next_context_as_edgekv_does(tmp_path: Path) -> None:
     checkpoint = write_checkpoint(tmp_path / "checkpoint")
-    bundle = _export(checkpoint, context=(32, 96), ar=(1, 8))
+    prompt = list(range(20))
+    bundle, ours = ending_elsewhere(_export(checkpoint, context=(32, 96), ar=(1, 8)).path, prompt, 24)
     written = write_genie(bundle, tmp_path / "genie", GenieOptions(bos=False))
     assert {(graph.ar, graph.context) for graph in written.graphs} == {(1, 32), (8, 32), (1, 96), (8, 96)}
-    prompt = list(range(20))
-    ours = [token.id for token in edgekv.load(bundle, engine="htp").generate(prompt, max_new_tokens=24)]
     with GenieDialog(tmp_path / "genie", open_genie_folder(tmp_path / "genie").config()) as dialog:
         assert list(dialog.token_query(prompt, max_new_tokens=24)) == ours
     assert len(prompt) + len(ours) > 32

@@ -9,11 +9,12 @@ import pytest
 
 import edgekv
 from devices import find
-from edgekv.bundle import Bundle, open_bundle
+from edgekv.bundle import Bundle
 from edgekv.kv import KvDtype
 from exporters.targets.genai import GenaiOptions, open_folder, run_folder, write_folder
 from exporters.targets.genie import GenieDialog, GenieOptions, open_genie_folder, write_genie
 from tests.checkpoints import NEWER, write_checkpoint
+from tests.endless import ending_elsewhere
 from tests.exports import export_options, exported
 
 pytestmark = pytest.mark.htp
@@ -24,16 +25,13 @@ PROMPT = [*range(3, 23)]  # more tokens than a window takes
 COUNT = 12
 
 
-def export(folder: Path, recipe: str, kv_dtype: KvDtype) -> Bundle:
+def export(folder: Path, recipe: str, kv_dtype: KvDtype) -> tuple[Bundle, list[int]]:
+    """A bundle, and what edgekv's own loop chooses on the HTP."""
     options = export_options(recipe, context=64, ar=(1, 16), kv_dtype=kv_dtype, key_layout="columns")
-    return open_bundle(exported(write_checkpoint(folder / "checkpoint", NEWER, SIZES), options))
-
-
-def own_tokens(bundle: Bundle) -> list[int]:
-    """What edgekv's own loop chooses on the HTP."""
-    tokens = [token.id for token in edgekv.load(bundle.path, "htp").generate(PROMPT, COUNT)]
+    path = exported(write_checkpoint(folder / "checkpoint", NEWER, SIZES), options)
+    bundle, tokens = ending_elsewhere(path, PROMPT, COUNT)
     assert len(tokens) == COUNT and len(set(tokens)) > 4
-    return tokens
+    return bundle, tokens
 
 
 def genie_tokens(bundle: Bundle, folder: Path) -> list[int]:
@@ -43,15 +41,14 @@ def genie_tokens(bundle: Bundle, folder: Path) -> list[int]:
 
 
 def test_blocks_of_4_bits_go_through_genie_and_onnxruntime_genai(tmp_path: Path) -> None:
-    bundle = export(tmp_path, "w4a16-lpbq32", "u8")
-    tokens = own_tokens(bundle)
+    bundle, tokens = export(tmp_path, "w4a16-lpbq32", "u8")
     assert genie_tokens(bundle, tmp_path / "genie") == tokens
     write_folder(bundle, tmp_path / "genai", GenaiOptions(DEVICE))
     assert run_folder(open_folder(tmp_path / "genai"), PROMPT, COUNT) == tokens
 
 
 def test_a_16_bit_cache_goes_through_genie(tmp_path: Path) -> None:
-    bundle = export(tmp_path, "w8a16", "s16")
-    assert genie_tokens(bundle, tmp_path / "genie") == own_tokens(bundle)
+    bundle, tokens = export(tmp_path, "w8a16", "s16")
+    assert genie_tokens(bundle, tmp_path / "genie") == tokens
     cpu, htp = (edgekv.load(bundle.path, engine).score(PROMPT) for engine in ("cpu", "htp"))
     assert 10 * np.log10(np.square(cpu).sum() / np.square(cpu - htp).sum()) > 30

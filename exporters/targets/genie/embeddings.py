@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import onnx_ir as ir
 
 from edgekv.runtime.rewrite import encoding, find_port, follow, make_port, readers, remove_unused, sizes, unlike
@@ -40,10 +41,13 @@ class ReadEmbeddings(ir.passes.InPlacePass):
             raise unlike(graph, "no rows of a u16 table that input_ids select")
         reshape = follow(gathers[0], "Reshape")[-1]
         last = follow(reshape, "QuantizeLinear")[-1]
+        # `tensor.numpy()` refuses a file with a second hard link, which a folder written beside this one may hold.
+        count, width = tensor.shape.numpy()
+        table = np.memmap(tensor.path, "<u2", "r", tensor.offset or 0, (count, width))
         with self._table.open("wb") as file:
-            tensor.tofile(file)
+            table.tofile(file)
         self.encoding = encoding(last)
-        shape = [1, 1, sizes(ids)[1], tensor.numpy().shape[1]]
+        shape = [1, 1, sizes(ids)[1], width]
         embeddings = make_port(EMBEDDINGS, ir.DataType.UINT16, shape)
         last.outputs[0].replace_all_uses_with(embeddings)
         graph.inputs[graph.inputs.index(ids)] = embeddings
