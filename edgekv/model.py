@@ -3,117 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Unpack, overload
+from typing import Any, Unpack, overload
 
 import numpy as np
 from numpy.typing import NDArray
 
-from edgekv.bundle import Bundle
-from edgekv.kv import KVCache
-from edgekv.prefix import PrefixCache, PrefixStore, RetentionPolicy, open_store
-from edgekv.runtime import Engine
+from edgekv.prefix import RetentionPolicy
 from edgekv.session.beam_run import BeamResult, check_beams, run_beams
-from edgekv.session.caches import CacheSetup
 from edgekv.session.call import BeamCall, SamplingCall, choose_params
-from edgekv.session.defaults import default_params
 from edgekv.session.generation import Generation
-from edgekv.session.graphs import Graphs
+from edgekv.session.loaded import LoadedBundle
 from edgekv.session.logits import LogitsProcessor
 from edgekv.session.params import BeamParams, SamplingParams
-from edgekv.session.pool import SessionPool
-from edgekv.session.prompt import PromptReader
 from edgekv.session.request import Request, open_prefixes
 from edgekv.session.sampler import Sampler
-from edgekv.session.session import Session
-from edgekv.session.turns import Turns
-from edgekv.spec.chat import ChatTemplates, Message
-
-if TYPE_CHECKING:
-    from tokenizers import Tokenizer
+from edgekv.spec.chat import Message
 
 Prompt = str | Sequence[int]
 """Text, or token ids."""
 
 
-class Model:
+class Model(LoadedBundle):
     """A bundle on an engine, its own cache, and one more for each named sequence; see `edgekv.load`.
 
     Threads may share a model: steps take turns. A call holds its cache until it ends, is closed or dropped: the
     model's own, or that of its `sequence`. A later call for the same cache ends the earlier one if both come from one
-    thread; one from another thread waits. `close`, or leaving a `with` block, frees graphs and caches.
-
-    Attributes:
-        bundle: the bundle.
-        engine: name of the engine.
-        mode: which sequences are kept from one step to the next.
-        session: the model's own session, of calls without `sequence`.
-        sequences: the sessions of calls with `sequence`.
-        defaults: default sampling parameters: the bundle's, or greedy decoding.
+    thread; one from another thread waits.
     """
-
-    def __init__(self, bundle: Bundle, engine: Engine, caches: CacheSetup, prefix_cache: PrefixCache | None) -> None:
-        graphs = Graphs(bundle, engine, caches.make())
-        self.bundle = bundle
-        self.engine: str = engine.name
-        self.mode = caches.mode
-        self.defaults = default_params(bundle.manifest.generation)
-        self.session = Session(graphs.cache, graphs)
-        self._turns = Turns()
-        self.sequences = SessionPool(lambda: Session(caches.make(), graphs), caches.mode, self.session, self._turns)
-        self._caches = caches
-        self._setup = caches.described(engine.name)
-        self._prompts = PromptReader(bundle)
-        self._store = open_store(bundle, engine.name, graphs.cache, caches.mode, prefix_cache)
-        self._graphs = graphs
-
-    def __repr__(self) -> str:
-        state = ", closed" if self._turns.is_closed else ""
-        return f"<Model {self.bundle.path.name} on {self.engine}, context {self.bundle.manifest.context}{state}>"
-
-    def __enter__(self) -> Model:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """End all generations, store their prefixes, and free graphs and caches. Closing twice is harmless.
-
-        A prefix store that the caller opened stays open.
-        """
-        if not self._turns.is_closed:
-            self._turns.close()
-            if self._store is not None:
-                self._store.close()
-            del self._graphs, self.session, self.sequences, self._store
-
-    @property
-    def cache(self) -> KVCache:
-        """The KV cache of the last call."""
-        return self._graphs.cache
-
-    @property
-    def prefix_store(self) -> PrefixStore | None:
-        """Where computed prefixes are stored; None if there is no prefix cache."""
-        return None if self._store is None else self._store.store
-
-    @property
-    def tokenizer(self) -> Tokenizer:
-        """The tokenizer of the bundle."""
-        return self._prompts.tokenizer
-
-    def encode(self, prompt: str) -> list[int]:
-        """The tokens of a text; see `PromptReader.encode`."""
-        return self._prompts.encode(prompt)
-
-    @property
-    def chat_templates(self) -> ChatTemplates:
-        """The chat templates of the bundle; UsageError if it has none."""
-        return self._prompts.chat_templates
-
-    def encode_chat(self, text: str) -> list[int]:
-        """The tokens of a rendered chat template; see `PromptReader.encode_chat`."""
-        return self._prompts.encode_chat(text)
 
     @overload
     def generate(

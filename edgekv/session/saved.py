@@ -4,17 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from edgekv.errors import UsageError
 from edgekv.kv import StateError, read_state, write_state
 from edgekv.prefix import prefix_fingerprint
-
-if TYPE_CHECKING:
-    from edgekv.model import Model
+from edgekv.session.loaded import LoadedBundle
 
 
-def load_sequence(model: Model, sequence: int, file: Path) -> int:
+def load_sequence(model: LoadedBundle, sequence: int, file: Path) -> int:
     """Restore a file written by `save_sequence`; if it does not exist, the sequence stays empty.
 
     Call it before the first generation of the sequence. The next prompt is still the whole text; tokens that it shares
@@ -48,7 +45,7 @@ def load_sequence(model: Model, sequence: int, file: Path) -> int:
     return len(state.tokens)
 
 
-def save_sequence(model: Model, sequence: int, file: Path) -> int:
+def save_sequence(model: LoadedBundle, sequence: int, file: Path) -> int:
     """Write a sequence atomically; an existing file is replaced.
 
     Returns:
@@ -64,7 +61,7 @@ def save_sequence(model: Model, sequence: int, file: Path) -> int:
     return len(session.tokens)
 
 
-def _fingerprint(model: Model) -> str:
+def _fingerprint(model: LoadedBundle) -> str:
     """What the rows depend on, as readable text, so that an error shows which part differs."""
     manifest = model.bundle.manifest
     digest = prefix_fingerprint(manifest, model.engine)[:16]

@@ -1,0 +1,124 @@
+"""A bundle on an engine: its graphs, sessions, prompts and prefix cache, until it is closed."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Self
+
+from edgekv.bundle import Bundle, GenerationRecord
+from edgekv.errors import BundleError, UsageError
+from edgekv.kv import KVCache
+from edgekv.prefix import PrefixCache, PrefixStore, open_store
+from edgekv.runtime import Engine
+from edgekv.session.caches import CacheSetup
+from edgekv.session.graphs import Graphs
+from edgekv.session.params import DEFAULT_MAX_NEW_TOKENS, SamplingParams
+from edgekv.session.pool import SessionPool
+from edgekv.session.prompt import PromptReader
+from edgekv.session.session import Session
+from edgekv.session.turns import Turns
+from edgekv.spec.chat import ChatTemplates
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+
+class LoadedBundle:
+    """What the calls of a model share. `close`, or leaving a `with` block, frees graphs and caches.
+
+    Attributes:
+        bundle: the bundle.
+        engine: name of the engine.
+        mode: which sequences are kept from one step to the next.
+        session: the model's own session, of calls without `sequence`.
+        sequences: the sessions of calls with `sequence`.
+        defaults: default sampling parameters: the bundle's, or greedy decoding.
+    """
+
+    def __init__(self, bundle: Bundle, engine: Engine, caches: CacheSetup, prefix_cache: PrefixCache | None) -> None:
+        graphs = Graphs(bundle, engine, caches.make())
+        self.bundle = bundle
+        self.engine: str = engine.name
+        self.mode = caches.mode
+        self.defaults = default_params(bundle.manifest.generation)
+        self.session = Session(graphs.cache, graphs)
+        self._turns = Turns()
+        self.sequences = SessionPool(lambda: Session(caches.make(), graphs), caches.mode, self.session, self._turns)
+        self._caches = caches
+        self._setup = caches.described(engine.name)
+        self._prompts = PromptReader(bundle)
+        self._store = open_store(bundle, engine.name, graphs.cache, caches.mode, prefix_cache)
+        self._graphs = graphs
+
+    def __repr__(self) -> str:
+        state = ", closed" if self._turns.is_closed else ""
+        name, context = self.bundle.path.name, self.bundle.manifest.context
+        return f"<{type(self).__name__} {name} on {self.engine}, context {context}{state}>"
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End all generations, store their prefixes, and free graphs and caches. Closing twice is harmless.
+
+        A prefix store that the caller opened stays open.
+        """
+        if not self._turns.is_closed:
+            self._turns.close()
+            if self._store is not None:
+                self._store.close()
+            del self._graphs, self.session, self.sequences, self._store
+
+    @property
+    def cache(self) -> KVCache:
+        """The KV cache of the last call."""
+        return self._graphs.cache
+
+    @property
+    def prefix_store(self) -> PrefixStore | None:
+        """Where computed prefixes are stored; None if there is no prefix cache."""
+        return None if self._store is None else self._store.store
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer of the bundle."""
+        return self._prompts.tokenizer
+
+    def encode(self, prompt: str) -> list[int]:
+        """The tokens of a text; see `PromptReader.encode`."""
+        return self._prompts.encode(prompt)
+
+    @property
+    def chat_templates(self) -> ChatTemplates:
+        """The chat templates of the bundle; UsageError if it has none."""
+        return self._prompts.chat_templates
+
+    def encode_chat(self, text: str) -> list[int]:
+        """The tokens of a rendered chat template; see `PromptReader.encode_chat`."""
+        return self._prompts.encode_chat(text)
+
+
+def default_params(record: GenerationRecord | None) -> SamplingParams:
+    """The bundle's defaults; greedy decoding if it has none.
+
+    Raises:
+        BundleError: a value that sampling refuses.
+    """
+    if record is None:
+        return SamplingParams()
+    try:
+        return SamplingParams(
+            record.temperature,
+            record.top_k,
+            record.top_p,
+            min_p=record.min_p,
+            repetition_penalty=record.repetition_penalty,
+            max_new_tokens=record.max_new_tokens or DEFAULT_MAX_NEW_TOKENS,
+        )
+    except UsageError as error:
+        fix = "Export the bundle again from a checkpoint with a correct generation_config.json."
+        raise BundleError(
+            f"manifest.json: generation: {error.field}", got=error.got, expected=error.expected, fix=fix
+        ) from None
