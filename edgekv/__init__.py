@@ -22,15 +22,17 @@ if TYPE_CHECKING:
     from edgekv.errors import EdgeKVError
     from edgekv.loading import load
     from edgekv.model import Model
+    from edgekv.session.grammar import Grammar
     from edgekv.session.params import BeamParams, SamplingParams
 
     __version__: str
 
-__all__ = ["BeamParams", "EdgeKVError", "Model", "SamplingParams", "__version__", "load"]
+__all__ = ["BeamParams", "EdgeKVError", "Grammar", "Model", "SamplingParams", "__version__", "load"]
 
 _HOMES = {
     "BeamParams": "edgekv.session.params",
     "EdgeKVError": "edgekv.errors",
+    "Grammar": "edgekv.session.grammar",
     "Model": "edgekv.model",
     "SamplingParams": "edgekv.session.params",
     "load": "edgekv.loading",

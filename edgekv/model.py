@@ -86,8 +86,8 @@ class Model(LoadedBundle):
             ContextFullError: the prompt is longer than the context and the policy is `fail`; nothing was run.
             MemoryBudgetError: the cache of a new sequence does not fit the mode's budget; nothing was run.
             UsageError: a closed model, an option out of range, an empty prompt, an id that is not in the vocabulary,
-                or a salt or retention without a prefix cache.
-            EngineError: the engine refused a graph.
+                a grammar that is wrong or too complex, or a salt or retention without a prefix cache.
+            EngineError: the engine refused a graph, or a grammar needs llguidance, which is not installed.
         """
         self._turns.check_open()
         chosen = choose_params(params, keywords, self.defaults)
@@ -98,10 +98,12 @@ class Model(LoadedBundle):
             check_beams(manifest, self._caches, sequence, processors, return_logits=return_logits)
             with self._turns.whole_call(None, request.finish):
                 return run_beams(self._graphs, request, tokens, self._setup, chosen.params, manifest, self.tokenizer)
+        grammar = chosen.params.grammar
+        constraint = None if grammar is None else self._grammars.compile(grammar)
         sampler = Sampler.of(chosen.params, manifest.encodings["logits"], manifest.model.vocab, processors)
         text = (self.tokenizer, manifest.tokens.eos)
         return Generation(
-            self._turns, request, tokens, self._setup, chosen, sampler, *text, return_logits=return_logits
+            self._turns, request, tokens, self._setup, chosen, sampler, *text, constraint, return_logits=return_logits
         )
 
     def score(self, tokens: Sequence[int]) -> NDArray[np.float32]:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import msgspec
 import typer
 
+from edgekv.cli.grammar_options import GrammarOption, JsonSchemaOption, RegexOption, parse_grammar
 from edgekv.cli.output import print_json
 from edgekv.errors import ContextFullError, EdgeKVError
 
@@ -43,6 +44,9 @@ def chat(
         float | None, typer.Option(help="Sample from the most likely tokens that reach p together.", show_default=False)
     ] = None,
     seed: Annotated[int | None, typer.Option(help="Random seed.", show_default="drawn")] = None,
+    json_schema: JsonSchemaOption = None,
+    grammar: GrammarOption = None,
+    regex: RegexOption = None,
     threads: Annotated[
         int | None, typer.Option(help="Threads of an engine on the CPU.", show_default="all cores")
     ] = None,
@@ -65,6 +69,7 @@ def chat(
         "temperature": temperature,
         "top_p": top_p,
         "seed": seed,
+        "grammar": parse_grammar(json_schema, grammar, regex),
     }
     choose_params(None, keywords, SamplingParams(temperature=1.0))  # reject invalid options before a bundle is read
     with load(bundle, engine, threads=threads) as model:

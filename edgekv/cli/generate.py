@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import msgspec
 import typer
 
+from edgekv.cli.grammar_options import GrammarOption, JsonSchemaOption, RegexOption, parse_grammar
 from edgekv.cli.output import print_json
 from edgekv.cli.prefix_options import (
     SALT_VARIABLE,
@@ -103,6 +104,9 @@ def generate(
         list[str] | None, typer.Option(help="End before this text; repeatable.", show_default=False)
     ] = None,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Do not end at an end-of-sequence token.")] = False,
+    json_schema: JsonSchemaOption = None,
+    grammar: GrammarOption = None,
+    regex: RegexOption = None,
     num_beams: Annotated[
         int | None,
         typer.Option(help="Beam search with this many beams; the text is printed at its end.", show_default=False),
@@ -193,6 +197,7 @@ def generate(
         "seed": seed,
         "stop": stop or None,
         "ignore_eos": ignore_eos or None,
+        "grammar": parse_grammar(json_schema, grammar, regex),
         "num_beams": num_beams,
         "num_return_sequences": num_return_sequences,
         "length_penalty": length_penalty,

@@ -197,6 +197,14 @@ class KVCache:
         self._check_ar(ar)
         return self._policy.admits(self.geometry.context, self.length, ar)
 
+    @property
+    def room_tokens(self) -> int | None:
+        """How many more tokens can be run; None if the policy makes room."""
+        policy, context = self._policy, self.geometry.context
+        if policy.admits(context, context, 1):
+            return None
+        return context - self.length
+
     def window(self, ar: int, context: int | None = None) -> tuple[Window, ...]:
         """Open a step of the AR-`ar` graph: evict, grow and copy as needed; return its windows, one per group.
 

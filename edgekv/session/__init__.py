@@ -4,8 +4,10 @@ from edgekv.session.beam_run import BeamResult, BeamSequence, BeamStats
 from edgekv.session.budget import ByteBudget, CacheBudget, FreeMemoryBudget, parse_budget
 from edgekv.session.caches import CacheSetup
 from edgekv.session.call import BeamCall, SamplingCall
+from edgekv.session.constraint import Constraint, GrammarCompiler
 from edgekv.session.events import GenerationStats, StopReason, Token
 from edgekv.session.generation import Generation
+from edgekv.session.grammar import Grammar
 from edgekv.session.graphs import Graphs, StepTimes
 from edgekv.session.logits import LogitsProcessor
 from edgekv.session.mode import Adaptive, Always, Disabled, LongSequenceOnly, Mode, check_mode, parse_mode
@@ -27,12 +29,15 @@ __all__ = [
     "ByteBudget",
     "CacheBudget",
     "CacheSetup",
+    "Constraint",
     "Detokenizer",
     "Disabled",
     "EarlyStopping",
     "FreeMemoryBudget",
     "Generation",
     "GenerationStats",
+    "Grammar",
+    "GrammarCompiler",
     "Graphs",
     "LogitsProcessor",
     "LongSequenceOnly",

@@ -12,7 +12,7 @@ from edgekv.kv import Requantization
 from edgekv.prefix import StoreStats
 from edgekv.session.params import SamplingParams
 
-StopReason = Literal["eos", "length", "stop", "context"]
+StopReason = Literal["eos", "length", "stop", "context", "grammar"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,8 @@ class GenerationStats:
         prompt_tokens: tokens of the prompt.
         generated_tokens: tokens yielded, including the end-of-sequence token.
         stop_reason: `eos`; `length`, max_new_tokens reached; `stop`, a stop text; `context`, the context is full and
-            the policy is `fail`; None while it runs or if it was interrupted.
+            the policy is `fail`; `grammar`, the grammar allows nothing more; None while it runs or if it was
+            interrupted.
         prefill_ms: time from the prompt to its last logits.
         time_to_first_token_ms: time from requesting the first token to its text; None before it.
         decode_ms_per_token: mean time per decoded token, including sampling and detokenization; None if none was
@@ -77,6 +78,8 @@ class GenerationStats:
         prefix: this generation's statistics of the prefix cache; None without one.
         sampling: the parameters used.
         bundle_defaults: names of the parameters that the bundle's generation_config.json set.
+        decode_steps: inferences after prefill; fewer than the decoded tokens if a grammar forced some of them.
+        forced_tokens: generated tokens that the grammar forced, so that none was sampled.
     """
 
     prompt_tokens: int
@@ -106,3 +109,5 @@ class GenerationStats:
     prefix: StoreStats | None
     sampling: SamplingParams
     bundle_defaults: tuple[str, ...]
+    decode_steps: int
+    forced_tokens: int

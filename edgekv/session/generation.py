@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Collection, Iterator, Sequence
 from time import perf_counter_ns
 from types import TracebackType
@@ -11,6 +12,7 @@ from weakref import finalize
 from numpy.typing import NDArray
 
 from edgekv.session.call import ChosenParams
+from edgekv.session.constraint import Constraint
 from edgekv.session.events import GenerationStats, Setup, StopReason, Token
 from edgekv.session.params import SamplingParams
 from edgekv.session.request import Request
@@ -42,6 +44,7 @@ class Generation(Iterator[Token]):
         sampler: Sampler,
         tokenizer: Tokenizer,
         eos: Collection[int],
+        constraint: Constraint | None = None,
         *,
         return_logits: bool = False,
     ) -> None:
@@ -56,6 +59,7 @@ class Generation(Iterator[Token]):
             sampler: chooses the tokens.
             tokenizer: turns them into text.
             eos: tokens that end the text.
+            constraint: at the start of the text; None for free text.
             return_logits: whether tokens carry the logits of their steps.
 
         Raises:
@@ -75,7 +79,12 @@ class Generation(Iterator[Token]):
         self._detokenizer = Detokenizer(tokenizer, prompt)
         self._stops = StopSequences(self._params.stop)
         self._return_logits = return_logits
+        self._constraint = constraint
         self._generated: list[int] = []
+        self._unfed = list(prompt)  # tokens to run in the next step
+        self._forced: deque[int] = deque()  # tokens of the text that are known already
+        self._forced_tokens = 0
+        self._prefill_steps = 0
         self._prefill_ns = 0
         self._first_ns = 0
         self._decode_ns = 0
@@ -160,6 +169,8 @@ class Generation(Iterator[Token]):
             prefix=self._request.prefix_stats,
             sampling=self._params,
             bundle_defaults=self._bundle_defaults,
+            decode_steps=times.steps - self._prefill_steps,
+            forced_tokens=self._forced_tokens,
         )
 
     def _end(self) -> None:
@@ -169,35 +180,65 @@ class Generation(Iterator[Token]):
             self._hold.end()
 
     def _step(self) -> Token:
+        """The next token. Forced tokens need no inference; they are run together with the next step."""
         started = perf_counter_ns()
-        if not self._generated:
-            logits = self._request.feed(self.prompt)
-            self._prefill_ns = perf_counter_ns() - started
-            token = self._take(logits)
-            self._first_ns = perf_counter_ns() - started
+        is_first = not self._generated
+        logits: NDArray[Any] | None = None
+        if not self._forced or is_first or self._return_logits:
+            logits = self._request.feed(self._unfed)
+            self._unfed.clear()
+            if is_first:
+                self._prefill_ns = perf_counter_ns() - started
+                self._prefill_steps = self._request.stats.times.steps
+        token = self._take(logits)
+        taken_ns = perf_counter_ns() - started
+        if is_first:
+            self._first_ns = taken_ns
         else:
-            token = self._take(self._request.feed(self._generated[-1:]))
-            self._decode_ns += perf_counter_ns() - started
+            self._decode_ns += taken_ns
         if self._stop_reason is not None:
             self._end()
         return token
 
-    def _take(self, logits: NDArray[Any]) -> Token:
+    def _take(self, logits: NDArray[Any] | None) -> Token:
         """Choose a token, decide whether it is the last one, and return it with the text to print."""
-        token = self._sampler(logits, self.prompt, self._generated)
-        real = self._sampler.real(logits) if self._return_logits else None
+        token = self._choose(logits)
+        real = self._sampler.real(logits) if self._return_logits and logits is not None else None
         self._generated.append(token)
+        self._unfed.append(token)
         text = "" if token in self._eos else self._stops.push(self._detokenizer.push(token))
         self._stop_reason = self._reason(token)
         if self._stop_reason is not None:
             text += self._stops.push(self._detokenizer.flush()) + self._stops.flush()
         return Token(token, text, real)
 
+    def _choose(self, logits: NDArray[Any] | None) -> int:
+        """The next token: the one that is forced, otherwise the sampler's."""
+        constraint = self._constraint
+        if constraint is None:
+            assert logits is not None
+            return self._sampler(logits, self.prompt, self._generated)
+        if not self._forced and not self._generated:
+            self._forced.extend(constraint.forced())
+        if self._forced:
+            token = self._forced.popleft()
+            self._forced_tokens += 1
+        else:
+            assert logits is not None
+            token = self._sampler(logits, self.prompt, self._generated, constraint.allowed())
+        constraint.push(token)
+        if not self._forced:
+            self._forced.extend(constraint.forced())
+        return token
+
     def _reason(self, token: int) -> StopReason | None:
         if token in self._eos:
             return "eos"
         if self._stops.found:
             return "stop"
+        if self._constraint is not None and self._constraint.is_complete:
+            return "grammar"
         if len(self._generated) == self._params.max_new_tokens:
             return "length"
-        return None if self._request.stats.has_room else "context"
+        room = self._request.stats.room_tokens
+        return None if room is None or room >= len(self._unfed) else "context"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import TYPE_CHECKING, Self
 
 from edgekv.bundle import Bundle, GenerationRecord
@@ -10,6 +11,7 @@ from edgekv.kv import KVCache
 from edgekv.prefix import PrefixCache, PrefixStore, open_store
 from edgekv.runtime import Engine
 from edgekv.session.caches import CacheSetup
+from edgekv.session.constraint import GrammarCompiler
 from edgekv.session.graphs import Graphs
 from edgekv.session.params import DEFAULT_MAX_NEW_TOKENS, SamplingParams
 from edgekv.session.pool import SessionPool
@@ -98,6 +100,12 @@ class LoadedBundle:
     def encode_chat(self, text: str) -> list[int]:
         """The tokens of a rendered chat template; see `PromptReader.encode_chat`."""
         return self._prompts.encode_chat(text)
+
+    @cached_property
+    def _grammars(self) -> GrammarCompiler:
+        """Compiles the grammars of calls."""
+        manifest = self.bundle.manifest
+        return GrammarCompiler(self.tokenizer, manifest.model.vocab, manifest.tokens.eos)
 
 
 def default_params(record: GenerationRecord | None) -> SamplingParams:

@@ -10,6 +10,7 @@ from operator import index
 from typing import Any, Literal, TypedDict, Unpack
 
 from edgekv.errors import UsageError
+from edgekv.session.grammar import Grammar
 
 DEFAULT_MAX_NEW_TOKENS = 128
 _MIN_TEMPERATURE = 1e-5
@@ -43,6 +44,8 @@ class SamplingParams:
         stop: the generation ends before the first of these texts.
         max_new_tokens: maximum number of tokens to generate.
         ignore_eos: do not end at an end-of-sequence token.
+        grammar: what the whole text has to be; it is then complete unless `max_new_tokens`, a stop text or the
+            context ends it earlier.
 
     Raises:
         UsageError: a value out of range, or one that has no effect at temperature 0.
@@ -60,6 +63,7 @@ class SamplingParams:
     stop: Sequence[str] = ()
     max_new_tokens: int = DEFAULT_MAX_NEW_TOKENS
     ignore_eos: bool = False
+    grammar: Grammar | None = None
 
     def __post_init__(self) -> None:
         temperature = _check_real("temperature", self.temperature)
@@ -80,6 +84,8 @@ class SamplingParams:
         if self.seed is not None:
             _check_int("seed", self.seed, 0, _MAX_SEED, "Leave it out to draw one.")
         _check_int("max_new_tokens", self.max_new_tokens, 1, _MAX_INT, "Ask for a token or more.")
+        if self.grammar is not None and not isinstance(self.grammar, Grammar):
+            refuse("grammar", type(self.grammar).__name__, "a Grammar", "Use Grammar.json_schema(...).")
         object.__setattr__(self, "logit_bias", _checked_bias(self.logit_bias))
         object.__setattr__(self, "stop", _checked_stop(self.stop))
         if self.greedy:
@@ -130,6 +136,7 @@ class SamplingKeywords(TypedDict, total=False):
     stop: Sequence[str]
     max_new_tokens: int
     ignore_eos: bool
+    grammar: Grammar | None
 
 
 @dataclass(frozen=True, slots=True)

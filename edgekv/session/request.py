@@ -31,7 +31,7 @@ class SessionStats:
         bytes_copied: bytes that caches copied.
         evicted_tokens: tokens that a context policy dropped.
         requantization: rounding error of re-rotated keys in the cache of the last step, since its creation.
-        has_room: whether another token can be run.
+        room_tokens: how many more tokens can be run; None if there is no limit.
     """
 
     times: StepTimes = field(default_factory=StepTimes)
@@ -44,7 +44,7 @@ class SessionStats:
     bytes_copied: int = 0
     evicted_tokens: int = 0
     requantization: Requantization | None = None
-    has_room: bool = True
+    room_tokens: int | None = None
 
 
 def open_prefixes(store: SharedStore | None, salt: str | None, retention: RetentionPolicy | None) -> Prefixes | None:
@@ -192,5 +192,5 @@ class Request:
             bytes_copied=done.bytes_copied + cache.bytes_copied - before.bytes_copied,
             evicted_tokens=done.evicted_tokens + cache.evicted - before.evicted,
             requantization=cache.requantization,
-            has_room=session.cache.room(1),
+            room_tokens=session.cache.room_tokens,
         )

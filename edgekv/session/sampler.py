@@ -53,7 +53,13 @@ class Sampler:
         """
         return cls(params, encoding, (*processors_of(params, vocab), *processors))
 
-    def __call__(self, logits: NDArray[Any], prompt: Sequence[int] = (), generated: Sequence[int] = ()) -> int:
+    def __call__(
+        self,
+        logits: NDArray[Any],
+        prompt: Sequence[int] = (),
+        generated: Sequence[int] = (),
+        allowed: NDArray[np.intp] | None = None,
+    ) -> int:
         """The next token.
 
         Greedy decoding without processors compares integers; ties go to the lowest id.
@@ -62,21 +68,27 @@ class Sampler:
             logits: integers `[V]`.
             prompt: token ids of the prompt.
             generated: token ids generated so far.
+            allowed: ids of the tokens to choose from, ascending; None for all.
 
         Raises:
             UsageError: a processor gave logits of another shape, NaN, or none that is finite.
         """
-        if not self._processors:
-            if self._is_greedy:
-                return int(logits.argmax())  # the order of the integers is the order of the logits
-            order, probabilities = self.distribution(logits)
-        else:
-            processed = self._process(logits, prompt, generated)
-            if self._is_greedy:
-                return int(processed.argmax())
-            order, probabilities = self._distribution(processed, processed)
+        values = self._process(logits, prompt, generated) if self._processors else logits
+        if allowed is None:
+            return self._choose(values, len(prompt) + len(generated))
+        values = values[allowed]
+        if self._processors and not np.isfinite(values.max()):
+            found, wanted = "none that is finite among those that the grammar allows", "one at least"
+            raise UsageError("logits", got=found, expected=wanted, fix="Correct the bias or the logits processor.")
+        return int(allowed[self._choose(values, len(prompt) + len(generated))])
+
+    def _choose(self, values: NDArray[Any], position: int) -> int:
+        """Index of the chosen token; integers have the order of the logits."""
+        if self._is_greedy:
+            return int(values.argmax())
+        order, probabilities = self._distribution(values, values) if self._processors else self.distribution(values)
         cumulative = probabilities.cumsum()
-        drawn = self._uniform(len(prompt) + len(generated)) * cumulative[-1]
+        drawn = self._uniform(position) * cumulative[-1]
         last = cumulative.searchsorted(cumulative[-1])  # later ones have a probability of 0
         return int(order[min(cumulative.searchsorted(drawn, "right"), last)])
 

@@ -1,0 +1,181 @@
+"""Constrained decoding: which tokens a grammar allows next, and which it forces."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Collection
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgekv.errors import EngineError, UsageError
+from edgekv.session.grammar import Grammar, refuse
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+    from tokenizers import Tokenizer
+
+COMPILE_LIMIT_S = 5.0
+_KEPT = 64
+_SHOWN_CHARACTERS = 300
+_SEPARATORS = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+"""As Python's `json.dumps` and the `tojson` of chat templates write JSON. Free whitespace could go on without end."""
+
+
+class Constraint(Protocol):
+    """The state of a text under a constraint."""
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the text is complete and can have no further token."""
+
+    def allowed(self) -> NDArray[np.intp]:
+        """Ids of the tokens that may come next, ascending; at least one unless the text is complete.
+
+        Raises:
+            UsageError: the grammar has become too complex at this point of the text.
+        """
+
+    def forced(self) -> list[int]:
+        """The tokens that have to come next, as far as they are known; often none."""
+
+    def push(self, token: int) -> None:
+        """Continue the text with an allowed token."""
+
+
+class GrammarConstraint:
+    """A text under a grammar that llguidance has compiled.
+
+    The tokens of forced bytes are those that the tokenizer gives for them, and only those that do not depend on what
+    follows.
+    """
+
+    def __init__(self, matcher: LLMatcher, grammar: Grammar, vocab: int) -> None:
+        self._matcher = matcher
+        self._grammar = grammar
+        self._vocab = vocab
+
+    @property
+    def is_complete(self) -> bool:
+        return bool(self._matcher.is_stopped())
+
+    def allowed(self) -> NDArray[np.intp]:
+        bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
+        self._check()
+        return np.flatnonzero(np.unpackbits(bits, bitorder="little")[: self._vocab])
+
+    def forced(self) -> list[int]:
+        tokens: list[int] = self._matcher.compute_ff_tokens()
+        self._check()
+        outside = (at for at, token in enumerate(tokens) if token >= self._vocab)
+        return tokens[: next(outside, len(tokens))]
+
+    def push(self, token: int) -> None:
+        self._matcher.consume_token(token)
+        self._check()
+
+    def _check(self) -> None:
+        if self._matcher.is_error():
+            raise _refused(self._grammar, self._matcher.get_error())
+
+
+class GrammarCompiler:
+    """Compiles grammars for one tokenizer. Thread-safe; the last 64 grammars are kept."""
+
+    def __init__(self, tokenizer: Tokenizer, vocab: int, eos: Collection[int]) -> None:
+        """Compile nothing yet.
+
+        Args:
+            tokenizer: of the bundle.
+            vocab: number of the model's logits.
+            eos: tokens that end a text.
+
+        Raises:
+            EngineError: llguidance is not installed.
+            UsageError: llguidance cannot read the tokenizer, or the model has no end-of-sequence token.
+        """
+        try:
+            from llguidance import LLTokenizer
+        except ImportError as error:
+            raise EngineError(
+                "llguidance", got=error, expected="the library", fix='Install it: pip install "edgekv[grammar]"'
+            ) from None
+        if not eos:
+            refuse("grammar", "a model without an end-of-sequence token", "one", "Export a checkpoint that names one.")
+        size = tokenizer.get_vocab_size(with_added_tokens=True)
+        try:
+            self._tokenizer: LLTokenizer = LLTokenizer(
+                tokenizer.to_str(), n_vocab=max(size, vocab), eos_token=sorted(eos)
+            )
+        except ValueError as error:
+            refuse("grammar", f"a tokenizer that llguidance cannot read: {error}", "another tokenizer", "Leave it out.")
+        self._vocab = vocab
+        self._lock = threading.Lock()
+        self._kept: OrderedDict[Grammar, LLMatcher] = OrderedDict()
+
+    def compile(self, grammar: Grammar) -> GrammarConstraint:
+        """A constraint at the start of a text.
+
+        Raises:
+            UsageError: the grammar is wrong, uses what is not supported, or is too complex.
+        """
+        with self._lock:
+            compiled = self._kept.pop(grammar, None) or self._compiled(grammar)
+            self._kept[grammar] = compiled
+            if len(self._kept) > _KEPT:
+                self._kept.popitem(last=False)
+            return GrammarConstraint(compiled.deep_copy(), grammar, self._vocab)
+
+    def _compiled(self, grammar: Grammar) -> LLMatcher:
+        """Compile in a thread of its own, which is left behind if it takes too long: it cannot be stopped."""
+        done: list[LLMatcher | ValueError] = []
+
+        def work() -> None:
+            try:
+                done.append(self._matcher(grammar))
+            except ValueError as error:
+                done.append(error)
+
+        thread = threading.Thread(target=work, name="edgekv grammar", daemon=True)
+        thread.start()
+        thread.join(COMPILE_LIMIT_S)
+        if not done:
+            raise _refused(grammar, f"one that does not compile within {COMPILE_LIMIT_S:g} s")
+        (result,) = done
+        if isinstance(result, ValueError):
+            raise _refused(grammar, result)
+        if result.is_error():
+            raise _refused(grammar, result.get_error())
+        return result
+
+    def _matcher(self, grammar: Grammar) -> LLMatcher:
+        from llguidance import LLMatcher, LLParserLimits
+
+        matcher = LLMatcher(
+            self._tokenizer, _llguidance_text(grammar), log_level=0, limits=LLParserLimits(verbose_errors=False)
+        )
+        if not matcher.is_error():
+            matcher.compute_bitmask()  # some grammars are found to be empty here
+        return matcher
+
+
+def _llguidance_text(grammar: Grammar) -> str:
+    from llguidance import LLMatcher
+
+    if grammar.kind == "json_schema":
+        options: Any = _SEPARATORS
+        return LLMatcher.grammar_from_json_schema(grammar.schema(), overrides=options)
+    if grammar.kind == "regex":
+        return LLMatcher.grammar_from_regex(grammar.text)
+    return LLMatcher.grammar_from_lark(grammar.text)
+
+
+def _refused(grammar: Grammar, reason: object) -> UsageError:
+    if str(reason).startswith("NoExtension"):
+        reason = "one that no text satisfies"
+    lines = [line.strip() for line in str(reason).splitlines()]
+    text = " ".join(line for line in lines if line and not line.startswith("<"))[:_SHOWN_CHARACTERS]
+    wanted = "one that llguidance supports and that has a text"
+    return UsageError(grammar.field, got=text, expected=wanted, fix="Correct or simplify it.")
