@@ -92,7 +92,7 @@ class Model(LoadedBundle):
         self._turns.check_open()
         chosen = choose_params(params, keywords, self.defaults)
         manifest = self.bundle.manifest
-        tokens = self._read(self._prompts.text_or_messages(prompt, messages), "prompt")
+        tokens = self.read(self._prompts.text_or_messages(prompt, messages), "prompt")
         request = Request(self.sequences, self._graphs, sequence, open_prefixes(self._store, cache_salt, retention))
         if isinstance(chosen.params, BeamParams):
             check_beams(manifest, self._caches, sequence, processors, return_logits=return_logits)
@@ -113,11 +113,17 @@ class Model(LoadedBundle):
             EdgeKVError: as `generate`.
         """
         self._turns.check_open()
-        whole = self._read(tokens, "tokens")
+        whole = self.read(tokens, "tokens")
         with self._turns.whole_call(None):
             self._graphs.prepare("score", "decode")
             rows = self.session.score(whole)[-len(tokens) :]
             return self.bundle.manifest.encodings["logits"].dequantize(rows)
 
-    def _read(self, prompt: Prompt, field: str) -> list[int]:
+    def read(self, prompt: Prompt, field: str = "prompt") -> list[int]:
+        """The tokens that `generate` runs for a prompt: text or ids, with the sink in front if the bundle has one.
+
+        Raises:
+            ContextFullError: more tokens than the context and the policy is `fail`.
+            UsageError: no tokens, an id that is not in the vocabulary, or the tokenizer fails.
+        """
         return self._prompts.read(prompt, field, self._caches.policy.name)

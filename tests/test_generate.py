@@ -334,3 +334,20 @@ def test_importing_names_from_the_package_is_enough() -> None:
     for name in edgekv.__all__:
         assert getattr(edgekv, name) is not None
     assert all(word in pydoc.render_doc(edgekv) for word in ("edgekv.load(", "SamplingParams", "EdgeKVError"))
+
+
+def test_a_prefill_in_slices_is_a_prefill_at_once(model: edgekv.Model):
+    """Another call has its steps in between, and the rows are those of one piece, bit by bit."""
+    prompt = model.encode(PROMPT * 20)[:97]
+    whole = model.generate(prompt, max_new_tokens=4, sequence=1)
+    expected, rows = _ids(list(whole)), _held(model).copy()
+    sliced, other = model.generate(prompt, max_new_tokens=4, sequence=2), model.generate(PROMPT, 3, sequence=3)
+    steps = 1
+    while sliced.prefill(32):
+        steps += 1
+        next(other)
+    assert steps == 3 and _ids(list(sliced)) == expected and (_held(model) == rows).all()
+    assert sliced.stats.computed_tokens == whole.stats.computed_tokens and not sliced.prefill(32)
+    again = model.generate(prompt, max_new_tokens=4, sequence=2)
+    assert not again.prefill(32) and _ids(list(again)) == expected and again.stats.reused_tokens == 96
+    model.sequences.clear()

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from time import perf_counter_ns
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import finalize
 
 from numpy.typing import NDArray
@@ -22,6 +22,8 @@ from edgekv.session.turns import Hold, Turns
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
+
+T = TypeVar("T")
 
 
 class Generation(Iterator[Token]):
@@ -109,17 +111,27 @@ class Generation(Iterator[Token]):
         with self._turns:
             if self._has_ended:
                 raise StopIteration
-            if self._hold.is_abandoned:
-                self._turns.check_open()
-                raise ValueError(
-                    "generation: its cache is used by a later call of the model; finish one before the next"
-                )
-            self._hold.keep()
-            try:
-                return self._step()
-            except BaseException:
-                self._end()
-                raise
+            return self._guarded(self._step)
+
+    def prefill(self, most: int) -> bool:
+        """Run the next `most` tokens of the prompt if more are left, so that other calls can have a step in between.
+
+        `next` runs the rest. If `most` is the largest AR of the bundle, the steps are those of a prefill at once.
+
+        Returns:
+            Whether more than `most` tokens are left.
+
+        Raises:
+            EdgeKVError: as `next`.
+        """
+        with self._turns:
+            if self._has_ended or self._generated:
+                return False
+            started = perf_counter_ns()
+            more = self._guarded(lambda: self._request.prefill(self.prompt, most))
+            self._unfed = [*self.prompt[self._request.known_tokens :]]
+            self._prefill_ns += perf_counter_ns() - started
+            return more
 
     def __enter__(self) -> Generation:
         return self
@@ -173,6 +185,18 @@ class Generation(Iterator[Token]):
             forced_tokens=self._forced_tokens,
         )
 
+    def _guarded(self, work: Callable[[], T]) -> T:
+        """Do some work with the cache of the call, which ends if the work fails."""
+        if self._hold.is_abandoned:
+            self._turns.check_open()
+            raise ValueError("generation: its cache is used by a later call of the model; finish one before the next")
+        self._hold.keep()
+        try:
+            return work()
+        except BaseException:
+            self._end()
+            raise
+
     def _end(self) -> None:
         if not self._has_ended:
             self._has_ended = True
@@ -184,16 +208,17 @@ class Generation(Iterator[Token]):
         started = perf_counter_ns()
         is_first = not self._generated
         logits: NDArray[Any] | None = None
+        earlier_ns = self._prefill_ns if is_first else 0  # of `prefill`
         if not self._forced or is_first or self._return_logits:
             logits = self._request.feed(self._unfed)
             self._unfed.clear()
             if is_first:
-                self._prefill_ns = perf_counter_ns() - started
+                self._prefill_ns += perf_counter_ns() - started
                 self._prefill_steps = self._request.stats.times.steps
         token = self._take(logits)
         taken_ns = perf_counter_ns() - started
         if is_first:
-            self._first_ns = taken_ns
+            self._first_ns = earlier_ns + taken_ns
         else:
             self._decode_ns += taken_ns
         if self._stop_reason is not None:

@@ -118,6 +118,12 @@ class SessionPool:
             evictions=self._evictions,
         )
 
+    @property
+    def has_room(self) -> bool:
+        """Whether the budget has room for another session beside all that are held."""
+        budget, held_bytes = self.mode.budget, self.memory_bytes
+        return budget is None or held_bytes + self._bytes_per_session <= budget.allowance_bytes(held_bytes)
+
     def keeps(self, tokens: int) -> bool:
         """Whether the mode keeps the keys and values of a sequence of this length."""
         return self._recomputed_tokens is not None and tokens > self._recomputed_tokens

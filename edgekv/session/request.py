@@ -95,6 +95,11 @@ class Request:
         self._is_finished = False
 
     @property
+    def known_tokens(self) -> int:
+        """Tokens fed so far, including those that were not run because the cache had them."""
+        return len(self._tokens)
+
+    @property
     def prefix_stats(self) -> StoreStats | None:
         """Statistics of the prefix cache; None if there is none."""
         return None if self._prefixes is None else self._prefixes.stats
@@ -115,6 +120,26 @@ class Request:
         if self.sequence is None:
             self._pool.own.reset()
             self._graphs.use(self._pool.own.cache)
+
+    def prefill(self, prompt: Sequence[int], most: int) -> bool:
+        """Run the next `most` tokens of the prompt if more are left beyond those that the cache holds.
+
+        `feed` runs the rest. If `most` is the largest AR, the steps are those of feeding the whole prompt at once.
+
+        Returns:
+            Whether more than `most` tokens are left.
+
+        Raises:
+            EdgeKVError: as `feed`.
+        """
+        if not self._pool.keeps(len(prompt)):
+            return False
+        if not self._tokens:
+            self._start(prompt)
+        known = len(self._tokens)
+        if len(prompt) - known > most:
+            self.feed(prompt[known : known + most])
+        return len(prompt) - known > 2 * most
 
     def feed(self, tokens: Sequence[int]) -> NDArray[Any]:
         """Run the next tokens and return the logits of the last one as integers `[V]`, valid until the next step.
@@ -155,6 +180,15 @@ class Request:
         session = self._pool.touch(self.sequence)
         if session is not None and session.writer is self:
             self._prefixes.end(session.cache, session.tokens)
+
+    def _start(self, prompt: Sequence[int]) -> None:
+        """Find what the cache and the prefix cache have of a prompt."""
+        session = self._pool.place(self.sequence, len(prompt))
+        self._tokens = list(prompt)
+        start, restored = self._recall(session)
+        del self._tokens[start:]
+        session.writer = self
+        self.stats = replace(self.stats, reused_tokens=start, restored_tokens=restored)
 
     def _recall(self, session: Session) -> tuple[int, int]:
         """Number of tokens of the sequence in the session, and how many of these were restored."""
