@@ -15,6 +15,7 @@ from edgekv.session.params import BeamParams, EarlyStopping, SamplingParams
 from edgekv.session.pool import PoolStats, SessionPool
 from edgekv.session.request import Request, SessionStats
 from edgekv.session.sampler import Sampler
+from edgekv.session.scoring import Scoring
 from edgekv.session.session import Session
 from edgekv.session.text import Detokenizer, StopSequences
 
@@ -47,6 +48,7 @@ __all__ = [
     "Sampler",
     "SamplingCall",
     "SamplingParams",
+    "Scoring",
     "Session",
     "SessionPool",
     "SessionStats",

@@ -147,6 +147,11 @@ class Generation(Iterator[Token]):
             self._end()
 
     @property
+    def stop_reason(self) -> StopReason | None:
+        """Why it ended; None while it runs or if it was interrupted."""
+        return self._stop_reason
+
+    @property
     def stats(self) -> GenerationStats:
         """Statistics so far."""
         done = self._request.stats

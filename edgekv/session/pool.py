@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from edgekv.errors import MemoryBudgetError, UsageError
@@ -123,6 +123,11 @@ class SessionPool:
         """Whether the budget has room for another session beside all that are held."""
         budget, held_bytes = self.mode.budget, self.memory_bytes
         return budget is None or held_bytes + self._bytes_per_session <= budget.allowance_bytes(held_bytes)
+
+    def tokens_of(self, sequence: int) -> Sequence[int]:
+        """The tokens in the cache of a sequence; none if it is not held. This is no use of the sequence."""
+        held = self._held.get(sequence)
+        return () if held is None else held.tokens
 
     def keeps(self, tokens: int) -> bool:
         """Whether the mode keeps the keys and values of a sequence of this length."""

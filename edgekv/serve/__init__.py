@@ -1,0 +1,6 @@
+"""`edgekv serve`: OpenAI's API on a bundle."""
+
+from edgekv.serve.options import Limits, ServeOptions
+from edgekv.serve.serving import Serving
+
+__all__ = ["Limits", "ServeOptions", "Serving"]

@@ -1,0 +1,107 @@
+"""The paths of the API."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+
+import msgspec
+from starlette.middleware.cors import CORSMiddleware
+from starlette.routing import Route, Router
+
+from edgekv.serve.chat import chat_completions
+from edgekv.serve.completions import completions
+from edgekv.serve.exchange import Exchange, Receive, Scope, Send
+from edgekv.serve.guard import App, Guard
+from edgekv.serve.metrics import CONTENT_TYPE
+from edgekv.serve.options import ServeOptions
+from edgekv.serve.service import Service
+
+Handler = Callable[[Service, Exchange], Awaitable[None]]
+
+
+class ModelRecord(msgspec.Struct, frozen=True):
+    """The model, as `/v1/models` lists it."""
+
+    id: str
+    created: int
+    context_length: int
+    object: str = "model"
+    owned_by: str = "edgekv"
+
+
+class ModelList(msgspec.Struct, frozen=True):
+    """All models: one."""
+
+    data: list[ModelRecord]
+    object: str = "list"
+
+
+class Health(msgspec.Struct, frozen=True):
+    """That the server answers, and how busy it is."""
+
+    status: str
+    running: int
+    queued: int
+
+
+class _Endpoint:
+    """A path's handler as an ASGI application."""
+
+    def __init__(self, handler: Handler, service: Service) -> None:
+        self._handler = handler
+        self._service = service
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._handler(self._service, Exchange(scope, receive, send, self._service.limits))
+
+
+async def models(service: Service, exchange: Exchange) -> None:
+    """`GET /v1/models`."""
+    await exchange.reply(ModelList([_record(service)]))
+
+
+async def one_model(service: Service, exchange: Exchange) -> None:
+    """`GET /v1/models/ID`.
+
+    Raises:
+        ApiError: another model.
+    """
+    service.check_name(exchange.scope["path_params"]["name"])
+    await exchange.reply(_record(service))
+
+
+async def health(service: Service, exchange: Exchange) -> None:
+    """`GET /health`."""
+    await exchange.reply(Health("ok", service.scheduler.running, service.scheduler.queued))
+
+
+async def metrics(service: Service, exchange: Exchange) -> None:
+    """`GET /metrics`."""
+    await exchange.send_bytes(service.metrics.text().encode(), CONTENT_TYPE.encode())
+
+
+_PATHS: Sequence[tuple[str, str, Handler]] = (
+    ("GET", "/health", health),
+    ("GET", "/metrics", metrics),
+    ("GET", "/v1/models", models),
+    ("GET", "/v1/models/{name:path}", one_model),
+    ("POST", "/v1/chat/completions", chat_completions),
+    ("POST", "/v1/completions", completions),
+)
+
+
+def make_app(service: Service, options: ServeOptions) -> App:
+    """The application: paths behind the checks of every request."""
+    routes = [Route(path, _Endpoint(handler, service), methods=[method]) for method, path, handler in _PATHS]
+    app: App = Router(routes, redirect_slashes=False)
+    if options.origins:
+        allowed = ["Authorization", "Content-Type"]
+        app = CORSMiddleware(
+            app, allow_origins=list(options.origins), allow_methods=["GET", "POST", "DELETE"], allow_headers=allowed
+        )
+    known = frozenset(path for _, path, _ in _PATHS if "{" not in path)
+    return Guard(app, options, service.metrics, known)
+
+
+def _record(service: Service) -> ModelRecord:
+    return ModelRecord(service.name, service.created, service.context)

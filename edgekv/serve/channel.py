@@ -1,0 +1,39 @@
+"""Events from the engine's thread to a coroutine."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+
+from edgekv.serve.events import Event
+
+
+class Channel:
+    """A queue that one thread writes and one coroutine reads. The reader is woken once for all that has arrived."""
+
+    def __init__(self) -> None:
+        """For the running loop."""
+        self._loop = asyncio.get_running_loop()
+        self._events: deque[Event] = deque()
+        self._arrived = asyncio.Event()
+        self._is_woken = False
+
+    def put(self, event: Event) -> None:
+        """Add an event, from any thread. Nothing happens if the loop has ended."""
+        self._events.append(event)
+        if not self._is_woken:
+            self._is_woken = True
+            try:
+                self._loop.call_soon_threadsafe(self._arrived.set)
+            except RuntimeError:  # the loop is closed: nobody waits any more
+                return
+
+    async def take(self) -> list[Event]:
+        """All events that have arrived, at least one."""
+        await self._arrived.wait()
+        self._arrived.clear()
+        self._is_woken = False  # before reading: an event that arrives now wakes the reader again
+        taken = []
+        while self._events:
+            taken.append(self._events.popleft())
+        return taken or await self.take()

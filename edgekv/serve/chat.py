@@ -1,0 +1,279 @@
+"""`POST /v1/chat/completions`."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+from uuid import uuid4
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from edgekv.serve.errors import ApiError, refused
+from edgekv.serve.events import Event, Finished, FinishReason, Piece
+from edgekv.serve.exchange import Exchange
+from edgekv.serve.job import Work
+from edgekv.serve.logprobs import Likelihood, TokenNames
+from edgekv.serve.messages import template_messages
+from edgekv.serve.sampling import SamplingFields, check_top_logprobs
+from edgekv.serve.service import Service
+from edgekv.serve.sse import DONE, event
+from edgekv.serve.usage import Usage
+
+_encode = msgspec.json.Encoder().encode
+
+
+class ChatRequest(SamplingFields, frozen=True, kw_only=True):
+    """The body of a request."""
+
+    messages: list[dict[str, Any]]
+    max_completion_tokens: int | None = None
+    max_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    modalities: list[str] | None = None
+    audio: Any = None
+    functions: Any = None
+    function_call: Any = None
+    web_search_options: Any = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    def check(self) -> None:
+        """Refuse what is not supported.
+
+        Raises:
+            ApiError: naming the field.
+        """
+        for name in ("audio", "functions", "function_call", "web_search_options"):
+            if getattr(self, name) is not None:
+                raise refused(name, got="a value", expected="nothing", fix="It is not supported; leave it out.")
+        if self.modalities not in (None, ["text"]):
+            raise refused("modalities", got=self.modalities, expected="text", fix="Leave it out.")
+        if self.top_logprobs is not None and not self.logprobs:
+            raise refused("top_logprobs", got="no logprobs", expected="logprobs true with it", fix="Set logprobs.")
+
+    @property
+    def wanted_tokens(self) -> int | None:
+        """The most tokens to generate; None if the request does not say."""
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+
+class TopLogprob(msgspec.Struct, frozen=True):
+    """A token and its log-probability."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+
+    @classmethod
+    def of(cls, found: Likelihood, names: TokenNames) -> TopLogprob:
+        return cls(names.text(found.id), found.logprob, list(names.data(found.id)))
+
+
+class ContentLogprob(TopLogprob, frozen=True):
+    """A token of the answer, with the most likely ones."""
+
+    top_logprobs: list[TopLogprob]
+
+
+class ChoiceLogprobs(msgspec.Struct, frozen=True):
+    """`logprobs` of a choice."""
+
+    content: list[ContentLogprob]
+    refusal: None = None
+
+
+class AnswerMessage(msgspec.Struct, frozen=True):
+    """The model's message."""
+
+    content: str | None
+    role: str = "assistant"
+    refusal: None = None
+
+
+class Choice(msgspec.Struct, frozen=True):
+    """An answer."""
+
+    message: AnswerMessage
+    finish_reason: FinishReason
+    logprobs: ChoiceLogprobs | None = None
+    index: int = 0
+
+
+class ChatCompletion(msgspec.Struct, frozen=True, kw_only=True):
+    """The whole answer to a request."""
+
+    id: str
+    created: int
+    model: str
+    choices: list[Choice]
+    usage: Usage
+    object: str = "chat.completion"
+
+
+class Delta(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What a chunk adds to the message."""
+
+    role: str | UnsetType = UNSET
+    content: str | UnsetType = UNSET
+
+
+class ChunkChoice(msgspec.Struct, frozen=True):
+    """A part of an answer."""
+
+    delta: Delta
+    finish_reason: FinishReason | None = None
+    logprobs: ChoiceLogprobs | None = None
+    index: int = 0
+
+
+class Chunk(msgspec.Struct, frozen=True, kw_only=True):
+    """An event of a stream."""
+
+    id: str
+    created: int
+    model: str
+    choices: list[ChunkChoice]
+    usage: Usage | UnsetType | None = UNSET
+    object: str = "chat.completion.chunk"
+
+
+async def chat_completions(service: Service, exchange: Exchange) -> None:
+    """Answer a conversation.
+
+    Raises:
+        ApiError: the request is refused.
+        EdgeKVError: likewise.
+        DisconnectedError: the client has gone.
+    """
+    request = await exchange.read(ChatRequest)
+    service.check_name(request.model)
+    request.check()
+    work = await _work(service, exchange, request)
+    reply = _Reply(service, request)
+    async with service.job(exchange, work) as channel:
+        events = await channel.take()
+        if not request.stream:
+            while not reply.add(events):
+                events = await channel.take()
+            await exchange.reply(reply.whole())
+            return
+        if isinstance(events[0], ApiError):
+            raise events[0]
+        await exchange.begin_events()
+        head = reply.head()
+        while True:
+            data, is_last = reply.stream(events)
+            if head or data:
+                await exchange.send_events(head + data, more=not is_last)
+            if is_last:
+                return
+            head = b""
+            events = await channel.take()
+
+
+async def _work(service: Service, exchange: Exchange, request: ChatRequest) -> Work:
+    templates = service.model.chat_templates
+    has_developer = any("developer" in source for source in templates.templates.values())
+    messages = template_messages(request.messages, has_developer=has_developer)
+    text = templates.render(messages, **(request.chat_template_kwargs or {}))
+    prompt = await service.tokenized(service.model.encode_chat, text)
+    return make_work(service, exchange, request, prompt, request.wanted_tokens, _top(request))
+
+
+def make_work(
+    service: Service,
+    exchange: Exchange,
+    fields: SamplingFields,
+    tokens: list[int],
+    wanted_tokens: int | None,
+    top_logprobs: int | None = None,
+) -> Work:
+    """The work of a conversation's next turn; without a limit it may fill the context.
+
+    Raises:
+        ContextFullError: the prompt is longer than the context.
+        UsageError: a value out of range.
+    """
+    prompt = tuple(service.model.read(tokens, "messages"))
+    most = service.context - len(prompt) + 1 if wanted_tokens is None else wanted_tokens
+    params = fields.params(service.model.defaults, most)
+    return Work(prompt, params, exchange.salt, top_logprobs)
+
+
+def _top(request: ChatRequest) -> int | None:
+    return check_top_logprobs("top_logprobs", request.top_logprobs or 0) if request.logprobs else None
+
+
+class _Reply:
+    """Turns events into what is sent."""
+
+    def __init__(self, service: Service, request: ChatRequest) -> None:
+        self._service = service
+        self._request = request
+        self._id = f"chatcmpl-{uuid4().hex}"
+        self._created = int(time.time())
+        self._texts: list[str] = []
+        self._logprobs: list[ContentLogprob] = []
+        self._end: Finished | None = None
+
+    def add(self, events: list[Event]) -> bool:
+        """Take events in; True at the end.
+
+        Raises:
+            ApiError: the job failed.
+        """
+        for each in events:
+            if isinstance(each, ApiError):
+                raise each
+            if isinstance(each, Finished):
+                self._end = each
+                return True
+            if isinstance(each, Piece):
+                self._texts.append(each.text)
+                self._logprobs += self._content(each)
+        return False
+
+    def whole(self) -> ChatCompletion:
+        """The answer to a request that wants no stream."""
+        assert self._end is not None
+        logprobs = ChoiceLogprobs(self._logprobs) if self._request.logprobs else None
+        choice = Choice(AnswerMessage("".join(self._texts)), self._end.reason, logprobs)
+        service = self._service
+        return ChatCompletion(
+            id=self._id, created=self._created, model=service.name, choices=[choice], usage=Usage.of(self._end)
+        )
+
+    def head(self) -> bytes:
+        """The first event of a stream."""
+        return self._chunk(ChunkChoice(Delta("assistant", "")))
+
+    def stream(self, events: list[Event]) -> tuple[bytes, bool]:
+        """The next events of a stream, and whether they are the last."""
+        data = b""
+        for each in events:
+            if isinstance(each, ApiError):
+                return data + event(_encode(each.body)), True
+            if isinstance(each, Finished):
+                data += self._chunk(ChunkChoice(Delta(), each.reason))
+                if self._request.includes_usage:
+                    data += event(_encode(self._made([], Usage.of(each))))
+                return data + DONE, True
+            if isinstance(each, Piece) and (each.text or each.logprob):
+                logprobs = ChoiceLogprobs(self._content(each)) if each.logprob else None
+                data += self._chunk(ChunkChoice(Delta(content=each.text), logprobs=logprobs))
+        return data, False
+
+    def _chunk(self, choice: ChunkChoice) -> bytes:
+        return event(_encode(self._made([choice], None if self._request.includes_usage else UNSET)))
+
+    def _made(self, choices: list[ChunkChoice], usage: Usage | UnsetType | None) -> Chunk:
+        service = self._service
+        return Chunk(id=self._id, created=self._created, model=service.name, choices=choices, usage=usage)
+
+    def _content(self, piece: Piece) -> list[ContentLogprob]:
+        if piece.logprob is None:
+            return []
+        names, found = self._service.names, piece.logprob
+        own = TopLogprob.of(found.token, names)
+        return [ContentLogprob(own.token, own.logprob, own.bytes, [TopLogprob.of(each, names) for each in found.top])]

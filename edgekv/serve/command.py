@@ -1,0 +1,74 @@
+"""`edgekv serve`."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from edgekv.errors import UsageError
+
+_NEEDED = ("starlette", "uvicorn")
+
+
+def serve(
+    bundle: Annotated[Path, typer.Argument(help="A bundle's folder.", show_default=False)],
+    host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 for all networks.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port to listen on; 0 for a free one.")] = 8080,
+    engine: Annotated[str, typer.Option(help="Where the graphs run: cpu or htp; litert or tflite.")] = "cpu",
+    threads: Annotated[
+        int | None, typer.Option(help="Threads of an engine on the CPU.", show_default="all cores")
+    ] = None,
+    name: Annotated[
+        str | None, typer.Option(help="The model's id in the API.", show_default="the name of the folder")
+    ] = None,
+    max_sessions: Annotated[int, typer.Option(help="Conversations with a cache, running or idle.")] = 16,
+    cache_budget: Annotated[
+        str, typer.Option(help="Memory of all their caches: 64MiB, or 25% of the free memory.")
+    ] = "50%",
+    prefix_cache: Annotated[
+        Path | None,
+        typer.Option(help="Folder where computed prefixes outlive the server.", show_default="memory alone"),
+    ] = None,
+    max_queue: Annotated[int, typer.Option(help="Requests that may wait; further ones get 429.")] = 64,
+    timeout: Annotated[float, typer.Option(help="Seconds for a request, with its time in the queue.")] = 600.0,
+    api_key_file: Annotated[
+        Path | None,
+        typer.Option(help="Accepted API keys, one a line; prefixes are never shared across keys.", show_default="none"),
+    ] = None,
+    cors: Annotated[
+        list[str] | None,
+        typer.Option(help="Web origin whose pages may call the API; repeatable.", show_default="none"),
+    ] = None,
+) -> None:
+    """Serve a bundle with OpenAI's API.
+
+    Requests take turns token by token. Each continues the cache that has most of its prompt. The address goes to
+    standard output once the server answers; Ctrl-C stops it.
+    """
+    if missing := [each for each in _NEEDED if find_spec(each) is None]:
+        wanted, fix = "starlette and uvicorn", 'Run pip install "edgekv[serve]".'
+        raise UsageError("packages", got=f"no {' and no '.join(missing)}", expected=wanted, fix=fix)
+    from edgekv.loading import load
+    from edgekv.prefix import StoreConfig
+    from edgekv.serve import Limits, ServeOptions, Serving
+    from edgekv.serve.keys import read_keys
+    from edgekv.session import Adaptive, parse_budget
+
+    options = ServeOptions(
+        host,
+        port,
+        name,
+        () if api_key_file is None else read_keys(api_key_file),
+        tuple(cors or ()),
+        Limits(sessions=max_sessions, queue=max_queue, request_s=timeout),
+    )
+    mode = Adaptive(parse_budget(cache_budget))
+    with load(
+        bundle, engine, threads=threads, cache_mode=mode, prefix_cache=StoreConfig(disk_folder=prefix_cache)
+    ) as model:
+        serving = Serving(model, options)
+        typer.echo(f"{serving.url}/v1 serves {serving.service.name}")
+        serving.run()

@@ -1,0 +1,78 @@
+"""Errors of the API, in OpenAI's JSON form."""
+
+from __future__ import annotations
+
+import msgspec
+
+from edgekv.errors import ContextFullError, EdgeKVError, EngineError, MemoryBudgetError, UsageError
+
+_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    429: "rate_limit_error",
+}
+
+
+class ErrorRecord(msgspec.Struct, frozen=True):
+    """What went wrong; `param` is the field of the request."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorBody(msgspec.Struct, frozen=True):
+    """The body of an answer that is an error."""
+
+    error: ErrorRecord
+
+
+class ApiError(Exception):
+    """An error that a client is told.
+
+    Attributes:
+        status: of HTTP.
+        retry_after_s: when to try again, in whole seconds; None says nothing.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        retry_after_s: int | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.param = param
+        self.code = code
+        self.retry_after_s = retry_after_s
+
+    @property
+    def body(self) -> ErrorBody:
+        """What is sent."""
+        plain = "invalid_request_error" if self.status < 500 else "server_error"
+        return ErrorBody(ErrorRecord(str(self), _TYPES.get(self.status, plain), self.param, self.code))
+
+
+def refused(param: str, *, got: object, expected: object, fix: str, code: str | None = None) -> ApiError:
+    """A field of the request that is not accepted, in the words of other errors."""
+    return ApiError(400, f"{param}: got {got}; expected {expected}. {fix}", param=param, code=code)
+
+
+def api_error(error: EdgeKVError) -> ApiError:
+    """An error of the runtime as one of the API."""
+    if isinstance(error, ContextFullError):
+        return ApiError(400, str(error), param=error.field, code="context_length_exceeded")
+    if isinstance(error, UsageError):
+        return ApiError(400, str(error), param=error.field, code="invalid_value")
+    if isinstance(error, MemoryBudgetError):
+        return ApiError(503, str(error), code="out_of_memory")
+    if isinstance(error, EngineError):
+        return ApiError(500, str(error), code="engine_failed")
+    return ApiError(500, str(error), code="internal_error")

@@ -1,0 +1,51 @@
+"""What a job tells the request that waits for it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from edgekv.serve.errors import ApiError
+from edgekv.serve.logprobs import TokenLogprob
+
+FinishReason = Literal["stop", "length", "tool_calls"]
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """One generated token.
+
+    Attributes:
+        text: to show now; may be empty.
+        logprob: of the token and the most likely ones; None unless they were asked for.
+    """
+
+    text: str
+    logprob: TokenLogprob | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PromptLogprobs:
+    """Log-probabilities of the prompt's tokens; the first one has none."""
+
+    tokens: tuple[TokenLogprob, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """The end of an answer.
+
+    Attributes:
+        reason: why.
+        prompt_tokens: tokens of the prompt.
+        cached_tokens: those of them that were not computed.
+        generated_tokens: tokens generated, with the end-of-sequence token.
+    """
+
+    reason: FinishReason
+    prompt_tokens: int
+    cached_tokens: int
+    generated_tokens: int
+
+
+Event = Piece | PromptLogprobs | Finished | ApiError

@@ -1,0 +1,96 @@
+"""Who may use the API: checks in front of every path."""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from collections.abc import Awaitable, Callable, MutableMapping
+from email.utils import formatdate
+from typing import Any
+
+from starlette.exceptions import HTTPException
+
+from edgekv.errors import EdgeKVError
+from edgekv.serve.errors import ApiError, api_error
+from edgekv.serve.exchange import DisconnectedError, Exchange, Receive, Scope, Send
+from edgekv.serve.keys import ApiKeys
+from edgekv.serve.metrics import Metrics
+from edgekv.serve.options import LOOPBACK, ServeOptions
+
+App = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+OPEN = ("/", "/health")
+"""Paths that need no key."""
+_OTHER = "other"
+
+
+class Guard:
+    """Checks the host and the API key, counts answers, and turns exceptions into errors of the API."""
+
+    def __init__(self, app: App, options: ServeOptions, metrics: Metrics, paths: frozenset[str]) -> None:
+        self._app = app
+        self._options = options
+        self._keys = ApiKeys(options.keys)
+        self._metrics = metrics
+        self._paths = paths
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        path = scope["path"] if scope["path"] in self._paths else _OTHER
+        scope["app"] = self  # asks the router to raise what it would answer
+        started = False
+
+        async def counted(message: MutableMapping[str, Any]) -> None:
+            nonlocal started
+            if message["type"] == "http.response.start":
+                started = True
+                self._metrics.count_answer(path, message["status"])
+                message["headers"].append((b"date", formatdate(usegmt=True).encode()))
+            await send(message)
+
+        exchange = Exchange(scope, receive, counted, self._options.limits)
+        try:
+            self._check(exchange)
+            await self._app(scope, receive, counted)
+        except DisconnectedError:
+            self._metrics.disconnects += 1
+        except Exception as error:
+            told = _told(error, f"{scope['method']} {scope['path'][:200]!r}")
+            if started:  # the status is out: all that is left is to end the connection
+                raise
+            after = () if told.retry_after_s is None else ((b"retry-after", str(told.retry_after_s).encode()),)
+            await exchange.reply(told.body, told.status, after)
+
+    def _check(self, exchange: Exchange) -> None:
+        """Refuse foreign hosts and requests without a key.
+
+        Raises:
+            ApiError: 403, another host than this machine; 401, no accepted key.
+        """
+        scope = exchange.scope
+        if self._options.is_local:
+            # A foreign page whose name is made to resolve to this machine still sends its own name.
+            host = (exchange.header(b"host") or b"").decode("latin-1")
+            name = host.rsplit(":", 1)[0] if not host.endswith("]") else host
+            if name.strip("[]").lower() not in LOOPBACK:
+                raise ApiError(403, f"host: got {host[:80]}; expected this machine. Use 127.0.0.1.", code="wrong_host")
+        if self._keys.are_required and scope["path"] not in OPEN and scope["method"] != "OPTIONS":
+            salt = self._keys.salt(exchange.header(b"authorization"))
+            if salt is None:
+                message = "authorization: got no accepted key; expected one. Send the header Authorization: Bearer KEY."
+                raise ApiError(401, message, code="invalid_api_key")
+            scope["state"]["salt"] = salt
+
+
+def _told(error: Exception, request: str) -> ApiError:
+    if isinstance(error, HTTPException):
+        code = "wrong_method" if error.status_code == 405 else "not_found"
+        return ApiError(error.status_code, f"path: got {request}; expected one of docs/serve.md.", code=code)
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, EdgeKVError):
+        return api_error(error)
+    traceback.print_exception(error, file=sys.stderr)
+    return ApiError(500, f"{type(error).__name__}. This is a bug; please report it.", code="internal_error")

@@ -1,0 +1,155 @@
+"""One request on the engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from time import perf_counter
+
+from edgekv.model import Model
+from edgekv.serve.channel import Channel
+from edgekv.serve.events import Finished, FinishReason, Piece, PromptLogprobs
+from edgekv.serve.logprobs import Likelihood, TokenLogprob, token_logprob
+from edgekv.serve.slots import Slot
+from edgekv.session import Generation, SamplingParams, Scoring, StopReason
+
+_REASONS: dict[StopReason | None, FinishReason] = {
+    "eos": "stop",
+    "stop": "stop",
+    "grammar": "stop",
+    "length": "length",
+    "context": "length",
+    None: "stop",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What a request asks of the engine.
+
+    Attributes:
+        prompt: token ids, as `Model.read` gives them.
+        params: how to sample; None generates nothing.
+        salt: prefixes and caches are shared only between equal salts.
+        top_logprobs: how many of the most likely tokens to report at each position; None for no log-probabilities.
+        scored_tokens: this many tokens at the end of the prompt are scored too.
+    """
+
+    prompt: tuple[int, ...]
+    params: SamplingParams | None
+    salt: str | None = None
+    top_logprobs: int | None = None
+    scored_tokens: int = 0
+
+
+class Job:
+    """A request's work, done in steps of the engine's thread. Its events go to a channel.
+
+    Attributes:
+        work: what to do.
+        channel: where events go.
+        arrived: when it was made, in seconds of `perf_counter`.
+        deadline: when it must have ended, likewise.
+        is_cancelled: whether nobody waits for it any more; set from any thread.
+        slot: the sequence it runs in; None before it has one.
+        generated_tokens: tokens generated so far.
+        token_s: seconds to the last token from the one before, or from the arrival.
+    """
+
+    def __init__(self, work: Work, channel: Channel, time_limit_s: float) -> None:
+        self.work = work
+        self.channel = channel
+        self.arrived = perf_counter()
+        self.deadline = self.arrived + time_limit_s
+        self.is_cancelled = False
+        self.slot: Slot | None = None
+        self.generated_tokens = 0
+        self.token_s = 0.0
+        self._last_token = self.arrived
+        self._generation: Generation | None = None
+        self._scoring: Scoring | None = None
+        self._scored: list[TokenLogprob] = []
+        self._is_prefilled = False
+
+    @property
+    def scores(self) -> bool:
+        """Whether it needs the model's own session."""
+        return self.work.scored_tokens > 0
+
+    def start(self, model: Model, slot: Slot | None) -> None:
+        """Get ready for steps.
+
+        Raises:
+            EdgeKVError: see `Model.generate`.
+        """
+        work, self.slot = self.work, slot
+        if self.scores:
+            self._scoring = model.score_steps(work.prompt)
+        if work.params is not None:
+            assert slot is not None
+            self._generation = model.generate(
+                work.prompt,
+                work.params,
+                sequence=slot.sequence,
+                cache_salt=work.salt,
+                return_logits=work.top_logprobs is not None,
+            )
+
+    def step(self, prefill_tokens: int) -> Finished | None:
+        """Run a step of the graphs; the last one returns the end of the answer.
+
+        Raises:
+            EdgeKVError: see `Model.generate`.
+        """
+        if self._scoring is not None:
+            return self._score(self._scoring)
+        generation = self._generation
+        assert generation is not None
+        if not self._is_prefilled:
+            self._is_prefilled = not generation.prefill(prefill_tokens)
+            if not self._is_prefilled:
+                return None
+        token = next(generation)
+        self.generated_tokens += 1
+        now = perf_counter()
+        self.token_s, self._last_token = now - self._last_token, now
+        reason, logprob = generation.stop_reason, None
+        if token.logits is not None and reason != "eos":
+            logprob = token_logprob(token.logits, token.id, self.work.top_logprobs or 0)
+        self.channel.put(Piece(token.text, logprob))
+        return None if reason is None else self._finished(generation)
+
+    def close(self) -> None:
+        """Free what it holds; computed rows are kept for later requests."""
+        if self._scoring is not None:
+            self._scoring.close()
+        if self._generation is not None:
+            self._generation.close()
+
+    @property
+    def reused_tokens(self) -> int:
+        """Prompt tokens that were not computed."""
+        return 0 if self._generation is None else self._generation.stats.reused_tokens
+
+    @property
+    def restored_tokens(self) -> int:
+        """The part of them that came from the prefix cache."""
+        return 0 if self._generation is None else self._generation.stats.restored_tokens
+
+    def _finished(self, generation: Generation) -> Finished:
+        stats = generation.stats
+        return Finished(_REASONS[stats.stop_reason], stats.prompt_tokens, stats.reused_tokens, stats.generated_tokens)
+
+    def _score(self, scoring: Scoring) -> Finished | None:
+        """Score the next tokens of the prompt. Row i of the logits judges token i+1."""
+        prompt, top = self.work.prompt, self.work.top_logprobs or 0
+        if not self._scored:
+            self._scored.append(TokenLogprob(Likelihood(prompt[0], 0.0), is_first=True))
+        for row in next(scoring):
+            if len(self._scored) < len(prompt):
+                self._scored.append(token_logprob(row, prompt[len(self._scored)], top))
+        if len(self._scored) < len(prompt):
+            return None
+        scoring.close()
+        self._scoring = None
+        self.channel.put(PromptLogprobs(tuple(self._scored[-self.work.scored_tokens :])))
+        return Finished("length", len(prompt), 0, 0) if self._generation is None else None

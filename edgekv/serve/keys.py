@@ -1,0 +1,65 @@
+"""API keys: who may use the server, and whose prefixes are whose."""
+
+from __future__ import annotations
+
+import hmac
+from collections.abc import Sequence
+from hashlib import sha256
+from pathlib import Path
+
+from edgekv.errors import UsageError
+
+_LONGEST_FILE_BYTES = 1 << 20
+
+
+class ApiKeys:
+    """The accepted keys. Only their hashes are kept."""
+
+    def __init__(self, keys: Sequence[str]) -> None:
+        self._digests = [_digest(key.encode()) for key in keys]
+
+    @property
+    def are_required(self) -> bool:
+        """Whether a request needs a key."""
+        return bool(self._digests)
+
+    def salt(self, authorization: bytes | None) -> str | None:
+        """The cache salt of a request's key; None if the key is not accepted.
+
+        Every key is compared, each in constant time, so that the time tells nothing.
+
+        Args:
+            authorization: the header's value, `Bearer KEY`; None if there is none.
+        """
+        scheme, _, key = (authorization or b"").partition(b" ")
+        given = _digest(key.strip() if scheme.lower() == b"bearer" else b"")
+        matches = [hmac.compare_digest(given, digest) for digest in self._digests]
+        return sha256(b"edgekv cache salt" + given).hexdigest() if any(matches) else None
+
+
+def read_keys(path: Path) -> tuple[str, ...]:
+    """The keys of a file, one a line; empty lines and lines that begin with # are left out.
+
+    Raises:
+        UsageError: it cannot be read, has no key, or one with characters that a header cannot have.
+    """
+    fix = "Write one key a line."
+    try:
+        if path.stat().st_size > _LONGEST_FILE_BYTES:
+            raise UsageError(str(path), got="a larger file", expected=f"at most {_LONGEST_FILE_BYTES:,} bytes", fix=fix)
+        lines = path.read_text("utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "no UTF-8 text"
+        raise UsageError(str(path), got=reason, expected="a file of API keys", fix=fix) from None
+    keys = tuple(key for line in lines if (key := line.strip()) and not key.startswith("#"))
+    for number, key in enumerate(keys, 1):
+        if not (key.isascii() and key.isprintable() and " " not in key):
+            wanted = "visible ASCII characters without spaces"
+            raise UsageError(f"{path}: key {number}", got="other characters", expected=wanted, fix=fix)
+    if not keys:
+        raise UsageError(str(path), got="no key", expected="at least one", fix=fix)
+    return keys
+
+
+def _digest(key: bytes) -> bytes:
+    return sha256(key).digest()

@@ -1,0 +1,184 @@
+"""Counters of a server, in Prometheus' text format."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from edgekv.model import Model
+from edgekv.serve.errors import ApiError
+from edgekv.serve.job import Job
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+_FIRST_TOKEN_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
+_TOKEN_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5)
+
+
+class Histogram:
+    """Counts of values up to each of some bounds, as Prometheus defines a histogram."""
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self._bounds = bounds
+        self._counts = [0] * (len(bounds) + 1)
+        self._sum = 0.0
+
+    def observe(self, value: float) -> None:
+        """Count a value."""
+        self._counts[bisect_left(self._bounds, value)] += 1
+        self._sum += value
+
+    def lines(self, name: str) -> Iterator[str]:
+        """Its samples."""
+        total = 0
+        for bound, count in zip((*self._bounds, "+Inf"), self._counts, strict=True):
+            total += count
+            yield f'{name}_bucket{{le="{bound}"}} {total}'
+        yield f"{name}_sum {self._sum:.6f}"
+        yield f"{name}_count {total}"
+
+
+@dataclass(slots=True)
+class Held:
+    """What the engine held when it was noted last.
+
+    Attributes:
+        queued: requests that wait for a session.
+        running: requests that take turns.
+        sessions: sessions with a cache.
+        session_bytes: bytes of these caches.
+        evictions: sessions evicted under memory pressure.
+        prefix_blocks: blocks of the prefix cache in memory.
+        prefix_bytes: bytes of them.
+        prefix_hits: lookups in the prefix cache that found a token.
+        prefix_misses: lookups that found none.
+    """
+
+    queued: int = 0
+    running: int = 0
+    sessions: int = 0
+    session_bytes: int = 0
+    evictions: int = 0
+    prefix_blocks: int = 0
+    prefix_bytes: int = 0
+    prefix_hits: int = 0
+    prefix_misses: int = 0
+
+
+@dataclass(slots=True)
+class Metrics:
+    """Counters since the start.
+
+    The engine's thread writes all but `answers` and `disconnects`, which the thread of the connections writes; any
+    thread may read.
+
+    Attributes:
+        answers: HTTP answers by path and status.
+        disconnects: clients that left before the end of their answer.
+        prompt_tokens: tokens of all prompts.
+        reused_tokens: those of them that were not computed.
+        restored_tokens: those of these that came from the prefix cache.
+        generated_tokens: tokens generated.
+        finished: requests that ran to their end.
+        failed: requests that ended with an error, by its code.
+        first_token: seconds from a request to its first token.
+        token: seconds from each token to the next.
+        held: sessions and bytes.
+    """
+
+    answers: dict[tuple[str, int], int] = field(default_factory=dict)
+    disconnects: int = 0
+    prompt_tokens: int = 0
+    reused_tokens: int = 0
+    restored_tokens: int = 0
+    generated_tokens: int = 0
+    finished: int = 0
+    failed: dict[str, int] = field(default_factory=dict)
+    first_token: Histogram = field(default_factory=lambda: Histogram(_FIRST_TOKEN_S))
+    token: Histogram = field(default_factory=lambda: Histogram(_TOKEN_S))
+    held: Held = field(default_factory=Held)
+
+    def count_answer(self, path: str, status: int) -> None:
+        """Count an HTTP answer."""
+        self.answers[path, status] = self.answers.get((path, status), 0) + 1
+
+    def count_token(self, job: Job) -> None:
+        """Count a generated token."""
+        self.generated_tokens += 1
+        (self.first_token if job.generated_tokens == 1 else self.token).observe(job.token_s)
+
+    def count_finished(self, job: Job) -> None:
+        """Count a job that ran to its end."""
+        self.finished += 1
+        self._count_prompt(job)
+
+    def count_failed(self, job: Job, error: ApiError) -> None:
+        """Count a job that ended early."""
+        code = error.code or str(error.status)
+        self.failed[code] = self.failed.get(code, 0) + 1
+        self._count_prompt(job)
+
+    def note(self, queued: int, running: int, model: Model) -> None:
+        """Note what the engine holds; only its thread may look at the model."""
+        pool, store = model.sequences.stats, model.prefix_store
+        self.held = Held(queued, running, pool.total_sequences, pool.total_bytes, pool.evictions)
+        if store is not None:
+            stats = store.stats
+            self.held.prefix_blocks, self.held.prefix_bytes = stats.primary.blocks, stats.primary.bytes_held
+            self.held.prefix_hits, self.held.prefix_misses = stats.hits, stats.misses
+
+    def text(self) -> str:
+        """All of them, as Prometheus reads them."""
+        held = self.held
+        lines: list[str] = []
+
+        def add(name: str, kind: str, about: str, samples: Iterator[str]) -> None:
+            lines.append(f"# HELP edgekv_{name} {about}")
+            lines.append(f"# TYPE edgekv_{name} {kind}")
+            lines.extend(samples)
+
+        def one(name: str, kind: str, about: str, value: int) -> None:
+            add(name, kind, about, iter([f"edgekv_{name} {value}"]))
+
+        add(
+            "http_responses_total",
+            "counter",
+            "HTTP answers.",
+            (
+                f'edgekv_http_responses_total{{path="{path}",status="{status}"}} {count}'
+                for (path, status), count in sorted(self.answers.items())
+            ),
+        )
+        add(
+            "requests_failed_total",
+            "counter",
+            "Requests that ended early, by error code.",
+            (f'edgekv_requests_failed_total{{code="{code}"}} {n}' for code, n in sorted(self.failed.items())),
+        )
+        one("requests_finished_total", "counter", "Requests that ran to their end.", self.finished)
+        one("disconnects_total", "counter", "Clients that left before the end of their answer.", self.disconnects)
+        one("requests_queued", "gauge", "Requests that wait for a session.", held.queued)
+        one("requests_running", "gauge", "Requests that take turns.", held.running)
+        one("prompt_tokens_total", "counter", "Tokens of all prompts.", self.prompt_tokens)
+        one("prompt_tokens_reused_total", "counter", "Prompt tokens that were not computed.", self.reused_tokens)
+        about = "Prompt tokens that came from the prefix cache."
+        one("prompt_tokens_restored_total", "counter", about, self.restored_tokens)
+        one("generated_tokens_total", "counter", "Tokens generated.", self.generated_tokens)
+        name = "time_to_first_token_seconds"
+        add(name, "histogram", "From a request to its first token.", self.first_token.lines(f"edgekv_{name}"))
+        name = "time_per_token_seconds"
+        add(name, "histogram", "From each token of an answer to the next.", self.token.lines(f"edgekv_{name}"))
+        one("sessions", "gauge", "Sessions with a cache.", held.sessions)
+        one("session_bytes", "gauge", "Bytes of the caches of sessions.", held.session_bytes)
+        one("session_evictions_total", "counter", "Sessions evicted under memory pressure.", held.evictions)
+        one("prefix_cache_blocks", "gauge", "Blocks of the prefix cache in memory.", held.prefix_blocks)
+        one("prefix_cache_bytes", "gauge", "Bytes of these blocks.", held.prefix_bytes)
+        one("prefix_cache_hits_total", "counter", "Lookups that found a prefix.", held.prefix_hits)
+        one("prefix_cache_misses_total", "counter", "Lookups that found none.", held.prefix_misses)
+        return "\n".join(lines) + "\n"
+
+    def _count_prompt(self, job: Job) -> None:
+        if job.generated_tokens:
+            self.prompt_tokens += len(job.work.prompt)
+            self.reused_tokens += job.reused_tokens
+            self.restored_tokens += job.restored_tokens

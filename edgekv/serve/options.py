@@ -1,0 +1,83 @@
+"""What a server is told at its start."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from edgekv.errors import UsageError
+
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a client may use.
+
+    Attributes:
+        sessions: conversations with a cache, running or kept for their next turn.
+        queue: requests that wait for a session; further ones are refused with 429.
+        request_s: seconds from the request to the end of its answer, with the time in the queue.
+        body_bytes: bytes of a request.
+        header_bytes: bytes of the headers of a request.
+        header_s: seconds until the headers of a request are complete.
+        body_s: seconds until its body is.
+        send_s: seconds until a client takes a piece of the answer.
+        connections: open at once; further ones are answered with 503.
+        stored_responses: answers of `/v1/responses` that later requests can continue.
+
+    Raises:
+        UsageError: a number below 1, or no time at all.
+    """
+
+    sessions: int = 4
+    queue: int = 64
+    request_s: float = 600.0
+    body_bytes: int = 4 << 20
+    header_bytes: int = 32 << 10
+    header_s: float = 10.0
+    body_s: float = 30.0
+    send_s: float = 30.0
+    connections: int = 512
+    stored_responses: int = 256
+
+    def __post_init__(self) -> None:
+        for name in ("sessions", "queue", "body_bytes", "header_bytes", "connections", "stored_responses"):
+            if getattr(self, name) < 1:
+                raise UsageError(name, got=getattr(self, name), expected="at least 1", fix="Leave it out.")
+        for name in ("request_s", "header_s", "body_s", "send_s"):
+            if not 0 < getattr(self, name) < 1e6:
+                found = getattr(self, name)
+                raise UsageError(name, got=found, expected="seconds, above 0 and below 1,000,000", fix="Leave it out.")
+
+
+@dataclass(frozen=True, slots=True)
+class ServeOptions:
+    """How a model is served.
+
+    Attributes:
+        host: address to listen on.
+        port: 0 for a free one.
+        name: id of the model; None for the name of the bundle's folder.
+        keys: API keys that are accepted; empty for no authentication.
+        origins: web origins whose pages may call the API; empty for none.
+        limits: what a client may use.
+
+    Raises:
+        UsageError: a port out of range.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 8080
+    name: str | None = None
+    keys: tuple[str, ...] = field(default=(), repr=False)
+    origins: tuple[str, ...] = ()
+    limits: Limits = field(default_factory=Limits)
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.port < 1 << 16:
+            raise UsageError("port", got=self.port, expected="0 to 65535", fix="Use 8080, or 0 for a free one.")
+
+    @property
+    def is_local(self) -> bool:
+        """Whether only this machine can connect."""
+        return self.host in LOOPBACK

@@ -1,0 +1,94 @@
+"""Fields of requests that say how to sample, and the parameters that they make."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from edgekv.serve.errors import refused
+from edgekv.session import SamplingParams
+
+MOST_STOPS = 16
+MOST_TOP_LOGPROBS = 20
+_SEEDS = 1 << 64
+
+
+class StreamOptions(msgspec.Struct, frozen=True):
+    """`stream_options`."""
+
+    include_usage: bool | None = None
+
+
+class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
+    """What all requests for text have in common. None is as if the field were not there."""
+
+    model: str
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    ignore_eos: bool | None = None
+    n: int | None = None
+    best_of: int | None = None
+
+    @property
+    def includes_usage(self) -> bool:
+        """Whether a stream ends with the usage."""
+        return bool(self.stream and self.stream_options and self.stream_options.include_usage)
+
+    def params(self, defaults: SamplingParams, max_new_tokens: int) -> SamplingParams:
+        """The parameters, with the model's defaults for what is not given.
+
+        Fields that have no effect at temperature 0 are left out there, as clients send them with it.
+
+        Raises:
+            ApiError: a number of answers other than 1, too many stop texts, or a bias for what is no token id.
+            UsageError: a value out of range.
+        """
+        for name in ("n", "best_of"):
+            if getattr(self, name) not in (None, 1):
+                raise refused(name, got=getattr(self, name), expected="1", fix="Send one request for each answer.")
+        given: dict[str, Any] = {"max_new_tokens": max_new_tokens}
+        names = ("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty")
+        for name in (*names, "repetition_penalty", "ignore_eos"):
+            if (value := getattr(self, name)) is not None:
+                given[name] = value
+        if self.seed is not None:
+            given["seed"] = self.seed % _SEEDS if self.seed < 0 else self.seed
+        if self.stop is not None:
+            given["stop"] = [self.stop] if isinstance(self.stop, str) else self.stop
+            if len(given["stop"]) > MOST_STOPS:
+                found, fix = f"{len(given['stop'])} texts", "Give fewer."
+                raise refused("stop", got=found, expected=f"at most {MOST_STOPS}", fix=fix)
+        if self.logit_bias is not None:
+            given["logit_bias"] = {_token(text): bias for text, bias in self.logit_bias.items()}
+        if given.get("temperature", defaults.temperature) == 0:
+            for name in ("top_p", "top_k", "min_p", "seed"):
+                given.pop(name, None)
+        return defaults.overlaid(**given)
+
+
+def check_top_logprobs(name: str, value: int) -> int:
+    """The number of most likely tokens to report.
+
+    Raises:
+        ApiError: out of range.
+    """
+    if not 0 <= value <= MOST_TOP_LOGPROBS:
+        raise refused(name, got=value, expected=f"0 to {MOST_TOP_LOGPROBS}", fix="Ask for fewer.")
+    return value
+
+
+def _token(text: str) -> int:
+    if text.isascii() and text.isdigit() and len(text) < 10:
+        return int(text)
+    raise refused("logit_bias", got=repr(text[:40]), expected="token ids", fix="Use ids of the bundle's tokenizer.")

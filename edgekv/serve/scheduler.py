@@ -1,0 +1,202 @@
+"""The engine's thread: requests take turns, a step each."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections import deque
+from time import perf_counter
+
+from edgekv.errors import EdgeKVError
+from edgekv.model import Model
+from edgekv.serve.channel import Channel
+from edgekv.serve.errors import ApiError, api_error
+from edgekv.serve.job import Job, Work
+from edgekv.serve.metrics import Metrics
+from edgekv.serve.options import Limits
+from edgekv.serve.slots import Slots
+
+_STOPPING = "the server is stopping"
+
+
+class Scheduler:
+    """Runs jobs on a model, in a thread of its own that alone uses the model.
+
+    Every running job has one step in turn: a token, or a slice of its prompt. A job that has no session waits, first
+    in, first out. Cancelled jobs and those past their deadline end before their next step.
+    """
+
+    def __init__(self, model: Model, limits: Limits, metrics: Metrics) -> None:
+        """Start the thread.
+
+        Args:
+            model: an open model; other threads must not use it until `close`.
+            limits: of sessions, queue and time.
+            metrics: what is counted.
+        """
+        self._model = model
+        self._limits = limits
+        self._metrics = metrics
+        self._prefill_tokens = model.cache.ar[-1]
+        pool = model.sequences
+        self._slots = Slots(limits.sessions, pool.tokens_of, pool.drop, lambda: pool.has_room)
+        self._changed = threading.Condition()
+        self._arrived: deque[Job] = deque()
+        self._waiting: deque[Job] = deque()
+        self._running: list[Job] = []
+        self._is_closed = False
+        self._has_changed = False
+        self._mean_s = 1.0
+        self._thread = threading.Thread(target=self._loop, name="edgekv-engine", daemon=True)
+        self._thread.start()
+
+    @property
+    def queued(self) -> int:
+        """Jobs that wait for a session."""
+        return len(self._arrived) + len(self._waiting)
+
+    @property
+    def running(self) -> int:
+        """Jobs that take turns."""
+        return len(self._running)
+
+    def submit(self, work: Work, channel: Channel) -> Job:
+        """Queue a job, from any thread.
+
+        Raises:
+            ApiError: 429, the queue is full; 503, the server is stopping.
+        """
+        job = Job(work, channel, self._limits.request_s)
+        with self._changed:
+            if self._is_closed:
+                raise ApiError(503, f"{_STOPPING}.", code="stopping")
+            # Those that can start at once are not in the queue yet when a burst arrives.
+            free = max(0, self._limits.sessions - self.running)
+            if self.queued - free >= self._limits.queue:
+                waiting = self.queued
+                after_s = min(60, max(1, math.ceil(self._mean_s * waiting / self._limits.sessions)))
+                message = f"queue: got {waiting} requests that wait; expected less. Try again in {after_s} s."
+                raise ApiError(429, message, code="queue_full", retry_after_s=after_s)
+            self._arrived.append(job)
+            self._changed.notify()
+        return job
+
+    def cancel(self, job: Job) -> None:
+        """End a job before its next step, from any thread."""
+        job.is_cancelled = True
+        with self._changed:
+            self._changed.notify()
+
+    def close(self) -> None:
+        """End all jobs and the thread; the model stays open. Closing twice is harmless."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify()
+        self._thread.join()
+
+    def _loop(self) -> None:
+        while True:
+            with self._changed:
+                while not (self._arrived or self._waiting or self._running or self._is_closed):
+                    self._changed.wait()
+                self._waiting.extend(self._arrived)
+                self._arrived.clear()
+                if self._is_closed:
+                    break
+            self._admit()
+            for job in tuple(self._running):
+                self._step(job)
+            if self._has_changed:
+                self._has_changed = False
+                self._measure()
+        for job in (*self._running, *self._waiting):
+            self._end(job, ApiError(503, f"{_STOPPING}.", code="stopping"))
+        self._waiting.clear()
+        self._slots.clear()
+        self._measure()
+
+    def _admit(self) -> None:
+        """Start the jobs that have a session, in the order of their arrival."""
+        skipped: deque[Job] = deque()
+        while self._waiting:
+            job = self._waiting.popleft()
+            if (over := self._over(job)) is not None:
+                self._end(job, over)
+            elif job.scores and any(each.scores for each in self._running):
+                skipped.append(job)  # the model has one session for scoring
+            elif not self._start(job):
+                skipped.append(job)
+                break
+        self._waiting.extendleft(reversed(skipped))
+
+    def _start(self, job: Job) -> bool:
+        slot = None
+        if job.work.params is not None:
+            slot = self._slots.take(job.work.prompt, job.work.salt)
+            if slot is None:
+                return False
+        try:
+            job.start(self._model, slot)
+        except Exception as error:
+            job.slot = slot
+            self._end(job, _told(error))
+        else:
+            self._running.append(job)
+            self._has_changed = True
+        return True
+
+    def _step(self, job: Job) -> None:
+        if (over := self._over(job)) is not None:
+            self._end(job, over)
+            return
+        tokens = job.generated_tokens
+        try:
+            finished = job.step(self._prefill_tokens)
+        except Exception as error:
+            self._end(job, _told(error))
+            return
+        if job.generated_tokens > tokens:
+            self._metrics.count_token(job)
+        if finished is None:
+            return
+        self._metrics.count_finished(job)
+        spent = perf_counter() - job.arrived
+        self._mean_s += 0.1 * (spent - self._mean_s)
+        self._free(job)
+        job.channel.put(finished)
+
+    def _over(self, job: Job) -> ApiError | None:
+        """Why a job must end before its next step."""
+        if job.is_cancelled:
+            return ApiError(499, "the client has gone.", code="cancelled")
+        if perf_counter() > job.deadline:
+            limit = f"{self._limits.request_s:g} s"
+            message = f"request: got {limit} without an end; expected less. Ask for fewer tokens."
+            return ApiError(504, message, code="timeout")
+        return None
+
+    def _end(self, job: Job, error: ApiError) -> None:
+        self._metrics.count_failed(job, error)
+        self._free(job)
+        job.channel.put(error)
+
+    def _free(self, job: Job) -> None:
+        self._has_changed = True
+        if job in self._running:
+            self._running.remove(job)
+        try:
+            job.close()
+        finally:
+            if job.slot is not None:
+                self._slots.give_back(job.slot)
+
+    def _measure(self) -> None:
+        """Note what the cache holds: other threads must not look at the model."""
+        self._metrics.note(self.queued, self.running, self._model)
+
+
+def _told(error: Exception) -> ApiError:
+    if isinstance(error, EdgeKVError):
+        return api_error(error)
+    message = f"{type(error).__name__}: {error}. This is a bug; please report it."
+    return ApiError(500, message, code="internal_error")

@@ -1,0 +1,114 @@
+"""Serving HTTP on a socket: uvicorn, with a time limit for headers and no work while idle."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Callable
+from types import FrameType
+
+from uvicorn import Config, Server
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from edgekv.errors import UsageError
+from edgekv.serve.guard import App
+from edgekv.serve.options import Limits, ServeOptions
+
+_KEEP_ALIVE_S = 60
+_SHUTDOWN_S = 5
+
+
+def open_socket(options: ServeOptions) -> socket.socket:
+    """A socket that listens.
+
+    Raises:
+        UsageError: the address cannot be used.
+    """
+    try:
+        family, _, _, _, address = socket.getaddrinfo(options.host, options.port, type=socket.SOCK_STREAM)[0]
+        listener = socket.create_server(address[:2], family=family, backlog=options.limits.connections)
+    except OSError as error:
+        place = f"{options.host}:{options.port}"
+        fix = "Choose another --port, or --port 0 for a free one."
+        raise UsageError("address", got=f"{place}: {error.strerror}", expected="a free one", fix=fix) from None
+    return listener
+
+
+def address_of(listener: socket.socket) -> str:
+    """The URL of a socket that listens."""
+    host, port = listener.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+class HttpServer(Server):
+    """uvicorn's server. It sleeps until a connection or a signal wakes it."""
+
+    def __init__(self, app: App, limits: Limits) -> None:
+        config = Config(
+            app,
+            http=_protocol(limits),
+            loop="asyncio",
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            log_level="critical",
+            access_log=False,
+            server_header=False,
+            date_header=False,
+            h11_max_incomplete_event_size=limits.header_bytes,
+            limit_concurrency=limits.connections,
+            timeout_keep_alive=_KEEP_ALIVE_S,
+            timeout_graceful_shutdown=_SHUTDOWN_S,
+        )
+        super().__init__(config)
+        self.at_exit: Callable[[], None] = lambda: None
+        self._stop: asyncio.Event | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    async def main_loop(self) -> None:
+        """Wait until the server is to stop; uvicorn would look ten times a second."""
+        self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
+        if not self.should_exit:
+            await self._stop.wait()
+        await self._loop.run_in_executor(None, self.at_exit)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        super().handle_exit(sig, frame)
+        self.stop()
+
+    def stop(self) -> None:
+        """Stop soon, from any thread."""
+        self.should_exit = True
+        if self._loop is not None and self._stop is not None and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._stop.set)
+
+
+def _protocol(limits: Limits) -> type[H11Protocol]:
+    class Protocol(H11Protocol):
+        """Closes a connection whose headers take too long, and lets an answer that nobody takes abort it."""
+
+        _deadline: asyncio.TimerHandle | None = None
+
+        def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+            super().connection_made(transport)
+            self.app_state = {**self.app_state, "abort": transport.abort}
+            self._deadline = self.loop.call_later(limits.header_s, transport.abort)
+
+        def data_received(self, data: bytes) -> None:
+            before = self.cycle
+            super().data_received(data)
+            if self.cycle is not before:
+                self._disarm()
+            elif self._deadline is None and (before is None or before.response_complete):
+                self._deadline = self.loop.call_later(limits.header_s, self.transport.abort)
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            self._disarm()
+            super().connection_lost(exc)
+
+        def _disarm(self) -> None:
+            if self._deadline is not None:
+                self._deadline.cancel()
+                self._deadline = None
+
+    return Protocol

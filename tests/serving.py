@@ -1,0 +1,101 @@
+"""A server on this machine for tests, and a bundle that can chat."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from openai import OpenAI
+
+import edgekv
+from edgekv.prefix import StoreConfig
+from edgekv.serve import Limits, ServeOptions, Serving
+from edgekv.session import Adaptive
+from tests.checkpoints import write_checkpoint
+from tests.exports import export_options, exported
+
+NAME = "talker"
+TEMPLATE = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}</s>{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+def talking_bundle(folder: Path) -> Path:
+    """A random model with a chat template and a context of 256; shared, so not to be written to."""
+    checkpoint = write_checkpoint(folder / "checkpoint", {"max_position_embeddings": 512})
+    (checkpoint / "chat_template.jinja").write_text(TEMPLATE)
+    return exported(checkpoint, export_options(context=256, ar=(1, 8)))
+
+
+class Server:
+    """A server that runs.
+
+    Attributes:
+        model: what it serves; only its tokenizer may be used while requests run.
+        serving: the server.
+    """
+
+    def __init__(self, model: edgekv.Model, serving: Serving) -> None:
+        self.model = model
+        self.serving = serving
+
+    @property
+    def port(self) -> int:
+        return int(self.serving.url.rsplit(":", 1)[1])
+
+    def client(self, key: str = "none", **options: Any) -> OpenAI:
+        """The unmodified client."""
+        return OpenAI(base_url=f"{self.serving.url}/v1", api_key=key, max_retries=0, timeout=60, **options)
+
+    def raw(self, data: bytes, wait_s: float = 20) -> bytes:
+        """What the server answers to bytes, until it closes the connection."""
+        with socket.create_connection(("127.0.0.1", self.port), timeout=wait_s) as connection:
+            connection.sendall(data)
+            answer = b""
+            while piece := connection.recv(1 << 16):
+                answer += piece
+        return answer
+
+    def post(self, path: str, body: Any, **headers: str) -> tuple[int, dict[str, Any]]:
+        """Status and JSON of the answer to a body, which is sent as it is if it is bytes."""
+        data = body if isinstance(body, bytes) else msgspec.json.encode(body)
+        given = {"host": "127.0.0.1", "content-type": "application/json", "connection": "close"} | headers
+        lines = "".join(f"{name.replace('_', '-')}: {value}\r\n" for name, value in given.items())
+        head = f"POST {path} HTTP/1.1\r\n{lines}content-length: {len(data)}\r\n\r\n"
+        answer, _, content = self.raw(head.encode() + data).partition(b"\r\n\r\n")
+        return int(answer.split()[1]), msgspec.json.decode(content)
+
+    def get(self, path: str) -> str:
+        """The body of a page."""
+        answer = self.raw(f"GET {path} HTTP/1.1\r\nhost: 127.0.0.1\r\nconnection: close\r\n\r\n".encode())
+        return answer.partition(b"\r\n\r\n")[2].decode()
+
+
+@contextmanager
+def served(
+    bundle: Path,
+    limits: Limits | None = None,
+    *,
+    keys: tuple[str, ...] = (),
+    budget: Any = None,
+    prefix_cache: Path | None = None,
+    **options: Any,
+) -> Iterator[Server]:
+    """Serve a bundle on a free port until the block ends."""
+    mode = Adaptive() if budget is None else Adaptive(budget)
+    store = StoreConfig(disk_folder=prefix_cache)
+    with edgekv.load(bundle, threads=1, cache_mode=mode, prefix_cache=store) as model:
+        serving = Serving(model, ServeOptions(port=0, name=NAME, keys=keys, limits=limits or Limits(), **options))
+        thread = threading.Thread(target=serving.run)
+        thread.start()
+        try:
+            yield Server(model, serving)
+        finally:
+            serving.stop()
+            thread.join()

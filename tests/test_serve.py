@@ -1,0 +1,171 @@
+"""OpenAI's API on a bundle, asked by OpenAI's own client: each answer is the one that the model gives in Python."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from openai import AsyncOpenAI, OpenAI
+
+import edgekv
+from tests.serving import NAME, Server, served, talking_bundle
+
+USER: list[Any] = [{"role": "user", "content": "Hello"}]
+PROMPT = "<user>Hello</s><assistant>"
+
+
+@pytest.fixture(scope="module")
+def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return talking_bundle(tmp_path_factory.mktemp("talker"))
+
+
+@pytest.fixture(scope="module")
+def server(bundle: Path) -> Iterator[Server]:
+    with served(bundle) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def client(server: Server) -> OpenAI:
+    return server.client()
+
+
+@pytest.fixture(scope="module")
+def alone(bundle: Path) -> Iterator[edgekv.Model]:
+    """The same bundle without a server."""
+    with edgekv.load(bundle, threads=1) as model:
+        yield model
+
+
+def _text(model: edgekv.Model, prompt: str, **params: Any) -> str:
+    return "".join(token.text for token in model.generate(model.encode_chat(prompt), **params))
+
+
+def test_the_model_is_listed(server: Server, client: OpenAI):
+    (found,) = client.models.list().data
+    assert (found.id, found.object) == (NAME, "model") and client.models.retrieve(NAME) == found
+    with pytest.raises(openai.NotFoundError, match="expected 'talker'"):
+        client.models.retrieve("gpt")
+    assert '"status":"ok"' in server.get("/health")
+
+
+def test_an_answer_is_the_models_own(client: OpenAI, alone: edgekv.Model):
+    answer = client.chat.completions.create(model=NAME, messages=USER, max_completion_tokens=9)
+    (choice,) = answer.choices
+    assert choice.message.role == "assistant" and choice.finish_reason == "length"
+    assert choice.message.content == _text(alone, PROMPT, max_new_tokens=9)
+    assert answer.usage is not None
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (len(alone.encode_chat(PROMPT)), 9)
+
+
+def test_a_stream_is_the_whole_answer_in_pieces(client: OpenAI):
+    wanted: Any = {"model": NAME, "messages": USER, "max_tokens": 12}
+    whole = client.chat.completions.create(**wanted)
+    with client.chat.completions.create(**wanted, stream=True, stream_options={"include_usage": True}) as stream:
+        chunks = list(stream)
+    assert chunks[0].choices[0].delta.role == "assistant" and len(chunks) > 5
+    texts = [chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices]
+    assert "".join(texts) == whole.choices[0].message.content
+    assert [chunk.choices[0].finish_reason for chunk in chunks if chunk.choices][-2:] == [None, "length"]
+    usage = chunks[-1].usage
+    assert usage is not None and whole.usage is not None and usage.total_tokens == whole.usage.total_tokens
+    assert not any(chunk.usage for chunk in chunks[:-1])
+
+
+def test_sampling_follows_the_request(client: OpenAI, alone: edgekv.Model):
+    params: dict[str, Any] = {"temperature": 0.9, "top_p": 0.8, "seed": 7}
+    answer = client.chat.completions.create(model=NAME, messages=USER, max_tokens=20, **params)
+    assert answer.choices[0].message.content == _text(alone, PROMPT, max_new_tokens=20, **params)
+    bias = {alone.encode("e")[-1]: 100.0}
+    forced = client.chat.completions.create(
+        model=NAME, messages=USER, max_tokens=4, logit_bias={str(token): int(at) for token, at in bias.items()}
+    )
+    assert forced.choices[0].message.content == "eeee"
+    # Clients send these with temperature 0 too, where they change nothing.
+    greedy = client.chat.completions.create(model=NAME, messages=USER, max_tokens=5, temperature=0, seed=1, top_p=0.5)
+    assert greedy.choices[0].message.content == _text(alone, PROMPT, max_new_tokens=5)
+
+
+def test_an_answer_ends_before_a_stop_text(client: OpenAI, alone: edgekv.Model):
+    text = _text(alone, PROMPT, max_new_tokens=30)
+    stop = next(character for character in reversed(text) if character.isascii())
+    answer = client.chat.completions.create(model=NAME, messages=USER, max_tokens=30, stop=[stop, "never"])
+    assert answer.choices[0].message.content == text[: text.index(stop)]
+    assert answer.choices[0].finish_reason == "stop"
+
+
+def test_an_answer_without_a_limit_ends_with_the_context(client: OpenAI, server: Server):
+    answer = client.chat.completions.create(model=NAME, messages=USER, extra_body={"ignore_eos": True})
+    assert answer.choices[0].finish_reason == "length" and answer.usage is not None
+    assert answer.usage.total_tokens == server.serving.service.context + 1  # the last token is not run
+
+
+def test_log_probabilities_are_those_of_the_logits(client: OpenAI, alone: edgekv.Model):
+    answer = client.chat.completions.create(
+        model=NAME, messages=USER, max_tokens=6, logprobs=True, top_logprobs=3, extra_body={"ignore_eos": True}
+    )
+    logprobs = answer.choices[0].logprobs
+    assert logprobs is not None and logprobs.content is not None
+    generation = alone.generate(alone.encode_chat(PROMPT), max_new_tokens=6, ignore_eos=True, return_logits=True)
+    for token, found in zip(generation, logprobs.content, strict=True):
+        assert token.logits is not None
+        values = sorted(token.logits, reverse=True)
+        normalizer = math.log(sum(math.exp(value - values[0]) for value in values)) + values[0]
+        assert found.logprob == pytest.approx(token.logits[token.id] - normalizer, abs=1e-4)
+        assert [each.logprob for each in found.top_logprobs] == pytest.approx(
+            [value - normalizer for value in values[:3]], abs=1e-4
+        )
+    said = b"".join(bytes(found.bytes or []) for found in logprobs.content)
+    assert said.decode(errors="replace") == answer.choices[0].message.content
+
+
+def test_a_text_is_continued(client: OpenAI, alone: edgekv.Model):
+    tokens = alone.encode("Once")
+    expected = "".join(token.text for token in alone.generate(tokens, max_new_tokens=7))
+    for prompt in ("Once", tokens, ["Once"], [tokens]):
+        answer = client.completions.create(model=NAME, prompt=prompt, max_tokens=7)
+        assert answer.choices[0].text == expected
+    both = client.completions.create(model=NAME, prompt=["Once", "Twice"], max_tokens=7)
+    assert [choice.index for choice in both.choices] == [0, 1] and both.choices[0].text == expected
+    with client.completions.create(model=NAME, prompt="Once", max_tokens=7, stream=True) as stream:
+        assert "".join(chunk.choices[0].text for chunk in stream) == expected
+    echoed = client.completions.create(model=NAME, prompt="Once", max_tokens=7, echo=True)
+    assert echoed.choices[0].text == "Once" + expected
+
+
+@pytest.mark.parametrize("tokens", [0, 1])
+def test_the_prompt_is_scored(client: OpenAI, alone: edgekv.Model, tokens: int):
+    """As lm-eval asks for the likelihood of a text."""
+    prompt = alone.encode("Once upon a time, there was a prompt of more than a step.")
+    answer = client.completions.create(model=NAME, prompt=[prompt], max_tokens=tokens, logprobs=1, echo=True)
+    found = answer.choices[0].logprobs
+    assert found is not None and found.token_logprobs is not None and found.text_offset is not None
+    assert len(found.token_logprobs) == len(prompt) + tokens and found.token_logprobs[0] is None
+    rows = alone.score(prompt)
+    for at in range(1, len(prompt)):
+        row = rows[at - 1]
+        normalizer = math.log(sum(math.exp(value - max(row)) for value in row)) + max(row)
+        assert found.token_logprobs[at] == pytest.approx(row[prompt[at]] - normalizer, abs=1e-4)
+    assert found.tokens is not None and "".join(found.tokens) == answer.choices[0].text
+    assert found.text_offset[:3] == [0, 1, 2]
+
+
+def test_clients_that_ask_at_once_get_their_own_answers(server: Server, alone: edgekv.Model):
+    async def ask(client: AsyncOpenAI, text: str) -> str:
+        stream = await client.chat.completions.create(
+            model=NAME, messages=[{"role": "user", "content": text}], max_tokens=25, stream=True
+        )
+        return "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
+
+    async def ask_all(texts: list[str]) -> list[str]:
+        async with AsyncOpenAI(base_url=f"{server.serving.url}/v1", api_key="none", max_retries=0) as client:
+            return await asyncio.gather(*(ask(client, text) for text in texts))
+
+    texts = [f"Say {'very ' * (at % 5)}{at}" for at in range(12)]
+    answers = asyncio.run(ask_all(texts))
+    assert answers == [_text(alone, f"<user>{text}</s><assistant>", max_new_tokens=25) for text in texts]
