@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import math
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import openai
 import pytest
 from openai import AsyncOpenAI, OpenAI
+from pydantic import BaseModel, Field
 
 import edgekv
 from tests.serving import NAME, Server, served, talking_bundle
@@ -169,3 +172,37 @@ def test_clients_that_ask_at_once_get_their_own_answers(server: Server, alone: e
     texts = [f"Say {'very ' * (at % 5)}{at}" for at in range(12)]
     answers = asyncio.run(ask_all(texts))
     assert answers == [_text(alone, f"<user>{text}</s><assistant>", max_new_tokens=25) for text in texts]
+
+
+def test_help_needs_neither_the_extra_nor_the_runtime():
+    code = (
+        "import sys; sys.modules['starlette'] = sys.modules['uvicorn'] = None\n"
+        "from edgekv.serve.command import serve\n"
+        "print('edgekv.runtime' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n"
+
+
+class Person(BaseModel):
+    name: Literal["Ada", "Bob"]
+    age: int = Field(ge=0, le=99)
+
+
+def test_an_answer_fits_its_schema(client: OpenAI):
+    """Structured outputs with a pydantic model, and with random weights."""
+    parsed = client.chat.completions.parse(model=NAME, messages=USER, response_format=Person, max_tokens=80)
+    person = parsed.choices[0].message.parsed
+    assert isinstance(person, Person) and parsed.choices[0].finish_reason == "stop"
+    free = client.chat.completions.create(
+        model=NAME, messages=USER, max_tokens=60, response_format={"type": "json_object"}, temperature=1.0, seed=1
+    )
+    assert (free.choices[0].message.content or "").startswith("{")
+    endless = {"$defs": {"a": {"type": "object", "properties": {"a": {"$ref": "#/$defs/a"}}, "required": ["a"]}}}
+    schema: Any = {"name": "x", "schema": {**endless, "$ref": "#/$defs/a"}}
+    with pytest.raises(openai.BadRequestError, match="recursion without end"):
+        client.chat.completions.create(
+            model=NAME, messages=USER, response_format={"type": "json_schema", "json_schema": schema}
+        )
+    with pytest.raises(openai.BadRequestError, match=r"response_format.type: got 'xml'"):
+        client.chat.completions.create(model=NAME, messages=USER, response_format={"type": "xml"})  # type: ignore

@@ -9,12 +9,22 @@ from uuid import uuid4
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from edgekv.serve.chat_records import (
+    AnswerMessage,
+    ChatCompletion,
+    Choice,
+    ChoiceLogprobs,
+    Chunk,
+    ChunkChoice,
+    ContentLogprob,
+    Delta,
+    TopLogprob,
+)
 from edgekv.serve.errors import ApiError, refused
-from edgekv.serve.events import Event, Finished, FinishReason, Piece
+from edgekv.serve.events import Event, Finished, Piece
 from edgekv.serve.exchange import Exchange
+from edgekv.serve.form import AnswerForm, ResponseFormat
 from edgekv.serve.job import Work
-from edgekv.serve.logprobs import Likelihood, TokenNames
-from edgekv.serve.messages import template_messages
 from edgekv.serve.sampling import SamplingFields, check_top_logprobs
 from edgekv.serve.service import Service
 from edgekv.serve.sse import DONE, event
@@ -37,6 +47,7 @@ class ChatRequest(SamplingFields, frozen=True, kw_only=True):
     function_call: Any = None
     web_search_options: Any = None
     chat_template_kwargs: dict[str, Any] | None = None
+    response_format: ResponseFormat | None = None
 
     def check(self) -> None:
         """Refuse what is not supported.
@@ -56,86 +67,6 @@ class ChatRequest(SamplingFields, frozen=True, kw_only=True):
     def wanted_tokens(self) -> int | None:
         """The most tokens to generate; None if the request does not say."""
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
-
-
-class TopLogprob(msgspec.Struct, frozen=True):
-    """A token and its log-probability."""
-
-    token: str
-    logprob: float
-    bytes: list[int]
-
-    @classmethod
-    def of(cls, found: Likelihood, names: TokenNames) -> TopLogprob:
-        return cls(names.text(found.id), found.logprob, list(names.data(found.id)))
-
-
-class ContentLogprob(TopLogprob, frozen=True):
-    """A token of the answer, with the most likely ones."""
-
-    top_logprobs: list[TopLogprob]
-
-
-class ChoiceLogprobs(msgspec.Struct, frozen=True):
-    """`logprobs` of a choice."""
-
-    content: list[ContentLogprob]
-    refusal: None = None
-
-
-class AnswerMessage(msgspec.Struct, frozen=True):
-    """The model's message."""
-
-    content: str | None
-    role: str = "assistant"
-    refusal: None = None
-
-
-class Choice(msgspec.Struct, frozen=True):
-    """An answer."""
-
-    message: AnswerMessage
-    finish_reason: FinishReason
-    logprobs: ChoiceLogprobs | None = None
-    index: int = 0
-
-
-class ChatCompletion(msgspec.Struct, frozen=True, kw_only=True):
-    """The whole answer to a request."""
-
-    id: str
-    created: int
-    model: str
-    choices: list[Choice]
-    usage: Usage
-    object: str = "chat.completion"
-
-
-class Delta(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What a chunk adds to the message."""
-
-    role: str | UnsetType = UNSET
-    content: str | UnsetType = UNSET
-
-
-class ChunkChoice(msgspec.Struct, frozen=True):
-    """A part of an answer."""
-
-    delta: Delta
-    finish_reason: FinishReason | None = None
-    logprobs: ChoiceLogprobs | None = None
-    index: int = 0
-
-
-class Chunk(msgspec.Struct, frozen=True, kw_only=True):
-    """An event of a stream."""
-
-    id: str
-    created: int
-    model: str
-    choices: list[ChunkChoice]
-    usage: Usage | UnsetType | None = UNSET
-    object: str = "chat.completion.chunk"
 
 
 async def chat_completions(service: Service, exchange: Exchange) -> None:
@@ -173,32 +104,9 @@ async def chat_completions(service: Service, exchange: Exchange) -> None:
 
 
 async def _work(service: Service, exchange: Exchange, request: ChatRequest) -> Work:
-    templates = service.model.chat_templates
-    has_developer = any("developer" in source for source in templates.templates.values())
-    messages = template_messages(request.messages, has_developer=has_developer)
-    text = templates.render(messages, **(request.chat_template_kwargs or {}))
-    prompt = await service.tokenized(service.model.encode_chat, text)
-    return make_work(service, exchange, request, prompt, request.wanted_tokens, _top(request))
-
-
-def make_work(
-    service: Service,
-    exchange: Exchange,
-    fields: SamplingFields,
-    tokens: list[int],
-    wanted_tokens: int | None,
-    top_logprobs: int | None = None,
-) -> Work:
-    """The work of a conversation's next turn; without a limit it may fill the context.
-
-    Raises:
-        ContextFullError: the prompt is longer than the context.
-        UsageError: a value out of range.
-    """
-    prompt = tuple(service.model.read(tokens, "messages"))
-    most = service.context - len(prompt) + 1 if wanted_tokens is None else wanted_tokens
-    params = fields.params(service.model.defaults, most)
-    return Work(prompt, params, exchange.salt, top_logprobs)
+    form = AnswerForm.of(request.response_format)
+    prompt = await service.rendered(request.messages, request.chat_template_kwargs)
+    return await service.turn(exchange, prompt, request, form, request.wanted_tokens, _top(request))
 
 
 def _top(request: ChatRequest) -> int | None:

@@ -4,23 +4,28 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
-from typing import TypeVar
+from dataclasses import replace
+from typing import Any, TypeVar
 
 from edgekv.model import Model
 from edgekv.serve.channel import Channel
-from edgekv.serve.errors import ApiError
+from edgekv.serve.errors import ApiError, refused
 from edgekv.serve.exchange import DisconnectedError, Exchange
+from edgekv.serve.form import AnswerForm
 from edgekv.serve.job import Work
 from edgekv.serve.logprobs import TokenNames
+from edgekv.serve.messages import template_messages
 from edgekv.serve.metrics import Metrics
 from edgekv.serve.options import ServeOptions
+from edgekv.serve.sampling import SamplingFields
 from edgekv.serve.scheduler import Scheduler
 
 T = TypeVar("T")
 LONG_CHARACTERS = 16_384
 """Longer texts are tokenized in another thread, so that other requests need not wait."""
+_TAKEN = {"messages", "tools", "add_generation_prompt", "name", "self"}
 
 
 class Service:
@@ -69,6 +74,61 @@ class Service:
         if len(text) <= LONG_CHARACTERS:
             return encode(text)
         return await asyncio.to_thread(encode, text)
+
+    async def rendered(self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any] | None) -> list[int]:
+        """The tokens of a conversation, rendered by the bundle's chat template.
+
+        Args:
+            messages: as the API has them.
+            variables: further variables of the template.
+
+        Raises:
+            ApiError: content that is no text, or a variable that the messages set.
+            UsageError: the bundle has no template, or it refuses the messages.
+        """
+        templates = self.model.chat_templates
+        has_developer = any("developer" in source for source in templates.templates.values())
+        wanted = template_messages(messages, has_developer=has_developer)
+        given = dict(variables or {})
+        if taken := given.keys() & _TAKEN:
+            fix = "Leave it out."
+            raise refused("chat_template_kwargs", got=min(taken), expected="other variables", fix=fix)
+        if sum(len(str(message["content"])) for message in wanted) > LONG_CHARACTERS:
+            text = await asyncio.to_thread(templates.render, wanted, **given)
+        else:
+            text = templates.render(wanted, **given)
+        return await self.tokenized(self.model.encode_chat, text)
+
+    async def turn(
+        self,
+        exchange: Exchange,
+        tokens: Sequence[int],
+        fields: SamplingFields,
+        form: AnswerForm,
+        wanted_tokens: int | None,
+        top_logprobs: int | None = None,
+    ) -> Work:
+        """The work of a conversation's next turn.
+
+        Args:
+            exchange: the request.
+            tokens: of the conversation.
+            fields: how to sample.
+            form: what the answer has to be.
+            wanted_tokens: the most tokens to generate; None for as many as the context has room for.
+            top_logprobs: see `Work`.
+
+        Raises:
+            ContextFullError: the prompt is longer than the context.
+            UsageError: a value out of range, or a grammar that is wrong or too complex.
+        """
+        prompt = tuple(self.model.read(tokens, "messages"))
+        most = self.context - len(prompt) + 1 if wanted_tokens is None else wanted_tokens
+        params = fields.params(self.model.defaults, most)
+        if form.grammar is not None:
+            await asyncio.to_thread(self.model.prepare_grammar, form.grammar)
+            params = replace(params, grammar=form.grammar)
+        return Work(prompt, params, exchange.salt, top_logprobs)
 
     @asynccontextmanager
     async def job(self, exchange: Exchange, work: Work) -> AsyncIterator[Channel]:

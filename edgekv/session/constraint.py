@@ -122,7 +122,11 @@ class GrammarCompiler:
             UsageError: the grammar is wrong, uses what is not supported, or is too complex.
         """
         with self._lock:
-            compiled = self._kept.pop(grammar, None) or self._compiled(grammar)
+            compiled = self._kept.get(grammar)
+        if compiled is None:
+            compiled = self._compiled(grammar)  # without the lock: compiled grammars need not wait for this one
+        with self._lock:
+            self._kept.pop(grammar, None)
             self._kept[grammar] = compiled
             if len(self._kept) > _KEPT:
                 self._kept.popitem(last=False)

@@ -12,6 +12,7 @@ from edgekv.prefix import PrefixCache, PrefixStore, open_store
 from edgekv.runtime import Engine
 from edgekv.session.caches import CacheSetup
 from edgekv.session.constraint import GrammarCompiler
+from edgekv.session.grammar import Grammar
 from edgekv.session.graphs import Graphs
 from edgekv.session.params import DEFAULT_MAX_NEW_TOKENS, SamplingParams
 from edgekv.session.pool import SessionPool
@@ -100,6 +101,15 @@ class LoadedBundle:
     def encode_chat(self, text: str) -> list[int]:
         """The tokens of a rendered chat template; see `PromptReader.encode_chat`."""
         return self._prompts.encode_chat(text)
+
+    def prepare_grammar(self, grammar: Grammar) -> None:
+        """Compile a grammar, so that the next call with it need not. Other threads may use the model meanwhile.
+
+        Raises:
+            UsageError: it is wrong or too complex.
+            EngineError: llguidance is not installed.
+        """
+        self._grammars.compile(grammar)
 
     @cached_property
     def _grammars(self) -> GrammarCompiler:
