@@ -10,7 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from edgekv.errors import ContextFullError, UsageError
-from edgekv.kv import STRATEGIES, Geometry, KVCache
+from edgekv.kv import DEFAULT_STRATEGY, STRATEGIES, Geometry, KVCache, PointerShift, make_strategy
 from tests.kv_graph import Graph, feed, geometry_of, held, image
 
 
@@ -206,6 +206,11 @@ def test_options_of_a_user_are_refused_by_name(options, message):
 def test_only_ar_below_the_context_is_taken(ar):
     with pytest.raises(ValueError, match="ar: got"):
         KVCache(SMALL, ar=ar)
+
+
+def test_a_cache_has_the_default_strategy_unless_its_reserve_says_pointer_shift():
+    assert isinstance(KVCache(SMALL, ar=[1]).groups[0].strategy, type(make_strategy(DEFAULT_STRATEGY, SMALL, max_ar=1)))
+    assert isinstance(KVCache(SMALL, ar=[1], reserve=1.5).groups[0].strategy, PointerShift)
 
 
 def test_unused_rows_hold_the_zero_point():

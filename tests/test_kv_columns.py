@@ -28,7 +28,7 @@ def test_fixed_strips_need_d_pasts():
 
 
 def test_a_step_is_bound_as_columns():
-    cache = KVCache(GEOMETRY, ar=[1, 8])
+    cache = KVCache(GEOMETRY, ar=[1, 8], strategy="pointer-shift")
     keys, values = cache.arenas
     (window,) = cache.window(8)
     assert (keys.past_shape(57), keys.new_shape(8)) == ([1, 1, 8, 57], [1, 1, 8, 8])
@@ -50,7 +50,7 @@ def test_a_token_costs_its_keys_scattered_elements_and_no_more(strategy):
 
 
 def test_a_window_slides_by_one_element_until_the_reserve_is_used_up():
-    cache = KVCache(GEOMETRY, ar=[1], policy="sliding-window")
+    cache = KVCache(GEOMETRY, ar=[1], strategy="pointer-shift", policy="sliding-window")
     for _ in range(65 + 65):
         cache.window(1)
         cache.commit(1)
@@ -59,7 +59,7 @@ def test_a_window_slides_by_one_element_until_the_reserve_is_used_up():
 
 
 def test_a_graph_of_another_ar_costs_one_rewrite_of_the_keys_held():
-    cache = KVCache(GEOMETRY, ar=[1, 8])
+    cache = KVCache(GEOMETRY, ar=[1, 8], strategy="pointer-shift")
     for _ in range(5):
         cache.window(8)
         cache.commit(8)

@@ -102,7 +102,7 @@ def explore(strategy: Strategy, policy: Policy, context: int, ars: Sequence[int]
             continue
         known.add(key)
         for ar in ars:
-            if policy.admits(context, state.length, ar):
+            if policy.evicts or state.length <= context - ar:
                 for tokens in range(ar + 1):
                     following = deepcopy(state)
                     step(following, policy, context, ar, tokens)

@@ -16,7 +16,7 @@ from edgekv.kv.rows import Layout, RowArena
 from edgekv.kv.sink import Sink
 from edgekv.kv.state import CacheState, StateError, read_state, write_state
 from edgekv.kv.stats import CacheStats
-from edgekv.kv.strategies import DEFAULT_STRATEGY, STRATEGIES, StrategyName, make_strategy
+from edgekv.kv.strategies import DEFAULT_STRATEGY, STRATEGIES, StrategyName, default_strategy, make_strategy
 from edgekv.kv.strategies.mirror import Mirror
 from edgekv.kv.strategies.pointer_shift import DEFAULT_RESERVE, PointerShift, parse_reserve
 from edgekv.kv.strategies.shift_concat import ShiftConcat
@@ -69,6 +69,7 @@ __all__ = [
     "Strategy",
     "StrategyName",
     "Window",
+    "default_strategy",
     "find_policy",
     "make_strategy",
     "parse_growth",

@@ -22,22 +22,20 @@ class Arena(Protocol):
     Attributes:
         tensors: the tensors, in order.
         addresses: base address of each.
+        bytes_held: bytes allocated, including scratch and alignment.
         bytes_copied: bytes that the cache itself has written so far.
         copies: copies of one range of rows in all tensors so far.
     """
 
     tensors: tuple[KvTensor, ...]
     addresses: list[int]
+    bytes_held: int
     bytes_copied: int
     copies: int
 
     @property
     def dtype(self) -> np.dtype[Any]:
         """Type of the elements."""
-
-    @property
-    def bytes_held(self) -> int:
-        """Bytes allocated, including scratch and alignment."""
 
     def past_shape(self, columns: int) -> list[int]:
         """Shape of the past input of a graph that reads `columns` past rows."""

@@ -4,22 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from fractions import Fraction
-from functools import partial
 
 from edgekv.kv.arena import Arena
 from edgekv.kv.compatibility import check_state, describe, named_encodings
 from edgekv.kv.eviction import Eviction
-from edgekv.kv.group import Group, held_keys
-from edgekv.kv.growth import Footprint, Growth, single_layers
-from edgekv.kv.policies.policy import Policy, PolicyName, SlidingWindow, check_layers, find_policy
+from edgekv.kv.footprint import Footprint
+from edgekv.kv.growth import Growth
+from edgekv.kv.policies.policy import Policy, PolicyName, check_layers, find_policy
 from edgekv.kv.policies.rotation import KvEncoding
 from edgekv.kv.positions import Positions
 from edgekv.kv.rows import RowArena
 from edgekv.kv.sink import Sink
 from edgekv.kv.state import CacheState
 from edgekv.kv.stats import CacheStats
-from edgekv.kv.strategies import make_strategy
-from edgekv.kv.strategies.pointer_shift import DEFAULT_RESERVE
 from edgekv.kv.strategies.strategy import Window
 from edgekv.spec.geometry import Geometry
 from edgekv.spec.layers import LayeredGeometry
@@ -43,9 +40,12 @@ class KVCache:
     Attributes:
         geometry: the sizes.
         ar: tokens per inference of the graphs, ascending.
+        policy: the context policy.
+        capacity: maximum number of tokens held.
         groups: groups of equal layers; one group for a plain geometry that does not grow.
         encodings: encoding of each tensor, in the order of the groups' names; empty if unknown.
         sink: the tokens that an empty cache holds; None if it holds none.
+        is_prefix: whether the tokens held are the whole text so far, each computed with all previous tokens visible.
     """
 
     def __init__(
@@ -53,8 +53,8 @@ class KVCache:
         geometry: Geometry | LayeredGeometry,
         *,
         ar: Iterable[int],
-        strategy: str = "pointer-shift",
-        reserve: Fraction | float = DEFAULT_RESERVE,
+        strategy: str | None = None,
+        reserve: Fraction | float | None = None,
         policy: str | Policy = "fail",
         encodings: Sequence[KvEncoding] = (),
         growth: Growth | None = None,
@@ -65,8 +65,8 @@ class KVCache:
         Args:
             geometry: the sizes.
             ar: tokens per inference of each graph that will use the cache; 1 to S-1, below each layer's window.
-            strategy: one of `STRATEGIES`.
-            reserve: memory of `pointer-shift`, in units of S-1 rows per tensor; above 1, at most 2.
+            strategy: one of `STRATEGIES`; None for `default_strategy`.
+            reserve: memory of `pointer-shift`, in units of S-1 rows per tensor; above 1, at most 2; None for 2.
             policy: `fail`, `sliding-window`, or a `Sinks` or `KeyDiff`.
             encodings: encoding of each tensor, in the order of the groups' names. Saved states are checked against
                 them, and the error of rotated keys is reported in real numbers. Without them, zero points are the
@@ -86,38 +86,30 @@ class KVCache:
         self.ar = tuple(sorted(set(ar)))
         if not self.ar:
             raise ValueError("ar: got none; expected the tokens per inference of at least one graph")
-        for each in geometries:
-            for tokens in self.ar:
-                each.past_rows(tokens, geometry.context)
-        tensors = sum(each.tensors for each in geometries)
-        if encodings and len(encodings) != tensors:
+        if encodings and len(encodings) != (tensors := sum(each.tensors for each in geometries)):
             raise ValueError(f"encodings: got {len(encodings)}; expected one for each of {tensors} tensors")
         self.encodings = tuple(encodings)
         self.sink = sink
-        chosen = find_policy(policy)
-        self._policy = chosen = chosen if sink is None else chosen.keeping(len(sink.tokens))
+        chosen = find_policy(policy) if sink is None else find_policy(policy).keeping(len(sink.tokens))
         check_layers(chosen, geometries, geometry.context, self.ar[-1])
-        self._growth = growth
-        if growth is not None:
-            growth.check(geometries, geometry.context, self.ar[-1], strategy)
-            geometries = single_layers(geometries, geometry.context)
-        self.groups = tuple(self._group(each, strategy, reserve) for each in geometries)
-        self._wide = tuple(group for group in self.groups if group.geometry.context == geometry.context)
-        self._footprint = Footprint(self.groups, self._wide, growth)
+        self.policy: PolicyName = chosen.name
+        self.capacity = chosen.capacity(geometry.context)
+        self._evicts = chosen.evicts
+        self._first = 0 if sink is None else len(sink.tokens)
+        self._memory = Footprint(geometry, self.ar, strategy, reserve, chosen, growth)
+        self.groups = self._memory.groups
         self._open_ar: int | None = None
         self._positions = Positions()
-        keys = partial(held_keys, self.groups, self._wide, self.encodings)
-        self._eviction = Eviction(chosen, self._wide, self._positions, keys)
-        self._tokens_seen = 0
+        self._eviction = Eviction(chosen, self._memory, self._positions, self.encodings)
         self._steps = 0
         self._tokens_committed = 0
-        self._is_prefix = True
+        self.is_prefix = True
         self.reset()
 
     @property
     def arenas(self) -> tuple[Arena, ...]:
         """Memory of all groups: one arena each, or two (keys as columns, then values)."""
-        return tuple(arena for group in self.groups for arena in group.arenas)
+        return self._memory.arenas
 
     @property
     def arena(self) -> RowArena:
@@ -128,11 +120,6 @@ class KVCache:
         return arenas[0]
 
     @property
-    def policy(self) -> PolicyName:
-        """The context policy."""
-        return self._policy.name
-
-    @property
     def length(self) -> int:
         """Tokens held: at most S, or S-1 with `sliding-window`. With `fail`, no step may run when there are S."""
         return self._positions.length
@@ -140,7 +127,7 @@ class KVCache:
     @property
     def is_whole(self) -> bool:
         """Whether no layer has evicted a token, so that a rewind restores an earlier state."""
-        return all(group.length == self._tokens_seen for group in self.groups)
+        return all(group.length == self._positions.seen for group in self.groups)
 
     @property
     def used_bytes(self) -> int:
@@ -150,17 +137,7 @@ class KVCache:
     @property
     def tokens_seen(self) -> int:
         """Tokens of the text so far; it grows past S where the policy allows."""
-        return self._tokens_seen
-
-    @property
-    def is_prefix(self) -> bool:
-        """Whether the tokens held are the whole text so far, each computed with all previous tokens visible."""
-        return self._is_prefix
-
-    @property
-    def capacity(self) -> int:
-        """Maximum number of tokens held."""
-        return self._policy.capacity(self.geometry.context)
+        return self._positions.seen
 
     @property
     def position(self) -> int:
@@ -175,35 +152,33 @@ class KVCache:
     @property
     def stats(self) -> CacheStats:
         """Counters."""
-        arenas = self.arenas
+        arenas, rotation = [arena for group in self.groups for arena in group.arenas], self._eviction.rotation
         return CacheStats(
-            bytes_copied=sum(arena.bytes_copied for arena in arenas),
-            copies=sum(arena.copies for arena in arenas),
+            bytes_copied=sum([arena.bytes_copied for arena in arenas]),
+            copies=sum([arena.copies for arena in arenas]),
             steps=self._steps,
             tokens=self._tokens_committed,
-            bytes_held=self._footprint.bytes_held,
-            peak_bytes=self._footprint.peak_bytes,
-            reallocations=sum(group.reallocations for group in self.groups),
+            bytes_held=self._memory.bytes_held,
+            peak_bytes=self._memory.peak_bytes,
+            reallocations=sum([group.reallocations for group in self.groups]),
             evicted=self._eviction.evicted,
-            requantization=self._eviction.cost,
+            requantization=None if rotation is None else rotation.cost,
         )
 
     def held_rows(self) -> list[int]:
         """The rows of the tokens held, oldest first, in the layers that attend to the whole context."""
-        return self._wide[0].strategy.held_rows()
+        return self._memory.wide[0].strategy.held_rows()
 
     def room(self, ar: int) -> bool:
         """Whether an AR-`ar` step may run now. Raises ValueError if the cache was not made for such a graph."""
-        self._check_ar(ar)
-        return self._policy.admits(self.geometry.context, self.length, ar)
+        if ar not in self.ar:
+            raise ValueError(f"ar: got {ar}; expected one of {', '.join(map(str, self.ar))}, as the cache was made")
+        return self._evicts or self.length <= self.geometry.context - ar
 
     @property
     def room_tokens(self) -> int | None:
         """How many more tokens can be run; None if the policy makes room."""
-        policy, context = self._policy, self.geometry.context
-        if policy.admits(context, context, 1):
-            return None
-        return context - self.length
+        return None if self._evicts else self.geometry.context - self.length
 
     def window(self, ar: int, context: int | None = None) -> tuple[Window, ...]:
         """Open a step of the AR-`ar` graph: evict, grow and copy as needed; return its windows, one per group.
@@ -220,15 +195,16 @@ class KVCache:
         """
         if not self.room(ar):
             raise self._eviction.refusal(self.geometry.context, self.ar, ar)
-        most = self.geometry.context
-        context = most if context is None else context
+        most, context = self.geometry.context, context or self.geometry.context
         if context != most and not self.length + ar <= context <= most:
             raise ValueError(f"context: got {context}; expected {self.length + ar}, tokens held and new, to {most}")
-        self._eviction.make_room(most, ar)
-        if self.length < self._tokens_seen or self.length > most - ar:
-            self._is_prefix = False  # the graph does not see all previous tokens
-        self._footprint.free_outgrown()
-        self._footprint.grow(self.length + ar, context)
+        if self.length > most - ar:
+            self._eviction.make_room()
+        if self.length < self._positions.seen or self.length > most - ar:
+            self.is_prefix = False  # the graph does not see all previous tokens
+        if self._memory.grows:
+            self._memory.free_outgrown()
+            self._memory.grow(self.length + ar, context)
         self._open_ar = ar
         return tuple([group.window(ar, context) for group in self.groups])
 
@@ -243,12 +219,11 @@ class KVCache:
         if not 0 <= n <= self._open_ar:
             raise ValueError(f"commit: got {n} tokens; expected 0 to {self._open_ar}, the AR of the open step")
         evicted = max(0, self.length + n - self.capacity)
-        self._is_prefix = self._is_prefix and not evicted
+        self.is_prefix = self.is_prefix and not evicted
         self._positions.commit(n, evicted)
         for group in self.groups:
             group.commit(n, group.evicted_by(n))
         self._close()
-        self._tokens_seen += n
         self._steps += 1
         self._tokens_committed += n
 
@@ -265,7 +240,6 @@ class KVCache:
             group.rewind(n)
         self._positions.rewind(n)
         self._close()
-        self._tokens_seen -= n
 
     def reset(self) -> None:
         """Drop all tokens but the sink, and the open step if any. Memory stays allocated."""
@@ -279,19 +253,17 @@ class KVCache:
         if not 0 <= tokens <= self.capacity:
             raise ValueError(f"hold: got {tokens} tokens; expected 0 to {self.capacity}")
         self._close()
-        self._footprint.grow(tokens, one_by_one=True)
+        self._memory.grow(tokens, one_by_one=True)
         for group in self.groups:
             group.reset(min(tokens, group.capacity))
-        self._positions.reset()
-        self._positions.commit(tokens, 0)
-        self._tokens_seen = tokens
-        self._is_prefix = True
+        self._positions.reset(tokens)
+        self.is_prefix = True
 
     def expect(self, tokens: int) -> None:
         """Prepare for a prompt: an empty cache grows for all of its tokens, one layer after the other."""
         if self.length == self._first:
             self._close()
-            self._footprint.grow(tokens, one_by_one=True)
+            self._memory.grow(tokens, one_by_one=True)
 
     @property
     def state(self) -> CacheState:
@@ -302,7 +274,7 @@ class KVCache:
             positions=tuple(self._positions.listed()),
             position=self._positions.next,
             rewindable=self._positions.rewindable,
-            tokens_seen=self._tokens_seen,
+            tokens_seen=self._positions.seen,
             rows={name: rows for group in self.groups for name, rows in group.read()},
         )
 
@@ -313,34 +285,16 @@ class KVCache:
             StateError: the state has another geometry or encoding, or more tokens than the policy allows.
         """
         check_state(state, self.geometry, self.groups, self.encodings)
-        for group in self.groups:
-            group.check(state, len(state.positions) if group in self._wide else None)
         self._close()
-        self._footprint.grow(len(state.positions), one_by_one=True)
+        self._memory.grow(len(state.positions), one_by_one=True)
         for group in self.groups:
             group.write(state.rows)
         self._positions.restore(state.positions, state.position, state.rewindable)
-        self._tokens_seen = state.tokens_seen
-        self._is_prefix = False
-
-    @property
-    def _first(self) -> int:
-        """Tokens of the sink."""
-        return 0 if self.sink is None else len(self.sink.tokens)
-
-    def _group(self, geometry: Geometry, strategy: str, reserve: Fraction | float) -> Group:
-        is_wide = geometry.context == self.geometry.context
-        policy = self._policy if is_wide else SlidingWindow()
-        context = self._growth.contexts[0] if self._growth and is_wide else self.geometry.context
-        # No closure over the cache: dropping the last reference to it must free its memory.
-        make = partial(make_strategy, strategy, max_ar=self.ar[-1], reserve=reserve)
-        return Group(geometry, make, self.ar, policy.capacity(geometry.context), context)
+        self._positions.seen = state.tokens_seen
+        self.is_prefix = False
 
     def _close(self) -> None:
         """Close the open step, if any, and free the memory that it outgrew."""
         self._open_ar = None
-        self._footprint.free_outgrown()
-
-    def _check_ar(self, ar: int) -> None:
-        if ar not in self.ar:
-            raise ValueError(f"ar: got {ar}; expected one of {', '.join(map(str, self.ar))}, as the cache was made")
+        if self._memory.grows:
+            self._memory.free_outgrown()

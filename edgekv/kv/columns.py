@@ -108,7 +108,7 @@ class ColumnArena:
         self._scratch_addresses = [address + layout.scratch_offset_bytes for address in self.addresses]
         self._scratch_element = layout.scratch_offset_bytes // element_bytes
         self._column_bytes = layout.tensors * geometry.row_bytes
-        self._held_bytes = memory.held_bytes
+        self.bytes_held = memory.held_bytes
         self._blocks: Rows = np.ndarray(
             (layout.tensors, layout.stride_bytes // element_bytes),
             DTYPES[geometry.kv_dtype],
@@ -123,11 +123,6 @@ class ColumnArena:
     @property
     def dtype(self) -> np.dtype[Any]:
         return self._blocks.dtype
-
-    @property
-    def bytes_held(self) -> int:
-        """Bytes allocated, scratch and alignment included."""
-        return self._held_bytes
 
     def past_shape(self, columns: int) -> list[int]:
         return [1, 1, self.layout.geometry.head_dim, columns]

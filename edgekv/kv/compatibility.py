@@ -34,10 +34,10 @@ def check_state(
     groups: Sequence[Group],
     encodings: Sequence[KvEncoding],
 ) -> None:
-    """Refuse a state of another geometry or encoding.
+    """Refuse a state of another geometry or encoding, or whose rows the groups cannot store.
 
     Raises:
-        StateError: they differ.
+        StateError: they differ, or there are more tokens than a group holds.
     """
     for field, found, expected in (
         ("geometry", state.sizes, describe(geometry, groups)),
@@ -45,3 +45,5 @@ def check_state(
     ):
         if found != expected:
             raise StateError(f"state: {field}", got=found, expected=expected, fix="Use a cache of the same model.")
+    for group in groups:
+        group.check(state, len(state.positions) if group.geometry.context == geometry.context else None)

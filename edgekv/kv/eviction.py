@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterator, Sequence
 
 from edgekv.errors import ContextFullError
-from edgekv.kv.group import Group, HeldKeys
+from edgekv.kv.footprint import Footprint
+from edgekv.kv.group import HeldKeys, held_keys
 from edgekv.kv.policies.keydiff import mean_similarity
 from edgekv.kv.policies.policy import Policy
-from edgekv.kv.policies.rotation import Requantization, Rotation
+from edgekv.kv.policies.rotation import KvEncoding, Rotation
 from edgekv.kv.positions import Positions
 
 
@@ -18,51 +19,47 @@ class Eviction:
     Attributes:
         policy: selects the tokens to evict.
         evicted: tokens evicted so far.
+        rotation: re-rotates keys, and counts their rounding error; None if the policy moves no tokens.
     """
 
     def __init__(
         self,
         policy: Policy,
-        groups: Sequence[Group],
+        memory: Footprint,
         positions: Positions,
-        keys: Callable[[], Iterable[HeldKeys]],
+        encodings: Sequence[KvEncoding],
     ) -> None:
         """Start without evictions.
 
         Args:
             policy: the policy.
-            groups: layers that attend to the whole context.
+            memory: of the cache.
             positions: of the tokens held; changed with them.
-            keys: returns the current keys of these layers.
+            encodings: of each tensor, in the order of the groups' names; empty if unknown.
         """
         self.policy = policy
         self.evicted = 0
-        self._groups = groups
+        self._memory = memory
         self._positions = positions
-        self._keys = keys
-        self._rotation = Rotation(policy.inverse_frequencies) if policy.inverse_frequencies else None
+        self._encodings = encodings
+        self.rotation = Rotation(policy.inverse_frequencies) if policy.inverse_frequencies else None
 
-    @property
-    def cost(self) -> Requantization | None:
-        """Rounding error of all keys rotated so far; None if the policy rotates none."""
-        return self._rotation.cost if self._rotation else None
-
-    def make_room(self, context: int, ar: int) -> None:
-        """Evict the tokens that the policy selects before an AR-`ar` step in a context of S tokens."""
-        ages = self.policy.leaving(context, self._positions.length, ar, self._similarity)
+    def make_room(self) -> None:
+        """Evict the tokens that the policy selects before a step that has no room."""
+        ages = self.policy.leaving(self._positions.length, self._similarity)
         if not ages:
             return
-        for group in self._groups:
+        for group in self._memory.wide:
             group.drop(ages)
         self._positions.drop(ages)
         self.evicted += len(ages)
-        if self._rotation is not None:
-            self._renumber(self._rotation)
+        if self.rotation is not None:
+            self._renumber(self.rotation)
 
     def refusal(self, context: int, available: Sequence[int], ar: int) -> ContextFullError:
         """The error for an AR-`ar` step that has no room; `available` are the AR of all graphs."""
         length = self._positions.length
-        smaller = [each for each in available if self.policy.admits(context, length, each)]
+        smaller = [each for each in available if length <= context - each]
         retry = f"Run a graph of at most {smaller[-1]} tokens per inference, choose" if smaller else "Choose"
         return ContextFullError(
             f"context of {context} tokens",
@@ -82,6 +79,10 @@ class Eviction:
             rows = [key.rows[age] for age in ages]
             turned = rotation.turn(key.arena.read(key.tensor, rows), key.zero_point, key.scale, angles)
             key.arena.write(key.tensor, rows, turned)
+
+    def _keys(self) -> Iterator[HeldKeys]:
+        """The current keys of the layers that attend to the whole context."""
+        return held_keys(self._memory.groups, self._memory.wide, self._encodings)
 
     def _similarity(self) -> Sequence[float]:
         keys = ((key.arena.read(key.tensor, key.rows), key.zero_point) for key in self._keys())

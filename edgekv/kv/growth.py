@@ -7,8 +7,6 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from edgekv.errors import UsageError
-from edgekv.kv.arena import Arena
-from edgekv.kv.group import Group
 from edgekv.kv.strategies import GROWING_STRATEGIES
 from edgekv.spec.geometry import Geometry
 
@@ -118,57 +116,3 @@ def parse_growth(name: str, contexts: Sequence[int]) -> Growth:
             return Growth(tuple(contexts), known)
     names = " or ".join(GROWTHS)
     raise UsageError("growth", got=repr(name), expected=names, fix=f"Use {names}, or leave it out.")
-
-
-class Footprint:
-    """Reallocates the memory of groups as tokens arrive, and counts it.
-
-    Sessions are still bound to the old memory, so it is kept until `free_outgrown`.
-    """
-
-    def __init__(self, groups: Sequence[Group], growing: Sequence[Group], growth: Growth | None) -> None:
-        """Start without growth.
-
-        Args:
-            groups: all groups whose memory is counted.
-            growing: the groups that grow, in the order of their layers.
-            growth: how they grow; None if all memory is allocated at the start.
-        """
-        self._groups = groups
-        self._growing = growing
-        self._growth = growth
-        self._outgrown: list[Arena] = []
-        self._peak_bytes = self.bytes_held
-
-    @property
-    def bytes_held(self) -> int:
-        """Bytes that are allocated now."""
-        arenas = [arena for group in self._groups for arena in group.arenas]
-        return sum(arena.bytes_held for arena in (*arenas, *self._outgrown))
-
-    @property
-    def peak_bytes(self) -> int:
-        """The most bytes allocated at any time."""
-        return self._peak_bytes
-
-    def grow(self, columns: int, context: int = 0, *, one_by_one: bool = False) -> None:
-        """Make room for `columns` tokens and for the graph of `context`.
-
-        Args:
-            columns: tokens held, and those of the next step.
-            context: S of its graph; 0 if no graph is about to run.
-            one_by_one: free a layer's old memory before the next layer grows. No session may be bound to it.
-        """
-        if self._growth is None:
-            return
-        wanted = self._growth.contexts_of(len(self._growing), columns)
-        for group, least in zip(self._growing, wanted, strict=True):
-            if max(least, context) > group.context:
-                self._outgrown.extend(group.grow(max(least, context)))
-                self._peak_bytes = max(self._peak_bytes, self.bytes_held)
-                if one_by_one:
-                    self.free_outgrown()
-
-    def free_outgrown(self) -> None:
-        """Free the memory that was replaced."""
-        self._outgrown.clear()

@@ -11,17 +11,19 @@ class Positions:
     Attributes:
         length: tokens held.
         next: position of the next token.
+        seen: tokens of the text so far.
         rewindable: number of newest tokens that can be dropped without crossing an evicted one.
     """
 
-    __slots__ = ("_older", "length", "next", "rewindable")
+    __slots__ = ("_older", "length", "next", "rewindable", "seen")
 
     def __init__(self) -> None:
         self.reset()
 
-    def reset(self) -> None:
-        """Hold nothing; the next position is 0."""
-        self.restore((), 0, 0)
+    def reset(self, tokens: int = 0) -> None:
+        """Hold the first tokens of a text, at their own positions."""
+        self.restore(range(tokens), tokens, tokens)
+        self.seen = tokens
 
     def restore(self, positions: Sequence[int], next_position: int, rewindable: int) -> None:
         """Restore earlier values of `listed`, `next` and `rewindable`."""
@@ -41,6 +43,7 @@ class Positions:
     def commit(self, tokens: int, evicted: int) -> None:
         """Append tokens and evict the oldest."""
         self.next += tokens
+        self.seen += tokens
         self.length += tokens - evicted
         self.rewindable = min(self.rewindable + tokens, self.length)
         if self._older:
@@ -49,6 +52,7 @@ class Positions:
     def rewind(self, tokens: int) -> None:
         """Drop the newest tokens, at most `rewindable`."""
         self.next -= tokens
+        self.seen -= tokens
         self.length -= tokens
         self.rewindable -= tokens
 

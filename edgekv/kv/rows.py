@@ -91,6 +91,7 @@ class RowArena:
         addresses: base address of each tensor, a multiple of 64; row r is `r * row_bytes` further.
         scratch_addresses: base address of each scratch tensor, a multiple of 64; empty without scratch rows.
         row_bytes: bytes of one row.
+        bytes_held: bytes allocated, including scratch and alignment; memory mapped twice counts once.
         bytes_copied: bytes that `execute` has written so far.
         copies: moves that it has executed so far.
     """
@@ -136,16 +137,11 @@ class RowArena:
         self.bytes_copied = 0
         self.copies = 0
         self._bytes_per_row = layout.tensors * geometry.row_bytes
-        self._held_bytes = memory.held_bytes
+        self.bytes_held = memory.held_bytes
 
     @property
     def dtype(self) -> np.dtype[Any]:
         return self.array.dtype
-
-    @property
-    def bytes_held(self) -> int:
-        """Bytes allocated, including scratch and alignment; memory mapped twice counts once."""
-        return self._held_bytes
 
     def past_shape(self, columns: int) -> list[int]:
         return [1, 1, columns, self.layout.geometry.head_dim]

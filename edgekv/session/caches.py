@@ -9,12 +9,12 @@ from edgekv.bundle import Bundle, Manifest
 from edgekv.errors import UsageError
 from edgekv.kv import (
     DEFAULT_RESERVE,
-    DEFAULT_STRATEGY,
     Growth,
     GrowthName,
     KVCache,
     Policy,
     Sink,
+    default_strategy,
     parse_growth,
     parse_reserve,
 )
@@ -33,7 +33,7 @@ class CacheSetup:
         manifest: of the bundle.
         strategy: update strategy.
         reserve: memory of `pointer-shift`, in units of S-1 rows per tensor.
-        policy: context policy: context policy: what happens when the context is full.
+        policy: context policy: what happens when the context is full.
         growth: how memory grows; None allocates all of it at the start.
         mode: which sequences are kept.
         sink: the tokens that every sequence begins with; None if the graphs compute them.
@@ -75,7 +75,7 @@ class CacheSetup:
             BundleError: the file of the sink is broken.
         """
         manifest = bundle.manifest
-        strategy = kv_update or (DEFAULT_STRATEGY if reserve is None else "pointer-shift")
+        strategy = kv_update or default_strategy(reserve)
         if reserve is not None and strategy != "pointer-shift":
             found, fix = f"{reserve} with {strategy}", "Leave it out, or choose pointer-shift."
             raise UsageError("reserve", got=found, expected="the update strategy pointer-shift", fix=fix)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, Protocol
+from typing import ClassVar, Literal, Protocol
 
 from edgekv.errors import UsageError
 from edgekv.spec.geometry import Geometry
@@ -13,7 +13,7 @@ PolicyName = Literal["fail", "sliding-window", "sinks", "keydiff"]
 
 
 class Policy(Protocol):
-    """Defines how many tokens a cache holds in a context of S, which steps may run, and which tokens to evict."""
+    """Defines how many tokens a cache holds in a context of S, and which ones to evict for a step that has no room."""
 
     @property
     def name(self) -> PolicyName:
@@ -22,6 +22,10 @@ class Policy(Protocol):
     @property
     def inverse_frequencies(self) -> tuple[float, ...]:
         """Frequencies of the rotary embedding, R/2 of them, if tokens move to other positions; else empty."""
+
+    @property
+    def evicts(self) -> bool:
+        """Whether a step that has no room may run, because tokens are evicted for it."""
 
     def check(self, geometry: Geometry, max_ar: int) -> None:
         """Reject a policy that cannot work with these graphs.
@@ -40,16 +44,11 @@ class Policy(Protocol):
     def capacity(self, context: int) -> int:
         """Maximum number of tokens held; the oldest are evicted when more are committed."""
 
-    def admits(self, context: int, length: int, ar: int) -> bool:
-        """Whether an AR-`ar` step may run while `length` tokens are held."""
-
-    def leaving(self, context: int, length: int, ar: int, similarity: Callable[[], Sequence[float]]) -> Sequence[int]:
-        """Ages of the tokens to evict before an AR-`ar` step, ascending.
+    def leaving(self, length: int, similarity: Callable[[], Sequence[float]]) -> Sequence[int]:
+        """Ages of the tokens to evict before a step that has no room, ascending.
 
         Args:
-            context: S.
             length: tokens held.
-            ar: tokens per inference of the step.
             similarity: of the key of each token held to the mean key, -1 to 1; costly.
         """
 
@@ -64,6 +63,7 @@ class Fail:
 
     name: Literal["fail"] = "fail"
     inverse_frequencies: tuple[float, ...] = ()
+    evicts: ClassVar[bool] = False
 
     def check(self, geometry: Geometry, max_ar: int) -> None:
         pass
@@ -74,10 +74,7 @@ class Fail:
     def capacity(self, context: int) -> int:
         return context
 
-    def admits(self, context: int, length: int, ar: int) -> bool:
-        return length <= context - ar
-
-    def leaving(self, context: int, length: int, ar: int, similarity: Callable[[], Sequence[float]]) -> Sequence[int]:
+    def leaving(self, length: int, similarity: Callable[[], Sequence[float]]) -> Sequence[int]:
         return ()
 
 
@@ -87,6 +84,7 @@ class SlidingWindow:
 
     name: Literal["sliding-window"] = "sliding-window"
     inverse_frequencies: tuple[float, ...] = ()
+    evicts: ClassVar[bool] = True
 
     def check(self, geometry: Geometry, max_ar: int) -> None:
         pass
@@ -102,10 +100,7 @@ class SlidingWindow:
     def capacity(self, context: int) -> int:
         return context - 1
 
-    def admits(self, context: int, length: int, ar: int) -> bool:
-        return True
-
-    def leaving(self, context: int, length: int, ar: int, similarity: Callable[[], Sequence[float]]) -> Sequence[int]:
+    def leaving(self, length: int, similarity: Callable[[], Sequence[float]]) -> Sequence[int]:
         return ()
 
 
@@ -128,6 +123,7 @@ class Sinks:
     window: int
     inverse_frequencies: tuple[float, ...]
     name: Literal["sinks"] = "sinks"
+    evicts: ClassVar[bool] = True
 
     def check(self, geometry: Geometry, max_ar: int) -> None:
         most = geometry.past_rows(max_ar)
@@ -159,11 +155,8 @@ class Sinks:
     def capacity(self, context: int) -> int:
         return context
 
-    def admits(self, context: int, length: int, ar: int) -> bool:
-        return True
-
-    def leaving(self, context: int, length: int, ar: int, similarity: Callable[[], Sequence[float]]) -> Sequence[int]:
-        return () if length <= context - ar else range(self.tokens, length - self.window)
+    def leaving(self, length: int, similarity: Callable[[], Sequence[float]]) -> Sequence[int]:
+        return range(self.tokens, length - self.window)
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,6 +177,7 @@ class KeyDiff:
     first: int = 0
     name: Literal["keydiff"] = "keydiff"
     inverse_frequencies: tuple[float, ...] = ()
+    evicts: ClassVar[bool] = True
 
     def check(self, geometry: Geometry, max_ar: int) -> None:
         most = geometry.past_rows(max_ar)
@@ -202,12 +196,7 @@ class KeyDiff:
     def capacity(self, context: int) -> int:
         return context
 
-    def admits(self, context: int, length: int, ar: int) -> bool:
-        return True
-
-    def leaving(self, context: int, length: int, ar: int, similarity: Callable[[], Sequence[float]]) -> Sequence[int]:
-        if length <= context - ar:
-            return ()
+    def leaving(self, length: int, similarity: Callable[[], Sequence[float]]) -> Sequence[int]:
         scores = similarity()
         # Of equally similar tokens the older ones are evicted.
         ranked = sorted(range(self.first, length - self.recent), key=lambda age: -scores[age])

@@ -21,6 +21,11 @@ DEFAULT_STRATEGY: StrategyName = "slot"
 GROWING_STRATEGIES: tuple[StrategyName, ...] = ("slot", "pointer-shift")
 
 
+def default_strategy(reserve: Fraction | float | str | None = None) -> StrategyName:
+    """The strategy of a cache that names none: `pointer-shift` if its reserve is given, which no other has."""
+    return DEFAULT_STRATEGY if reserve is None else "pointer-shift"
+
+
 def make_strategy(
     name: str, geometry: Geometry, *, max_ar: int, reserve: Fraction | float = DEFAULT_RESERVE
 ) -> Strategy:
