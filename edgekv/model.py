@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Unpack, overload
 
 import numpy as np
@@ -18,6 +18,7 @@ from edgekv.session.params import BeamParams, SamplingParams
 from edgekv.session.request import Request, open_prefixes
 from edgekv.session.sampler import Sampler
 from edgekv.session.scoring import Scoring
+from edgekv.session.tools import Tools
 from edgekv.spec.chat import Message
 
 Prompt = str | Sequence[int]
@@ -39,6 +40,7 @@ class Model(LoadedBundle):
         params: SamplingParams | int | None = None,
         *,
         messages: Sequence[Message] | None = None,
+        tools: Tools | Sequence[Mapping[str, Any]] | None = None,
         **keywords: Unpack[SamplingCall],
     ) -> Generation: ...
 
@@ -56,6 +58,7 @@ class Model(LoadedBundle):
         params: SamplingParams | BeamParams | int | None = None,
         *,
         messages: Sequence[Message] | None = None,
+        tools: Tools | Sequence[Mapping[str, Any]] | None = None,
         sequence: int | None = None,
         cache_salt: str | None = None,
         retention: RetentionPolicy | None = None,
@@ -71,6 +74,9 @@ class Model(LoadedBundle):
         Args:
             prompt: text, or token ids.
             messages: a conversation instead, rendered by the bundle's chat template.
+            tools: functions that the model may call, as OpenAI's API declares them, or `Tools.read(...)` with a choice.
+                They are rendered into messages, and bind the answer once it opens a call; `Token.tool_calls` has the
+                calls.
             params: a `SamplingParams` or `BeamParams`, used as it is; or a number, which is `max_new_tokens`.
             sequence: a 64-bit id; its cache is created by the first call and kept according to the cache mode.
             cache_salt: prefixes are shared only between calls with equal salts; a salt is never written anywhere.
@@ -87,24 +93,33 @@ class Model(LoadedBundle):
             ContextFullError: the prompt is longer than the context and the policy is `fail`; nothing was run.
             MemoryBudgetError: the cache of a new sequence does not fit the mode's budget; nothing was run.
             UsageError: a closed model, an option out of range, an empty prompt, an id that is not in the vocabulary,
-                a grammar that is wrong or too complex, or a salt or retention without a prefix cache.
+                a grammar or tools that are wrong or too complex, or a salt or retention without a prefix cache.
             EngineError: the engine refused a graph, or a grammar needs llguidance, which is not installed.
         """
         self._turns.check_open()
         chosen = choose_params(params, keywords, self.defaults)
         manifest = self.bundle.manifest
-        tokens = self.read(self._prompts.text_or_messages(prompt, messages), "prompt")
+        declared = tools if tools is None or isinstance(tools, Tools) else Tools.read(tools)
+        tokens = self.read(self._prompts.text_or_messages(prompt, messages, declared), "prompt")
         request = Request(self.sequences, self._graphs, sequence, open_prefixes(self._store, cache_salt, retention))
         if isinstance(chosen.params, BeamParams):
-            check_beams(manifest, self._caches, sequence, processors, return_logits=return_logits)
+            check_beams(manifest, self._caches, sequence, processors, declared, return_logits=return_logits)
             with self._turns.whole_call(None, request.finish):
                 return run_beams(self._graphs, request, tokens, self._setup, chosen.params, manifest, self.tokenizer)
-        grammar = chosen.params.grammar
-        constraint = None if grammar is None else self._grammars.compile(grammar)
+        constraint, reader = self.bind(chosen.params.grammar, declared)
         sampler = Sampler.of(chosen.params, manifest.encodings["logits"], manifest.model.vocab, processors)
         text = (self.tokenizer, manifest.tokens.eos)
         return Generation(
-            self._turns, request, tokens, self._setup, chosen, sampler, *text, constraint, return_logits=return_logits
+            self._turns,
+            request,
+            tokens,
+            self._setup,
+            chosen,
+            sampler,
+            *text,
+            constraint,
+            reader,
+            return_logits=return_logits,
         )
 
     def score(self, tokens: Sequence[int]) -> NDArray[np.float32]:

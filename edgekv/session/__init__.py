@@ -18,6 +18,7 @@ from edgekv.session.sampler import Sampler
 from edgekv.session.scoring import Scoring
 from edgekv.session.session import Session
 from edgekv.session.text import Detokenizer, StopSequences
+from edgekv.session.tools import Tool, ToolCall, Tools
 
 __all__ = [
     "Adaptive",
@@ -56,6 +57,9 @@ __all__ = [
     "StopReason",
     "StopSequences",
     "Token",
+    "Tool",
+    "ToolCall",
+    "Tools",
     "check_mode",
     "parse_budget",
     "parse_mode",

@@ -23,6 +23,7 @@ from edgekv.session.mode import Always
 from edgekv.session.params import BeamParams
 from edgekv.session.request import Request
 from edgekv.session.text import Detokenizer
+from edgekv.session.tools import Tools
 from quant import Encoding
 
 if TYPE_CHECKING:
@@ -169,14 +170,15 @@ def check_beams(
     caches: CacheSetup,
     sequence: int | None = None,
     processors: Sequence[LogitsProcessor] = (),
+    tools: Tools | None = None,
     *,
     return_logits: bool = False,
 ) -> None:
     """Reject options that beam search does not support.
 
     Raises:
-        UsageError: a sequence, processors, logits, or a context policy, cache mode, growth, key layout or attention
-            window without beam search.
+        UsageError: a sequence, processors, tools, logits, or a context policy, cache mode, growth, key layout or
+            attention window without beam search.
     """
 
     def refuse(field: str, found: object, wanted: str, fix: str) -> NoReturn:
@@ -186,6 +188,8 @@ def check_beams(
         refuse("sequence", sequence, "none with num_beams", "Leave one of them out.")
     if processors:
         refuse("processors", len(processors), "none with num_beams", "Leave one of them out.")
+    if tools is not None:
+        refuse("tools", len(tools.tools), "none with num_beams", "Leave one of them out.")
     if return_logits:
         refuse("return_logits", True, "none with num_beams", "Use Model.score for the logits of a text.")
     if caches.policy.name != "fail":

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 COMPILE_LIMIT_S = 5.0
 _KEPT = 64
 _SHOWN_CHARACTERS = 300
-_SEPARATORS = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+SEPARATORS = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """As Python's `json.dumps` and the `tojson` of chat templates write JSON. Free whitespace could go on without end."""
 
 
@@ -132,6 +132,10 @@ class GrammarCompiler:
                 self._kept.popitem(last=False)
             return GrammarConstraint(compiled.deep_copy(), grammar, self._vocab)
 
+    def is_special(self, token: int) -> bool:
+        """Whether a token is written by its id in grammars, not by its text."""
+        return bool(self._tokenizer.is_special_token(token))
+
     def _compiled(self, grammar: Grammar) -> LLMatcher:
         """Compile in a thread of its own, which is left behind if it takes too long: it cannot be stopped."""
         done: list[LLMatcher | ValueError] = []
@@ -169,7 +173,7 @@ def _llguidance_text(grammar: Grammar) -> str:
     from llguidance import LLMatcher
 
     if grammar.kind == "json_schema":
-        options: Any = _SEPARATORS
+        options: Any = SEPARATORS
         return LLMatcher.grammar_from_json_schema(grammar.schema(), overrides=options)
     if grammar.kind == "regex":
         return LLMatcher.grammar_from_regex(grammar.text)

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from edgekv.kv import Requantization
 from edgekv.prefix import StoreStats
 from edgekv.session.params import SamplingParams
+from edgekv.session.tools import ToolCall
 
 StopReason = Literal["eos", "length", "stop", "context", "grammar"]
 
@@ -24,11 +25,13 @@ class Token:
         text: text to print now. Empty while a character or a possible stop text is incomplete; the last token includes
             all text withheld so far.
         logits: of the step, `[V]` in float32, before any processor; None unless they were asked for.
+        tool_calls: the calls that this token completes; their notation is not part of any `text`.
     """
 
     id: int
     text: str
     logits: NDArray[np.float32] | None = field(default=None, compare=False, repr=False)
+    tool_calls: tuple[ToolCall, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

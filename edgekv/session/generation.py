@@ -18,6 +18,7 @@ from edgekv.session.params import SamplingParams
 from edgekv.session.request import Request
 from edgekv.session.sampler import Sampler
 from edgekv.session.text import Detokenizer, StopSequences
+from edgekv.session.tools import ToolCall, ToolCallReader
 from edgekv.session.turns import Hold, Turns
 
 if TYPE_CHECKING:
@@ -47,6 +48,7 @@ class Generation(Iterator[Token]):
         tokenizer: Tokenizer,
         eos: Collection[int],
         constraint: Constraint | None = None,
+        reader: ToolCallReader | None = None,
         *,
         return_logits: bool = False,
     ) -> None:
@@ -62,6 +64,7 @@ class Generation(Iterator[Token]):
             tokenizer: turns them into text.
             eos: tokens that end the text.
             constraint: at the start of the text; None for free text.
+            reader: of the calls of tools in the text; None if there are no tools.
             return_logits: whether tokens carry the logits of their steps.
 
         Raises:
@@ -82,6 +85,7 @@ class Generation(Iterator[Token]):
         self._stops = StopSequences(self._params.stop)
         self._return_logits = return_logits
         self._constraint = constraint
+        self._reader = reader
         self._generated: list[int] = []
         self._unfed = list(prompt)  # tokens to run in the next step
         self._forced: deque[int] = deque()  # tokens of the text that are known already
@@ -150,6 +154,11 @@ class Generation(Iterator[Token]):
     def stop_reason(self) -> StopReason | None:
         """Why it ended; None while it runs or if it was interrupted."""
         return self._stop_reason
+
+    @property
+    def tool_calls(self) -> tuple[ToolCall, ...]:
+        """The calls of tools so far."""
+        return () if self._reader is None else tuple(self._reader.calls)
 
     @property
     def stats(self) -> GenerationStats:
@@ -236,11 +245,16 @@ class Generation(Iterator[Token]):
         real = self._sampler.real(logits) if self._return_logits and logits is not None else None
         self._generated.append(token)
         self._unfed.append(token)
-        text = "" if token in self._eos else self._stops.push(self._detokenizer.push(token))
+        known = len(self.tool_calls)
+        piece = "" if token in self._eos else self._detokenizer.push(token)
+        text = self._stops.push(piece if self._reader is None else self._reader.push(token, piece))
         self._stop_reason = self._reason(token)
         if self._stop_reason is not None:
-            text += self._stops.push(self._detokenizer.flush()) + self._stops.flush()
-        return Token(token, text, real)
+            rest = self._detokenizer.flush()
+            if self._reader is not None:
+                rest = self._reader.push(-1, rest) + self._reader.flush()
+            text += self._stops.push(rest) + self._stops.flush()
+        return Token(token, text, real, self.tool_calls[known:])
 
     def _choose(self, logits: NDArray[Any] | None) -> int:
         """The next token: the one that is forced, otherwise the sampler's."""

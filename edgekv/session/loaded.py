@@ -11,13 +11,14 @@ from edgekv.kv import KVCache
 from edgekv.prefix import PrefixCache, PrefixStore, open_store
 from edgekv.runtime import Engine
 from edgekv.session.caches import CacheSetup
-from edgekv.session.constraint import GrammarCompiler
+from edgekv.session.constraint import Constraint, GrammarCompiler
 from edgekv.session.grammar import Grammar
 from edgekv.session.graphs import Graphs
 from edgekv.session.params import DEFAULT_MAX_NEW_TOKENS, SamplingParams
 from edgekv.session.pool import SessionPool
 from edgekv.session.prompt import PromptReader
 from edgekv.session.session import Session
+from edgekv.session.tools import ToolCallReader, Tools, find_format, special_tokens, tools_grammar
 from edgekv.session.turns import Turns
 from edgekv.spec.chat import ChatTemplates
 
@@ -110,6 +111,42 @@ class LoadedBundle:
             EngineError: llguidance is not installed.
         """
         self._grammars.compile(grammar)
+
+    def bind(self, grammar: Grammar | None, tools: Tools | None) -> tuple[Constraint | None, ToolCallReader | None]:
+        """The constraint of an answer and the reader of its calls, each None if there is none.
+
+        Both are new; what is compiled for them is kept. Thread-safe, so that it can be done before a call.
+
+        Raises:
+            UsageError: a grammar that is wrong or too complex, a grammar together with tools, or tools whose calls the
+                model's chat template does not show.
+            EngineError: llguidance is not installed.
+        """
+        if tools is not None and tools.callable:
+            if grammar is not None:
+                fix = "Leave one of them out."
+                raise UsageError("grammar", got="one together with tools", expected="one of them", fix=fix)
+            form = find_format(self.chat_templates)
+            special = special_tokens(self.tokenizer, form, self._grammars.is_special)
+            reader = ToolCallReader(form, special)
+            try:
+                return self._compiled(tools_grammar(tools, form, special)), reader
+            except UsageError as error:
+                self._check_each(tools)
+                raise UsageError("tools", got=error.got, expected=error.expected, fix=error.fix) from None
+        return self._compiled(grammar), None
+
+    def _check_each(self, tools: Tools) -> None:
+        """Raise UsageError naming the tool whose schema is wrong by itself."""
+        for tool in tools.callable:
+            try:
+                self._grammars.compile(Grammar.json_schema(tool.parameters))
+            except UsageError as error:
+                field = f"tools: {tool.name}: parameters"
+                raise UsageError(field, got=error.got, expected=error.expected, fix=error.fix) from None
+
+    def _compiled(self, grammar: Grammar | None) -> Constraint | None:
+        return None if grammar is None else self._grammars.compile(grammar)
 
     @cached_property
     def _grammars(self) -> GrammarCompiler:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from edgekv.bundle import Bundle
 from edgekv.errors import ContextFullError, UsageError
+from edgekv.session.tools import Tools
 from edgekv.spec.chat import ChatTemplates, Message, read_bundle_templates
 from edgekv.spec.text import decode, encode
 
@@ -64,7 +65,7 @@ class PromptReader:
         return found
 
     def text_or_messages(
-        self, prompt: str | Sequence[int] | None, messages: Sequence[Message] | None
+        self, prompt: str | Sequence[int] | None, messages: Sequence[Message] | None, tools: Tools | None = None
     ) -> str | Sequence[int]:
         """The prompt, or the tokens of messages.
 
@@ -75,7 +76,8 @@ class PromptReader:
             found = "neither" if prompt is None else "both"
             raise UsageError("prompt, messages", got=found, expected="one of them", fix="Give a prompt or messages.")
         if messages is not None:
-            return self.encode_chat(self.chat_templates.render(messages))
+            declared = None if tools is None else tools.declarations
+            return self.encode_chat(self.chat_templates.render(messages, tools=declared))
         assert prompt is not None
         return prompt
 

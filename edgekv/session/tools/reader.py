@@ -1,0 +1,103 @@
+"""Finds the calls in an answer as it is generated, and keeps their notation out of its text."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from edgekv.session.text import StopSequences
+from edgekv.session.tools.format import CallFormat
+from edgekv.session.tools.gemma import IncompleteError, read_arguments
+from edgekv.session.tools.tool import ToolCall
+
+
+class ToolCallReader:
+    """Takes the tokens of an answer that a grammar of `tools_grammar` binds.
+
+    Attributes:
+        calls: the calls that are complete.
+    """
+
+    def __init__(self, call: CallFormat, special: Mapping[str, int]) -> None:
+        """Start an answer.
+
+        Args:
+            call: how the model writes calls.
+            special: ids of the special tokens in it, which have no text in the answer.
+        """
+        self.calls: list[ToolCall] = []
+        self._format = call
+        self._special = {number: text for text, number in special.items()}
+        self._marker = call.open.strip().removesuffix("call:").removesuffix("[").strip() or call.tag
+        self._text = StopSequences([self._marker])
+        self._is_call = False  # between open and close
+        self._is_first = True
+        self._buffer = ""  # of the current call, or of what follows it
+
+    def push(self, token: int, text: str) -> str:
+        """The text of the answer that a token adds, without the notation of calls.
+
+        Args:
+            token: its id.
+            text: that it adds, as a `Detokenizer` gives it.
+        """
+        text = self._special.get(token, text)
+        if not self._is_call and not self._format.open and self._is_first and text:
+            self._is_first = False
+            self._is_call = text.startswith("{")
+        if self._is_call:
+            self._buffer += text
+            return self._read()
+        self._buffer += text
+        shown = self._text.push(text)
+        if not self._text.found:
+            return shown
+        _, _, rest = self._buffer.partition(self._marker)
+        self._is_call, self._buffer = True, rest
+        return shown + self._read()
+
+    def flush(self) -> str:
+        """The text that was withheld, at the end; a call that was cut is left out."""
+        return "" if self._is_call else self._text.flush()
+
+    def _read(self) -> str:
+        """Take complete calls from the buffer; the text after the last one."""
+        while self._is_call:
+            found = self._call()
+            if found is None:
+                return ""
+            call, rest = found
+            close, separator = self._format.close, self._format.separator
+            if separator and rest.startswith(separator):
+                self._buffer = rest[len(separator) :]
+            elif rest.startswith(close):
+                self._is_call, self._buffer = False, ""
+                self._text = StopSequences([self._marker])
+                self.calls.append(call)
+                return self.push(-1, rest[len(close) :])
+            else:
+                return ""
+            self.calls.append(call)
+        return ""
+
+    def _call(self) -> tuple[ToolCall, str] | None:
+        """The call at the start of the buffer and the text after it; None if it is not complete."""
+        form, text = self._format, self._buffer
+        try:
+            if form.body == "gemma":
+                name, _, _ = text.partition("{")
+                arguments, end = read_arguments(text, len(name), form.quote)
+                return ToolCall(name.removeprefix("call:"), _written(arguments)), text[end:]
+            name, middle, rest = text.partition(form.middle) if form.middle else ("", "", text)
+            start = len(name) + len(middle) + (len(rest) - len(rest.lstrip(" \n[")))
+            value, end = json.JSONDecoder().raw_decode(text, start)
+        except (ValueError, IncompleteError):
+            return None
+        if form.body == "named":
+            return ToolCall(name, _written(value)), text[end:]
+        return ToolCall(value["name"], _written(value[form.key])), text[end:]
+
+
+def _written(arguments: Any) -> str:
+    return json.dumps(arguments, ensure_ascii=False)

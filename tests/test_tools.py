@@ -1,0 +1,265 @@
+"""Tool calls: every call fits its declared schema, in each family's notation, and none shows in the text."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import numpy as np
+import pytest
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+import edgekv
+from edgekv.errors import UsageError
+from edgekv.session import Detokenizer, GrammarCompiler, Tools
+from edgekv.session.tools import CallFormat, ToolCallReader, find_format, special_tokens, tools_grammar
+from edgekv.spec.chat import ChatTemplates
+from tests.checkpoints import write_checkpoint
+from tests.exports import export_options, exported
+
+WEATHER: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "city": {"type": "string", "maxLength": 6},
+        "days": {"type": "integer", "minimum": 1, "maximum": 7},
+        "unit": {"enum": ["°C", "°F", None]},
+        "hours": {"type": "array", "items": {"type": "boolean"}, "maxItems": 2},
+    },
+    "required": ["city"],
+    "additionalProperties": False,
+}
+PLACE: dict[str, Any] = {
+    "type": "object",
+    "properties": {"at": {"type": "object", "properties": {"x": {"type": "number"}}, "required": ["x"]}},
+    "additionalProperties": False,
+}
+DECLARED = [
+    {"type": "function", "function": {"name": "get_weather", "description": "Weather.", "parameters": WEATHER}},
+    {"type": "function", "function": {"name": "go-to.place", "parameters": PLACE}},
+    {"type": "function", "function": {"name": "stop"}},
+]
+SCHEMAS = {"get_weather": WEATHER, "go-to.place": PLACE, "stop": {"type": "object", "maxProperties": 0}}
+TEMPLATES = {
+    "hermes": "{{ tools }} Write <tool_call>\\n{...}\\n</tool_call>",
+    "llama3": '{{ tools }} Answer with {"name": function, "parameters": arguments}.',
+    "llama3-tag": "{{ tools }} <|python_tag|>",
+    "mistral": "[AVAILABLE_TOOLS]{{ tools }}[/AVAILABLE_TOOLS] [TOOL_CALLS][{}]",
+    "mistral-spaced": "{{ tools }} [TOOL_CALLS] [{}]",
+    "mistral-args": "{{ tools }} [TOOL_CALLS]name[ARGS]{}",
+    "gemma": "{{ tools }} <start_function_call>call:name{}<end_function_call> <escape>",
+    "gemma4": '{{ tools }} <|tool_call>call:name{}<tool_call|> <|"|>',
+}
+MARKERS = (
+    *("<tool_call>", "</tool_call>", "<|python_tag|>", "[TOOL_CALLS]", "[ARGS]", "<start_function_call>"),
+    *("<end_function_call>", "<escape>", "<|tool_call>", "<tool_call|>", '<|"|>'),
+)
+VOCAB, EOS = 256 + 1 + len(MARKERS), 256
+
+
+def _tokenizer(*, special: bool) -> Tokenizer:
+    """The 256 bytes, an end token, and the markers of all families, special or not."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={symbol: at for at, symbol in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken("<|end|>", special=True)])
+    tokenizer.add_tokens([AddedToken(marker, special=special) for marker in MARKERS])
+    return tokenizer
+
+
+def _format(name: str) -> CallFormat:
+    return find_format(ChatTemplates(templates={"default": TEMPLATES[name]}))
+
+
+def _answer(tools: Tools, form: CallFormat, tokenizer: Tokenizer, seed: int) -> tuple[str, ToolCallReader, bool]:
+    """A random answer: its text, the reader of its calls, and whether it came to its end."""
+    compiler = GrammarCompiler(tokenizer, VOCAB, [EOS])
+    special = special_tokens(tokenizer, form, compiler.is_special)
+    grammar = tools_grammar(tools, form, special)
+    assert grammar is not None
+    constraint = compiler.compile(grammar)
+    reader, detokenizer, random = ToolCallReader(form, special), Detokenizer(tokenizer), np.random.default_rng(seed)
+    text, forced = "", list[int]()
+    for _ in range(600):
+        forced = forced or constraint.forced()
+        allowed = constraint.allowed()
+        # Markers, braces and ends more often than one byte of many, so that answers have calls and end.
+        likely = [token for token in allowed if token >= 256 or token in _LIKELY]
+        chosen = likely if likely and random.random() < 0.5 else allowed
+        token = forced.pop(0) if forced else int(random.choice(chosen))
+        if token == EOS:
+            return text + reader.flush(), reader, True
+        constraint.push(token)
+        text += reader.push(token, detokenizer.push(token))
+        if constraint.is_complete:
+            return text + reader.push(-1, detokenizer.flush()) + reader.flush(), reader, True
+    return text, reader, False
+
+
+_LIKELY = frozenset(_tokenizer(special=True).encode('"}],{<[').ids)
+
+
+@pytest.mark.parametrize("special", [True, False])
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_every_call_of_a_random_answer_fits_its_schema(name: str, special: bool) -> None:
+    tokenizer, form = _tokenizer(special=special), _format(name)
+    calls = 0
+    for seed, choice in enumerate(("required", "auto", "get_weather", "go-to.place", "stop") * 2):
+        tools = Tools.read(DECLARED, choice, parallel=seed < 5)
+        text, reader, has_ended = _answer(tools, form, tokenizer, seed)
+        for call in reader.calls:
+            jsonschema.validate(json.loads(call.arguments), SCHEMAS[call.name])
+            assert choice in ("auto", "required", call.name)
+        if choice != "auto":
+            assert text == ""
+        if choice == "stop" or (has_ended and choice != "auto"):
+            assert len(reader.calls) == 1 or (choice == "required" and tools.parallel)
+        calls += len(reader.calls)
+    assert calls >= 4
+
+
+def _push(reader: ToolCallReader, tokenizer: Tokenizer, answer: str) -> str:
+    detokenizer = Detokenizer(tokenizer)
+    ids: Sequence[int] = tokenizer.encode(answer, add_special_tokens=False).ids
+    text = "".join(reader.push(token, detokenizer.push(token)) for token in ids)
+    return text + reader.push(-1, detokenizer.flush()) + reader.flush()
+
+
+@pytest.mark.parametrize("special", [True, False])
+@pytest.mark.parametrize(
+    ("name", "answer", "text", "calls"),
+    [
+        (
+            "hermes",
+            'Sure é <tool\n<tool_call>\n{"name": "a", "arguments": {"b": "}"}}\n</tool_call> and\n'
+            '<tool_call>\n{"name": "c", "arguments": {}}\n</tool_call>',
+            "Sure é <tool\n and\n",
+            [("a", '{"b": "}"}'), ("c", "{}")],
+        ),
+        ("hermes", "No <tool_cal", "No <tool_cal", []),
+        ("hermes", 'Cut <tool_call>\n{"name": "a", "arg', "Cut ", []),
+        ("llama3", '{"name": "a", "parameters": {"b": [1, 2]}}', "", [("a", '{"b": [1, 2]}')]),
+        ("llama3", 'See {"name": "a"}', 'See {"name": "a"}', []),
+        (
+            "mistral",
+            '[TOOL_CALLS][{"name": "a", "arguments": {"b": 1}}, {"name": "c", "arguments": {}}]',
+            "",
+            [("a", '{"b": 1}'), ("c", "{}")],
+        ),
+        ("mistral-args", '[TOOL_CALLS]a[ARGS]{"b": 1}[TOOL_CALLS]c[ARGS]{}', "", [("a", '{"b": 1}'), ("c", "{}")]),
+        (
+            "gemma",
+            "Now <start_function_call>call:a{city:<escape>Köln, {x}<escape>,days:-3,on:[true,null],at:{x:1.5e3}}"
+            "<end_function_call>",
+            "Now ",
+            [("a", '{"city": "Köln, {x}", "days": -3, "on": [true, null], "at": {"x": 1500.0}}')],
+        ),
+        ("gemma4", '<|tool_call>call:a{b:<|"|>"<|"|>}<tool_call|>', "", [("a", r'{"b": "\""}')]),
+    ],
+)
+def test_calls_are_read_from_each_notation(name: str, answer: str, text: str, calls: Any, special: bool) -> None:
+    tokenizer, form = _tokenizer(special=special), _format(name)
+    reader = ToolCallReader(form, special_tokens(tokenizer, form, lambda token: special))
+    assert _push(reader, tokenizer, answer) == text
+    assert [(call.name, call.arguments) for call in reader.calls] == calls
+
+
+def test_schemas_that_refer_to_themselves_stay_right() -> None:
+    tree = {
+        "type": "object",
+        "properties": {"left": {"anyOf": [{"type": "null"}, {"$ref": "#"}]}, "name": {"$ref": "#/$defs/name"}},
+        "required": ["left", "name"],
+        "additionalProperties": False,
+        "$defs": {"name": {"type": "string", "maxLength": 2}},
+    }
+    tools = Tools.read([{"type": "function", "function": {"name": "plant", "parameters": tree}}], "required")
+    readers = [_answer(tools, _format("hermes"), _tokenizer(special=True), seed)[1] for seed in range(5)]
+    calls = [call for reader in readers for call in reader.calls]
+    for call in calls:
+        jsonschema.validate(json.loads(call.arguments), tree)
+    assert calls
+
+
+@pytest.mark.parametrize(
+    ("change", "choice", "reason"),
+    [
+        ({"type": "web_search"}, "auto", "tools[0]: got another kind of tool"),
+        ({"function": {"name": "a b"}}, "auto", "tools[0].function.name"),
+        ({"function": {"name": "a", "parameters": []}}, "auto", "tools[0].function.parameters"),
+        ({"function": {"name": "a", "parameters": {"type": "string"}}}, "auto", "a schema of an object"),
+        ({"function": {"name": "a", "parameters": {"multipleOf": 10**9}}}, "auto", "tools[0].function.parameters"),
+        ({"function": {"name": "stop"}}, "auto", "stop twice"),
+        ({}, "never", "tool_choice: got 'never'"),
+    ],
+)
+def test_malformed_tools_are_refused_by_name(change: dict[str, Any], choice: str, reason: str) -> None:
+    with pytest.raises(UsageError) as refused:
+        Tools.read([{**DECLARED[0], **change}, *DECLARED[1:]], choice)
+    assert reason in str(refused.value)
+
+
+def test_templates_without_known_markers_are_refused() -> None:
+    for source in ("{{ messages }}", "{{ tools }} <tool_call><function=name>"):
+        with pytest.raises(UsageError, match="without markers of tool calls"):
+            find_format(ChatTemplates(templates={"default": source}))
+
+
+def test_what_gemmas_notation_cannot_bind_is_refused() -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "string", "pattern": "x+"}}}
+    tools = Tools.read([{"type": "function", "function": {"name": "f", "parameters": schema}}])
+    with pytest.raises(UsageError, match="the keyword pattern"):
+        tools_grammar(tools, _format("gemma"), {})
+
+
+TEMPLATE = (
+    "{% for each in tools or [] %}{{ each | tojson }}{% endfor %}{% for m in messages %}<{{ m.role }}>{{ m.content }}"
+    "{% endfor %}{# <tool_call> #}<assistant>"
+)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> edgekv.Model:
+    """A random model whose template has Hermes' markers."""
+    checkpoint = write_checkpoint(tmp_path_factory.mktemp("tools") / "checkpoint", {"max_position_embeddings": 1024})
+    (checkpoint / "chat_template.jinja").write_text(TEMPLATE)
+    return edgekv.load(exported(checkpoint, export_options(context=1024, ar=(1, 8, 32))), threads=1)
+
+
+ASK = [{"role": "user", "content": "Weather?"}]
+
+
+def test_a_call_is_rendered_bound_and_read(model: edgekv.Model) -> None:
+    tools = Tools.read(DECLARED, "get_weather")
+    generation = model.generate(messages=ASK, tools=tools, max_new_tokens=300, temperature=1, seed=1)
+    tokens = list(generation)
+    (call,) = generation.tool_calls
+    assert call.name == "get_weather"
+    jsonschema.validate(json.loads(call.arguments), WEATHER)
+    assert "".join(token.text for token in tokens) == ""
+    assert [token.tool_calls for token in tokens if token.tool_calls] == [(call,)]
+    assert generation.stats.stop_reason == "grammar"
+    assert '"get_weather"' in model.tokenizer.decode(list(generation.prompt))
+    stats = generation.stats
+    assert stats.generated_tokens / stats.decode_steps >= 1.8
+
+
+def test_an_answer_without_a_call_is_the_same_as_without_tools(model: edgekv.Model) -> None:
+    prompt = model.encode("a")
+    free = [token.text for token in model.generate(prompt, max_new_tokens=20)]
+    bound = [token.text for token in model.generate(prompt, max_new_tokens=20, tools=DECLARED)]
+    none = [token.text for token in model.generate(prompt, max_new_tokens=20, tools=Tools.read(DECLARED, "none"))]
+    assert "".join(free) == "".join(none)
+    assert "<tool_call>" not in "".join(bound)
+
+
+def test_tools_are_refused_beside_a_grammar_and_without_markers(model: edgekv.Model, bundle: Path) -> None:
+    with pytest.raises(UsageError, match="one together with tools"):
+        model.generate("a", tools=DECLARED, grammar=edgekv.Grammar.json_object())
+    with pytest.raises(UsageError, match="tools: f: parameters: got Unimplemented keys"):
+        parameters = {"type": "object", "properties": {"a": {"not": {}}}}
+        model.generate("a", tools=[{"type": "function", "function": {"name": "f", "parameters": parameters}}])
+    with edgekv.load(bundle, threads=1) as plain, pytest.raises(UsageError, match="chat template"):
+        plain.generate("a", tools=DECLARED)
