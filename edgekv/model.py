@@ -15,14 +15,12 @@ from edgekv.session.generation import Generation
 from edgekv.session.loaded import LoadedBundle
 from edgekv.session.logits import LogitsProcessor
 from edgekv.session.params import BeamParams, SamplingParams
+from edgekv.session.prompt import Prompt
 from edgekv.session.request import Request, open_prefixes
 from edgekv.session.sampler import Sampler
 from edgekv.session.scoring import Scoring
 from edgekv.session.tools import Tools
 from edgekv.spec.chat import Message
-
-Prompt = str | Sequence[int]
-"""Text, or token ids."""
 
 
 class Model(LoadedBundle):
@@ -135,16 +133,6 @@ class Model(LoadedBundle):
             rows = self.session.score(whole)[-len(tokens) :]
             return self.bundle.manifest.encodings["logits"].dequantize(rows)
 
-    def prepare(self) -> None:
-        """Load the graphs now, which the first call does otherwise.
-
-        Raises:
-            EngineError: the engine refused a graph.
-        """
-        self._turns.check_open()
-        with self._turns:
-            self._graphs.prepare("decode", "prefill")
-
     def score_steps(self, tokens: Sequence[int]) -> Scoring:
         """As `score`, a step at a time; with those of the sink, if the tokens do not begin with it.
 
@@ -154,12 +142,3 @@ class Model(LoadedBundle):
         self._turns.check_open()
         encoding = self.bundle.manifest.encodings["logits"]
         return Scoring(self._turns, self.session, self._graphs, encoding, self.read(tokens, "tokens"))
-
-    def read(self, prompt: Prompt, field: str = "prompt") -> list[int]:
-        """The tokens that `generate` runs for a prompt: text or ids, with the sink in front if the bundle has one.
-
-        Raises:
-            ContextFullError: more tokens than the context and the policy is `fail`.
-            UsageError: no tokens, an id that is not in the vocabulary, or the tokenizer fails.
-        """
-        return self._prompts.read(prompt, field, self._caches.policy.name)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import get_args
 
 from edgekv.bundle import Bundle, GraphRecord, Role
 from edgekv.kv import KVCache
@@ -38,8 +39,13 @@ def choose_ar(remaining: int, available: Iterable[int], room: Callable[[int], bo
 
     AR-1 if no other has room; its step raises ContextFullError if there is none.
     """
-    fitting = sorted(ar for ar in available if ar == 1 or room(ar))
-    return next((ar for ar in fitting if ar >= remaining), fitting[-1])
+    chosen = 1
+    for ar in sorted(available):
+        if ar == 1 or room(ar):
+            chosen = ar
+            if ar >= remaining:
+                break
+    return chosen
 
 
 def choose_context(columns: int, available: Sequence[int]) -> int:
@@ -68,6 +74,8 @@ class Graphs:
         self._engine = engine
         self._loaded: dict[str, StaticGraph] = {}
         self._ladders = _ladders(bundle.manifest.graphs)
+        single = self._ladders.get("decode", {})
+        self._steps: dict[Role, _Ladder] = {role: single | self._ladders.get(role, {}) for role in get_args(Role)}
         self._ropes = rope_tables(bundle.manifest)
         self._embeddings = open_table(bundle)
 
@@ -113,7 +121,7 @@ class Graphs:
 
         Each step runs in the smallest context that has room for it.
         """
-        ladder = self._ladders["decode"] | self._ladders.get(role, {})
+        ladder = self._steps[role]
         ar = choose_ar(remaining, ladder, self.cache.room)
         context = choose_context(self.cache.length + ar, [*ladder[ar]])
         return self._load(ladder[ar][context])

@@ -16,7 +16,7 @@ from edgekv.session.grammar import Grammar
 from edgekv.session.graphs import Graphs
 from edgekv.session.params import DEFAULT_MAX_NEW_TOKENS, SamplingParams
 from edgekv.session.pool import SessionPool
-from edgekv.session.prompt import PromptReader
+from edgekv.session.prompt import Prompt, PromptReader
 from edgekv.session.session import Session
 from edgekv.session.tools import ToolCallReader, Tools, find_format, special_tokens, tools_grammar
 from edgekv.session.turns import Turns
@@ -75,6 +75,16 @@ class LoadedBundle:
                 self._store.close()
             del self._graphs, self.session, self.sequences, self._store
 
+    def prepare(self) -> None:
+        """Load the graphs now, which the first call does otherwise.
+
+        Raises:
+            EngineError: the engine refused a graph.
+        """
+        self._turns.check_open()
+        with self._turns:
+            self._graphs.prepare("decode", "prefill")
+
     @property
     def cache(self) -> KVCache:
         """The KV cache of the last call."""
@@ -93,6 +103,15 @@ class LoadedBundle:
     def encode(self, prompt: str) -> list[int]:
         """The tokens of a text; see `PromptReader.encode`."""
         return self._prompts.encode(prompt)
+
+    def read(self, prompt: Prompt, field: str = "prompt") -> list[int]:
+        """The tokens that `generate` runs for a prompt: text or ids, with the sink in front if the bundle has one.
+
+        Raises:
+            ContextFullError: more tokens than the context and the policy is `fail`.
+            UsageError: no tokens, an id that is not in the vocabulary, or the tokenizer fails.
+        """
+        return self._prompts.read(prompt, field, self._caches.policy.name)
 
     @property
     def chat_templates(self) -> ChatTemplates:

@@ -16,6 +16,9 @@ from edgekv.spec.text import decode, encode
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
+Prompt = str | Sequence[int]
+"""Text, or token ids."""
+
 _ALWAYS_READ = 1 << 16
 """Texts of up to this many characters are tokenized without a check against the context."""
 _SLACK = 4
@@ -65,8 +68,8 @@ class PromptReader:
         return found
 
     def text_or_messages(
-        self, prompt: str | Sequence[int] | None, messages: Sequence[Message] | None, tools: Tools | None = None
-    ) -> str | Sequence[int]:
+        self, prompt: Prompt | None, messages: Sequence[Message] | None, tools: Tools | None = None
+    ) -> Prompt:
         """The prompt, or the tokens of messages.
 
         Raises:
@@ -94,7 +97,7 @@ class PromptReader:
         """The text of one token; a special token's name."""
         return decode(self.tokenizer, [token], skip_special_tokens=False)
 
-    def read(self, prompt: str | Sequence[int], field: str, policy: str) -> list[int]:
+    def read(self, prompt: Prompt, field: str, policy: str) -> list[int]:
         """The tokens of a prompt, checked against the context policy. The sink is put in front unless it is there.
 
         Raises:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from numpy.typing import NDArray
@@ -16,9 +16,9 @@ from edgekv.session.pool import SessionPool
 from edgekv.session.session import Session
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class SessionStats:
-    """Statistics of a call so far.
+    """Statistics of a call so far; each step adds to them.
 
     Attributes:
         times: of its steps.
@@ -84,9 +84,8 @@ class Request:
             sequence: the id; None for the pool's own session.
             prefixes: the prefix cache; None for none.
         """
-        self.stats = SessionStats(
-            bytes_held=pool.own.cache.stats.bytes_held, peak_bytes=pool.own.cache.stats.peak_bytes
-        )
+        held = pool.own.cache.stats
+        self.stats = SessionStats(bytes_held=held.bytes_held, peak_bytes=held.peak_bytes)
         self._pool = pool
         self._graphs = graphs
         self.sequence = sequence
@@ -167,7 +166,7 @@ class Request:
             return session.feed(new) if self._prefixes is None else self._run(session, new, self._prefixes)
         finally:
             if known == 0:
-                self.stats = replace(self.stats, reused_tokens=start, restored_tokens=restored)
+                self.stats.reused_tokens, self.stats.restored_tokens = start, restored
             self._count(session, self._graphs.times - times, before, len(new))
 
     def finish(self) -> None:
@@ -188,7 +187,7 @@ class Request:
         start, restored = self._recall(session)
         del self._tokens[start:]
         session.writer = self
-        self.stats = replace(self.stats, reused_tokens=start, restored_tokens=restored)
+        self.stats.reused_tokens, self.stats.restored_tokens = start, restored
 
     def _recall(self, session: Session) -> tuple[int, int]:
         """Number of tokens of the sequence in the session, and how many of these were restored."""
@@ -215,16 +214,13 @@ class Request:
         return logits
 
     def _count(self, session: Session, times: StepTimes, before: CacheStats, computed: int) -> None:
-        done, cache = self.stats, session.cache.stats
-        self.stats = replace(
-            done,
-            times=done.times + times,
-            computed_tokens=done.computed_tokens + computed,
-            bytes_held=cache.bytes_held,
-            peak_bytes=cache.peak_bytes,
-            reallocations=done.reallocations + cache.reallocations - before.reallocations,
-            bytes_copied=done.bytes_copied + cache.bytes_copied - before.bytes_copied,
-            evicted_tokens=done.evicted_tokens + cache.evicted - before.evicted,
-            requantization=cache.requantization,
-            room_tokens=session.cache.room_tokens,
-        )
+        stats, cache = self.stats, session.cache.stats
+        stats.times += times
+        stats.computed_tokens += computed
+        stats.bytes_held = cache.bytes_held
+        stats.peak_bytes = cache.peak_bytes
+        stats.reallocations += cache.reallocations - before.reallocations
+        stats.bytes_copied += cache.bytes_copied - before.bytes_copied
+        stats.evicted_tokens += cache.evicted - before.evicted
+        stats.requantization = cache.requantization
+        stats.room_tokens = session.cache.room_tokens
