@@ -8,6 +8,7 @@ from typing import Any
 
 import typer
 
+from edgekv.cli.bench import bench
 from edgekv.cli.chat import chat
 from edgekv.cli.doctor import doctor
 from edgekv.cli.generate import generate
@@ -21,6 +22,7 @@ GROUP = "edgekv.commands"
 Command = Callable[..., Any] | typer.Typer
 """A function, or a group of commands."""
 _OWN: dict[str, Command] = {
+    "bench": bench,
     "chat": chat,
     "doctor": doctor,
     "generate": generate,

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from edgekv.errors import UsageError
-from edgekv.session.grammar import MAX_GRAMMAR_BYTES, Grammar
 from edgekv.system import read_file
+
+if TYPE_CHECKING:
+    from edgekv.session.grammar import Grammar
 
 JsonSchemaOption = Annotated[
     str | None,
@@ -33,15 +35,22 @@ def parse_grammar(json_schema: str | None, grammar: Path | None, regex: str | No
     names = [name for name, value in given.items() if value is not None]
     if len(names) > 1:
         raise UsageError(", ".join(given), got=" and ".join(names), expected="one of them", fix="Give one.")
+    if not names:
+        return None
+    from edgekv.session.grammar import Grammar  # imports the runtime, which --help does not need
+
     if json_schema is not None:
         is_text = json_schema.lstrip()[:1] in ("{", "") or json_schema in ("true", "false")
         return Grammar.json_schema(json_schema if is_text else _read("--json-schema", Path(json_schema)))
     if grammar is not None:
         return Grammar.lark(_read("--grammar", grammar))
-    return None if regex is None else Grammar.regex(regex)
+    assert regex is not None
+    return Grammar.regex(regex)
 
 
 def _read(option: str, path: Path) -> str:
+    from edgekv.session.grammar import MAX_GRAMMAR_BYTES
+
     try:
         return read_file(path, MAX_GRAMMAR_BYTES).decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:

@@ -1,0 +1,264 @@
+"""Speed of a bundle: prefill, decode, and the time to the first token with and without a cached prefix.
+
+The tests are those of llama-bench: `pp512` runs 512 random tokens through an empty cache, `tg128` runs 128 random
+tokens one at a time, `@ d256` after 256 tokens that are not counted. Nothing is sampled or turned into text. The first
+run of a test warms up and is not counted.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean, stdev
+from time import perf_counter_ns
+
+import numpy as np
+
+from edgekv.errors import UsageError
+from edgekv.model import Model
+
+DEFAULT_PROMPT_TOKENS = (128, 512)
+DEFAULT_NEW_TOKENS = (128,)
+DEFAULT_REPETITIONS = 5
+MAX_REPETITIONS = 1000
+_UNCACHED_PART = 8  # of a prompt whose prefix is cached, one part in eight is not
+
+
+@dataclass(frozen=True, slots=True)
+class BenchPlan:
+    """What to measure. Lengths are in tokens.
+
+    Attributes:
+        prompt_tokens: lengths of prompts for prefill and for the time to the first token.
+        new_tokens: numbers of tokens to decode.
+        depths: tokens in the cache before either.
+        repetitions: counted runs of each test.
+        seed: of the random tokens.
+
+    Raises:
+        UsageError: a number out of range.
+    """
+
+    prompt_tokens: Sequence[int] = DEFAULT_PROMPT_TOKENS
+    new_tokens: Sequence[int] = DEFAULT_NEW_TOKENS
+    depths: Sequence[int] = (0,)
+    repetitions: int = DEFAULT_REPETITIONS
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for field, values in (("prompt tokens", self.prompt_tokens), ("new tokens", self.new_tokens)):
+            if any(value < 1 for value in values):
+                raise UsageError(field, got=min(values), expected="at least 1", fix="Ask for a token or more.")
+        if not 1 <= self.repetitions <= MAX_REPETITIONS:
+            wanted = f"1 to {MAX_REPETITIONS}"
+            raise UsageError("repetitions", got=self.repetitions, expected=wanted, fix="Use 5.")
+
+
+@dataclass(frozen=True, slots=True)
+class Speed:
+    """The result of one test, with the field names of llama-bench.
+
+    Attributes:
+        test: its name.
+        n_prompt: tokens of prefill.
+        n_gen: tokens decoded.
+        n_depth: tokens in the cache before.
+        avg_ns: mean time of a run.
+        stddev_ns: standard deviation of it; 0 of a single run.
+        avg_ts: mean tokens per second.
+        stddev_ts: standard deviation of them.
+        samples_ns: time of each run.
+    """
+
+    test: str
+    n_prompt: int
+    n_gen: int
+    n_depth: int
+    avg_ns: float
+    stddev_ns: float
+    avg_ts: float
+    stddev_ts: float
+    samples_ns: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class FirstToken:
+    """Time to the first token of a prompt, sampling and text included.
+
+    Attributes:
+        n_prompt: tokens of the prompt.
+        n_cached: the part of them that the prefix cache had.
+        avg_ms: mean.
+        stddev_ms: standard deviation; 0 of a single run.
+        samples_ms: each run.
+    """
+
+    n_prompt: int
+    n_cached: int
+    avg_ms: float
+    stddev_ms: float
+    samples_ms: list[float]
+
+
+@dataclass(frozen=True, slots=True)
+class BenchReport:
+    """All results, and what they were measured on.
+
+    Attributes:
+        bundle: its folder.
+        recipe: how its weights were quantized.
+        context: S of its largest graphs.
+        ar: tokens per inference of its prefill graphs.
+        engine: that ran the graphs.
+        kv_update: update strategy of the cache.
+        threads: of one operation; None leaves them to the runtime.
+        processor: name of the processor.
+        processor_count: its threads.
+        speeds: of prefill and decode.
+        first_tokens: times to the first token.
+    """
+
+    bundle: str
+    recipe: str
+    context: int
+    ar: list[int]
+    engine: str
+    kv_update: str
+    threads: int | None
+    processor: str
+    processor_count: int | None
+    speeds: list[Speed]
+    first_tokens: list[FirstToken]
+
+
+def default_plan(model: Model, plan: BenchPlan) -> BenchPlan:
+    """A plan whose default lengths are no longer than the context."""
+    room = _room(model)
+    prompts = sorted({min(length, room) for length in DEFAULT_PROMPT_TOKENS})
+    fitting = [min(length, max(room - max(plan.depths, default=0), 1)) for length in DEFAULT_NEW_TOKENS]
+    return BenchPlan(
+        prompts if plan.prompt_tokens is DEFAULT_PROMPT_TOKENS else plan.prompt_tokens,
+        fitting if plan.new_tokens is DEFAULT_NEW_TOKENS else plan.new_tokens,
+        plan.depths,
+        plan.repetitions,
+        plan.seed,
+    )
+
+
+def run_bench(
+    model: Model, plan: BenchPlan, threads: int | None = None, report: Callable[[Speed | FirstToken], None] = print
+) -> BenchReport:
+    """Measure a bundle.
+
+    Args:
+        model: with a prefix cache in memory; nobody else uses it.
+        plan: what to measure.
+        threads: as the model was loaded with, for the report.
+        report: called with each result.
+
+    Raises:
+        UsageError: a length that the context has no room for; nothing was run.
+        EngineError: the runtime failed.
+    """
+    room = _room(model)
+    for depth in plan.depths:
+        for length in (*plan.prompt_tokens, *plan.new_tokens):
+            if depth + length > room:
+                found = f"{length} tokens after {depth}" if depth else f"{length} tokens"
+                wanted = f"at most {room}, the room in the context of the bundle"
+                raise UsageError("length", got=found, expected=wanted, fix="Use smaller ones.")
+    random = np.random.default_rng(plan.seed)
+    warm_up = model.generate(_tokens(model, 1, random), 1, temperature=0)
+    list(warm_up)
+    speeds: list[Speed] = []
+    for depth in plan.depths:
+        for prompt, new in (*((each, 0) for each in plan.prompt_tokens), *((0, each) for each in plan.new_tokens)):
+            speeds.append(_speed(model, prompt, new, depth, plan.repetitions, random))
+            report(speeds[-1])
+    first: list[FirstToken] = []
+    for length in plan.prompt_tokens:
+        for cached in (0, length - max(length // _UNCACHED_PART, 1)):
+            first.append(_first_token(model, length, cached, plan.repetitions, random))
+            report(first[-1])
+    manifest = model.bundle.manifest
+    return BenchReport(
+        bundle=str(model.bundle.path),
+        recipe=manifest.recipe.name,
+        context=manifest.context,
+        ar=sorted({graph.ar for graph in manifest.graphs if graph.role in ("prefill", "decode")}),
+        engine=model.engine,
+        kv_update=warm_up.stats.kv_update,
+        threads=threads,
+        processor=_processor(),
+        processor_count=os.cpu_count(),
+        speeds=speeds,
+        first_tokens=first,
+    )
+
+
+def _speed(model: Model, prompt: int, new: int, depth: int, repetitions: int, random: np.random.Generator) -> Speed:
+    session, samples = model.session, list[int]()
+    for _ in range(1 + repetitions):
+        session.reset()
+        if depth:
+            session.feed(_tokens(model, depth, random))
+        tokens = _tokens(model, prompt + new, random)
+        began = perf_counter_ns()
+        if prompt:
+            session.feed(tokens)
+        else:
+            for token in tokens:
+                session.feed([token])
+        samples.append(perf_counter_ns() - began)
+    session.reset()
+    counted = samples[1:]
+    rates = [(prompt + new) * 1e9 / sample for sample in counted]
+    test = (f"pp{prompt}" if prompt else f"tg{new}") + (f" @ d{depth}" if depth else "")
+    return Speed(
+        test, prompt, new, depth, fmean(counted), _deviation(counted), fmean(rates), _deviation(rates), counted
+    )
+
+
+def _first_token(model: Model, length: int, cached: int, repetitions: int, random: np.random.Generator) -> FirstToken:
+    samples, found = list[float](), 0
+    for number in range(1 + repetitions):
+        tokens, salt = _tokens(model, length, random), f"{length} {cached} {number}"
+        if cached:
+            list(model.generate(tokens[:cached], 1, temperature=0, cache_salt=salt))
+        generation = model.generate(tokens, 1, temperature=0, cache_salt=salt)
+        began = perf_counter_ns()
+        next(generation)
+        samples.append((perf_counter_ns() - began) / 1e6)
+        found = generation.stats.restored_tokens
+    counted = samples[1:]
+    return FirstToken(length, found, fmean(counted), _deviation(counted), counted)
+
+
+def _tokens(model: Model, count: int, random: np.random.Generator) -> list[int]:
+    drawn: list[int] = random.integers(model.bundle.manifest.model.vocab, size=count).tolist()
+    return drawn
+
+
+def _room(model: Model) -> int:
+    """Tokens that an empty cache has room for."""
+    model.session.reset()
+    room = model.session.cache.room_tokens
+    assert room is not None  # of the policy `fail`
+    return room
+
+
+def _deviation(samples: Sequence[float]) -> float:
+    return stdev(samples) if len(samples) > 1 else 0.0
+
+
+def _processor() -> str:
+    """The name of the processor, as the system tells it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text("utf-8").splitlines()
+    except OSError:
+        lines = []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith(("model name", "Hardware")))
+    return next(names, platform.processor() or platform.machine())
