@@ -21,6 +21,7 @@ def load(
     reserve: Fraction | float | str | None = None,
     policy: str | Policy = "fail",
     threads: int | None = None,
+    cpu_mode: str | None = None,
     cache_mode: str | Mode = "always",
     prefix_cache: PrefixCache | None = None,
     kv_growth: GrowthName | str | None = None,
@@ -39,6 +40,9 @@ def load(
             BUDGET tokens whose keys are least similar to the mean key, among them the RECENT newest (an eighth). The
             kept tokens must leave room for the graph with the most tokens per inference.
         threads: of one operation, on a CPU; None leaves it to the runtime.
+        cpu_mode: how the engine `cpu` computes: `emulate`, the HTP's rounding of every result; `exact16`, the bundle's
+            integers as weights and activations of 16 bits in their products; or `fast`, with 8 bits there. None for
+            `emulate`.
         cache_mode: which sequences are kept from one step to the next, as text or as a mode of `edgekv.session`:
             `always`, `long-sequence-only(TOKENS)`, `adaptive`, `adaptive(64MiB)`, `adaptive(25%)` or `disabled`.
         prefix_cache: where computed prefixes are stored: a folder, which later processes use too; a `StoreConfig`; or
@@ -56,7 +60,7 @@ def load(
         EngineError: the engine is missing or refused a graph.
     """
     opened = bundle if isinstance(bundle, Bundle) else open_bundle(bundle, verify)
-    made = make_engine(engine, bundle=opened, threads=threads)
+    made = make_engine(engine, bundle=opened, threads=threads, cpu_mode=cpu_mode)
     caches = CacheSetup.read(
         opened,
         made,

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import msgspec
 import typer
 
+from edgekv.cli.engine_options import CpuModeOption
 from edgekv.cli.grammar_options import GrammarOption, JsonSchemaOption, RegexOption, parse_grammar
 from edgekv.cli.output import print_json
 from edgekv.cli.prefix_options import (
@@ -175,6 +176,7 @@ def generate(
     threads: Annotated[
         int | None, typer.Option(help="Threads of an engine on the CPU.", show_default="all cores")
     ] = None,
+    cpu_mode: CpuModeOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, and nothing else.")] = False,
 ) -> None:
     """Continue a prompt.
@@ -227,6 +229,7 @@ def generate(
         reserve=reserve,
         policy=on_full,
         threads=threads,
+        cpu_mode=cpu_mode,
         cache_mode=cache_mode,
         prefix_cache=options.config(),
         kv_growth=kv_growth,

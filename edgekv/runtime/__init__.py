@@ -1,6 +1,7 @@
 """Running the static graphs of a bundle on memory that the KV cache owns."""
 
 from edgekv.runtime.cpu import CpuEngine
+from edgekv.runtime.cpu_mode import CPU_MODES, CpuMode
 from edgekv.runtime.engine import Engine, EngineType, find_engines, make_engine
 from edgekv.runtime.graph import StaticGraph
 from edgekv.runtime.htp import HtpEngine
@@ -8,7 +9,9 @@ from edgekv.runtime.litert import LitertEngine
 from edgekv.runtime.tflite import TfliteEngine
 
 __all__ = [
+    "CPU_MODES",
     "CpuEngine",
+    "CpuMode",
     "Engine",
     "EngineType",
     "HtpEngine",

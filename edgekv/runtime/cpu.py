@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 import onnxruntime as ort
 
 from edgekv.bundle import Bundle, GraphFormat
 from edgekv.errors import EngineError, UsageError
 from edgekv.runtime.binding import Binding, MemoryBinding
-from edgekv.runtime.merge import merged_bytes
+from edgekv.runtime.cpu_mode import CpuMode
+from edgekv.runtime.merge import merged_bytes, rendered_graph
 
 _ERROR = 3
 
@@ -22,12 +23,13 @@ class CpuEngine:
 
     Attributes:
         threads: threads per operation; None for ONNX Runtime's own choice.
+        mode: how it computes.
     """
 
     graph_format: ClassVar[GraphFormat] = "onnx"
 
     threads: int | None = None
-    name: Literal["cpu"] = "cpu"
+    mode: CpuMode = "emulate"
     _sessions: dict[Path, ort.InferenceSession] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @classmethod
@@ -38,13 +40,22 @@ class CpuEngine:
         if self.threads is not None and self.threads < 1:
             raise UsageError("threads", got=self.threads, expected="at least 1", fix="Give a positive number.")
 
+    def in_mode(self, mode: CpuMode) -> CpuEngine:
+        """An engine with another mode."""
+        return CpuEngine(self.threads, mode)
+
+    @property
+    def name(self) -> str:
+        """`cpu`; in other modes than `emulate` with the mode, because keys and values differ."""
+        return "cpu" if self.mode == "emulate" else f"cpu-{self.mode}"
+
     @property
     def alignment_bytes(self) -> int:
         return 1
 
     def load(self, file: Path, name: str) -> Binding:
         if file not in self._sessions:
-            self._sessions[file] = self._session(file, merge_heads=True)
+            self._sessions[file] = self._load(file)
         return MemoryBinding(self._sessions[file])
 
     def session(self, graph: Path) -> ort.InferenceSession:
@@ -53,23 +64,38 @@ class CpuEngine:
         Raises:
             EngineError: the runtime refused the graph.
         """
-        return self._session(graph, merge_heads=False)
+        return self._session(graph, str(graph), graph.parent)
 
-    def _session(self, graph: Path, *, merge_heads: bool) -> ort.InferenceSession:
+    def _load(self, graph: Path) -> ort.InferenceSession:
+        """A session of an ONNX file, rewritten for the mode."""
+        try:
+            if self.mode == "emulate":
+                return self._session(graph, merged_bytes(graph), graph.parent)
+            with rendered_graph(graph, self.mode) as (content, folder):
+                return self._session(graph, content, folder)
+        except EngineError:
+            raise
+        except Exception as error:  # what `onnx` raises has no common base
+            raise _refused(graph, error) from None
+
+    def _session(self, graph: Path, model: str | bytes, weights: Path) -> ort.InferenceSession:
         options = ort.SessionOptions()
         options.log_severity_level = _ERROR
         # Otherwise weights are dequantized in every step: no kernel multiplies u16 activations.
         options.add_session_config_entry("session.disable_quant_qdq", "1")
         if self.threads is not None:
             options.intra_op_num_threads = self.threads
-        options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(graph.parent))
+        options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(weights))
         try:
-            model = merged_bytes(graph) if merge_heads else str(graph)
             return ort.InferenceSession(model, options, providers=["CPUExecutionProvider"])
         except Exception as error:  # the runtime's exceptions have no common base
-            raise EngineError(
-                f"{graph.name} on the CPU",
-                got=" ".join(str(error).split()),
-                expected="a graph that ONNX Runtime loads",
-                fix="Export the bundle again, with this edgekv and this onnxruntime.",
-            ) from None
+            raise _refused(graph, error) from None
+
+
+def _refused(graph: Path, error: Exception) -> EngineError:
+    return EngineError(
+        f"{graph.name} on the CPU",
+        got=" ".join(str(error).split()),
+        expected="a graph that ONNX Runtime loads",
+        fix="Export the bundle again, with this edgekv and this onnxruntime.",
+    )

@@ -9,6 +9,7 @@ from typing import Protocol
 from edgekv.bundle import Bundle, GraphFormat
 from edgekv.errors import EngineError, UsageError
 from edgekv.runtime.binding import Binding
+from edgekv.runtime.cpu_mode import CPU_MODES, CpuMode
 
 GROUP = "edgekv.engines"
 
@@ -27,7 +28,7 @@ class Engine(Protocol):
 
     @property
     def name(self) -> str:
-        """The value of `--engine`."""
+        """The value of `--engine`; another one if it computes other keys and values. Prefixes are stored under it."""
 
     @property
     def alignment_bytes(self) -> int:
@@ -72,13 +73,14 @@ def find_engines() -> dict[str, metadata.EntryPoint]:
     return own | {name: point for name, point in sorted(installed.items()) if name not in own}
 
 
-def make_engine(name: str, *, bundle: Bundle, threads: int | None = None) -> Engine:
+def make_engine(name: str, *, bundle: Bundle, threads: int | None = None, cpu_mode: str | None = None) -> Engine:
     """An engine by name.
 
     Args:
         name: one of `find_engines`.
         bundle: the bundle to run.
         threads: per operation; None for the runtime's own choice.
+        cpu_mode: how the engine `cpu` computes, one of `CPU_MODES`; None for `emulate`.
 
     Raises:
         UsageError: an unknown engine, one for other graphs, or an option that it does not have.
@@ -86,6 +88,7 @@ def make_engine(name: str, *, bundle: Bundle, threads: int | None = None) -> Eng
         BundleError: a compiled binary was changed.
         devices.UnknownDeviceError: an unknown device in the manifest.
     """
+    mode = _read_mode(name, cpu_mode)
     if threads is not None and not 1 <= threads <= MOST_THREADS:
         raise UsageError("threads", got=threads, expected=f"1 to {MOST_THREADS}", fix="Use the number of cores.")
     engines = find_engines()
@@ -102,7 +105,26 @@ def make_engine(name: str, *, bundle: Bundle, threads: int | None = None) -> Eng
             expected=runnable,
             fix=f"Use {runnable}, or export with --format {kind.graph_format}.",
         )
-    return kind.open(bundle, threads)
+    engine = kind.open(bundle, threads)
+    if mode is None:
+        return engine
+    from edgekv.runtime.cpu import CpuEngine
+
+    assert isinstance(engine, CpuEngine), "no other engine has modes"
+    return engine.in_mode(mode)
+
+
+def _read_mode(engine: str, text: str | None) -> CpuMode | None:
+    if text is None:
+        return None
+    if engine != "cpu":
+        raise UsageError("cpu_mode", got=f"{text} with the engine {engine}", expected="none", fix="Leave it out.")
+    found = next((mode for mode in CPU_MODES if mode == text), None)
+    if found is None:
+        raise UsageError(
+            "cpu_mode", got=repr(text), expected=", ".join(CPU_MODES), fix="Use emulate for exact results."
+        )
+    return found
 
 
 def _runnable(graph_format: GraphFormat) -> str:

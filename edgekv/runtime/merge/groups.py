@@ -9,6 +9,8 @@ import onnx_ir as ir
 
 from edgekv.runtime.rewrite import dtype_and_shape
 
+_CHAIN = 12  # operations that follow a key before those that do not follow a query
+
 
 def constants(graph: ir.Graph) -> set[ir.Value]:
     """The initializers, and results computed only from them."""
@@ -56,4 +58,14 @@ def groups(graph: ir.Graph, constant: set[ir.Value]) -> list[list[ir.Node]]:
             depths[value] = depth
         if node.outputs[0] not in constant:
             found[depth, origin].append(node)
-    return [nodes for _, nodes in sorted(found.items(), key=lambda item: item[0][0])]
+    return [sorted(nodes, key=_next_operations) for _, nodes in sorted(found.items(), key=lambda item: item[0][0])]
+
+
+def _next_operations(node: ir.Node) -> tuple[str, ...]:
+    """The operations of the chain of first readers: sorting by it puts queries, keys and values beside their like."""
+    chain: list[str] = []
+    reader: ir.Node | None = node
+    while len(chain) < _CHAIN and reader is not None:
+        reader = next((use.node for use in reader.outputs[0].uses()), None)
+        chain.append("" if reader is None else reader.op_type)
+    return tuple(chain)

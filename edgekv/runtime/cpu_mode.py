@@ -1,0 +1,18 @@
+"""How the CPU engine computes."""
+
+from __future__ import annotations
+
+from typing import Literal, TypeAlias, get_args
+
+RenderedMode: TypeAlias = Literal["exact16", "fast"]
+CpuMode: TypeAlias = Literal["emulate", "exact16", "fast"]
+"""How the CPU engine computes.
+
+- `emulate`: every result is rounded as on the HTP.
+- `exact16`: the bundle's integers as weights; activations are float, and have 16 bits where weights multiply them.
+- `fast`: as `exact16`, with 8 bits there.
+
+Keys and values have the bundle's type in all modes.
+"""
+
+CPU_MODES: tuple[CpuMode, ...] = get_args(CpuMode)

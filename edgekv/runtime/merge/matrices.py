@@ -1,0 +1,109 @@
+"""Integer matrices of a graph as `MatMulNBits` reads them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float32]
+
+_BLOCK_ROWS = 64  # of matrices with one scale a column; int8 activations get a scale for each block
+_MATRIX_AXES = 2
+
+
+@dataclass(frozen=True, slots=True)
+class IntegerMatrix:
+    """A matrix of integers, multiplied by a scale for each block of a column.
+
+    Attributes:
+        integers: `[in, out]`, int8.
+        scales: `[blocks, out]`.
+        bits: 4 or 8.
+        block_rows: rows of a block; the last block may be shorter.
+    """
+
+    integers: NDArray[np.int8]
+    scales: Floats
+    bits: int
+    block_rows: int
+
+    def packed(self) -> NDArray[np.uint8]:
+        """The integers `[out, blocks, bytes of a block]`, with zero point 8 or 128; of 4 bits, the low ones first."""
+        rows, columns = self.integers.shape
+        blocks = len(self.scales)
+        zero = 1 << (self.bits - 1)
+        unsigned: NDArray[np.uint8] = np.full((columns, blocks * self.block_rows), zero, np.uint8)
+        unsigned[:, :rows] = (self.integers.T.astype(np.int16) + zero).astype(np.uint8)
+        if self.bits == 4:
+            unsigned = (unsigned[:, 0::2] | unsigned[:, 1::2] << 4).astype(np.uint8)
+        return unsigned.reshape(columns, blocks, -1)
+
+
+def read_matrix(value: ir.Value | None) -> IntegerMatrix | None:
+    """A constant matrix that is dequantized from integers, or several beside each other; None for any other tensor."""
+    node = value.producer() if value is not None else None
+    if node is None:
+        return None
+    if node.op_type == "Concat" and node.attributes.get_int("axis", 0) == 1:
+        return _beside([read_matrix(each) for each in node.inputs])
+    if node.op_type != "DequantizeLinear":
+        return None
+    integers, scales = _constant(node.inputs[0]), _scales(node.inputs[1])
+    if integers is None or scales is None or integers.ndim != _MATRIX_AXES or not _is_zero(node):
+        return None
+    bits = {"int8": 8, "int4": 4}.get(integers.dtype.name)
+    if bits is None:
+        return None
+    rows = integers.shape[0]
+    block_rows = node.attributes.get_int("block_size", 0)
+    if block_rows == 0:
+        if scales.ndim != 1 or node.attributes.get_int("axis", 1) != 1:
+            return None
+        block_rows = _BLOCK_ROWS
+        scales = np.repeat(scales[None], -(-rows // block_rows), axis=0)
+    if not _is_supported(block_rows):
+        return None
+    return IntegerMatrix(integers.astype(np.int8), np.ascontiguousarray(scales, np.float32), bits, block_rows)
+
+
+def _is_supported(block_rows: int) -> bool:
+    return block_rows >= 16 and block_rows & (block_rows - 1) == 0
+
+
+def _beside(parts: list[IntegerMatrix | None]) -> IntegerMatrix | None:
+    found = [each for each in parts if each is not None]
+    if len(found) < len(parts) or len({(each.bits, each.block_rows) for each in found}) != 1:
+        return None
+    integers = np.concatenate([each.integers for each in found], axis=1)
+    scales = np.concatenate([each.scales for each in found], axis=1)
+    return IntegerMatrix(integers, scales, found[0].bits, found[0].block_rows)
+
+
+def _scales(value: ir.Value | None) -> Floats | None:
+    """Scales of columns `[out]`, or of blocks `[blocks, out]`: integers times the column's step."""
+    node = value.producer() if value is not None else None
+    if node is None:
+        return _constant(value)
+    if node.op_type != "DequantizeLinear" or not _is_zero(node):
+        return None
+    factors, steps = _constant(node.inputs[0]), _constant(node.inputs[1])
+    if factors is None or steps is None or node.attributes.get_int("axis", 1) != 1:
+        return None
+    scales: Floats = factors.astype(np.float32) * steps
+    return scales
+
+
+def _is_zero(node: ir.Node) -> bool:
+    """Whether a node that dequantizes has zero point 0."""
+    if len(node.inputs) < 3 or node.inputs[2] is None:
+        return True
+    zero = _constant(node.inputs[2])
+    return zero is not None and not zero.astype(np.int32).any()
+
+
+def _constant(value: ir.Value | None) -> NDArray[Any] | None:
+    return None if value is None or value.const_value is None else value.const_value.numpy()

@@ -1,0 +1,74 @@
+"""A graph rewritten for speed on a CPU: the bundle's integers as weights, floats between the operations."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import onnx
+import onnx_ir as ir
+
+from edgekv.runtime.cpu_mode import RenderedMode
+from edgekv.runtime.merge.float_activations import FloatActivations
+from edgekv.runtime.merge.fuse_heads import FuseHeads
+from edgekv.runtime.merge.fuse_layers import FuseLayers
+from edgekv.runtime.merge.merge_heads import MergeHeads
+from edgekv.runtime.merge.move_integers import MoveIntegers
+from edgekv.runtime.merge.pack_matrices import PackMatrices
+from edgekv.runtime.merge.skip_reshapes import SkipReshapes
+from edgekv.runtime.merge.two_rows import TwoRows
+from edgekv.runtime.merge.weight_file import WeightFile
+from edgekv.runtime.rewrite import InferredShapes, apply, collector_paused, load_model
+
+_SMALL_BYTES = 1 << 16
+
+
+def rendered(graph: Path, mode: RenderedMode, weights: WeightFile) -> onnx.ModelProto:
+    """The graph of an ONNX file, rewritten; same inputs and outputs, other bits.
+
+    Args:
+        graph: the file; its weights are beside it.
+        mode: how activations are rounded in products with weights.
+        weights: takes all weights, also those that are not packed.
+    """
+    with collector_paused():
+        model = load_model(graph)
+        apply(model, FloatActivations(), MoveIntegers(), MergeHeads(InferredShapes(graph)))
+        model = _with_shapes(model, graph.parent)
+        apply(model, FuseHeads(), FuseLayers(), PackMatrices(weights), SkipReshapes())
+        if mode == "exact16":
+            apply(model, TwoRows())
+        _move_weights(model, weights)
+        return ir.to_proto(model)
+
+
+def _with_shapes(model: ir.Model, folder: Path) -> ir.Model:
+    """The model with the shapes that can be inferred, without traces of removed nodes."""
+    read = ir.from_proto(onnx.shape_inference.infer_shapes(ir.to_proto(model)))
+    for value in read.graph.initializers.values():
+        if isinstance(value.const_value, ir.ExternalTensor):
+            value.const_value = _at(value.const_value, folder)
+    return read
+
+
+def _at(tensor: ir.ExternalTensor, folder: Path) -> ir.ExternalTensor:
+    return ir.ExternalTensor(
+        tensor.location,
+        tensor.offset,
+        tensor.length,
+        tensor.dtype,
+        shape=tensor.shape,
+        name=tensor.name,
+        base_dir=folder,
+    )
+
+
+def _move_weights(model: ir.Model, weights: WeightFile) -> None:
+    """Copy the weights that still lie beside the bundle's graph: small ones into the model."""
+    for name, value in model.graph.initializers.items():
+        tensor = value.const_value
+        if not isinstance(tensor, ir.ExternalTensor) or tensor.location == weights.location:
+            continue
+        if tensor.nbytes <= _SMALL_BYTES:
+            value.const_value = ir.tensor(tensor.numpy(), dtype=tensor.dtype, name=name)
+        else:
+            value.const_value = weights.tensor(name, tensor.numpy(), tensor.dtype)

@@ -1,0 +1,192 @@
+"""Graphs that the CPU engine rewrites for speed: other bits, the same integers as weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import pytest
+
+import edgekv
+from edgekv.bundle import Bundle, GraphRecord, open_bundle
+from edgekv.errors import UsageError
+from edgekv.runtime import CpuEngine, CpuMode, make_engine
+from edgekv.runtime.merge import rendered_graph
+from edgekv.runtime.merge.matrices import read_matrix
+from tests.checkpoints import ARCHITECTURES, write_checkpoint
+from tests.exports import export_options, exported
+from tests.test_merge import _any_step, _outputs
+
+Arrays = dict[str, np.ndarray[Any, Any]]
+
+
+@pytest.fixture
+def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of rendered graphs in a cache of its own."""
+    monkeypatch.setenv("EDGEKV_CACHE_DIR", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "rendered"
+
+
+def _usual_step(bundle: Bundle, graph: GraphRecord) -> Arrays:
+    """A step with keys and values in the middle of their range, so that no result is clipped."""
+    feeds = _any_step(bundle, graph)
+    for name, array in feeds.items():
+        if name.startswith("past_"):
+            middle = 128 if array.dtype == np.uint8 else 0
+            feeds[name] = (middle + (array.astype(np.int64) - middle) // 4).astype(array.dtype)
+    return feeds
+
+
+def _sqnr_db(expected: np.ndarray[Any, Any], found: np.ndarray[Any, Any]) -> float:
+    wanted = expected.astype(np.float64)
+    noise = np.square(found - wanted).mean()
+    return float(10 * np.log10(wanted.var() / max(noise, 1e-9)))
+
+
+def _assert_close(bundle: Bundle) -> None:
+    """exact16 differs from emulate by its 16-bit rounding, fast by that of 8-bit activations."""
+    for graph in bundle.manifest.graphs:
+        path, feeds = bundle.graph_path(graph), _usual_step(bundle, graph)
+        plain, exact, fast = (
+            _outputs(CpuEngine(1, mode).load(path, graph.name), feeds)["logits"]
+            for mode in ("emulate", "exact16", "fast")
+        )
+        assert np.ptp(plain) > 1000
+        exact_db, fast_db = _sqnr_db(plain, exact), _sqnr_db(plain, fast)
+        assert exact_db > 30 and fast_db > 20 and exact_db > fast_db, (graph.name, exact_db, fast_db)
+
+
+def test_the_modes_compute_what_emulate_computes(small: Path, kept: Path) -> None:
+    _assert_close(open_bundle(small))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("architecture", "recipe", "layout"),
+    [
+        ("qwen2", "w8a16", "rows"),  # biases
+        ("phi4-mini", "w4a16", "columns"),  # heads that turn in part
+        ("gemma3", "w4a16-lpbq32", "rows"),  # norms of heads, windows, two rotary embeddings
+        ("olmo2", "w4a16", "columns"),  # norms of all heads, norms behind attention
+    ],
+)
+def test_the_modes_compute_any_architecture(tmp_path: Path, architecture: str, recipe: str, layout: Any) -> None:
+    checkpoint = write_checkpoint(tmp_path / "checkpoint", ARCHITECTURES[architecture])
+    _assert_close(open_bundle(exported(checkpoint, export_options(recipe, context=64, ar=(1, 8), key_layout=layout))))
+
+
+def _rendered(graph: Path, mode: Any = "fast") -> onnx.ModelProto:
+    with rendered_graph(graph, mode) as (content, _):
+        return onnx.load_from_string(content)
+
+
+def test_no_weight_is_kept_as_float(small: Path, kept: Path) -> None:
+    graph = _rendered(small / "ar1_cl64.onnx").graph
+    floats = [each for each in graph.initializer if each.data_type == onnx.TensorProto.FLOAT]
+    scales = {node.input[2] for node in graph.node if node.op_type == "MatMulNBits"}
+    assert len(scales) > 4
+    assert max(np.prod(each.dims) for each in floats if each.name not in scales) < 1000
+    used = {name for node in graph.node for name in node.input}
+    assert used.issuperset(each.name for each in graph.initializer)
+
+
+def test_a_layer_takes_few_nodes(small: Path, kept: Path) -> None:
+    layers = open_bundle(small).manifest.model.layers
+    counts = [node.op_type for node in _rendered(small / "ar1_cl64.onnx").graph.node]
+    assert len(counts) <= 31 * layers + 20
+    for op in ("Sigmoid", "Sub", "RMSNormalization", "Transpose"):
+        assert op not in counts
+    assert counts.count("RotaryEmbedding") <= 2 * layers
+    assert counts.count("SkipSimplifiedLayerNormalization") == 2 * layers
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_a_matrix_is_read_and_packed_exactly(bits: int) -> None:
+    """The packed integers, dequantized as MatMulNBits is specified, are the matrix."""
+    random, rows, columns, block = np.random.default_rng(0), 96, 5, 32
+    half = 1 << (bits - 1)
+    integers = random.integers(-half, half, (rows, columns)).astype(np.int8)
+    factors = random.integers(1, 17, (rows // block, columns)).astype(np.uint8)
+    steps = random.uniform(0.01, 0.02, columns).astype(np.float32)
+    matrix = read_matrix(_dequantized(integers, factors, steps, bits, block))
+    assert matrix is not None and (matrix.bits, matrix.block_rows) == (bits, block)
+    packed = matrix.packed()
+    if bits == 4:
+        packed = np.stack([packed & 15, packed >> 4], axis=-1).reshape(columns, rows // block, block)
+    unpacked = (packed.astype(np.float32) - half) * matrix.scales.T[:, :, None]
+    wanted = integers * np.repeat(factors.astype(np.float32) * steps, block, axis=0)
+    assert np.array_equal(unpacked.reshape(columns, rows).T, wanted)
+
+
+def _dequantized(
+    integers: np.ndarray[Any, Any], factors: np.ndarray[Any, Any], steps: np.ndarray[Any, Any], bits: int, block: int
+) -> ir.Value:
+    """The result of the nodes with which a bundle dequantizes a matrix in blocks."""
+    dtype = ir.DataType.INT4 if bits == 4 else ir.DataType.INT8
+    constants = [
+        ir.Value(name=name, const_value=ir.tensor(array.astype(kind.numpy()), dtype=kind))
+        for name, array, kind in (
+            ("integers", integers, dtype),
+            ("factors", factors, ir.DataType.UINT8),
+            ("steps", steps, ir.DataType.FLOAT),
+        )
+    ]
+    scales = ir.node("DequantizeLinear", constants[1:], {"axis": 1}).outputs[0]
+    return ir.node("DequantizeLinear", [constants[0], scales], {"axis": 0, "block_size": block}).outputs[0]
+
+
+def test_blocks_below_16_are_left_to_float() -> None:
+    random = np.random.default_rng(0)
+    integers, factors = random.integers(-8, 8, (32, 4)), random.integers(1, 17, (4, 4))
+    assert read_matrix(_dequantized(integers, factors, np.ones(4, np.float32), 4, 8)) is None
+
+
+def test_a_rendered_graph_is_kept_and_made_again_when_its_weights_are_damaged(small: Path, kept: Path) -> None:
+    path = small / "ar1_cl64.onnx"
+    with rendered_graph(path, "fast") as (content, folder):
+        assert folder == kept
+    (weights,) = kept.glob("*.weights")
+    right, made = weights.read_bytes(), weights.stat().st_ino
+    with rendered_graph(path, "fast") as (again, _):
+        assert again == content and weights.stat().st_ino == made
+    weights.write_bytes(right[:-1] + b"x")
+    with rendered_graph(path, "fast") as (again, _):
+        assert again == content and weights.read_bytes() == right
+    assert len([*kept.iterdir()]) == 2
+
+
+def test_each_mode_has_a_rendering_of_its_own(small: Path, kept: Path) -> None:
+    modes: tuple[Any, ...] = ("fast", "exact16")
+    assert len({_rendered(small / "ar1_cl64.onnx", mode).SerializeToString() for mode in modes}) == 2
+    assert len([*kept.glob("*.onnx")]) == len([*kept.glob("*.weights")]) == 2
+
+
+def test_graphs_are_rendered_without_a_cache_folder(
+    small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("EDGEKV_CACHE_DIR", str(tmp_path / "file" / "cache"))
+    with edgekv.load(small, cpu_mode="fast") as model:
+        assert len([*model.generate([5, 6, 7], 2)]) == 2
+
+
+@pytest.mark.parametrize("mode", ["exact16", "fast"])
+def test_a_model_generates_in_every_mode(small: Path, kept: Path, mode: CpuMode) -> None:
+    with edgekv.load(small, cpu_mode=mode) as model:
+        generation = model.generate([5, 6, 7], 4)
+        assert len([*generation]) == 4
+        # Prefixes are stored under the name: keys and values of another mode are others.
+        assert generation.stats.engine == f"cpu-{mode}"
+
+
+def test_a_mode_that_does_not_exist_is_refused_by_name(small: Path) -> None:
+    with pytest.raises(UsageError, match="cpu_mode: got 'quick'; expected emulate, exact16, fast"):
+        make_engine("cpu", bundle=open_bundle(small), cpu_mode="quick")
+
+
+def test_only_the_cpu_has_modes(small: Path) -> None:
+    with pytest.raises(UsageError, match="cpu_mode: got fast with the engine htp"):
+        make_engine("htp", bundle=open_bundle(small), cpu_mode="fast")
