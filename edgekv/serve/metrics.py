@@ -52,6 +52,8 @@ class Held:
         prefix_bytes: bytes of them.
         prefix_hits: lookups in the prefix cache that found a token.
         prefix_misses: lookups that found none.
+        rejected_files: files of the prefix cache that are broken or foreign.
+        busy: sessions that a request uses.
     """
 
     queued: int = 0
@@ -63,6 +65,8 @@ class Held:
     prefix_bytes: int = 0
     prefix_hits: int = 0
     prefix_misses: int = 0
+    rejected_files: int = 0
+    busy: int = 0
 
 
 @dataclass(slots=True)
@@ -118,14 +122,15 @@ class Metrics:
         self.failed[code] = self.failed.get(code, 0) + 1
         self._count_prompt(job)
 
-    def note(self, queued: int, running: int, model: Model) -> None:
+    def note(self, queued: int, running: int, busy: int, model: Model) -> None:
         """Note what the engine holds; only its thread may look at the model."""
         pool, store = model.sequences.stats, model.prefix_store
-        self.held = Held(queued, running, pool.total_sequences, pool.total_bytes, pool.evictions)
+        self.held = Held(queued, running, pool.total_sequences, pool.total_bytes, pool.evictions, busy=busy)
         if store is not None:
             stats = store.stats
             self.held.prefix_blocks, self.held.prefix_bytes = stats.primary.blocks, stats.primary.bytes_held
             self.held.prefix_hits, self.held.prefix_misses = stats.hits, stats.misses
+            self.held.rejected_files = stats.rejected_files
 
     def text(self) -> str:
         """All of them, as Prometheus reads them."""
@@ -169,12 +174,15 @@ class Metrics:
         name = "time_per_token_seconds"
         add(name, "histogram", "From each token of an answer to the next.", self.token.lines(f"edgekv_{name}"))
         one("sessions", "gauge", "Sessions with a cache.", held.sessions)
+        one("sessions_busy", "gauge", "Sessions that a request uses.", held.busy)
         one("session_bytes", "gauge", "Bytes of the caches of sessions.", held.session_bytes)
         one("session_evictions_total", "counter", "Sessions evicted under memory pressure.", held.evictions)
         one("prefix_cache_blocks", "gauge", "Blocks of the prefix cache in memory.", held.prefix_blocks)
         one("prefix_cache_bytes", "gauge", "Bytes of these blocks.", held.prefix_bytes)
         one("prefix_cache_hits_total", "counter", "Lookups that found a prefix.", held.prefix_hits)
         one("prefix_cache_misses_total", "counter", "Lookups that found none.", held.prefix_misses)
+        about = "Files of the prefix cache that are broken or foreign."
+        one("prefix_cache_rejected_files_total", "counter", about, held.rejected_files)
         return "\n".join(lines) + "\n"
 
     def _count_prompt(self, job: Job) -> None:

@@ -192,7 +192,7 @@ class Scheduler:
 
     def _measure(self) -> None:
         """Note what the cache holds: other threads must not look at the model."""
-        self._metrics.note(self.queued, self.running, self._model)
+        self._metrics.note(self.queued, self.running, self._slots.busy, self._model)
 
 
 def _told(error: Exception) -> ApiError:

@@ -1,0 +1,130 @@
+"""A server process and a small client for measurements."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+_LISTENS = re.compile(r"http://127\.0\.0\.1:(\d+)/v1")
+
+
+class ServerProcess:
+    """`edgekv serve` in a process of its own, on a free port."""
+
+    def __init__(self, bundle: Path, *options: str) -> None:
+        command = [sys.executable, "-m", "edgekv", "serve", str(bundle), "--port", "0", "--name", "m", *options]
+        self._process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        assert self._process.stdout is not None
+        found = _LISTENS.search(self._process.stdout.readline())
+        assert found, "the server does not start"
+        self.port = int(found[1])
+
+    def kill(self) -> None:
+        """End it at once, as `kill -9` does."""
+        self._process.kill()
+        self._process.wait()
+
+    def stop(self) -> int:
+        """End it in order; returns its exit code."""
+        self._process.send_signal(signal.SIGTERM)
+        return self._process.wait(60)
+
+    def cpu_s(self) -> float:
+        """Processor time so far."""
+        fields = Path(f"/proc/{self._process.pid}/stat").read_text().rsplit(")", 1)[1].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+    def rss_bytes(self) -> int:
+        """Resident memory."""
+        return int(Path(f"/proc/{self._process.pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+@dataclass(slots=True)
+class Answer:
+    """A streamed completion.
+
+    Attributes:
+        status: of HTTP.
+        text: so far.
+        reason: why it ended; None if it was not read to its end.
+        first_ms: from the request to the first byte of the answer.
+        token_ms: from each event to the next.
+    """
+
+    status: int = 0
+    text: str = ""
+    reason: str | None = None
+    first_ms: float = 0.0
+    token_ms: list[float] = field(default_factory=list)
+
+
+async def complete(port: int, prompt: str | Sequence[int], most: int, leave_after: int | None = None) -> Answer:
+    """Stream a greedy completion, or leave after some events.
+
+    Raises:
+        OSError: the server is gone, as asyncio reports it.
+    """
+    body = {"model": "m", "prompt": prompt, "max_tokens": most, "temperature": 0, "stream": True}
+    answer, began, events = Answer(), time.perf_counter(), 0
+    last = began
+    async for event in _events(port, json.dumps(body).encode(), answer):
+        now = time.perf_counter()
+        if not events:
+            answer.first_ms = (now - began) * 1e3
+        else:
+            answer.token_ms.append((now - last) * 1e3)
+        last, events = now, events + 1
+        if event is None:
+            break
+        choice = event["choices"][0]
+        answer.text += choice["text"]
+        answer.reason = choice["finish_reason"]
+        if leave_after is not None and events >= leave_after and answer.reason is None:
+            break
+    return answer
+
+
+async def metrics(port: int) -> dict[str, float]:
+    """All samples without labels."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(b"GET /metrics HTTP/1.1\r\nhost: 127.0.0.1\r\nconnection: close\r\n\r\n")
+    text = (await reader.read()).decode()
+    writer.close()
+    lines = [line.split() for line in text.splitlines() if line.startswith("edgekv_") and "{" not in line]
+    return {name.removeprefix("edgekv_"): float(value) for name, value in lines}
+
+
+async def _events(port: int, body: bytes, answer: Answer) -> AsyncIterator[dict[str, Any] | None]:
+    """The events of a streamed answer; None at its end."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    try:
+        head = "POST /v1/completions HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type: application/json\r\n"
+        writer.write(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
+        answer.status = int((await reader.readline()).split()[1])
+        while (await reader.readline()).strip():
+            pass
+        if answer.status != 200:
+            return
+        while True:
+            line = await reader.readline()
+            if not line:
+                raise ConnectionResetError("the server has gone")
+            if line.startswith(b"data: "):
+                if line == b"data: [DONE]\n":
+                    yield None
+                    return
+                yield json.loads(line[6:])
+    except IndexError:
+        raise ConnectionResetError("the server has gone") from None
+    finally:
+        writer.close()
