@@ -21,16 +21,18 @@ from tests.exports import export_options, exported
 
 NAME = "talker"
 TEMPLATE = (
-    "{% for m in messages %}<{{ m.role }}>{{ m.content }}</s>{% endfor %}"
+    "{% if tools %}{{ tools | tojson }} Write <tool_call>\\n{...}\\n</tool_call>{% endif %}"
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}{{ c.function.arguments.city }}{% endfor %}</s>{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
 
 
 def talking_bundle(folder: Path) -> Path:
-    """A random model with a chat template and a context of 256; shared, so not to be written to."""
-    checkpoint = write_checkpoint(folder / "checkpoint", {"max_position_embeddings": 512})
+    """A random model with a chat template and a context of 512; shared, so not to be written to."""
+    checkpoint = write_checkpoint(folder / "checkpoint", {"max_position_embeddings": 1024})
     (checkpoint / "chat_template.jinja").write_text(TEMPLATE)
-    return exported(checkpoint, export_options(context=256, ar=(1, 8)))
+    return exported(checkpoint, export_options(context=512, ar=(1, 8)))
 
 
 class Server:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import math
 import subprocess
 import sys
@@ -206,3 +207,69 @@ def test_an_answer_fits_its_schema(client: OpenAI):
         )
     with pytest.raises(openai.BadRequestError, match=r"response_format.type: got 'xml'"):
         client.chat.completions.create(model=NAME, messages=USER, response_format={"type": "xml"})  # type: ignore
+
+
+CITY: dict[str, Any] = {"type": "object", "properties": {"city": {"enum": ["Rome", "Oslo"]}}, "required": ["city"]}
+TOOLS: list[Any] = [
+    {"type": "function", "function": {"name": "weather", "parameters": {**CITY, "additionalProperties": False}}}
+]
+
+
+def test_tools_are_called_as_declared(client: OpenAI):
+    wanted: Any = {"model": NAME, "messages": USER, "tools": TOOLS, "tool_choice": "required", "max_tokens": 120}
+    answer = client.chat.completions.create(**wanted, parallel_tool_calls=False)
+    (choice,) = answer.choices
+    assert choice.finish_reason == "tool_calls" and choice.message.content is None and choice.message.tool_calls
+    (call,) = choice.message.tool_calls
+    assert call.type == "function" and call.function.name == "weather"
+    assert json.loads(call.function.arguments)["city"] in ("Rome", "Oslo")
+    with client.chat.completions.stream(**wanted, parallel_tool_calls=False) as stream:
+        streamed = stream.get_final_completion().choices[0]
+    assert streamed.finish_reason == "tool_calls" and streamed.message.tool_calls
+    assert streamed.message.tool_calls[0].function.arguments == call.function.arguments
+    result: Any = [choice.message.to_dict(), {"role": "tool", "tool_call_id": call.id, "content": "rain"}]
+    again = client.chat.completions.create(**{**wanted, "messages": [*USER, *result], "tool_choice": "none"})
+    assert again.choices[0].message.content and not again.choices[0].message.tool_calls
+    with pytest.raises(openai.BadRequestError, match=r"tool_choice: got 'fly'"):
+        client.chat.completions.create(**{**wanted, "tool_choice": "fly"})
+
+
+def test_responses_are_answers_too(client: OpenAI, alone: edgekv.Model):
+    answer = client.responses.create(model=NAME, input="Hello", max_output_tokens=9)
+    assert answer.output_text == _text(alone, PROMPT, max_new_tokens=9) and answer.status == "incomplete"
+    assert answer.usage is not None and answer.usage.output_tokens == 9
+    assert client.responses.retrieve(answer.id).output_text == answer.output_text
+    with client.responses.stream(model=NAME, input="Hello", max_output_tokens=9) as stream:
+        events = list(stream)
+    kinds = [each.type for each in events]
+    assert kinds[:2] == ["response.created", "response.in_progress"] and kinds[-1] == "response.incomplete"
+    assert "".join(each.delta for each in events if each.type == "response.output_text.delta") == answer.output_text
+    assert [each.sequence_number for each in events] == list(range(len(events)))
+
+
+def test_a_response_continues_another(client: OpenAI, alone: edgekv.Model):
+    first = client.responses.create(model=NAME, input="Hello", max_output_tokens=5, instructions="Be brief.")
+    second = client.responses.create(
+        model=NAME, input="More", max_output_tokens=5, previous_response_id=first.id, store=False
+    )
+    prompt = f"<user>Hello</s><assistant>{first.output_text}</s><user>More</s><assistant>"
+    assert second.output_text == _text(alone, prompt, max_new_tokens=5)
+    client.responses.delete(first.id)
+    for gone in (first.id, second.id):
+        with pytest.raises(openai.NotFoundError, match="expected one that is stored"):
+            client.responses.create(model=NAME, input="More", previous_response_id=gone)
+
+
+def test_responses_call_tools_and_fit_schemas(client: OpenAI):
+    tools: list[Any] = [{"type": "function", **TOOLS[0]["function"], "strict": True}]
+    wanted: Any = {"model": NAME, "tools": tools, "max_output_tokens": 120, "parallel_tool_calls": False}
+    answer = client.responses.create(**wanted, input="Hello", tool_choice="required")
+    (call,) = answer.output
+    assert call.type == "function_call" and json.loads(call.arguments)["city"] in ("Rome", "Oslo")
+    outcome: Any = {"type": "function_call_output", "call_id": call.call_id, "output": "rain"}
+    turn: Any = [{"role": "user", "content": "Hello"}, call.to_dict(), outcome]
+    assert client.responses.create(**wanted, input=turn, tool_choice="none").output_text
+    with client.responses.stream(**wanted, input="Hello", tool_choice="required") as stream:
+        assert stream.get_final_response().output[0].type == "function_call"
+    parsed = client.responses.parse(model=NAME, input="Hello", text_format=Person, max_output_tokens=80)
+    assert isinstance(parsed.output_parsed, Person)

@@ -14,6 +14,7 @@ from edgekv.serve.exchange import Exchange, Receive, Scope, Send
 from edgekv.serve.guard import App, Guard
 from edgekv.serve.metrics import CONTENT_TYPE
 from edgekv.serve.options import ServeOptions
+from edgekv.serve.responses import create_response, delete_response, get_response
 from edgekv.serve.service import Service
 
 Handler = Callable[[Service, Exchange], Awaitable[None]]
@@ -87,6 +88,9 @@ _PATHS: Sequence[tuple[str, str, Handler]] = (
     ("GET", "/v1/models/{name:path}", one_model),
     ("POST", "/v1/chat/completions", chat_completions),
     ("POST", "/v1/completions", completions),
+    ("POST", "/v1/responses", create_response),
+    ("GET", "/v1/responses/{name}", get_response),
+    ("DELETE", "/v1/responses/{name}", delete_response),
 )
 
 

@@ -11,6 +11,7 @@ from msgspec import UNSET, UnsetType
 
 from edgekv.serve.chat_records import (
     AnswerMessage,
+    CallRecord,
     ChatCompletion,
     Choice,
     ChoiceLogprobs,
@@ -18,12 +19,13 @@ from edgekv.serve.chat_records import (
     ChunkChoice,
     ContentLogprob,
     Delta,
+    FunctionRecord,
     TopLogprob,
 )
 from edgekv.serve.errors import ApiError, refused
-from edgekv.serve.events import Event, Finished, Piece
+from edgekv.serve.events import Event, Finished, FinishReason, Piece
 from edgekv.serve.exchange import Exchange
-from edgekv.serve.form import AnswerForm, ResponseFormat
+from edgekv.serve.form import ResponseFormat, read_form
 from edgekv.serve.job import Work
 from edgekv.serve.sampling import SamplingFields, check_top_logprobs
 from edgekv.serve.service import Service
@@ -48,6 +50,9 @@ class ChatRequest(SamplingFields, frozen=True, kw_only=True):
     web_search_options: Any = None
     chat_template_kwargs: dict[str, Any] | None = None
     response_format: ResponseFormat | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
 
     def check(self) -> None:
         """Refuse what is not supported.
@@ -104,8 +109,8 @@ async def chat_completions(service: Service, exchange: Exchange) -> None:
 
 
 async def _work(service: Service, exchange: Exchange, request: ChatRequest) -> Work:
-    form = AnswerForm.of(request.response_format)
-    prompt = await service.rendered(request.messages, request.chat_template_kwargs)
+    form = read_form(request.response_format, request.tools, request.tool_choice, request.parallel_tool_calls)
+    prompt = await service.rendered(request.messages, form, request.chat_template_kwargs)
     return await service.turn(exchange, prompt, request, form, request.wanted_tokens, _top(request))
 
 
@@ -122,6 +127,7 @@ class _Reply:
         self._id = f"chatcmpl-{uuid4().hex}"
         self._created = int(time.time())
         self._texts: list[str] = []
+        self._calls: list[CallRecord] = []
         self._logprobs: list[ContentLogprob] = []
         self._end: Finished | None = None
 
@@ -140,13 +146,16 @@ class _Reply:
             if isinstance(each, Piece):
                 self._texts.append(each.text)
                 self._logprobs += self._content(each)
+                self._take_calls(each)
         return False
 
     def whole(self) -> ChatCompletion:
         """The answer to a request that wants no stream."""
         assert self._end is not None
         logprobs = ChoiceLogprobs(self._logprobs) if self._request.logprobs else None
-        choice = Choice(AnswerMessage("".join(self._texts)), self._end.reason, logprobs)
+        text = "".join(self._texts)
+        message = AnswerMessage(text or (None if self._calls else ""), tool_calls=self._calls or UNSET)
+        choice = Choice(message, self._reason(self._end), logprobs)
         service = self._service
         return ChatCompletion(
             id=self._id, created=self._created, model=service.name, choices=[choice], usage=Usage.of(self._end)
@@ -163,13 +172,15 @@ class _Reply:
             if isinstance(each, ApiError):
                 return data + event(_encode(each.body)), True
             if isinstance(each, Finished):
-                data += self._chunk(ChunkChoice(Delta(), each.reason))
+                data += self._chunk(ChunkChoice(Delta(), self._reason(each)))
                 if self._request.includes_usage:
                     data += event(_encode(self._made([], Usage.of(each))))
                 return data + DONE, True
             if isinstance(each, Piece) and (each.text or each.logprob):
                 logprobs = ChoiceLogprobs(self._content(each)) if each.logprob else None
                 data += self._chunk(ChunkChoice(Delta(content=each.text), logprobs=logprobs))
+            if isinstance(each, Piece) and each.calls:
+                data += self._chunk(ChunkChoice(Delta(tool_calls=self._take_calls(each))))
         return data, False
 
     def _chunk(self, choice: ChunkChoice) -> bytes:
@@ -178,6 +189,17 @@ class _Reply:
     def _made(self, choices: list[ChunkChoice], usage: Usage | UnsetType | None) -> Chunk:
         service = self._service
         return Chunk(id=self._id, created=self._created, model=service.name, choices=choices, usage=usage)
+
+    def _take_calls(self, piece: Piece) -> list[CallRecord]:
+        """The calls that a token completes, as they are sent."""
+        first = len(self._calls)
+        for at, call in enumerate(piece.calls, first):
+            index = at if self._request.stream else UNSET
+            self._calls.append(CallRecord(f"call_{uuid4().hex[:24]}", FunctionRecord(call.name, call.arguments), index))
+        return self._calls[first:]
+
+    def _reason(self, end: Finished) -> FinishReason:
+        return "tool_calls" if self._calls and end.reason == "stop" else end.reason
 
     def _content(self, piece: Piece) -> list[ContentLogprob]:
         if piece.logprob is None:

@@ -35,12 +35,29 @@ class ChoiceLogprobs(msgspec.Struct, frozen=True):
     refusal: None = None
 
 
+class FunctionRecord(msgspec.Struct, frozen=True):
+    """A function and the arguments of a call, as a text of JSON."""
+
+    name: str
+    arguments: str
+
+
+class CallRecord(msgspec.Struct, frozen=True):
+    """A call of a tool; `index` is its number, in streams only."""
+
+    id: str
+    function: FunctionRecord
+    index: int | UnsetType = UNSET
+    type: str = "function"
+
+
 class AnswerMessage(msgspec.Struct, frozen=True):
     """The model's message."""
 
     content: str | None
     role: str = "assistant"
     refusal: None = None
+    tool_calls: list[CallRecord] | UnsetType = UNSET
 
 
 class Choice(msgspec.Struct, frozen=True):
@@ -68,6 +85,7 @@ class Delta(msgspec.Struct, frozen=True, omit_defaults=True):
 
     role: str | UnsetType = UNSET
     content: str | UnsetType = UNSET
+    tool_calls: list[CallRecord] | UnsetType = UNSET
 
 
 class ChunkChoice(msgspec.Struct, frozen=True):

@@ -7,6 +7,7 @@ from typing import Literal
 
 from edgekv.serve.errors import ApiError
 from edgekv.serve.logprobs import TokenLogprob
+from edgekv.session import ToolCall
 
 FinishReason = Literal["stop", "length", "tool_calls"]
 
@@ -18,10 +19,12 @@ class Piece:
     Attributes:
         text: to show now; may be empty.
         logprob: of the token and the most likely ones; None unless they were asked for.
+        calls: of tools, which it completes.
     """
 
     text: str
     logprob: TokenLogprob | None = None
+    calls: tuple[ToolCall, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from edgekv.serve.channel import Channel
 from edgekv.serve.events import Finished, FinishReason, Piece, PromptLogprobs
 from edgekv.serve.logprobs import Likelihood, TokenLogprob, token_logprob
 from edgekv.serve.slots import Slot
-from edgekv.session import Generation, SamplingParams, Scoring, StopReason
+from edgekv.session import Generation, SamplingParams, Scoring, StopReason, Tools
 
 _REASONS: dict[StopReason | None, FinishReason] = {
     "eos": "stop",
@@ -32,6 +32,7 @@ class Work:
         salt: prefixes and caches are shared only between equal salts.
         top_logprobs: how many of the most likely tokens to report at each position; None for no log-probabilities.
         scored_tokens: this many tokens at the end of the prompt are scored too.
+        tools: functions that the answer may call; the prompt declares them.
     """
 
     prompt: tuple[int, ...]
@@ -39,6 +40,7 @@ class Work:
     salt: str | None = None
     top_logprobs: int | None = None
     scored_tokens: int = 0
+    tools: Tools | None = None
 
 
 class Job:
@@ -92,6 +94,7 @@ class Job:
                 sequence=slot.sequence,
                 cache_salt=work.salt,
                 return_logits=work.top_logprobs is not None,
+                tools=work.tools,
             )
 
     def step(self, prefill_tokens: int) -> Finished | None:
@@ -115,7 +118,7 @@ class Job:
         reason, logprob = generation.stop_reason, None
         if token.logits is not None and reason != "eos":
             logprob = token_logprob(token.logits, token.id, self.work.top_logprobs or 0)
-        self.channel.put(Piece(token.text, logprob))
+        self.channel.put(Piece(token.text, logprob, token.tool_calls))
         return None if reason is None else self._finished(generation)
 
     def close(self) -> None:

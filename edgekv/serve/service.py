@@ -19,6 +19,7 @@ from edgekv.serve.logprobs import TokenNames
 from edgekv.serve.messages import template_messages
 from edgekv.serve.metrics import Metrics
 from edgekv.serve.options import ServeOptions
+from edgekv.serve.response_store import ResponseStore
 from edgekv.serve.sampling import SamplingFields
 from edgekv.serve.scheduler import Scheduler
 
@@ -38,6 +39,7 @@ class Service:
         names: texts of single tokens.
         metrics: counters.
         scheduler: runs jobs.
+        responses: answers that later requests can continue.
         limits: what a client may use.
     """
 
@@ -48,6 +50,7 @@ class Service:
         self.names = TokenNames(model.tokenizer)
         self.metrics = Metrics()
         self.limits = options.limits
+        self.responses = ResponseStore(options.limits.stored_responses)
         self.scheduler = Scheduler(model, options.limits, self.metrics)
 
     @property
@@ -75,11 +78,14 @@ class Service:
             return encode(text)
         return await asyncio.to_thread(encode, text)
 
-    async def rendered(self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any] | None) -> list[int]:
+    async def rendered(
+        self, messages: Sequence[Mapping[str, Any]], form: AnswerForm, variables: Mapping[str, Any] | None = None
+    ) -> list[int]:
         """The tokens of a conversation, rendered by the bundle's chat template.
 
         Args:
             messages: as the API has them.
+            form: has the tools to declare.
             variables: further variables of the template.
 
         Raises:
@@ -93,6 +99,7 @@ class Service:
         if taken := given.keys() & _TAKEN:
             fix = "Leave it out."
             raise refused("chat_template_kwargs", got=min(taken), expected="other variables", fix=fix)
+        given["tools"] = form.declarations
         if sum(len(str(message["content"])) for message in wanted) > LONG_CHARACTERS:
             text = await asyncio.to_thread(templates.render, wanted, **given)
         else:
@@ -125,10 +132,11 @@ class Service:
         prompt = tuple(self.model.read(tokens, "messages"))
         most = self.context - len(prompt) + 1 if wanted_tokens is None else wanted_tokens
         params = fields.params(self.model.defaults, most)
-        if form.grammar is not None:
-            await asyncio.to_thread(self.model.prepare_grammar, form.grammar)
+        if form.grammar is not None or form.tools is not None:
+            # What is compiled is kept; a grammar that takes seconds holds up nobody here.
+            await asyncio.to_thread(self.model.bind, form.grammar, form.tools)
             params = replace(params, grammar=form.grammar)
-        return Work(prompt, params, exchange.salt, top_logprobs)
+        return Work(prompt, params, exchange.salt, top_logprobs, tools=form.tools)
 
     @asynccontextmanager
     async def job(self, exchange: Exchange, work: Work) -> AsyncIterator[Channel]:

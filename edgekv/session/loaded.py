@@ -122,15 +122,6 @@ class LoadedBundle:
         """The tokens of a rendered chat template; see `PromptReader.encode_chat`."""
         return self._prompts.encode_chat(text)
 
-    def prepare_grammar(self, grammar: Grammar) -> None:
-        """Compile a grammar, so that the next call with it need not. Other threads may use the model meanwhile.
-
-        Raises:
-            UsageError: it is wrong or too complex.
-            EngineError: llguidance is not installed.
-        """
-        self._grammars.compile(grammar)
-
     def bind(self, grammar: Grammar | None, tools: Tools | None) -> tuple[Constraint | None, ToolCallReader | None]:
         """The constraint of an answer and the reader of its calls, each None if there is none.
 

@@ -1,0 +1,282 @@
+"""`/v1/responses`."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+from uuid import uuid4
+
+import msgspec
+
+from edgekv.serve.errors import ApiError, refused
+from edgekv.serve.events import Finished, Piece
+from edgekv.serve.exchange import Exchange
+from edgekv.serve.form import AnswerForm, ResponseFormat, SchemaFormat, read_form
+from edgekv.serve.response_input import as_messages, read_input
+from edgekv.serve.response_records import (
+    CallItem,
+    Deleted,
+    IncompleteDetails,
+    Item,
+    MessageItem,
+    OutputText,
+    ResponseRecord,
+    ResponseUsage,
+    StreamEvent,
+)
+from edgekv.serve.sampling import SamplingFields
+from edgekv.serve.service import Service
+from edgekv.serve.sse import event
+
+_encode = msgspec.json.Encoder().encode
+
+
+class TextFormat(msgspec.Struct, frozen=True):
+    """`text.format`."""
+
+    type: str = "text"
+    name: str | None = None
+    schema: dict[str, Any] | bool | None = None
+
+
+class TextOptions(msgspec.Struct, frozen=True):
+    """`text`."""
+
+    format: TextFormat | None = None
+
+
+class ResponsesRequest(SamplingFields, frozen=True, kw_only=True):
+    """The body of a request."""
+
+    input: str | list[dict[str, Any]]
+    instructions: str | None = None
+    max_output_tokens: int | None = None
+    previous_response_id: str | None = None
+    store: bool | None = None
+    text: TextOptions | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    metadata: dict[str, Any] | None = None
+    background: bool | None = None
+    conversation: Any = None
+    prompt: Any = None
+
+    def check(self) -> None:
+        """Refuse what is not supported.
+
+        Raises:
+            ApiError: naming the field.
+        """
+        for name in ("background", "conversation", "prompt"):
+            if getattr(self, name):
+                raise refused(name, got="a value", expected="nothing", fix="It is not supported; leave it out.")
+
+    def form(self) -> AnswerForm:
+        """What the answer has to be.
+
+        Raises:
+            ApiError: an unknown format, or a tool that is no function.
+            UsageError: a schema or a tool that is wrong.
+        """
+        asked = None if self.text is None else self.text.format
+        wanted = None if asked is None else ResponseFormat(asked.type, SchemaFormat(asked.name, asked.schema))
+        tools = None if self.tools is None else [_tool(each, f"tools[{at}]") for at, each in enumerate(self.tools)]
+        return read_form(wanted, tools, self.tool_choice, self.parallel_tool_calls)
+
+
+async def create_response(service: Service, exchange: Exchange) -> None:
+    """`POST /v1/responses`.
+
+    Raises:
+        ApiError: the request is refused.
+        EdgeKVError: likewise.
+        DisconnectedError: the client has gone.
+    """
+    request = await exchange.read(ResponsesRequest)
+    service.check_name(request.model)
+    request.check()
+    before: tuple[dict[str, Any], ...] = ()
+    if request.previous_response_id is not None:
+        param = "previous_response_id"
+        before = service.responses.get(exchange.salt, request.previous_response_id, param).messages
+    messages = [*before, *read_input(request.input)]
+    system = [] if request.instructions is None else [{"role": "system", "content": request.instructions}]
+    form = request.form()
+    prompt = await service.rendered([*system, *messages], form)
+    work = await service.turn(exchange, prompt, request, form, request.max_output_tokens)
+    reply = _Reply(service, request)
+    async with service.job(exchange, work) as channel:
+        while True:
+            data = b""
+            for each in await channel.take():
+                if isinstance(each, ApiError):
+                    if not (request.stream and reply.has_begun):
+                        raise each
+                    await exchange.send_events(data + reply.failed(each), more=False)
+                    return
+                if isinstance(each, Piece):
+                    data += reply.add(each)
+                elif isinstance(each, Finished):
+                    data += reply.finish(each)
+            if reply.is_finished and request.store is not False:
+                service.responses.add(exchange.salt, reply.record, (*messages, *as_messages(reply.record.output)))
+            if request.stream and data:
+                if not reply.has_begun:
+                    await exchange.begin_events()
+                    data = reply.begin() + data
+                await exchange.send_events(data, more=not reply.is_finished)
+            if reply.is_finished:
+                break
+    if not request.stream:
+        await exchange.reply(reply.record)
+
+
+async def get_response(service: Service, exchange: Exchange) -> None:
+    """`GET /v1/responses/ID`.
+
+    Raises:
+        ApiError: it is not stored.
+    """
+    await exchange.reply(service.responses.get(exchange.salt, exchange.scope["path_params"]["name"]).record)
+
+
+async def delete_response(service: Service, exchange: Exchange) -> None:
+    """`DELETE /v1/responses/ID`.
+
+    Raises:
+        ApiError: it is not stored.
+    """
+    name = exchange.scope["path_params"]["name"]
+    service.responses.remove(exchange.salt, name)
+    await exchange.reply(Deleted(name))
+
+
+def _tool(declared: dict[str, Any], field: str) -> dict[str, Any]:
+    """A function as chat completions declare it."""
+    if declared.get("type") != "function":
+        found, fix = repr(declared.get("type"))[:40], "Leave it out."
+        raise refused(f"{field}.type", got=found, expected="function", fix=fix)
+    kept = {name: declared[name] for name in ("name", "description", "parameters") if declared.get(name) is not None}
+    return {"type": "function", "function": kept}
+
+
+class _Reply:
+    """Turns events into the record of an answer and the events of its stream.
+
+    Attributes:
+        record: the answer so far; whole at the end.
+        has_begun: whether the first events of the stream were made.
+        is_finished: whether the answer is whole.
+    """
+
+    def __init__(self, service: Service, request: ResponsesRequest) -> None:
+        asked = request.text.format if request.text and request.text.format else TextFormat()
+        shown = {name: value for name, value in msgspec.to_builtins(asked).items() if value is not None}
+        self.record = ResponseRecord(
+            id=f"resp_{uuid4().hex}",
+            created_at=int(time.time()),
+            model=service.name,
+            instructions=request.instructions,
+            max_output_tokens=request.max_output_tokens,
+            previous_response_id=request.previous_response_id,
+            temperature=request.temperature,
+            top_p=request.top_p,
+            tools=request.tools or [],
+            tool_choice=request.tool_choice or "auto",
+            parallel_tool_calls=request.parallel_tool_calls is not False,
+            metadata=request.metadata or {},
+            text={"format": shown},
+            store=request.store is not False,
+        )
+        self.has_begun = False
+        self.is_finished = False
+        self._number = 2  # of the next event; two begin the stream
+        self._items: list[Item] = []
+        self._message = ""  # id of the message that is written
+        self._text = ""
+
+    def begin(self) -> bytes:
+        """The first events."""
+        self.has_begun = True
+        return b"".join(
+            event(_encode(StreamEvent(type=kind, sequence_number=at, response=self.record)), kind)
+            for at, kind in enumerate(("response.created", "response.in_progress"))
+        )
+
+    def add(self, piece: Piece) -> bytes:
+        """The events of a token."""
+        data = b""
+        if piece.text:
+            data += self._opened() if not self._message else b""
+            self._text += piece.text
+            data += self._event("output_text.delta", item_id=self._message, delta=piece.text, **_PLACE, logprobs=[])
+        for call in piece.calls:
+            data += self._closed("completed")
+            at, name = len(self._items), f"fc_{uuid4().hex[:24]}"
+            item = CallItem(name, f"call_{uuid4().hex[:24]}", call.name, call.arguments, "completed")
+            started = msgspec.structs.replace(item, arguments="", status="in_progress")
+            data += self._event("output_item.added", output_index=at, item=started)
+            data += self._event(
+                "function_call_arguments.delta", item_id=name, output_index=at, delta=call.arguments
+            ) + self._event(
+                "function_call_arguments.done", item_id=name, output_index=at, name=call.name, arguments=call.arguments
+            )
+            data += self._event("output_item.done", output_index=at, item=item)
+            self._items.append(item)
+        return data
+
+    def finish(self, end: Finished) -> bytes:
+        """The last events."""
+        status = "incomplete" if end.reason == "length" else "completed"
+        data = b"" if self._items or self._message else self._opened()
+        data += self._closed(status)
+        self.record = msgspec.structs.replace(
+            self.record,
+            status=status,
+            output=self._items,
+            usage=ResponseUsage.of(end),
+            incomplete_details=IncompleteDetails() if status == "incomplete" else None,
+        )
+        self.is_finished = True
+        return data + self._event(status, response=self.record)
+
+    def failed(self, error: ApiError) -> bytes:
+        """The event of an error in the middle of a stream."""
+        made = StreamEvent(
+            type="error", sequence_number=self._number, code=error.code, message=str(error), param=error.param
+        )
+        return event(_encode(made), "error")
+
+    def _opened(self) -> bytes:
+        """The events that begin a message."""
+        self._message = f"msg_{uuid4().hex[:24]}"
+        item = MessageItem(self._message, "in_progress", [])
+        return self._event("output_item.added", output_index=len(self._items), item=item) + self._event(
+            "content_part.added", item_id=self._message, **_PLACE, part=OutputText("")
+        )
+
+    def _closed(self, status: str) -> bytes:
+        """The events that end the message, if one is written."""
+        if not self._message:
+            return b""
+        part = OutputText(self._text)
+        item = MessageItem(self._message, status, [part])
+        data = self._event("output_text.done", item_id=self._message, **_PLACE, text=self._text, logprobs=[])
+        data += self._event("content_part.done", item_id=self._message, **_PLACE, part=part)
+        data += self._event("output_item.done", output_index=len(self._items), item=item)
+        self._items.append(item)
+        self._message = self._text = ""
+        return data
+
+    def _event(self, kind: str, **fields: Any) -> bytes:
+        if "content_index" in fields:
+            fields["output_index"] = len(self._items)
+        name = f"response.{kind}"
+        made = StreamEvent(type=name, sequence_number=self._number, **fields)
+        self._number += 1
+        return event(_encode(made), name)
+
+
+_PLACE: dict[str, Any] = {"content_index": 0}
+"""A message has one part; `_event` adds the number of the message."""
