@@ -5,18 +5,17 @@ from edgekv.bundle.bundle import Bundle, open_bundle
 from edgekv.bundle.compiled import COMPILED, Compiled, CompiledBinary, CompiledManifest, open_compiled
 from edgekv.bundle.files import record_files
 from edgekv.bundle.formats import FORMAT
-from edgekv.bundle.manifest import (
-    MANIFEST,
+from edgekv.bundle.manifest import MANIFEST, GraphFormat, HtpCheck, Manifest
+from edgekv.bundle.manifest_file import read_manifest, write_manifest
+from edgekv.bundle.readable import readable_json
+from edgekv.bundle.records import (
     AdapterRecord,
     ChannelRecord,
     EmbeddingRecord,
     FileRecord,
     GenerationRecord,
-    GraphFormat,
     HeadsName,
-    HtpCheck,
     KeyScalingName,
-    Manifest,
     MatrixMethod,
     ModelRecord,
     NeuronScalingName,
@@ -30,8 +29,6 @@ from edgekv.bundle.manifest import (
     TokenRecord,
     WeightRecord,
 )
-from edgekv.bundle.manifest_file import read_manifest, write_manifest
-from edgekv.bundle.readable import readable_json
 from edgekv.bundle.verified import FileHashes, file_hashes, force_rehash, rehashing
 from edgekv.spec import GraphRecord, PartRecord, Role
 

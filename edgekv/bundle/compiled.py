@@ -8,7 +8,8 @@ from pathlib import Path
 import msgspec
 
 from edgekv.bundle.bundle import Bundle
-from edgekv.bundle.manifest import MANIFEST, FileRecord
+from edgekv.bundle.manifest import MANIFEST
+from edgekv.bundle.records import FileRecord
 from edgekv.bundle.verified import FileHashes, file_hashes
 from edgekv.errors import BundleError
 from edgekv.json_file import read_json

@@ -6,7 +6,8 @@ from collections.abc import Callable
 from pathlib import PurePosixPath
 from typing import NoReturn
 
-from edgekv.bundle.manifest import Manifest, SinkRecord
+from edgekv.bundle.manifest import Manifest
+from edgekv.bundle.records import SinkRecord
 from quant import DTYPES
 
 Fail = Callable[[str, object, object], NoReturn]

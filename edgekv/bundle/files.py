@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from edgekv.bundle.manifest import MANIFEST, FileRecord
+from edgekv.bundle.manifest import MANIFEST
+from edgekv.bundle.records import FileRecord
 from edgekv.system import sha256_of
 
 

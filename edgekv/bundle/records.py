@@ -1,0 +1,243 @@
+"""The records that a manifest is made of, with the type and range of each field.
+
+The ranges are far above any model. They keep a forged or damaged manifest from causing endless work.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+
+from quant import Method, WeightDtype
+
+RotationName = Literal["none", "hadamard"]
+KeyScalingName = Literal["none", "pairs"]
+HeadsName = Literal["none", "aligned"]
+NeuronScalingName = Literal["none", "equal"]
+OutlierChannels = Literal["keep", "split"]
+MatrixMethod = Method | Literal["stored"]
+"""How integers were chosen: by rounding, or by whoever quantized the checkpoint."""
+
+
+Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 40)]
+TokenId = Annotated[int, msgspec.Meta(ge=-1, lt=1 << 24)]  # -1 is a padding id of some checkpoints
+Layers = Annotated[int, msgspec.Meta(ge=0, le=1 << 12)]
+_Width = Annotated[int, msgspec.Meta(ge=0, le=1 << 24)]
+Tokens = Annotated[int, msgspec.Meta(ge=0, le=1 << 27)]
+_Positive = Annotated[float, msgspec.Meta(gt=0, le=1e12)]
+_Frequency = Annotated[float, msgspec.Meta(ge=0, le=1e3)]
+_Factor = Annotated[float, msgspec.Meta(gt=0, le=1e3)]
+_Sha256 = Annotated[str, msgspec.Meta(max_length=64)]
+
+
+class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A part of a manifest; a field that it does not know is refused."""
+
+
+class FileRecord(Record, frozen=True):
+    """Size and hash of one file of the bundle."""
+
+    bytes: Count
+    sha256: _Sha256
+
+
+class ModelRecord(Record, frozen=True):
+    """The sizes of the decoder."""
+
+    model_type: str
+    layers: Layers
+    hidden: _Width
+    heads: _Width
+    kv_heads: _Width
+    head_dim: _Width
+    intermediate: _Width
+    vocab: _Width
+    max_positions: Tokens
+
+
+class RopeRecord(Record, frozen=True):
+    """Rotary embedding, resolved: a runtime needs only the frequencies.
+
+    Attributes:
+        rope_type: as in the checkpoint (`default`, `linear`, `llama3`, `longrope`).
+        theta: the base.
+        parameters: the type's own parameters, for runtimes that compute the table themselves.
+        inverse_frequencies: R/2 values; the angle of pair i at position p is p * inverse_frequencies[i]. The pairs are
+            (i, i + R/2); the elements of a head from R to D stay as they are.
+        attention_factor: multiplies every cosine and sine.
+    """
+
+    rope_type: str
+    theta: _Positive
+    parameters: dict[str, float | list[float]]
+    inverse_frequencies: list[_Frequency]
+    attention_factor: _Factor = 1.0
+
+
+class TokenRecord(Record, frozen=True):
+    """Special token ids; `bos` and `pad` may be absent."""
+
+    bos: TokenId | None
+    eos: list[TokenId]
+    pad: TokenId | None
+
+
+class GenerationRecord(Record, frozen=True):
+    """Default sampling parameters from the checkpoint's generation_config.json.
+
+    Attributes:
+        temperature: 0 is greedy, as `do_sample: false` says.
+        top_k: None for all tokens.
+        top_p: None for all tokens.
+        min_p: 0 for none.
+        repetition_penalty: 1 for none.
+        max_new_tokens: None if not given.
+        ignored: names of the fields that are not supported.
+    """
+
+    temperature: float = 0.0
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    max_new_tokens: int | None = None
+    ignored: list[str] = []
+
+
+class EmbeddingRecord(Record, frozen=True):
+    """The embedding table that the host reads, uint16 `[V, hidden]`, encoded as `inputs_embeds`.
+
+    Attributes:
+        file: a safetensors file of the bundle.
+        tensor: its name there.
+    """
+
+    file: str
+    tensor: str
+
+
+class SinkRecord(Record, frozen=True):
+    """The tokens at the start of every sequence that no graph computes.
+
+    Their keys and values were computed in float; a runtime writes them into a cache before its first step.
+
+    Attributes:
+        tokens: ids, n of them. A text that does not begin with them gets them put in front.
+        file: a safetensors file of the bundle: integers `[n, D]` by the names of the graphs' cache inputs, and
+            `logits`, `[n, V]`.
+        result: the result whose range the tokens would span.
+        ratio: of the greatest magnitudes there, these tokens to all others.
+    """
+
+    tokens: list[TokenId]
+    file: str
+    result: str
+    ratio: Annotated[float, msgspec.Meta(ge=0, le=1e12)]
+
+
+class StoredRecord(Record, frozen=True):
+    """What became of the matrices of a quantized checkpoint.
+
+    Attributes:
+        format: how they are stored, such as `gptq, int4 in groups of 128`.
+        kept: number of matrices whose integers were carried over.
+        integers: number of their integers.
+        changed_integers: how many of these differ, because scales of groups were rounded to LPBQ's.
+        error_db: energy of the change of the kept matrices relative to their own; null if there is none.
+        quantized_anew: number of matrices that were dequantized and quantized anew, by reason.
+    """
+
+    format: str
+    kept: Count
+    integers: Count
+    changed_integers: Count
+    error_db: float | None
+    quantized_anew: dict[str, Count]
+
+
+class AdapterRecord(Record, frozen=True):
+    """A LoRA adapter that was merged into the weights.
+
+    Attributes:
+        folder: absolute.
+        sha256: hash of its configuration and weights.
+        scale: multiplies what it adds.
+    """
+
+    folder: str
+    sha256: _Sha256
+    scale: Annotated[float, msgspec.Meta(ge=-1e3, le=1e3)]
+
+
+class SourceRecord(Record, frozen=True):
+    """The checkpoint that the bundle was made from.
+
+    Attributes:
+        checkpoint: the folder or hub id that was given, made absolute if it is a folder.
+        weights_sha256: hash of its weights and adapters, so that a reference is never computed from another model.
+        calibration: name of the calibration text.
+        calibration_tokens: number of its tokens that were run.
+        stored: what became of quantized matrices; null for a checkpoint of floats.
+        adapters: merged into the weights, in order.
+    """
+
+    checkpoint: str
+    weights_sha256: str
+    calibration: str
+    calibration_tokens: Count
+    stored: StoredRecord | None = None
+    adapters: list[AdapterRecord] = []
+
+
+class WeightRecord(Record, frozen=True):
+    """How a matrix was quantized.
+
+    Attributes:
+        tensor: its name in the checkpoint.
+        dtype: integer type.
+        method: how the integers were chosen.
+    """
+
+    tensor: str
+    dtype: WeightDtype
+    method: MatrixMethod
+
+
+class ChannelRecord(Record, frozen=True):
+    """A channel of the residual that several represent.
+
+    Attributes:
+        channel: its number in the checkpoint.
+        parts: number of channels, each 1 / sqrt(parts) of it.
+    """
+
+    channel: Annotated[int, msgspec.Meta(ge=0, le=1 << 20)]
+    parts: Annotated[int, msgspec.Meta(ge=2, le=1 << 20)]
+
+
+class RecipeRecord(Record, frozen=True):
+    """The recipe as it was applied.
+
+    Attributes:
+        name: as requested.
+        rotation: of the residual stream, folded into the weights.
+        value_rotation: of each head's values, folded likewise.
+        key_scaling: `pairs` equalizes the range of the pairs of a head's keys, folded likewise.
+        heads: `aligned` turns and scales keys and values of each head so that they fill the integers of the cache,
+            folded likewise; `heads.safetensors` has the transforms.
+        neuron_scaling: `equal` equalizes the columns of `down_proj`, folded into `up_proj`.
+        weights: every matrix; the embedding table and norms have 16 bits.
+        outlier_channels: whether outlier channels of the residual were to be split.
+        split_channels: those that were, in ascending order.
+    """
+
+    name: str
+    rotation: RotationName
+    weights: list[WeightRecord]
+    value_rotation: RotationName = "none"
+    key_scaling: KeyScalingName = "none"
+    neuron_scaling: NeuronScalingName = "none"
+    outlier_channels: OutlierChannels = "keep"
+    split_channels: list[ChannelRecord] = msgspec.field(default_factory=list)
+    heads: HeadsName = "none"
