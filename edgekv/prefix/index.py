@@ -25,6 +25,7 @@ class Index:
     ) -> None:
         self._tree = tree
         self._tiers = tiers
+        self._references = tiers.references
         self._groups = groups
         self._step = step
         self._reuse = reuse
@@ -87,7 +88,7 @@ class Index:
                 for group, block in enumerate(node.blocks):
                     if block is None:
                         continue
-                    self._tiers.guard([block])
+                    self._references.guard([block])
                     guarded[group].append((index, block))
                     self._tiers.recency.touch(block)
                     if retention is not None:
@@ -95,7 +96,7 @@ class Index:
             return nodes
         finally:
             for blocks in guarded:
-                self._tiers.unguard(block for _, block in blocks)
+                self._references.unguard(block for _, block in blocks)
 
     def extend(self, lease: Lease, nodes: list[Node], upper: int) -> None:
         """Make a lease retain the first `upper` tokens of these nodes, except those outside a limited window."""
@@ -107,7 +108,7 @@ class Index:
         """Release the blocks of a lease."""
         for span in lease.spans:
             for block in span.blocks:
-                self._tiers.release(block)
+                self._references.release(block)
         lease.spans = ()
 
     def usable(self, nodes: list[Node], upper: int) -> int:
@@ -119,7 +120,7 @@ class Index:
     def _hold(self, nodes: list[Node], upper: int) -> Lease:
         """Bring the needed blocks into primary memory and retain them; a missing one shortens the match."""
         guarded = [block for node in nodes for block in node.blocks if block is not None]
-        self._tiers.guard(guarded)
+        self._references.guard(guarded)
         try:
             while True:
                 end = self.usable(nodes, upper)
@@ -130,10 +131,10 @@ class Index:
                 upper = missing * self._step
             for block in chain.from_iterable(span.blocks for span in spans):
                 self._tiers.recency.touch(block)
-                self._tiers.retain(block)
+                self._references.retain(block)
             return Lease(end, spans)
         finally:
-            self._tiers.unguard(guarded)
+            self._references.unguard(guarded)
 
     def _span(self, nodes: list[Node], group: int, end: int) -> Span:
         first = self._groups[group].first_needed(end) // self._step
@@ -169,7 +170,7 @@ class Index:
     def _fill(self, node: Node, index: int, first: Sequence[int], write: Write) -> bool:
         """Bring the blocks of a node into primary memory; False if there is no memory or no rows."""
         present = [block for block in node.blocks if block is not None]
-        self._tiers.guard(present)
+        self._references.guard(present)
         try:
             for block in present:
                 if self._groups[block.group].window is None and not self._tiers.bring(block):
@@ -183,7 +184,7 @@ class Index:
                 return False
             return bool(ready or not node.is_empty) and self._write(node, ready, index, write)
         finally:
-            self._tiers.unguard(present)
+            self._references.unguard(present)
 
     def _write(self, node: Node, absent: Sequence[int], index: int, write: Write) -> bool:
         ids: list[int] = []
@@ -218,7 +219,7 @@ class Index:
         for group, blocks in zip(self._groups, guarded, strict=True):
             needed = group.first_needed(end) // self._step
             while blocks and blocks[0][0] < needed:
-                self._tiers.unguard([blocks.popleft()[1]])
+                self._references.unguard([blocks.popleft()[1]])
 
     def _partial(self, node: Node, tokens: Tokens) -> tuple[Node, int] | None:
         """The partially reusable child with the longest common prefix, and the length of that prefix."""
@@ -230,13 +231,14 @@ class Index:
         return None
 
     def _is_free(self, node: Node) -> bool:
-        return not node.children and not any(block is not None and self._tiers.is_held(block) for block in node.blocks)
+        held = (block is not None and self._references.is_held(block) for block in node.blocks)
+        return not node.children and not any(held)
 
     def _take_over(self, node: Node) -> None:
         blocks = [block for block in node.blocks if block is not None]
         self._tiers.make_private(node)
         for block in blocks:
-            self._tiers.release(block)
+            self._references.release(block)
 
 
 def longest_usable(presence: Sequence[Sequence[bool]], windows: Sequence[int], step: int, upper: int) -> int:

@@ -62,3 +62,8 @@ class Match:
     def block_ids(self, group: int = 0) -> list[int]:
         """Ids of a group's blocks in primary memory; with a limited window, only those within it."""
         return [block.places[Tier.PRIMARY] for block in self._lease.spans[group].blocks] if self._lease.spans else []
+
+    def check_held(self) -> None:
+        """Raise ValueError if it was released."""
+        if self._released:
+            raise ValueError("match: got one that was released; expected one that is held")

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from time import time_ns
+from time import monotonic_ns, time_ns
 
 from edgekv.prefix.block import Block
 from edgekv.prefix.heap import BlockHeap, EvictionQueues
 from edgekv.prefix.retention import DEFAULT_PRIORITY, Retention
 from edgekv.prefix.storage import BlockStorage
+
+
+def now_ms() -> int:
+    """A monotonic clock in milliseconds."""
+    return monotonic_ns() // 1_000_000
 
 
 class Recency:

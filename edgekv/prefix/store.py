@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -17,6 +16,7 @@ from edgekv.prefix.groups import split_layers
 from edgekv.prefix.index import Index
 from edgekv.prefix.keys import Keys
 from edgekv.prefix.lease import Lease, Match, Reuse
+from edgekv.prefix.recency import now_ms
 from edgekv.prefix.retention import RetentionPolicy
 from edgekv.prefix.rows import ArrayRows, Rows, Source, Target, array_shape
 from edgekv.prefix.stats import Counters, StoreStats
@@ -28,10 +28,6 @@ from edgekv.spec.layers import LayeredGeometry
 
 _NO_POLICY = RetentionPolicy()
 _ZERO_POINTS: dict[KvDtype, int] = {"u8": 128, "s8": 0, "s16": 0}
-
-
-def _now_ms() -> int:
-    return time.monotonic_ns() // 1_000_000
 
 
 class PrefixStore:
@@ -60,7 +56,7 @@ class PrefixStore:
         config: StoreConfig | None = None,
         *,
         fingerprint: str = "",
-        clock_ms: Callable[[], int] = _now_ms,
+        clock_ms: Callable[[], int] = now_ms,
         free_bytes: int | None = None,
     ) -> None:
         config = StoreConfig() if config is None else config
@@ -140,7 +136,7 @@ class PrefixStore:
         Raises:
             ValueError: the match was released, or `out` has another shape or type.
         """
-        self._check_held(match)
+        match.check_held()
         shape = array_shape(self.groups, match.tokens)
         out = np.empty(shape, self._dtype) if out is None else out
         self._check_rows("out", out, shape)
@@ -156,7 +152,7 @@ class PrefixStore:
         Raises:
             ValueError: the match was released.
         """
-        self._check_held(match)
+        match.check_held()
         step, end = self.config.tokens_per_block, match.tokens
         for number, (group, span) in enumerate(zip(self.groups, match._lease.spans, strict=False)):
             needed = group.first_needed(end)
@@ -213,7 +209,7 @@ class PrefixStore:
         source: Source = rows
         key = self._root_key(salt)
         if match is not None:
-            self._check_held(match)
+            match.check_held()
             if match._key != key:
                 raise ValueError("match: got one of another salt; expected one of the salt of the insertion")
         if not self.config.enable_block_reuse:
@@ -250,7 +246,7 @@ class PrefixStore:
         Raises:
             ValueError: it was released before.
         """
-        self._check_held(match)
+        match.check_held()
         match._released = True
         self._index.release(match._lease)
 
@@ -266,12 +262,8 @@ class PrefixStore:
         self._tiers.recency.expire()
         blocks = [
             block
-            for root in self._tree.roots.values()
-            for node in root.subtree()
-            for block in node.blocks
-            if block is not None
-            and not block.is_in(Tier.DISK)
-            and block.priority >= self.config.secondary_offload_min_priority
+            for block in self._tree.blocks()
+            if not block.is_in(Tier.DISK) and block.priority >= self.config.secondary_offload_min_priority
         ]
         try:
             with self._storage.transaction():
@@ -292,20 +284,11 @@ class PrefixStore:
     @property
     def stats(self) -> StoreStats:
         """Counters, and the current content."""
-        used, held = [0, 0, self._tiers.disk_blocks], [0, 0, self._tiers.disk_bytes]
-        for tier, pools in self._tiers.pools.items():
-            for group, pool in enumerate(pools):
-                used[tier] += pool.used
-                held[tier] += pool.used * self._storage.block_bytes(group)
-        return self._counters.snapshot(used, held)
+        return self._counters.snapshot(*self._tiers.held())
 
     def _root_key(self, salt: str | None) -> bytes:
         self.check_salt(salt)
         return self._keys.root(self._digest, salt)
-
-    def _check_held(self, match: Match) -> None:
-        if match._released:
-            raise ValueError("match: got one that was released; expected one that is held")
 
     def _check_rows(self, field: str, rows: Rows, shape: tuple[int, int, int]) -> None:
         if rows.shape != shape or rows.dtype != self._dtype:

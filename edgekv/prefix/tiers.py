@@ -14,6 +14,7 @@ from edgekv.prefix.block import ABSENT, Block, Node, Tier
 from edgekv.prefix.budget import Limits
 from edgekv.prefix.heap import EvictionQueues
 from edgekv.prefix.recency import Recency
+from edgekv.prefix.references import References
 from edgekv.prefix.stats import Counters
 from edgekv.prefix.storage import BlockStorage
 from edgekv.prefix.tree import Tree
@@ -24,6 +25,7 @@ class Tiers:
 
     Attributes:
         pools: ids of each memory, by group.
+        references: the requests that use blocks, which keep them from being evicted.
         recency: order of use and priorities of the blocks.
         disk_bytes: bytes of this store's files.
         disk_blocks: number of these files.
@@ -59,35 +61,17 @@ class Tiers:
         self._storage = storage
         self._counters = counters
         self._queues = EvictionQueues(self.pools)
+        self.references = References(self.pools[Tier.PRIMARY], self._queues)
         self.recency = Recency(self._queues, storage, clock_ms)
 
-    def guard(self, blocks: Iterable[Block]) -> None:
-        """Keep blocks from being evicted until `unguard`."""
-        for block in blocks:
-            block.guards += 1
-
-    def unguard(self, blocks: Iterable[Block]) -> None:
-        """Undo one `guard` of each block."""
-        for block in blocks:
-            block.guards -= 1
-            self._queues.push(block)
-
-    def retain(self, block: Block) -> None:
-        """Keep a block in primary memory for one more request."""
-        self.pools[Tier.PRIMARY][block.group].retain(block.places[Tier.PRIMARY])
-
-    def release(self, block: Block) -> None:
-        """Undo one `retain`."""
-        if self.pools[Tier.PRIMARY][block.group].release(block.places[Tier.PRIMARY]):
-            block.places[Tier.PRIMARY] = ABSENT
-        self._queues.push(block)
-
-    def is_held(self, block: Block) -> bool:
-        """Whether a request uses the block."""
-        return (
-            block.is_in(Tier.PRIMARY)
-            and self.pools[Tier.PRIMARY][block.group].references(block.places[Tier.PRIMARY]) > 1
-        )
+    def held(self) -> tuple[list[int], list[int]]:
+        """Blocks and bytes in each tier."""
+        blocks, held_bytes = [0, 0, self.disk_blocks], [0, 0, self.disk_bytes]
+        for tier, pools in self.pools.items():
+            for group, pool in enumerate(pools):
+                blocks[tier] += pool.used
+                held_bytes[tier] += pool.used * self._storage.block_bytes(group)
+        return blocks, held_bytes
 
     def room(self, group: int, tier: Tier) -> int | None:
         """A free id in a memory, evicting if necessary; None if every block is needed."""
@@ -149,11 +133,11 @@ class Tiers:
             chain.append(before)
             if before.is_in(Tier.DISK):
                 break
-        self.guard(chain)
+        self.references.guard(chain)
         try:
             return all(self._save_one(link, displace=displace) for link in reversed(chain))
         finally:
-            self.unguard(chain)
+            self.references.unguard(chain)
 
     def fit_disk(self) -> None:
         """Evict files until the limit holds."""
@@ -222,9 +206,9 @@ class Tiers:
             self._remove(block)
 
     def _offload(self, block: Block) -> bool:
-        self.guard([block])
+        self.references.guard([block])
         free = self.room(block.group, Tier.HOST)
-        self.unguard([block])
+        self.references.unguard([block])
         if free is None:
             return False
         self._storage.move(block.group, Tier.PRIMARY, block.places[Tier.PRIMARY], Tier.HOST, free)
@@ -258,12 +242,12 @@ class Tiers:
 
     def _evict_following(self, block: Block) -> None:
         """Evict the successors of a block from host memory when the block leaves memory."""
-        self.guard([block])
+        self.references.guard([block])
         for node in reversed(block.node.subtree()[1:]):
             following = node.blocks[block.group]
             if following is not None and following.is_in(Tier.HOST):
                 self._evict(following, Tier.HOST)
-        self.unguard([block])
+        self.references.unguard([block])
 
     def _take(self, block: Block, tier: Tier) -> None:
         """Record that a block is no longer in a tier."""

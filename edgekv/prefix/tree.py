@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Iterator
 
-from edgekv.prefix.block import Node, Tokens
+from edgekv.prefix.block import Block, Node, Tokens
 
 
 class Root(Node):
@@ -37,6 +37,12 @@ class Tree:
     def root(self, key: bytes) -> Root:
         """The root of a key; a new one is not in the tree before `attach`."""
         return self.roots.get(key) or Root(key, self._groups)
+
+    def blocks(self) -> Iterator[Block]:
+        """The blocks of all nodes."""
+        for root in self.roots.values():
+            for node in root.subtree():
+                yield from (block for block in node.blocks if block is not None)
 
     def walk(self, root: Root, tokens: Tokens) -> list[Node]:
         """The nodes of all full blocks that `tokens` starts with."""
