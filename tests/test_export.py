@@ -243,7 +243,7 @@ def test_an_export_with_float_nodes_is_refused_unless_they_are_allowed(tmp_path,
     from exporters.graphs.qdq import QdqOps, Tensor
 
     def bare_sigmoid(self, x, name):
-        self._node("Sigmoid", [x.name], [self._unique(name)])
+        self._nodes.node("Sigmoid", [x.name], [self._nodes.unique(name)])
         return Tensor(name, self._encodings[name])
 
     monkeypatch.setattr(QdqOps, "sigmoid", bare_sigmoid)

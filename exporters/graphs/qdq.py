@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import onnx
-from onnx import TensorProto, helper, numpy_helper
+from onnx import TensorProto, helper
 
 from edgekv.spec import (
     EMBEDDING,
@@ -22,22 +19,15 @@ from edgekv.spec import (
     PartRecord,
     Port,
 )
+from exporters.graphs.nodes import QdqNodes, Tensor
 from exporters.quantize.weights import WeightStore
-from quant import DTYPES, Encoding
+from quant import Encoding
 
 OPSET = 23  # the first with RMSNormalization, which the HTP runs as one integer operation
 IR_VERSION = 11
 
 _ROWS, _WIDTH = 2, -1  # axes of [1, 1, rows, width]
 _TRANSPOSED = [0, 1, 3, 2]
-
-
-@dataclass(frozen=True, slots=True)
-class Tensor:
-    """A dequantized tensor of the graph, and the encoding of its integers."""
-
-    name: str
-    encoding: Encoding
 
 
 class QdqOps:
@@ -72,11 +62,8 @@ class QdqOps:
         self._spec = spec
         self._encodings = encodings
         self._store = store
-        self._uses: Counter[str] = Counter()
-        self._nodes: list[onnx.NodeProto] = []
-        self._constants: dict[str, onnx.TensorProto] = {}
+        self._nodes = QdqNodes(encodings)
         self._stored: dict[str, None] = {}
-        self._dequantized: set[str] = set()
         self._transposed: dict[str, Tensor] = {}
         self._entry = self._embed() if part.embeds else self._read(self._ports.entry)
         shared = (port for port in self._ports.inputs if port.kind in ("mask", "cos", "sin"))
@@ -101,50 +88,50 @@ class QdqOps:
     ) -> Tensor:
         product = "MatMul", [x.name, self._matrix(weight, head, gain)]
         if bias is None:
-            return self._emit(*product, name)
+            return self._nodes.emit(*product, name)
         # A separate Add works with any weight type. An int32 bias needs a Gemm, which the HTP refuses for LPBQ; its
         # mean error is 0.25 steps of the result, that of the Add 0.37.
         added = self._weight(*self._store.tensor(bias, head=head), gain)
-        return self._emit("Add", [self._emit(*product, name + ".unbiased").name, added], name)
+        return self._nodes.emit("Add", [self._nodes.emit(*product, name + ".unbiased").name, added], name)
 
     def rms_norm(self, x: Tensor, weight: str, name: str, *, gain: float = 1.0) -> Tensor:
         gamma = self._weight(*self._store.tensor(weight), gain)
-        return self._emit("RMSNormalization", [x.name, gamma], name, axis=-1, epsilon=self._spec.eps)
+        return self._nodes.emit("RMSNormalization", [x.name, gamma], name, axis=-1, epsilon=self._spec.eps)
 
     def add(self, a: Tensor, b: Tensor, name: str) -> Tensor:
-        return self._emit("Add", [a.name, b.name], name)
+        return self._nodes.emit("Add", [a.name, b.name], name)
 
     def subtract(self, a: Tensor, b: Tensor, name: str) -> Tensor:
-        return self._emit("Sub", [a.name, b.name], name)
+        return self._nodes.emit("Sub", [a.name, b.name], name)
 
     def multiply(self, a: Tensor, b: Tensor, name: str) -> Tensor:
-        return self._emit("Mul", [a.name, b.name], name)
+        return self._nodes.emit("Mul", [a.name, b.name], name)
 
     def scale(self, x: Tensor, factor: float, name: str) -> Tensor:
         encoding = Encoding.asymmetric(0.0, factor, x.encoding.dtype)
-        integer = self._constant(f"factor_{factor!r}", encoding.quantize(np.array(factor)))
-        return self._emit("Mul", [x.name, self._dequantize_once(integer, encoding)], name)
+        integer = self._nodes.constant(f"factor_{factor!r}", encoding.quantize(np.array(factor)))
+        return self._nodes.emit("Mul", [x.name, self._nodes.dequantize_once(integer, encoding)], name)
 
     def sigmoid(self, x: Tensor, name: str) -> Tensor:
-        return self._emit("Sigmoid", [x.name], name)
+        return self._nodes.emit("Sigmoid", [x.name], name)
 
     def tanh(self, x: Tensor, name: str) -> Tensor:
-        return self._emit("Tanh", [x.name], name)
+        return self._nodes.emit("Tanh", [x.name], name)
 
     def gelu(self, x: Tensor, name: str) -> Tensor:
         # One node on the HTP, with a mean error of 8 steps of 65536; six nodes with a sigmoid have 0.5. Neither matters
         # next to int8 weights: the logits of HTP and CPU agree to 47 dB with this one.
-        return self._emit("Gelu", [x.name], name, approximate="tanh")
+        return self._nodes.emit("Gelu", [x.name], name, approximate="tanh")
 
     def split(self, x: Tensor, widths: Sequence[int]) -> list[Tensor]:
-        names = [self._unique(f"{x.name}.part") for _ in widths]
+        names = [self._nodes.unique(f"{x.name}.part") for _ in widths]
         floats = [name + "_f" for name in names]
-        sizes = self._constant("widths_" + "_".join(map(str, widths)), np.array(widths, np.int64))
-        self._node("Split", [x.name, sizes], floats, axis=_WIDTH)
-        return [self._requantize(f, n, x.encoding) for f, n in zip(floats, names, strict=True)]
+        sizes = self._nodes.constant("widths_" + "_".join(map(str, widths)), np.array(widths, np.int64))
+        self._nodes.node("Split", [x.name, sizes], floats, axis=_WIDTH)
+        return [self._nodes.requantize(f, n, x.encoding) for f, n in zip(floats, names, strict=True)]
 
     def join(self, parts: list[Tensor], name: str) -> Tensor:
-        return self._emit("Concat", [part.name for part in parts], name, axis=_WIDTH)
+        return self._nodes.emit("Concat", [part.name for part in parts], name, axis=_WIDTH)
 
     def rotation(self, layer: int) -> tuple[Tensor, Tensor]:
         rotary = self._decoder.rotary_of(layer)
@@ -156,29 +143,29 @@ class QdqOps:
         encoding = self._encodings[tensor.past]
         is_columns = tensor.kind == "key" and self._keys_are_columns
         if is_columns:
-            new = self._emit("Transpose", [new.name], new.name + ".t", new.encoding, perm=_TRANSPOSED)
+            new = self._nodes.emit("Transpose", [new.name], new.name + ".t", new.encoding, perm=_TRANSPOSED)
         past = self._read(self._ports[tensor.past])
-        self._quantize(new.name, tensor.new, encoding)
-        added = self._dequantize(tensor.new, tensor.new + "_dq", encoding)
+        self._nodes.quantize(new.name, tensor.new, encoding)
+        added = self._nodes.dequantize(tensor.new, tensor.new + "_dq", encoding)
         name = f"{tensor.kind}_{tensor.layer}_h{tensor.head}"
-        return self._emit("Concat", [past.name, added.name], name, encoding, axis=_WIDTH if is_columns else _ROWS)
+        return self._nodes.emit("Concat", [past.name, added.name], name, encoding, axis=_WIDTH if is_columns else _ROWS)
 
     def scores(self, query: Tensor, keys: Tensor, name: str) -> Tensor:
         if self._keys_are_columns:
-            return self._emit("MatMul", [query.name, keys.name], name)
+            return self._nodes.emit("MatMul", [query.name, keys.name], name)
         if keys.name not in self._transposed:  # the query heads of a key head share it
-            transposed = self._emit("Transpose", [keys.name], keys.name + ".t", keys.encoding, perm=_TRANSPOSED)
+            transposed = self._nodes.emit("Transpose", [keys.name], keys.name + ".t", keys.encoding, perm=_TRANSPOSED)
             self._transposed[keys.name] = transposed
-        return self._emit("MatMul", [query.name, self._transposed[keys.name].name], name)
+        return self._nodes.emit("MatMul", [query.name, self._transposed[keys.name].name], name)
 
     def masked(self, scores: Tensor, layer: int, name: str) -> Tensor:
-        return self._emit("Add", [scores.name, self._shared[self._decoder.mask(layer)].name], name)
+        return self._nodes.emit("Add", [scores.name, self._shared[self._decoder.mask(layer)].name], name)
 
     def softmax(self, x: Tensor, name: str) -> Tensor:
-        return self._emit("Softmax", [x.name], name, axis=-1)
+        return self._nodes.emit("Softmax", [x.name], name, axis=-1)
 
     def attend(self, weights: Tensor, values: Tensor, name: str) -> Tensor:
-        return self._emit("MatMul", [weights.name, values.name], name)
+        return self._nodes.emit("MatMul", [weights.name, values.name], name)
 
     # ------------------------------------------------------------------ entry and exit of a part
 
@@ -186,64 +173,37 @@ class QdqOps:
         """The rows of the embedding table for `input_ids`."""
         ids = self._ports.entry
         stored, encoding = self._store.tensor(EMBEDDING)
-        rows = self._emit("Gather", [self._weight(stored, encoding), ids.name], "embedding", encoding, axis=0)
-        shape = self._constant("shape_1_1_ar", np.array([1, *ids.shape, -1], np.int64))
-        return self._emit("Reshape", [rows.name, shape], "embedding", encoding)
+        rows = self._nodes.emit("Gather", [self._weight(stored, encoding), ids.name], "embedding", encoding, axis=0)
+        shape = self._nodes.constant("shape_1_1_ar", np.array([1, *ids.shape, -1], np.int64))
+        return self._nodes.emit("Reshape", [rows.name, shape], "embedding", encoding)
 
     def select(self, hidden: Tensor) -> Tensor:
         """The row of `hidden` that the input `logits_index` selects, `[1, 1, 1, hidden]`."""
-        return self._emit("Gather", [hidden.name, LOGITS_INDEX], "selected", hidden.encoding, axis=_ROWS)
+        return self._nodes.emit("Gather", [hidden.name, LOGITS_INDEX], "selected", hidden.encoding, axis=_ROWS)
 
     def give_logits(self, logits: Tensor) -> None:
         """Make them the last output, `[1, rows, vocab]`."""
-        shape = self._constant("shape_logits", np.array(self._ports.exit.shape, np.int64))
-        self._node("Reshape", [logits.name, shape], ["logits_f"])
-        self._quantize("logits_f", LOGITS, logits.encoding)
+        shape = self._nodes.constant("shape_logits", np.array(self._ports.exit.shape, np.int64))
+        self._nodes.node("Reshape", [logits.name, shape], ["logits_f"])
+        self._nodes.quantize("logits_f", LOGITS, logits.encoding)
 
     def give_residual(self, hidden: Tensor) -> None:
         """Make the integers of the newest result the last output."""
-        quantize, dequantize = self._nodes[-2:]
+        quantize, dequantize = self._nodes.nodes[-2:]
         assert dequantize.output[0] == hidden.name, "something was computed after it"
         quantize.output[0] = self._part.exit
-        self._nodes.pop()
+        self._nodes.nodes.pop()
 
     def finish(self) -> onnx.ModelProto:
         """The model. Flush the store first."""
         stored = [self._store.initializer(each) for each in self._stored]
-        constants = [*self._constants.values(), *stored]
+        constants = [*self._nodes.constants, *stored]
         inputs, outputs = ([_value_info(port) for port in ports] for ports in (self._ports.inputs, self._ports.outputs))
-        graph = helper.make_graph(self._nodes, self._part.name, inputs, outputs, constants)
+        graph = helper.make_graph(self._nodes.nodes, self._part.name, inputs, outputs, constants)
         model: onnx.ModelProto = helper.make_model(
             graph, opset_imports=[helper.make_opsetid("", OPSET)], ir_version=IR_VERSION, producer_name="edgekv"
         )
         return model
-
-    # ------------------------------------------------------------------ writing nodes
-
-    def _emit(
-        self, op: str, inputs: Sequence[str], name: str, encoding: Encoding | None = None, **attributes: Any
-    ) -> Tensor:
-        unique = self._unique(name)
-        self._node(op, inputs, [unique + "_f"], **attributes)
-        return self._requantize(unique + "_f", unique, encoding or self._encodings[name])
-
-    def _requantize(self, source: str, name: str, encoding: Encoding) -> Tensor:
-        self._quantize(source, name + "_q", encoding)
-        return self._dequantize(name + "_q", name, encoding)
-
-    def _quantize(self, source: str, target: str, encoding: Encoding) -> None:
-        self._node("QuantizeLinear", [source, *self._parameters(encoding)], [target])
-
-    def _dequantize(self, source: str, target: str, encoding: Encoding) -> Tensor:
-        self._node("DequantizeLinear", [source, *self._parameters(encoding)], [target])
-        return Tensor(target, encoding)
-
-    def _node(self, op: str, inputs: Sequence[str], outputs: Sequence[str], **attributes: Any) -> None:
-        self._nodes.append(helper.make_node(op, inputs, outputs, name=outputs[0] + "_node", **attributes))
-
-    def _unique(self, name: str) -> str:
-        self._uses[name] += 1
-        return name if self._uses[name] == 1 else f"{name}.{self._uses[name]}"
 
     # ------------------------------------------------------------------ inputs and constants
 
@@ -254,19 +214,12 @@ class QdqOps:
     def _read(self, port: Port) -> Tensor:
         """An input, dequantized."""
         assert port.encoding is not None, "token ids are gathered"
-        return self._dequantize(port.name, port.name + "_dq", self._encodings[port.encoding])
+        return self._nodes.dequantize(port.name, port.name + "_dq", self._encodings[port.encoding])
 
     def _weight(self, stored: str, encoding: Encoding, gain: float = 1.0) -> str:
         """A stored tensor with one encoding, times a constant, dequantized once."""
         self._stored[stored] = None
-        return self._dequantize_once(stored, encoding.times(gain))
-
-    def _dequantize_once(self, constant: str, encoding: Encoding) -> str:
-        target = constant + "_dq"
-        if constant not in self._dequantized:
-            self._dequantized.add(constant)
-            self._dequantize(constant, target, encoding)
-        return target
+        return self._nodes.dequantize_once(stored, encoding.times(gain))
 
     def _matrix(self, key: str, head: int | None, gain: float) -> str:
         """A stored matrix, dequantized with a scale for each column, or for each block of a column.
@@ -279,33 +232,18 @@ class QdqOps:
         self._stored[integers] = self._stored[scales] = None
         target = integers + "_dq"
         if blocks is None or block_scales is None:
-            zeros = [self._zeros(TensorProto.INT4, [columns])] if bits == 4 else []
-            self._node("DequantizeLinear", [integers, scales, *zeros], [target], axis=1)
+            zeros = [self._nodes.zeros(TensorProto.INT4, [columns])] if bits == 4 else []
+            self._nodes.node("DequantizeLinear", [integers, scales, *zeros], [target], axis=1)
             return target
         self._stored[block_scales] = None
         steps = block_scales + "_dq"
-        zeros = [self._zeros(TensorProto.UINT8, [columns]), self._zeros(TensorProto.INT4, [blocks.count, columns])]
-        self._node("DequantizeLinear", [block_scales, scales, zeros[0]], [steps], axis=1)
-        self._node("DequantizeLinear", [integers, steps, zeros[1]], [target], axis=0, block_size=blocks.rows)
+        zeros = [
+            self._nodes.zeros(TensorProto.UINT8, [columns]),
+            self._nodes.zeros(TensorProto.INT4, [blocks.count, columns]),
+        ]
+        self._nodes.node("DequantizeLinear", [block_scales, scales, zeros[0]], [steps], axis=1)
+        self._nodes.node("DequantizeLinear", [integers, steps, zeros[1]], [target], axis=0, block_size=blocks.rows)
         return target
-
-    def _zeros(self, dtype: int, shape: list[int]) -> str:
-        name = f"zeros_{TensorProto.DataType.Name(dtype).lower()}_" + "_".join(map(str, shape))
-        if name not in self._constants:
-            self._constants[name] = helper.make_tensor(name, dtype, shape, np.zeros(shape, np.int8))
-        return name
-
-    def _parameters(self, encoding: Encoding) -> tuple[str, str]:
-        zero = np.array(encoding.zero_point, DTYPES[encoding.dtype])
-        return (
-            self._constant(f"scale_{encoding.scale!r}", np.array(encoding.scale, np.float32)),
-            self._constant(f"zero_{encoding.dtype}_{encoding.zero_point}", zero),
-        )
-
-    def _constant(self, name: str, value: np.ndarray[Any, Any]) -> str:
-        if name not in self._constants:
-            self._constants[name] = numpy_helper.from_array(value, name)
-        return name
 
 
 def _value_info(port: Port) -> onnx.ValueInfoProto:
