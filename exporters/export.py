@@ -24,7 +24,7 @@ from edgekv.bundle import (
     record_files,
     write_manifest,
 )
-from edgekv.errors import EngineError, UsageError
+from edgekv.errors import EngineError
 from edgekv.plan import CALIBRATION_WINDOW, default_calibration_tokens
 from edgekv.runtime import qnn
 from edgekv.spec import DecoderInterface, EncodingTypes, Geometry, LayeredGeometry
@@ -35,10 +35,10 @@ from exporters.checkpoint.checkpoint import Checkpoint
 from exporters.checkpoint.folded import transformed
 from exporters.graphs.onnx import embedding_record, plan_graphs, write_graphs
 from exporters.graphs.split import Split, choose_split
-from exporters.graphs.tflite.limits import check_tflite
 from exporters.htp.compile import Watch, compile_binaries, device_parts, unwatched, write_compiled
 from exporters.options import ExportOptions, RunOptions
 from exporters.parallel import compiler_processes, side_by_side
+from exporters.preconditions import check_compiler, check_fit
 from exporters.progress import Progress, silent
 from exporters.quantize.as_stored import resolve, stored_record
 from exporters.quantize.calibrate import calibration_windows, read_calibration
@@ -87,11 +87,10 @@ def export_bundle(
         EngineError: the HTP compiler is not installed, refused a graph, or computes part of it in float.
     """
     check_target(target, force=force)
-    if options.graph_format == "onnx" and options.check_on_htp:
-        _check_compiler()
+    check_compiler(options)
     checkpoint = checkpoint.limited(options.max_attention_window)
     options = replace(options, recipe=resolve(options.recipe, checkpoint))
-    _check_fit(checkpoint, options)
+    check_fit(checkpoint, options)
     channels = outlier_channels(checkpoint.spec, checkpoint.tensor) if options.recipe.splits_channels else []
     checkpoint = checkpoint.split(channels)
     spec, context = checkpoint.spec, options.contexts[-1]
@@ -185,46 +184,6 @@ def export_bundle(
     if not run.keep_stages:
         store.remove(keys)
     return manifest
-
-
-def _check_compiler() -> None:
-    """Raise before any work if the last step needs a compiler that is not installed.
-
-    Raises:
-        EngineError: the compiler is missing; the fix names the option to skip it.
-    """
-    try:
-        qnn.compiler()
-    except EngineError as error:
-        fix = f"{error.fix}. Or export without the check: --skip-htp-check"
-        raise EngineError("HTP check", got=error.got, expected=error.expected, fix=fix) from None
-
-
-def _check_fit(checkpoint: Checkpoint, options: ExportOptions) -> None:
-    """Reject options that do not fit this checkpoint.
-
-    Raises:
-        UsageError: naming the option.
-    """
-    spec, context = checkpoint.spec, options.contexts[-1]
-    windows = spec.windows_in(context)
-    if too_narrow := [window for window in windows if window is not None and window <= max(options.ar)]:
-        raise UsageError(
-            "attention window" if not options.max_attention_window else "--max-attention-window",
-            got=too_narrow[0],
-            expected=f"more than the largest AR, {max(options.ar)}",
-            fix="Use a wider window, or a smaller --ar.",
-        )
-    if context > spec.max_positions:
-        raise UsageError(
-            "--context",
-            got=context,
-            expected=f"at most {spec.bound_by} = {spec.max_positions} of the checkpoint",
-            fix=f"Use --context {spec.max_positions // max(options.ar) * max(options.ar)}.",
-        )
-    options.recipe.check(spec)
-    if options.graph_format == "tflite":
-        check_tflite(checkpoint)
 
 
 def _calibration_tokens(

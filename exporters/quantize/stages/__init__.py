@@ -3,8 +3,8 @@
 from exporters.quantize.stages.binaries import FinishedBinaries
 from exporters.quantize.stages.checks import Checks
 from exporters.quantize.stages.keys import stage_keys
-from exporters.quantize.stages.resumable import StagedMatrices, quantize_in_stages
-from exporters.quantize.stages.stage import Stage
+from exporters.quantize.stages.resumable import quantize_in_stages
+from exporters.quantize.stages.stage import Stage, StagedMatrices
 from exporters.quantize.stages.store import StageStore, stage_store
 
 __all__ = [

@@ -10,19 +10,9 @@ from numpy.typing import NDArray
 from exporters.quantize.matrices import Quantizer
 from exporters.quantize.recipe import Recipe
 from exporters.quantize.reference import Tensors
-from exporters.quantize.stages.stage import Stage
+from exporters.quantize.stages.stage import Stage, StagedMatrices
 from exporters.quantize.stages.store import StageStore
-from quant import QuantizedWeight, Range
-
-
-class StagedMatrices:
-    """The quantized matrices of a decoder by name, read from their stages on access."""
-
-    def __init__(self, stages: Sequence[Stage]) -> None:
-        self._stages = {name: stage for stage in stages for name in stage.names}
-
-    def __getitem__(self, key: str) -> QuantizedWeight:
-        return self._stages[key].matrix(key)
+from quant import Range
 
 
 def quantize_in_stages(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -129,3 +129,13 @@ class Stage:
         values = np.empty(place.shape, place.dtype)
         self._file.readinto(values.data)  # type: ignore[attr-defined]
         return values
+
+
+class StagedMatrices:
+    """The quantized matrices of a decoder by name, read from their stages on access."""
+
+    def __init__(self, stages: Sequence[Stage]) -> None:
+        self._stages = {name: stage for stage in stages for name in stage.names}
+
+    def __getitem__(self, key: str) -> QuantizedWeight:
+        return self._stages[key].matrix(key)

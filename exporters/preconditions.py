@@ -1,0 +1,51 @@
+"""What must hold before an export starts."""
+
+from __future__ import annotations
+
+from edgekv.errors import EngineError, UsageError
+from edgekv.runtime import qnn
+from exporters.checkpoint.checkpoint import Checkpoint
+from exporters.graphs.tflite.limits import check_tflite
+from exporters.options import ExportOptions
+
+
+def check_compiler(options: ExportOptions) -> None:
+    """Raise before any work if the last step needs a compiler that is not installed.
+
+    Raises:
+        EngineError: the compiler is missing; the fix names the option to skip it.
+    """
+    if options.graph_format != "onnx" or not options.check_on_htp:
+        return
+    try:
+        qnn.compiler()
+    except EngineError as error:
+        fix = f"{error.fix}. Or export without the check: --skip-htp-check"
+        raise EngineError("HTP check", got=error.got, expected=error.expected, fix=fix) from None
+
+
+def check_fit(checkpoint: Checkpoint, options: ExportOptions) -> None:
+    """Reject options that do not fit this checkpoint.
+
+    Raises:
+        UsageError: naming the option.
+    """
+    spec, context = checkpoint.spec, options.contexts[-1]
+    windows = spec.windows_in(context)
+    if too_narrow := [window for window in windows if window is not None and window <= max(options.ar)]:
+        raise UsageError(
+            "attention window" if not options.max_attention_window else "--max-attention-window",
+            got=too_narrow[0],
+            expected=f"more than the largest AR, {max(options.ar)}",
+            fix="Use a wider window, or a smaller --ar.",
+        )
+    if context > spec.max_positions:
+        raise UsageError(
+            "--context",
+            got=context,
+            expected=f"at most {spec.bound_by} = {spec.max_positions} of the checkpoint",
+            fix=f"Use --context {spec.max_positions // max(options.ar) * max(options.ar)}.",
+        )
+    options.recipe.check(spec)
+    if options.graph_format == "tflite":
+        check_tflite(checkpoint)
