@@ -118,6 +118,14 @@ def small(small_export: Path, tmp_path: Path) -> Path:
     return shutil.copytree(small_export, tmp_path / "bundle")
 
 
+@pytest.fixture(scope="session")
+def talking(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random model with a chat template and a context of 512; shared, so not to be written to."""
+    from tests.serving import talking_bundle
+
+    return talking_bundle(tmp_path_factory.mktemp("talking"))
+
+
 @pytest.fixture
 def service(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[AiHub]:
     """An AI Hub on this machine, for which the client of this process is configured. Nothing else can be reached."""

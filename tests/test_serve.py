@@ -17,20 +17,15 @@ from openai import AsyncOpenAI, OpenAI
 from pydantic import BaseModel, Field
 
 import edgekv
-from tests.serving import NAME, Server, served, talking_bundle
+from tests.serving import NAME, Server, served
 
 USER: list[Any] = [{"role": "user", "content": "Hello"}]
 PROMPT = "<user>Hello</s><assistant>"
 
 
 @pytest.fixture(scope="module")
-def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return talking_bundle(tmp_path_factory.mktemp("talker"))
-
-
-@pytest.fixture(scope="module")
-def server(bundle: Path) -> Iterator[Server]:
-    with served(bundle) as server:
+def server(talking: Path) -> Iterator[Server]:
+    with served(talking) as server:
         yield server
 
 
@@ -40,9 +35,9 @@ def client(server: Server) -> OpenAI:
 
 
 @pytest.fixture(scope="module")
-def alone(bundle: Path) -> Iterator[edgekv.Model]:
+def alone(talking: Path) -> Iterator[edgekv.Model]:
     """The same bundle without a server."""
-    with edgekv.load(bundle, threads=1) as model:
+    with edgekv.load(talking, threads=1) as model:
         yield model
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 
+from edgekv.serve.errors import CANCELLED, ApiError, DisconnectedError
 from edgekv.serve.events import Event
 
 
@@ -29,11 +30,17 @@ class Channel:
                 return
 
     async def take(self) -> list[Event]:
-        """All events that have arrived, at least one."""
+        """All events that have arrived, at least one.
+
+        Raises:
+            DisconnectedError: the job was cancelled, as the client has gone.
+        """
         await self._arrived.wait()
         self._arrived.clear()
         self._is_woken = False  # before reading: an event that arrives now wakes the reader again
         taken = []
         while self._events:
-            taken.append(self._events.popleft())
+            taken.append(event := self._events.popleft())
+            if isinstance(event, ApiError) and event.code == CANCELLED:
+                raise DisconnectedError
         return taken or await self.take()

@@ -154,10 +154,10 @@ async def completions(service: Service, exchange: Exchange) -> None:
                     if request.includes_usage:
                         data += event(_encode(made([], Usage.of(end))))
                     data, is_last = data + DONE, True
+            if not begun:
+                await exchange.begin_events()
+                begun = True
             if data:
-                if not begun:
-                    await exchange.begin_events()
-                    begun = True
                 await exchange.send_events(data, more=not is_last)
             if is_last:
                 return

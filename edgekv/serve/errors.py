@@ -15,6 +15,14 @@ _TYPES = {
 }
 
 
+CANCELLED = "cancelled"
+"""The code of a job that nobody waits for any more."""
+
+
+class DisconnectedError(Exception):
+    """The client has gone, or takes nothing any more; there is nobody to answer."""
+
+
 class ErrorRecord(msgspec.Struct, frozen=True):
     """What went wrong; `param` is the field of the request."""
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any, TypeVar
 
 import msgspec
 
-from edgekv.serve.errors import ApiError, refused
+from edgekv.serve.errors import ApiError, DisconnectedError, refused
 from edgekv.serve.options import Limits
 
 Scope = MutableMapping[str, Any]
@@ -17,11 +18,8 @@ Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 T = TypeVar("T")
 
 JSON = b"application/json"
+_MISSING = re.compile("missing required field `(.+)`")
 EVENTS = b"text/event-stream; charset=utf-8"
-
-
-class DisconnectedError(Exception):
-    """The client has gone, or takes nothing any more; there is nobody to answer."""
 
 
 class Exchange:
@@ -59,9 +57,10 @@ class Exchange:
         try:
             return msgspec.json.decode(await self._body(), type=kind)
         except msgspec.ValidationError as error:
-            reason, _, place = str(error).rpartition(" - at `$")
-            param = place.rstrip("`").lstrip(".") or None
-            raise ApiError(400, f"{param or 'body'}: {reason or error}", param=param, code="invalid_type") from None
+            reason, _, place = str(error).partition(" - at `$")
+            missing = _MISSING.search(reason)
+            param = (missing[1] if missing else place.rstrip("`").lstrip(".")) or None
+            raise ApiError(400, f"{param or 'body'}: {reason}.", param=param, code="invalid_type") from None
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             fix = "Send valid JSON in UTF-8."
             raise refused("body", got=error, expected="a JSON object", fix=fix, code="invalid_json") from None

@@ -11,8 +11,8 @@ from typing import Any
 from starlette.exceptions import HTTPException
 
 from edgekv.errors import EdgeKVError
-from edgekv.serve.errors import ApiError, api_error
-from edgekv.serve.exchange import DisconnectedError, Exchange, Receive, Scope, Send
+from edgekv.serve.errors import ApiError, DisconnectedError, api_error
+from edgekv.serve.exchange import Exchange, Receive, Scope, Send
 from edgekv.serve.keys import ApiKeys
 from edgekv.serve.metrics import Metrics
 from edgekv.serve.options import LOOPBACK, ServeOptions

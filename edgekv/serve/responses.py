@@ -121,10 +121,10 @@ async def create_response(service: Service, exchange: Exchange) -> None:
                     data += reply.finish(each)
             if reply.is_finished and request.store is not False:
                 service.responses.add(exchange.salt, reply.record, (*messages, *as_messages(reply.record.output)))
+            if request.stream and not reply.has_begun:
+                await exchange.begin_events()
+                data = reply.begin() + data
             if request.stream and data:
-                if not reply.has_begun:
-                    await exchange.begin_events()
-                    data = reply.begin() + data
                 await exchange.send_events(data, more=not reply.is_finished)
             if reply.is_finished:
                 break

@@ -10,7 +10,7 @@ from time import perf_counter
 from edgekv.errors import EdgeKVError
 from edgekv.model import Model
 from edgekv.serve.channel import Channel
-from edgekv.serve.errors import ApiError, api_error
+from edgekv.serve.errors import CANCELLED, ApiError, api_error
 from edgekv.serve.job import Job, Work
 from edgekv.serve.metrics import Metrics
 from edgekv.serve.options import Limits
@@ -45,7 +45,6 @@ class Scheduler:
         self._waiting: deque[Job] = deque()
         self._running: list[Job] = []
         self._is_closed = False
-        self._has_changed = False
         self._mean_s = 1.0
         self._thread = threading.Thread(target=self._loop, name="edgekv-engine", daemon=True)
         self._thread.start()
@@ -72,8 +71,8 @@ class Scheduler:
                 raise ApiError(503, f"{_STOPPING}.", code="stopping")
             # Those that can start at once are not in the queue yet when a burst arrives.
             free = max(0, self._limits.sessions - self.running)
-            if self.queued - free >= self._limits.queue:
-                waiting = self.queued
+            waiting = self.queued - free
+            if waiting >= self._limits.queue:
                 after_s = min(60, max(1, math.ceil(self._mean_s * waiting / self._limits.sessions)))
                 message = f"queue: got {waiting} requests that wait; expected less. Try again in {after_s} s."
                 raise ApiError(429, message, code="queue_full", retry_after_s=after_s)
@@ -106,9 +105,6 @@ class Scheduler:
             self._admit()
             for job in tuple(self._running):
                 self._step(job)
-            if self._has_changed:
-                self._has_changed = False
-                self._measure()
         for job in (*self._running, *self._waiting):
             self._end(job, ApiError(503, f"{_STOPPING}.", code="stopping"))
         self._waiting.clear()
@@ -142,7 +138,7 @@ class Scheduler:
             self._end(job, _told(error))
         else:
             self._running.append(job)
-            self._has_changed = True
+            self._measure()
         return True
 
     def _step(self, job: Job) -> None:
@@ -168,7 +164,7 @@ class Scheduler:
     def _over(self, job: Job) -> ApiError | None:
         """Why a job must end before its next step."""
         if job.is_cancelled:
-            return ApiError(499, "the client has gone.", code="cancelled")
+            return ApiError(499, "the client has gone.", code=CANCELLED)
         if perf_counter() > job.deadline:
             limit = f"{self._limits.request_s:g} s"
             message = f"request: got {limit} without an end; expected less. Ask for fewer tokens."
@@ -181,7 +177,6 @@ class Scheduler:
         job.channel.put(error)
 
     def _free(self, job: Job) -> None:
-        self._has_changed = True
         if job in self._running:
             self._running.remove(job)
         try:
@@ -189,6 +184,7 @@ class Scheduler:
         finally:
             if job.slot is not None:
                 self._slots.give_back(job.slot)
+        self._measure()
 
     def _measure(self) -> None:
         """Note what the cache holds: other threads must not look at the model."""

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from edgekv.model import Model
 from edgekv.serve.channel import Channel
 from edgekv.serve.errors import ApiError, refused
-from edgekv.serve.exchange import DisconnectedError, Exchange
+from edgekv.serve.exchange import Exchange
 from edgekv.serve.form import AnswerForm
 from edgekv.serve.job import Work
 from edgekv.serve.logprobs import TokenNames
@@ -155,10 +155,6 @@ class Service:
         watcher = asyncio.create_task(watch())
         try:
             yield channel
-        except ApiError as error:
-            if error.code == "cancelled":
-                raise DisconnectedError from None
-            raise
         finally:
             watcher.cancel()
             self.scheduler.cancel(job)

@@ -1,0 +1,160 @@
+"""What a request may be: bad input gets an answer that names the field, and no client can hold the server up."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from edgekv.serve import Limits
+from tests.serving import NAME, Server, served
+
+CHAT = "/v1/chat/completions"
+COMPLETIONS = "/v1/completions"
+HELLO = {"model": NAME, "prompt": "Hello", "max_tokens": 2}
+
+
+@pytest.fixture(scope="module")
+def server(talking: Path) -> Iterator[Server]:
+    limits = Limits(body_bytes=20_000, header_bytes=4096, header_s=0.3, body_s=0.3, send_s=0.5)
+    with served(talking, limits) as server:
+        yield server
+
+
+@pytest.fixture(autouse=True)
+def still_answers(server: Server) -> Iterator[None]:
+    yield
+    assert server.post(COMPLETIONS, HELLO)[0] == 200
+
+
+def _messages(*messages: Any, **fields: Any) -> dict[str, Any]:
+    return {"model": NAME, "messages": list(messages), **fields}
+
+
+USER = {"role": "user", "content": "Hello"}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "param", "words"),
+    [
+        (CHAT, b"", 400, "body", "JSON"),
+        (CHAT, b"{", 400, "body", "JSON"),
+        (CHAT, b'{"x":' + b"[" * 9999, 400, "body", "recursion"),
+        (CHAT, b'"\\ud800"', 400, "body", "JSON"),
+        (CHAT, b'{"model": "\xff"}', 400, "body", "utf-8"),
+        (CHAT, b"null", 400, None, "body: Expected `object`, got `null`."),
+        (CHAT, {"model": NAME}, 400, "messages", "missing"),
+        (CHAT, _messages(USER, model=3), 400, "model", "Expected `str`"),
+        (CHAT, _messages(USER, model="other"), 404, "model", f"expected '{NAME}'"),
+        (CHAT, _messages(), 400, "messages", "at least one"),
+        (CHAT, _messages({"role": "king", "content": "x"}), 400, "messages[0].role", "'king'"),
+        (CHAT, _messages({"role": "user"}), 400, "messages[0].content", "text"),
+        (CHAT, _messages({"role": "user", "content": [{"type": "image_url"}]}), 400, "messages[0].content[0]", "text"),
+        (CHAT, _messages(USER, temperature="hot"), 400, "temperature", "Expected"),
+        (CHAT, _messages(USER, temperature=-1), 400, "temperature", "0, or at least"),
+        (CHAT, _messages(USER, top_p=2, temperature=1), 400, "top_p", "at most 1"),
+        (CHAT, _messages(USER, n=2), 400, "n", "expected 1"),
+        (CHAT, _messages(USER, max_tokens=0), 400, "max_new_tokens", "at least 1"),
+        (CHAT, _messages(USER, stop=["x"] * 17), 400, "stop", "at most 16"),
+        (CHAT, _messages(USER, stop=""), 400, "stop", "one character"),
+        (CHAT, _messages(USER, logit_bias={"x": 1}), 400, "logit_bias", "token ids"),
+        (CHAT, _messages(USER, logit_bias={"999999": 1}), 400, "logit_bias", "vocabulary"),
+        (CHAT, _messages(USER, top_logprobs=2), 400, "top_logprobs", "logprobs"),
+        (CHAT, _messages(USER, logprobs=True, top_logprobs=21), 400, "top_logprobs", "0 to 20"),
+        (CHAT, _messages(USER, functions=[]), 400, "functions", "not supported"),
+        (CHAT, _messages(USER, audio={}), 400, "audio", "not supported"),
+        (CHAT, _messages(USER, chat_template_kwargs={"messages": []}), 400, "chat_template_kwargs", "messages"),
+        (CHAT, _messages(USER, tools=[{"type": "code"}]), 400, "tools[0]", "function"),
+        (CHAT, _messages(USER, seed=1 << 70, temperature=1), 400, "seed", "64 bits"),
+        (COMPLETIONS, {**HELLO, "suffix": "x"}, 400, "suffix", "leave it out"),
+        (COMPLETIONS, {**HELLO, "prompt": []}, 400, "prompt", "no prompt"),
+        (COMPLETIONS, {**HELLO, "prompt": ["x", 1]}, 400, "prompt", "mixture"),
+        (COMPLETIONS, {**HELLO, "prompt": [1 << 40]}, 400, "prompt", "vocabulary"),
+        (COMPLETIONS, {**HELLO, "prompt": [[]]}, 400, "prompt", "no tokens"),
+        (COMPLETIONS, {**HELLO, "prompt": ["x", "y"], "stream": True}, 400, "prompt", "expected one"),
+        ("/v1/responses", {"model": NAME, "input": [{"type": "image"}]}, 400, "input[0].type", "function_call"),
+        ("/v1/responses", {"model": NAME, "input": "x", "background": True}, 400, "background", "not supported"),
+        ("/v1/responses", {"model": NAME, "input": "x", "tools": [{"type": "mcp"}]}, 400, "tools[0].type", "function"),
+        ("/v1/nothing", {}, 404, None, "path"),
+        ("/v1/models", {}, 405, None, "path"),
+    ],
+)
+def test_what_is_wrong_is_named(server: Server, path: str, body: Any, status: int, param: str | None, words: str):
+    found, answer = server.post(path, body)
+    error = answer["error"]
+    assert (found, error["param"]) == (status, param) and words in error["message"], error
+    assert error["type"] and "Traceback" not in error["message"]
+
+
+def test_unknown_fields_are_ignored(server: Server):
+    known = server.post(CHAT, _messages(USER, max_tokens=3))[1]["choices"]
+    ignored = {"user": "me", "metadata": {"a": "b"}, "service_tier": "auto", "nothing": [1], "store": None, "n": 1}
+    assert server.post(CHAT, _messages(USER, max_tokens=3, **ignored))[1]["choices"] == known
+
+
+def test_an_overlong_prompt_is_refused_with_its_counts(server: Server):
+    status, answer = server.post(CHAT, _messages({"role": "user", "content": "x" * 600}))
+    assert status == 400 and answer["error"]["code"] == "context_length_exceeded"
+    assert "got 621 tokens; expected at most 512" in answer["error"]["message"]
+
+
+def test_control_characters_are_text(server: Server):
+    status, answer = server.post(CHAT, _messages({"role": "user", "content": "\0\x1b[2J\ufeff\u202e"}, max_tokens=3))
+    assert status == 200 and answer["usage"]["completion_tokens"] == 3
+
+
+def test_bodies_are_limited(server: Server):
+    assert server.post(CHAT, b"x" * 20_001)[0] == 413
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+    chunk = b"1000\r\n" + b" " * 4096 + b"\r\n"
+    assert b" 413 " in server.raw(head + b"transfer-encoding: chunked\r\nconnection: close\r\n\r\n" + chunk * 6)
+    assert b" 415 " in server.raw(head.replace(b"application/json", b"text/plain") + b"connection: close\r\n\r\n")
+    assert b" 408 " in server.raw(head + b"connection: close\r\ncontent-length: 50\r\n\r\n{")
+
+
+def test_headers_are_limited(server: Server):
+    assert b" 400 " in server.raw(b"GET /health HTTP/1.1\r\nhost: localhost\r\nx: " + b"y" * 9000)
+    assert b" 400 " in server.raw(b"\x16\x03\x01\x00\x00\r\n\r\n")
+
+
+def test_slow_clients_are_cut_off(server: Server):
+    """Those that send their headers byte by byte, also after a request that was answered."""
+    request = b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n"
+    for first in (b"", request):
+        with socket.create_connection(("127.0.0.1", server.port), timeout=10) as slow:
+            slow.sendall(first)
+            if first:
+                while b'"ok"' not in slow.recv(4096):
+                    pass
+            slow.sendall(b"GET")
+            assert _is_closed(slow)
+
+
+def test_a_client_that_takes_nothing_is_cut_off(talking: Path):
+    """Its request ends, and its connection too."""
+    with served(talking, Limits(send_s=0.3, stored_responses=1)) as server:
+        server.serving._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        body = msgspec.json.encode({**HELLO, "max_tokens": 400, "ignore_eos": True, "stream": True, "logprobs": 20})
+        head = "POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+        with socket.socket() as deaf:
+            deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+            deaf.connect(("127.0.0.1", server.port))
+            request = f"{head}content-length: {len(body)}\r\n\r\n".encode() + body
+            deaf.sendall(request)
+            end = time.monotonic() + 30
+            while "edgekv_disconnects_total 1" not in server.get("/metrics"):
+                assert time.monotonic() < end
+                time.sleep(0.05)
+        assert server.post(COMPLETIONS, HELLO)[0] == 200
+
+
+def _is_closed(connection: socket.socket) -> bool:
+    try:
+        return connection.recv(1) == b""
+    except ConnectionResetError:
+        return True

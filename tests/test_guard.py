@@ -1,0 +1,94 @@
+"""Who may use a server: API keys, hosts, origins."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from edgekv.errors import UsageError
+from edgekv.serve import Limits, ServeOptions
+from edgekv.serve.keys import ApiKeys, read_keys
+from tests.serving import Server, served
+
+GET = "GET {} HTTP/1.1\r\nhost: {}\r\nconnection: close\r\n{}\r\n"
+
+
+def _status(server: Server, path: str = "/v1/models", host: str = "localhost", header: str = "") -> int:
+    return int(server.raw(GET.format(path, host, header and header + "\r\n").encode()).split()[1])
+
+
+def test_a_key_is_needed_if_there_are_some(talking: Path, capfd: pytest.CaptureFixture[str]):
+    with served(talking, keys=("right", "other")) as server:
+        assert _status(server) == 401 and _status(server, "/metrics") == 401
+        assert _status(server, "/health") == 200
+        for wrong in ("Bearer wrong", "Bearer ", "right", "Basic right", "Bearer right2", "Bearer \xff"):
+            assert _status(server, header=f"authorization: {wrong}") == 401
+        for right in ("Bearer right", "bearer other"):
+            assert _status(server, header=f"authorization: {right}") == 200
+        assert "right" not in server.get("/health") + repr(server.serving.service.scheduler)
+    printed = capfd.readouterr()
+    assert "right" not in printed.out + printed.err
+
+
+def test_salts_tell_keys_apart_and_do_not_tell_them():
+    keys = ApiKeys(["one", "two"])
+    salts = {keys.salt(b"Bearer one"), keys.salt(b"Bearer two")}
+    assert len(salts) == 2 and None not in salts and not any("one" in (salt or "") for salt in salts)
+    assert keys.salt(None) is None and ApiKeys([]).are_required is False
+    assert "secret" not in repr(ServeOptions(keys=("secret",)))
+
+
+def test_a_file_of_keys(tmp_path: Path):
+    path = tmp_path / "keys"
+    path.write_text("# mine\nfirst\n\n second \n")
+    assert read_keys(path) == ("first", "second")
+    for content, found in (("", "no key"), ("a b", "other characters"), ("\u00e9", "other characters")):
+        path.write_text(content)
+        with pytest.raises(UsageError, match=found):
+            read_keys(path)
+    with pytest.raises(UsageError, match="a file of API keys"):
+        read_keys(tmp_path / "none")
+
+
+def test_a_foreign_page_cannot_reach_a_local_server(talking: Path):
+    """Neither under a name of its own that resolves to this machine, nor by asking across origins."""
+    with served(talking) as server:
+        assert _status(server, host="evil.example") == 403 and _status(server, host="") == 403
+        for host in ("127.0.0.1", f"localhost:{server.port}", "[::1]:80", "LOCALHOST"):
+            assert _status(server, host=host) == 200
+        answer = server.raw(GET.format("/v1/models", "localhost", "origin: http://evil.example\r\n").encode())
+        assert b"access-control" not in answer.lower()
+
+
+def test_an_origin_that_is_allowed(talking: Path):
+    with served(talking, origins=("http://page.example",), keys=("k",)) as server:
+        for origin, is_allowed in (("http://page.example", True), ("http://evil.example", False)):
+            head = f"OPTIONS /v1/models HTTP/1.1\r\nhost: localhost\r\norigin: {origin}\r\nconnection: close\r\n"
+            answer = server.raw(f"{head}access-control-request-method: GET\r\n\r\n".encode())
+            assert (b"access-control-allow-origin: " + origin.encode() in answer) is is_allowed
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--port", "70000"], "port: got 70000"),
+        (["--max-sessions", "0"], "sessions: got 0"),
+        (["--timeout", "0"], "request_s: got 0"),
+        (["--cache-budget", "lots"], "memory budget: got 'lots'"),
+        (["--api-key-file", "nowhere"], "nowhere: got No such file"),
+        (["--host", "no.such.host.invalid"], "address: got no.such.host.invalid"),
+    ],
+)
+def test_options_are_checked(talking: Path, options: list[str], words: str):
+    command = [sys.executable, "-m", "edgekv", "serve", str(talking), *options]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2 and words in done.stderr and "Traceback" not in done.stderr
+
+
+def test_limits_are_checked():
+    for wrong in ({"queue": 0}, {"send_s": float("nan")}, {"header_s": float("inf")}):
+        with pytest.raises(UsageError):
+            Limits(**wrong)  # type: ignore[arg-type]

@@ -1,0 +1,234 @@
+"""Conversations that share a model: turns, reuse, limits, clients that leave."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+import edgekv
+from edgekv.serve import Limits
+from edgekv.session import ByteBudget
+from tests.serving import NAME, Server, served
+
+LONG: dict[str, Any] = {"model": NAME, "max_tokens": 400, "extra_body": {"ignore_eos": True}}
+
+
+def _ask(server: Server, prompt: str, key: str = "none", **options: Any) -> Any:
+    return server.client(key).completions.create(**{"model": NAME, "prompt": prompt, "max_tokens": 8, **options})
+
+
+def _cached(answer: Any) -> int:
+    return int(answer.usage.prompt_tokens_details.cached_tokens)
+
+
+def _metric(server: Server, name: str) -> float:
+    (line,) = [line for line in server.get("/metrics").splitlines() if line.startswith(f"edgekv_{name} ")]
+    return float(line.split()[1])
+
+
+def _until(is_so: Callable[[], bool]) -> None:
+    end = time.monotonic() + 30
+    while not is_so():
+        assert time.monotonic() < end
+        time.sleep(0.005)
+
+
+class Gate:
+    """Lets the engine's thread run a number of steps, so that what a test sees does not depend on time.
+
+    Attributes:
+        steps: the generation of each step, in order.
+    """
+
+    def __init__(self) -> None:
+        self.steps: list[Any] = []
+        self._allowed = threading.Semaphore(0)
+        self._is_open = threading.Event()
+
+    def allow(self, steps: int) -> None:
+        self._allowed.release(steps)
+
+    def open(self) -> None:
+        self._is_open.set()
+        self._allowed.release()
+
+    def wait(self, generation: Any) -> None:
+        if not self._is_open.is_set():
+            assert self._allowed.acquire(timeout=30)
+        self.steps.append(generation)
+
+
+@contextmanager
+def _gate() -> Iterator[Gate]:
+    gate, real = Gate(), edgekv.session.Generation.__next__
+
+    def step(generation: Any) -> Any:
+        gate.wait(generation)
+        return real(generation)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(edgekv.session.Generation, "__next__", step)
+        try:
+            yield gate
+        finally:
+            gate.open()
+
+
+def _jobs(server: Server) -> int:
+    return server.serving.service.scheduler.running + server.serving.service.scheduler.queued
+
+
+@pytest.fixture(scope="module")
+def server(talking: Path) -> Iterator[Server]:
+    with served(talking, Limits(sessions=3, queue=2)) as server:
+        yield server
+
+
+def test_requests_take_turns_token_by_token(server: Server):
+    """A short one ends while a long one that came first goes on."""
+    ended: list[str] = []
+
+    def ask(prompt: str, tokens: int) -> None:
+        _ask(server, prompt, max_tokens=tokens, extra_body={"ignore_eos": True})
+        ended.append(prompt)
+
+    with _gate() as gate:
+        threads = [threading.Thread(target=ask, args=each) for each in (("Once", 200), ("Twice", 20))]
+        for at, thread in enumerate(threads):
+            thread.start()
+            _until(lambda at=at: _jobs(server) == at + 1)
+        gate.allow(60)
+        threads[1].join()
+        assert ended == ["Twice"]
+        gate.open()
+        threads[0].join()
+    long = gate.steps[0]
+    turns = [step is long for step in gate.steps]
+    start = turns.index(False)
+    assert turns[start : start + 39] == [False, True] * 19 + [False] and all(turns[start + 39 :])
+
+
+def test_a_client_that_leaves_ends_its_request_within_a_step(server: Server):
+    scheduler, disconnects = server.serving.service.scheduler, _metric(server, "disconnects_total")
+    with _gate() as gate:
+        gate.allow(3)
+        stream = server.client().completions.create(prompt="Leaving", stream=True, **LONG)
+        _until(lambda: len(gate.steps) == 3)
+        (job,) = scheduler._running
+        stream.close()
+        _until(lambda: job.is_cancelled)
+        gate.open()
+        _until(lambda: _metric(server, "requests_running") == 0)
+    assert len(gate.steps) <= 4 and _metric(server, "sessions_busy") == 0
+    _until(lambda: _metric(server, "disconnects_total") == disconnects + 1)
+
+
+def test_the_next_turn_computes_its_new_tokens_alone(server: Server):
+    first = _ask(server, "A first turn of some length")
+    tokens = server.model.encode("A first turn of some length")
+    again = _ask(server, f"A first turn of some length{first.choices[0].text} and a second")
+    assert _cached(again) >= len(tokens)
+    assert _cached(_ask(server, "A first turn of some length")) == len(tokens) - 1
+
+
+def test_the_queue_is_limited(server: Server):
+    """Three run, two wait, and the next one is told when to come back."""
+    with _gate() as gate:
+        answers: list[Any] = []
+        ask = [threading.Thread(target=lambda: answers.append(_ask(server, "Wait"))) for _ in range(5)]
+        for thread in ask:
+            thread.start()
+        _until(lambda: _jobs(server) == 5)
+        with pytest.raises(openai.RateLimitError, match="queue: got 2 requests that wait") as refused:
+            _ask(server, "Too many")
+        assert int(refused.value.response.headers["retry-after"]) >= 1
+        gate.open()
+        for thread in ask:
+            thread.join()
+    assert len(answers) == 5 and len({answer.choices[0].text for answer in answers}) == 1
+
+
+def test_a_request_that_waits_can_leave(server: Server):
+    with _gate() as gate:
+        busy = [threading.Thread(target=lambda: _ask(server, "Busy")) for _ in range(3)]
+        for thread in busy:
+            thread.start()
+        _until(lambda: _jobs(server) == 3)
+        with pytest.raises(openai.APITimeoutError):
+            server.client().with_options(timeout=0.3).completions.create(model=NAME, prompt="Waits")
+        gate.open()
+        for thread in busy:
+            thread.join()
+    _until(lambda: _jobs(server) == 0)
+
+
+def test_a_request_has_a_time_limit(talking: Path):
+    with served(talking, Limits(request_s=0.05)) as server:
+        real = edgekv.session.Generation.__next__
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(edgekv.session.Generation, "__next__", lambda each: (time.sleep(0.03), real(each))[1])
+            with pytest.raises(openai.InternalServerError, match="without an end") as ended:
+                _ask(server, "Endless", **LONG)
+        assert ended.value.status_code == 504
+        _until(lambda: _metric(server, "sessions_busy") == 0)
+
+
+def test_prefixes_never_cross_keys(talking: Path):
+    with served(talking, keys=("first-key", "second-key")) as server:
+        prompt = "A secret of the first key, of more than a block of tokens of the prefix cache"
+        assert _cached(_ask(server, prompt, "first-key")) == 0
+        assert _cached(_ask(server, prompt, "second-key")) == 0
+        assert _cached(_ask(server, prompt, "first-key")) > 0
+        mine = server.client("first-key").responses.create(model=NAME, input="Hello", max_output_tokens=2)
+        with pytest.raises(openai.NotFoundError):
+            server.client("second-key").responses.retrieve(mine.id)
+
+
+def test_a_prefix_outlives_the_server(talking: Path, tmp_path: Path):
+    prompt = "A conversation that goes on tomorrow, of more than a block of tokens"
+    with served(talking, prefix_cache=tmp_path / "prefixes") as server:
+        text = _ask(server, prompt).choices[0].text
+    with served(talking, prefix_cache=tmp_path / "prefixes") as server:
+        answer = _ask(server, prompt)
+        assert _cached(answer) == len(server.model.encode(prompt)) - 1 and answer.choices[0].text == text
+
+
+def test_caches_stay_within_the_budget(talking: Path):
+    with served(talking) as server:
+        _ask(server, "One")
+        size = int(_metric(server, "session_bytes"))
+    with served(talking, budget=ByteBudget(2 * size + 1)) as server:
+        texts = [_ask(server, f"{at} is a conversation").choices[0].text for at in range(6)]
+        assert _metric(server, "sessions") == 2 and _metric(server, "session_bytes") == 2 * size
+        assert texts == [_ask(server, f"{at} is a conversation").choices[0].text for at in range(6)]
+    with served(talking, budget=ByteBudget(size - 1)) as server:
+        with pytest.raises(openai.InternalServerError, match="memory budget") as refused:
+            _ask(server, "One")
+        assert refused.value.status_code == 503
+
+
+def test_requests_end_with_the_server(talking: Path):
+    answers: list[Any] = []
+
+    def ask(server: Server) -> None:
+        try:
+            _ask(server, "Until the end", **LONG)
+        except openai.InternalServerError as error:
+            answers.append(error.status_code)
+
+    with served(talking) as server, _gate() as gate:
+        thread = threading.Thread(target=ask, args=(server,))
+        thread.start()
+        _until(lambda: _jobs(server) == 1)
+        server.serving.stop()
+        _until(lambda: server.serving.service.scheduler._is_closed)
+        gate.open()
+        thread.join()
+    assert answers == [503]
