@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,10 @@ import pytest
 
 import edgekv
 from edgekv.bundle import Bundle, GraphRecord, open_bundle
+from edgekv.cli import run
 from edgekv.errors import UsageError
 from edgekv.runtime import CpuEngine, CpuMode, make_engine
+from edgekv.runtime.cpu_instructions import multiplies_integers
 from edgekv.runtime.merge import rendered_graph
 from edgekv.runtime.merge.matrices import read_matrix
 from tests.checkpoints import ARCHITECTURES, write_checkpoint
@@ -116,7 +119,7 @@ def test_a_matrix_is_read_and_packed_exactly(bits: int) -> None:
     packed = matrix.packed()
     if bits == 4:
         packed = np.stack([packed & 15, packed >> 4], axis=-1).reshape(columns, rows // block, block)
-    unpacked = (packed.astype(np.float32) - half) * matrix.scales.T[:, :, None]
+    unpacked = (packed.astype(np.float32) - half) * matrix.scales()[:, :, None]
     wanted = integers * np.repeat(factors.astype(np.float32) * steps, block, axis=0)
     assert np.array_equal(unpacked.reshape(columns, rows).T, wanted)
 
@@ -190,3 +193,53 @@ def test_a_mode_that_does_not_exist_is_refused_by_name(small: Path) -> None:
 def test_only_the_cpu_has_modes(small: Path) -> None:
     with pytest.raises(UsageError, match="cpu_mode: got fast with the engine htp"):
         make_engine("htp", bundle=open_bundle(small), cpu_mode="fast")
+
+
+def test_more_threads_than_processors_are_refused_by_name(small: Path) -> None:
+    with pytest.raises(UsageError, match=r"threads: got 1000; expected 1 to [0-9]+, the processors"):
+        make_engine("cpu", bundle=open_bundle(small), threads=1000)
+
+
+@pytest.mark.skipif(not multiplies_integers(), reason="no VNNI: prefill multiplies in blocks")
+def test_prefill_multiplies_integers_of_8_bits(small: Path, kept: Path) -> None:
+    """All matrices but the head, which reads one row; their activations have 16 bits in two parts."""
+    layers = open_bundle(small).manifest.model.layers
+    ops = [node.op_type for node in _rendered(small / "ar8_cl64.onnx").graph.node]
+    assert ops.count("MatMulNBits") == 1 and ops.count("DynamicQuantizeLinear") == 4 * layers
+    assert ops.count("MatMulIntegerToFloat") >= 2 * 4 * layers
+    assert "MatMulIntegerToFloat" not in [node.op_type for node in _rendered(small / "ar1_cl64.onnx").graph.node]
+
+
+def test_factors_of_blocks_fit_into_8_bits_exactly_or_are_refused() -> None:
+    random = np.random.default_rng(0)
+    integers = random.integers(-8, 8, (64, 3)).astype(np.int8)
+    factors = random.integers(1, 17, (2, 3)).astype(np.uint8)
+    matrix = read_matrix(_dequantized(integers, factors, np.ones(3, np.float32), 4, 32))
+    assert matrix is not None
+    assert np.array_equal(matrix.wide(), integers.astype(np.int32) * np.repeat(factors, 32, axis=0))
+    integers[0, 0], factors[0, 0] = 7, 19  # 133
+    large = read_matrix(_dequantized(integers, factors, np.ones(3, np.float32), 4, 32))
+    assert large is not None and large.wide() is None
+
+
+@pytest.mark.slow
+def test_eval_tells_a_modes_agreement_with_emulate(bundle: Path, embedded: Path, capsys: Any) -> None:
+    asked = ["eval", str(bundle), "--text", str(embedded / "heldout.txt"), "--tokens", "508", "--json"]
+    found = {}
+    for mode in ("exact16", "fast"):
+        assert run([*asked, "--cpu-mode", mode]) == 0
+        result = json.loads(capsys.readouterr().out)
+        assert (result["engine"], result["agreement"]["mode"]) == (f"cpu-{mode}", mode)
+        assert result["perplexity"] <= 1.01 * result["reference_perplexity"]
+        found[mode] = result["agreement"]
+    assert found["exact16"]["kl_nats"] < found["fast"]["kl_nats"] < 0.01
+    assert found["exact16"]["top1_agreement"] > 0.98 and found["fast"]["top1_agreement"] > 0.95
+    assert run(asked) == 0
+    assert json.loads(capsys.readouterr().out)["agreement"] is None
+
+
+def test_eval_measures_layers_in_emulate_only(small: Path, tmp_path: Path, capsys: Any) -> None:
+    (tmp_path / "text").write_text("some text " * 50)
+    asked = ["eval", str(small), "--text", str(tmp_path / "text"), "--layers", "--cpu-mode", "fast"]
+    assert run(asked) == 2
+    assert "--cpu-mode: got fast with --layers" in capsys.readouterr().err

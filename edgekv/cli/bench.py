@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from edgekv.cli.engine_options import CpuModeOption
 from edgekv.cli.numbers import parse_numbers
 from edgekv.cli.output import print_json
 
@@ -33,6 +34,7 @@ def bench(
     threads: Annotated[
         int | None, typer.Option(help="Threads of an engine on the CPU.", show_default="all cores")
     ] = None,
+    cpu_mode: CpuModeOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Measure prefill, decode, and the time to the first token.
@@ -48,7 +50,9 @@ def bench(
     from edgekv.prefix import StoreConfig
 
     plan = BenchPlan(prompts or DEFAULT_PROMPT_TOKENS, new or DEFAULT_NEW_TOKENS, depths, repetitions)
-    with load(bundle, engine, kv_update=kv_update, threads=threads, prefix_cache=StoreConfig()) as model:
+    with load(
+        bundle, engine, kv_update=kv_update, threads=threads, cpu_mode=cpu_mode, prefix_cache=StoreConfig()
+    ) as model:
         chosen = default_plan(model, plan)
         report = run_bench(model, chosen, threads, lambda result: None)
     if as_json:

@@ -11,6 +11,7 @@ import onnxruntime as ort
 from edgekv.bundle import Bundle, GraphFormat
 from edgekv.errors import EngineError, UsageError
 from edgekv.runtime.binding import Binding, MemoryBinding
+from edgekv.runtime.cpu_instructions import processors
 from edgekv.runtime.cpu_mode import CpuMode
 from edgekv.runtime.merge import merged_bytes, rendered_graph
 
@@ -34,6 +35,15 @@ class CpuEngine:
 
     @classmethod
     def open(cls, bundle: Bundle, threads: int | None) -> CpuEngine:
+        """An engine in the mode `emulate`.
+
+        Raises:
+            UsageError: more threads than this process may use.
+        """
+        most = processors()
+        if threads is not None and threads > most:
+            fix = "Leave --threads out for all of them; no mode is faster with more."
+            raise UsageError("threads", got=threads, expected=f"1 to {most}, the processors", fix=fix)
         return cls(threads)
 
     def __post_init__(self) -> None:
@@ -83,6 +93,8 @@ class CpuEngine:
         options.log_severity_level = _ERROR
         # Otherwise weights are dequantized in every step: no kernel multiplies u16 activations.
         options.add_session_config_entry("session.disable_quant_qdq", "1")
+        # Threads wait actively within a step, not between steps.
+        options.add_session_config_entry("session.force_spinning_stop", "1")
         if self.threads is not None:
             options.intra_op_num_threads = self.threads
         options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(weights))

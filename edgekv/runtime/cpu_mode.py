@@ -10,7 +10,7 @@ CpuMode: TypeAlias = Literal["emulate", "exact16", "fast"]
 
 - `emulate`: every result is rounded as on the HTP.
 - `exact16`: the bundle's integers as weights; activations are float, and have 16 bits where weights multiply them.
-- `fast`: as `exact16`, with 8 bits there.
+- `fast`: as `exact16`, with 8 bits in steps of few tokens, such as decode steps.
 
 Keys and values have the bundle's type in all modes.
 """

@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from edgekv.cli.engine_options import CpuModeOption
 from edgekv.errors import UsageError
 
 _NEEDED = ("starlette", "uvicorn")
@@ -38,6 +39,7 @@ def serve(
         Path | None,
         typer.Option(help="Accepted API keys, one a line; prefixes are never shared across keys.", show_default="none"),
     ] = None,
+    cpu_mode: CpuModeOption = None,
     cors: Annotated[
         list[str] | None,
         typer.Option(help="Web origin whose pages may call the API; repeatable.", show_default="none"),
@@ -67,7 +69,12 @@ def serve(
     )
     mode = Adaptive(parse_budget(cache_budget))
     with load(
-        bundle, engine, threads=threads, cache_mode=mode, prefix_cache=StoreConfig(disk_folder=prefix_cache)
+        bundle,
+        engine,
+        threads=threads,
+        cpu_mode=cpu_mode,
+        cache_mode=mode,
+        prefix_cache=StoreConfig(disk_folder=prefix_cache),
     ) as model:
         serving = Serving(model, options)
         typer.echo(f"{serving.url}/v1 serves {serving.service.name}")

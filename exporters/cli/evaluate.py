@@ -9,7 +9,9 @@ import msgspec
 import typer
 
 import edgekv
+from edgekv.cli.engine_options import CpuModeOption
 from edgekv.cli.output import print_json
+from edgekv.errors import UsageError
 from edgekv.runtime import make_engine
 from edgekv.text_file import read_text_file
 from exporters.checkpoint.folded import transformed_as
@@ -29,6 +31,7 @@ def eval_(
     bundle: Annotated[Path, typer.Argument(help="A bundle's folder.")],
     text: Annotated[Path, typer.Option("--text", help="A UTF-8 text file.")],
     engine: Annotated[str, typer.Option(help="Engine: cpu or htp; litert or tflite for TFLite graphs.")] = "cpu",
+    cpu_mode: CpuModeOption = None,
     tokens: Annotated[int, typer.Option(min=1, help="Maximum number of tokens to evaluate.")] = 4096,
     word_perplexity: Annotated[
         bool,
@@ -57,7 +60,8 @@ def eval_(
     """Compare a bundle with the float32 reference of its checkpoint.
 
     Reports perplexity, top-1 agreement and SQNR on a text. --layers shows where the error arises; --suggest-recipe
-    writes a recipe that spends a few more bytes where they reduce it most.
+    writes a recipe that spends a few more bytes where they reduce it most. With --cpu-mode exact16 or fast it also
+    reports that mode's agreement with emulate.
     """
     content = read_text_file(text, "--text")
     budget = parse_budget("--size-budget", size_budget)
@@ -65,7 +69,17 @@ def eval_(
         check_recipe_path(suggest_recipe)
     if html is not None:
         check_page_path(html)
-    model = edgekv.load(bundle, engine=engine)
+    by_layer = layers or html is not None or suggest_recipe is not None
+    is_rendered = cpu_mode not in (None, "emulate")
+    if is_rendered and by_layer:
+        raise UsageError(
+            "--cpu-mode",
+            got=f"{cpu_mode} with --layers, --html or --suggest-recipe",
+            expected="emulate, the only mode with the bundle's own results",
+            fix="Leave it out.",
+        )
+    model = edgekv.load(bundle, engine=engine, cpu_mode=cpu_mode)
+    emulated = edgekv.load(model.bundle) if is_rendered else None
     manifest = model.bundle.manifest
     source = open_source(manifest, checkpoint)
     report = proposal = pages = None
@@ -76,7 +90,7 @@ def eval_(
     else:
         windows = [Window.of(each) for each in evaluation_windows(source, content, manifest, tokens)]
     with shown() as progress:
-        if layers or html is not None or suggest_recipe is not None:
+        if by_layer:
             tensors = transformed_as(model.bundle, source)
             if suggest_recipe is not None:
                 inputs = [window.inputs for window in windows]
@@ -85,7 +99,9 @@ def eval_(
             report = measure_layers(model.bundle, runner, tensors, windows, text.name, progress, pages=pages)
             report, result = msgspec.structs.replace(report, proposal=proposal), report.evaluation
         else:
-            result = evaluate_windows(model, source, windows, text.name, pages=pages, progress=progress)
+            result = evaluate_windows(
+                model, source, windows, text.name, pages=pages, emulated=emulated, progress=progress
+            )
     if html is not None and report is not None:
         write_page(html, model.bundle, report)
     if proposal is not None and suggest_recipe is not None:

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Protocol
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -14,7 +15,7 @@ from edgekv.bundle import Manifest
 from edgekv.errors import CheckpointError
 from exporters.checkpoint.checkpoint import Checkpoint
 from exporters.checkpoint.lora import AdapterChoice
-from exporters.inspect.tally import Evaluation, Tally
+from exporters.inspect.tally import Evaluation, ModeAgreement, Tally
 from exporters.inspect.wikitext import Pages, Window
 from exporters.progress import Progress, silent
 from exporters.quantize.calibrate import token_windows
@@ -80,17 +81,30 @@ def evaluate_windows(
     *,
     reference: Logits | None = None,
     pages: Pages | None = None,
+    emulated: edgekv.Model | None = None,
     progress: Progress = silent,
 ) -> Evaluation:
-    """Like `evaluate`, for windows; `pages` are those that they are of, for their word perplexity."""
-    tally = Tally()
+    """Like `evaluate`, for windows; `pages` are those that they are of, for their word perplexity.
+
+    With `emulated`, the bundle in the mode `emulate`, the model's agreement with it is measured too.
+    """
+    tally, against = Tally(), Tally()
     exact = reference or Reference(checkpoint, model.bundle.manifest.context)
     logits = exact.logits([window.inputs for window in windows])
     for done, (window, expected) in enumerate(zip(windows, logits, strict=True)):
         progress("evaluate", done, len(windows))
-        tally.add(window, expected, model.score(window.inputs.tolist()))
+        tally.add(window, expected, actual := model.score(window.inputs.tolist()))
+        if emulated is not None:
+            against.add(window, emulated.score(window.inputs.tolist()), actual)
     progress("evaluate", len(windows), len(windows))
-    return tally.evaluation(model.engine, text_name, pages)
+    result = tally.evaluation(model.engine, text_name, pages)
+    if emulated is None:
+        return result
+    compared = against.evaluation(model.engine, text_name)
+    agreement = ModeAgreement(
+        mode=model.engine.removeprefix("cpu-"), kl_nats=compared.kl_nats, top1_agreement=compared.top1_agreement
+    )
+    return msgspec.structs.replace(result, agreement=agreement)
 
 
 def evaluation_windows(checkpoint: Checkpoint, text: str, manifest: Manifest, tokens: int) -> list[NDArray[np.int64]]:

@@ -40,6 +40,10 @@ def figures(result: Evaluation) -> list[Figure]:
             "SQNR", f"{result.token_sqnr_db:.1f} dB", f" per token, {result.least_token_sqnr_db:.1f} at least{first}"
         ),
     ]
+    if (mode := result.agreement) is not None:
+        found.append(
+            Figure(f"{mode.mode}, emulate", f"{mode.kl_nats:.5f}", f" nats a token, top-1 {mode.top1_agreement:.2%}")
+        )
     if (words := result.words) is not None:
         ratio = f", {words.ratio:.5f} +- {words.ratio_error:.5f} x reference"
         found += [

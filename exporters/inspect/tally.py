@@ -15,6 +15,20 @@ _TINY = 1e-30
 _ROWS = 64  # tokens at a time: probabilities are float64
 
 
+class ModeAgreement(msgspec.Struct, frozen=True, kw_only=True):
+    """How far a mode of the CPU engine is from `emulate`, over all predicted tokens.
+
+    Attributes:
+        mode: the mode.
+        kl_nats: mean Kullback-Leibler divergence of the next-token distribution in `emulate` from that in the mode.
+        top1_agreement: share of positions with the same most likely token.
+    """
+
+    mode: str
+    kl_nats: float
+    top1_agreement: float
+
+
 class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
     """Teacher-forced metrics over all predicted tokens.
 
@@ -33,6 +47,7 @@ class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
         engine: name of the engine.
         text: name of the text.
         words: WikiText word perplexity, if it was asked for.
+        agreement: with the mode `emulate`, if the engine computed in another one.
     """
 
     tokens: int
@@ -49,6 +64,7 @@ class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
     text: str
     first_sqnr_db: float | None = None
     words: WordPerplexity | None = None
+    agreement: ModeAgreement | None = None
 
 
 class Tally:

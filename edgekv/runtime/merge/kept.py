@@ -11,6 +11,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from edgekv.bundle import FileHashes, atomic_file, file_hashes
+from edgekv.runtime.cpu_instructions import multiplies_integers
 from edgekv.runtime.cpu_mode import RenderedMode
 from edgekv.system import MIB, cache_folder, read_file, sha256_of
 
@@ -61,7 +62,7 @@ def rendered_graph(graph: Path, mode: RenderedMode) -> Iterator[tuple[bytes, Pat
     folder = cache_folder() / RENDERED
     with file_hashes() as hashes:
         beside = sorted(path for path in graph.parent.iterdir() if path.suffix in _EXTERNAL_SUFFIXES)
-        kept = folder / f"{_key(mode, *map(hashes.sha256_of, (graph, *beside)))}.onnx"
+        kept = folder / f"{_key(mode, str(multiplies_integers()), *map(hashes.sha256_of, (graph, *beside)))}.onnx"
         content = _read_rendered(kept, hashes)
     if content is None:
         with suppress(OSError):

@@ -58,7 +58,7 @@ class PackMatrices(ir.passes.InPlacePass):
     def _constants(self, graph: ir.Graph, name: str, matrix: IntegerMatrix) -> tuple[ir.Value, ir.Value]:
         """The packed integers and their scales."""
         integers = self._weights.constant(f"{name}.integers", matrix.packed())
-        scales = self._weights.constant(f"{name}.scales", matrix.scales.T.reshape(-1))
+        scales = self._weights.constant(f"{name}.scales", matrix.scales().reshape(-1))
         graph.register_initializer(integers)
         graph.register_initializer(scales)
         return integers, scales

@@ -7,17 +7,20 @@ from pathlib import Path
 import onnx
 import onnx_ir as ir
 
+from edgekv.runtime.cpu_instructions import multiplies_integers
 from edgekv.runtime.cpu_mode import RenderedMode
 from edgekv.runtime.merge.float_activations import FloatActivations
 from edgekv.runtime.merge.fuse_heads import FuseHeads
 from edgekv.runtime.merge.fuse_layers import FuseLayers
 from edgekv.runtime.merge.merge_heads import MergeHeads
 from edgekv.runtime.merge.move_integers import MoveIntegers
+from edgekv.runtime.merge.multiply_integers import MultiplyIntegers
 from edgekv.runtime.merge.pack_matrices import PackMatrices
 from edgekv.runtime.merge.skip_reshapes import SkipReshapes
 from edgekv.runtime.merge.two_rows import TwoRows
 from edgekv.runtime.merge.weight_file import WeightFile
-from edgekv.runtime.rewrite import InferredShapes, apply, collector_paused, load_model
+from edgekv.runtime.rewrite import InferredShapes, apply, collector_paused, load_model, sizes
+from edgekv.spec import LOGITS
 
 _SMALL_BYTES = 1 << 16
 
@@ -27,18 +30,27 @@ def rendered(graph: Path, mode: RenderedMode, weights: WeightFile) -> onnx.Model
 
     Args:
         graph: the file; its weights are beside it.
-        mode: how activations are rounded in products with weights.
+        mode: how activations are rounded in products of a few rows with weights; those of many rows are 16 bits.
         weights: takes all weights, also those that are not packed.
     """
     with collector_paused():
         model = load_model(graph)
         apply(model, FloatActivations(), MoveIntegers(), MergeHeads(InferredShapes(graph)))
         model = _with_shapes(model, graph.parent)
-        apply(model, FuseHeads(), FuseLayers(), PackMatrices(weights), SkipReshapes())
+        apply(model, FuseHeads(), FuseLayers())
+        if not _is_scoring(model) and multiplies_integers():
+            apply(model, MultiplyIntegers(weights))
+        apply(model, PackMatrices(weights), SkipReshapes())
         if mode == "exact16":
             apply(model, TwoRows())
         _move_weights(model, weights)
         return ir.to_proto(model)
+
+
+def _is_scoring(model: ir.Model) -> bool:
+    """Whether a graph returns the logits of several tokens: it measures the decode step, so it computes alike."""
+    *_, rows, _ = sizes(model.graph.outputs[-1])
+    return model.graph.outputs[-1].name == LOGITS and rows > 1
 
 
 def _with_shapes(model: ir.Model, folder: Path) -> ir.Model:
