@@ -14,6 +14,7 @@ from edgekv.serve.exchange import Exchange, Receive, Scope, Send
 from edgekv.serve.guard import App, Guard
 from edgekv.serve.metrics import CONTENT_TYPE
 from edgekv.serve.options import ServeOptions
+from edgekv.serve.page import chat_page
 from edgekv.serve.responses import create_response, delete_response, get_response
 from edgekv.serve.service import Service
 
@@ -82,6 +83,7 @@ async def metrics(service: Service, exchange: Exchange) -> None:
 
 
 _PATHS: Sequence[tuple[str, str, Handler]] = (
+    ("GET", "/", chat_page),
     ("GET", "/health", health),
     ("GET", "/metrics", metrics),
     ("GET", "/v1/models", models),
