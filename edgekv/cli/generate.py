@@ -6,12 +6,11 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import msgspec
 import typer
 
 from edgekv.cli.engine_options import CpuModeOption
+from edgekv.cli.generated import print_sequences, print_stream
 from edgekv.cli.grammar_options import GrammarOption, JsonSchemaOption, RegexOption, parse_grammar
-from edgekv.cli.output import print_json
 from edgekv.cli.prefix_options import (
     SALT_VARIABLE,
     BlockReuseOption,
@@ -30,31 +29,13 @@ from edgekv.cli.prefix_options import (
     parse_retention,
 )
 from edgekv.cli.prompt import PromptFileOption, PromptOption, read_prompt
-from edgekv.cli.summary import beam_summary, defaults_line, summary
 from edgekv.errors import UsageError
 
 if TYPE_CHECKING:
-    from edgekv.session import BeamResult, BeamSequence, BeamStats, EarlyStopping, Generation, GenerationStats
+    from edgekv.session import EarlyStopping
 
 
 SEQUENCE = 0  # the id under which `--session` runs
-
-
-class Output(msgspec.Struct, frozen=True):
-    """What `--json` prints."""
-
-    prompt_tokens: list[int]
-    tokens: list[int]
-    text: str
-    stats: GenerationStats
-
-
-class BeamOutput(msgspec.Struct, frozen=True):
-    """What `--json` prints with `--num-beams`."""
-
-    prompt_tokens: list[int]
-    sequences: list[BeamSequence]
-    stats: BeamStats
 
 
 def generate(
@@ -241,11 +222,11 @@ def generate(
             keywords["sequence"] = SEQUENCE
         result = model.generate(text, cache_salt=cache_salt, retention=policy, **keywords)
         if num_beams is not None:
-            _print_sequences(result, as_json)
+            print_sequences(result, as_json)
             return
         record = model.bundle.manifest.generation
         try:
-            _print_stream(result, as_json, [] if record is None else record.ignored)
+            print_stream(result, as_json, [] if record is None else record.ignored)
         finally:  # after Ctrl-C too
             if session is not None:
                 save_sequence(model, SEQUENCE, session)
@@ -268,37 +249,6 @@ def parse_bias(entries: list[str]) -> dict[int, float]:
                 "--logit-bias", got=repr(entry[:80]), expected=wanted, fix="See edgekv tokenize."
             ) from None
     return bias
-
-
-def _print_stream(generation: Generation, as_json: bool, ignored: list[str]) -> None:
-    with generation:
-        if as_json:
-            tokens = list(generation)
-            text = "".join(token.text for token in tokens)
-            ids = [token.id for token in tokens]
-            print_json(Output(list(generation.prompt), ids, text, generation.stats))
-            return
-        try:
-            for token in generation:
-                typer.echo(token.text, nl=False)
-        finally:
-            typer.echo()
-            line = defaults_line(generation.stats, ignored)
-            if line is not None:
-                typer.echo(line, err=True)
-            typer.echo(summary(generation.stats), err=True)
-
-
-def _print_sequences(result: BeamResult, as_json: bool) -> None:
-    if as_json:
-        print_json(BeamOutput(list(result.prompt), list(result.sequences), result.stats))
-        return
-    for sequence in result.sequences:
-        typer.echo(sequence.text)
-        typer.echo(
-            f"[score {sequence.score:.4f}: {len(sequence.tokens)} tokens, ended by {sequence.stop_reason}]", err=True
-        )
-    typer.echo(beam_summary(result.stats), err=True)
 
 
 def _early_stopping(text: str) -> EarlyStopping:
