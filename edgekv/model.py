@@ -98,7 +98,7 @@ class Model(LoadedBundle):
         chosen = choose_params(params, keywords, self.defaults)
         manifest = self.bundle.manifest
         declared = tools if tools is None or isinstance(tools, Tools) else Tools.read(tools)
-        tokens = self.read(self._prompts.text_or_messages(prompt, messages, declared), "prompt")
+        tokens = self._prompts.read(self._prompts.text_or_messages(prompt, messages, declared))
         request = Request(self.sequences, self._graphs, sequence, open_prefixes(self._store, cache_salt, retention))
         if isinstance(chosen.params, BeamParams):
             check_beams(manifest, self._caches, sequence, processors, declared, return_logits=return_logits)
@@ -127,7 +127,7 @@ class Model(LoadedBundle):
             EdgeKVError: as `generate`.
         """
         self._turns.check_open()
-        whole = self.read(tokens, "tokens")
+        whole = self._prompts.read(tokens, "tokens")
         with self._turns.whole_call(None):
             self._graphs.prepare("score", "decode")
             rows = self.session.score(whole)[-len(tokens) :]

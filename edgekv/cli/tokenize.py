@@ -43,8 +43,8 @@ def tokenize(
     from edgekv.session.prompt import PromptReader
 
     opened = open_bundle(bundle, verify=False)
-    reader = PromptReader(opened)
-    tokens = reader.read(text, "prompt", "sliding-window")
+    reader = PromptReader(opened, "sliding-window")
+    tokens = reader.read(text)
     pieces = [reader.piece(token) for token in tokens]
     if as_json:
         print_json(Output(tokens, pieces, len(tokens), opened.manifest.context))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import TypeVar
 
 import numpy as np
@@ -66,6 +67,7 @@ class Group:
         self.capacity = capacity
         self.reallocations = 0
         self._make_strategy = make_strategy
+        self._past_rows = cache(geometry.past_rows)
         self._ar = ar
         self._allocate(context)
 
@@ -77,7 +79,7 @@ class Group:
     def window(self, ar: int, context: int) -> Window:
         """Prepare a step of the AR-`ar` graph for a context of S; return its window."""
         strategy, keys = self.strategy, self._keys
-        columns = self.geometry.past_rows(ar, context)
+        columns = self._past_rows(ar, context)
         if keys is None:
             for move in strategy.prepare(ar, columns):
                 self._arena.execute(move)

@@ -49,7 +49,7 @@ class LoadedBundle:
         self.sequences = SessionPool(lambda: Session(caches.make(), graphs), caches.mode, self.session, self._turns)
         self._caches = caches
         self._setup = caches.described(engine.name)
-        self._prompts = PromptReader(bundle)
+        self._prompts = PromptReader(bundle, caches.policy.name)
         self._store = open_store(bundle, engine.name, graphs.cache, caches.mode, prefix_cache)
         self._graphs = graphs
 
@@ -111,7 +111,7 @@ class LoadedBundle:
             ContextFullError: more tokens than the context and the policy is `fail`.
             UsageError: no tokens, an id that is not in the vocabulary, or the tokenizer fails.
         """
-        return self._prompts.read(prompt, field, self._caches.policy.name)
+        return self._prompts.read(prompt, field)
 
     @property
     def chat_templates(self) -> ChatTemplates:

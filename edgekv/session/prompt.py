@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from edgekv.bundle import Bundle
 from edgekv.errors import ContextFullError, UsageError
+from edgekv.kv import PolicyName
 from edgekv.session.tools import Tools
 from edgekv.spec.chat import ChatTemplates, Message, read_bundle_templates
 from edgekv.spec.text import decode, encode
@@ -28,10 +29,11 @@ _MAX_SLIDING = 1 << 22
 
 
 class PromptReader:
-    """Reads prompts for a bundle."""
+    """Reads prompts for a bundle and a context policy."""
 
-    def __init__(self, bundle: Bundle) -> None:
+    def __init__(self, bundle: Bundle, policy: PolicyName = "fail") -> None:
         self._bundle = bundle
+        self._policy = policy
         sink = bundle.manifest.sink
         self._first = [] if sink is None else sink.tokens
 
@@ -97,7 +99,7 @@ class PromptReader:
         """The text of one token; a special token's name."""
         return decode(self.tokenizer, [token], skip_special_tokens=False)
 
-    def read(self, prompt: Prompt, field: str, policy: str) -> list[int]:
+    def read(self, prompt: Prompt, field: str = "prompt") -> list[int]:
         """The tokens of a prompt, checked against the context policy. The sink is put in front unless it is there.
 
         Raises:
@@ -107,7 +109,7 @@ class PromptReader:
         """
         manifest = self._bundle.manifest
         if isinstance(prompt, str):
-            self._check_length(prompt, field, policy)
+            self._check_length(prompt, field)
             tokens = self.encode(prompt)
         else:
             tokens = _ids(prompt, field)
@@ -119,7 +121,7 @@ class PromptReader:
             raise UsageError(field, got=found, expected=wanted, fix="Use the bundle's own tokenizer.")
         if tokens[: len(self._first)] != self._first:
             tokens = [*self._first, *tokens]
-        if policy == "fail" and len(tokens) > manifest.context:
+        if self._policy == "fail" and len(tokens) > manifest.context:
             raise ContextFullError(
                 field,
                 got=f"{len(tokens)} tokens",
@@ -128,11 +130,11 @@ class PromptReader:
             )
         return tokens
 
-    def _check_length(self, prompt: str, field: str, policy: str) -> None:
+    def _check_length(self, prompt: str, field: str) -> None:
         if len(prompt) <= _ALWAYS_READ:
             return
         context = self._bundle.manifest.context
-        if policy == "fail":
+        if self._policy == "fail":
             # Byte-level vocabularies write one character per byte, others the text's characters.
             longest = max(len(token) for token in self.tokenizer.get_vocab(with_added_tokens=True))
             most = max(_ALWAYS_READ, _SLACK * longest * context)
