@@ -113,6 +113,13 @@ def test_the_command_answers_one_message(talker: Path, capsys):
     assert printed.out.strip() == found["answer"].strip() and "tokens were in the cache" in printed.err
 
 
+def test_the_command_keeps_an_answer_to_a_grammar(talker: Path, capsys):
+    assert run(["chat", str(talker), "--message", "Hello", "--regex", "[a-c]{3}", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert len(found["answer"]) == 3 and set(found["answer"]) <= set("abc")
+    assert found["stats"]["stop_reason"] == "grammar"
+
+
 def test_the_command_holds_a_conversation(talker: Path, tmp_path: Path, capsys, monkeypatch):
     saved = tmp_path / "talk.json"
     lines = ["Hello", "", "More", f"/save {saved}", "/reset", "/load nowhere.json", f"/load {saved}", "/what", "/quit"]

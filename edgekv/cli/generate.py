@@ -11,6 +11,7 @@ import typer
 from edgekv.cli.engine_options import CpuModeOption
 from edgekv.cli.generated import print_sequences, print_stream
 from edgekv.cli.grammar_options import GrammarOption, JsonSchemaOption, RegexOption, parse_grammar
+from edgekv.cli.numbers import parse_bias
 from edgekv.cli.prefix_options import (
     SALT_VARIABLE,
     BlockReuseOption,
@@ -230,25 +231,6 @@ def generate(
         finally:  # after Ctrl-C too
             if session is not None:
                 save_sequence(model, SEQUENCE, session)
-
-
-def parse_bias(entries: list[str]) -> dict[int, float]:
-    """Biases by token id, as users write them: `15:-2.5`.
-
-    Raises:
-        UsageError: the text is not a pair of an id and a number.
-    """
-    bias = {}
-    for entry in entries:
-        token, _, value = entry.partition(":")
-        try:
-            bias[int(token)] = float(value)
-        except ValueError:
-            wanted = "ID:BIAS, such as 15:-2.5"
-            raise UsageError(
-                "--logit-bias", got=repr(entry[:80]), expected=wanted, fix="See edgekv tokenize."
-            ) from None
-    return bias
 
 
 def _early_stopping(text: str) -> EarlyStopping:

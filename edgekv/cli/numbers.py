@@ -1,4 +1,4 @@
-"""Option values of several commands: lists of numbers, and devices."""
+"""Option values that are not single numbers: lists of numbers, biases of tokens, and devices."""
 
 from __future__ import annotations
 
@@ -23,6 +23,25 @@ def parse_numbers(option: str, listed: str) -> tuple[int, ...]:
     shown = listed if len(listed) <= 40 else f"{listed[:37]}..."
     wanted = f"at most {_MOST_NUMBERS} whole numbers, comma-separated, such as 1,32"
     raise UsageError(option, got=repr(shown), expected=wanted, fix="Correct the list.")
+
+
+def parse_bias(entries: list[str]) -> dict[int, float]:
+    """Biases by token id, as users write them: `15:-2.5`.
+
+    Raises:
+        UsageError: the text is not a pair of an id and a number.
+    """
+    bias = {}
+    for entry in entries:
+        token, _, value = entry.partition(":")
+        try:
+            bias[int(token)] = float(value)
+        except ValueError:
+            wanted = "ID:BIAS, such as 15:-2.5"
+            raise UsageError(
+                "--logit-bias", got=repr(entry[:80]), expected=wanted, fix="See edgekv tokenize."
+            ) from None
+    return bias
 
 
 def find_device(name: str) -> Device:
