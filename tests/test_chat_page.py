@@ -132,7 +132,11 @@ def test_the_page_works_on_a_phone_and_by_keyboard(chat: Browser) -> None:
     assert chat.run("document.documentElement.scrollWidth") == 320
     outside = "[...document.querySelectorAll('button, textarea, meter, .text')].filter(e => e.offsetParent)"
     assert chat.run(f"{outside}.filter(e => e.getBoundingClientRect().right > 320).map(e => e.id)") == []
-    assert chat.run(f"{outside}.filter(e => e.tagName === 'BUTTON' && e.offsetHeight < 40).map(e => e.id)") == []
+    buttons = f"{outside}.filter(e => e.tagName === 'BUTTON')"
+    assert chat.run(f"{buttons}.map(e => e.offsetHeight)") == [40] * 4  # one line, and large enough for a finger
+    assert chat.run("document.querySelector('header').offsetHeight") < 100
+    chat.resize(1000, 700)
+    assert chat.run(f"{buttons}.map(e => e.offsetHeight)") == [40] * 4
     order = []
     for _ in range(5):
         chat.press("Tab", TAB)
