@@ -1,0 +1,65 @@
+"""Imports run down: no package imports one above it, and no modules import each other in a circle."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from functools import cache
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+PACKAGES = ("quant", "devices", "edgekv", "exporters")
+FLOORS = (
+    ("quant", "devices", "edgekv.errors"),
+    ("edgekv.system",),
+    ("edgekv.json_file", "edgekv.text_file", "edgekv.scratch"),
+    ("edgekv.child", "edgekv.spec", "edgekv.paged"),
+    ("edgekv.kv", "edgekv.bundle"),
+    ("edgekv.runtime", "edgekv.prefix"),
+    ("edgekv.session",),
+    ("edgekv.model", "edgekv.plan", "edgekv.doctor"),
+    ("edgekv.loading",),
+    ("edgekv.conversation", "edgekv.bake", "edgekv.bench"),
+    ("edgekv.cli",),
+    ("edgekv.serve", "edgekv.__main__"),
+    ("exporters",),
+)
+
+
+@cache
+def _imports() -> dict[str, set[str]]:
+    """The modules that each module imports; not of edgekv itself, which imports what it names when it is asked."""
+    files = [file for package in PACKAGES for file in (ROOT / package).rglob("*.py")]
+    modules = {".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): file for file in files}
+    del modules["edgekv"]
+    return {name: {*_imported(ast.parse(file.read_text()))} & modules.keys() for name, file in modules.items()}
+
+
+def _imported(tree: ast.Module) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def _room(module: str) -> str:
+    parts = module.split(".")
+    return ".".join(parts[:2]) if parts[0] == "edgekv" else parts[0]
+
+
+def test_no_package_imports_one_above_it():
+    floor_of = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
+    wrong = [
+        f"{module} imports {imported}"
+        for module, found in _imports().items()
+        for imported in found
+        if _room(imported) != _room(module) and floor_of[_room(imported)] >= floor_of[_room(module)]
+    ]
+    assert not wrong and len(_imports()) > 300
+
+
+def test_no_modules_import_each_other():
+    assert {*TopologicalSorter(_imports()).static_order()} == {*_imports()}
