@@ -73,6 +73,13 @@ def test_a_template_that_fails_or_never_ends_is_refused(source: str, refusal: st
         templates(source).render([{"role": "user", "content": "x" * 1000}])
 
 
+def test_each_rendering_has_the_limits_of_its_own():
+    """Compiled templates are kept, the iterations that they have used are not."""
+    source = "{% for i in range(7) %}{% for j in range(100000) %}{% endfor %}{% endfor %}{{ messages[0].content }}"
+    for content in ("one", "two"):
+        assert templates(source).render([{"role": "user", "content": content}]) == content
+
+
 @pytest.mark.parametrize(
     ("messages", "refusal"),
     [

@@ -103,6 +103,13 @@ def test_an_overlong_prompt_is_refused_with_its_counts(server: Server):
     assert "got 621 tokens; expected at most 512" in answer["error"]["message"]
 
 
+def test_a_prompt_that_cannot_fit_is_refused_before_it_is_tokenized(talking: Path):
+    with served(talking) as server:
+        status, answer = server.post(CHAT, _messages({"role": "user", "content": "x" * 2_000_000}))
+        assert status == 400 and answer["error"]["code"] == "context_length_exceeded"
+        assert "got 2,000,021 characters" in answer["error"]["message"]
+
+
 def test_control_characters_are_text(server: Server):
     status, answer = server.post(CHAT, _messages({"role": "user", "content": "\0\x1b[2J\ufeff\u202e"}, max_tokens=3))
     assert status == 200 and answer["usage"]["completion_tokens"] == 3

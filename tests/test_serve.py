@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ from openai import AsyncOpenAI, OpenAI
 from pydantic import BaseModel, Field
 
 import edgekv
+from benchmarks.serving import ServerProcess, complete, metrics
 from tests.serving import NAME, Server, served
 
 USER: list[Any] = [{"role": "user", "content": "Hello"}]
@@ -268,3 +270,18 @@ def test_responses_call_tools_and_fit_schemas(client: OpenAI):
         assert stream.get_final_response().output[0].type == "function_call"
     parsed = client.responses.parse(model=NAME, input="Hello", text_format=Person, max_output_tokens=80)
     assert isinstance(parsed.output_parsed, Person)
+
+
+@pytest.mark.slow
+def test_the_command_survives_being_killed(talking: Path, tmp_path: Path):
+    """After SIGKILL in the middle of an answer the next server uses what the first one stored; SIGTERM ends it."""
+    options = ("--threads", "1", "--prefix-cache", str(tmp_path))
+    first = ServerProcess(talking, *options)
+    whole = asyncio.run(complete(first.port, "A prompt that is stored", 20))
+    assert asyncio.run(complete(first.port, "Another one", 400, leave_after=3)).reason is None
+    first.kill()
+    second = ServerProcess(talking, *options)
+    assert asyncio.run(complete(second.port, "A prompt that is stored", 20)).text == whole.text
+    found = asyncio.run(metrics(second.port))
+    assert found["prompt_tokens_restored_total"] > 0 and found["prefix_cache_rejected_files_total"] == 0
+    assert second.stop() == 128 + signal.SIGTERM

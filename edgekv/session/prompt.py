@@ -90,8 +90,10 @@ class PromptReader:
         """The tokens of a rendered chat template, which contains its special tokens.
 
         Raises:
+            ContextFullError: the text is too long to fit; it is refused before it is tokenized.
             UsageError: the text is not Unicode, or the tokenizer fails on it.
         """
+        self._check_length(text, "messages")
         vocab = self._bundle.manifest.model.vocab
         return encode(self.tokenizer, text, vocab=vocab, field="messages", add_special_tokens=False)
 

@@ -7,18 +7,15 @@ sandbox with limits on loops, memory and output.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from datetime import datetime
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
 from edgekv.errors import CheckpointError, EdgeKVError, UsageError
 from edgekv.json_file import read_json
-
-if TYPE_CHECKING:
-    from jinja2 import Environment
+from edgekv.spec.sandbox import compiled, counted_iterations
 
 FILE = "chat_template.json"
 DEFAULT = "default"
@@ -26,7 +23,6 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 
 LARGEST_TEMPLATE_BYTES = 1 << 20
 LARGEST_PROMPT_CHARACTERS = 1 << 24
-MOST_ITERATIONS = 1_000_000
 _LARGEST_FILE_BYTES = 1 << 24
 
 Message = Mapping[str, Any]
@@ -56,11 +52,10 @@ class ChatTemplates(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         """
         from jinja2 import TemplateError
 
-        environment = _environment()
         for name, source in self.templates.items():
             found = f"{len(source):,} characters" if len(source) > LARGEST_TEMPLATE_BYTES else None
             try:
-                environment.from_string(source if found is None else "")
+                compiled(source if found is None else "")
             except (TemplateError, RecursionError, MemoryError) as reason:
                 found = f"{type(reason).__name__}: {reason}"
             if found is not None:
@@ -104,12 +99,10 @@ class ChatTemplates(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
                 expected=" or ".join(self.templates) or "a chat template in the checkpoint",
                 fix="Give a prompt instead of messages, or export a checkpoint with a chat template.",
             )
-        environment = _environment()
         given = {"messages": messages, "tools": tools, "add_generation_prompt": add_generation_prompt}
         try:
-            return _joined(
-                environment.from_string(self.templates[chosen]).generate({**self.tokens, **given, **variables})
-            )
+            with counted_iterations():
+                return _joined(compiled(self.templates[chosen]).generate({**self.tokens, **given, **variables}))
         except (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as reason:
             raise UsageError(
                 f"chat template {chosen}",
@@ -248,52 +241,3 @@ def _joined(pieces: Iterable[str]) -> str:
 
 def _limit(found: str, expected: str) -> UsageError:
     return UsageError("chat template", got=found, expected=expected, fix="The template of this model is not usable.")
-
-
-def _environment() -> Environment:
-    """The environment that transformers renders templates in, with limits on loops and on products of texts."""
-    from jinja2 import TemplateRuntimeError, nodes
-    from jinja2.ext import loopcontrols
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-    class Limited(ImmutableSandboxedEnvironment):
-        """Counts the iterations of all loops of a rendering."""
-
-        intercepted_binops = frozenset({"*", "**"})
-
-        def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
-            template = super()._parse(source, name, filename)
-            for loop in template.find_all(nodes.For):
-                loop.iter = nodes.Filter(loop.iter, "_counted", [], [], None, None, lineno=loop.lineno)
-            return template
-
-        def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-            if operator == "*" and not all(isinstance(each, (int, float)) for each in (left, right)):
-                raise TemplateRuntimeError("multiplies a text or a list")
-            if operator == "**" and (abs(left) > 1 << 32 or abs(right) > 64):
-                raise TemplateRuntimeError("a power that is too large")
-            return super().call_binop(context, operator, left, right)
-
-    left = MOST_ITERATIONS
-
-    def counted(items: Iterable[Any]) -> Iterator[Any]:
-        nonlocal left
-        for item in items:
-            left -= 1
-            if left < 0:
-                raise TemplateRuntimeError(f"more than {MOST_ITERATIONS:,} iterations")
-            yield item
-
-    def refuse(message: str) -> None:
-        raise TemplateRuntimeError(message)
-
-    def to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
-        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
-
-    environment = Limited(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
-    environment.filters |= {"tojson": to_json, "_counted": counted}
-    environment.globals |= {
-        "raise_exception": refuse,
-        "strftime_now": lambda form: datetime.now().strftime(form),
-    }
-    return environment
