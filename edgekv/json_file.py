@@ -1,4 +1,4 @@
-"""Reads JSON from untrusted files: huge, endless, deeply nested, or not JSON at all."""
+"""JSON files: read from untrusted ones (huge, endless, deeply nested, or not JSON at all), written for readers."""
 
 from __future__ import annotations
 
@@ -68,3 +68,8 @@ def decode_json(
     ) as failure:  # msgspec's and Unicode's are ValueErrors
         found = "values nested too deeply" if isinstance(failure, RecursionError) else (str(failure) or "too much data")
         raise error(field, got=found, expected=expected, fix=fix) from None
+
+
+def readable_json(content: object, *, indent: int = 1) -> bytes:
+    """Indented JSON in UTF-8: one field or element per line, with a final newline."""
+    return msgspec.json.format(msgspec.json.encode(content), indent=indent) + b"\n"

@@ -13,8 +13,8 @@ from edgekv.session.beam_run import BeamResult, check_beams, run_beams
 from edgekv.session.call import BeamCall, SamplingCall, choose_params
 from edgekv.session.generation import Generation
 from edgekv.session.loaded import LoadedBundle
-from edgekv.session.logits import LogitsProcessor
 from edgekv.session.params import BeamParams, SamplingParams
+from edgekv.session.processors import LogitsProcessor
 from edgekv.session.prompt import Prompt
 from edgekv.session.request import Request, open_prefixes
 from edgekv.session.sampler import Sampler

@@ -7,7 +7,6 @@ from edgekv.bundle.files import record_files
 from edgekv.bundle.formats import FORMAT
 from edgekv.bundle.manifest import MANIFEST, GraphFormat, HtpCheck, Manifest
 from edgekv.bundle.manifest_file import read_manifest, write_manifest
-from edgekv.bundle.readable import readable_json
 from edgekv.bundle.records import (
     AdapterRecord,
     ChannelRecord,
@@ -30,6 +29,7 @@ from edgekv.bundle.records import (
     WeightRecord,
 )
 from edgekv.bundle.verified import FileHashes, file_hashes, force_rehash, rehashing
+from edgekv.json_file import readable_json
 from edgekv.spec import GraphRecord, PartRecord, Role
 
 __all__ = [

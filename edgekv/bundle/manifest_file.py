@@ -10,9 +10,8 @@ import msgspec
 from edgekv.bundle.consistency import check_consistency
 from edgekv.bundle.formats import FORMAT, SEAL, UPGRADES, Content, seal_of, upgraded
 from edgekv.bundle.manifest import MANIFEST, Manifest
-from edgekv.bundle.readable import readable_json
 from edgekv.errors import BundleError
-from edgekv.json_file import read_json
+from edgekv.json_file import read_json, readable_json
 from edgekv.spec import identify
 
 _UPGRADE = "Install a newer edgekv: pip install -U edgekv"

@@ -9,10 +9,10 @@ from edgekv.session.events import GenerationStats, StopReason, Token
 from edgekv.session.generation import Generation
 from edgekv.session.grammar import Grammar
 from edgekv.session.graphs import Graphs, StepTimes
-from edgekv.session.logits import LogitsProcessor
 from edgekv.session.mode import Adaptive, Always, Disabled, LongSequenceOnly, Mode, check_mode, parse_mode
 from edgekv.session.params import BeamParams, EarlyStopping, SamplingParams
 from edgekv.session.pool import PoolStats, SessionPool
+from edgekv.session.processors import LogitsProcessor
 from edgekv.session.request import Request, SessionStats
 from edgekv.session.sampler import Sampler
 from edgekv.session.scoring import Scoring

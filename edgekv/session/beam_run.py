@@ -18,9 +18,9 @@ from edgekv.session.beam import BeamSearch, Hypothesis, run_search
 from edgekv.session.caches import CacheSetup
 from edgekv.session.events import Setup, StopReason
 from edgekv.session.graphs import Graphs
-from edgekv.session.logits import LogitsProcessor
 from edgekv.session.mode import Always
 from edgekv.session.params import BeamParams
+from edgekv.session.processors import LogitsProcessor
 from edgekv.session.request import Request
 from edgekv.session.text import Detokenizer
 from edgekv.session.tools import Tools

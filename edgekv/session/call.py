@@ -10,7 +10,7 @@ from edgekv.session.params import BeamKeywords, BeamParams, SamplingKeywords, Sa
 
 if TYPE_CHECKING:
     from edgekv.prefix import RetentionPolicy
-    from edgekv.session.logits import LogitsProcessor
+    from edgekv.session.processors import LogitsProcessor
 
 
 class Call(TypedDict, total=False):

@@ -4,13 +4,31 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from edgekv.errors import UsageError
-from edgekv.session.logits import Logits, LogitsProcessor
 from edgekv.session.params import SamplingParams
+
+Logits = NDArray[np.float32]
+
+
+class LogitsProcessor(Protocol):
+    """Changes the logits of one step. Any function of this signature is one."""
+
+    def __call__(self, prompt: Sequence[int], generated: Sequence[int], logits: Logits) -> NDArray[Any]:
+        """The logits to choose from.
+
+        Args:
+            prompt: token ids of the prompt.
+            generated: token ids generated so far, oldest first.
+            logits: float logits `[V]` of the step, a copy that may be changed in place.
+
+        Returns:
+            Logits `[V]`; the same array or another. -inf forbids a token.
+        """
 
 
 @dataclass(frozen=True, slots=True)

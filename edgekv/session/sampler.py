@@ -10,9 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgekv.errors import UsageError
-from edgekv.session.logits import LogitsProcessor
 from edgekv.session.params import SamplingParams
-from edgekv.session.processors import processors_of
+from edgekv.session.processors import LogitsProcessor, processors_of
 from quant import Encoding
 
 
