@@ -1,13 +1,16 @@
-"""A decode step of the CPU engine beside the same decoder in float32, and beside onnxruntime-genai.
+"""A decode step of the CPU engine in every mode, beside the same decoder in float32 and in onnxruntime-genai.
 
+    pip install onnxruntime-genai
     python -m benchmarks.cpu_decode [--checkpoint DIR] [--context 1024] [--steps 80] [--threads N] [--genai DIR]
+    python -m benchmarks.cpu_decode --bundle DIR [--bundle DIR ...]
 
-Without `--checkpoint`, random weights of SmolLM2-135M's shape. All graphs alternate in one process, so that changes of
-the machine's speed affect all; the first step of a turn is not counted. `node by node` is the bundle's graph as
-exported, which must give the same bits as the CPU engine; `float32` is a plain ONNX graph of the same decoder with the
-same inputs and outputs, keys and values in float. `--genai` names a folder that onnxruntime-genai's model builder made
-of the same checkpoint (`-p int4 -e cpu`); that loop reads only the tokens it holds, half a context, where the static
-graphs always read all of it.
+Without `--checkpoint`, random weights of SmolLM2-135M's shape; `--bundle` measures bundles as they are, each context
+of theirs. All graphs alternate in one process, so that changes of the machine's speed affect all; the first step of a
+turn is not counted. `node by node` is the bundle's graph as exported, which must give the same bits as the CPU engine
+in `emulate`; `float32` is a plain ONNX graph of the same decoder with the same inputs and outputs, keys and values in
+float. onnxruntime-genai runs int4 weights: the graph of `benchmarks.genai_graph`, or with `--genai` a folder of its
+model builder (`-p int4 -e cpu`). That loop reads only the tokens it holds, half a context, where the static graphs
+always read all of it.
 """
 
 from __future__ import annotations
@@ -17,8 +20,9 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -28,13 +32,15 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.float_graph import write_float_graph
+from benchmarks.genai_graph import write_genai_folder
 from benchmarks.quantization import rounded_to_nearest
 from devices import find
-from edgekv.bundle import Bundle, open_bundle
+from edgekv.bundle import Bundle, GraphRecord, open_bundle
 from edgekv.kv import KVCache
-from edgekv.runtime import CpuEngine, StaticGraph
+from edgekv.runtime import CPU_MODES, CpuEngine, StaticGraph
 from edgekv.runtime.binding import Binding, MemoryBinding
 from edgekv.runtime.rope import rope_tables
+from edgekv.spec import DecoderSpec
 from exporters.checkpoint.checkpoint import Checkpoint
 from exporters.export import ExportOptions, export_bundle
 from exporters.quantize.recipe import find_recipe
@@ -82,9 +88,11 @@ class Contender(Generic[D]):
 class BundleDecoder:
     """The decode graph of a bundle on a cache of its own."""
 
-    def __init__(self, bundle: Bundle, load: Callable[[Path], Binding]) -> None:
-        manifest, record = bundle.manifest, bundle.manifest.graphs[0]
-        cache = KVCache(manifest.geometry, ar=(1,), strategy="slot", policy="sliding-window")
+    def __init__(self, bundle: Bundle, load: Callable[[Path], Binding], record: GraphRecord | None = None) -> None:
+        manifest = bundle.manifest
+        record = record or manifest.graphs[0]
+        geometry = replace(manifest.geometry, context=record.context)
+        cache = KVCache(geometry, ar=(1,), strategy="slot", policy="sliding-window")
         self.graph = StaticGraph([load(bundle.graph_path(record))], manifest, record, cache, rope_tables(manifest))
 
     def step(self) -> None:
@@ -113,10 +121,13 @@ class FloatDecoder:
 class GenaiDecoder:
     """onnxruntime-genai behind half a context of random tokens."""
 
-    def __init__(self, folder: Path, context: int, vocab: int) -> None:
+    def __init__(self, folder: Path, context: int, vocab: int, threads: int | None) -> None:
         import onnxruntime_genai as og  # an extra
 
-        parameters = og.GeneratorParams(model := og.Model(str(folder)))
+        config = og.Config(str(folder))
+        if threads is not None:
+            config.overlay(f'{{"model": {{"decoder": {{"session_options": {{"intra_op_num_threads": {threads}}}}}}}}}')
+        parameters = og.GeneratorParams(model := og.Model(config))
         parameters.set_search_options(max_length=context, min_length=context)
         self._generator = og.Generator(model, parameters)
         self._generator.append_tokens(np.random.default_rng(0).integers(vocab, size=context // 2).astype(np.int32))
@@ -165,46 +176,94 @@ def assert_same_bits(fast: BundleDecoder, plain: BundleDecoder) -> None:
         assert same, f"{fast.graph.record.name}: merging heads has changed a bit"
 
 
+def in_all_modes(name: str, bundle: Bundle, record: GraphRecord, threads: int | None) -> list[Contender[Any]]:
+    """The decode graph in every mode of the engine."""
+    contenders = []
+    for mode in CPU_MODES:
+        engine = CpuEngine(threads, mode)
+        load = partial(BundleDecoder, bundle, lambda path, engine=engine: engine.load(path, path.stem), record)
+        contenders.append(loaded(f"{name}, {mode}", load))
+    return contenders
+
+
+def genai(
+    spec: DecoderSpec, context: int, threads: int | None, given: Path | None, folder: Path
+) -> list[Contender[Any]]:
+    """onnxruntime-genai, if it is installed."""
+    if find_spec("onnxruntime_genai") is None:
+        print("onnxruntime-genai is not installed: no comparison with it")
+        return []
+    model = given or write_genai_folder(spec, context, folder / f"genai-{context}")
+    return [loaded("onnxruntime-genai, int4", lambda: GenaiDecoder(model, context, spec.vocab, threads))]
+
+
+def spec_of(bundle: Bundle) -> DecoderSpec:
+    """What `write_genai_folder` needs to know of a bundle's decoder."""
+    return Checkpoint.open(bundle.manifest.source.checkpoint).spec
+
+
+def show(title: str, contenders: list[Contender[Any]], base: Contender[Any]) -> None:
+    table = Table(title=title)
+    for column in ("graph", "median", "best", "speed, median", "speed, best", "tokens/s", "load s"):
+        table.add_column(column, justify="left" if column == "graph" else "right")
+    for each in contenders:
+        median, best = statistics.median(each.times_ms), min(each.times_ms)
+        speeds = f"{statistics.median(base.times_ms) / median:.2f}", f"{min(base.times_ms) / best:.2f}"
+        row = f"{median:.1f}", f"{best:.1f}", *speeds, f"{1e3 / median:.0f}", f"{each.load_s:.1f}"
+        table.add_row(each.name, *row)
+    Console(width=110).print(table, f"speed: x that of {base.name}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--checkpoint")
+    parser.add_argument("--bundle", action="append", default=[], type=Path)
     parser.add_argument("--context", type=int, default=1024)
     parser.add_argument("--steps", type=int, default=80)
     parser.add_argument("--threads", type=int)
     parser.add_argument("--genai", type=Path)
     args = parser.parse_args()
-    engine = CpuEngine(args.threads)
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
-        checkpoint = Checkpoint.open(args.checkpoint or str(write_checkpoint(folder / "random", NEWER, SMOLLM2_135M)))
-        write_float_graph(checkpoint, args.context, folder / "float32.onnx")
-        contenders: list[Contender[Any]] = [
-            loaded("float32", lambda: FloatDecoder(folder / "float32.onnx", args.threads))
-        ]
-        for recipe in RECIPES:
-            bundle = export(checkpoint, recipe, args.context, folder)
-            fast = loaded(recipe, partial(BundleDecoder, bundle, lambda path: engine.load(path, path.stem)))
-            as_it_stands = partial(BundleDecoder, bundle, lambda path: MemoryBinding(engine.session(path)))
-            plain = loaded(f"{recipe}, node by node", as_it_stands)
-            assert_same_bits(fast.decoder, plain.decoder)
-            contenders += [fast, plain]
-        if args.genai is not None:
-            genai = partial(GenaiDecoder, args.genai, args.context, checkpoint.spec.vocab)
-            contenders.append(loaded("onnxruntime-genai, int4", genai))
-        take_turns(contenders, args.steps)
+        if args.bundle:
+            measure_bundles([open_bundle(each) for each in args.bundle], args, folder)
+        else:
+            measure_checkpoint(args, folder)
 
-    spec = checkpoint.spec
+
+def measure_bundles(bundles: list[Bundle], args: argparse.Namespace, folder: Path) -> None:
+    """A table for each context, with all bundles that have it."""
+    decodes = [(each, graph) for each in bundles for graph in each.manifest.graphs if graph.role == "decode"]
+    for context in sorted({graph.context for _, graph in decodes}):
+        contenders = [
+            contender
+            for bundle, graph in decodes
+            if graph.context == context
+            for contender in in_all_modes(bundle.path.name, bundle, graph, args.threads)
+        ]
+        peers = genai(spec_of(bundles[0]), context, args.threads, args.genai, folder)
+        contenders += peers
+        take_turns(contenders, args.steps)
+        show(f"a decode step, context {context}, milliseconds", contenders, (peers or contenders)[0])
+
+
+def measure_checkpoint(args: argparse.Namespace, folder: Path) -> None:
+    """A table with two recipes, and the decoder in float."""
+    checkpoint = Checkpoint.open(args.checkpoint or str(write_checkpoint(folder / "random", NEWER, SMOLLM2_135M)))
+    spec, plain_engine = checkpoint.spec, CpuEngine(args.threads)
+    write_float_graph(checkpoint, args.context, folder / "float32.onnx")
+    contenders: list[Contender[Any]] = [loaded("float32", lambda: FloatDecoder(folder / "float32.onnx", args.threads))]
+    for recipe in RECIPES:
+        bundle = export(checkpoint, recipe, args.context, folder)
+        modes = in_all_modes(recipe, bundle, bundle.manifest.graphs[0], args.threads)
+        as_it_stands = partial(BundleDecoder, bundle, lambda path: MemoryBinding(plain_engine.session(path)))
+        plain = loaded(f"{recipe}, node by node", as_it_stands)
+        assert_same_bits(modes[0].decoder, plain.decoder)
+        contenders += [*modes, plain]
+    contenders += genai(spec, args.context, args.threads, args.genai, folder)
+    take_turns(contenders, args.steps)
     shape = f"{spec.layers} layers, {spec.heads} heads, hidden {spec.hidden}, context {args.context}"
-    table = Table(title=f"a decode step, {shape}, milliseconds")
-    for column in ("graph", "median", "best", "median / float32", "best / float32", "tokens/s", "load s"):
-        table.add_column(column, justify="left" if column == "graph" else "right")
-    base = contenders[0].times_ms
-    for each in contenders:
-        median, best = statistics.median(each.times_ms), min(each.times_ms)
-        ratios = f"{median / statistics.median(base):.2f}", f"{best / min(base):.2f}"
-        row = f"{median:.1f}", f"{best:.1f}", *ratios, f"{1e3 / median:.0f}", f"{each.load_s:.1f}"
-        table.add_row(each.name, *row)
-    Console(width=110).print(table)
+    show(f"a decode step, {shape}, milliseconds", contenders, contenders[0])
 
 
 if __name__ == "__main__":

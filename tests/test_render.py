@@ -14,7 +14,8 @@ import pytest
 import edgekv
 from edgekv.bundle import Bundle, GraphRecord, open_bundle
 from edgekv.cli import run
-from edgekv.errors import UsageError
+from edgekv.cli.engine_options import talking_mode
+from edgekv.errors import EngineError, UsageError
 from edgekv.runtime import CpuEngine, CpuMode, make_engine
 from edgekv.runtime.cpu_instructions import multiplies_integers
 from edgekv.runtime.merge import rendered_graph
@@ -243,3 +244,19 @@ def test_eval_measures_layers_in_emulate_only(small: Path, tmp_path: Path, capsy
     asked = ["eval", str(small), "--text", str(tmp_path / "text"), "--layers", "--cpu-mode", "fast"]
     assert run(asked) == 2
     assert "--cpu-mode: got fast with --layers" in capsys.readouterr().err
+
+
+def test_too_little_memory_is_refused_with_the_mode_that_takes_less(
+    small: Path, kept: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weights_bytes = sum(path.stat().st_size for path in small.glob("*.safetensors"))
+    monkeypatch.setattr("edgekv.runtime.cpu.free_memory_bytes", lambda: weights_bytes)
+    with pytest.raises(EngineError, match=r"memory for bundle: got .* free; .*Use --cpu-mode fast"):
+        edgekv.load(small).generate([5, 6, 7], 2)
+    assert len([*edgekv.load(small, cpu_mode="fast").generate([5, 6, 7], 2)]) == 2
+
+
+def test_only_commands_whose_user_waits_are_fast_unasked() -> None:
+    assert talking_mode("cpu", None) == "fast"
+    assert talking_mode("cpu", "emulate") == "emulate"
+    assert talking_mode("htp", None) is None

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import msgspec
 import typer
 
-from edgekv.cli.engine_options import CpuModeOption
+from edgekv.cli.engine_options import TalkingModeOption, talking_mode
 from edgekv.cli.grammar_options import GrammarOption, JsonSchemaOption, RegexOption, parse_grammar
 from edgekv.cli.output import print_json
 from edgekv.errors import ContextFullError, EdgeKVError
@@ -51,7 +51,7 @@ def chat(
     threads: Annotated[
         int | None, typer.Option(help="Threads of an engine on the CPU.", show_default="all cores")
     ] = None,
-    cpu_mode: CpuModeOption = None,
+    cpu_mode: TalkingModeOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object; needs --message.")] = False,
 ) -> None:
     """Talk to a model.
@@ -74,7 +74,7 @@ def chat(
         "grammar": parse_grammar(json_schema, grammar, regex),
     }
     choose_params(None, keywords, SamplingParams(temperature=1.0))  # reject invalid options before a bundle is read
-    with load(bundle, engine, threads=threads, cpu_mode=cpu_mode) as model:
+    with load(bundle, engine, threads=threads, cpu_mode=talking_mode(engine, cpu_mode)) as model:
         params = choose_params(None, keywords, model.defaults).params
         assert isinstance(params, SamplingParams)
         conversation = Conversation(model, system=system, params=params)

@@ -13,9 +13,11 @@ from edgekv.errors import EngineError, UsageError
 from edgekv.runtime.binding import Binding, MemoryBinding
 from edgekv.runtime.cpu_instructions import processors
 from edgekv.runtime.cpu_mode import CpuMode
-from edgekv.runtime.merge import merged_bytes, rendered_graph
+from edgekv.runtime.merge import WEIGHT_SUFFIXES, merged_bytes, rendered_graph
+from edgekv.system import format_bytes, free_memory_bytes
 
 _ERROR = 3
+_LEAST_GROWTH = 2  # of 16-bit integers as float32; those of 4 bits grow eightfold
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +80,8 @@ class CpuEngine:
 
     def _load(self, graph: Path) -> ort.InferenceSession:
         """A session of an ONNX file, rewritten for the mode."""
+        if not self._sessions:
+            self._check_memory(graph.parent)
         try:
             if self.mode == "emulate":
                 return self._session(graph, merged_bytes(graph), graph.parent)
@@ -87,6 +91,27 @@ class CpuEngine:
             raise
         except Exception as error:  # what `onnx` raises has no common base
             raise _refused(graph, error) from None
+
+    def _check_memory(self, folder: Path) -> None:
+        """Refuse weights that cannot fit: `emulate` makes floats of their integers.
+
+        Raises:
+            EngineError: there is too little free memory.
+        """
+        weights_bytes = sum(path.stat().st_size for path in folder.iterdir() if path.suffix in WEIGHT_SUFFIXES)
+        is_emulated = self.mode == "emulate"
+        least_bytes = _LEAST_GROWTH * weights_bytes if is_emulated else weights_bytes
+        try:
+            free_bytes = free_memory_bytes()
+        except EngineError:
+            return
+        if free_bytes < least_bytes:
+            raise EngineError(
+                f"memory for {folder.name}",
+                got=f"{format_bytes(free_bytes)} free",
+                expected=f"at least {format_bytes(least_bytes)} in the mode {self.mode}",
+                fix="Use --cpu-mode fast, or end other programs." if is_emulated else "End other programs.",
+            )
 
     def _session(self, graph: Path, model: str | bytes, weights: Path) -> ort.InferenceSession:
         options = ort.SessionOptions()

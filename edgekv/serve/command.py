@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from edgekv.cli.engine_options import CpuModeOption
+from edgekv.cli.engine_options import TalkingModeOption, talking_mode
 from edgekv.errors import UsageError
 
 _NEEDED = ("starlette", "uvicorn")
@@ -39,7 +39,7 @@ def serve(
         Path | None,
         typer.Option(help="Accepted API keys, one a line; prefixes are never shared across keys.", show_default="none"),
     ] = None,
-    cpu_mode: CpuModeOption = None,
+    cpu_mode: TalkingModeOption = None,
     cors: Annotated[
         list[str] | None,
         typer.Option(help="Web origin whose pages may call the API; repeatable.", show_default="none"),
@@ -72,7 +72,7 @@ def serve(
         bundle,
         engine,
         threads=threads,
-        cpu_mode=cpu_mode,
+        cpu_mode=talking_mode(engine, cpu_mode),
         cache_mode=mode,
         prefix_cache=StoreConfig(disk_folder=prefix_cache),
     ) as model:

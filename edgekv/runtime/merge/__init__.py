@@ -4,6 +4,6 @@
 keeps activations in float.
 """
 
-from edgekv.runtime.merge.kept import merged_bytes, rendered_graph
+from edgekv.runtime.merge.kept import WEIGHT_SUFFIXES, merged_bytes, rendered_graph
 
-__all__ = ["merged_bytes", "rendered_graph"]
+__all__ = ["WEIGHT_SUFFIXES", "merged_bytes", "rendered_graph"]

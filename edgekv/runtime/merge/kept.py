@@ -23,7 +23,7 @@ _MOST_WEIGHT_FILES = 16
 _LARGEST_BYTES = 256 * MIB
 _DIGEST_BYTES = sha256().digest_size
 _PROGRAM = (Path(__file__).parent, Path(__file__).parent.parent / "rewrite.py")
-_EXTERNAL_SUFFIXES = (".safetensors", ".data", ".bin")
+WEIGHT_SUFFIXES = (".safetensors", ".data", ".bin")
 
 
 def merged_bytes(graph: Path) -> bytes:
@@ -61,7 +61,7 @@ def rendered_graph(graph: Path, mode: RenderedMode) -> Iterator[tuple[bytes, Pat
     """
     folder = cache_folder() / RENDERED
     with file_hashes() as hashes:
-        beside = sorted(path for path in graph.parent.iterdir() if path.suffix in _EXTERNAL_SUFFIXES)
+        beside = sorted(path for path in graph.parent.iterdir() if path.suffix in WEIGHT_SUFFIXES)
         kept = folder / f"{_key(mode, str(multiplies_integers()), *map(hashes.sha256_of, (graph, *beside)))}.onnx"
         content = _read_rendered(kept, hashes)
     if content is None:

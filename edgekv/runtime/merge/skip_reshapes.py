@@ -99,6 +99,8 @@ class _Flat:
             replace(result, source)
         elif len(flat) == 3 and shape == (1, *flat):
             self._flat[result] = source
+        elif len(shape) == 4 and shape[:2] == (1, 1) and _is_for_product(result):
+            self._flat[result] = self._fuser.reshape(node, source, shape[1:])
 
     def _can_read_flat(self, node: ir.Node) -> bool:
         if not any(value in self._flat for value in node.inputs):
@@ -135,6 +137,11 @@ class _Flat:
         self._fuser.graph.remove(reshaping)
         self._fuser.graph.insert_after(after, reshaping)
         return view
+
+
+def _is_for_product(value: ir.Value) -> bool:
+    reader = only_reader(value)
+    return reader is not None and reader.op_type == "MatMulNBits"
 
 
 def _join_two(node: ir.Node) -> bool:
