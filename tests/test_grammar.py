@@ -16,7 +16,7 @@ import edgekv
 from edgekv import Grammar
 from edgekv.cli import run
 from edgekv.errors import UsageError
-from edgekv.session import GenerationStats, GrammarCompiler
+from edgekv.session import GenerationStats, GrammarCompiler, constraint
 from edgekv.session.schema import has_finite_answer
 from tests.exports import export_options, exported
 from tests.schemas import random_schema
@@ -185,6 +185,13 @@ def test_what_cannot_be_compiled_is_refused_before_prefill(model: edgekv.Model, 
     with pytest.raises(UsageError, match=reason):
         model.generate(PROMPT, grammar=grammar())
     assert model._graphs.times.steps == steps
+
+
+def test_a_grammar_that_takes_too_long_is_refused(model: edgekv.Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(constraint, "COMPILE_LIMIT_S", 0.01)
+    large = {"properties": {f"p{number}": {"type": "string"} for number in range(1500)}}
+    with pytest.raises(UsageError, match=r"does not compile within 0\.01 s"):
+        model.generate(PROMPT, grammar=Grammar.json_schema(large))
 
 
 def _nested(levels: int) -> str:

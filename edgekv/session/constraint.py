@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 COMPILE_LIMIT_S = 5.0
+MAX_LEXER_STATES = 50_000
+"""Of a text while it is generated; a state has 1 to 2 kB."""
 _KEPT = 64
 _SHOWN_CHARACTERS = 300
 SEPARATORS = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
@@ -138,12 +140,12 @@ class GrammarCompiler:
 
     def _compiled(self, grammar: Grammar) -> LLMatcher:
         """Compile in a thread of its own, which is left behind if it takes too long: it cannot be stopped."""
-        done: list[LLMatcher | ValueError] = []
+        done: list[LLMatcher | BaseException] = []
 
         def work() -> None:
             try:
                 done.append(self._matcher(grammar))
-            except ValueError as error:
+            except BaseException as error:  # a panic of the library is no Exception
                 done.append(error)
 
         thread = threading.Thread(target=work, name="edgekv grammar", daemon=True)
@@ -152,7 +154,7 @@ class GrammarCompiler:
         if not done:
             raise _refused(grammar, f"one that does not compile within {COMPILE_LIMIT_S:g} s")
         (result,) = done
-        if isinstance(result, ValueError):
+        if isinstance(result, BaseException):
             raise _refused(grammar, result)
         if result.is_error():
             raise _refused(grammar, result.get_error())
@@ -161,9 +163,8 @@ class GrammarCompiler:
     def _matcher(self, grammar: Grammar) -> LLMatcher:
         from llguidance import LLMatcher, LLParserLimits
 
-        matcher = LLMatcher(
-            self._tokenizer, _llguidance_text(grammar), log_level=0, limits=LLParserLimits(verbose_errors=False)
-        )
+        limits = LLParserLimits(max_lexer_states=MAX_LEXER_STATES, verbose_errors=False)
+        matcher = LLMatcher(self._tokenizer, _llguidance_text(grammar), log_level=0, limits=limits)
         if not matcher.is_error():
             matcher.compute_bitmask()  # some grammars are found to be empty here
         return matcher
