@@ -40,9 +40,9 @@ class ServerProcess:
         return self._process.wait(60)
 
     def cpu_s(self) -> float:
-        """Processor time so far."""
-        fields = Path(f"/proc/{self._process.pid}/stat").read_text().rsplit(")", 1)[1].split()
-        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+        """Processor time of all threads so far."""
+        threads = Path(f"/proc/{self._process.pid}/task").glob("*/schedstat")
+        return sum(int(each.read_text().split()[0]) for each in threads) / 1e9
 
     def rss_bytes(self) -> int:
         """Resident memory."""
@@ -56,6 +56,7 @@ class Answer:
     Attributes:
         status: of HTTP.
         text: so far.
+        tokens: the text of each token, if they were asked for.
         reason: why it ended; None if it was not read to its end.
         first_ms: from the request to the first byte of the answer.
         token_ms: from each event to the next.
@@ -63,18 +64,23 @@ class Answer:
 
     status: int = 0
     text: str = ""
+    tokens: list[str] = field(default_factory=list)
     reason: str | None = None
     first_ms: float = 0.0
     token_ms: list[float] = field(default_factory=list)
 
 
-async def complete(port: int, prompt: str | Sequence[int], most: int, leave_after: int | None = None) -> Answer:
-    """Stream a greedy completion, or leave after some events.
+async def complete(
+    port: int, prompt: str | Sequence[int], most: int, leave_after: int | None = None, *, tokens: bool = False
+) -> Answer:
+    """Stream a greedy completion, with its tokens if they are wanted, or leave after some events.
 
     Raises:
         OSError: the server is gone, as asyncio reports it.
     """
-    body = {"model": "m", "prompt": prompt, "max_tokens": most, "temperature": 0, "stream": True}
+    body: dict[str, Any] = {"model": "m", "prompt": prompt, "max_tokens": most, "temperature": 0, "stream": True}
+    if tokens:
+        body["logprobs"] = 0
     answer, began, events = Answer(), time.perf_counter(), 0
     last = began
     async for event in _events(port, json.dumps(body).encode(), answer):
@@ -88,6 +94,7 @@ async def complete(port: int, prompt: str | Sequence[int], most: int, leave_afte
             break
         choice = event["choices"][0]
         answer.text += choice["text"]
+        answer.tokens += choice["logprobs"]["tokens"] if choice["logprobs"] else []
         answer.reason = choice["finish_reason"]
         if leave_after is not None and events >= leave_after and answer.reason is None:
             break
