@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -260,3 +262,12 @@ def test_only_commands_whose_user_waits_are_fast_unasked() -> None:
     assert talking_mode("cpu", None) == "fast"
     assert talking_mode("cpu", "emulate") == "emulate"
     assert talking_mode("htp", None) is None
+
+
+@pytest.mark.slow
+def test_a_kept_rendering_is_loaded_without_the_packages_that_render(small: Path, kept: Path) -> None:
+    program = "import sys, edgekv; print([t.id for t in edgekv.load(sys.argv[1], cpu_mode='fast').generate([5, 6], 2)])"
+    program += "; print(any(name in sys.modules for name in ('onnx', 'onnx_ir', 'sympy')))"
+    command = [sys.executable, "-c", program, str(small)]
+    first, second = (subprocess.run(command, capture_output=True, text=True, check=True).stdout for _ in range(2))
+    assert first.split("]")[0] == second.split("]")[0] and (first.split()[-1], second.split()[-1]) == ("True", "False")
