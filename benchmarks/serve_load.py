@@ -4,9 +4,9 @@
 
 The embedded model with a context of 512. Each client sends its requests one after the other: pieces of a text of mixed
 lengths, some of which begin alike. A third leaves in the middle of the answer. Each finished answer is compared with
-that of the same prompt alone in an empty cache. Where they differ, the two candidates must be as good as tied: on the
-CPU, sums are added up in another order when a prompt is continued. `--soak` repeats this for some time and ends the
-server with SIGKILL in between; the next one starts on the same prefix cache.
+that of the same prompt alone in an empty cache, in the CPU engine's mode `emulate`. Where they differ, the two
+candidates must be as good as tied: sums are added up in another order when a prompt is continued. `--soak` repeats
+this for some time and ends the server with SIGKILL in between; the next one starts on the same prefix cache.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from benchmarks.serving import Answer, ServerProcess, complete, metrics
 from benchmarks.ttft import CHECKPOINT, export
 from edgekv.prefix import StoreConfig
 
+EXACT = ("--threads", "1", "--cpu-mode", "emulate")
 TIED_STEPS = 256  # of 65,536: cache rows that were computed in another chunk are some steps apart themselves
 SESSIONS = 12
 
@@ -152,7 +153,7 @@ def second_turn(bundle: Path, folder: Path) -> dict[str, float]:
     text = (CHECKPOINT / "heldout.txt").read_text()
     with edgekv.load(bundle, threads=1) as model:
         tokens = model.encode(text[: 1 << 14])
-    options = ("--threads", "1", "--prefix-cache", str(folder))
+    options = (*EXACT, "--prefix-cache", str(folder))
     times: dict[str, list[float]] = {"without reuse": [], "second turn": [], "after a restart": []}
     turns = [(tokens[at : at + 400], tokens[at + 2000 : at + 2008]) for at in range(0, 1500, 300)]
     server = ServerProcess(bundle, *options)
@@ -173,7 +174,7 @@ def soak(bundle: Path, folder: Path, seconds: float, clients: int) -> tuple[Tall
     end, total, kills = time.perf_counter() + seconds, Tally(), 0
     draw = random.Random(5)
     while time.perf_counter() < end:
-        server = ServerProcess(bundle, "--threads", "1", "--prefix-cache", str(folder), "--max-sessions", str(SESSIONS))
+        server = ServerProcess(bundle, *EXACT, "--prefix-cache", str(folder), "--max-sessions", str(SESSIONS))
         span = min(draw.uniform(5, 20), end - time.perf_counter())
 
         async def one(port: int, span: float, seed: int, server: ServerProcess = server) -> Tally:
@@ -187,7 +188,7 @@ def soak(bundle: Path, folder: Path, seconds: float, clients: int) -> tuple[Tall
         total.finished += tally.finished
         total.left += tally.left
         total.broken += tally.broken
-    server = ServerProcess(bundle, "--threads", "1", "--prefix-cache", str(folder))
+    server = ServerProcess(bundle, *EXACT, "--prefix-cache", str(folder))
     answers = asyncio.run(run_load(server.port, make_asks(20, 1), 4))
     total.finished += answers.finished
     rejected = asyncio.run(metrics(server.port))["prefix_cache_rejected_files_total"]
@@ -197,7 +198,7 @@ def soak(bundle: Path, folder: Path, seconds: float, clients: int) -> tuple[Tall
 
 
 def load_table(bundle: Path, clients: int, requests: int, folder: Path, judge: Judge) -> Table:
-    options = ("--threads", "1", "--max-sessions", str(SESSIONS), "--max-queue", str(clients))
+    options = (*EXACT, "--max-sessions", str(SESSIONS), "--max-queue", str(clients))
     server = ServerProcess(bundle, *options, "--prefix-cache", str(folder))
     asyncio.run(run_load(server.port, make_asks(20, 99), 4))
     before = server.rss_bytes()
