@@ -214,6 +214,18 @@ def test_caches_stay_within_the_budget(talking: Path):
         assert refused.value.status_code == 503
 
 
+@pytest.mark.parametrize("error", [RuntimeError("a bug"), BaseException("a panic")])
+def test_a_failing_step_ends_its_request_alone(server: Server, error: BaseException):
+    def fail(generation: Any) -> Any:
+        raise error
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(edgekv.session.Generation, "__next__", fail)
+        with pytest.raises(openai.InternalServerError, match="This is a bug"):
+            _ask(server, "Fails")
+    assert _ask(server, "Goes on").choices[0].finish_reason and _metric(server, "sessions_busy") == 0
+
+
 def test_requests_end_with_the_server(talking: Path):
     answers: list[Any] = []
 

@@ -275,7 +275,7 @@ def test_responses_call_tools_and_fit_schemas(client: OpenAI):
 @pytest.mark.slow
 def test_the_command_survives_being_killed(talking: Path, tmp_path: Path):
     """After SIGKILL in the middle of an answer the next server uses what the first one stored; SIGTERM ends it."""
-    options = ("--threads", "1", "--prefix-cache", str(tmp_path))
+    options = ("--threads", "1", "--cpu-mode", "emulate", "--prefix-cache", str(tmp_path))
     first = ServerProcess(talking, *options)
     whole = asyncio.run(complete(first.port, "A prompt that is stored", 20))
     assert asyncio.run(complete(first.port, "Another one", 400, leave_after=3)).reason is None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
+import traceback
 from collections import deque
 from time import perf_counter
 
@@ -94,6 +95,20 @@ class Scheduler:
         self._thread.join()
 
     def _loop(self) -> None:
+        try:
+            self._take_turns()
+        finally:  # also after a bug, so that nobody waits for an engine that stands still
+            with self._changed:
+                self._is_closed = True
+                self._waiting.extend(self._arrived)
+                self._arrived.clear()
+            for job in (*self._running, *self._waiting):
+                self._end(job, ApiError(503, f"{_STOPPING}.", code="stopping"))
+            self._waiting.clear()
+            self._slots.clear()
+            self._measure()
+
+    def _take_turns(self) -> None:
         while True:
             with self._changed:
                 while not (self._arrived or self._waiting or self._running or self._is_closed):
@@ -101,15 +116,10 @@ class Scheduler:
                 self._waiting.extend(self._arrived)
                 self._arrived.clear()
                 if self._is_closed:
-                    break
+                    return
             self._admit()
             for job in tuple(self._running):
                 self._step(job)
-        for job in (*self._running, *self._waiting):
-            self._end(job, ApiError(503, f"{_STOPPING}.", code="stopping"))
-        self._waiting.clear()
-        self._slots.clear()
-        self._measure()
 
     def _admit(self) -> None:
         """Start the jobs that have a session, in the order of their arrival."""
@@ -133,7 +143,7 @@ class Scheduler:
                 return False
         try:
             job.start(self._model, slot)
-        except Exception as error:
+        except BaseException as error:  # panics of Rust libraries are no Exception; this thread gets no signals
             job.slot = slot
             self._end(job, _told(error))
         else:
@@ -148,7 +158,7 @@ class Scheduler:
         tokens = job.generated_tokens
         try:
             finished = job.step(self._prefill_tokens)
-        except Exception as error:
+        except BaseException as error:
             self._end(job, _told(error))
             return
         if job.generated_tokens > tokens:
@@ -181,9 +191,10 @@ class Scheduler:
             self._running.remove(job)
         try:
             job.close()
-        finally:
-            if job.slot is not None:
-                self._slots.give_back(job.slot)
+        except Exception:  # such as a full disk of the prefix cache: the answer itself is right
+            traceback.print_exc()
+        if job.slot is not None:
+            self._slots.give_back(job.slot)
         self._measure()
 
     def _measure(self) -> None:
@@ -191,7 +202,7 @@ class Scheduler:
         self._metrics.note(self.queued, self.running, self._slots.busy, self._model)
 
 
-def _told(error: Exception) -> ApiError:
+def _told(error: BaseException) -> ApiError:
     if isinstance(error, EdgeKVError):
         return api_error(error)
     message = f"{type(error).__name__}: {error}. This is a bug; please report it."
