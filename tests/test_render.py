@@ -271,3 +271,16 @@ def test_a_kept_rendering_is_loaded_without_the_packages_that_render(small: Path
     command = [sys.executable, "-c", program, str(small)]
     first, second = (subprocess.run(command, capture_output=True, text=True, check=True).stdout for _ in range(2))
     assert first.split("]")[0] == second.split("]")[0] and (first.split()[-1], second.split()[-1]) == ("True", "False")
+
+
+def test_weights_that_no_product_of_integers_takes_are_refused_with_the_mode_that_does(
+    tmp_path: Path, kept: Path
+) -> None:
+    nodes = "w = DequantizeLinear<axis = 0, block_size = 8>(q, s)  y = MatMul(x, w)"
+    text = f"""<ir_version: 10, opset_import: ["": 21]> agraph (float[1,1,1,16] x) => (float[1,1,1,2] y)
+        <int8[16,2] q = {{{", ".join(map(str, range(32)))}}}, float[2,2] s = {{1, 2, 3, 4}}> {{ {nodes} }}"""
+    onnx.save(onnx.parser.parse_model(text), tmp_path / "graph.onnx")
+    with pytest.raises(EngineError, match=r"weights q: got INT8 \[16, 2\] in blocks of 8; .*Use --cpu-mode emulate"):
+        CpuEngine(1, "fast").load(tmp_path / "graph.onnx", "graph")
+    assert not [*kept.glob("*.onnx")] and not [*kept.glob("*.weights")]
+    CpuEngine(1).load(tmp_path / "graph.onnx", "graph")

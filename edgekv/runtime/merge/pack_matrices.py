@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
+from edgekv.errors import EngineError
 from edgekv.runtime.merge.matrices import IntegerMatrix, read_matrix
 from edgekv.runtime.merge.weight_file import WeightFile
 from edgekv.runtime.rewrite import remove_unused
@@ -33,6 +34,7 @@ class PackMatrices(ir.passes.InPlacePass):
     def _pack(self, graph: ir.Graph, node: ir.Node) -> bool:
         matrix = read_matrix(node.inputs[1])
         if matrix is None:
+            _check_is_no_matrix(node)
             return False
         constants = self._constants(graph, f"{node.outputs[0].name}.packed", matrix)
         rows, columns = matrix.integers.shape
@@ -62,3 +64,26 @@ class PackMatrices(ir.passes.InPlacePass):
         graph.register_initializer(integers)
         graph.register_initializer(scales)
         return integers, scales
+
+
+def _check_is_no_matrix(node: ir.Node) -> None:
+    """Refuse a product that would silently multiply a float copy of integer weights.
+
+    Raises:
+        EngineError: the right factor is dequantized from constants.
+    """
+    right = node.inputs[1]
+    source = right.producer() if right is not None else None
+    while source is not None and source.op_type == "Concat":
+        source = source.inputs[0].producer() if source.inputs[0] is not None else None
+    if source is None or source.op_type != "DequantizeLinear":
+        return
+    integers = source.inputs[0]
+    if integers is not None and integers.const_value is not None:
+        blocks = source.attributes.get_int("block_size", 0)
+        raise EngineError(
+            f"weights {integers.name}",
+            got=f"{integers.dtype} {list(integers.shape or ())}" + (f" in blocks of {blocks}" if blocks else ""),
+            expected="int4 or int8, zero point 0, a scale for each column or for blocks of 16 rows or more",
+            fix="Use --cpu-mode emulate.",
+        )
