@@ -1,4 +1,4 @@
-"""Make the default calibration text: prose of many kinds, and between it openings of Python modules, none held out.
+"""Make the default calibration text: prose of many kinds, and openings of Python modules, none held out.
 
 python models/calibration_text.py > exporters/quantize/calibration.txt
 """
@@ -14,12 +14,12 @@ CHARACTERS = 420
 
 
 def main() -> None:
-    """Print the pieces of prose, an opening after each; the modules are evenly spaced through the corpus."""
+    """Print the pieces of prose, an opening after every second; the modules are evenly spaced through the corpus."""
     pieces = PROSE.read_text("utf-8").strip().split("\n\n\n")
     code = [text for text in training_documents() if "import" in text and "def " in text]
-    code = code[:: len(code) // len(pieces)]
-    parts = [part for piece, text in zip(pieces, code, strict=False) for part in (piece, _opening(text))]
-    print("\n\n\n".join(parts))
+    code = code[:: 2 * len(code) // len(pieces)]
+    pairs = zip(pieces[::2], pieces[1::2], code, strict=False)
+    print("\n\n\n".join(part for one, other, text in pairs for part in (one, other, _opening(text))))
 
 
 def _opening(text: str) -> str:
