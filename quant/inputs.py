@@ -81,6 +81,8 @@ class LayerInputs:
 
     @cached_property
     def _drifted(self) -> bool:
+        if self._exact is self._quantized:
+            return False
         parts = (slice(start, start + _ROWS_AT_ONCE) for start in range(0, len(self._exact), _ROWS_AT_ONCE))
         drift = sum(float(np.square(self._exact[part] - self._quantized[part]).sum()) for part in parts)
         return drift > _LEAST_DRIFT * float(self.importance.sum())

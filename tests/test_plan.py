@@ -216,7 +216,7 @@ def test_the_exporter_allocates_what_the_formula_says(tmp_path):
     tokens = default_calibration_tokens(sizes)
     windows = np.arange(tokens).reshape(-1, window) % sizes.vocab
     tracemalloc.start()
-    quantizer = Quantizer(checkpoint, windows, window, find_recipe("w8a16"))
+    quantizer = Quantizer(checkpoint, windows, window, find_recipe("w4a16"))
     for layer in range(sizes.layers):
         dict(quantizer.layer(layer))
     quantizer.head()

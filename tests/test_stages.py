@@ -28,6 +28,7 @@ from exporters.htp.compile import compile_bundle
 from exporters.quantize.calibrate import calibration_windows
 from exporters.quantize.matrices import Quantizer
 from exporters.quantize.recipe import WeightRule, find_recipe
+from exporters.quantize.reference import Reference
 from exporters.quantize.stages import FinishedBinaries, binaries, checks, stage_keys
 from exporters.records import recipe_record
 from tests.checkpoints import write_checkpoint
@@ -375,3 +376,17 @@ def test_an_export_that_stops_says_how_to_go_on(work, monkeypatch):
 
 def interrupted(self):
     raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize(("recipe", "decoders"), [("w8a16", 1), ("w4a16", 2)])
+def test_the_quantized_decoder_is_followed_where_it_drifts(tmp_path, recipe, decoders):
+    checkpoint = Checkpoint.open(str(write_checkpoint(tmp_path)))
+    tokens = np.arange(64).reshape(2, 32)
+    quantizer = Quantizer(checkpoint, tokens, 32, find_recipe(recipe))
+    for layer in range(checkpoint.spec.layers):
+        dict(quantizer.layer(layer))
+    assert quantizer.hidden.shape == (decoders, *tokens.shape, checkpoint.spec.hidden)
+    (exact, *_), *quantized = np.split(quantizer.hidden, decoders)
+    reference = Reference(checkpoint, 32).states(list(tokens))
+    np.testing.assert_allclose(exact, reference, rtol=1e-4, atol=1e-4)
+    assert all(not np.allclose(each, exact, rtol=1e-4, atol=1e-4) for each in quantized)

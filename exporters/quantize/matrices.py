@@ -36,8 +36,8 @@ class QuantizedMatrices(Protocol):
 class PairedOps(NumpyOps):
     """Runs the exact decoder and the quantized one side by side on a window, `[2, T, width]`.
 
-    With `[1, T, width]` only the quantized one. Ranges are observed on the quantized decoder. The first tokens, the
-    sink, stay exact in both, and only the ranges of the cache include them: no graph computes them.
+    With `[1, T, width]` only the one of `quantized`, on which ranges are observed. The first tokens, the sink, stay
+    exact in both, and only the ranges of the cache include them: no graph computes them.
 
     Attributes:
         exact: the weights before quantization.
@@ -94,8 +94,12 @@ class Quantizer:
     A layer runs in pieces that end before each group of matrices. Their inputs are collected from all windows, the
     matrices are quantized, and the windows continue one after another. Other values are in memory for one window only.
 
+    With matrices of 8 bits the two decoders hardly differ, so the exact one stands for both and half of the work is
+    saved.
+
     Attributes:
-        hidden: `[2, windows, T, hidden]`, the residual of the exact decoder and of the quantized one.
+        hidden: `[2, windows, T, hidden]`, the residual of the exact decoder and of the quantized one, or
+            `[1, windows, T, hidden]`.
     """
 
     def __init__(self, tensors: Tensors, tokens: NDArray[Any], context: int, recipe: Recipe, sink: int = 0) -> None:
@@ -114,7 +118,8 @@ class Quantizer:
         self._sink = sink
         self._ops = PairedOps(tensors, tokens.shape[1], context, sink)
         rows = tensors.tensor(EMBEDDING, tokens.reshape(-1)).reshape(*tokens.shape, -1)
-        self.hidden: Floats = np.stack([rows, rows])
+        self._follows = any(rule.dtype != "int8" for rule in recipe.weights)
+        self.hidden: Floats = np.stack([rows, rows] if self._follows else [rows])
         self._ops.ranges["embedding"] = Range()
         self._ops.ranges["embedding"].observe(rows[:, sink:])
 
@@ -153,7 +158,7 @@ class Quantizer:
             grids.append(part.grid)
             ops.quantized[key] = by_outputs(part.dequantize())
             for window in windows:
-                logits(ops, spec, key, self.hidden[1:, window])
+                logits(ops, spec, key, self.hidden[-1:, window])
         ops.drop()
         return key, QuantizedWeight(integers, Grid.joined(grids))
 
@@ -172,7 +177,8 @@ class Quantizer:
                 weight = self._tensors.integers(name)
             else:
                 weight = quantize(by_inputs(self._ops.exact[name]), rule.dtype, rule.method, inputs)
-            self._ops.quantized[name] = by_outputs(weight.dequantize())
+            exact = self._ops.exact[name]
+            self._ops.quantized[name] = by_outputs(weight.dequantize()) if self._follows else exact
             yield name, weight
 
     def _run(self, layer: int, step: Callable[..., Floats], *states: Floats) -> Floats:
@@ -188,6 +194,6 @@ class Quantizer:
         return made
 
     def _inputs(self, x: Floats) -> LayerInputs:
-        """`[2, windows, T, in]` without the sink, as the inputs of a matrix."""
-        exact, quantized = x[:, :, self._sink :].reshape(2, -1, x.shape[-1])
-        return LayerInputs(exact, quantized)
+        """`[2 or 1, windows, T, in]` without the sink, as the inputs of a matrix."""
+        exact, *quantized = x[:, :, self._sink :].reshape(len(x), -1, x.shape[-1])
+        return LayerInputs(exact, quantized[0] if quantized else exact)

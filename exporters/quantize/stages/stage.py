@@ -120,7 +120,7 @@ class Stage:
         return found
 
     def hidden(self) -> Floats:
-        """The residual after the layer, `[2, windows, T, hidden]`: exact and quantized."""
+        """The residual after the layer, `Quantizer.hidden`."""
         return self._read("hidden")
 
     def _read(self, name: str) -> NDArray[Any]:
