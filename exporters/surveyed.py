@@ -13,9 +13,6 @@ from exporters.options import ExportOptions
 from exporters.quantize.sink import FloatSink, is_sink
 from exporters.quantize.survey import survey
 
-_WINDOWS = 4
-"""Windows of the calibration text from which the transforms of heads are chosen."""
-
 
 def survey_checkpoint(
     checkpoint: Checkpoint, tokens: NDArray[np.int64], first: Sequence[int], options: ExportOptions
@@ -34,7 +31,7 @@ def survey_checkpoint(
     if not first and not aligned:
         return None, None
     spec, context = checkpoint.spec, options.contexts[-1]
-    windows = tokens[: _WINDOWS if aligned else 1]
+    windows = tokens if aligned else tokens[:1]
     found = survey(checkpoint, windows, context, len(first))
     has_sink = is_sink(found.outlier, options.sink, first)
     heads = None

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from edgekv.spec import HEADROOM, RULES, DecoderSpec, EncodingTypes, Result, mask_depth
+from edgekv.spec import HEADROOM, PRODUCT_HEADROOM, RULES, DecoderSpec, EncodingTypes, Result, mask_depth
 from exporters.checkpoint.checkpoint import Checkpoint
 from exporters.decoder import decoder_layer, logits
 from exporters.quantize.encodings import ResultRecorder, choose_encodings, decoder_results
@@ -108,6 +108,7 @@ def test_each_kind_has_its_rule() -> None:
     step = np.float32(1 / 65535)
     assert RULES["linear"](seen, ONNX, 64.0) == Encoding.asymmetric(-3.0 * HEADROOM, HEADROOM, "u16")
     assert RULES["linear"](seen, TFLITE, 64.0) == Encoding.symmetric(3.0 * HEADROOM, "s16")
+    assert RULES["product"](seen, ONNX, 64.0) == Encoding.asymmetric(-3.0 * PRODUCT_HEADROOM, PRODUCT_HEADROOM, "u16")
     assert RULES["sigmoid"](seen, ONNX, 64.0) == RULES["softmax"](Range(), ONNX, 64.0) == Encoding("u16", step, 0)
     assert RULES["tanh"](seen, TFLITE, 64.0) == Encoding("s16", 1 / 32768, 0)
     assert RULES["masked"](seen, ONNX, 64.0).reach[0] == pytest.approx(-64.0, abs=1e-3)

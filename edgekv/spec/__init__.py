@@ -23,6 +23,7 @@ from edgekv.spec.layers import LayeredGeometry
 from edgekv.spec.parts import EMBEDDINGS, IDS, LOGITS, GraphRecord, PartRecord, Role, hidden_name
 from edgekv.spec.results import (
     HEADROOM,
+    PRODUCT_HEADROOM,
     RULES,
     UNOBSERVED,
     EncodingTypes,
@@ -54,6 +55,7 @@ __all__ = [
     "EMBEDDINGS",
     "HEAD",
     "HEADROOM",
+    "PRODUCT_HEADROOM",
     "IDS",
     "KINDS",
     "LOGITS",

@@ -18,9 +18,13 @@ ResultKind = Literal[
     "scores", "masked", "attended", "cache",
 ]  # fmt: skip
 
-HEADROOM = 1.25
+HEADROOM = 1.5
 """How far 16-bit ranges reach beyond the values seen on calibration text: what other texts clip costs more than the
-wider step, a third of a bit."""
+wider step, half a bit."""
+
+PRODUCT_HEADROOM = 2.0
+"""The same for products, whose extremes grow with those of both factors: in SmolLM2-135M a text reached 1.9 times what
+12,800 other tokens did, and clipping it cost one token 0.2 nats."""
 
 _LEAST_MASK_DEPTH = 64.0
 _SOFTMAX_REACH = 12.0  # exp(-12) is below half a step of a 16-bit probability
@@ -61,11 +65,15 @@ Rule = Callable[[Range, EncodingTypes, float], Encoding]
 """Computes an encoding from the observed values, the types and the depth of the mask."""
 
 
-def _covers(seen: Range, types: EncodingTypes, depth: float) -> Encoding:
+def _covers(headroom: float) -> Rule:
     """The range of all observed values, with headroom."""
-    if types.is_symmetric:
-        return Encoding.symmetric(HEADROOM * seen.absmax, types.activations)
-    return Encoding.asymmetric(HEADROOM * seen.low, HEADROOM * seen.high, types.activations)
+
+    def rule(seen: Range, types: EncodingTypes, depth: float) -> Encoding:
+        if types.is_symmetric:
+            return Encoding.symmetric(headroom * seen.absmax, types.activations)
+        return Encoding.asymmetric(headroom * seen.low, headroom * seen.high, types.activations)
+
+    return rule
 
 
 def _fixed(low: float, high: float) -> Rule:
@@ -93,19 +101,21 @@ def _reaches_mask(seen: Range, types: EncodingTypes, depth: float) -> Encoding:
     return Encoding.asymmetric(min(HEADROOM * seen.low, -depth), HEADROOM * seen.high, types.activations)
 
 
+_COVERS = _covers(HEADROOM)  # one rule: results of these kinds may share a name
+
 RULES: dict[ResultKind, Rule] = {
-    "embedding": _covers,
-    "linear": _covers,
-    "norm": _covers,
-    "sum": _covers,
-    "product": _covers,
-    "gelu": _covers,
+    "embedding": _COVERS,
+    "linear": _COVERS,
+    "norm": _COVERS,
+    "sum": _COVERS,
+    "product": _covers(PRODUCT_HEADROOM),
+    "gelu": _covers(PRODUCT_HEADROOM),
     "sigmoid": _fixed(0.0, 1.0),
     "tanh": _fixed(-1.0, 1.0),
     "softmax": _fixed(0.0, 1.0),
-    "scores": _covers,
+    "scores": _COVERS,
     "masked": _reaches_mask,
-    "attended": _covers,
+    "attended": _COVERS,
     "cache": _clips,
 }
 """The encoding rule of each kind."""
