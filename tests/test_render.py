@@ -284,3 +284,15 @@ def test_weights_that_no_product_of_integers_takes_are_refused_with_the_mode_tha
         CpuEngine(1, "fast").load(tmp_path / "graph.onnx", "graph")
     assert not [*kept.glob("*.onnx")] and not [*kept.glob("*.weights")]
     CpuEngine(1).load(tmp_path / "graph.onnx", "graph")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{"splits": 2, "head": "own", "embedding": "host"}, {"kv_dtype": "s16"}])
+def test_graphs_of_parts_and_wide_caches_are_rendered_too(tmp_path: Path, kept: Path, options: Any) -> None:
+    checkpoint = write_checkpoint(tmp_path / "checkpoint")
+    folder = exported(checkpoint, export_options(context=64, ar=(1, 8), **options))
+    scored = []
+    for mode in ("emulate", "exact16"):
+        with edgekv.load(folder, cpu_mode=mode, threads=1) as model:
+            scored.append(model.score([*range(5, 45)]))
+    assert _sqnr_db(*scored) > 30
