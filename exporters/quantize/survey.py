@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgekv.spec import EMBEDDING, DecoderSpec, KvTensor, by_inputs
-from exporters.checkpoint.aligned import HeadNumber, HeadReach
+from exporters.checkpoint.reach import HeadNumber, HeadReach
 from exporters.checkpoint.rotate import hadamard
 from exporters.decoder import decoder_layer, logits
 from exporters.quantize.encodings import decoder_results
