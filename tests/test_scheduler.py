@@ -13,6 +13,7 @@ import openai
 import pytest
 
 import edgekv
+from edgekv.errors import EngineError
 from edgekv.serve import Limits
 from edgekv.session import ByteBudget
 from tests.serving import NAME, Server, served
@@ -224,6 +225,17 @@ def test_a_failing_step_ends_its_request_alone(server: Server, error: BaseExcept
         with pytest.raises(openai.InternalServerError, match="This is a bug"):
             _ask(server, "Fails")
     assert _ask(server, "Goes on").choices[0].finish_reason and _metric(server, "sessions_busy") == 0
+
+
+def test_a_client_is_not_told_of_the_servers_files(server: Server, capfd: pytest.CaptureFixture[str]):
+    def fail(generation: Any) -> Any:
+        raise EngineError("engine", got="a fault in /home/user/model", expected="a step", fix="Export again.")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(edgekv.session.Generation, "__next__", fail)
+        with pytest.raises(openai.InternalServerError, match="log says why") as told:
+            _ask(server, "Fails")
+    assert "/home/user" not in str(told.value) and "/home/user/model" in capfd.readouterr().err
 
 
 def test_requests_end_with_the_server(talking: Path):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import msgspec
 
 from edgekv.errors import ContextFullError, EdgeKVError, EngineError, MemoryBudgetError, UsageError
@@ -74,13 +76,13 @@ def refused(param: str, *, got: object, expected: object, fix: str, code: str | 
 
 
 def api_error(error: EdgeKVError) -> ApiError:
-    """An error of the runtime as one of the API."""
+    """An error of the runtime as one of the API. What may tell of the machine goes to the server's log alone."""
     if isinstance(error, ContextFullError):
         return ApiError(400, str(error), param=error.field, code="context_length_exceeded")
     if isinstance(error, UsageError):
         return ApiError(400, str(error), param=error.field, code="invalid_value")
     if isinstance(error, MemoryBudgetError):
         return ApiError(503, str(error), code="out_of_memory")
-    if isinstance(error, EngineError):
-        return ApiError(500, str(error), code="engine_failed")
-    return ApiError(500, str(error), code="internal_error")
+    print(f"edgekv serve: {error}", file=sys.stderr)
+    code = "engine_failed" if isinstance(error, EngineError) else "internal_error"
+    return ApiError(500, "The model failed. The server's log says why.", code=code)

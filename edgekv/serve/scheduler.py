@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 import threading
 import traceback
 from collections import deque
@@ -205,5 +206,5 @@ class Scheduler:
 def _told(error: BaseException) -> ApiError:
     if isinstance(error, EdgeKVError):
         return api_error(error)
-    message = f"{type(error).__name__}: {error}. This is a bug; please report it."
-    return ApiError(500, message, code="internal_error")
+    traceback.print_exception(error, file=sys.stderr)
+    return ApiError(500, f"{type(error).__name__}. This is a bug; please report it.", code="internal_error")

@@ -63,7 +63,7 @@ class PromptReader:
         if found is None:
             raise UsageError(
                 "chat template",
-                got=f"none in {self._bundle.path}",
+                got=f"none in the bundle {self._bundle.path.name}",
                 expected="a bundle of a chat model",
                 fix="Give a prompt, or export a checkpoint that has a chat template again.",
             )
