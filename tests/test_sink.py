@@ -21,6 +21,8 @@ from exporters.checkpoint.checkpoint import Checkpoint
 from exporters.export import export_bundle
 from exporters.inspect.tally import Tally
 from exporters.inspect.wikitext import Window
+from exporters.quantize.matrices import Quantizer
+from exporters.quantize.recipe import find_recipe
 from exporters.quantize.reference import Reference
 from exporters.quantize.sink import SinkWanted, first_tokens
 
@@ -234,3 +236,14 @@ def test_texts_without_bos_begin_as_chats_or_with_eos(tmp_path: Path) -> None:
     (folder / "chat_template.jinja").write_text("A{% for m in messages %}{{ m['content'] }}{% endfor %}")
     chat = Checkpoint.open(str(folder))
     assert first_tokens(chat, SinkWanted()) == (chat.encode("A")[0],)
+
+
+def test_a_massive_token_behind_the_sink_widens_no_range(checkpoint: Path) -> None:
+    def widest(tokens: list[int]) -> float:
+        quantizer = Quantizer(Checkpoint.open(str(checkpoint)), np.array([tokens]), 64, find_recipe("w8a16"), sink=1)
+        dict(quantizer.layer(0))
+        return quantizer.take_ranges()["layers.0.mlp"].absmax
+
+    usual = widest([BOS, *range(40, 70)])
+    assert widest([BOS, BOS, *range(41, 70)]) < 2 * usual
+    assert widest([BOS, 40, BOS, *range(42, 70)]) > 100 * usual
