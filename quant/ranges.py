@@ -42,6 +42,11 @@ class Range:
             # An odd step visits every element of a head, whose width is even.
             self._samples.append(flat[:: flat.size // _SAMPLE | 1].copy())
 
+    def widen(self, other: Range, most: float) -> None:
+        """Cover another range too, up to `most` times the greatest magnitude so far."""
+        bound = most * self.absmax
+        self.low, self.high = min(self.low, max(other.low, -bound)), max(self.high, min(other.high, bound))
+
     @property
     def sample(self) -> NDArray[np.float32]:
         """The kept values; may be empty."""

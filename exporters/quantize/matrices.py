@@ -25,6 +25,7 @@ from exporters.quantize.reference import Floats, NumpyOps, Tensors, Weights
 from quant import LARGEST, Grid, LayerInputs, QuantizedWeight, Range, quantize
 
 _HEAD_ROWS_AT_ONCE = 8192
+_MOST_AT_START = 16.0
 
 
 class QuantizedMatrices(Protocol):
@@ -37,19 +38,21 @@ class PairedOps(NumpyOps):
     """Runs the exact decoder and the quantized one side by side on a window, `[2, T, width]`.
 
     With `[1, T, width]` only the one of `quantized`, on which ranges are observed. The first tokens, the sink, stay
-    exact in both, and only the ranges of the cache include them: no graph computes them. Nor do ranges include the
-    token behind the sink, see `_first_measured`.
+    exact in both, and only the ranges of the cache include them: no graph computes them. The token behind the sink is
+    observed apart, see `_first_measured`.
 
     Attributes:
         exact: the weights before quantization.
         quantized: matrices quantized so far, dequantized to `[out, in]`.
         ranges: observed values of each result.
+        starts: those of the token behind the sink.
     """
 
     def __init__(self, tensors: Tensors, tokens: int, context: int, sink: int = 0) -> None:
         self.exact = Weights(tensors)
         self.quantized: dict[str, Floats] = {}
         self.ranges: dict[str, Range] = {}
+        self.starts: dict[str, Range] = {}
         self._sink = sink
         self._first = _first_measured(sink, tokens)
         self._results = decoder_results(tensors.spec)
@@ -81,6 +84,8 @@ class PairedOps(NumpyOps):
         is_cache = self._results[name].kind == "cache"
         try:
             seen.observe(values[-1] if is_cache else values[-1, self._first :], keep_sample=is_cache)
+            if self._sink < self._first and not is_cache:
+                self.starts.setdefault(name, Range()).observe(values[-1, self._sink : self._first])
         except ValueError:
             raise CheckpointError(
                 f"weights: the result {name}",
@@ -167,6 +172,9 @@ class Quantizer:
     def take_ranges(self) -> dict[str, Range]:
         """The ranges observed since the last call."""
         taken, self._ops.ranges = self._ops.ranges, {}
+        starts, self._ops.starts = self._ops.starts, {}
+        for name, start in starts.items():
+            taken[name].widen(start, _MOST_AT_START)
         return taken
 
     def _quantized(self, layer: int, projections: Sequence[str], x: Floats) -> Iterator[tuple[str, QuantizedWeight]]:
@@ -202,9 +210,9 @@ class Quantizer:
 
 
 def _first_measured(sink: int, tokens: int) -> int:
-    """The first position of a window of this many tokens that ranges and GPTQ's sums include.
+    """The first position of a window of this many tokens that counts in full for ranges and GPTQ's sums.
 
-    Windows begin in the middle of a text, where the token behind the sink can be massive too: in SmolLM2-135M 1,039
-    where no later one exceeds 13. A range for it would leave the others 6 bits less.
+    The token behind the sink can be massive too: in SmolLM2-135M 1,039 where no later one exceeds 13. A range for it
+    would leave the others 6 bits less, so it is clipped where it exceeds them by more than `_MOST_AT_START` times.
     """
     return min(sink + 1, tokens - 1) if sink else 0
