@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -50,6 +51,9 @@ def test_a_file_of_keys(tmp_path: Path):
             read_keys(path)
     with pytest.raises(UsageError, match="a file of API keys"):
         read_keys(tmp_path / "none")
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(UsageError, match="not a regular file"):
+        read_keys(tmp_path / "pipe")
 
 
 def test_a_foreign_page_cannot_reach_a_local_server(talking: Path):

@@ -8,6 +8,7 @@ from hashlib import sha256
 from pathlib import Path
 
 from edgekv.errors import UsageError
+from edgekv.system import read_file
 
 _LONGEST_FILE_BYTES = 1 << 20
 
@@ -45,9 +46,7 @@ def read_keys(path: Path) -> tuple[str, ...]:
     """
     fix = "Write one key a line."
     try:
-        if path.stat().st_size > _LONGEST_FILE_BYTES:
-            raise UsageError(str(path), got="a larger file", expected=f"at most {_LONGEST_FILE_BYTES:,} bytes", fix=fix)
-        lines = path.read_text("utf-8").splitlines()
+        lines = read_file(path, _LONGEST_FILE_BYTES).decode("utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "no UTF-8 text"
         raise UsageError(str(path), got=reason, expected="a file of API keys", fix=fix) from None
