@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import traceback
 
 import msgspec
 
@@ -41,7 +42,7 @@ class ErrorBody(msgspec.Struct, frozen=True):
 
 
 class ApiError(Exception):
-    """An error that a client is told.
+    """An error of a request, as the client gets it.
 
     Attributes:
         status: of HTTP.
@@ -75,8 +76,13 @@ def refused(param: str, *, got: object, expected: object, fix: str, code: str | 
     return ApiError(400, f"{param}: got {got}; expected {expected}. {fix}", param=param, code=code)
 
 
-def api_error(error: EdgeKVError) -> ApiError:
-    """An error of the runtime as one of the API. What may tell of the machine goes to the server's log alone."""
+def api_error(error: BaseException) -> ApiError:
+    """What a client is told of an error. What may tell of the machine goes to the server's log alone."""
+    if isinstance(error, ApiError):
+        return error
+    if not isinstance(error, EdgeKVError):
+        traceback.print_exception(error, file=sys.stderr)
+        return ApiError(500, f"{type(error).__name__}. This is a bug; please report it.", code="internal_error")
     if isinstance(error, ContextFullError):
         return ApiError(400, str(error), param=error.field, code="context_length_exceeded")
     if isinstance(error, UsageError):

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import sys
-import traceback
 from collections.abc import Awaitable, Callable, MutableMapping
 from email.utils import formatdate
 from typing import Any
 
 from starlette.exceptions import HTTPException
 
-from edgekv.errors import EdgeKVError
 from edgekv.serve.errors import ApiError, DisconnectedError, api_error
 from edgekv.serve.exchange import Exchange, Receive, Scope, Send
 from edgekv.serve.keys import ApiKeys
@@ -88,9 +85,4 @@ def _told(error: Exception, request: str) -> ApiError:
     if isinstance(error, HTTPException):
         code = "wrong_method" if error.status_code == 405 else "not_found"
         return ApiError(error.status_code, f"path: got {request}; expected one of docs/serve.md.", code=code)
-    if isinstance(error, ApiError):
-        return error
-    if isinstance(error, EdgeKVError):
-        return api_error(error)
-    traceback.print_exception(error, file=sys.stderr)
-    return ApiError(500, f"{type(error).__name__}. This is a bug; please report it.", code="internal_error")
+    return api_error(error)

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import math
-import sys
 import threading
 import traceback
 from collections import deque
 from time import perf_counter
 
-from edgekv.errors import EdgeKVError
 from edgekv.model import Model
 from edgekv.serve.channel import Channel
 from edgekv.serve.errors import CANCELLED, ApiError, api_error
@@ -146,7 +144,7 @@ class Scheduler:
             job.start(self._model, slot)
         except BaseException as error:  # panics of Rust libraries are no Exception; this thread gets no signals
             job.slot = slot
-            self._end(job, _told(error))
+            self._end(job, api_error(error))
         else:
             self._running.append(job)
             self._measure()
@@ -160,7 +158,7 @@ class Scheduler:
         try:
             finished = job.step(self._prefill_tokens)
         except BaseException as error:
-            self._end(job, _told(error))
+            self._end(job, api_error(error))
             return
         if job.generated_tokens > tokens:
             self._metrics.count_token(job)
@@ -201,10 +199,3 @@ class Scheduler:
     def _measure(self) -> None:
         """Note what the cache holds: other threads must not look at the model."""
         self._metrics.note(self.queued, self.running, self._slots.busy, self._model)
-
-
-def _told(error: BaseException) -> ApiError:
-    if isinstance(error, EdgeKVError):
-        return api_error(error)
-    traceback.print_exception(error, file=sys.stderr)
-    return ApiError(500, f"{type(error).__name__}. This is a bug; please report it.", code="internal_error")
