@@ -46,6 +46,7 @@ class PairedOps(NumpyOps):
         quantized: matrices quantized so far, dequantized to `[out, in]`.
         ranges: observed values of each result.
         starts: those of the token behind the sink.
+        first: the first position that is not observed apart; see `_first_measured`.
     """
 
     def __init__(self, tensors: Tensors, tokens: int, context: int, sink: int = 0) -> None:
@@ -54,7 +55,7 @@ class PairedOps(NumpyOps):
         self.ranges: dict[str, Range] = {}
         self.starts: dict[str, Range] = {}
         self._sink = sink
-        self._first = _first_measured(sink, tokens)
+        self.first = _first_measured(sink, tokens)
         self._results = decoder_results(tensors.spec)
         super().__init__(tensors.spec, self.exact, tokens, context, self._observe_range)
 
@@ -83,9 +84,9 @@ class PairedOps(NumpyOps):
         seen = self.ranges.setdefault(name, Range())
         is_cache = self._results[name].kind == "cache"
         try:
-            seen.observe(values[-1] if is_cache else values[-1, self._first :], keep_sample=is_cache)
-            if self._sink < self._first and not is_cache:
-                self.starts.setdefault(name, Range()).observe(values[-1, self._sink : self._first])
+            seen.observe(values[-1] if is_cache else values[-1, self.first :], keep_sample=is_cache)
+            if self._sink < self.first and not is_cache:
+                self.starts.setdefault(name, Range()).observe(values[-1, self._sink : self.first])
         except ValueError:
             raise CheckpointError(
                 f"weights: the result {name}",
@@ -122,7 +123,6 @@ class Quantizer:
         self._tensors = tensors
         self._spec = tensors.spec
         self._recipe = recipe
-        self._first = _first_measured(sink, tokens.shape[1])
         self._ops = PairedOps(tensors, tokens.shape[1], context, sink)
         rows = tensors.tensor(EMBEDDING, tokens.reshape(-1)).reshape(*tokens.shape, -1)
         self._follows = any(rule.dtype != "int8" for rule in recipe.weights)
@@ -205,7 +205,7 @@ class Quantizer:
 
     def _inputs(self, x: Floats) -> LayerInputs:
         """`[2 or 1, windows, T, in]` as the inputs of a matrix."""
-        exact, *quantized = x[:, :, self._first :].reshape(len(x), -1, x.shape[-1])
+        exact, *quantized = x[:, :, self._ops.first :].reshape(len(x), -1, x.shape[-1])
         return LayerInputs(exact, quantized[0] if quantized else exact)
 
 
