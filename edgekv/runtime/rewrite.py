@@ -39,11 +39,7 @@ class NodeWriter:
 
     def constant(self, name: str, value: NDArray[Any]) -> ir.Value:
         """The graph's initializer of this name; added with this value if there is none."""
-        found = self._graph.initializers.get(name)
-        if found is None:
-            found = initializer(name, value)
-            self._graph.register_initializer(found)
-        return found
+        return named_constant(self._graph, name, value)
 
     def node(self, op: str, inputs: Sequence[ir.Value], output: str, **attributes: Any) -> ir.Value:
         """A node with one result."""
@@ -163,6 +159,15 @@ def remove_unused(model: ir.Model) -> None:
     graph.remove(unused, safe=True)
     for name in [name for name, value in graph.initializers.items() if not value.uses()]:
         del graph.initializers[name]
+
+
+def named_constant(graph: ir.Graph, name: str, value: NDArray[Any]) -> ir.Value:
+    """The graph's initializer of this name; added with this value if there is none."""
+    found = graph.initializers.get(name)
+    if found is None:
+        found = initializer(name, value)
+        graph.register_initializer(found)
+    return found
 
 
 def initializer(name: str, value: NDArray[Any]) -> ir.Value:

@@ -9,7 +9,7 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
-from edgekv.runtime.rewrite import initializer
+from edgekv.runtime.rewrite import named_constant
 
 CONTRIB = "com.microsoft"
 
@@ -68,11 +68,7 @@ class Fuser:
 
     def constant(self, name: str, array: NDArray[Any]) -> ir.Value:
         """The constant of this name; its name tells its value."""
-        found = self.graph.initializers.get(name)
-        if found is None:
-            found = initializer(name, array)
-            self.graph.register_initializer(found)
-        return found
+        return named_constant(self.graph, name, array)
 
 
 def replace(old: ir.Value | None, new: ir.Value) -> None:

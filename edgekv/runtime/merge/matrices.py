@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
+
+from edgekv.runtime.merge.fusing import constant_of
 
 Floats = NDArray[np.float32]
 
@@ -74,7 +75,7 @@ def read_matrix(value: ir.Value | None) -> IntegerMatrix | None:
         return _beside([read_matrix(each) for each in node.inputs])
     if node.op_type != "DequantizeLinear":
         return None
-    integers, scales = _constant(node.inputs[0]), _scales(node.inputs[1])
+    integers, scales = constant_of(node.inputs[0]), _scales(node.inputs[1])
     if integers is None or scales is None or integers.ndim != _MATRIX_AXES or not _is_zero(node):
         return None
     bits = {"int8": 8, "int4": 4}.get(integers.dtype.name)
@@ -110,11 +111,11 @@ def _scales(value: ir.Value | None) -> tuple[Floats, NDArray[np.uint8] | None] |
     """Steps of columns `[out]`, and factors of their blocks `[blocks, out]` if there are any."""
     node = value.producer() if value is not None else None
     if node is None:
-        steps = _constant(value)
+        steps = constant_of(value)
         return None if steps is None else (steps.astype(np.float32), None)
     if node.op_type != "DequantizeLinear" or not _is_zero(node) or node.attributes.get_int("axis", 1) != 1:
         return None
-    factors, steps = _constant(node.inputs[0]), _constant(node.inputs[1])
+    factors, steps = constant_of(node.inputs[0]), constant_of(node.inputs[1])
     if factors is None or steps is None:
         return None
     return steps.astype(np.float32), factors.astype(np.uint8)
@@ -124,9 +125,5 @@ def _is_zero(node: ir.Node) -> bool:
     """Whether a node that dequantizes has zero point 0."""
     if len(node.inputs) < 3 or node.inputs[2] is None:
         return True
-    zero = _constant(node.inputs[2])
+    zero = constant_of(node.inputs[2])
     return zero is not None and not zero.astype(np.int32).any()
-
-
-def _constant(value: ir.Value | None) -> NDArray[Any] | None:
-    return None if value is None or value.const_value is None else value.const_value.numpy()
