@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, TypedDict
 
-from edgekv.session.params import BeamKeywords, BeamParams, SamplingKeywords, SamplingParams, refuse, shown
+from edgekv.session.params import BeamKeywords, BeamParams, SamplingKeywords, SamplingParams
+from edgekv.session.refusal import refuse, shown
 
 if TYPE_CHECKING:
     from edgekv.prefix import RetentionPolicy

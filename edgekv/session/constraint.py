@@ -11,7 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgekv.errors import EngineError, UsageError
-from edgekv.session.grammar import Grammar, refuse
+from edgekv.session.grammar import Grammar
+from edgekv.session.refusal import refuse
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer

@@ -8,9 +8,9 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal
 
-from edgekv.errors import UsageError
+from edgekv.session.refusal import refuse
 from edgekv.session.schema import has_finite_answer
 
 GrammarKind = Literal["json_schema", "regex", "lark"]
@@ -134,7 +134,3 @@ class Grammar:
         if states > MAX_DIVISOR:
             found, wanted = f"multipleOf with {states:,} remainders", f"at most {MAX_DIVISOR:,} in all"
             refuse(self.field, found, wanted, "Use smaller divisors, or none.")
-
-
-def refuse(field: str, found: object, wanted: str, fix: str) -> NoReturn:
-    raise UsageError(field, got=found, expected=wanted, fix=fix)

@@ -9,15 +9,14 @@ from numbers import Real
 from operator import index
 from typing import Any, Literal, TypedDict, Unpack
 
-from edgekv.errors import UsageError
 from edgekv.session.grammar import Grammar
+from edgekv.session.refusal import refuse, shown
 
 DEFAULT_MAX_NEW_TOKENS = 128
 _MIN_TEMPERATURE = 1e-5
 _MAX_INT = 2**31 - 1
 _MAX_SEED = 2**64 - 1
 _SAMPLING_ONLY = ("top_k", "top_p", "min_p", "seed")
-_MAX_DIGITS = 40
 
 EarlyStopping = bool | Literal["never"]
 
@@ -198,7 +197,7 @@ def _check_real(name: str, value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, Real):
         refuse(name, repr(value), "a number", "Give a number.")
     try:
-        number = float(value)  # type: ignore[arg-type]
+        number = float(value)
     except OverflowError:
         number = math.inf
     if math.isnan(number):
@@ -224,14 +223,3 @@ def _checked_stop(stop: Sequence[str]) -> tuple[str, ...]:
         if not text:
             refuse("stop", "an empty text", "one character or more", "Leave it out.")
     return texts
-
-
-def shown(value: object) -> str:
-    """A value for a message. Python refuses to write integers of more than some thousand digits."""
-    if isinstance(value, int) and value.bit_length() > 4 * _MAX_DIGITS:
-        return f"a number of {value.bit_length()} bits"
-    return str(value)
-
-
-def refuse(field: str, found: object, wanted: str, fix: str) -> None:
-    raise UsageError(field, got=shown(found), expected=wanted, fix=fix)
