@@ -201,9 +201,7 @@ class Generation(Iterator[Token]):
 
     def _guarded(self, work: Callable[[], T]) -> T:
         """Do some work with the cache of the call, which ends if the work fails."""
-        if self._hold.is_abandoned:
-            self._turns.check_open()
-            raise ValueError("generation: its cache is used by a later call of the model; finish one before the next")
+        self._hold.check("generation")
         self._hold.keep()
         try:
             return work()

@@ -61,9 +61,7 @@ class Scoring(Iterator[NDArray[np.float32]]):
             EngineError: the runtime failed.
         """
         with self._turns:
-            if self._hold.is_abandoned:
-                self._turns.check_open()
-                raise ValueError("scoring: its cache is used by a later call of the model; finish one before the next")
+            self._hold.check("scoring")
             if self._sink is not None:
                 rows, self._sink = self._sink.logits, None
                 return self._encoding.dequantize(rows)

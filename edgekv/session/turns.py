@@ -124,6 +124,17 @@ class Hold:
         """Claim the sequence; the caller has the lock."""
         self._turns.claim(self._sequence, self)
 
+    def check(self, call: str) -> None:
+        """Check that no later call has claimed the sequence; the caller has the lock.
+
+        Raises:
+            UsageError: the model was closed.
+            ValueError: a later call has it.
+        """
+        if self.is_abandoned:
+            self._turns.check_open()
+            raise ValueError(f"{call}: its cache is used by a later call of the model; finish one before the next")
+
     def keep(self) -> None:
         """Continue in this thread; the caller has the lock."""
         self._turns.keep(self._sequence, self)
