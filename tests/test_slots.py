@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from edgekv.serve.slots import Slot, Slots, common_tokens
+from edgekv.serve.slots import Slot, Slots
+from edgekv.session.session import common_tokens
 
 
 class Pool:

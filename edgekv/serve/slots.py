@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import count
 
+from edgekv.session.session import common_tokens
+
 
 @dataclass(slots=True)
 class Slot:
@@ -105,11 +107,3 @@ class Slots:
     def _forget(self, slot: Slot) -> None:
         self._slots.remove(slot)
         self._drop(slot.sequence)
-
-
-def common_tokens(first: Sequence[int], second: Sequence[int]) -> int:
-    """Length of the longest common prefix."""
-    shorter = min(len(first), len(second))
-    if list(first[:shorter]) == list(second[:shorter]):
-        return shorter
-    return next(at for at, (mine, theirs) in enumerate(zip(first, second, strict=False)) if mine != theirs)

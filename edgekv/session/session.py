@@ -106,10 +106,7 @@ class Session:
         first = len(self._first)
         if self.cache.tokens_seen != len(self.tokens):
             self.reset()  # the cache was used without this session
-        common = min(len(self.tokens), max(len(tokens) - 1, first))
-        if self.tokens[:common] != tokens[:common]:
-            pairs = zip(self.tokens, tokens, strict=False)
-            common = next(i for i, (mine, theirs) in enumerate(pairs) if mine != theirs)
+        common = min(common_tokens(self.tokens, tokens), max(len(tokens) - 1, first))
         surplus = len(self.tokens) - common
         if surplus and (common <= first or not self.cache.is_whole):
             self.reset()
@@ -146,3 +143,11 @@ class Session:
         parts = [(cache.length, cache.capacity), *((group.length, group.capacity) for group in cache.groups)]
         if any(length != min(seen, capacity) for length, capacity in parts):
             self.reset()
+
+
+def common_tokens(first: Sequence[int], second: Sequence[int]) -> int:
+    """Length of the longest common prefix."""
+    shorter = min(len(first), len(second))
+    if list(first[:shorter]) == list(second[:shorter]):
+        return shorter
+    return next(at for at, (mine, theirs) in enumerate(zip(first, second, strict=False)) if mine != theirs)
