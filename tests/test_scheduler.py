@@ -140,7 +140,7 @@ def test_the_next_turn_computes_its_new_tokens_alone(server: Server):
 
 
 def test_the_queue_is_limited(server: Server):
-    """Three run, two wait, and the next one is told when to come back."""
+    """Three run, two wait, and the next gets 429 with Retry-After."""
     with _gate() as gate:
         answers: list[Any] = []
         ask = [threading.Thread(target=lambda: answers.append(_ask(server, "Wait"))) for _ in range(5)]

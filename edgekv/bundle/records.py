@@ -17,7 +17,7 @@ HeadsName = Literal["none", "aligned"]
 NeuronScalingName = Literal["none", "equal"]
 OutlierChannels = Literal["keep", "split"]
 MatrixMethod = Method | Literal["stored"]
-"""How integers were chosen: by rounding, or by whoever quantized the checkpoint."""
+"""How integers were chosen: by a rounding method, or taken from a quantized checkpoint."""
 
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 40)]
@@ -145,7 +145,7 @@ class StoredRecord(Record, frozen=True):
         integers: number of their integers.
         changed_integers: how many of these differ, because scales of groups were rounded to LPBQ's.
         error_db: energy of the change of the kept matrices relative to their own; null if there is none.
-        quantized_anew: number of matrices that were dequantized and quantized anew, by reason.
+        quantized_anew: number of matrices that were dequantized and quantized again, by reason.
     """
 
     format: str

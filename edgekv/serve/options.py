@@ -1,4 +1,4 @@
-"""What a server is told at its start."""
+"""The options of a server."""
 
 from __future__ import annotations
 
