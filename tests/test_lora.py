@@ -174,9 +174,29 @@ def test_a_bundle_knows_its_adapters(base: Path, tmp_path: Path, capsys) -> None
     assert (adapter.folder, adapter.scale) == (str(tmp_path / "lora"), 0.5)
     expected = opened(base, (tmp_path / "lora", 0.5)).tensor(f"{QUERY}.weight")
     np.testing.assert_array_equal(open_source(manifest, None).tensor(f"{QUERY}.weight"), expected)
-    write_adapter(tmp_path / "lora", base, seed=1)
-    with pytest.raises(CheckpointError, match="the weights of the bundle"):
-        open_source(manifest, None)
+    text = tmp_path / "text"
+    text.write_text("def main(): return 1\n" * 40)
+    call = ["eval", str(bundle), "--text", str(text), "--tokens", "60", "--json"]
+    assert run(call) == 0
+    in_place = json.loads(capsys.readouterr().out)
+    assert in_place["token_sqnr_db"] > 20, "the reference has the adapter too"
+    moved = (tmp_path / "lora").rename(tmp_path / "moved")
+    assert run([*call, "--lora", str(moved)]) == 0
+    assert json.loads(capsys.readouterr().out) == in_place
+    for options, message in (
+        ([], f"adapter {tmp_path / 'lora'}: got no such folder; .* Give its new place with --lora."),
+        (["--lora", str(moved)] * 2, "--lora: got 2; expected 1, as many as the export had: lora."),
+    ):
+        assert run([*call, *options]) in (1, 2)
+        assert re.search(message, capsys.readouterr().err)
+    write_adapter(moved, base, seed=1)
+    with pytest.raises(CheckpointError, match=r"adapter .*moved: got sha256 .*, the adapter of the bundle. Give"):
+        open_source(manifest, None, [moved])
+
+
+def test_folders_of_adapters_for_a_bundle_without_any_are_refused(small: Path, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"--lora: got 1; expected 0: no adapter was merged. Leave it out."):
+        open_source(open_bundle(small).manifest, None, [tmp_path])
 
 
 @pytest.mark.parametrize(

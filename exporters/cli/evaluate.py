@@ -15,7 +15,7 @@ from edgekv.errors import UsageError
 from edgekv.runtime import make_engine
 from edgekv.text_file import read_text_file
 from exporters.checkpoint.folded import transformed_as
-from exporters.cli.options import JsonOption
+from exporters.cli.options import JsonOption, MovedAdapters
 from exporters.inspect import layer_lines, measure_layers, parse_budget, proposal_lines, propose
 from exporters.inspect.evaluate import evaluate_windows, evaluation_windows, open_source
 from exporters.inspect.page import check_page_path, write_page
@@ -55,6 +55,7 @@ def eval_(
         Optional[Path], typer.Option(help="Write a page with charts (.html): --layers, ranges, sizes and the cache.")
     ] = None,
     checkpoint: Annotated[Optional[str], typer.Option(help="The checkpoint, if it has moved since the export.")] = None,
+    lora: MovedAdapters = None,
     as_json: JsonOption = False,
 ) -> None:
     """Compare a bundle with the float32 reference of its checkpoint.
@@ -81,7 +82,7 @@ def eval_(
     model = edgekv.load(bundle, engine=engine, cpu_mode=cpu_mode)
     emulated = edgekv.load(model.bundle) if is_rendered else None
     manifest = model.bundle.manifest
-    source = open_source(manifest, checkpoint)
+    source = open_source(manifest, checkpoint, lora or ())
     report = proposal = pages = None
     if word_perplexity:
         sink = () if manifest.sink is None else manifest.sink.tokens

@@ -20,3 +20,11 @@ CacheOption = Annotated[
     ),
 ]
 ForceOption = Annotated[bool, typer.Option("--force", help="Replace an existing output.")]
+MovedAdapters = Annotated[
+    Optional[list[Path]],
+    typer.Option(
+        "--lora",
+        metavar="DIR",
+        help="An adapter of the bundle, if it has moved since the export; give all, in the export's order.",
+    ),
+]

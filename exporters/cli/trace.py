@@ -13,7 +13,7 @@ from edgekv.errors import UsageError
 from edgekv.runtime import make_engine
 from edgekv.text_file import read_text_file
 from exporters.checkpoint.folded import transformed_as
-from exporters.cli.options import JsonOption
+from exporters.cli.options import JsonOption, MovedAdapters
 from exporters.inspect.divergence import find_divergence
 from exporters.inspect.evaluate import open_source
 from exporters.inspect.probe import Probe
@@ -30,6 +30,7 @@ def trace(
     ] = "cpu",
     tokens: Annotated[int, typer.Option(min=2, help="Number of tokens.")] = 64,
     checkpoint: Annotated[str | None, typer.Option(help="The checkpoint, if it has moved since the export.")] = None,
+    lora: MovedAdapters = None,
     as_json: JsonOption = False,
 ) -> None:
     """Write every intermediate result of the decoder for the first tokens of a text.
@@ -45,7 +46,7 @@ def trace(
             expected=f"at most {opened.manifest.context}, the context of the bundle",
             fix="Trace fewer tokens.",
         )
-    source = open_source(opened.manifest, checkpoint)
+    source = open_source(opened.manifest, checkpoint, lora or ())
     sink = [] if opened.manifest.sink is None else opened.manifest.sink.tokens
     window = token_windows(source, content, tokens, 1, first=sink or None)[0].tolist()
     if engine == "reference":

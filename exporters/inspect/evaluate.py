@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 import edgekv
 from edgekv.bundle import Manifest
-from edgekv.errors import CheckpointError
+from edgekv.errors import CheckpointError, UsageError
 from exporters.checkpoint.checkpoint import Checkpoint
 from exporters.checkpoint.lora import AdapterChoice
 from exporters.inspect.tally import Evaluation, ModeAgreement, Tally
@@ -22,23 +22,52 @@ from exporters.quantize.calibrate import token_windows
 from exporters.quantize.reference import Floats, Reference
 
 
-def open_source(manifest: Manifest, checkpoint: str | None) -> Checkpoint:
-    """Open the checkpoint of a bundle, at its recorded path or at the one given, with the bundle's attention windows.
+def open_source(manifest: Manifest, checkpoint: str | None, adapters: Sequence[Path] = ()) -> Checkpoint:
+    """Open the checkpoint of a bundle, with the adapters that were merged into it and the bundle's attention windows.
+
+    Args:
+        manifest: has the places of the export.
+        checkpoint: the checkpoint's new place, if it has moved.
+        adapters: the folders of all adapters in the order of the export, if they have moved.
 
     Raises:
-        CheckpointError: it is missing, or its weights differ.
+        CheckpointError: it or an adapter is missing, or its weights differ.
+        UsageError: the bundle has another number of adapters.
     """
-    adapters = [AdapterChoice(Path(each.folder), each.scale) for each in manifest.source.adapters]
-    opened = Checkpoint.open(checkpoint or manifest.source.checkpoint, adapters)
-    found = opened.weights_sha256()
-    if found != manifest.source.weights_sha256:
-        raise CheckpointError(
-            f"weights of {opened.name}",
-            got=f"sha256 {found[:12]}...",
-            expected=f"{manifest.source.weights_sha256[:12]}..., the weights of the bundle",
-            fix="Give the original folder with --checkpoint.",
+    merged = manifest.source.adapters
+    if adapters and len(adapters) != len(merged):
+        names = ", ".join(Path(each.folder).name for each in merged)
+        raise UsageError(
+            "--lora",
+            got=len(adapters),
+            expected=f"{len(merged)}, as many as the export had: {names}" if merged else "0: no adapter was merged",
+            fix="Give all of them, in this order." if merged else "Leave it out.",
         )
+    folders = adapters or [Path(each.folder) for each in merged]
+    if missing := [folder for folder in folders if not folder.is_dir()]:
+        raise CheckpointError(
+            f"adapter {missing[0]}",
+            got="no such folder",
+            expected="the adapter that was merged into the bundle",
+            fix="Give its new place with --lora.",
+        )
+    choices = [AdapterChoice(folder, each.scale) for folder, each in zip(folders, merged, strict=True)]
+    opened = Checkpoint.open(checkpoint or manifest.source.checkpoint, choices)
+    for adapter, each in zip(opened.adapters, merged, strict=True):
+        _check_hash(f"adapter {adapter.folder}", adapter.sha256, each.sha256, "the adapter", "--lora")
+    found = opened.weights_sha256()
+    _check_hash(f"weights of {opened.name}", found, manifest.source.weights_sha256, "the weights", "--checkpoint")
     return opened.limited(manifest.windows).split(manifest.recipe.split_channels)
+
+
+def _check_hash(what: str, found: str, expected: str, noun: str, option: str) -> None:
+    if found != expected:
+        raise CheckpointError(
+            what,
+            got=f"sha256 {found[:12]}...",
+            expected=f"{expected[:12]}..., {noun} of the bundle",
+            fix=f"Give the original folder with {option}.",
+        )
 
 
 class Logits(Protocol):
