@@ -14,9 +14,11 @@ import edgekv
 from edgekv.bundle import MANIFEST, Bundle, GraphRecord, open_bundle
 from edgekv.errors import BundleError, UsageError
 from edgekv.runtime import CpuEngine
+from edgekv.session.sink import read_sink
 from exporters.quantize.recipe import find_recipe
 from exporters.targets.aihub.pack import pack_graph
 from exporters.targets.aihub.sample import Sample, read_sample, take_sample
+from tests.checkpoints import NEWER, write_sinking
 from tests.exports import export_options, exported
 
 TEXT = "def main():\n    return sum(range(10))\n" * 4
@@ -89,6 +91,26 @@ def test_so_it_is_with_keys_in_columns_attention_windows_and_4_bits(
             assert np.abs(found[0, 0] - scores[last]).max() <= 12 * logits.scale
             outputs = _run_packed(bundle, graph, tmp_path, sample)
             assert all((a == b).all() for a, b in zip(outputs, sample.outputs.values(), strict=True))
+
+
+@pytest.mark.parametrize("key_layout", ["rows", "columns"])
+def test_a_step_of_a_bundle_with_a_sink_begins_with_it(tmp_path: Path, key_layout: str) -> None:
+    options = export_options(context=64, ar=(1, 8), calibration_tokens=256, key_layout=key_layout)
+    bundle = open_bundle(exported(write_sinking(tmp_path / "checkpoint", NEWER), options))
+    sink = read_sink(bundle)
+    assert sink is not None
+    scores = edgekv.load(bundle, threads=1).score([*sink.tokens, *bundle.tokenizer().encode(TEXT).ids[:24]])
+    logits = bundle.manifest.encodings["logits"]
+    for graph, before, last in ((bundle.manifest.graphs[0], 16, 17), (bundle.manifest.graphs[1], 16, 24)):
+        sample = take_sample(bundle, graph, TEXT, tmp_path / "steps")
+        for name, row in sink.rows.items():
+            past = sample.inputs[name][0, 0]
+            past = past.T if key_layout == "columns" and "key" in name else past
+            np.testing.assert_array_equal(past[-before - 1], row[0])
+            assert (past[: -before - 1] == bundle.manifest.geometry.zero_point).all()
+        found = logits.dequantize(sample.outputs["logits"])
+        assert np.abs(found[0, 0] - scores[last]).max() <= 12 * logits.scale
+        assert len(sample.inputs) == len(bundle.manifest.interface.graph(graph).inputs), "a job gets every input"
 
 
 def _run_packed(bundle: Bundle, graph: GraphRecord, folder: Path, sample: Sample) -> list[np.ndarray[Any, Any]]:
