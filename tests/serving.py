@@ -84,6 +84,7 @@ def served(
     bundle: Path,
     limits: Limits | None = None,
     *,
+    engine: str = "cpu",
     keys: tuple[str, ...] = (),
     budget: Any = None,
     prefix_cache: Path | None = None,
@@ -92,7 +93,8 @@ def served(
     """Serve a bundle on a free port until the block ends."""
     mode = Adaptive() if budget is None else Adaptive(budget)
     store = StoreConfig(disk_folder=prefix_cache)
-    with edgekv.load(bundle, threads=1, cache_mode=mode, prefix_cache=store) as model:
+    threads = 1 if engine == "cpu" else None
+    with edgekv.load(bundle, engine, threads=threads, cache_mode=mode, prefix_cache=store) as model:
         serving = Serving(model, ServeOptions(port=0, name=NAME, keys=keys, limits=limits or Limits(), **options))
         thread = threading.Thread(target=serving.run)
         thread.start()

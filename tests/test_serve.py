@@ -8,7 +8,7 @@ import math
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -156,20 +156,35 @@ def test_the_prompt_is_scored(client: OpenAI, alone: edgekv.Model, tokens: int):
     assert found.text_offset[:3] == [0, 1, 2]
 
 
-def test_clients_that_ask_at_once_get_their_own_answers(server: Server, alone: edgekv.Model):
+def _answers(server: Server, texts: Sequence[str], most: int) -> list[str]:
+    """What the server answers to texts that are all sent at once."""
+
     async def ask(client: AsyncOpenAI, text: str) -> str:
         stream = await client.chat.completions.create(
-            model=NAME, messages=[{"role": "user", "content": text}], max_tokens=25, stream=True
+            model=NAME, messages=[{"role": "user", "content": text}], max_tokens=most, stream=True
         )
         return "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
 
-    async def ask_all(texts: list[str]) -> list[str]:
+    async def ask_all() -> list[str]:
         async with AsyncOpenAI(base_url=f"{server.serving.url}/v1", api_key="none", max_retries=0) as client:
             return await asyncio.gather(*(ask(client, text) for text in texts))
 
+    return asyncio.run(ask_all())
+
+
+def test_clients_that_ask_at_once_get_their_own_answers(server: Server, alone: edgekv.Model):
     texts = [f"Say {'very ' * (at % 5)}{at}" for at in range(12)]
-    answers = asyncio.run(ask_all(texts))
-    assert answers == [_text(alone, f"<user>{text}</s><assistant>", max_new_tokens=25) for text in texts]
+    wanted = [_text(alone, f"<user>{text}</s><assistant>", max_new_tokens=25) for text in texts]
+    assert _answers(server, texts, 25) == wanted
+
+
+@pytest.mark.htp
+def test_the_htp_serves_several_clients_too(talking: Path):
+    texts = ["Say one", "Say two", "Say one and two"]
+    with edgekv.load(talking, "htp") as model:
+        wanted = [_text(model, f"<user>{text}</s><assistant>", max_new_tokens=5) for text in texts]
+    with served(talking, engine="htp") as server:
+        assert _answers(server, texts, 5) == wanted
 
 
 def test_help_needs_neither_the_extra_nor_the_runtime():
