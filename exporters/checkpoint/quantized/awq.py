@@ -15,7 +15,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgekv.spec import Config
-from exporters.checkpoint.quantized.gptq import in_groups, modules_of, read_group, read_words
 from exporters.checkpoint.quantized.matrix import (
     Floats,
     IntegerMatrix,
@@ -26,12 +25,12 @@ from exporters.checkpoint.quantized.matrix import (
     unpack,
     unreadable,
 )
+from exporters.checkpoint.quantized.modules import in_groups, read_group, read_words, with_matrices
 from exporters.checkpoint.stored import Stored, StoredTensor
 
 BITS = 4
 _IN_WORD = 32 // BITS
 _PLACES = np.argsort([0, 2, 4, 6, 1, 3, 5, 7])  # of the outputs of a word among its nibbles
-_PARTS = (".qweight", ".qzeros", ".scales")
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,10 +103,7 @@ class Awq:
         Raises:
             CheckpointError: a part of a matrix is missing or of another shape.
         """
-        modules = modules_of(tensors)
-        parts = {module + part for module in modules for part in _PARTS}
-        found: dict[str, Stored] = {key: tensor for key, tensor in tensors.items() if key not in parts}
-        return found | {f"{module}.weight": self._matrix(module, tensors) for module in modules}
+        return with_matrices(tensors, self._matrix)
 
     def _matrix(self, module: str, tensors: Mapping[str, StoredTensor]) -> AwqMatrix:
         qweight = read_words(module, tensors)

@@ -15,7 +15,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgekv.spec import Config
-from exporters.checkpoint.quantized.gptq import in_groups
 from exporters.checkpoint.quantized.matrix import (
     Floats,
     IntegerMatrix,
@@ -29,6 +28,7 @@ from exporters.checkpoint.quantized.matrix import (
     unpack,
     unreadable,
 )
+from exporters.checkpoint.quantized.modules import in_groups
 from exporters.checkpoint.stored import Stored, StoredTensor
 
 _T = TypeVar("_T", bound=np.generic)

@@ -22,11 +22,10 @@ from exporters.checkpoint.quantized.matrix import (
     centred,
     check_shape,
     unpack,
-    unreadable,
 )
+from exporters.checkpoint.quantized.modules import in_groups, read_group, read_words, with_matrices
 from exporters.checkpoint.stored import Stored, StoredTensor
 
-_PARTS = (".qweight", ".qzeros", ".scales", ".g_idx")
 _STORED_LESS = {"gptq": 1, "gptq_v2": 0}
 
 
@@ -109,10 +108,7 @@ class Gptq:
         Raises:
             CheckpointError: a part of a matrix is missing or of another shape.
         """
-        modules = modules_of(tensors)
-        parts = {module + part for module in modules for part in _PARTS}
-        found: dict[str, Stored] = {key: tensor for key, tensor in tensors.items() if key not in parts}
-        return found | {f"{module}.weight": self._matrix(module, tensors) for module in modules}
+        return with_matrices(tensors, self._matrix, ".g_idx")
 
     def _matrix(self, module: str, tensors: Mapping[str, StoredTensor]) -> GptqMatrix:
         qweight, in_word = read_words(module, tensors), 32 // self.bits
@@ -142,31 +138,3 @@ def read_bits(config: Config) -> int:
     if (bits := config.size("bits")) not in (4, 8):
         raise config.refusal("bits", "4 or 8", fix="Take the checkpoint before quantization, or one of 4 or 8 bits.")
     return bits
-
-
-def read_group(config: Config) -> int | None:
-    """`group_size`; None for all inputs of a channel."""
-    return config.optional_size("group_size", 128)
-
-
-def in_groups(group: int | None) -> str:
-    """For reports."""
-    return " per channel" if group is None else f" in groups of {group}"
-
-
-def modules_of(tensors: Mapping[str, StoredTensor]) -> list[str]:
-    """Names of the modules that have a part of a quantized matrix."""
-    parts = (".qweight", ".qzeros", ".scales")
-    return list(dict.fromkeys(key.rpartition(".")[0] for key in tensors if key.endswith(parts)))
-
-
-def read_words(module: str, tensors: Mapping[str, StoredTensor]) -> StoredTensor:
-    """The packed integers of a module.
-
-    Raises:
-        CheckpointError: they are missing, or no matrix of int32.
-    """
-    words = tensors.get(f"{module}.qweight")
-    if words is None or len(words.shape) != 2 or 0 in words.shape or words.dtype != np.int32:
-        raise unreadable(f"{module}.qweight", "a matrix of int32", words)
-    return words
