@@ -30,7 +30,7 @@ from benchmarks.ttft import CHECKPOINT, export
 from edgekv.prefix import StoreConfig
 
 EXACT = ("--threads", "1", "--cpu-mode", "emulate")
-TIED_STEPS = 32  # of 65,536: cache rows that were computed in another chunk are some steps apart themselves
+TIED_STEPS = 64  # of 65,536: cache rows that were computed in another chunk are some steps apart themselves
 SESSIONS = 12
 
 
