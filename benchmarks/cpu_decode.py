@@ -9,8 +9,7 @@ of theirs. All graphs alternate in one process, so that changes of the machine's
 turn is not counted. `node by node` is the bundle's graph as exported, which must give the same bits as the CPU engine
 in `emulate`; `float32` is a plain ONNX graph of the same decoder with the same inputs and outputs, keys and values in
 float. onnxruntime-genai runs int4 weights: the graph of `benchmarks.genai_graph`, or with `--genai` a folder of its
-model builder (`-p int4 -e cpu`). That loop reads only the tokens it holds, half a context, where the static graphs
-always read all of it.
+model builder (`-p int4 -e cpu`). All loops hold half a context of tokens, except `float32`, which always reads all of it.
 """
 
 from __future__ import annotations
@@ -86,13 +85,16 @@ class Contender(Generic[D]):
 
 
 class BundleDecoder:
-    """The decode graph of a bundle on a cache of its own."""
+    """The decode graph of a bundle behind half a context of zeros."""
 
     def __init__(self, bundle: Bundle, load: Callable[[Path], Binding], record: GraphRecord | None = None) -> None:
         manifest = bundle.manifest
         record = record or manifest.graphs[0]
         geometry = replace(manifest.geometry, context=record.context)
         cache = KVCache(geometry, ar=(1,), strategy="slot", policy="sliding-window")
+        for _ in range(record.context // 2):
+            cache.window(1)
+            cache.commit(1)
         self.graph = StaticGraph([load(bundle.graph_path(record))], manifest, record, cache, rope_tables(manifest))
 
     def step(self) -> None:

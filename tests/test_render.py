@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from edgekv.runtime import CpuEngine, CpuMode, make_engine
 from edgekv.runtime.cpu_instructions import multiplies_integers
 from edgekv.runtime.merge import rendered_graph
 from edgekv.runtime.merge.matrices import read_matrix
+from edgekv.runtime.merge.packed_weights import remove_unused_weights
 from tests.checkpoints import ARCHITECTURES, write_checkpoint
 from tests.exports import export_options, exported
 from tests.test_merge import _any_step, _outputs
@@ -154,20 +156,21 @@ def test_a_rendered_graph_is_kept_and_made_again_when_its_weights_are_damaged(sm
     path = small / "ar1_cl64.onnx"
     with rendered_graph(path, "fast") as (content, folder):
         assert folder == kept
-    (weights,) = kept.glob("*.weights")
+    weights = max(kept.glob("*.weights"), key=lambda file: file.stat().st_size)
+    files = {*kept.iterdir()}
     right, made = weights.read_bytes(), weights.stat().st_ino
     with rendered_graph(path, "fast") as (again, _):
         assert again == content and weights.stat().st_ino == made
     weights.write_bytes(right[:-1] + b"x")
     with rendered_graph(path, "fast") as (again, _):
         assert again == content and weights.read_bytes() == right
-    assert len([*kept.iterdir()]) == 2
+    assert {*kept.iterdir()} == files
 
 
 def test_each_mode_has_a_rendering_of_its_own(small: Path, kept: Path) -> None:
     modes: tuple[Any, ...] = ("fast", "exact16")
     assert len({_rendered(small / "ar1_cl64.onnx", mode).SerializeToString() for mode in modes}) == 2
-    assert len([*kept.glob("*.onnx")]) == len([*kept.glob("*.weights")]) == 2
+    assert len([*kept.glob("*.onnx")]) == 2
 
 
 def test_graphs_are_rendered_without_a_cache_folder(
@@ -295,4 +298,78 @@ def test_graphs_of_parts_and_wide_caches_are_rendered_too(tmp_path: Path, kept: 
     for mode in ("emulate", "exact16"):
         with edgekv.load(folder, cpu_mode=mode, threads=1) as model:
             scored.append(model.score([*range(5, 45)]))
+    assert _sqnr_db(*scored) > 30
+
+
+def _files_of_weights(graph: Path, mode: Any = "fast") -> set[str]:
+    return {
+        entry.value
+        for tensor in _rendered(graph, mode).graph.initializer
+        for entry in tensor.external_data
+        if entry.key == "location"
+    }
+
+
+def test_weights_lie_in_files_as_kernels_read_them(small: Path, kept: Path) -> None:
+    """A session maps them: it makes no copies."""
+    graph = _rendered(small / "ar1_cl64.onnx").graph
+    read = {node.input[1] for node in graph.node if node.op_type in ("MatMulNBits", "MatMulIntegerToFloat")}
+    matrices = [tensor for tensor in graph.initializer if tensor.name in read and tensor.external_data]
+    assert len(matrices) >= 4
+    for tensor in matrices:
+        found = {entry.key: entry.value for entry in tensor.external_data}
+        file = kept / found["location"]
+        assert file.stem == sha256(file.read_bytes()).hexdigest()
+        kernel, blob = found["prepacked_0"].split("|")
+        offset, length, *_ = map(int, blob.split(";"))
+        assert kernel.startswith("MatMul") and offset % 4096 == 0
+        assert int(found["length"]) <= offset < offset + length <= file.stat().st_size
+
+
+def test_graphs_share_the_files_of_equal_weights(small: Path, kept: Path) -> None:
+    decode, prefill = (_files_of_weights(small / name, "exact16") for name in ("ar1_cl64.onnx", "ar8_cl64.onnx"))
+    shared = decode & prefill
+    assert shared and {path.name for path in kept.glob("*.weights")} == decode | prefill
+    if multiplies_integers():
+        assert shared == decode
+
+
+def test_weights_that_no_graph_uses_are_removed(tmp_path: Path) -> None:
+    for name in ("used.weights", "unused.weights", "graph.onnx"):
+        (tmp_path / name).touch()
+    (tmp_path / "rendering-1").mkdir()
+    (tmp_path / "rendering-1" / "weights").touch()
+    remove_unused_weights(tmp_path, {"used"})
+    assert len([*tmp_path.iterdir()]) == 4
+    remove_unused_weights(tmp_path, {"used"}, age_s=-60)
+    assert {path.name for path in tmp_path.iterdir()} == {"used.weights", "graph.onnx"}
+
+
+def test_graphs_kept_by_an_older_version_are_ignored(small: Path, kept: Path) -> None:
+    kept.mkdir(parents=True)
+    (kept / "old.onnx").write_bytes(sha256(b"\xff" * 99).digest() + b"\xff" * 99)
+    assert _rendered(small / "ar1_cl64.onnx").graph.node
+
+
+@pytest.mark.parametrize(("layout", "is_open"), [("rows", True), ("columns", False)])
+def test_graphs_that_read_keys_as_rows_take_any_number(tmp_path: Path, kept: Path, layout: Any, is_open: bool) -> None:
+    checkpoint = write_checkpoint(tmp_path / "checkpoint")
+    folder = exported(checkpoint, export_options(context=64, ar=(1, 8), key_layout=layout))
+    for graph in open_bundle(folder).manifest.graphs:
+        path = folder / graph.part.file
+        assert CpuEngine(1, "fast").load(path, graph.name).reads_used_rows is is_open
+        assert not CpuEngine(1).load(path, graph.name).reads_used_rows
+
+
+def test_reading_only_the_rows_in_use_changes_no_logit(
+    small: Path, kept: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Closed columns have no weight in attention: the logits are the same but for the order of sums."""
+    scored = []
+    for block in (8, 1000):
+        monkeypatch.setattr("edgekv.runtime.graph._ROW_BLOCK", block)
+        with edgekv.load(small, cpu_mode="exact16", threads=1, policy="sliding-window") as model:
+            generation = model.generate([*range(5, 25)], 60, ignore_eos=True, return_logits=True)
+            scored.append(np.stack([token.logits for token in generation if token.logits is not None]))
+    assert len(scored[0]) == 60
     assert _sqnr_db(*scored) > 30

@@ -18,6 +18,7 @@ from edgekv.spec import GraphInterface, Port
 
 # TensorProto.DataType: the runtime reads a number faster than a numpy type.
 _ELEMENTS: dict[str, int] = {"uint8": 2, "int8": 3, "uint16": 4, "int16": 5, "int32": 6}
+OPEN_ROWS = "rows_"  # and the most: the name of a size that can be smaller
 _MANY = 64  # with fewer tensors, binding is faster than starting a background task
 _LONG_NS = 2_000_000  # a run must take longer than binding hundreds of tensors
 
@@ -30,6 +31,10 @@ class _BindAll(Protocol):
 
 class Binding(Protocol):
     """A loaded graph and the memory that it reads and writes. The caller keeps bound memory alive."""
+
+    @property
+    def reads_used_rows(self) -> bool:
+        """Whether past inputs and masks can be bound with fewer rows than `interface` tells."""
 
     @property
     def interface(self) -> GraphInterface:
@@ -81,7 +86,8 @@ class _Place:
     def is_at(self, other: _Place | None) -> bool:
         if other is self:
             return True
-        return other is not None and other.offset_bytes == self.offset_bytes and other.addresses == self.addresses
+        same = other is not None and other.offset_bytes == self.offset_bytes and other.shape == self.shape
+        return same and other is not None and other.addresses == self.addresses
 
     def next(self, earlier: _Place | None) -> _Place:
         """The expected addresses if the tensors move again by as much as since `earlier`."""
@@ -141,6 +147,10 @@ class MemoryBinding:
         self._run_ns = 0
 
     @property
+    def reads_used_rows(self) -> bool:
+        return any(isinstance(size, str) for port in self._session.get_inputs() for size in port.shape)
+
+    @property
     def interface(self) -> GraphInterface:
         return GraphInterface(_ports(self._session.get_inputs()), _ports(self._session.get_outputs()))
 
@@ -193,7 +203,12 @@ class MemoryBinding:
 
 
 def _ports(found: Sequence[ort.NodeArg]) -> tuple[Port, ...]:
-    return tuple(Port(a.name, a.type.removeprefix("tensor(").rstrip(")"), tuple(a.shape)) for a in found)
+    return tuple(Port(a.name, a.type.removeprefix("tensor(").rstrip(")"), tuple(map(_most, a.shape))) for a in found)
+
+
+def _most(size: int | str) -> int:
+    """A size of a port; an open one is named after the most that it can be."""
+    return size if isinstance(size, int) else int(size.removeprefix(OPEN_ROWS))
 
 
 def _binders(io: ort.IOBinding) -> tuple[_BindAll, _BindAll]:

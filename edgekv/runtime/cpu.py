@@ -14,9 +14,9 @@ from edgekv.runtime.binding import Binding, MemoryBinding
 from edgekv.runtime.cpu_instructions import processors
 from edgekv.runtime.cpu_mode import CpuMode
 from edgekv.runtime.merge import WEIGHT_SUFFIXES, merged_bytes, rendered_graph
+from edgekv.runtime.onnx_session import PROVIDERS, session_options
 from edgekv.system import format_bytes, free_memory_bytes
 
-_ERROR = 3
 _LEAST_GROWTH = 2  # of 16-bit integers as float32; those of 4 bits grow eightfold
 
 
@@ -114,17 +114,8 @@ class CpuEngine:
             )
 
     def _session(self, graph: Path, model: str | bytes, weights: Path) -> ort.InferenceSession:
-        options = ort.SessionOptions()
-        options.log_severity_level = _ERROR
-        # Otherwise weights are dequantized in every step: no kernel multiplies u16 activations.
-        options.add_session_config_entry("session.disable_quant_qdq", "1")
-        # Threads wait actively within a step, not between steps.
-        options.add_session_config_entry("session.force_spinning_stop", "1")
-        if self.threads is not None:
-            options.intra_op_num_threads = self.threads
-        options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(weights))
         try:
-            return ort.InferenceSession(model, options, providers=["CPUExecutionProvider"])
+            return ort.InferenceSession(model, session_options(weights, self.threads), providers=PROVIDERS)
         except Exception as error:  # the runtime's exceptions have no common base
             raise _refused(graph, error) from None
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 
@@ -22,6 +23,16 @@ def multiplies_integers() -> bool:
         return "_vnni" in Path("/proc/cpuinfo").read_text("ascii", "replace")
     except OSError:
         return False
+
+
+@lru_cache(maxsize=1)
+def processor() -> str:
+    """What kernels depend on: the architecture and, if the system tells them, the instructions."""
+    flags: list[str] = []
+    with suppress(OSError):
+        lines = Path("/proc/cpuinfo").read_text("ascii", "replace").splitlines()
+        flags = next((sorted(line.split()) for line in lines if line.lower().startswith(("flags", "features"))), [])
+    return " ".join([platform.machine(), *flags])
 
 
 def processors() -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from time import perf_counter_ns
 from typing import Any
 
@@ -16,6 +17,8 @@ from edgekv.runtime.binding import Binding, aligned_zeros
 from edgekv.runtime.inputs import StepInputs
 from edgekv.runtime.rope import RopeTable
 from edgekv.spec import GraphInterface, PartRecord, Port
+
+_ROW_BLOCK = 64  # a step reads the used rows, rounded up to a multiple: other sizes cost time when they are bound
 
 _Bind = Callable[[Sequence[str], "np.dtype[Any]", Sequence[int], Sequence[int], int], None]
 
@@ -64,10 +67,11 @@ class StaticGraph:
         interfaces = manifest.interface.parts(record)
         exits = {each.exit.name: aligned_zeros(each.exit.shape, each.exit.dtype) for each in interfaces}
         self._parts = [
-            BoundPart(binding, part, interface, self._inputs.arrays | exits)
+            BoundPart(binding, part, interface, self._inputs.arrays | exits, self._inputs.groups)
             for binding, part, interface in zip(bindings, record.parts, interfaces, strict=True)
         ]
         self._logits = exits[interfaces[-1].exit.name][0]
+        self._reads_used_rows = all(part.reads_used_rows for part in self._parts)
         self.use(cache)
 
     @property
@@ -83,7 +87,7 @@ class StaticGraph:
         """Use another cache of the same geometry from the next step on."""
         self._cache = cache
         for part in self._parts:
-            part.use(cache, self.ar, self.record.context)
+            part.use(cache, self.ar)
 
     def step(self, tokens: Sequence[int], *, logits: bool = True) -> None:
         """Run 1 to AR tokens and append their keys and values to the cache.
@@ -130,6 +134,8 @@ class StaticGraph:
             EngineError: the runtime failed.
         """
         started = perf_counter_ns()
+        if self._reads_used_rows and not columns:
+            windows = [window.narrowed(_ROW_BLOCK) for window in windows]
         self._inputs.write(tokens, position, windows, columns)
         parts = self._parts if logits else [part for part in self._parts if not part.is_head]
         for part in parts:
@@ -153,14 +159,13 @@ class StaticGraph:
 class _ArenaPorts:
     """The ports that one arena of the cache serves, for the layers of a part."""
 
-    __slots__ = ("new_names", "new_shape", "past_names", "past_shape", "tensors")
+    __slots__ = ("new_names", "new_shape", "past_names", "tensors")
 
-    def __init__(self, arena: Arena, layers: range, ar: int, past_rows: int) -> None:
+    def __init__(self, arena: Arena, layers: range, ar: int) -> None:
         held = [index for index, tensor in enumerate(arena.tensors) if tensor.layer in layers]
         self.tensors = slice(held[0], held[-1] + 1)  # an arena holds its tensors layer by layer
         self.past_names = [tensor.past for tensor in arena.tensors[self.tensors]]
         self.new_names = [tensor.new for tensor in arena.tensors[self.tensors]]
-        self.past_shape = arena.past_shape(past_rows)
         self.new_shape = arena.new_shape(ar)
 
 
@@ -169,23 +174,22 @@ class _GroupPorts:
 
     __slots__ = ("arenas", "bound", "group", "index")
 
-    def __init__(self, index: int, group: Group, layers: range, ar: int, context: int) -> None:
-        past_rows = group.geometry.past_rows(ar, context)
+    def __init__(self, index: int, group: Group, layers: range, ar: int) -> None:
         self.index = index
         self.group = group
-        self.arenas = [_ArenaPorts(arena, layers, ar, past_rows) for arena in group.arenas]
-        self.bound: tuple[int, int, int] | None = None
+        self.arenas = [_ArenaPorts(arena, layers, ar) for arena in group.arenas]
+        self.bound: tuple[int, ...] | None = None
 
     def bind(self, binding: Binding, window: Window) -> None:
         """Bind the ports to a window, unless they already are."""
-        wanted = (self.group.reallocations, window.past_row, window.new_row)
+        wanted = (self.group.reallocations, window.past_row, window.new_row, window.columns)
         if self.bound == wanted:
             return
         # Read the arenas from the group each time: keeping them would keep outgrown memory alive.
         for ports, arena in zip(self.arenas, self.group.arenas, strict=True):
             dtype, tensors = arena.dtype, ports.tensors
             past, new = arena.past_offset_bytes(window), arena.new_offset_bytes(window)
-            binding.inputs(ports.past_names, dtype, ports.past_shape, arena.addresses[tensors], past)
+            binding.inputs(ports.past_names, dtype, arena.past_shape(window.columns), arena.addresses[tensors], past)
             binding.outputs(ports.new_names, dtype, ports.new_shape, arena.new_addresses(window)[tensors], new)
         self.bound = wanted
 
@@ -195,19 +199,33 @@ class BoundPart:
 
     Attributes:
         is_head: whether the part is only a head, which a step can skip if its logits are not needed.
+        reads_used_rows: whether windows can have fewer columns than the graph's past rows.
         run: runs the part on the bound memory.
     """
 
     def __init__(
-        self, binding: Binding, record: PartRecord, interface: GraphInterface, arrays: Mapping[str, NDArray[Any]]
+        self,
+        binding: Binding,
+        record: PartRecord,
+        interface: GraphInterface,
+        arrays: Mapping[str, NDArray[Any]],
+        mask_groups: Mapping[str, int],
     ) -> None:
         """Bind a loaded part to `arrays`, by name; the ports of the cache follow with `use`.
+
+        Args:
+            binding: of the part.
+            record: the part's entry in the manifest.
+            interface: the ports that it must have.
+            arrays: the memory of its ports other than the cache's.
+            mask_groups: the group of the cache that each mask belongs to.
 
         Raises:
             BundleError: the part does not have the inputs and outputs of its interface.
         """
         interface.check(binding.interface, record.file)
         self.is_head = not record.layers
+        self.reads_used_rows = self.is_head or binding.reads_used_rows
         self.run = binding.run
         self._layers = record.layers
         self._binding = binding
@@ -216,15 +234,18 @@ class BoundPart:
             for port in ports:
                 if port.name in arrays:
                     _bind(bind, port, arrays[port.name])
+        self._masks = {port: mask_groups[port.name] for port in interface.inputs if port.name in mask_groups}
+        self._mask_columns = {port.name: port.shape[-1] for port in self._masks}
+        self._arrays = arrays
         self._entry = interface.entry
         self._hidden = arrays[self._entry.name]
         self._row = 0
         self._reads_one_row = self.is_head and self._entry.shape[2] == 1
 
-    def use(self, cache: KVCache, ar: int, context: int) -> None:
+    def use(self, cache: KVCache, ar: int) -> None:
         """Use this cache from the next step on."""
         self._groups = [
-            _GroupPorts(index, group, self._layers, ar, context)
+            _GroupPorts(index, group, self._layers, ar)
             for index, group in enumerate(cache.groups)
             if any(tensor.layer in self._layers for tensor in group.geometry.names())
         ]
@@ -233,6 +254,12 @@ class BoundPart:
         """Bind to the windows of a step of `tokens` tokens. A head of one row reads the row of the last token."""
         for group in self._groups:
             group.bind(self._binding, windows[group.index])
+        for port, index in self._masks.items():
+            columns = windows[index].columns + windows[index].ar
+            if self._mask_columns[port.name] != columns:
+                self._mask_columns[port.name] = columns
+                narrow = replace(port, shape=(*port.shape[:-1], columns))
+                _bind(self._binding.inputs, narrow, self._arrays[port.name])
         if self._reads_one_row and self._row != tokens - 1:
             self._row = tokens - 1
             _bind(self._binding.inputs, self._entry, self._hidden, self._row * self._hidden.strides[2])

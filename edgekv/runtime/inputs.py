@@ -20,7 +20,8 @@ class StepInputs:
     """Token ids or embeddings, masks, cosines and sines, and `logits_index` of an AR step.
 
     Attributes:
-        arrays: by name.
+        arrays: by name. Of a mask, a step uses the first elements: a row for each token, as wide as the step's window.
+        groups: the group of the cache that each mask belongs to.
         filled: tokens of the last step.
     """
 
@@ -56,9 +57,10 @@ class StepInputs:
         first_group: dict[str, int] = {}  # groups with the same window share a mask
         for group, geometry in enumerate(decoder.cache.groups()):
             first_group.setdefault(decoder.mask_of(geometry), group)
+        self.groups: Mapping[str, int] = {name: group for name, group in first_group.items() if name in self.arrays}
         self._masks = [
             (group, AttentionMask(self.arrays[name][0, 0], manifest.encodings[MASK]))
-            for name, group in first_group.items()
+            for name, group in self.groups.items()
         ]
 
     def write(self, tokens: Sequence[int], position: int, windows: Sequence[Window], columns: Sequence[int]) -> None:
@@ -88,7 +90,8 @@ class AttentionMask:
     """
 
     def __init__(self, rows: NDArray[Any], encoding: Encoding) -> None:
-        """Use `rows` as the mask's memory."""
+        """Use `rows`, which are contiguous, as the mask's memory."""
+        self._memory = rows.reshape(-1)
         self._rows = rows
         self._ar = len(rows)
         self._past = rows.shape[1] - self._ar
@@ -104,6 +107,10 @@ class AttentionMask:
             window: of the layers.
             columns: past columns to attend to besides those of the window.
         """
+        if window.columns != self._past:
+            self._past, self._filled = window.columns, 0
+            width = self._past + self._ar
+            self._rows = self._memory[: self._ar * width].reshape(self._ar, width)
         rows = self._rows
         rows[:tokens, : self._past] = self._closed
         rows[:tokens, window.first : window.stop] = self._open

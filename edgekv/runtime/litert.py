@@ -108,6 +108,10 @@ class LitertBinding:
         self._has_run = False
 
     @property
+    def reads_used_rows(self) -> bool:
+        return False
+
+    @property
     def interface(self) -> GraphInterface:
         inputs = self._model.get_input_tensor_details(self._name)
         outputs = self._model.get_output_tensor_details(self._name)

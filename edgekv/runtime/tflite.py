@@ -154,6 +154,10 @@ class TfliteBinding:
         self._is_laid_out = False
 
     @property
+    def reads_used_rows(self) -> bool:
+        return False
+
+    @property
     def interface(self) -> GraphInterface:
         return GraphInterface(_ports(self._details.get_input_details()), _ports(self._details.get_output_details()))
 

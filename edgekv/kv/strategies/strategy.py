@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
 Place = Literal["arena", "scratch"]
@@ -62,6 +62,22 @@ class Window:
     def __post_init__(self) -> None:
         if self.ar < 1 or self.past_row < 0 or self.new_row < 0 or not 0 <= self.first <= self.stop <= self.columns:
             raise ValueError(f"window: got {self}; expected ar >= 1, rows >= 0 and 0 <= first <= stop <= columns")
+
+    def narrowed(self, block: int) -> Window:
+        """The window of a graph that reads fewer past rows: those of the valid columns, in a multiple of `block`."""
+        used = self.stop if self.first == 0 else self.columns - self.first
+        columns = min(self.columns, max(1, -(-used // block)) * block)
+        if columns == self.columns:
+            return self
+        skipped = 0 if self.first == 0 else self.columns - columns
+        return replace(
+            self,
+            columns=columns,
+            past_row=self.past_row + skipped,
+            first=self.first - skipped,
+            stop=self.stop - skipped,
+            leaving=tuple(column - skipped for column in self.leaving),
+        )
 
 
 class Strategy(Protocol):

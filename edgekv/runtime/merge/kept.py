@@ -10,16 +10,19 @@ from hashlib import sha256
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+import onnxruntime as ort
+
 from edgekv.bundle import FileHashes, atomic_file, file_hashes
-from edgekv.runtime.cpu_instructions import multiplies_integers
+from edgekv.runtime.cpu_instructions import processor
 from edgekv.runtime.cpu_mode import RenderedMode
 from edgekv.system import MIB, cache_folder, read_file, sha256_of
 
 MERGED = "merged"
 RENDERED = "rendered"
-_WEIGHTS = ".weights"
+WEIGHTS = ".weights"
 _MOST_FILES = 64
-_MOST_WEIGHT_FILES = 16
+_MOST_RENDERED = 16
+_COUNT_BYTES = 4
 _LARGEST_BYTES = 256 * MIB
 _DIGEST_BYTES = sha256().digest_size
 _PROGRAM = (Path(__file__).parent, Path(__file__).parent.parent / "rewrite.py")
@@ -53,8 +56,8 @@ def merged_bytes(graph: Path) -> bytes:
 def rendered_graph(graph: Path, mode: RenderedMode) -> Iterator[tuple[bytes, Path]]:
     """The graph of an ONNX file, rewritten for a mode, serialized, and the folder of its weights; see `rendered`.
 
-    It is made once for each content of the file and its weights, each mode and each version of the passes. Without a
-    usable cache folder, the weights are removed when the block ends.
+    It is made once for each content of the file and its weights, each mode, each version of the passes and of the
+    runtime, and each kind of processor. Without a usable cache folder, the weights are removed when the block ends.
 
     Raises:
         Exception: not an ONNX model; what `onnx` raises has no common base.
@@ -62,45 +65,66 @@ def rendered_graph(graph: Path, mode: RenderedMode) -> Iterator[tuple[bytes, Pat
     folder = cache_folder() / RENDERED
     with file_hashes() as hashes:
         beside = sorted(path for path in graph.parent.iterdir() if path.suffix in WEIGHT_SUFFIXES)
-        kept = folder / f"{_key(mode, str(multiplies_integers()), *map(hashes.sha256_of, (graph, *beside)))}.onnx"
+        found = (mode, processor(), ort.__version__, *map(hashes.sha256_of, (graph, *beside)))
+        kept = folder / f"{_key(*found)}.onnx"
         content = _read_rendered(kept, hashes)
     if content is None:
         with suppress(OSError):
             folder.mkdir(parents=True, exist_ok=True)
-            content, digest = _render(graph, mode, kept)
-            _keep(kept, content, before=digest)
-            _remove_oldest(folder, _WEIGHTS, _MOST_WEIGHT_FILES)
+            content, weights = _render(graph, mode, folder)
+            _keep(kept, _with_names(content, weights), _MOST_RENDERED)
+            _remove_unused(folder)
     if content is not None:
         yield content, folder
         return
     with TemporaryDirectory(prefix="edgekv-", ignore_cleanup_errors=True) as scratch:
-        yield _render(graph, mode, Path(scratch, kept.name))[0], Path(scratch)
+        yield _render(graph, mode, Path(scratch))[0], Path(scratch)
 
 
-def _render(graph: Path, mode: RenderedMode, kept: Path) -> tuple[bytes, bytes]:
-    """The serialized model and the SHA-256 of its weights, which are written beside `kept`."""
+def _render(graph: Path, mode: RenderedMode, folder: Path) -> tuple[bytes, tuple[str, ...]]:
+    """The serialized model and the names of its weights, which are written to a folder."""
+    from edgekv.runtime.merge.packed_weights import SCRATCH, pack_weights
     from edgekv.runtime.merge.render import rendered
     from edgekv.runtime.merge.weight_file import WeightFile
 
-    target = kept.with_suffix(_WEIGHTS)
-    with atomic_file(target) as partial:
-        partial.touch(0o600)
-        with partial.open("wb") as file:
-            weights = WeightFile(file, target.name)
-            content: bytes = rendered(graph, mode, weights).SerializeToString()
-    return content, weights.digest()
+    with TemporaryDirectory(dir=folder, prefix=SCRATCH, ignore_cleanup_errors=True) as scratch:
+        data = Path(scratch, "weights")
+        with data.open("wb") as file:
+            content: bytes = rendered(graph, mode, WeightFile(file, data.name)).SerializeToString()
+        return pack_weights(content, Path(scratch), folder)
+
+
+def _with_names(content: bytes, weights: tuple[str, ...]) -> bytes:
+    """A model behind the number and the names of its weights."""
+    return len(weights).to_bytes(_COUNT_BYTES, "little") + bytes.fromhex("".join(weights)) + content
+
+
+def _without_names(content: bytes) -> tuple[bytes, tuple[str, ...]]:
+    """What `_with_names` put together; a model of an older version has no names."""
+    end = _COUNT_BYTES + _DIGEST_BYTES * int.from_bytes(content[:_COUNT_BYTES], "little")
+    if end > len(content):
+        return content, ()
+    starts = range(_COUNT_BYTES, end, _DIGEST_BYTES)
+    return content[end:], tuple(content[start : start + _DIGEST_BYTES].hex() for start in starts)
 
 
 def _read_rendered(kept: Path, hashes: FileHashes) -> bytes | None:
     """A kept model; None if it or its weights are missing or damaged."""
     with suppress(OSError):
-        content = _read(kept)
-        weights = kept.with_suffix(_WEIGHTS)
-        if content is not None and hashes.sha256_of(weights) == content[:_DIGEST_BYTES].hex():
-            for path in (kept, weights):
-                os.utime(path)  # the least recently used are removed
-            return content[_DIGEST_BYTES:]
+        if (found := _read(kept)) is not None:
+            content, weights = _without_names(found)
+            if all(hashes.sha256_of(kept.with_name(name + WEIGHTS)) == name for name in weights):
+                os.utime(kept)  # the least recently used are removed
+                return content
     return None
+
+
+def _remove_unused(folder: Path) -> None:
+    """Remove the weights of models that are gone."""
+    from edgekv.runtime.merge.packed_weights import remove_unused_weights
+
+    models = [_read(path) for path in folder.glob("*.onnx")]
+    remove_unused_weights(folder, {name for each in models if each is not None for name in _without_names(each)[1]})
 
 
 def _read(kept: Path) -> bytes | None:
@@ -110,14 +134,13 @@ def _read(kept: Path) -> bytes | None:
     return content if digest == sha256(content).digest() else None
 
 
-def _keep(kept: Path, content: bytes, before: bytes = b"") -> None:
+def _keep(kept: Path, content: bytes, most: int = _MOST_FILES) -> None:
     """Write a file and remove the oldest ones."""
     kept.parent.mkdir(parents=True, exist_ok=True)
-    content = before + content
     with atomic_file(kept) as partial:
         partial.touch(0o600)
         partial.write_bytes(sha256(content).digest() + content)
-    _remove_oldest(kept.parent, kept.suffix, _MOST_FILES)
+    _remove_oldest(kept.parent, kept.suffix, most)
 
 
 def _remove_oldest(folder: Path, suffix: str, most: int) -> None:

@@ -15,6 +15,7 @@ from edgekv.runtime.merge.fuse_layers import FuseLayers
 from edgekv.runtime.merge.merge_heads import MergeHeads
 from edgekv.runtime.merge.move_integers import MoveIntegers
 from edgekv.runtime.merge.multiply_integers import MultiplyIntegers
+from edgekv.runtime.merge.open_rows import OpenRows
 from edgekv.runtime.merge.pack_matrices import PackMatrices
 from edgekv.runtime.merge.skip_reshapes import SkipReshapes
 from edgekv.runtime.merge.two_rows import TwoRows
@@ -38,11 +39,12 @@ def rendered(graph: Path, mode: RenderedMode, weights: WeightFile) -> onnx.Model
         apply(model, FloatActivations(), MoveIntegers(), MergeHeads(InferredShapes(graph)))
         model = _with_shapes(model, graph.parent)
         apply(model, FuseHeads(), FuseLayers())
-        if not _is_scoring(model) and multiplies_integers():
-            apply(model, MultiplyIntegers(weights))
+        if multiplies_integers():
+            apply(model, MultiplyIntegers(weights, mode, is_scoring=_is_scoring(model)))
         apply(model, PackMatrices(weights), SkipReshapes())
         if mode == "exact16":
             apply(model, TwoRows())
+        apply(model, OpenRows())
         _move_weights(model, weights)
         return ir.to_proto(model)
 
