@@ -9,7 +9,8 @@ of theirs. All graphs alternate in one process, so that changes of the machine's
 turn is not counted. `node by node` is the bundle's graph as exported, which must give the same bits as the CPU engine
 in `emulate`; `float32` is a plain ONNX graph of the same decoder with the same inputs and outputs, keys and values in
 float. onnxruntime-genai runs int4 weights: the graph of `benchmarks.genai_graph`, or with `--genai` a folder of its
-model builder (`-p int4 -e cpu`). All loops hold half a context of tokens, except `float32`, which always reads all of it.
+model builder (`-p int4 -e cpu`). All loops hold half a context of tokens, except `float32`, which
+always reads all of it.
 """
 
 from __future__ import annotations

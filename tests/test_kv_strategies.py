@@ -7,8 +7,10 @@ from copy import deepcopy
 from fractions import Fraction
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from edgekv.kv import POLICIES, Geometry, Mirror, Move, PointerShift, Policy, ShiftConcat, Slot, Strategy
+from edgekv.kv import POLICIES, Geometry, Mirror, Move, PointerShift, Policy, ShiftConcat, Slot, Strategy, Window
 
 Cells = dict[str, list[int | None]]
 
@@ -141,3 +143,16 @@ def test_every_transition_of_every_reachable_state(
     for max_ar in range(1, context):
         for ars in {(max_ar,), (1, max_ar), tuple(range(1, max_ar + 1))}:
             assert explore(make(geometry, max_ar), policy, context, ars) > 1
+
+
+@given(st.integers(1, 600), st.integers(1, 100), st.data())
+def test_a_narrowed_window_has_the_same_valid_rows(columns: int, block: int, data: st.DataObject) -> None:
+    first = data.draw(st.integers(0, columns))
+    stop = data.draw(st.integers(first, columns))
+    window = Window(1, columns, 7, 0, False, first, stop, leaving=tuple(range(first, stop))[:3])
+    narrow = window.narrowed(block)
+    assert narrow.columns == columns or (narrow.columns % block == 0 and narrow.columns < columns)
+    assert narrow.past_row + narrow.first == window.past_row + window.first
+    assert narrow.past_row + narrow.stop == window.past_row + window.stop
+    assert narrow.past_row + narrow.columns <= window.past_row + window.columns
+    assert [narrow.past_row + each for each in narrow.leaving] == [window.past_row + each for each in window.leaving]

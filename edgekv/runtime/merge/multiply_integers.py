@@ -19,6 +19,8 @@ _LARGE = 1 << 23  # weights: their product takes as long with two rows as with o
 _BITS = 8
 _MIDDLE = 128  # zero point of uint8
 
+_STEPS = (1 / 127, 1 / 127 / 254)  # of the largest element: the rest is at most half a step, 127 smaller ones
+_Constants = tuple[ir.Value, ir.Value]
 _Parts = list[tuple[ir.Value, ir.Value, ir.Value]]
 
 
@@ -29,9 +31,10 @@ class MultiplyIntegers(ir.passes.InPlacePass):
     bits over the range of the tensor, and what that left to 8 more bits, in a product of its own. Without it a token
     with large activations would leave few bits to all others: on WikiText-2 SmolLM2-135M lost 0.05 nats a token.
 
-    Of fewer rows, and of all rows in graphs that score texts, only 8-bit matrices are multiplied so: large ones, and in
-    `exact16` those whose activations only 8-bit matrices read. There each row has a range of its own, and both parts
-    are rows of one product, which reads the weights once. Prefill and decode graphs share these weights.
+    Of fewer rows, and of all rows in graphs that score texts, only 8-bit matrices are multiplied so: large ones, and
+    those whose activations only 8-bit matrices read. There each row has a range of its own. Both parts are rows of one
+    product, which reads the weights once; in `fast` only large matrices have two. Prefill and decode graphs share
+    these weights.
     """
 
     def __init__(self, weights: WeightFile, mode: RenderedMode, *, is_scoring: bool) -> None:
@@ -41,7 +44,7 @@ class MultiplyIntegers(ir.passes.InPlacePass):
         self._mode = mode
         self._is_scoring = is_scoring
         self._rounded: dict[ir.Value, _Parts] = {}
-        self._rows: dict[ir.Value, tuple[ir.Value, ir.Value]] = {}
+        self._rows: dict[tuple[ir.Value, int], tuple[ir.Value, ir.Value]] = {}
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         fuser = Fuser(model.graph, "of_integers")
@@ -54,11 +57,13 @@ class MultiplyIntegers(ir.passes.InPlacePass):
     def _multiply(self, fuser: Fuser, node: ir.Node) -> bool:
         x, shape = node.inputs[0], shape_of(node.outputs[0])
         by_row = self._is_scoring or prod(shape[:-1]) < _LEAST_ROWS
-        if x is None or (by_row and not self._is_faster(node, x)):
-            return False
         matrix = read_matrix(node.inputs[1])
-        integers = matrix.wide() if matrix is not None else None
-        if matrix is None or integers is None:
+        if x is None or matrix is None:
+            return False
+        if by_row and (matrix.bits != _BITS or (matrix.integers.size < _LARGE and not self._is_read_alone(x))):
+            return False
+        integers = matrix.wide()
+        if integers is None:
             return False
         name = f"{node.outputs[0].name}.wide"
         weights = self._weights.constant(f"{name}.integers", integers)
@@ -66,7 +71,7 @@ class MultiplyIntegers(ir.passes.InPlacePass):
         for constant in (weights, steps):
             fuser.graph.register_initializer(constant)
         if by_row:
-            replace(node.outputs[0], self._multiply_rows(fuser, node, x, weights, steps))
+            replace(node.outputs[0], self._multiply_rows(fuser, node, x, (weights, steps)))
             return True
         products = [
             fuser.one(node, "MatMulIntegerToFloat", [part, weights, scale, steps, zero], shape, CONTRIB)
@@ -75,32 +80,31 @@ class MultiplyIntegers(ir.passes.InPlacePass):
         replace(node.outputs[0], fuser.one(node, "Add", products, shape))
         return True
 
-    def _is_faster(self, node: ir.Node, x: ir.Value) -> bool:
-        """Whether a product of two rows costs no more than one of `MatMulNBits` with one row."""
-        matrix = read_matrix(node.inputs[1])
-        if matrix is None or matrix.bits != _BITS:
-            return False
-        if matrix.integers.size >= _LARGE:
-            return True
-        others = [read_matrix(each.inputs[1]) for each in readers(x) if each.op_type == "MatMul"]
-        return self._mode == "exact16" and all(each is not None and each.bits == _BITS for each in others)
+    def _is_read_alone(self, x: ir.Value) -> bool:
+        """Whether only 8-bit matrices multiply these activations."""
+        matrices = [read_matrix(each.inputs[1]) for each in readers(x) if each.op_type == "MatMul"]
+        return all(each is not None and each.bits == _BITS for each in matrices)
 
-    def _multiply_rows(self, fuser: Fuser, node: ir.Node, x: ir.Value, weights: ir.Value, steps: ir.Value) -> ir.Value:
-        """The product of rows in two parts, which are added with their scales."""
-        if x not in self._rows:
-            self._rows[x] = _round_rows(fuser, node, x)
-        parts, scales = self._rows[x]
-        *first, count, columns = shape_of(node.outputs[0])
+    def _multiply_rows(self, fuser: Fuser, node: ir.Node, x: ir.Value, constants: _Constants) -> ir.Value:
+        """The product of rows that have their own scales, in one part or in two, which are added."""
+        weights, steps = constants
+        *first, count, columns = shape = shape_of(node.outputs[0])
+        parts = 2 if self._mode == "exact16" or prod(shape_of(weights)) >= _LARGE else 1
+        if (x, parts) not in self._rows:
+            self._rows[x, parts] = _round_rows(fuser, node, x, parts)
+        integers, scales = self._rows[x, parts]
         middle = fuser.constant(f"uint8_{_MIDDLE}", np.array(_MIDDLE, np.uint8))
         one = fuser.constant("float_1", np.array(1, np.float32))
-        inputs = [parts, weights, one, steps, middle]
-        product = fuser.one(node, "MatMulIntegerToFloat", inputs, (*first, 2 * count, columns), CONTRIB)
+        is_scalar = count == parts == 1
+        inputs = [integers, weights, scales if is_scalar else one, steps, middle]
+        product = fuser.one(node, "MatMulIntegerToFloat", inputs, (*first, parts * count, columns), CONTRIB)
+        if is_scalar:
+            return product
         if count == 1:
-            return fuser.one(node, "MatMul", [scales, product], (*first, 1, columns))
-        by_part = fuser.reshape(node, product, (*first, 2, count, columns))
-        scaled = fuser.one(node, "Mul", [by_part, scales], (*first, 2, count, columns))
-        axes = fuser.integers([len(first)])
-        return fuser.one(node, "ReduceSum", [scaled, axes], (*first, count, columns), keepdims=0)
+            return fuser.one(node, "MatMul", [scales, product], shape)
+        by_part = fuser.reshape(node, product, (*first, parts, count, columns))
+        scaled = fuser.one(node, "Mul", [by_part, scales], (*first, parts, count, columns))
+        return fuser.one(node, "ReduceSum", [scaled, fuser.integers([len(first)])], shape, keepdims=0)
 
     def _parts(self, fuser: Fuser, before: ir.Node, x: ir.Value) -> _Parts:
         """The tensor in parts of 8 bits, each with its scale and zero point; made once for all matrices."""
@@ -109,10 +113,11 @@ class MultiplyIntegers(ir.passes.InPlacePass):
         return self._rounded[x]
 
 
-def _round_rows(fuser: Fuser, before: ir.Node, x: ir.Value) -> tuple[ir.Value, ir.Value]:
-    """Rows `[..., AR, K]` as `[..., 2 AR, K]` of 8 bits, and the scales of the parts.
+def _round_rows(fuser: Fuser, before: ir.Node, x: ir.Value, parts: int) -> tuple[ir.Value, ir.Value]:
+    """Rows `[..., AR, K]` of 8 bits, of two parts `[..., 2 AR, K]`, and their scales.
 
-    Scales are `[..., 1, 2]` for one row, so that a product adds the parts; `[..., 2, AR, 1]` for several.
+    The scale of one row is `[]`; scales of two parts of one row are `[..., 1, 2]`, so that a product adds the parts;
+    those of several rows are `[..., parts, AR, 1]`.
     """
     *first, count, width = shape = shape_of(x)
     axis = len(first)
@@ -125,20 +130,24 @@ def _round_rows(fuser: Fuser, before: ir.Node, x: ir.Value) -> tuple[ir.Value, i
     magnitude = fuser.one(before, "Abs", [x], shape)
     axes = fuser.integers([each for each in range(axis + 2) if each != axis or count == 1])
     largest = fuser.one(before, "ReduceMax", [magnitude, axes], of_rows, keepdims=0)
-    factors = (1 / 127, 1 / 127 / 254)  # the rest is at most half a step: 127 smaller ones
+    factors = _STEPS[:parts]
     constants = [fuser.constant(f"step_of_row_{at}", np.array(each, np.float32)) for at, each in enumerate(factors)]
     steps = [fuser.one(before, "Mul", [largest, each], of_rows) for each in constants]
-    integers = fuser.one(before, "QuantizeLinear", [x, steps[0], zero], shape, **along)
-    held = fuser.one(before, "DequantizeLinear", [integers, steps[0], zero], shape, **along)
-    rest = fuser.one(before, "Sub", [x, held], shape)
-    smaller = fuser.one(before, "QuantizeLinear", [rest, steps[1], zero], shape, **along)
-    parts = fuser.one(before, "Concat", [integers, smaller], (*first, 2 * count, width), axis=axis)
-    for each in (integers, smaller, parts):
+    rows = [fuser.one(before, "QuantizeLinear", [x, steps[0], zero], shape, **along)]
+    if parts == 2:
+        held = fuser.one(before, "DequantizeLinear", [rows[0], steps[0], zero], shape, **along)
+        rest = fuser.one(before, "Sub", [x, held], shape)
+        rows.append(fuser.one(before, "QuantizeLinear", [rest, steps[1], zero], shape, **along))
+        rows.append(fuser.one(before, "Concat", rows, (*first, 2 * count, width), axis=axis))
+    for each in rows:
         each.type = ir.TensorType(ir.DataType.UINT8)
-    at_row = (*[1] * len(first), 1, 2) if count == 1 else (*[1] * len(first), 2, 1, 1)
+    if count == parts == 1:
+        return rows[0], steps[0]
+    lead = [1] * len(first)
+    at_row = (*lead, 1, parts) if count == 1 else (*lead, parts, 1, 1)
     both = fuser.constant("steps_of_rows_" + "_".join(map(str, at_row)), np.array(factors, np.float32).reshape(at_row))
     by_row = largest if count == 1 else fuser.reshape(before, largest, (count, 1))
-    return parts, fuser.one(before, "Mul", [both, by_row], at_row if count == 1 else (*at_row[:-2], count, 1))
+    return rows[-1], fuser.one(before, "Mul", [both, by_row], at_row if count == 1 else (*lead, parts, count, 1))
 
 
 def _round(fuser: Fuser, before: ir.Node, x: ir.Value) -> _Parts:
