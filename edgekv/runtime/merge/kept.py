@@ -19,7 +19,6 @@ from edgekv.system import MIB, cache_folder, read_file, sha256_of
 
 MERGED = "merged"
 RENDERED = "rendered"
-WEIGHTS = ".weights"
 _MOST_FILES = 64
 _MOST_RENDERED = 16
 _COUNT_BYTES = 4
@@ -95,17 +94,17 @@ def _render(graph: Path, mode: RenderedMode, folder: Path) -> tuple[bytes, tuple
 
 
 def _with_names(content: bytes, weights: tuple[str, ...]) -> bytes:
-    """A model behind the number and the names of its weights."""
-    return len(weights).to_bytes(_COUNT_BYTES, "little") + bytes.fromhex("".join(weights)) + content
+    """A model behind the number and the names of the files of its weights."""
+    names = "\n".join(weights).encode()
+    return len(names).to_bytes(_COUNT_BYTES, "little") + names + content
 
 
 def _without_names(content: bytes) -> tuple[bytes, tuple[str, ...]]:
     """What `_with_names` put together; a model of an older version has no names."""
-    end = _COUNT_BYTES + _DIGEST_BYTES * int.from_bytes(content[:_COUNT_BYTES], "little")
+    end = _COUNT_BYTES + int.from_bytes(content[:_COUNT_BYTES], "little")
     if end > len(content):
         return content, ()
-    starts = range(_COUNT_BYTES, end, _DIGEST_BYTES)
-    return content[end:], tuple(content[start : start + _DIGEST_BYTES].hex() for start in starts)
+    return content[end:], tuple(content[_COUNT_BYTES:end].decode("ascii", "replace").splitlines())
 
 
 def _read_rendered(kept: Path, hashes: FileHashes) -> bytes | None:
@@ -113,7 +112,7 @@ def _read_rendered(kept: Path, hashes: FileHashes) -> bytes | None:
     with suppress(OSError):
         if (found := _read(kept)) is not None:
             content, weights = _without_names(found)
-            if all(hashes.sha256_of(kept.with_name(name + WEIGHTS)) == name for name in weights):
+            if all(hashes.sha256_of(kept.with_name(name)) == Path(name).stem for name in weights):
                 os.utime(kept)  # the least recently used are removed
                 return content
     return None

@@ -9,7 +9,7 @@ import numpy as np
 import onnx_ir as ir
 
 from edgekv.runtime.cpu_mode import RenderedMode
-from edgekv.runtime.merge.fusing import CONTRIB, Fuser, Shape, replace, shape_of
+from edgekv.runtime.merge.fusing import CONTRIB, Fuser, Shape, made_by, replace, shape_of
 from edgekv.runtime.merge.matrices import read_matrix
 from edgekv.runtime.merge.weight_file import WeightFile
 from edgekv.runtime.rewrite import readers, remove_unused
@@ -33,8 +33,8 @@ class MultiplyIntegers(ir.passes.InPlacePass):
 
     Of fewer rows, and of all rows in graphs that score texts, only 8-bit matrices are multiplied so: large ones, and
     those whose activations only 8-bit matrices read. There each row has a range of its own. Both parts are rows of one
-    product, which reads the weights once; in `fast` only large matrices have two. Prefill and decode graphs share
-    these weights.
+    product, which reads the weights once; in `fast`, products of norms with small matrices have one. Prefill and
+    decode graphs share these weights.
     """
 
     def __init__(self, weights: WeightFile, mode: RenderedMode, *, is_scoring: bool) -> None:
@@ -89,17 +89,17 @@ class MultiplyIntegers(ir.passes.InPlacePass):
         """The product of rows that have their own scales, in one part or in two, which are added."""
         weights, steps = constants
         *first, count, columns = shape = shape_of(node.outputs[0])
-        parts = 2 if self._mode == "exact16" or prod(shape_of(weights)) >= _LARGE else 1
+        is_one = self._mode == "fast" and prod(shape_of(weights)) < _LARGE and _is_normalized(x)
+        parts = 1 if is_one else 2
+        if count == parts == 1:
+            return fuser.one(node, "DynamicQuantizeMatMul", [x, weights, steps], shape, CONTRIB)
         if (x, parts) not in self._rows:
             self._rows[x, parts] = _round_rows(fuser, node, x, parts)
         integers, scales = self._rows[x, parts]
         middle = fuser.constant(f"uint8_{_MIDDLE}", np.array(_MIDDLE, np.uint8))
         one = fuser.constant("float_1", np.array(1, np.float32))
-        is_scalar = count == parts == 1
-        inputs = [integers, weights, scales if is_scalar else one, steps, middle]
+        inputs = [integers, weights, one, steps, middle]
         product = fuser.one(node, "MatMulIntegerToFloat", inputs, (*first, parts * count, columns), CONTRIB)
-        if is_scalar:
-            return product
         if count == 1:
             return fuser.one(node, "MatMul", [scales, product], shape)
         by_part = fuser.reshape(node, product, (*first, parts, count, columns))
@@ -113,11 +113,17 @@ class MultiplyIntegers(ir.passes.InPlacePass):
         return self._rounded[x]
 
 
+def _is_normalized(x: ir.Value) -> bool:
+    """Whether a tensor is the result of a norm: others have outliers that leave few bits to the rest."""
+    reshaped = made_by(x, "Reshape")
+    norm = (x if reshaped is None or reshaped.inputs[0] is None else reshaped.inputs[0]).producer()
+    return norm is not None and norm.op_type.endswith("LayerNormalization")
+
+
 def _round_rows(fuser: Fuser, before: ir.Node, x: ir.Value, parts: int) -> tuple[ir.Value, ir.Value]:
     """Rows `[..., AR, K]` of 8 bits, of two parts `[..., 2 AR, K]`, and their scales.
 
-    The scale of one row is `[]`; scales of two parts of one row are `[..., 1, 2]`, so that a product adds the parts;
-    those of several rows are `[..., parts, AR, 1]`.
+    Scales of two parts of one row are `[..., 1, 2]`, so that a product adds the parts; others `[..., parts, AR, 1]`.
     """
     *first, count, width = shape = shape_of(x)
     axis = len(first)
@@ -141,8 +147,6 @@ def _round_rows(fuser: Fuser, before: ir.Node, x: ir.Value, parts: int) -> tuple
         rows.append(fuser.one(before, "Concat", rows, (*first, 2 * count, width), axis=axis))
     for each in rows:
         each.type = ir.TensorType(ir.DataType.UINT8)
-    if count == parts == 1:
-        return rows[0], steps[0]
     lead = [1] * len(first)
     at_row = (*lead, 1, parts) if count == 1 else (*lead, parts, 1, 1)
     both = fuser.constant("steps_of_rows_" + "_".join(map(str, at_row)), np.array(factors, np.float32).reshape(at_row))

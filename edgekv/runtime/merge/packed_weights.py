@@ -14,10 +14,10 @@ import onnx
 import onnxruntime as ort
 
 from edgekv.bundle import atomic_file
-from edgekv.runtime.merge.kept import WEIGHTS
 from edgekv.runtime.onnx_session import PROVIDERS, session_options
 from edgekv.system import sha256_of
 
+WEIGHTS = ".weights"
 SCRATCH = "rendering-"
 _SMALL_BYTES = 1 << 12
 _PAGE_BYTES = 4096
@@ -38,7 +38,7 @@ def pack_weights(model: bytes, weights: Path, folder: Path) -> tuple[bytes, tupl
         folder: takes the files.
 
     Returns:
-        The model with references to the files, and the SHA-256 of each in hexadecimal digits.
+        The model with references to the files, and their names: the SHA-256 of each in hexadecimal digits.
     """
     with TemporaryDirectory(dir=folder, prefix=SCRATCH, ignore_cleanup_errors=True) as scratch:
         path, data = Path(scratch, "model.onnx"), Path(scratch, "model.data")
@@ -81,10 +81,10 @@ def _move(tensor: onnx.TensorProto, content: mmap.mmap, folder: Path) -> str:
     digest = sha256()
     for piece in pieces:
         digest.update(piece)
-    name = digest.hexdigest()
-    entries["location"].value = name + WEIGHTS
-    target = folder / entries["location"].value
-    if target.exists() and sha256_of(target) == name:
+    name = digest.hexdigest() + WEIGHTS
+    entries["location"].value = name
+    target = folder / name
+    if target.exists() and sha256_of(target) == target.stem:
         os.utime(target)
         return name
     with atomic_file(target) as partial:
@@ -99,13 +99,13 @@ def remove_unused_weights(folder: Path, used: set[str], age_s: float = 3600.0) -
 
     Args:
         folder: see `pack_weights`.
-        used: hexadecimal digits, see `pack_weights`.
+        used: names, see `pack_weights`.
         age_s: younger files stay: another process may be writing the model that uses them.
     """
     oldest_s = time() - age_s
     for path in folder.iterdir():
         is_ours = path.suffix == WEIGHTS or path.name.startswith((SCRATCH, "."))
-        if not is_ours or path.stem in used or path.stat().st_mtime > oldest_s:
+        if not is_ours or path.name in used or path.stat().st_mtime > oldest_s:
             continue
         with suppress(OSError):
             if path.is_dir():
