@@ -331,7 +331,7 @@ def test_graphs_share_the_files_of_equal_weights(small: Path, kept: Path, mode: 
     decode, prefill = (_files_of_weights(small / name, mode) for name in ("ar1_cl64.onnx", "ar8_cl64.onnx"))
     shared = decode & prefill
     assert shared and {path.name for path in kept.glob("*.weights")} == decode | prefill
-    if multiplies_integers():
+    if multiplies_integers() and mode == "exact16":
         assert shared == decode
 
 

@@ -33,8 +33,8 @@ class MultiplyIntegers(ir.passes.InPlacePass):
 
     Of fewer rows, and of all rows in graphs that score texts, only 8-bit matrices are multiplied so: large ones, and
     those whose activations only 8-bit matrices read. There each row has a range of its own. Both parts are rows of one
-    product, which reads the weights once; in `fast`, products of norms with small matrices have one. Prefill and
-    decode graphs share these weights.
+    product, which reads the weights once. In `fast`, small matrices multiply only results of norms so, in one part.
+    Prefill and decode graphs share these weights.
     """
 
     def __init__(self, weights: WeightFile, mode: RenderedMode, *, is_scoring: bool) -> None:
@@ -60,7 +60,8 @@ class MultiplyIntegers(ir.passes.InPlacePass):
         matrix = read_matrix(node.inputs[1])
         if x is None or matrix is None:
             return False
-        if by_row and (matrix.bits != _BITS or (matrix.integers.size < _LARGE and not self._is_read_alone(x))):
+        is_large = matrix.integers.size >= _LARGE
+        if by_row and (matrix.bits != _BITS or not (is_large or self._is_shared(x))):
             return False
         integers = matrix.wide()
         if integers is None:
@@ -80,8 +81,10 @@ class MultiplyIntegers(ir.passes.InPlacePass):
         replace(node.outputs[0], fuser.one(node, "Add", products, shape))
         return True
 
-    def _is_read_alone(self, x: ir.Value) -> bool:
-        """Whether only 8-bit matrices multiply these activations."""
+    def _is_shared(self, x: ir.Value) -> bool:
+        """Whether small matrices multiply these activations in the same way in prefill and decode."""
+        if self._mode == "fast" and not _is_normalized(x):
+            return False
         matrices = [read_matrix(each.inputs[1]) for each in readers(x) if each.op_type == "MatMul"]
         return all(each is not None and each.bits == _BITS for each in matrices)
 
@@ -89,8 +92,7 @@ class MultiplyIntegers(ir.passes.InPlacePass):
         """The product of rows that have their own scales, in one part or in two, which are added."""
         weights, steps = constants
         *first, count, columns = shape = shape_of(node.outputs[0])
-        is_one = self._mode == "fast" and prod(shape_of(weights)) < _LARGE and _is_normalized(x)
-        parts = 1 if is_one else 2
+        parts = 1 if self._mode == "fast" and prod(shape_of(weights)) < _LARGE else 2
         if count == parts == 1:
             return fuser.one(node, "DynamicQuantizeMatMul", [x, weights, steps], shape, CONTRIB)
         if (x, parts) not in self._rows:
