@@ -43,6 +43,7 @@ from exporters.progress import Progress, silent
 from exporters.quantize.as_stored import resolve, stored_record
 from exporters.quantize.calibrate import calibration_windows, read_calibration
 from exporters.quantize.encodings import choose_encodings, decoder_results
+from exporters.quantize.generated import GeneratedText
 from exporters.quantize.matrices import QuantizedMatrices
 from exporters.quantize.reference import Tensors
 from exporters.quantize.sink import first_tokens
@@ -90,6 +91,8 @@ def export_bundle(
     check_compiler(options)
     checkpoint = checkpoint.limited(options.max_attention_window)
     options = replace(options, recipe=resolve(options.recipe, checkpoint))
+    if options.learn_tokens:
+        options = replace(options, recipe=options.recipe.learned())
     check_fit(checkpoint, options)
     channels = outlier_channels(checkpoint.spec, checkpoint.tensor) if options.recipe.splits_channels else []
     checkpoint = checkpoint.split(channels)
@@ -100,10 +103,13 @@ def export_bundle(
     calibration = read_calibration(options.calibration, checkpoint.folder)
     first = first_tokens(checkpoint, options.sink)
     tokens = _calibration_tokens(checkpoint, calibration.text, options, first)
+    window = tokens.shape[1]
+    learned_windows = -(-options.learn_tokens // window)
+    all_tokens = tokens.size + learned_windows * window
     store = stage_store(run.cache_dir)
-    disk = {target: bundle_bytes(spec, options.recipe, len(graphs)), store.folder: stage_bytes(spec, tokens.size)}
+    disk = {target: bundle_bytes(spec, options.recipe, len(graphs)), store.folder: stage_bytes(spec, all_tokens)}
     in_memory = disk[target] if options.graph_format == "tflite" else 0
-    check_ram(spec, tokens.size, tokens.shape[1], in_memory, run.max_ram_bytes)
+    check_ram(spec, all_tokens, window, in_memory, run.max_ram_bytes, generates=learned_windows > 0)
     check_disk(disk)
     checkpoint.check_values(lambda done, of: progress("read", done, of))
     stored = stored_record(checkpoint, options.recipe)
@@ -112,6 +118,10 @@ def export_bundle(
     if sink is None:
         tokens = _calibration_tokens(checkpoint, calibration.text, options)
     sink_tokens = 0 if sink is None else len(sink.tokens)
+    generated = _generated(checkpoint, weights_sha256, first if sink else None, window, learned_windows, store.folder)
+    with full_disk_named(store.folder, disk[store.folder], "stages"):
+        learned = generated.windows(resume=run.resume, progress=partial(progress, "write text"))
+    tokens = np.concatenate([tokens, learned])
     tensors = transformed(checkpoint, recipe, heads)
     keys = stage_keys(checkpoint, weights_sha256, tokens, context, recipe, sink_tokens, heads)
     with full_disk_named(target, disk[target], "the bundle"), atomic_directory(target, force=force) as folder:
@@ -169,7 +179,7 @@ def export_bundle(
             generation=checkpoint.generation,
             graphs=graphs,
             encodings=encodings,
-            source=source_record(checkpoint, weights_sha256, calibration.name, tokens.size, stored),
+            source=source_record(checkpoint, weights_sha256, calibration.name, tokens.size, stored, learned.size),
             files=files,
             windows=list(spec.windows_in(context)),
             graph_format=options.graph_format,
@@ -183,6 +193,7 @@ def export_bundle(
     checks.remove()
     if not run.keep_stages:
         store.remove(keys)
+        generated.remove()
     return manifest
 
 
@@ -193,6 +204,20 @@ def _calibration_tokens(
     tokens = options.calibration_tokens or default_calibration_tokens(checkpoint.spec.sizes)
     window = min(CALIBRATION_WINDOW, options.contexts[-1], tokens)
     return np.stack(calibration_windows(checkpoint, text, window, tokens, first=first))
+
+
+def _generated(
+    checkpoint: Checkpoint,
+    weights_sha256: str,
+    first: Sequence[int] | None,
+    length: int,
+    windows: int,
+    folder: Path,
+) -> GeneratedText:
+    """Text that the model writes, in windows that begin as those of `_calibration_tokens` do."""
+    if first is None:
+        first = [] if checkpoint.special.bos is None else [checkpoint.special.bos]
+    return GeneratedText(checkpoint, weights_sha256, first, length, windows, folder)
 
 
 def _write(

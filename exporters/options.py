@@ -37,6 +37,8 @@ class ExportOptions:
         key_layout: keys as `rows` [S, D] or `columns` [D, S]; see `edgekv.kv.Geometry`.
         calibration: a text file; None for edgekv's own text.
         calibration_tokens: the most tokens to use; None for `edgekv.plan.default_calibration_tokens`.
+        learn_tokens: tokens that the float model writes itself, on which the rounding of weights is learned beside the
+            calibration text; 0 for the recipe's own methods on that text alone.
         allow_float: accept nodes that compute in float, and record them.
         check_on_htp: compile every graph and look for float nodes; ONNX graphs only.
         compile: also write context binaries, in the same compiler run as the float check; ONNX graphs only.
@@ -57,6 +59,7 @@ class ExportOptions:
     key_layout: KeyLayout = "rows"
     calibration: Path | None = None
     calibration_tokens: int | None = None
+    learn_tokens: int = 0
     allow_float: bool = False
     check_on_htp: bool = True
     compile: bool = False
@@ -91,6 +94,13 @@ class ExportOptions:
                 got=self.calibration_tokens,
                 expected="at least 2",
                 fix="Use --calibration-tokens 4096.",
+            )
+        if self.learn_tokens < 0:
+            raise UsageError(
+                "--learn-rounding",
+                got=self.learn_tokens,
+                expected="a number of tokens",
+                fix="Use --learn-rounding 32768, or leave it out.",
             )
         if self.kv_dtype not in KV_DTYPES[self.graph_format]:
             kinds = " or ".join(KV_DTYPES[self.graph_format])

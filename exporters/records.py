@@ -82,7 +82,12 @@ def sink_record(sink: FloatSink) -> SinkRecord:
 
 
 def source_record(
-    checkpoint: Checkpoint, weights_sha256: str, calibration: str, tokens: int, stored: StoredRecord | None
+    checkpoint: Checkpoint,
+    weights_sha256: str,
+    calibration: str,
+    tokens: int,
+    stored: StoredRecord | None,
+    generated_tokens: int = 0,
 ) -> SourceRecord:
     """The checkpoint, its adapters, and the text that it was calibrated on."""
     return SourceRecord(
@@ -95,6 +100,7 @@ def source_record(
             AdapterRecord(folder=str(each.folder.resolve()), sha256=each.sha256, scale=each.scale)
             for each in checkpoint.adapters
         ],
+        generated_tokens=generated_tokens,
     )
 
 

@@ -12,14 +12,18 @@ from edgekv.errors import BundleError, UsageError
 from edgekv.plan import graph_bytes, quantization_bytes, writing_bytes
 from edgekv.spec.decoder import DecoderSpec
 from edgekv.spec.tensors import matrices
+from exporters.quantize.generated import WINDOWS_AT_ONCE
 from exporters.quantize.recipe import Recipe
 from quant import WEIGHT_TYPES
 
 _FILE_COPIES = 3  # its parts, the file put together, and what is handed to the system
+_PROCESS_BYTES = 200_000_000  # the interpreter, its packages and the tokenizer
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 
-def check_ram(spec: DecoderSpec, tokens: int, window: int, file_bytes: int, most_bytes: int | None) -> None:
+def check_ram(
+    spec: DecoderSpec, tokens: int, window: int, file_bytes: int, most_bytes: int | None, *, generates: bool = False
+) -> None:
     """Refuse a RAM limit that the export would exceed.
 
     The export always uses as little RAM as it can; neither speed nor integers depend on the limit.
@@ -30,6 +34,7 @@ def check_ram(spec: DecoderSpec, tokens: int, window: int, file_bytes: int, most
         window: tokens per calibration window.
         file_bytes: size of a file that is built in memory, such as a .tflite; 0 if there is none.
         most_bytes: the limit, or None.
+        generates: whether the float model writes calibration text.
 
     Raises:
         UsageError: naming what the export needs.
@@ -42,11 +47,13 @@ def check_ram(spec: DecoderSpec, tokens: int, window: int, file_bytes: int, most
         ),
         "writing weights": writing_bytes(spec.sizes) + _FILE_COPIES * file_bytes,
     }
+    if generates:
+        needs["the float model, which writes the text of --learn-rounding"] = generated_bytes(spec, window)
     stage, needed = max(needs.items(), key=lambda each: each[1])
     if needed > most_bytes:
         fewer = quantization_bytes(spec.sizes, 2 * spec.layers * spec.kv_heads, min(tokens, 2 * window), window)
         fix = f"Use --max-ram {_gb(needed)} or more"
-        if fewer < needed and stage != "writing weights":
+        if fewer < needed and stage == next(iter(needs)):
             fix += f", or fewer --calibration-tokens: with {2 * window:,} it takes {_gb(fewer)}"
         raise UsageError("--max-ram", got=_gb(most_bytes), expected=f"{_gb(needed)} for {stage}", fix=fix + ".")
 
@@ -73,6 +80,14 @@ def check_disk(needs: Mapping[Path, int]) -> None:
                 expected=f"{_gb(needed_bytes)}",
                 fix="Free some space, or choose another disk with -o and --cache-dir.",
             )
+
+
+def generated_bytes(spec: DecoderSpec, window: int) -> int:
+    """RAM of the float model and of the KV cache of the windows that it writes at a time."""
+    sizes = spec.sizes
+    parameters = sizes.layers * sizes.layer_parameters + 2 * sizes.table_parameters
+    cache = 2 * sizes.layers * sizes.kv_heads * sizes.head_dim * WINDOWS_AT_ONCE * window
+    return _PROCESS_BYTES + 4 * (parameters + cache + 8 * WINDOWS_AT_ONCE * sizes.vocab)
 
 
 def stage_bytes(spec: DecoderSpec, tokens: int) -> int:

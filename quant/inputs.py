@@ -56,6 +56,12 @@ class LayerInputs:
         hessian[np.diag_indices(len(hessian))] += self.damping
         return cholesky(hessian)
 
+    @cached_property
+    def hessian(self) -> Floats:
+        """`[in, in]`, H + damping, rows and columns in `order`."""
+        found: Floats = self.factor @ self.factor.T
+        return found
+
     def compensated(self, weight: Floats, columns: slice) -> Floats:
         """Columns of W + (H + damping)^-1 X^T (E - X) W, rows in `order`, as in GPTAQ (arXiv 2504.02692).
 

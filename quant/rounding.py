@@ -1,4 +1,4 @@
-"""From a real matrix to integers: rounding to nearest, range search, and GPTQ."""
+"""From a real matrix to integers: rounding to nearest, range search, GPTQ, and coordinate descent after it."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from quant.descent import descend
 from quant.grids import choose_grid, round_within
 from quant.inputs import LayerInputs
 from quant.weights import WEIGHT_TYPES, Grid, QuantizedWeight, WeightDtype
 
-Method = Literal["nearest", "search", "gptq"]
+Method = Literal["nearest", "search", "gptq", "descent"]
 Floats = NDArray[np.float32]
 
 _COLUMNS_AT_ONCE = 1024
@@ -24,7 +25,7 @@ def quantize(weight: NDArray[Any], dtype: WeightDtype, method: Method, inputs: L
 
     `nearest` covers the maximum magnitude and rounds. `search` clips where that lowers the output error. `gptq` also
     compensates the error of earlier layers in its inputs, and the error of rounded rows in those not yet rounded.
-    Columns are processed in chunks.
+    `descent` then changes single integers as long as that lowers the error. Columns are processed in chunks.
 
     Raises:
         ValueError: the shape does not fit the type, or `inputs` are missing.
@@ -38,8 +39,8 @@ def quantize(weight: NDArray[Any], dtype: WeightDtype, method: Method, inputs: L
     grids = []
     for start in range(0, weight.shape[1], _COLUMNS_AT_ONCE):
         columns = slice(start, start + _COLUMNS_AT_ONCE)
-        if method == "gptq" and inputs is not None:
-            grids.append(_gptq(weight, columns, dtype, inputs, integers))
+        if method in ("gptq", "descent") and inputs is not None:
+            grids.append(_gptq(weight, columns, dtype, inputs, integers, descent=method == "descent"))
             continue
         part = np.ascontiguousarray(weight[:, columns], np.float32)
         grids.append(choose_grid(part, dtype, None if inputs is None or method == "nearest" else inputs.importance))
@@ -52,12 +53,21 @@ def quantize_per_channel(weight: NDArray[Any]) -> QuantizedWeight:
     return quantize(weight, "int8", "nearest", None)
 
 
-def _gptq(weight: Floats, columns: slice, dtype: WeightDtype, inputs: LayerInputs, integers: NDArray[np.int8]) -> Grid:
+def _gptq(
+    weight: Floats,
+    columns: slice,
+    dtype: WeightDtype,
+    inputs: LayerInputs,
+    integers: NDArray[np.int8],
+    *,
+    descent: bool,
+) -> Grid:
     """GPTQ (Frantar et al. 2022, arXiv 2210.17323), in the form of LDLQ (Chee et al. 2023, arXiv 2307.13304).
 
     With H = A D A^T, A unit upper triangular, row k is rounded after the errors of earlier rows, weighted by column k
     of A, were added to it: the least squared output error that feedback can reach. Rows with a larger diagonal in H
-    come first. The rounded matrix is the one that `LayerInputs.compensated` describes.
+    come first. The rounded matrix is the one that `LayerInputs.compensated` describes. With `descent`, see
+    `quant.descent`.
 
     Returns:
         The grid of the columns; their integers are written to `integers`.
@@ -77,6 +87,8 @@ def _gptq(weight: Floats, columns: slice, dtype: WeightDtype, inputs: LayerInput
         feedback = factor[: here.stop, here] / pivots[here]
         wanted = target[here] + feedback[:start].T @ errors[:start]
         _feed_back(wanted, feedback[start:], target[here], steps[here], grid.limits, errors[here], rounded[here])
+    if descent:
+        descend(target, rounded, steps, grid.limits, inputs.hessian)
     integers[order, columns] = rounded
     return grid
 

@@ -1,5 +1,6 @@
 import json
 
+import msgspec
 import numpy as np
 import onnx
 import pytest
@@ -90,6 +91,22 @@ def test_the_last_rule_that_matches_holds_and_the_manifest_says_so(checkpoint, t
 @pytest.mark.parametrize("name", recipe_names())
 def test_every_recipe_that_ships_keeps_the_head_at_8_bits(name):
     assert find_recipe(name).rule("lm_head.weight").dtype == "int8"
+
+
+def test_learning_needs_a_recipe_that_rounds_on_calibration_text(checkpoint, tmp_path):
+    recipe = find_recipe(write_recipe(tmp_path, {"tensors": "*", "dtype": "int4", "method": "nearest"}))
+    with pytest.raises(UsageError, match="--learn-rounding: got the recipe mine, in which no rule has the method gptq"):
+        export_bundle(checkpoint, tmp_path / "bundle", export_options(recipe, learn_tokens=64))
+    with pytest.raises(UsageError, match="--learn-rounding: got -1; expected a number of tokens"):
+        export_options(recipe, learn_tokens=-1)
+
+
+def test_learning_changes_how_matrices_are_rounded_and_nothing_else(tmp_path):
+    rules = [{"tensors": "*", "dtype": "int4"}, {"tensors": "lm_head.weight", "dtype": "int8", "method": "search"}]
+    recipe = find_recipe(write_recipe(tmp_path, *rules))
+    learned = recipe.learned()
+    assert [(rule.dtype, rule.method) for rule in learned.weights] == [("int4", "descent"), ("int8", "search")]
+    assert msgspec.structs.replace(learned, weights=recipe.weights) == recipe
 
 
 def test_blocks_that_do_not_divide_a_matrix_are_refused_by_name(embedded, tmp_path):

@@ -308,6 +308,33 @@ def test_a_cache_directory_that_cannot_be_made_is_refused(checkpoint, tmp_path):
         export_bundle(checkpoint, tmp_path / "bundle", options(), RunOptions(cache_dir=tmp_path / "file"))
 
 
+def test_an_export_that_learns_goes_on_where_it_was(work):
+    def export(name, **run):
+        told = []
+
+        def progress(stage, done, total):
+            told.append((stage, done))
+            if (stage, done) == stop:
+                raise KeyboardInterrupt
+
+        chosen = replace(options(), learn_tokens=300)
+        run = RunOptions(cache_dir=work.folder / "cache", **run)
+        return export_bundle(work.checkpoint, work.folder / name, chosen, run, progress=progress), told
+
+    stop = None
+    whole, _ = export("whole")
+    assert work.stages == [] and {each.method for each in whole.recipe.weights} == {"descent"}
+    assert (whole.source.calibration_tokens, whole.source.generated_tokens) == (256 + 320, 320)  # windows of 64
+    stop = ("quantize", 1)
+    with pytest.raises(KeyboardInterrupt):
+        export("bundle")
+    stop = None
+    found, told = export("bundle", resume=True)
+    assert found == whole and work.stages == []
+    assert [done for stage, done in told if stage == "write text"] == [64]
+    assert [done for stage, done in told if stage == "quantize"] == [1, 2, 3]
+
+
 # RAM
 
 
@@ -316,6 +343,14 @@ def test_a_cap_that_one_layer_exceeds_is_refused_and_says_what_is_needed(work):
         work.export(max_ram_bytes=100_000_000)
     needed = parse_bytes("--max-ram", caught.value.expected.split()[0])
     assert work.stages == [] and work.export(max_ram_bytes=needed)
+
+
+def test_a_cap_that_the_float_model_exceeds_is_refused(tmp_path):
+    folder = write_checkpoint(tmp_path / "checkpoint", {"vocab_size": 65536, "num_hidden_layers": 1})
+    cap, chosen = RunOptions(max_ram_bytes=210_000_000), replace(options(), learn_tokens=64)
+    with pytest.raises(UsageError, match="for the float model, which writes the text of --learn-rounding"):
+        export_bundle(Checkpoint.open(str(folder)), tmp_path / "bundle", chosen, cap)
+    assert not (tmp_path / "bundle").exists()
 
 
 PEAK = """

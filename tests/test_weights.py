@@ -23,10 +23,10 @@ def output_error(quantized, exact=INPUTS, inputs=INPUTS) -> float:
 @pytest.mark.parametrize("dtype", WEIGHT_TYPES)
 def test_no_method_is_worse_than_the_one_before(dtype):
     sums = LayerInputs(INPUTS, INPUTS)
-    nearest, search, gptq = (
-        output_error(quantize(WEIGHT, dtype, method, sums)) for method in ("nearest", "search", "gptq")
+    nearest, search, gptq, descent = (
+        output_error(quantize(WEIGHT, dtype, method, sums)) for method in ("nearest", "search", "gptq", "descent")
     )
-    assert gptq < search <= nearest
+    assert descent < gptq < search <= nearest
 
 
 @pytest.mark.parametrize("dtype", WEIGHT_TYPES)
@@ -35,6 +35,20 @@ def test_a_slice_keeps_every_integer(dtype):
     assert (whole.integers.min(), whole.integers.max()) == whole.grid.limits
     parts = [whole.columns(start, start + 8).dequantize() for start in range(0, 24, 8)]
     assert np.array_equal(np.concatenate(parts, axis=1), whole.dequantize())
+
+
+@pytest.mark.parametrize("dtype", WEIGHT_TYPES)
+def test_after_descent_no_single_integer_is_better(dtype):
+    sums = LayerInputs(INPUTS, INPUTS)
+    found = quantize(WEIGHT, dtype, "descent", sums)
+    hessian = INPUTS.T @ INPUTS + sums.damping * np.eye(len(WEIGHT), dtype=np.float32)
+    (least, most), steps = found.grid.limits, found.grid.steps(len(WEIGHT))
+    assert least <= found.integers.min() and found.integers.max() <= most
+    slopes = hessian @ (found.dequantize() - WEIGHT)
+    for move in (-1, 1):
+        allowed = (found.integers + move >= least) & (found.integers + move <= most)
+        gain = -2 * move * steps * slopes - np.square(steps) * np.diagonal(hessian)[:, None]
+        assert np.mean(allowed & (gain > 1e-3 * np.abs(gain).mean())) < 0.002
 
 
 def test_gptq_makes_up_for_inputs_that_have_drifted():

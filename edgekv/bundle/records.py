@@ -177,7 +177,8 @@ class SourceRecord(Record, frozen=True):
         checkpoint: the folder or hub id that was given, made absolute if it is a folder.
         weights_sha256: hash of its weights and adapters, so that a reference is never computed from another model.
         calibration: name of the calibration text.
-        calibration_tokens: number of its tokens that were run.
+        calibration_tokens: number of tokens that were run.
+        generated_tokens: how many of them the float model wrote itself, to learn the rounding of weights.
         stored: what became of quantized matrices; null for a checkpoint of floats.
         adapters: merged into the weights, in order.
     """
@@ -188,6 +189,7 @@ class SourceRecord(Record, frozen=True):
     calibration_tokens: Count
     stored: StoredRecord | None = None
     adapters: list[AdapterRecord] = []
+    generated_tokens: Count = 0
 
 
 class WeightRecord(Record, frozen=True):

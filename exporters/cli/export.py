@@ -114,6 +114,15 @@ def export(
             help="Calibration tokens to use at most.", show_default="12800; 4096 for 500 M parameters or more"
         ),
     ] = None,
+    learn_rounding: Annotated[
+        int,
+        typer.Option(
+            metavar="TOKENS",
+            help="Learn the rounding of weights on TOKENS more tokens, which the float model writes itself, with "
+            "coordinate descent after GPTQ. Worth it in 4 bits; 32768 tokens take minutes for each 100 M parameters.",
+            show_default="off",
+        ),
+    ] = 0,
     allow_float: Annotated[bool, typer.Option("--allow-float", help="Accept nodes that compute in float.")] = False,
     skip_htp_check: Annotated[
         bool, typer.Option("--skip-htp-check", help="Skip the HTP compiler's check; the manifest records it.")
@@ -152,6 +161,7 @@ def export(
         key_layout=_key_layout(key_layout),
         calibration=calibration,
         calibration_tokens=calibration_tokens,
+        learn_tokens=learn_rounding,
         allow_float=allow_float,
         check_on_htp=not skip_htp_check,
         compile=compile_too,
@@ -182,7 +192,11 @@ def export(
         return
     held = sum(record.bytes for record in manifest.files.values())
     typer.echo(f"{output}: {opened.parameters / 1e6:.1f} M parameters, {manifest.recipe.name}, {held / 1e6:.1f} MB")
-    typer.echo(f"  calibrated on {manifest.source.calibration_tokens:,} tokens of {manifest.source.calibration} text")
+    source = manifest.source
+    given = source.calibration_tokens - source.generated_tokens
+    typer.echo(f"  calibrated on {given:,} tokens of {source.calibration} text")
+    if source.generated_tokens:
+        typer.echo(f"  rounding learned on {source.generated_tokens:,} more tokens, written by the model itself")
     for adapter in manifest.source.adapters:
         typer.echo(f"  merged with the adapter {Path(adapter.folder).name}, scale {adapter.scale:g}")
     if manifest.source.stored is not None:

@@ -126,6 +126,25 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
                 str(file), got=error.strerror, expected="a file that can be written", fix="Choose another place."
             ) from None
 
+    def learned(self) -> Recipe:
+        """The same types, with coordinate descent after GPTQ.
+
+        Raises:
+            UsageError: no rule has GPTQ.
+        """
+        methods: list[MatrixMethod] = ["descent" if rule.method == "gptq" else rule.method for rule in self.weights]
+        if "descent" not in methods:
+            raise UsageError(
+                "--learn-rounding",
+                got=f"the recipe {self.name}, in which no rule has the method gptq",
+                expected="a recipe that rounds on calibration text",
+                fix="Leave it out, or use another --recipe.",
+            )
+        rules = zip(self.weights, methods, strict=True)
+        return msgspec.structs.replace(
+            self, weights=tuple(msgspec.structs.replace(rule, method=method) for rule, method in rules)
+        )
+
     def rule(self, tensor: str) -> WeightRule:
         """The rule for a matrix.
 
