@@ -86,17 +86,27 @@ class Contender(Generic[D]):
 
 
 class BundleDecoder:
-    """The decode graph of a bundle behind half a context of zeros."""
+    """The decode graph of a bundle behind a number of zeros; None for half a context."""
 
-    def __init__(self, bundle: Bundle, load: Callable[[Path], Binding], record: GraphRecord | None = None) -> None:
+    def __init__(
+        self,
+        bundle: Bundle,
+        load: Callable[[Path], Binding],
+        record: GraphRecord | None = None,
+        held: int | None = None,
+    ) -> None:
         manifest = bundle.manifest
         record = record or manifest.graphs[0]
         geometry = replace(manifest.geometry, context=record.context)
-        cache = KVCache(geometry, ar=(1,), strategy="slot", policy="sliding-window")
-        for _ in range(record.context // 2):
-            cache.window(1)
-            cache.commit(1)
+        self._cache = cache = KVCache(geometry, ar=(1,), strategy="slot", policy="sliding-window")
+        self.hold(record.context // 2 if held is None else held)
         self.graph = StaticGraph([load(bundle.graph_path(record))], manifest, record, cache, rope_tables(manifest))
+
+    def hold(self, tokens: int) -> None:
+        """Hold at least this many tokens."""
+        while self._cache.length < tokens:
+            self._cache.window(1)
+            self._cache.commit(1)
 
     def step(self) -> None:
         self.graph.step([1])
@@ -122,9 +132,9 @@ class FloatDecoder:
 
 
 class GenaiDecoder:
-    """onnxruntime-genai behind half a context of random tokens."""
+    """onnxruntime-genai behind a number of random tokens; None for half a context."""
 
-    def __init__(self, folder: Path, context: int, vocab: int, threads: int | None) -> None:
+    def __init__(self, folder: Path, context: int, vocab: int, threads: int | None, held: int | None = None) -> None:
         import onnxruntime_genai as og  # an extra
 
         config = og.Config(str(folder))
@@ -133,7 +143,14 @@ class GenaiDecoder:
         parameters = og.GeneratorParams(model := og.Model(config))
         parameters.set_search_options(max_length=context, min_length=context)
         self._generator = og.Generator(model, parameters)
-        self._generator.append_tokens(np.random.default_rng(0).integers(vocab, size=context // 2).astype(np.int32))
+        self._vocab = vocab
+        self.hold(context // 2 if held is None else held)
+
+    def hold(self, tokens: int) -> None:
+        """Hold at least this many tokens."""
+        more = tokens - int(self._generator.token_count())
+        if more > 0:
+            self._generator.append_tokens(np.random.default_rng(0).integers(self._vocab, size=more).astype(np.int32))
 
     def step(self) -> None:
         self._generator.generate_next_token()

@@ -10,6 +10,7 @@ import re
 import shutil
 import stat
 import sys
+from contextlib import suppress
 from fractions import Fraction
 from io import BufferedReader
 from pathlib import Path
@@ -66,6 +67,12 @@ def peak_bytes(pid: int | None = None) -> int:
     `getrusage` is no substitute: it includes the peak of the process that this one was forked from.
     """
     return _proc_bytes(f"{pid or 'self'}/status", "VmHWM:") or 0
+
+
+def return_freed_memory() -> None:
+    """Give memory that this process has freed back to the system, where the C library can (glibc)."""
+    with suppress(AttributeError, OSError, TypeError):  # TypeError: Windows has no library without a name
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _proc_bytes(name: str, field: str) -> int | None:

@@ -3,6 +3,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import os
+import platform
 import socket
 import subprocess
 import sys
@@ -166,3 +167,20 @@ def test_a_file_is_copied_where_it_cannot_be_linked(
     link_or_copy(tmp_path / "source", tmp_path / "target")
     assert (tmp_path / "target").read_bytes() == b"weights"
     assert (tmp_path / "target").samefile(tmp_path / "source") == (system == "with them")
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other C libraries keep freed memory as they like")
+def test_freed_memory_is_returned_to_the_system() -> None:
+    program = """
+from edgekv.system import return_freed_memory
+def resident():
+    return int(open("/proc/self/statm").read().split()[1])
+texts = [bytes(1000) for _ in range(40000)]
+last = texts.pop()  # at the end of the heap: without it the C library would return what is before it
+del texts
+held = resident()
+return_freed_memory()
+print(held - resident())
+"""
+    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
+    assert int(found) > 20 * MIB // os.sysconf("SC_PAGE_SIZE")

@@ -15,7 +15,7 @@ from edgekv.runtime.cpu_instructions import processors
 from edgekv.runtime.cpu_mode import CpuMode
 from edgekv.runtime.merge import WEIGHT_SUFFIXES, merged_bytes, rendered_graph
 from edgekv.runtime.onnx_session import PROVIDERS, session_options
-from edgekv.system import format_bytes, free_memory_bytes
+from edgekv.system import format_bytes, free_memory_bytes, return_freed_memory
 
 _LEAST_GROWTH = 2  # of 16-bit integers as float32; those of 4 bits grow eightfold
 
@@ -86,7 +86,10 @@ class CpuEngine:
             if self.mode == "emulate":
                 return self._session(graph, merged_bytes(graph), graph.parent)
             with rendered_graph(graph, self.mode) as (content, folder):
-                return self._session(graph, content, folder)
+                session = self._session(graph, content, folder)
+            # The session maps what its kernels made of the weights; their own copies are freed.
+            return_freed_memory()
+            return session
         except EngineError:
             raise
         except Exception as error:  # what `onnx` raises has no common base
