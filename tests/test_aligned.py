@@ -26,6 +26,7 @@ from exporters.checkpoint.aligned import (
 )
 from exporters.checkpoint.checkpoint import Checkpoint
 from exporters.checkpoint.folded import transformed
+from exporters.checkpoint.reach import HeadReach
 from exporters.inspect.trace import Trace, trace_reference
 from exporters.quantize.survey import Survey, survey
 
@@ -133,3 +134,16 @@ def test_transforms_come_back_from_their_file(tmp_path: Path) -> None:
     with pytest.raises(BundleError, match=r"heads.safetensors: got"):
         read_heads(file, file.stat().st_size)
     assert len(ANGLES) == 45
+
+
+def test_the_reach_of_keys_is_their_largest_element_after_each_turn(tmp_path: Path) -> None:
+    spec = Checkpoint.open(str(write_checkpoint(tmp_path))).spec
+    random, half = np.random.default_rng(2), spec.head_dim // 2
+    windows = [(random.standard_normal((50, spec.head_dim)) + at).astype(np.float32) for at in range(4)]
+    found = HeadReach.none(spec, 0)
+    for keys in windows:
+        found = found.with_keys(keys)
+    first, second = (np.concatenate(windows)[:, part].astype(np.float64) for part in (slice(half), slice(half, None)))
+    for at, angle in enumerate(ANGLES):
+        turned = np.cos(angle) * first - np.sin(angle) * second, np.sin(angle) * first + np.cos(angle) * second
+        np.testing.assert_allclose(found.pairs[:, at], np.abs(turned).max(axis=(0, 1)), rtol=1e-6)

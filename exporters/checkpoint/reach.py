@@ -12,6 +12,8 @@ from exporters.checkpoint.rotate import Floats
 ANGLES = np.deg2rad(np.arange(0.0, 90.0, 2.0))
 """Angles by which pairs may be turned; a quarter turn exchanges the elements and changes no magnitude."""
 
+_SAME = 1 - 1e-5  # more than the rounding of a turn
+
 HeadNumber = tuple[int, int]
 """Layer, and number of the key/value head."""
 
@@ -39,13 +41,19 @@ class HeadReach:
     def with_keys(self, keys: Floats) -> HeadReach:
         """Also of these keys, `[T, D]`."""
         half = len(self.pairs)
-        first, second, rest = keys[:, :half], keys[:, half : 2 * half], keys[:, 2 * half :]
-        pairs = self.pairs.copy()
+        rest = np.maximum(self.rest, np.abs(keys[:, 2 * half :]).max(axis=0))
+        first, second = keys[:, :half].T, keys[:, half : 2 * half].T
+        # No turn makes an element larger than the pair's radius, so most tokens cannot widen what others reached.
+        wider = np.hypot(first, second) >= self.pairs.min(axis=1, keepdims=True) * _SAME
+        numbers, starts = np.unique(np.nonzero(wider)[0], return_index=True)
+        if not len(numbers):
+            return replace(self, rest=rest)
+        first, second, pairs = first[wider], second[wider], self.pairs.copy()
         for at, angle in enumerate(ANGLES.astype(np.float32)):
             cos, sin = np.cos(angle), np.sin(angle)
-            for turned in (cos * first - sin * second, sin * first + cos * second):
-                np.maximum(pairs[:, at], np.abs(turned).max(axis=0), out=pairs[:, at])
-        return replace(self, pairs=pairs, rest=np.maximum(self.rest, np.abs(rest).max(axis=0)))
+            turned = np.maximum(np.abs(cos * first - sin * second), np.abs(sin * first + cos * second))
+            pairs[numbers, at] = np.maximum(pairs[numbers, at], np.maximum.reduceat(turned, starts))
+        return replace(self, pairs=pairs, rest=rest)
 
     def with_values(self, largest: float) -> HeadReach:
         """Also of values of this magnitude."""

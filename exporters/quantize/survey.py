@@ -17,6 +17,7 @@ from exporters.quantize.encodings import decoder_results
 from exporters.quantize.reference import Floats, NumpyOps, Observer, Tensors, Weights
 
 _HEAD_ROWS_AT_ONCE = 8192
+_TINY = float(np.finfo(np.float32).tiny)
 _NOT_COMPARED = frozenset({"cache", "scores", "masked"})
 """Kinds whose values at a position also depend on other tokens, or that have ranges of their own."""
 
@@ -93,9 +94,7 @@ class _Seen:
         if kind == "cache":
             self._keep(self._cache[name], values)
         elif kind not in _NOT_COMPARED and self._first:
-            largest = np.abs(values).max(axis=-1)
-            others = float(largest[self._first :].max())
-            ratio = float(largest[: self._first].max()) / max(others, float(np.finfo(np.float32).tiny))
+            ratio = _largest(values[: self._first]) / max(_largest(values[self._first :]), _TINY)
             if ratio > self.outlier.ratio:
                 self.outlier = Outlier(name, ratio)
 
@@ -109,6 +108,11 @@ class _Seen:
             self.reach[at] = reach.with_values(np.abs(others @ self._hadamard).max())
         else:
             self.reach[at] = reach.with_keys(others)
+
+
+def _largest(values: Floats) -> float:
+    """The greatest magnitude, without an array of magnitudes."""
+    return float(np.maximum(values.max(), -values.min()))
 
 
 class _PartialOps(NumpyOps):
