@@ -103,7 +103,9 @@ class NumpyOps:
 
     def product(self, x: Floats, weight: str, rows: slice, gain: float) -> Floats:
         """`x @ weight.T * gain` for some rows of a matrix, its output channels."""
-        product: Floats = x @ by_inputs(self._weights[weight][rows]) * np.float32(gain)
+        product: Floats = x @ by_inputs(self._weights[weight][rows])
+        if gain != 1:
+            product *= np.float32(gain)
         return product
 
     def rms_norm(self, x: Floats, weight: str, name: str, *, gain: float = 1.0) -> Floats:
