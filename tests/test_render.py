@@ -374,3 +374,26 @@ def test_reading_only_the_rows_in_use_changes_no_logit(
             scored.append(np.stack([token.logits for token in generation if token.logits is not None]))
     assert len(scored[0]) == 60
     assert _sqnr_db(*scored) > 30
+
+
+def _resident_bytes(files: set[Path]) -> int:
+    """How much of these files this process has in memory."""
+    total, counts = 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        first, *rest = line.split()
+        if not first.endswith(":"):
+            counts = Path(rest[-1]) in files if rest else False
+        elif first == "Rss:" and counts:
+            total += int(rest[0]) << 10
+    return total
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells what is mapped")
+def test_a_graph_that_has_not_run_for_a_while_leaves_no_weights_in_memory(small: Path, kept: Path) -> None:
+    decode, prefill = ({kept / file for file in _files_of_weights(small / f"ar{ar}_cl64.onnx")} for ar in (1, 8))
+    alone = prefill - decode
+    with edgekv.load(small, cpu_mode="fast") as model:
+        resident = [_resident_bytes(alone) for _ in model.generate([*range(5, 21)], 30, ignore_eos=True)]
+        assert resident[0] > 0 == resident[-1] and _resident_bytes(decode) > 0
+        first, again = ([token.id for token in model.generate([*range(5, 21)], 4, ignore_eos=True)] for _ in range(2))
+        assert first == again and _resident_bytes(alone) > 0

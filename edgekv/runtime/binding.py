@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from edgekv.kv.memory import ALIGNMENT_BYTES, HeapMemory
 from edgekv.runtime.background import BackgroundTask
+from edgekv.runtime.mapped import MappedWeights
 from edgekv.spec import GraphInterface, Port
 
 # TensorProto.DataType: the runtime reads a number faster than a numpy type.
@@ -62,6 +63,9 @@ class Binding(Protocol):
 
     def run(self) -> None:
         """Run the graph on the bound memory."""
+
+    def release(self) -> None:
+        """Give memory back to the system that the next run can read again from files."""
 
 
 def aligned_zeros(shape: Sequence[int], dtype: str) -> NDArray[Any]:
@@ -138,8 +142,10 @@ class MemoryBinding:
     from the last two. Wrong guesses are bound again. Names that were bound together must always be bound together.
     """
 
-    def __init__(self, session: ort.InferenceSession) -> None:
+    def __init__(self, session: ort.InferenceSession, weights: MappedWeights | None = None) -> None:
+        """Args: session: to bind. weights: that it maps, if they are known."""
         self._session = session
+        self._weights = weights
         self._bound = _Bound(session)
         self._other: _Bound | None = None
         self._wanted: _Places = {}
@@ -183,6 +189,10 @@ class MemoryBinding:
         began = perf_counter_ns()
         self._session.run_with_iobinding(bound.io)
         self._run_ns = perf_counter_ns() - began
+
+    def release(self) -> None:
+        if self._weights is not None:
+            self._weights.release()
 
     def _bind(self, place: _Place) -> None:
         self._wanted[place.names[0]] = place

@@ -13,9 +13,12 @@ from edgekv.errors import EngineError, UsageError
 from edgekv.runtime.binding import Binding, MemoryBinding
 from edgekv.runtime.cpu_instructions import processors
 from edgekv.runtime.cpu_mode import CpuMode
+from edgekv.runtime.mapped import MappedWeights
 from edgekv.runtime.merge import WEIGHT_SUFFIXES, merged_bytes, rendered_graph
 from edgekv.runtime.onnx_session import PROVIDERS, session_options
 from edgekv.system import format_bytes, free_memory_bytes, return_freed_memory
+
+_Loaded = tuple[ort.InferenceSession, MappedWeights | None]
 
 _LEAST_GROWTH = 2  # of 16-bit integers as float32; those of 4 bits grow eightfold
 
@@ -33,7 +36,9 @@ class CpuEngine:
 
     threads: int | None = None
     mode: CpuMode = "emulate"
-    _sessions: dict[Path, ort.InferenceSession] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _sessions: dict[Path, tuple[ort.InferenceSession, MappedWeights | None]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     @classmethod
     def open(cls, bundle: Bundle, threads: int | None) -> CpuEngine:
@@ -68,7 +73,7 @@ class CpuEngine:
     def load(self, file: Path, name: str) -> Binding:
         if file not in self._sessions:
             self._sessions[file] = self._load(file)
-        return MemoryBinding(self._sessions[file])
+        return MemoryBinding(*self._sessions[file])
 
     def session(self, graph: Path) -> ort.InferenceSession:
         """A session of an ONNX file with its nodes unchanged; `load` merges heads, with the same results.
@@ -78,18 +83,18 @@ class CpuEngine:
         """
         return self._session(graph, str(graph), graph.parent)
 
-    def _load(self, graph: Path) -> ort.InferenceSession:
-        """A session of an ONNX file, rewritten for the mode."""
+    def _load(self, graph: Path) -> _Loaded:
+        """A session of an ONNX file, rewritten for the mode, and the weights that it maps."""
         if not self._sessions:
             self._check_memory(graph.parent)
         try:
             if self.mode == "emulate":
-                return self._session(graph, merged_bytes(graph), graph.parent)
-            with rendered_graph(graph, self.mode) as (content, folder):
+                return self._session(graph, merged_bytes(graph), graph.parent), None
+            with rendered_graph(graph, self.mode) as (content, folder), MappedWeights.within(folder) as weights:
                 session = self._session(graph, content, folder)
             # The session maps what its kernels made of the weights; their own copies are freed.
             return_freed_memory()
-            return session
+            return session, weights
         except EngineError:
             raise
         except Exception as error:  # what `onnx` raises has no common base

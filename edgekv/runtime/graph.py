@@ -83,6 +83,11 @@ class StaticGraph:
         rows: NDArray[Any] = self._logits[: self._inputs.filled] if self.record.role == "score" else self._logits
         return rows
 
+    def release(self) -> None:
+        """Give memory back to the system that the next step can read again from files."""
+        for part in self._parts:
+            part.release()
+
     def use(self, cache: KVCache) -> None:
         """Use another cache of the same geometry from the next step on."""
         self._cache = cache
@@ -201,6 +206,7 @@ class BoundPart:
         is_head: whether the part is only a head, which a step can skip if its logits are not needed.
         reads_used_rows: whether windows can have fewer columns than the graph's past rows.
         run: runs the part on the bound memory.
+        release: see `Binding`.
     """
 
     def __init__(
@@ -227,6 +233,7 @@ class BoundPart:
         self.is_head = not record.layers
         self.reads_used_rows = self.is_head or binding.reads_used_rows
         self.run = binding.run
+        self.release = binding.release
         self._layers = record.layers
         self._binding = binding
         self._groups: list[_GroupPorts] = []

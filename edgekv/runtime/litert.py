@@ -137,6 +137,9 @@ class LitertBinding:
     ) -> None:
         self._outputs.lend(names, _bytes_of(dtype, shape), addresses, offset_bytes)
 
+    def release(self) -> None:
+        pass
+
     def run(self) -> None:
         if self._has_run:
             self._model.run_by_index(self._index, self._inputs.slots, self._outputs.slots)

@@ -181,6 +181,9 @@ class TfliteBinding:
     ) -> None:
         self._lay(self._lay_output, names, math.prod(shape) * dtype.itemsize, addresses, offset_bytes)
 
+    def release(self) -> None:
+        pass
+
     def run(self) -> None:
         self.lay_out()
         self._runtime.Invoke(self._subgraph)

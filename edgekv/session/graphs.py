@@ -53,6 +53,8 @@ def choose_context(columns: int, available: Sequence[int]) -> int:
     return next((context for context in available if context >= columns), available[-1])
 
 
+_IDLE_STEPS = 16  # of another graph: reading the pages again takes less time than one step
+
 _Ladder = dict[int, dict[int, GraphRecord]]  # by AR, then by context, ascending
 
 
@@ -73,6 +75,8 @@ class Graphs:
         self._bundle = bundle
         self._engine = engine
         self._loaded: dict[str, StaticGraph] = {}
+        self._chosen: StaticGraph | None = None
+        self._in_a_row = 0
         self._ladders = _ladders(bundle.manifest.graphs)
         single = self._ladders.get("decode", {})
         self._steps: dict[Role, _Ladder] = {role: single | self._ladders.get(role, {}) for role in get_args(Role)}
@@ -124,12 +128,23 @@ class Graphs:
         ladder = self._steps[role]
         ar = choose_ar(remaining, ladder, self.cache.room)
         context = choose_context(self.cache.length + ar, [*ladder[ar]])
-        return self._load(ladder[ar][context])
+        graph = self._load(ladder[ar][context])
+        self._release_idle(graph)
+        return graph
 
     def largest_decode(self) -> StaticGraph:
         """The decode graph of the largest context."""
         (contexts,) = self._ladders["decode"].values()
         return self._load(contexts[max(contexts)])
+
+    def _release_idle(self, chosen: StaticGraph) -> None:
+        """Release the memory of other graphs once, when one has been chosen often enough in a row."""
+        self._in_a_row = self._in_a_row + 1 if chosen is self._chosen else 0
+        self._chosen = chosen
+        if self._in_a_row == _IDLE_STEPS:
+            for graph in self._loaded.values():
+                if graph is not chosen:
+                    graph.release()
 
     def _load(self, record: GraphRecord) -> StaticGraph:
         graph = self._loaded.get(record.name)
