@@ -34,6 +34,8 @@ CACHE = Path(os.environ.get("EDGEKV_TEST_CACHE") or ROOT / "build" / "test-cache
 PACKAGES = ("devices", "edgekv", "exporters", "quant")
 KEPT_PROGRAMS = 2
 LONGEST_RUN_S = 3600
+TOKENS_OF_RANDOM_MODELS = 2048
+"""Calibration tokens of models that were never trained; more of them take seconds and show nothing more."""
 
 Contents = dict[str, tuple[int, int]]
 """Size in bytes and modification time in ns of each file in a folder, by its path there."""
@@ -58,6 +60,8 @@ def exported(checkpoint: Path, options: ExportOptions, *, compiled: bool = False
         compiled: add the context binaries of the options' device.
     """
     lasting = ROOT / "models" in checkpoint.resolve().parents
+    if options.calibration_tokens is None and not lasting:
+        options = replace(options, calibration_tokens=TOKENS_OF_RANDOM_MODELS)
     source = (str(checkpoint.resolve()) if lasting else "", _digest(checkpoint))
     calibration = options.calibration and (options.calibration.name, options.calibration.read_bytes())
 
