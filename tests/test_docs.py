@@ -12,7 +12,7 @@ import shutil
 import subprocess
 import sys
 import tomllib
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 
 import pytest
@@ -105,13 +105,18 @@ def test_other_commands_name_targets_and_extras_that_there_are() -> None:
                 assert program == "edgekv", f"{block.page.name}: {command.line}: say why it is not run"
 
 
+@cache
+def _listed_commands() -> set[str]:
+    command = [sys.executable, "-m", "edgekv", "--help"]
+    return set(subprocess.run(command, capture_output=True, text=True, check=True).stdout.split())
+
+
 @pytest.mark.parametrize("block", [block for block in ALL if block.not_run], ids=lambda block: block.page.name)
 def test_blocks_that_do_not_run_here(block: Block) -> None:
     """Only commands that exist, at least."""
     commands = list(block.commands) if block.kind == "console" else []
     names = {command.line.split()[1] for command in commands if command.line.startswith("edgekv ")}
-    listed = subprocess.run([sys.executable, "-m", "edgekv", "--help"], capture_output=True, text=True, check=True)
-    assert names <= set(listed.stdout.split())
+    assert names <= _listed_commands()
     pytest.skip(f"{block.page.name}: {block.not_run}: {block.text.splitlines()[0]}")
 
 

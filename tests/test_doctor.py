@@ -71,6 +71,7 @@ def test_devices_are_listed_if_the_client_is_configured_and_the_token_never(
     assert TOKEN not in printed.out + printed.err
 
 
+@pytest.mark.slow
 def test_a_service_that_refuses_the_token_is_a_finding(service: AiHub, tmp_path: Path) -> None:
     file = tmp_path / "client.ini"
     file.write_text(file.read_text().replace(TOKEN, "another"))

@@ -84,6 +84,7 @@ def test_parameters_are_used_as_they_are() -> None:
         choose_params(beams, {"top_p": 0.5}, DEFAULTS)
 
 
+@pytest.mark.slow
 @given(
     st.dictionaries(
         st.sampled_from(["temperature", "top_k", "top_p", "min_p", "seed", "repetition_penalty", "presence_penalty"]),

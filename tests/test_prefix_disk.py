@@ -392,5 +392,5 @@ def audit_but_foreign(store: PrefixStore, held: list[Match]) -> None:
     audit(store, held)
 
 
-TestTiered = Tiered.TestCase
+TestTiered = pytest.mark.slow(Tiered.TestCase)
 TestTiered.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)

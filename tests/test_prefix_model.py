@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -392,9 +393,10 @@ class AgainstOracle(RuleBasedStateMachine):
         self.oracle.release(entries)
 
 
-TestAgainstOracle = AgainstOracle.TestCase
+TestAgainstOracle = pytest.mark.slow(AgainstOracle.TestCase)
 TestAgainstOracle.settings = settings(max_examples=220, stateful_step_count=60, deadline=None)
 
 
+@pytest.mark.slow
 def test_the_model_saw_ten_thousand_operations() -> None:
     assert AgainstOracle.operations >= 10_000

@@ -84,6 +84,7 @@ def test_the_other_tokens_gain_precision(sinking: Path, plain: Path, checkpoint:
     assert token_sqnr_db(sinking, checkpoint) > token_sqnr_db(plain, checkpoint) + 10
 
 
+@pytest.mark.slow
 def test_layers_with_a_window_lose_the_sink_as_the_model_does(tmp_path: Path) -> None:
     folder = write_sinking(tmp_path, ARCHITECTURES["mistral"])
     assert len(PROMPT) / 2 > WINDOW
@@ -186,6 +187,7 @@ def test_a_policy_that_would_drop_the_sink_is_refused(sinking: Path, policy: str
         edgekv.load(sinking, policy=policy)
 
 
+@pytest.mark.slow
 def test_a_wrong_file_of_the_sink_is_refused(checkpoint: Path, tmp_path: Path) -> None:
     folder = tmp_path / "bundle"
     export_bundle(Checkpoint.open(str(checkpoint)), folder, export_options(context=64, ar=(1, 16)))

@@ -90,6 +90,7 @@ def work(checkpoint, tmp_path):
     return Workplace(checkpoint, tmp_path)
 
 
+@pytest.mark.slow
 def test_an_export_that_was_stopped_goes_on_where_it_was(work):
     whole = work.export("whole")
     assert work.steps == [0, 1, 2, 3] and work.stages == []
@@ -100,6 +101,7 @@ def test_an_export_that_was_stopped_goes_on_where_it_was(work):
     assert work.steps == [2, 3] and work.stages == []
 
 
+@pytest.mark.slow
 def test_an_export_that_was_killed_goes_on_where_it_was(work):
     program = f"""
 import os, signal
@@ -125,6 +127,7 @@ def test_without_resume_everything_is_done_anew(work):
     assert work.steps == [0, 1, 2, 3] and len(work.stages) == LAYERS + 1
 
 
+@pytest.mark.slow
 def test_another_rule_for_a_layer_redoes_that_layer_and_those_behind_it(work):
     work.export(keep_stages=True)
     other = with_rule(RECIPE, WeightRule(tensors=LAST_LAYER, dtype="int8"))
@@ -308,6 +311,7 @@ def test_a_cache_directory_that_cannot_be_made_is_refused(checkpoint, tmp_path):
         export_bundle(checkpoint, tmp_path / "bundle", options(), RunOptions(cache_dir=tmp_path / "file"))
 
 
+@pytest.mark.slow
 def test_an_export_that_learns_goes_on_where_it_was(work):
     def export(name, **run):
         told = []
