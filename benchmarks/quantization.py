@@ -1,9 +1,9 @@
 """The accuracy loss of each recipe on the embedded model, compared to rounding to nearest at the same bits.
 
-    python -m benchmarks.quantization [--tokens 4096]
+    python -m benchmarks.quantization [--tokens 4096] [--learn-rounding 16384]
 
 Whole bundles on the CPU engine, uint8 cache, held-out text, teacher forced. `nearest` is the recipe with every method
-replaced by `nearest` and without its rotation.
+replaced by `nearest` and without its rotation. With `--learn-rounding` the recipes themselves are exported with it.
 """
 
 from __future__ import annotations
@@ -33,17 +33,19 @@ def rounded_to_nearest(recipe: Recipe) -> Recipe:
     return msgspec.structs.replace(recipe, weights=rules, rotation="none")
 
 
-def measure(checkpoint: Checkpoint, recipe: Recipe, tokens: int) -> Evaluation:
+def measure(checkpoint: Checkpoint, recipe: Recipe, tokens: int, learn_tokens: int = 0) -> Evaluation:
     text = (checkpoint.folder / "heldout.txt").read_text("utf-8")
     with tempfile.TemporaryDirectory() as scratch:
         bundle = Path(scratch) / "bundle"
-        export_bundle(checkpoint, bundle, ExportOptions(device=find("SM8650"), recipe=recipe, check_on_htp=False))
+        options = ExportOptions(find("SM8650"), recipe, check_on_htp=False, learn_tokens=learn_tokens)
+        export_bundle(checkpoint, bundle, options)
         return evaluate(edgekv.load(bundle), checkpoint, text, "heldout.txt", tokens=tokens)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=4096)
+    parser.add_argument("--learn-rounding", type=int, default=0, metavar="TOKENS")
     args = parser.parse_args()
     checkpoint = Checkpoint.open(str(CHECKPOINT))
     table = Table(title=f"perplexity against float32, {args.tokens} held-out tokens")
@@ -52,8 +54,8 @@ def main() -> None:
     for name in RECIPES:
         recipe = find_recipe(name)
         cells = []
-        for each in (recipe, rounded_to_nearest(recipe)):
-            found = measure(checkpoint, each, args.tokens)
+        for each, learn_tokens in ((recipe, args.learn_rounding), (rounded_to_nearest(recipe), 0)):
+            found = measure(checkpoint, each, args.tokens, learn_tokens)
             cells += [f"{found.perplexity_ratio:.5f}", f"{found.kl_nats:.5f}"]
             cells += [f"{found.top1_agreement:.2%}", f"{found.sqnr_db:.1f}"]
         table.add_row(name, *cells)

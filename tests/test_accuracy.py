@@ -37,6 +37,13 @@ def test_4_bits_cost_little_and_far_less_than_rounding_to_nearest(embedded, name
     assert ours.sqnr_db >= theirs.sqnr_db + gain_db
 
 
+def test_learning_the_rounding_costs_less_on_text_it_never_saw(embedded):
+    """With 16,384 tokens 13 % less in blocks of 64 and 15 % per channel."""
+    checkpoint, recipe = Checkpoint.open(str(embedded)), find_recipe("w4a16")
+    plain, learned = (measure(checkpoint, recipe, 4096, tokens) for tokens in (0, 8192))
+    assert learned.kl_nats < 0.92 * plain.kl_nats
+
+
 def test_the_embedded_model_is_trained(bundle, held_out, capsys):
     """A random model of this vocabulary has a perplexity of 4,096."""
     assert run(["eval", str(bundle), "--text", held_out, "--tokens", "1024", "--json"]) == 0
