@@ -171,6 +171,7 @@ def test_a_bundle_without_jobs_and_a_wrong_runtime_are_said_so(
     assert "got 'tflite'; expected qnn_dlc or qnn_context_binary" in line
 
 
+@pytest.mark.slow
 def test_a_missing_client_is_named(small: Path) -> None:
     program = "import sys; sys.modules['qai_hub'] = None; from edgekv.cli import run; sys.exit(run(sys.argv[1:]))"
     command = [sys.executable, "-c", program, "hub", "devices"]

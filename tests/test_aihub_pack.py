@@ -93,6 +93,7 @@ def test_so_it_is_with_keys_in_columns_attention_windows_and_4_bits(
             assert all((a == b).all() for a, b in zip(outputs, sample.outputs.values(), strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("key_layout", ["rows", "columns"])
 def test_a_step_of_a_bundle_with_a_sink_begins_with_it(tmp_path: Path, key_layout: str) -> None:
     options = export_options(context=64, ar=(1, 8), calibration_tokens=256, key_layout=key_layout)

@@ -75,6 +75,7 @@ def test_beams_that_share_memory_find_what_separate_ones_find(
     assert found == _separate(model, prompt, 3, 5)
 
 
+@pytest.mark.slow
 def test_the_cpu_finds_the_same_scores(model: edgekv.Model, text_tokens: list[int]) -> None:
     """Its floating-point sums depend on the order of the columns, so a score may differ by little."""
     result = model.generate(text_tokens[:20], 8, num_beams=4)

@@ -62,6 +62,7 @@ def _search(model: Model, case: dict[str, Any], **changed: Any) -> tuple[Hypothe
     return run_search(Recompute(model, case["prompt"]), search)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("checkpoint", FORMS)
 def test_sequences_and_scores_are_those_of_transformers(models: dict[str, Model], checkpoint: str) -> None:
     for case in GOLDEN:

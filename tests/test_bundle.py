@@ -220,6 +220,7 @@ def test_what_lies_in_folders_of_the_bundle_is_not_its_own(folder: Path) -> None
 # The seal
 
 
+@pytest.mark.slow
 def test_a_flipped_bit_of_the_manifest_is_refused_or_changes_nothing(bundle: Path, tmp_path: Path) -> None:
     raw = (bundle / MANIFEST).read_bytes()
     manifest = read_manifest(bundle)

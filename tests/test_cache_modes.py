@@ -70,6 +70,7 @@ def test_every_mode_gives_the_same_bits_on_the_htp(small_export: Path) -> None:
     assert all(np.array_equal(logits[0], other) for other in logits[1:])
 
 
+@pytest.mark.slow
 def test_without_a_cache_the_context_ends_where_it_ends_with_one(bundle: Path, model: edgekv.Model) -> None:
     prompt = model.encode(PROMPT) * 16
     prompt = prompt[: model.bundle.manifest.context - 3]
@@ -79,6 +80,7 @@ def test_without_a_cache_the_context_ends_where_it_ends_with_one(bundle: Path, m
         assert generation.stats.stop_reason == "context"
 
 
+@pytest.mark.slow
 def test_what_is_computed_is_counted(bundle: Path, model: edgekv.Model) -> None:
     n = len(model.encode(PROMPT))
     counted = {}
@@ -199,6 +201,7 @@ def test_a_sequence_beyond_the_budget_is_refused_before_anything_runs(bundle: Pa
         assert len(list(model.generate(PROMPT, 1))) == 1  # the model's own cache is there from the start
 
 
+@pytest.mark.slow
 def test_the_command_line_has_the_mode(bundle: Path, wanted: list[int], capsys: pytest.CaptureFixture[str]) -> None:
     command = ["generate", str(bundle), "--prompt", PROMPT, "--max-new-tokens", "5", "--cache-mode"]
     assert run([*command, "disabled", "--json"]) == 0

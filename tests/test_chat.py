@@ -104,6 +104,7 @@ def test_a_saved_conversation_is_continued(model, tmp_path: Path):
         assert second.messages == before
 
 
+@pytest.mark.slow
 def test_the_command_answers_one_message(talker: Path, capsys):
     assert run(["chat", str(talker), "--message", "Hello", "--max-new-tokens", "4", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)

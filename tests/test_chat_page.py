@@ -192,6 +192,7 @@ def test_a_key_is_asked_for_and_sent(chromium: Browser, tmp_path_factory: pytest
     chromium.messages.clear()
 
 
+@pytest.mark.slow
 def test_the_page_needs_nothing_else() -> None:
     data, headers = page()
     text = data.decode()

@@ -243,6 +243,7 @@ def test_a_multiplier_that_makes_weights_absurd_is_refused_by_tensor(tmp_path):
         Checkpoint.open(str(tmp_path)).check_values()
 
 
+@pytest.mark.slow
 def test_activations_that_overflow_on_calibration_are_refused_by_result(tmp_path):
     write_checkpoint(tmp_path)
     large = {f"model.layers.0.mlp.{part}_proj.weight": 1e5 for part in ("gate", "up", "down")}

@@ -98,6 +98,7 @@ def test_the_htp_prints_nothing_but_the_answer(bundle: Path) -> None:
     assert done.stderr == ""
 
 
+@pytest.mark.slow
 def test_a_reader_that_has_gone_is_no_bug(bundle: Path) -> None:
     command = [sys.executable, "-m", "edgekv", "generate", str(bundle), "--prompt", PROMPT]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as child:
@@ -225,6 +226,7 @@ def test_a_prompt_file_must_be_a_regular_file(bundle: Path, capsys: pytest.Captu
     assert "--prompt-file: got /dev/zero: " in _last_line(capsys)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.name == "nt", reason="Windows sends no SIGINT to one process")
 def test_ctrl_c_keeps_what_was_computed(bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     command = [sys.executable, "-m", "edgekv", "generate", str(bundle), "--prompt", PROMPT, "--max-new-tokens", "100"]

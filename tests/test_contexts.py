@@ -80,6 +80,7 @@ def test_a_cache_that_grows_gives_the_same_bits(bundles: dict[str, Path], engine
     assert np.array_equal(logits[None], logits["together"])
 
 
+@pytest.mark.slow
 def test_a_generation_reports_how_its_memory_grew(bundles: dict[str, Path]) -> None:
     stats = {}
     for growth in (None, "staggered", "together"):

@@ -122,6 +122,7 @@ def test_both_ways_to_bind_give_the_same_bits(
     assert logits[0].std() > 0
 
 
+@pytest.mark.slow
 def test_bindings_that_are_moved_ahead_change_nothing(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The cache goes back, slides and is left for another one, none of which is foreseen."""
     engine, opened = CpuEngine(threads=1), open_bundle(bundle)
@@ -150,6 +151,7 @@ def test_a_broken_graph_is_refused_by_name(tmp_path: Path) -> None:
         CpuEngine().session(tmp_path / "graph.onnx")
 
 
+@pytest.mark.slow
 def test_a_missing_provider_tells_how_to_install_it(bundle: Path) -> None:
     code = f"""
 import sys
@@ -165,6 +167,7 @@ sys.exit(run(["generate", {str(bundle)!r}, "--prompt", "x", "--engine", "htp"]))
     )
 
 
+@pytest.mark.slow
 def test_the_runtime_writes_no_file_and_reports_to_nobody(small: Path, tmp_path: Path) -> None:
     """ONNX Runtime's telemetry leaves a device id, a database and a session file; a CI variable would hide that."""
     home, temporary = tmp_path / "home", tmp_path / "tmp"

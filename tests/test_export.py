@@ -76,6 +76,7 @@ def test_past_and_new_rows_of_a_head_have_one_encoding_in_all_graphs(small):
             assert past[0] == f"scale_{manifest.encodings[tensor.past].scale!r}" and past[1] == "zero_u8_128"
 
 
+@pytest.mark.slow
 def test_heads_are_slices_of_the_quantized_matrix(small, tmp_path):
     """Rounded to nearest, so that the integers depend on nothing but the matrix."""
     checkpoint = Checkpoint.open(open_bundle(small).manifest.source.checkpoint)
@@ -97,6 +98,7 @@ def test_all_graphs_point_at_the_same_bytes(small):
     assert any(name.endswith(".int8") for name in places)
 
 
+@pytest.mark.slow
 def test_two_exports_are_equal(small, tmp_path):
     manifest = open_bundle(small).manifest
     wanted = options(calibration_tokens=TOKENS_OF_RANDOM_MODELS)

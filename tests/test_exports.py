@@ -69,6 +69,7 @@ def test_what_failed_is_tried_again(cache):
     assert [*kept("folder", lambda folder: None).iterdir()] == []
 
 
+@pytest.mark.slow
 def test_an_export_is_found_by_its_checkpoint_and_options(cache, tmp_path):
     one = write_checkpoint(tmp_path / "one", {"num_hidden_layers": 1})
     other = write_checkpoint(tmp_path / "other", {"num_hidden_layers": 1}, seed=1)

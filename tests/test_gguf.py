@@ -110,6 +110,7 @@ def test_every_k_type_is_read_as_its_layout_says(kind: str, size: int) -> None:
     np.testing.assert_allclose(tensor.read(slice(None)), expected, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_quantized_file_is_exported_and_generates(llama: Path, tmp_path: Path, capsys) -> None:
     file = write_gguf(llama, tmp_path / "model.gguf", "Q4_1")
     options = [
@@ -234,6 +235,7 @@ def test_impossible_counts_are_refused_at_once(file: Path) -> None:
         GgufFile(file)
 
 
+@pytest.mark.slow
 def test_a_flipped_byte_never_gives_a_traceback(file: Path, tmp_path: Path) -> None:
     whole, random = file.read_bytes(), np.random.default_rng(3)
     for number in range(60):

@@ -148,6 +148,7 @@ def test_forbidding_what_a_grammar_needs_is_refused(model: edgekv.Model) -> None
         _generate(model, Grammar.regex("[0-9]{3}"), logit_bias=every)
 
 
+@pytest.mark.slow
 def test_random_schemas_are_kept_to_by_random_weights(random_model: edgekv.Model) -> None:
     finished = 0
     for seed in range(20):
@@ -246,6 +247,7 @@ def test_schemas_with_a_finite_instance(schema: dict[str, Any], is_finite: bool)
     assert has_finite_answer(schema) is is_finite
 
 
+@pytest.mark.slow
 def test_the_command_line_takes_each_kind(bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "schema.json").write_text(json.dumps(PERSON))
     (tmp_path / "grammar.lark").write_text('start: "a" /[0-9]/ "c"')

@@ -78,6 +78,7 @@ def test_a_hub_id_is_downloaded_and_exported(hub, tmp_path):
     assert json.loads(done.stdout)["source"]["checkpoint"] == "org/model"
 
 
+@pytest.mark.slow
 def test_a_hub_id_that_cannot_be_had_is_refused(hub, tmp_path):
     done = export("org/gated", tmp_path / "bundle", hub)
     assert done.returncode == 1 and done.stdout == ""

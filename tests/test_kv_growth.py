@@ -65,6 +65,7 @@ EVENTS = st.lists(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["slot", "pointer-shift"])
 @settings(max_examples=80, deadline=None)
 @given(growth=st.sampled_from(GROWTHS), policy=st.sampled_from(["fail", "sliding-window", "keydiff(9)"]), events=EVENTS)
@@ -98,6 +99,7 @@ def test_every_step_sees_what_it_would_in_a_cache_made_for_all_tokens(strategy, 
         assert cache.stats.bytes_held <= cache.stats.peak_bytes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["slot", "pointer-shift"])
 def test_the_staggered_peak_excess_is_a_layer_instead_of_all(strategy):
     """Of 32 layers, over what lives at the end: at most an eighth is promised."""

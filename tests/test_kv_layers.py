@@ -25,6 +25,7 @@ def test_layers_that_are_all_alike_are_a_plain_geometry():
     assert cache.arena.array.shape[0] == 6 * 2 * 2
 
 
+@pytest.mark.slow
 @settings(max_examples=150)
 @given(
     strategy=st.sampled_from(STRATEGIES),

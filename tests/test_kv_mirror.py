@@ -81,6 +81,7 @@ def test_a_move_may_run_over_the_end_of_the_ring():
     assert list(arena.array[1, [510, 511, 0, 1, 2, 3], 0]) == [510 % 251 - 2, 510 % 251 - 1, 8, 9, 0, 3]
 
 
+@pytest.mark.slow
 def test_mappings_end_with_the_last_array_on_them():
     gc.collect()
     before = mappings()

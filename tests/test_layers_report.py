@@ -80,6 +80,7 @@ def test_every_architecture_has_a_level_for_every_layer_and_tensor(tmp_path: Pat
     assert all(layer.levels["weight"].least_db <= layer.levels["weight"].mean_db for layer in found.layers[1:])
 
 
+@pytest.mark.slow
 def test_the_report_evaluates_what_eval_does(four_bits: Path, checkpoint: Checkpoint) -> None:
     found = report(four_bits, checkpoint).evaluation
     plain = evaluate(edgekv.load(four_bits), checkpoint, TEXT, "text", tokens=100)
@@ -108,6 +109,7 @@ def test_the_one_matrix_of_4_bits_is_the_worst_and_shall_have_8(checkpoint: Chec
     assert [each.tensor for each in proposal(folder, checkpoint, 1.5).promotions] == [key]
 
 
+@pytest.mark.slow
 def test_a_suggested_recipe_has_the_size_foretold_and_less_error(
     tmp_path: Path, four_bits: Path, checkpoint: Checkpoint
 ) -> None:
@@ -133,6 +135,7 @@ def test_the_trace_of_a_rotated_reference_is_that_of_a_rotated_bundle(checkpoint
     assert find_divergence(trace_reference(checkpoint, tokens), found, limit_db=5).first == "embedding"
 
 
+@pytest.mark.slow
 def test_eval_prints_layers_and_writes_the_recipe(four_bits: Path, tmp_path: Path, capsys) -> None:
     (tmp_path / "text").write_text(TEXT)
     asked = ["eval", str(four_bits), "--text", str(tmp_path / "text"), "--tokens", "100"]

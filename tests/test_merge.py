@@ -57,6 +57,7 @@ def _assert_same_bits(bundle: Bundle) -> None:
         assert [name for name in plain if not np.array_equal(plain[name], fast[name])] == []
 
 
+@pytest.mark.slow
 def test_merging_heads_changes_no_bit_of_the_embedded_model(bundle: Path) -> None:
     _assert_same_bits(open_bundle(bundle))
 

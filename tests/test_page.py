@@ -70,6 +70,7 @@ def text(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_the_page_has_the_figures_of_the_text_and_needs_nothing_else(bundle, text, tmp_path, capsys):
     file = tmp_path / "report.html"
     call = ["eval", str(bundle), "--text", str(text), "--tokens", "80", "--word-perplexity"]
@@ -95,6 +96,7 @@ def test_the_page_has_the_figures_of_the_text_and_needs_nothing_else(bundle, tex
     assert not [path for path in tmp_path.iterdir() if "partial" in path.name]
 
 
+@pytest.mark.slow
 def test_a_page_replaces_a_page_and_nothing_else(bundle, text, tmp_path, capsys):
     call = ["eval", str(bundle), "--text", str(text), "--tokens", "20", "--html"]
     other = tmp_path / "mine.html"

@@ -122,6 +122,7 @@ class Sequence:
         }
 
 
+@pytest.mark.slow
 @settings(max_examples=60)
 @given(
     block_tokens=st.integers(1, 4),

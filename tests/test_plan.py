@@ -210,6 +210,7 @@ def test_the_estimates_are_near_what_was_measured(decoder, export_s, check_s, ch
     assert export_s is None or export_s / 2 <= found.export_seconds <= export_s * 2
 
 
+@pytest.mark.slow
 def test_the_exporter_allocates_what_the_formula_says(tmp_path):
     checkpoint = Checkpoint.open(str(write_checkpoint(tmp_path)))
     sizes, window = checkpoint.spec.sizes, CALIBRATION_WINDOW

@@ -83,6 +83,7 @@ def test_sinks_go_on_to_three_contexts(bundle: Path, kv_update: str) -> None:
     assert min(scales) * cost.rms_steps < cost.rms < max(scales) * cost.rms_steps
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kv_update", ["pointer-shift", "slot"])
 def test_keydiff_goes_on_to_three_contexts(bundle: Path, kv_update: str) -> None:
     model = _load(bundle, KEYDIFF, kv_update=kv_update)
@@ -98,6 +99,7 @@ def test_keydiff_goes_on_to_three_contexts(bundle: Path, kv_update: str) -> None
     assert positions[-12:] == list(range(model.cache.tokens_seen - 12, model.cache.tokens_seen))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kv_update", ["pointer-shift", "slot"])
 def test_a_token_stands_where_the_cache_says_when_others_leave(bundle: Path, embedded: Path, kv_update: str) -> None:
     """Keys of the first layer depend on token and position alone: those held are those of a cache filled anew."""
@@ -122,6 +124,7 @@ def _first_keys(model: edgekv.Model) -> np.ndarray[Any, Any]:
     return rows
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", [SINKS, KEYDIFF])
 def test_nothing_leaves_within_the_context(bundle: Path, policy: str) -> None:
     generations = [_load(bundle, each).generate(PROMPT, 40) for each in (policy, "fail")]
@@ -153,6 +156,7 @@ def test_a_policy_may_be_an_object(bundle: Path) -> None:
     assert model.cache.policy == "keydiff"
 
 
+@pytest.mark.slow
 def test_evicted_tokens_are_those_of_one_generation(bundle: Path) -> None:
     model = _load(bundle, "sinks(4, 40)")
     for sequence in (None, 1, 2):

@@ -78,6 +78,7 @@ def test_the_same_recipe_gives_the_same_bytes(checkpoint, tmp_path):
     assert first == second
 
 
+@pytest.mark.slow
 def test_the_last_rule_that_matches_holds_and_the_manifest_says_so(checkpoint, tmp_path):
     rules = [{"tensors": "*", "dtype": "int4"}, {"tensors": "*.1.mlp.down_proj.*", "dtype": "int8", "method": "search"}]
     export(checkpoint, tmp_path / "bundle", find_recipe(write_recipe(tmp_path, *rules)))

@@ -67,6 +67,7 @@ def _assert_close(bundle: Bundle) -> None:
         assert exact_db > 30 and fast_db > 20 and exact_db > fast_db, (graph.name, exact_db, fast_db)
 
 
+@pytest.mark.slow
 def test_the_modes_compute_what_emulate_computes(small: Path, kept: Path) -> None:
     _assert_close(open_bundle(small))
 
@@ -352,6 +353,7 @@ def test_graphs_kept_by_an_older_version_are_ignored(small: Path, kept: Path) ->
     assert _rendered(small / "ar1_cl64.onnx").graph.node
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("layout", "is_open"), [("rows", True), ("columns", False)])
 def test_graphs_that_read_keys_as_rows_take_any_number(tmp_path: Path, kept: Path, layout: Any, is_open: bool) -> None:
     checkpoint = write_checkpoint(tmp_path / "checkpoint")
@@ -388,6 +390,7 @@ def _resident_bytes(files: set[Path]) -> int:
     return total
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells what is mapped")
 def test_a_graph_that_has_not_run_for_a_while_leaves_no_weights_in_memory(small: Path, kept: Path) -> None:
     decode, prefill = ({kept / file for file in _files_of_weights(small / f"ar{ar}_cl64.onnx")} for ar in (1, 8))

@@ -287,6 +287,7 @@ def test_processes_share_a_folder(bundle: Path, tmp_path: Path, capsys: pytest.C
     assert _cli(capsys, bundle, *options[:3], "other", *options[4:])["stats"]["restored_tokens"] == 0
 
 
+@pytest.mark.slow
 def test_a_damaged_file_is_counted_and_never_used(
     bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -303,6 +304,7 @@ def test_a_damaged_file_is_counted_and_never_used(
     assert _cli(capsys, bundle, *options)["stats"]["restored_tokens"] > 0
 
 
+@pytest.mark.slow
 def test_a_folder_is_listed_and_cleared(bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = ("--prefix-cache", str(tmp_path), "--tokens-per-block", "8")
     cold = _cli(capsys, bundle, *options)

@@ -109,6 +109,7 @@ def _nodes(model: ir.Model) -> dict[str | None, tuple[str, list[str | None], lis
     }
 
 
+@pytest.mark.slow
 def test_a_part_without_keys_is_left_as_it_is(layouts: tuple[Bundle, Bundle]) -> None:
     model = _model("agraph (float[2] x) => (float[2] y) { y = Tanh(x) }")
     assert not KeysInColumns(layouts[0].manifest.geometry.names())(model).modified

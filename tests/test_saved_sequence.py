@@ -25,6 +25,7 @@ def generate(capsys: pytest.CaptureFixture[str], bundle: Path, prompt: str, *opt
     return output
 
 
+@pytest.mark.slow
 def test_a_later_run_continues_where_an_earlier_one_ended(
     bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -41,6 +42,7 @@ def test_a_later_run_continues_where_an_earlier_one_ended(
     assert [path.name for path in tmp_path.iterdir()] == ["talk"]
 
 
+@pytest.mark.slow
 def test_another_text_begins_anew(bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     session = ("--session", str(tmp_path / "talk"))
     generate(capsys, bundle, PROMPT, *session)

@@ -201,6 +201,7 @@ def test_a_prefix_outlives_the_server(talking: Path, tmp_path: Path):
         assert _cached(answer) == len(server.model.encode(prompt)) - 1 and answer.choices[0].text == text
 
 
+@pytest.mark.slow
 def test_caches_stay_within_the_budget(talking: Path):
     with served(talking) as server:
         _ask(server, "One")

@@ -172,6 +172,7 @@ def _answers(server: Server, texts: Sequence[str], most: int) -> list[str]:
     return asyncio.run(ask_all())
 
 
+@pytest.mark.slow
 def test_clients_that_ask_at_once_get_their_own_answers(server: Server, alone: edgekv.Model):
     texts = [f"Say {'very ' * (at % 5)}{at}" for at in range(12)]
     wanted = [_text(alone, f"<user>{text}</s><assistant>", max_new_tokens=25) for text in texts]

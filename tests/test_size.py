@@ -133,6 +133,7 @@ def test_what_is_held_is_what_a_cache_allocates(geometry, max_ar, choice):
         assert cache.arena.array.shape[1] in (each.rows_per_tensor, 2 * each.rows_per_tensor)  # twice if mapped twice
 
 
+@pytest.mark.slow
 @given(geometries | layered, larger_ar, choices)
 @settings(max_examples=100)
 def test_what_is_copied_is_what_a_cache_copies(geometry, max_ar, choice):
@@ -588,6 +589,7 @@ def test_what_is_no_number_is_refused(option, value):
     assert result.exit_code == 2 and result.stdout == ""
 
 
+@pytest.mark.slow
 def test_a_plot_is_drawn_beside_the_report(tmp_path):
     result = run(*NOTE_OPTIONS, "--device", "SM8650", "--plot", str(tmp_path / "trade.png"))
     assert result.exit_code == 0 and "Choose slot" in result.stdout

@@ -121,6 +121,7 @@ export_bundle(checkpoint, Path({str(work.folder / "bundle")!r}), options(), run,
     assert sorted(path.name for path in work.folder.iterdir()) == ["bundle", "cache"]
 
 
+@pytest.mark.slow
 def test_without_resume_everything_is_done_anew(work):
     first = work.export(keep_stages=True)
     assert work.export("again", keep_stages=True) == first
@@ -138,6 +139,7 @@ def test_another_rule_for_a_layer_redoes_that_layer_and_those_behind_it(work):
     assert work.steps == [3]
 
 
+@pytest.mark.slow
 def test_a_damaged_stage_is_made_anew(work):
     first = work.export(keep_stages=True)
     for stage in work.stages:
@@ -149,6 +151,7 @@ def test_a_damaged_stage_is_made_anew(work):
     assert work.steps == [1, 2, 3]
 
 
+@pytest.mark.slow
 def test_clearing_the_cache_takes_nothing_from_an_export_that_runs(work):
     whole = work.export("whole")
 
@@ -286,6 +289,7 @@ def test_a_disk_that_is_full_for_stages_is_named_and_nothing_is_left(work):
     assert [path.name for path in work.folder.iterdir()] == ["cache"] and work.stages == []
 
 
+@pytest.mark.slow
 def test_a_disk_that_is_full_for_the_bundle_is_named_and_the_export_goes_on_later(work):
     whole = work.export("whole", keep_stages=True)
     graph = max(record.bytes for record in whole.files.values())
