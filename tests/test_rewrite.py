@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
 import onnxruntime as ort
 import pytest
 
-from devices import find
 from edgekv.bundle import Bundle, open_bundle
 from edgekv.errors import BundleError
 from edgekv.runtime.rewrite import (
@@ -22,12 +22,10 @@ from edgekv.runtime.rewrite import (
     save_model,
     weight_files,
 )
-from exporters.checkpoint.checkpoint import Checkpoint
-from exporters.export import ExportOptions, export_bundle
-from exporters.quantize.recipe import find_recipe
 from exporters.targets.key_columns import KeysInColumns
 from quant import Encoding
 from tests.checkpoints import write_checkpoint
+from tests.exports import export_options, exported
 
 HEAD = '<ir_version: 10, opset_import: ["": 21]>'
 
@@ -65,21 +63,11 @@ def test_a_chain_that_forks_is_refused_by_the_name_of_its_result() -> None:
 
 @pytest.fixture(scope="module", params=["u8", "s16"])
 def layouts(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Bundle, Bundle]:
-    """One checkpoint, exported with keys in rows and with keys in columns."""
-    folder = tmp_path_factory.mktemp("layouts")
-    checkpoint = Checkpoint.open(str(write_checkpoint(folder / "checkpoint")))
-    for layout in ("rows", "columns"):
-        options = ExportOptions(
-            device=find("SM8650"),
-            recipe=find_recipe("w8a16"),
-            context=32,
-            ar=(1, 8),
-            kv_dtype=request.param,
-            key_layout=layout,  # type: ignore[arg-type]
-            check_on_htp=False,
-        )
-        export_bundle(checkpoint, folder / layout, options)
-    return open_bundle(folder / "rows"), open_bundle(folder / "columns")
+    """One checkpoint, exported with keys in rows and with keys in columns; shared, so not to be written to."""
+    checkpoint = write_checkpoint(tmp_path_factory.mktemp("layouts") / "checkpoint")
+    shared: dict[str, Any] = {"context": 32, "ar": (1, 8), "kv_dtype": request.param}
+    rows, columns = (exported(checkpoint, export_options(key_layout=each, **shared)) for each in ("rows", "columns"))
+    return open_bundle(rows), open_bundle(columns)
 
 
 @pytest.mark.slow
