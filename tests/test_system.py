@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from edgekv import system
 from edgekv.errors import EngineError, UsageError
+from edgekv.runtime.mapped import MappedWeights
 from edgekv.system import (
     MIB,
     format_bytes,
@@ -167,6 +168,17 @@ def test_a_file_is_copied_where_it_cannot_be_linked(
     link_or_copy(tmp_path / "source", tmp_path / "target")
     assert (tmp_path / "target").read_bytes() == b"weights"
     assert (tmp_path / "target").samefile(tmp_path / "source") == (system == "with them")
+
+
+def test_memory_is_released_by_no_library_on_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There `CDLL(None)` is a TypeError, and the next step of a session releases idle graphs."""
+
+    def refuse(name: str | None) -> None:
+        raise TypeError("bad argument type for built-in operation")
+
+    monkeypatch.setattr(ctypes, "CDLL", refuse)
+    MappedWeights().release()
+    system.return_freed_memory()
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other C libraries keep freed memory as they like")

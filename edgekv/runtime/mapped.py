@@ -29,7 +29,7 @@ class MappedWeights:
 
     def release(self) -> None:
         """Let the system take the pages. What other sessions and processes map of the same files stays."""
-        with suppress(AttributeError, OSError):
+        with suppress(AttributeError, OSError, TypeError):  # TypeError: Windows has no library without a name
             advise = ctypes.CDLL(None).madvise
             for start, length in self._places:
                 advise(ctypes.c_void_p(start), ctypes.c_size_t(length), ctypes.c_int(_DONTNEED))
