@@ -90,8 +90,9 @@ class _Place:
     def is_at(self, other: _Place | None) -> bool:
         if other is self:
             return True
-        same = other is not None and other.offset_bytes == self.offset_bytes and other.shape == self.shape
-        return same and other is not None and other.addresses == self.addresses
+        if other is None or other.offset_bytes != self.offset_bytes:
+            return False
+        return other.shape == self.shape and other.addresses == self.addresses
 
     def next(self, earlier: _Place | None) -> _Place:
         """The expected addresses if the tensors move again by as much as since `earlier`."""

@@ -36,9 +36,7 @@ class CpuEngine:
 
     threads: int | None = None
     mode: CpuMode = "emulate"
-    _sessions: dict[Path, tuple[ort.InferenceSession, MappedWeights | None]] = field(
-        default_factory=dict, init=False, repr=False, compare=False
-    )
+    _sessions: dict[Path, _Loaded] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @classmethod
     def open(cls, bundle: Bundle, threads: int | None) -> CpuEngine:

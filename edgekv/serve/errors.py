@@ -77,7 +77,7 @@ def refused(param: str, *, got: object, expected: object, fix: str, code: str | 
 
 
 def api_error(error: BaseException) -> ApiError:
-    """What a client is told of an error. What may tell of the machine goes to the server's log alone."""
+    """The error that a client gets. Details of this machine, such as paths, go only to the server's log."""
     if isinstance(error, ApiError):
         return error
     if not isinstance(error, EdgeKVError):
