@@ -75,10 +75,8 @@ def ask(one: edgekv.Model, other: edgekv.Model, question: str, limit: int) -> An
     messages = [{"role": "user", "content": question}]
     generation = one.generate(messages=messages, params=params)
     tokens = list(generation)
-    ids, others = (
-        [token.id for token in tokens],
-        [token.id for token in other.generate(messages=messages, params=params)],
-    )
+    ids = [token.id for token in tokens]
+    others = [token.id for token in other.generate(messages=messages, params=params)]
     answer = "".join(token.text for token in tokens)
     found = _difference(one, generation.prompt, ids, others)
     return Answered(question, answer, len(ids), found)
