@@ -17,6 +17,7 @@ from edgekv.session.request import Request, SessionStats
 from edgekv.session.sampler import Sampler
 from edgekv.session.scoring import Scoring
 from edgekv.session.session import Session
+from edgekv.session.speculation import DrafterStats, Speculation, SpeculationStats
 from edgekv.session.text import Detokenizer, StopSequences
 from edgekv.session.tools import Tool, ToolCall, Tools
 
@@ -34,6 +35,7 @@ __all__ = [
     "Constraint",
     "Detokenizer",
     "Disabled",
+    "DrafterStats",
     "EarlyStopping",
     "FreeMemoryBudget",
     "Generation",
@@ -53,6 +55,8 @@ __all__ = [
     "Session",
     "SessionPool",
     "SessionStats",
+    "Speculation",
+    "SpeculationStats",
     "StepTimes",
     "StopReason",
     "StopSequences",

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from edgekv.kv import Requantization
 from edgekv.prefix import StoreStats
 from edgekv.session.params import SamplingParams
+from edgekv.session.speculation import SpeculationStats
 from edgekv.session.tools import ToolCall
 
 StopReason = Literal["eos", "length", "stop", "context", "grammar"]
@@ -83,6 +84,7 @@ class GenerationStats:
         bundle_defaults: names of the parameters that the bundle's generation_config.json set.
         decode_steps: inferences after prefill; fewer than the decoded tokens if a grammar forced some of them.
         forced_tokens: generated tokens that the grammar forced, so that none was sampled.
+        speculation: passes, drafts and what they brought; None without speculation.
     """
 
     prompt_tokens: int
@@ -114,3 +116,4 @@ class GenerationStats:
     bundle_defaults: tuple[str, ...]
     decode_steps: int
     forced_tokens: int
+    speculation: SpeculationStats | None

@@ -17,6 +17,7 @@ from edgekv.session.events import GenerationStats, Setup, StopReason, Token
 from edgekv.session.params import SamplingParams
 from edgekv.session.request import Request
 from edgekv.session.sampler import Sampler
+from edgekv.session.speculation import Speculation
 from edgekv.session.text import Detokenizer, StopSequences
 from edgekv.session.tools import ToolCall, ToolCallReader
 from edgekv.session.turns import Hold, Turns
@@ -51,6 +52,7 @@ class Generation(Iterator[Token]):
         reader: ToolCallReader | None = None,
         *,
         return_logits: bool = False,
+        speculation: Speculation | None = None,
     ) -> None:
         """Claim the request's sequence, which may wait for other threads, and load the graphs.
 
@@ -66,6 +68,7 @@ class Generation(Iterator[Token]):
             constraint: at the start of the text; None for free text.
             reader: of the calls of tools in the text; None if there are no tools.
             return_logits: whether tokens carry the logits of their steps.
+            speculation: drafts tokens, so that a pass may bring several; None for one token a pass.
 
         Raises:
             MemoryBudgetError: the cache of a new sequence does not fit.
@@ -84,6 +87,7 @@ class Generation(Iterator[Token]):
         self._detokenizer = Detokenizer(tokenizer, prompt)
         self._stops = StopSequences(self._params.stop)
         self._return_logits = return_logits
+        self._speculation = speculation
         self._constraint = constraint
         self._reader = reader
         self._generated: list[int] = []
@@ -197,6 +201,7 @@ class Generation(Iterator[Token]):
             bundle_defaults=self._bundle_defaults,
             decode_steps=times.steps - self._prefill_steps,
             forced_tokens=self._forced_tokens,
+            speculation=None if self._speculation is None else self._speculation.stats,
         )
 
     def _guarded(self, work: Callable[[], T]) -> T:
