@@ -16,7 +16,7 @@ FLOORS = (
     ("edgekv.json_file", "edgekv.text_file", "edgekv.scratch"),
     ("edgekv.child", "edgekv.spec", "edgekv.paged", "edgekv.draft"),
     ("edgekv.kv", "edgekv.bundle"),
-    ("edgekv.runtime", "edgekv.prefix"),
+    ("edgekv.runtime", "edgekv.prefix", "edgekv.draft"),
     ("edgekv.session",),
     ("edgekv.model", "edgekv.plan", "edgekv.doctor"),
     ("edgekv.loading",),

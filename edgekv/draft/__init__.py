@@ -1,5 +1,19 @@
-"""Drafts: tokens that may follow a text, guessed without the model. It knows tokens alone, no model."""
+"""Drafts of the next tokens, which the model checks several at a time. Knows tokens only."""
 
+from edgekv.draft.automaton import Match, SuffixAutomaton
+from edgekv.draft.corpus import CorpusDrafter, open_corpus
+from edgekv.draft.corpus_index import CorpusIndex, build_index
 from edgekv.draft.drafter import Drafter, Pacer
+from edgekv.draft.lookup import PromptLookup
 
-__all__ = ["Drafter", "Pacer"]
+__all__ = [
+    "CorpusDrafter",
+    "CorpusIndex",
+    "Drafter",
+    "Match",
+    "Pacer",
+    "PromptLookup",
+    "SuffixAutomaton",
+    "build_index",
+    "open_corpus",
+]
