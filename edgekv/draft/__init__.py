@@ -1,18 +1,25 @@
 """Drafts of the next tokens, which the model checks several at a time. Knows tokens only."""
 
+from edgekv.draft.acceptance import Acceptance
+from edgekv.draft.adaptive import AdaptiveDrafter, Source
 from edgekv.draft.automaton import Match, SuffixAutomaton
 from edgekv.draft.corpus import CorpusDrafter, open_corpus
 from edgekv.draft.corpus_index import CorpusIndex, build_index
 from edgekv.draft.drafter import Drafter, Pacer
 from edgekv.draft.lookup import PromptLookup
+from edgekv.draft.pass_costs import PassCosts
 
 __all__ = [
+    "Acceptance",
+    "AdaptiveDrafter",
     "CorpusDrafter",
     "CorpusIndex",
     "Drafter",
     "Match",
     "Pacer",
+    "PassCosts",
     "PromptLookup",
+    "Source",
     "SuffixAutomaton",
     "build_index",
     "open_corpus",

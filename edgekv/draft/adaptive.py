@@ -1,0 +1,148 @@
+"""Speculation where it pays."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from edgekv.draft.acceptance import MOST_TOKENS, Acceptance
+from edgekv.draft.drafter import Drafter
+from edgekv.draft.pass_costs import PassCosts
+
+_MARGIN = 1.03
+"""A pass with drafts has to be expected to be faster by this factor."""
+_PROBE_TOKENS = 256
+"""A graph or a drafter that does not pay is tried again after as many tokens of a text."""
+
+
+class Source(Drafter, Protocol):
+    """A drafter that says what its proposals rest on.
+
+    Attributes:
+        support: tokens of context that the last proposal rests on; 0 if it rests on something else.
+        ns_per_token: what a proposed token costs; 0 if next to nothing.
+    """
+
+    @property
+    def support(self) -> int: ...
+
+    @property
+    def ns_per_token(self) -> float: ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Draft:
+    """A proposal, which is compared with the text as it grows even if no pass checked it."""
+
+    at: int
+    tokens: Sequence[int]
+    support: int
+
+
+@dataclass(slots=True)
+class _Tried:
+    """A drafter, and what its proposals were worth."""
+
+    source: Source
+    acceptance: Acceptance = field(default_factory=Acceptance)
+    pending: _Draft | None = None
+    asked_at: int | None = None
+
+    def compare(self, tokens: Sequence[int]) -> None:
+        """Count the pending proposal once the text says how much of it is right."""
+        if (draft := self.pending) is None:
+            return
+        text = tokens[draft.at : draft.at + len(draft.tokens)]
+        wrong = next((at for at, (a, b) in enumerate(zip(draft.tokens, text, strict=False)) if a != b), None)
+        if wrong is None and len(text) < len(draft.tokens):
+            return
+        self.acceptance.add(draft.support, len(draft.tokens) if wrong is None else wrong)
+        self.pending = None
+
+
+class AdaptiveDrafter:
+    """Asks several drafters, takes the draft that promises the most tokens a second, and none where none pays.
+
+    Proposals that are not used are compared with the text too, so that acceptance is measured while speculation is
+    off. A pass's time is the median of the last ones. One object serves one text, as its drafters do.
+    """
+
+    def __init__(self, sources: Sequence[Source], rows: Sequence[int], costs: PassCosts) -> None:
+        """Measure from now on.
+
+        Args:
+            sources: drafters; of equally promising drafts the first one's is taken.
+            rows: tokens per inference of the graphs that can check drafts.
+            costs: of the model's passes.
+        """
+        self.name = ""
+        self._tried = [_Tried(each) for each in sources]
+        self._rows = sorted(rows)
+        self._costs = costs
+        self._taken: Source | None = None
+        self._run_at: dict[int, int] = {}  # tokens of the text when a graph ran last
+        self._length = 0
+
+    def most(self, k: int) -> int:
+        """All that have room: `propose` decides, since it depends on the draft."""
+        return k
+
+    def ran(self, rows: int, tokens: int, ns: int) -> None:
+        """Note what a pass cost."""
+        self._costs.add(rows, ns)
+        self._run_at[rows] = self._length
+
+    def propose(self, tokens: Sequence[int], k: int) -> Sequence[int]:
+        """The draft that promises most, as long as pays; none if a plain step promises more."""
+        best: Sequence[int] = ()
+        best_rate = _MARGIN / self._costs.ns(1)
+        self._taken, self._length = None, len(tokens)
+        for each in self._tried:
+            each.compare(tokens)
+            draft = self._ask(each, tokens, k, best_rate)
+            if not draft:
+                continue
+            length, rate = self._fastest(each, each.source.support, len(draft), len(tokens))
+            if rate > best_rate:
+                best, best_rate, self._taken, self.name = draft[:length], rate, each.source, each.source.name
+        return best
+
+    def accepted(self, n: int) -> None:
+        if self._taken is not None:
+            self._taken.accepted(n)
+
+    def _ask(self, tried: _Tried, tokens: Sequence[int], k: int, rate: float) -> Sequence[int]:
+        """The draft of a source; one that costs time is asked only if it can beat a rate, or to try it again."""
+        at, most = len(tokens), min(k, self._rows[-1] - 1, MOST_TOKENS)
+        source = tried.source
+        if source.ns_per_token:
+            length, promised = self._fastest(tried, 0, most, at)
+            is_due = tried.asked_at is None or at - tried.asked_at >= _PROBE_TOKENS
+            if promised <= rate and not is_due:
+                return ()
+            most = length if promised > rate else min(most, self._rows[0] - 1)
+            tried.asked_at = at
+        draft = source.propose(tokens, most)
+        if draft and tried.pending is None:
+            tried.pending = _Draft(at, draft, source.support)
+        return draft
+
+    def _fastest(self, tried: _Tried, support: int, most: int, at: int) -> tuple[int, float]:
+        """The number of drafts that promises the most tokens a second, and that rate in tokens a nanosecond."""
+        best, best_rate = 0, 0.0
+        for rows in self._rows:
+            length = min(most, rows - 1)
+            promised = 1 + tried.acceptance.expected(support, length)
+            rate = promised / (self._cost(rows, at) + tried.source.ns_per_token * length)
+            if rate > best_rate:
+                best, best_rate = length, rate
+            if length == most:
+                break
+        return best, best_rate
+
+    def _cost(self, rows: int, at: int) -> float:
+        """Time of a pass; what can be hoped for if it was measured long ago."""
+        if at - self._run_at.setdefault(rows, at) >= _PROBE_TOKENS:
+            return min(self._costs.ns(rows), self._costs.hoped_ns(rows))
+        return self._costs.ns(rows)
