@@ -99,7 +99,7 @@ def export_bundle(
     spec, context = checkpoint.spec, options.contexts[-1]
     recipe = recipe_record(spec, options.recipe, channels)
     split = _split(checkpoint, options)
-    graphs = plan_graphs(options.ar, options.contexts, split, options.graph_format)
+    graphs = plan_graphs(options.ar, options.contexts, split, options.graph_format, verify=options.verify)
     calibration = read_calibration(options.calibration, checkpoint.folder)
     first = first_tokens(checkpoint, options.sink)
     tokens = _calibration_tokens(checkpoint, calibration.text, options, first)
@@ -272,7 +272,7 @@ def _split(checkpoint: Checkpoint, options: ExportOptions) -> Split:
         head=options.head,
         geometry=export_geometry(checkpoint, options),
         ar=options.ar,
-        graphs=len(set(options.ar)) * len(options.contexts),
+        graphs=(len(set(options.ar)) + len(set(options.verify))) * len(options.contexts),
     )
 
 

@@ -72,15 +72,16 @@ class StaticGraph:
         ]
         self._logits = exits[interfaces[-1].exit.name][0]
         self._reads_used_rows = all(part.reads_used_rows for part in self._parts)
+        self._before_next_run: Callable[[], None] | None = None
         self.use(cache)
 
     @property
     def logits(self) -> NDArray[Any]:
         """The logits of the last step that computed them, as integers `[rows, V]`, valid until the next step.
 
-        One row, for the last token; a graph of role `score` returns one for each token of the step.
+        One row, for the last token; graphs of the roles `score` and `verify` return one for each token of the step.
         """
-        rows: NDArray[Any] = self._logits[: self._inputs.filled] if self.record.role == "score" else self._logits
+        rows: NDArray[Any] = self._logits[: self._inputs.filled]
         return rows
 
     def release(self) -> None:
@@ -105,6 +106,13 @@ class StaticGraph:
             ContextFullError: the cache has no room for a step of this graph.
             EngineError: the runtime failed; the cache is as it was before the step.
         """
+        self.open(tokens, logits=logits)
+        started = perf_counter_ns()
+        self._cache.commit(len(tokens))
+        self.host_ns += perf_counter_ns() - started
+
+    def open(self, tokens: Sequence[int], *, logits: bool = True) -> None:
+        """As `step`, without appending anything to the cache: the caller commits as many of the rows as it keeps."""
         started = perf_counter_ns()
         if not 1 <= len(tokens) <= self.ar:
             raise ValueError(f"tokens: got {len(tokens)}; expected 1 to {self.ar}")
@@ -113,9 +121,10 @@ class StaticGraph:
         position = self._cache.position
         self.host_ns += perf_counter_ns() - started
         self.run(tokens, position, windows, logits=logits)
-        started = perf_counter_ns()
-        self._cache.commit(len(tokens))
-        self.host_ns += perf_counter_ns() - started
+
+    def before_next_run(self, call: Callable[[], None]) -> None:
+        """Call something once before the next step overwrites the logits of the last one."""
+        self._before_next_run = call
 
     def run(
         self,
@@ -139,6 +148,9 @@ class StaticGraph:
             EngineError: the runtime failed.
         """
         started = perf_counter_ns()
+        if self._before_next_run is not None:
+            call, self._before_next_run = self._before_next_run, None
+            call()
         if self._reads_used_rows and not columns:
             windows = [window.narrowed(_ROW_BLOCK) for window in windows]
         self._inputs.write(tokens, position, windows, columns)

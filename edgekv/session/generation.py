@@ -91,6 +91,7 @@ class Generation(Iterator[Token]):
         self._constraint = constraint
         self._reader = reader
         self._generated: list[int] = []
+        self._text = list(prompt)  # with the generated tokens, for drafters
         self._unfed = list(prompt)  # tokens to run in the next step
         self._forced: deque[int] = deque()  # tokens of the text that are known already
         self._forced_tokens = 0
@@ -102,7 +103,7 @@ class Generation(Iterator[Token]):
         self._has_ended = False
         self._hold = Hold(turns, request.sequence, request.finish)
         with turns:
-            request.prepare(len(prompt))
+            request.prepare(len(prompt), drafts=speculation is not None)
             self._hold.claim()
             request.begin()
         self._drop = finalize(self, self._hold.drop)
@@ -218,6 +219,8 @@ class Generation(Iterator[Token]):
         if not self._has_ended:
             self._has_ended = True
             self._drop.detach()
+            if self._speculation is not None:
+                self._speculation.end()
             self._hold.end()
 
     def _step(self) -> Token:
@@ -227,7 +230,7 @@ class Generation(Iterator[Token]):
         logits: NDArray[Any] | None = None
         earlier_ns = self._prefill_ns if is_first else 0  # of `prefill`
         if not self._forced or is_first or self._return_logits:
-            logits = self._request.feed(self._unfed)
+            logits = self._request.feed(self._unfed) if is_first else self._run_unfed()
             self._unfed.clear()
             if is_first:
                 self._prefill_ns += perf_counter_ns() - started
@@ -242,11 +245,34 @@ class Generation(Iterator[Token]):
             self._end()
         return token
 
+    def _run_unfed(self) -> NDArray[Any]:
+        """The logits after the text: of a row that the last pass has run already, or of a new pass."""
+        request, speculation = self._request, self._speculation
+        if speculation is None:
+            return request.feed(self._unfed)
+        known = request.known_tokens
+        logits = request.take(self._unfed)
+        speculation.accept(request.known_tokens - known)
+        if logits is not None:
+            return logits
+        del self._unfed[: request.known_tokens - known]
+        useful = self._params.max_new_tokens - len(self._generated) - 1
+        room = request.draft_room - len(self._unfed)
+        drafts = speculation.propose(self._text, min(room, useful))
+        started = perf_counter_ns()
+        logits = request.verify(self._unfed, drafts) if drafts else request.feed(self._unfed)
+        speculation.ran(request.ar, len(drafts), perf_counter_ns() - started)
+        return logits
+
     def _take(self, logits: NDArray[Any] | None) -> Token:
         """Choose a token, decide whether it is the last one, and return it with the text to print."""
+        started = perf_counter_ns()
         token = self._choose(logits)
+        if self._speculation is not None and self._generated:
+            self._speculation.chose(perf_counter_ns() - started)
         real = self._sampler.real(logits) if self._return_logits and logits is not None else None
         self._generated.append(token)
+        self._text.append(token)
         self._unfed.append(token)
         known = len(self.tool_calls)
         piece = "" if token in self._eos else self._detokenizer.push(token)

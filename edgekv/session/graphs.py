@@ -94,6 +94,21 @@ class Graphs:
         """The graphs loaded so far."""
         return list(self._loaded.values())
 
+    @property
+    def last_ar(self) -> int:
+        """AR of the graph that `choose` chose last; 1 before that."""
+        return 1 if self._chosen is None else self._chosen.ar
+
+    @property
+    def draft_room(self) -> int:
+        """The most tokens that a pass of a verify graph may have now; 0 if it must be a step of another graph.
+
+        The graph must see all tokens that single steps would see: an eviction for many rows comes earlier than one
+        for a single row.
+        """
+        room = self.cache.geometry.context - self.cache.length
+        return max((ar for ar in self._ladders.get("verify", {}) if ar <= room), default=0)
+
     def use(self, cache: KVCache) -> None:
         """Switch all graphs to another cache; each binds its memory in its next step.
 

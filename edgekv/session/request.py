@@ -91,6 +91,7 @@ class Request:
         self.sequence = sequence
         self._prefixes = prefixes
         self._tokens: list[int] = []
+        self._drafting: Session | None = None  # whose last pass has drafts
         self._is_finished = False
 
     @property
@@ -99,12 +100,21 @@ class Request:
         return len(self._tokens)
 
     @property
+    def ar(self) -> int:
+        """AR of the graph that ran last."""
+        return self._graphs.last_ar
+
+    @property
     def prefix_stats(self) -> StoreStats | None:
         """Statistics of the prefix cache; None if there is none."""
         return None if self._prefixes is None else self._prefixes.stats
 
-    def prepare(self, prompt_tokens: int) -> None:
+    def prepare(self, prompt_tokens: int, *, drafts: bool = False) -> None:
         """Allocate the cache and load the graphs for a prompt, so that errors occur before any work.
+
+        Args:
+            prompt_tokens: its length.
+            drafts: whether to load the graphs that verify drafts too.
 
         Raises:
             UsageError: the id is not a 64-bit integer.
@@ -112,7 +122,7 @@ class Request:
             EngineError: the engine refused a graph.
         """
         self._pool.claim(self.sequence, prompt_tokens)
-        self._graphs.prepare("decode", *(("prefill",) if prompt_tokens > 1 else ()))
+        self._graphs.prepare("decode", *(("prefill",) if prompt_tokens > 1 else ()), *(("verify",) if drafts else ()))
 
     def begin(self) -> None:
         """Start using the sequence; the pool's own session is emptied."""
@@ -148,6 +158,7 @@ class Request:
             EngineError: the runtime failed.
             MemoryBudgetError: the sequence has grown beyond the threshold, and a cache for it does not fit.
         """
+        self._settle()
         known = len(self._tokens)
         self._tokens += tokens
         session = self._pool.place(self.sequence, len(self._tokens))
@@ -169,16 +180,77 @@ class Request:
                 self.stats.reused_tokens, self.stats.restored_tokens = start, restored
             self._count(session, self._graphs.times - times, before, len(new))
 
+    @property
+    def draft_room(self) -> int:
+        """The most tokens that `verify` takes now; 0 if only `feed` can run them.
+
+        It is 0 where the sequence is recomputed in every step, and where the context has no room for a verify graph.
+        """
+        self._settle()
+        session = self._pool.touch(self.sequence) if self._pool.keeps(len(self._tokens)) else None
+        return session.draft_room if session is not None and self._continues(session) else 0
+
+    def verify(self, tokens: Sequence[int], drafts: Sequence[int]) -> NDArray[Any]:
+        """Run the next tokens, and behind them drafts; return the logits of the last token as `feed` does.
+
+        Args:
+            tokens: at least one.
+            drafts: with the tokens at most `draft_room`. They become tokens with `take`.
+
+        Raises:
+            EngineError: the runtime failed.
+        """
+        self._settle()
+        session = self._pool.touch(self.sequence)
+        assert session is not None and self._continues(session), "draft_room says so"
+        times, before = self._graphs.times, session.cache.stats
+        try:
+            logits = session.verify(tokens, drafts)
+            self._tokens += tokens
+            self._drafting = session
+            return logits
+        finally:
+            self._count(session, self._graphs.times - times, before, len(tokens) + len(drafts))
+            self._count_room(-len(tokens))
+
+    def take(self, tokens: Sequence[int]) -> NDArray[Any] | None:
+        """The logits after the next tokens, if they are drafts that the last pass has run; otherwise None.
+
+        Those that it has run are known from then on, in both cases; see `known_tokens`.
+        """
+        session = self._drafting
+        if session is None or not (right := session.take(tokens)):
+            return None
+        self._tokens += tokens[:right]
+        self._count_room(-right)
+        return session.pass_logits if right == len(tokens) else None
+
     def finish(self) -> None:
         """End the call, complete or interrupted: also store the end of the sequence in the prefix cache."""
         if self._is_finished:
             return
         self._is_finished = True
+        self._settle()
         if self._prefixes is None or not self._tokens:
             return
         session = self._pool.touch(self.sequence)
         if session is not None and session.writer is self:
             self._prefixes.end(session.cache, session.tokens)
+
+    def _continues(self, session: Session) -> bool:
+        """Whether the session holds exactly the tokens so far, as this call left them."""
+        return session.writer is self and session.cache.tokens_seen == len(self._tokens)
+
+    def _settle(self) -> None:
+        """Close the pass that has drafts, if there is one; see `Session.settle`."""
+        session, self._drafting = self._drafting, None
+        if session is None:
+            return
+        before = session.cache.stats
+        session.settle()
+        self._count(session, StepTimes(), before, 0)
+        if self._prefixes is not None and session.cache.tokens_seen == len(session.tokens):
+            self._prefixes.keep(session.cache, session.tokens)
 
     def _start(self, prompt: Sequence[int]) -> None:
         """Find what the cache and the prefix cache have of a prompt."""
@@ -224,3 +296,8 @@ class Request:
         stats.evicted_tokens += cache.evicted - before.evicted
         stats.requantization = cache.requantization
         stats.room_tokens = session.cache.room_tokens
+
+    def _count_room(self, tokens: int) -> None:
+        """Rows of an open pass fill the context as committed ones do."""
+        if self.stats.room_tokens is not None:
+            self.stats.room_tokens += tokens

@@ -55,6 +55,8 @@ def save_sequence(model: LoadedBundle, sequence: int, file: Path) -> int:
         StateError: the file cannot be written.
     """
     session = model.sequences.get(sequence)
+    if session is not None:
+        session.settle()
     if session is None or session.is_empty or session.cache.tokens_seen != len(session.tokens):
         return 0
     write_state(replace(session.cache.state, tokens=tuple(session.tokens)), file, fingerprint=_fingerprint(model))

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from edgekv.bundle import Role
 from edgekv.errors import EdgeKVError
 from edgekv.kv import KVCache
+from edgekv.session.draft_pass import DraftPass
 from edgekv.session.graphs import Graphs
 
 
@@ -30,6 +31,7 @@ class Session:
         self.tokens: list[int] = self._first
         self.writer: object = None
         self._graphs = graphs
+        self._pass: DraftPass | None = None
 
     @property
     def is_empty(self) -> bool:
@@ -55,6 +57,7 @@ class Session:
         """
         if not tokens:
             return self._sink_logits()
+        self.settle()
         self._graphs.use(self.cache)
         self.cache.expect(len(tokens))
         done = 0
@@ -75,6 +78,57 @@ class Session:
         last: NDArray[Any] = graph.logits[-1]
         return last
 
+    @property
+    def draft_room(self) -> int:
+        """The most tokens that `verify` takes now; 0 if it cannot run."""
+        self.settle()
+        self._graphs.use(self.cache)
+        return self._graphs.draft_room
+
+    def verify(self, tokens: Sequence[int], drafts: Sequence[int]) -> NDArray[Any]:
+        """Run the next tokens, and behind them drafts, which become part of the sequence with `take`.
+
+        Args:
+            tokens: at least one.
+            drafts: with the tokens at most `draft_room`.
+
+        Returns:
+            The logits of the last of `tokens` as integers `[V]`, valid until the next step.
+
+        Raises:
+            EngineError: the runtime failed.
+        """
+        rows = [*tokens, *drafts]
+        if not tokens or len(rows) > self.draft_room:
+            raise ValueError(f"verify: got {len(tokens)} tokens and {len(drafts)} drafts; expected 1 to draft_room")
+        graph = self._graphs.choose("verify", len(rows))
+        graph.open(rows)
+        self._pass = DraftPass(graph, rows, len(tokens))
+        return self._pass.logits
+
+    def take(self, tokens: Sequence[int]) -> int:
+        """The text continues with these tokens: return how many of them the last pass has run as drafts."""
+        return 0 if self._pass is None else self._pass.take(tokens)
+
+    @property
+    def pass_logits(self) -> NDArray[Any]:
+        """The logits of the last token of the sequence, valid until the next step; ValueError without an open pass."""
+        if self._pass is None:
+            raise ValueError("pass_logits: got no open pass; expected one of `verify`")
+        return self._pass.logits
+
+    def settle(self) -> None:
+        """Close the pass of `verify`, if one is open: append the rows of taken tokens to the cache, drop the others."""
+        if self._pass is None:
+            return
+        done, self._pass = self._pass, None
+        try:
+            self.cache.commit(done.taken)
+        except BaseException:  # such as Ctrl-C
+            self._drop_half_a_step()
+            raise
+        self.tokens += done.tokens[: done.taken]
+
     def score(self, tokens: Sequence[int]) -> NDArray[Any]:
         """Run tokens from an empty cache and return the logits of each as integers `[T, V]`.
 
@@ -93,6 +147,7 @@ class Session:
 
     def reset(self) -> None:
         """Hold nothing but the sink."""
+        self._pass = None
         self.cache.reset()
         self.tokens = self._first
         self.writer = None
@@ -103,6 +158,7 @@ class Session:
         At least the last token is left to be run, since its logits are needed; those of the sink are known. A cache
         that has evicted tokens can be extended but not rewound: it is reset unless the sequence continues it.
         """
+        self.settle()
         first = len(self._first)
         if self.cache.tokens_seen != len(self.tokens):
             self.reset()  # the cache was used without this session
@@ -118,6 +174,7 @@ class Session:
 
     def adopt(self, tokens: Sequence[int]) -> None:
         """Record that the cache now contains these tokens."""
+        self._pass = None
         self.tokens = list(tokens)
         self.writer = None
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from time import perf_counter_ns
 
 from edgekv.draft import Drafter, Pacer
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class DrafterStats:
     """What one drafter brought.
 
@@ -30,19 +30,17 @@ class SpeculationStats:
 
     Attributes:
         passes: inferences after prefill, with drafts or without.
-        tokens: tokens that they brought.
+        tokens: tokens generated after the first.
         drafters: by name.
         draft_ns: time in drafters, ns.
-        accept_ns: time to sample the rows of passes and to keep the accepted ones, ns.
-        replayed_tokens: tokens run again by the decode graph, because the engine's rows are not exact.
+        accept_ns: time to choose tokens from the rows of passes, ns.
     """
 
-    passes: int = 0
-    tokens: int = 0
-    drafters: dict[str, DrafterStats] = field(default_factory=dict)
-    draft_ns: int = 0
-    accept_ns: int = 0
-    replayed_tokens: int = 0
+    passes: int
+    tokens: int
+    drafters: Mapping[str, DrafterStats]
+    draft_ns: int
+    accept_ns: int
 
     @property
     def tokens_per_pass(self) -> float | None:
@@ -60,52 +58,87 @@ class SpeculationStats:
         return sum(each.accepted for each in self.drafters.values())
 
 
+@dataclass(slots=True)
+class _Pass:
+    """The last pass: AR of its graph, drafts, those that were right, its time in ns, and who drafted."""
+
+    rows: int
+    drafts: int
+    ns: int
+    drafter: DrafterStats | None
+    right: int = 0
+
+
+@dataclass(slots=True)
 class Speculation:
     """Asks a drafter for drafts and counts what became of them. One object serves one generation.
 
     Attributes:
-        stats: so far.
+        drafter: guesses.
+        pacer: decides how many tokens to guess; None for as many as the graphs take.
     """
 
-    def __init__(self, drafter: Drafter, pacer: Pacer | None = None) -> None:
-        """Without a pacer, each pass has as many drafts as the largest verify graph has rows for."""
-        self.stats = SpeculationStats()
-        self._drafter = drafter
-        self._pacer = pacer
+    drafter: Drafter
+    pacer: Pacer | None = None
+    _drafters: dict[str, DrafterStats] = field(default_factory=dict, init=False)
+    _passes: int = field(default=0, init=False)
+    _tokens: int = field(default=0, init=False)
+    _draft_ns: int = field(default=0, init=False)
+    _accept_ns: int = field(default=0, init=False)
+    _last: _Pass | None = field(default=None, init=False)
+
+    @property
+    def stats(self) -> SpeculationStats:
+        """So far."""
+        return SpeculationStats(self._passes, self._tokens, self._drafters, self._draft_ns, self._accept_ns)
 
     def propose(self, tokens: Sequence[int], k: int) -> list[int]:
-        """Drafts for the next pass, at most k."""
+        """Drafts for the next pass, at most k; none if k is 0 or less."""
+        self.end()
+        if k < 1:
+            return []
         started = perf_counter_ns()
-        most = k if self._pacer is None or k < 1 else min(k, self._pacer.most(k))
-        drafts = [*self._drafter.propose(tokens, most)][:most] if most > 0 else []
-        self.stats = replace(self.stats, draft_ns=self.stats.draft_ns + perf_counter_ns() - started)
+        most = k if self.pacer is None else min(k, self.pacer.most(k))
+        drafts = [*self.drafter.propose(tokens, most)][:most] if most > 0 else []
+        self._draft_ns += perf_counter_ns() - started
         return drafts
 
-    def ran(self, rows: int, drafts: int, accepted: int, ns: int, accept_ns: int) -> None:
-        """Count a pass, and tell drafter and pacer.
+    def ran(self, rows: int, drafts: int, ns: int) -> None:
+        """Count a pass.
 
         Args:
             rows: AR of its graph.
-            drafts: that it ran.
-            accepted: those that were right; the pass brought one token more.
-            ns: time of the inference.
-            accept_ns: time to sample its rows.
+            drafts: of the proposal, that it ran.
+            ns: its time.
         """
-        stats, started = self.stats, perf_counter_ns()
-        drafters = stats.drafters
+        drafter = None
         if drafts:
-            name = self._drafter.name
-            one = drafters.get(name, DrafterStats())
-            one = DrafterStats(one.proposals + 1, one.proposed + drafts, one.accepted + accepted)
-            drafters = {**drafters, name: one}
-            self._drafter.accepted(accepted)
-        if self._pacer is not None:
-            self._pacer.ran(rows, accepted + 1, ns)
-        self.stats = replace(
-            stats,
-            passes=stats.passes + 1,
-            tokens=stats.tokens + accepted + 1,
-            drafters=drafters,
-            draft_ns=stats.draft_ns + perf_counter_ns() - started,
-            accept_ns=stats.accept_ns + accept_ns,
-        )
+            drafter = self._drafters.setdefault(self.drafter.name, DrafterStats())
+            drafter.proposals += 1
+            drafter.proposed += drafts
+        self._passes += 1
+        self._last = _Pass(rows, drafts, ns, drafter)
+
+    def accept(self, drafts: int) -> None:
+        """Count drafts of the last pass that were right."""
+        last = self._last
+        if last is not None and last.drafter is not None:
+            last.right += drafts
+            last.drafter.accepted += drafts
+
+    def chose(self, ns: int) -> None:
+        """Count a token after the first, and the time to choose it."""
+        self._tokens += 1
+        self._accept_ns += ns
+
+    def end(self) -> None:
+        """Tell drafter and pacer about the last pass, if they do not know yet."""
+        last, self._last = self._last, None
+        if last is None:
+            return
+        started = perf_counter_ns()
+        if last.drafts:
+            self.drafter.accepted(last.right)
+        if self.pacer is not None:
+            self.pacer.ran(last.rows, last.right + 1, last.ns)
+        self._draft_ns += perf_counter_ns() - started

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
-Role = Literal["decode", "prefill", "score"]
+Role = Literal["decode", "prefill", "score", "verify"]
 
 _Layer = Annotated[int, msgspec.Meta(ge=0, le=1 << 12)]
 _Tokens = Annotated[int, msgspec.Meta(ge=0, le=1 << 27)]
@@ -61,7 +61,8 @@ class GraphRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         ar: tokens per inference.
         context: S.
         role: `decode` (AR-1, logits [1, 1, V]); `prefill` (logits [1, 1, V] of the row that the input
-            `logits_index` selects, or that a separate head is bound to); `score` (logits [1, AR, V] of all rows).
+            `logits_index` selects, or that a separate head is bound to); `verify` (logits [1, AR, V] of all rows, for
+            the last token and drafts); `score` (likewise, in the largest context alone, and never compiled).
     """
 
     name: str
@@ -79,7 +80,7 @@ class GraphRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     @property
     def logit_rows(self) -> int:
         """Number of tokens of a step that get logits."""
-        return self.ar if self.role == "score" else 1
+        return self.ar if self.role in ("score", "verify") else 1
 
     @property
     def is_whole(self) -> bool:

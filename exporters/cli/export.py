@@ -55,6 +55,13 @@ def export(
     ar: Annotated[
         str, typer.Option("--ar", help="Tokens per inference of each graph, comma-separated, with 1.")
     ] = "1,32",
+    verify: Annotated[
+        Optional[str],
+        typer.Option(
+            help="Tokens per inference of graphs that verify drafts for --speculate, comma-separated, such as 8,16.",
+            show_default="none",
+        ),
+    ] = None,
     max_attention_window: Annotated[
         Optional[str],
         typer.Option(
@@ -154,6 +161,7 @@ def export(
         recipe=find_recipe(recipe or DEFAULT_RECIPE),
         context=parse_numbers("--context", context),
         ar=parse_numbers("--ar", ar),
+        verify=() if verify is None else parse_numbers("--verify", verify),
         max_attention_window=()
         if max_attention_window is None
         else parse_numbers("--max-attention-window", max_attention_window),

@@ -24,14 +24,19 @@ _HEAD_SHARD = "weights-head"
 
 
 def plan_graphs(
-    ar: Sequence[int], contexts: Sequence[int], split: Split, graph_format: GraphFormat = "onnx"
+    ar: Sequence[int],
+    contexts: Sequence[int],
+    split: Split,
+    graph_format: GraphFormat = "onnx",
+    *,
+    verify: Sequence[int] = (),
 ) -> list[GraphRecord]:
-    """The graphs for these ARs in each of these contexts: AR-1 decodes, a larger AR prefills.
+    """The graphs for these ARs in each of these contexts: AR-1 decodes, a larger AR prefills; `verify` are ARs too.
 
     The largest AR in the largest context also scores. Each part of an ONNX graph is a file; TFLite graphs are
     signatures of one file. Graphs share equal parts: all graphs use one separate head that reads one row.
     """
-    graphs = [*_plan(sorted(set(ar)), sorted(set(contexts)), split)]
+    graphs = [*_plan(sorted(set(ar)), sorted(set(contexts)), sorted(set(verify)), split)]
     if graph_format == "tflite":
         (layers,) = split.layers
         return [
@@ -41,15 +46,18 @@ def plan_graphs(
     return graphs
 
 
-def _plan(ar: list[int], contexts: list[int], split: Split) -> Iterator[GraphRecord]:
+def _plan(ar: list[int], contexts: list[int], verify: list[int], split: Split) -> Iterator[GraphRecord]:
     def record(n: int, s: int, role: Role) -> GraphRecord:
-        name = f"ar{n}_cl{s}" + ("_score" if role == "score" else "")
-        parts = [*_parts(name, f"ar{n}_cl{s}", n if role == "score" else 1, split)]
+        gives_all = role in ("score", "verify")
+        name = f"ar{n}_cl{s}" + (f"_{role}" if gives_all else "")
+        parts = [*_parts(name, f"ar{n}_cl{s}", n if gives_all else 1, split)]
         return GraphRecord(name=name, parts=parts, ar=n, context=s, role=role)
 
     for s in contexts:
         for n in ar:
             yield record(n, s, "decode" if n == 1 else "prefill")
+        for n in verify:
+            yield record(n, s, "verify")
     yield record(ar[-1], contexts[-1], "score")
 
 

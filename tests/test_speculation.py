@@ -1,0 +1,162 @@
+"""Drafted tokens that one pass checks: the text and the cache are those of plain decoding."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import edgekv
+from edgekv import EdgeKVError, SamplingParams
+from edgekv.bundle import open_bundle
+from edgekv.kv import STRATEGIES, CacheState
+from edgekv.session import Generation, Speculation
+from tests.checkpoints import write_checkpoint
+from tests.drafts import Oracle, with_drafts
+from tests.exports import export_options, exported
+
+CONTEXT = 64
+PROMPT = [*range(40, 52)]
+LONG = SamplingParams(max_new_tokens=40, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def verifying(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random checkpoint with graphs that verify 3 and 8 tokens in contexts of 32 and 64."""
+    checkpoint = write_checkpoint(tmp_path_factory.mktemp("verifying") / "checkpoint")
+    return exported(checkpoint, export_options(context=(32, CONTEXT), ar=(1, 8), verify=(3, 8)))
+
+
+def oracle(model: edgekv.Model, text: list[int], right: float = 1.0, seed: int = 0) -> tuple[Speculation, Oracle]:
+    drafter = Oracle(text, model.bundle.manifest.model.vocab, seed, right)
+    return Speculation(drafter), drafter
+
+
+def same(found: CacheState, expected: CacheState) -> bool:
+    """Whether caches hold the same tokens with the same bits."""
+    rows = expected.rows
+    return found.positions == expected.positions and all(np.array_equal(found.rows[name], rows[name]) for name in rows)
+
+
+def test_the_bundle_has_graphs_of_all_logits_in_every_context(verifying: Path) -> None:
+    manifest = open_bundle(verifying).manifest
+    found = {graph.name: manifest.interface.graph(graph).outputs[-1].shape for graph in manifest.graphs}
+    verify = {f"ar{ar}_cl{s}_verify": (1, ar, 320) for ar in (3, 8) for s in (32, CONTEXT)}
+    assert verify.items() <= found.items() and manifest.graph("verify").ar == 8  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("rows", [1, 9])
+def test_more_rows_than_prefill_has_are_refused(rows: int) -> None:
+    with pytest.raises(EdgeKVError, match=f"--verify: got {rows}; expected 2 to 8"):
+        export_options(ar=(1, 8), context=CONTEXT, verify=(rows,))
+
+
+def test_a_true_draft_brings_a_pass_of_tokens(verifying: Path) -> None:
+    with edgekv.load(verifying) as model:
+        plain = [token.id for token in model.generate(PROMPT, LONG)]
+        speculation, drafter = oracle(model, PROMPT + plain)
+        with with_drafts(model, PROMPT, LONG, speculation) as generation:
+            assert [token.id for token in generation] == plain
+        stats = generation.stats.speculation
+    assert stats is not None and (stats.passes, stats.tokens, stats.accepted) == (5, 39, 34)
+    assert drafter.told == [7, 7, 7, 7, 6]
+
+
+@pytest.mark.parametrize("engine", ["cpu", "htp"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_text_and_cache_are_those_of_plain_decoding(verifying: Path, engine: str, strategy: str) -> None:
+    with edgekv.load(verifying, engine=engine, kv_update=strategy) as model:
+        for seed in range(3):
+            params = LONG.overlaid(temperature=0.9, seed=seed) if seed else LONG
+            plain = [token.id for token in model.generate(PROMPT, params)]
+            wanted = model.cache.state
+            speculation, _ = oracle(model, PROMPT + plain, 0.8, seed)
+            with with_drafts(model, PROMPT, params, speculation) as generation:
+                assert [token.id for token in generation] == plain
+            if engine == "htp":
+                assert same(model.cache.state, wanted)
+            assert generation.stats.speculation.accepted > 5  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("stop", range(1, 9))
+def test_leaving_in_the_middle_of_a_pass_leaves_the_cache_of_plain_decoding(verifying: Path, stop: int) -> None:
+    def after(generation: Generation) -> CacheState:
+        with generation:
+            for _ in range(stop):
+                next(generation)
+        return model.cache.state
+
+    with edgekv.load(verifying) as model:
+        plain = [token.id for token in model.generate(PROMPT, LONG)]
+        wanted = after(with_drafts(model, PROMPT, LONG, None))
+        found = after(with_drafts(model, PROMPT, LONG, oracle(model, PROMPT + plain)[0]))
+    assert found.positions == wanted.positions and len(found.positions) == len(PROMPT) + stop - 1
+
+
+def test_two_sequences_take_turns_in_the_middle_of_passes(verifying: Path) -> None:
+    other = [*range(90, 99)]
+    with edgekv.load(verifying) as model:
+        texts = {1: PROMPT, 2: other}
+        plain = {id: [t.id for t in model.generate(text, LONG, sequence=id)] for id, text in texts.items()}
+        model.sequences.clear()
+        runs = {
+            id: with_drafts(model, text, LONG, oracle(model, text + plain[id])[0], sequence=id)
+            for id, text in texts.items()
+        }
+        found: dict[int, list[int]] = {1: [], 2: []}
+        for _ in range(LONG.max_new_tokens):
+            for id, run in runs.items():
+                found[id].append(next(run).id)
+        assert found == plain
+
+
+def test_the_context_ends_where_it_ends_without_drafts(verifying: Path) -> None:
+    params = SamplingParams(max_new_tokens=100, ignore_eos=True)
+    with edgekv.load(verifying) as model:
+        generation = model.generate(PROMPT, params)
+        plain = [token.id for token in generation]
+        drafted = with_drafts(model, PROMPT, params, oracle(model, PROMPT + plain)[0])
+        assert [token.id for token in drafted] == plain
+        assert drafted.stop_reason == generation.stop_reason == "context"
+        assert model.cache.length == CONTEXT
+
+
+def test_a_processor_sees_what_it_sees_without_drafts(verifying: Path) -> None:
+    def seen(speculation: Speculation | None) -> list[tuple[int, ...]]:
+        calls: list[tuple[int, ...]] = []
+
+        def processor(prompt: object, generated: list[int], logits: np.ndarray) -> np.ndarray:
+            calls.append(tuple(generated))
+            return logits
+
+        text.clear()
+        with with_drafts(model, PROMPT, LONG, speculation, processors=[processor]) as generation:
+            for _ in range(11):
+                text.append(next(generation).id)
+        return calls
+
+    text: list[int] = []
+    with edgekv.load(verifying) as model:
+        wanted, plain = seen(None), [*text]
+        assert seen(oracle(model, PROMPT + plain)[0]) == wanted and text == plain
+
+
+def test_a_sequence_that_is_recomputed_in_every_step_is_not_drafted(verifying: Path) -> None:
+    with edgekv.load(verifying, cache_mode="disabled") as model:
+        plain = [token.id for token in model.generate(PROMPT, 6, sequence=1)]
+        params = SamplingParams(max_new_tokens=6)
+        generation = with_drafts(model, PROMPT, params, oracle(model, PROMPT + plain)[0], sequence=1)
+        assert [token.id for token in generation] == plain
+        assert generation.stats.speculation.proposed == 0  # type: ignore[union-attr]
+
+
+def test_an_old_bundle_without_such_graphs_decodes_as_before(small_export: Path, tmp_path: Path) -> None:
+    bundle = shutil.copytree(small_export, tmp_path / "old")
+    with edgekv.load(bundle) as model:
+        plain = [token.id for token in model.generate(PROMPT, LONG)]
+        generation = with_drafts(model, PROMPT, LONG, oracle(model, PROMPT + plain)[0])
+        assert [token.id for token in generation] == plain
+        stats = generation.stats.speculation
+        assert stats is not None and stats.proposed == 0 and stats.tokens_per_pass == 1
