@@ -12,7 +12,7 @@ from edgekv.bundle import atomic_file
 from edgekv.errors import UsageError
 from edgekv.json_file import read_json
 from edgekv.model import Model
-from edgekv.session import Generation, GenerationStats, SamplingParams, Token
+from edgekv.session import Generation, GenerationStats, SamplingParams, Speculate, Token
 from edgekv.spec.chat import Message, check_messages
 
 _SEQUENCE = 0
@@ -29,13 +29,21 @@ class Conversation:
         messages: the turns so far, as chat templates take them.
     """
 
-    def __init__(self, model: Model, *, system: str | None = None, params: SamplingParams | None = None) -> None:
+    def __init__(
+        self,
+        model: Model,
+        *,
+        system: str | None = None,
+        params: SamplingParams | None = None,
+        speculate: Speculate | None = None,
+    ) -> None:
         """Start a conversation.
 
         Args:
             model: a bundle with a chat template.
             system: the system prompt; None for the template's own.
             params: how to sample and when to stop; None for the model's defaults.
+            speculate: how to draft tokens; None for no drafts.
 
         Raises:
             UsageError: the bundle has no chat template.
@@ -44,6 +52,7 @@ class Conversation:
         self._model = model
         self._system = system
         self._params = params
+        self._speculate = speculate
         self._tokens: list[int] = []
         self._text = ""
         _ = model.chat_templates  # refused now, not at the first turn
@@ -67,7 +76,7 @@ class Conversation:
         if self._text and text.startswith(self._text):
             # Tokenizing generated text may give other tokens than those generated, so only new text is tokenized.
             tokens = [*self._tokens, *self._model.encode_chat(text[len(self._text) :])]
-        generation = self._model.generate(tokens, self._params, sequence=_SEQUENCE)
+        generation = self._model.generate(tokens, self._params, sequence=_SEQUENCE, speculate=self._speculate)
         self.messages = messages
         return Answer(self, text, generation)
 

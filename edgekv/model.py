@@ -19,6 +19,7 @@ from edgekv.session.prompt import Prompt
 from edgekv.session.request import Request, open_prefixes
 from edgekv.session.sampler import Sampler
 from edgekv.session.scoring import Scoring
+from edgekv.session.speculate import Speculate, SpeculateMode, make_speculation, speculates
 from edgekv.session.tools import Tools
 from edgekv.spec.chat import Message
 
@@ -62,6 +63,7 @@ class Model(LoadedBundle):
         retention: RetentionPolicy | None = None,
         processors: Sequence[LogitsProcessor] = (),
         return_logits: bool = False,
+        speculate: Speculate | SpeculateMode | None = None,
         **keywords: Any,
     ) -> Generation | BeamResult:
         """Continue a prompt, from an empty cache or, with `sequence`, from that sequence's cache.
@@ -81,6 +83,7 @@ class Model(LoadedBundle):
             retention: how long the prefix cache keeps the blocks of this call.
             processors: change the logits before a token is chosen, after bias and penalties.
             return_logits: give each `Token` the logits of its step.
+            speculate: how to draft tokens that one pass checks, as a mode or a `Speculate`; the text is the same.
             keywords: fields of `SamplingParams` that replace `params` or `defaults`; or, with `num_beams`, fields of
                 `BeamParams`.
 
@@ -91,7 +94,8 @@ class Model(LoadedBundle):
             ContextFullError: the prompt is longer than the context and the policy is `fail`; nothing was run.
             MemoryBudgetError: the cache of a new sequence does not fit the mode's budget; nothing was run.
             UsageError: a closed model, an option out of range, an empty prompt, an id that is not in the vocabulary,
-                a grammar or tools that are wrong or too complex, or a salt or retention without a prefix cache.
+                a grammar or tools that are wrong or too complex, a salt or retention without a prefix cache, or
+                drafters that do not fit the bundle.
             EngineError: the engine refused a graph, or a grammar needs llguidance, which is not installed.
         """
         self._turns.check_open()
@@ -101,7 +105,8 @@ class Model(LoadedBundle):
         tokens = self._prompts.read(self._prompts.text_or_messages(prompt, messages, declared))
         request = Request(self.sequences, self._graphs, sequence, open_prefixes(self._store, cache_salt, retention))
         if isinstance(chosen.params, BeamParams):
-            check_beams(manifest, self._caches, sequence, processors, declared, return_logits=return_logits)
+            options = {"return_logits": return_logits, "speculates": speculates(speculate)}
+            check_beams(manifest, self._caches, sequence, processors, declared, **options)
             with self._turns.whole_call(None, request.finish):
                 return run_beams(self._graphs, request, tokens, self._setup, chosen.params, manifest, self.tokenizer)
         constraint, reader = self.bind(chosen.params.grammar, declared)
@@ -118,6 +123,7 @@ class Model(LoadedBundle):
             constraint,
             reader,
             return_logits=return_logits,
+            speculation=make_speculation(self, speculate),
         )
 
     def score(self, tokens: Sequence[int]) -> NDArray[np.float32]:

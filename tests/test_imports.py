@@ -14,7 +14,7 @@ FLOORS = (
     ("quant", "devices", "edgekv.errors"),
     ("edgekv.system",),
     ("edgekv.json_file", "edgekv.text_file", "edgekv.scratch"),
-    ("edgekv.child", "edgekv.spec", "edgekv.paged", "edgekv.draft"),
+    ("edgekv.child", "edgekv.spec", "edgekv.paged"),
     ("edgekv.kv", "edgekv.bundle"),
     ("edgekv.runtime", "edgekv.prefix", "edgekv.draft"),
     ("edgekv.session",),

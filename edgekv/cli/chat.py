@@ -12,6 +12,14 @@ import typer
 from edgekv.cli.engine_options import TalkingModeOption, talking_mode
 from edgekv.cli.grammar_options import GrammarOption, JsonSchemaOption, RegexOption, parse_grammar
 from edgekv.cli.output import print_json
+from edgekv.cli.speculate_options import (
+    DraftCorpusOption,
+    DraftOption,
+    DraftTokensOption,
+    SpeculateOption,
+    SpeculateOptions,
+)
+from edgekv.cli.summary import speculation_summary
 from edgekv.errors import ContextFullError, EdgeKVError
 
 if TYPE_CHECKING:
@@ -52,6 +60,10 @@ def chat(
         int | None, typer.Option(help="Threads of an engine on the CPU.", show_default="all cores")
     ] = None,
     cpu_mode: TalkingModeOption = None,
+    speculate: SpeculateOption = None,
+    draft_corpus: DraftCorpusOption = None,
+    draft: DraftOption = None,
+    draft_tokens: DraftTokensOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object; needs --message.")] = False,
 ) -> None:
     """Talk to a model.
@@ -74,10 +86,12 @@ def chat(
         "grammar": parse_grammar(json_schema, grammar, regex),
     }
     choose_params(None, keywords, SamplingParams(temperature=1.0))  # reject invalid options before a bundle is read
-    with load(bundle, engine, threads=threads, cpu_mode=talking_mode(engine, cpu_mode)) as model:
+    speculation = SpeculateOptions(speculate, draft_corpus, draft, draft_tokens)
+    options: dict[str, Any] = {"engine": engine, "threads": threads, "cpu_mode": talking_mode(engine, cpu_mode)}
+    with load(bundle, **options) as model, speculation.opened(model, **options) as wanted:
         params = choose_params(None, keywords, model.defaults).params
         assert isinstance(params, SamplingParams)
-        conversation = Conversation(model, system=system, params=params)
+        conversation = Conversation(model, system=system, params=params, speculate=wanted)
         if message is None:
             _converse(conversation)
         elif as_json:
@@ -145,4 +159,5 @@ def _figures(stats: GenerationStats) -> str:
     first = "" if stats.time_to_first_token_ms is None else f", first token {stats.time_to_first_token_ms:.0f} ms"
     speed = "" if stats.tokens_per_second is None else f", {stats.tokens_per_second:.1f} tokens/s"
     used = stats.prompt_tokens + stats.generated_tokens
-    return f"[{stats.generated_tokens} tokens{first}{speed}; {stats.reused_tokens} of {used} tokens were in the cache]"
+    cached = f"{stats.reused_tokens} of {used} tokens were in the cache"
+    return f"[{stats.generated_tokens} tokens{first}{speed}; {cached}{speculation_summary(stats)}]"

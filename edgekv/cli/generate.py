@@ -30,6 +30,13 @@ from edgekv.cli.prefix_options import (
     parse_retention,
 )
 from edgekv.cli.prompt import PromptFileOption, PromptOption, read_prompt
+from edgekv.cli.speculate_options import (
+    DraftCorpusOption,
+    DraftOption,
+    DraftTokensOption,
+    SpeculateOption,
+    SpeculateOptions,
+)
 from edgekv.errors import UsageError
 
 if TYPE_CHECKING:
@@ -139,6 +146,10 @@ def generate(
     free_memory_fraction: MemoryFractionOption = None,
     host_cache_size: HostSizeOption = None,
     disk_cache_size: DiskSizeOption = None,
+    speculate: SpeculateOption = None,
+    draft_corpus: DraftCorpusOption = None,
+    draft: DraftOption = None,
+    draft_tokens: DraftTokensOption = None,
     session: Annotated[
         Path | None,
         typer.Option(
@@ -193,6 +204,7 @@ def generate(
     from edgekv.session.saved import load_sequence, save_sequence
 
     choose_params(None, keywords, SamplingParams(temperature=1.0))  # reject invalid options before a bundle is read
+    speculation = SpeculateOptions(speculate, draft_corpus, draft, draft_tokens)
     options = PrefixOptions(
         prefix_cache,
         tokens_per_block,
@@ -221,16 +233,17 @@ def generate(
         if session is not None:
             load_sequence(model, SEQUENCE, session)
             keywords["sequence"] = SEQUENCE
-        result = model.generate(text, cache_salt=cache_salt, retention=policy, **keywords)
-        if num_beams is not None:
-            print_sequences(result, as_json)
-            return
-        record = model.bundle.manifest.generation
-        try:
-            print_stream(result, as_json, [] if record is None else record.ignored)
-        finally:  # after Ctrl-C too
-            if session is not None:
-                save_sequence(model, SEQUENCE, session)
+        with speculation.opened(model, engine=engine, threads=threads, cpu_mode=cpu_mode) as wanted:
+            result: Any = model.generate(text, cache_salt=cache_salt, retention=policy, speculate=wanted, **keywords)
+            if num_beams is not None:
+                print_sequences(result, as_json)
+                return
+            record = model.bundle.manifest.generation
+            try:
+                print_stream(result, as_json, [] if record is None else record.ignored)
+            finally:  # after Ctrl-C too
+                if session is not None:
+                    save_sequence(model, SEQUENCE, session)
 
 
 def _early_stopping(text: str) -> EarlyStopping:

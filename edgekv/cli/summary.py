@@ -24,8 +24,19 @@ def summary(stats: GenerationStats) -> str:
         f"ended by {stats.stop_reason or 'an interruption'}; "
         f"prefill {stats.prefill_ms:.0f} ms{first}{decode}, host {stats.host_us_per_step:.0f} us/step; "
         f"KV {stats.kv_update}{reserve}{mode}: {stats.kv_bytes_held:,} bytes held{growth}, "
-        f"{stats.kv_bytes_copied:,} copied{_eviction(stats)}{seed}]"
+        f"{stats.kv_bytes_copied:,} copied{_eviction(stats)}{seed}{speculation_summary(stats)}]"
     )
+
+
+def speculation_summary(stats: GenerationStats) -> str:
+    """What speculation brought, behind a semicolon; empty without it."""
+    found = stats.speculation
+    if found is None or found.tokens_per_pass is None:
+        return ""
+    drafters = (f"{name} {each.accepted} of {each.proposed} drafts" for name, each in found.drafters.items())
+    host_us = (found.draft_ns + found.accept_ns) / 1e3 / found.passes
+    listed = "".join(f", {each}" for each in drafters)
+    return f"; {found.tokens_per_pass:.2f} tokens a pass{listed}, drafting {host_us:.0f} us/pass"
 
 
 def defaults_line(stats: GenerationStats, ignored: list[str]) -> str | None:

@@ -1,7 +1,7 @@
 """Drafts of the next tokens, which the model checks several at a time. Knows tokens only."""
 
 from edgekv.draft.acceptance import Acceptance
-from edgekv.draft.adaptive import AdaptiveDrafter, Source
+from edgekv.draft.adaptive import AdaptiveDrafter, AtMost, Source
 from edgekv.draft.automaton import Match, SuffixAutomaton
 from edgekv.draft.corpus import CorpusDrafter, open_corpus
 from edgekv.draft.corpus_index import CorpusIndex, build_index
@@ -12,6 +12,7 @@ from edgekv.draft.pass_costs import PassCosts
 __all__ = [
     "Acceptance",
     "AdaptiveDrafter",
+    "AtMost",
     "CorpusDrafter",
     "CorpusIndex",
     "Drafter",

@@ -16,6 +16,20 @@ _PROBE_TOKENS = 256
 """A graph or a drafter that does not pay is tried again after as many tokens of a text."""
 
 
+class AtMost:
+    """A pacer that is always the same."""
+
+    def __init__(self, tokens: int) -> None:
+        """Allow so many drafts."""
+        self._tokens = tokens
+
+    def most(self, k: int) -> int:
+        return min(k, self._tokens)
+
+    def ran(self, rows: int, tokens: int, ns: int) -> None:
+        """Nothing to note."""
+
+
 class Source(Drafter, Protocol):
     """A drafter that says what its proposals rest on.
 
@@ -68,18 +82,20 @@ class AdaptiveDrafter:
     off. A pass's time is the median of the last ones. One object serves one text, as its drafters do.
     """
 
-    def __init__(self, sources: Sequence[Source], rows: Sequence[int], costs: PassCosts) -> None:
+    def __init__(self, sources: Sequence[Source], rows: Sequence[int], costs: PassCosts, most: int) -> None:
         """Measure from now on.
 
         Args:
             sources: drafters; of equally promising drafts the first one's is taken.
             rows: tokens per inference of the graphs that can check drafts.
             costs: of the model's passes.
+            most: tokens of a draft.
         """
         self.name = ""
         self._tried = [_Tried(each) for each in sources]
         self._rows = sorted(rows)
         self._costs = costs
+        self._most = min(most, self._rows[-1] - 1, MOST_TOKENS)
         self._taken: Source | None = None
         self._run_at: dict[int, int] = {}  # tokens of the text when a graph ran last
         self._length = 0
@@ -114,7 +130,7 @@ class AdaptiveDrafter:
 
     def _ask(self, tried: _Tried, tokens: Sequence[int], k: int, rate: float) -> Sequence[int]:
         """The draft of a source; one that costs time is asked only if it can beat a rate, or to try it again."""
-        at, most = len(tokens), min(k, self._rows[-1] - 1, MOST_TOKENS)
+        at, most = len(tokens), min(k, self._most)
         source = tried.source
         if source.ns_per_token:
             length, promised = self._fastest(tried, 0, most, at)

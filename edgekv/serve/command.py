@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from edgekv.cli.engine_options import TalkingModeOption, talking_mode
+from edgekv.cli.speculate_options import (
+    DraftCorpusOption,
+    DraftOption,
+    DraftTokensOption,
+    SpeculateOption,
+    SpeculateOptions,
+)
 from edgekv.errors import UsageError
 
 _NEEDED = ("starlette", "uvicorn")
@@ -40,6 +48,10 @@ def serve(
         typer.Option(help="Accepted API keys, one a line; prefixes are never shared across keys.", show_default="none"),
     ] = None,
     cpu_mode: TalkingModeOption = None,
+    speculate: SpeculateOption = None,
+    draft_corpus: DraftCorpusOption = None,
+    draft: DraftOption = None,
+    draft_tokens: DraftTokensOption = None,
     cors: Annotated[
         list[str] | None,
         typer.Option(help="Web origin whose pages may call the API; repeatable.", show_default="none"),
@@ -68,14 +80,13 @@ def serve(
         Limits(sessions=max_sessions, queue=max_queue, request_s=timeout),
     )
     mode = Adaptive(parse_budget(cache_budget))
-    with load(
-        bundle,
-        engine,
-        threads=threads,
-        cpu_mode=talking_mode(engine, cpu_mode),
-        cache_mode=mode,
-        prefix_cache=StoreConfig(disk_folder=prefix_cache),
-    ) as model:
-        serving = Serving(model, options)
+    speculation = SpeculateOptions(speculate, draft_corpus, draft, draft_tokens)
+    common: dict[str, Any] = {"engine": engine, "threads": threads, "cpu_mode": talking_mode(engine, cpu_mode)}
+    store = StoreConfig(disk_folder=prefix_cache)
+    with (
+        load(bundle, cache_mode=mode, prefix_cache=store, **common) as model,
+        speculation.opened(model, **common) as wanted,
+    ):
+        serving = Serving(model, replace(options, speculate=wanted))
         typer.echo(f"{serving.url}/v1 serves {serving.service.name}")
         serving.run()

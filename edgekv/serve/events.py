@@ -43,12 +43,16 @@ class Finished:
         prompt_tokens: tokens of the prompt.
         cached_tokens: those of them that were not computed.
         generated_tokens: tokens generated, with the end-of-sequence token.
+        accepted_drafts: those of them that speculation proposed.
+        rejected_drafts: proposed tokens that were wrong, or not needed.
     """
 
     reason: FinishReason
     prompt_tokens: int
     cached_tokens: int
     generated_tokens: int
+    accepted_drafts: int = 0
+    rejected_drafts: int = 0
 
 
 Event = Piece | PromptLogprobs | Finished | ApiError

@@ -10,7 +10,7 @@ from edgekv.serve.channel import Channel
 from edgekv.serve.events import Finished, FinishReason, Piece, PromptLogprobs
 from edgekv.serve.logprobs import Likelihood, TokenLogprob, token_logprob
 from edgekv.serve.slots import Slot
-from edgekv.session import Generation, SamplingParams, Scoring, StopReason, Tools
+from edgekv.session import Generation, SamplingParams, Scoring, Speculate, SpeculationStats, StopReason, Tools
 
 _REASONS: dict[StopReason | None, FinishReason] = {
     "eos": "stop",
@@ -77,8 +77,13 @@ class Job:
         """Whether it needs the model's own session."""
         return self.work.scored_tokens > 0
 
-    def start(self, model: Model, slot: Slot | None) -> None:
+    def start(self, model: Model, slot: Slot | None, speculate: Speculate | None = None) -> None:
         """Get ready for steps.
+
+        Args:
+            model: an open model.
+            slot: the sequence to run in; None for a job that generates nothing.
+            speculate: how the answer is drafted.
 
         Raises:
             EdgeKVError: see `Model.generate`.
@@ -95,6 +100,7 @@ class Job:
                 cache_salt=work.salt,
                 return_logits=work.top_logprobs is not None,
                 tools=work.tools,
+                speculate=speculate,
             )
 
     def step(self, prefill_tokens: int) -> Finished | None:
@@ -129,6 +135,11 @@ class Job:
             self._generation.close()
 
     @property
+    def speculation(self) -> SpeculationStats | None:
+        """What drafts brought; None without speculation."""
+        return None if self._generation is None else self._generation.stats.speculation
+
+    @property
     def reused_tokens(self) -> int:
         """Prompt tokens that were not computed."""
         return 0 if self._generation is None else self._generation.stats.reused_tokens
@@ -140,7 +151,10 @@ class Job:
 
     def _finished(self, generation: Generation) -> Finished:
         stats = generation.stats
-        return Finished(_REASONS[stats.stop_reason], stats.prompt_tokens, stats.reused_tokens, stats.generated_tokens)
+        drafts = stats.speculation
+        accepted, rejected = (0, 0) if drafts is None else (drafts.accepted, drafts.proposed - drafts.accepted)
+        reason, cached, generated = _REASONS[stats.stop_reason], stats.reused_tokens, stats.generated_tokens
+        return Finished(reason, stats.prompt_tokens, cached, generated, accepted, rejected)
 
     def _score(self, scoring: Scoring) -> Finished | None:
         """Score the next tokens of the prompt. Row i of the logits judges token i+1."""

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from edgekv.model import Model
 from edgekv.serve.errors import ApiError
 from edgekv.serve.job import Job
+from edgekv.session import SpeculationStats
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _FIRST_TOKEN_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
@@ -85,6 +86,9 @@ class Metrics:
         generated_tokens: tokens generated.
         finished: requests that ran to their end.
         failed: requests that ended with an error, by its code.
+        passes: inferences after prefill, of requests with speculation.
+        proposed: drafts that these passes checked, by drafter.
+        accepted: those that were right, by drafter.
         first_token: seconds from a request to its first token.
         token: seconds from each token to the next.
         held: sessions and bytes.
@@ -98,6 +102,9 @@ class Metrics:
     generated_tokens: int = 0
     finished: int = 0
     failed: dict[str, int] = field(default_factory=dict)
+    passes: int = 0
+    proposed: dict[str, int] = field(default_factory=dict)
+    accepted: dict[str, int] = field(default_factory=dict)
     first_token: Histogram = field(default_factory=lambda: Histogram(_FIRST_TOKEN_S))
     token: Histogram = field(default_factory=lambda: Histogram(_TOKEN_S))
     held: Held = field(default_factory=Held)
@@ -173,6 +180,12 @@ class Metrics:
         add(name, "histogram", "From a request to its first token.", self.first_token.lines(f"edgekv_{name}"))
         name = "time_per_token_seconds"
         add(name, "histogram", "From each token of an answer to the next.", self.token.lines(f"edgekv_{name}"))
+        if self.passes:
+            one("decode_passes_total", "counter", "Inferences after prefill, with speculation.", self.passes)
+            for name, counts in (("draft_tokens_total", self.proposed), ("draft_tokens_accepted_total", self.accepted)):
+                about = f"Drafted tokens{' that were right' if counts is self.accepted else ''}, by drafter."
+                samples = (f'edgekv_{name}{{drafter="{drafter}"}} {n}' for drafter, n in sorted(counts.items()))
+                add(name, "counter", about, samples)
         one("sessions", "gauge", "Sessions with a cache.", held.sessions)
         one("sessions_busy", "gauge", "Sessions that a request uses.", held.busy)
         one("session_bytes", "gauge", "Bytes of the caches of sessions.", held.session_bytes)
@@ -190,3 +203,12 @@ class Metrics:
             self.prompt_tokens += len(job.work.prompt)
             self.reused_tokens += job.reused_tokens
             self.restored_tokens += job.restored_tokens
+            self._count_drafts(job.speculation)
+
+    def _count_drafts(self, found: SpeculationStats | None) -> None:
+        if found is None:
+            return
+        self.passes += found.passes
+        for name, each in found.drafters.items():
+            self.proposed[name] = self.proposed.get(name, 0) + each.proposed
+            self.accepted[name] = self.accepted.get(name, 0) + each.accepted

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from edgekv.errors import UsageError
+from edgekv.session import Speculate
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
@@ -61,6 +62,7 @@ class ServeOptions:
         keys: API keys that are accepted; empty for no authentication.
         origins: web origins whose pages may call the API; empty for none.
         limits: what a client may use.
+        speculate: how answers are drafted; None for no drafts.
 
     Raises:
         UsageError: a port out of range.
@@ -72,6 +74,7 @@ class ServeOptions:
     keys: tuple[str, ...] = field(default=(), repr=False)
     origins: tuple[str, ...] = ()
     limits: Limits = field(default_factory=Limits)
+    speculate: Speculate | None = None
 
     def __post_init__(self) -> None:
         if not 0 <= self.port < 1 << 16:

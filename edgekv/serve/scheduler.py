@@ -15,6 +15,7 @@ from edgekv.serve.job import Job, Work
 from edgekv.serve.metrics import Metrics
 from edgekv.serve.options import Limits
 from edgekv.serve.slots import Slots
+from edgekv.session import Speculate
 
 _STOPPING = "the server is stopping"
 
@@ -26,17 +27,19 @@ class Scheduler:
     in, first out. Cancelled jobs and those past their deadline end before their next step.
     """
 
-    def __init__(self, model: Model, limits: Limits, metrics: Metrics) -> None:
+    def __init__(self, model: Model, limits: Limits, metrics: Metrics, speculate: Speculate | None = None) -> None:
         """Start the thread.
 
         Args:
             model: an open model; other threads must not use it until `close`.
             limits: of sessions, queue and time.
             metrics: what is counted.
+            speculate: how answers are drafted; None for no drafts.
         """
         self._model = model
         self._limits = limits
         self._metrics = metrics
+        self._speculate = speculate
         self._prefill_tokens = model.cache.ar[-1]
         pool = model.sequences
         self._slots = Slots(limits.sessions, pool.tokens_of, pool.drop, lambda: pool.has_room)
@@ -141,7 +144,7 @@ class Scheduler:
             if slot is None:
                 return False
         try:
-            job.start(self._model, slot)
+            job.start(self._model, slot, self._speculate)
         except BaseException as error:  # panics of Rust libraries are no Exception; this thread gets no signals
             job.slot = slot
             self._end(job, api_error(error))

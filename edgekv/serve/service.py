@@ -51,7 +51,7 @@ class Service:
         self.metrics = Metrics()
         self.limits = options.limits
         self.responses = ResponseStore(options.limits.stored_responses)
-        self.scheduler = Scheduler(model, options.limits, self.metrics)
+        self.scheduler = Scheduler(model, options.limits, self.metrics, options.speculate)
 
     @property
     def context(self) -> int:

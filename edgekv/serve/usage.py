@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
 from edgekv.serve.events import Finished
 
@@ -13,6 +14,13 @@ class PromptDetails(msgspec.Struct, frozen=True):
     cached_tokens: int = 0
 
 
+class CompletionDetails(msgspec.Struct, frozen=True):
+    """Part of `usage` with speculation: drafts that are part of the answer, and drafts that are not."""
+
+    accepted_prediction_tokens: int
+    rejected_prediction_tokens: int
+
+
 class Usage(msgspec.Struct, frozen=True):
     """`usage` of completions."""
 
@@ -20,10 +28,14 @@ class Usage(msgspec.Struct, frozen=True):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptDetails
+    completion_tokens_details: CompletionDetails | UnsetType = UNSET
 
     @classmethod
     def of(cls, *ends: Finished) -> Usage:
         """Of the answers to a request."""
         prompt = sum(end.prompt_tokens for end in ends)
         generated = sum(end.generated_tokens for end in ends)
-        return cls(prompt, generated, prompt + generated, PromptDetails(sum(end.cached_tokens for end in ends)))
+        cached = PromptDetails(sum(end.cached_tokens for end in ends))
+        accepted, rejected = sum(end.accepted_drafts for end in ends), sum(end.rejected_drafts for end in ends)
+        details = CompletionDetails(accepted, rejected) if accepted or rejected else UNSET
+        return cls(prompt, generated, prompt + generated, cached, details)

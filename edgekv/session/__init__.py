@@ -17,6 +17,7 @@ from edgekv.session.request import Request, SessionStats
 from edgekv.session.sampler import Sampler
 from edgekv.session.scoring import Scoring
 from edgekv.session.session import Session
+from edgekv.session.speculate import Speculate, SpeculateMode
 from edgekv.session.speculation import DrafterStats, Speculation, SpeculationStats
 from edgekv.session.text import Detokenizer, StopSequences
 from edgekv.session.tools import Tool, ToolCall, Tools
@@ -55,6 +56,8 @@ __all__ = [
     "Session",
     "SessionPool",
     "SessionStats",
+    "Speculate",
+    "SpeculateMode",
     "Speculation",
     "SpeculationStats",
     "StepTimes",

@@ -173,12 +173,13 @@ def check_beams(
     tools: Tools | None = None,
     *,
     return_logits: bool = False,
+    speculates: bool = False,
 ) -> None:
     """Reject options that beam search does not support.
 
     Raises:
-        UsageError: a sequence, processors, tools, logits, or a context policy, cache mode, growth, key layout or
-            attention window without beam search.
+        UsageError: a sequence, processors, tools, logits, speculation, or a context policy, cache mode, growth, key
+            layout or attention window without beam search.
     """
 
     def refuse(field: str, found: object, wanted: str, fix: str) -> NoReturn:
@@ -192,6 +193,8 @@ def check_beams(
         refuse("tools", len(tools.tools), "none with num_beams", "Leave one of them out.")
     if return_logits:
         refuse("return_logits", True, "none with num_beams", "Use Model.score for the logits of a text.")
+    if speculates:
+        refuse("speculate", "drafts", "none with num_beams", "Leave one of them out.")
     if caches.policy.name != "fail":
         refuse("context policy", caches.policy.name, "fail", "Choose the policy fail, or leave num_beams out.")
     if not isinstance(caches.mode, Always):

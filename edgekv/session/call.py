@@ -12,6 +12,7 @@ from edgekv.session.refusal import refuse, shown
 if TYPE_CHECKING:
     from edgekv.prefix import RetentionPolicy
     from edgekv.session.processors import LogitsProcessor
+    from edgekv.session.speculate import Speculate, SpeculateMode
 
 
 class Call(TypedDict, total=False):
@@ -27,6 +28,7 @@ class SamplingCall(SamplingKeywords, Call, total=False):
     sequence: int | None
     processors: Sequence[LogitsProcessor]
     return_logits: bool
+    speculate: Speculate | SpeculateMode | None
 
 
 class BeamCall(BeamKeywords, Call, total=False):

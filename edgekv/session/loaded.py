@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
 from edgekv.bundle import Bundle, GenerationRecord
+from edgekv.draft import CorpusIndex, PassCosts, open_corpus
 from edgekv.errors import BundleError, UsageError
 from edgekv.kv import KVCache
 from edgekv.prefix import PrefixCache, PrefixStore, open_store
@@ -36,6 +38,7 @@ class LoadedBundle:
         session: the model's own session, of calls without `sequence`.
         sequences: the sessions of calls with `sequence`.
         defaults: default sampling parameters: the bundle's, or greedy decoding.
+        pass_costs: measured by speculation.
     """
 
     def __init__(self, bundle: Bundle, engine: Engine, caches: CacheSetup, prefix_cache: PrefixCache | None) -> None:
@@ -45,6 +48,7 @@ class LoadedBundle:
         self.mode = caches.mode
         self.defaults = default_params(bundle.manifest.generation)
         self.session = Session(graphs.cache, graphs)
+        self.pass_costs = PassCosts()
         self._turns = Turns()
         self.sequences = SessionPool(lambda: Session(caches.make(), graphs), caches.mode, self.session, self._turns)
         self._caches = caches
@@ -94,6 +98,19 @@ class LoadedBundle:
     def prefix_store(self) -> PrefixStore | None:
         """Where computed prefixes are stored; None if there is no prefix cache."""
         return None if self._store is None else self._store.store
+
+    @property
+    def verify_rows(self) -> list[int]:
+        """Tokens per inference of the graphs that check drafts, ascending; none if the bundle has no such graph."""
+        return sorted({graph.ar for graph in self.bundle.manifest.graphs if graph.role == "verify"})
+
+    def open_corpus(self, path: str | Path, field: str = "draft corpus") -> CorpusIndex:
+        """The index of a text file to draft from; see `edgekv.draft.open_corpus`.
+
+        Raises:
+            UsageError: the file is no text, too large, or cannot be read.
+        """
+        return open_corpus(Path(path), self.tokenizer, self.bundle.manifest.model.vocab, field)
 
     @property
     def tokenizer(self) -> Tokenizer:
