@@ -464,6 +464,43 @@ def test_a_chip_without_published_figures_says_whose_it_takes(llama):
     assert any("figures of this chip: Qualcomm AI Hub Models" in each for each in own.assumptions)
 
 
+# Speculation
+
+
+def test_what_speculation_would_bring_by_hand(llama):
+    made = make_plan(llama, device=SM8650, context=4096, acceptance=0.5)
+    assert [each.rows for each in made.speculation] == [4, 8, 16]
+    four = made.speculation[0]
+    assert four.tokens_per_pass == pytest.approx(1 + 0.5 + 0.25 + 0.125)
+    macs = 16 * 60_817_408 + 2 * 16 * 32 * 64 * 4096 + 2048 * 128256
+    slow, fast = (1 + 3 * macs / 8.1e12 * each for each in made.speed.tokens_per_s)
+    assert four.cost == pytest.approx((slow, fast))
+    assert four.gain == pytest.approx((1.875 / fast, 1.875 / slow))
+    low, high = made.speed.tokens_per_s
+    assert four.tokens_per_s == pytest.approx((1.875 * low / slow, 1.875 * high / fast))
+
+
+@pytest.mark.parametrize(("acceptance", "tokens"), [(0, 1), (1, 8)])
+def test_certain_drafts(llama, acceptance, tokens):
+    eight = make_plan(llama, device=SM8650, context=4096, acceptance=acceptance).speculation[1]
+    assert eight.tokens_per_pass == tokens
+
+
+def test_the_command_tells_what_speculation_would_bring(llama):
+    app = typer.Typer()
+    app.command()(plan)
+    arguments = [str(llama), "--device", "SM8650", "--context", "1024"]
+    told = CliRunner().invoke(app, [*arguments, "--acceptance", "0.6"], env={"COLUMNS": "200"}).output
+    assert "with --verify 8: 2.46 tokens a pass, which costs" in told
+    assert json.loads(CliRunner().invoke(app, [*arguments, "--json"]).output)["speculation"] is None
+
+
+@pytest.mark.parametrize("acceptance", [-0.1, 1.1, float("nan")])
+def test_an_acceptance_that_is_no_probability_is_refused(llama, acceptance):
+    with pytest.raises(UsageError, match=r"--acceptance: got .*; expected 0 to 1"):
+        make_plan(llama, device=SM8650, acceptance=acceptance)
+
+
 # Masks
 
 

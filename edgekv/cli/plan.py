@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -11,7 +12,7 @@ from rich.table import Table
 
 from edgekv.cli.numbers import find_device, parse_numbers
 from edgekv.cli.output import print_json
-from edgekv.plan import ExportCost, Plan, Speed, make_plan
+from edgekv.plan import ExportCost, Plan, SpeculativeSpeed, Speed, make_plan
 from edgekv.plan.wording import duration, duration_span, gb, span
 
 Row = tuple[str, str, str]
@@ -29,6 +30,13 @@ def plan(
         str | None,
         typer.Option(help="Tokens per inference of each graph, comma-separated, with 1.", show_default="1,32"),
     ] = None,
+    acceptance: Annotated[
+        float | None,
+        typer.Option(
+            help="What speculation would bring if a drafted token is right with this probability, 0 to 1.",
+            show_default=False,
+        ),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output.")] = False,
 ) -> None:
     """Plan an export: memory, parts, speed on the device, and the cost of the export.
@@ -36,7 +44,9 @@ def plan(
     Reads config.json only, no weights. Speed, RAM and time are estimates; the sources are listed.
     """
     graphs = None if ar is None else parse_numbers("--ar", ar)
-    made = make_plan(config, device=find_device(device), context=context, recipe=recipe, kv=kv, ar=graphs)
+    made = make_plan(
+        config, device=find_device(device), context=context, recipe=recipe, kv=kv, ar=graphs, acceptance=acceptance
+    )
     if as_json:
         print_json(made)
     else:
@@ -57,7 +67,8 @@ def _show(made: Plan) -> None:
     table.add_column(no_wrap=True)
     table.add_column(justify="right", no_wrap=True)
     table.add_column(overflow="fold")
-    for section in (_memory_rows(made), _export_rows(made.export), _speed_rows(made.speed, made.ar[-1])):
+    sections = [_memory_rows(made), _export_rows(made.export), _speed_rows(made.speed, made.ar[-1])]
+    for section in [*sections, _speculation_rows(made.speculation or ())]:
         for row in section:
             table.add_row(*row)
         table.add_section()
@@ -125,6 +136,24 @@ def _speed_rows(speed: Speed, ar: int) -> list[Row]:
             )
         )
     return rows
+
+
+def _speculation_rows(speeds: Sequence[SpeculativeSpeed]) -> list[Row]:
+    """A row for each size of verify graphs."""
+    return [
+        (
+            "" if at else "with drafts",
+            span(*each.tokens_per_s),
+            f"tokens a second with --verify {each.rows}: {each.tokens_per_pass:.2f} tokens a pass, which costs "
+            f"{_factors(each.cost)} steps; {_factors(each.gain)} times as fast",
+        )
+        for at, each in enumerate(speeds)
+    ]
+
+
+def _factors(pair: tuple[float, float]) -> str:
+    first, last = (f"{each:.2f}" for each in pair)
+    return first if first == last else f"{first} to {last}"
 
 
 def _or_none(number: int | None) -> str:

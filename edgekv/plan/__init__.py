@@ -20,6 +20,7 @@ from edgekv.plan.plan import RECIPES, Plan, make_plan
 from edgekv.plan.plot import save_plot
 from edgekv.plan.size import SizeReport, make_size_report
 from edgekv.plan.source import find_subject
+from edgekv.plan.speculation import VERIFY_ROWS, SpeculativeSpeed
 from edgekv.plan.speed import FirstToken, Speed, estimate_speed
 from edgekv.plan.subject import Overrides, Subject
 
@@ -41,8 +42,10 @@ __all__ = [
     "Part",
     "Plan",
     "SizeReport",
+    "SpeculativeSpeed",
     "Speed",
     "Subject",
+    "VERIFY_ROWS",
     "activation_bytes",
     "compile_bytes",
     "default_calibration_tokens",

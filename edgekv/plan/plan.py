@@ -17,6 +17,7 @@ from edgekv.plan.limits import PROTOBUF_BYTES
 from edgekv.plan.masks import mask_warnings
 from edgekv.plan.parts import Part
 from edgekv.plan.source import find_subject, is_bundle
+from edgekv.plan.speculation import SpeculativeSpeed, check_acceptance, speculative_speed
 from edgekv.plan.speed import Speed, estimate_speed
 from edgekv.plan.subject import Overrides, Subject, shortened
 from edgekv.plan.wording import duration, duration_span, fit_sentences, gb, span
@@ -53,6 +54,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         parts: parts of the graphs; None if a single layer is too large for an HTP context.
         export: cost of the export.
         speed: how fast it can be.
+        speculation: how fast with drafts, for each size of verify graphs; None without an acceptance.
         assumptions: what the plan is based on.
     """
 
@@ -71,6 +73,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     parts: list[Part] | None
     export: ExportCost
     speed: Speed
+    speculation: list[SpeculativeSpeed] | None
     assumptions: list[str]
 
 
@@ -82,6 +85,7 @@ def make_plan(
     recipe: str = "w8a16",
     kv: str = "u8",
     ar: tuple[int, ...] | None = None,
+    acceptance: float | None = None,
 ) -> Plan:
     """Plan the export of a model for a device.
 
@@ -92,11 +96,14 @@ def make_plan(
         recipe: one of `RECIPES`.
         kv: `u8` or `s16`.
         ar: tokens per inference of each graph; 1 and 32 if None.
+        acceptance: probability that a drafted token is right after right ones; None for no drafts.
 
     Raises:
         UsageError: options that export would refuse for this model and device.
         CheckpointError: a `config.json` that cannot be read, or a model whose weights are not known.
     """
+    if acceptance is not None:
+        check_acceptance(acceptance)
     subject = _find(path, context, recipe, kv, ar)
     decoder, weights = subject.decoder, subject.weights
     if decoder is None or weights is None:
@@ -129,6 +136,7 @@ def make_plan(
         parts=None if parts is None else list(parts),
         export=cost,
         speed=speed,
+        speculation=None if acceptance is None else speculative_speed(subject, decoder, device, speed, acceptance),
         assumptions=[*subject.assumptions, *_OWN_ASSUMPTIONS, _speed_basis(device, speed), _protobuf(cost)],
     )
 

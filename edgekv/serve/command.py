@@ -85,8 +85,8 @@ def serve(
     store = StoreConfig(disk_folder=prefix_cache)
     with (
         load(bundle, cache_mode=mode, prefix_cache=store, **common) as model,
-        speculation.opened(model, **common) as wanted,
+        speculation.opened(model, **common) as drafts,
     ):
-        serving = Serving(model, replace(options, speculate=wanted))
+        serving = Serving(model, replace(options, speculate=drafts))
         typer.echo(f"{serving.url}/v1 serves {serving.service.name}")
         serving.run()

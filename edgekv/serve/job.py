@@ -10,7 +10,7 @@ from edgekv.serve.channel import Channel
 from edgekv.serve.events import Finished, FinishReason, Piece, PromptLogprobs
 from edgekv.serve.logprobs import Likelihood, TokenLogprob, token_logprob
 from edgekv.serve.slots import Slot
-from edgekv.session import Generation, SamplingParams, Scoring, Speculate, SpeculationStats, StopReason, Tools
+from edgekv.session import Generation, SamplingParams, Scoring, Speculate, SpeculationStats, StopReason, Token, Tools
 
 _REASONS: dict[StopReason | None, FinishReason] = {
     "eos": "stop",
@@ -54,7 +54,7 @@ class Job:
         is_cancelled: whether nobody waits for it any more; set from any thread.
         slot: the sequence it runs in; None before it has one.
         generated_tokens: tokens generated so far.
-        token_s: seconds to the last token from the one before, or from the arrival.
+        token_s: of the last step, seconds to each token from the one before, or from the arrival.
     """
 
     def __init__(self, work: Work, channel: Channel, time_limit_s: float) -> None:
@@ -65,7 +65,7 @@ class Job:
         self.is_cancelled = False
         self.slot: Slot | None = None
         self.generated_tokens = 0
-        self.token_s = 0.0
+        self.token_s: list[float] = []
         self._last_token = self.arrived
         self._generation: Generation | None = None
         self._scoring: Scoring | None = None
@@ -104,11 +104,12 @@ class Job:
             )
 
     def step(self, prefill_tokens: int) -> Finished | None:
-        """Run a step of the graphs; the last one returns the end of the answer.
+        """Run a step of the graphs, which may bring several tokens; the last one returns the end of the answer.
 
         Raises:
             EdgeKVError: see `Model.generate`.
         """
+        self.token_s.clear()
         if self._scoring is not None:
             return self._score(self._scoring)
         generation = self._generation
@@ -117,15 +118,13 @@ class Job:
             self._is_prefilled = not generation.prefill(prefill_tokens)
             if not self._is_prefilled:
                 return None
-        token = next(generation)
-        self.generated_tokens += 1
-        now = perf_counter()
-        self.token_s, self._last_token = now - self._last_token, now
-        reason, logprob = generation.stop_reason, None
-        if token.logits is not None and reason != "eos":
-            logprob = token_logprob(token.logits, token.id, self.work.top_logprobs or 0)
-        self.channel.put(Piece(token.text, logprob, token.tool_calls))
-        return None if reason is None else self._finished(generation)
+        while True:
+            token = next(generation)
+            self._put(token, generation.stop_reason)
+            if generation.stop_reason is not None:
+                return self._finished(generation)
+            if generation.needs_pass:
+                return None
 
     def close(self) -> None:
         """Free what it holds; computed rows are kept for later requests."""
@@ -148,6 +147,17 @@ class Job:
     def restored_tokens(self) -> int:
         """The part of them that came from the prefix cache."""
         return 0 if self._generation is None else self._generation.stats.restored_tokens
+
+    def _put(self, token: Token, reason: StopReason | None) -> None:
+        """Send a token; `reason` is why it is the last one."""
+        self.generated_tokens += 1
+        now = perf_counter()
+        self.token_s.append(now - self._last_token)
+        self._last_token = now
+        logprob = None
+        if token.logits is not None and reason != "eos":
+            logprob = token_logprob(token.logits, token.id, self.work.top_logprobs or 0)
+        self.channel.put(Piece(token.text, logprob, token.tool_calls))
 
     def _finished(self, generation: Generation) -> Finished:
         stats = generation.stats

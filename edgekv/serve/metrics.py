@@ -113,10 +113,12 @@ class Metrics:
         """Count an HTTP answer."""
         self.answers[path, status] = self.answers.get((path, status), 0) + 1
 
-    def count_token(self, job: Job) -> None:
-        """Count a generated token."""
-        self.generated_tokens += 1
-        (self.first_token if job.generated_tokens == 1 else self.token).observe(job.token_s)
+    def count_tokens(self, job: Job) -> None:
+        """Count the tokens of a job's last step."""
+        self.generated_tokens += len(job.token_s)
+        earlier = job.generated_tokens - len(job.token_s)
+        for at, seconds in enumerate(job.token_s):
+            (self.token if earlier + at else self.first_token).observe(seconds)
 
     def count_finished(self, job: Job) -> None:
         """Count a job that ran to its end."""

@@ -157,14 +157,12 @@ class Scheduler:
         if (over := self._over(job)) is not None:
             self._end(job, over)
             return
-        tokens = job.generated_tokens
         try:
             finished = job.step(self._prefill_tokens)
         except BaseException as error:
             self._end(job, api_error(error))
             return
-        if job.generated_tokens > tokens:
-            self._metrics.count_token(job)
+        self._metrics.count_tokens(job)
         if finished is None:
             return
         self._metrics.count_finished(job)

@@ -34,6 +34,10 @@ class DraftPass:
         row: NDArray[Any] = self._logits[self.taken - 1]
         return row
 
+    def has(self, tokens: Sequence[int]) -> bool:
+        """Whether the next rows are drafts of exactly these tokens."""
+        return self.tokens[self.taken : self.taken + len(tokens)] == list(tokens)
+
     def take(self, tokens: Sequence[int]) -> int:
         """Count the next rows as far as their drafts are these tokens; return how many."""
         drafts = self.tokens[self.taken :]

@@ -156,6 +156,12 @@ class Generation(Iterator[Token]):
             self._end()
 
     @property
+    def needs_pass(self) -> bool:
+        """Whether the next token needs an inference: it is not forced, and the last pass did not run its draft."""
+        is_forced = self._forced and not self._return_logits
+        return not is_forced and not self._request.has_run(self._unfed)
+
+    @property
     def stop_reason(self) -> StopReason | None:
         """Why it ended; None while it runs or if it was interrupted."""
         return self._stop_reason

@@ -225,6 +225,10 @@ class Request:
         self._count_room(-right)
         return session.pass_logits if right == len(tokens) else None
 
+    def has_run(self, tokens: Sequence[int]) -> bool:
+        """Whether `take` has the logits after these next tokens."""
+        return self._drafting is not None and self._drafting.has_run(tokens)
+
     def finish(self) -> None:
         """End the call, complete or interrupted: also store the end of the sequence in the prefix cache."""
         if self._is_finished:

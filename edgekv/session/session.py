@@ -110,6 +110,10 @@ class Session:
         """The text continues with these tokens: return how many of them the last pass has run as drafts."""
         return 0 if self._pass is None else self._pass.take(tokens)
 
+    def has_run(self, tokens: Sequence[int]) -> bool:
+        """Whether the last pass has run exactly these next tokens as drafts."""
+        return self._pass is not None and self._pass.has(tokens)
+
     @property
     def pass_logits(self) -> NDArray[Any]:
         """The logits of the last token of the sequence, valid until the next step; ValueError without an open pass."""
