@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from edgekv import qnn
 from edgekv.bundle import (
     FORMAT,
     MANIFEST,
@@ -26,7 +27,6 @@ from edgekv.bundle import (
 )
 from edgekv.errors import EngineError
 from edgekv.plan import CALIBRATION_WINDOW, default_calibration_tokens
-from edgekv.runtime import qnn
 from edgekv.spec import DecoderInterface, EncodingTypes, Geometry, LayeredGeometry
 from edgekv.spec.chat import write_templates
 from exporters.checkpoint.aligned import AlignedHeads, cache_encodings, write_heads

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from edgekv import qnn
 from edgekv.errors import EngineError, UsageError
-from edgekv.runtime import qnn
 from exporters.checkpoint.checkpoint import Checkpoint
 from exporters.graphs.tflite.limits import check_tflite
 from exporters.options import ExportOptions

@@ -6,9 +6,10 @@ import pytest
 
 import edgekv
 from devices import find
+from edgekv import qnn
 from edgekv.bundle import open_bundle, open_compiled
 from edgekv.errors import BundleError, EngineError, UsageError
-from edgekv.runtime import HtpEngine, make_engine, qnn
+from edgekv.runtime import HtpEngine, make_engine
 from exporters.checkpoint.checkpoint import Checkpoint
 from exporters.export import ExportOptions, export_bundle
 from exporters.htp.binary import check_target
@@ -123,7 +124,7 @@ def test_a_compiled_graph_runs_like_the_one_it_was_made_from(compiled):
 import sys, numpy as np
 from pathlib import Path
 from devices import find
-from edgekv.runtime import qnn
+from edgekv import qnn
 outputs = []
 for path in sys.argv[1:]:
     session = qnn.create_session(Path(path), find("SM8650"))

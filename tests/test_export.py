@@ -15,9 +15,9 @@ from safetensors.numpy import load_file
 
 import edgekv
 from devices import find
+from edgekv import qnn
 from edgekv.bundle import open_bundle
 from edgekv.errors import EngineError, UsageError
-from edgekv.runtime import qnn
 from exporters.checkpoint.checkpoint import Checkpoint
 from exporters.export import ExportOptions, export_bundle
 from exporters.htp.check import floating_nodes

@@ -18,8 +18,8 @@ from devices import find
 from edgekv.bundle import Bundle, open_bundle
 from edgekv.cli.app import run
 from edgekv.errors import BundleError, EngineError, UsageError
-from exporters.targets.genai import GenaiOptions, open_folder, run_folder, write_folder
-from exporters.targets.genai.folder import choose_graphs, choose_pad_token
+from exporters.targets.genai.folder import GenaiOptions, choose_graphs, choose_pad_token, write_folder
+from exporters.targets.genai.run import open_folder, run_folder
 from tests.checkpoints import NEWER, write_sinking
 from tests.exports import export_options, exported, kept
 

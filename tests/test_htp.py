@@ -13,8 +13,8 @@ from onnx import TensorProto, helper, numpy_helper
 
 import edgekv
 from devices import find
+from edgekv import native_output, qnn
 from edgekv.errors import EngineError
-from edgekv.runtime import native_output, qnn
 
 pytestmark = pytest.mark.htp
 

@@ -11,8 +11,12 @@ import edgekv
 from devices import find
 from edgekv.bundle import Bundle
 from edgekv.kv import KvDtype
-from exporters.targets.genai import GenaiOptions, open_folder, run_folder, write_folder
-from exporters.targets.genie import GenieDialog, GenieOptions, open_genie_folder, write_genie
+from exporters.targets.genai.folder import GenaiOptions, write_folder
+from exporters.targets.genai.run import open_folder, run_folder
+from exporters.targets.genie.dialog import GenieDialog
+from exporters.targets.genie.folder import open_genie_folder
+from exporters.targets.genie.plan import GenieOptions
+from exporters.targets.genie.write import write_genie
 from tests.checkpoints import NEWER, write_checkpoint
 from tests.endless import ending_elsewhere
 from tests.exports import export_options, exported

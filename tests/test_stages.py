@@ -15,9 +15,9 @@ import typer
 from typer.testing import CliRunner
 
 from devices import find
+from edgekv import qnn
 from edgekv.bundle import COMPILED, Manifest, open_bundle, open_compiled
 from edgekv.errors import BundleError, EngineError, UsageError
-from edgekv.runtime import qnn
 from edgekv.system import parse_bytes
 from exporters import resources
 from exporters.checkpoint.checkpoint import Checkpoint

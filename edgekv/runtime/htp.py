@@ -12,8 +12,8 @@ import onnxruntime as ort
 from devices import Device, find
 from edgekv.bundle import Bundle, GraphFormat, open_compiled
 from edgekv.errors import UsageError
+from edgekv.qnn import compiler, create_session
 from edgekv.runtime.binding import Binding, MemoryBinding
-from edgekv.runtime.qnn import compiler, create_session
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,8 +21,8 @@ import numpy as np
 from edgekv.bundle import Bundle, GraphFormat
 from edgekv.errors import EngineError, UsageError
 from edgekv.kv.memory import ALIGNMENT_BYTES
+from edgekv.native_output import captured_output
 from edgekv.runtime.foreign_graph import TriedFiles
-from edgekv.runtime.native_output import captured_output
 from edgekv.spec import GraphInterface, Port
 from quant import WEIGHT_TYPES
 

@@ -10,13 +10,13 @@ from typing import Annotated, Optional, TypeVar, cast
 import typer
 
 from devices import find
+from edgekv import qnn
 from edgekv.bundle import GraphFormat, SinkRecord, open_bundle, open_compiled
 from edgekv.cli.numbers import parse_numbers
 from edgekv.cli.output import print_json
 from edgekv.errors import UsageError
 from edgekv.kv import KeyLayout, KvDtype
 from edgekv.plan import mask_warnings
-from edgekv.runtime import qnn
 from edgekv.system import parse_bytes
 from exporters.checkpoint.checkpoint import Checkpoint
 from exporters.checkpoint.lora import AdapterChoice

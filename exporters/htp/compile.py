@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Protocol
 
 from devices import Device
+from edgekv import qnn
 from edgekv.bundle import (
     COMPILED,
     MANIFEST,
@@ -20,7 +21,6 @@ from edgekv.bundle import (
     record_files,
 )
 from edgekv.errors import EngineError, UsageError
-from edgekv.runtime import qnn
 from edgekv.system import MIB, sha256_of
 from exporters.htp.binary import check_target, count_graphs
 from exporters.htp.check import HtpStep, run_and_lint, run_steps

@@ -9,8 +9,8 @@ from pathlib import Path
 import msgspec
 
 from devices import find
+from edgekv import qnn
 from edgekv.errors import EdgeKVError
-from edgekv.runtime import qnn
 from edgekv.system import peak_bytes
 from exporters.htp.check import HtpJob, HtpReply
 

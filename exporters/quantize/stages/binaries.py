@@ -10,8 +10,8 @@ from pathlib import Path
 import msgspec
 
 from devices import Device
+from edgekv import qnn
 from edgekv.bundle import CompiledBinary, FileRecord, atomic_directory
-from edgekv.runtime import qnn
 from edgekv.system import link_or_copy, sha256_of
 from exporters.htp.compile import Lint, Watch, compile_graphs, unwatched
 from exporters.quantize.stages.keys import program_sha256

@@ -9,8 +9,8 @@ from pathlib import Path
 import msgspec
 
 from devices import Device
+from edgekv import qnn
 from edgekv.bundle import FileRecord, atomic_file
-from edgekv.runtime import qnn
 from exporters.htp.check import floating_nodes
 from exporters.quantize.stages.keys import program_sha256
 

@@ -4,9 +4,6 @@ onnxruntime-genai drives static graphs as a pipeline with a sliding window over 
 for all heads of a layer, pads prompts in front, and knows positions and a row of valid columns where the decoder reads
 a mask and rotary tables: `stacked` rewrites the decoder's cache, `helpers` makes the graphs around it, `config`
 connects them.
+
+Nothing is imported here: the child process needs onnxruntime-genai alone.
 """
-
-from exporters.targets.genai.folder import GenaiFolder, GenaiOptions, write_folder
-from exporters.targets.genai.run import TESTED, open_folder, run_folder
-
-__all__ = ["TESTED", "GenaiFolder", "GenaiOptions", "open_folder", "run_folder", "write_folder"]

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Optional
+from typing import TYPE_CHECKING, Annotated, Optional
 
 import msgspec
 import typer
 
 from devices import find
-from edgekv.bundle import Bundle, open_bundle
 from edgekv.cli.output import print_json
 from edgekv.errors import UsageError
 from exporters.cli.options import ForceOption, JsonOption
-from exporters.progress import shown
-from exporters.targets.genai.folder import GenaiOptions, write_folder
-from exporters.targets.genai.run import open_folder, run_folder
+
+if TYPE_CHECKING:
+    from edgekv.bundle import Bundle
+    from exporters.targets.genai.folder import GenaiOptions
 
 # ruff: noqa: UP045  (typer reads the annotations of Python 3.10 at run time)
 
@@ -69,6 +69,10 @@ def bundle_genai(
     Its graphs keep the heads of a layer in one tensor and must compute the same integers as the bundle's graphs.
     The cache must be u8.
     """
+    from edgekv.bundle import open_bundle
+    from exporters.progress import shown
+    from exporters.targets.genai.folder import write_folder
+
     opened = open_bundle(bundle)
     options = _options(opened, engine, device, pad_token_id, share_weights=share_weights, check=not skip_check)
     with shown() as progress:
@@ -96,6 +100,8 @@ def run(
     as_json: JsonOption = False,
 ) -> None:
     """Continue a prompt in onnxruntime-genai on this machine, greedily."""
+    from exporters.targets.genai.run import open_folder, run_folder
+
     opened = open_folder(folder)
     tokenizer = opened.tokenizer()
     tokens = list(tokenizer.encode(prompt).ids)
@@ -110,6 +116,8 @@ def run(
 def _options(
     bundle: Bundle, engine: str, device: str | None, pad_token: int | None, *, share_weights: bool, check: bool
 ) -> GenaiOptions:
+    from exporters.targets.genai.folder import GenaiOptions
+
     if engine not in ("htp", "cpu"):
         raise UsageError("--engine", got=repr(engine), expected="htp or cpu", fix="Use htp.")
     if engine == "cpu" and device is not None:

@@ -12,11 +12,8 @@ from edgekv.runtime.rewrite import NodeWriter, declare, make_port
 from edgekv.runtime.rope import rope_tables
 from edgekv.spec import LOGITS, MASK, rope_inputs
 from exporters.graphs.qdq import IR_VERSION, OPSET
+from exporters.targets.genai.names import FLOAT_LOGITS, HELD_TOKENS, POSITION_IDS
 from quant import DTYPES
-
-POSITION_IDS = "position_ids"
-HELD_TOKENS = "held_tokens"
-FLOAT_LOGITS = "float_logits"
 
 _INT32 = ir.DataType.INT32
 

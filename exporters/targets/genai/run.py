@@ -16,6 +16,7 @@ from edgekv.json_file import read_json
 from edgekv.spec.text import open_tokenizer
 from exporters.targets.expected_folder import expect_folder_for
 from exporters.targets.genai.config import CONFIG, SINK, TOKENIZER, FirstTokens, GenaiConfig
+from exporters.targets.genai.messages import GenaiJob, GenaiReply
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -25,27 +26,6 @@ TESTED = ("0.15.2", "0.16.0")
 """Versions that ran such folders on the CPU and on the HTP emulator; 0.17.1 and 0.18.0 choose another cache."""
 
 _WRITE_AGAIN = "Write it again: edgekv bundle genai BUNDLE -o DIR --force"
-
-
-class GenaiJob(msgspec.Struct, frozen=True, kw_only=True):
-    """A greedy generation.
-
-    Attributes:
-        folder: what `write_folder` wrote.
-        tokens: the prompt.
-        max_new_tokens: most tokens to generate.
-    """
-
-    folder: str
-    tokens: list[int]
-    max_new_tokens: int
-
-
-class GenaiReply(msgspec.Struct, frozen=True, kw_only=True):
-    """The tokens generated, or the text of the error that stopped it."""
-
-    tokens: list[int] = []
-    error: str | None = None
 
 
 def check_version() -> str:

@@ -14,22 +14,13 @@ from edgekv.kv import KvTensor, Sink
 from edgekv.runtime.rewrite import NodeWriter, apply, declare, find_port, make_port, readers, sizes
 from edgekv.spec import GraphRecord
 from edgekv.spec.graph import LOGITS_INDEX
+from exporters.targets.genai.names import new_name, past_name
 from exporters.targets.genai.sink_columns import SinkColumns
 from exporters.targets.key_columns import KeysInColumns
 from quant import Encoding
 
 _HEADS = 0  # axis of [kv_heads, 1, rows, width]
 _ROW = [1, 1, 1, -1]
-
-
-def past_name(kind: str, layer: int | str) -> str:
-    """The graph input that stacks the heads of a layer; with the layer `%d`, onnxruntime-genai's template for it."""
-    return f"past_{kind}_{layer}_in"
-
-
-def new_name(kind: str, layer: int | str) -> str:
-    """The graph output that stacks the heads of a layer."""
-    return f"past_{kind}_{layer}_out"
 
 
 def stack_heads(model: ir.Model, manifest: Manifest, record: GraphRecord, sink: Sink | None = None) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 import onnxruntime_genai as genai
 
-from exporters.targets.genai.run import GenaiJob, GenaiReply
+from exporters.targets.genai.messages import GenaiJob, GenaiReply
 
 
 def main() -> None:

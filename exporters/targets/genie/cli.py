@@ -8,15 +8,8 @@ from typing import Annotated, Optional
 import typer
 
 from devices import find
-from edgekv.bundle import open_bundle
 from edgekv.cli.output import print_json
 from edgekv.errors import UsageError
-from edgekv.session import SamplingParams
-from exporters.progress import shown
-from exporters.targets.genie.dialog import GenieDialog
-from exporters.targets.genie.folder import open_genie_folder
-from exporters.targets.genie.plan import GenieOptions
-from exporters.targets.genie.write import write_genie
 
 # ruff: noqa: UP045  (typer reads the annotations of Python 3.10 at run time)
 
@@ -71,6 +64,12 @@ def bundle_genie(
     It has context binaries of single graphs and one that shares the weights, a configuration for each, and the
     tokenizer. Genie itself loads the single graphs and must choose the same tokens as edgekv.
     """
+    from edgekv.bundle import open_bundle
+    from edgekv.session import SamplingParams
+    from exporters.progress import shown
+    from exporters.targets.genie.plan import GenieOptions
+    from exporters.targets.genie.write import write_genie
+
     options = GenieOptions(
         device=None if device is None else find(device),
         context=context,
@@ -111,6 +110,9 @@ def run(
 
     On x86, Genie runs on Qualcomm's emulator, which loads only the binaries of single graphs.
     """
+    from exporters.targets.genie.dialog import GenieDialog
+    from exporters.targets.genie.folder import open_genie_folder
+
     if max_new_tokens is not None and max_new_tokens < 1:
         raise UsageError("--max-new-tokens", got=max_new_tokens, expected="at least 1", fix="Ask for one or more.")
     opened = open_genie_folder(folder)

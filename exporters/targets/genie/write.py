@@ -9,6 +9,7 @@ from pathlib import Path
 
 import onnx_ir as ir
 
+from edgekv import qnn
 from edgekv.bundle import (
     MANIFEST,
     Bundle,
@@ -19,7 +20,7 @@ from edgekv.bundle import (
     readable_json,
     record_files,
 )
-from edgekv.runtime import HtpEngine, qnn
+from edgekv.runtime import HtpEngine
 from edgekv.runtime.embedding import open_table
 from edgekv.runtime.rewrite import apply, link_weights, load_model, save_model
 from edgekv.scratch import scratch_folder

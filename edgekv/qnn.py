@@ -13,7 +13,7 @@ import onnxruntime as ort
 
 from devices import Device
 from edgekv.errors import EngineError
-from edgekv.runtime.native_output import NativeOutput, captured_output
+from edgekv.native_output import NativeOutput, captured_output
 
 EP_NAME = "QNNExecutionProvider"
 
