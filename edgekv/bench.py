@@ -19,11 +19,13 @@ import numpy as np
 
 from edgekv.errors import UsageError
 from edgekv.model import Model
+from edgekv.session import Session
 
 DEFAULT_PROMPT_TOKENS = (128, 512)
 DEFAULT_NEW_TOKENS = (128,)
 DEFAULT_REPETITIONS = 5
 MAX_REPETITIONS = 1000
+_VERIFY_PASSES = 8  # of each run
 _UNCACHED_PART = 8  # of a prompt whose prefix is cached, one part in eight is not
 
 
@@ -85,6 +87,27 @@ class Speed:
 
 
 @dataclass(frozen=True, slots=True)
+class VerifyPass:
+    """Time of a pass that checks drafts.
+
+    Attributes:
+        n_rows: AR of its graph: one token and drafts.
+        n_depth: tokens in the cache before.
+        avg_ns: mean time of a pass.
+        stddev_ns: standard deviation of it; 0 of a single run.
+        steps: single steps of decode that take as long: drafts pay if a pass brings more tokens.
+        samples_ns: mean time of a pass in each run.
+    """
+
+    n_rows: int
+    n_depth: int
+    avg_ns: float
+    stddev_ns: float
+    steps: float
+    samples_ns: list[float]
+
+
+@dataclass(frozen=True, slots=True)
 class FirstToken:
     """Time to the first token of a prompt, sampling and text included.
 
@@ -119,6 +142,7 @@ class BenchReport:
         processor_count: its threads.
         speeds: of prefill and decode.
         first_tokens: times to the first token.
+        verify_passes: of the bundle's verify graphs.
     """
 
     bundle: str
@@ -132,6 +156,7 @@ class BenchReport:
     processor_count: int | None
     speeds: list[Speed]
     first_tokens: list[FirstToken]
+    verify_passes: list[VerifyPass]
 
 
 def default_plan(model: Model, plan: BenchPlan) -> BenchPlan:
@@ -183,6 +208,11 @@ def run_bench(
         for cached in (0, length - max(length // _UNCACHED_PART, 1)):
             first.append(_first_token(model, length, cached, plan.repetitions, random))
             report(first[-1])
+    verify: list[VerifyPass] = []
+    for depth in plan.depths:
+        for rows in model.verify_rows:
+            if depth + rows + 2 * (1 + plan.repetitions) <= room:
+                verify.append(_verify_pass(model, rows, depth, plan.repetitions, random))
     manifest = model.bundle.manifest
     return BenchReport(
         bundle=str(model.bundle.path),
@@ -196,6 +226,7 @@ def run_bench(
         processor_count=os.cpu_count(),
         speeds=speeds,
         first_tokens=first,
+        verify_passes=verify,
     )
 
 
@@ -222,6 +253,27 @@ def _speed(model: Model, prompt: int, new: int, depth: int, repetitions: int, ra
     )
 
 
+def _verify_pass(model: Model, rows: int, depth: int, repetitions: int, random: np.random.Generator) -> VerifyPass:
+    """Passes and single steps in turns, each of which adds one token."""
+    session, passes, steps = model.session, list[float](), list[float]()
+    session.reset()
+    session.feed(_tokens(model, max(depth, 1), random))
+    count = min(_VERIFY_PASSES, (_room_left(session) - rows) // (2 * (1 + repetitions)))
+    for _ in range(1 + repetitions):
+        for samples, more in ((passes, rows - 1), (steps, 0)):
+            began = perf_counter_ns()
+            for _ in range(count):
+                if more:
+                    session.verify(_tokens(model, 1, random), _tokens(model, more, random))
+                    session.settle()
+                else:
+                    session.feed(_tokens(model, 1, random))
+            samples.append((perf_counter_ns() - began) / count)
+    session.reset()
+    counted = passes[1:]
+    return VerifyPass(rows, depth, fmean(counted), _deviation(counted), fmean(counted) / fmean(steps[1:]), counted)
+
+
 def _first_token(model: Model, length: int, cached: int, repetitions: int, random: np.random.Generator) -> FirstToken:
     samples, found = list[float](), 0
     for number in range(1 + repetitions):
@@ -245,7 +297,11 @@ def _tokens(model: Model, count: int, random: np.random.Generator) -> list[int]:
 def _room(model: Model) -> int:
     """Tokens that an empty cache has room for."""
     model.session.reset()
-    room = model.session.cache.room_tokens
+    return _room_left(model.session)
+
+
+def _room_left(session: Session) -> int:
+    room = session.cache.room_tokens
     assert room is not None  # of the policy `fail`
     return room
 

@@ -242,6 +242,18 @@ def test_beams_with_drafts_are_refused(verifying: Path, capsys: Any):
     assert "speculate: got drafts with num_beams" in capsys.readouterr().err
 
 
+def test_bench_tells_what_a_pass_with_drafts_costs(verifying: Path, capsys: Any):
+    options = ["-p", "8", "-n", "4", "-d", "0,20,110", "-r", "2"]
+    assert run(["bench", str(verifying), *options, "--json"]) == 0
+    passes = json.loads(capsys.readouterr().out)["verify_passes"]
+    sizes = [(each["n_rows"], each["n_depth"]) for each in passes]
+    assert sizes == [(4, 0), (8, 0), (4, 20), (8, 20), (4, 110), (8, 110)]
+    assert all(len(each["samples_ns"]) == 2 and each["steps"] > 0 for each in passes)
+    assert run(["bench", str(verifying), "-p", "8", "-n", "4", "-d", "120", "-r", "1"]) == 0
+    printed = capsys.readouterr().out
+    assert "4 rows @ d120" in printed and "8 rows" not in printed  # these have no room there
+
+
 # A server
 
 

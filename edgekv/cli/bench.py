@@ -37,7 +37,7 @@ def bench(
     cpu_mode: CpuModeOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Measure prefill, decode, and the time to the first token.
+    """Measure prefill, decode, the time to the first token, and passes that check drafts.
 
     The tests are those of llama-bench: pp512 is prefill of 512 random tokens, tg128 decodes 128 tokens. The mean and
     standard deviation are of the counted runs; one more warms up.
@@ -78,6 +78,15 @@ def _show(report: BenchReport) -> None:
     for speed in report.speeds:
         table.add_row(speed.test, f"{speed.avg_ts:.2f} ± {speed.stddev_ts:.2f}")
     console.print(table)
+    if report.verify_passes:
+        table = Table()
+        for name in ("verify", "ms a pass", "steps"):
+            table.add_column(name, justify="left" if name == "verify" else "right")
+        for each in report.verify_passes:
+            depth = f" @ d{each.n_depth}" if each.n_depth else ""
+            spent = f"{each.avg_ns / 1e6:.2f} ± {each.stddev_ns / 1e6:.2f}"
+            table.add_row(f"{each.n_rows} rows{depth}", spent, f"{each.steps:.2f}")
+        console.print(table)
     table = Table()
     table.add_column("prompt")
     for name in ("cached", "first token, ms"):

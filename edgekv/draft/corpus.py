@@ -44,11 +44,11 @@ class CorpusDrafter:
     def propose(self, tokens: Sequence[int], k: int) -> Sequence[int]:
         """The most frequent continuation among the first places that match best; none at the end of the corpus."""
         self.support, places = self._index.places(tokens[-MOST_MATCHED:], _CANDIDATES)
-        continuations = [self._index.after(place, k) for place in places]
-        if not continuations:
+        if not places:
             return ()
-        first = Counter(each[:1] for each in continuations).most_common(1)[0][0]
-        return next(each for each in continuations if each[:1] == first)
+        next_tokens = [self._index.token_bytes(place) for place in places]
+        chosen = next_tokens.index(Counter(next_tokens).most_common(1)[0][0])
+        return self._index.after(places[chosen], k)
 
     def accepted(self, n: int) -> None:
         """Nothing to note."""

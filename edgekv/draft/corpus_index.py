@@ -68,6 +68,10 @@ class CorpusIndex:
         piece = self._content[max(place - k, 0) * _TOKEN.itemsize : place * _TOKEN.itemsize]
         return tuple(np.frombuffer(piece, _TOKEN)[::-1].tolist())
 
+    def token_bytes(self, place: int) -> bytes:
+        """The next token, as bytes to compare; empty at the end of the corpus."""
+        return self._content[(place - 1) * _TOKEN.itemsize : place * _TOKEN.itemsize] if place else b""
+
     def _place(self, at: int) -> int:
         start = self._order_at + at * _PLACE.itemsize
         return int.from_bytes(self._content[start : start + _PLACE.itemsize], "little")

@@ -1,0 +1,253 @@
+"""What drafts bring: tokens a pass, acceptance by drafter, and time beside plain decoding.
+
+    python -m benchmarks.speculation BUNDLE [--speculate lookup,auto] [--draft-corpus FILE] [--draft BUNDLE]
+    python -m benchmarks.speculation --host
+
+The 50 prompts of `speculation.txt` were written for this: edits, rewrites, code, calls of tools, and open chat. With a
+chat template they are messages, otherwise plain text. Each prompt is answered greedily, plainly and with every mode, in
+turns; the order changes from prompt to prompt, and the answers must have the same tokens. A ratio is the time of plain
+decoding divided by that with drafts, after the first token. The bundle needs graphs of `edgekv export --verify`.
+
+`--host` measures drafters alone, at 8,192 tokens of history.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from time import perf_counter_ns
+
+import numpy as np
+from rich.box import SIMPLE
+from rich.console import Console
+from rich.table import Table
+
+import edgekv
+from edgekv.draft import AdaptiveDrafter, CorpusDrafter, CorpusIndex, Drafter, PassCosts, PromptLookup, build_index
+from edgekv.errors import EdgeKVError
+from edgekv.session import Speculate, SpeculationStats
+
+PROMPTS = Path(__file__).with_suffix(".txt")
+FOUR = ("edit", "rewrite", "code", "tools")
+HISTORY = 8192
+MODES = ("lookup", "corpus", "draft", "auto")
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A prompt and what it asks for: `edit`, `rewrite`, `code`, `tools` or `chat`."""
+
+    kind: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """The tokens of an answer, the time after the first one, and what speculation brought."""
+
+    tokens: list[int]
+    decode_ns: float
+    stats: SpeculationStats | None
+
+
+@dataclass(slots=True)
+class Total:
+    """Sums over the prompts of one kind in one mode."""
+
+    prompts: int = 0
+    tokens: int = 0
+    passes: int = 0
+    proposed: dict[str, int] = field(default_factory=dict)
+    accepted: dict[str, int] = field(default_factory=dict)
+    replayed: int = 0
+    host_ns: int = 0
+    plain_ns: float = 0.0
+    own_ns: float = 0.0
+    ratios: list[float] = field(default_factory=list)
+    different: int = 0
+
+    def add(self, plain: Answer, own: Answer) -> None:
+        stats = own.stats
+        assert stats is not None
+        self.prompts += 1
+        self.tokens += stats.tokens
+        self.passes += stats.passes
+        for name, each in stats.drafters.items():
+            self.proposed[name] = self.proposed.get(name, 0) + each.proposed
+            self.accepted[name] = self.accepted.get(name, 0) + each.accepted
+        self.host_ns += stats.draft_ns
+        self.plain_ns += plain.decode_ns
+        self.own_ns += own.decode_ns
+        self.ratios.append(plain.decode_ns / max(own.decode_ns, 1))
+        self.different += plain.tokens != own.tokens
+
+    def plus(self, other: Total) -> Total:
+        """Both together."""
+        names = {*self.proposed, *other.proposed}
+        return Total(
+            self.prompts + other.prompts,
+            self.tokens + other.tokens,
+            self.passes + other.passes,
+            {name: self.proposed.get(name, 0) + other.proposed.get(name, 0) for name in names},
+            {name: self.accepted.get(name, 0) + other.accepted.get(name, 0) for name in names},
+            self.replayed + other.replayed,
+            self.host_ns + other.host_ns,
+            self.plain_ns + other.plain_ns,
+            self.own_ns + other.own_ns,
+            [*self.ratios, *other.ratios],
+            self.different + other.different,
+        )
+
+
+def read_prompts(kinds: Sequence[str]) -> list[Prompt]:
+    """The prompts of these kinds; of all if there are none."""
+    pieces = PROMPTS.read_text("utf-8").split("=== ")[1:]
+    prompts = [Prompt(kind, text.strip()) for kind, _, text in (piece.partition("\n") for piece in pieces)]
+    return [prompt for prompt in prompts if not kinds or prompt.kind in kinds]
+
+
+def answer(model: edgekv.Model, prompt: Sequence[int], new_tokens: int, speculate: Speculate) -> Answer:
+    """Answer greedily, in a sequence that keeps the prompt from run to run."""
+    generation = model.generate(prompt, new_tokens, temperature=0, sequence=1, speculate=speculate)
+    tokens = [token.id for token in generation]
+    stats = generation.stats
+    return Answer(tokens, (stats.decode_ms_per_token or 0.0) * 1e6 * (len(tokens) - 1), stats.speculation)
+
+
+def compare(
+    model: edgekv.Model, prompts: Sequence[Prompt], new_tokens: int, modes: Sequence[Speculate]
+) -> dict[tuple[str, str], Total]:
+    """Totals by mode and kind; each prompt is answered plainly and in every mode."""
+    totals: dict[tuple[str, str], Total] = {}
+    off = Speculate("off")
+    for number, prompt in enumerate(prompts):
+        tokens = _tokens(model, prompt.text)
+        turns = [off, *modes]
+        turns = turns[number % len(turns) :] + turns[: number % len(turns)]
+        answers = {each.mode: answer(model, tokens, new_tokens, each) for each in turns}
+        for mode in modes:
+            total = totals.setdefault((mode.mode, prompt.kind), Total())
+            if len(answers["off"].tokens) > 1:
+                total.add(answers["off"], answers[mode.mode])
+        print(f"{number + 1} of {len(prompts)}: {prompt.kind}", file=sys.stderr, flush=True)
+    return totals
+
+
+def totals_table(totals: dict[tuple[str, str], Total]) -> Table:
+    """A row for each mode and kind, and for the four kinds that repeat their prompts."""
+    table = Table(box=SIMPLE, padding=(0, 1))
+    names = (
+        "mode",
+        "kind",
+        "prompts",
+        "tokens",
+        "tokens a pass",
+        "accepted",
+        "ratio",
+        "median",
+        "us a pass",
+        "different",
+    )
+    for at, name in enumerate(names):
+        table.add_column(name, justify="left" if at < 2 else "right")
+    for mode in dict.fromkeys(mode for mode, _ in totals):
+        rows = {kind: total for (own, kind), total in totals.items() if own == mode}
+        four = Total()
+        for kind in FOUR:
+            four = four.plus(rows.get(kind, Total()))
+        for kind, total in {**rows, "first four": four}.items():
+            if total.passes:
+                table.add_row(mode, kind, *_figures(total))
+    return table
+
+
+def _figures(total: Total) -> Iterator[str]:
+    yield str(total.prompts)
+    yield str(total.tokens)
+    yield f"{total.tokens / total.passes:.2f}"
+    shares = (f"{name} {total.accepted[name] / max(total.proposed[name], 1):.0%}" for name in sorted(total.proposed))
+    yield ", ".join(shares)
+    yield f"{total.plain_ns / max(total.own_ns, 1):.2f}"
+    yield f"{median(total.ratios):.2f}"
+    yield f"{total.host_ns / 1e3 / total.passes:.0f}"
+    yield str(total.different)
+
+
+def _tokens(model: edgekv.Model, text: str) -> list[int]:
+    try:
+        templates = model.chat_templates
+    except EdgeKVError:
+        return model.read(text + "\n")
+    return model.read(model.encode_chat(templates.render([{"role": "user", "content": text}])))
+
+
+def host_table(seed: int = 0) -> Table:
+    """Time of drafters at 8,192 tokens of history: the first proposal, which reads them all, and later ones."""
+    random = np.random.default_rng(seed)
+    words = random.zipf(1.3, 4 * HISTORY) % 49_152
+    phrases = [words[at : at + 24] for at in random.integers(0, HISTORY, 4 * HISTORY // 24)]
+    text = np.concatenate(phrases).tolist()
+    corpus = random.permutation(words.repeat(32)).astype(np.uint32)
+    index = CorpusIndex(build_index(corpus), len(corpus))
+    drafters: dict[str, Drafter] = {
+        "lookup": PromptLookup(),
+        f"corpus of {len(corpus):,} tokens": CorpusDrafter(index),
+        "auto, both": AdaptiveDrafter([PromptLookup(), CorpusDrafter(index)], (8, 16), PassCosts(), 15),
+    }
+    table = Table(box=SIMPLE, padding=(0, 1))
+    for name in ("drafter", "first, ms", "median, us", "longest of 500, us"):
+        table.add_column(name, justify="left" if name == "drafter" else "right")
+    for name, drafter in drafters.items():
+        times_ns: list[int] = []
+        for at in range(HISTORY, HISTORY + 501):
+            known = text[:at]
+            started = perf_counter_ns()
+            drafter.propose(known, 15)
+            times_ns.append(perf_counter_ns() - started)
+        later = times_ns[1:]
+        table.add_row(name, f"{times_ns[0] / 1e6:.1f}", f"{median(later) / 1e3:.0f}", f"{max(later) / 1e3:.0f}")
+    return table
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("bundle", type=Path, nargs="?", help="exported with --verify")
+    parser.add_argument("--host", action="store_true", help="measure drafters alone")
+    parser.add_argument("--speculate", default="lookup,auto", help=f"modes, comma-separated: {', '.join(MODES)}")
+    parser.add_argument("--draft-corpus", type=Path)
+    parser.add_argument("--draft", type=Path)
+    parser.add_argument("--kinds", default="", help="of prompts, comma-separated; all if left out")
+    parser.add_argument("--new-tokens", type=int, default=128, help="of an answer at most")
+    parser.add_argument("--engine", default="cpu")
+    parser.add_argument("--cpu-mode", default="fast")
+    parser.add_argument("--threads", type=int, default=1)
+    args = parser.parse_args()
+    console = Console()
+    if args.host:
+        console.print(host_table())
+    if args.bundle is None:
+        return
+    options = {"engine": args.engine, "threads": args.threads if args.engine == "cpu" else None}
+    options["cpu_mode"] = args.cpu_mode if args.engine == "cpu" else None
+    try:
+        with ExitStack() as stack:
+            model = stack.enter_context(edgekv.load(args.bundle, **options))
+            corpus = None if args.draft_corpus is None else model.open_corpus(args.draft_corpus)
+            draft = None if args.draft is None else stack.enter_context(edgekv.load(args.draft, **options))
+            modes = []
+            for name in args.speculate.split(","):
+                needs = {"corpus": corpus if name in ("corpus", "auto") else None}
+                modes.append(Speculate(name, draft=draft if name in ("draft", "auto") else None, **needs))
+            prompts = read_prompts(args.kinds.split(",") if args.kinds else ())
+            console.print(totals_table(compare(model, prompts, args.new_tokens, modes)))
+    except EdgeKVError as error:
+        sys.exit(str(error))
+
+
+if __name__ == "__main__":
+    main()
