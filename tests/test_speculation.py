@@ -64,10 +64,11 @@ def test_a_true_draft_brings_a_pass_of_tokens(verifying: Path) -> None:
     assert drafter.told == [7, 7, 7, 7, 6]
 
 
-@pytest.mark.parametrize("engine", ["cpu", "htp"])
+@pytest.mark.parametrize("engine", ["emulate", "exact16", "fast", "htp"])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_text_and_cache_are_those_of_plain_decoding(verifying: Path, engine: str, strategy: str) -> None:
-    with edgekv.load(verifying, engine=engine, kv_update=strategy) as model:
+    options = {"engine": engine} if engine == "htp" else {"cpu_mode": engine}
+    with edgekv.load(verifying, kv_update=strategy, **options) as model:
         for seed in range(3):
             params = LONG.overlaid(temperature=0.9, seed=seed) if seed else LONG
             plain = [token.id for token in model.generate(PROMPT, params)]
@@ -75,8 +76,7 @@ def test_text_and_cache_are_those_of_plain_decoding(verifying: Path, engine: str
             speculation, _ = oracle(model, PROMPT + plain, 0.8, seed)
             with with_drafts(model, PROMPT, params, speculation) as generation:
                 assert [token.id for token in generation] == plain
-            if engine == "htp":
-                assert same(model.cache.state, wanted)
+            assert same(model.cache.state, wanted)
             assert generation.stats.speculation.accepted > 5  # type: ignore[union-attr]
 
 

@@ -6,6 +6,7 @@ from edgekv.runtime.engine import Engine, EngineType, find_engines, make_engine
 from edgekv.runtime.graph import StaticGraph
 from edgekv.runtime.htp import HtpEngine
 from edgekv.runtime.litert import LitertEngine
+from edgekv.runtime.row_bits import RowBits
 from edgekv.runtime.tflite import TfliteEngine
 
 __all__ = [
@@ -16,6 +17,7 @@ __all__ = [
     "EngineType",
     "HtpEngine",
     "LitertEngine",
+    "RowBits",
     "StaticGraph",
     "TfliteEngine",
     "find_engines",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import ClassVar
 
@@ -16,10 +16,13 @@ from edgekv.runtime.cpu_mode import CpuMode
 from edgekv.runtime.mapped import MappedWeights
 from edgekv.runtime.merge import WEIGHT_SUFFIXES, merged_bytes, rendered_graph
 from edgekv.runtime.onnx_session import PROVIDERS, session_options
+from edgekv.runtime.row_bits import RowBits
 from edgekv.system import format_bytes, free_memory_bytes, return_freed_memory
+from quant import WEIGHT_TYPES
 
 _Loaded = tuple[ort.InferenceSession, MappedWeights | None]
 
+_BITS_ALIKE = 8  # of weights whose products of one row and of several have the same bits in `fast`
 _LEAST_GROWTH = 2  # of 16-bit integers as float32; those of 4 bits grow eightfold
 
 
@@ -30,12 +33,16 @@ class CpuEngine:
     Attributes:
         threads: threads per operation; None for ONNX Runtime's own choice.
         mode: how it computes.
+        alike_rows: whether decode steps have the bits of rows of larger steps, for bundles whose drafts are verified.
+        has_int4: whether weights have 4 bits.
     """
 
     graph_format: ClassVar[GraphFormat] = "onnx"
 
     threads: int | None = None
     mode: CpuMode = "emulate"
+    alike_rows: bool = False
+    has_int4: bool = False
     _sessions: dict[Path, _Loaded] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @classmethod
@@ -49,7 +56,9 @@ class CpuEngine:
         if threads is not None and threads > most:
             fix = "Leave --threads out for all of them; no mode is faster with more."
             raise UsageError("threads", got=threads, expected=f"1 to {most}, the processors", fix=fix)
-        return cls(threads)
+        manifest = bundle.manifest
+        has_int4 = any(WEIGHT_TYPES[weight.dtype].bits < _BITS_ALIKE for weight in manifest.recipe.weights)
+        return cls(threads, alike_rows=manifest.graph("verify") is not None, has_int4=has_int4)
 
     def __post_init__(self) -> None:
         if self.threads is not None and self.threads < 1:
@@ -57,12 +66,20 @@ class CpuEngine:
 
     def in_mode(self, mode: CpuMode) -> CpuEngine:
         """An engine with another mode."""
-        return CpuEngine(self.threads, mode)
+        return replace(self, mode=mode)
 
     @property
     def name(self) -> str:
         """`cpu`; in other modes than `emulate` with the mode, because keys and values differ."""
         return "cpu" if self.mode == "emulate" else f"cpu-{self.mode}"
+
+    @property
+    def row_bits(self) -> RowBits:
+        """`in-place` for bundles with verify graphs, but for 4-bit weights in `fast`.
+
+        `MatMulNBits` sums a single row in another order than several; other products of one row are avoided.
+        """
+        return "in-place" if self.alike_rows and not (self.mode == "fast" and self.has_int4) else "unequal"
 
     @property
     def alignment_bytes(self) -> int:
@@ -87,8 +104,9 @@ class CpuEngine:
             self._check_memory(graph.parent)
         try:
             if self.mode == "emulate":
-                return self._session(graph, merged_bytes(graph), graph.parent), None
-            with rendered_graph(graph, self.mode) as (content, folder), MappedWeights.within(folder) as weights:
+                return self._session(graph, merged_bytes(graph, alike_rows=self.alike_rows), graph.parent), None
+            rewritten = rendered_graph(graph, self.mode, alike_rows=self.alike_rows)
+            with rewritten as (content, folder), MappedWeights.within(folder) as weights:
                 session = self._session(graph, content, folder)
             # The session maps what its kernels made of the weights; their own copies are freed.
             return_freed_memory()
@@ -121,7 +139,9 @@ class CpuEngine:
 
     def _session(self, graph: Path, model: str | bytes, weights: Path) -> ort.InferenceSession:
         try:
-            return ort.InferenceSession(model, session_options(weights, self.threads), providers=PROVIDERS)
+            options = session_options(weights, self.threads)
+            options.enable_mem_pattern = not self.alike_rows  # a pattern for each number of tokens would be kept
+            return ort.InferenceSession(model, options, providers=PROVIDERS)
         except Exception as error:  # the runtime's exceptions have no common base
             raise _refused(graph, error) from None
 

@@ -10,6 +10,7 @@ from edgekv.bundle import Bundle, GraphFormat
 from edgekv.errors import EngineError, UsageError
 from edgekv.runtime.binding import Binding
 from edgekv.runtime.cpu_mode import CPU_MODES, CpuMode
+from edgekv.runtime.row_bits import RowBits
 
 GROUP = "edgekv.engines"
 
@@ -33,6 +34,10 @@ class Engine(Protocol):
     @property
     def alignment_bytes(self) -> int:
         """Addresses that are bound must be a multiple of this."""
+
+    @property
+    def row_bits(self) -> RowBits:
+        """Whether a token's results depend on the graph that computes them; `unequal` if the engine does not say."""
 
     def load(self, file: Path, name: str) -> Binding:
         """A graph, ready to be bound. A file is read only once.

@@ -19,6 +19,7 @@ from edgekv.runtime.rope import RopeTable
 from edgekv.spec import GraphInterface, PartRecord, Port
 
 _ROW_BLOCK = 64  # a step reads the used rows, rounded up to a multiple: other sizes cost time when they are bound
+# Where drafts are verified, it reads exactly these: then a token is in the same column of all graphs.
 
 _Bind = Callable[[Sequence[str], "np.dtype[Any]", Sequence[int], Sequence[int], int], None]
 
@@ -33,6 +34,7 @@ class StaticGraph:
         ar: tokens per inference.
         steps: steps run.
         run_ns: time of all steps within the runtime, ns.
+        reads_used_rows: whether steps read the cache's rows in use instead of all.
         host_ns: all other time of the steps (inputs, bindings, copies of the cache), ns.
     """
 
@@ -71,7 +73,8 @@ class StaticGraph:
             for binding, part, interface in zip(bindings, record.parts, interfaces, strict=True)
         ]
         self._logits = exits[interfaces[-1].exit.name][0]
-        self._reads_used_rows = all(part.reads_used_rows for part in self._parts)
+        self.reads_used_rows = all(part.reads_used_rows for part in self._parts)
+        self._row_block = _ROW_BLOCK if manifest.graph("verify") is None else 1
         self._before_next_run: Callable[[], None] | None = None
         self.use(cache)
 
@@ -151,8 +154,8 @@ class StaticGraph:
         if self._before_next_run is not None:
             call, self._before_next_run = self._before_next_run, None
             call()
-        if self._reads_used_rows and not columns:
-            windows = [window.narrowed(_ROW_BLOCK) for window in windows]
+        if self.reads_used_rows and not columns:
+            windows = [window.narrowed(self._row_block) for window in windows]
         self._inputs.write(tokens, position, windows, columns)
         parts = self._parts if logits else [part for part in self._parts if not part.is_head]
         for part in parts:

@@ -14,6 +14,7 @@ from edgekv.bundle import Bundle, GraphFormat, open_compiled
 from edgekv.errors import UsageError
 from edgekv.qnn import compiler, create_session
 from edgekv.runtime.binding import Binding, MemoryBinding
+from edgekv.runtime.row_bits import RowBits
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +40,11 @@ class HtpEngine:
             raise UsageError("threads", got=threads, expected="none with the engine htp", fix="Leave it out.")
         device = find(bundle.manifest.device)
         return cls(device, _wrappers(bundle, device))
+
+    @property
+    def row_bits(self) -> RowBits:
+        """`equal`: sums are of integers."""
+        return "equal"
 
     @property
     def alignment_bytes(self) -> int:

@@ -21,6 +21,7 @@ from edgekv.errors import EngineError
 from edgekv.kv.memory import ALIGNMENT_BYTES
 from edgekv.native_output import captured_output
 from edgekv.runtime.foreign_graph import TriedFiles
+from edgekv.runtime.row_bits import RowBits
 from edgekv.spec import GraphInterface, Port
 
 TESTED = "2.3.0"
@@ -59,6 +60,11 @@ class LitertEngine:
         self.threads = threads
         runtime = f"ai-edge-litert {metadata.version('ai-edge-litert')}"
         self._models = TriedFiles(self.name, runtime, self._open, tried=tried)
+
+    @property
+    def row_bits(self) -> RowBits:
+        """`unequal`: drafts are not verified."""
+        return "unequal"
 
     @property
     def alignment_bytes(self) -> int:

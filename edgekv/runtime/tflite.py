@@ -23,6 +23,7 @@ from edgekv.errors import EngineError, UsageError
 from edgekv.kv.memory import ALIGNMENT_BYTES
 from edgekv.native_output import captured_output
 from edgekv.runtime.foreign_graph import TriedFiles
+from edgekv.runtime.row_bits import RowBits
 from edgekv.spec import GraphInterface, Port
 from quant import WEIGHT_TYPES
 
@@ -78,6 +79,11 @@ class TfliteEngine:
             )
         self.threads = threads
         self._interpreters = TriedFiles(self.name, f"tflite-runtime {TESTED}", self._open, tried=tried)
+
+    @property
+    def row_bits(self) -> RowBits:
+        """`unequal`: drafts are not verified."""
+        return "unequal"
 
     @property
     def alignment_bytes(self) -> int:

@@ -263,8 +263,7 @@ class Generation(Iterator[Token]):
             return logits
         del self._unfed[: request.known_tokens - known]
         useful = self._params.max_new_tokens - len(self._generated) - 1
-        room = request.draft_room - len(self._unfed)
-        drafts = speculation.propose(self._text, min(room, useful))
+        drafts = speculation.propose(self._text, min(request.draft_room(len(self._unfed)), useful))
         started = perf_counter_ns()
         logits = request.verify(self._unfed, drafts) if drafts else request.feed(self._unfed)
         speculation.ran(request.ar, len(drafts), perf_counter_ns() - started)

@@ -8,7 +8,7 @@ from typing import get_args
 
 from edgekv.bundle import Bundle, GraphRecord, Role
 from edgekv.kv import KVCache
-from edgekv.runtime import Engine, StaticGraph
+from edgekv.runtime import Engine, RowBits, StaticGraph
 from edgekv.runtime.embedding import open_table
 from edgekv.runtime.rope import rope_tables
 
@@ -63,6 +63,7 @@ class Graphs:
 
     Attributes:
         cache: the KV cache that all graphs currently share.
+        row_bits: whether graphs of every AR give the same bits.
     """
 
     def __init__(self, bundle: Bundle, engine: Engine, cache: KVCache) -> None:
@@ -74,6 +75,7 @@ class Graphs:
         self.cache = cache
         self._bundle = bundle
         self._engine = engine
+        self.row_bits: RowBits = getattr(engine, "row_bits", "unequal")  # engines of other packages may not say
         self._loaded: dict[str, StaticGraph] = {}
         self._chosen: StaticGraph | None = None
         self._in_a_row = 0
@@ -104,10 +106,17 @@ class Graphs:
         """The most tokens that a pass of a verify graph may have now; 0 if it must be a step of another graph.
 
         The graph must see all tokens that single steps would see: an eviction for many rows comes earlier than one
-        for a single row.
+        for a single row. And it must give the bits of single steps, see `RowBits`.
         """
-        room = self.cache.geometry.context - self.cache.length
-        return max((ar for ar in self._ladders.get("verify", {}) if ar <= room), default=0)
+        cache, verify = self.cache, self._ladders.get("verify", {})
+        if not verify or self.row_bits == "unequal":
+            return 0
+        least = cache.geometry.context
+        if self.row_bits == "in-place":
+            if not self._load(next(iter(next(iter(verify.values())).values()))).reads_used_rows:
+                return 0
+            least = min(group.geometry.context for group in cache.groups)
+        return max((ar for ar in verify if ar <= least - cache.length), default=0)
 
     def use(self, cache: KVCache) -> None:
         """Switch all graphs to another cache; each binds its memory in its next step.

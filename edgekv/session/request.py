@@ -180,22 +180,25 @@ class Request:
                 self.stats.reused_tokens, self.stats.restored_tokens = start, restored
             self._count(session, self._graphs.times - times, before, len(new))
 
-    @property
-    def draft_room(self) -> int:
-        """The most tokens that `verify` takes now; 0 if only `feed` can run them.
+    def draft_room(self, tokens: int) -> int:
+        """The most drafts that `verify` takes behind the next `tokens` tokens; 0 if only `feed` can run them.
 
-        It is 0 where the sequence is recomputed in every step, and where the context has no room for a verify graph.
+        It is 0 where the sequence is recomputed in every step, where the context has no room for a verify graph, and
+        where this graph would not give the bits of `feed`.
         """
         self._settle()
+        if not self._runs_as_drafts(tokens):
+            return 0
         session = self._pool.touch(self.sequence) if self._pool.keeps(len(self._tokens)) else None
-        return session.draft_room if session is not None and self._continues(session) else 0
+        room = session.draft_room if session is not None and self._continues(session) else 0
+        return max(0, room - tokens)
 
     def verify(self, tokens: Sequence[int], drafts: Sequence[int]) -> NDArray[Any]:
         """Run the next tokens, and behind them drafts; return the logits of the last token as `feed` does.
 
         Args:
             tokens: at least one.
-            drafts: with the tokens at most `draft_room`. They become tokens with `take`.
+            drafts: at most `draft_room` of them. They become tokens with `take`.
 
         Raises:
             EngineError: the runtime failed.
@@ -219,7 +222,7 @@ class Request:
         Those that it has run are known from then on, in both cases; see `known_tokens`.
         """
         session = self._drafting
-        if session is None or not (right := session.take(tokens)):
+        if session is None or not self._runs_as_drafts(len(tokens)) or not (right := session.take(tokens)):
             return None
         self._tokens += tokens[:right]
         self._count_room(-right)
@@ -240,6 +243,10 @@ class Request:
         session = self._pool.touch(self.sequence)
         if session is not None and session.writer is self:
             self._prefixes.end(session.cache, session.tokens)
+
+    def _runs_as_drafts(self, tokens: int) -> bool:
+        """Whether a verify graph gives the bits of the graph that runs so many tokens; several are run as a prompt."""
+        return tokens == 1 or self._graphs.row_bits == "equal"
 
     def _continues(self, session: Session) -> bool:
         """Whether the session holds exactly the tokens so far, as this call left them."""

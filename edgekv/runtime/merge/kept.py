@@ -22,13 +22,14 @@ RENDERED = "rendered"
 _MOST_FILES = 64
 _MOST_RENDERED = 16
 _COUNT_BYTES = 4
+_ALIKE = ("alike rows",)
 _LARGEST_BYTES = 256 * MIB
 _DIGEST_BYTES = sha256().digest_size
 _PROGRAM = (Path(__file__).parent, Path(__file__).parent.parent / "rewrite.py")
 WEIGHT_SUFFIXES = (".safetensors", ".data", ".bin")
 
 
-def merged_bytes(graph: Path) -> bytes:
+def merged_bytes(graph: Path, *, alike_rows: bool = False) -> bytes:
     """The merged graph of an ONNX file, serialized; see `merged`.
 
     It is made once for each content of the file and each version of the passes, and kept with its own hash. A cache
@@ -38,21 +39,21 @@ def merged_bytes(graph: Path) -> bytes:
         Exception: not an ONNX model; what `onnx` raises has no common base.
     """
     # Weights are not part of the key: they stay in their files.
-    kept = cache_folder() / MERGED / f"{_key(sha256_of(graph))}.onnx"
+    kept = cache_folder() / MERGED / f"{_key(sha256_of(graph), *_ALIKE * alike_rows)}.onnx"
     with suppress(OSError):
         if (found := _read(kept)) is not None:
             return found
     # Importing onnx_ir takes a second; kept graphs do not need it.
     from edgekv.runtime.merge.merge import merged
 
-    content: bytes = merged(graph).SerializeToString()
+    content: bytes = merged(graph, alike_rows=alike_rows).SerializeToString()
     with suppress(OSError):
         _keep(kept, content)
     return content
 
 
 @contextmanager
-def rendered_graph(graph: Path, mode: RenderedMode) -> Iterator[tuple[bytes, Path]]:
+def rendered_graph(graph: Path, mode: RenderedMode, *, alike_rows: bool = False) -> Iterator[tuple[bytes, Path]]:
     """The graph of an ONNX file, rewritten for a mode, serialized, and the folder of its weights; see `rendered`.
 
     It is made once for each content of the file and its weights, each mode, each version of the passes and of the
@@ -64,23 +65,23 @@ def rendered_graph(graph: Path, mode: RenderedMode) -> Iterator[tuple[bytes, Pat
     folder = cache_folder() / RENDERED
     with file_hashes() as hashes:
         beside = sorted(path for path in graph.parent.iterdir() if path.suffix in WEIGHT_SUFFIXES)
-        found = (mode, processor(), ort.__version__, *map(hashes.sha256_of, (graph, *beside)))
+        found = (mode, processor(), ort.__version__, *_ALIKE * alike_rows, *map(hashes.sha256_of, (graph, *beside)))
         kept = folder / f"{_key(*found)}.onnx"
         content = _read_rendered(kept, hashes)
     if content is None:
         with suppress(OSError):
             folder.mkdir(parents=True, exist_ok=True)
-            content, weights = _render(graph, mode, folder)
+            content, weights = _render(graph, mode, folder, alike_rows)
             _keep(kept, _with_names(content, weights), _MOST_RENDERED)
             _remove_unused(folder)
     if content is not None:
         yield content, folder
         return
     with TemporaryDirectory(prefix="edgekv-", ignore_cleanup_errors=True) as scratch:
-        yield _render(graph, mode, Path(scratch))[0], Path(scratch)
+        yield _render(graph, mode, Path(scratch), alike_rows)[0], Path(scratch)
 
 
-def _render(graph: Path, mode: RenderedMode, folder: Path) -> tuple[bytes, tuple[str, ...]]:
+def _render(graph: Path, mode: RenderedMode, folder: Path, alike_rows: bool) -> tuple[bytes, tuple[str, ...]]:
     """The serialized model and the names of its weights, which are written to a folder."""
     from edgekv.runtime.merge.packed_weights import SCRATCH, pack_weights
     from edgekv.runtime.merge.render import rendered
@@ -89,7 +90,9 @@ def _render(graph: Path, mode: RenderedMode, folder: Path) -> tuple[bytes, tuple
     with TemporaryDirectory(dir=folder, prefix=SCRATCH, ignore_cleanup_errors=True) as scratch:
         data = Path(scratch, "weights")
         with data.open("wb") as file:
-            content: bytes = rendered(graph, mode, WeightFile(file, data.name)).SerializeToString()
+            content: bytes = rendered(
+                graph, mode, WeightFile(file, data.name), alike_rows=alike_rows
+            ).SerializeToString()
         return pack_weights(content, Path(scratch), folder)
 
 

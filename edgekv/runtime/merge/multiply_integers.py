@@ -7,10 +7,12 @@ from typing import Any
 
 import numpy as np
 import onnx_ir as ir
+from numpy.typing import NDArray
 
 from edgekv.runtime.cpu_mode import RenderedMode
 from edgekv.runtime.merge.fusing import CONTRIB, Fuser, Shape, made_by, replace, shape_of
 from edgekv.runtime.merge.matrices import read_matrix
+from edgekv.runtime.merge.multiply_each_row import multiply_each_row, round_each_row
 from edgekv.runtime.merge.weight_file import WeightFile
 from edgekv.runtime.rewrite import readers, remove_unused
 
@@ -44,7 +46,7 @@ class MultiplyIntegers(ir.passes.InPlacePass):
         self._mode = mode
         self._is_scoring = is_scoring
         self._rounded: dict[ir.Value, _Parts] = {}
-        self._rows: dict[tuple[ir.Value, int], tuple[ir.Value, ir.Value]] = {}
+        self._rows: dict[tuple[ir.Value, int], tuple[ir.Value, ...]] = {}
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         fuser = Fuser(model.graph, "of_integers")
@@ -72,7 +74,8 @@ class MultiplyIntegers(ir.passes.InPlacePass):
         for constant in (weights, steps):
             fuser.graph.register_initializer(constant)
         if by_row:
-            replace(node.outputs[0], self._multiply_rows(fuser, node, x, (weights, steps)))
+            sums = integers.sum(axis=0, dtype=np.int32)
+            replace(node.outputs[0], self._multiply_rows(fuser, node, x, (weights, steps), sums))
             return True
         products = [
             fuser.one(node, "MatMulIntegerToFloat", [part, weights, scale, steps, zero], shape, CONTRIB)
@@ -88,13 +91,19 @@ class MultiplyIntegers(ir.passes.InPlacePass):
         matrices = [read_matrix(each.inputs[1]) for each in readers(x) if each.op_type == "MatMul"]
         return all(each is not None and each.bits == _BITS for each in matrices)
 
-    def _multiply_rows(self, fuser: Fuser, node: ir.Node, x: ir.Value, constants: _Constants) -> ir.Value:
+    def _multiply_rows(
+        self, fuser: Fuser, node: ir.Node, x: ir.Value, constants: _Constants, sums: NDArray[np.int32]
+    ) -> ir.Value:
         """The product of rows that have their own scales, in one part or in two, which are added."""
         weights, steps = constants
         *first, count, columns = shape = shape_of(node.outputs[0])
         parts = 1 if self._mode == "fast" and prod(shape_of(weights)) < _LARGE else 2
         if count == parts == 1:
             return fuser.one(node, "DynamicQuantizeMatMul", [x, weights, steps], shape, CONTRIB)
+        if parts == 1:
+            if (x, parts) not in self._rows:
+                self._rows[x, parts] = round_each_row(fuser, node, x)
+            return multiply_each_row(fuser, node, self._rows[x, parts], constants, sums)
         if (x, parts) not in self._rows:
             self._rows[x, parts] = _round_rows(fuser, node, x, parts)
         integers, scales = self._rows[x, parts]

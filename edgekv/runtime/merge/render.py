@@ -9,9 +9,11 @@ import onnx_ir as ir
 
 from edgekv.runtime.cpu_instructions import multiplies_integers
 from edgekv.runtime.cpu_mode import RenderedMode
+from edgekv.runtime.merge.alike_rows import AlikeRows
 from edgekv.runtime.merge.float_activations import FloatActivations
 from edgekv.runtime.merge.fuse_heads import FuseHeads
 from edgekv.runtime.merge.fuse_layers import FuseLayers
+from edgekv.runtime.merge.merge import with_shapes
 from edgekv.runtime.merge.merge_heads import MergeHeads
 from edgekv.runtime.merge.move_integers import MoveIntegers
 from edgekv.runtime.merge.multiply_integers import MultiplyIntegers
@@ -26,24 +28,27 @@ from edgekv.spec import LOGITS
 _SMALL_BYTES = 1 << 16
 
 
-def rendered(graph: Path, mode: RenderedMode, weights: WeightFile) -> onnx.ModelProto:
+def rendered(graph: Path, mode: RenderedMode, weights: WeightFile, *, alike_rows: bool = False) -> onnx.ModelProto:
     """The graph of an ONNX file, rewritten; same inputs and outputs, other bits.
 
     Args:
         graph: the file; its weights are beside it.
         mode: how activations are rounded in products of a few rows with weights; those of many rows are 16 bits.
         weights: takes all weights, also those that are not packed.
+        alike_rows: whether a row has the same bits in graphs of every AR; see `AlikeRows`.
     """
     with collector_paused():
         model = load_model(graph)
         apply(model, FloatActivations(), MoveIntegers(), MergeHeads(InferredShapes(graph)))
-        model = _with_shapes(model, graph.parent)
+        model = with_shapes(model, graph.parent)
         apply(model, FuseHeads(), FuseLayers())
         if multiplies_integers():
             apply(model, MultiplyIntegers(weights, mode, is_scoring=_is_scoring(model)))
         apply(model, PackMatrices(weights), SkipReshapes())
         if mode == "exact16":
             apply(model, TwoRows())
+        if alike_rows:
+            apply(model, AlikeRows())
         apply(model, OpenRows())
         _move_weights(model, weights)
         return ir.to_proto(model)
@@ -53,27 +58,6 @@ def _is_scoring(model: ir.Model) -> bool:
     """Whether a graph returns the logits of several tokens: it measures the decode step, so it computes alike."""
     *_, rows, _ = sizes(model.graph.outputs[-1])
     return model.graph.outputs[-1].name == LOGITS and rows > 1
-
-
-def _with_shapes(model: ir.Model, folder: Path) -> ir.Model:
-    """The model with the shapes that can be inferred, without traces of removed nodes."""
-    read = ir.from_proto(onnx.shape_inference.infer_shapes(ir.to_proto(model)))
-    for value in read.graph.initializers.values():
-        if isinstance(value.const_value, ir.ExternalTensor):
-            value.const_value = _at(value.const_value, folder)
-    return read
-
-
-def _at(tensor: ir.ExternalTensor, folder: Path) -> ir.ExternalTensor:
-    return ir.ExternalTensor(
-        tensor.location,
-        tensor.offset,
-        tensor.length,
-        tensor.dtype,
-        shape=tensor.shape,
-        name=tensor.name,
-        base_dir=folder,
-    )
 
 
 def _move_weights(model: ir.Model, weights: WeightFile) -> None:
