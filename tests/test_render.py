@@ -400,3 +400,16 @@ def test_a_graph_that_has_not_run_for_a_while_leaves_no_weights_in_memory(small:
         assert resident[0] > 0 == resident[-1] and _resident_bytes(decode) > 0
         first, again = ([token.id for token in model.generate([*range(5, 21)], 4, ignore_eos=True)] for _ in range(2))
         assert first == again and _resident_bytes(alone) > 0
+
+
+@pytest.mark.parametrize("mode", ["emulate", "exact16", "fast"])
+def test_rows_of_a_prompt_do_not_depend_on_what_the_cache_held_before(small_export: Path, mode: Any) -> None:
+    with edgekv.load(small_export, cpu_mode=mode) as model:
+        session = model.session
+        session.feed([5, 6, 7])
+        wanted = session.cache.state.rows
+        session.feed([*range(100, 140)])
+        session.reset()
+        session.feed([5, 6, 7])
+        found = session.cache.state.rows
+    assert all(np.array_equal(found[name], rows) for name, rows in wanted.items())

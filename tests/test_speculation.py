@@ -13,7 +13,7 @@ from edgekv import EdgeKVError, SamplingParams
 from edgekv.bundle import open_bundle
 from edgekv.kv import STRATEGIES, CacheState
 from edgekv.session import Generation, Speculation
-from tests.checkpoints import write_checkpoint
+from tests.checkpoints import NEWER, write_checkpoint
 from tests.drafts import Oracle, with_drafts
 from tests.exports import export_options, exported
 
@@ -78,6 +78,39 @@ def test_text_and_cache_are_those_of_plain_decoding(verifying: Path, engine: str
                 assert [token.id for token in generation] == plain
             assert same(model.cache.state, wanted)
             assert generation.stats.speculation.accepted > 5  # type: ignore[union-attr]
+
+
+SHAPES = {
+    "queries that share keys": ({}, "w8a16"),
+    "keys of each query": ({"num_key_value_heads": 4, "tie_word_embeddings": False}, "w8a16"),
+    "blocks of 64": ({"hidden_size": 128, "intermediate_size": 192}, "w4a16-lpbq64"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["emulate", "exact16", "fast"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_row_has_the_bits_of_a_single_step(tmp_path: Path, shape: str, mode: str) -> None:
+    overrides, recipe = SHAPES[shape]
+    checkpoint = write_checkpoint(tmp_path / "checkpoint", {**NEWER, **overrides})
+    bundle = exported(checkpoint, export_options(recipe, context=128, ar=(1, 16), verify=(3, 8)))
+    tokens = np.random.default_rng(0).integers(3, 250, 128).tolist()
+    with edgekv.load(bundle, cpu_mode=mode) as model:
+        session = model.session
+        for rows in (3, 8):
+            for held in (5, 63, 64, 100):
+                session.reset()
+                session.feed(tokens[:held])
+                singles = [session.feed([token]).copy() for token in tokens[held : held + rows]]
+                wanted = session.cache.state
+                session.reset()
+                session.feed(tokens[:held])
+                found = [session.verify(tokens[held : held + 1], tokens[held + 1 : held + rows]).copy()]
+                for token in tokens[held + 1 : held + rows]:
+                    session.take([token])
+                    found.append(session.pass_logits.copy())
+                session.settle()
+                assert np.array_equal(found, singles) and same(session.cache.state, wanted)
 
 
 @pytest.mark.parametrize("stop", range(1, 9))

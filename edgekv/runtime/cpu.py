@@ -18,11 +18,9 @@ from edgekv.runtime.merge import WEIGHT_SUFFIXES, merged_bytes, rendered_graph
 from edgekv.runtime.onnx_session import PROVIDERS, session_options
 from edgekv.runtime.row_bits import RowBits
 from edgekv.system import format_bytes, free_memory_bytes, return_freed_memory
-from quant import WEIGHT_TYPES
 
 _Loaded = tuple[ort.InferenceSession, MappedWeights | None]
 
-_BITS_ALIKE = 8  # of weights whose products of one row and of several have the same bits in `fast`
 _LEAST_GROWTH = 2  # of 16-bit integers as float32; those of 4 bits grow eightfold
 
 
@@ -34,7 +32,6 @@ class CpuEngine:
         threads: threads per operation; None for ONNX Runtime's own choice.
         mode: how it computes.
         alike_rows: whether decode steps have the bits of rows of larger steps, for bundles whose drafts are verified.
-        has_int4: whether weights have 4 bits.
     """
 
     graph_format: ClassVar[GraphFormat] = "onnx"
@@ -42,7 +39,6 @@ class CpuEngine:
     threads: int | None = None
     mode: CpuMode = "emulate"
     alike_rows: bool = False
-    has_int4: bool = False
     _sessions: dict[Path, _Loaded] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @classmethod
@@ -56,9 +52,7 @@ class CpuEngine:
         if threads is not None and threads > most:
             fix = "Leave --threads out for all of them; no mode is faster with more."
             raise UsageError("threads", got=threads, expected=f"1 to {most}, the processors", fix=fix)
-        manifest = bundle.manifest
-        has_int4 = any(WEIGHT_TYPES[weight.dtype].bits < _BITS_ALIKE for weight in manifest.recipe.weights)
-        return cls(threads, alike_rows=manifest.graph("verify") is not None, has_int4=has_int4)
+        return cls(threads, alike_rows=bundle.manifest.graph("verify") is not None)
 
     def __post_init__(self) -> None:
         if self.threads is not None and self.threads < 1:
@@ -75,11 +69,8 @@ class CpuEngine:
 
     @property
     def row_bits(self) -> RowBits:
-        """`in-place` for bundles with verify graphs, but for 4-bit weights in `fast`.
-
-        `MatMulNBits` sums a single row in another order than several; other products of one row are avoided.
-        """
-        return "in-place" if self.alike_rows and not (self.mode == "fast" and self.has_int4) else "unequal"
+        """`in-place` for bundles with verify graphs: their rendered graphs avoid what depends on other rows."""
+        return "in-place" if self.alike_rows else "unequal"
 
     @property
     def alignment_bytes(self) -> int:

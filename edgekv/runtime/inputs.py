@@ -85,8 +85,9 @@ class StepInputs:
 class AttentionMask:
     """A graph's mask, `[AR, P + AR]`: a row for each new token, columns for the past rows and then the new tokens.
 
-    An element is 0.0 where the row attends to the column, and the encoding's minimum where it does not. Rows
-    without a token attend to nothing.
+    An element is 0.0 where the row attends to the column, and the encoding's minimum where it does not. Rows without a
+    token attend to the new rows up to their own. A row that attended to nothing would average over all columns, also
+    those of rows that hold no token: then other rows, rounded over the range of all, would depend on what was there.
     """
 
     def __init__(self, rows: NDArray[Any], encoding: Encoding) -> None:
@@ -120,6 +121,6 @@ class AttentionMask:
         for gone, column in enumerate(window.leaving, self._ar - len(window.leaving)):
             rows[gone:, column] = self._closed
         if tokens != self._filled:
-            rows[tokens:] = self._closed
-            rows[:tokens, self._past :] = self._causal[:tokens]
+            rows[tokens:, : self._past] = self._closed
+            rows[:, self._past :] = self._causal
             self._filled = tokens

@@ -39,12 +39,20 @@ class MultiplyIntegers(ir.passes.InPlacePass):
     Prefill and decode graphs share these weights.
     """
 
-    def __init__(self, weights: WeightFile, mode: RenderedMode, *, is_scoring: bool) -> None:
-        """Args: weights: takes the integers. mode: see above. is_scoring: whether to multiply all rows as few ones."""
+    def __init__(self, weights: WeightFile, mode: RenderedMode, *, is_scoring: bool, alike_rows: bool = False) -> None:
+        """Prepare to multiply.
+
+        Args:
+            weights: takes the integers.
+            mode: see above.
+            is_scoring: whether to multiply all rows as few ones.
+            alike_rows: whether the two parts of a single row are added as those of several are.
+        """
         super().__init__()
         self._weights = weights
         self._mode = mode
         self._is_scoring = is_scoring
+        self._adds_at_once = not alike_rows
         self._rounded: dict[ir.Value, _Parts] = {}
         self._rows: dict[tuple[ir.Value, int], tuple[ir.Value, ...]] = {}
 
@@ -105,13 +113,13 @@ class MultiplyIntegers(ir.passes.InPlacePass):
                 self._rows[x, parts] = round_each_row(fuser, node, x)
             return multiply_each_row(fuser, node, self._rows[x, parts], constants, sums)
         if (x, parts) not in self._rows:
-            self._rows[x, parts] = _round_rows(fuser, node, x, parts)
+            self._rows[x, parts] = _round_rows(fuser, node, x, parts, at_once=count == 1 and self._adds_at_once)
         integers, scales = self._rows[x, parts]
         middle = fuser.constant(f"uint8_{_MIDDLE}", np.array(_MIDDLE, np.uint8))
         one = fuser.constant("float_1", np.array(1, np.float32))
         inputs = [integers, weights, one, steps, middle]
         product = fuser.one(node, "MatMulIntegerToFloat", inputs, (*first, parts * count, columns), CONTRIB)
-        if count == 1:
+        if count == 1 and self._adds_at_once:
             return fuser.one(node, "MatMul", [scales, product], shape)
         by_part = fuser.reshape(node, product, (*first, parts, count, columns))
         scaled = fuser.one(node, "Mul", [by_part, scales], (*first, parts, count, columns))
@@ -131,10 +139,10 @@ def _is_normalized(x: ir.Value) -> bool:
     return norm is not None and norm.op_type.endswith("LayerNormalization")
 
 
-def _round_rows(fuser: Fuser, before: ir.Node, x: ir.Value, parts: int) -> tuple[ir.Value, ir.Value]:
+def _round_rows(fuser: Fuser, before: ir.Node, x: ir.Value, parts: int, *, at_once: bool) -> tuple[ir.Value, ir.Value]:
     """Rows `[..., AR, K]` of 8 bits, of two parts `[..., 2 AR, K]`, and their scales.
 
-    Scales of two parts of one row are `[..., 1, 2]`, so that a product adds the parts; others `[..., parts, AR, 1]`.
+    Scales of two parts of one row are `[..., 1, 2]` if a product adds them `at_once`; others `[..., parts, AR, 1]`.
     """
     *first, count, width = shape = shape_of(x)
     axis = len(first)
@@ -159,10 +167,10 @@ def _round_rows(fuser: Fuser, before: ir.Node, x: ir.Value, parts: int) -> tuple
     for each in rows:
         each.type = ir.TensorType(ir.DataType.UINT8)
     lead = [1] * len(first)
-    at_row = (*lead, 1, parts) if count == 1 else (*lead, parts, 1, 1)
+    at_row = (*lead, 1, parts) if at_once else (*lead, parts, 1, 1)
     both = fuser.constant("steps_of_rows_" + "_".join(map(str, at_row)), np.array(factors, np.float32).reshape(at_row))
     by_row = largest if count == 1 else fuser.reshape(before, largest, (count, 1))
-    return rows[-1], fuser.one(before, "Mul", [both, by_row], at_row if count == 1 else (*lead, parts, count, 1))
+    return rows[-1], fuser.one(before, "Mul", [both, by_row], at_row if at_once else (*lead, parts, count, 1))
 
 
 def _round(fuser: Fuser, before: ir.Node, x: ir.Value) -> _Parts:

@@ -59,7 +59,13 @@ def _follow(node: ir.Node, axes: _Axes) -> bool:
     if not found:
         return True
     result = node.outputs[0]
-    if result.is_graph_output() or not shape_of(result) or len(node.outputs) > 1:
+    if result.is_graph_output() or not shape_of(result):
+        return False
+    if node.op_type == "Split" and [value for value, _ in found] == [node.inputs[0]]:
+        (_, rows), along = found[0], axis_of(node, 0)
+        axes.update(dict.fromkeys(node.outputs, rows))
+        return along != rows
+    if len(node.outputs) > 1:
         return False
     if node.op_type in ("MatMul", "FusedMatMul"):
         return _follow_product(node, axes)
