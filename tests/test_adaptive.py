@@ -1,6 +1,7 @@
 """How much is drafted follows what drafts were worth and what passes cost. Times here are numbers, not measured."""
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -51,13 +52,31 @@ def adaptive(costs: PassCosts, most: int = 15) -> AdaptiveDrafter:
 def test_a_median_is_kept_of_each_size_and_the_first_pass_left_out():
     costs = PassCosts()
     assert costs.ns(8) == pytest.approx(costs.ns(1) * (1 + 7 / 64))
-    for ns in (900, 10, 12, 11):
+    for ns in (900, 10, 12, 11, 9):
         costs.add(1, ns)
-    assert costs.ns(1) == 11
-    assert costs.ns(8) == pytest.approx(11 * (1 + 7 / 64))
-    for ns in (9000, 20, 20, 500):
+    assert costs.ns(1) == 10.5
+    assert costs.ns(8) == pytest.approx(10.5 * (1 + 7 / 64))
+    for ns in (9000, 500, 20, 20, 21):
         costs.add(8, ns)
-    assert costs.ns(8) == 20 and costs.ns(16) == pytest.approx(11 * (1 + 15 / 64))
+    assert costs.ns(8) == 20.5 and costs.ns(16) == pytest.approx(10.5 * (1 + 15 / 64))
+
+
+def test_a_disturbed_pass_rules_nothing_out():
+    costs = costs_of(r1=10)
+    for ns in (9000, 900, 13):
+        costs.add(8, ns * MS)
+    assert costs.ns(8) == 13 * MS
+
+
+def test_an_old_cost_is_forgotten_and_tried_again_ever_more_rarely():
+    costs, tried = costs_of(r1=10, r8=90), []
+    for at in range(4000):
+        expensive = costs.ns(8) > 50 * MS
+        costs.add(1 if expensive else 8, 10 * MS if expensive else 90 * MS)
+        if not expensive:
+            tried.append(at)
+    assert all(later - earlier > 2 * 250 for earlier, later in pairwise(tried))
+    assert len(tried) == 4  # after 256, 512, 1,024 and 2,048 passes
 
 
 def test_acceptance_follows_what_was_right_in_each_class_of_drafts():

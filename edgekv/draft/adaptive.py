@@ -13,7 +13,7 @@ from edgekv.draft.pass_costs import PassCosts
 _MARGIN = 1.03
 """A pass with drafts has to be expected to be faster by this factor."""
 _PROBE_TOKENS = 256
-"""A graph or a drafter that does not pay is tried again after as many tokens of a text."""
+"""A drafter that takes time and does not pay is tried again after as many tokens of a text."""
 
 
 class AtMost:
@@ -97,8 +97,6 @@ class AdaptiveDrafter:
         self._costs = costs
         self._most = min(most, self._rows[-1] - 1, MOST_TOKENS)
         self._taken: Source | None = None
-        self._run_at: dict[int, int] = {}  # tokens of the text when a graph ran last
-        self._length = 0
 
     def most(self, k: int) -> int:
         """All that have room: `propose` decides, since it depends on the draft."""
@@ -107,19 +105,18 @@ class AdaptiveDrafter:
     def ran(self, rows: int, tokens: int, ns: int) -> None:
         """Note what a pass cost."""
         self._costs.add(rows, ns)
-        self._run_at[rows] = self._length
 
     def propose(self, tokens: Sequence[int], k: int) -> Sequence[int]:
         """The draft that promises most, as long as pays; none if a plain step promises more."""
         best: Sequence[int] = ()
         best_rate = _MARGIN / self._costs.ns(1)
-        self._taken, self._length = None, len(tokens)
+        self._taken = None
         for each in self._tried:
             each.compare(tokens)
             draft = self._ask(each, tokens, k, best_rate)
             if not draft:
                 continue
-            length, rate = self._fastest(each, each.source.support, len(draft), len(tokens))
+            length, rate = self._fastest(each, each.source.support, len(draft))
             if rate > best_rate:
                 best, best_rate, self._taken, self.name = draft[:length], rate, each.source, each.source.name
         return best
@@ -133,7 +130,7 @@ class AdaptiveDrafter:
         at, most = len(tokens), min(k, self._most)
         source = tried.source
         if source.ns_per_token:
-            length, promised = self._fastest(tried, 0, most, at)
+            length, promised = self._fastest(tried, 0, most)
             is_due = tried.asked_at is None or at - tried.asked_at >= _PROBE_TOKENS
             if promised <= rate and not is_due:
                 return ()
@@ -144,21 +141,15 @@ class AdaptiveDrafter:
             tried.pending = _Draft(at, draft, source.support)
         return draft
 
-    def _fastest(self, tried: _Tried, support: int, most: int, at: int) -> tuple[int, float]:
+    def _fastest(self, tried: _Tried, support: int, most: int) -> tuple[int, float]:
         """The number of drafts that promises the most tokens a second, and that rate in tokens a nanosecond."""
         best, best_rate = 0, 0.0
         for rows in self._rows:
             length = min(most, rows - 1)
             promised = 1 + tried.acceptance.expected(support, length)
-            rate = promised / (self._cost(rows, at) + tried.source.ns_per_token * length)
+            rate = promised / (self._costs.ns(rows) + tried.source.ns_per_token * length)
             if rate > best_rate:
                 best, best_rate = length, rate
             if length == most:
                 break
         return best, best_rate
-
-    def _cost(self, rows: int, at: int) -> float:
-        """Time of a pass; what can be hoped for if it was measured long ago."""
-        if at - self._run_at.setdefault(rows, at) >= _PROBE_TOKENS:
-            return min(self._costs.ns(rows), self._costs.hoped_ns(rows))
-        return self._costs.ns(rows)

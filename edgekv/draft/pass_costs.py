@@ -3,37 +3,78 @@
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import dataclass, field
 from statistics import median
 
 _SAMPLES = 31
-_WARM_UP = 1
-"""Passes of a graph that are not counted: the first one loads it."""
+_FEW = 3
+"""Up to so many samples the least one counts, so that a disturbed one cannot rule out a graph."""
+_MANY = 8
+_PATIENCE = 256
+_MOST_PATIENCE = 4096
 _COST_OF_A_ROW = 1 / 64
 """Of a pass of one row; assumed of a graph that has not run yet. 8 to 16 rows cost an NPU some 1.1 to 1.2 passes."""
 
 
+@dataclass(slots=True)
+class _Graph:
+    """Passes of one size.
+
+    Attributes:
+        samples_ns: of the last passes.
+        ns: what is expected; None before it was measured.
+        has_loaded: whether it has run before: the first pass also loads the graph.
+        last: number of the last pass.
+        patience: passes of other graphs after which its cost is forgotten.
+    """
+
+    samples_ns: deque[int] = field(default_factory=lambda: deque(maxlen=_SAMPLES))
+    ns: float | None = None
+    has_loaded: bool = False
+    last: int = 0
+    patience: int = _PATIENCE
+
+    def add(self, ns: int) -> None:
+        if not self.has_loaded:
+            self.has_loaded = True
+            return
+        self.samples_ns.append(ns)
+        self.ns = median(self.samples_ns) if len(self.samples_ns) > _FEW else min(self.samples_ns)
+        if len(self.samples_ns) >= _MANY:
+            self.patience = _PATIENCE
+
+    def forget(self) -> None:
+        self.samples_ns.clear()
+        self.ns = None
+        self.patience = min(2 * self.patience, _MOST_PATIENCE)
+
+
 class PassCosts:
-    """Medians of the last passes, which all texts of a model share."""
+    """Medians of the last passes of each size, which all texts of a model share.
+
+    The cost of a size that has not run for 256 passes is forgotten, so that it is tried again; for twice as many if it
+    then runs only a few times, and so on up to 4,096.
+    """
 
     def __init__(self) -> None:
         """Know nothing yet."""
-        self._samples: dict[int, deque[int]] = {}
-        self._medians: dict[int, float] = {}
-        self._left_out: dict[int, int] = {}
+        self._graphs: dict[int, _Graph] = {}
+        self._passes = 0
 
     def add(self, rows: int, ns: int) -> None:
-        """Count a pass of a graph of this many rows."""
-        if self._left_out.setdefault(rows, 0) < _WARM_UP:
-            self._left_out[rows] += 1
-            return
-        samples = self._samples.setdefault(rows, deque(maxlen=_SAMPLES))
-        samples.append(ns)
-        self._medians[rows] = median(samples)
+        """Count a pass of a graph of this many rows. The first one of each size does not count: it loads the graph."""
+        self._passes += 1
+        graph = self._graphs.setdefault(rows, _Graph())
+        graph.last = self._passes
+        graph.add(ns)
 
     def ns(self, rows: int) -> float:
-        """Time of a pass; what can be hoped for if it was not measured."""
-        return self._medians[rows] if rows in self._medians else self.hoped_ns(rows)
-
-    def hoped_ns(self, rows: int) -> float:
-        """Time of a pass where rows cost little, from that of one row; in its units if that was not measured."""
-        return self._medians.get(1, 1.0) * (1 + (rows - 1) * _COST_OF_A_ROW)
+        """Time of a pass; if it is not known, what can be hoped for, from that of one row."""
+        graph = self._graphs.get(rows)
+        if graph is not None and graph.ns is not None:
+            if rows == 1 or self._passes - graph.last < graph.patience:
+                return graph.ns
+            graph.forget()
+        single = self._graphs.get(1)
+        step_ns = 1.0 if single is None or single.ns is None else single.ns
+        return step_ns * (1 + (rows - 1) * _COST_OF_A_ROW)
