@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import edgekv
-from edgekv import SamplingParams
+from edgekv import Grammar, SamplingParams
 from edgekv.cli import run
 from edgekv.errors import UsageError
 from edgekv.session import BeamParams, Generation, Speculate
@@ -173,6 +173,36 @@ def test_what_does_not_go_together_is_refused(options: dict[str, Any], field: st
     with pytest.raises(UsageError) as error:
         Speculate(**options)
     assert error.value.field == field
+
+
+def test_a_grammar_continues_the_drafts_that_it_allows(verifying: Path):
+    with edgekv.load(verifying) as model:
+        constraint, _ = model.bind(Grammar.regex("(yes|no), sure"), None)
+        assert constraint is not None
+        drafts, answer = model.encode("no mercy"), model.encode("no, sure")
+        at = next(at for at, (a, b) in enumerate(zip(drafts, answer, strict=False)) if a != b)
+        assert 0 < at < len(answer)
+        assert constraint.continued(drafts, 50) == answer  # forced from the first wrong one on
+        assert constraint.continued(drafts, at) == answer[:at]
+        assert constraint.continued(model.encode("maybe"), 50) == []
+        for token in answer:  # the text itself has not changed
+            assert token in constraint.allowed()
+            constraint.push(token)
+
+
+def test_a_grammar_and_drafts_compose(verifying: Path, tmp_path: Path):
+    text = {"type": "string", "maxLength": 20}
+    schema = {"type": "object", "properties": {"first": text, "second": text}, "required": ["first", "second"]}
+    params = SamplingParams(max_new_tokens=90, grammar=Grammar.json_schema({**schema, "additionalProperties": False}))
+    with edgekv.load(verifying) as model:
+        plain = model.generate(PROMPT, params)
+        wanted = list(plain)
+        (tmp_path / "corpus").write_text("".join(token.text for token in wanted))
+        corpus = Speculate("corpus", corpus=model.open_corpus(tmp_path / "corpus"))
+        found = model.generate(PROMPT, params, speculate=corpus)
+        assert [token.id for token in found] == [token.id for token in wanted]
+    assert found.stats.forced_tokens == plain.stats.forced_tokens > 10
+    assert found.stats.decode_steps < 0.7 * plain.stats.decode_steps
 
 
 # The command line

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -44,6 +44,9 @@ class Constraint(Protocol):
     def forced(self) -> list[int]:
         """The tokens that have to come next, as far as they are known; often none."""
 
+    def continued(self, drafts: Sequence[int], most: int) -> list[int]:
+        """Drafts as far as they are allowed, then the tokens forced behind them, at most `most`; the text stays."""
+
     def push(self, token: int) -> None:
         """Continue the text with an allowed token."""
 
@@ -72,6 +75,14 @@ class GrammarConstraint:
     def forced(self) -> list[int]:
         tokens: list[int] = self._matcher.compute_ff_tokens()
         self._check()
+        outside = (at for at, token in enumerate(tokens) if token >= self._vocab)
+        return tokens[: next(outside, len(tokens))]
+
+    def continued(self, drafts: Sequence[int], most: int) -> list[int]:
+        matcher = self._matcher.deep_copy()
+        allowed = list(drafts[: matcher.validate_tokens(list(drafts))])
+        matcher.consume_tokens(allowed)
+        tokens = [*allowed, *matcher.compute_ff_tokens()][:most]
         outside = (at for at, token in enumerate(tokens) if token >= self._vocab)
         return tokens[: next(outside, len(tokens))]
 

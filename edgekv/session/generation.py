@@ -263,7 +263,10 @@ class Generation(Iterator[Token]):
             return logits
         del self._unfed[: request.known_tokens - known]
         useful = self._params.max_new_tokens - len(self._generated) - 1
-        drafts = speculation.propose(self._text, min(request.draft_room(len(self._unfed)), useful))
+        room = min(request.draft_room(len(self._unfed)), useful)
+        drafts = speculation.propose(self._text, room)
+        if drafts and self._constraint is not None:
+            drafts = self._constraint.continued(drafts, room)
         started = perf_counter_ns()
         logits = request.verify(self._unfed, drafts) if drafts else request.feed(self._unfed)
         speculation.ran(request.ar, len(drafts), perf_counter_ns() - started)
