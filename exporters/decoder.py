@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from typing import Literal, Protocol, TypeVar
 
 from edgekv.kv import KvTensor
-from edgekv.spec import DecoderSpec, attention_norm, feed_forward_norm
+from edgekv.spec import FINAL_NORM, DecoderSpec, attention_norm, feed_forward_norm
 
 V = TypeVar("V")
 
@@ -45,6 +45,9 @@ class Ops(Protocol[V]):
 
     def split(self, x: V, widths: Sequence[int]) -> list[V]:
         """Adjacent slices over the whole width, in the encoding of `x`."""
+
+    def slice(self, x: V, first: int, width: int) -> V:
+        """A slice of the width, in the encoding of `x`."""
 
     def join(self, parts: list[V], name: str) -> V:
         """Concatenated; the parts and the result have the encoding of `name`."""
@@ -85,7 +88,7 @@ def attention_inputs(ops: Ops[V], spec: DecoderSpec, layer: int, hidden: V) -> V
     """The input of q_proj, k_proj and v_proj."""
     if not spec.pre_norms:
         return hidden
-    return ops.rms_norm(hidden, attention_norm(layer), f"layers.{layer}.attention_norm")
+    return _residual_norm(ops, spec, hidden, attention_norm(layer), f"layers.{layer}.attention_norm")
 
 
 def attention(ops: Ops[V], spec: DecoderSpec, layer: int, x: V) -> V:
@@ -120,7 +123,7 @@ def feed_forward_inputs(ops: Ops[V], spec: DecoderSpec, layer: int, hidden: V) -
     """The input of gate_proj and up_proj."""
     if not spec.pre_norms:
         return hidden
-    return ops.rms_norm(hidden, feed_forward_norm(spec, layer), f"layers.{layer}.mlp_norm")
+    return _residual_norm(ops, spec, hidden, feed_forward_norm(spec, layer), f"layers.{layer}.mlp_norm")
 
 
 def feed_forward(ops: Ops[V], spec: DecoderSpec, layer: int, x: V) -> V:
@@ -145,13 +148,34 @@ def add_feed_forward(ops: Ops[V], spec: DecoderSpec, layer: int, hidden: V, inne
     return ops.add(hidden, down, at + "mlp_add")
 
 
+def head_inputs(ops: Ops[V], spec: DecoderSpec, hidden: V) -> V:
+    """The input of the head."""
+    return _residual_norm(ops, spec, hidden, FINAL_NORM, "final_norm")
+
+
 def logits(ops: Ops[V], spec: DecoderSpec, head: str, hidden: V) -> V:
     """The last norm and the head; `head` is the name of its matrix."""
-    x = ops.rms_norm(hidden, "model.norm.weight", "final_norm")
+    x = head_inputs(ops, spec, hidden)
     if spec.logits_cap is None:
         return ops.linear(x, head, "head")
     uncapped = ops.linear(x, head, "head.uncapped", gain=1 / spec.logits_cap)
     return ops.scale(ops.tanh(uncapped, "head.tanh"), spec.logits_cap, "head")
+
+
+def _residual_norm(ops: Ops[V], spec: DecoderSpec, hidden: V, norm: str, name: str) -> V:
+    """RMSNorm of the residual; it reads a split channel once for each part."""
+    if not spec.split:
+        return ops.rms_norm(hidden, norm, name)
+    copies = []
+    for each in spec.split:
+        block, parts = ops.slice(hidden, each.channel, 1), 1
+        while parts < each.parts:
+            if parts > 1:
+                block = ops.join([block] * 4, f"{name}.c{each.channel}x{parts}")
+            copies += [block] * 3
+            parts *= 4
+    wide = ops.rms_norm(ops.join([hidden, *copies], name + ".input"), norm, name + ".wide")
+    return ops.slice(wide, 0, spec.hidden)
 
 
 def _heads(ops: Ops[V], spec: DecoderSpec, x: V, layer: int, kind: Literal["q", "k"], count: int) -> Iterator[V]:

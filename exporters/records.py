@@ -17,7 +17,7 @@ from edgekv.bundle import (
     TokenRecord,
     WeightRecord,
 )
-from edgekv.spec.decoder import DecoderSpec
+from edgekv.spec.decoder import DecoderSpec, SplitChannel
 from edgekv.spec.rope import Rope
 from edgekv.spec.tensors import matrices
 from exporters.checkpoint.checkpoint import Checkpoint
@@ -26,7 +26,7 @@ from exporters.quantize.recipe import Recipe
 from exporters.quantize.sink import SINK_FILE, FloatSink
 
 
-def recipe_record(spec: DecoderSpec, recipe: Recipe, channels: Sequence[ChannelRecord] = ()) -> RecipeRecord:
+def recipe_record(spec: DecoderSpec, recipe: Recipe, channels: Sequence[SplitChannel] = ()) -> RecipeRecord:
     """The recipe as it applies to a decoder, with these channels of the residual split.
 
     Raises:
@@ -42,7 +42,7 @@ def recipe_record(spec: DecoderSpec, recipe: Recipe, channels: Sequence[ChannelR
         key_scaling=recipe.key_scaling,
         neuron_scaling=recipe.neuron_scaling,
         outlier_channels=recipe.outlier_channels,
-        split_channels=list(channels),
+        split_channels=[ChannelRecord(channel=each.channel, parts=each.parts) for each in channels],
         heads=recipe.heads,
     )
 

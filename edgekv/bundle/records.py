@@ -207,11 +207,11 @@ class WeightRecord(Record, frozen=True):
 
 
 class ChannelRecord(Record, frozen=True):
-    """A channel of the residual that several represent.
+    """A channel of the residual that is stored as a fraction of itself.
 
     Attributes:
         channel: its number in the checkpoint.
-        parts: number of channels, each 1 / sqrt(parts) of it.
+        parts: how often norms read it: it stands for so many channels, each 1 / sqrt(parts) of it.
     """
 
     channel: Annotated[int, msgspec.Meta(ge=0, le=1 << 20)]

@@ -1,7 +1,7 @@
 """Decoders, KV caches and graph interfaces, described once and used by all other packages."""
 
 from edgekv.spec.config import CONFIG, Config, read_config, read_json
-from edgekv.spec.decoder import DecoderSpec
+from edgekv.spec.decoder import DecoderSpec, SplitChannel
 from edgekv.spec.describe import CacheSpec, describe, describe_cache
 from edgekv.spec.families import ARCHITECTURES
 from edgekv.spec.folders import FolderKind, identify
@@ -37,6 +37,7 @@ from edgekv.spec.rope import Rope, Rotation
 from edgekv.spec.sizes import WEIGHT_DTYPES, Decoder, Weights, recipe_weights
 from edgekv.spec.tensors import (
     EMBEDDING,
+    FINAL_NORM,
     HEAD,
     View,
     attention_norm,
@@ -52,6 +53,7 @@ __all__ = [
     "ARCHITECTURES",
     "CONFIG",
     "EMBEDDING",
+    "FINAL_NORM",
     "EMBEDDINGS",
     "HEAD",
     "HEADROOM",
@@ -64,6 +66,7 @@ __all__ = [
     "ROPE_SUFFIXES",
     "RULES",
     "STEP_KINDS",
+    "SplitChannel",
     "UNOBSERVED",
     "WEIGHT_DTYPES",
     "CacheSpec",

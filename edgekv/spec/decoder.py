@@ -13,6 +13,19 @@ QkNorm = Literal["head", "all-heads"]
 
 
 @dataclass(frozen=True, slots=True)
+class SplitChannel:
+    """A channel x of the residual that stands for several equal ones, each x / sqrt(parts): it is stored once.
+
+    Attributes:
+        channel: its number.
+        parts: how often norms of the residual read it; a power of 4.
+    """
+
+    channel: int
+    parts: int
+
+
+@dataclass(frozen=True, slots=True)
 class DecoderSpec:
     """A decoder with grouped-query attention, gated feed-forward, RMSNorm and rotary embedding.
 
@@ -38,6 +51,7 @@ class DecoderSpec:
         residual_gain: multiplies the outputs of attention and feed-forward.
         logits_gain: multiplies the logits.
         norm_offset: added to the stored weights of every norm.
+        split: channels of the residual that norms read several times, in ascending order. Set by export.
         fused: whether q, k and v are stored as one matrix, and gate and up as another.
         multimodal: whether the checkpoint includes a vision model, and the decoder's tensors have a prefix.
     """
@@ -70,6 +84,7 @@ class DecoderSpec:
     residual_gain: float = 1.0
     logits_gain: float = 1.0
     norm_offset: float = 0.0
+    split: tuple[SplitChannel, ...] = ()
     fused: bool = False
     multimodal: bool = False
     bound_by: str = "max_position_embeddings"
@@ -93,6 +108,11 @@ class DecoderSpec:
             vocab=self.vocab,
             tied_head=self.tied_head,
         )
+
+    @property
+    def copies(self) -> int:
+        """Elements that norms of the residual read besides its channels."""
+        return sum(each.parts - 1 for each in self.split)
 
     @property
     def group(self) -> int:

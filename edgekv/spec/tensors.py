@@ -12,6 +12,7 @@ from edgekv.spec.decoder import DecoderSpec
 
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
+FINAL_NORM = "model.norm.weight"
 
 TensorRole = Literal["embedding", "norm", "q_norm", "k_norm", "q", "k", "v", "o", "gate", "up", "down", "head"]
 
@@ -84,7 +85,7 @@ def by_outputs(matrix: NDArray[Any]) -> NDArray[Any]:
 
 def views(spec: DecoderSpec) -> Iterator[View]:
     """Every tensor that the decoder reads, in reading order."""
-    table, norm = (spec.vocab, spec.hidden), "model.norm.weight"
+    table, norm = (spec.vocab, spec.hidden), FINAL_NORM
     yield View(EMBEDDING, table, EMBEDDING, spec.vocab, "embedding", gain=spec.embedding_gain)
     for layer in range(spec.layers):
         yield from _layer(spec, layer)

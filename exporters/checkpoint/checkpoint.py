@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
-from edgekv.bundle import ChannelRecord, GenerationRecord
+from edgekv.bundle import GenerationRecord
 from edgekv.errors import CheckpointError
 from edgekv.spec import (
     CONFIG,
@@ -23,6 +23,7 @@ from edgekv.spec import (
     HEAD,
     Config,
     DecoderSpec,
+    SplitChannel,
     View,
     describe,
     read_json,
@@ -154,12 +155,12 @@ class Checkpoint:
         """The same model with limited attention windows; see `DecoderSpec.limits`."""
         return replace(self, spec=replace(self.spec, limits=tuple(windows)))
 
-    def split(self, channels: Sequence[ChannelRecord]) -> Checkpoint:
-        """The same model with some channels of the residual in several parts; see `exporters.checkpoint.channels`."""
+    def split(self, channels: Sequence[SplitChannel]) -> Checkpoint:
+        """The same model with some channels of the residual split; see `exporters.checkpoint.channels`."""
         if not channels:
             return self
-        split = SplitResidual(self.spec.hidden, channels)
-        return replace(self, spec=split.spec(self.spec), _split=split)
+        split = SplitResidual(self.spec, channels)
+        return replace(self, spec=split.spec, _split=split)
 
     def tensor(self, key: str, rows: Rows = EVERY) -> NDArray[np.float32]:
         """A tensor of the decoder as float32, read now, under the name that it has in Llama's checkpoints.

@@ -130,6 +130,10 @@ class QdqOps:
         self._nodes.node("Split", [x.name, sizes], floats, axis=_WIDTH)
         return [self._nodes.requantize(f, n, x.encoding) for f, n in zip(floats, names, strict=True)]
 
+    def slice(self, x: Tensor, first: int, width: int) -> Tensor:
+        begin, end, axis = (self._nodes.constant(f"at_{at}", np.array([at])) for at in (first, first + width, _WIDTH))
+        return self._nodes.emit("Slice", [x.name, begin, end, axis], x.name + ".part", x.encoding)
+
     def join(self, parts: list[Tensor], name: str) -> Tensor:
         return self._nodes.emit("Concat", [part.name for part in parts], name, axis=_WIDTH)
 

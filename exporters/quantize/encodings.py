@@ -107,8 +107,12 @@ class ResultRecorder:
     def split(self, x: str, widths: Sequence[int]) -> list[str]:
         return [x] * len(widths)
 
+    def slice(self, x: str, first: int, width: int) -> str:
+        return x
+
     def join(self, parts: list[str], name: str) -> str:
-        return self._record(self.results[parts[0]].kind, name)
+        first = self.results[parts[0]]
+        return self._record(first.kind, name, first.source)
 
     def rotation(self, layer: int) -> tuple[str, str]:
         return "cos", "sin"

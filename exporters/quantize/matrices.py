@@ -17,6 +17,7 @@ from exporters.decoder import (
     attention_inputs,
     feed_forward,
     feed_forward_inputs,
+    head_inputs,
     logits,
 )
 from exporters.quantize.encodings import decoder_results
@@ -150,9 +151,7 @@ class Quantizer:
         windows = range(self.hidden.shape[1])
         inputs = None
         if rule.method not in ("nearest", "stored"):
-            inputs = self._inputs(
-                np.stack([ops.rms_norm(self.hidden[:, w], "model.norm.weight", "final_norm") for w in windows], axis=1)
-            )
+            inputs = self._inputs(np.stack([head_inputs(ops, spec, self.hidden[:, w]) for w in windows], axis=1))
         integers = np.empty((spec.hidden, spec.vocab), np.int8)
         grids = []
         for start in range(0, spec.vocab, _HEAD_ROWS_AT_ONCE):

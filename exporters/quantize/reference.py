@@ -140,6 +140,9 @@ class NumpyOps:
     def split(self, x: Floats, widths: Sequence[int]) -> list[Floats]:
         return np.split(x, np.cumsum(widths)[:-1], axis=-1)
 
+    def slice(self, x: Floats, first: int, width: int) -> Floats:
+        return x[..., first : first + width]
+
     def join(self, parts: list[Floats], name: str) -> Floats:
         return self._seen(name, np.concatenate(parts, axis=-1))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 
@@ -127,13 +128,13 @@ class TfliteOps:
         return self._emit("QUANTIZE", [result], name, x.shape)
 
     def split(self, x: Tensor, widths: Sequence[int]) -> list[Tensor]:
-        parts, start = [], 0
-        for width in widths:
-            shape = [*x.shape[:-1], width]
-            begin, size = self._integers(f"begin_{start}", [0, 0, 0, start]), self._integers(_named(shape), shape)
-            parts.append(self._emit("SLICE", [x, begin, size], "part", shape, x.encoding, "SliceOptions"))
-            start += width
-        return parts
+        starts = itertools.accumulate(widths, initial=0)
+        return [self.slice(x, start, width) for start, width in zip(starts, widths, strict=False)]
+
+    def slice(self, x: Tensor, first: int, width: int) -> Tensor:
+        shape = [*x.shape[:-1], width]
+        begin, size = self._integers(f"begin_{first}", [0, 0, 0, first]), self._integers(_named(shape), shape)
+        return self._emit("SLICE", [x, begin, size], "part", shape, x.encoding, "SliceOptions")
 
     def join(self, parts: list[Tensor], name: str) -> Tensor:
         shape = [*parts[0].shape[:-1], sum(part.shape[-1] for part in parts)]
