@@ -189,3 +189,10 @@ def test_the_htp_runs_every_operation_in_integers(tmp_path, name):
     assert floating_nodes([bundle / decode.file], DEVICE) == []
     on_htp, on_cpu = (edgekv.load(bundle, engine).score(tokens) for engine in ("htp", "cpu"))
     assert sqnr_db(on_cpu, on_htp) > 40
+
+
+def test_gemma_3_without_windows_has_one_rotary_embedding(tmp_path):
+    full = {**ARCHITECTURES["gemma3"], "layer_types": ["full_attention"] * 3}
+    spec = Checkpoint.open(str(write_checkpoint(tmp_path, full))).spec
+    assert spec.ropes == (spec.rope,)
+    assert spec.windows == ()

@@ -44,10 +44,11 @@ def describe(config: Config) -> DecoderSpec:
     rope, local_rope = Rope.pair(config, spec.head_dim, theta=theta, local_theta=local_theta)
     pattern = config.size("sliding_window_pattern", PATTERN)
     window = config.optional_size("sliding_window")
+    found = windows(config, spec.layers, window, lambda layer: bool((layer + 1) % pattern))
     return replace(
         spec,
         qk_norm="head",
         rope=rope,
-        local_rope=local_rope,
-        windows=windows(config, spec.layers, window, lambda layer: bool((layer + 1) % pattern)),
+        local_rope=local_rope if found else None,
+        windows=found,
     )
