@@ -6,7 +6,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from edgekv.draft import Acceptance, AdaptiveDrafter, PassCosts, PromptLookup
+from edgekv.draft import Acceptance, AdaptiveDrafter, DraftRecord, PassCosts, PromptLookup
 
 ROWS = (8, 16)
 MS = 1_000_000
@@ -46,7 +46,7 @@ class Run:
 
 
 def adaptive(costs: PassCosts, most: int = 15) -> AdaptiveDrafter:
-    return AdaptiveDrafter([PromptLookup()], ROWS, costs, most)
+    return AdaptiveDrafter([PromptLookup()], ROWS, DraftRecord(costs), most)
 
 
 def test_a_median_is_kept_of_each_size_and_the_first_pass_left_out():
@@ -153,7 +153,7 @@ class Slow:
 @pytest.mark.parametrize(("ms_per_token", "pays"), [(1.0, True), (30.0, False)])
 def test_a_drafter_that_takes_time_is_asked_where_it_pays(ms_per_token: float, pays: bool):
     slow = Slow(RANDOM, ms_per_token * MS)
-    drafter = AdaptiveDrafter([PromptLookup(), slow], ROWS, costs_of(r1=10, r8=12, r16=14), 15)
+    drafter = AdaptiveDrafter([PromptLookup(), slow], ROWS, DraftRecord(costs_of(r1=10, r8=12, r16=14)), 15)
     run = Run(drafter, RANDOM, 20, {1: 10.0, 8: 12.0, 16: 14.0})
     assert (run.tokens / run.passes > 5) == pays
     assert slow.asked < 12 or pays

@@ -8,6 +8,7 @@ from edgekv.draft.corpus_index import CorpusIndex, build_index
 from edgekv.draft.drafter import Drafter, Pacer
 from edgekv.draft.lookup import PromptLookup
 from edgekv.draft.pass_costs import PassCosts
+from edgekv.draft.record import DraftRecord
 
 __all__ = [
     "Acceptance",
@@ -15,6 +16,7 @@ __all__ = [
     "AtMost",
     "CorpusDrafter",
     "CorpusIndex",
+    "DraftRecord",
     "Drafter",
     "Match",
     "Pacer",

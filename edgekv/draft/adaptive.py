@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 from edgekv.draft.acceptance import MOST_TOKENS, Acceptance
 from edgekv.draft.drafter import Drafter
-from edgekv.draft.pass_costs import PassCosts
+from edgekv.draft.record import DraftRecord
 
 _MARGIN = 1.03
 """A pass with drafts has to be expected to be faster by this factor."""
@@ -59,7 +59,7 @@ class _Tried:
     """A drafter, and what its proposals were worth."""
 
     source: Source
-    acceptance: Acceptance = field(default_factory=Acceptance)
+    acceptance: Acceptance
     pending: _Draft | None = None
     asked_at: int | None = None
 
@@ -82,19 +82,19 @@ class AdaptiveDrafter:
     off. A pass's time is the median of the last ones. One object serves one text, as its drafters do.
     """
 
-    def __init__(self, sources: Sequence[Source], rows: Sequence[int], costs: PassCosts, most: int) -> None:
+    def __init__(self, sources: Sequence[Source], rows: Sequence[int], record: DraftRecord, most: int) -> None:
         """Measure from now on.
 
         Args:
             sources: drafters; of equally promising drafts the first one's is taken.
             rows: tokens per inference of the graphs that can check drafts.
-            costs: of the model's passes.
+            record: of the model.
             most: tokens of a draft.
         """
         self.name = ""
-        self._tried = [_Tried(each) for each in sources]
+        self._tried = [_Tried(each, record.acceptance[each.name]) for each in sources]
         self._rows = sorted(rows)
-        self._costs = costs
+        self._costs = record.costs
         self._most = min(most, self._rows[-1] - 1, MOST_TOKENS)
         self._taken: Source | None = None
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
 from edgekv.bundle import Bundle, GenerationRecord
-from edgekv.draft import CorpusIndex, PassCosts, open_corpus
+from edgekv.draft import CorpusIndex, DraftRecord, open_corpus
 from edgekv.errors import BundleError, UsageError
 from edgekv.kv import KVCache
 from edgekv.prefix import PrefixCache, PrefixStore, open_store
@@ -38,7 +38,7 @@ class LoadedBundle:
         session: the model's own session, of calls without `sequence`.
         sequences: the sessions of calls with `sequence`.
         defaults: default sampling parameters: the bundle's, or greedy decoding.
-        pass_costs: measured by speculation.
+        draft_record: what speculation measured.
     """
 
     def __init__(self, bundle: Bundle, engine: Engine, caches: CacheSetup, prefix_cache: PrefixCache | None) -> None:
@@ -48,7 +48,7 @@ class LoadedBundle:
         self.mode = caches.mode
         self.defaults = default_params(bundle.manifest.generation)
         self.session = Session(graphs.cache, graphs)
-        self.pass_costs = PassCosts()
+        self.draft_record = DraftRecord()
         self._turns = Turns()
         self.sequences = SessionPool(lambda: Session(caches.make(), graphs), caches.mode, self.session, self._turns)
         self._caches = caches

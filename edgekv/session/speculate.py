@@ -110,7 +110,7 @@ def make_speculation(model: LoadedBundle, wanted: Speculate | SpeculateMode | No
         sources.append(BundleDrafter(chosen.draft, model.bundle.manifest.model.vocab))
     most = chosen.tokens or rows[-1] - 1
     if chosen.mode == "auto":
-        drafter = AdaptiveDrafter(sources, rows, model.pass_costs, most)
+        drafter = AdaptiveDrafter(sources, rows, model.draft_record, most)
         return Speculation(drafter, drafter)
     (source,) = sources
     return Speculation(source, AtMost(most))
