@@ -51,12 +51,13 @@ def write_gguf(checkpoint: Path, path: Path, kind: str = "F32", **changes: Any) 
     for key, value in (fields | tokenizer_fields(checkpoint, config) | changes).items():
         if value is not None:
             _add(writer, key, value)
-    with safe_open(checkpoint / "model.safetensors", "numpy") as file:
-        for key in file.keys():  # noqa: SIM118  (not a dict)
-            values = file.get_tensor(key).astype(np.float32)
-            name, values = converted(key, values, config, architecture)
-            kept = gguf.GGMLQuantizationType[kind if values.ndim == 2 else "F32"]
-            writer.add_tensor(name, quantize(values, kept), raw_dtype=kept)
+    for shard in sorted(checkpoint.glob("*.safetensors")):
+        with safe_open(shard, "numpy") as file:
+            for key in file.keys():  # noqa: SIM118  (not a dict)
+                values = file.get_tensor(key).astype(np.float32)
+                name, values = converted(key, values, config, architecture)
+                kept = gguf.GGMLQuantizationType[kind if values.ndim == 2 else "F32"]
+                writer.add_tensor(name, quantize(values, kept), raw_dtype=kept)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
