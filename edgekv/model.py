@@ -20,6 +20,7 @@ from edgekv.session.request import Request, open_prefixes
 from edgekv.session.sampler import Sampler
 from edgekv.session.scoring import Scoring
 from edgekv.session.speculate import Speculate, SpeculateMode, make_speculation, speculates
+from edgekv.session.together import advance_together
 from edgekv.session.tools import Tools
 from edgekv.spec.chat import Message
 
@@ -125,6 +126,33 @@ class Model(LoadedBundle):
             return_logits=return_logits,
             speculation=make_speculation(self, speculate),
         )
+
+    def prepare_together(self) -> None:
+        """Allocate and load what `advance_together` needs, which its first call does otherwise.
+
+        Raises:
+            EdgeKVError: as `advance_together`.
+        """
+        _ = self.batch
+
+    def advance_together(self, generations: Sequence[Generation]) -> None:
+        """Run the next inference of several generations in one pass of a verify graph; `next` of each then needs none.
+
+        Those that need none, that speculate, or whose tokens find no room beside the others' run by themselves in
+        `next`. The texts are the same.
+
+        Args:
+            generations: of this model, each with a `sequence` of its own.
+
+        Raises:
+            UsageError: the bundle has no verify graphs, keys as columns, layers with attention windows, or a cache that
+                grows; the engine gives a token other bits beside others (`cpu`); or the model was closed.
+            ValueError: a later call has claimed the sequence of one.
+            EngineError: the runtime failed.
+        """
+        batch = self.batch
+        with self._turns:
+            advance_together(generations, batch, self._graphs)
 
     def score(self, tokens: Sequence[int]) -> NDArray[np.float32]:
         """The logits after each of the tokens, `[T, V]`, teacher forced from an empty cache.

@@ -4,7 +4,8 @@ Engines use `KVCache`. `Strategy` (row positions and copies) and `Policy` (behav
 integers; `Layout` gives the bytes of any strategy without allocating them.
 """
 
-from edgekv.kv.arena import Arena
+from edgekv.kv.arena import Arena, Rows
+from edgekv.kv.batch_columns import BatchColumns
 from edgekv.kv.cache import KVCache
 from edgekv.kv.columns import ColumnArena, ColumnLayout
 from edgekv.kv.group import Group
@@ -33,7 +34,9 @@ __all__ = [
     "KINDS",
     "POLICIES",
     "STRATEGIES",
+    "BatchColumns",
     "RowArena",
+    "Rows",
     "CacheState",
     "CacheStats",
     "ColumnArena",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from fractions import Fraction
 
-from edgekv.kv.arena import Arena
+from edgekv.kv.arena import Arena, Rows
 from edgekv.kv.compatibility import check_state, describe, named_encodings
 from edgekv.kv.eviction import Eviction
 from edgekv.kv.footprint import Footprint
@@ -46,6 +46,7 @@ class KVCache:
         encodings: encoding of each tensor, in the order of the groups' names; empty if unknown.
         sink: the tokens that an empty cache holds; None if it holds none.
         is_prefix: whether the tokens held are the whole text so far, each computed with all previous tokens visible.
+        revision: number of changes of what is held.
     """
 
     def __init__(
@@ -104,6 +105,7 @@ class KVCache:
         self._steps = 0
         self._tokens_committed = 0
         self.is_prefix = True
+        self.revision = 0
         self.reset()
 
     @property
@@ -227,6 +229,22 @@ class KVCache:
         self._steps += 1
         self._tokens_committed += n
 
+    def append(self, rows: Rows) -> None:
+        """Append a token whose keys and values were computed in another cache's memory.
+
+        Args:
+            rows: `[N, D]`, a row of each tensor of the only arena, see `arena`.
+
+        Raises:
+            ContextFullError: there is no room.
+            ValueError: there are several arenas, or no graph has AR-1.
+        """
+        arena = self.arena
+        self.window(1)
+        self.commit(1)
+        (group,) = self.groups
+        arena.array[:, group.strategy.held_rows()[-1] % arena.layout.rows] = rows
+
     def rewind(self, n: int) -> None:
         """Drop the n newest tokens, and the open step if any. Evicted tokens are not restored.
 
@@ -294,7 +312,8 @@ class KVCache:
         self.is_prefix = False
 
     def _close(self) -> None:
-        """Close the open step, if any, and free the memory that it outgrew."""
+        """Close the open step, if any, and free the memory that it outgrew: what is held changes."""
+        self.revision += 1
         self._open_ar = None
         if self._memory.grows:
             self._memory.free_outgrown()

@@ -14,7 +14,7 @@ from edgekv.bundle import GraphRecord, Manifest
 from edgekv.errors import EngineError
 from edgekv.kv import Arena, Group, KVCache, Window
 from edgekv.runtime.binding import Binding, aligned_zeros
-from edgekv.runtime.inputs import StepInputs
+from edgekv.runtime.inputs import RowView, StepInputs
 from edgekv.runtime.rope import RopeTable
 from edgekv.spec import GraphInterface, PartRecord, Port
 
@@ -151,15 +151,38 @@ class StaticGraph:
             EngineError: the runtime failed.
         """
         started = perf_counter_ns()
-        if self._before_next_run is not None:
-            call, self._before_next_run = self._before_next_run, None
-            call()
+        self._end_last_run()
         if self.reads_used_rows and not columns:
             windows = [window.narrowed(self._row_block) for window in windows]
         self._inputs.write(tokens, position, windows, columns)
+        self._execute(windows, len(tokens), started, logits=logits)
+
+    def run_views(self, tokens: Sequence[int], views: Sequence[RowView], windows: Sequence[Window]) -> None:
+        """Run tokens that do not simply follow each other; the caller takes the new rows.
+
+        Args:
+            tokens: 1 to AR.
+            views: what each of them is and sees.
+            windows: where the graph reads and writes in each group of the cache.
+
+        Raises:
+            EngineError: the runtime failed.
+        """
+        started = perf_counter_ns()
+        self._end_last_run()
+        self._inputs.write_views(tokens, views, windows)
+        self._execute(windows, len(tokens), started)
+
+    def _end_last_run(self) -> None:
+        if self._before_next_run is not None:
+            call, self._before_next_run = self._before_next_run, None
+            call()
+
+    def _execute(self, windows: Sequence[Window], tokens: int, started: int, *, logits: bool = True) -> None:
+        """Run the parts on their inputs, which have been written since `started`."""
         parts = self._parts if logits else [part for part in self._parts if not part.is_head]
         for part in parts:
-            part.bind(windows, len(tokens))
+            part.bind(windows, tokens)
         entered = perf_counter_ns()
         try:
             for part in parts:

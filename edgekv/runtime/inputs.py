@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,21 @@ from edgekv.runtime.binding import aligned_zeros
 from edgekv.runtime.rope import RopeTable
 from edgekv.spec import LOGITS_INDEX, MASK, STEP_KINDS, GraphRecord, rope_inputs
 from quant import Encoding
+
+
+@dataclass(frozen=True, slots=True)
+class RowView:
+    """What a new token of a step is and sees, where tokens do not simply follow each other.
+
+    Attributes:
+        position: absolute position.
+        columns: past columns that it attends to.
+        rows: new rows that it attends to, with its own.
+    """
+
+    position: int
+    columns: Sequence[int]
+    rows: Sequence[int]
 
 
 class StepInputs:
@@ -66,11 +82,25 @@ class StepInputs:
     def write(self, tokens: Sequence[int], position: int, windows: Sequence[Window], columns: Sequence[int]) -> None:
         """Write a step; see `StaticGraph.run`."""
         n = len(tokens)
-        self._entry[:n] = tokens if self._table is None else self._table[list(tokens)]
         for table, cos, sin in self._rotary:
             cos[:n], sin[:n] = table.rows(position, n)
         for group, mask in self._masks:
             mask.write(n, windows[group], columns)
+        self._write_entry(tokens)
+
+    def write_views(self, tokens: Sequence[int], views: Sequence[RowView], windows: Sequence[Window]) -> None:
+        """Write a step whose tokens do not follow each other; see `StaticGraph.run_views`."""
+        for table, cos, sin in self._rotary:
+            for row, view in enumerate(views):
+                cos[row], sin[row] = table.rows(view.position, 1)
+        for group, mask in self._masks:
+            mask.write_views(views, windows[group])
+        self._write_entry(tokens)
+
+    def _write_entry(self, tokens: Sequence[int]) -> None:
+        """Write ids or embeddings, and what rows without a token read if their number has changed."""
+        n = len(tokens)
+        self._entry[:n] = tokens if self._table is None else self._table[list(tokens)]
         if n == self.filled:
             return
         # Rows without a token: their results are not used.
@@ -108,11 +138,7 @@ class AttentionMask:
             window: of the layers.
             columns: past columns to attend to besides those of the window.
         """
-        if window.columns != self._past:
-            self._past, self._filled = window.columns, 0
-            width = self._past + self._ar
-            self._rows = self._memory[: self._ar * width].reshape(self._ar, width)
-        rows = self._rows
+        rows = self._of(window)
         rows[:tokens, : self._past] = self._closed
         rows[:tokens, window.first : window.stop] = self._open
         if columns:
@@ -124,3 +150,23 @@ class AttentionMask:
             rows[tokens:, : self._past] = self._closed
             rows[:, self._past :] = self._causal
             self._filled = tokens
+
+    def write_views(self, views: Sequence[RowView], window: Window) -> None:
+        """Write the mask of a step whose rows see what `views` say."""
+        rows = self._of(window)
+        rows[: len(views)] = self._closed
+        for row, view in enumerate(views):
+            rows[row, view.columns] = self._open
+            rows[row, [self._past + each for each in view.rows]] = self._open
+        if len(views) != self._filled:
+            rows[len(views) :, : self._past] = self._closed
+            rows[len(views) :, self._past :] = self._causal[len(views) :]
+        self._filled = 0  # the next step writes all rows
+
+    def _of(self, window: Window) -> NDArray[Any]:
+        """The rows of a window's width."""
+        if window.columns != self._past:
+            self._past, self._filled = window.columns, 0
+            width = self._past + self._ar
+            self._rows = self._memory[: self._ar * width].reshape(self._ar, width)
+        return self._rows

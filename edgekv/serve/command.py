@@ -52,6 +52,9 @@ def serve(
     draft_corpus: DraftCorpusOption = None,
     draft: DraftOption = None,
     draft_tokens: DraftTokensOption = None,
+    batch: Annotated[
+        bool, typer.Option("--batch", help="Advance several answers in one pass of a verify graph; not on the CPU.")
+    ] = False,
     cors: Annotated[
         list[str] | None,
         typer.Option(help="Web origin whose pages may call the API; repeatable.", show_default="none"),
@@ -87,6 +90,6 @@ def serve(
         load(bundle, cache_mode=mode, prefix_cache=store, **common) as model,
         speculation.opened(model, **common) as drafts,
     ):
-        serving = Serving(model, replace(options, speculate=drafts))
+        serving = Serving(model, replace(options, speculate=drafts, batches=batch))
         typer.echo(f"{serving.url}/v1 serves {serving.service.name}")
         serving.run()

@@ -134,6 +134,11 @@ class Job:
             self._generation.close()
 
     @property
+    def answer(self) -> Generation | None:
+        """What it generates; None before its prompt has run."""
+        return self._generation if self._is_prefilled else None
+
+    @property
     def speculation(self) -> SpeculationStats | None:
         """What drafts brought; None without speculation."""
         return None if self._generation is None else self._generation.stats.speculation

@@ -55,6 +55,8 @@ class Held:
         prefix_misses: lookups that found none.
         rejected_files: files of the prefix cache that are broken or foreign.
         busy: sessions that a request uses.
+        batch_passes: passes that advanced several answers.
+        batch_tokens: tokens that they brought.
     """
 
     queued: int = 0
@@ -68,6 +70,8 @@ class Held:
     prefix_misses: int = 0
     rejected_files: int = 0
     busy: int = 0
+    batch_passes: int = 0
+    batch_tokens: int = 0
 
 
 @dataclass(slots=True)
@@ -140,6 +144,8 @@ class Metrics:
             self.held.prefix_blocks, self.held.prefix_bytes = stats.primary.blocks, stats.primary.bytes_held
             self.held.prefix_hits, self.held.prefix_misses = stats.hits, stats.misses
             self.held.rejected_files = stats.rejected_files
+        if (batch := model.used_batch) is not None:
+            self.held.batch_passes, self.held.batch_tokens = batch.passes, batch.rows
 
     def text(self) -> str:
         """All of them, as Prometheus reads them."""
@@ -188,6 +194,10 @@ class Metrics:
                 about = f"Drafted tokens{' that were right' if counts is self.accepted else ''}, by drafter."
                 samples = (f'edgekv_{name}{{drafter="{drafter}"}} {n}' for drafter, n in sorted(counts.items()))
                 add(name, "counter", about, samples)
+        if held.batch_passes:
+            about = "Inferences that advanced several answers."
+            one("batch_passes_total", "counter", about, held.batch_passes)
+            one("batch_tokens_total", "counter", "Tokens that they brought.", held.batch_tokens)
         one("sessions", "gauge", "Sessions with a cache.", held.sessions)
         one("sessions_busy", "gauge", "Sessions that a request uses.", held.busy)
         one("session_bytes", "gauge", "Bytes of the caches of sessions.", held.session_bytes)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from edgekv.errors import UsageError
 from edgekv.session import Speculate
+from edgekv.session.refusal import refuse
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
@@ -63,9 +64,10 @@ class ServeOptions:
         origins: web origins whose pages may call the API; empty for none.
         limits: what a client may use.
         speculate: how answers are drafted; None for no drafts.
+        batches: whether a pass advances all answers that have room in it.
 
     Raises:
-        UsageError: a port out of range.
+        UsageError: a port out of range, or drafts in passes of several answers.
     """
 
     host: str = "127.0.0.1"
@@ -75,8 +77,11 @@ class ServeOptions:
     origins: tuple[str, ...] = ()
     limits: Limits = field(default_factory=Limits)
     speculate: Speculate | None = None
+    batches: bool = False
 
     def __post_init__(self) -> None:
+        if self.batches and self.speculate is not None:
+            refuse("batch", "passes of several answers with --speculate", "one of them", "Leave one of them out.")
         if not 0 <= self.port < 1 << 16:
             raise UsageError("port", got=self.port, expected="0 to 65535", fix="Use 8080, or 0 for a free one.")
 

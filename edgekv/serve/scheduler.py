@@ -27,7 +27,15 @@ class Scheduler:
     in, first out. Cancelled jobs and those past their deadline end before their next step.
     """
 
-    def __init__(self, model: Model, limits: Limits, metrics: Metrics, speculate: Speculate | None = None) -> None:
+    def __init__(
+        self,
+        model: Model,
+        limits: Limits,
+        metrics: Metrics,
+        speculate: Speculate | None = None,
+        *,
+        batches: bool = False,
+    ) -> None:
         """Start the thread.
 
         Args:
@@ -35,11 +43,13 @@ class Scheduler:
             limits: of sessions, queue and time.
             metrics: what is counted.
             speculate: how answers are drafted; None for no drafts.
+            batches: whether a pass advances all jobs that have room in it.
         """
         self._model = model
         self._limits = limits
         self._metrics = metrics
         self._speculate = speculate
+        self._batches = batches
         self._prefill_tokens = model.cache.ar[-1]
         pool = model.sequences
         self._slots = Slots(limits.sessions, pool.tokens_of, pool.drop, lambda: pool.has_room)
@@ -120,6 +130,8 @@ class Scheduler:
                 if self._is_closed:
                     return
             self._admit()
+            if self._batches:
+                self._advance_together()
             for job in tuple(self._running):
                 self._step(job)
 
@@ -152,6 +164,15 @@ class Scheduler:
             self._running.append(job)
             self._measure()
         return True
+
+    def _advance_together(self) -> None:
+        """Run the next pass of all answers as one; their steps then only take its tokens."""
+        jobs = [job for job in self._running if job.answer is not None and self._over(job) is None]
+        try:
+            self._model.advance_together([job.answer for job in jobs if job.answer is not None])
+        except BaseException as error:
+            for job in jobs:
+                self._end(job, api_error(error))
 
     def _step(self, job: Job) -> None:
         if (over := self._over(job)) is not None:

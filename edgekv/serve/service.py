@@ -51,7 +51,7 @@ class Service:
         self.metrics = Metrics()
         self.limits = options.limits
         self.responses = ResponseStore(options.limits.stored_responses)
-        self.scheduler = Scheduler(model, options.limits, self.metrics, options.speculate)
+        self.scheduler = Scheduler(model, options.limits, self.metrics, options.speculate, batches=options.batches)
 
     @property
     def context(self) -> int:

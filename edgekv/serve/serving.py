@@ -23,10 +23,12 @@ class Serving:
         """Listen; requests are answered once `run` is called.
 
         Raises:
-            UsageError: the address cannot be used.
+            UsageError: the address cannot be used, or the model cannot run several answers in one pass.
             EngineError: the engine refused a graph.
         """
         model.prepare()
+        if options.batches:
+            model.prepare_together()
         self._socket: socket.socket = open_socket(options)
         self.url = address_of(self._socket)
         self.service = Service(model, options)

@@ -124,6 +124,12 @@ class CacheSetup:
         check_mode(self.mode, cache)
         return cache
 
+    def make_window(self) -> KVCache:
+        """Allocate memory for rows of several sequences side by side; see `Batch`."""
+        geometry = self.manifest.cache_geometry
+        ar = {graph.ar for graph in self.manifest.graphs}
+        return KVCache(geometry, ar=ar, strategy="slot", policy="fail")
+
     def described(self, engine: str) -> Setup:
         """The options as the statistics of a generation report them."""
         reserve = float(self.reserve) if self.strategy == "pointer-shift" else None

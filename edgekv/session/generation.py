@@ -11,9 +11,12 @@ from weakref import finalize
 
 from numpy.typing import NDArray
 
+from edgekv.kv import CacheStats
+from edgekv.session.batch import Offer
 from edgekv.session.call import ChosenParams
 from edgekv.session.constraint import Constraint
 from edgekv.session.events import GenerationStats, Setup, StopReason, Token
+from edgekv.session.graphs import StepTimes
 from edgekv.session.params import SamplingParams
 from edgekv.session.request import Request
 from edgekv.session.sampler import Sampler
@@ -95,6 +98,7 @@ class Generation(Iterator[Token]):
         self._unfed = list(prompt)  # tokens to run in the next step
         self._forced: deque[int] = deque()  # tokens of the text that are known already
         self._forced_tokens = 0
+        self._ready: NDArray[Any] | None = None  # logits after the text, from a pass of several generations
         self._prefill_steps = 0
         self._prefill_ns = 0
         self._first_ns = 0
@@ -157,9 +161,38 @@ class Generation(Iterator[Token]):
 
     @property
     def needs_pass(self) -> bool:
-        """Whether the next token needs an inference: it is not forced, and the last pass did not run its draft."""
+        """Whether the next token needs an inference: it is not forced, and no pass has run the one before it."""
         is_forced = self._forced and not self._return_logits
-        return not is_forced and not self._request.has_run(self._unfed)
+        return not is_forced and self._ready is None and not self._request.has_run(self._unfed)
+
+    def offer(self) -> Offer | None:
+        """What a pass of several generations can run of this one; None if it needs no pass, or its own.
+
+        The caller has the model's lock.
+
+        Raises:
+            ValueError: a later call has claimed its sequence.
+        """
+        if self._has_ended or not self._generated or self._speculation is not None or not self.needs_pass:
+            return None
+        self._hold.check("generation")
+        self._hold.keep()
+        session = self._request.batched(len(self._unfed))
+        return None if session is None else Offer(session, self._unfed[0])
+
+    def receive(self, offer: Offer, logits: NDArray[Any], before: CacheStats, times: StepTimes, ns: int) -> None:
+        """Take the logits of such a pass.
+
+        Args:
+            offer: what has run.
+            logits: `[V]`, its own copy.
+            before: statistics of the cache before the pass.
+            times: its share of the pass.
+            ns: time of the whole pass.
+        """
+        self._request.ran(offer.token, offer.session, before, times)
+        self._ready = logits
+        self._decode_ns += ns
 
     @property
     def stop_reason(self) -> StopReason | None:
@@ -254,6 +287,9 @@ class Generation(Iterator[Token]):
     def _run_unfed(self) -> NDArray[Any]:
         """The logits after the text: of a row that the last pass has run already, or of a new pass."""
         request, speculation = self._request, self._speculation
+        ready, self._ready = self._ready, None
+        if ready is not None:
+            return ready
         if speculation is None:
             return request.feed(self._unfed)
         known = request.known_tokens

@@ -156,6 +156,13 @@ class Graphs:
         self._release_idle(graph)
         return graph
 
+    def largest_verify(self) -> StaticGraph:
+        """The verify graph of the largest AR and context; ValueError if there is none."""
+        if not (verify := self._ladders.get("verify")):
+            raise ValueError("verify: got no such graph; expected one")
+        contexts = verify[max(verify)]
+        return self._load(contexts[max(contexts)])
+
     def largest_decode(self) -> StaticGraph:
         """The decode graph of the largest context."""
         (contexts,) = self._ladders["decode"].values()

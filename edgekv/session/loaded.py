@@ -12,6 +12,7 @@ from edgekv.errors import BundleError, UsageError
 from edgekv.kv import KVCache
 from edgekv.prefix import PrefixCache, PrefixStore, open_store
 from edgekv.runtime import Engine
+from edgekv.session.batch import Batch
 from edgekv.session.caches import CacheSetup
 from edgekv.session.constraint import Constraint, GrammarCompiler
 from edgekv.session.grammar import Grammar
@@ -20,6 +21,7 @@ from edgekv.session.params import DEFAULT_MAX_NEW_TOKENS, SamplingParams
 from edgekv.session.pool import SessionPool
 from edgekv.session.prompt import Prompt, PromptReader
 from edgekv.session.session import Session
+from edgekv.session.together import make_batch
 from edgekv.session.tools import ToolCallReader, Tools, find_format, special_tokens, tools_grammar
 from edgekv.session.turns import Turns
 from edgekv.spec.chat import ChatTemplates
@@ -39,6 +41,7 @@ class LoadedBundle:
         sequences: the sessions of calls with `sequence`.
         defaults: default sampling parameters: the bundle's, or greedy decoding.
         draft_record: what speculation measured.
+        used_batch: `batch`, once it was needed.
     """
 
     def __init__(self, bundle: Bundle, engine: Engine, caches: CacheSetup, prefix_cache: PrefixCache | None) -> None:
@@ -49,6 +52,7 @@ class LoadedBundle:
         self.defaults = default_params(bundle.manifest.generation)
         self.session = Session(graphs.cache, graphs)
         self.draft_record = DraftRecord()
+        self.used_batch: Batch | None = None
         self._turns = Turns()
         self.sequences = SessionPool(lambda: Session(caches.make(), graphs), caches.mode, self.session, self._turns)
         self._caches = caches
@@ -77,6 +81,7 @@ class LoadedBundle:
             self._turns.close()
             if self._store is not None:
                 self._store.close()
+            self.used_batch = None
             del self._graphs, self.session, self.sequences, self._store
 
     def prepare(self) -> None:
@@ -103,6 +108,20 @@ class LoadedBundle:
     def verify_rows(self) -> list[int]:
         """Tokens per inference of the graphs that check drafts, ascending; none if the bundle has no such graph."""
         return sorted({graph.ar for graph in self.bundle.manifest.graphs if graph.role == "verify"})
+
+    @property
+    def batch(self) -> Batch:
+        """Runs passes of several generations; it has a cache of its own.
+
+        Raises:
+            UsageError: the bundle or the engine cannot.
+            EngineError: the engine refused the verify graph.
+        """
+        if self.used_batch is None:
+            self._turns.check_open()
+            with self._turns:
+                self.used_batch = make_batch(self._graphs, self._caches)
+        return self.used_batch
 
     def open_corpus(self, path: str | Path, field: str = "draft corpus") -> CorpusIndex:
         """The index of a text file to draft from; see `edgekv.draft.open_corpus`.

@@ -232,6 +232,28 @@ class Request:
         """Whether `take` has the logits after these next tokens."""
         return self._drafting is not None and self._drafting.has_run(tokens)
 
+    def batched(self, tokens: int) -> Session | None:
+        """The session that a `Batch` may advance by the next `tokens` tokens; None if only `feed` can run them."""
+        self._settle()
+        if tokens != 1 or not self._pool.keeps(len(self._tokens) + 1):
+            return None
+        session = self._pool.touch(self.sequence)
+        return session if session is not None and self._continues(session) else None
+
+    def ran(self, token: int, session: Session, before: CacheStats, times: StepTimes) -> None:
+        """Note a token that a `Batch` ran.
+
+        Args:
+            token: its id.
+            session: which it was appended to.
+            before: statistics of the session's cache before the pass.
+            times: this token's share of the pass.
+        """
+        self._tokens.append(token)
+        if self._prefixes is not None:
+            self._prefixes.keep(session.cache, session.tokens)
+        self._count(session, times, before, 1)
+
     def finish(self) -> None:
         """End the call, complete or interrupted: also store the end of the sequence in the prefix cache."""
         if self._is_finished:

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from edgekv.bundle import Role
 from edgekv.errors import EdgeKVError
-from edgekv.kv import KVCache
+from edgekv.kv import KVCache, Rows
 from edgekv.session.draft_pass import DraftPass
 from edgekv.session.graphs import Graphs
 
@@ -113,6 +113,12 @@ class Session:
     def has_run(self, tokens: Sequence[int]) -> bool:
         """Whether the last pass has run exactly these next tokens as drafts."""
         return self._pass is not None and self._pass.has(tokens)
+
+    def append(self, token: int, rows: Rows) -> None:
+        """Record a token that was run elsewhere; see `KVCache.append`."""
+        self.settle()
+        self.cache.append(rows)
+        self.tokens.append(token)
 
     @property
     def pass_logits(self) -> NDArray[Any]:

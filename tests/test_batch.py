@@ -1,0 +1,153 @@
+"""Several generations in one pass: each has the text and the cache that it has alone."""
+
+from __future__ import annotations
+
+import re
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import edgekv
+from edgekv import SamplingParams
+from edgekv.errors import UsageError
+from edgekv.kv import STRATEGIES, BatchColumns, CacheState
+from edgekv.serve import ServeOptions
+from edgekv.session import Generation, Speculate
+from tests.checkpoints import write_checkpoint
+from tests.exports import export_options, exported
+from tests.serving import NAME, served
+
+CONTEXT = 64
+random = np.random.default_rng(5)
+PROMPTS = [random.integers(10, 300, length).tolist() for length in (9, 3, 14, 6, 11)]
+GREEDY = SamplingParams(max_new_tokens=9, ignore_eos=True)
+PARAMS = [GREEDY, GREEDY.overlaid(max_new_tokens=5, temperature=0.9, seed=7)]
+
+
+@pytest.fixture(scope="module")
+def verifying(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random checkpoint with graphs that verify 3 and 8 tokens in contexts of 32 and 64."""
+    checkpoint = write_checkpoint(tmp_path_factory.mktemp("verifying") / "checkpoint")
+    return exported(checkpoint, export_options(context=(32, CONTEXT), ar=(1, 8), verify=(3, 8)))
+
+
+def start(model: edgekv.Model, number: int) -> Generation:
+    return model.generate(PROMPTS[number], PARAMS[number % 2], sequence=number)
+
+
+def state(model: edgekv.Model, number: int) -> CacheState:
+    session = model.sequences.get(number)
+    assert session is not None
+    return session.cache.state
+
+
+def same(found: CacheState, expected: CacheState) -> bool:
+    rows = expected.rows
+    return found.positions == expected.positions and all(np.array_equal(found.rows[name], rows[name]) for name in rows)
+
+
+def test_columns_have_one_owner() -> None:
+    columns, held = BatchColumns(12), {}
+    for _ in range(300):
+        sequence = int(random.integers(4))
+        if sequence not in held and columns.free >= 3:
+            held[sequence] = list(columns.join(sequence, 3))
+        elif sequence in held and columns.free and random.random() < 0.7:
+            held[sequence].append(columns.append(sequence))
+        else:
+            columns.leave(sequence)
+            held.pop(sequence, None)
+        owned = [column for each in held.values() for column in each]
+        assert sorted(columns.sequences) == sorted(held) and columns.free == 12 - len(owned)
+        assert len(set(owned)) == len(owned) and set(owned) <= set(range(12))
+        assert all(list(columns.of(each)) == wanted for each, wanted in held.items())
+    columns.leave("nobody")
+    with pytest.raises(ValueError, match="at most"):
+        BatchColumns(2).join(0, 3)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_each_text_and_cache_is_that_of_a_run_alone(verifying: Path, strategy: str) -> None:
+    with edgekv.load(verifying, "htp", kv_update=strategy) as model:
+        alone = [[token.id for token in start(model, number)] for number in range(5)]
+        wanted = [state(model, number) for number in range(5)]
+        model.sequences.clear()
+        generations = [start(model, number) for number in range(4)]
+        found: list[list[int]] = [[] for _ in range(5)]
+        while any(each.stop_reason is None for each in generations):
+            if len(generations) == 4 and len(found[0]) == 3:
+                generations.append(start(model, 4))  # joins later
+            model.advance_together(generations)
+            for number, each in enumerate(generations):
+                found[number] += [token.id for token in [next(each, None)] if token is not None]
+        assert found == alone
+        assert all(same(state(model, number), wanted[number]) for number in range(5))
+        assert model.batch.passes >= 8 and model.batch.rows > 3 * model.batch.passes
+
+
+def test_sequences_without_room_beside_others_run_by_themselves(verifying: Path) -> None:
+    prompts = [random.integers(10, 300, 25).tolist() for _ in range(3)]
+    with edgekv.load(verifying, "htp") as model:
+        alone = [[token.id for token in model.generate(each, 4, ignore_eos=True)] for each in prompts]
+        generations = [model.generate(each, 4, ignore_eos=True, sequence=at) for at, each in enumerate(prompts)]
+        found: list[list[int]] = [[], [], []]
+        for _ in range(4):
+            model.advance_together(generations)
+            for tokens, each in zip(found, generations, strict=True):
+                tokens.append(next(each).id)
+        assert found == alone and model.batch.rows == 2 * model.batch.passes == 6
+
+
+def test_a_sequence_that_ran_alone_meanwhile_is_copied_again(verifying: Path) -> None:
+    with edgekv.load(verifying, "htp") as model:
+        alone = [[token.id for token in start(model, number)] for number in (0, 2)]
+        generations = [start(model, number) for number in (0, 2)]
+        found: list[list[int]] = [[], []]
+        for step in range(9):
+            if step % 3:
+                model.advance_together(generations)
+            for tokens, each in zip(found, generations, strict=True):
+                tokens.append(next(each).id)
+        copied = model.batch.bytes_copied
+        assert found == alone and copied > 0
+        first = start(model, 0)
+        assert next(first).id == found[0][0], "the sequence begins anew in the same session"
+        model.advance_together([first, start(model, 1)])
+        assert next(first).id == found[0][1]
+
+
+def test_what_cannot_share_a_pass_is_refused_by_name(verifying: Path, tmp_path: Path) -> None:
+    plain = exported(write_checkpoint(tmp_path / "checkpoint"), export_options(context=(CONTEXT,), ar=(1, 8)))
+    for bundle, engine, refusal in (
+        (verifying, "cpu", "batch: got an engine whose sums depend on the columns"),
+        (plain, "htp", "batch: got a bundle without verify graphs"),
+    ):
+        with edgekv.load(bundle, engine) as model, pytest.raises(UsageError, match=refusal):
+            model.advance_together([start(model, 0)])
+    growing = edgekv.load(verifying, "htp", kv_growth="together")
+    with growing as model, pytest.raises(UsageError, match="batch: got a cache that grows"):
+        model.advance_together([])
+
+
+def test_serve_advances_clients_together_and_says_so(verifying: Path) -> None:
+    with edgekv.load(verifying, "htp") as model:
+        alone = [[token.text for token in model.generate(each, GREEDY)] for each in PROMPTS[:3]]
+    with served(verifying, engine="htp", batches=True) as server, ThreadPoolExecutor(3) as clients:
+
+        def ask(prompt: list[int]) -> str:
+            body = {"ignore_eos": True}
+            answer = server.client().completions.create(model=NAME, prompt=prompt, max_tokens=9, extra_body=body)
+            return answer.choices[0].text
+
+        assert list(clients.map(ask, PROMPTS[:3])) == ["".join(each) for each in alone]
+        (found,) = re.findall(r"^edgekv_batch_passes_total (\d+)$", server.get("/metrics"), re.MULTILINE)
+        assert int(found) >= 4
+
+
+def test_serve_refuses_what_cannot_share_a_pass(verifying: Path) -> None:
+    with pytest.raises(UsageError, match="batch: got an engine"), served(verifying, engine="cpu", batches=True):
+        pass
+    with pytest.raises(UsageError, match="batch: got passes of several answers with --speculate"):
+        ServeOptions(batches=True, speculate=Speculate("lookup"))
