@@ -122,7 +122,9 @@ def test_one_mask_for_each_window(bundles: dict[str, Path]) -> None:
 
 def test_what_cannot_be_is_refused(bundles: dict[str, Path], tmp_path: Path) -> None:
     manifest = open_bundle(bundles["mixed"]).manifest
-    options = ExportOptions(find("SM8650"), find_recipe("w8a16"), 64, (1, 8), (8,), check_on_htp=False)
+    options = ExportOptions(
+        find("SM8650"), find_recipe("w8a16"), 64, (1, 8), max_attention_window=(8,), check_on_htp=False
+    )
     with pytest.raises(UsageError, match="--max-attention-window: got 8; expected more than the largest AR, 8"):
         export_bundle(Checkpoint.open(manifest.source.checkpoint), tmp_path / "bundle", options)
     with pytest.raises(UsageError, match="num_beams: got layers with an attention window"):
