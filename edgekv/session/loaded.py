@@ -12,7 +12,7 @@ from edgekv.errors import BundleError, UsageError
 from edgekv.kv import KVCache
 from edgekv.prefix import PrefixCache, PrefixStore, open_store
 from edgekv.runtime import Engine
-from edgekv.session.batch import Batch
+from edgekv.session.batch import Batch, make_batch
 from edgekv.session.caches import CacheSetup
 from edgekv.session.constraint import Constraint, GrammarCompiler
 from edgekv.session.grammar import Grammar
@@ -21,7 +21,6 @@ from edgekv.session.params import DEFAULT_MAX_NEW_TOKENS, SamplingParams
 from edgekv.session.pool import SessionPool
 from edgekv.session.prompt import Prompt, PromptReader
 from edgekv.session.session import Session
-from edgekv.session.together import make_batch
 from edgekv.session.tools import ToolCallReader, Tools, find_format, special_tokens, tools_grammar
 from edgekv.session.turns import Turns
 from edgekv.spec.chat import ChatTemplates
