@@ -106,6 +106,19 @@ def bundle(embedded: Path) -> Path:
 
 
 @pytest.fixture(scope="session")
+def compiled_bundle(embedded: Path) -> Path:
+    """The same, checked and compiled for the HTP; shared, so not to be written to."""
+    return exported(embedded, export_options(context=128, ar=(1, 32), check_on_htp=True), compiled=True)
+
+
+@pytest.fixture(scope="session")
+def compiled_columns(embedded: Path) -> Path:
+    """The same with keys in columns; shared, so not to be written to."""
+    options = export_options(context=128, ar=(1, 32), key_layout="columns", check_on_htp=True)
+    return exported(embedded, options, compiled=True)
+
+
+@pytest.fixture(scope="session")
 def small_export(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random checkpoint of two layers, exported with a context of 64; shared, so not to be written to."""
     checkpoint = write_checkpoint(tmp_path_factory.mktemp("small") / "checkpoint")

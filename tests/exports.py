@@ -49,6 +49,11 @@ def export_options(recipe: str | Recipe = "w8a16", device: str = "SM8650", **cha
     return ExportOptions(find(device), chosen, **{"check_on_htp": False, **changes})
 
 
+def small_options(recipe: str | Recipe = "w8a16", **changes: Any) -> ExportOptions:
+    """Options of an export of a random model, which `exported` does not share."""
+    return export_options(recipe, **{"calibration_tokens": TOKENS_OF_RANDOM_MODELS, **changes})
+
+
 def exported(checkpoint: Path, options: ExportOptions, *, compiled: bool = False) -> Path:
     """A shared bundle. A copy of its checkpoint lies beside it in `checkpoint`, unless that is the repository's own.
 
@@ -62,6 +67,8 @@ def exported(checkpoint: Path, options: ExportOptions, *, compiled: bool = False
     lasting = ROOT / "models" in checkpoint.resolve().parents
     if options.calibration_tokens is None and not lasting:
         options = replace(options, calibration_tokens=TOKENS_OF_RANDOM_MODELS)
+    if compiled and options.check_on_htp:  # what compiles is checked too
+        options, compiled = replace(options, compile=True), False
     source = (str(checkpoint.resolve()) if lasting else "", _digest(checkpoint))
     calibration = options.calibration and (options.calibration.name, options.calibration.read_bytes())
 

@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from checkpoints import ARCHITECTURES, write_checkpoint
 
 from edgekv.bundle import RecipeRecord
 from edgekv.errors import BundleError
@@ -29,6 +28,7 @@ from exporters.checkpoint.folded import transformed
 from exporters.checkpoint.reach import HeadReach
 from exporters.inspect.trace import Trace, trace_reference
 from exporters.quantize.survey import Survey, survey
+from tests.checkpoints import ARCHITECTURES, write_checkpoint
 
 TOKENS = np.array([256, *range(60, 100)])
 ALIGNED = RecipeRecord(name="aligned", rotation="none", weights=[], heads="aligned")

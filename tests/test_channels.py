@@ -10,8 +10,6 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
-from checkpoints import ARCHITECTURES, write_checkpoint
-from exports import ROOT, export_options, exported
 from safetensors.numpy import load_file, save_file
 
 import edgekv
@@ -31,6 +29,8 @@ from exporters.inspect.tally import Tally, log_softmax
 from exporters.inspect.wikitext import Window
 from exporters.quantize.recipe import describe_recipe, find_recipe
 from exporters.quantize.reference import Floats, Reference
+from tests.checkpoints import ARCHITECTURES, write_checkpoint
+from tests.exports import ROOT, export_options, exported
 
 OUTLIERS = (5, 40)
 TRAINED_OUTLIERS = (23, 118)

@@ -1,6 +1,7 @@
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
@@ -16,22 +17,31 @@ from exporters.htp.binary import check_target
 from exporters.htp.compile import compile_bundle
 from exporters.quantize.recipe import find_recipe
 from tests.checkpoints import write_checkpoint
+from tests.exports import export_options, exported, small_options
 
 pytestmark = pytest.mark.htp
 
 
+def record_of(folder):
+    """What a bundle says of its binaries."""
+    found = open_compiled(open_bundle(folder), "SM8650", qnn.compiler())
+    assert found is not None
+    return found.manifest
+
+
 @pytest.fixture(scope="module")
-def compiled(tmp_path_factory, bundle):
+def compiled(compiled_bundle):
     """The embedded model for SM8650, with the record of its binaries."""
-    folder = shutil.copytree(bundle, tmp_path_factory.mktemp("compiled") / "bundle")
-    return folder, compile_bundle(open_bundle(folder), find("Snapdragon 8 Gen 3"))
+    return compiled_bundle, record_of(compiled_bundle)
 
 
 @pytest.fixture(scope="module")
 def small_compiled(tmp_path_factory, small_export):
-    """A small random model, where the model does not matter."""
-    folder = shutil.copytree(small_export, tmp_path_factory.mktemp("small_compiled") / "bundle")
-    return folder, compile_bundle(open_bundle(folder), find("Snapdragon 8 Gen 3"))
+    """A small random model, where the model does not matter, to write into."""
+    options = export_options(device="Snapdragon 8 Gen 3", context=64, ar=(1, 8), check_on_htp=True)
+    made = exported(small_export.parent / "checkpoint", options, compiled=True)
+    folder = shutil.copytree(made, tmp_path_factory.mktemp("small_compiled") / "bundle")
+    return folder, record_of(folder)
 
 
 def test_one_binary_for_each_graph_and_one_that_shares_weights(compiled):
@@ -53,18 +63,16 @@ def test_the_binary_itself_says_which_chip_it_targets(compiled):
 
 @pytest.mark.parametrize("soc", ["SM8550", "SM8750", "SM8850", "SC8380XP", "QCS8550", "QCS6490"])
 def test_every_chip_of_the_catalogue_is_targeted_for_real(small_compiled, soc):
-    record = compile_bundle(open_bundle(small_compiled[0]), find(soc))
-    assert (record.soc, record.arch) == (soc, find(soc).arch)
+    """Read back from the binary that both graphs share."""
+    record = compile_bundle(open_bundle(small_compiled[0]), find(soc), each=False)
+    assert (record.soc, record.arch, len(record.binaries)) == (soc, find(soc).arch, 1)
 
 
 def test_an_export_that_compiles_checks_and_writes_binaries_at_once(tmp_path):
     checkpoint = Checkpoint.open(str(write_checkpoint(tmp_path / "checkpoint")))
-    options = {"device": find("SM8650"), "recipe": find_recipe("w8a16"), "context": 64, "ar": (1, 8)}
-    peaks = {}
-    made = export_bundle(
-        checkpoint, tmp_path / "at-once", ExportOptions(**options, compile=True), watch=peaks.__setitem__
-    )
-    assert made == export_bundle(checkpoint, tmp_path / "apart", ExportOptions(**options))
+    options, peaks = small_options(context=64, ar=(1, 8), check_on_htp=True), {}
+    made = export_bundle(checkpoint, tmp_path / "at-once", replace(options, compile=True), watch=peaks.__setitem__)
+    assert made == export_bundle(checkpoint, tmp_path / "apart", options)
     assert made.htp_check == "integers-only"
     apart = compile_bundle(open_bundle(tmp_path / "apart"), find("SM8650"))
     opened = open_bundle(tmp_path / "at-once")
@@ -96,13 +104,11 @@ def test_the_same_bundle_compiles_to_the_same_bytes_in_another_folder(small_comp
 
 def test_exporting_and_compiling_twice_writes_the_same_bytes(tmp_path):
     checkpoint = Checkpoint.open(str(write_checkpoint(tmp_path / "checkpoint")))
-    options = ExportOptions(device=find("SM8650"), recipe=find_recipe("w8a16"), context=32, ar=(1, 8), compile=True)
+    options = small_options(context=32, ar=(1, 8), check_on_htp=True, compile=True)
     records = []
     for name in ("one", "two"):
         export_bundle(checkpoint, tmp_path / name, options)
-        found = open_compiled(open_bundle(tmp_path / name), "SM8650", qnn.compiler())
-        assert found is not None
-        records.append(found.manifest)
+        records.append(record_of(tmp_path / name))
     assert records[0] == records[1]
 
 

@@ -58,7 +58,7 @@ class Scratch:
     def _provide_bundle(self) -> None:
         if not (self.folder / BUNDLE).exists():
             options = export_options(context=512, ar=(1, 32), check_on_htp=True)
-            shutil.copytree(exported(self._embedded, options), self.folder / BUNDLE)
+            shutil.copytree(exported(self._embedded, options, compiled=True), self.folder / BUNDLE)
 
     def _run(self, arguments: list[str]) -> str:
         done = subprocess.run(arguments, cwd=self.folder, env=self._environment, capture_output=True, text=True)

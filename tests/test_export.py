@@ -22,18 +22,17 @@ from exporters.checkpoint.checkpoint import Checkpoint
 from exporters.export import ExportOptions, export_bundle
 from exporters.htp.check import floating_nodes
 from exporters.quantize.calibrate import read_calibration
-from exporters.quantize.recipe import Recipe, WeightRule, find_recipe
+from exporters.quantize.recipe import Recipe, WeightRule
 from quant import quantize_per_channel
 from tests.checkpoints import OLDER, write_checkpoint
-from tests.exports import TOKENS_OF_RANDOM_MODELS, exported
+from tests.exports import exported, small_options
 
 DEVICE = find("SM8650")
 NEAREST = WeightRule(tensors="*", dtype="int8", method="nearest")
 
 
 def options(**changes) -> ExportOptions:
-    fields = {"device": DEVICE, "recipe": find_recipe("w8a16"), "context": 64, "ar": (1, 16), "check_on_htp": False}
-    return ExportOptions(**(fields | changes))
+    return small_options(**({"context": 64, "ar": (1, 16)} | changes))
 
 
 @pytest.fixture(scope="module")
@@ -101,8 +100,7 @@ def test_all_graphs_point_at_the_same_bytes(small):
 @pytest.mark.slow
 def test_two_exports_are_equal(small, tmp_path):
     manifest = open_bundle(small).manifest
-    wanted = options(calibration_tokens=TOKENS_OF_RANDOM_MODELS)
-    again = export_bundle(Checkpoint.open(manifest.source.checkpoint), tmp_path / "again", wanted)
+    again = export_bundle(Checkpoint.open(manifest.source.checkpoint), tmp_path / "again", options())
     assert again == manifest
 
 
@@ -161,7 +159,8 @@ def test_a_check_without_its_compiler_is_refused_before_the_work(tmp_path, monke
 @pytest.mark.slow
 def test_a_killed_export_leaves_no_bundle_and_the_next_one_cleans_up(tmp_path, embedded):
     target = tmp_path / "bundle"
-    command = [sys.executable, "-m", "edgekv", "export", str(embedded), "-o", str(target), "--device", "SM8650"]
+    options = ["-o", str(target), "--device", "SM8650", "--calibration-tokens", "512"]
+    command = [sys.executable, "-m", "edgekv", "export", str(embedded), *options]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     deadline = time.monotonic() + 300
     while not any(tmp_path.glob(".bundle.partial-*/weights-*")) and process.poll() is None:
@@ -178,8 +177,8 @@ def test_a_killed_export_leaves_no_bundle_and_the_next_one_cleans_up(tmp_path, e
 
 
 @pytest.mark.htp
-def test_every_graph_of_the_embedded_model_is_integers_only(embedded):
-    opened = open_bundle(exported(embedded, options(context=128, ar=(1, 32), check_on_htp=True)))
+def test_every_graph_of_the_embedded_model_is_integers_only(compiled_bundle):
+    opened = open_bundle(compiled_bundle)
     assert opened.manifest.htp_check == "integers-only"
     assert floating_nodes([opened.graph_path(graph) for graph in opened.manifest.graphs], DEVICE) == []
 
@@ -193,17 +192,16 @@ def test_a_16_bit_cache_is_integers_only_too(tmp_path):
 
 
 @pytest.mark.htp
-def test_keys_may_lie_in_columns_and_give_the_same_tokens(embedded):
+def test_keys_may_lie_in_columns_and_give_the_same_tokens(compiled_bundle, compiled_columns):
     """As Genie wants them: [1, 1, D, S-AR] in, [1, 1, D, AR] out; on the HTP bit by bit what rows give."""
     models = {}
-    for layout in ("rows", "columns"):
-        bundle = exported(embedded, options(context=128, ar=(1, 32), key_layout=layout, check_on_htp=True))
+    for layout, bundle in (("rows", compiled_bundle), ("columns", compiled_columns)):
         manifest = open_bundle(bundle).manifest
         assert manifest.htp_check == "integers-only" and manifest.geometry.key_layout == layout
         for strategy in ("slot", "pointer-shift", "shift-concat"):
             for engine in ("cpu", "htp"):
                 models[layout, strategy, engine] = edgekv.load(bundle, engine, kv_update=strategy)
-    graph = onnx.load(bundle / "ar32_cl128.onnx", load_external_data=False).graph
+    graph = onnx.load(compiled_columns / "ar32_cl128.onnx", load_external_data=False).graph
     assert shapes(graph.input)["past_key_0_h0_in"] == [1, 1, 64, 96]
     assert shapes(graph.output)["past_key_0_h0_out"] == [1, 1, 64, 32]
     tokens = models["rows", "slot", "cpu"].encode("def __init__(self, name):\n    self.name = name\n" * 2)[:45]

@@ -44,15 +44,15 @@ PROMPT = (
 )
 
 
-def _export(checkpoint: Path, *, compiled: bool = False, **options: object) -> Bundle:
+def _export(checkpoint: Path, **options: object) -> Bundle:
     chosen = {"context": 128, "ar": (1, 32), "key_layout": "columns", **options}
-    return open_bundle(exported(checkpoint, export_options(**chosen), compiled=compiled))
+    return open_bundle(exported(checkpoint, export_options(**chosen)))
 
 
 @pytest.fixture(scope="module")
-def columns(embedded: Path) -> Bundle:
+def columns(compiled_columns: Path) -> Bundle:
     """The embedded model with keys in columns, compiled for edgekv's own loop too."""
-    return _export(embedded, compiled=True)
+    return open_bundle(compiled_columns)
 
 
 @pytest.fixture(scope="module")
@@ -337,9 +337,9 @@ def test_what_does_not_fit_is_refused_before_work_starts(
     assert not any(tmp_path.iterdir())
 
 
-def test_keys_in_rows_become_columns_and_genie_chooses_the_same_tokens(bundle: Path, tmp_path: Path) -> None:
+def test_keys_in_rows_become_columns_and_genie_chooses_the_same_tokens(compiled_bundle: Path, tmp_path: Path) -> None:
     """edgekv's loop runs the bundle's own graphs, whose keys stay in rows."""
-    rows = open_bundle(bundle)
+    rows = open_bundle(compiled_bundle)
     assert rows.manifest.key_layout == "rows"
     write_genie(rows, tmp_path / "genie", GenieOptions(check=False))
     generation = edgekv.load(rows, engine="htp").generate(PROMPT, max_new_tokens=8)

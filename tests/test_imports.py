@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import ast
+import subprocess
+import sys
 from collections.abc import Iterator
 from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).parent.parent
 PACKAGES = ("quant", "devices", "edgekv", "exporters")
@@ -63,3 +67,19 @@ def test_no_package_imports_one_above_it():
 
 def test_no_modules_import_each_other():
     assert {*TopologicalSorter(_imports()).static_order()} == {*_imports()}
+
+
+@pytest.mark.parametrize(
+    ("worker", "unused"),
+    [
+        ("exporters.htp.worker", ["edgekv.kv", "edgekv.runtime", "onnx"]),
+        ("exporters.targets.genie.worker", ["edgekv.spec", "numpy", "onnxruntime"]),
+        ("exporters.targets.genai.messages", ["edgekv.spec", "numpy", "onnxruntime"]),
+        ("exporters.targets.probes", ["onnx_ir", "qai_hub"]),
+    ],
+)
+def test_children_do_not_import_what_they_do_not_use(worker: str, unused: list[str]):
+    """An export starts one for each graph, and most of their time would be imports."""
+    program = f"import sys, {worker}; print(*sys.modules.keys() & {set(unused)})"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == []

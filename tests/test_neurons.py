@@ -6,7 +6,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from checkpoints import ARCHITECTURES, write_checkpoint
 
 from edgekv.bundle import RecipeRecord
 from exporters.checkpoint.checkpoint import EVERY, Checkpoint, Rows
@@ -16,6 +15,7 @@ from exporters.inspect import trace_reference
 from exporters.quantize.recipe import describe_recipe
 from exporters.quantize.reference import Floats, Tensors
 from quant import quantize_per_channel
+from tests.checkpoints import ARCHITECTURES, write_checkpoint
 
 TOKENS = [(37 * i * i + 5 * i) % 250 for i in range(40)]
 DOWN = "model.layers.0.mlp.down_proj.weight"

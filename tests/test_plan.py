@@ -52,7 +52,7 @@ from edgekv.spec import (
 from edgekv.spec.tensors import matrices
 from exporters.checkpoint.checkpoint import Checkpoint
 from exporters.cli.export import export
-from exporters.export import ExportOptions, export_bundle
+from exporters.export import export_bundle
 from exporters.graphs.split import choose_split
 from exporters.quantize import matrices as quantizer
 from exporters.quantize import weights
@@ -60,6 +60,7 @@ from exporters.quantize.matrices import Quantizer
 from exporters.quantize.recipe import find_recipe, recipe_names
 from quant import WEIGHT_TYPES, ranges, rounding
 from tests.checkpoints import NEWER, write_checkpoint
+from tests.exports import small_options
 
 export_costs = import_module("edgekv.plan.export_cost")  # the package has a function of this name
 SM8650 = find("SM8650")
@@ -230,7 +231,7 @@ def test_the_exporter_allocates_what_the_formula_says(tmp_path):
 @pytest.mark.slow
 def test_the_exporter_writes_what_the_plan_says(tmp_path):
     folder = write_checkpoint(tmp_path / "checkpoint")
-    options = ExportOptions(device=SM8650, recipe=find_recipe("w8a16"), context=64, check_on_htp=False)
+    options = small_options(context=64)
     manifest = export_bundle(Checkpoint.open(str(folder)), tmp_path / "bundle", options)
     made = make_plan(folder, device=SM8650, context=64)
     shards = list((tmp_path / "bundle").glob("weights-*.safetensors"))

@@ -26,7 +26,7 @@ from exporters.quantize.recipe import Recipe, WeightRule, find_recipe
 from exporters.records import recipe_record
 from quant import rescale
 from tests.checkpoints import ARCHITECTURES, OLDER, write_checkpoint
-from tests.exports import export_options
+from tests.exports import TOKENS_OF_RANDOM_MODELS, export_options, small_options
 from tests.quantized_files import read_tensors, rounded, write_awq, write_compressed, write_float8, write_gptq
 
 SIZES: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "head_dim": 32}
@@ -51,6 +51,9 @@ WRITERS: dict[str, Any] = {
     "float-quantized": partial(write_float8, form="compressed"),
     "float-quantized in blocks": partial(write_float8, block=48, form="compressed"),
 }
+
+
+SHORT = ["--ar", "1,16", "--skip-htp-check", "--calibration-tokens", str(TOKENS_OF_RANDOM_MODELS)]
 
 
 @pytest.fixture
@@ -211,7 +214,7 @@ def test_an_export_keeps_the_integers_and_says_so(folder: Path, tmp_path: Path, 
     """Up to the file of weights and the answer of `edgekv eval`."""
     write_compressed(folder)
     bundle = tmp_path / "bundle"
-    options = ["--device", "SM8650", "--context", "64", "--ar", "1,16", "--skip-htp-check"]
+    options = ["--device", "SM8650", "--context", "64", *SHORT]
     assert run(["export", str(folder), "-o", str(bundle), *options]) == 0
     printed = capsys.readouterr().out
     assert "compressed-tensors, int4 per channel: the integers of 14 matrices are kept, 0 changed" in printed
@@ -235,7 +238,7 @@ def test_an_export_keeps_the_integers_and_says_so(folder: Path, tmp_path: Path, 
 @pytest.mark.slow
 def test_another_recipe_quantizes_anew_and_says_so(folder: Path, tmp_path: Path, capsys) -> None:
     write_gptq(folder)
-    options = ["--device", "SM8650", "--context", "64", "--ar", "1,16", "--skip-htp-check", "--recipe", "w8a16"]
+    options = ["--device", "SM8650", "--context", "64", *SHORT, "--recipe", "w8a16"]
     assert run(["export", str(folder), "-o", str(tmp_path / "bundle"), *options]) == 0
     words = "gptq, int4 in groups of 32: 14 matrices dequantized and quantized anew (recipe w8a16)"
     assert words in capsys.readouterr().out
@@ -451,7 +454,7 @@ def test_a_strange_part_never_gives_a_traceback(
 def test_the_least_integers_mean_the_same_on_the_htp(folder: Path, tmp_path: Path) -> None:
     """-128, which edgekv's own rounding never uses."""
     write_compressed(folder, bits=8, dtype=np.float16)
-    options = export_options("as-stored", context=64, ar=(1, 16))
+    options = small_options("as-stored", context=64, ar=(1, 16))
     assert (Checkpoint.open(str(folder)).integers("model.layers.0.mlp.up_proj.weight").integers == -128).any()
     export_bundle(Checkpoint.open(str(folder)), tmp_path / "bundle", options)
     tokens = list(range(5, 45))

@@ -15,7 +15,7 @@ from exporters.export import export_bundle
 from exporters.quantize.recipe import describe_recipe, find_recipe, recipe_names
 from exporters.quantize.reference import Reference
 from tests.checkpoints import NEWER, write_checkpoint
-from tests.exports import export_options, exported
+from tests.exports import export_options, exported, small_options
 
 SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "head_dim": 16}
 
@@ -26,7 +26,7 @@ def checkpoint(tmp_path_factory) -> Checkpoint:
 
 
 def export(checkpoint, folder, recipe):
-    return export_bundle(checkpoint, folder, export_options(recipe, context=64, ar=(1, 16)))
+    return export_bundle(checkpoint, folder, small_options(recipe, context=64, ar=(1, 16)))
 
 
 def write_recipe(folder, *rules, **fields):

@@ -7,8 +7,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from checkpoints import ARCHITECTURES, NEWER, WINDOW, write_checkpoint, write_sinking
-from exports import export_options, exported
 from safetensors.numpy import load_file, save_file
 
 import edgekv
@@ -25,6 +23,8 @@ from exporters.quantize.matrices import Quantizer
 from exporters.quantize.recipe import find_recipe
 from exporters.quantize.reference import Reference
 from exporters.quantize.sink import SinkWanted, first_tokens
+from tests.checkpoints import ARCHITECTURES, NEWER, WINDOW, write_checkpoint, write_sinking
+from tests.exports import export_options, exported, small_options
 
 BOS = 256
 PROMPT = [BOS, *range(40, 100)]
@@ -190,7 +190,7 @@ def test_a_policy_that_would_drop_the_sink_is_refused(sinking: Path, policy: str
 @pytest.mark.slow
 def test_a_wrong_file_of_the_sink_is_refused(checkpoint: Path, tmp_path: Path) -> None:
     folder = tmp_path / "bundle"
-    export_bundle(Checkpoint.open(str(checkpoint)), folder, export_options(context=64, ar=(1, 16)))
+    export_bundle(Checkpoint.open(str(checkpoint)), folder, small_options(context=64, ar=(1, 16)))
     rows = load_file(folder / "sink.safetensors")
     rows["logits"] = rows["logits"][:, 1:]
     save_file(rows, folder / "sink.safetensors")

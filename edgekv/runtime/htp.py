@@ -38,7 +38,16 @@ class HtpEngine:
     def open(cls, bundle: Bundle, threads: int | None) -> HtpEngine:
         if threads is not None:
             raise UsageError("threads", got=threads, expected="none with the engine htp", fix="Leave it out.")
-        device = find(bundle.manifest.device)
+        return cls.on(find(bundle.manifest.device), bundle)
+
+    @classmethod
+    def on(cls, device: Device, bundle: Bundle) -> HtpEngine:
+        """An engine for a device that loads what the bundle was compiled to for it.
+
+        Raises:
+            EngineError: the compiler is not installed.
+            BundleError: a compiled binary was changed.
+        """
         return cls(device, _wrappers(bundle, device))
 
     @property

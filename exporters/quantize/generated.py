@@ -119,6 +119,10 @@ class _DecodeOps(NumpyOps):
         self._shape = (sequences, length, checkpoint.spec.head_dim)
         self._cache: dict[KvTensor, Floats] = {}
 
+    def product(self, x: Floats, weight: str, rows: slice, gain: float) -> Floats:
+        """One product of all sequences: numpy would read the matrix anew for each."""
+        return super().product(x[:, 0], weight, rows, gain)[:, None]
+
     def rotation(self, layer: int) -> tuple[Floats, Floats]:
         cos, sin = super().rotation(layer)
         here = slice(self.position, self.position + 1)

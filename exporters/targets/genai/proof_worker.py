@@ -34,7 +34,7 @@ def main() -> None:
 
 def _compare(job: ProofJob) -> list[str]:
     bundle = open_bundle(job.bundle, verify=False)
-    engine = CpuEngine() if job.soc is None else HtpEngine(find(job.soc))
+    engine = CpuEngine() if job.soc is None else HtpEngine.on(find(job.soc), bundle)
     records = {record.name: record for record in bundle.manifest.graphs}
     different = []
     for graph in job.graphs:

@@ -117,7 +117,8 @@ def write_genie(
             wrappers = {name: folder / binary.wrappers[name] for name, binary in alone.items()}
             # The bundle's own graphs run on Genie's binaries if these read and write the same.
             reads_alike = manifest.key_layout == "columns" and (table is None or manifest.embedding is not None)
-            engine = HtpEngine(plan.device, plan.compiled(bundle, wrappers) if reads_alike else {})
+            compiled = plan.compiled(bundle, wrappers)
+            engine = HtpEngine(plan.device, compiled) if reads_alike else HtpEngine.on(plan.device, bundle)
             prompt = _prompt(bundle, plan)
             count = min(_CHECKED_TOKENS, plan.context - len(plan.first) - len(prompt))
             state = None if plan.sink is None else folder / STATE
