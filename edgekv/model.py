@@ -20,6 +20,7 @@ from edgekv.session.request import Request, open_prefixes
 from edgekv.session.sampler import Sampler
 from edgekv.session.scoring import Scoring
 from edgekv.session.speculate import Speculate, SpeculateMode, make_speculation, speculates
+from edgekv.session.speculation import Speculation
 from edgekv.session.together import advance_together
 from edgekv.session.tools import Tools
 from edgekv.spec.chat import Message
@@ -64,7 +65,7 @@ class Model(LoadedBundle):
         retention: RetentionPolicy | None = None,
         processors: Sequence[LogitsProcessor] = (),
         return_logits: bool = False,
-        speculate: Speculate | SpeculateMode | None = None,
+        speculate: Speculate | SpeculateMode | Speculation | None = None,
         **keywords: Any,
     ) -> Generation | BeamResult:
         """Continue a prompt, from an empty cache or, with `sequence`, from that sequence's cache.
@@ -84,7 +85,8 @@ class Model(LoadedBundle):
             retention: how long the prefix cache keeps the blocks of this call.
             processors: change the logits before a token is chosen, after bias and penalties.
             return_logits: give each `Token` the logits of its step.
-            speculate: how to draft tokens that one pass checks, as a mode or a `Speculate`; the text is the same.
+            speculate: how to draft tokens that one pass checks, as a mode, a `Speculate`, or a new `Speculation` with a
+                drafter of your own; the text is the same.
             keywords: fields of `SamplingParams` that replace `params` or `defaults`; or, with `num_beams`, fields of
                 `BeamParams`.
 

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from edgekv.prefix import RetentionPolicy
     from edgekv.session.processors import LogitsProcessor
     from edgekv.session.speculate import Speculate, SpeculateMode
+    from edgekv.session.speculation import Speculation
 
 
 class Call(TypedDict, total=False):
@@ -28,7 +29,7 @@ class SamplingCall(SamplingKeywords, Call, total=False):
     sequence: int | None
     processors: Sequence[LogitsProcessor]
     return_logits: bool
-    speculate: Speculate | SpeculateMode | None
+    speculate: Speculate | SpeculateMode | Speculation | None
 
 
 class BeamCall(BeamKeywords, Call, total=False):

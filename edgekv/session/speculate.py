@@ -67,8 +67,10 @@ def check_choice(mode: str, *, corpus: bool, draft: bool, fields: Mapping[str, s
             refuse(fields[name], f"one with the mode {mode}", "none", f"Leave it out, or use {name} or auto.")
 
 
-def speculates(wanted: Speculate | SpeculateMode | None) -> bool:
+def speculates(wanted: Speculate | SpeculateMode | Speculation | None) -> bool:
     """Whether drafts are wanted."""
+    if isinstance(wanted, Speculation):
+        return True
     return (wanted.mode if isinstance(wanted, Speculate) else wanted or "off") != "off"
 
 
@@ -90,12 +92,16 @@ def check_speculate(model: LoadedBundle, wanted: Speculate) -> None:
         check_draft(model, wanted.draft)
 
 
-def make_speculation(model: LoadedBundle, wanted: Speculate | SpeculateMode | None) -> Speculation | None:
+def make_speculation(model: LoadedBundle, wanted: Speculate | SpeculateMode | Speculation | None) -> Speculation | None:
     """The speculation of one call; None for none, as with `auto` in a bundle without verify graphs.
+
+    A `Speculation` is used as it is.
 
     Raises:
         UsageError: see `Speculate` and `check_speculate`.
     """
+    if isinstance(wanted, Speculation):
+        return wanted
     chosen = wanted if isinstance(wanted, Speculate) else Speculate(wanted or "off")
     check_speculate(model, chosen)
     rows = model.verify_rows

@@ -11,8 +11,11 @@ Runtime = Literal["qnn_dlc", "qnn_context_binary"]
 
 
 def graph_name(graph: GraphRecord) -> str:
-    """The graph's name inside of a context binary: `{prompt|token}_ar{AR}_cl{CL}_{i}_of_{n}`, as Genie reads it."""
-    kind = "token" if graph.role == "decode" else "prompt"
+    """The graph's name inside of a context binary: `{prompt|token}_ar{AR}_cl{CL}_{i}_of_{n}`, as Genie reads it.
+
+    Verify graphs begin with `verify`.
+    """
+    kind = {"decode": "token", "verify": "verify"}.get(graph.role, "prompt")
     return f"{kind}_ar{graph.ar}_cl{graph.context}_1_of_1"
 
 
