@@ -24,11 +24,10 @@ from typing import Any
 import numpy as np
 
 import edgekv
-from edgekv import EdgeKVError, SamplingParams
+from edgekv import SamplingParams
 from edgekv.bundle import open_bundle
-from edgekv.draft import Drafter, PromptLookup
 from edgekv.kv import STRATEGIES, CacheState
-from edgekv.session import Grammar, Speculation
+from edgekv.session import Grammar, Speculate, Speculation, SpeculationStats
 
 TEXT = Path(__file__).parent.parent / "models" / "stdlib-4m" / "heldout.txt"
 POLICIES = ("fail", "sliding-window", "sinks(2, 40)", "keydiff(48)")
@@ -65,6 +64,7 @@ class Outcome:
     text: str
     reason: str | None
     cache: CacheState
+    speculation: SpeculationStats | None
 
     def differs(self, other: Outcome) -> str:
         """The first difference, in words; empty if there is none."""
@@ -85,7 +85,8 @@ def call(model: edgekv.Model, prompt: list[int], params: SamplingParams, most: i
     session = model.session if options.get("sequence") is None else model.sequences.get(options["sequence"])
     assert session is not None, "held"
     text = "".join(token.text for token in tokens)
-    return Outcome([token.id for token in tokens], text, generation.stop_reason, session.cache.state)
+    ids, stats = [token.id for token in tokens], generation.stats
+    return Outcome(ids, text, generation.stop_reason, session.cache.state, stats.speculation)
 
 
 def params_of(chance: random.Random, *, grammar: bool) -> SamplingParams:
@@ -102,27 +103,31 @@ def params_of(chance: random.Random, *, grammar: bool) -> SamplingParams:
     return SamplingParams(**options)
 
 
+def options_of(bundle: str, chance: random.Random) -> dict[str, Any]:
+    """A random cache that the bundle can have."""
+    manifest = open_bundle(bundle, verify=False).manifest
+    in_columns = manifest.cache_geometry.key_layout == "columns"
+    strategies = [name for name in STRATEGIES if name != "mirror" or not in_columns]
+    options: dict[str, Any] = {"kv_update": chance.choice(strategies), "policy": chance.choice(POLICIES)}
+    can_grow = len(manifest.contexts) > 1 and options["kv_update"] in ("slot", "pointer-shift") and not in_columns
+    if can_grow and chance.random() < 0.4:
+        options["kv_growth"] = "together"
+    return options
+
+
 def pair(
     bundle: str, engine: str, text: list[int], chance: random.Random, runs: int, stack: ExitStack, counts: Counter[str]
 ) -> list[str]:
     """Run calls on a pair of models; return the differences in words."""
-    folders = [stack.enter_context(TemporaryDirectory()) for _ in range(2)]
-    options: dict[str, Any] = {"kv_update": chance.choice(STRATEGIES), "policy": chance.choice(POLICIES)}
     mode = chance.choice(("emulate", "exact16", "fast")) if engine == "cpu" else None
     is_shared = chance.random() < 0.4
-    if options["kv_update"] in ("slot", "pointer-shift") and chance.random() < 0.3:
-        options["kv_growth"] = "together"
-    models = []
-    for folder in folders:
-        caches = {"prefix_cache": folder} if is_shared else {}
-        try:
-            loaded = edgekv.load(bundle, engine=engine, cpu_mode=mode, **options, **caches)
-        except EdgeKVError:
-            options.pop("kv_growth", None)  # one context, or keys as columns
-            options["policy"] = "fail"
-            loaded = edgekv.load(bundle, engine=engine, cpu_mode=mode, **options, **caches)
-        models.append(stack.enter_context(loaded))
-    plain, drafting = models
+    options = options_of(bundle, chance)
+    plain, drafting = [
+        stack.enter_context(edgekv.load(bundle, engine=engine, cpu_mode=mode, **options, **caches))
+        for caches in [
+            {"prefix_cache": stack.enter_context(TemporaryDirectory())} if is_shared else {} for _ in range(2)
+        ]
+    ]
     vocab, context = plain.bundle.manifest.model.vocab, plain.bundle.manifest.context
     setup = f"{Path(bundle).name} {mode or engine} {options}{' prefix cache' if is_shared else ''}"
     found: list[str] = []
@@ -137,15 +142,16 @@ def pair(
         params = params_of(chance, grammar=chance.random() < 0.1)
         most = chance.randint(1, 20) if chance.random() < 0.2 else 1000
         wanted = call(plain, prompt, params, most, {"sequence": sequence})
-        kind = chance.choice(("oracle", "oracle", "lookup", "auto"))
-        drafter: Drafter = PromptLookup() if kind == "lookup" else Oracle(prompt + wanted.tokens, vocab, chance)
-        speculate = "auto" if kind == "auto" else Speculation(drafter)
+        kind = chance.choice(("oracle", "oracle", "lookup", "corpus", "auto"))
+        drafter = Oracle(prompt + wanted.tokens, vocab, chance)
+        speculate: Any = Speculation(drafter) if kind == "oracle" else kind
+        if kind == "corpus":
+            speculate = Speculate("corpus", corpus=drafting.open_corpus(TEXT))
         got = call(drafting, prompt, params, most, {"sequence": sequence, "speculate": speculate})
-        if isinstance(speculate, Speculation):
-            stats = speculate.stats
-            counts.update(passes=stats.passes, tokens=stats.tokens, accepted=stats.accepted)
-            counts["with accepted drafts"] += stats.accepted > 0
-        counts["runs"] += 1
+        stats = got.speculation
+        assert stats is not None, "speculates"
+        counts.update(runs=1, passes=stats.passes, tokens=stats.tokens, accepted=stats.accepted)
+        counts["runs with accepted drafts"] += stats.accepted > 0
         turns[sequence] = prompt + wanted.tokens
         if difference := wanted.differs(got):
             found.append(f"{setup}: run {run}, {kind}, {params.described()}: {difference}")
