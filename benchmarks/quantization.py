@@ -24,7 +24,7 @@ from exporters.inspect.evaluate import Evaluation, evaluate
 from exporters.quantize.recipe import Recipe, find_recipe
 
 CHECKPOINT = Path("models/stdlib-4m")
-RECIPES = ("w8a16", "w4a16", "w4a16-lpbq32", "w4a16-lpbq64")  # 704 inputs are no multiple of 128
+RECIPES = ("w8a16", "w4a16", "w4a16-lpbq32", "w4a16-lpbq32-updown8", "w4a16-lpbq64")  # 704 is no multiple of 128
 
 
 def rounded_to_nearest(recipe: Recipe) -> Recipe:

@@ -94,6 +94,14 @@ def test_every_recipe_that_ships_keeps_the_head_at_8_bits(name):
     assert find_recipe(name).rule("lm_head.weight").dtype == "int8"
 
 
+def test_what_its_name_says_has_8_bits():
+    recipe, layer = find_recipe("w4a16-lpbq32-updown8"), "model.layers.3."
+    attention = {f"{name}_proj": recipe.rule(f"{layer}self_attn.{name}_proj.weight").dtype for name in "qkvo"}
+    assert attention == {"q_proj": "lpbq32", "k_proj": "int8", "v_proj": "int8", "o_proj": "lpbq32"}
+    mlp = [recipe.rule(f"{layer}mlp.{name}_proj.weight").dtype for name in ("gate", "up", "down")]
+    assert mlp == ["lpbq32", "int8", "int8"]
+
+
 def test_learning_needs_a_recipe_that_rounds_on_calibration_text(checkpoint, tmp_path):
     recipe = find_recipe(write_recipe(tmp_path, {"tensors": "*", "dtype": "int4", "method": "nearest"}))
     with pytest.raises(UsageError, match="--learn-rounding: got the recipe mine, in which no rule has the method gptq"):

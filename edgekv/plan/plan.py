@@ -21,9 +21,9 @@ from edgekv.plan.speculation import SpeculativeSpeed, check_acceptance, speculat
 from edgekv.plan.speed import Speed, estimate_speed
 from edgekv.plan.subject import Overrides, Subject, shortened
 from edgekv.plan.wording import duration, duration_span, fit_sentences, gb, span
-from edgekv.spec import WEIGHT_DTYPES, KvDtype
+from edgekv.spec import RECIPE_TYPES, KvDtype
 
-RECIPES = tuple(WEIGHT_DTYPES)
+RECIPES = tuple(RECIPE_TYPES)
 _KV_BITS = {"u8": 8, "s16": 16}
 _OWN_ASSUMPTIONS = (
     "one HTP context holds 3.75 GB, a limit met in the field; compiled binaries, 1 to 3 % larger than their weights "

@@ -33,7 +33,7 @@ class Overrides:
         context: S, tokens.
         kv_bits: bits of a cache element, 8 or 16.
         ar: tokens per inference of each graph.
-        recipe: one of `WEIGHT_DTYPES`, for a model that is not exported yet.
+        recipe: one of `RECIPE_TYPES`, for a model that is not exported yet.
     """
 
     layers: int | None = None

@@ -34,7 +34,7 @@ from edgekv.spec.results import (
     rotary_encoding,
 )
 from edgekv.spec.rope import Rope, Rotation
-from edgekv.spec.sizes import WEIGHT_DTYPES, Decoder, Weights, recipe_weights
+from edgekv.spec.sizes import RECIPE_TYPES, Decoder, Weights, recipe_weights
 from edgekv.spec.tensors import (
     EMBEDDING,
     FINAL_NORM,
@@ -68,7 +68,7 @@ __all__ = [
     "STEP_KINDS",
     "SplitChannel",
     "UNOBSERVED",
-    "WEIGHT_DTYPES",
+    "RECIPE_TYPES",
     "CacheSpec",
     "Config",
     "Decoder",

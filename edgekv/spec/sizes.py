@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from quant import WEIGHT_TYPES, WeightDtype
+from quant import WEIGHT_TYPES, WeightDtype, WeightType
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,22 +78,42 @@ class Weights:
         return self.embedding_bytes + self.layers * self.layer_bytes + self.head_bytes
 
 
-_KEYS_AND_VALUES = (1, 2)  # among a layer's matrices
-WEIGHT_DTYPES: dict[str, WeightDtype] = {each.recipe: name for name, each in WEIGHT_TYPES.items()}
-"""Type of the layers' matrices in the shipped recipes; keys, values and the head are int8."""
+@dataclass(frozen=True, slots=True)
+class LayerTypes:
+    """Weight types of a layer's matrices in a shipped recipe.
+
+    Attributes:
+        dtype: of most matrices.
+        int8: places of those in int8, in the order of `Decoder.layer_matrices`.
+    """
+
+    dtype: WeightDtype
+    int8: frozenset[int]
+
+    def type_at(self, place: int) -> WeightType:
+        """The type of one matrix."""
+        return WEIGHT_TYPES["int8" if place in self.int8 else self.dtype]
+
+
+_KEYS_AND_VALUES = frozenset({1, 2})
+_UP_AND_DOWN = frozenset({5, 6})
+RECIPE_TYPES = {each.recipe: LayerTypes(name, _KEYS_AND_VALUES) for name, each in WEIGHT_TYPES.items()} | {
+    "w4a16-lpbq32-updown8": LayerTypes("lpbq32", _KEYS_AND_VALUES | _UP_AND_DOWN)
+}
+"""Weight types of the layers in the shipped recipes, by name; the head is int8."""
 
 
 def recipe_weights(decoder: Decoder, recipe: str) -> Weights:
-    """The weights in one of the recipes of `WEIGHT_DTYPES`.
+    """The weights in one of the recipes of `RECIPE_TYPES`.
 
     One byte for each element of a matrix, or half a byte; four for the scale of each of its output channels, and one
     for each of their blocks; two for each element of the embedding table and of the norms. The head is a separate
     matrix even if it is tied to the table. Biases, q and k norms and post-norms are not counted.
     """
-    dtype = WEIGHT_DTYPES[recipe]
+    types = RECIPE_TYPES[recipe]
     layer_bytes = packed_bytes = 0
     for place, (rows, columns) in enumerate(decoder.layer_matrices):
-        kind = WEIGHT_TYPES["int8" if place in _KEYS_AND_VALUES else dtype]
+        kind = types.type_at(place)
         layer_bytes += kind.matrix_bytes(rows, columns)
         packed_bytes += kind.packed_bytes(rows, columns)
     return Weights(

@@ -72,7 +72,8 @@ def export(
     recipe: Annotated[
         Optional[str],
         typer.Option(
-            help="Integer types: w8a16, w4a16, w4a16-lpbq32, -lpbq64, -lpbq128, as-stored, or a recipe file (.json).",
+            help="Integer types: w8a16, w4a16, w4a16-lpbq32, -lpbq64, -lpbq128, -lpbq32-updown8, as-stored, or a "
+            "recipe file (.json).",
             show_default="w8a16; as-stored for a quantized checkpoint",
         ),
     ] = None,
