@@ -153,3 +153,12 @@ def test_the_least_context_that_has_room_is_chosen() -> None:
 def test_a_context_that_no_graph_can_have_is_refused(context: tuple[int, ...]) -> None:
     with pytest.raises(UsageError, match="--context"):
         ExportOptions(DEVICE, find_recipe("w8a16"), context, ar=(1, 8))
+
+
+def test_a_prompt_loads_the_graphs_that_it_runs(tmp_path: Path) -> None:
+    model = edgekv.load(exported(write_checkpoint(tmp_path), export_options(context=48, ar=(1, 8, 24))))
+    loaded = []
+    for count in (1, 5, 17):
+        [*model.generate(PROMPT[:count], 2)]
+        loaded.append([graph.ar for graph in model._graphs.loaded])
+    assert loaded == [[1], [1, 8], [1, 8, 24]]

@@ -144,6 +144,19 @@ class Graphs:
             for contexts in self._ladders.get(role, {}).values():
                 self._load(next(iter(contexts.values())))
 
+    def prepare_prefill(self, tokens: int) -> None:
+        """Load the graphs that a prompt of so many tokens runs, for the smallest context.
+
+        Raises:
+            EngineError: the engine refused a graph.
+            BundleError: a graph's inputs or outputs do not match the manifest.
+        """
+        ladder = self._steps["prefill"]
+        while tokens > 0:
+            ar = choose_ar(tokens, ladder, lambda ar: True)
+            self._load(next(iter(ladder[ar].values())))
+            tokens -= ar
+
     def choose(self, role: Role, remaining: int) -> StaticGraph:
         """The graph of the next step: of a role, or for single tokens the decode graph.
 

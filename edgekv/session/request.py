@@ -122,7 +122,8 @@ class Request:
             EngineError: the engine refused a graph.
         """
         self._pool.claim(self.sequence, prompt_tokens)
-        self._graphs.prepare("decode", *(("prefill",) if prompt_tokens > 1 else ()), *(("verify",) if drafts else ()))
+        self._graphs.prepare("decode", *(("verify",) if drafts else ()))
+        self._graphs.prepare_prefill(prompt_tokens)
 
     def begin(self) -> None:
         """Start using the sequence; the pool's own session is emptied."""
