@@ -51,7 +51,15 @@ def test_prompt_lookup_copies_what_followed():
     assert drafter.propose(text, 3) == [3, 4, 5]
     assert drafter.support == 2
     assert drafter.propose([*text, 3, 4], 2) == [5, 6]
-    assert drafter.propose([*text, 3, 4, 8], 2) == () and drafter.support == 0
+    assert PromptLookup().propose([1, 2, 3], 2) == ()
+
+
+def test_prompt_lookup_resumes_behind_a_replaced_token():
+    drafter = PromptLookup()
+    text = [9, 1, 2, 3, 4, 5, 6, 7, 1, 2, 3]
+    assert drafter.propose([*text, 8], 2) == [5, 6] and drafter.support == 1  # 8 replaces 4
+    assert drafter.propose([*text, 8, 10], 2) == () and drafter.support == 0
+    assert PromptLookup().propose([9, 1, 2, 9, 8], 2) == ()  # one token alone says little
 
 
 def test_prompt_lookup_continues_a_repetition():
