@@ -6,7 +6,10 @@
 The 50 prompts of `speculation.txt` were written for this: edits, rewrites, code, calls of tools, and open chat. With a
 chat template they are messages, otherwise plain text. Each prompt is answered greedily, plainly and with every mode, in
 turns; the order changes from prompt to prompt, and the answers must have the same tokens. A ratio is the time of plain
-decoding divided by that with drafts, after the first token. The bundle needs graphs of `edgekv export --verify`.
+decoding divided by that with drafts, after the first token: `processor` is the processor time of all threads, which
+other work on the machine disturbs less, `wall` that of the clock. The mode `off` is a second plain answer and shows the
+disturbance. `us a pass` is the time in drafters, and that to choose tokens. The bundle needs graphs of
+`edgekv export --verify`.
 
 `--host` measures drafters alone, at 8,192 tokens of history.
 """
@@ -15,12 +18,14 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from statistics import median
-from time import perf_counter_ns
+from time import perf_counter_ns, process_time_ns
+from typing import TypeVar
 
 import numpy as np
 from rich.box import SIMPLE
@@ -35,7 +40,8 @@ from edgekv.session import Speculate, SpeculationStats
 PROMPTS = Path(__file__).with_suffix(".txt")
 FOUR = ("edit", "rewrite", "code", "tools")
 HISTORY = 8192
-MODES = ("lookup", "corpus", "draft", "auto")
+T = TypeVar("T")
+MODES = ("lookup", "corpus", "draft", "auto", "off")
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,11 +54,12 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """The tokens of an answer, the time after the first one, and what speculation brought."""
+    """The tokens of an answer, the times after the first one, and what speculation brought."""
 
     tokens: list[int]
-    decode_ns: float
-    stats: SpeculationStats | None
+    processor_ns: int
+    wall_ns: int
+    stats: SpeculationStats
 
 
 @dataclass(slots=True)
@@ -62,46 +69,35 @@ class Total:
     prompts: int = 0
     tokens: int = 0
     passes: int = 0
-    proposed: dict[str, int] = field(default_factory=dict)
-    accepted: dict[str, int] = field(default_factory=dict)
-    replayed: int = 0
-    host_ns: int = 0
-    plain_ns: float = 0.0
-    own_ns: float = 0.0
+    proposed: Counter[str] = field(default_factory=Counter)
+    accepted: Counter[str] = field(default_factory=Counter)
+    rates: list[float] = field(default_factory=list)
+    draft_ns: int = 0
+    accept_ns: int = 0
+    plain_ns: Counter[str] = field(default_factory=Counter)
+    own_ns: Counter[str] = field(default_factory=Counter)
     ratios: list[float] = field(default_factory=list)
     different: int = 0
 
     def add(self, plain: Answer, own: Answer) -> None:
         stats = own.stats
-        assert stats is not None
         self.prompts += 1
         self.tokens += stats.tokens
         self.passes += stats.passes
         for name, each in stats.drafters.items():
-            self.proposed[name] = self.proposed.get(name, 0) + each.proposed
-            self.accepted[name] = self.accepted.get(name, 0) + each.accepted
-        self.host_ns += stats.draft_ns
-        self.plain_ns += plain.decode_ns
-        self.own_ns += own.decode_ns
-        self.ratios.append(plain.decode_ns / max(own.decode_ns, 1))
+            self.proposed[name] += each.proposed
+            self.accepted[name] += each.accepted
+        self.draft_ns += stats.draft_ns
+        self.accept_ns += stats.accept_ns
+        self.plain_ns.update(processor=plain.processor_ns, wall=plain.wall_ns)
+        self.own_ns.update(processor=own.processor_ns, wall=own.wall_ns)
+        self.rates.append(stats.tokens / stats.passes)
+        self.ratios.append(plain.processor_ns / own.processor_ns)
         self.different += plain.tokens != own.tokens
 
-    def plus(self, other: Total) -> Total:
-        """Both together."""
-        names = {*self.proposed, *other.proposed}
-        return Total(
-            self.prompts + other.prompts,
-            self.tokens + other.tokens,
-            self.passes + other.passes,
-            {name: self.proposed.get(name, 0) + other.proposed.get(name, 0) for name in names},
-            {name: self.accepted.get(name, 0) + other.accepted.get(name, 0) for name in names},
-            self.replayed + other.replayed,
-            self.host_ns + other.host_ns,
-            self.plain_ns + other.plain_ns,
-            self.own_ns + other.own_ns,
-            [*self.ratios, *other.ratios],
-            self.different + other.different,
-        )
+    def __add__(self, other: Total) -> Total:
+        both = {each.name: getattr(self, each.name) + getattr(other, each.name) for each in fields(self)}
+        return Total(**both)
 
 
 def read_prompts(kinds: Sequence[str]) -> list[Prompt]:
@@ -114,9 +110,14 @@ def read_prompts(kinds: Sequence[str]) -> list[Prompt]:
 def answer(model: edgekv.Model, prompt: Sequence[int], new_tokens: int, speculate: Speculate) -> Answer:
     """Answer greedily, in a sequence that keeps the prompt from run to run."""
     generation = model.generate(prompt, new_tokens, temperature=0, sequence=1, speculate=speculate)
-    tokens = [token.id for token in generation]
-    stats = generation.stats
-    return Answer(tokens, (stats.decode_ms_per_token or 0.0) * 1e6 * (len(tokens) - 1), stats.speculation)
+    tokens = [next(generation).id]
+    processor_ns, wall_ns = process_time_ns(), perf_counter_ns()
+    tokens += [token.id for token in generation]
+    processor_ns, wall_ns = process_time_ns() - processor_ns, perf_counter_ns() - wall_ns
+    steps = len(tokens) - 1
+    return Answer(
+        tokens, processor_ns, wall_ns, generation.stats.speculation or SpeculationStats(steps, steps, {}, 0, 0)
+    )
 
 
 def compare(
@@ -124,43 +125,41 @@ def compare(
 ) -> dict[tuple[str, str], Total]:
     """Totals by mode and kind; each prompt is answered plainly and in every mode."""
     totals: dict[tuple[str, str], Total] = {}
-    off = Speculate("off")
     for number, prompt in enumerate(prompts):
         tokens = _tokens(model, prompt.text)
-        turns = [off, *modes]
-        turns = turns[number % len(turns) :] + turns[: number % len(turns)]
+        turns = [Speculate("off"), *modes]
+        first = number % len(turns)
         list(model.generate(tokens, 1, sequence=1))  # so that all turns find the prompt in the cache
-        answers = {each.mode: answer(model, tokens, new_tokens, each) for each in turns}
-        for mode in modes:
+        plain, *answers = _rotated(
+            [answer(model, tokens, new_tokens, each) for each in _rotated(turns, first)], len(turns) - first
+        )
+        for mode, own in zip(modes, answers, strict=True):
             total = totals.setdefault((mode.mode, prompt.kind), Total())
-            if len(answers["off"].tokens) > 1:
-                total.add(answers["off"], answers[mode.mode])
+            if own.stats.passes and len(plain.tokens) > 1:
+                total.add(plain, own)
         print(f"{number + 1} of {len(prompts)}: {prompt.kind}", file=sys.stderr, flush=True)
     return totals
 
 
+def _rotated(items: Sequence[T], first: int) -> list[T]:
+    return [*items[first:], *items[:first]]
+
+
 def totals_table(totals: dict[tuple[str, str], Total]) -> Table:
-    """A row for each mode and kind, and for the four kinds that repeat their prompts."""
+    """A row for each mode and kind, and for the four kinds that repeat their prompts.
+
+    `least` is that of a single prompt.
+    """
     table = Table(box=SIMPLE, padding=(0, 1))
-    names = (
-        "mode",
-        "kind",
-        "prompts",
-        "tokens",
-        "tokens a pass",
-        "accepted",
-        "ratio",
-        "median",
-        "us a pass",
-        "different",
-    )
-    for at, name in enumerate(names):
-        table.add_column(name, justify="left" if at < 2 else "right")
+    left = ("mode", "kind")
+    right = ("prompts", "tokens", "tokens a pass", "least", "accepted", "processor", "least", "wall", "us a pass")
+    for name in left:
+        table.add_column(name)
+    for name in (*right, "different"):
+        table.add_column(name, justify="right")
     for mode in dict.fromkeys(mode for mode, _ in totals):
         rows = {kind: total for (own, kind), total in totals.items() if own == mode}
-        four = Total()
-        for kind in FOUR:
-            four = four.plus(rows.get(kind, Total()))
+        four = sum((rows[kind] for kind in FOUR if kind in rows), start=Total())
         for kind, total in {**rows, "first four": four}.items():
             if total.passes:
                 table.add_row(mode, kind, *_figures(total))
@@ -171,12 +170,20 @@ def _figures(total: Total) -> Iterator[str]:
     yield str(total.prompts)
     yield str(total.tokens)
     yield f"{total.tokens / total.passes:.2f}"
-    shares = (f"{name} {total.accepted[name] / max(total.proposed[name], 1):.0%}" for name in sorted(total.proposed))
-    yield ", ".join(shares)
-    yield f"{total.plain_ns / max(total.own_ns, 1):.2f}"
-    yield f"{median(total.ratios):.2f}"
-    yield f"{total.host_ns / 1e3 / total.passes:.0f}"
+    yield f"{min(total.rates):.2f}"
+    yield ", ".join(f"{name} {total.accepted[name] / total.proposed[name]:.0%}" for name in sorted(total.proposed))
+    yield f"{total.plain_ns['processor'] / total.own_ns['processor']:.2f}"
+    yield f"{min(total.ratios):.2f}"
+    yield f"{total.plain_ns['wall'] / total.own_ns['wall']:.2f}"
+    yield f"{total.draft_ns / 1e3 / total.passes:.0f} + {total.accept_ns / 1e3 / total.passes:.0f}"
     yield str(total.different)
+
+
+def pass_times(model: edgekv.Model) -> str:
+    """Wall times of passes by their rows, in the last texts."""
+    costs = model.draft_record.costs
+    times = (f"{rows} rows {costs.ns(rows) / 1e6:.1f} ms" for rows in (1, *model.verify_rows))
+    return f"A pass of {', '.join(times)}."
 
 
 def _tokens(model: edgekv.Model, text: str) -> list[int]:
@@ -242,10 +249,11 @@ def main() -> None:
             draft = None if args.draft is None else stack.enter_context(edgekv.load(args.draft, **options))
             modes = []
             for name in args.speculate.split(","):
-                needs = {"corpus": corpus if name in ("corpus", "auto") else None}
-                modes.append(Speculate(name, draft=draft if name in ("draft", "auto") else None, **needs))
+                given = (corpus if name in ("corpus", "auto") else None, draft if name in ("draft", "auto") else None)
+                modes.append(Speculate(name, *given))
             prompts = read_prompts(args.kinds.split(",") if args.kinds else ())
             console.print(totals_table(compare(model, prompts, args.new_tokens, modes)))
+            console.print(pass_times(model))
     except EdgeKVError as error:
         sys.exit(str(error))
 
