@@ -235,7 +235,7 @@ def main() -> None:
     parser.add_argument("--cpu-mode", default="fast")
     parser.add_argument("--threads", type=int, default=1)
     args = parser.parse_args()
-    console = Console()
+    console = Console(width=None if sys.stdout.isatty() else 150)
     if args.host:
         console.print(host_table())
     if args.bundle is None:
