@@ -413,3 +413,16 @@ def test_rows_of_a_prompt_do_not_depend_on_what_the_cache_held_before(small_expo
         session.feed([5, 6, 7])
         found = session.cache.state.rows
     assert all(np.array_equal(found[name], rows) for name, rows in wanted.items())
+
+
+def test_without_the_packages_that_rewrite_only_kept_graphs_run(
+    small: Path, kept: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = small / "ar1_cl64.onnx"
+    with rendered_graph(path, "fast") as (content, folder):
+        assert folder == kept
+    monkeypatch.setitem(sys.modules, "onnx_ir", None)
+    with rendered_graph(path, "fast") as (again, _):
+        assert again == content
+    with pytest.raises(EngineError, match=r'no packages onnx and onnx_ir.* pip install "edgekv\[cpu\]"'):
+        edgekv.load(small, cpu_mode="exact16").score([1, 2])

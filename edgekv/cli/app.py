@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextvars
+import os
 import sys
 from collections.abc import Sequence
 from importlib import metadata
@@ -11,9 +12,12 @@ from typing import Annotated, Any, NoReturn
 import typer
 from typer.core import TyperGroup
 
-from edgekv.cli.commands import find_commands
+from edgekv.cli.commands import Command, find_commands, load_command
 from edgekv.cli.exit_codes import exit_code_of, signals_as_exceptions
+from edgekv.cli.help_text import help_of
 from edgekv.cli.verify import with_verify
+
+_COMPLETION = "_EDGEKV_COMPLETE"  # set by shells that complete a command line
 
 
 def main() -> NoReturn:
@@ -37,7 +41,11 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def make_app(arguments: Sequence[str]) -> typer.Typer:
-    """The program with the commands that these arguments can mean, sorted by name."""
+    """The program with all commands, sorted by name. Only the one that the arguments mean is imported.
+
+    Raises:
+        MissingExtraError: that command needs packages that are not installed.
+    """
     app = typer.Typer(
         cls=_ByName,
         no_args_is_help=True,
@@ -46,15 +54,28 @@ def make_app(arguments: Sequence[str]) -> typer.Typer:
         help="Language models on mobile NPUs: export, check, run.",
     )
     app.callback()(_options)
-    first = next(iter(arguments), "")
-    for name, command in find_commands(first).items():
-        if isinstance(command, typer.Typer):
-            for each in command.registered_commands:
-                each.callback = each.callback and with_verify(each.callback)
-            app.add_typer(command, name=name)
-        else:
-            app.command(name)(with_verify(command))
+    commands = find_commands()
+    meant = next((each for each in arguments if each in commands), None)
+    for name, point in commands.items():
+        listed = None if name == meant or _COMPLETION in os.environ else help_of(point)
+        if listed is not None:
+            app.command(name, help=listed)(_listed)
+        elif (command := load_command(point)) is not None:
+            _add(app, name, command)
     return app
+
+
+def _add(app: typer.Typer, name: str, command: Command) -> None:
+    if isinstance(command, typer.Typer):
+        for each in command.registered_commands:
+            each.callback = each.callback and with_verify(each.callback)
+        app.add_typer(command, name=name)
+    else:
+        app.command(name)(with_verify(command))
+
+
+def _listed() -> None:
+    """Stands for a command that is only listed; the one that is meant has been imported."""
 
 
 class _ByName(TyperGroup):

@@ -18,5 +18,15 @@ TalkingModeOption = Annotated[Optional[str], typer.Option("--cpu-mode", help=_HE
 
 
 def talking_mode(engine: str, asked: str | None) -> str | None:
-    """The mode of a command whose user waits for the text: `fast` on the CPU if none was asked for."""
-    return "fast" if asked is None and engine == "cpu" else asked
+    """The mode of a command whose user waits for the text: on the CPU `fast`, if none was asked for.
+
+    Without the packages that it needs it is `emulate`, with a note on standard error.
+    """
+    if asked is not None or engine != "cpu":
+        return asked
+    from edgekv.runtime.cpu_mode import REWRITING_EXTRA, can_rewrite  # slow to import
+
+    if can_rewrite():
+        return "fast"
+    typer.echo(f'edgekv: note: pip install "edgekv[{REWRITING_EXTRA}]" answers several times as fast', err=True)
+    return "emulate"

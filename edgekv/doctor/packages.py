@@ -8,6 +8,7 @@ from importlib import metadata
 import msgspec
 from packaging.requirements import Requirement
 
+_SELF = "edgekv"
 _FOR_DEVELOPERS = frozenset({"test", "parity"})
 
 
@@ -41,6 +42,8 @@ def list_packages() -> list[Package]:
 
 def _asked_for(requirements: list[Requirement], extra: str | None) -> Iterator[Requirement]:
     for each in requirements:
+        if each.name == _SELF:  # an extra that includes another one
+            continue
         always = each.marker is None or each.marker.evaluate({"extra": ""})
         if extra is None:
             if always:

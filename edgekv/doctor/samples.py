@@ -13,30 +13,76 @@ OPSET, IR_VERSION = 23, 11
 
 _WIDTH = 64
 _ZERO_POINT = 32768
+_FLOAT, _UINT16 = 1, 4  # TensorProto.DataType
 
 
 def write_onnx_norm(path: Path) -> None:
-    """An ONNX graph of one RMS norm between uint16 activations, as exported graphs have them."""
-    import onnx
-    from onnx import TensorProto, helper
+    """An ONNX graph of one RMS norm between uint16 activations, as exported graphs have them.
 
-    weights = [(each + 1) / 128 for each in range(_WIDTH)]
+    Written field by field: the package onnx is not among the requirements of the CPU engine.
+    """
+    weights = [round((each + 1) / 128 * 2**15) for each in range(_WIDTH)]
     constants = [
-        helper.make_tensor("scale", TensorProto.FLOAT, [], [2.0**-15]),
-        helper.make_tensor("zero", TensorProto.UINT16, [], [_ZERO_POINT]),
-        helper.make_tensor("weights", TensorProto.UINT16, [_WIDTH], [round(each * 2**15) for each in weights]),
-        helper.make_tensor("none", TensorProto.UINT16, [], [0]),
+        _constant("scale", _FLOAT, [], struct.pack("<f", 2.0**-15)),
+        _constant("zero", _UINT16, [], struct.pack("<H", _ZERO_POINT)),
+        _constant("weights", _UINT16, [_WIDTH], struct.pack(f"<{_WIDTH}H", *weights)),
+        _constant("none", _UINT16, [], struct.pack("<H", 0)),
     ]
     nodes = [
-        helper.make_node("DequantizeLinear", ["x", "scale", "zero"], ["real"]),
-        helper.make_node("DequantizeLinear", ["weights", "scale", "none"], ["real_weights"]),
-        helper.make_node("RMSNormalization", ["real", "real_weights"], ["norm"], axis=-1, epsilon=1e-6),
-        helper.make_node("QuantizeLinear", ["norm", "scale", "zero"], ["y"]),
+        _node("DequantizeLinear", ["x", "scale", "zero"], "real"),
+        _node("DequantizeLinear", ["weights", "scale", "none"], "real_weights"),
+        _node("RMSNormalization", ["real", "real_weights"], "norm", _epsilon(1e-6)),
+        _node("QuantizeLinear", ["norm", "scale", "zero"], "y"),
     ]
-    x, y = (helper.make_tensor_value_info(name, TensorProto.UINT16, [1, _WIDTH]) for name in "xy")
-    graph = helper.make_graph(nodes, "norm", [x], [y], constants)
-    opset = helper.make_opsetid("", OPSET)
-    onnx.save(helper.make_model(graph, opset_imports=[opset], ir_version=IR_VERSION), path)
+    graph = b"".join(
+        [
+            *(_field(1, node) for node in nodes),
+            _field(2, b"norm"),
+            *(_field(5, constant) for constant in constants),
+            _field(11, _port("x")),
+            _field(12, _port("y")),
+        ]
+    )
+    opset = _field(1, b"") + _field(2, OPSET)
+    path.write_bytes(_field(1, IR_VERSION) + _field(7, graph) + _field(8, opset))
+
+
+def _node(op: str, inputs: list[str], output: str, attribute: bytes = b"") -> bytes:
+    """A NodeProto; an RMSNormalization is over the last axis unless it says otherwise."""
+    named = b"".join(_field(1, name.encode()) for name in inputs) + _field(2, output.encode())
+    return named + _field(4, op.encode()) + (_field(5, attribute) if attribute else b"")
+
+
+def _epsilon(value: float) -> bytes:
+    """An AttributeProto of type FLOAT (1)."""
+    return _field(1, b"epsilon") + b"\x15" + struct.pack("<f", value) + _field(20, 1)
+
+
+def _constant(name: str, dtype: int, shape: list[int], raw: bytes) -> bytes:
+    """A TensorProto."""
+    return b"".join(_field(1, size) for size in shape) + _field(2, dtype) + _field(8, name.encode()) + _field(9, raw)
+
+
+def _port(name: str) -> bytes:
+    """A ValueInfoProto of a tensor uint16 [1, _WIDTH]."""
+    shape = b"".join(_field(1, _field(1, size)) for size in (1, _WIDTH))
+    return _field(1, name.encode()) + _field(2, _field(1, _field(1, _UINT16) + _field(2, shape)))
+
+
+def _field(number: int, value: int | bytes) -> bytes:
+    """A field of a protocol buffer: an integer, or bytes with their length."""
+    if isinstance(value, int):
+        return _varint(number << 3) + _varint(value)
+    return _varint(number << 3 | 2) + _varint(len(value)) + value
+
+
+def _varint(value: int) -> bytes:
+    """Seven bits a byte, the lowest first; all bytes but the last have the highest bit."""
+    encoded = bytearray()
+    while value > 0x7F:
+        encoded.append(value & 0x7F | 0x80)
+        value >>= 7
+    return bytes([*encoded, value])
 
 
 def onnx_norm_case() -> tuple[NDArray[np.uint16], NDArray[np.uint16]]:

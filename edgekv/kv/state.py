@@ -12,12 +12,11 @@ from tempfile import NamedTemporaryFile
 from typing import Any
 
 import numpy as np
-from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save
 
 from edgekv.errors import EdgeKVError
 from edgekv.kv.arena import Rows
 from edgekv.system import open_regular
+from edgekv.tensor_file import TensorFileError, decode_tensors, encode_tensors
 
 FORMAT = "edgekv.kv-state.1"
 
@@ -75,7 +74,7 @@ def write_state(state: CacheState, file: str | Path, *, fingerprint: str) -> Non
     }
     metadata = {"format": FORMAT, **{name: _text(part) for name, part in parts.items()}}
     metadata["sha256"] = _digest(metadata, state.rows)
-    content = save({name: np.ascontiguousarray(rows) for name, rows in state.rows.items()}, metadata)
+    content = encode_tensors(state.rows, metadata)
     target = Path(file)
     try:
         with NamedTemporaryFile(dir=target.parent, prefix=f".{target.name}.", delete=False) as partial:
@@ -100,14 +99,13 @@ def read_state(file: str | Path, *, fingerprint: str) -> CacheState:
         StateError: the file is missing, damaged, not a state, or has another fingerprint.
     """
     try:
-        open_regular(Path(file)).close()
-        with safe_open(str(file), "np") as opened:
-            metadata: dict[str, str] = opened.metadata() or {}
-            rows = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118, not a dict
+        with open_regular(Path(file)) as opened:
+            held = decode_tensors(opened.read())
     except OSError as error:
         raise _refusal(file, "file", error.strerror or error, "one that can be read") from None
-    except SafetensorError as error:
+    except TensorFileError as error:
         raise _refusal(file, "file", error, "a whole safetensors file") from None
+    metadata, rows = dict(held.metadata), held.arrays
     if metadata.get("format") != FORMAT:
         raise _refusal(file, "format", metadata.get("format", "none"), FORMAT)
     found = metadata.pop("sha256", "none")

@@ -11,8 +11,6 @@ from pathlib import Path
 
 import msgspec
 import numpy as np
-from safetensors import SafetensorError
-from safetensors.numpy import load, save
 
 from edgekv.bundle import Bundle, FileRecord, readable_json
 from edgekv.errors import BundleError, UsageError
@@ -22,6 +20,7 @@ from edgekv.prefix.retention import MAX_PRIORITY, RetentionPolicy, TokenRangeRet
 from edgekv.prefix.rows import Rows
 from edgekv.prefix.store import PrefixStore
 from edgekv.system import read_file
+from edgekv.tensor_file import TensorFileError, decode_tensors, encode_tensors
 
 FOLDER = "prefixes"
 RECORD = "prefixes.json"
@@ -108,7 +107,7 @@ def add_baked(bundle: Path, name: str, engine: str, tokens: Sequence[int], store
     tensors = _tensors(tokens, store)
     with _changing(bundle) as record:
         kept = [each for each in record.prefixes if (each.name, each.engine) != (name, engine)]
-        content: bytes = save(tensors)
+        content = encode_tensors(tensors)
         digest = hashlib.sha256(content).hexdigest()
         # A unique name: the old file stays intact until the record names the new one.
         file = f"{digest[:8]}.{name}-{engine}.safetensors"
@@ -196,10 +195,10 @@ def _read_rows(
     if expected is None or hashlib.sha256(content).hexdigest() != expected.sha256:
         raise BundleError(str(path), got="a missing or changed file", expected="the file baked", fix=fix)
     try:
-        held = load(content)
+        held = decode_tensors(content).arrays
         groups = [held[_group(number)] for number in range(len(store.groups))]
         tokens: list[int] = held[_TOKENS].tolist()
-    except (SafetensorError, KeyError) as error:
+    except (TensorFileError, KeyError) as error:
         raise BundleError(str(path), got=error, expected="the rows of each group", fix=fix) from None
     return tokens, _BakedRows(len(tokens), groups)
 

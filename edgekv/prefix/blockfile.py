@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from safetensors.numpy import save
 
 from edgekv.prefix.keys import Keys, token_bytes
 from edgekv.prefix.retention import MAX_PRIORITY
+from edgekv.tensor_file import decode_tensors, encode_tensors
 
 FORMAT = "edgekv-prefix-1"
 SUFFIX = ".safetensors"
 _ROWS, _TOKENS = "rows", "tokens"
-_DTYPES = {"U8": np.uint8, "I8": np.int8, "I16": np.int16, "I64": np.int64}
-_MOST_HEADER_BYTES = 1 << 16
 
 
 class RejectedFileError(Exception):
@@ -81,8 +78,7 @@ def encode(record: BlockRecord, rows: NDArray[Any], keys: Keys) -> bytes:
         "priority": f"{record.priority:03d}",
         "checksum": _checksum(record, rows, keys).hex(),
     }
-    data: bytes = save({_ROWS: rows, _TOKENS: np.array(record.tokens, np.int64)}, metadata=metadata)
-    return data
+    return encode_tensors({_ROWS: rows, _TOKENS: np.array(record.tokens, np.int64)}, metadata)
 
 
 def decode(data: bytes) -> BlockFile:
@@ -92,16 +88,12 @@ def decode(data: bytes) -> BlockFile:
         RejectedFileError: it is truncated or not a block file.
     """
     try:
-        size = int.from_bytes(data[:8], "little")
-        if size > min(_MOST_HEADER_BYTES, len(data) - 8):
-            raise RejectedFileError("the header is truncated")
-        header = json.loads(data[8 : 8 + size])
-        said = header["__metadata__"]
+        held = decode_tensors(data)
+        said = held.metadata
         if said.get("format") != FORMAT:
             raise RejectedFileError(f"the format is {said.get('format')}, not {FORMAT}")
-        body = memoryview(data)[8 + size :]
-        tokens, rows = _tensor(header[_TOKENS], body), _tensor(header[_ROWS], body)
-        if tokens.dtype != np.int64 or tokens.ndim != 1 or tokens.nbytes + rows.nbytes != len(body):
+        tokens, rows = held.arrays[_TOKENS], held.arrays[_ROWS]
+        if tokens.dtype != np.int64 or tokens.ndim != 1 or len(held.arrays) != 2:
             raise RejectedFileError("the tensors are not those of a block")
         record = BlockRecord(
             bytes.fromhex(said["fingerprint"]),
@@ -113,15 +105,8 @@ def decode(data: bytes) -> BlockFile:
         if not 0 <= record.priority <= MAX_PRIORITY:
             raise RejectedFileError("the priority is out of range")
         return BlockFile(record, rows, bytes.fromhex(said["checksum"]))
-    except (KeyError, ValueError, TypeError, AttributeError, RecursionError) as error:
+    except (KeyError, ValueError) as error:
         raise RejectedFileError(f"{type(error).__name__}: {error}") from None
-
-
-def _tensor(entry: dict[str, Any], body: memoryview) -> NDArray[Any]:
-    start, stop = entry["data_offsets"]
-    if not 0 <= start <= stop <= len(body):
-        raise RejectedFileError("a tensor is truncated")
-    return np.frombuffer(body[start:stop], _DTYPES[entry["dtype"]]).reshape(entry["shape"])
 
 
 def _checksum(record: BlockRecord, rows: NDArray[Any], keys: Keys) -> bytes:

@@ -12,7 +12,7 @@ from edgekv.bundle import Bundle, GraphFormat
 from edgekv.errors import EngineError, UsageError
 from edgekv.runtime.binding import Binding, MemoryBinding
 from edgekv.runtime.cpu_instructions import processors
-from edgekv.runtime.cpu_mode import CpuMode
+from edgekv.runtime.cpu_mode import CpuMode, can_rewrite
 from edgekv.runtime.mapped import MappedWeights
 from edgekv.runtime.merge import WEIGHT_SUFFIXES, merged_bytes, rendered_graph
 from edgekv.runtime.onnx_session import PROVIDERS, session_options
@@ -31,7 +31,8 @@ class CpuEngine:
     Attributes:
         threads: threads per operation; None for ONNX Runtime's own choice.
         mode: how it computes.
-        alike_rows: whether decode steps have the bits of rows of larger steps, for bundles whose drafts are verified.
+        alike_rows: whether decode steps have the bits of rows of larger steps, for bundles whose drafts are verified;
+            only rewritten graphs do.
     """
 
     graph_format: ClassVar[GraphFormat] = "onnx"
@@ -52,7 +53,7 @@ class CpuEngine:
         if threads is not None and threads > most:
             fix = "Leave --threads out for all of them; no mode is faster with more."
             raise UsageError("threads", got=threads, expected=f"1 to {most}, the processors", fix=fix)
-        return cls(threads, alike_rows=bundle.manifest.graph("verify") is not None)
+        return cls(threads, alike_rows=bundle.manifest.graph("verify") is not None and can_rewrite())
 
     def __post_init__(self) -> None:
         if self.threads is not None and self.threads < 1:

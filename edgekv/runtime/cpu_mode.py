@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import Literal, TypeAlias, get_args
 
 RenderedMode: TypeAlias = Literal["exact16", "fast"]
@@ -16,3 +17,17 @@ Keys and values have the bundle's type in all modes.
 """
 
 CPU_MODES: tuple[CpuMode, ...] = get_args(CpuMode)
+REWRITING_EXTRA = "cpu"
+
+_REWRITING = ("onnx", "onnx_ir")
+
+
+def can_rewrite() -> bool:
+    """Whether the packages of the extra `cpu`, which rewrite graphs for speed, are installed. None is imported.
+
+    Without them `emulate` runs graphs as they are, with the same results, and the other modes run only what is kept.
+    """
+    try:
+        return all(find_spec(each) is not None for each in _REWRITING)
+    except ImportError:
+        return False

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import numpy as np
-from safetensors import SafetensorError
-from safetensors.numpy import load
 
 from edgekv.bundle import Bundle
 from edgekv.errors import BundleError
 from edgekv.kv import Sink
 from edgekv.spec import LOGITS
 from edgekv.system import read_file
+from edgekv.tensor_file import decode_tensors
 from quant import DTYPES
 
 
@@ -27,12 +26,12 @@ def read_sink(bundle: Bundle) -> Sink | None:
     shapes = {tensor.past: (count, manifest.model.head_dim) for tensor in manifest.geometry.names()}
     shapes[LOGITS] = (count, manifest.model.vocab)
     try:
-        held = load(read_file(path, manifest.files[record.file].bytes))
+        held = dict(decode_tensors(read_file(path, manifest.files[record.file].bytes)).arrays)
         for name, shape in shapes.items():
             found, wanted = (held[name].dtype, held[name].shape), (DTYPES[manifest.encodings[name].dtype], shape)
             if found != wanted:
                 raise ValueError(f"{name}: {found[0]} {list(found[1])}, not {wanted[0]} {list(shape)}")
-    except (OSError, SafetensorError, KeyError, ValueError) as error:
+    except (OSError, KeyError, ValueError) as error:
         raise BundleError(
             str(path), got=error, expected="keys, values and logits of the sink", fix="Export the bundle again."
         ) from None

@@ -13,8 +13,9 @@ from tempfile import TemporaryDirectory
 import onnxruntime as ort
 
 from edgekv.bundle import FileHashes, atomic_file, file_hashes
+from edgekv.errors import EngineError
 from edgekv.runtime.cpu_instructions import processor
-from edgekv.runtime.cpu_mode import RenderedMode
+from edgekv.runtime.cpu_mode import REWRITING_EXTRA, RenderedMode, can_rewrite
 from edgekv.system import MIB, cache_folder, read_file, sha256_of
 
 MERGED = "merged"
@@ -33,7 +34,8 @@ def merged_bytes(graph: Path, *, alike_rows: bool = False) -> bytes:
     """The merged graph of an ONNX file, serialized; see `merged`.
 
     It is made once for each content of the file and each version of the passes, and kept with its own hash. A cache
-    folder that cannot be used is ignored.
+    folder that cannot be used is ignored. Without the packages that rewrite graphs it is the graph as it is, unless
+    rows must be alike.
 
     Raises:
         Exception: not an ONNX model; what `onnx` raises has no common base.
@@ -43,6 +45,8 @@ def merged_bytes(graph: Path, *, alike_rows: bool = False) -> bytes:
     with suppress(OSError):
         if (found := _read(kept)) is not None:
             return found
+    if not alike_rows and not can_rewrite():
+        return read_file(graph, _LARGEST_BYTES)
     # Importing onnx_ir takes a second; kept graphs do not need it.
     from edgekv.runtime.merge.merge import merged
 
@@ -60,6 +64,7 @@ def rendered_graph(graph: Path, mode: RenderedMode, *, alike_rows: bool = False)
     runtime, and each kind of processor. Without a usable cache folder, the weights are removed when the block ends.
 
     Raises:
+        EngineError: it is not kept, and the packages that rewrite graphs are not installed.
         Exception: not an ONNX model; what `onnx` raises has no common base.
     """
     folder = cache_folder() / RENDERED
@@ -68,6 +73,13 @@ def rendered_graph(graph: Path, mode: RenderedMode, *, alike_rows: bool = False)
         found = (mode, processor(), ort.__version__, *_ALIKE * alike_rows, *map(hashes.sha256_of, (graph, *beside)))
         kept = folder / f"{_key(*found)}.onnx"
         content = _read_rendered(kept, hashes)
+    if content is None and not can_rewrite():
+        raise EngineError(
+            f"{graph.name} in the mode {mode}",
+            got="no packages onnx and onnx_ir",
+            expected="both: they rewrite graphs for this mode",
+            fix=f'Run pip install "edgekv[{REWRITING_EXTRA}]", or use the mode emulate.',
+        )
     if content is None:
         with suppress(OSError):
             folder.mkdir(parents=True, exist_ok=True)

@@ -1,0 +1,203 @@
+"""What an installation needs: the base loads and generates, extras are imported by what they are for."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+import edgekv
+from edgekv.cli import run
+from edgekv.cli.commands import find_commands, load_command
+from edgekv.cli.engine_options import talking_mode
+from edgekv.cli.help_text import help_of
+
+ROOT = Path(__file__).parent.parent
+OURS = {"edgekv", "exporters", "quant", "devices"}
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+BASE = {"jinja2", "msgspec", "numpy", "onnxruntime", "tokenizers"}
+
+# What may be imported when a module is: the extras of the first package that the module is in. The base always.
+EXTRAS_OF = {
+    "edgekv.cli.__init__": (),
+    "edgekv.cli": ("cli",),
+    "edgekv.doctor.packages": ("cli",),
+    "edgekv.runtime.rewrite": ("cpu",),
+    "edgekv.runtime.merge.__init__": (),
+    "edgekv.runtime.merge.kept": (),
+    "edgekv.runtime.merge": ("cpu",),
+    "edgekv.serve": ("cli", "serve"),
+    "edgekv": (),
+    "quant": (),
+    "devices": (),
+    "exporters.graphs.tflite": ("litert",),
+    "exporters.htp.compile_tflite": (),
+    "exporters.targets.genai.worker": ("genai",),
+    "exporters": ("cli", "cpu", "export"),
+}
+# What requirements bring with them: onnxruntime, and Qualcomm's client qai-hub.
+INDIRECT = {"flatbuffers"}, {"botocore", "requests"}
+
+# Refuses what a base installation does not have, then continues a prompt as a program would.
+PROGRAM = """
+import json, sys
+allowed = set(json.loads(sys.argv[1])) | set(sys.stdlib_module_names)
+class Refuse:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] not in allowed:
+            raise ModuleNotFoundError(f"not installed here: {name}", name=name)
+sys.meta_path.insert(0, Refuse())
+import edgekv
+from edgekv.conversation import Conversation
+with edgekv.load(sys.argv[2], engine=sys.argv[3], prefix_cache=sys.argv[4]) as model:
+    tokens = [token.id for token in model.generate("import os", max_new_tokens=6)]
+print(json.dumps(tokens))
+"""
+# Dependencies of the base, and Qualcomm's provider.
+BROUGHT = {"flatbuffers", "google", "markupsafe", "packaging", "onnxruntime_qnn", "sitecustomize"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["cpu", "htp"])
+def test_the_base_loads_and_generates(bundle: Path, tmp_path: Path, engine: str) -> None:
+    arguments = [json.dumps(sorted(OURS | BASE | BROUGHT)), str(bundle), engine, str(tmp_path / "prefixes")]
+    environment = {"EDGEKV_CACHE_DIR": str(tmp_path / "cache"), "PATH": "", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, *arguments], capture_output=True, text=True, check=False, env=environment
+    )
+    assert done.returncode == 0, done.stderr
+    with edgekv.load(bundle, engine=engine) as model:
+        assert json.loads(done.stdout) == [token.id for token in model.generate("import os", max_new_tokens=6)]
+    assert [*(tmp_path / "prefixes").rglob("*.safetensors")]
+
+
+def test_the_requirements_are_the_five() -> None:
+    assert {_package(each) for each in PROJECT["dependencies"]} == BASE
+
+
+def test_modules_import_what_their_extras_install() -> None:
+    wrong, seen = [], set[str]()
+    for module, file in _modules():
+        place = next(each for each in EXTRAS_OF if f"{module}.".startswith(f"{each}."))
+        seen.add(place)
+        allowed = BASE.union(INDIRECT[0], *map(_extra, EXTRAS_OF[place]))
+        wrong += [f"{module}: {each}" for each in _imported(file, at_once=True) - allowed]
+    assert not wrong and seen == {*EXTRAS_OF}
+
+
+def test_every_import_is_in_an_extra() -> None:
+    known = BASE.union(*INDIRECT, *map(_extra, PROJECT["optional-dependencies"]))
+    assert {f"{module}: {each}" for module, file in _modules() for each in _imported(file) - known} == set()
+
+
+def test_all_is_what_installs_everywhere() -> None:
+    platforms = {"onnxruntime_qnn", "onnxruntime_genai", "ai_edge_litert", "tflite_runtime"}
+    assert _extra("all") >= {"gguf", "llguidance", "matplotlib", "onnx_ir", "rich", "starlette", "typer"}
+    assert not _extra("all") & platforms
+
+
+@pytest.mark.parametrize("name", sorted(find_commands()))
+def test_the_help_of_a_command_is_read_from_its_source(name: str) -> None:
+    command = load_command(find_commands()[name])
+    told = command.__doc__ if not hasattr(command, "registered_commands") else command.info.help
+    assert help_of(find_commands()[name]) == _dedented(told)
+
+
+def test_the_list_of_commands_imports_none(tmp_path: Path) -> None:
+    program = "import sys; from edgekv.cli import run; run(['--help']); print(*sys.modules, file=sys.stderr)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    modules = {*done.stderr.split()}
+    assert "generate" in done.stdout and "edgekv.cli.app" in modules
+    assert not modules & {"numpy", "rich", "exporters", "edgekv.cli.generate", "edgekv.cli.size"}
+
+
+def test_importing_edgekv_imports_nothing_else() -> None:
+    program = "import sys; import edgekv; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    modules = {each for each in done.stdout.split() if each.partition(".")[0] in OURS | BASE}
+    assert modules == {"edgekv"}
+
+
+def test_without_the_command_line_s_packages_its_extra_is_named() -> None:
+    program = "import sys; sys.modules['typer'] = None; from edgekv.cli import main; main()"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 1 and done.stdout == ""
+    assert len(done.stderr.splitlines()) == 1 and 'pip install "edgekv[cli]"' in done.stderr
+
+
+@pytest.mark.parametrize(("missing", "name"), [("onnx-ir", "export"), ("huggingface-hub", "eval")])
+def test_a_command_names_its_extra_before_any_work(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], missing: str, name: str
+) -> None:
+    found = metadata.distribution
+
+    def distribution(package: str) -> metadata.Distribution:
+        if package == missing:
+            raise metadata.PackageNotFoundError(package)
+        return found(package)
+
+    monkeypatch.setattr(metadata, "distribution", distribution)
+    monkeypatch.setattr(metadata.EntryPoint, "load", lambda _: pytest.fail("the command was imported"))
+    assert run([name, "no such checkpoint"]) == 1
+    expected = f"command {name}: got no {missing}; expected the packages of edgekv[export]"
+    assert f'{expected}. Run pip install "edgekv[export]"' in capsys.readouterr().err
+    assert run(["--help"]) == 0 and f"  {name} " in capsys.readouterr().out
+
+
+def test_talking_without_the_packages_for_speed_is_said(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert talking_mode("cpu", None) == "fast" and talking_mode("htp", None) is None
+    assert capsys.readouterr().err == ""
+    monkeypatch.setitem(sys.modules, "onnx_ir", None)
+    assert (talking_mode("cpu", None), talking_mode("cpu", "exact16")) == ("emulate", "exact16")
+    assert capsys.readouterr().err.count('pip install "edgekv[cpu]"') == 1
+
+
+def _modules() -> Iterator[tuple[str, Path]]:
+    for package in sorted(OURS):
+        for file in sorted((ROOT / package).rglob("*.py")):
+            yield ".".join(file.relative_to(ROOT).with_suffix("").parts), file
+
+
+def _imported(file: Path, *, at_once: bool = False) -> set[str]:
+    """The packages that a module imports; `at_once`, those that it imports when it is imported."""
+    found = set[str]()
+    waiting: list[ast.AST] = [ast.parse(file.read_text())]
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, ast.Import):
+            found |= {alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found.add(node.module.partition(".")[0])
+        is_typing = isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)
+        if not (at_once and (is_typing or isinstance(node, ast.FunctionDef))):
+            waiting += ast.iter_child_nodes(node)
+    return found - OURS - {*sys.stdlib_module_names}
+
+
+def _extra(name: str) -> set[str]:
+    """The packages of an extra, by the names that are imported, with those of the extras that it includes."""
+    found = set[str]()
+    for text in PROJECT["optional-dependencies"][name]:
+        if text.startswith("edgekv["):
+            found = found.union(*map(_extra, text[len("edgekv[") : -1].split(",")))
+        else:
+            found.add(_package(text))
+    return found
+
+
+def _package(requirement: str) -> str:
+    return re.split(r"[^\w.-]", requirement)[0].replace("-", "_").lower()
+
+
+def _dedented(text: str | None) -> str | None:
+    return text if text is None else re.sub(r"\n {4}", "\n", text).rstrip()
