@@ -13,6 +13,7 @@ import edgekv
 from edgekv import Grammar, SamplingParams
 from edgekv.cli import run
 from edgekv.errors import UsageError
+from edgekv.runtime import StaticGraph
 from edgekv.session import BeamParams, Generation, Speculate
 from tests.checkpoints import write_checkpoint
 from tests.exports import export_options, exported
@@ -323,3 +324,17 @@ def test_serve_speculates_and_counts_drafts(verifying: Path):
     ):
         assert f'edgekv_{name}{{drafter="lookup"}} {count}\n' in metrics
     assert "edgekv_decode_passes_total " in metrics
+
+
+def test_verify_graphs_keep_their_memory_longer_than_others(verifying: Path, monkeypatch: pytest.MonkeyPatch):
+    """Drafts may be rare, and a pass that has to read its weights again costs a fifth more."""
+    released: list[str] = []
+    monkeypatch.setattr(StaticGraph, "release", lambda graph: released.append(graph.record.role))
+    monkeypatch.setattr("edgekv.session.graphs._IDLE_VERIFY_STEPS", 40)
+    with edgekv.load(verifying) as model:
+        ids(model, "lookup", LONG.overlaid(max_new_tokens=10))
+        released.clear()
+        ids(model, "off", LONG.overlaid(max_new_tokens=30))
+        assert released == ["prefill"]
+        ids(model, "off", prompt=PROMPT[:1])  # more steps of the same graph
+        assert released == ["prefill", "verify", "verify"]

@@ -53,7 +53,10 @@ def choose_context(columns: int, available: Sequence[int]) -> int:
     return next((context for context in available if context >= columns), available[-1])
 
 
-_IDLE_STEPS = 16  # of another graph: reading the pages again takes less time than one step
+_IDLE_STEPS = 16
+"""Steps of another graph after which one is idle: reading its pages again takes less time than one step."""
+_IDLE_VERIFY_STEPS = 256
+"""The same for verify graphs: where drafts are rare, a fifth of their pass would go to reading pages."""
 
 _Ladder = dict[int, dict[int, GraphRecord]]  # by AR, then by context, ascending
 
@@ -185,9 +188,10 @@ class Graphs:
         """Release the memory of other graphs once, when one has been chosen often enough in a row."""
         self._in_a_row = self._in_a_row + 1 if chosen is self._chosen else 0
         self._chosen = chosen
-        if self._in_a_row == _IDLE_STEPS:
+        if self._in_a_row in (_IDLE_STEPS, _IDLE_VERIFY_STEPS):
             for graph in self._loaded.values():
-                if graph is not chosen:
+                is_idle = self._in_a_row == (_IDLE_VERIFY_STEPS if graph.record.role == "verify" else _IDLE_STEPS)
+                if is_idle and graph is not chosen:
                     graph.release()
 
     def _load(self, record: GraphRecord) -> StaticGraph:
