@@ -68,6 +68,19 @@ def test_a_disturbed_pass_rules_nothing_out():
     assert costs.ns(8) == 13 * MS
 
 
+def test_fewer_rows_never_cost_more():
+    costs = costs_of(r1=10, r8=90, r16=40)
+    assert costs.ns(8) == (10 + 30 * 7 / 15) * MS  # disturbed: between its neighbours
+    for _ in range(40):
+        costs.add(8, 15 * MS)
+    assert costs.ns(8) == 15 * MS
+
+
+def test_a_pass_of_unknown_cost_lies_between_its_neighbours():
+    costs = costs_of(r1=10, r16=40)
+    assert costs.ns(8) == (10 + 30 * 7 / 15) * MS
+
+
 def test_an_old_cost_is_forgotten_and_tried_again_ever_more_rarely():
     costs, tried = costs_of(r1=10, r8=90), []
     for at in range(4000):

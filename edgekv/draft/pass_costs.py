@@ -52,6 +52,7 @@ class _Graph:
 class PassCosts:
     """Medians of the last passes of each size, which all texts of a model share.
 
+    More rows never cost less: where a size seems to, the smaller one was disturbed, and is tried again.
     The cost of a size that has not run for 256 passes is forgotten, so that it is tried again; for twice as many if it
     then runs only a few times, and so on up to 4,096.
     """
@@ -69,12 +70,19 @@ class PassCosts:
         graph.add(ns)
 
     def ns(self, rows: int) -> float:
-        """Time of a pass; if it is not known, what can be hoped for, from that of one row."""
-        graph = self._graphs.get(rows)
-        if graph is not None and graph.ns is not None:
-            if rows == 1 or self._passes - graph.last < graph.patience:
-                return graph.ns
-            graph.forget()
-        single = self._graphs.get(1)
-        step_ns = 1.0 if single is None or single.ns is None else single.ns
+        """Time of a pass; if it is not known, what can be hoped for from passes of fewer and of more rows."""
+        known_ns = self._measured_ns(rows)
+        larger = [(more, ns) for more in sorted(self._graphs) if more > rows and (ns := self._measured_ns(more))]
+        if known_ns is not None and (rows == 1 or all(known_ns <= ns for _, ns in larger)):
+            return known_ns
+        step_ns = self._measured_ns(1) or 1.0
+        if larger:
+            more, ns = larger[0]
+            return step_ns + max(ns - step_ns, 0) * (rows - 1) / (more - 1)
         return step_ns * (1 + (rows - 1) * _COST_OF_A_ROW)
+
+    def _measured_ns(self, rows: int) -> float | None:
+        graph = self._graphs.get(rows)
+        if graph is not None and graph.ns is not None and rows != 1 and self._passes - graph.last >= graph.patience:
+            graph.forget()
+        return None if graph is None else graph.ns
