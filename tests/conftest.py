@@ -14,10 +14,11 @@ import pytest
 from hypothesis import settings
 
 from tests import exports
-from tests.checkpoints import write_checkpoint
+from tests.checkpoints import NEWER, write_checkpoint, write_sinking
 from tests.exports import export_options, exported
 
 if TYPE_CHECKING:
+    from exporters.targets.genie.folder import GenieFolder
     from tests.aihub_server import AiHub
 
 # A busy machine is no failure, and CI looks at the same examples each time: searching for new ones is for people.
@@ -116,6 +117,31 @@ def compiled_columns(embedded: Path) -> Path:
     """The same with keys in columns; shared, so not to be written to."""
     options = export_options(context=128, ar=(1, 32), key_layout="columns", check_on_htp=True)
     return exported(embedded, options, compiled=True)
+
+
+@pytest.fixture(scope="session")
+def genie_folder(compiled_columns: Path) -> GenieFolder:
+    """What Genie loads of it, which no test has run yet; shared, so not to be written to."""
+    return _genie_folder(compiled_columns)
+
+
+@pytest.fixture(scope="session")
+def sinking_genie_folder(tmp_path_factory: pytest.TempPathFactory) -> GenieFolder:
+    """The same of a random model whose first token is restored from a state."""
+    checkpoint = write_sinking(tmp_path_factory.mktemp("sink") / "checkpoint", NEWER)
+    options = export_options(context=128, ar=(1, 16), key_layout="columns", calibration_tokens=512)
+    return _genie_folder(exported(checkpoint, options))
+
+
+def _genie_folder(bundle: Path) -> GenieFolder:
+    from edgekv.bundle import open_bundle
+    from exporters.targets.genie.folder import open_genie_folder
+    from exporters.targets.genie.plan import GenieOptions
+    from exporters.targets.genie.write import write_genie
+
+    options, opened = GenieOptions(check=False), open_bundle(bundle)
+    made = exports.kept("genie", lambda folder: write_genie(opened, folder / "genie", options), bundle, options)
+    return open_genie_folder(made / "genie")
 
 
 @pytest.fixture(scope="session")

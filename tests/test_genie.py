@@ -34,7 +34,7 @@ from exporters.targets.genie.proof import read_specs
 from exporters.targets.genie.write import write_genie
 from tests.checkpoints import NEWER, OLDER, write_checkpoint, write_sinking
 from tests.endless import ending_elsewhere
-from tests.exports import export_options, exported, kept
+from tests.exports import export_options, exported
 
 pytestmark = pytest.mark.htp
 
@@ -56,10 +56,8 @@ def columns(compiled_columns: Path) -> Bundle:
 
 
 @pytest.fixture(scope="module")
-def folder(columns: Bundle) -> GenieFolder:
-    options = GenieOptions(check=False)  # the tests below do
-    made = kept("genie", lambda folder: write_genie(columns, folder / "genie", options), columns.path, options)
-    return open_genie_folder(made / "genie")
+def folder(genie_folder: GenieFolder) -> GenieFolder:
+    return genie_folder
 
 
 @pytest.fixture

@@ -1,0 +1,1 @@
+"""Android phones over adb: pushing what Genie loads, and running it there."""
