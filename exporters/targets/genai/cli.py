@@ -87,6 +87,8 @@ def bundle_genai(
     if written.sink:
         text = opened.tokenizer().decode(written.sink, skip_special_tokens=False)
         typer.echo(f"  the graphs begin every text with {text!r}, which prompts leave out")
+    if written.left_out:
+        typer.echo(f"  left out: {', '.join(written.left_out)}, since onnxruntime-genai decodes one token a step")
     typer.echo(
         "  the graphs return the same integers as the bundle's" if written.checked else "  not compared with the bundle"
     )

@@ -45,6 +45,7 @@ class GenaiFolder(msgspec.Struct, frozen=True, kw_only=True):
         shared_weights: both graphs are in one binary.
         checked: the stacked graphs computed the same integers as the bundle's graphs.
         sink: the tokens that the graphs begin every text with; prompts leave them out.
+        left_out: names of verify graphs: onnxruntime-genai decodes one token a step.
         files: size and hash of every file.
     """
 
@@ -56,6 +57,7 @@ class GenaiFolder(msgspec.Struct, frozen=True, kw_only=True):
     shared_weights: bool
     checked: bool
     sink: list[int]
+    left_out: list[str]
     files: dict[str, FileRecord]
 
 
@@ -138,6 +140,7 @@ def write_folder(
             shared_weights=options.share_weights,
             checked=options.check,
             sink=[] if manifest.sink is None else manifest.sink.tokens,
+            left_out=[graph.name for graph in manifest.graphs if graph.role == "verify"],
             files=record_files(folder),
         )
 
