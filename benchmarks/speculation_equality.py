@@ -1,6 +1,6 @@
 """Whether drafts change anything: random calls, each plainly and with drafts, on two models that see the same calls.
 
-    python -m benchmarks.speculation_equality BUNDLE... [--engine cpu] [--runs 1000] [--seed 0]
+    python -m benchmarks.speculation_equality BUNDLE... [--engine cpu] [--runs 1000] [--tokens 60] [--seed 0]
 
 Compared are tokens, text, why it ended, and every bit of the KV cache afterwards. Bundles, modes of the CPU, update
 strategies, context policies, growth and prefix caches are drawn for each pair of models; drafters, prompts, turns of a
@@ -89,9 +89,9 @@ def call(model: edgekv.Model, prompt: list[int], params: SamplingParams, most: i
     return Outcome(ids, text, generation.stop_reason, session.cache.state, stats.speculation)
 
 
-def params_of(chance: random.Random, *, grammar: bool) -> SamplingParams:
-    """Random sampling parameters."""
-    options: dict[str, Any] = {"max_new_tokens": chance.randint(1, 60), "ignore_eos": chance.random() < 0.5}
+def params_of(chance: random.Random, most: int, *, grammar: bool) -> SamplingParams:
+    """Random sampling parameters, for at most so many tokens."""
+    options: dict[str, Any] = {"max_new_tokens": chance.randint(1, most), "ignore_eos": chance.random() < 0.5}
     if chance.random() < 0.5:
         options |= {"temperature": chance.choice((0.5, 0.8, 1.2)), "seed": chance.randrange(1 << 30)}
         options |= chance.choice(({}, {"top_k": 20}, {"top_p": 0.9}, {"min_p": 0.05}))
@@ -116,7 +116,14 @@ def options_of(bundle: str, chance: random.Random) -> dict[str, Any]:
 
 
 def pair(
-    bundle: str, engine: str, text: list[int], chance: random.Random, runs: int, stack: ExitStack, counts: Counter[str]
+    bundle: str,
+    engine: str,
+    text: list[int],
+    chance: random.Random,
+    runs: int,
+    tokens: int,
+    stack: ExitStack,
+    counts: Counter[str],
 ) -> list[str]:
     """Run calls on a pair of models; return the differences in words."""
     mode = chance.choice(("emulate", "exact16", "fast")) if engine == "cpu" else None
@@ -139,7 +146,7 @@ def pair(
         prompt = earlier + text[at : at + chance.randint(1, 8)] if earlier else text[at : at + length]
         if len(prompt) > context - 16:
             prompt, earlier = text[at : at + length], []
-        params = params_of(chance, grammar=chance.random() < 0.1)
+        params = params_of(chance, tokens, grammar=chance.random() < 0.1)
         most = chance.randint(1, 20) if chance.random() < 0.2 else 1000
         wanted = call(plain, prompt, params, most, {"sequence": sequence})
         kind = chance.choice(("oracle", "oracle", "lookup", "corpus", "auto"))
@@ -163,6 +170,7 @@ def main() -> None:
     parser.add_argument("bundles", nargs="+", metavar="BUNDLE")
     parser.add_argument("--engine", default="cpu", choices=("cpu", "htp"))
     parser.add_argument("--runs", type=int, default=1000)
+    parser.add_argument("--tokens", type=int, default=60, help="new tokens of a run at most")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     counts: Counter[str] = Counter()
@@ -175,7 +183,7 @@ def main() -> None:
         with ExitStack() as stack:
             text = open_bundle(bundle).tokenizer().encode(TEXT.read_text()[:200_000]).ids
             runs = min(RUNS_OF_A_PAIR, args.runs - counts["runs"])
-            wrong += pair(bundle, args.engine, text, chance, runs, stack, counts)
+            wrong += pair(bundle, args.engine, text, chance, runs, args.tokens, stack, counts)
         print(f"{dict(counts)}, {len(wrong)} differ", flush=True)
     print("\n".join(wrong))
     sys.exit(1 if wrong else 0)

@@ -64,6 +64,9 @@ class Arena(Protocol):
     def copy_in(self, tensors: slice, rows: Sequence[int], values: Rows) -> None:
         """Set these rows of consecutive tensors to `[tensors, len(rows), D]`."""
 
+    def compact(self, window: Window, first: int, rows: Sequence[int]) -> None:
+        """Copy these new rows of the open step to its new rows `first`, `first` + 1, ..."""
+
 
 def as_index(rows: Sequence[int]) -> Sequence[int] | slice:
     """Consecutive rows as a slice, which numpy copies in one operation."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from fractions import Fraction
 
-from edgekv.kv.arena import Arena, Rows
-from edgekv.kv.compatibility import check_state, describe, named_encodings
+from edgekv.kv.arena import Arena
+from edgekv.kv.compatibility import check_state, copy_state
 from edgekv.kv.eviction import Eviction
 from edgekv.kv.footprint import Footprint
 from edgekv.kv.growth import Growth
@@ -154,18 +154,7 @@ class KVCache:
     @property
     def stats(self) -> CacheStats:
         """Counters."""
-        arenas, rotation = [arena for group in self.groups for arena in group.arenas], self._eviction.rotation
-        return CacheStats(
-            bytes_copied=sum([arena.bytes_copied for arena in arenas]),
-            copies=sum([arena.copies for arena in arenas]),
-            steps=self._steps,
-            tokens=self._tokens_committed,
-            bytes_held=self._memory.bytes_held,
-            peak_bytes=self._memory.peak_bytes,
-            reallocations=sum([group.reallocations for group in self.groups]),
-            evicted=self._eviction.evicted,
-            requantization=None if rotation is None else rotation.cost,
-        )
+        return CacheStats.of(self._memory, self._eviction, self._steps, self._tokens_committed)
 
     def held_rows(self) -> list[int]:
         """The rows of the tokens held, oldest first, in the layers that attend to the whole context."""
@@ -210,14 +199,18 @@ class KVCache:
         self._open_ar = ar
         return tuple([group.window(ar, context) for group in self.groups])
 
-    def commit(self, n: int) -> None:
-        """Keep the first n new rows of the step that is open, and close it.
+    def commit(self, kept: int | Sequence[int]) -> None:
+        """Append new rows of the step that is open, and close it.
+
+        Args:
+            kept: how many of the first rows; or which rows, ascending. Those behind a gap are copied together first.
 
         Raises:
-            ValueError: no step is open, or n is not 0 to its AR.
+            ValueError: no step is open, or it does not have these rows.
         """
         if self._open_ar is None:
-            raise ValueError(f"commit: got {n} tokens but no open step; expected a call of window(ar) before")
+            raise ValueError(f"commit: got {kept} but no open step; expected a call of window(ar) before")
+        n = kept if isinstance(kept, int) else self._compacted(kept)
         if not 0 <= n <= self._open_ar:
             raise ValueError(f"commit: got {n} tokens; expected 0 to {self._open_ar}, the AR of the open step")
         evicted = max(0, self.length + n - self.capacity)
@@ -228,22 +221,6 @@ class KVCache:
         self._close()
         self._steps += 1
         self._tokens_committed += n
-
-    def append(self, rows: Rows) -> None:
-        """Append a token whose keys and values were computed in another cache's memory.
-
-        Args:
-            rows: `[N, D]`, a row of each tensor of the only arena, see `arena`.
-
-        Raises:
-            ContextFullError: there is no room.
-            ValueError: there are several arenas, or no graph has AR-1.
-        """
-        arena = self.arena
-        self.window(1)
-        self.commit(1)
-        (group,) = self.groups
-        arena.array[:, group.strategy.held_rows()[-1] % arena.layout.rows] = rows
 
     def rewind(self, n: int) -> None:
         """Drop the n newest tokens, and the open step if any. Evicted tokens are not restored.
@@ -286,15 +263,7 @@ class KVCache:
     @property
     def state(self) -> CacheState:
         """A copy of the rows and positions of the tokens held, without the open step."""
-        return CacheState(
-            sizes=describe(self.geometry, self.groups),
-            encodings=named_encodings(self.groups, self.encodings),
-            positions=tuple(self._positions.listed()),
-            position=self._positions.next,
-            rewindable=self._positions.rewindable,
-            tokens_seen=self._positions.seen,
-            rows={name: rows for group in self.groups for name, rows in group.read()},
-        )
+        return copy_state(self.geometry, self.groups, self.encodings, self._positions)
 
     def restore(self, state: CacheState) -> None:
         """Replace the content by a saved state. Statistics continue.
@@ -310,6 +279,16 @@ class KVCache:
         self._positions.restore(state.positions, state.position, state.rewindable)
         self._positions.seen = state.tokens_seen
         self.is_prefix = False
+
+    def _compacted(self, kept: Sequence[int]) -> int:
+        """Have the kept rows of the open step at its first ones; return how many there are."""
+        if [*kept] != sorted({*kept} & {*range(self._open_ar or 0)}):
+            raise ValueError(f"commit: got rows {kept}; expected ascending ones below {self._open_ar}, the AR")
+        gap = next((at for at, row in enumerate(kept) if row != at), len(kept))
+        if gap < len(kept):
+            for group in self.groups:
+                group.compact(gap, kept[gap:])
+        return len(kept)
 
     def _close(self) -> None:
         """Close the open step, if any, and free the memory that it outgrew: what is held changes."""

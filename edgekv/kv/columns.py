@@ -160,6 +160,10 @@ class ColumnArena:
         else:
             self._strips[tensors, :, index] = values.transpose(0, 2, 1)
 
+    def compact(self, window: Window, first: int, rows: Sequence[int]) -> None:
+        self._scratch[:, :, first : first + len(rows)] = self._scratch[:, :, rows]
+        self._count(len(rows))
+
     def open(self, ar: int) -> None:
         """Prepare the scratch for the new columns of an AR step, `[D, AR]`."""
         head_dim, start = self.layout.geometry.head_dim, self._scratch_element

@@ -1,4 +1,4 @@
-"""Whether a saved state fits a cache: the same sizes, and the same encodings."""
+"""A cache and its saved state: what is saved, and whether a state fits, with the same sizes and encodings."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from edgekv.kv.group import Group
 from edgekv.kv.policies.rotation import KvEncoding
+from edgekv.kv.positions import Positions
 from edgekv.kv.state import CacheState, StateError
 from edgekv.spec.geometry import Geometry
 from edgekv.spec.layers import LayeredGeometry
@@ -26,6 +27,24 @@ def named_encodings(groups: Sequence[Group], encodings: Sequence[KvEncoding]) ->
     names = [tensor.past for group in groups for tensor in group.geometry.names()]
     pairs = [(each.scale, each.zero_point) for each in encodings]
     return dict(zip(names, pairs, strict=True)) if pairs else {}
+
+
+def copy_state(
+    geometry: Geometry | LayeredGeometry,
+    groups: Sequence[Group],
+    encodings: Sequence[KvEncoding],
+    positions: Positions,
+) -> CacheState:
+    """A copy of the rows and positions of the tokens held."""
+    return CacheState(
+        sizes=describe(geometry, groups),
+        encodings=named_encodings(groups, encodings),
+        positions=tuple(positions.listed()),
+        position=positions.next,
+        rewindable=positions.rewindable,
+        tokens_seen=positions.seen,
+        rows={name: rows for group in groups for name, rows in group.read()},
+    )
 
 
 def check_state(

@@ -69,6 +69,7 @@ class Group:
         self._make_strategy = make_strategy
         self._past_rows = cache(geometry.past_rows)
         self._ar = ar
+        self._open: Window | None = None
         self._allocate(context)
 
     @property
@@ -83,7 +84,7 @@ class Group:
         if keys is None:
             for move in strategy.prepare(ar, columns):
                 self._arena.execute(move)
-            return self._seen(strategy.window(ar, columns))
+            return self._seen(ar, columns)
         if columns == keys.pitch and strategy.length <= columns:
             self._execute(strategy.prepare(ar, columns))
         else:
@@ -93,7 +94,13 @@ class Group:
             if moves or columns != pitch_before:
                 keys.relocate(before, strategy.held_rows(), strategy.first_row(columns), columns)
         keys.open(ar)
-        return self._seen(strategy.window(ar, columns))
+        return self._seen(ar, columns)
+
+    def compact(self, first: int, rows: Sequence[int]) -> None:
+        """Copy these new rows of the open step, ascending, to its new rows `first`, `first` + 1, ..."""
+        assert self._open is not None, "the cache has opened a step"
+        for arena in self.arenas:
+            arena.compact(self._open, first, rows)
 
     def grow(self, context: int) -> tuple[Arena, ...]:
         """Move the tokens held to memory for graphs of contexts up to `context`; return the former memory."""
@@ -207,8 +214,9 @@ class Group:
         # Last, so that a failed allocation changes nothing.
         self.strategy, self.context, self.arenas, self._keys, self._arena = strategy, context, arenas, keys, values
 
-    def _seen(self, window: Window) -> Window:
-        """The window, with the columns that become invisible within the step."""
+    def _seen(self, ar: int, columns: int) -> Window:
+        """The window of the step that opens, with the columns that become invisible within it."""
+        self._open = window = self.strategy.window(ar, columns)
         visible = window.stop - window.first
         leaving = visible + window.ar - self.geometry.context
         if leaving <= 0:

@@ -170,6 +170,14 @@ class RowArena:
     def copy_in(self, tensors: slice, rows: Sequence[int], values: Rows) -> None:
         self.array[tensors, as_index(rows)] = values
 
+    def compact(self, window: Window, first: int, rows: Sequence[int]) -> None:
+        place, size = (self.array, self.layout.rows) if window.in_place else (self.scratch, self.layout.scratch_rows)
+        targets = range(window.new_row + first, window.new_row + first + len(rows))
+        sources = [(window.new_row + row) % size for row in rows]
+        place[:, [row % size for row in targets]] = place[:, sources]
+        self.bytes_copied += len(rows) * self._bytes_per_row
+        self.copies += 1
+
     def view(self, tensor: int) -> Rows:
         """One tensor, `[rows, D]`, sharing the arena's memory."""
         return self.array[tensor]  # type: ignore[no-any-return]

@@ -115,9 +115,21 @@ class Session:
         return self._pass is not None and self._pass.has(tokens)
 
     def append(self, token: int, rows: Rows) -> None:
-        """Record a token that was run elsewhere; see `KVCache.append`."""
+        """Append a token whose keys and values were computed in another cache's memory.
+
+        Args:
+            token: its id.
+            rows: `[N, D]`, a row of each tensor of the cache's only arena.
+
+        Raises:
+            ContextFullError: there is no room.
+            ValueError: the cache has several arenas.
+        """
         self.settle()
-        self.cache.append(rows)
+        cache, arena = self.cache, self.cache.arena
+        cache.window(1)
+        cache.commit(1)
+        arena.array[:, cache.held_rows()[-1] % arena.layout.rows] = rows
         self.tokens.append(token)
 
     @property
