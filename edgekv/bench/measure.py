@@ -10,153 +10,20 @@ from __future__ import annotations
 import os
 import platform
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, stdev
 from time import perf_counter_ns
 
 import numpy as np
 
+from edgekv.bench.plan import DEFAULT_NEW_TOKENS, DEFAULT_PROMPT_TOKENS, BenchPlan
+from edgekv.bench.report import BenchReport, FirstToken, Speed, VerifyPass
 from edgekv.errors import UsageError
 from edgekv.model import Model
 from edgekv.session import Session
 
-DEFAULT_PROMPT_TOKENS = (128, 512)
-DEFAULT_NEW_TOKENS = (128,)
-DEFAULT_REPETITIONS = 5
-MAX_REPETITIONS = 1000
 _VERIFY_PASSES = 8  # of each run
 _UNCACHED_PART = 8  # of a prompt whose prefix is cached, one part in eight is not
-
-
-@dataclass(frozen=True, slots=True)
-class BenchPlan:
-    """What to measure. Lengths are in tokens.
-
-    Attributes:
-        prompt_tokens: lengths of prompts for prefill and for the time to the first token.
-        new_tokens: numbers of tokens to decode.
-        depths: tokens in the cache before either.
-        repetitions: counted runs of each test.
-        seed: of the random tokens.
-
-    Raises:
-        UsageError: a number out of range.
-    """
-
-    prompt_tokens: Sequence[int] = DEFAULT_PROMPT_TOKENS
-    new_tokens: Sequence[int] = DEFAULT_NEW_TOKENS
-    depths: Sequence[int] = (0,)
-    repetitions: int = DEFAULT_REPETITIONS
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        for field, values in (("prompt tokens", self.prompt_tokens), ("new tokens", self.new_tokens)):
-            if any(value < 1 for value in values):
-                raise UsageError(field, got=min(values), expected="at least 1", fix="Ask for a token or more.")
-        if not 1 <= self.repetitions <= MAX_REPETITIONS:
-            wanted = f"1 to {MAX_REPETITIONS}"
-            raise UsageError("repetitions", got=self.repetitions, expected=wanted, fix="Use 5.")
-
-
-@dataclass(frozen=True, slots=True)
-class Speed:
-    """The result of one test, with the field names of llama-bench.
-
-    Attributes:
-        test: its name.
-        n_prompt: tokens of prefill.
-        n_gen: tokens decoded.
-        n_depth: tokens in the cache before.
-        avg_ns: mean time of a run.
-        stddev_ns: standard deviation of it; 0 of a single run.
-        avg_ts: mean tokens per second.
-        stddev_ts: standard deviation of them.
-        samples_ns: time of each run.
-    """
-
-    test: str
-    n_prompt: int
-    n_gen: int
-    n_depth: int
-    avg_ns: float
-    stddev_ns: float
-    avg_ts: float
-    stddev_ts: float
-    samples_ns: list[int]
-
-
-@dataclass(frozen=True, slots=True)
-class VerifyPass:
-    """Time of a pass that checks drafts.
-
-    Attributes:
-        n_rows: AR of its graph: one token and drafts.
-        n_depth: tokens in the cache before.
-        avg_ns: mean time of a pass.
-        stddev_ns: standard deviation of it; 0 of a single run.
-        steps: single steps of decode that take as long: drafts pay if a pass brings more tokens.
-        samples_ns: mean time of a pass in each run.
-    """
-
-    n_rows: int
-    n_depth: int
-    avg_ns: float
-    stddev_ns: float
-    steps: float
-    samples_ns: list[float]
-
-
-@dataclass(frozen=True, slots=True)
-class FirstToken:
-    """Time to the first token of a prompt, sampling and text included.
-
-    Attributes:
-        n_prompt: tokens of the prompt.
-        n_cached: the part of them that the prefix cache had.
-        avg_ms: mean.
-        stddev_ms: standard deviation; 0 of a single run.
-        samples_ms: each run.
-    """
-
-    n_prompt: int
-    n_cached: int
-    avg_ms: float
-    stddev_ms: float
-    samples_ms: list[float]
-
-
-@dataclass(frozen=True, slots=True)
-class BenchReport:
-    """All results, and what they were measured on.
-
-    Attributes:
-        bundle: its folder.
-        recipe: how its weights were quantized.
-        context: S of its largest graphs.
-        ar: tokens per inference of its prefill graphs.
-        engine: that ran the graphs.
-        kv_update: update strategy of the cache.
-        threads: of one operation; None leaves them to the runtime.
-        processor: name of the processor.
-        processor_count: its threads.
-        speeds: of prefill and decode.
-        first_tokens: times to the first token.
-        verify_passes: of the bundle's verify graphs.
-    """
-
-    bundle: str
-    recipe: str
-    context: int
-    ar: list[int]
-    engine: str
-    kv_update: str
-    threads: int | None
-    processor: str
-    processor_count: int | None
-    speeds: list[Speed]
-    first_tokens: list[FirstToken]
-    verify_passes: list[VerifyPass]
 
 
 def default_plan(model: Model, plan: BenchPlan) -> BenchPlan:
