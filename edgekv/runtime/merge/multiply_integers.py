@@ -39,20 +39,18 @@ class MultiplyIntegers(ir.passes.InPlacePass):
     Prefill and decode graphs share these weights.
     """
 
-    def __init__(self, weights: WeightFile, mode: RenderedMode, *, is_scoring: bool, alike_rows: bool = False) -> None:
+    def __init__(self, weights: WeightFile, mode: RenderedMode, *, is_scoring: bool) -> None:
         """Prepare to multiply.
 
         Args:
             weights: takes the integers.
             mode: see above.
             is_scoring: whether to multiply all rows as few ones.
-            alike_rows: whether the two parts of a single row are added as those of several are.
         """
         super().__init__()
         self._weights = weights
         self._mode = mode
         self._is_scoring = is_scoring
-        self._adds_at_once = not alike_rows
         self._rounded: dict[ir.Value, _Parts] = {}
         self._rows: dict[tuple[ir.Value, int], tuple[ir.Value, ...]] = {}
 
@@ -113,17 +111,16 @@ class MultiplyIntegers(ir.passes.InPlacePass):
                 self._rows[x, parts] = round_each_row(fuser, node, x)
             return multiply_each_row(fuser, node, self._rows[x, parts], constants, sums)
         if (x, parts) not in self._rows:
-            self._rows[x, parts] = _round_rows(fuser, node, x, parts, at_once=count == 1 and self._adds_at_once)
+            self._rows[x, parts] = _round_rows(fuser, node, x)
         integers, scales = self._rows[x, parts]
         middle = fuser.constant(f"uint8_{_MIDDLE}", np.array(_MIDDLE, np.uint8))
         one = fuser.constant("float_1", np.array(1, np.float32))
         inputs = [integers, weights, one, steps, middle]
         product = fuser.one(node, "MatMulIntegerToFloat", inputs, (*first, parts * count, columns), CONTRIB)
-        if count == 1 and self._adds_at_once:
-            return fuser.one(node, "MatMul", [scales, product], shape)
-        by_part = fuser.reshape(node, product, (*first, parts, count, columns))
-        scaled = fuser.one(node, "Mul", [by_part, scales], (*first, parts, count, columns))
-        return fuser.one(node, "ReduceSum", [scaled, fuser.integers([len(first)])], shape, keepdims=0)
+        if count > 1:  # one product for each row: they add as that of a single row does
+            product = fuser.reshape(node, product, (*first, count, parts, columns))
+        added = fuser.one(node, "MatMul", [scales, product], (*first, *[count] * (count > 1), 1, columns))
+        return added if count == 1 else fuser.reshape(node, added, shape)
 
     def _parts(self, fuser: Fuser, before: ir.Node, x: ir.Value) -> _Parts:
         """The tensor in parts of 8 bits, each with its scale and zero point; made once for all matrices."""
@@ -139,10 +136,10 @@ def _is_normalized(x: ir.Value) -> bool:
     return norm is not None and norm.op_type.endswith("LayerNormalization")
 
 
-def _round_rows(fuser: Fuser, before: ir.Node, x: ir.Value, parts: int, *, at_once: bool) -> tuple[ir.Value, ir.Value]:
-    """Rows `[..., AR, K]` of 8 bits, of two parts `[..., 2 AR, K]`, and their scales.
+def _round_rows(fuser: Fuser, before: ir.Node, x: ir.Value) -> tuple[ir.Value, ir.Value]:
+    """Rows `[..., AR, K]` of 8 bits, each in two parts `[..., 2 AR, K]`, and their scales `[..., AR, 1, 2]`.
 
-    Scales of two parts of one row are `[..., 1, 2]` if a product adds them `at_once`; others `[..., parts, AR, 1]`.
+    The scales of a single row are `[..., 1, 2]`.
     """
     *first, count, width = shape = shape_of(x)
     axis = len(first)
@@ -155,22 +152,25 @@ def _round_rows(fuser: Fuser, before: ir.Node, x: ir.Value, parts: int, *, at_on
     magnitude = fuser.one(before, "Abs", [x], shape)
     axes = fuser.integers([each for each in range(axis + 2) if each != axis or count == 1])
     largest = fuser.one(before, "ReduceMax", [magnitude, axes], of_rows, keepdims=0)
-    factors = _STEPS[:parts]
-    constants = [fuser.constant(f"step_of_row_{at}", np.array(each, np.float32)) for at, each in enumerate(factors)]
+    constants = [fuser.constant(f"step_of_row_{at}", np.array(each, np.float32)) for at, each in enumerate(_STEPS)]
     steps = [fuser.one(before, "Mul", [largest, each], of_rows) for each in constants]
-    rows = [fuser.one(before, "QuantizeLinear", [x, steps[0], zero], shape, **along)]
-    if parts == 2:
-        held = fuser.one(before, "DequantizeLinear", [rows[0], steps[0], zero], shape, **along)
-        rest = fuser.one(before, "Sub", [x, held], shape)
-        rows.append(fuser.one(before, "QuantizeLinear", [rest, steps[1], zero], shape, **along))
-        rows.append(fuser.one(before, "Concat", rows, (*first, 2 * count, width), axis=axis))
-    for each in rows:
+    whole = fuser.one(before, "QuantizeLinear", [x, steps[0], zero], shape, **along)
+    held = fuser.one(before, "DequantizeLinear", [whole, steps[0], zero], shape, **along)
+    rest = fuser.one(before, "Sub", [x, held], shape)
+    small = fuser.one(before, "QuantizeLinear", [rest, steps[1], zero], shape, **along)
+    if count == 1:
+        rows = fuser.one(before, "Concat", [whole, small], (*first, 2, width), axis=axis)
+    else:
+        beside = fuser.one(before, "Concat", [whole, small], (*first, count, 2 * width), axis=axis + 1)
+        rows = fuser.reshape(before, beside, (*first, 2 * count, width))
+    for each in (whole, small, *(() if count == 1 else (beside,)), rows):
         each.type = ir.TensorType(ir.DataType.UINT8)
-    lead = [1] * len(first)
-    at_row = (*lead, 1, parts) if at_once else (*lead, parts, 1, 1)
-    both = fuser.constant("steps_of_rows_" + "_".join(map(str, at_row)), np.array(factors, np.float32).reshape(at_row))
-    by_row = largest if count == 1 else fuser.reshape(before, largest, (count, 1))
-    return rows[-1], fuser.one(before, "Mul", [both, by_row], at_row if at_once else (*lead, parts, count, 1))
+    at_row = (*[1] * axis, *[1] * (count > 1), 1, 2)
+    both = fuser.constant("steps_of_rows_" + "_".join(map(str, at_row)), np.array(_STEPS, np.float32).reshape(at_row))
+    if count == 1:
+        return rows, fuser.one(before, "Mul", [both, largest], at_row)
+    by_row = fuser.reshape(before, largest, (count, 1, 1))
+    return rows, fuser.one(before, "Mul", [both, by_row], (*[1] * axis, count, 1, 2))
 
 
 def _round(fuser: Fuser, before: ir.Node, x: ir.Value) -> _Parts:

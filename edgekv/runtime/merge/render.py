@@ -43,8 +43,7 @@ def rendered(graph: Path, mode: RenderedMode, weights: WeightFile, *, alike_rows
         model = with_shapes(model, graph.parent)
         apply(model, FuseHeads(), FuseLayers())
         if multiplies_integers():
-            scores = _is_scoring(model)
-            apply(model, MultiplyIntegers(weights, mode, is_scoring=scores, alike_rows=alike_rows))
+            apply(model, MultiplyIntegers(weights, mode, is_scoring=_is_scoring(model)))
         apply(model, PackMatrices(weights), SkipReshapes())
         if mode == "exact16":
             apply(model, TwoRows())
