@@ -26,17 +26,18 @@ import numpy as np
 import edgekv
 from edgekv import SamplingParams
 from edgekv.bundle import open_bundle
+from edgekv.draft import DraftTree
 from edgekv.kv import STRATEGIES, CacheState
 from edgekv.session import Grammar, Speculate, Speculation, SpeculationStats
 
 TEXT = Path(__file__).parent.parent / "models" / "stdlib-4m" / "heldout.txt"
 POLICIES = ("fail", "sliding-window", "sinks(2, 40)", "keydiff(48)")
-RUNS_OF_A_PAIR = 25
+RUNS_OF_A_PAIR = 10
 STOPS = ("\n\n", "return", ":", "self.")
 
 
 class Oracle:
-    """Proposes the true continuation of a text, of random length and with random errors."""
+    """Proposes the true continuation of a text, of random length and with random errors, often as one of branches."""
 
     name = "oracle"
 
@@ -47,9 +48,16 @@ class Oracle:
         self._chance = chance
         self._right = chance.choice((1.0, 0.9, 0.6))
 
-    def propose(self, tokens: Sequence[int], k: int) -> Sequence[int]:
+    def propose(self, tokens: Sequence[int], k: int) -> Sequence[int] | DraftTree:
         chance, at = self._chance, len(tokens)
         true = self._text[at : at + chance.randint(0, k)]
+        chains = [self._spoilt(true)]
+        while chance.random() < 0.5:
+            chains.append(self._spoilt(true))
+        return chains[0] if len(chains) == 1 else DraftTree.of(chains, k)
+
+    def _spoilt(self, true: Sequence[int]) -> list[int]:
+        chance = self._chance
         return [token if chance.random() < self._right else chance.randrange(self._vocab) for token in true]
 
     def accepted(self, n: int) -> None:
@@ -150,14 +158,15 @@ def pair(
         most = chance.randint(1, 20) if chance.random() < 0.2 else 1000
         wanted = call(plain, prompt, params, most, {"sequence": sequence})
         kind = chance.choice(("oracle", "oracle", "lookup", "corpus", "auto"))
-        drafter = Oracle(prompt + wanted.tokens, vocab, chance)
-        speculate: Any = Speculation(drafter) if kind == "oracle" else kind
-        if kind == "corpus":
-            speculate = Speculate("corpus", corpus=drafting.open_corpus(TEXT))
+        speculate: Any = Speculation(Oracle(prompt + wanted.tokens, vocab, chance))
+        if kind != "oracle":
+            corpus = drafting.open_corpus(TEXT) if kind == "corpus" else None
+            speculate = Speculate(kind, corpus, tree=drafting.takes_trees and chance.random() < 0.5)
         got = call(drafting, prompt, params, most, {"sequence": sequence, "speculate": speculate})
         stats = got.speculation
         assert stats is not None, "speculates"
         counts.update(runs=1, passes=stats.passes, tokens=stats.tokens, accepted=stats.accepted)
+        counts["on branches"] += sum(each.branched for each in stats.drafters.values())
         counts["runs with accepted drafts"] += stats.accepted > 0
         turns[sequence] = prompt + wanted.tokens
         if difference := wanted.differs(got):

@@ -16,6 +16,7 @@ from edgekv.cli.speculate_options import (
     DraftCorpusOption,
     DraftOption,
     DraftTokensOption,
+    DraftTreeOption,
     SpeculateOption,
     SpeculateOptions,
 )
@@ -64,6 +65,7 @@ def chat(
     draft_corpus: DraftCorpusOption = None,
     draft: DraftOption = None,
     draft_tokens: DraftTokensOption = None,
+    draft_tree: DraftTreeOption = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object; needs --message.")] = False,
 ) -> None:
     """Talk to a model.
@@ -86,7 +88,7 @@ def chat(
         "grammar": parse_grammar(json_schema, grammar, regex),
     }
     choose_params(None, keywords, SamplingParams(temperature=1.0))  # reject invalid options before a bundle is read
-    speculation = SpeculateOptions(speculate, draft_corpus, draft, draft_tokens)
+    speculation = SpeculateOptions(speculate, draft_corpus, draft, draft_tokens, draft_tree)
     options: dict[str, Any] = {"engine": engine, "threads": threads, "cpu_mode": talking_mode(engine, cpu_mode)}
     with load(bundle, **options) as model, speculation.opened(model, **options) as wanted:
         params = choose_params(None, keywords, model.defaults).params

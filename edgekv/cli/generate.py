@@ -34,6 +34,7 @@ from edgekv.cli.speculate_options import (
     DraftCorpusOption,
     DraftOption,
     DraftTokensOption,
+    DraftTreeOption,
     SpeculateOption,
     SpeculateOptions,
 )
@@ -150,6 +151,7 @@ def generate(
     draft_corpus: DraftCorpusOption = None,
     draft: DraftOption = None,
     draft_tokens: DraftTokensOption = None,
+    draft_tree: DraftTreeOption = False,
     session: Annotated[
         Path | None,
         typer.Option(
@@ -204,7 +206,7 @@ def generate(
     from edgekv.session.saved import load_sequence, save_sequence
 
     choose_params(None, keywords, SamplingParams(temperature=1.0))  # reject invalid options before a bundle is read
-    speculation = SpeculateOptions(speculate, draft_corpus, draft, draft_tokens)
+    speculation = SpeculateOptions(speculate, draft_corpus, draft, draft_tokens, draft_tree)
     options = PrefixOptions(
         prefix_cache,
         tokens_per_block,

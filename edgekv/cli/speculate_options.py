@@ -39,6 +39,13 @@ DraftTokensOption = Annotated[
     typer.Option(help="Drafts of a pass at most.", show_default="as many as the largest verify graph has room for"),
 ]
 
+DraftTreeOption = Annotated[
+    bool,
+    typer.Option(
+        "--draft-tree", help="Let drafts of lookup and corpus branch where a text has gone on in several ways; htp."
+    ),
+]
+
 
 @dataclass(frozen=True, slots=True)
 class SpeculateOptions:
@@ -52,15 +59,17 @@ class SpeculateOptions:
     corpus: Path | None
     draft: Path | None
     tokens: int | None
+    tree: bool
 
     def __post_init__(self) -> None:
         from edgekv.session.speculate import check_choice  # imports the runtime, which --help does not need
 
         fields = {"mode": "--speculate", "corpus": "--draft-corpus", "draft": "--draft"}
         check_choice(self.chosen, corpus=self.corpus is not None, draft=self.draft is not None, fields=fields)
-        if self.tokens is not None and self.chosen == "off":
-            fix = "Add --speculate auto, or leave it out."
-            raise UsageError("--draft-tokens", got="no --speculate", expected="a way to draft", fix=fix)
+        for name, is_given in (("--draft-tokens", self.tokens is not None), ("--draft-tree", self.tree)):
+            if is_given and self.chosen == "off":
+                fix = "Add --speculate auto, or leave it out."
+                raise UsageError(name, got="no --speculate", expected="a way to draft", fix=fix)
 
     @property
     def chosen(self) -> str:
@@ -93,7 +102,7 @@ class SpeculateOptions:
         with ExitStack() as stack:
             corpus = None if self.corpus is None else model.open_corpus(self.corpus, "--draft-corpus")
             draft = None if self.draft is None else stack.enter_context(load(self.draft, **options))
-            wanted = Speculate(mode, corpus, draft, self.tokens)
+            wanted = Speculate(mode, corpus, draft, self.tokens, self.tree)
             check_speculate(model, wanted)
             if not model.verify_rows:
                 typer.echo(f"[no speculation: the bundle has no verify graphs. {EXPORT_FIX}]", err=True)

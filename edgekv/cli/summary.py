@@ -33,7 +33,11 @@ def speculation_summary(stats: GenerationStats) -> str:
     found = stats.speculation
     if found is None or found.tokens_per_pass is None:
         return ""
-    drafters = (f"{name} {each.accepted} of {each.proposed} drafts" for name, each in found.drafters.items())
+    drafters = (
+        f"{name} {each.accepted} of {each.proposed} drafts"
+        + (f", {each.branched} on branches" if each.branched else "")
+        for name, each in found.drafters.items()
+    )
     host_us = (found.draft_ns + found.accept_ns) / 1e3 / found.passes
     listed = "".join(f", {each}" for each in drafters)
     return f"; {found.tokens_per_pass:.2f} tokens a pass{listed}, drafting {host_us:.0f} us/pass"

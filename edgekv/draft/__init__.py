@@ -9,6 +9,7 @@ from edgekv.draft.drafter import Drafter, Pacer
 from edgekv.draft.lookup import PromptLookup
 from edgekv.draft.pass_costs import PassCosts
 from edgekv.draft.record import DraftRecord
+from edgekv.draft.tree import DraftTree, as_tree
 
 __all__ = [
     "Acceptance",
@@ -17,6 +18,7 @@ __all__ = [
     "CorpusDrafter",
     "CorpusIndex",
     "DraftRecord",
+    "DraftTree",
     "Drafter",
     "Match",
     "Pacer",
@@ -24,6 +26,7 @@ __all__ = [
     "PromptLookup",
     "Source",
     "SuffixAutomaton",
+    "as_tree",
     "build_index",
     "open_corpus",
 ]

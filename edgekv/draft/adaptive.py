@@ -9,6 +9,7 @@ from typing import Protocol
 from edgekv.draft.acceptance import MOST_TOKENS, Acceptance
 from edgekv.draft.drafter import Drafter
 from edgekv.draft.record import DraftRecord
+from edgekv.draft.tree import DraftTree, as_tree
 
 _MARGIN = 1.03
 """A pass with drafts has to be expected to be faster by this factor."""
@@ -50,7 +51,7 @@ class _Draft:
     """A proposal, which is compared with the text as it grows even if no pass checked it."""
 
     at: int
-    tokens: Sequence[int]
+    tree: DraftTree
     support: int
 
 
@@ -67,11 +68,10 @@ class _Tried:
         """Count the pending proposal once the text says how much of it is right."""
         if (draft := self.pending) is None:
             return
-        text = tokens[draft.at : draft.at + len(draft.tokens)]
-        wrong = next((at for at, (a, b) in enumerate(zip(draft.tokens, text, strict=False)) if a != b), None)
-        if wrong is None and len(text) < len(draft.tokens):
+        right = draft.tree.path(tokens[draft.at : draft.at + len(draft.tree)])
+        if draft.at + len(right) == len(tokens) and draft.tree.continues(right[-1] if right else -1):
             return
-        self.acceptance.add(draft.support, len(draft.tokens) if wrong is None else wrong)
+        self.acceptance.add(draft.support, len(right))
         self.pending = None
 
 
@@ -106,26 +106,26 @@ class AdaptiveDrafter:
         """Note what a pass cost."""
         self._costs.add(rows, ns)
 
-    def propose(self, tokens: Sequence[int], k: int) -> Sequence[int]:
+    def propose(self, tokens: Sequence[int], k: int) -> Sequence[int] | DraftTree:
         """The draft that promises most, as long as pays; none if a plain step promises more."""
-        best: Sequence[int] = ()
+        best = DraftTree.chain(())
         best_rate = _MARGIN / self._costs.ns(1)
         self._taken = None
         for each in self._tried:
             each.compare(tokens)
             draft = self._ask(each, tokens, k, best_rate)
-            if not draft:
+            if not len(draft):
                 continue
-            length, rate = self._fastest(each, each.source.support, len(draft))
+            length, rate = self._fastest(each, each.source.support, len(draft), draft)
             if rate > best_rate:
-                best, best_rate, self._taken, self.name = draft[:length], rate, each.source, each.source.name
-        return best
+                best, best_rate, self._taken, self.name = draft.first(length), rate, each.source, each.source.name
+        return best.tokens if best.is_chain else best
 
     def accepted(self, n: int) -> None:
         if self._taken is not None:
             self._taken.accepted(n)
 
-    def _ask(self, tried: _Tried, tokens: Sequence[int], k: int, rate: float) -> Sequence[int]:
+    def _ask(self, tried: _Tried, tokens: Sequence[int], k: int, rate: float) -> DraftTree:
         """The draft of a source; one that costs time is asked only if it can beat a rate, or to try it again."""
         at, most = len(tokens), min(k, self._most)
         source = tried.source
@@ -133,20 +133,24 @@ class AdaptiveDrafter:
             length, promised = self._fastest(tried, 0, most)
             is_due = tried.asked_at is None or at - tried.asked_at >= _PROBE_TOKENS
             if promised <= rate and not is_due:
-                return ()
+                return DraftTree.chain(())
             most = length if promised > rate else min(most, self._rows[0] - 1)
             tried.asked_at = at
-        draft = source.propose(tokens, most)
-        if draft and tried.pending is None:
+        draft = as_tree(source.propose(tokens, most))
+        if len(draft) and tried.pending is None:
             tried.pending = _Draft(at, draft, source.support)
         return draft
 
-    def _fastest(self, tried: _Tried, support: int, most: int) -> tuple[int, float]:
-        """The number of drafts that promises the most tokens a second, and that rate in tokens a nanosecond."""
+    def _fastest(self, tried: _Tried, support: int, most: int, draft: DraftTree | None = None) -> tuple[int, float]:
+        """The number of drafts that promises the most tokens a second, and that rate in tokens a nanosecond.
+
+        Without a draft, it is taken for one continuation.
+        """
         best, best_rate = 0, 0.0
         for rows in self._rows:
             length = min(most, rows - 1)
-            promised = 1 + tried.acceptance.expected(support, length)
+            depth = length if draft is None else draft.first(length).depth
+            promised = 1 + tried.acceptance.expected(support, depth)
             rate = promised / (self._costs.ns(rows) + tried.source.ns_per_token * length)
             if rate > best_rate:
                 best, best_rate = length, rate

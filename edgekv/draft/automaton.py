@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from heapq import heappop, heappush, nlargest
 
+from edgekv.draft.tree import LATER, DraftTree
+
+_BRANCHES = 4
 _REFRESHED = 8
 """States whose latest occurrence is noted for each token; all of them could be as many as there are tokens."""
 
@@ -44,6 +48,32 @@ class SuffixAutomaton:
     def match(self) -> Match:
         """The longest suffix that occurred before; one of its latest occurrences. Its length is 0 if there is none."""
         return self._match
+
+    def tree(self, most: int) -> DraftTree:
+        """What followed the longest suffix that occurred before, wherever it did: at most `most` tokens.
+
+        The latest continuations come first. At the end of the sequence they go on as after an earlier occurrence.
+        """
+        tokens: list[int] = []
+        parents: list[int] = []
+        waiting: list[tuple[int, int, int, int]] = []  # order, token, its state, node before it
+        self._branch(self._link[self._last], -1, 0, waiting)
+        while waiting and len(tokens) < most:
+            order, token, state, parent = heappop(waiting)
+            tokens.append(token)
+            parents.append(parent)
+            self._branch(state, len(tokens) - 1, order, waiting)
+        return DraftTree(tuple(tokens), tuple(parents))
+
+    def _branch(self, state: int, node: int, order: int, waiting: list[tuple[int, int, int, int]]) -> None:
+        """Add what followed a state's substrings to what waits for a place in a tree, behind a node of this order."""
+        while state > 0 and not self._next[state]:
+            state = self._link[state]
+        if state <= 0:
+            return
+        latest = nlargest(_BRANCHES, self._next[state].items(), key=lambda item: self._end[item[1]])
+        for rank, (token, after) in enumerate(latest):
+            heappush(waiting, (order + 1 + LATER * rank, token, after, node))
 
     def append(self, token: int) -> None:
         """Add a token."""

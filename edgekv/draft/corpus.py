@@ -11,6 +11,7 @@ import numpy as np
 
 from edgekv.draft.corpus_index import MOST_MATCHED, CorpusIndex, build_index
 from edgekv.draft.index_files import kept_index
+from edgekv.draft.tree import DraftTree
 from edgekv.errors import UsageError
 from edgekv.spec.text import encode
 from edgekv.system import MIB, read_file
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 LARGEST_BYTES = 64 * MIB
 _PIECE_CHARACTERS = 1 << 16
 _CANDIDATES = 16
+_BRANCHES = 4
 _FIX = "Give a UTF-8 text file, such as source code."
 
 
@@ -36,19 +38,21 @@ class CorpusDrafter:
     name = "corpus"
     ns_per_token = 0.0
 
-    def __init__(self, index: CorpusIndex) -> None:
-        """Look up a corpus, which several texts may share."""
+    def __init__(self, index: CorpusIndex, *, tree: bool = False) -> None:
+        """Look up a corpus, which several texts may share; as a `tree`, propose what followed in several places."""
         self.support = 0
         self._index = index
+        self._branches = _BRANCHES if tree else 1
 
-    def propose(self, tokens: Sequence[int], k: int) -> Sequence[int]:
-        """The most frequent continuation among the first places that match best; none at the end of the corpus."""
+    def propose(self, tokens: Sequence[int], k: int) -> Sequence[int] | DraftTree:
+        """The most frequent continuations among the first places that match best; none at the end of the corpus."""
         self.support, places = self._index.places(tokens[-MOST_MATCHED:], _CANDIDATES)
         if not places:
             return ()
         next_tokens = [self._index.token_bytes(place) for place in places]
-        chosen = next_tokens.index(Counter(next_tokens).most_common(1)[0][0])
-        return self._index.after(places[chosen], k)
+        frequent = Counter(next_tokens).most_common(self._branches)
+        found = [self._index.after(places[next_tokens.index(token)], k) for token, _ in frequent]
+        return found[0] if len(found) == 1 else DraftTree.of(found, k)
 
     def accepted(self, n: int) -> None:
         """Nothing to note."""

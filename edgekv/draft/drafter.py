@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
+from edgekv.draft.tree import DraftTree
+
 
 class Drafter(Protocol):
     """Guesses the tokens that follow a text. The text never depends on the guesses: wrong ones only cost time."""
@@ -13,8 +15,8 @@ class Drafter(Protocol):
     def name(self) -> str:
         """Who made the last proposal, for statistics. A drafter that asks others gives the name of the one it took."""
 
-    def propose(self, tokens: Sequence[int], k: int) -> Sequence[int]:
-        """Tokens that may follow, at most k of them; none if it has no guess.
+    def propose(self, tokens: Sequence[int], k: int) -> Sequence[int] | DraftTree:
+        """Tokens that may follow, at most k of them, in one continuation or several; none if it has no guess.
 
         Args:
             tokens: the whole text, prompt and output. Within one generation it only grows.
@@ -22,7 +24,7 @@ class Drafter(Protocol):
         """
 
     def accepted(self, n: int) -> None:
-        """The first n tokens of the last proposal were right; called once after each proposal that was not empty."""
+        """So many tokens of the last proposal were right; called once after each proposal that was not empty."""
 
 
 class Pacer(Protocol):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from edgekv.draft.automaton import Match, SuffixAutomaton
+from edgekv.draft.tree import DraftTree
 
 _RESUMED_FROM = 2
 """Tokens of a match that are enough to go on behind a token that broke it."""
@@ -25,13 +26,14 @@ class PromptLookup:
     name = "lookup"
     ns_per_token = 0.0
 
-    def __init__(self) -> None:
-        """Start a text."""
+    def __init__(self, *, tree: bool = False) -> None:
+        """Start a text; as a `tree`, propose what followed in several places."""
         self.support = 0
+        self._tree = tree
         self._automaton = SuffixAutomaton()
         self._before = Match(0, 0)
 
-    def propose(self, tokens: Sequence[int], k: int) -> Sequence[int]:
+    def propose(self, tokens: Sequence[int], k: int) -> Sequence[int] | DraftTree:
         """The tokens that followed, `k` of them unless nothing occurred before.
 
         If fewer followed, the text repeats itself, and the repetition is continued.
@@ -45,6 +47,8 @@ class PromptLookup:
             self.support, start = 1, self._before.end + 1
         if not self.support:
             return ()
+        if self._tree and automaton.match.length:
+            return automaton.tree(k)
         copied = list(tokens[start : start + k])
         while len(copied) < k:
             copied += copied[: k - len(copied)]

@@ -5,7 +5,7 @@ from edgekv.runtime.cpu_mode import CPU_MODES, CpuMode
 from edgekv.runtime.engine import Engine, EngineType, find_engines, make_engine
 from edgekv.runtime.graph import StaticGraph
 from edgekv.runtime.htp import HtpEngine
-from edgekv.runtime.inputs import RowView
+from edgekv.runtime.inputs import RowView, tree_views
 from edgekv.runtime.litert import LitertEngine
 from edgekv.runtime.row_bits import RowBits
 from edgekv.runtime.tflite import TfliteEngine
@@ -24,4 +24,5 @@ __all__ = [
     "TfliteEngine",
     "find_engines",
     "make_engine",
+    "tree_views",
 ]

@@ -23,13 +23,27 @@ class RowView:
 
     Attributes:
         position: absolute position.
-        columns: past columns that it attends to.
+        columns: past columns that it attends to; None for all that a token at its position sees.
         rows: new rows that it attends to, with its own.
     """
 
     position: int
-    columns: Sequence[int]
+    columns: Sequence[int] | None
     rows: Sequence[int]
+
+
+def tree_views(parents: Sequence[int], position: int) -> list[RowView]:
+    """The views of tokens that branch; each sees what is before it.
+
+    Args:
+        parents: row of the token before each, lower than its own; -1 for the last one in the cache.
+        position: absolute position of a token behind the cache.
+    """
+    views: list[RowView] = []
+    for row, parent in enumerate(parents):
+        before = () if parent < 0 else views[parent].rows
+        views.append(RowView(position + len(before), None, (*before, row)))
+    return views
 
 
 class StepInputs:
@@ -143,9 +157,8 @@ class AttentionMask:
         rows[:tokens, window.first : window.stop] = self._open
         if columns:
             rows[:tokens, columns] = self._open
-        # A column outside the window of one row is also outside the window of every later row.
-        for gone, column in enumerate(window.leaving, self._ar - len(window.leaving)):
-            rows[gone:, column] = self._closed
+        for row in range(self._ar - len(window.leaving), tokens):
+            rows[row, window.unseen(row)] = self._closed
         if tokens != self._filled:
             rows[tokens:, : self._past] = self._closed
             rows[:, self._past :] = self._causal
@@ -156,7 +169,11 @@ class AttentionMask:
         rows = self._of(window)
         rows[: len(views)] = self._closed
         for row, view in enumerate(views):
-            rows[row, view.columns] = self._open
+            if view.columns is None:
+                rows[row, window.first : window.stop] = self._open
+                rows[row, window.unseen(len(view.rows) - 1)] = self._closed
+            else:
+                rows[row, view.columns] = self._open
             rows[row, [self._past + each for each in view.rows]] = self._open
         if len(views) != self._filled:
             rows[len(views) :, : self._past] = self._closed

@@ -14,6 +14,7 @@ from edgekv.cli.speculate_options import (
     DraftCorpusOption,
     DraftOption,
     DraftTokensOption,
+    DraftTreeOption,
     SpeculateOption,
     SpeculateOptions,
 )
@@ -52,6 +53,7 @@ def serve(
     draft_corpus: DraftCorpusOption = None,
     draft: DraftOption = None,
     draft_tokens: DraftTokensOption = None,
+    draft_tree: DraftTreeOption = False,
     batch: Annotated[
         bool, typer.Option("--batch", help="Advance several answers in one pass of a verify graph; not on the CPU.")
     ] = False,
@@ -83,7 +85,7 @@ def serve(
         Limits(sessions=max_sessions, queue=max_queue, request_s=timeout),
     )
     mode = Adaptive(parse_budget(cache_budget))
-    speculation = SpeculateOptions(speculate, draft_corpus, draft, draft_tokens)
+    speculation = SpeculateOptions(speculate, draft_corpus, draft, draft_tokens, draft_tree)
     common: dict[str, Any] = {"engine": engine, "threads": threads, "cpu_mode": talking_mode(engine, cpu_mode)}
     store = StoreConfig(disk_folder=prefix_cache)
     with (

@@ -13,10 +13,11 @@ from edgekv.session.mode import Adaptive, Always, Disabled, LongSequenceOnly, Mo
 from edgekv.session.params import BeamParams, EarlyStopping, SamplingParams
 from edgekv.session.pool import PoolStats, SessionPool
 from edgekv.session.processors import LogitsProcessor
-from edgekv.session.request import Request, SessionStats
+from edgekv.session.request import Request
 from edgekv.session.sampler import Sampler
 from edgekv.session.scoring import Scoring
 from edgekv.session.session import Session
+from edgekv.session.session_stats import SessionStats
 from edgekv.session.speculate import Speculate, SpeculateMode
 from edgekv.session.speculation import DrafterStats, Speculation, SpeculationStats
 from edgekv.session.text import Detokenizer, StopSequences

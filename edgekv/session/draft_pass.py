@@ -1,4 +1,4 @@
-"""A step whose last tokens are guesses, which join the sequence one by one as they prove right."""
+"""A step whose last rows are guesses, which join the sequence one by one as they prove right."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 from numpy.typing import NDArray
 
+from edgekv.draft import DraftTree
 from edgekv.runtime import StaticGraph
 
 
@@ -17,35 +18,43 @@ class DraftPass:
     the middle of a pass leaves the cache as single steps would have.
 
     Attributes:
-        tokens: of the rows.
-        taken: rows that count; at least the known ones.
+        rows: those that count, ascending: the known ones, then a path in the tree of drafts.
+        tokens: of these rows.
     """
 
-    def __init__(self, graph: StaticGraph, tokens: Sequence[int], known: int) -> None:
-        """Args: graph: it has just run them. tokens: of its rows. known: how many of them are no drafts."""
-        self.tokens = list(tokens)
-        self.taken = known
+    def __init__(self, graph: StaticGraph, known: Sequence[int], drafts: DraftTree) -> None:
+        """Args: graph: no step of it is open. known: tokens, at least one. drafts: what may follow them."""
+        self.rows = list(range(len(known)))
+        self.tokens = list(known)
+        self._known = len(known)
+        self._drafts = drafts
+        self._node = -1
+        rows = (*known, *drafts.tokens)
+        if drafts.is_chain:
+            graph.open(rows)
+        else:
+            parents = (*range(-1, len(known) - 1), *(len(known) + parent for parent in drafts.parents))
+            graph.open_tree(rows, parents)
         self._logits = graph.logits
         graph.before_next_run(self._keep_logits)
 
     @property
     def logits(self) -> NDArray[Any]:
         """Of the last row that counts, as integers `[V]`."""
-        row: NDArray[Any] = self._logits[self.taken - 1]
+        row: NDArray[Any] = self._logits[self.rows[-1]]
         return row
 
     def has(self, tokens: Sequence[int]) -> bool:
-        """Whether the next rows are drafts of exactly these tokens."""
-        return self.tokens[self.taken : self.taken + len(tokens)] == list(tokens)
+        """Whether the next rows have drafts of exactly these tokens."""
+        return len(self._drafts.path(tokens, self._node)) == len(tokens)
 
     def take(self, tokens: Sequence[int]) -> int:
-        """Count the next rows as far as their drafts are these tokens; return how many."""
-        drafts = self.tokens[self.taken :]
-        right = 0
-        while right < min(len(tokens), len(drafts)) and tokens[right] == drafts[right]:
-            right += 1
-        self.taken += right
-        return right
+        """Count the next rows as far as they have drafts of these tokens; return how many."""
+        path = self._drafts.path(tokens, self._node)
+        self._node = path[-1] if path else self._node
+        self.rows += [self._known + node for node in path]
+        self.tokens += tokens[: len(path)]
+        return len(path)
 
     def _keep_logits(self) -> None:
         """Another step is about to overwrite the logits."""

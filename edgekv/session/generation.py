@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from time import perf_counter_ns
 from types import TracebackType
@@ -14,14 +13,17 @@ from numpy.typing import NDArray
 from edgekv.kv import CacheStats
 from edgekv.session.batch import Offer
 from edgekv.session.call import ChosenParams
+from edgekv.session.choice import TokenChoice
 from edgekv.session.constraint import Constraint
+from edgekv.session.drafting_feeder import DraftingFeeder
 from edgekv.session.events import GenerationStats, Setup, StopReason, Token
+from edgekv.session.feeder import Feeder
 from edgekv.session.graphs import StepTimes
 from edgekv.session.params import SamplingParams
 from edgekv.session.request import Request
 from edgekv.session.sampler import Sampler
 from edgekv.session.speculation import Speculation
-from edgekv.session.text import Detokenizer, StopSequences
+from edgekv.session.text_stream import TextStream
 from edgekv.session.tools import ToolCall, ToolCallReader
 from edgekv.session.turns import Hold, Turns
 
@@ -87,22 +89,14 @@ class Generation(Iterator[Token]):
         self._bundle_defaults = chosen.bundle_defaults
         self._eos = frozenset() if self._params.ignore_eos else frozenset(eos)
         self._sampler = sampler
-        self._detokenizer = Detokenizer(tokenizer, prompt)
-        self._stops = StopSequences(self._params.stop)
+        self._choice = TokenChoice(sampler, constraint)
+        self._stream = TextStream(tokenizer, prompt, self._params.stop, reader)
         self._return_logits = return_logits
-        self._speculation = speculation
-        self._constraint = constraint
-        self._reader = reader
         self._generated: list[int] = []
-        self._text = list(prompt)  # with the generated tokens, for drafters
-        self._unfed = list(prompt)  # tokens to run in the next step
-        self._forced: deque[int] = deque()  # tokens of the text that are known already
-        self._forced_tokens = 0
-        self._ready: NDArray[Any] | None = None  # logits after the text, from a pass of several generations
-        self._prefill_steps = 0
-        self._prefill_ns = 0
-        self._first_ns = 0
-        self._decode_ns = 0
+        self._feeder = Feeder(request, prompt)
+        if speculation is not None:
+            self._feeder = DraftingFeeder(request, prompt, self._params.max_new_tokens, speculation, constraint)
+        self._prefill_steps = self._prefill_ns = self._first_ns = self._decode_ns = 0
         self._stop_reason: StopReason | None = None
         self._has_ended = False
         self._hold = Hold(turns, request.sequence, request.finish)
@@ -141,8 +135,7 @@ class Generation(Iterator[Token]):
             if self._has_ended or self._generated:
                 return False
             started = perf_counter_ns()
-            more = self._guarded(lambda: self._request.prefill(self.prompt, most))
-            self._unfed = [*self.prompt[self._request.known_tokens :]]
+            more = self._guarded(lambda: self._feeder.prefill(most))
             self._prefill_ns += perf_counter_ns() - started
             return more
 
@@ -162,8 +155,7 @@ class Generation(Iterator[Token]):
     @property
     def needs_pass(self) -> bool:
         """Whether the next token needs an inference: it is not forced, and no pass has run the one before it."""
-        is_forced = self._forced and not self._return_logits
-        return not is_forced and self._ready is None and not self._request.has_run(self._unfed)
+        return (self._choice.needs_logits or self._return_logits) and self._feeder.needs_pass
 
     def offer(self) -> Offer | None:
         """What a pass of several generations can run of this one; None if it needs no pass, or its own.
@@ -173,12 +165,11 @@ class Generation(Iterator[Token]):
         Raises:
             ValueError: a later call has claimed its sequence.
         """
-        if self._has_ended or not self._generated or self._speculation is not None or not self.needs_pass:
+        if self._has_ended or not self._generated or not self.needs_pass:
             return None
         self._hold.check("generation")
         self._hold.keep()
-        session = self._request.batched(len(self._unfed))
-        return None if session is None else Offer(session, self._unfed[0])
+        return self._feeder.offer()
 
     def receive(self, offer: Offer, logits: NDArray[Any], before: CacheStats, times: StepTimes, ns: int) -> None:
         """Take the logits of such a pass.
@@ -190,8 +181,7 @@ class Generation(Iterator[Token]):
             times: its share of the pass.
             ns: time of the whole pass.
         """
-        self._request.ran(offer.token, offer.session, before, times)
-        self._ready = logits
+        self._feeder.receive(offer, logits, before, times)
         self._decode_ns += ns
 
     @property
@@ -202,7 +192,7 @@ class Generation(Iterator[Token]):
     @property
     def tool_calls(self) -> tuple[ToolCall, ...]:
         """The calls of tools so far."""
-        return () if self._reader is None else tuple(self._reader.calls)
+        return self._stream.tool_calls
 
     @property
     def stats(self) -> GenerationStats:
@@ -240,8 +230,8 @@ class Generation(Iterator[Token]):
             sampling=self._params,
             bundle_defaults=self._bundle_defaults,
             decode_steps=times.steps - self._prefill_steps,
-            forced_tokens=self._forced_tokens,
-            speculation=None if self._speculation is None else self._speculation.stats,
+            forced_tokens=self._choice.forced_tokens,
+            speculation=self._feeder.speculation,
         )
 
     def _guarded(self, work: Callable[[], T]) -> T:
@@ -258,8 +248,7 @@ class Generation(Iterator[Token]):
         if not self._has_ended:
             self._has_ended = True
             self._drop.detach()
-            if self._speculation is not None:
-                self._speculation.end()
+            self._feeder.end()
             self._hold.end()
 
     def _step(self) -> Token:
@@ -268,9 +257,8 @@ class Generation(Iterator[Token]):
         is_first = not self._generated
         logits: NDArray[Any] | None = None
         earlier_ns = self._prefill_ns if is_first else 0  # of `prefill`
-        if not self._forced or is_first or self._return_logits:
-            logits = self._request.feed(self._unfed) if is_first else self._run_unfed()
-            self._unfed.clear()
+        if self._choice.needs_logits or is_first or self._return_logits:
+            logits = self._feeder.first() if is_first else self._feeder.next()
             if is_first:
                 self._prefill_ns += perf_counter_ns() - started
                 self._prefill_steps = self._request.stats.times.steps
@@ -284,78 +272,28 @@ class Generation(Iterator[Token]):
             self._end()
         return token
 
-    def _run_unfed(self) -> NDArray[Any]:
-        """The logits after the text: of a row that the last pass has run already, or of a new pass."""
-        request, speculation = self._request, self._speculation
-        ready, self._ready = self._ready, None
-        if ready is not None:
-            return ready
-        if speculation is None:
-            return request.feed(self._unfed)
-        known = request.known_tokens
-        logits = request.take(self._unfed)
-        speculation.accept(request.known_tokens - known)
-        if logits is not None:
-            return logits
-        del self._unfed[: request.known_tokens - known]
-        useful = self._params.max_new_tokens - len(self._generated) - 1
-        room = min(request.draft_room(len(self._unfed)), useful)
-        drafts = speculation.propose(self._text, room)
-        if drafts and self._constraint is not None:
-            drafts = self._constraint.continued(drafts, room)
-        started = perf_counter_ns()
-        logits = request.verify(self._unfed, drafts) if drafts else request.feed(self._unfed)
-        speculation.ran(request.ar, len(drafts), perf_counter_ns() - started)
-        return logits
-
     def _take(self, logits: NDArray[Any] | None) -> Token:
         """Choose a token, decide whether it is the last one, and return it with the text to print."""
         started = perf_counter_ns()
-        token = self._choose(logits)
-        if self._speculation is not None and self._generated:
-            self._speculation.chose(perf_counter_ns() - started)
+        token = self._choice.next(logits, self.prompt, self._generated)
+        self._feeder.push(token, perf_counter_ns() - started)
         real = self._sampler.real(logits) if self._return_logits and logits is not None else None
         self._generated.append(token)
-        self._text.append(token)
-        self._unfed.append(token)
         known = len(self.tool_calls)
-        piece = "" if token in self._eos else self._detokenizer.push(token)
-        text = self._stops.push(piece if self._reader is None else self._reader.push(token, piece))
+        text = self._stream.push(token, is_text=token not in self._eos)
         self._stop_reason = self._reason(token)
         if self._stop_reason is not None:
-            rest = self._detokenizer.flush()
-            if self._reader is not None:
-                rest = self._reader.push(-1, rest) + self._reader.flush()
-            text += self._stops.push(rest) + self._stops.flush()
+            text += self._stream.flush()
         return Token(token, text, real, self.tool_calls[known:])
-
-    def _choose(self, logits: NDArray[Any] | None) -> int:
-        """The next token: the one that is forced, otherwise the sampler's."""
-        constraint = self._constraint
-        if constraint is None:
-            assert logits is not None
-            return self._sampler(logits, self.prompt, self._generated)
-        if not self._forced and not self._generated:
-            self._forced.extend(constraint.forced())
-        if self._forced:
-            token = self._forced.popleft()
-            self._forced_tokens += 1
-        else:
-            assert logits is not None
-            token = self._sampler(logits, self.prompt, self._generated, constraint.allowed())
-        constraint.push(token)
-        if not self._forced:
-            self._forced.extend(constraint.forced())
-        return token
 
     def _reason(self, token: int) -> StopReason | None:
         if token in self._eos:
             return "eos"
-        if self._stops.found:
+        if self._stream.has_stopped:
             return "stop"
-        if self._constraint is not None and self._constraint.is_complete:
+        if self._choice.is_complete:
             return "grammar"
         if len(self._generated) == self._params.max_new_tokens:
             return "length"
         room = self._request.stats.room_tokens
-        return None if room is None or room >= len(self._unfed) else "context"
+        return None if room is None or room >= self._feeder.unfed_tokens else "context"

@@ -109,6 +109,11 @@ class LoadedBundle:
         return sorted({graph.ar for graph in self.bundle.manifest.graphs if graph.role == "verify"})
 
     @property
+    def takes_trees(self) -> bool:
+        """Whether drafts may branch; see `Request.takes_trees`."""
+        return self._graphs.row_bits == "equal"
+
+    @property
     def batch(self) -> Batch:
         """Runs passes of several generations; it has a cache of its own.
 

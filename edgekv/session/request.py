@@ -3,48 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 from numpy.typing import NDArray
 
+from edgekv.draft import DraftTree
 from edgekv.errors import UsageError
-from edgekv.kv import CacheStats, Requantization
+from edgekv.kv import CacheStats
 from edgekv.prefix import Prefixes, RetentionPolicy, SharedStore, StoreStats
 from edgekv.session.graphs import Graphs, StepTimes
 from edgekv.session.pool import SessionPool
 from edgekv.session.session import Session
-
-
-@dataclass(slots=True)
-class SessionStats:
-    """Statistics of a call so far; each step adds to them.
-
-    Attributes:
-        times: of its steps.
-        reused_tokens: prompt tokens that were not run: already in the cache, or restored.
-        restored_tokens: the part of them restored from the prefix cache.
-        computed_tokens: tokens run, including those recomputed.
-        bytes_held: bytes of the cache that was used last.
-        peak_bytes: maximum bytes of this cache so far.
-        reallocations: how often caches replaced the memory of a layer.
-        bytes_copied: bytes that caches copied.
-        evicted_tokens: tokens that a context policy dropped.
-        requantization: rounding error of re-rotated keys in the cache of the last step, since its creation.
-        room_tokens: how many more tokens can be run; None if there is no limit.
-    """
-
-    times: StepTimes = field(default_factory=StepTimes)
-    reused_tokens: int = 0
-    restored_tokens: int = 0
-    computed_tokens: int = 0
-    bytes_held: int = 0
-    peak_bytes: int = 0
-    reallocations: int = 0
-    bytes_copied: int = 0
-    evicted_tokens: int = 0
-    requantization: Requantization | None = None
-    room_tokens: int | None = None
+from edgekv.session.session_stats import SessionStats
 
 
 def open_prefixes(store: SharedStore | None, salt: str | None, retention: RetentionPolicy | None) -> Prefixes | None:
@@ -179,7 +149,12 @@ class Request:
         finally:
             if known == 0:
                 self.stats.reused_tokens, self.stats.restored_tokens = start, restored
-            self._count(session, self._graphs.times - times, before, len(new))
+            self.stats.add(session.cache, self._graphs.times - times, before, len(new))
+
+    @property
+    def takes_trees(self) -> bool:
+        """Whether drafts may branch: rows of branches are in other columns than in single steps."""
+        return self._graphs.row_bits == "equal"
 
     def draft_room(self, tokens: int) -> int:
         """The most drafts that `verify` takes behind the next `tokens` tokens; 0 if only `feed` can run them.
@@ -194,7 +169,7 @@ class Request:
         room = session.draft_room if session is not None and self._continues(session) else 0
         return max(0, room - tokens)
 
-    def verify(self, tokens: Sequence[int], drafts: Sequence[int]) -> NDArray[Any]:
+    def verify(self, tokens: Sequence[int], drafts: DraftTree) -> NDArray[Any]:
         """Run the next tokens, and behind them drafts; return the logits of the last token as `feed` does.
 
         Args:
@@ -214,8 +189,8 @@ class Request:
             self._drafting = session
             return logits
         finally:
-            self._count(session, self._graphs.times - times, before, len(tokens) + len(drafts))
-            self._count_room(-len(tokens))
+            self.stats.add(session.cache, self._graphs.times - times, before, len(tokens) + len(drafts))
+            self.stats.add_room(-len(tokens))
 
     def take(self, tokens: Sequence[int]) -> NDArray[Any] | None:
         """The logits after the next tokens, if they are drafts that the last pass has run; otherwise None.
@@ -226,7 +201,7 @@ class Request:
         if session is None or not self._runs_as_drafts(len(tokens)) or not (right := session.take(tokens)):
             return None
         self._tokens += tokens[:right]
-        self._count_room(-right)
+        self.stats.add_room(-right)
         return session.pass_logits if right == len(tokens) else None
 
     def has_run(self, tokens: Sequence[int]) -> bool:
@@ -253,7 +228,7 @@ class Request:
         self._tokens.append(token)
         if self._prefixes is not None:
             self._prefixes.keep(session.cache, session.tokens)
-        self._count(session, times, before, 1)
+        self.stats.add(session.cache, times, before, 1)
 
     def finish(self) -> None:
         """End the call, complete or interrupted: also store the end of the sequence in the prefix cache."""
@@ -282,7 +257,7 @@ class Request:
             return
         before = session.cache.stats
         session.settle()
-        self._count(session, StepTimes(), before, 0)
+        self.stats.add(session.cache, StepTimes(), before, 0)
         if self._prefixes is not None and session.cache.tokens_seen == len(session.tokens):
             self._prefixes.keep(session.cache, session.tokens)
 
@@ -318,20 +293,3 @@ class Request:
             logits = session.feed(tokens[at : at + piece])
             prefixes.keep(session.cache, session.tokens)
         return logits
-
-    def _count(self, session: Session, times: StepTimes, before: CacheStats, computed: int) -> None:
-        stats, cache = self.stats, session.cache.stats
-        stats.times += times
-        stats.computed_tokens += computed
-        stats.bytes_held = cache.bytes_held
-        stats.peak_bytes = cache.peak_bytes
-        stats.reallocations += cache.reallocations - before.reallocations
-        stats.bytes_copied += cache.bytes_copied - before.bytes_copied
-        stats.evicted_tokens += cache.evicted - before.evicted
-        stats.requantization = cache.requantization
-        stats.room_tokens = session.cache.room_tokens
-
-    def _count_room(self, tokens: int) -> None:
-        """Rows of an open pass fill the context as committed ones do."""
-        if self.stats.room_tokens is not None:
-            self.stats.room_tokens += tokens

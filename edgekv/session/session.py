@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgekv.bundle import Role
+from edgekv.draft import DraftTree, as_tree
 from edgekv.errors import EdgeKVError
 from edgekv.kv import KVCache, Rows
 from edgekv.session.draft_pass import DraftPass
@@ -85,7 +86,7 @@ class Session:
         self._graphs.use(self.cache)
         return self._graphs.draft_room
 
-    def verify(self, tokens: Sequence[int], drafts: Sequence[int]) -> NDArray[Any]:
+    def verify(self, tokens: Sequence[int], drafts: DraftTree | Sequence[int]) -> NDArray[Any]:
         """Run the next tokens, and behind them drafts, which become part of the sequence with `take`.
 
         Args:
@@ -98,12 +99,10 @@ class Session:
         Raises:
             EngineError: the runtime failed.
         """
-        rows = [*tokens, *drafts]
-        if not tokens or len(rows) > self.draft_room:
+        rows = len(tokens) + len(drafts)
+        if not tokens or rows > self.draft_room:
             raise ValueError(f"verify: got {len(tokens)} tokens and {len(drafts)} drafts; expected 1 to draft_room")
-        graph = self._graphs.choose("verify", len(rows))
-        graph.open(rows)
-        self._pass = DraftPass(graph, rows, len(tokens))
+        self._pass = DraftPass(self._graphs.choose("verify", rows), tokens, as_tree(drafts))
         return self._pass.logits
 
     def take(self, tokens: Sequence[int]) -> int:
@@ -145,11 +144,11 @@ class Session:
             return
         done, self._pass = self._pass, None
         try:
-            self.cache.commit(done.taken)
+            self.cache.commit(done.rows)
         except BaseException:  # such as Ctrl-C
             self._drop_half_a_step()
             raise
-        self.tokens += done.tokens[: done.taken]
+        self.tokens += done.tokens
 
     def score(self, tokens: Sequence[int]) -> NDArray[Any]:
         """Run tokens from an empty cache and return the logits of each as integers `[T, V]`.

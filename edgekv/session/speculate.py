@@ -27,6 +27,7 @@ class Speculate:
         draft: a model with the same tokenizer, which nothing else uses meanwhile; needed by `draft`, optional with
             `auto`. It stays open.
         tokens: drafts of a pass at most; None for as many as the largest verify graph has room for.
+        tree: let the drafts of `lookup` and `corpus` branch, into what followed the same words in other places.
 
     Raises:
         UsageError: an unknown mode, a mode without what it needs, or with what it does not use.
@@ -36,11 +37,14 @@ class Speculate:
     corpus: CorpusIndex | None = None
     draft: LoadedBundle | None = None
     tokens: int | None = None
+    tree: bool = False
 
     def __post_init__(self) -> None:
         check_choice(self.mode, corpus=self.corpus is not None, draft=self.draft is not None)
         if self.tokens is not None and (isinstance(self.tokens, bool) or self.tokens < 1):
             refuse("speculate: tokens", self.tokens, "at least 1", "Leave it out.")
+        if self.tree and self.mode in ("draft", "off"):
+            refuse("speculate: tree", f"a tree with the mode {self.mode}", "lookup, corpus or auto", "Leave it out.")
 
 
 _FIELDS = {"mode": "speculate", "corpus": "speculate: corpus", "draft": "speculate: draft"}
@@ -78,8 +82,8 @@ def check_speculate(model: LoadedBundle, wanted: Speculate) -> None:
     """Refuse what a bundle cannot do.
 
     Raises:
-        UsageError: a named drafter in a bundle without verify graphs, more drafts than these have room for, or a draft
-            bundle with another tokenizer.
+        UsageError: a named drafter in a bundle without verify graphs, more drafts than these have room for, a tree on
+            an engine that cannot check one, or a draft bundle with another tokenizer.
     """
     rows = model.verify_rows
     if not rows and wanted.mode not in ("auto", "off"):
@@ -88,6 +92,9 @@ def check_speculate(model: LoadedBundle, wanted: Speculate) -> None:
         found = f"{wanted.tokens} drafts of a pass"
         most = f"at most {rows[-1] - 1}: the largest verify graph has {rows[-1]} rows, one of them no draft"
         refuse("speculate: tokens", found, most, f"Give less, or export with --verify {wanted.tokens + 1}.")
+    if rows and wanted.tree and not model.takes_trees:
+        found, fix = f"the engine {model.engine}, whose sums depend on the columns of tokens", "Leave it out."
+        refuse("draft tree", found, "an engine that gives a token the same bits in any column, such as htp", fix)
     if wanted.draft is not None:
         check_draft(model, wanted.draft)
 
@@ -109,9 +116,9 @@ def make_speculation(model: LoadedBundle, wanted: Speculate | SpeculateMode | Sp
         return None
     sources: list[Source] = []
     if chosen.mode in ("lookup", "auto"):
-        sources.append(PromptLookup())
+        sources.append(PromptLookup(tree=chosen.tree))
     if chosen.corpus is not None:
-        sources.append(CorpusDrafter(chosen.corpus))
+        sources.append(CorpusDrafter(chosen.corpus, tree=chosen.tree))
     if chosen.draft is not None:
         sources.append(BundleDrafter(chosen.draft, model.bundle.manifest.model.vocab))
     most = chosen.tokens or rows[-1] - 1

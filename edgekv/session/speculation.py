@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter_ns
 
-from edgekv.draft import Drafter, Pacer
+from edgekv.draft import Drafter, DraftTree, Pacer, as_tree
 
 
 @dataclass(slots=True)
@@ -17,11 +17,13 @@ class DrafterStats:
         proposals: passes with its drafts.
         proposed: tokens that it proposed.
         accepted: those that were right.
+        branched: those of them that the likeliest continuation alone would not have had.
     """
 
     proposals: int = 0
     proposed: int = 0
     accepted: int = 0
+    branched: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,13 +62,14 @@ class SpeculationStats:
 
 @dataclass(slots=True)
 class _Pass:
-    """The last pass: AR of its graph, drafts, those that were right, its time in ns, and who drafted."""
+    """The last pass: AR of its graph, drafts, its time in ns, who drafted, right drafts, and the last of these."""
 
     rows: int
-    drafts: int
+    drafts: DraftTree
     ns: int
     drafter: DrafterStats | None
     right: int = 0
+    node: int = -1
 
 
 @dataclass(slots=True)
@@ -92,39 +95,44 @@ class Speculation:
         """So far."""
         return SpeculationStats(self._passes, self._tokens, self._drafters, self._draft_ns, self._accept_ns)
 
-    def propose(self, tokens: Sequence[int], k: int) -> list[int]:
+    def propose(self, tokens: Sequence[int], k: int) -> DraftTree:
         """Drafts for the next pass, at most k; none if k is 0 or less."""
         self.end()
         if k < 1:
-            return []
+            return DraftTree.chain(())
         started = perf_counter_ns()
         most = k if self.pacer is None else min(k, self.pacer.most(k))
-        drafts = [*self.drafter.propose(tokens, most)][:most] if most > 0 else []
+        drafts = as_tree(self.drafter.propose(tokens, most) if most > 0 else ()).first(most)
         self._draft_ns += perf_counter_ns() - started
         return drafts
 
-    def ran(self, rows: int, drafts: int, ns: int) -> None:
+    def ran(self, rows: int, drafts: DraftTree, ns: int) -> None:
         """Count a pass.
 
         Args:
             rows: AR of its graph.
-            drafts: of the proposal, that it ran.
+            drafts: those that it ran.
             ns: its time.
         """
         drafter = None
-        if drafts:
+        if len(drafts):
             drafter = self._drafters.setdefault(self.drafter.name, DrafterStats())
             drafter.proposals += 1
-            drafter.proposed += drafts
+            drafter.proposed += len(drafts)
         self._passes += 1
         self._last = _Pass(rows, drafts, ns, drafter)
 
-    def accept(self, drafts: int) -> None:
-        """Count drafts of the last pass that were right."""
+    def accept(self, drafts: Sequence[int]) -> None:
+        """Count the next drafts of the last pass, which were right."""
         last = self._last
-        if last is not None and last.drafter is not None:
-            last.right += drafts
-            last.drafter.accepted += drafts
+        if last is None or last.drafter is None:
+            return
+        last.right += len(drafts)
+        last.drafter.accepted += len(drafts)
+        if not last.drafts.is_chain:
+            path = last.drafts.path(drafts, last.node)
+            last.node = path[-1] if path else last.node
+            last.drafter.branched += len({*path} - {*last.drafts.trunk_nodes})
 
     def chose(self, ns: int) -> None:
         """Count a token after the first, and the time to choose it."""
@@ -137,7 +145,7 @@ class Speculation:
         if last is None:
             return
         started = perf_counter_ns()
-        if last.drafts:
+        if len(last.drafts):
             self.drafter.accepted(last.right)
         if self.pacer is not None:
             self.pacer.ran(last.rows, last.right + 1, last.ns)

@@ -63,6 +63,10 @@ class Window:
         if self.ar < 1 or self.past_row < 0 or self.new_row < 0 or not 0 <= self.first <= self.stop <= self.columns:
             raise ValueError(f"window: got {self}; expected ar >= 1, rows >= 0 and 0 <= first <= stop <= columns")
 
+    def unseen(self, depth: int) -> list[int]:
+        """Valid columns that a new token does not see if `depth` others are before it in the step."""
+        return list(self.leaving[: max(0, depth + 1 - (self.ar - len(self.leaving)))])
+
     def narrowed(self, block: int) -> Window:
         """The window of a graph that reads fewer past rows: those of the valid columns, in a multiple of `block`."""
         used = self.stop if self.first == 0 else self.columns - self.first

@@ -1,0 +1,131 @@
+"""A part of a graph whose inputs and outputs are bound to memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgekv.kv import Arena, Group, KVCache, Window
+from edgekv.runtime.binding import Binding
+from edgekv.spec import GraphInterface, PartRecord, Port
+
+_Bind = Callable[[Sequence[str], "np.dtype[Any]", Sequence[int], Sequence[int], int], None]
+
+
+class _ArenaPorts:
+    """The ports that one arena of the cache serves, for the layers of a part."""
+
+    __slots__ = ("new_names", "new_shape", "past_names", "tensors")
+
+    def __init__(self, arena: Arena, layers: range, ar: int) -> None:
+        held = [index for index, tensor in enumerate(arena.tensors) if tensor.layer in layers]
+        self.tensors = slice(held[0], held[-1] + 1)  # an arena holds its tensors layer by layer
+        self.past_names = [tensor.past for tensor in arena.tensors[self.tensors]]
+        self.new_names = [tensor.new for tensor in arena.tensors[self.tensors]]
+        self.new_shape = arena.new_shape(ar)
+
+
+class _GroupPorts:
+    """The ports that one group of the cache serves, and where they are bound."""
+
+    __slots__ = ("arenas", "bound", "group", "index")
+
+    def __init__(self, index: int, group: Group, layers: range, ar: int) -> None:
+        self.index = index
+        self.group = group
+        self.arenas = [_ArenaPorts(arena, layers, ar) for arena in group.arenas]
+        self.bound: tuple[int, ...] | None = None
+
+    def bind(self, binding: Binding, window: Window) -> None:
+        """Bind the ports to a window, unless they already are."""
+        wanted = (self.group.reallocations, window.past_row, window.new_row, window.columns)
+        if self.bound == wanted:
+            return
+        # Read the arenas from the group each time: keeping them would keep outgrown memory alive.
+        for ports, arena in zip(self.arenas, self.group.arenas, strict=True):
+            dtype, tensors = arena.dtype, ports.tensors
+            past, new = arena.past_offset_bytes(window), arena.new_offset_bytes(window)
+            binding.inputs(ports.past_names, dtype, arena.past_shape(window.columns), arena.addresses[tensors], past)
+            binding.outputs(ports.new_names, dtype, ports.new_shape, arena.new_addresses(window)[tensors], new)
+        self.bound = wanted
+
+
+class BoundPart:
+    """A part whose inputs and outputs are bound once. A step rebinds only the cache's windows and a head's row.
+
+    Attributes:
+        is_head: whether the part is only a head, which a step can skip if its logits are not needed.
+        reads_used_rows: whether windows can have fewer columns than the graph's past rows.
+        run: runs the part on the bound memory.
+        release: see `Binding`.
+    """
+
+    def __init__(
+        self,
+        binding: Binding,
+        record: PartRecord,
+        interface: GraphInterface,
+        arrays: Mapping[str, NDArray[Any]],
+        mask_groups: Mapping[str, int],
+    ) -> None:
+        """Bind a loaded part to `arrays`, by name; the ports of the cache follow with `use`.
+
+        Args:
+            binding: of the part.
+            record: the part's entry in the manifest.
+            interface: the ports that it must have.
+            arrays: the memory of its ports other than the cache's.
+            mask_groups: the group of the cache that each mask belongs to.
+
+        Raises:
+            BundleError: the part does not have the inputs and outputs of its interface.
+        """
+        interface.check(binding.interface, record.file)
+        self.is_head = not record.layers
+        self.reads_used_rows = self.is_head or binding.reads_used_rows
+        self.run = binding.run
+        self.release = binding.release
+        self._layers = record.layers
+        self._binding = binding
+        self._groups: list[_GroupPorts] = []
+        for bind, ports in ((binding.inputs, interface.inputs), (binding.outputs, interface.outputs)):
+            for port in ports:
+                if port.name in arrays:
+                    _bind(bind, port, arrays[port.name])
+        self._masks = {port: mask_groups[port.name] for port in interface.inputs if port.name in mask_groups}
+        self._mask_columns = {port.name: port.shape[-1] for port in self._masks}
+        self._arrays = arrays
+        self._entry = interface.entry
+        self._hidden = arrays[self._entry.name]
+        self._row = 0
+        self._reads_one_row = self.is_head and self._entry.shape[2] == 1
+
+    def use(self, cache: KVCache, ar: int) -> None:
+        """Use this cache from the next step on."""
+        self._groups = [
+            _GroupPorts(index, group, self._layers, ar)
+            for index, group in enumerate(cache.groups)
+            if any(tensor.layer in self._layers for tensor in group.geometry.names())
+        ]
+
+    def bind(self, windows: Sequence[Window], tokens: int) -> None:
+        """Bind to the windows of a step of `tokens` tokens. A head of one row reads the row of the last token."""
+        for group in self._groups:
+            group.bind(self._binding, windows[group.index])
+        for port, index in self._masks.items():
+            columns = windows[index].columns + windows[index].ar
+            if self._mask_columns[port.name] != columns:
+                self._mask_columns[port.name] = columns
+                narrow = replace(port, shape=(*port.shape[:-1], columns))
+                _bind(self._binding.inputs, narrow, self._arrays[port.name])
+        if self._reads_one_row and self._row != tokens - 1:
+            self._row = tokens - 1
+            _bind(self._binding.inputs, self._entry, self._hidden, self._row * self._hidden.strides[2])
+
+
+def _bind(bind: _Bind, port: Port, array: NDArray[Any], offset_bytes: int = 0) -> None:
+    bind([port.name], array.dtype, port.shape, [array.ctypes.data], offset_bytes)
