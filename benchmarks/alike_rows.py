@@ -64,9 +64,8 @@ def main() -> None:
                         pairs.append((spent[True], spent[False]))
                     base, own = (median(each) / 1e6 for each in zip(*pairs[1:], strict=True))
                     ratio = median(own / base for base, own in pairs[1:])
-                    print(
-                        f"{bundle.path.name} {mode} @ {depth}: {base:.2f} ms a step, {own:.2f} with verify graphs: {ratio:.3f}"
-                    )
+                    times = f"{base:.2f} ms a step, {own:.2f} with verify graphs"
+                    print(f"{bundle.path.name} {mode} @ {depth}: {times}: {ratio:.3f}", flush=True)
 
 
 if __name__ == "__main__":
