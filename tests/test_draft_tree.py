@@ -199,9 +199,9 @@ def test_a_corpus_proposes_the_most_frequent_continuations() -> None:
 
 
 def test_auto_learns_how_deep_trees_reach() -> None:
-    """After 1 and 2 comes one of two tokens at random, of which a branch has the other one, then a new one."""
+    """After 1 and 2 comes one of two tokens at random, of which a branch has the other one, then two new ones."""
     chance = random.Random(0)
-    text = [token for number in range(100) for token in (10 + number, 1, 2, chance.choice((3, 4)))]
+    text = [token for new in range(10, 210, 2) for token in (new, new + 1, 1, 2, chance.choice((3, 4)))]
 
     def passes(*, tree: bool) -> int:
         record = DraftRecord()
