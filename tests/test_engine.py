@@ -16,7 +16,7 @@ from edgekv.bundle import GraphRecord, Manifest, open_bundle
 from edgekv.errors import BundleError, EngineError, UsageError
 from edgekv.kv import KVCache
 from edgekv.runtime import CpuEngine, binding, make_engine
-from edgekv.runtime.binding import MemoryBinding, _public
+from edgekv.runtime.binding import MemoryBinding, _Place, _public
 from edgekv.runtime.rope import RopeTable
 from edgekv.session import Graphs, Session
 from edgekv.session.graphs import choose_ar
@@ -216,3 +216,10 @@ def test_an_installed_package_adds_an_engine(small: Path, tmp_path: Path) -> Non
 def test_a_number_of_threads_is_one_that_a_machine_can_have(small: Path, threads: int) -> None:
     with pytest.raises(UsageError, match=r"threads: got -?[0-9]+; expected 1 to 1024"):
         make_engine("cpu", bundle=open_bundle(small), threads=threads)
+
+
+def test_a_window_that_grows_by_a_row_in_each_step_is_foreseen() -> None:
+    before, now, later = (_Place(False, ["past"], 2, [1, 1, rows, 8], [64], 16) for rows in (5, 6, 7))
+    assert now.next(before).is_at(later) and now.next(now) is now and now.next(None) is now
+    moved = _Place(False, ["past"], 2, [1, 1, 6, 8], [128], 16)
+    assert moved.next(before) is moved, "other memory says nothing about the next step"

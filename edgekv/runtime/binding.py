@@ -95,10 +95,11 @@ class _Place:
         return other.shape == self.shape and other.addresses == self.addresses
 
     def next(self, earlier: _Place | None) -> _Place:
-        """The expected addresses if the tensors move again by as much as since `earlier`."""
-        if earlier is None or earlier.offset_bytes == self.offset_bytes or earlier.addresses != self.addresses:
+        """The expected place if the tensors move and grow again by as much as since `earlier`."""
+        if earlier is None or earlier.addresses != self.addresses or self.is_at(earlier):
             return self
-        return replace(self, offset_bytes=2 * self.offset_bytes - earlier.offset_bytes)
+        shape = [max(1, 2 * now - before) for now, before in zip(self.shape, earlier.shape, strict=True)]
+        return replace(self, offset_bytes=2 * self.offset_bytes - earlier.offset_bytes, shape=shape)
 
 
 _Places = dict[str, _Place]  # by the first of their names
@@ -139,8 +140,9 @@ class MemoryBinding:
     """The bindings of an ONNX Runtime session; a `Binding`.
 
     ONNX Runtime needs one call per tensor that moves. If many move in every step, two sets of bindings alternate: while
-    the graph runs on one, the other is bound in the background to the expected addresses of the next step, extrapolated
-    from the last two. Wrong guesses are bound again. Names that were bound together must always be bound together.
+    the graph runs on one, the other is bound in the background to the expected addresses and shapes of the next step,
+    extrapolated from the last two. Wrong guesses are bound again. Names that were bound together must always be bound
+    together.
     """
 
     def __init__(self, session: ort.InferenceSession, weights: MappedWeights | None = None) -> None:
