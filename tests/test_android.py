@@ -13,6 +13,7 @@ import pytest
 
 from edgekv.bundle import FileRecord
 from edgekv.cli import run
+from exporters.inspect.trace import read_trace
 from exporters.targets.android.answer import AnswerReader
 from exporters.targets.android.qairt import stated_version
 from exporters.targets.genie.config import (
@@ -373,13 +374,14 @@ def test_binaries_and_libraries_state_their_version(genie_folder: GenieFolder) -
 def test_genie_answers_there_as_here(
     genie_folder: GenieFolder,
     sinking_genie_folder: GenieFolder,
+    compiled_columns: Path,
     phone: Phone,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     sink: bool,
 ) -> None:
-    """With genie-t2t-run, and with genie-app to restore a state; speed and dumped tensors are Genie's own."""
+    """With genie-t2t-run, and with genie-app to restore a state; speed and trace are Genie's own."""
     folder = sinking_genie_folder if sink else genie_folder
     sdk = write_sdk(tmp_path / "sdk", "")
     for name in ("genie-t2t-run", "genie-app"):
@@ -389,10 +391,18 @@ def test_genie_answers_there_as_here(
     settings = {"library": str(find_library()), "folder": str(folder.path)}
     (phone.folder / "emulator.json").write_text(json.dumps(settings))
     command = ["run", str(folder.path), "--on", "adb", "--prompt", "def main(", "--max-new-tokens", "5", "--json"]
-    assert run([*command, "--dump", str(tmp_path / "dump")]) == 0
+    there, here = tmp_path / "there.npz", tmp_path / "here.npz"
+    assert run([*command, "--trace", str(there)]) == 0
     found = json.loads(capsys.readouterr().out)
     with GenieDialog(folder.path, folder.config(), folder.state) as dialog:
         assert found["text"] == "".join(dialog.query("def main(", 5))
     assert sink or found["text"]
     assert found["stats"]["new_tokens"] == 5 and found["stats"]["first_token_ms"] > 0
-    assert {"000_in_input_ids", "000_out_logits"} <= {path.name for path in (tmp_path / "dump").rglob("*")}
+    if sink:
+        return
+    (tmp_path / "text.txt").write_text("def main(" * 2)
+    options = ["--text", str(tmp_path / "text.txt"), "--tokens", "4", "--engine", "htp"]
+    assert run(["trace", str(compiled_columns), "-o", str(here), *options]) == 0
+    assert len(read_trace(there)["logits"]) == 4
+    assert run(["diff", str(here), str(there), "--limit-db", "60"]) == 0
+    assert "no difference: all 17 results agree" in capsys.readouterr().out

@@ -72,9 +72,9 @@ def run(
     max_new_tokens: Annotated[
         Optional[int], typer.Option(help="Maximum number of new tokens. Default: the configuration's.")
     ] = None,
-    dump: Annotated[
+    trace: Annotated[
         Optional[Path],
-        typer.Option(help="A new folder for inputs and outputs of the first steps, as Genie writes them."),
+        typer.Option(help="Write keys, values and logits of the prompt's first tokens as .npz, for `edgekv diff`."),
     ] = None,
     serial: SerialOption = None,
     to: FolderOption = _FOLDER,
@@ -90,8 +90,6 @@ def run(
 
     if max_new_tokens is not None and max_new_tokens < 1:
         raise UsageError("--max-new-tokens", got=max_new_tokens, expected="at least 1", fix="Ask for one or more.")
-    if dump is not None and dump.exists():
-        raise UsageError("--dump", got=f"{dump}, which exists", expected="a new folder", fix="Name another one.")
     payload = open_payload(path)
     if payload.genie is None:
         fix = f"Write the folder first: edgekv bundle genie {path} -o DIR"
@@ -110,7 +108,7 @@ def run(
         if not as_json:
             typer.echo(piece, nl=False)
 
-    speed = run_on_phone(adb, done.place, payload.genie, prompt, take, max_new_tokens=max_new_tokens, dump=dump)
+    speed = run_on_phone(adb, done.place, payload.genie, prompt, take, max_new_tokens=max_new_tokens, trace=trace)
     if as_json:
         print_json({"text": "".join(pieces), "stats": speed})
         return

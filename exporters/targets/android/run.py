@@ -12,11 +12,13 @@ import msgspec
 
 from edgekv.errors import EdgeKVError, EngineError
 from edgekv.scratch import scratch_folder
+from exporters.inspect.trace import write_trace
 from exporters.targets.android.adb import Adb
 from exporters.targets.android.answer import AnswerReader
 from exporters.targets.android.profile import GenieSpeed, read_profile
 from exporters.targets.android.qairt import APP, RUNNER
 from exporters.targets.genie.config import Debug, GenieConfig
+from exporters.targets.genie.dump import read_dump
 from exporters.targets.genie.folder import GenieFolder
 
 _PROMPT, _CONFIG, _PROFILE, _ANSWER, _SCRIPT, _DUMP = (
@@ -59,7 +61,7 @@ def run_on_phone(
     take: Callable[[str], None],
     *,
     max_new_tokens: int | None = None,
-    dump: Path | None = None,
+    trace: Path | None = None,
 ) -> GenieSpeed:
     """Continue a prompt in Genie on the phone. What it writes there is removed again.
 
@@ -70,15 +72,14 @@ def run_on_phone(
         prompt: the text to continue.
         take: called with pieces of the answer: as they come, or at the end if genie-app runs.
         max_new_tokens: the longest answer; None for the configuration's.
-        dump: receives the inputs and outputs of the first steps, as Genie writes them.
+        trace: a file that receives keys, values and logits of the prompt's first tokens, for `edgekv diff`.
 
     Raises:
         EngineError: Genie failed, or the phone was lost.
+        UsageError: the trace cannot be written.
     """
-    config = _config(folder, place.config, max_new_tokens, _DUMP if dump is not None else None)
     with scratch_folder("phone") as here, _folder_there(adb) as there:
-        if dump is not None:
-            config = _config(folder, place.config, max_new_tokens, f"{there}/{_DUMP}")
+        config = _config(folder, place.config, max_new_tokens, None if trace is None else f"{there}/{_DUMP}")
         for name, content in (
             (_PROMPT, prompt.encode()),
             (_CONFIG, msgspec.json.encode(config)),
@@ -92,8 +93,9 @@ def run_on_phone(
         if program == APP:
             adb.pull(f"{there}/{_ANSWER}", here / _ANSWER)
             take((here / _ANSWER).read_text("utf-8", "replace"))
-        if dump is not None:
-            adb.pull(f"{there}/{_DUMP}", dump)
+        if trace is not None:
+            adb.pull(f"{there}/{_DUMP}", here / _DUMP)
+            write_trace(read_dump(here / _DUMP), trace)
         return read_profile((here / _PROFILE).read_bytes())
 
 
