@@ -44,9 +44,12 @@ def test_quantization_costs_less_than_half_a_percent_of_perplexity(bundle, held_
     assert found["top1_agreement"] >= 0.98
 
 
-@pytest.mark.parametrize(("name", "most", "gain_db"), [("w4a16", 1.02, 4), ("w4a16-lpbq64", 1.018, 3)])
+@pytest.mark.parametrize(
+    ("name", "most", "gain_db"),
+    [("w4a16", 1.02, 4), ("w4a16-lpbq64", 1.018, 3), ("w4a16-lpbq32-updown8", 1.01, 3)],
+)
 def test_4_bits_cost_little_and_far_less_than_rounding_to_nearest(embedded, quantized, name, most, gain_db):
-    """Perplexity is uncertain by some 0.005 of such a text, SQNR by 0.1 dB: 5.2 and 4.3 dB were gained."""
+    """Perplexity is uncertain by some 0.005 of such a text, SQNR by 0.1 dB: 5.2, 4.3 and 4.3 dB were gained."""
     ours = quantized(name)
     theirs = measure(Checkpoint.open(str(embedded)), rounded_to_nearest(find_recipe(name)), 4096)
     assert ours.perplexity_ratio <= most < theirs.perplexity_ratio
