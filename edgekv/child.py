@@ -21,6 +21,7 @@ TIMEOUT_VARIABLE = "EDGEKV_TIMEOUT_S"
 
 _TIMEOUT_S = 4 * 3600.0  # compiling all graphs of a large part takes tens of minutes on a laptop
 _LOG_BYTES = 1 << 16
+_FIRST_NT_ERROR = 0x8000_0000
 _NOTHING: Mapping[str, str] = MappingProxyType({})
 _running: set[subprocess.Popen[bytes]] = set()
 
@@ -158,6 +159,8 @@ def kill_children() -> None:
 
 def describe_exit(returncode: int) -> str:
     """How a child process ended: its exit code, or the name of the signal that ended it."""
+    if returncode >= _FIRST_NT_ERROR:  # a crash on Windows, such as 0xC0000005, an access violation
+        return f"exit code 0x{returncode:X}"
     if returncode >= 0:
         return f"exit code {returncode}"
     try:

@@ -10,6 +10,7 @@ import ctypes
 import os
 import runpy
 import signal
+import subprocess
 import sys
 from contextlib import suppress
 
@@ -21,6 +22,8 @@ def main() -> None:
     if parent:
         die_with(parent)
     if kind == "program":
+        if os.name == "nt":  # `execv` would end this process at once, with the exit code 0
+            sys.exit(subprocess.call(sys.argv[3:]))
         os.execv(target, sys.argv[3:])  # the death signal stays set
     sys.argv = sys.argv[3:]
     runpy.run_module(target, run_name="__main__", alter_sys=True)

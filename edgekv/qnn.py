@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
 from functools import lru_cache
@@ -14,6 +15,7 @@ import onnxruntime as ort
 from devices import Device
 from edgekv.errors import EngineError
 from edgekv.native_output import NativeOutput, captured_output
+from edgekv.vendor_libraries import PACKAGE, SKEL_VARIABLE, Platform, find_places, search_paths
 
 EP_NAME = "QNNExecutionProvider"
 
@@ -65,6 +67,24 @@ def create_session(
     )
 
 
+def check_libraries(device: Device) -> None:
+    """Refuse a device whose HTP the libraries for this machine cannot run; the emulator runs all.
+
+    Raises:
+        EngineError: there are no stub and skel for its version.
+    """
+    on = Platform.here()
+    archs = [arch for place in find_places(on) if place.origin == PACKAGE for arch in place.archs(on)]
+    if not on.has_npu or not archs or device.arch in archs:
+        return
+    raise EngineError(
+        f"{device.soc} on this machine",
+        got=f"libraries for {', '.join(f'V{arch}' for arch in archs)}",
+        expected=f"V{device.arch}, the HTP of {device.soc}",
+        fix="Export with the --device of this machine's chip.",
+    )
+
+
 def compiler() -> str:
     """The compiler's package and version, as recorded beside binaries.
 
@@ -92,6 +112,10 @@ def _provider() -> _Provider:
         import onnxruntime_qnn as qnn
     except ImportError:
         raise _missing() from None
+    on = Platform.here()
+    folder = Path(qnn.get_qnn_htp_path()).parent
+    if (skels := search_paths(folder, on).get(SKEL_VARIABLE)) is not None:
+        os.environ[SKEL_VARIABLE] = skels
     failure = f"no device of {EP_NAME}"
     with captured_output() as output:
         try:

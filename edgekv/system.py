@@ -14,7 +14,7 @@ from contextlib import suppress
 from fractions import Fraction
 from io import BufferedReader
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from edgekv.errors import EngineError, UsageError
 
@@ -45,8 +45,10 @@ def free_memory_bytes() -> int:
     A control group may allow less; set sizes in bytes there.
 
     Raises:
-        EngineError: the system reports neither, as Windows and macOS.
+        EngineError: the system reports neither, as macOS.
     """
+    if os.name == "nt":
+        return _free_memory_on_windows()
     available_bytes = _proc_bytes("meminfo", "MemAvailable:")
     if available_bytes is not None:
         return available_bytes
@@ -59,6 +61,30 @@ def free_memory_bytes() -> int:
             expected="/proc/meminfo or sysconf",
             fix="Give the size in bytes, such as 64MiB.",
         ) from None
+
+
+class _MemoryStatus(ctypes.Structure):
+    """MEMORYSTATUSEX of the Windows API."""
+
+    _fields_: ClassVar = [
+        ("length", ctypes.c_uint32),
+        ("load_percent", ctypes.c_uint32),
+        *((name, ctypes.c_uint64) for name in ("total", "available", "page_total", "page_available")),
+        *((name, ctypes.c_uint64) for name in ("virtual_total", "virtual_available", "extended")),
+    ]
+
+
+def _free_memory_on_windows() -> int:
+    kernel: Any = ctypes.windll.kernel32  # type: ignore[attr-defined]
+    status = _MemoryStatus(length=ctypes.sizeof(_MemoryStatus))
+    if not kernel.GlobalMemoryStatusEx(ctypes.byref(status)):
+        raise EngineError(
+            "free memory",
+            got=f"error {kernel.GetLastError()} of Windows",
+            expected="its memory status",
+            fix="Give the size in bytes, such as 64MiB.",
+        )
+    return int(status.available)
 
 
 def peak_bytes(pid: int | None = None) -> int:

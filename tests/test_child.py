@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from edgekv import child_start
-from edgekv.child import run_in_child, run_program, vendor_timeout_s
+from edgekv.child import describe_exit, run_in_child, run_program, vendor_timeout_s
 from edgekv.errors import UsageError
 from edgekv.scratch import scratch_folder
 from tests.processes import interruptible
@@ -97,7 +97,7 @@ def test_a_time_limit_is_a_positive_number(monkeypatch: pytest.MonkeyPatch, text
 def test_a_child_dies_with_its_parent_and_the_next_process_cleans_up(tmp_path: Path, run: str) -> None:
     file = tmp_path / "pid"
     call = run.format(job=str(file).encode(), shell=f"echo $$ > {file}; exec sleep 600")
-    code = f"from edgekv.child import run_in_child, run_program; {call}"
+    code = f"from edgekv.child import describe_exit, run_in_child, run_program; {call}"
     with subprocess.Popen([sys.executable, "-c", code]) as parent:
         pid = pid_in(file)
         parent.kill()
@@ -185,3 +185,19 @@ def test_where_linux_does_not_help_a_child_starts_all_the_same(monkeypatch: pyte
         monkeypatch.setattr(sys, "platform", platform)
         monkeypatch.setattr(child_start.ctypes, "CDLL", lambda name: pytest.fail("no prctl there"))
         child_start.die_with(os.getppid())
+
+
+def test_a_program_on_windows_keeps_its_exit_code() -> None:
+    """There `execv` starts another process and ends this one with 0."""
+    program = (
+        "import os, sys; from edgekv import child_start; os.name = 'nt'; os.execv = None; "
+        f"sys.argv = ['child_start', '0', 'program', {sys.executable!r}, '-c', 'exit(3)']; child_start.main()"
+    )
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 3
+
+
+@pytest.mark.parametrize(
+    ("code", "text"), [(3, "exit code 3"), (-9, "SIGKILL"), (0xC0000005, "exit code 0xC0000005"), (-200, "signal 200")]
+)
+def test_ends_are_named(code: int, text: str) -> None:
+    assert describe_exit(code) == text

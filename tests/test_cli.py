@@ -328,3 +328,15 @@ def test_shells_complete_commands(typed: str, found: str) -> None:
     command = [sys.executable, "-c", "from edgekv.cli import main; main()"]
     done = subprocess.run(command, env={**os.environ, **words}, capture_output=True, text=True)
     assert done.stdout.split() == [found]
+
+
+def test_a_reader_that_has_gone_on_windows_is_no_bug() -> None:
+    """There it is EINVAL instead of EPIPE; a name that the file system refuses is EINVAL too."""
+    program = (
+        "import os, sys; from edgekv.cli.exit_codes import exit_code_of; os.name = 'nt'\n"
+        "def call(): raise OSError(22, 'Invalid argument', *sys.argv[1:])\n"
+        "sys.exit(exit_code_of(call))"
+    )
+    for names, message in ([], ""), (["a?b"], "edgekv: error: a?b: Invalid argument\n"):
+        done = subprocess.run([sys.executable, "-c", program, *names], capture_output=True, text=True, check=False)
+        assert (done.returncode, done.stderr) == (1, message)

@@ -23,6 +23,7 @@ PACKAGES = {
     "engine htp": "onnxruntime-qnn",
     "engine litert": "ai-edge-litert",
     "engine tflite": "tflite-runtime",
+    "Qualcomm's libraries": "onnxruntime-qnn",
     "genie": "onnxruntime-qnn",
     "onnxruntime-genai": "onnxruntime-genai",
     "Qualcomm AI Hub": "qai-hub",

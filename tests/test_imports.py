@@ -16,7 +16,7 @@ ROOT = Path(__file__).parent.parent
 PACKAGES = ("quant", "devices", "edgekv", "exporters")
 FLOORS = (
     ("quant", "devices", "edgekv.errors"),
-    ("edgekv.system",),
+    ("edgekv.system", "edgekv.vendor_libraries"),
     ("edgekv.json_file", "edgekv.text_file", "edgekv.tensor_file", "edgekv.scratch", "edgekv.native_output"),
     ("edgekv.child", "edgekv.qnn", "edgekv.spec", "edgekv.paged"),
     ("edgekv.kv", "edgekv.bundle"),

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import random
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -145,3 +147,18 @@ def test_layers_that_differ_are_saved_together(tmp_path):
     second.restore(read_state(tmp_path / "state", fingerprint=""))
     assert [group.length for group in second.groups] == [5, 9]
     assert all(np.array_equal(rows, second.state.rows[name]) for name, rows in first.state.rows.items())
+
+
+def test_a_file_is_closed_when_it_gets_its_name(tmp_path, monkeypatch):
+    """Windows renames no file that is open."""
+    replace, renamed = Path.replace, []
+
+    def closed_replace(path, target):
+        descriptors = [str(each.readlink()) for each in Path("/proc/self/fd").iterdir() if os.path.lexists(each)]
+        assert str(path) not in descriptors
+        renamed.append(target)
+        return replace(path, target)
+
+    monkeypatch.setattr(Path, "replace", closed_replace)
+    write_state(make(MADE[0]).state, tmp_path / "state", fingerprint="f")
+    assert renamed == [tmp_path / "state"] == [*tmp_path.iterdir()]

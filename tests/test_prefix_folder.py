@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import runpy
 import sqlite3
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from edgekv.prefix import PrefixError, PrefixStore
+from edgekv.prefix import PrefixError, PrefixStore, lock
 from edgekv.prefix.catalogue import INDEX
 from tests.test_prefix_disk import LONG, found, killed_sequence, killed_store, opened, saved
 from tests.test_prefix_model import BLOCK_BYTES, audit, rows_of
@@ -252,3 +255,21 @@ def test_a_public_sequence_is_found_under_any_salt(tmp_path: Path) -> None:
     store.insert(LONG, rows_of(LONG, "tenant"), salt="tenant")
     assert found(store, LONG, "tenant") == len(LONG)
     audit(store, [])
+
+
+def test_a_lock_on_windows_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There a call waits for ten seconds only."""
+    answers = [OSError(errno.EDEADLK, "Resource deadlock avoided")] * 2 + [None]
+
+    def locking(descriptor: int, mode: int, size_bytes: int) -> None:
+        if (answer := answers.pop(0)) is not None:
+            raise answer
+
+    monkeypatch.setitem(sys.modules, "msvcrt", SimpleNamespace(LK_LOCK=1, locking=locking))
+    monkeypatch.setattr(sys, "platform", "win32")
+    locked = runpy.run_path(str(Path(lock.__file__)))["locked"]
+    with locked(tmp_path / ".lock"):
+        assert answers == []
+    answers.append(OSError(errno.EACCES, "Permission denied"))
+    with pytest.raises(PermissionError), locked(tmp_path / ".lock"):
+        pass

@@ -37,7 +37,7 @@ def test_free_memory_is_what_the_system_reports() -> None:
 
 @pytest.mark.parametrize("sysconf", [None, "raises"])
 def test_a_system_that_reports_no_free_memory_is_named(monkeypatch: pytest.MonkeyPatch, sysconf: str | None) -> None:
-    """As Windows, which has no sysconf, and macOS, which does not know the free pages."""
+    """As macOS, which does not know the free pages."""
     monkeypatch.setattr(system, "_proc_bytes", lambda *_: None)
     monkeypatch.setattr(sys, "platform", "win32" if sysconf is None else "darwin")
     if sysconf is None:
@@ -46,6 +46,25 @@ def test_a_system_that_reports_no_free_memory_is_named(monkeypatch: pytest.Monke
         monkeypatch.setattr(os, "sysconf", _unknown)
     with pytest.raises(EngineError, match=r"free memory: got a system that does not report it \((win32|darwin)\)"):
         free_memory_bytes()
+
+
+@pytest.mark.parametrize("succeeds", [True, False])
+def test_windows_is_asked_for_its_memory(monkeypatch: pytest.MonkeyPatch, succeeds: bool) -> None:
+    def status(found: object) -> bool:
+        structure = found._obj  # type: ignore[attr-defined]
+        assert structure.length == ctypes.sizeof(structure) == 64  # MEMORYSTATUSEX
+        structure.available = 3 << 30
+        return succeeds
+
+    kernel = SimpleNamespace(GlobalMemoryStatusEx=status, GetLastError=lambda: 5)
+    monkeypatch.setattr(ctypes, "windll", SimpleNamespace(kernel32=kernel), raising=False)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "name", "nt")
+        if succeeds:
+            assert free_memory_bytes() == 3 << 30
+        else:
+            with pytest.raises(EngineError, match="free memory: got error 5 of Windows"):
+                free_memory_bytes()
 
 
 def _unknown(name: str) -> int:

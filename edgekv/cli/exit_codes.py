@@ -50,7 +50,7 @@ def exit_code_of(call: Callable[[], None]) -> int:
     except UnknownDeviceError as error:
         return _report(str(error), 2)
     except OSError as error:
-        if error.errno == errno.EPIPE:
+        if _is_closed_pipe(error):
             # The reader of our output is gone; the flush at the interpreter's exit must not complain either.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return 1
@@ -95,6 +95,11 @@ def _raise(number: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt
     signal.signal(number, signal.SIG_IGN)  # a second one must not interrupt the cleanup
     raise TerminatedError(number)
+
+
+def _is_closed_pipe(error: OSError) -> bool:
+    """Whether the reader of a pipe is gone: on Windows that is EINVAL, without the name of a file."""
+    return error.errno == errno.EPIPE or (os.name == "nt" and error.errno == errno.EINVAL and error.filename is None)
 
 
 def _report(message: str, code: int) -> int:

@@ -18,6 +18,7 @@ _CORE = "engine cpu"
 _OWN = {
     _CORE: "edgekv.doctor.probes:cpu",
     "engine htp": "edgekv.doctor.probes:htp",
+    "Qualcomm's libraries": "edgekv.doctor.libraries:libraries",
     "engine litert": "edgekv.doctor.probes:litert",
     "engine tflite": "edgekv.doctor.probes:tflite",
 }

@@ -77,14 +77,17 @@ def write_state(state: CacheState, file: str | Path, *, fingerprint: str) -> Non
     content = encode_tensors(state.rows, metadata)
     target = Path(file)
     try:
-        with NamedTemporaryFile(dir=target.parent, prefix=f".{target.name}.", delete=False) as partial:
+        with NamedTemporaryFile(dir=target.parent, prefix=f".{target.name}.", delete=False) as written:
+            partial = Path(written.name)
             try:
-                partial.write(content)
-                partial.flush()
-                os.fsync(partial.fileno())
-                Path(partial.name).replace(target)
+                written.write(content)
+                written.flush()
+                os.fsync(written.fileno())
+                written.close()  # Windows renames and removes no file that is open
+                partial.replace(target)
             except BaseException:
-                Path(partial.name).unlink(missing_ok=True)
+                written.close()
+                partial.unlink(missing_ok=True)
                 raise
     except OSError as error:
         raise StateError(

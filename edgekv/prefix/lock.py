@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 from collections.abc import Iterator
@@ -29,7 +30,13 @@ if sys.platform == "win32":
     def _lock(descriptor: int) -> None:
         import msvcrt
 
-        msvcrt.locking(descriptor, msvcrt.LK_LOCK, 1)
+        while True:
+            try:
+                msvcrt.locking(descriptor, msvcrt.LK_LOCK, 1)
+                return
+            except OSError as error:
+                if error.errno != errno.EDEADLK:  # after ten seconds of waiting
+                    raise
 
 else:
 

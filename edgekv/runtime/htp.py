@@ -12,7 +12,7 @@ import onnxruntime as ort
 from devices import Device, find
 from edgekv.bundle import Bundle, GraphFormat, open_compiled
 from edgekv.errors import UsageError
-from edgekv.qnn import compiler, create_session
+from edgekv.qnn import check_libraries, compiler, create_session
 from edgekv.runtime.binding import Binding, MemoryBinding
 from edgekv.runtime.row_bits import RowBits
 
@@ -38,7 +38,9 @@ class HtpEngine:
     def open(cls, bundle: Bundle, threads: int | None) -> HtpEngine:
         if threads is not None:
             raise UsageError("threads", got=threads, expected="none with the engine htp", fix="Leave it out.")
-        return cls.on(find(bundle.manifest.device), bundle)
+        device = find(bundle.manifest.device)
+        check_libraries(device)
+        return cls.on(device, bundle)
 
     @classmethod
     def on(cls, device: Device, bundle: Bundle) -> HtpEngine:

@@ -23,6 +23,7 @@ from edgekv.native_output import captured_output
 from edgekv.runtime.foreign_graph import TriedFiles
 from edgekv.runtime.row_bits import RowBits
 from edgekv.spec import GraphInterface, Port
+from edgekv.vendor_libraries import Platform
 
 TESTED = "2.3.0"
 
@@ -241,7 +242,7 @@ def _library() -> _Library:
     except ImportError:
         raise EngineError("engine litert", got="no package ai_edge_litert", expected="LiteRT", fix=_INSTALL) from None
     try:
-        return _Library(Path(ai_edge_litert.__file__).parent / "libLiteRt.so")
+        return _Library(Path(ai_edge_litert.__file__).parent / f"libLiteRt{Platform.here().suffix}")
     except (OSError, AttributeError) as error:
         raise EngineError(
             "engine litert",

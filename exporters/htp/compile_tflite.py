@@ -19,10 +19,12 @@ from devices import Device
 from edgekv.child import run_program
 from edgekv.errors import EngineError, UsageError
 from edgekv.scratch import scratch_folder
+from edgekv.vendor_libraries import Platform
 
 SOCS = frozenset(["SA8255", "SA8295", "SM8350", "SM8450", "SM8475", "SM8550", "SM8650", "SM8750", "SM8845", "SM8850"])
 """What the plugin of ai-edge-litert 2.3 compiles for."""
 
+_COMPILES_ON = Platform("linux", "x86_64")
 _DISPATCH = b"DISPATCH_OP"
 _REFUSED = re.compile(r"LiteRT Op #\d+ '(\w+)' \(code=\d+\) is not supported")
 _ERROR = re.compile(r"ERROR: \[[^\]]*\] ?(.+)")
@@ -48,6 +50,14 @@ def compile_tflite(source: Path, target: Path, graphs: Sequence[str], device: De
             got=f"{device.soc} for TFLite graphs",
             expected=f"one that LiteRT's plugin knows: {', '.join(sorted(SOCS))}",
             fix="Export with --format onnx, which compiles for every chip of the catalogue.",
+        )
+    if Platform.here() != _COMPILES_ON:
+        here = Platform.here()
+        raise EngineError(
+            "compiling TFLite graphs",
+            got=f"{here.system} on {here.machine}",
+            expected=f"{_COMPILES_ON.system} on {_COMPILES_ON.machine}, where LiteRT's plugin was tested",
+            fix="Compile there; the compiled file is for the device alone.",
         )
     litert, libraries = _package("ai_edge_litert"), _package("onnxruntime_qnn")
     with scratch_folder("litert") as folder:

@@ -15,6 +15,7 @@ import msgspec
 
 from edgekv.child import TIMEOUT_VARIABLE, describe_exit, started, vendor_timeout_s
 from edgekv.errors import EngineError
+from edgekv.vendor_libraries import Platform, search_paths
 from exporters.targets.genie.config import GenieConfig
 from exporters.targets.genie.messages import (
     Create,
@@ -53,7 +54,6 @@ class GenieDialog:
             EngineError: Genie is missing, refused the folder, or crashed.
         """
         library = find_library()
-        paths = [str(library.parent), *filter(None, [os.environ.get("LD_LIBRARY_PATH")])]
         self._timeout_s = vendor_timeout_s()
         self._timed_out = False
         self._state = state
@@ -63,7 +63,7 @@ class GenieDialog:
             started(
                 "module",
                 ["exporters.targets.genie.worker"],
-                {"LD_LIBRARY_PATH": os.pathsep.join(paths)},
+                search_paths(library.parent, Platform.here()),
                 dies_with_thread=threading.current_thread() is threading.main_thread(),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 from collections.abc import Callable, Sequence
 from ctypes import CFUNCTYPE, POINTER, byref, c_char_p, c_int, c_uint32, c_void_p
 
@@ -28,6 +29,8 @@ _SIGNATURES: dict[str, list[object]] = {
 
 def unbuffer_stdout() -> None:
     """Disable buffering of C output: it names the cause of a crash, and a crash loses buffered output."""
+    if os.name == "nt":
+        return  # the library's own C runtime cannot be reached
     libc = ctypes.CDLL(None)
     libc.setvbuf(c_void_p.in_dll(libc, "stdout"), None, _UNBUFFERED, 0)
 

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from importlib import metadata, util
+from importlib import metadata
 from pathlib import Path
 
+from edgekv import vendor_libraries
 from edgekv.errors import EngineError
+from edgekv.vendor_libraries import Platform, find_places
 
 PACKAGE = "onnxruntime-qnn"
 TESTED = "2.7.0"
-LIBRARY = "libGenie.so"
+LIBRARY = "Genie"
 _INSTALL = 'Install it: pip install "edgekv[htp]"'
 
 
 def find_library() -> Path:
-    """libGenie.so of the tested version. Nothing is loaded.
+    """Genie's library of the tested version, from the wheel. Nothing is loaded.
 
     Names of graphs are replaced within binaries, and the library is called without headers. Both are known to work
     with this version only.
@@ -22,14 +24,17 @@ def find_library() -> Path:
     Raises:
         EngineError: the package is missing, has another version, or has no Genie for this machine.
     """
-    spec = util.find_spec("onnxruntime_qnn")
-    if spec is None or spec.origin is None:
+    on = Platform.here()
+    place = next((each for each in find_places(on) if each.origin == vendor_libraries.PACKAGE), None)
+    if place is None:
         raise EngineError("Genie", got=f"no package {PACKAGE}", expected=f"{PACKAGE} {TESTED}", fix=_INSTALL)
     if (version := metadata.version(PACKAGE)) != TESTED:
         raise EngineError("Genie", got=f"{PACKAGE} {version}", expected=f"the tested {TESTED}", fix=_INSTALL)
-    path = Path(spec.origin).parent / LIBRARY
-    if not path.is_file():
+    if not place.has(LIBRARY, on):
         raise EngineError(
-            "Genie", got=f"no {path}", expected="Qualcomm's wheel for Linux", fix="Run this on Linux x86-64."
+            "Genie",
+            got=f"no {place.folder / on.library(LIBRARY)}",
+            expected="a wheel of Qualcomm's that has it",
+            fix="Run this on Linux, or on Windows.",
         )
-    return path
+    return place.folder / on.library(LIBRARY)
