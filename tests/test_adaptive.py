@@ -49,16 +49,16 @@ def adaptive(costs: PassCosts, most: int = 15) -> AdaptiveDrafter:
     return AdaptiveDrafter([PromptLookup()], ROWS, DraftRecord(costs), most)
 
 
-def test_a_median_is_kept_of_each_size_and_the_first_pass_left_out():
+def test_the_lower_quartile_is_kept_of_each_size_and_the_first_pass_left_out():
     costs = PassCosts()
     assert costs.ns(8) == pytest.approx(costs.ns(1) * (1 + 7 / 64))
-    for ns in (900, 10, 12, 11, 9):
+    for ns in (900, 10, 12, 11, 9, 13):
         costs.add(1, ns)
-    assert costs.ns(1) == 10.5
-    assert costs.ns(8) == pytest.approx(10.5 * (1 + 7 / 64))
-    for ns in (9000, 500, 20, 20, 21):
+    assert costs.ns(1) == 10
+    assert costs.ns(8) == pytest.approx(10 * (1 + 7 / 64))
+    for ns in (9000, 500, 20, 300, 21, 400):
         costs.add(8, ns)
-    assert costs.ns(8) == 20.5 and costs.ns(16) == pytest.approx(10.5 * (1 + 15 / 64))
+    assert costs.ns(8) == 21 and costs.ns(16) == pytest.approx(10 * (1 + 15 / 64))
 
 
 def test_a_disturbed_pass_rules_nothing_out():

@@ -79,7 +79,7 @@ class AdaptiveDrafter:
     """Asks several drafters, takes the draft that promises the most tokens a second, and none where none pays.
 
     Proposals that are not used are compared with the text too, so that acceptance is measured while speculation is
-    off. A pass's time is the median of the last ones. One object serves one text, as its drafters do.
+    off. A pass's time is that of the last ones, see `PassCosts`. One object serves one text, as its drafters do.
     """
 
     def __init__(self, sources: Sequence[Source], rows: Sequence[int], record: DraftRecord, most: int) -> None:

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
-from statistics import median
 
 _SAMPLES = 31
-_FEW = 3
-"""Up to so many samples the least one counts, so that a disturbed one cannot rule out a graph."""
 _MANY = 8
 _PATIENCE = 256
 _MOST_PATIENCE = 4096
@@ -39,7 +36,7 @@ class _Graph:
             self.has_loaded = True
             return
         self.samples_ns.append(ns)
-        self.ns = median(self.samples_ns) if len(self.samples_ns) > _FEW else min(self.samples_ns)
+        self.ns = sorted(self.samples_ns)[(len(self.samples_ns) - 1) // 4]
         if len(self.samples_ns) >= _MANY:
             self.patience = _PATIENCE
 
@@ -50,8 +47,9 @@ class _Graph:
 
 
 class PassCosts:
-    """Medians of the last passes of each size, which all texts of a model share.
+    """Lower quartiles of the last passes of each size, which all texts of a model share.
 
+    On a busy machine more than half of the long passes can be interrupted, and few of the short ones.
     More rows never cost less: where a size seems to, the smaller one was disturbed, and is tried again.
     The cost of a size that has not run for 256 passes is forgotten, so that it is tried again; for twice as many if it
     then runs only a few times, and so on up to 4,096.
