@@ -126,7 +126,7 @@ def compare(
     """Totals by mode and kind; each prompt is answered plainly and in every mode."""
     totals: dict[tuple[str, str], Total] = {}
     for number, prompt in enumerate(prompts):
-        tokens = _tokens(model, prompt.text)
+        tokens = prompt_tokens(model, prompt.text)
         turns = [Speculate("off"), *modes]
         first = number % len(turns)
         list(model.generate(tokens, 1, sequence=1))  # so that all turns find the prompt in the cache
@@ -186,7 +186,8 @@ def pass_times(model: edgekv.Model) -> str:
     return f"A pass of {', '.join(times)}."
 
 
-def _tokens(model: edgekv.Model, text: str) -> list[int]:
+def prompt_tokens(model: edgekv.Model, text: str) -> list[int]:
+    """The tokens of a prompt, as a message of a conversation if the model has a chat template."""
     try:
         templates = model.chat_templates
     except EdgeKVError:
