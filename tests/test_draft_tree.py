@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Sequence
 from pathlib import Path
@@ -130,6 +131,21 @@ def test_lookup_and_a_corpus_branch(bundles: dict[str, Path], tmp_path: Path) ->
             Speculate(tree=True),
         ):
             assert [token.id for token in model.generate(prompt, LONG, speculate=wanted)] == plain
+
+
+@pytest.mark.slow
+@pytest.mark.htp
+def test_the_commands_take_the_option(bundles: dict[str, Path], capsys: Any) -> None:
+    found = []
+    for options in ([], ["--speculate", "lookup", "--draft-tree"]):
+        shared = ["--engine", "htp", "--prompt", "a b a c a", "--max-new-tokens", "20", "--ignore-eos", "--json"]
+        assert run(["generate", str(bundles["rows"]), *shared, *options]) == 0
+        found.append(json.loads(capsys.readouterr().out))
+    assert found[0]["tokens"] == found[1]["tokens"]
+    assert found[1]["stats"]["speculation"]["drafters"]["lookup"]["proposed"] > 0
+    for command in ("chat", "serve"):
+        assert run([command, "--help"]) == 0
+        assert "--draft-tree" in capsys.readouterr().out
 
 
 @pytest.mark.slow
