@@ -18,7 +18,7 @@ from edgekv.runtime.mapped import MappedWeights
 from edgekv.spec import GraphInterface, Port
 
 # TensorProto.DataType: the runtime reads a number faster than a numpy type.
-_ELEMENTS: dict[str, int] = {"uint8": 2, "int8": 3, "uint16": 4, "int16": 5, "int32": 6}
+_ELEMENTS = {np.dtype(name): number for name, number in (("u1", 2), ("i1", 3), ("u2", 4), ("i2", 5), ("i4", 6))}
 OPEN_ROWS = "rows_"  # and the most: the name of a size that can be smaller
 _MANY = 64  # with fewer tensors, binding is faster than starting a background task
 _LONG_NS = 2_000_000  # a run must take longer than binding hundreds of tensors
@@ -171,7 +171,7 @@ class MemoryBinding:
         addresses: Sequence[int],
         offset_bytes: int = 0,
     ) -> None:
-        self._bind(_Place(False, names, _ELEMENTS[dtype.name], shape, addresses, offset_bytes))
+        self._bind(_Place(False, names, _ELEMENTS[dtype], shape, addresses, offset_bytes))
 
     def outputs(
         self,
@@ -181,7 +181,7 @@ class MemoryBinding:
         addresses: Sequence[int],
         offset_bytes: int = 0,
     ) -> None:
-        self._bind(_Place(True, names, _ELEMENTS[dtype.name], shape, addresses, offset_bytes))
+        self._bind(_Place(True, names, _ELEMENTS[dtype], shape, addresses, offset_bytes))
 
     def run(self) -> None:
         bound = self._bound

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -54,6 +53,25 @@ class _GroupPorts:
         self.bound = wanted
 
 
+class _MaskPort:
+    """A mask's port, which is bound to as many columns as the window of its group has."""
+
+    __slots__ = ("_address", "_bound", "_dtype", "_name", "_rows", "index")
+
+    def __init__(self, port: Port, index: int, array: NDArray[Any]) -> None:
+        self.index = index
+        self._name = [port.name]
+        self._dtype, self._address = array.dtype, [array.ctypes.data]
+        *self._rows, self._bound = port.shape
+
+    def bind(self, binding: Binding, window: Window) -> None:
+        """Bind the port to a window, unless it already is."""
+        columns = window.columns + window.ar
+        if self._bound != columns:
+            self._bound = columns
+            binding.inputs(self._name, self._dtype, [*self._rows, columns], self._address)
+
+
 class BoundPart:
     """A part whose inputs and outputs are bound once. A step rebinds only the cache's windows and a head's row.
 
@@ -96,9 +114,8 @@ class BoundPart:
             for port in ports:
                 if port.name in arrays:
                     _bind(bind, port, arrays[port.name])
-        self._masks = {port: mask_groups[port.name] for port in interface.inputs if port.name in mask_groups}
-        self._mask_columns = {port.name: port.shape[-1] for port in self._masks}
-        self._arrays = arrays
+        masks = [port for port in interface.inputs if port.name in mask_groups]
+        self._masks = [_MaskPort(port, mask_groups[port.name], arrays[port.name]) for port in masks]
         self._entry = interface.entry
         self._hidden = arrays[self._entry.name]
         self._row = 0
@@ -116,12 +133,8 @@ class BoundPart:
         """Bind to the windows of a step of `tokens` tokens. A head of one row reads the row of the last token."""
         for group in self._groups:
             group.bind(self._binding, windows[group.index])
-        for port, index in self._masks.items():
-            columns = windows[index].columns + windows[index].ar
-            if self._mask_columns[port.name] != columns:
-                self._mask_columns[port.name] = columns
-                narrow = replace(port, shape=(*port.shape[:-1], columns))
-                _bind(self._binding.inputs, narrow, self._arrays[port.name])
+        for mask in self._masks:
+            mask.bind(self._binding, windows[mask.index])
         if self._reads_one_row and self._row != tokens - 1:
             self._row = tokens - 1
             _bind(self._binding.inputs, self._entry, self._hidden, self._row * self._hidden.strides[2])
