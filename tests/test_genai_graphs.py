@@ -22,7 +22,7 @@ from edgekv.runtime.rope import rope_tables
 from exporters.htp.check import floating_nodes
 from exporters.targets.genai.helpers import dequantizer, position_processor
 from exporters.targets.genai.proof import StackedGraph, prove
-from exporters.targets.genai.stack_heads import stack_heads
+from exporters.targets.genai.stacked import stack_heads
 from tests.checkpoints import write_checkpoint
 from tests.exports import export_options, exported
 

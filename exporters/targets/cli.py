@@ -9,6 +9,7 @@ import typer
 
 from exporters.targets.genai.cli import bundle_genai
 from exporters.targets.genie.cli import bundle_genie
+from exporters.targets.geniex.cli import bundle_geniex
 
 bundle = typer.Typer(
     no_args_is_help=True, rich_markup_mode=None, help="Write a bundle as the files that another runtime loads."
@@ -22,3 +23,4 @@ def _bundle() -> None:
 
 bundle.command("genai")(bundle_genai)
 bundle.command("genie")(bundle_genie)
+bundle.command("geniex")(bundle_geniex)

@@ -8,7 +8,8 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from edgekv.bundle import GraphRecord, Manifest
-from exporters.targets.genai.names import FLOAT_LOGITS, HELD_TOKENS, POSITION_IDS, new_name, past_name
+from exporters.targets.genai.names import FLOAT_LOGITS, HELD_TOKENS, POSITION_IDS
+from exporters.targets.stacked_names import new_name, past_name
 
 CONFIG = "genai_config.json"
 TOKENIZER = "tokenizer.json"

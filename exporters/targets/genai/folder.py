@@ -28,7 +28,7 @@ from exporters.targets.genai.config import (
 )
 from exporters.targets.genai.helpers import dequantizer, position_processor
 from exporters.targets.genai.proof import StackedGraph, prove
-from exporters.targets.genai.stack_heads import stack_heads
+from exporters.targets.genai.stacked import stack_heads
 
 _TOKENIZER_CONFIG = b'{"tokenizer_class": "PreTrainedTokenizerFast"}\n'
 

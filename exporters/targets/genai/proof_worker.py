@@ -17,8 +17,8 @@ from edgekv.errors import EdgeKVError
 from edgekv.runtime import CpuEngine, HtpEngine
 from edgekv.session.sink import read_sink
 from edgekv.spec import IDS, LOGITS_INDEX
-from exporters.targets.genai.names import new_name, past_name
 from exporters.targets.genai.proof import ProofJob, ProofReply
+from exporters.targets.stacked_names import new_name, past_name
 
 Arrays = dict[str, NDArray[Any]]
 

@@ -30,15 +30,17 @@ def part_name(graph: str, part: int, parts: int) -> str:
     return graph if parts == 1 else f"{graph}_{part}_of_{parts}"
 
 
-def name_graphs(folder: Path, binary: CompiledBinary) -> dict[str, str]:
+def name_graphs(folder: Path, binary: CompiledBinary, *, pad_number: bool = False) -> dict[str, str]:
     """Give the graphs of a binary, and its wrappers, the names under which the wrappers are listed.
 
     Args:
         folder: has the binary and its wrappers.
         binary: the binary.
+        pad_number: pad the context's number with zeros in front, which is read as the same number.
 
     Returns:
-        The full names, which end in the part and are padded with underscores to the length of those they replace.
+        The full names, which end in the part and are padded to the length of those they replace: with underscores
+        before the part, unless the number is padded.
 
     Raises:
         EngineError: a name is not where the tested compiler puts it.
@@ -50,7 +52,7 @@ def name_graphs(folder: Path, binary: CompiledBinary) -> dict[str, str]:
             (node,) = wrapper.graph
             given = node.attributes["partition_name"].as_string()
             end = found[0] if (found := _PART.search(graph)) else "_1_of_1"
-            name = graph.removesuffix(end).ljust(len(given) - len(end), "_") + end
+            name = _padded(graph.removesuffix(end), len(given) - len(end), pad_number=pad_number) + end
             places = _places(content, given.encode())
             if len(places) != _PLACES or len(name) != len(given):
                 raise EngineError(
@@ -66,6 +68,13 @@ def name_graphs(folder: Path, binary: CompiledBinary) -> dict[str, str]:
             save_model(wrapper, folder / wrapper_file)
             names[graph] = name
     return names
+
+
+def _padded(name: str, length: int, *, pad_number: bool) -> str:
+    if not pad_number:
+        return name.ljust(length, "_")
+    before, mark, number = name.rpartition("_cl")
+    return before + mark + number.zfill(length - len(before + mark))
 
 
 def _places(content: mmap, text: bytes) -> list[int]:

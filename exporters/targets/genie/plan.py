@@ -29,6 +29,7 @@ class GenieOptions:
         embedding_table: let Genie look up embeddings in a file instead of the graphs.
         each: also write one binary per graph; Genie on x86 loads no others.
         check: run the result in Genie and compare its tokens with edgekv's.
+        stacked: one cache tensor for all heads of a layer, and names of graphs without repeated underscores.
     """
 
     device: Device | None = None
@@ -39,6 +40,7 @@ class GenieOptions:
     embedding_table: bool = False
     each: bool = True
     check: bool = True
+    stacked: bool = False
 
     def __post_init__(self) -> None:
         if self.max_new_tokens is not None and self.max_new_tokens < 1:

@@ -6,7 +6,8 @@ with this table before it is compiled, and compared again with what Genie reads 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -18,6 +19,7 @@ from edgekv.spec import EMBEDDINGS, MASK, Port
 from quant import Encoding
 
 _RANK = 4
+_HEAD = re.compile(r"(?<=\d)_h\d+(?=_(?:in|out)$)")  # past_key_0_h1_in
 _AGAIN = "Genie would load it and generate noise: export the bundle again with this edgekv."
 
 
@@ -84,6 +86,14 @@ class GeniePorts:
 
         return cls(tuple(map(found, ports.inputs)), tuple(map(found, ports.outputs)))
 
+    def stacked(self, axis: int = 0) -> GeniePorts:
+        """The same with one tensor for all heads of a layer, in the encoding of the first head.
+
+        Args:
+            axis: of the heads. Graphs have `[heads, 1, ...]`, which Genie reports as `[1, heads, ...]`.
+        """
+        return GeniePorts(_stacked(self.inputs, axis), _stacked(self.outputs, axis))
+
     def check_encodings(self, where: str) -> None:
         """Reject encodings in which Genie's fixed integers would mean something else.
 
@@ -107,6 +117,19 @@ class GeniePorts:
         """
         _compare(f"{where}: input", self.inputs, found.inputs)
         _compare(f"{where}: output", self.outputs, found.outputs)
+
+
+def _stacked(ports: Sequence[GeniePort], axis: int) -> tuple[GeniePort, ...]:
+    heads: dict[str, list[GeniePort]] = {}
+    for port in ports:
+        heads.setdefault(_HEAD.sub("", port.name), []).append(port)
+    found = []
+    for name, (first, *others) in heads.items():
+        shape = list(first.shape)
+        if name.startswith("past_"):
+            shape[axis] = 1 + len(others)
+        found.append(GeniePort(name, tuple(shape), first.encoding))
+    return tuple(found)
 
 
 def _compare(field: str, wanted: Iterable[GeniePort], found: Iterable[GeniePort]) -> None:

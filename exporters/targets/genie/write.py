@@ -48,6 +48,7 @@ from exporters.targets.genie.proof import prove
 from exporters.targets.genie.state import STATE, write_state
 from exporters.targets.genie.vendor import find_library
 from exporters.targets.key_columns import KeysInColumns
+from exporters.targets.stack_heads import StackHeads
 from quant import Encoding
 
 _TOKENIZER = "tokenizer.json"
@@ -78,7 +79,10 @@ def write_genie(
         scratch_folder("genie") as scratch,
     ):
         table = _Table(bundle, folder / TABLE) if options.embedding_table or manifest.embedding else None
-        parts = [_adapt_part(bundle, plan, part, scratch, table) for part in range(1, plan.parts + 1)]
+        parts = [
+            _adapt_part(bundle, plan, part, scratch, table, stacked=options.stacked)
+            for part in range(1, plan.parts + 1)
+        ]
         encoding = None if table is None else table.encoding
         ports = {
             name: _check_graph(bundle, graph, graph.parts[part - 1], models[name], encoding)
@@ -86,7 +90,11 @@ def write_genie(
             for name, graph in plan.named(part)
         }
         binaries = compile_binaries(parts, plan.device, folder, options.each, progress)
-        named = {name: full for binary in binaries for name, full in name_graphs(folder, binary).items()}
+        named = {
+            name: full
+            for binary in binaries
+            for name, full in name_graphs(folder, binary, pad_number=options.stacked).items()
+        }
         alone = {name: binary for binary in binaries if binary.graphs == 1 for name in binary.wrappers}
         whole = [next(b for b in binaries if b.wrappers.keys() == models.keys()) for models in parts]
         shared = [binary.file for binary in whole] if len(whole) < len(binaries) else []
@@ -116,7 +124,8 @@ def write_genie(
             progress("check on Genie", 0, 1)
             wrappers = {name: folder / binary.wrappers[name] for name, binary in alone.items()}
             # The bundle's own graphs run on Genie's binaries if these read and write the same.
-            reads_alike = manifest.key_layout == "columns" and (table is None or manifest.embedding is not None)
+            same_cache = manifest.key_layout == "columns" and not options.stacked
+            reads_alike = same_cache and (table is None or manifest.embedding is not None)
             compiled = plan.compiled(bundle, wrappers)
             engine = HtpEngine(plan.device, compiled) if reads_alike else HtpEngine.on(plan.device, bundle)
             prompt = _prompt(bundle, plan)
@@ -160,9 +169,11 @@ class _Table:
             self.encoding = bundle.manifest.encodings[EMBEDDINGS]
 
 
-def _adapt_part(bundle: Bundle, plan: GeniePlan, number: int, scratch: Path, table: _Table | None) -> dict[str, Path]:
-    """One part of the graphs to compile, by their names: with the logits of all rows, keys in columns, and without the
-    embedding table if Genie looks embeddings up.
+def _adapt_part(
+    bundle: Bundle, plan: GeniePlan, number: int, scratch: Path, table: _Table | None, *, stacked: bool
+) -> dict[str, Path]:
+    """One part of the graphs to compile, by their names: with the logits of all rows, keys in columns, heads `stacked`
+    if that is asked for, and without the embedding table if Genie looks embeddings up.
     """
     models = {}
     for name, graph in plan.named(number):
@@ -172,6 +183,8 @@ def _adapt_part(bundle: Bundle, plan: GeniePlan, number: int, scratch: Path, tab
         passes: list[ir.passes.PassBase] = [ReturnAllRows(part, graph.ar)]
         if bundle.manifest.key_layout == "rows":
             passes.append(KeysInColumns(bundle.manifest.geometry.names()))
+        if stacked and part.layers:
+            passes.append(StackHeads(bundle.manifest, graph, part))
         if table is not None and part.embeds:
             passes.append(embeddings := ReadEmbeddings(table.path))
         modified = apply(model, *passes)
@@ -189,8 +202,10 @@ def _check_graph(
 ) -> GeniePorts:
     ports = GeniePorts.of(bundle.manifest, graph, part, table)
     ports.check_encodings(part.file)
-    ports.compare(part.file, read_ports(model))
-    return ports
+    found = read_ports(model)
+    is_stacked = len(found.outputs) < len(ports.outputs)
+    (ports.stacked() if is_stacked else ports).compare(part.file, found)
+    return ports.stacked(axis=1) if is_stacked else ports
 
 
 def _prompt(bundle: Bundle, plan: GeniePlan) -> list[int]:

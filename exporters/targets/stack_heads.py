@@ -1,4 +1,4 @@
-"""A pass: the cache of a whole layer in one tensor, as onnxruntime-genai passes it."""
+"""A pass: the cache of a whole layer in one tensor, as onnxruntime-genai and GenieX pass it."""
 
 from __future__ import annotations
 
@@ -10,31 +10,15 @@ import onnx_ir as ir
 
 from edgekv.bundle import Manifest
 from edgekv.errors import BundleError
-from edgekv.kv import KvTensor, Sink
-from edgekv.runtime.rewrite import NodeWriter, apply, declare, find_port, make_port, readers, sizes
-from edgekv.spec import GraphRecord
+from edgekv.kv import KvTensor
+from edgekv.runtime.rewrite import NodeWriter, declare, find_port, make_port, readers, sizes
+from edgekv.spec import GraphRecord, PartRecord
 from edgekv.spec.graph import LOGITS_INDEX
-from exporters.targets.genai.names import new_name, past_name
-from exporters.targets.genai.sink_columns import SinkColumns
-from exporters.targets.key_columns import KeysInColumns
+from exporters.targets.stacked_names import new_name, past_name
 from quant import Encoding
 
 _HEADS = 0  # axis of [kv_heads, 1, rows, width]
 _ROW = [1, 1, 1, -1]
-
-
-def stack_heads(model: ir.Model, manifest: Manifest, record: GraphRecord, sink: Sink | None = None) -> None:
-    """Give a graph of a bundle keys in columns, the sink if there is one, and stacked heads, in place.
-
-    Raises:
-        BundleError: the graph's cache is not the one of the manifest.
-    """
-    passes: list[ir.passes.PassBase] = [StackHeads(manifest, record)]
-    if sink is not None:
-        passes.insert(0, SinkColumns(manifest, sink))
-    if manifest.key_layout == "rows":
-        passes.insert(0, KeysInColumns(manifest.geometry.names()))
-    apply(model, *passes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,21 +34,23 @@ class StackHeads(ir.passes.InPlacePass):
     """Gives a graph one past tensor and one new tensor for all heads of a layer.
 
     Keys become `[kv_heads, 1, D, S-AR]` in and `[kv_heads, 1, D, AR]` out, values `[kv_heads, 1, S-AR, D]` and
-    `[kv_heads, 1, AR, D]`. The integers of each head stay the same. The input `logits_index` of a prefill graph
-    becomes the constant AR-1: onnxruntime-genai pads in front, so the last row is the last token's.
+    `[kv_heads, 1, AR, D]`. The integers of each head stay the same. The input `logits_index` of a prefill graph, if
+    it has one, becomes the constant AR-1: onnxruntime-genai pads in front, so the last row is the last token's.
 
     Each move is quantized again: the HTP compiler refuses to move bare 8-bit integers.
     """
 
-    def __init__(self, manifest: Manifest, record: GraphRecord) -> None:
-        """The pass for one graph of a bundle.
+    def __init__(self, manifest: Manifest, record: GraphRecord, part: PartRecord | None = None) -> None:
+        """The pass for one graph of a bundle, or for one part of it.
 
         Args:
             manifest: of the bundle.
             record: of the graph. If the bundle's keys are in rows, `KeysInColumns` has turned them.
+            part: the part; None for a graph of one.
         """
         super().__init__()
         self._manifest = manifest
+        self._layers = range(manifest.model.layers) if part is None else part.layers
         self._record = record
         self._past_rows = record.context - record.ar
 
@@ -73,6 +59,8 @@ class StackHeads(ir.passes.InPlacePass):
         graph = model.graph
         layers: dict[tuple[int, str], list[_Head]] = {}
         for tensor in self._manifest.geometry.names():
+            if tensor.layer not in self._layers:
+                continue
             layers.setdefault((tensor.layer, tensor.kind), []).append(self._head(graph, tensor))
         if (index := find_port(graph.inputs, LOGITS_INDEX)) is not None:
             graph.inputs.remove(index)
@@ -107,7 +95,7 @@ class StackHeads(ir.passes.InPlacePass):
     def _split(graph: ir.Graph, writer: NodeWriter, heads: Sequence[_Head], name: str, shape: Sequence[int]) -> None:
         """Let the graph read each head's past from one input."""
         shared = heads[0].encoding
-        stack = make_port(name, ir.DataType.UINT8, [len(heads), *shape])
+        stack = make_port(name, heads[0].past.dtype or ir.DataType.UINT8, [len(heads), *shape])
         graph.inputs.append(stack)
         whole = writer.dequantize(stack, f"{name}_dq", shared)
         names = [f"{head.past.name}_part" for head in heads]
@@ -133,7 +121,7 @@ class StackHeads(ir.passes.InPlacePass):
             parts.append(_rescale_as_row(writer, part, head.encoding, shared, [1, *shape]))
         joined = writer.node("Concat", parts, f"{name}_f", axis=_HEADS)
         stack = writer.quantize(joined, name, shared)
-        graph.outputs.append(declare(stack, ir.DataType.UINT8, [len(heads), *shape]))
+        graph.outputs.append(declare(stack, heads[0].new.dtype or ir.DataType.UINT8, [len(heads), *shape]))
 
 
 def _rescale(writer: NodeWriter, value: ir.Value, old: Encoding, new: Encoding) -> ir.Value:

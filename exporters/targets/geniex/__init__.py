@@ -1,0 +1,1 @@
+"""Folders that Qualcomm's GenieX loads."""
