@@ -9,7 +9,7 @@ from edgekv.bundle import Bundle, open_bundle
 from edgekv.kv import GrowthName, Policy
 from edgekv.model import Model
 from edgekv.prefix import PrefixCache
-from edgekv.runtime import make_engine
+from edgekv.runtime import HtpOptions, make_engine
 from edgekv.session import CacheSetup, Mode
 
 
@@ -22,6 +22,7 @@ def load(
     policy: str | Policy = "fail",
     threads: int | None = None,
     cpu_mode: str | None = None,
+    htp: HtpOptions | str | None = None,
     cache_mode: str | Mode = "always",
     prefix_cache: PrefixCache | None = None,
     kv_growth: GrowthName | str | None = None,
@@ -43,6 +44,7 @@ def load(
         cpu_mode: how the engine `cpu` computes: `emulate`, the HTP's rounding of every result; `exact16`, the bundle's
             integers as weights and activations of 16 bits in their products; or `fast`, with 8 bits there. None for
             `emulate`.
+        htp: options of the engine `htp`: performance mode, priority, VTCM and more; as text `performance=burst,vtcm=8`.
         cache_mode: which sequences are kept from one step to the next, as text or as a mode of `edgekv.session`:
             `always`, `long-sequence-only(TOKENS)`, `adaptive`, `adaptive(64MiB)`, `adaptive(25%)` or `disabled`.
         prefix_cache: where computed prefixes are stored: a folder, which later processes use too; a `StoreConfig`; or
@@ -60,7 +62,7 @@ def load(
         EngineError: the engine is missing or refused a graph.
     """
     opened = bundle if isinstance(bundle, Bundle) else open_bundle(bundle, verify)
-    made = make_engine(engine, bundle=opened, threads=threads, cpu_mode=cpu_mode)
+    made = make_engine(engine, bundle=opened, threads=threads, cpu_mode=cpu_mode, htp=htp)
     caches = CacheSetup.read(
         opened,
         made,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from importlib import metadata
 from pathlib import Path
@@ -122,7 +122,7 @@ def _provider() -> _Provider:
             if not _ep_devices():
                 ort.register_execution_provider_library(EP_NAME, qnn.get_library_path())
             if found := _ep_devices():
-                return _Provider(found[0], qnn.get_qnn_htp_path())
+                return _Provider(best_device(found), qnn.get_qnn_htp_path())
         except Exception as error:  # as above
             failure = str(error)
     raise EngineError(
@@ -137,6 +137,12 @@ def _missing() -> EngineError:
     return EngineError(
         "engine htp", got="no package onnxruntime_qnn", expected="Qualcomm's execution provider", fix=_INSTALL
     )
+
+
+def best_device(devices: Sequence[ort.OrtEpDevice]) -> ort.OrtEpDevice:
+    """The NPU among the devices that the provider offers, which may name the GPU and the processor first."""
+    npu = ort.OrtHardwareDeviceType.NPU
+    return next((each for each in devices if each.device.type == npu), devices[0])
 
 
 def _ep_devices() -> list[ort.OrtEpDevice]:

@@ -70,14 +70,18 @@ class Compiled:
     path: Path
     manifest: CompiledManifest
 
-    def wrapper(self, part: str) -> Path | None:
+    def wrapper(self, part: str, *, is_shared: bool = False) -> Path | None:
         """The wrapper of the binary that contains only this part of a graph; None if there is none.
+
+        Args:
+            part: its name.
+            is_shared: of the binary in which all graphs share the weights of the part.
 
         Raises:
             BundleError: the wrapper or its binary was changed. A damaged binary may crash the process that loads it.
         """
         for binary in self.manifest.binaries:
-            if binary.graphs == 1 and part in binary.wrappers:
+            if (binary.graphs > 1) == is_shared and part in binary.wrappers:
                 with file_hashes() as hashes:
                     for name in (binary.wrappers[part], binary.file):
                         self._check(name, hashes)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from edgekv.cli.engine_options import CpuModeOption
+from edgekv.cli.engine_options import CpuModeOption, HtpOption
 from edgekv.cli.numbers import parse_numbers
 from edgekv.cli.output import print_json
 
@@ -35,6 +35,7 @@ def bench(
         int | None, typer.Option(help="Threads of an engine on the CPU.", show_default="all cores")
     ] = None,
     cpu_mode: CpuModeOption = None,
+    htp: HtpOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Measure prefill, decode, the time to the first token, and passes that check drafts.
@@ -51,7 +52,7 @@ def bench(
 
     plan = BenchPlan(prompts or DEFAULT_PROMPT_TOKENS, new or DEFAULT_NEW_TOKENS, depths, repetitions)
     with load(
-        bundle, engine, kv_update=kv_update, threads=threads, cpu_mode=cpu_mode, prefix_cache=StoreConfig()
+        bundle, engine, kv_update=kv_update, threads=threads, cpu_mode=cpu_mode, htp=htp, prefix_cache=StoreConfig()
     ) as model:
         chosen = default_plan(model, plan)
         report = run_bench(model, chosen, threads, lambda result: None)

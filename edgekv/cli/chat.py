@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import msgspec
 import typer
 
-from edgekv.cli.engine_options import TalkingModeOption, talking_mode
+from edgekv.cli.engine_options import HtpOption, TalkingModeOption, talking_mode
 from edgekv.cli.grammar_options import GrammarOption, JsonSchemaOption, RegexOption, parse_grammar
 from edgekv.cli.output import print_json
 from edgekv.cli.speculate_options import (
@@ -61,6 +61,7 @@ def chat(
         int | None, typer.Option(help="Threads of an engine on the CPU.", show_default="all cores")
     ] = None,
     cpu_mode: TalkingModeOption = None,
+    htp: HtpOption = None,
     speculate: SpeculateOption = None,
     draft_corpus: DraftCorpusOption = None,
     draft: DraftOption = None,
@@ -89,7 +90,12 @@ def chat(
     }
     choose_params(None, keywords, SamplingParams(temperature=1.0))  # reject invalid options before a bundle is read
     speculation = SpeculateOptions(speculate, draft_corpus, draft, draft_tokens, draft_tree)
-    options: dict[str, Any] = {"engine": engine, "threads": threads, "cpu_mode": talking_mode(engine, cpu_mode)}
+    options: dict[str, Any] = {
+        "engine": engine,
+        "threads": threads,
+        "cpu_mode": talking_mode(engine, cpu_mode),
+        "htp": htp,
+    }
     with load(bundle, **options) as model, speculation.opened(model, **options) as wanted:
         params = choose_params(None, keywords, model.defaults).params
         assert isinstance(params, SamplingParams)

@@ -14,6 +14,13 @@ _HELP = (
 )
 
 CpuModeOption = Annotated[Optional[str], typer.Option("--cpu-mode", help=_HELP, show_default="emulate")]
+_HTP_HELP = (
+    "Options of the engine htp, KEY=VALUE,...: performance (burst, balanced, power_saver, ...), rpc-latency in us, "
+    "priority (low to high), vtcm in MiB, optimization (1 to 3), device (its number), shared-memory and mapped-weights "
+    "(yes or no)."
+)
+
+HtpOption = Annotated[Optional[str], typer.Option("--htp", help=_HTP_HELP, show_default=False)]
 TalkingModeOption = Annotated[Optional[str], typer.Option("--cpu-mode", help=_HELP, show_default="fast")]
 
 

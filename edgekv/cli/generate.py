@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from edgekv.cli.engine_options import CpuModeOption
+from edgekv.cli.engine_options import CpuModeOption, HtpOption
 from edgekv.cli.generated import print_sequences, print_stream
 from edgekv.cli.grammar_options import GrammarOption, JsonSchemaOption, RegexOption, parse_grammar
 from edgekv.cli.numbers import parse_bias
@@ -172,6 +172,7 @@ def generate(
         int | None, typer.Option(help="Threads of an engine on the CPU.", show_default="all cores")
     ] = None,
     cpu_mode: CpuModeOption = None,
+    htp: HtpOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, and nothing else.")] = False,
 ) -> None:
     """Continue a prompt.
@@ -226,6 +227,7 @@ def generate(
         policy=on_full,
         threads=threads,
         cpu_mode=cpu_mode,
+        htp=htp,
         cache_mode=cache_mode,
         prefix_cache=options.config(),
         kv_growth=kv_growth,
@@ -235,7 +237,7 @@ def generate(
         if session is not None:
             load_sequence(model, SEQUENCE, session)
             keywords["sequence"] = SEQUENCE
-        with speculation.opened(model, engine=engine, threads=threads, cpu_mode=cpu_mode) as wanted:
+        with speculation.opened(model, engine=engine, threads=threads, cpu_mode=cpu_mode, htp=htp) as wanted:
             result: Any = model.generate(text, cache_salt=cache_salt, retention=policy, speculate=wanted, **keywords)
             if num_beams is not None:
                 print_sequences(result, as_json)

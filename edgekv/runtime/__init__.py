@@ -5,6 +5,7 @@ from edgekv.runtime.cpu_mode import CPU_MODES, CpuMode
 from edgekv.runtime.engine import Engine, EngineType, find_engines, make_engine
 from edgekv.runtime.graph import StaticGraph
 from edgekv.runtime.htp import HtpEngine
+from edgekv.runtime.htp_options import HtpOptions
 from edgekv.runtime.inputs import RowView, tree_views
 from edgekv.runtime.litert import LitertEngine
 from edgekv.runtime.row_bits import RowBits
@@ -17,6 +18,7 @@ __all__ = [
     "Engine",
     "EngineType",
     "HtpEngine",
+    "HtpOptions",
     "LitertEngine",
     "RowBits",
     "RowView",

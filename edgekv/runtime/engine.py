@@ -10,6 +10,7 @@ from edgekv.bundle import Bundle, GraphFormat
 from edgekv.errors import EngineError, UsageError
 from edgekv.runtime.binding import Binding
 from edgekv.runtime.cpu_mode import CPU_MODES, CpuMode
+from edgekv.runtime.htp_options import HtpOptions
 from edgekv.runtime.row_bits import RowBits
 
 GROUP = "edgekv.engines"
@@ -78,7 +79,14 @@ def find_engines() -> dict[str, metadata.EntryPoint]:
     return own | {name: point for name, point in sorted(installed.items()) if name not in own}
 
 
-def make_engine(name: str, *, bundle: Bundle, threads: int | None = None, cpu_mode: str | None = None) -> Engine:
+def make_engine(
+    name: str,
+    *,
+    bundle: Bundle,
+    threads: int | None = None,
+    cpu_mode: str | None = None,
+    htp: HtpOptions | str | None = None,
+) -> Engine:
     """An engine by name.
 
     Args:
@@ -86,6 +94,7 @@ def make_engine(name: str, *, bundle: Bundle, threads: int | None = None, cpu_mo
         bundle: the bundle to run.
         threads: per operation; None for the runtime's own choice.
         cpu_mode: how the engine `cpu` computes, one of `CPU_MODES`; None for `emulate`.
+        htp: options of the engine `htp`, also as `HtpOptions.parse` reads them.
 
     Raises:
         UsageError: an unknown engine, one for other graphs, or an option that it does not have.
@@ -94,6 +103,7 @@ def make_engine(name: str, *, bundle: Bundle, threads: int | None = None, cpu_mo
         devices.UnknownDeviceError: an unknown device in the manifest.
     """
     mode = _read_mode(name, cpu_mode)
+    options = _read_options(name, htp)
     if threads is not None and not 1 <= threads <= MOST_THREADS:
         raise UsageError("threads", got=threads, expected=f"1 to {MOST_THREADS}", fix="Use the number of cores.")
     engines = find_engines()
@@ -111,6 +121,11 @@ def make_engine(name: str, *, bundle: Bundle, threads: int | None = None, cpu_mo
             fix=f"Use {runnable}, or export with --format {kind.graph_format}.",
         )
     engine = kind.open(bundle, threads)
+    if options is not None:
+        from edgekv.runtime.htp import HtpEngine
+
+        assert isinstance(engine, HtpEngine), "no other engine has them"
+        return engine.with_options(options)
     if mode is None:
         return engine
     from edgekv.runtime.cpu import CpuEngine
@@ -130,6 +145,14 @@ def _read_mode(engine: str, text: str | None) -> CpuMode | None:
             "cpu_mode", got=repr(text), expected=", ".join(CPU_MODES), fix="Use emulate for exact results."
         )
     return found
+
+
+def _read_options(engine: str, given: HtpOptions | str | None) -> HtpOptions | None:
+    if given is None:
+        return None
+    if engine != "htp":
+        raise UsageError("htp", got=f"options with the engine {engine}", expected="none", fix="Leave them out.")
+    return given if isinstance(given, HtpOptions) else HtpOptions.parse(given)
 
 
 def _runnable(graph_format: GraphFormat) -> str:

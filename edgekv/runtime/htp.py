@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import ClassVar, Literal
 
@@ -14,7 +14,12 @@ from edgekv.bundle import Bundle, GraphFormat, open_compiled
 from edgekv.errors import UsageError
 from edgekv.qnn import check_libraries, compiler, create_session
 from edgekv.runtime.binding import Binding, MemoryBinding
+from edgekv.runtime.htp_options import HtpOptions
 from edgekv.runtime.row_bits import RowBits
+from edgekv.vendor_libraries import Platform
+
+_SHARE = "ep.share_ep_contexts"
+_DEFAULT = HtpOptions()
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,14 +28,19 @@ class HtpEngine:
 
     Attributes:
         device: the target.
-        compiled: wrappers of context binaries that contain one graph each, by the graphs that they were compiled from;
-            other graphs are compiled when they are loaded.
+        options: of the provider.
+        compiled: wrappers of context binaries, by the graphs that they were compiled from; other graphs are compiled
+            when they are loaded.
+        shares_weights: whether the binaries contain several graphs each. The provider then loads a binary once, for the
+            sessions of all its graphs.
     """
 
     graph_format: ClassVar[GraphFormat] = "onnx"
 
     device: Device
     compiled: Mapping[Path, Path] = field(default_factory=dict)
+    shares_weights: bool = False
+    options: HtpOptions = _DEFAULT
     name: Literal["htp"] = "htp"
     _sessions: dict[Path, ort.InferenceSession] = field(default_factory=dict, init=False, repr=False, compare=False)
 
@@ -50,7 +60,26 @@ class HtpEngine:
             EngineError: the compiler is not installed.
             BundleError: a compiled binary was changed.
         """
+        # The emulator cannot load binaries of several graphs.
+        if Platform.here().has_npu and (shared := _wrappers(bundle, device, is_shared=True)):
+            return cls(device, shared, shares_weights=True)
         return cls(device, _wrappers(bundle, device))
+
+    def with_options(self, options: HtpOptions) -> HtpEngine:
+        """An engine with other options.
+
+        Raises:
+            UsageError: the chip or this machine does not have them, or they are for compiling graphs that are compiled.
+        """
+        options.check(self.device, Platform.here())
+        if options.is_for_compiling and self.compiled:
+            raise UsageError(
+                "htp vtcm, optimization",
+                got="one of them for compiled binaries",
+                expected="neither: binaries keep what they were compiled for",
+                fix=f"Leave it out, or remove the folder compiled/{self.device.soc} of the bundle.",
+            )
+        return replace(self, options=options)
 
     @property
     def row_bits(self) -> RowBits:
@@ -72,12 +101,17 @@ class HtpEngine:
         Raises:
             EngineError: the runtime is missing or refused the graph.
         """
-        return create_session(self.compiled.get(graph, graph), self.device)
+        return create_session(
+            self.compiled.get(graph, graph),
+            self.device,
+            session_config={_SHARE: "1"} if self.shares_weights else {},
+            provider_options=self.options.provider_options,
+        )
 
 
-def _wrappers(bundle: Bundle, device: Device) -> Mapping[Path, Path]:
+def _wrappers(bundle: Bundle, device: Device, *, is_shared: bool = False) -> Mapping[Path, Path]:
     compiled = open_compiled(bundle, device.soc, compiler())
     if compiled is None:
         return {}
-    found = {bundle.part_path(part): compiled.wrapper(part.name) for part in bundle.manifest.parts}
+    found = {bundle.part_path(part): compiled.wrapper(part.name, is_shared=is_shared) for part in bundle.manifest.parts}
     return {part: wrapper for part, wrapper in found.items() if wrapper is not None}

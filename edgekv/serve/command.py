@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from edgekv.cli.engine_options import TalkingModeOption, talking_mode
+from edgekv.cli.engine_options import HtpOption, TalkingModeOption, talking_mode
 from edgekv.cli.speculate_options import (
     DraftCorpusOption,
     DraftOption,
@@ -49,6 +49,7 @@ def serve(
         typer.Option(help="Accepted API keys, one a line; prefixes are never shared across keys.", show_default="none"),
     ] = None,
     cpu_mode: TalkingModeOption = None,
+    htp: HtpOption = None,
     speculate: SpeculateOption = None,
     draft_corpus: DraftCorpusOption = None,
     draft: DraftOption = None,
@@ -86,7 +87,12 @@ def serve(
     )
     mode = Adaptive(parse_budget(cache_budget))
     speculation = SpeculateOptions(speculate, draft_corpus, draft, draft_tokens, draft_tree)
-    common: dict[str, Any] = {"engine": engine, "threads": threads, "cpu_mode": talking_mode(engine, cpu_mode)}
+    common: dict[str, Any] = {
+        "engine": engine,
+        "threads": threads,
+        "cpu_mode": talking_mode(engine, cpu_mode),
+        "htp": htp,
+    }
     store = StoreConfig(disk_folder=prefix_cache)
     with (
         load(bundle, cache_mode=mode, prefix_cache=store, **common) as model,

@@ -14,6 +14,7 @@ from edgekv.bundle import Manifest
 from edgekv.errors import UsageError
 from edgekv.kv.beam_cache import BeamCache
 from edgekv.prefix import StoreStats
+from edgekv.runtime import HtpOptions
 from edgekv.session.beam import BeamSearch, Hypothesis, run_search
 from edgekv.session.caches import CacheSetup
 from edgekv.session.events import Setup, StopReason
@@ -60,6 +61,7 @@ class BeamStats:
         steps: inferences of prefill and decode.
         host_us_per_step: mean time of a step outside the runtime: inputs, bindings, copies.
         engine: the engine that ran the graphs.
+        htp: the options of the engine `htp`; None with another engine.
         kv_update: update strategy of the cache.
         reserve: memory of `pointer-shift` in units of S-1 rows; None for other strategies.
         kv_bytes_held: bytes allocated for the keys and values of prompt and beams.
@@ -88,6 +90,7 @@ class BeamStats:
     kv_bytes_gathered: int
     restored_tokens: int
     prefix: StoreStats | None
+    htp: HtpOptions | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,6 +279,7 @@ def run_beams(
         kv_bytes_gathered=gathered,
         restored_tokens=request.stats.restored_tokens,
         prefix=request.prefix_stats,
+        htp=setup.htp,
     )
     return BeamResult(tuple(prompt), tuple(sequence(found) for found in best), stats)
 

@@ -19,7 +19,7 @@ from edgekv.kv import (
     parse_reserve,
 )
 from edgekv.kv.policies.text import parse_policy
-from edgekv.runtime import Engine
+from edgekv.runtime import Engine, HtpEngine
 from edgekv.session.events import Setup
 from edgekv.session.mode import Mode, check_mode, parse_mode
 from edgekv.session.sink import read_sink
@@ -130,7 +130,9 @@ class CacheSetup:
         ar = {graph.ar for graph in self.manifest.graphs}
         return KVCache(geometry, ar=ar, strategy="slot", policy="fail")
 
-    def described(self, engine: str) -> Setup:
+    def described(self, engine: Engine) -> Setup:
         """The options as the statistics of a generation report them."""
         reserve = float(self.reserve) if self.strategy == "pointer-shift" else None
-        return Setup(engine, self.strategy, reserve, str(self.mode), self.growth.name if self.growth else None)
+        growth = self.growth.name if self.growth else None
+        htp = engine.options if isinstance(engine, HtpEngine) else None
+        return Setup(engine.name, self.strategy, reserve, str(self.mode), growth, htp)

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from edgekv.kv import Requantization
 from edgekv.prefix import StoreStats
+from edgekv.runtime import HtpOptions
 from edgekv.session.params import SamplingParams
 from edgekv.session.speculation import SpeculationStats
 from edgekv.session.tools import ToolCall
@@ -44,6 +45,7 @@ class Setup:
     reserve: float | None
     cache_mode: str
     kv_growth: str | None = None
+    htp: HtpOptions | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +66,7 @@ class GenerationStats:
         steps: inferences of prefill and decode.
         host_us_per_step: mean time of a step outside the runtime: inputs, bindings, copies.
         engine: the engine that ran the graphs.
+        htp: the options of the engine `htp`; None with another engine.
         kv_update: update strategy of the cache.
         reserve: memory of `pointer-shift` in units of S-1 rows; None for other strategies.
         cache_mode: which sequences are kept from step to step; see `edgekv.session`.
@@ -117,3 +120,4 @@ class GenerationStats:
     decode_steps: int
     forced_tokens: int
     speculation: SpeculationStats | None
+    htp: HtpOptions | None

@@ -232,6 +232,7 @@ class Generation(Iterator[Token]):
             decode_steps=times.steps - self._prefill_steps,
             forced_tokens=self._choice.forced_tokens,
             speculation=self._feeder.speculation,
+            htp=self._setup.htp,
         )
 
     def _guarded(self, work: Callable[[], T]) -> T:

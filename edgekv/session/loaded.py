@@ -55,7 +55,7 @@ class LoadedBundle:
         self._turns = Turns()
         self.sequences = SessionPool(lambda: Session(caches.make(), graphs), caches.mode, self.session, self._turns)
         self._caches = caches
-        self._setup = caches.described(engine.name)
+        self._setup = caches.described(engine)
         self._prompts = PromptReader(bundle, caches.policy.name)
         self._store = open_store(bundle, engine.name, graphs.cache, caches.mode, prefix_cache)
         self._graphs = graphs

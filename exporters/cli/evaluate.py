@@ -9,7 +9,7 @@ import msgspec
 import typer
 
 import edgekv
-from edgekv.cli.engine_options import CpuModeOption
+from edgekv.cli.engine_options import CpuModeOption, HtpOption
 from edgekv.cli.output import print_json
 from edgekv.errors import UsageError
 from edgekv.runtime import make_engine
@@ -32,6 +32,7 @@ def eval_(
     text: Annotated[Path, typer.Option("--text", help="A UTF-8 text file.")],
     engine: Annotated[str, typer.Option(help="Engine: cpu or htp; litert or tflite for TFLite graphs.")] = "cpu",
     cpu_mode: CpuModeOption = None,
+    htp: HtpOption = None,
     tokens: Annotated[int, typer.Option(min=1, help="Maximum number of tokens to evaluate.")] = 4096,
     word_perplexity: Annotated[
         bool,
@@ -79,7 +80,7 @@ def eval_(
             expected="emulate, the only mode with the bundle's own results",
             fix="Leave it out.",
         )
-    model = edgekv.load(bundle, engine=engine, cpu_mode=cpu_mode)
+    model = edgekv.load(bundle, engine=engine, cpu_mode=cpu_mode, htp=htp)
     emulated = edgekv.load(model.bundle) if is_rendered else None
     manifest = model.bundle.manifest
     source = open_source(manifest, checkpoint, lora or ())
