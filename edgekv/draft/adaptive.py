@@ -11,7 +11,7 @@ from edgekv.draft.drafter import Drafter
 from edgekv.draft.record import DraftRecord
 from edgekv.draft.tree import DraftTree, as_tree
 
-_MARGIN = 1.03
+_MARGIN = 1.1
 """A pass with drafts has to be expected to be faster by this factor."""
 _PROBE_TOKENS = 256
 """A drafter that takes time and does not pay is tried again after as many tokens of a text."""
