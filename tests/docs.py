@@ -9,7 +9,7 @@ from itertools import groupby
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 TOLERANCE = 0.05
 
 _BLOCK = re.compile(

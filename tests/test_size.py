@@ -609,3 +609,9 @@ def test_without_matplotlib_the_way_out_is_named(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     result = run(*NOTE_OPTIONS, "--plot", str(tmp_path / "trade.png"))
     assert isinstance(result.exception, UsageError) and "pip install edgekv[plot]" in str(result.exception)
+
+
+def test_a_gguf_file_has_no_config_json(tmp_path):
+    (tmp_path / "model.gguf").write_bytes(b"GGUF")
+    with pytest.raises(CheckpointError, match=r"Give the config\.json of the model that it was made from"):
+        find_subject(tmp_path / "model.gguf", Overrides())

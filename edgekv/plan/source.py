@@ -59,7 +59,10 @@ def find_subject(path: Path | None, overrides: Overrides) -> Subject:
     kind = identify(path)
     if kind is not None and kind.kind != "checkpoint":
         wanted = f"a {CONFIG}, a folder that has one, or a bundle"
-        raise CheckpointError(str(path), got=kind.what, expected=wanted, fix=kind.as_checkpoint)
+        fix = kind.as_checkpoint
+        if kind.kind == "gguf":
+            fix = f"Give the {CONFIG} of the model that it was made from, or export it and give the bundle."
+        raise CheckpointError(str(path), got=kind.what, expected=wanted, fix=fix)
     file = path / CONFIG if path.is_dir() else path
     if not file.exists():
         found = f"a folder without {CONFIG} and {MANIFEST}" if path.is_dir() else "nothing there"
