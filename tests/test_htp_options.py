@@ -23,7 +23,6 @@ from edgekv.errors import UsageError
 from edgekv.qnn import EP_NAME, best_device, create_session
 from edgekv.runtime import HtpEngine, HtpOptions
 from edgekv.vendor_libraries import Platform
-from exporters.htp.compile import compile_bundle
 
 CHIP = find("SM8650")
 EACH = (
@@ -43,18 +42,6 @@ def norm(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("norm") / "norm.onnx"
     write_onnx_norm(path)
     return path
-
-
-@pytest.fixture(scope="module")
-def compiled(small_export: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A bundle with binaries for its chip: one for each graph, and one for all."""
-    folder = tmp_path_factory.mktemp("compiled") / "bundle"
-    folder.mkdir()
-    for file in small_export.iterdir():
-        if file.is_file():
-            (folder / file.name).hardlink_to(file)
-    compile_bundle(open_bundle(folder), find(open_bundle(folder).manifest.device))
-    return folder
 
 
 def test_all_options_are_read() -> None:
@@ -151,18 +138,18 @@ def test_options_are_recorded_and_change_no_token(small_export: Path, capsys: py
 
 @pytest.mark.htp
 @pytest.mark.slow
-def test_binaries_keep_what_they_were_compiled_for(compiled: Path) -> None:
-    with edgekv.load(compiled, "htp", htp=HtpOptions("burst")) as model:
+def test_binaries_keep_what_they_were_compiled_for(compiled_bundle: Path) -> None:
+    with edgekv.load(compiled_bundle, "htp", htp=HtpOptions("burst")) as model:
         assert len(model.score([1, 2, 3])) == 3
     with pytest.raises(UsageError, match=r"htp vtcm, optimization: got one of them for compiled binaries"):
-        edgekv.load(compiled, "htp", htp="optimization=3")
+        edgekv.load(compiled_bundle, "htp", htp="optimization=3")
 
 
 @pytest.mark.htp
 @pytest.mark.slow
-def test_an_npu_loads_the_binary_of_all_graphs_once(compiled: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_npu_loads_the_binary_of_all_graphs_once(compiled_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not yet run on hardware: the emulator cannot load it, so its wrappers are replaced by those of single graphs."""
-    bundle = open_bundle(compiled)
+    bundle = open_bundle(compiled_bundle)
     alone = HtpEngine.on(CHIP, bundle)
     with monkeypatch.context() as patch:
         patch.setattr(platform, "machine", lambda: "aarch64")
@@ -176,3 +163,17 @@ def test_an_npu_loads_the_binary_of_all_graphs_once(compiled: Path, monkeypatch:
         assert [each.name for each in sharing.session(graph).get_inputs()] == [
             each.name for each in alone.session(graph).get_inputs()
         ]
+
+
+@pytest.mark.htp
+@pytest.mark.slow
+def test_a_bundle_is_compiled_with_the_options(small: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["compile", str(small), "--device", CHIP.soc, "--no-each", "--json", "--force"]
+    assert run([*command, "--htp", "vtcm=4,optimization=3"]) == 0
+    assert json.loads(capsys.readouterr().out)["vtcm_bytes"] == 4 << 20
+    binaries = [path.read_bytes() for path in (small / "compiled" / CHIP.soc).glob("*.bin")]
+    assert binaries and all(b"vtcm_size=4194304" in each and b"OpO=3" in each for each in binaries)
+    before = {path: path.read_bytes() for path in small.rglob("*") if path.is_file()}
+    for wrong in ("performance=burst", "vtcm=9", "optimization=0"):
+        assert run([*command, "--htp", wrong]) == 2
+    assert before == {path: path.read_bytes() for path in small.rglob("*") if path.is_file()}

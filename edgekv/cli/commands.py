@@ -58,7 +58,7 @@ def load_command(point: metadata.EntryPoint) -> Command | None:
         if missing := missing_packages(package, extra):
             raise MissingExtraError(
                 f"command {point.name}",
-                got=f"no {' and no '.join(missing)}",
+                got=f"no {', '.join(missing)}",
                 expected=f"the packages of {package}[{extra}]",
                 fix=f'Run pip install "{package}[{extra}]".',
             )

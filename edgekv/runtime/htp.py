@@ -77,7 +77,7 @@ class HtpEngine:
                 "htp vtcm, optimization",
                 got="one of them for compiled binaries",
                 expected="neither: binaries keep what they were compiled for",
-                fix=f"Leave it out, or remove the folder compiled/{self.device.soc} of the bundle.",
+                fix="Give it to edgekv compile, with --force.",
             )
         return replace(self, options=options)
 

@@ -105,6 +105,21 @@ class HtpOptions:
         }
         return MappingProxyType({name: str(value) for name, value in given.items() if value is not None})
 
+    def check_for_compiling(self, device: Device) -> None:
+        """Refuse what a chip does not have, and what takes effect only when graphs run.
+
+        Raises:
+            UsageError: such an option.
+        """
+        _check_number("vtcm", self.vtcm_mb, 1, device.vtcm_mb, f"MiB of {device.soc}")
+        if self != HtpOptions(vtcm_mb=self.vtcm_mb, optimization=self.optimization):
+            raise UsageError(
+                "htp",
+                got="options of running graphs for compiling them",
+                expected="vtcm and optimization alone",
+                fix="Give the others to the command that runs the bundle.",
+            )
+
     def check(self, device: Device, on: Platform) -> None:
         """Refuse options that a chip or this machine does not have.
 

@@ -12,6 +12,7 @@ import typer
 from devices import find
 from edgekv.bundle import CompiledManifest, open_bundle
 from edgekv.cli.output import print_json
+from edgekv.runtime import HtpOptions
 from exporters.cli.options import CacheOption, DeviceOption, ForceOption, JsonOption
 from exporters.htp.compile import compile_bundle
 from exporters.progress import shown
@@ -31,6 +32,10 @@ def compile_(
             show_default="yes, unless the graphs are split into parts",
         ),
     ] = None,
+    htp: Annotated[
+        Optional[str],
+        typer.Option(help="Options of the compiler: vtcm=MIB,optimization=1 to 3.", show_default="the chip's, 2"),
+    ] = None,
     cache_dir: CacheOption = None,
     resume: Annotated[bool, typer.Option("--resume", help="Resume an interrupted compilation.")] = False,
     force: ForceOption = False,
@@ -41,7 +46,7 @@ def compile_(
     The binaries are stored in the bundle, one per part with the weights shared by all graphs. The target chip is read
     back from each binary.
     """
-    target = find(device)
+    target, options = find(device), HtpOptions.parse(htp or "")
     opened = open_bundle(bundle)
     with shown() as progress:
         peaks: dict[str, int] = {}
@@ -54,6 +59,7 @@ def compile_(
             progress=progress,
             watch=peaks.__setitem__,
             make=binaries.compile,
+            options=options,
         )
         binaries.remove()
     if as_json:

@@ -57,10 +57,10 @@ def _mapped(binary: Path) -> Iterator[mmap.mmap | bytes]:
             yield content
 
 
-def check_target(binary: Path, device: Device) -> None:
-    """Reject a binary that does not state this device as its target."""
+def check_target(binary: Path, device: Device, vtcm_mb: int | None = None) -> None:
+    """Reject a binary that does not state this device as its target, with this VTCM; None for all of the device's."""
     found = read_target(binary)
-    wanted = BinaryTarget(device.soc, device.arch, device.vtcm_mb * MIB)
+    wanted = BinaryTarget(device.soc, device.arch, (vtcm_mb or device.vtcm_mb) * MIB)
     if found != wanted:
         raise EngineError(
             f"target of {binary.name}",

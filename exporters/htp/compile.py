@@ -21,11 +21,14 @@ from edgekv.bundle import (
     record_files,
 )
 from edgekv.errors import EngineError, UsageError
+from edgekv.runtime import HtpOptions
 from edgekv.system import MIB, sha256_of
 from exporters.htp.binary import check_target, count_graphs
 from exporters.htp.check import HtpStep, run_and_lint, run_steps
 from exporters.parallel import compiler_processes, side_by_side
 from exporters.progress import Progress, silent
+
+COMPILER_DEFAULTS = HtpOptions()
 
 Watch = Callable[[str, int], None]
 """Called with the name of a binary and the peak RAM of its compiler, in bytes."""
@@ -43,7 +46,14 @@ class MakeBinary(Protocol):
     """Compiles graphs into one binary, as `compile_graphs` does."""
 
     def __call__(
-        self, device: Device, models: Mapping[str, Path], folder: Path, *, prefix: str, watch: Watch
+        self,
+        device: Device,
+        models: Mapping[str, Path],
+        folder: Path,
+        *,
+        prefix: str,
+        watch: Watch,
+        options: HtpOptions,
     ) -> CompiledBinary: ...
 
 
@@ -56,6 +66,7 @@ def compile_bundle(
     progress: Progress = silent,
     watch: Watch = unwatched,
     make: MakeBinary | None = None,
+    options: HtpOptions = COMPILER_DEFAULTS,
 ) -> CompiledManifest:
     """Write `compiled/<SOC>/` into the bundle: one context binary per part, in which all graphs share its weights.
 
@@ -72,12 +83,22 @@ def compile_bundle(
         progress: called for each binary.
         watch: called with the peak RAM of each. It is not stored, so that compiling again writes the same bytes.
         make: compiles one binary; None for `compile_graphs`.
+        options: of the compiler.
 
     Raises:
-        UsageError: the device cannot run the bundle, was compiled for before, or `each` does not fit the bundle.
+        UsageError: options that are not for compiling, or the device cannot run the bundle, was compiled for before, or
+            `each` does not fit the bundle.
         EngineError: the compiler failed, or targeted something else.
     """
     manifest = bundle.manifest
+    options.check_for_compiling(device)
+    if manifest.graph_format == "tflite" and options != COMPILER_DEFAULTS:
+        raise UsageError(
+            "--htp",
+            got="it for a bundle of TFLite graphs",
+            expected="none: LiteRT's plugin does not take them",
+            fix="Leave it out.",
+        )
     if not device.supports_kv(manifest.kv_dtype):
         raise UsageError(
             "--device",
@@ -101,19 +122,24 @@ def compile_bundle(
         else:
             alone = manifest.is_whole if each is None else each
             parts, compiler = device_parts(manifest.graphs, bundle.path), qnn.compiler()
-            binaries = compile_binaries(parts, device, folder, alone, progress, watch, make)
-        return write_compiled(folder, device, binaries, compiler, bundle.path / MANIFEST)
+            binaries = compile_binaries(parts, device, folder, alone, progress, watch, make, options)
+        return write_compiled(folder, device, binaries, compiler, bundle.path / MANIFEST, options)
 
 
 def write_compiled(
-    folder: Path, device: Device, binaries: Sequence[CompiledBinary], compiler: str, manifest: Path
+    folder: Path,
+    device: Device,
+    binaries: Sequence[CompiledBinary],
+    compiler: str,
+    manifest: Path,
+    options: HtpOptions = COMPILER_DEFAULTS,
 ) -> CompiledManifest:
     """Write `compiled.json` beside the binaries of the bundle that has this manifest."""
     compiled = CompiledManifest(
         soc=device.soc,
         soc_model=device.soc_model,
         arch=device.arch,
-        vtcm_bytes=device.vtcm_mb * MIB,
+        vtcm_bytes=(options.vtcm_mb or device.vtcm_mb) * MIB,
         compiler=compiler,
         bundle_sha256=sha256_of(manifest),
         binaries=list(binaries),
@@ -155,6 +181,7 @@ def compile_binaries(
     progress: Progress = silent,
     watch: Watch = unwatched,
     make: MakeBinary | None = None,
+    options: HtpOptions = COMPILER_DEFAULTS,
 ) -> list[CompiledBinary]:
     """Compile graphs into a folder, each binary in its own process.
 
@@ -166,6 +193,7 @@ def compile_binaries(
         progress: called for each binary.
         watch: called with the peak RAM of each.
         make: compiles one binary; None for `compile_graphs`.
+        options: of the compiler.
 
     Raises:
         EngineError: the compiler failed, or targeted something else.
@@ -178,7 +206,15 @@ def compile_binaries(
             sets.append(dict(models))
     compiling = make or compile_graphs
     work = [
-        partial(compiling, device, models, folder, prefix="shared_" if len(models) > 1 else "", watch=watch)
+        partial(
+            compiling,
+            device,
+            models,
+            folder,
+            prefix="shared_" if len(models) > 1 else "",
+            watch=watch,
+            options=options,
+        )
         for models in sets
     ]
     return [*side_by_side(work, compiler_processes(), "compile", progress)]
@@ -192,6 +228,7 @@ def compile_graphs(
     prefix: str = "",
     watch: Watch = unwatched,
     lint: Lint | None = None,
+    options: HtpOptions = COMPILER_DEFAULTS,
 ) -> CompiledBinary:
     """One binary for these graphs, checked for its target and for the number of its graphs.
 
@@ -204,6 +241,7 @@ def compile_graphs(
         prefix: of their names.
         watch: called with the peak RAM.
         lint: called with the float nodes of each file.
+        options: of the compiler.
 
     Raises:
         EngineError: the compiler failed, or targeted something else.
@@ -221,7 +259,8 @@ def compile_graphs(
             config["ep.share_ep_contexts"] = "1"
             if name == names[-1]:
                 config["ep.stop_share_ep_contexts"] = "1"
-        steps.append(HtpStep(model=str(model), session_config=config))
+        given = dict(options.provider_options)
+        steps.append(HtpStep(model=str(model), session_config=config, provider_options=given))
     if lint is None:
         peak_bytes = run_steps(device, steps)
     else:
@@ -244,6 +283,6 @@ def compile_graphs(
             expected=len(models),
             fix="Use the tested onnxruntime-qnn, `pip install edgekv[htp]`.",
         )
-    check_target(binary, device)
+    check_target(binary, device, options.vtcm_mb)
     watch(binary.name, peak_bytes)
     return CompiledBinary(file=binary.name, wrappers=wrappers, graphs=held)

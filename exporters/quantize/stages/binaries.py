@@ -12,8 +12,9 @@ import msgspec
 from devices import Device
 from edgekv import qnn
 from edgekv.bundle import CompiledBinary, FileRecord, atomic_directory
+from edgekv.runtime import HtpOptions
 from edgekv.system import link_or_copy, sha256_of
-from exporters.htp.compile import Lint, Watch, compile_graphs, unwatched
+from exporters.htp.compile import COMPILER_DEFAULTS, Lint, Watch, compile_graphs, unwatched
 from exporters.quantize.stages.keys import program_sha256
 
 _RECORD = "binary.json"
@@ -45,15 +46,23 @@ class FinishedBinaries:
         self._kept: list[Path] = []
 
     def compile(
-        self, device: Device, models: Mapping[str, Path], folder: Path, *, prefix: str = "", watch: Watch = unwatched
+        self,
+        device: Device,
+        models: Mapping[str, Path],
+        folder: Path,
+        *,
+        prefix: str = "",
+        watch: Watch = unwatched,
+        options: HtpOptions = COMPILER_DEFAULTS,
     ) -> CompiledBinary:
         """Like `exporters.htp.compile.compile_graphs`."""
-        content = (program_sha256(), qnn.compiler(), device.soc, list(models), prefix, self._sources)
+        given = dict(options.provider_options)
+        content = (program_sha256(), qnn.compiler(), device.soc, list(models), prefix, self._sources, given)
         kept = self._folder / hashlib.sha256(msgspec.json.encode(content)).hexdigest()[:32]
         self._kept.append(kept)
         if self._resume and (found := _taken(kept, folder)) is not None:
             return found
-        binary = compile_graphs(device, models, folder, prefix=prefix, watch=watch, lint=self._lint)
+        binary = compile_graphs(device, models, folder, prefix=prefix, watch=watch, lint=self._lint, options=options)
         with atomic_directory(kept, force=True, marker=_RECORD) as partial:
             files = {}
             for name in (binary.file, *binary.wrappers.values()):
