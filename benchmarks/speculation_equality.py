@@ -192,9 +192,9 @@ def main() -> None:
         with ExitStack() as stack:
             text = open_bundle(bundle).tokenizer().encode(TEXT.read_text()[:200_000]).ids
             runs = min(RUNS_OF_A_PAIR, args.runs - counts["runs"])
-            wrong += pair(bundle, args.engine, text, chance, runs, args.tokens, stack, counts)
-        print(f"{dict(counts)}, {len(wrong)} differ", flush=True)
-    print("\n".join(wrong))
+            new = pair(bundle, args.engine, text, chance, runs, args.tokens, stack, counts)
+            wrong += new
+        print("\n".join([*new, f"{dict(counts)}, {len(wrong)} differ"]), flush=True)
     sys.exit(1 if wrong else 0)
 
 

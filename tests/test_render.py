@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections import Counter
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -87,8 +88,8 @@ def test_the_modes_compute_any_architecture(tmp_path: Path, architecture: str, r
     _assert_close(open_bundle(exported(checkpoint, export_options(recipe, context=64, ar=(1, 8), key_layout=layout))))
 
 
-def _rendered(graph: Path, mode: Any = "fast") -> onnx.ModelProto:
-    with rendered_graph(graph, mode) as (content, _):
+def _rendered(graph: Path, mode: Any = "fast", *, alike_rows: bool = False) -> onnx.ModelProto:
+    with rendered_graph(graph, mode, alike_rows=alike_rows) as (content, _):
         return onnx.load_from_string(content)
 
 
@@ -100,6 +101,13 @@ def test_no_weight_is_kept_as_float(small: Path, kept: Path) -> None:
     assert max(np.prod(each.dims) for each in floats if each.name not in scales) < 1000
     used = {name for node in graph.node for name in node.input}
     assert used.issuperset(each.name for each in graph.initializer)
+
+
+@pytest.mark.parametrize("mode", ["exact16", "fast"])
+def test_rows_are_alike_without_a_further_node_where_queries_share_keys(small: Path, kept: Path, mode: str) -> None:
+    graphs = [_rendered(small / "ar1_cl64.onnx", mode, alike_rows=alike).graph for alike in (False, True)]
+    counts = [Counter(node.op_type for node in graph.node) for graph in graphs]
+    assert counts[0] == counts[1]
 
 
 def test_a_layer_takes_few_nodes(small: Path, kept: Path) -> None:

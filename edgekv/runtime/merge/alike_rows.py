@@ -6,7 +6,7 @@ from math import prod
 
 import onnx_ir as ir
 
-from edgekv.runtime.merge.fusing import CONTRIB, Fuser, replace, shape_of
+from edgekv.runtime.merge.fusing import CONTRIB, Fuser, made_by, replace, shape_of
 from edgekv.runtime.rewrite import remove_unused
 
 _INT4 = 4
@@ -37,7 +37,9 @@ def _widen(fuser: Fuser, node: ir.Node) -> bool:
     first, second, result = shape_of(left), shape_of(right), shape_of(node.outputs[0])
     if node.op_type not in ("MatMul", "FusedMatMul") or not len(first) == len(second) == 4 or first[2] != 1:
         return False
-    assert left is not None, "a factor"
+    assert left is not None and right is not None, "factors"
+    if made_by(right, "MatMulIntegerToFloat") is not None:
+        return False  # it adds the parts of a row, which is a product of one row in graphs of every AR
     groups, each, _, inner = first
     domain, transposed = (CONTRIB, {"transB": 1}) if node.op_type == "FusedMatMul" else ("", {})
     if second[0] == 1 < groups:
