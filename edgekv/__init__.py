@@ -8,8 +8,8 @@
 
 `load` opens a bundle (made with `edgekv export`) on an engine and returns a `Model`. `Model.generate` continues a
 prompt and yields tokens; `SamplingParams` says how they are chosen, `BeamParams` asks for beam search. `Model.score`
-gives the logits of a text. Every error is an `EdgeKVError` that names what was found, what was expected and the fix.
-`edgekv --help` lists the commands.
+gives the logits of a text. `HtpOptions` tunes the engine `htp`. Every error is an `EdgeKVError` that names what was
+found, what was expected and the fix. `edgekv --help` lists the commands.
 """
 
 from __future__ import annotations
@@ -22,17 +22,19 @@ if TYPE_CHECKING:
     from edgekv.errors import EdgeKVError
     from edgekv.loading import load
     from edgekv.model import Model
+    from edgekv.runtime import HtpOptions
     from edgekv.session.grammar import Grammar
     from edgekv.session.params import BeamParams, SamplingParams
 
     __version__: str
 
-__all__ = ["BeamParams", "EdgeKVError", "Grammar", "Model", "SamplingParams", "__version__", "load"]
+__all__ = ["BeamParams", "EdgeKVError", "Grammar", "HtpOptions", "Model", "SamplingParams", "__version__", "load"]
 
 _HOMES = {
     "BeamParams": "edgekv.session.params",
     "EdgeKVError": "edgekv.errors",
     "Grammar": "edgekv.session.grammar",
+    "HtpOptions": "edgekv.runtime",
     "Model": "edgekv.model",
     "SamplingParams": "edgekv.session.params",
     "load": "edgekv.loading",

@@ -15,8 +15,8 @@ import onnxruntime as ort
 import pytest
 
 import edgekv
-from devices import find
-from edgekv.bundle import open_bundle
+from devices import Device, find
+from edgekv.bundle import Bundle, open_bundle
 from edgekv.cli import run
 from edgekv.doctor.samples import onnx_norm_case, write_onnx_norm
 from edgekv.errors import UsageError
@@ -139,7 +139,7 @@ def test_options_are_recorded_and_change_no_token(small_export: Path, capsys: py
 @pytest.mark.htp
 @pytest.mark.slow
 def test_binaries_keep_what_they_were_compiled_for(compiled_bundle: Path) -> None:
-    with edgekv.load(compiled_bundle, "htp", htp=HtpOptions("burst")) as model:
+    with edgekv.load(compiled_bundle, "htp", htp=edgekv.HtpOptions("burst")) as model:
         assert len(model.score([1, 2, 3])) == 3
     with pytest.raises(UsageError, match=r"htp vtcm, optimization: got one of them for compiled binaries"):
         edgekv.load(compiled_bundle, "htp", htp="optimization=3")
@@ -177,3 +177,18 @@ def test_a_bundle_is_compiled_with_the_options(small: Path, capsys: pytest.Captu
     for wrong in ("performance=burst", "vtcm=9", "optimization=0"):
         assert run([*command, "--htp", wrong]) == 2
     assert before == {path: path.read_bytes() for path in small.rglob("*") if path.is_file()}
+
+
+def test_binaries_of_all_graphs_are_for_an_npu_from_v73(monkeypatch: pytest.MonkeyPatch, small_export: Path) -> None:
+    bundle, kinds = open_bundle(small_export), list[bool]()
+
+    def wrappers(bundle: Bundle, device: Device, *, is_shared: bool) -> dict[Path, Path]:
+        kinds.append(is_shared)
+        return {}
+
+    monkeypatch.setattr("edgekv.runtime.htp._wrappers", wrappers)
+    assert HtpEngine.on(CHIP, bundle) == HtpEngine(CHIP)
+    monkeypatch.setattr(platform, "machine", lambda: "aarch64")
+    for soc in ("QCS6490", "SM8550"):
+        HtpEngine.on(find(soc), bundle)
+    assert kinds == [False, False, True, False]

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 
@@ -171,7 +172,7 @@ def _modules() -> Iterator[tuple[str, Path]]:
 def _imported(file: Path, *, at_once: bool = False) -> set[str]:
     """The packages that a module imports; `at_once`, those that it imports when it is imported."""
     found = set[str]()
-    waiting: list[ast.AST] = [ast.parse(file.read_text())]
+    waiting: list[ast.AST] = [_parsed(file)]
     while waiting:
         node = waiting.pop()
         if isinstance(node, ast.Import):
@@ -182,6 +183,11 @@ def _imported(file: Path, *, at_once: bool = False) -> set[str]:
         if not (at_once and (is_typing or isinstance(node, ast.FunctionDef))):
             waiting += ast.iter_child_nodes(node)
     return found - OURS - {*sys.stdlib_module_names}
+
+
+@cache
+def _parsed(file: Path) -> ast.Module:
+    return ast.parse(file.read_text())
 
 
 def _extra(name: str) -> set[str]:

@@ -19,6 +19,7 @@ from edgekv.runtime.row_bits import RowBits
 from edgekv.vendor_libraries import Platform
 
 _SHARE = "ep.share_ep_contexts"
+_SHARES_FROM = 73
 _DEFAULT = HtpOptions()
 
 
@@ -60,10 +61,12 @@ class HtpEngine:
             EngineError: the compiler is not installed.
             BundleError: a compiled binary was changed.
         """
-        # The emulator cannot load binaries of several graphs.
-        if Platform.here().has_npu and (shared := _wrappers(bundle, device, is_shared=True)):
-            return cls(device, shared, shares_weights=True)
-        return cls(device, _wrappers(bundle, device))
+        # The emulator cannot load binaries of several graphs, and V68 and V69 are not known to share weights.
+        kinds = (True, False) if Platform.here().has_npu and device.arch >= _SHARES_FROM else (False,)
+        for is_shared in kinds:
+            if found := _wrappers(bundle, device, is_shared=is_shared):
+                return cls(device, found, shares_weights=is_shared)
+        return cls(device)
 
     def with_options(self, options: HtpOptions) -> HtpEngine:
         """An engine with other options.
