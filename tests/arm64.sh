@@ -1,0 +1,43 @@
+#!/bin/sh
+# Runs edgekv on Linux for Arm64 under qemu-user, on a machine with Debian's tools:
+#
+#     apt-get install qemu-user-static
+#     sh tests/arm64.sh [tests/test_kv_slot.py ...]
+#
+# Debian's Python for Arm64 and the wheels for aarch64 are unpacked into build/arm64; nothing is installed. Without
+# arguments, tokens and caches are compared with this machine's; otherwise pytest runs those files on Arm64.
+# onnxruntime 1.31.1 crashes in qemu 7.2 while it is imported, so 1.27.0 is used. SME is off: with qemu's SME,
+# DynamicQuantizeMatMul of onnxruntime returns other numbers than on any other processor.
+set -eu
+here=$(cd "$(dirname "$0")/.." && pwd)
+folder=$here/build/arm64
+python=${PYTHON:-$here/.venv/bin/python}
+if [ ! -e "$folder/ready" ]; then
+    rm -rf "$folder"
+    mkdir -p "$folder/apt/lists/partial" "$folder/apt/cache/archives/partial" "$folder/root" "$folder/site"
+    : > "$folder/apt/status"
+    apt="apt-get -qq -o Dir::State=$folder/apt -o Dir::State::status=$folder/apt/status -o Dir::Cache=$folder/apt/cache
+        -o APT::Architecture=arm64 -o APT::Architectures=arm64 -o Debug::NoLocking=1 -o APT::Sandbox::User="
+    $apt update
+    $apt --yes --no-install-recommends --download-only install python3.11 libstdc++6
+    for package in "$folder"/apt/cache/archives/*.deb; do dpkg-deb -x "$package" "$folder/root"; done
+    "$python" -m pip install --quiet --quiet --target "$folder/site" --only-binary=:all: --python-version 3.11 \
+        --implementation cp --platform manylinux_2_28_aarch64 --platform manylinux_2_27_aarch64 \
+        --platform manylinux2014_aarch64 numpy onnxruntime==1.27.0 tokenizers msgspec jinja2 onnx onnx-ir \
+        safetensors ml_dtypes typer rich packaging huggingface_hub pytest filelock hypothesis llguidance
+    cp -r "$("$python" -c 'from importlib.metadata import distribution as d; print(d("edgekv")._path)')" "$folder/site"
+    touch "$folder/ready"
+fi
+export OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1
+arm64() {
+    PYTHONPATH=$folder/site:$here QEMU_CPU=max,sve=off,sme=off \
+        qemu-aarch64-static -L "$folder/root" "$folder/root/usr/bin/python3.11" "$@"
+}
+cd "$here"
+if [ $# -gt 0 ]; then
+    arm64 -m pytest -q -p no:cacheprovider "$@"
+else
+    "$python" -m tests.arm64 make "$folder/bundle" "$folder/here.npz"
+    arm64 -m tests.arm64 make "$folder/bundle" "$folder/there.npz"
+    "$python" -m tests.arm64 compare "$folder/here.npz" "$folder/there.npz"
+fi
