@@ -111,7 +111,7 @@ def test_two_exports_are_equal(small, tmp_path):
         ({"ar": (0, 1)}, ["--ar", "0,1"]),
         ({"context": 65}, ["--context", "65", "multiple", "64"]),
         ({"context": 16}, ["--context", "16", "above"]),
-        ({"kv_dtype": "s16", "device": find("QCS6490")}, ["--kv", "QCS6490", "V73"]),
+        ({"kv_dtype": "s16", "device": "QCS6490"}, ["--kv", "QCS6490", "V73"]),
     ],
 )
 def test_options_that_no_checkpoint_fits_are_refused(changes, words):
@@ -159,8 +159,8 @@ def test_a_check_without_its_compiler_is_refused_before_the_work(tmp_path, monke
 @pytest.mark.slow
 def test_a_killed_export_leaves_no_bundle_and_the_next_one_cleans_up(tmp_path, embedded):
     target = tmp_path / "bundle"
-    options = ["-o", str(target), "--device", "SM8650", "--calibration-tokens", "512"]
-    command = [sys.executable, "-m", "edgekv", "export", str(embedded), *options]
+    words = ["-o", str(target), "--device", "SM8650", "--calibration-tokens", "512"]
+    command = [sys.executable, "-m", "edgekv", "export", str(embedded), *words]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     deadline = time.monotonic() + 300
     while not any(tmp_path.glob(".bundle.partial-*/weights-*")) and process.poll() is None:
