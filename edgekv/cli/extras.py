@@ -5,6 +5,7 @@ from __future__ import annotations
 from importlib import metadata
 
 from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 
 def missing_packages(package: str, extra: str) -> list[str]:
@@ -24,8 +25,8 @@ def missing_packages(package: str, extra: str) -> list[str]:
         if wanted.name == package:
             for each in wanted.extras:
                 missing |= {*missing_packages(package, each)}
-        elif not _is_installed(wanted.name):
-            missing.add(wanted.name)
+        elif not _is_installed(name := canonicalize_name(wanted.name)):
+            missing.add(name)
     return sorted(missing)
 
 
