@@ -68,6 +68,7 @@ def test_columns_have_one_owner() -> None:
         BatchColumns(2).join(0, 3)
 
 
+@pytest.mark.htp
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_each_text_and_cache_is_that_of_a_run_alone(verifying: Path, strategy: str) -> None:
     with edgekv.load(verifying, "htp", kv_update=strategy) as model:
@@ -87,6 +88,7 @@ def test_each_text_and_cache_is_that_of_a_run_alone(verifying: Path, strategy: s
         assert model.batch.passes >= 8 and model.batch.rows > 3 * model.batch.passes
 
 
+@pytest.mark.htp
 def test_sequences_without_room_beside_others_run_by_themselves(verifying: Path) -> None:
     prompts = [random.integers(10, 300, 25).tolist() for _ in range(3)]
     with edgekv.load(verifying, "htp") as model:
@@ -100,6 +102,7 @@ def test_sequences_without_room_beside_others_run_by_themselves(verifying: Path)
         assert found == alone and model.batch.rows == 2 * model.batch.passes == 6
 
 
+@pytest.mark.htp
 def test_a_sequence_that_ran_alone_meanwhile_is_copied_again(verifying: Path) -> None:
     with edgekv.load(verifying, "htp") as model:
         alone = [[token.id for token in start(model, number)] for number in (0, 2)]
@@ -118,6 +121,7 @@ def test_a_sequence_that_ran_alone_meanwhile_is_copied_again(verifying: Path) ->
         assert next(first).id == found[0][1]
 
 
+@pytest.mark.htp
 def test_what_cannot_share_a_pass_is_refused_by_name(verifying: Path, tmp_path: Path) -> None:
     plain = exported(write_checkpoint(tmp_path / "checkpoint"), export_options(context=(CONTEXT,), ar=(1, 8)))
     for bundle, engine, refusal in (
@@ -131,6 +135,7 @@ def test_what_cannot_share_a_pass_is_refused_by_name(verifying: Path, tmp_path: 
         model.advance_together([])
 
 
+@pytest.mark.htp
 def test_serve_advances_clients_together_and_says_so(verifying: Path) -> None:
     with edgekv.load(verifying, "htp") as model:
         alone = [[token.text for token in model.generate(each, GREEDY)] for each in PROMPTS[:3]]
