@@ -31,7 +31,8 @@ System = Literal["linux", "android", "windows", "macos"]
 Machine = Literal["x86_64", "arm64"]
 
 _SKEL = re.compile(r"libQnnHtpV(\d+)Skel\.so")
-_VERSION = re.compile(rb"AISW_VERSION: (\d+\.\d+\.\d+)")
+# Libraries have the first form, and context binaries the second, with the build's number behind it.
+_VERSION = re.compile(rb"AISW_VERSION: (\d+\.\d+\.\d+)|v(\d{1,3}\.\d{1,3}\.\d{1,3})\.\d{9,14}")
 _SDK_TARGETS: dict[tuple[System, Machine], tuple[str, ...]] = {
     ("linux", "x86_64"): ("x86_64-linux-clang",),
     ("linux", "arm64"): ("aarch64-oe-linux-gcc11.2", "aarch64-ubuntu-gcc9.4", "aarch64-oe-linux-gcc9.3"),
@@ -132,6 +133,24 @@ def search_paths(folder: Path, on: Platform, environment: Mapping[str, str] = os
     return {name: between.join(filter(None, [str(folder), environment.get(name)])) for name, between in found.items()}
 
 
+def skel(arch: int) -> str:
+    """The file of the library that runs on an HTP of this version."""
+    return f"libQnnHtpV{arch}Skel.so"
+
+
+def stated_version(file: Path) -> str | None:
+    """The version of Qualcomm's SDK that a library or a context binary is from; None if it does not say it.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
+    if file.stat().st_size == 0:
+        return None
+    with file.open("rb") as opened, mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as content:
+        match = _VERSION.search(content)
+        return None if match is None else (match[1] or match[2]).decode()
+
+
 def skel_versions(folders: Iterable[Path]) -> set[str]:
     """The versions of Qualcomm's SDK that the skels in some folders are from."""
     return {*_versions(file for folder in folders for file in folder.glob("*") if _SKEL.fullmatch(file.name))}
@@ -139,14 +158,9 @@ def skel_versions(folders: Iterable[Path]) -> set[str]:
 
 def _versions(files: Iterable[Path]) -> Iterator[str]:
     for file in files:
-        with suppress(OSError, ValueError):  # ValueError: an empty file
-            yield from _version(file)
-
-
-def _version(file: Path) -> Iterator[str]:
-    with file.open("rb") as opened, mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as content:
-        if (match := _VERSION.search(content)) is not None:
-            yield match[1].decode()
+        with suppress(OSError):
+            if (version := stated_version(file)) is not None:
+                yield version
 
 
 def _candidates(on: Platform, environment: Mapping[str, str]) -> Iterator[Place]:

@@ -14,13 +14,13 @@ folder=$here/build/arm64
 python=${PYTHON:-$here/.venv/bin/python}
 if [ ! -e "$folder/ready" ]; then
     rm -rf "$folder"
-    mkdir -p "$folder/apt/lists/partial" "$folder/apt/cache/archives/partial" "$folder/root" "$folder/site"
+    mkdir -p "$folder/apt/lists/partial" "$folder/apt/cache/archives/partial" "$folder/sysroot" "$folder/site"
     : > "$folder/apt/status"
     apt="apt-get -qq -o Dir::State=$folder/apt -o Dir::State::status=$folder/apt/status -o Dir::Cache=$folder/apt/cache
         -o APT::Architecture=arm64 -o APT::Architectures=arm64 -o Debug::NoLocking=1 -o APT::Sandbox::User="
     $apt update
     $apt --yes --no-install-recommends --download-only install python3.11 libstdc++6
-    for package in "$folder"/apt/cache/archives/*.deb; do dpkg-deb -x "$package" "$folder/root"; done
+    for package in "$folder"/apt/cache/archives/*.deb; do dpkg-deb -x "$package" "$folder/sysroot"; done
     "$python" -m pip install --quiet --quiet --target "$folder/site" --only-binary=:all: --python-version 3.11 \
         --implementation cp --platform manylinux_2_28_aarch64 --platform manylinux_2_27_aarch64 \
         --platform manylinux2014_aarch64 numpy onnxruntime==1.27.0 tokenizers msgspec jinja2 onnx onnx-ir \
@@ -31,7 +31,7 @@ fi
 export OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1
 arm64() {
     PYTHONPATH=$folder/site:$here QEMU_CPU=max,sve=off,sme=off \
-        qemu-aarch64-static -L "$folder/root" "$folder/root/usr/bin/python3.11" "$@"
+        qemu-aarch64-static -L "$folder/sysroot" "$folder/sysroot/usr/bin/python3.11" "$@"
 }
 cd "$here"
 if [ $# -gt 0 ]; then

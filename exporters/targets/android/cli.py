@@ -94,10 +94,7 @@ def run(
     if payload.genie is None:
         fix = f"Write the folder first: edgekv bundle genie {path} -o DIR"
         raise BundleError(str(path), got="a bundle", expected="a folder that Genie runs", fix=fix)
-    if (sink := payload.genie.manifest.sink) is not None:
-        prompt = prompt.removeprefix(sink.text)
-    if not prompt:
-        raise UsageError("--prompt", got="no text", expected="some, after the first token", fix="Give a longer prompt.")
+    text = payload.genie.query(prompt)
     adb = Adb.connect(serial)
     with shown() as progress:
         done = deploy(adb, payload, to, qairt=qairt or [], chip=chip, progress=progress)
@@ -108,7 +105,7 @@ def run(
         if not as_json:
             typer.echo(piece, nl=False)
 
-    speed = run_on_phone(adb, done.place, payload.genie, prompt, take, max_new_tokens=max_new_tokens, trace=trace)
+    speed = run_on_phone(adb, done.place, payload.genie, text, take, max_new_tokens=max_new_tokens, trace=trace)
     if as_json:
         print_json({"text": "".join(pieces), "stats": speed})
         return

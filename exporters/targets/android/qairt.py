@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
 import os
 import re
 import zipfile
@@ -11,14 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from edgekv.errors import EngineError, UsageError
+from edgekv.vendor_libraries import LIBRARIES, SDK_VARIABLES, Platform, skel, stated_version
 
 RUNNER, APP = "genie-t2t-run", "genie-app"
-SDK_VARIABLES = ("QAIRT_SDK_ROOT", "QNN_SDK_ROOT")
 
+_ON = Platform("android", "arm64")
 _FOLDERS = ("lib/aarch64-android", "lib/hexagon-v{arch}/unsigned", "bin/aarch64-android", "jni/arm64-v8a", ".")
-_NEEDED = ("libGenie.so", "libQnnSystem.so", "libQnnHtp.so", "libQnnHtpNetRunExtensions.so", "libQnnHtpV{arch}Stub.so")
-_SKEL = "libQnnHtpV{arch}Skel.so"
-_VERSION = re.compile(rb"v(\d{1,3}\.\d{1,3}\.\d{1,3})\.\d{9,14}")
+_NEEDED = (*LIBRARIES, "QnnHtpNetRunExtensions")
 
 Version = tuple[int, ...]
 
@@ -56,7 +54,7 @@ def find_qairt(sources: Sequence[Path], arch: int, runner: str, scratch: Path) -
         fix = f"Download the Qualcomm AI Runtime SDK, and give its folder: --qairt DIR (or set {SDK_VARIABLES[0]})"
         raise UsageError("--qairt", got="none", expected="Qualcomm's libraries for Android", fix=fix)
     roots = [_opened(source, scratch) for source in given]
-    wanted = [name.format(arch=arch) for name in (*_NEEDED, runner, _SKEL)]
+    wanted = [*map(_ON.library, _NEEDED), _ON.stub(arch), runner, skel(arch)]
     found = {name: _first(roots, name, arch) for name in wanted}
     if missing := [name for name, path in found.items() if path is None]:
         raise EngineError(
@@ -66,14 +64,14 @@ def find_qairt(sources: Sequence[Path], arch: int, runner: str, scratch: Path) -
             fix="Give the SDK's root, which has bin/, lib/ and lib/hexagon-vN. Archives for apps have no programs.",
         )
     paths = {name: path for name, path in found.items() if path is not None}
-    versions = {name: version for name, path in paths.items() if (version := stated_version(path))}
+    versions = {name: version for name, path in paths.items() if (version := _version(path))}
     if len(set(versions.values())) > 1:
         listed = ", ".join(f"{name} {shown(version)}" for name, version in sorted(versions.items()))
         raise EngineError("--qairt", got=listed, expected="libraries of one version", fix="Give one SDK.")
-    skel = paths.pop(_SKEL.format(arch=arch))
+    on_htp = paths.pop(skel(arch))
     others = (_first(roots, name, arch) for name in (RUNNER, APP) if name != runner)  # another model may need these
     libraries = (*paths.values(), *(path for path in others if path is not None))
-    return Qairt(next(iter(versions.values()), ()), libraries, skel)
+    return Qairt(next(iter(versions.values()), ()), libraries, on_htp)
 
 
 def check_version(qairt: Qairt, binaries: Iterable[Path]) -> None:
@@ -83,7 +81,7 @@ def check_version(qairt: Qairt, binaries: Iterable[Path]) -> None:
         EngineError: a binary was compiled by a newer version than the libraries are.
     """
     for binary in binaries:
-        version = stated_version(binary)
+        version = _version(binary)
         if qairt.version and version and version > qairt.version:
             raise EngineError(
                 binary.name,
@@ -93,17 +91,14 @@ def check_version(qairt: Qairt, binaries: Iterable[Path]) -> None:
             )
 
 
-def stated_version(path: Path) -> Version:
-    """The version of QAIRT that a library or a context binary contains as text; empty if it has none."""
-    if path.stat().st_size == 0:
-        return ()
-    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
-        match = _VERSION.search(content)
-        return () if match is None else tuple(int(part) for part in match[1].split(b"."))
-
-
 def shown(version: Version) -> str:
     return ".".join(map(str, version))
+
+
+def _version(path: Path) -> Version:
+    """Empty if the file does not say it."""
+    found = stated_version(path)
+    return () if found is None else tuple(map(int, found.split(".")))
 
 
 def _opened(source: Path, scratch: Path) -> Path:

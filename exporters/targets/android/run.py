@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from posixpath import dirname
 from shlex import quote
 
 import msgspec
@@ -78,7 +79,7 @@ def run_on_phone(
         EngineError: Genie failed, or the phone was lost.
         UsageError: the trace cannot be written.
     """
-    with scratch_folder("phone") as here, _folder_there(adb) as there:
+    with scratch_folder("phone") as here, _folder_there(adb, dirname(place.folder)) as there:
         config = _config(folder, place.config, max_new_tokens, None if trace is None else f"{there}/{_DUMP}")
         for name, content in (
             (_PROMPT, prompt.encode()),
@@ -168,9 +169,9 @@ def _run(adb: Adb, command: str, take: Callable[[str], None], *, streams: bool) 
 
 
 @contextmanager
-def _folder_there(adb: Adb) -> Iterator[str]:
+def _folder_there(adb: Adb, within: str) -> Iterator[str]:
     """A folder of the phone for one run. What still runs from it is ended, and the folder removed."""
-    folder = adb.read("mktemp -d /data/local/tmp/edgekv-run.XXXXXX", "mktemp").strip()
+    folder = adb.read(f"mktemp -d {quote(f'{within}/run.XXXXXX')}", "mktemp").strip()
     try:
         yield folder
     except BaseException:

@@ -116,13 +116,10 @@ def run(
     if max_new_tokens is not None and max_new_tokens < 1:
         raise UsageError("--max-new-tokens", got=max_new_tokens, expected="at least 1", fix="Ask for one or more.")
     opened = open_genie_folder(folder)
-    if (sink := opened.manifest.sink) is not None:
-        prompt = prompt.removeprefix(sink.text)
-    if not prompt:
-        raise UsageError("--prompt", got="no text", expected="some, after the first token", fix="Give a longer prompt.")
+    text = opened.query(prompt)
     pieces = []
     with GenieDialog(opened.path, opened.config(), opened.state) as dialog:
-        for piece in dialog.query(prompt, max_new_tokens):
+        for piece in dialog.query(text, max_new_tokens):
             pieces.append(piece)
             if not as_json:
                 typer.echo(piece, nl=False)

@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 
 from edgekv.bundle import FileRecord
-from edgekv.errors import BundleError
+from edgekv.errors import BundleError, UsageError
 from edgekv.json_file import read_json
 from edgekv.system import sha256_of
 from exporters.targets.expected_folder import expect_folder_for
@@ -98,6 +98,19 @@ class GenieFolder:
     def state(self) -> Path | None:
         """The saved state with which every conversation begins, if there is one."""
         return None if self.manifest.sink is None else self.path / self.manifest.sink.state
+
+    def query(self, prompt: str) -> str:
+        """What is asked for a prompt: the text behind the tokens that are restored.
+
+        Raises:
+            UsageError: nothing is left.
+        """
+        text = prompt if self.manifest.sink is None else prompt.removeprefix(self.manifest.sink.text)
+        if not text:
+            raise UsageError(
+                "--prompt", got="no text", expected="some, after the first token", fix="Give a longer prompt."
+            )
+        return text
 
 
 def open_genie_folder(path: str | Path) -> GenieFolder:
