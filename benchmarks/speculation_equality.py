@@ -98,7 +98,7 @@ def call(model: edgekv.Model, prompt: list[int], params: SamplingParams, most: i
 
 
 def params_of(chance: random.Random, most: int, *, grammar: bool) -> SamplingParams:
-    """Random sampling parameters, for at most so many tokens."""
+    """Random sampling parameters, for `most` tokens at most."""
     options: dict[str, Any] = {"max_new_tokens": chance.randint(1, most), "ignore_eos": chance.random() < 0.5}
     if chance.random() < 0.5:
         options |= {"temperature": chance.choice((0.5, 0.8, 1.2)), "seed": chance.randrange(1 << 30)}

@@ -34,7 +34,7 @@ class LongestContext:
 
 
 def passes(prompt: Sequence[int], answer: Sequence[int], rows: int, drafter: LongestContext) -> int:
-    """Passes behind the first token, of at most so many rows."""
+    """Passes after the first token, of `rows` rows at most."""
     text, at, count = [*prompt, *answer], len(prompt) + 1, 0
     while at < len(text):
         room = min(rows - 1, len(text) - at - 1)

@@ -408,3 +408,13 @@ def test_genie_answers_there_as_here(
     assert len(read_trace(there)["logits"]) == 4
     assert run(["diff", str(here), str(there), "--limit-db", "60"]) == 0
     assert "no difference: all 17 results agree" in capsys.readouterr().out
+
+
+def test_a_run_writes_below_the_folder_that_was_named(
+    phone: Phone, sdk: Path, genie: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (sdk / "bin/aarch64-android/genie-t2t-run").write_text("#!/bin/sh\n" + ANSWERS.replace("$(cat $prompt)", "$prompt"))
+    command = ["run", str(genie), "--on", "adb", "--prompt", "x", "--to", "/data/local/tmp/other"]
+    assert run(command) == 0
+    assert "Grüße an /data/local/tmp/other/run." in capsys.readouterr().out
+    assert {name.split("/")[0] for name in phone.files()} == {"other"}

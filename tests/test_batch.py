@@ -116,7 +116,7 @@ def test_a_sequence_that_ran_alone_meanwhile_is_copied_again(verifying: Path) ->
         copied = model.batch.bytes_copied
         assert found == alone and copied > 0
         first = start(model, 0)
-        assert next(first).id == found[0][0], "the sequence begins anew in the same session"
+        assert next(first).id == found[0][0], "the sequence starts over in the same session"
         model.advance_together([first, start(model, 1)])
         assert next(first).id == found[0][1]
 

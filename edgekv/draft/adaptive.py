@@ -21,7 +21,7 @@ class AtMost:
     """A pacer that is always the same."""
 
     def __init__(self, tokens: int) -> None:
-        """Allow so many drafts."""
+        """Args: tokens: drafts of a pass at most."""
         self._tokens = tokens
 
     def most(self, k: int) -> int:

@@ -69,7 +69,7 @@ class DraftTree:
         return max(depths, default=0)
 
     def first(self, nodes: int) -> DraftTree:
-        """The first nodes, at most so many."""
+        """The first nodes, `nodes` at most."""
         return self if nodes >= len(self) else DraftTree(self.tokens[:nodes], self.parents[:nodes])
 
     def child(self, node: int, token: int) -> int | None:

@@ -148,7 +148,7 @@ class Graphs:
                 self._load(next(iter(contexts.values())))
 
     def prepare_prefill(self, tokens: int) -> None:
-        """Load the graphs that a prompt of so many tokens runs, for the smallest context.
+        """Load the graphs that a prompt of this length runs, for the smallest context.
 
         Raises:
             EngineError: the engine refused a graph.

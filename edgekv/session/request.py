@@ -243,7 +243,7 @@ class Request:
             self._prefixes.end(session.cache, session.tokens)
 
     def _runs_as_drafts(self, tokens: int) -> bool:
-        """Whether a verify graph gives the bits of the graph that runs so many tokens; several are run as a prompt."""
+        """Whether a verify graph gives the bits of the graph for `tokens` tokens: two or more are run as a prompt."""
         return tokens == 1 or self._graphs.row_bits == "equal"
 
     def _continues(self, session: Session) -> bool:

@@ -120,7 +120,7 @@ class _DecodeOps(NumpyOps):
         self._cache: dict[KvTensor, Floats] = {}
 
     def product(self, x: Floats, weight: str, rows: slice, gain: float) -> Floats:
-        """One product of all sequences: numpy would read the matrix anew for each."""
+        """One product for all sequences; otherwise numpy reads the matrix once for each."""
         return super().product(x[:, 0], weight, rows, gain)[:, None]
 
     def rotation(self, layer: int) -> tuple[Floats, Floats]:

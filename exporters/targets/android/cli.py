@@ -8,9 +8,10 @@ from typing import Annotated, Literal, Optional
 import typer
 
 from edgekv.cli.output import print_json
-from edgekv.errors import BundleError, UsageError
+from edgekv.errors import BundleError
 from edgekv.system import format_bytes
 from exporters.progress import shown
+from exporters.targets.genie.cli import check_new_tokens
 
 # ruff: noqa: UP045  (typer reads the annotations of Python 3.10 at run time)
 
@@ -88,8 +89,7 @@ def run(
     from exporters.targets.android.payload import open_payload
     from exporters.targets.android.run import run_on_phone
 
-    if max_new_tokens is not None and max_new_tokens < 1:
-        raise UsageError("--max-new-tokens", got=max_new_tokens, expected="at least 1", fix="Ask for one or more.")
+    check_new_tokens(max_new_tokens)
     payload = open_payload(path)
     if payload.genie is None:
         fix = f"Write the folder first: edgekv bundle genie {path} -o DIR"

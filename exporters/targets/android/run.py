@@ -175,7 +175,7 @@ def _folder_there(adb: Adb, within: str) -> Iterator[str]:
     try:
         yield folder
     except BaseException:
-        with suppress(EdgeKVError):  # a lost phone, of which the caller is told
+        with suppress(EdgeKVError):  # the phone may be lost; the caller gets the first error
             adb.shell(f"kill $(cat {folder}/pid 2>/dev/null) 2>/dev/null")
         raise
     finally:

@@ -97,6 +97,16 @@ def bundle_genie(
     typer.echo("  Genie chooses edgekv's tokens" if written.checked else "  not run in Genie")
 
 
+def check_new_tokens(count: int | None) -> None:
+    """Refuse an answer without tokens.
+
+    Raises:
+        UsageError: the number is below 1.
+    """
+    if count is not None and count < 1:
+        raise UsageError("--max-new-tokens", got=count, expected="at least 1", fix="Ask for one or more.")
+
+
 @genie.command("run")
 def run(
     folder: Annotated[Path, typer.Argument(help="A folder that `edgekv bundle genie` wrote.")],
@@ -113,8 +123,7 @@ def run(
     from exporters.targets.genie.dialog import GenieDialog
     from exporters.targets.genie.folder import open_genie_folder
 
-    if max_new_tokens is not None and max_new_tokens < 1:
-        raise UsageError("--max-new-tokens", got=max_new_tokens, expected="at least 1", fix="Ask for one or more.")
+    check_new_tokens(max_new_tokens)
     opened = open_genie_folder(folder)
     text = opened.query(prompt)
     pieces = []
