@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import ml_dtypes
@@ -102,16 +104,21 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 """config.json of each; weights are bfloat16."""
 
+_NOTHING: Mapping[str, Any] = MappingProxyType({})
 _ROWS = 4096
 _SHARD_BYTES = 4 << 30
 
 
-def write_large_checkpoint(folder: Path, shape: str) -> Path:
-    """Write the folder unless it is there: matrices N(0, 0.02), norms near 1, a tokenizer of bytes."""
+def write_large_checkpoint(folder: Path, shape: str, changes: Mapping[str, Any] = _NOTHING) -> Path:
+    """Write the folder unless it is there: matrices N(0, 0.02), norms near 1, a tokenizer of bytes.
+
+    `changes` are fields of config.json that differ from the shape's.
+    """
     if (folder / "model.safetensors.index.json").exists():
         return folder
     folder.mkdir(parents=True, exist_ok=True)
-    config = {name: value for name, value in SHAPES[shape].items() if value is not None or name == "rope_scaling"}
+    fields = {**SHAPES[shape], **changes}
+    config = {name: value for name, value in fields.items() if value is not None or name == "rope_scaling"}
     (folder / "config.json").write_text(json.dumps(config))
     write_tokenizer(folder / "tokenizer.json")
     shapes = {view.key: view.stored_shape for view in views(describe(Config(config)))}

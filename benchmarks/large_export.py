@@ -1,6 +1,7 @@
 """Time and RAM from a large checkpoint to context binaries.
 
-    python -m benchmarks.large_export SHAPE [--recipe w4a16-lpbq64] [--context 1024,4096] [--ar 1,128] [--folder DIR]
+    python -m benchmarks.large_export SHAPE [--recipe w4a16-lpbq64] [--context 1024,4096] [--ar 1,128]
+        [--key-layout columns] [--folder DIR]
 
 SHAPE is one of benchmarks.large_checkpoint: a checkpoint of random weights is written first, and not timed. Then
 `edgekv export --compile` runs as a user runs it. RAM is the most that any process held, read from the
@@ -90,6 +91,7 @@ def main() -> None:
     parser.add_argument("--recipe", default="w4a16-lpbq64")
     parser.add_argument("--context", default="1024,4096")
     parser.add_argument("--ar", default="1,128")
+    parser.add_argument("--key-layout", choices=("rows", "columns"), default="rows")
     parser.add_argument("--apart", action="store_true", help="check and compile by themselves")
     parser.add_argument("--folder", type=Path, help="where to work; what is there is used again")
     args = parser.parse_args()
@@ -98,7 +100,7 @@ def main() -> None:
         checkpoint = write_large_checkpoint(folder / args.shape, args.shape)
         bundle = folder / f"{args.shape}-{args.recipe}"
         given = ["--device", DEVICE, "--force"]
-        what = ["--recipe", args.recipe, "--context", args.context, "--ar", args.ar]
+        what = ["--recipe", args.recipe, "--context", args.context, "--ar", args.ar, "--key-layout", args.key_layout]
         steps = {
             "export, check and compile at once": [
                 "export",

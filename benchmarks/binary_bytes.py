@@ -1,0 +1,125 @@
+"""What a layer of a shape takes in context binaries: its matrices, their scales, and what every graph adds.
+
+    python -m benchmarks.binary_bytes SHAPE [--recipe w4a16-lpbq64] [--context 1024,4096] [--ar 1,128]
+        [--key-layout columns] [--folder DIR]
+
+Checkpoints of the shape with one layer and with two, of random weights and a vocabulary of 512 tokens, are exported and
+compiled, once for the first graph alone and once for all graphs in one binary. A layer is the difference of the two.
+Qualcomm's compiler does not give the same size each time: with two layers it varied by 0.1 MB, once by 0.6 MB.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.large_checkpoint import SHAPES, write_large_checkpoint
+from benchmarks.large_export import DEVICE, weights_bytes
+from devices import find
+from edgekv.bundle import open_bundle
+from exporters.htp.compile import compile_graphs, device_parts
+
+_VOCABULARY = 512
+_CALIBRATION_TOKENS = 512
+
+
+@dataclass(frozen=True, slots=True)
+class BinaryBytes:
+    """Sizes of a model's binaries.
+
+    Attributes:
+        bits: what the integers of its matrices take.
+        scaled: the same with their scales.
+        alone: a binary of the first graph.
+        shared: a binary of all graphs.
+        graphs: how many these are.
+    """
+
+    bits: int
+    scaled: int
+    alone: int
+    shared: int
+    graphs: int
+
+    def __post_init__(self) -> None:
+        assert self.graphs > 1, "several graphs share weights"
+
+    def beyond(self, smaller: BinaryBytes) -> BinaryBytes:
+        """What this model takes more than another of as many graphs."""
+        return BinaryBytes(
+            self.bits - smaller.bits,
+            self.scaled - smaller.scaled,
+            self.alone - smaller.alone,
+            self.shared - smaller.shared,
+            self.graphs,
+        )
+
+    @property
+    def each_further(self) -> int:
+        """What a graph adds to a shared binary, on average over all but the first."""
+        return (self.shared - self.alone) // (self.graphs - 1)
+
+    def __str__(self) -> str:
+        ratio = self.shared / self.bits
+        return "\n".join(
+            (
+                f"integers of the matrices  {self.bits:>12,} bytes",
+                f"their scales              {self.scaled - self.bits:>12,}",
+                f"the first graph           {self.alone - self.scaled:>12,}",
+                f"each further graph        {self.each_further:>12,}",
+                f"all of {self.graphs} graphs           {self.shared:>12,}, {ratio:.3f} x the integers",
+            )
+        )
+
+
+def export(checkpoint: Path, bundle: Path, options: Sequence[str]) -> None:
+    """Export without the compiler; ends the program if that fails."""
+    given = ["--device", DEVICE, "--force", "--skip-htp-check", "--calibration-tokens", str(_CALIBRATION_TOKENS)]
+    command = [sys.executable, "-m", "edgekv", "export", str(checkpoint), "-o", str(bundle), *given, *options]
+    if subprocess.run(command, stdout=subprocess.DEVNULL).returncode:
+        sys.exit(1)
+
+
+def compiled_bytes(bundle: Path, checkpoint: Path, recipe: str) -> BinaryBytes:
+    """Compile a bundle of whole graphs, and read the sizes of the binaries."""
+    opened, device = open_bundle(bundle), find(DEVICE)
+    (models,) = device_parts(opened.manifest.graphs, opened.path)
+    first = dict([next(iter(models.items()))])
+    sizes = []
+    for chosen in (first, models):
+        with tempfile.TemporaryDirectory() as folder:
+            binary = compile_graphs(device, chosen, Path(folder))
+            sizes.append((Path(folder) / binary.file).stat().st_size)
+    return BinaryBytes(*weights_bytes(checkpoint, recipe), *sizes, len(models))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("shape", choices=SHAPES)
+    parser.add_argument("--recipe", default="w4a16-lpbq64")
+    parser.add_argument("--context", default="1024,4096")
+    parser.add_argument("--ar", default="1,128")
+    parser.add_argument("--key-layout", choices=("rows", "columns"), default="rows")
+    parser.add_argument("--folder", type=Path, help="where to work; what is there is used again")
+    args = parser.parse_args()
+    options = ["--recipe", args.recipe, "--context", args.context, "--ar", args.ar, "--key-layout", args.key_layout]
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = args.folder or Path(scratch)
+        found = []
+        for layers in (1, 2):
+            changes = {"num_hidden_layers": layers, "vocab_size": _VOCABULARY}
+            checkpoint = write_large_checkpoint(folder / f"{args.shape}-{layers}", args.shape, changes)
+            bundle = folder / f"bundle-{layers}"
+            export(checkpoint, bundle, options)
+            found.append(compiled_bytes(bundle, checkpoint, args.recipe))
+    one, two = found
+    print(f"a layer of {args.shape}, {args.recipe}, {DEVICE}\n{two.beyond(one)}")
+
+
+if __name__ == "__main__":
+    main()
