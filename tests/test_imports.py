@@ -19,7 +19,7 @@ FLOORS = (
     ("edgekv.system", "edgekv.vendor_libraries"),
     ("edgekv.json_file", "edgekv.text_file", "edgekv.tensor_file", "edgekv.scratch", "edgekv.native_output"),
     ("edgekv.child", "edgekv.qnn", "edgekv.spec", "edgekv.paged"),
-    ("edgekv.kv", "edgekv.bundle"),
+    ("edgekv.kv", "edgekv.bundle", "edgekv.child_dialog"),
     ("edgekv.runtime", "edgekv.prefix", "edgekv.draft"),
     ("edgekv.session",),
     ("edgekv.model", "edgekv.plan", "edgekv.doctor"),

@@ -197,10 +197,11 @@ def _run(
 
 
 def _open(bundle: Path, profile: str | None, *, force: bool) -> tuple[Bundle, Account, Ledger]:
-    account = connect(profile)
     opened = open_bundle(bundle)
     opened.require_onnx("AI Hub's uploader")
     opened.require_whole("AI Hub's uploader")
+    opened.require_no_slots("AI Hub's uploader")
+    account = connect(profile)
     if force:
         Ledger.forget(opened)
     return opened, account, Ledger(opened, account.service)

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import tempfile
-import threading
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import TracebackType
 
 import msgspec
 
-from edgekv.child import TIMEOUT_VARIABLE, describe_exit, started, vendor_timeout_s
+from edgekv.child import TIMEOUT_VARIABLE
+from edgekv.child_dialog import ChildDialog
 from edgekv.errors import EngineError
 from edgekv.vendor_libraries import Platform, search_paths
 from exporters.targets.genie.config import GenieConfig
@@ -35,7 +31,6 @@ from exporters.targets.genie.vendor import find_library
 _CONTEXT_FULL = 4
 _MEANINGS = {_CONTEXT_FULL: "the context is full"}
 _WAY_OUT = "A prompt must leave room in the context; else write the folder again with edgekv bundle genie."
-_CLOSING_S = 10
 _NOISE = ("LIBNATIVE", "affinity mask", '"Using create From Binary"')
 
 
@@ -54,21 +49,9 @@ class GenieDialog:
             EngineError: Genie is missing, refused the folder, or crashed.
         """
         library = find_library()
-        self._timeout_s = vendor_timeout_s()
-        self._timed_out = False
         self._state = state
-        self._open = ExitStack()
-        self._log = self._open.enter_context(tempfile.TemporaryFile())  # noqa: SIM115
-        self._child = self._open.enter_context(
-            started(
-                "module",
-                ["exporters.targets.genie.worker"],
-                search_paths(library.parent, Platform.here()),
-                dies_with_thread=threading.current_thread() is threading.main_thread(),
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=self._log,
-            )
+        self._child = ChildDialog(
+            "exporters.targets.genie.worker", environment=search_paths(library.parent, Platform.here())
         )
         try:
             self._finish(
@@ -122,14 +105,7 @@ class GenieDialog:
 
     def close(self) -> None:
         """End the child process. A second call does nothing."""
-        assert self._child.stdin is not None, "opened with a pipe"
-        assert self._child.stdout is not None, "opened with a pipe"
-        with self._open:
-            with suppress(BrokenPipeError):
-                self._child.stdin.close()
-            with suppress(subprocess.TimeoutExpired):  # killed then
-                self._child.wait(_CLOSING_S)
-            self._child.stdout.close()
+        self._child.close()
 
     def _begin(self) -> None:
         if self._state is not None:
@@ -140,14 +116,10 @@ class GenieDialog:
             pass
 
     def _request(self, request: Request) -> Iterator[Reply]:
-        assert self._child.stdin is not None, "opened with a pipe"
         call = type(request).__name__
-        try:
-            self._child.stdin.write(msgspec.json.encode(request) + b"\n")
-            self._child.stdin.flush()
-        except (BrokenPipeError, ValueError):
-            raise self._failure(call, "a dialog that has ended") from None
-        while line := self._next_line():
+        if not self._child.send(msgspec.json.encode(request)):
+            raise self._failure(call, "a dialog that has ended")
+        while line := self._child.read():
             reply = msgspec.json.decode(line, type=Reply)
             if not isinstance(reply, Done):
                 yield reply
@@ -155,33 +127,14 @@ class GenieDialog:
                 raise self._failure(reply.call, _MEANINGS.get(reply.status, f"status {reply.status}"))
             else:
                 return
-        if self._timed_out:
+        if self._child.timed_out:
             fix = f"Set {TIMEOUT_VARIABLE} to allow more time."
-            raise self._failure(call, f"no answer within {self._timeout_s:g} s", fix)
+            raise self._failure(call, f"no answer within {self._child.timeout_s:g} s", fix)
         crashed = "The emulator on x86 crashes on a binary of several graphs: use genie_config.json there."
-        raise self._failure(call, describe_exit(self._child.wait()), crashed)
-
-    def _next_line(self) -> bytes:
-        """The next line of the child; none if it ended or did not answer in time, which ends it."""
-        assert self._child.stdout is not None, "opened with a pipe"
-        watch = threading.Timer(self._timeout_s, self._time_out)
-        watch.daemon = True
-        watch.start()
-        try:
-            return self._child.stdout.readline()
-        finally:
-            watch.cancel()
-
-    def _time_out(self) -> None:
-        self._timed_out = True
-        self._child.kill()
+        raise self._failure(call, self._child.exit_text(), crashed)
 
     def _failure(self, call: str, what: str, fix: str = _WAY_OUT) -> EngineError:
-        said = ""
-        if not self._log.closed:
-            log = self._log.fileno()  # its position is the child's
-            lines = os.pread(log, os.fstat(log).st_size, 0).decode("utf-8", "replace").splitlines()
-            said = "; ".join(line.strip() for line in lines if line.strip() and not any(n in line for n in _NOISE))
+        said = "; ".join(line for line in self._child.log() if not any(noise in line for noise in _NOISE))
         return EngineError(
             f"Genie: {call}",
             got=f"{what}: {said}" if said else what,

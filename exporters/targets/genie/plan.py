@@ -82,6 +82,7 @@ class GeniePlan:
             UsageError: an option does not fit the bundle.
         """
         bundle.require_onnx("the writer for Genie")
+        bundle.require_no_slots("Genie")
         manifest, sink = bundle.manifest, read_sink(bundle)
         device = find(manifest.device)
         if options.device not in (None, device):

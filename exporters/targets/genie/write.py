@@ -72,8 +72,8 @@ def write_genie(
         BundleError: Genie cannot express something of the bundle, or would misread a graph.
         EngineError: Genie or the compiler is missing, failed, or chose other tokens.
     """
-    find_library()
     plan, manifest = GeniePlan.of(bundle, options), bundle.manifest
+    find_library()
     with (
         atomic_directory(target, force=force, marker=GENIE_MANIFEST) as folder,
         scratch_folder("genie") as scratch,

@@ -1,0 +1,110 @@
+"""A child process that is asked more than once, so that a crash or hang of a vendor library ends it alone."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import tempfile
+import threading
+from collections.abc import Mapping
+from contextlib import ExitStack, suppress
+from types import TracebackType
+from typing import Self
+
+from edgekv.child import describe_exit, started, vendor_timeout_s
+
+_CLOSING_S = 10
+
+
+class ChildDialog:
+    """`python -m MODULE ARGUMENTS`, which reads lines from standard input and answers with lines. A context manager.
+
+    Its standard error goes to a file.
+
+    Attributes:
+        timed_out: whether it was killed because a line did not come in time.
+        timeout_s: the time limit of a line, `vendor_timeout_s`.
+    """
+
+    def __init__(self, module: str, *arguments: str, environment: Mapping[str, str] | None = None) -> None:
+        """Start it.
+
+        Args:
+            module: the module to run.
+            arguments: its arguments.
+            environment: variables to set in addition to those of this process.
+
+        Raises:
+            UsageError: the time limit in the environment is not a positive number.
+        """
+        self.timeout_s = vendor_timeout_s()
+        self.timed_out = False
+        self._open = ExitStack()
+        self._log = self._open.enter_context(tempfile.TemporaryFile())  # noqa: SIM115
+        self._child = self._open.enter_context(
+            started(
+                "module",
+                [module, *arguments],
+                environment or {},
+                dies_with_thread=threading.current_thread() is threading.main_thread(),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=self._log,
+            )
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def send(self, line: bytes) -> bool:
+        """Send a line; False if the child has ended."""
+        assert self._child.stdin is not None, "opened with a pipe"
+        try:
+            self._child.stdin.write(line + b"\n")
+            self._child.stdin.flush()
+        except (BrokenPipeError, ValueError):
+            return False
+        return True
+
+    def read(self) -> bytes:
+        """The next line; none if the child ended, or did not answer in time, which ends it."""
+        assert self._child.stdout is not None, "opened with a pipe"
+        watch = threading.Timer(self.timeout_s, self._time_out)
+        watch.daemon = True
+        watch.start()
+        try:
+            return self._child.stdout.readline()
+        finally:
+            watch.cancel()
+
+    def exit_text(self) -> str:
+        """How the child ended, once `read` gave nothing: its exit code, or the name of a signal."""
+        return describe_exit(self._child.wait())
+
+    def log(self) -> list[str]:
+        """The lines of its standard error so far; none once it was closed."""
+        if self._log.closed:
+            return []
+        file = self._log.fileno()  # its position is the child's
+        text = os.pread(file, os.fstat(file).st_size, 0).decode("utf-8", "replace")
+        return [line.strip() for line in text.splitlines() if line.strip()]
+
+    def close(self) -> None:
+        """End the child. A second call does nothing."""
+        assert self._child.stdin is not None, "opened with a pipe"
+        assert self._child.stdout is not None, "opened with a pipe"
+        with self._open:
+            with suppress(BrokenPipeError):
+                self._child.stdin.close()
+            with suppress(subprocess.TimeoutExpired):  # killed then
+                self._child.wait(_CLOSING_S)
+            self._child.stdout.close()
+
+    def _time_out(self) -> None:
+        self.timed_out = True
+        self._child.kill()
