@@ -6,6 +6,7 @@ Qualcomm's public description of its SDK (backend libraries by target platform).
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
 import platform
@@ -33,6 +34,7 @@ Machine = Literal["x86_64", "arm64"]
 _SKEL = re.compile(r"libQnnHtpV(\d+)Skel\.so")
 # Libraries have the first form, and context binaries the second, with the build's number behind it.
 _VERSION = re.compile(rb"AISW_VERSION: (\d+\.\d+\.\d+)|v(\d{1,3}\.\d{1,3}\.\d{1,3})\.\d{9,14}")
+_RPC_SERVICE = r"SYSTEM\CurrentControlSet\Services\qcnspmcdm"
 _SDK_TARGETS: dict[tuple[System, Machine], tuple[str, ...]] = {
     ("linux", "x86_64"): ("x86_64-linux-clang",),
     ("linux", "arm64"): ("aarch64-oe-linux-gcc11.2", "aarch64-ubuntu-gcc9.4", "aarch64-oe-linux-gcc9.3"),
@@ -120,6 +122,32 @@ def find_places(on: Platform, environment: Mapping[str, str] = os.environ) -> li
     A folder that a variable names counts if it has the HTP's backend.
     """
     return [place for place in _candidates(on, environment) if place.has(BACKEND, on)]
+
+
+def rpc_memory(on: Platform) -> str:
+    """The library that allocates memory for processor and HTP, as Qualcomm's provider looks for it.
+
+    On Windows it lies beside the driver of the service `qcnspmcdm`.
+
+    Raises:
+        OSError: this machine has no such service.
+    """
+    if on.system != "windows":
+        return "libcdsprpc.so"
+    import winreg
+
+    with winreg.OpenKey(winreg.HKEY_LOCAL_MACHINE, _RPC_SERVICE) as service:  # type: ignore[attr-defined,unused-ignore]
+        driver = str(winreg.QueryValueEx(service, "ImagePath")[0])  # type: ignore[attr-defined,unused-ignore]
+    return driver.replace("\\SystemRoot", os.environ.get("SYSTEMROOT", "")).rpartition("\\")[0] + "\\libcdsprpc.dll"
+
+
+def has_rpc_memory(on: Platform) -> bool:
+    """Whether that library is here and can be loaded."""
+    try:
+        ctypes.CDLL(rpc_memory(on))
+    except OSError:
+        return False
+    return True
 
 
 def search_paths(folder: Path, on: Platform, environment: Mapping[str, str] = os.environ) -> dict[str, str]:

@@ -2,10 +2,11 @@
 # Runs edgekv on Linux for Arm64 under qemu-user, on a machine with Debian's tools:
 #
 #     apt-get install qemu-user-static
-#     sh tests/arm64.sh [tests/test_kv_slot.py ...]
+#     sh tests/arm64.sh                           # tokens and caches, compared with this machine's
+#     sh tests/arm64.sh suite                     # the tests that need neither the HTP nor seconds each; hours
+#     sh tests/arm64.sh tests/test_kv_slot.py ... # pytest of these files
 #
-# Debian's Python for Arm64 and the wheels for aarch64 are unpacked into build/arm64; nothing is installed. Without
-# arguments, tokens and caches are compared with this machine's; otherwise pytest runs those files on Arm64.
+# Debian's Python for Arm64 and the wheels for aarch64 are unpacked into build/arm64; nothing is installed.
 # onnxruntime 1.31.1 crashes in qemu 7.2 while it is imported, so 1.27.0 is used. SME is off: with qemu's SME,
 # DynamicQuantizeMatMul of onnxruntime returns other numbers than on any other processor.
 set -eu
@@ -24,20 +25,28 @@ if [ ! -e "$folder/ready" ]; then
     "$python" -m pip install --quiet --quiet --target "$folder/site" --only-binary=:all: --python-version 3.11 \
         --implementation cp --platform manylinux_2_28_aarch64 --platform manylinux_2_27_aarch64 \
         --platform manylinux2014_aarch64 numpy onnxruntime==1.27.0 tokenizers msgspec jinja2 onnx onnx-ir \
-        safetensors ml_dtypes typer rich packaging huggingface_hub pytest filelock hypothesis llguidance
+        safetensors ml_dtypes typer rich packaging huggingface_hub pytest filelock hypothesis llguidance \
+        gguf jsonschema matplotlib openai starlette uvicorn
     cp -r "$("$python" -c 'from importlib.metadata import distribution as d; print(d("edgekv")._path)')" "$folder/site"
     touch "$folder/ready"
 fi
 export OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1
-arm64() {
-    PYTHONPATH=$folder/site:$here QEMU_CPU=max,sve=off,sme=off \
-        qemu-aarch64-static -L "$folder/sysroot" "$folder/sysroot/usr/bin/python3.11" "$@"
-}
+# A process on Arm64 starts others through this program too: the kernel here cannot run Python for Arm64 by itself.
+arm64=$folder/python
+cat > "$arm64" <<END
+#!/bin/sh
+PYTHONPATH=$folder/site:$here QEMU_CPU=max,sve=off,sme=off \\
+    exec qemu-aarch64-static -L "$folder/sysroot" "$folder/sysroot/usr/bin/python3.11" "\$@"
+END
+chmod +x "$arm64"
+echo "import sys; sys.executable = '$arm64'" > "$folder/site/sitecustomize.py"
 cd "$here"
-if [ $# -gt 0 ]; then
-    arm64 -m pytest -q -p no:cacheprovider "$@"
+if [ "${1-}" = suite ]; then
+    "$python" -m tests.arm64_suite "$arm64" "$folder/results.jsonl"
+elif [ $# -gt 0 ]; then
+    "$arm64" -m pytest -q -p no:cacheprovider "$@"
 else
-    "$python" -m tests.arm64 make "$folder/bundle" "$folder/here.npz"
-    arm64 -m tests.arm64 make "$folder/bundle" "$folder/there.npz"
-    "$python" -m tests.arm64 compare "$folder/here.npz" "$folder/there.npz"
+    "$python" -m tests.elsewhere make "$folder/bundle" "$folder/here.npz"
+    "$arm64" -m tests.elsewhere make "$folder/bundle" "$folder/there.npz"
+    "$python" -m tests.elsewhere compare "$folder/here.npz" "$folder/there.npz"
 fi

@@ -33,6 +33,7 @@ ROOT = Path(__file__).parent.parent
 CACHE = Path(os.environ.get("EDGEKV_TEST_CACHE") or ROOT / "build" / "test-cache").resolve()
 PACKAGES = ("devices", "edgekv", "exporters", "quant")
 KEPT_PROGRAMS = 2
+GIVEN = "EDGEKV_TEST_PROGRAM"
 LONGEST_RUN_S = 3600
 TOKENS_OF_RANDOM_MODELS = 2048
 """Calibration tokens of models that were never trained; more of them take seconds and show nothing more."""
@@ -74,7 +75,7 @@ def exported(checkpoint: Path, options: ExportOptions, *, compiled: bool = False
 
     def make(folder: Path) -> None:
         own = checkpoint if lasting else shutil.copytree(checkpoint, folder / "checkpoint")
-        layers = _program() / f"layers-{_short(source, options.recipe)}"
+        layers = program() / f"layers-{_short(source, options.recipe)}"
         with FileLock(layers.with_suffix(".lock")):
             run = RunOptions(cache_dir=layers, resume=True, keep_stages=True)
             export_bundle(Checkpoint.open(str(own)), folder / "bundle", options, run)
@@ -92,7 +93,7 @@ def kept(kind: str, make: Callable[[Path], object], *key: object) -> Path:
         make: fills the empty folder that it is given, which is where it stays.
         key: what the contents depend on besides the program, each with a repr that says all of it.
     """
-    folder = _program() / f"{kind}-{_short(*key)}"
+    folder = program() / f"{kind}-{_short(*key)}"
     record = folder.with_suffix(".json")
     with FileLock(folder.with_suffix(".lock")):
         if not record.is_file() or _recorded(record) != _contents(folder):
@@ -116,15 +117,15 @@ def changed() -> list[str]:
 
 def forget_layers() -> None:
     """Remove quantized layers, the largest files here: with the exports kept, a later run hardly needs them."""
-    for lock in _program().glob("layers-*.lock"):
+    for lock in program().glob("layers-*.lock"):
         with suppress(Timeout), FileLock(lock, blocking=False):
             shutil.rmtree(lock.with_suffix(""), ignore_errors=True)
 
 
 def prune() -> None:
     """Remove what all but the last few programs made, unless a run may still be using it."""
-    _program().mkdir(parents=True, exist_ok=True)
-    os.utime(_program())
+    program().mkdir(parents=True, exist_ok=True)
+    os.utime(program())
     last_use = {folder: folder.stat().st_mtime for folder in CACHE.iterdir()}
     for old in sorted(last_use, key=lambda folder: -last_use[folder])[KEPT_PROGRAMS:]:
         if last_use[old] < time.time() - LONGEST_RUN_S:
@@ -132,12 +133,14 @@ def prune() -> None:
 
 
 @lru_cache(maxsize=1)
-def _program() -> Path:
+def program() -> Path:
     """The folder of what this program makes.
 
     It is named after the four packages' files, Python, every installed package, and the processor: BLAS has kernels
-    for each, and integers depend on them.
+    for each, and integers depend on them. EDGEKV_TEST_PROGRAM names another platform's, whose exports are used then.
     """
+    if given := os.environ.get(GIVEN):
+        return CACHE / given
     installed = sorted({f"{each.name}=={each.version}" for each in metadata.distributions()})
     sources = [_digest(ROOT / package) for package in PACKAGES]
     return CACHE / _short(sources, platform.python_version(), _processor(), installed)

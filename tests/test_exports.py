@@ -33,9 +33,9 @@ assert (exports.kept("folder", make, "key") / "file").read_text() == "whole"
 def cache(tmp_path, monkeypatch):
     monkeypatch.setattr(exports, "CACHE", tmp_path / "cache")
     monkeypatch.setattr(exports, "_used", set())
-    exports._program.cache_clear()
+    exports.program.cache_clear()
     yield tmp_path / "cache"
-    exports._program.cache_clear()
+    exports.program.cache_clear()
 
 
 @pytest.mark.slow
@@ -89,4 +89,4 @@ def test_only_the_last_programs_exports_are_kept(cache):
         if name != "in use":
             os.utime(cache / name, (long_ago - age_s,) * 2)
     exports.prune()
-    assert {path.name for path in cache.iterdir()} == {"in use", exports._program().name}
+    assert {path.name for path in cache.iterdir()} == {"in use", exports.program().name}

@@ -63,7 +63,7 @@ def test_all_options_are_read() -> None:
         ("vtcm=0", r"htp vtcm: got 0"),
         ("optimization=4", r"htp optimization: got 4; expected 1 to 3"),
         ("device=-1", r"htp device: got -1"),
-        ("shared-memory=1", r"htp shared-memory: got '1'; expected yes or no"),
+        ("shared-memory=1", r"htp shared-memory: got '1'; expected yes, no or auto"),
         ("burst", r"htp: got 'burst'; expected performance, "),
         ("polling=9999", r"htp: got 'polling'"),
         ("vtcm=2,vtcm=4", r"htp vtcm: got it twice"),

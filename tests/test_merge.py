@@ -191,3 +191,23 @@ def test_a_kept_graph_is_loaded_without_the_packages_that_merge(small: Path, kep
         for _ in range(2)
     )
     assert first.split("]")[0] == second.split("]")[0] and (first.split()[-1], second.split()[-1]) == ("True", "False")
+
+
+def test_shapes_are_int64_where_numpy_s_integers_are_not(small_export: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """numpy 1 has int32 for Python's integers on Windows, which `Reshape` does not take."""
+    made = np.array
+
+    class Numpy:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(np, name)
+
+        def array(self, value: Any, dtype: Any = None) -> Any:
+            array = made(value, dtype)
+            return array.astype(np.int32) if dtype is None and array.dtype == np.int64 else array
+
+    monkeypatch.setattr("edgekv.runtime.merge.merge_heads.np", Numpy())
+    bundle = open_bundle(small_export)
+    path = bundle.graph_path(bundle.manifest.graphs[0])
+    options = ort.SessionOptions()
+    options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(path.parent))
+    assert ort.InferenceSession(merged_bytes(path), options, providers=["CPUExecutionProvider"]).get_inputs()

@@ -10,6 +10,7 @@ from edgekv.kv.compatibility import check_state, copy_state
 from edgekv.kv.eviction import Eviction
 from edgekv.kv.footprint import Footprint
 from edgekv.kv.growth import Growth
+from edgekv.kv.memory import Allocate, HeapMemory
 from edgekv.kv.policies.policy import Policy, PolicyName, check_layers, find_policy
 from edgekv.kv.policies.rotation import KvEncoding
 from edgekv.kv.positions import Positions
@@ -60,6 +61,7 @@ class KVCache:
         encodings: Sequence[KvEncoding] = (),
         growth: Growth | None = None,
         sink: Sink | None = None,
+        allocate: Allocate = HeapMemory,
     ) -> None:
         """Allocate an empty cache.
 
@@ -75,11 +77,11 @@ class KVCache:
             growth: how memory grows, for `slot` and `pointer-shift`; None allocates all of it now.
             sink: tokens that every sequence begins with; they count as tokens held and are never dropped from layers
                 that attend to the whole context.
+            allocate: where memory comes from; `mirror` maps its own.
 
         Raises:
             UsageError: an unknown strategy or policy, numbers out of range, `Sinks` over layers whose windows
-                differ, a policy that would drop the sink, or a growth that the strategy or the layers do not allow;
-                also what `RowArena` raises.
+                differ, a policy that would drop the sink, or a growth that does not fit; also what `RowArena` raises.
             ValueError: no AR, one out of range, a wrong number of encodings, or growth to another context.
         """
         geometries = geometry.groups()
@@ -97,7 +99,7 @@ class KVCache:
         self.capacity = chosen.capacity(geometry.context)
         self._evicts = chosen.evicts
         self._first = 0 if sink is None else len(sink.tokens)
-        self._memory = Footprint(geometry, self.ar, strategy, reserve, chosen, growth)
+        self._memory = Footprint(geometry, self.ar, strategy, reserve, chosen, growth, allocate)
         self.groups = self._memory.groups
         self._open_ar: int | None = None
         self._positions = Positions()

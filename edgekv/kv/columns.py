@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgekv.kv.arena import DTYPES, Rows, as_index
-from edgekv.kv.memory import ALIGNMENT_BYTES, HeapMemory, aligned
+from edgekv.kv.memory import ALIGNMENT_BYTES, Allocate, HeapMemory, aligned
 from edgekv.kv.strategies.strategy import Move, Strategy, Window
 from edgekv.spec.geometry import Geometry, KvTensor
 
@@ -96,9 +96,9 @@ class ColumnArena:
         copies: copies of one range of columns in all tensors so far.
     """
 
-    def __init__(self, layout: ColumnLayout) -> None:
+    def __init__(self, layout: ColumnLayout, allocate: Allocate = HeapMemory) -> None:
         geometry = layout.geometry
-        memory = HeapMemory(layout.allocated_bytes)
+        memory = allocate(layout.allocated_bytes)
         element_bytes = geometry.element_bytes
         self.layout = layout
         self.tensors = tuple(layout.names())

@@ -9,6 +9,7 @@ from functools import partial
 from edgekv.kv.arena import Arena
 from edgekv.kv.group import Group
 from edgekv.kv.growth import Growth, single_layers
+from edgekv.kv.memory import Allocate, HeapMemory
 from edgekv.kv.policies.policy import Policy, SlidingWindow
 from edgekv.kv.strategies import default_strategy, make_strategy
 from edgekv.kv.strategies.pointer_shift import DEFAULT_RESERVE
@@ -37,6 +38,7 @@ class Footprint:
         reserve: Fraction | float | None,
         policy: Policy,
         growth: Growth | None,
+        allocate: Allocate = HeapMemory,
     ) -> None:
         """Allocate.
 
@@ -47,6 +49,7 @@ class Footprint:
             reserve: of `pointer-shift`; None for 2.
             policy: of the groups that attend to the whole context; the others always keep the newest tokens.
             growth: how the groups that attend to the whole context grow; None to allocate all memory now.
+            allocate: where memory comes from.
 
         Raises:
             UsageError: an unknown strategy, a growth that it or the layers do not allow; also what `RowArena` raises.
@@ -67,7 +70,8 @@ class Footprint:
         for each in geometries:
             is_wide = each.context == whole
             capacity = (policy if is_wide else narrow).capacity(each.context)
-            groups.append(Group(each, make, ar, capacity, growth.contexts[0] if growth and is_wide else whole))
+            least = growth.contexts[0] if growth and is_wide else whole
+            groups.append(Group(each, make, ar, capacity, least, allocate))
         self.groups = tuple(groups)
         self.wide = tuple(group for group in self.groups if group.geometry.context == whole)
         self.grows = growth is not None

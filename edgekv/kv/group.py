@@ -11,6 +11,7 @@ import numpy as np
 
 from edgekv.kv.arena import Arena, Rows
 from edgekv.kv.columns import ColumnArena, ColumnLayout
+from edgekv.kv.memory import Allocate, HeapMemory
 from edgekv.kv.policies.rotation import KvEncoding
 from edgekv.kv.rows import Layout, RowArena
 from edgekv.kv.state import CacheState, StateError
@@ -61,6 +62,7 @@ class Group:
         ar: Sequence[int],
         capacity: int,
         context: int,
+        allocate: Allocate = HeapMemory,
     ) -> None:
         """Allocate for graphs of these AR and contexts up to `context`; see `RowArena` for what is raised."""
         self.geometry = geometry
@@ -69,6 +71,7 @@ class Group:
         self._make_strategy = make_strategy
         self._past_rows = cache(geometry.past_rows)
         self._ar = ar
+        self._allocate_bytes = allocate
         self._open: Window | None = None
         self._allocate(context)
 
@@ -205,11 +208,11 @@ class Group:
         keys: ColumnArena | None = None
         arenas: tuple[Arena, ...]
         if geometry.key_layout == "columns":
-            keys = ColumnArena(ColumnLayout.of(geometry, strategy, self._ar, context))
-            values = RowArena(Layout.of(geometry, strategy, ("value",)))
+            keys = ColumnArena(ColumnLayout.of(geometry, strategy, self._ar, context), self._allocate_bytes)
+            values = RowArena(Layout.of(geometry, strategy, ("value",)), self._allocate_bytes)
             arenas = (keys, values)
         else:
-            values = RowArena(Layout.of(geometry, strategy))
+            values = RowArena(Layout.of(geometry, strategy), self._allocate_bytes)
             arenas = (values,)
         # Last, so that a failed allocation changes nothing.
         self.strategy, self.context, self.arenas, self._keys, self._arena = strategy, context, arenas, keys, values

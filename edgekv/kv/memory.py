@@ -6,6 +6,7 @@ import ctypes
 import mmap
 import os
 import weakref
+from collections.abc import Callable
 from functools import cache
 from typing import Any, Protocol
 
@@ -35,6 +36,10 @@ class Memory(Protocol):
     offset: int
     buffer: Any
     held_bytes: int
+
+
+Allocate = Callable[[int], Memory]
+"""Allocates so many bytes, at least 64 of which may be lost to alignment."""
 
 
 class HeapMemory:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from edgekv.kv.arena import DTYPES, Rows, as_index
-from edgekv.kv.memory import ALIGNMENT_BYTES, HeapMemory, Memory, MirrorMemory, aligned
+from edgekv.kv.memory import ALIGNMENT_BYTES, Allocate, HeapMemory, Memory, MirrorMemory, aligned
 from edgekv.kv.strategies.strategy import Move, Place, Strategy, Window
 from edgekv.spec.geometry import KINDS, Geometry, Kind, KvTensor
 
@@ -96,8 +96,8 @@ class RowArena:
         copies: moves that it has executed so far.
     """
 
-    def __init__(self, layout: Layout) -> None:
-        """Allocate and fill.
+    def __init__(self, layout: Layout, allocate: Allocate = HeapMemory) -> None:
+        """Allocate and fill; a mirrored layout maps memory of its own.
 
         Raises:
             UsageError: the layout is mirrored, and this system cannot map memory twice.
@@ -108,7 +108,7 @@ class RowArena:
         if layout.mirrored:
             memory = MirrorMemory(layout.tensors, layout.rows * geometry.row_bytes)
         else:
-            memory = HeapMemory(layout.allocated_bytes)
+            memory = allocate(layout.allocated_bytes)
         dtype = DTYPES[geometry.kv_dtype]
 
         def tensors(start: int, rows: int, stride_bytes: int) -> Rows:

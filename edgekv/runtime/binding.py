@@ -15,10 +15,13 @@ from numpy.typing import NDArray
 from edgekv.kv.memory import ALIGNMENT_BYTES, HeapMemory
 from edgekv.runtime.background import BackgroundTask
 from edgekv.runtime.mapped import MappedWeights
+from edgekv.runtime.shared_memory import SharedAllocator, shared_device
 from edgekv.spec import GraphInterface, Port
 
 # TensorProto.DataType: the runtime reads a number faster than a numpy type.
-_ELEMENTS = {np.dtype(name): number for name, number in (("u1", 2), ("i1", 3), ("u2", 4), ("i2", 5), ("i4", 6))}
+_ELEMENTS = {
+    np.dtype(name): number for name, number in (("f4", 1), ("u1", 2), ("i1", 3), ("u2", 4), ("i2", 5), ("i4", 6))
+}
 OPEN_ROWS = "rows_"  # and the most: the name of a size that can be smaller
 _MANY = 64  # with fewer tensors, binding is faster than starting a background task
 _LONG_NS = 2_000_000  # a run must take longer than binding hundreds of tensors
@@ -108,9 +111,11 @@ _Places = dict[str, _Place]  # by the first of their names
 class _Bound:
     """One set of bindings of a session, and the addresses it is bound to."""
 
-    def __init__(self, session: ort.InferenceSession) -> None:
+    def __init__(self, session: ort.InferenceSession, shared: SharedAllocator | None = None) -> None:
         self.io = session.io_binding()
         self._binders = _binders(self.io)
+        self._shared = shared
+        self._shared_binders = None if shared is None else _shared_binders(self.io)
         self._places: _Places = {}
         self._moving: BackgroundTask | None = None
 
@@ -121,7 +126,9 @@ class _Bound:
             if place.is_at(self._places.get(first)):
                 continue
             self._places.pop(first, None)
-            bind = self._binders[place.is_output]
+            is_shared = self._shared is not None and self._shared.holds(place.addresses[0])
+            binders = self._shared_binders if is_shared and self._shared_binders else self._binders
+            bind = binders[place.is_output]
             bind(place.names, place.element, place.shape, place.addresses, place.offset_bytes)
             self._places[first] = place
 
@@ -145,11 +152,17 @@ class MemoryBinding:
     together.
     """
 
-    def __init__(self, session: ort.InferenceSession, weights: MappedWeights | None = None) -> None:
-        """Args: session: to bind. weights: that it maps, if they are known."""
+    def __init__(
+        self,
+        session: ort.InferenceSession,
+        weights: MappedWeights | None = None,
+        shared: SharedAllocator | None = None,
+    ) -> None:
+        """Args: session: to bind. weights: that it maps, if they are known. shared: memory that is bound as shared."""
         self._session = session
         self._weights = weights
-        self._bound = _Bound(session)
+        self._shared = shared
+        self._bound = _Bound(session, shared)
         self._other: _Bound | None = None
         self._wanted: _Places = {}
         self._last: _Places = {}
@@ -210,7 +223,7 @@ class MemoryBinding:
         self._last = dict(self._wanted)
         if moving < _MANY:
             return
-        other = self._other or _Bound(self._session)
+        other = self._other or _Bound(self._session, self._shared)
         self._bound, self._other = other, self._bound
         other.start_moving(ahead)
 
@@ -232,6 +245,12 @@ def _binders(io: ort.IOBinding) -> tuple[_BindAll, _BindAll]:
         return _raw(raw.bind_input, device), _raw(raw.bind_output, device)
     except AttributeError:
         return _public(io.bind_input), _public(io.bind_output)
+
+
+def _shared_binders(io: ort.IOBinding) -> tuple[_BindAll, _BindAll]:
+    """Binds memory that the HTP reaches too. The public object has no name for such memory."""
+    raw, device = io._iobinding, shared_device()
+    return _raw(raw.bind_input, device), _raw(raw.bind_output, device)
 
 
 def _raw(bind: Any, device: object) -> _BindAll:

@@ -16,10 +16,12 @@ from edgekv.qnn import check_libraries, compiler, create_session
 from edgekv.runtime.binding import Binding, MemoryBinding
 from edgekv.runtime.htp_options import HtpOptions
 from edgekv.runtime.row_bits import RowBits
-from edgekv.vendor_libraries import Platform
+from edgekv.runtime.shared_memory import SharedAllocator
+from edgekv.vendor_libraries import Platform, has_rpc_memory
 
 _SHARE = "ep.share_ep_contexts"
 _SHARES_FROM = 73
+_ALLOCATOR = "enable_htp_shared_memory_allocator"
 _DEFAULT = HtpOptions()
 
 
@@ -32,17 +34,23 @@ class HtpEngine:
         options: of the provider.
         compiled: wrappers of context binaries, by the graphs that they were compiled from; other graphs are compiled
             when they are loaded.
+        alone: those of the binaries that contain one graph each.
         shares_weights: whether the binaries contain several graphs each. The provider then loads a binary once, for the
             sessions of all its graphs.
+        first: a graph that every text runs.
+        shared: the allocator of memory that the HTP reaches too; None for ordinary memory.
     """
 
     graph_format: ClassVar[GraphFormat] = "onnx"
 
     device: Device
     compiled: Mapping[Path, Path] = field(default_factory=dict)
+    alone: Mapping[Path, Path] = field(default_factory=dict, compare=False)
     shares_weights: bool = False
     options: HtpOptions = _DEFAULT
     name: Literal["htp"] = "htp"
+    first: Path | None = field(default=None, compare=False)
+    shared: SharedAllocator | None = field(default=None, init=False, repr=False, compare=False)
     _sessions: dict[Path, ort.InferenceSession] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @classmethod
@@ -62,17 +70,21 @@ class HtpEngine:
             BundleError: a compiled binary was changed.
         """
         # The emulator cannot load binaries of several graphs, and V68 and V69 are not known to share weights.
+        decode = min(bundle.manifest.graphs, key=lambda graph: graph.ar)
+        first = bundle.part_path(decode.parts[0])
         kinds = (True, False) if Platform.here().has_npu and device.arch >= _SHARES_FROM else (False,)
         for is_shared in kinds:
             if found := _wrappers(bundle, device, is_shared=is_shared):
-                return cls(device, found, shares_weights=is_shared)
-        return cls(device)
+                alone = _wrappers(bundle, device, is_shared=False) if is_shared else found
+                return cls(device, found, alone, shares_weights=is_shared, first=first)
+        return cls(device, first=first)
 
     def with_options(self, options: HtpOptions) -> HtpEngine:
         """An engine with other options.
 
         Raises:
-            UsageError: the chip or this machine does not have them, or they are for compiling graphs that are compiled.
+            UsageError: the chip or this machine does not have them, they are for compiling graphs that are compiled, or
+                shared memory for binaries of several graphs.
         """
         options.check(self.device, Platform.here())
         if options.is_for_compiling and self.compiled:
@@ -82,7 +94,19 @@ class HtpEngine:
                 expected="neither: binaries keep what they were compiled for",
                 fix="Give it to edgekv compile, with --force.",
             )
-        return replace(self, options=options)
+        engine = replace(self, options=options)
+        has_binaries = not self.shares_weights or bool(self.alone)
+        return engine.sharing() if takes_shared_memory(options, Platform.here(), has_binaries) else engine
+
+    def sharing(self) -> HtpEngine:
+        """An engine whose caches are in memory that the HTP reaches too.
+
+        The provider registers an address once for all graphs of a binary, with the size of the first tensor there, so
+        graphs are loaded from binaries of their own.
+        """
+        engine = replace(self, compiled=self.alone or self.compiled, shares_weights=False)
+        object.__setattr__(engine, "shared", SharedAllocator(engine._any_session))
+        return engine
 
     @property
     def row_bits(self) -> RowBits:
@@ -96,7 +120,12 @@ class HtpEngine:
     def load(self, file: Path, name: str) -> Binding:
         if file not in self._sessions:
             self._sessions[file] = self.session(file)
-        return MemoryBinding(self._sessions[file])
+        return MemoryBinding(self._sessions[file], shared=self.shared)
+
+    def _any_session(self) -> ort.InferenceSession:
+        if not self._sessions and self.first is not None:
+            self.load(self.first, self.first.stem)
+        return next(iter(self._sessions.values()))
 
     def session(self, graph: Path) -> ort.InferenceSession:
         """A session of an ONNX file, or of the binary that it was compiled to.
@@ -104,12 +133,37 @@ class HtpEngine:
         Raises:
             EngineError: the runtime is missing or refused the graph.
         """
+        allocator = {_ALLOCATOR: "1"} if self.shared else {}
         return create_session(
             self.compiled.get(graph, graph),
             self.device,
             session_config={_SHARE: "1"} if self.shares_weights else {},
-            provider_options=self.options.provider_options,
+            provider_options={**self.options.provider_options, **allocator},
         )
+
+
+def takes_shared_memory(options: HtpOptions, on: Platform, has_binaries: bool) -> bool:
+    """Whether caches are in shared memory: as the options say, with `auto` if they can be.
+
+    Args:
+        options: the options.
+        on: this machine.
+        has_binaries: whether each graph can be loaded by itself.
+
+    Raises:
+        UsageError: it was asked for and cannot be.
+    """
+    if not options.shared_memory or (options.shared_memory == "auto" and not on.has_npu):
+        return False
+    missing, fix = "", ""
+    if not has_rpc_memory(on):
+        missing, fix = "no library of FastRPC (libcdsprpc) that can be loaded", "Install FastRPC of your board's vendor"
+    elif not has_binaries:
+        missing, fix = "only a binary of several graphs", "Compile without --no-each"
+    if missing and options.shared_memory is True:
+        wanted = "FastRPC, and a binary for each graph"
+        raise UsageError("htp shared-memory", got=missing, expected=wanted, fix=f"{fix}, or leave it out.")
+    return not missing
 
 
 def _wrappers(bundle: Bundle, device: Device, *, is_shared: bool = False) -> Mapping[Path, Path]:

@@ -43,7 +43,8 @@ class HtpOptions:
         vtcm_mb: tightly coupled memory that graphs may use, MiB; at most that of the chip. When graphs are compiled.
         optimization: 1 to 3, how long the compiler searches for a fast graph. When graphs are compiled.
         device_id: which HTP of several.
-        shared_memory: let the provider allocate memory that processor and HTP share. Needs an NPU.
+        shared_memory: allocate the KV cache in memory that processor and HTP share. Needs an NPU and FastRPC; `auto`
+            takes ordinary memory without them.
         mapped_weights: map the weights of binaries from their files. Only Windows on Arm64 can.
 
     Raises:
@@ -56,7 +57,7 @@ class HtpOptions:
     vtcm_mb: int | None = None
     optimization: int | None = None
     device_id: int | None = None
-    shared_memory: bool = False
+    shared_memory: bool | Literal["auto"] = False
     mapped_weights: bool = True
 
     def __post_init__(self) -> None:
@@ -100,7 +101,7 @@ class HtpOptions:
             "vtcm_mb": self.vtcm_mb,
             "htp_graph_finalization_optimization_mode": self.optimization,
             "device_id": self.device_id,
-            "enable_htp_shared_memory_allocator": 1 if self.shared_memory else None,
+            "enable_htp_shared_memory_allocator": 1 if self.shared_memory is True else None,
             "disable_file_mapped_weights": None if self.mapped_weights else 1,
         }
         return MappingProxyType({name: str(value) for name, value in given.items() if value is not None})
@@ -127,7 +128,7 @@ class HtpOptions:
             UsageError: more VTCM than the chip has, or shared memory without an NPU.
         """
         _check_number("vtcm", self.vtcm_mb, 1, device.vtcm_mb, f"MiB of {device.soc}")
-        if self.shared_memory and not on.has_npu:
+        if self.shared_memory is True and not on.has_npu:
             raise UsageError(
                 "htp shared-memory",
                 got=f"yes on {on.system} {on.machine}",
@@ -168,7 +169,10 @@ def _number(key: str, text: str) -> int:
         raise UsageError(f"htp {key}", got=repr(text), expected="a whole number", fix=f"Give {key}=NUMBER.") from None
 
 
-def _flag(key: str, text: str) -> bool:
+def _flag(key: str, text: str) -> bool | str:
+    if key == "shared-memory" and text == "auto":
+        return text
     if text not in _FLAGS:
-        raise UsageError(f"htp {key}", got=repr(text), expected="yes or no", fix=f"Give {key}=yes.")
+        expected = "yes, no or auto" if key == "shared-memory" else "yes or no"
+        raise UsageError(f"htp {key}", got=repr(text), expected=expected, fix=f"Give {key}=yes.")
     return _FLAGS[text]

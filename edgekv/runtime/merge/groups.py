@@ -8,8 +8,10 @@ from collections.abc import Hashable
 import onnx_ir as ir
 
 from edgekv.runtime.rewrite import dtype_and_shape
+from edgekv.spec import LORA_PREFIX
 
 _CHAIN = 12  # operations that follow a key before those that do not follow a query
+_ADAPTER_OF_HEAD = f"{LORA_PREFIX}b_"
 
 
 def constants(graph: ir.Graph) -> set[ir.Value]:
@@ -45,8 +47,8 @@ def groups(graph: ir.Graph, constant: set[ir.Value]) -> list[list[ir.Node]]:
         own = name if value.dtype == ir.DataType.INT64 else ""
         origins[value] = number("constant", own, *dtype_and_shape(value))
     for value in graph.inputs:
-        # Every head has its own past; other inputs are shared by all heads.
-        own = "" if str(value.name).startswith("past_") else str(value.name)
+        # Every head has its own past and its own part of an adapter; other inputs are shared by all heads.
+        own = "" if str(value.name).startswith(("past_", _ADAPTER_OF_HEAD)) else str(value.name)
         origins[value] = number("input", own, *dtype_and_shape(value))
     found: dict[tuple[int, int], list[ir.Node]] = defaultdict(list)
     for node in graph:

@@ -8,9 +8,11 @@ import onnx
 import onnx_ir as ir
 
 from edgekv.runtime.merge.alike_rows import AlikeRows
+from edgekv.runtime.merge.float_adapters import FloatAdapters
 from edgekv.runtime.merge.merge_heads import MergeHeads
 from edgekv.runtime.merge.move_integers import MoveIntegers
 from edgekv.runtime.merge.open_rows import OpenRows
+from edgekv.runtime.merge.stack_adapters import StackAdapters
 from edgekv.runtime.rewrite import InferredShapes, apply, collector_paused, load_model
 
 
@@ -26,7 +28,7 @@ def merged(graph: Path, *, alike_rows: bool = False) -> onnx.ModelProto:
     """
     with collector_paused():
         model = load_model(graph)
-        apply(model, MoveIntegers(), MergeHeads(InferredShapes(graph)))
+        apply(model, FloatAdapters(), MoveIntegers(), MergeHeads(InferredShapes(graph)), StackAdapters())
         if alike_rows:
             model = with_shapes(model, graph.parent)
             apply(model, AlikeRows(), OpenRows())

