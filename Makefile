@@ -75,7 +75,7 @@ golden: .venv-parity/ready
 
 # The packages of a device's environment together: tflite-runtime holds numpy below 2.
 .venv/test: pyproject.toml | .venv/bin/python
-	$(BIN)/python -m pip install --quiet --editable ".[all,htp,genai,hub,litert,tflite,test]"
+	$(BIN)/python -m pip install --quiet --editable ".[all,htp,genai,hub,litert,openvino,tflite,test]"
 	rm -rf edgekv.egg-info
 	touch $@ .venv/run
 

@@ -65,8 +65,8 @@ def test_an_export_that_is_there_is_measured_as_it_is(tmp_path, checkpoint, monk
 def test_missed_goals_are_named():
     good = Evaluation(
         tokens=1, perplexity=1.0, reference_perplexity=1.0, perplexity_ratio=1.001, perplexity_ratio_error=0.0,
-        kl_nats=0.001, top1_agreement=0.98, sqnr_db=30.0, token_sqnr_db=30.0, least_token_sqnr_db=20.0,
-        engine="cpu", text="text",
+        kl_nats=0.001, kl_99_nats=0.01, kl_most_nats=0.1, top1_agreement=0.98,
+        sqnr_db=30.0, token_sqnr_db=30.0, least_token_sqnr_db=20.0, engine="cpu", text="text",
     )  # fmt: skip
     assert real_weights.GOALS["w8a16:u8"].cells(good) == ("  all met", "<= 1.002", "<= 0.0015", ">= 97.5%")
     assert real_weights.GOALS["w8a16:s16"].cells(good) == ("  missed: KL, top-1", "<= 1.001", "<= 0.0005", ">= 98.7%")

@@ -39,9 +39,14 @@ EXTRAS_OF = {
     "edgekv": (),
     "quant": (),
     "devices": (),
+    "exporters.compare.runtimes.genai": ("genai",),
+    "exporters.compare.runtimes.llama": ("llama",),
+    "exporters.compare.runtimes.openvino": ("openvino",),
     "exporters.graphs.tflite": ("litert",),
     "exporters.htp.compile_tflite": (),
+    "exporters.targets.genai.providers": ("genai",),
     "exporters.targets.genai.worker": ("genai",),
+    "exporters.sweep": ("cli", "cpu", "export", "sweep"),
     "exporters": ("cli", "cpu", "export"),
 }
 # What requirements bring with them: onnxruntime, and Qualcomm's client qai-hub.
@@ -202,7 +207,8 @@ def _extra(name: str) -> set[str]:
 
 
 def _package(requirement: str) -> str:
-    return re.split(r"[^\w.-]", requirement)[0].replace("-", "_").lower()
+    """The name that is imported: llama-cpp-python is llama_cpp."""
+    return re.split(r"[^\w.-]", requirement)[0].replace("-", "_").lower().removesuffix("_python")
 
 
 def _dedented(text: str | None) -> str | None:

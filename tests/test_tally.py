@@ -1,5 +1,7 @@
 """Metrics of logits, each against its definition, and what a single token can do to them."""
 
+import math
+
 import numpy as np
 import pytest
 
@@ -70,3 +72,14 @@ def test_one_loud_token_owns_the_sum_but_not_the_mean_over_tokens(logits):
     assert after.first_sqnr_db == before.first_sqnr_db
     assert after.least_token_sqnr_db == before.least_token_sqnr_db
     assert after.kl_nats == pytest.approx(before.kl_nats, rel=0.05)
+
+
+def test_a_broken_model_has_an_infinite_perplexity():
+    tally = Tally()
+    tokens = np.arange(5)
+    broken = np.full((5, 8), 1e6, np.float32)
+    broken[np.arange(4), tokens[1:]] = 0
+    tally.add(Window.of(tokens), np.zeros((5, 8), np.float32), broken)
+    found = tally.evaluation("cpu", "text")
+    assert found.perplexity == found.perplexity_ratio == math.inf
+    assert found.kl_most_nats == pytest.approx(found.kl_nats)

@@ -19,7 +19,7 @@ from exporters.checkpoint.lora import AdapterChoice
 from exporters.inspect.tally import Evaluation, ModeAgreement, Tally
 from exporters.inspect.wikitext import Pages, Window
 from exporters.progress import Progress, silent
-from exporters.quantize.calibrate import token_windows
+from exporters.quantize.calibrate import first_tokens, token_windows
 from exporters.quantize.reference import Floats, Reference
 
 
@@ -148,11 +148,5 @@ def evaluation_windows(checkpoint: Checkpoint, text: str, manifest: Manifest, to
     Raises:
         UsageError: the text has fewer than two tokens.
     """
-    kept: list[NDArray[np.int64]] = []
     first = None if manifest.sink is None else manifest.sink.tokens
-    for window in token_windows(checkpoint, text, manifest.context, first=first):
-        left = tokens - sum(len(each) - 1 for each in kept)
-        if left <= 0:
-            break
-        kept.append(window[: left + 1])
-    return kept
+    return first_tokens(token_windows(checkpoint, text, manifest.context, first=first), tokens)

@@ -34,7 +34,9 @@ def figures(result: Evaluation) -> list[Figure]:
     found = [
         Figure("perplexity", f"{result.perplexity:.4f}", ratio),
         Figure("reference", f"{result.reference_perplexity:.4f}", " (float32)"),
-        Figure("KL divergence", f"{result.kl_nats:.5f}", " nats a token"),
+        Figure(
+            "KL divergence", f"{result.kl_nats:.5f}", f" nats a token, 99 % of tokens at most {result.kl_99_nats:.4f}"
+        ),
         Figure("top-1 agreement", f"{result.top1_agreement:.2%}"),
         Figure(
             "SQNR", f"{result.token_sqnr_db:.1f} dB", f" per token, {result.least_token_sqnr_db:.1f} at least{first}"

@@ -12,6 +12,7 @@ from exporters.inspect.wikitext import Pages, Window, WordPerplexity
 from exporters.quantize.reference import Floats
 
 _TINY = 1e-30
+_MOST_NATS = 700.0
 _ROWS = 64  # tokens at a time: probabilities are float64
 
 
@@ -39,6 +40,8 @@ class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
         perplexity_ratio: perplexity over reference_perplexity.
         perplexity_ratio_error: standard error of the ratio, from the spread of the tokens' log-likelihood differences.
         kl_nats: mean Kullback-Leibler divergence of the reference's next-token distribution from the bundle's, nats.
+        kl_99_nats: 99 % of the tokens have at most this divergence, nats.
+        kl_most_nats: the largest divergence of a token, nats.
         top1_agreement: share of positions with the same most likely token.
         sqnr_db: SQNR of the logits summed over all tokens, dB. A few tokens with large logits can dominate it.
         token_sqnr_db: mean of the SQNR of each token's logits, dB, at all positions but 0.
@@ -56,6 +59,8 @@ class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
     perplexity_ratio: float
     perplexity_ratio_error: float
     kl_nats: float
+    kl_99_nats: float
+    kl_most_nats: float
     top1_agreement: float
     sqnr_db: float
     token_sqnr_db: float
@@ -105,17 +110,19 @@ class Tally:
     def evaluation(self, engine: str, text: str, pages: Pages | None = None) -> Evaluation:
         """The metrics over all windows, with word perplexity if they are those of `pages`."""
         nll, reference = np.concatenate(self._nll), np.concatenate(self._reference_nll)
-        ratio = math.exp(float((nll - reference).mean()))
+        kl, ratio = np.concatenate(self._kl), _exp(float((nll - reference).mean()))
         signal, noise = (np.maximum(np.concatenate(each), _TINY) for each in (self._signal, self._noise))
         token_sqnr_db, is_first = 10 * np.log10(signal / noise), np.concatenate(self._is_first)
         first_db, rest_db = token_sqnr_db[is_first], token_sqnr_db[~is_first | is_first.all()]
         return Evaluation(
             tokens=len(nll),
-            perplexity=math.exp(float(nll.mean())),
-            reference_perplexity=math.exp(float(reference.mean())),
+            perplexity=_exp(float(nll.mean())),
+            reference_perplexity=_exp(float(reference.mean())),
             perplexity_ratio=ratio,
             perplexity_ratio_error=ratio * float((nll - reference).std()) / math.sqrt(len(nll)),
-            kl_nats=float(np.concatenate(self._kl).mean()),
+            kl_nats=float(kl.mean()),
+            kl_99_nats=float(np.quantile(kl, 0.99)),
+            kl_most_nats=float(kl.max()),
             top1_agreement=self._agreed / len(nll),
             sqnr_db=10 * math.log10(float(signal.sum() / noise.sum())),
             token_sqnr_db=float(rest_db.mean()),
@@ -129,13 +136,13 @@ class Tally:
 
 def _words(pages: Pages, nll: NDArray[np.float64], reference: NDArray[np.float64]) -> WordPerplexity:
     difference = nll - reference
-    ratio = math.exp(float(difference.sum()) / pages.words)
+    ratio = _exp(float(difference.sum()) / pages.words)
     return WordPerplexity(
         pages=pages.pages,
         pages_in_text=pages.pages_in_text,
         words=pages.words,
-        perplexity=math.exp(float(nll.sum()) / pages.words),
-        reference_perplexity=math.exp(float(reference.sum()) / pages.words),
+        perplexity=_exp(float(nll.sum()) / pages.words),
+        reference_perplexity=_exp(float(reference.sum()) / pages.words),
         ratio=ratio,
         ratio_error=ratio * float(difference.std()) * math.sqrt(len(nll)) / pages.words,
     )
@@ -147,3 +154,8 @@ def log_softmax(logits: Floats) -> NDArray[np.float64]:
     shifted -= shifted.max(-1, keepdims=True)
     shifted -= np.log(np.exp(shifted).sum(-1, keepdims=True))
     return shifted
+
+
+def _exp(nats: float) -> float:
+    """exp; infinite where a float64 has no room, such as the perplexity of a broken model."""
+    return math.exp(nats) if nats < _MOST_NATS else math.inf

@@ -153,6 +153,7 @@ def choose_graphs(bundle: Bundle) -> tuple[GraphRecord, GraphRecord]:
     """
     bundle.require_onnx("onnxruntime-genai")
     bundle.require_whole("onnxruntime-genai")
+    bundle.require_no_slots("onnxruntime-genai")
     manifest = bundle.manifest
     name = f"bundle {bundle.path}"
     if manifest.kv_dtype != "u8":

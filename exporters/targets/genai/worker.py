@@ -9,6 +9,7 @@ import msgspec
 import onnxruntime_genai as genai
 
 from exporters.targets.genai.messages import GenaiJob, GenaiReply
+from exporters.targets.genai.providers import register_providers
 
 
 def main() -> None:
@@ -21,12 +22,7 @@ def main() -> None:
 
 
 def _generate(job: GenaiJob) -> list[int]:
-    try:
-        import onnxruntime_qnn as qnn
-    except ImportError:
-        pass  # a folder for the CPU needs none
-    else:
-        genai.register_execution_provider_library(qnn.get_ep_name(), qnn.get_library_path())
+    register_providers()
     model = genai.Model(job.folder)
     generator = genai.Generator(model, genai.GeneratorParams(model))
     generator.append_tokens(job.tokens)

@@ -1,0 +1,62 @@
+"""A bundle on one of its engines."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from time import perf_counter
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+import edgekv
+from exporters.compare.contender import Described, bytes_on_disk
+from exporters.quantize.reference import Floats
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+_COMPILED = "compiled"  # binaries of chips, which repeat the weights
+
+
+class BundleContender:
+    """A bundle; see `Contender`."""
+
+    must_begin = False
+    is_timed = True
+
+    def __init__(self, path: Path, engine: str, cpu_mode: str | None, threads: int | None) -> None:
+        """Load it.
+
+        Raises:
+            EdgeKVError: as `edgekv.load`.
+        """
+        self._model = edgekv.load(path, engine, cpu_mode=cpu_mode, threads=threads)
+        manifest = self._model.bundle.manifest
+        bos = manifest.tokens.bos
+        self.first: Sequence[int] = [] if bos is None else [bos]
+        if manifest.sink is not None:
+            self.first, self.must_begin = manifest.sink.tokens, True
+        self.tokenizer: Tokenizer | None = self._model.tokenizer
+        self.described = Described(
+            path=str(path),
+            kind=f"bundle, {manifest.recipe.name}",
+            engine=f"edgekv, {self._model.engine}",
+            bytes=bytes_on_disk(path) - bytes_on_disk(path / _COMPILED),
+            context=manifest.context,
+        )
+
+    def logits(self, windows: Sequence[NDArray[np.int64]], /) -> Iterator[Floats]:
+        for window in windows:
+            yield self._model.score(window.tolist())
+
+    def seconds(self, tokens: Sequence[int], new: int, /) -> float:
+        self._model.session.reset()
+        began = perf_counter()
+        for _ in self._model.generate(tokens, max_new_tokens=new, temperature=0, ignore_eos=True):
+            pass
+        return perf_counter() - began
+
+    def close(self) -> None:
+        self._model.close()

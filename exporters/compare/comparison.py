@@ -1,0 +1,241 @@
+"""Two models on one text: how far apart their predictions are, and what each costs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+
+import msgspec
+import numpy as np
+
+from edgekv.errors import UsageError
+from edgekv.spec.text import encode
+from exporters.compare.contender import Contender, Described
+from exporters.inspect.tally import Tally
+from exporters.inspect.wikitext import Window
+from exporters.progress import Progress, silent
+from exporters.quantize.calibrate import cut_windows, first_tokens
+from exporters.quantize.reference import Floats
+
+_WARM_UP = 1  # turns that are not counted
+_MOST_PADDING = 1024  # tokens; graphs pad the vocabulary to multiples of 64 to 512
+_SMALL_VOCABULARY = 1000  # random tokens for a model whose vocabulary is unknown
+_ONE_VOCABULARY = "Compare models with one vocabulary, such as exports of one checkpoint."
+
+
+@dataclass(frozen=True, slots=True)
+class ComparePlan:
+    """What to measure.
+
+    Attributes:
+        tokens: most tokens of the text to predict.
+        window: most tokens of a window; the text is cut into windows without overlap.
+        prompt: tokens of a timed prompt.
+        new: tokens that are generated after it; 0 measures no speed.
+        turns: timed turns of each model, which alternate.
+        seed: of the random prompts.
+
+    Raises:
+        UsageError: a number out of range.
+    """
+
+    tokens: int = 4096
+    window: int = 1024
+    prompt: int = 128
+    new: int = 32
+    turns: int = 3
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for field, least in (("tokens", 1), ("window", 2), ("prompt", 1), ("new", 0), ("turns", 1)):
+            if (found := getattr(self, field)) < least:
+                raise UsageError(f"--{field}", got=found, expected=f"at least {least}", fix=f"Use {least} or more.")
+
+
+class Side(msgspec.Struct, frozen=True, kw_only=True):
+    """One of the two models.
+
+    Attributes:
+        model: what it is.
+        perplexity: exp of the mean negative log-likelihood of the text's tokens.
+        prefill_tokens_per_s: of a prompt of random tokens, the median over turns; None if it was not timed.
+        decode_tokens_per_s: of the tokens generated after it, likewise.
+    """
+
+    model: Described
+    perplexity: float
+    prefill_tokens_per_s: float | None = None
+    decode_tokens_per_s: float | None = None
+
+
+class Comparison(msgspec.Struct, frozen=True, kw_only=True):
+    """Model B against model A, over all predicted tokens.
+
+    Attributes:
+        text: name of the text.
+        tokens: number of tokens predicted.
+        window: most tokens of a window.
+        a: the first model.
+        b: the second model.
+        perplexity_ratio: that of B over that of A.
+        perplexity_ratio_error: its standard error, from the spread of the tokens' log-likelihood differences.
+        kl_nats: mean Kullback-Leibler divergence of A's next-token distribution from B's, nats.
+        kl_99_nats: 99 % of the tokens have at most this divergence, nats.
+        kl_most_nats: the largest divergence of a token, nats.
+        top1_agreement: share of positions with the same most likely token.
+    """
+
+    text: str
+    tokens: int
+    window: int
+    a: Side
+    b: Side
+    perplexity_ratio: float
+    perplexity_ratio_error: float
+    kl_nats: float
+    kl_99_nats: float
+    kl_most_nats: float
+    top1_agreement: float
+
+
+def compare(
+    a: Contender, b: Contender, text: str, text_name: str, plan: ComparePlan, progress: Progress = silent
+) -> Comparison:
+    """Run the text through both models, window by window, then time both in turns.
+
+    Raises:
+        UsageError: the models have other vocabularies or other first tokens, neither has a tokenizer, the text is too
+            short, or the timed tokens do not fit a context.
+        EngineError: a runtime failed.
+    """
+    _check_room(a, b, plan)
+    windows = text_windows(a, b, text, plan)
+    tally = Tally()
+    inputs = [window.inputs for window in windows]
+    for done, (window, ours, theirs) in enumerate(zip(windows, a.logits(inputs), b.logits(inputs), strict=True)):
+        progress("compare", done, len(windows))
+        tally.add(window, *_same_width(ours, theirs, b.described.path))
+    progress("compare", len(windows), len(windows))
+    result = tally.evaluation(b.described.engine, text_name)
+    speeds = _speeds([a, b], plan, progress)
+    sides = [
+        Side(model=each.described, perplexity=perplexity, prefill_tokens_per_s=prefill, decode_tokens_per_s=decode)
+        for each, perplexity, (prefill, decode) in zip(
+            (a, b), (result.reference_perplexity, result.perplexity), speeds, strict=True
+        )
+    ]
+    return Comparison(
+        text=text_name,
+        tokens=result.tokens,
+        window=max(len(window.inputs) for window in windows),
+        a=sides[0],
+        b=sides[1],
+        perplexity_ratio=result.perplexity_ratio,
+        perplexity_ratio_error=result.perplexity_ratio_error,
+        kl_nats=result.kl_nats,
+        kl_99_nats=result.kl_99_nats,
+        kl_most_nats=result.kl_most_nats,
+        top1_agreement=result.top1_agreement,
+    )
+
+
+def text_windows(a: Contender, b: Contender, text: str, plan: ComparePlan) -> list[Window]:
+    """The text as windows of tokens that both models read.
+
+    Raises:
+        UsageError: as `compare`.
+    """
+    tokenizers = [each.tokenizer for each in (a, b) if each.tokenizer is not None]
+    encoded = [encode(each, text, field="text", add_special_tokens=False) for each in tokenizers]
+    if not encoded:
+        raise UsageError(
+            "tokenizer.json",
+            got="none in either folder",
+            expected="one in one of the two",
+            fix="Copy the checkpoint's tokenizer.json into a folder.",
+        )
+    ids = encoded[0][: plan.tokens + 1]
+    if any(other[: plan.tokens + 1] != ids for other in encoded[1:]):
+        at = next(i for i, pair in enumerate(zip(*encoded, strict=False)) if pair[0] != pair[1])
+        raise UsageError(
+            b.described.path,
+            got=f"another token at place {at} of the text: {encoded[1][at]}",
+            expected=f"{encoded[0][at]}, as {a.described.path} has it",
+            fix=_ONE_VOCABULARY,
+        )
+    length = min(plan.window, a.described.context, b.described.context)
+    return [Window.of(each) for each in first_tokens(cut_windows(ids, length, _first(a, b)), plan.tokens)]
+
+
+def _first(a: Contender, b: Contender) -> Sequence[int]:
+    """The tokens that every window begins with."""
+    needed = [each for each in (a, b) if each.must_begin]
+    if len(needed) == 2 and list(a.first) != list(b.first):
+        raise UsageError(
+            b.described.path,
+            got=f"a bundle whose texts begin with the tokens {list(b.first)}",
+            expected=f"{list(a.first)}, as those of {a.described.path}",
+            fix="Export both with the same --sink.",
+        )
+    return (needed or [a])[0].first
+
+
+def _same_width(ours: Floats, theirs: Floats, path: str) -> tuple[Floats, Floats]:
+    """Logits of the tokens that both have: some runtimes pad the vocabulary."""
+    width = min(ours.shape[-1], theirs.shape[-1])
+    if abs(ours.shape[-1] - theirs.shape[-1]) > _MOST_PADDING:
+        raise UsageError(
+            path,
+            got=f"{theirs.shape[-1]} tokens in the vocabulary",
+            expected=f"{ours.shape[-1]}, as the other model has",
+            fix=_ONE_VOCABULARY,
+        )
+    return ours[:, :width], theirs[:, :width]
+
+
+def _check_room(a: Contender, b: Contender, plan: ComparePlan) -> None:
+    if not plan.new:
+        return
+    for each in (a, b):
+        if each.is_timed and plan.prompt + plan.new + 1 > each.described.context:
+            raise UsageError(
+                "--prompt and --new",
+                got=f"{plan.prompt} and {plan.new} tokens",
+                expected=f"at most {each.described.context - 1} together, the context of {each.described.path}",
+                fix="Use smaller ones.",
+            )
+
+
+def _speeds(
+    contenders: Sequence[Contender], plan: ComparePlan, progress: Progress
+) -> list[tuple[float | None, float | None]]:
+    """Tokens per second in prefill and in decode, of each model that is timed. No prompt comes twice."""
+    timed = [each for each in contenders if each.is_timed and plan.new]
+    random = np.random.default_rng(plan.seed)
+    prefills: dict[int, list[float]] = {id(each): [] for each in timed}
+    decodes: dict[int, list[float]] = {id(each): [] for each in timed}
+    turns = plan.turns + _WARM_UP if timed else 0
+    for turn in range(turns):
+        progress("time", turn, turns)
+        for each in timed:
+            short = each.seconds(_prompt(each, plan, random), 1)
+            long = each.seconds(_prompt(each, plan, random), 1 + plan.new)
+            if turn >= _WARM_UP:
+                prefills[id(each)].append(short)
+                decodes[id(each)].append((long - short) / plan.new)
+    if turns:
+        progress("time", turns, turns)
+    return [
+        (plan.prompt / median(prefills[id(each)]), 1 / median(decodes[id(each)])) if each in timed else (None, None)
+        for each in contenders
+    ]
+
+
+def _prompt(contender: Contender, plan: ComparePlan, random: np.random.Generator) -> list[int]:
+    """Random tokens, after those that a text must begin with."""
+    tokenizer = contender.tokenizer
+    vocab = tokenizer.get_vocab_size(with_added_tokens=False) if tokenizer is not None else _SMALL_VOCABULARY
+    drawn: list[int] = random.integers(vocab, size=plan.prompt).tolist()
+    first = list(contender.first) if contender.must_begin else []
+    return [*first, *drawn[len(first) :]]
