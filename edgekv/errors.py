@@ -22,6 +22,10 @@ class EdgeKVError(Exception):
         self.expected = expected
         self.fix = fix
 
+    def __reduce__(self) -> tuple[object, ...]:
+        """Pickled as text, so that errors of other processes arrive whole."""
+        return _rebuild, (type(self), self.field, str(self.got), str(self.expected), self.fix)
+
 
 class UsageError(EdgeKVError):
     """An invalid option or argument. The command line exits with 2."""
@@ -51,3 +55,7 @@ class EngineError(EdgeKVError):
 
 class ServiceError(EdgeKVError):
     """A remote service that refused, failed, or could not be reached."""
+
+
+def _rebuild(kind: type[EdgeKVError], field: str, got: str, expected: str, fix: str) -> EdgeKVError:
+    return kind(field, got=got, expected=expected, fix=fix)

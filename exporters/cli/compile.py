@@ -14,6 +14,7 @@ from edgekv.bundle import CompiledManifest, open_bundle
 from edgekv.cli.output import print_json
 from edgekv.runtime import HtpOptions
 from exporters.cli.options import CacheOption, DeviceOption, ForceOption, JsonOption
+from exporters.cli.scheduler import SchedulerOption, StoreOption, find_cluster
 from exporters.htp.compile import compile_bundle
 from exporters.progress import shown
 from exporters.quantize.stages import FinishedBinaries, stage_store
@@ -38,6 +39,8 @@ def compile_(
     ] = None,
     cache_dir: CacheOption = None,
     resume: Annotated[bool, typer.Option("--resume", help="Resume an interrupted compilation.")] = False,
+    scheduler: SchedulerOption = None,
+    store: StoreOption = None,
     force: ForceOption = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -50,6 +53,15 @@ def compile_(
     opened = open_bundle(bundle)
     with shown() as progress:
         peaks: dict[str, int] = {}
+        if scheduler is not None:
+            from exporters.sweep.single import compile_on  # its packages are optional
+
+            where = find_cluster(scheduler, store, cache_dir, progress)
+            compiled = compile_on(
+                opened, target, where, each=each, force=force, watch=peaks.__setitem__, options=options
+            )
+            _show(bundle, compiled, peaks, as_json=as_json)
+            return
         binaries = FinishedBinaries(stage_store(cache_dir).folder, opened.manifest.files, resume=resume)
         compiled = compile_bundle(
             opened,
@@ -62,6 +74,10 @@ def compile_(
             options=options,
         )
         binaries.remove()
+    _show(bundle, compiled, peaks, as_json=as_json)
+
+
+def _show(bundle: Path, compiled: CompiledManifest, peaks: Mapping[str, int], *, as_json: bool) -> None:
     if as_json:
         print_json(msgspec.to_builtins(compiled) | {"peak_bytes": peaks})
         return

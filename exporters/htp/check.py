@@ -9,6 +9,7 @@ from pathlib import Path
 import msgspec
 
 from devices import Device
+from edgekv.bundle import HtpCheck
 from edgekv.child import run_in_child
 from edgekv.errors import EngineError
 from edgekv.scratch import scratch_folder
@@ -85,6 +86,24 @@ def floating_nodes(models: Sequence[Path], device: Device) -> list[str]:
     """
     _, found = run_and_lint(device, [HtpStep(model=str(model)) for model in models])
     return [node for nodes in found for node in nodes]
+
+
+def float_verdict(found: Sequence[str], *, allow_float: bool) -> tuple[HtpCheck, list[str]]:
+    """The outcome of the check that found these float nodes, and the nodes.
+
+    Raises:
+        EngineError: there are some, and they are not allowed.
+    """
+    if not found:
+        return "integers-only", []
+    if not allow_float:
+        raise EngineError(
+            "float check",
+            got=f"{len(found)} nodes that compute in float, the first: {', '.join(found[:3])}",
+            expected="integers only",
+            fix="Report this model, or accept the slow nodes with --allow-float.",
+        )
+    return "float-allowed", list(found)
 
 
 def run_and_lint(device: Device, steps: Sequence[HtpStep]) -> tuple[int, list[list[str]]]:

@@ -198,12 +198,6 @@ def compile_binaries(
     Raises:
         EngineError: the compiler failed, or targeted something else.
     """
-    sets = []
-    for models in parts:
-        if each or len(models) == 1:
-            sets += [{name: model} for name, model in models.items()]
-        if len(models) > 1:
-            sets.append(dict(models))
     compiling = make or compile_graphs
     work = [
         partial(
@@ -215,9 +209,20 @@ def compile_binaries(
             watch=watch,
             options=options,
         )
-        for models in sets
+        for models in binary_sets(parts, each=each)
     ]
     return [*side_by_side(work, compiler_processes(), "compile", progress)]
+
+
+def binary_sets(parts: Sequence[Mapping[str, Path]], *, each: bool) -> list[dict[str, Path]]:
+    """The graphs of each binary: with `each` every graph alone, then those of a part together."""
+    sets = []
+    for models in parts:
+        if each or len(models) == 1:
+            sets += [{name: model} for name, model in models.items()]
+        if len(models) > 1:
+            sets.append(dict(models))
+    return sets
 
 
 def compile_graphs(

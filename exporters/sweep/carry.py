@@ -1,0 +1,69 @@
+"""Where the pieces of a command run, and the cluster for them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from exporters.progress import Progress, silent
+from exporters.sweep.cluster import LOCAL, connected
+from exporters.sweep.fitness import Fitness, versions
+from exporters.sweep.piece import Piece
+from exporters.sweep.run import Failure, Say, check_workers, run_pieces
+from exporters.sweep.source import open_checkpoint
+from exporters.sweep.store import PieceStore
+
+
+@dataclass(frozen=True, slots=True)
+class Where:
+    """Where a sweep runs and what it leaves.
+
+    Attributes:
+        folder: of results and bundles.
+        store: path or fsspec URL of the pieces; None for `pieces` in the folder.
+        scheduler: `local` or an address.
+        workers: number of local processes; None for one per core.
+        keep_going: leave out what cannot be or fails.
+        say: called with what happens to workers.
+        progress: called for each kind of piece.
+    """
+
+    folder: Path
+    store: str | None = None
+    scheduler: str = LOCAL
+    workers: int | None = None
+    keep_going: bool = False
+    say: Say = field(default=print)
+    progress: Progress = silent
+
+
+def fitness_for(
+    checkpoint: str | None, calibration: Path | None, store: PieceStore, probe: str, disk_bytes: int
+) -> Fitness:
+    """What workers need for pieces of a checkpoint; None if they read none."""
+    config_sha256 = "" if checkpoint is None else open_checkpoint(checkpoint).config_sha256
+    return Fitness(versions(), checkpoint, config_sha256, calibration, store, probe, disk_bytes)
+
+
+def carry_out(
+    pieces: dict[str, Piece], total: int, store: PieceStore, fitness: Fitness, where: Where
+) -> dict[str, Failure]:
+    """Do pieces on the cluster of `where`; return those that failed.
+
+    Args:
+        pieces: at least one, each after those that it needs.
+        total: number of pieces with the finished ones.
+        store: where they are kept.
+        fitness: what workers need.
+        where: the cluster.
+
+    Raises:
+        UsageError: workers do not fit.
+        ServiceError: the scheduler cannot be reached, or vanished.
+        EdgeKVError: a piece failed, without `keep_going`.
+    """
+    largest_bytes = max(piece.ram_bytes for piece in pieces.values())
+    with connected(where.scheduler, where.workers, largest_bytes) as client:
+        where.say(f"{len(pieces)} of {total} pieces to do; dashboard: {client.dashboard_link}")
+        check_workers(client, fitness, largest_bytes, keep_going=where.keep_going, say=where.say)
+        return run_pieces(client, pieces, store, fitness, where.progress, where.say, keep_going=where.keep_going)

@@ -1,0 +1,137 @@
+"""What a sweep compares: every combination of recipe, cache type, chip, context, split and rotation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from pathlib import Path
+
+import msgspec
+
+from devices import Device
+from edgekv.bundle import RotationName
+from edgekv.errors import EdgeKVError
+from edgekv.kv import KvDtype
+from exporters.options import ExportOptions
+from exporters.preconditions import check_compiler
+from exporters.quantize.recipe import Recipe
+from exporters.sweep.source import open_checkpoint, prepared_for
+
+
+@dataclass(frozen=True, slots=True)
+class Common:
+    """Options that all combinations share.
+
+    Attributes:
+        ar: tokens per inference of each graph.
+        calibration: a text file that all workers see; None for the checkpoint's or edgekv's own text.
+        calibration_tokens: the most tokens to use; None for export's default.
+        check_on_htp: look for float nodes.
+        compile: also write context binaries.
+    """
+
+    ar: tuple[int, ...] = (1, 32)
+    calibration: Path | None = None
+    calibration_tokens: int | None = None
+    check_on_htp: bool = True
+    compile: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Combination:
+    """One choice of each.
+
+    Attributes:
+        recipe: with its rotation.
+        recipe_name: as it was given.
+        kv: integer type of the cache.
+        device: the chip.
+        contexts: of the graphs.
+        splits: number of parts; None for as few as the limits allow.
+        rotation: that replaces the recipe's; None for its own.
+    """
+
+    recipe: Recipe
+    recipe_name: str
+    kv: KvDtype
+    device: Device
+    contexts: tuple[int, ...]
+    splits: int | None = None
+    rotation: RotationName | None = None
+
+    @property
+    def name(self) -> str:
+        """Of its bundle."""
+        parts = [self.recipe.name, self.kv, self.device.soc, "+".join(map(str, self.contexts))]
+        if self.splits is not None:
+            parts.append(f"split{self.splits}")
+        return "-".join(parts)
+
+    def options(self, common: Common) -> ExportOptions:
+        """Of its export.
+
+        Raises:
+            UsageError: they exclude each other.
+        """
+        return ExportOptions(
+            device=self.device,
+            recipe=self.recipe,
+            context=self.contexts,
+            ar=common.ar,
+            kv_dtype=self.kv,
+            calibration=common.calibration,
+            calibration_tokens=common.calibration_tokens,
+            check_on_htp=common.check_on_htp,
+            compile=common.compile,
+            splits=self.splits,
+        )
+
+
+class Refusal(msgspec.Struct, frozen=True, kw_only=True):
+    """A combination that cannot be, or that failed, and why."""
+
+    name: str
+    reason: str
+
+
+def combinations(
+    recipes: Sequence[tuple[str, Recipe]],
+    kv: Sequence[KvDtype],
+    devices: Sequence[Device],
+    contexts: Sequence[tuple[int, ...]],
+    splits: Sequence[int | None] = (None,),
+    rotations: Sequence[RotationName | None] = (None,),
+) -> Iterator[Combination]:
+    """All combinations, those that share the most next to each other."""
+    for (given, recipe), rotation, dtype, lengths, parts, device in product(
+        recipes, rotations, kv, contexts, splits, devices
+    ):
+        chosen = recipe
+        if rotation is not None:
+            chosen = msgspec.structs.replace(recipe, name=f"{recipe.name}-{rotation}", rotation=rotation)
+        yield Combination(chosen, given, dtype, device, lengths, parts, rotation)
+
+
+def sort_out(wanted: Sequence[Combination], checkpoint: str, common: Common) -> tuple[list[Combination], list[Refusal]]:
+    """The combinations that can be exported, and the others with the reason, before any work.
+
+    Raises:
+        CheckpointError: the checkpoint cannot be read.
+        EngineError: the HTP compiler is wanted and not installed.
+    """
+    open_checkpoint(checkpoint)
+    possible, refused, seen = list[Combination](), list[Refusal](), set[str]()
+    for each in wanted:
+        if each.name in seen:
+            continue
+        seen.add(each.name)
+        try:
+            options = each.options(common)
+            prepared_for(checkpoint, replace(options, check_on_htp=False, compile=False))
+        except EdgeKVError as error:
+            refused.append(Refusal(name=each.name, reason=str(error)))
+            continue
+        check_compiler(options)
+        possible.append(each)
+    return possible, refused

@@ -1,0 +1,101 @@
+"""Whether a worker can do the pieces of a sweep: the same programs, the same checkpoint, and disk space."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+
+from distributed import Worker, WorkerPlugin
+
+from edgekv.errors import EdgeKVError
+from exporters.quantize.stages import program_sha256
+from exporters.sweep.source import open_checkpoint
+from exporters.sweep.store import PieceStore
+
+PACKAGES = ("edgekv", "onnxruntime", "onnxruntime-qnn", "numpy")
+"""Packages whose version the bytes of a bundle depend on."""
+
+TOPIC = "edgekv-sweep"
+RAM = "RAM"
+_SHARE = 1_000_000  # of the mark of a fit worker; each piece takes one
+
+
+def versions() -> dict[str, str]:
+    """The versions of `PACKAGES` in this process, and a hash of edgekv's program."""
+    found = {package: _version(package) for package in PACKAGES}
+    return found | {"edgekv's program": program_sha256()[:12]}
+
+
+@dataclass(frozen=True, slots=True)
+class Fitness:
+    """What a worker needs.
+
+    Attributes:
+        versions: those of the command.
+        checkpoint: its path, or a hub id; None if no piece reads it.
+        config_sha256: of its configuration.
+        calibration: a text file, or None.
+        store: where pieces are kept.
+        probe: key of a piece that is there.
+        disk_bytes: free space wanted where the worker keeps pieces.
+    """
+
+    versions: dict[str, str]
+    checkpoint: str | None
+    config_sha256: str
+    calibration: Path | None
+    store: PieceStore
+    probe: str
+    disk_bytes: int
+
+    def obstacles(self) -> list[str]:
+        """Why this process cannot work on the sweep; empty if it can."""
+        return [*self._obstacles()]
+
+    def _obstacles(self) -> Iterator[str]:
+        for package, found in versions().items():
+            if found != self.versions[package]:
+                yield f"{package} {found}; expected {self.versions[package]}"
+        try:
+            if self.checkpoint and open_checkpoint(self.checkpoint).config_sha256 != self.config_sha256:
+                yield f"another checkpoint at {self.checkpoint}"
+        except EdgeKVError as error:
+            yield f"checkpoint not seen: {error}"
+        if self.calibration is not None and not self.calibration.is_file():
+            yield f"calibration text not seen: no file {self.calibration}"
+        if self.store.find(self.probe) is None:
+            yield f"pieces not seen in {self.store.place}"
+            return
+        folder = self.store.folder
+        folder.mkdir(parents=True, exist_ok=True)
+        if (free_bytes := shutil.disk_usage(folder).free) < self.disk_bytes:
+            yield f"{free_bytes / 1e9:.2f} GB free in {folder}; expected {self.disk_bytes / 1e9:.2f} GB"
+
+
+class FitWorkers(WorkerPlugin):  # type: ignore[misc]
+    """Marks workers that fit, those that join late too; pieces go to marked workers only."""
+
+    def __init__(self, fitness: Fitness, mark: str, ram_bytes: int) -> None:
+        self.name = mark
+        self._fitness = fitness
+        self._ram_bytes = ram_bytes
+
+    async def setup(self, worker: Worker) -> None:
+        """Look at the worker that this runs in."""
+        if obstacles := self._fitness.obstacles():
+            worker.log_event(TOPIC, {"worker": worker.address, "obstacles": obstacles})
+            return
+        given = {self.name: _SHARE}
+        if RAM not in worker.state.total_resources:
+            given[RAM] = worker.memory_manager.memory_limit or self._ram_bytes
+        await worker.set_resources(**given)
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "not installed"

@@ -1,0 +1,231 @@
+"""From combinations to pieces: what each needs, and the key that says when two need the same."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from edgekv import qnn
+from edgekv.plan import compile_bytes, graph_bytes, quantization_bytes, writing_bytes
+from exporters.htp.compile import binary_sets, device_parts
+from exporters.options import ExportOptions
+from exporters.prepared import Prepared
+from exporters.quantize.stages import program_sha256, stage_keys
+from exporters.resources import bundle_bytes
+from exporters.sweep.combination import Combination, Common
+from exporters.sweep.piece import Piece, Plan, Work, hashed
+from exporters.sweep.quality import ENGINE, ErrorWork, EvaluateWork, ReferenceWork, Sample
+from exporters.sweep.source import Source, open_checkpoint, prepared_for
+from exporters.sweep.work import CheckWork, CompileWork, LayerWork, SurveyWork, WriteWork
+
+_PROCESS_BYTES = 300_000_000
+_ENGINE_COPIES = 4  # of a bundle's bytes, at the peak of loading it on the CPU
+
+
+@dataclass(frozen=True, slots=True)
+class Exported:
+    """The keys of a bundle's pieces.
+
+    Attributes:
+        survey: of the survey.
+        write: of the written bundle.
+        checks: of the float checks, by file.
+        binaries: of the compiled binaries, in order.
+    """
+
+    survey: str
+    write: str
+    checks: Mapping[str, str]
+    binaries: tuple[str, ...]
+
+    @property
+    def keys(self) -> list[str]:
+        """The last pieces of the bundle."""
+        return [self.write, *self.checks.values(), *self.binaries]
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """A combination and the keys of its pieces.
+
+    Attributes:
+        combination: what it is.
+        exported: those of its bundle.
+        evaluate: of the evaluation.
+        error: of the error by layer.
+    """
+
+    combination: Combination
+    exported: Exported
+    evaluate: str
+    error: str
+
+    @property
+    def all(self) -> list[str]:
+        """All last pieces."""
+        return [*self.exported.keys, self.evaluate, self.error]
+
+
+class Planner:
+    """Collects pieces, each once."""
+
+    def __init__(self, checkpoint: str) -> None:
+        self._checkpoint = checkpoint
+        opened = open_checkpoint(checkpoint)
+        self._weights = opened.weights_sha256()
+        place = str(opened.folder.resolve()) if Path(checkpoint).exists() else checkpoint  # as the manifest has it
+        self._base = (program_sha256(), self._weights, opened.config_sha256, place)
+        self._pieces: dict[str, Piece] = {}
+
+    @property
+    def plan(self) -> Plan:
+        """What was collected."""
+        return Plan(self._pieces)
+
+    def export(self, options: ExportOptions) -> Exported:
+        """The pieces of an export."""
+        prepared, source = self._source(options)
+        decided = hashed(
+            source.survey,
+            repr(options.sink),
+            options.recipe.heads,
+            options.recipe.heads != "none" and options.kv_dtype,
+        )
+        write = self._write(source, prepared, self._layers(source, prepared, decided))
+        checks, binaries = self._compiled(prepared, write, options)
+        return Exported(source.survey, write, checks, binaries)
+
+    def add(self, combination: Combination, common: Common, sample: Sample, error_sample: Sample) -> Member:
+        """The pieces of one more combination, whose quality is measured on two samples."""
+        options = combination.options(common)
+        exported = self.export(options)
+        prepared, source = self._source(options)
+        return Member(combination, exported, *self._quality(source, prepared, exported.write, sample, error_sample))
+
+    def _source(self, options: ExportOptions) -> tuple[Prepared, Source]:
+        """What devices share: neither check nor compiler."""
+        shared = replace(options, check_on_htp=False, compile=False)
+        prepared = prepared_for(self._checkpoint, shared)
+        return prepared, Source(self._checkpoint, shared, self._weights, self._survey(prepared))
+
+    def _survey(self, prepared: Prepared) -> str:
+        spec, context = prepared.checkpoint.spec, prepared.options.contexts[-1]
+        windows = prepared.survey_windows
+        content = (
+            "survey",
+            self._base,
+            prepared.surveyed_first,
+            None if windows is None else (windows.shape, hashed(windows.tobytes().hex())),
+            [rope.rotation(context).inverse_frequencies.tolist() for rope in spec.ropes],
+            [spec.window(layer) for layer in range(spec.layers)],
+            [(each.channel, each.parts) for each in spec.split],
+        )
+        work = SurveyWork(Source(self._checkpoint, prepared.options, self._weights, hashed(content)))
+        return self._put("survey", content, (), _quantizing_bytes(prepared), work)
+
+    def _layers(self, source: Source, prepared: Prepared, decided: str) -> tuple[str, ...]:
+        context, found, ram_bytes = prepared.options.contexts[-1], list[str](), _quantizing_bytes(prepared)
+        tokens = prepared.survey_tokens
+        keys = stage_keys(prepared.checkpoint, self._weights, tokens, context, prepared.recipe)
+        for layer, key in enumerate(keys):
+            before = found[-1] if found else None
+            needs = (source.survey,) if before is None else (source.survey, before)
+            work = LayerWork(source, layer, before)
+            found.append(self._put("layer", ("layer", key, decided), needs, ram_bytes, work))
+        return tuple(found)
+
+    def _write(self, source: Source, prepared: Prepared, layers: tuple[str, ...]) -> str:
+        options = prepared.options
+        content = (
+            "write",
+            self._base,
+            layers[-1],
+            options.kv_dtype,
+            options.key_layout,
+            options.recipe.name,
+            prepared.calibration.name,
+            [(graph.name, graph.role, [part.name for part in graph.parts]) for graph in prepared.graphs],
+            repr(prepared.split),
+        )
+        ram_bytes = writing_bytes(prepared.checkpoint.spec.sizes)
+        return self._put("write", content, (source.survey, *layers), ram_bytes, WriteWork(source, layers))
+
+    def _quality(
+        self, source: Source, prepared: Prepared, write: str, sample: Sample, errors: Sample
+    ) -> tuple[str, str]:
+        spec, context = prepared.checkpoint.spec, prepared.options.contexts[-1]
+        heads = prepared.options.recipe.heads != "none"  # it changes the windows of the survey, so perhaps the sink
+        logits_bytes = 4 * min(context, sample.tokens) * spec.vocab
+        reference = self._put(
+            "reference",
+            ("reference", source.survey, context, sample.key, sample.tokens, heads),
+            (source.survey, sample.key),
+            _quantizing_bytes(prepared) + 2 * logits_bytes,
+            ReferenceWork(source, sample),
+        )
+        engine_bytes = _PROCESS_BYTES + _ENGINE_COPIES * _bundle_bytes(prepared)
+        evaluate = self._put(
+            "evaluate",
+            ("evaluate", write, reference, ENGINE),
+            (source.survey, sample.key, write, reference),
+            engine_bytes + 4 * logits_bytes,
+            EvaluateWork(source, sample, write, reference),
+        )
+        error = self._put(
+            "error",
+            ("error", write, errors.key, errors.tokens, ENGINE),
+            (source.survey, errors.key, write),
+            engine_bytes + _quantizing_bytes(prepared),
+            ErrorWork(source, errors, write),
+        )
+        return evaluate, error
+
+    def _compiled(
+        self, prepared: Prepared, write: str, options: ExportOptions
+    ) -> tuple[dict[str, str], tuple[str, ...]]:
+        if not options.check_on_htp:
+            return {}, ()
+        soc, compiler = options.device.soc, qnn.compiler()
+        checked = dict.fromkeys(part.file for graph in prepared.graphs for part in graph.parts)
+        binaries = list[str]()
+        if options.compile:
+            whole = all(graph.is_whole for graph in prepared.graphs)
+            for models in binary_sets(device_parts(prepared.graphs, Path()), each=whole):
+                files = tuple((name, path.name) for name, path in models.items())
+                for _, file in files:
+                    checked.pop(file, None)
+                ram_bytes = _compiler_bytes(prepared, len(files))
+                work = CompileWork(write, files, soc)
+                content = ("compile", write, files, soc, compiler)
+                binaries.append(self._put("compile", content, (write,), ram_bytes, work))
+        checks = {}
+        for file in checked:
+            check = CheckWork(write, file, soc)
+            ram_bytes = _compiler_bytes(prepared, 1)
+            checks[file] = self._put("check", ("check", write, file, soc, compiler), (write,), ram_bytes, check)
+        return checks, tuple(binaries)
+
+    def _put(self, kind: str, content: object, needs: Sequence[str], ram_bytes: int, work: Work) -> str:
+        key = hashed(content)
+        if key not in self._pieces:
+            known = tuple(need for need in needs if need in self._pieces)  # the text is there before all work
+            self._pieces[key] = Piece(kind, key, known, ram_bytes, work)
+        return key
+
+
+def _quantizing_bytes(prepared: Prepared) -> int:
+    spec = prepared.checkpoint.spec
+    tokens = prepared.survey_tokens
+    return quantization_bytes(spec.sizes, 2 * spec.layers * spec.kv_heads, tokens.size, tokens.shape[1])
+
+
+def _bundle_bytes(prepared: Prepared) -> int:
+    return bundle_bytes(prepared.checkpoint.spec, prepared.options.recipe, len(prepared.graphs))
+
+
+def _compiler_bytes(prepared: Prepared, graphs: int) -> int:
+    """Of the compiler, for the largest part."""
+    parts = len(prepared.split.layers)
+    weights = _bundle_bytes(prepared) // parts
+    return compile_bytes(weights, graph_bytes(prepared.checkpoint.spec.sizes) // parts, graphs)

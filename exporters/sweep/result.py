@@ -1,0 +1,138 @@
+"""The answer of a sweep, as typed records."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from edgekv.kv import KvDtype
+from exporters.inspect.report import LayerLoss
+from exporters.inspect.tally import Evaluation
+from exporters.sweep.combination import Refusal
+
+
+class Result(msgspec.Struct, frozen=True, kw_only=True):
+    """A combination that was exported and measured.
+
+    Attributes:
+        name: of its bundle.
+        recipe: as it was given.
+        rotation: that replaces the recipe's; None for its own.
+        kv: integer type of the cache.
+        device: the chip.
+        contexts: of its graphs.
+        splits: number of parts that was asked for.
+        bundle: path of the bundle.
+        bytes: of the bundle, without binaries.
+        ram_bytes: weights, cache and activations at run time.
+        tokens_per_s: decode expected on the chip, lowest and highest.
+        roofline_tokens_per_s: at the peak bandwidth of the chip's DRAM, with a full cache.
+        export_seconds: of its pieces, shared ones in full: the time of a separate export on one worker.
+        evaluation: quality.
+        layers: error of each layer.
+        command: reproduces the bundle.
+        on_front: no other of this chip and these contexts is as good in all of quality, bytes, RAM and speed and better
+            in one.
+    """
+
+    name: str
+    recipe: str
+    rotation: str | None
+    kv: KvDtype
+    device: str
+    contexts: list[int]
+    splits: int | None
+    bundle: str
+    bytes: int
+    ram_bytes: int
+    tokens_per_s: tuple[float, float]
+    roofline_tokens_per_s: float
+    export_seconds: float
+    evaluation: Evaluation
+    layers: list[LayerLoss]
+    command: str
+    on_front: bool = False
+
+
+class Recommendation(msgspec.Struct, frozen=True, kw_only=True):
+    """The combination of least KL divergence within the budget, for a chip.
+
+    Attributes:
+        device: the chip.
+        name: of the combination; None if none is small enough.
+        command: reproduces it.
+        reason: in words.
+    """
+
+    device: str
+    name: str | None
+    command: str | None
+    reason: str
+
+
+class SweepReport(msgspec.Struct, frozen=True, kw_only=True):
+    """The result of `edgekv sweep`.
+
+    Attributes:
+        checkpoint: its path or id.
+        text: name of the text.
+        budget_bytes: the most that a bundle may have; None for no limit.
+        pieces: number of pieces of the whole sweep.
+        separate_pieces: what they would be if nothing were shared.
+        done: pieces that this run did; the others were finished before.
+        seconds: wall time of this run.
+        results: in the order of the combinations.
+        refused: combinations that cannot be.
+        failed: combinations of which a piece failed.
+        recommended: for each chip.
+    """
+
+    checkpoint: str
+    text: str
+    budget_bytes: int | None
+    pieces: int
+    separate_pieces: int
+    done: int
+    seconds: float
+    results: list[Result]
+    refused: list[Refusal]
+    failed: list[Refusal]
+    recommended: list[Recommendation]
+
+
+def with_front(results: Sequence[Result]) -> list[Result]:
+    """The results with the Pareto front marked, for each chip and its contexts."""
+    return [
+        msgspec.structs.replace(each, on_front=not any(_dominates(other, each) for other in results))
+        for each in results
+    ]
+
+
+def recommend(results: Sequence[Result], budget_bytes: int | None) -> list[Recommendation]:
+    """A recommendation for each chip."""
+    found = []
+    for device in dict.fromkeys(each.device for each in results):
+        of_device = [each for each in results if each.device == device]
+        fitting = [each for each in of_device if budget_bytes is None or each.bytes <= budget_bytes]
+        if not fitting:
+            least = min(of_device, key=lambda each: each.bytes)
+            reason = f"none within the budget; the smallest is {least.name} with {least.bytes:,} bytes"
+            found.append(Recommendation(device=device, name=None, command=None, reason=reason))
+            continue
+        best = min(fitting, key=lambda each: (each.evaluation.kl_nats, each.bytes))
+        limit = "of all" if budget_bytes is None else f"of the {len(fitting)} within the budget"
+        reason = f"least KL divergence {limit}: {best.evaluation.kl_nats:.5f} nats a token"
+        found.append(Recommendation(device=device, name=best.name, command=best.command, reason=reason))
+    return found
+
+
+def _dominates(one: Result, other: Result) -> bool:
+    if (one.device, one.contexts) != (other.device, other.contexts):
+        return False
+    first, second = _costs(one), _costs(other)
+    return all(a <= b for a, b in zip(first, second, strict=True)) and first != second
+
+
+def _costs(result: Result) -> tuple[float, ...]:
+    return (result.evaluation.kl_nats, result.bytes, result.ram_bytes, -result.roofline_tokens_per_s)

@@ -1,0 +1,49 @@
+"""The table of a sweep."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from edgekv.system import format_bytes
+from exporters.sweep.result import SweepReport
+
+_HEADS = ("", "combination", "KL, nats", "top-1", "perplexity ratio", "bytes", "RAM", "tokens/s", "export")
+
+
+def lines(report: SweepReport) -> Iterator[str]:
+    """A line for each combination, then what was refused and what is recommended."""
+    rows = [_HEADS]
+    for each in report.results:
+        quality = each.evaluation
+        rows.append(
+            (
+                "*" if each.on_front else "",
+                each.name,
+                f"{quality.kl_nats:.5f}",
+                f"{quality.top1_agreement:.2%}",
+                f"{quality.perplexity_ratio:.4f} +- {quality.perplexity_ratio_error:.4f}",
+                format_bytes(each.bytes),
+                format_bytes(each.ram_bytes),
+                f"{each.roofline_tokens_per_s:.0f}",
+                f"{each.export_seconds:.0f} s",
+            )
+        )
+    widths = [max(len(row[column]) for row in rows) for column in range(len(_HEADS))]
+    for row in rows:
+        cells = [
+            cell.ljust(width) if column < 2 else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        yield "  ".join(cells).rstrip()
+    yield "*: on the Pareto front of quality, bytes, RAM and speed for its chip and contexts; tokens/s: upper bound"
+    for refusal in report.refused:
+        yield f"refused: {refusal.name}: {refusal.reason}"
+    for refusal in report.failed:
+        yield f"failed: {refusal.name}: {refusal.reason}"
+    for choice in report.recommended:
+        yield f"{choice.device}: {choice.name or 'no choice'}, {choice.reason}"
+        if choice.command is not None:
+            yield f"  {choice.command}"
+    yield (
+        f"{report.pieces} pieces instead of {report.separate_pieces}, {report.done} done now in {report.seconds:.0f} s"
+    )

@@ -1,0 +1,47 @@
+"""A survey on disk, shared by all recipes and cache types of a sweep."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+from safetensors.numpy import load_file, save_file
+
+from edgekv.spec import KINDS, DecoderSpec, KvTensor
+from exporters.checkpoint.reach import HeadReach
+from exporters.quantize.survey import Outlier, Survey
+
+_TENSORS, _OUTLIER = "survey.safetensors", "outlier.json"
+
+
+def write_survey(found: Survey, folder: Path) -> None:
+    """Write a survey into a folder."""
+    tensors: dict[str, NDArray[Any]] = {tensor.past: rows for tensor, rows in found.rows.items()}
+    tensors["logits"] = found.logits
+    for (layer, head), reach in found.reach.items():
+        at = f"reach.{layer}.{head}"
+        tensors |= {f"{at}.pairs": reach.pairs, f"{at}.rest": reach.rest, f"{at}.value": np.array([reach.value])}
+    save_file({name: np.ascontiguousarray(values) for name, values in tensors.items()}, folder / _TENSORS)
+    (folder / _OUTLIER).write_bytes(msgspec.json.encode(found.outlier))
+
+
+def read_survey(folder: Path, spec: DecoderSpec) -> Survey | None:
+    """The survey of a folder; None if nothing was surveyed."""
+    if not (folder / _TENSORS).exists():
+        return None
+    tensors = load_file(folder / _TENSORS)
+    heads = [(layer, head) for layer in range(spec.layers) for head in range(spec.kv_heads)]
+    cache = [KvTensor(layer, kind, head) for layer, head in heads for kind in KINDS]
+    reach = {}
+    for layer, head in heads:
+        at = f"reach.{layer}.{head}"
+        reach[layer, head] = HeadReach(tensors[f"{at}.pairs"], tensors[f"{at}.rest"], float(tensors[f"{at}.value"][0]))
+    return Survey(
+        msgspec.json.decode((folder / _OUTLIER).read_bytes(), type=Outlier),
+        {tensor: tensors[tensor.past] for tensor in cache},
+        tensors["logits"],
+        reach,
+    )
