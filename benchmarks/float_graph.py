@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from onnx import TensorProto, helper, numpy_helper
 
 from edgekv.kv import KvTensor
-from edgekv.spec import ROPE_SUFFIXES, mask_name, rope_inputs
+from edgekv.spec import ROPE_SUFFIXES, LoraTarget, mask_name, rope_inputs
 from exporters.decoder import decoder_layer, logits
 from exporters.graphs.qdq import IR_VERSION, OPSET
 from exporters.quantize.reference import Tensors
@@ -54,6 +54,9 @@ class FloatOps:
             return product
         added = self._tensors.tensor(bias)[rows] * np.float32(gain)
         return self._emit("Add", [product, self._constant(bias + part, added)])
+
+    def adapt(self, y: str, x: str, layer: int, target: LoraTarget, name: str, *, head: int | None = None) -> str:
+        return y
 
     def rms_norm(self, x: str, weight: str, name: str, *, gain: float = 1.0) -> str:
         gamma = self._constant(weight, self._tensors.tensor(weight) * np.float32(gain))

@@ -36,6 +36,7 @@ class Conversation:
         system: str | None = None,
         params: SamplingParams | None = None,
         speculate: Speculate | None = None,
+        lora: str | None = None,
     ) -> None:
         """Start a conversation.
 
@@ -44,18 +45,20 @@ class Conversation:
             system: the system prompt; None for the template's own.
             params: how to sample and when to stop; None for the model's defaults.
             speculate: how to draft tokens; None for no drafts.
+            lora: adapters of the bundle, as `Model.generate` takes them; None for the base model.
 
         Raises:
-            UsageError: the bundle has no chat template.
+            UsageError: the bundle has no chat template, or no such adapters.
         """
         self.messages: list[Message] = []
         self._model = model
         self._system = system
         self._params = params
         self._speculate = speculate
+        self._lora = lora
         self._tokens: list[int] = []
         self._text = ""
-        _ = model.chat_templates  # refused now, not at the first turn
+        _ = model.chat_templates, model.open_lora(lora)  # refused now, not at the first turn
         self.reset()
 
     def reset(self) -> None:
@@ -76,7 +79,9 @@ class Conversation:
         if self._text and text.startswith(self._text):
             # Tokenizing generated text may give other tokens than those generated, so only new text is tokenized.
             tokens = [*self._tokens, *self._model.encode_chat(text[len(self._text) :])]
-        generation = self._model.generate(tokens, self._params, sequence=_SEQUENCE, speculate=self._speculate)
+        generation = self._model.generate(
+            tokens, self._params, sequence=_SEQUENCE, speculate=self._speculate, lora=self._lora
+        )
         self.messages = messages
         return Answer(self, text, generation)
 

@@ -8,7 +8,7 @@ from typing import Any, Unpack, overload
 import numpy as np
 from numpy.typing import NDArray
 
-from edgekv.prefix import RetentionPolicy
+from edgekv.prefix import RetentionPolicy, open_prefixes
 from edgekv.session.beam_run import BeamResult, check_beams, run_beams
 from edgekv.session.call import BeamCall, SamplingCall, choose_params
 from edgekv.session.generation import Generation
@@ -16,7 +16,7 @@ from edgekv.session.loaded import LoadedBundle
 from edgekv.session.params import BeamParams, SamplingParams
 from edgekv.session.processors import LogitsProcessor
 from edgekv.session.prompt import Prompt
-from edgekv.session.request import Request, open_prefixes
+from edgekv.session.request import Request
 from edgekv.session.sampler import Sampler
 from edgekv.session.scoring import Scoring
 from edgekv.session.speculate import Speculate, SpeculateMode, make_speculation, speculates
@@ -66,6 +66,7 @@ class Model(LoadedBundle):
         processors: Sequence[LogitsProcessor] = (),
         return_logits: bool = False,
         speculate: Speculate | SpeculateMode | Speculation | None = None,
+        lora: str | None = None,
         **keywords: Any,
     ) -> Generation | BeamResult:
         """Continue a prompt, from an empty cache or, with `sequence`, from that sequence's cache.
@@ -87,6 +88,7 @@ class Model(LoadedBundle):
             return_logits: give each `Token` the logits of its step.
             speculate: how to draft tokens that one pass checks, as a mode, a `Speculate`, or a new `Speculation` with a
                 drafter of your own; the text is the same.
+            lora: adapters of the bundle, `NAME` or `NAME=SCALE`, several with commas between; None for the base model.
             keywords: fields of `SamplingParams` that replace `params` or `defaults`; or, with `num_beams`, fields of
                 `BeamParams`.
 
@@ -106,7 +108,9 @@ class Model(LoadedBundle):
         manifest = self.bundle.manifest
         declared = tools if tools is None or isinstance(tools, Tools) else Tools.read(tools)
         tokens = self._prompts.read(self._prompts.text_or_messages(prompt, messages, declared))
-        request = Request(self.sequences, self._graphs, sequence, open_prefixes(self._store, cache_salt, retention))
+        adapter = self.open_lora(lora)
+        prefixes = open_prefixes(self._store, cache_salt, retention, None if adapter is None else adapter.key)
+        request = Request(self.sequences, self._graphs, sequence, prefixes, adapter)
         if isinstance(chosen.params, BeamParams):
             options = {"return_logits": return_logits, "speculates": speculates(speculate)}
             check_beams(manifest, self._caches, sequence, processors, declared, **options)
@@ -156,25 +160,32 @@ class Model(LoadedBundle):
         with self._turns:
             advance_together(generations, batch, self._graphs)
 
-    def score(self, tokens: Sequence[int]) -> NDArray[np.float32]:
+    def score(self, tokens: Sequence[int], *, lora: str | None = None) -> NDArray[np.float32]:
         """The logits after each of the tokens, `[T, V]`, teacher forced from an empty cache.
+
+        Args:
+            tokens: ids.
+            lora: as in `generate`.
 
         Raises:
             EdgeKVError: as `generate`.
         """
         self._turns.check_open()
         whole = self._prompts.read(tokens, "tokens")
+        adapter = self.open_lora(lora)
         with self._turns.whole_call(None):
             self._graphs.prepare("score", "decode")
+            self.session.adapt(adapter)
             rows = self.session.score(whole)[-len(tokens) :]
             return self.bundle.manifest.encodings["logits"].dequantize(rows)
 
-    def score_steps(self, tokens: Sequence[int]) -> Scoring:
+    def score_steps(self, tokens: Sequence[int], *, lora: str | None = None) -> Scoring:
         """As `score`, a step at a time; with those of the sink, if the tokens do not begin with it.
 
         Raises:
             EdgeKVError: as `generate`.
         """
         self._turns.check_open()
-        encoding = self.bundle.manifest.encodings["logits"]
-        return Scoring(self._turns, self.session, self._graphs, encoding, self.read(tokens, "tokens"))
+        encoding, adapter = self.bundle.manifest.encodings["logits"], self.open_lora(lora)
+        whole = self.read(tokens, "tokens")
+        return Scoring(self._turns, self.session, self._graphs, encoding, whole, adapter)

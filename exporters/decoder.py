@@ -11,9 +11,19 @@ from collections.abc import Iterator, Sequence
 from typing import Literal, Protocol, TypeVar
 
 from edgekv.kv import KvTensor
-from edgekv.spec import FINAL_NORM, DecoderSpec, attention_norm, feed_forward_norm
+from edgekv.spec import FINAL_NORM, DecoderSpec, LoraTarget, attention_norm, feed_forward_norm
 
 V = TypeVar("V")
+
+_TARGETS: dict[str, LoraTarget] = {
+    "self_attn.q_proj": "q",
+    "self_attn.k_proj": "k",
+    "self_attn.v_proj": "v",
+    "self_attn.o_proj": "o",
+    "mlp.gate_proj": "gate",
+    "mlp.up_proj": "up",
+    "mlp.down_proj": "down",
+}
 
 
 class Ops(Protocol[V]):
@@ -23,6 +33,9 @@ class Ops(Protocol[V]):
         self, x: V, weight: str, name: str, *, bias: str | None = None, head: int | None = None, gain: float = 1.0
     ) -> V:
         """`(x @ weight.T + bias) * gain`; with `head`, only the output channels of that head (head_dim wide)."""
+
+    def adapt(self, y: V, x: V, layer: int, target: LoraTarget, name: str, *, head: int | None = None) -> V:
+        """`y`, the result of a projection of x, plus what the bound adapter adds to it, if graphs have slots."""
 
     def rms_norm(self, x: V, weight: str, name: str, *, gain: float = 1.0) -> V:
         """`x / rms(x) * weight * gain`, over the width."""
@@ -162,6 +175,11 @@ def logits(ops: Ops[V], spec: DecoderSpec, head: str, hidden: V) -> V:
     return ops.scale(ops.tanh(uncapped, "head.tanh"), spec.logits_cap, "head")
 
 
+def query_gain(spec: DecoderSpec) -> float:
+    """All factors of the scores, which are folded into the queries."""
+    return spec.query_gain / (spec.attention_cap or 1.0)
+
+
 def _residual_norm(ops: Ops[V], spec: DecoderSpec, hidden: V, norm: str, name: str) -> V:
     """RMSNorm of the residual; it reads a split channel once for each part."""
     if not spec.split:
@@ -183,7 +201,7 @@ def _heads(ops: Ops[V], spec: DecoderSpec, x: V, layer: int, kind: Literal["q", 
 
     All factors of the scores are folded into the queries.
     """
-    gain = spec.query_gain / (spec.attention_cap or 1.0) if kind == "q" else 1.0
+    gain = query_gain(spec) if kind == "q" else 1.0
     at, projection = f"layers.{layer}.{kind}", f"self_attn.{kind}_proj"
     norm = f"model.layers.{layer}.self_attn.{kind}_norm.weight"
     if spec.qk_norm == "all-heads":
@@ -220,7 +238,8 @@ def _linear(
 ) -> V:
     key = f"model.layers.{layer}.{projection}"
     bias = key + ".bias" if projection in spec.biased else None
-    return ops.linear(x, key + ".weight", name, bias=bias, head=head, gain=gain)
+    y = ops.linear(x, key + ".weight", name, bias=bias, head=head, gain=gain)
+    return ops.adapt(y, x, layer, _TARGETS[projection], name, head=head)
 
 
 def _rotate(ops: Ops[V], spec: DecoderSpec, layer: int, x: V, name: str) -> V:

@@ -12,6 +12,7 @@ from edgekv.bundle import GraphFormat
 from edgekv.errors import UsageError
 from edgekv.kv import KeyLayout, KvDtype
 from exporters.graphs.split import EmbeddingPlace, HeadPlace
+from exporters.lora.options import LoraOptions
 from exporters.quantize.recipe import Recipe
 from exporters.quantize.sink import SinkWanted
 from quant import WEIGHT_TYPES
@@ -50,6 +51,7 @@ class ExportOptions:
         sink: whether the token at position 0 is kept out of the graphs; see `exporters.quantize.sink`.
         head: `own` for lm_head as a separate part, `last` for lm_head in the last part; None for `last`, or `own` with
             parts.
+        lora: slots for adapters at run time; None for none.
     """
 
     device: Device
@@ -71,8 +73,11 @@ class ExportOptions:
     embedding: EmbeddingPlace | None = None
     head: HeadPlace | None = None
     sink: SinkWanted = field(default_factory=SinkWanted)
+    lora: LoraOptions | None = None
 
     def __post_init__(self) -> None:
+        if self.lora is not None:
+            self.lora.check(self.device, self.graph_format, self.recipe)
         if 1 not in self.ar or min(self.ar) < 1:
             raise UsageError(
                 "--ar",

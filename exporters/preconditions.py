@@ -5,7 +5,10 @@ from __future__ import annotations
 from edgekv import qnn
 from edgekv.errors import EngineError, UsageError
 from exporters.checkpoint.checkpoint import Checkpoint
+from exporters.checkpoint.lora import Adapter
 from exporters.graphs.tflite.limits import check_tflite
+from exporters.lora.add import check_fits
+from exporters.lora.base import ExportedBase
 from exporters.options import ExportOptions
 
 
@@ -29,6 +32,7 @@ def check_fit(checkpoint: Checkpoint, options: ExportOptions) -> None:
 
     Raises:
         UsageError: naming the option.
+        CheckpointError: an adapter to calibrate on does not fit.
     """
     spec, context = checkpoint.spec, options.contexts[-1]
     windows = spec.windows_in(context)
@@ -47,5 +51,8 @@ def check_fit(checkpoint: Checkpoint, options: ExportOptions) -> None:
             fix=f"Use --context {spec.max_positions // max(options.ar) * max(options.ar)}.",
         )
     options.recipe.check(spec)
+    if options.lora is not None:
+        for choice in options.lora.calibrate:
+            check_fits(Adapter.open(choice), ExportedBase(checkpoint, checkpoint), options.lora.slots(spec))
     if options.graph_format == "tflite":
         check_tflite(checkpoint)

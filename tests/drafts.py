@@ -8,8 +8,7 @@ from typing import Any
 
 import edgekv
 from edgekv import SamplingParams
-from edgekv.session import Generation, Request, Sampler, Speculation
-from edgekv.session.call import ChosenParams
+from edgekv.session import Generation, Speculation
 
 
 class Oracle:
@@ -54,23 +53,4 @@ def with_drafts(
         sequence: its id; None for the model's own.
         options: `processors`, `return_logits`, `cache_salt`.
     """
-    from edgekv.session.request import open_prefixes
-
-    manifest = model.bundle.manifest
-    constraint, reader = model.bind(params.grammar, None)
-    prefixes = open_prefixes(model._store, options.pop("cache_salt", None), None)
-    encoding, vocab = manifest.encodings["logits"], manifest.model.vocab
-    return Generation(
-        model._turns,
-        Request(model.sequences, model._graphs, sequence, prefixes),
-        model.read(prompt),
-        model._setup,
-        ChosenParams(params),
-        Sampler.of(params, encoding, vocab, options.pop("processors", ())),
-        model.tokenizer,
-        manifest.tokens.eos,
-        constraint,
-        reader,
-        speculation=speculation,
-        **options,
-    )
+    return model.generate(prompt, params, sequence=sequence, speculate=speculation, **options)

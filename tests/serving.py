@@ -90,6 +90,7 @@ def served(
     *,
     engine: str = "cpu",
     keys: tuple[str, ...] = (),
+    cpu_mode: str | None = None,
     budget: Any = None,
     prefix_cache: Path | None = None,
     **options: Any,
@@ -98,7 +99,7 @@ def served(
     mode = Adaptive() if budget is None else Adaptive(budget)
     store = StoreConfig(disk_folder=prefix_cache)
     threads = 1 if engine == "cpu" else None
-    with edgekv.load(bundle, engine, threads=threads, cache_mode=mode, prefix_cache=store) as model:
+    with edgekv.load(bundle, engine, threads=threads, cpu_mode=cpu_mode, cache_mode=mode, prefix_cache=store) as model:
         serving = Serving(model, ServeOptions(port=0, name=NAME, keys=keys, limits=limits or Limits(), **options))
         thread = threading.Thread(target=serving.run)
         thread.start()

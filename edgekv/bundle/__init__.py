@@ -1,5 +1,17 @@
 """Bundles: self-describing folders, verified when they are opened and written atomically."""
 
+from edgekv.bundle.adapters import (
+    ClippedMatrix,
+    LoraAdapter,
+    LoraRecord,
+    check_lora_name,
+    lora_adapters,
+    lora_tensor,
+    new_lora_record,
+    open_lora,
+    remove_lora,
+    write_lora,
+)
 from edgekv.bundle.atomic import atomic_directory, atomic_file, check_target
 from edgekv.bundle.bundle import Bundle, open_bundle
 from edgekv.bundle.compiled import COMPILED, Compiled, CompiledBinary, CompiledManifest, open_compiled
@@ -39,6 +51,7 @@ __all__ = [
     "AdapterRecord",
     "Bundle",
     "ChannelRecord",
+    "ClippedMatrix",
     "Compiled",
     "CompiledBinary",
     "CompiledManifest",
@@ -51,6 +64,8 @@ __all__ = [
     "HeadsName",
     "HtpCheck",
     "KeyScalingName",
+    "LoraAdapter",
+    "LoraRecord",
     "Manifest",
     "MatrixMethod",
     "ModelRecord",
@@ -68,14 +83,21 @@ __all__ = [
     "WeightRecord",
     "atomic_directory",
     "atomic_file",
+    "check_lora_name",
     "check_target",
     "file_hashes",
     "force_rehash",
+    "lora_adapters",
+    "lora_tensor",
+    "new_lora_record",
     "open_bundle",
     "open_compiled",
+    "open_lora",
     "read_manifest",
     "readable_json",
     "record_files",
     "rehashing",
+    "remove_lora",
+    "write_lora",
     "write_manifest",
 ]

@@ -78,6 +78,23 @@ class Bundle:
                 fix="Export it with --format onnx.",
             )
 
+    def require_no_slots(self, reader: str) -> None:
+        """Reject graphs with slots for adapters, for a reader that does not bind them.
+
+        Args:
+            reader: name of the reader, for the error.
+
+        Raises:
+            BundleError: the bundle has such graphs.
+        """
+        if self.manifest.lora is not None:
+            raise BundleError(
+                f"bundle {self.path}: graphs",
+                got="graphs with slots for adapters",
+                expected=f"graphs without, which {reader} runs",
+                fix="Export it without --lora-slots; --lora FOLDER merges an adapter for good.",
+            )
+
     def tokenizer(self) -> Tokenizer:
         """The tokenizer of the checkpoint.
 

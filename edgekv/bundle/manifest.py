@@ -20,7 +20,7 @@ from edgekv.bundle.records import (
     TokenRecord,
     Tokens,
 )
-from edgekv.spec import ROPE_SUFFIXES, DecoderInterface, GraphRecord, PartRecord, Role, RotaryInputs
+from edgekv.spec import ROPE_SUFFIXES, DecoderInterface, GraphRecord, LoraSlots, PartRecord, Role, RotaryInputs
 from edgekv.spec.geometry import Geometry, KeyLayout, KvDtype
 from edgekv.spec.layers import LayeredGeometry
 from quant import Encoding
@@ -57,6 +57,7 @@ class Manifest(Record, frozen=True):
         embedding: the table from which the host reads embeddings; null if the graphs look them up.
         generation: sampling defaults; null if the checkpoint has none.
         sink: the first tokens of every sequence, which no graph computes; null if the graphs compute all.
+        lora: the inputs for adapters; null if the graphs have none.
     """
 
     format: int
@@ -83,6 +84,7 @@ class Manifest(Record, frozen=True):
     embedding: EmbeddingRecord | None = None
     generation: GenerationRecord | None = None
     sink: SinkRecord | None = None
+    lora: LoraSlots | None = None
 
     @property
     def ropes(self) -> dict[str, RopeRecord]:
@@ -151,4 +153,5 @@ class Manifest(Record, frozen=True):
                 for (suffix, rope), of in zip(self.ropes.items(), layers, strict=False)
             ),
             activations="u16" if self.graph_format == "onnx" else "s16",
+            lora=self.lora,
         )

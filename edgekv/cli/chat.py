@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import msgspec
 import typer
 
-from edgekv.cli.engine_options import HtpOption, TalkingModeOption, talking_mode
+from edgekv.cli.engine_options import HtpOption, LoraOption, TalkingModeOption, joined, talking_mode
 from edgekv.cli.grammar_options import GrammarOption, JsonSchemaOption, RegexOption, parse_grammar
 from edgekv.cli.output import print_json
 from edgekv.cli.speculate_options import (
@@ -44,6 +44,7 @@ def chat(
     message: Annotated[
         str | None, typer.Option(help="Send one message, print the answer and exit.", show_default="a conversation")
     ] = None,
+    lora: LoraOption = None,
     system: Annotated[str | None, typer.Option(help="System prompt.", show_default="the model's own")] = None,
     engine: Annotated[str, typer.Option(help="Where the graphs run: cpu or htp; litert or tflite.")] = "cpu",
     max_new_tokens: Annotated[
@@ -99,7 +100,7 @@ def chat(
     with load(bundle, **options) as model, speculation.opened(model, **options) as wanted:
         params = choose_params(None, keywords, model.defaults).params
         assert isinstance(params, SamplingParams)
-        conversation = Conversation(model, system=system, params=params, speculate=wanted)
+        conversation = Conversation(model, system=system, params=params, speculate=wanted, lora=joined(lora))
         if message is None:
             _converse(conversation)
         elif as_json:

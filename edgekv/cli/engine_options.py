@@ -16,12 +16,26 @@ _HELP = (
 CpuModeOption = Annotated[Optional[str], typer.Option("--cpu-mode", help=_HELP, show_default="emulate")]
 _HTP_HELP = (
     "Options of the engine htp, KEY=VALUE,...: performance (burst, balanced, power_saver, ...), rpc-latency in us, "
-    "priority (low to high), vtcm in MiB, optimization (1 to 3), device (its number), shared-memory and mapped-weights "
-    "(yes or no)."
+    "priority (low to high), vtcm in MiB, optimization (1 to 3), device (its number), shared-memory "
+    "(yes, no or auto) and mapped-weights (yes or no)."
 )
 
 HtpOption = Annotated[Optional[str], typer.Option("--htp", help=_HTP_HELP, show_default=False)]
+LoraOption = Annotated[
+    Optional[list[str]],
+    typer.Option(
+        "--lora",
+        metavar="NAME[=SCALE]",
+        help="Adapter of a bundle with slots, which `edgekv lora add` added; repeat for several at once.",
+        show_default=False,
+    ),
+]
 TalkingModeOption = Annotated[Optional[str], typer.Option("--cpu-mode", help=_HELP, show_default="fast")]
+
+
+def joined(lora: list[str] | None) -> str | None:
+    """The adapters of `--lora` as `Model.generate` takes them."""
+    return ",".join(lora) if lora else None
 
 
 def talking_mode(engine: str, asked: str | None) -> str | None:

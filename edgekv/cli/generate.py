@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from edgekv.cli.engine_options import CpuModeOption, HtpOption
+from edgekv.cli.engine_options import CpuModeOption, HtpOption, LoraOption, joined
 from edgekv.cli.generated import print_sequences, print_stream
 from edgekv.cli.grammar_options import GrammarOption, JsonSchemaOption, RegexOption, parse_grammar
 from edgekv.cli.numbers import parse_bias
@@ -51,6 +51,7 @@ def generate(
     bundle: Annotated[Path, typer.Argument(help="A bundle's folder.", show_default=False)],
     prompt: PromptOption = None,
     prompt_file: PromptFileOption = None,
+    lora: LoraOption = None,
     engine: Annotated[
         str, typer.Option(help="Where the graphs run: cpu or htp; for TFLite graphs litert or tflite.")
     ] = "cpu",
@@ -182,6 +183,8 @@ def generate(
     in the prefix cache.
     """
     text = read_prompt(prompt, prompt_file)
+    if lora and session is not None:
+        raise UsageError("--session", got="it with --lora", expected="one of them", fix="Leave one of them out.")
     keywords: dict[str, Any] = {
         "max_new_tokens": max_new_tokens,
         "temperature": temperature,
@@ -238,7 +241,8 @@ def generate(
             load_sequence(model, SEQUENCE, session)
             keywords["sequence"] = SEQUENCE
         with speculation.opened(model, engine=engine, threads=threads, cpu_mode=cpu_mode, htp=htp) as wanted:
-            result: Any = model.generate(text, cache_salt=cache_salt, retention=policy, speculate=wanted, **keywords)
+            shared: dict[str, Any] = {"cache_salt": cache_salt, "retention": policy, "lora": joined(lora)}
+            result: Any = model.generate(text, speculate=wanted, **shared, **keywords)
             if num_beams is not None:
                 print_sequences(result, as_json)
                 return

@@ -10,7 +10,7 @@ from edgekv.prefix.config import StoreConfig
 from edgekv.prefix.errors import PrefixError
 from edgekv.prefix.groups import BlockGroup, split_layers
 from edgekv.prefix.lease import Match
-from edgekv.prefix.prefixes import PrefixCache, Prefixes, SharedStore, open_store, prefix_fingerprint
+from edgekv.prefix.prefixes import PrefixCache, Prefixes, SharedStore, open_prefixes, open_store, prefix_fingerprint
 from edgekv.prefix.retention import RetentionPolicy, TokenRangeRetentionConfig
 from edgekv.prefix.rows import CacheRows
 from edgekv.prefix.stats import StoreStats, TierStats
@@ -34,6 +34,7 @@ __all__ = [
     "TokenRangeRetentionConfig",
     "add_baked",
     "baked_prefixes",
+    "open_prefixes",
     "open_store",
     "prefix_fingerprint",
     "remove_baked",

@@ -23,10 +23,10 @@ class Keys:
     def __init__(self, secret: bytes | None = None) -> None:
         self._secret = secrets.token_bytes(SECRET_BYTES) if secret is None else secret
 
-    def root(self, fingerprint: bytes, salt: str | None) -> bytes:
-        """The key of all sequences of one salt; None counts as a separate salt."""
+    def root(self, fingerprint: bytes, salt: str | None, adapter: str | None = None) -> bytes:
+        """The key of all sequences of one salt and one adapter; None counts as a separate one."""
         said = b"" if salt is None else b"salt:" + salt.encode("utf-8", "surrogatepass")
-        return self._hash(b"root", fingerprint, said)
+        return self._hash(b"root", fingerprint, said, *(() if adapter is None else (adapter.encode(),)))
 
     def sequence(self, root: bytes, tokens: bytes) -> bytes:
         """The key of a token sequence under a root."""

@@ -125,8 +125,20 @@ class Prefixes:
         stats: the store's counters for the calls of this generation only.
     """
 
-    def __init__(self, shared: SharedStore, salt: str | None, retention: RetentionPolicy | None) -> None:
+    def __init__(
+        self,
+        shared: SharedStore,
+        salt: str | None,
+        retention: RetentionPolicy | None,
+        adapter: str | None = None,
+    ) -> None:
         """Prepare without looking anything up.
+
+        Args:
+            shared: the store.
+            salt: see `PrefixStore.match`.
+            retention: see `PrefixStore.insert`.
+            adapter: see `PrefixStore.match`.
 
         Raises:
             PrefixError: an empty salt.
@@ -135,6 +147,7 @@ class Prefixes:
         self._writes = shared.writes
         self._salt = salt
         self._retention = retention
+        self._adapter = adapter
         self._prompt_tokens: int | None = None
         self._seen_tokens = 0
         self._store.check_salt(salt)
@@ -190,13 +203,13 @@ class Prefixes:
         widest = cache.ar[-1]
         safe = cache.geometry.context - widest
         if cache.policy == "fail" or len(tokens) <= safe:
-            return self._store.match(tokens[:asked], self._salt)
+            return self._store.match(tokens[:asked], self._salt, self._adapter)
         # These steps may evict tokens, so they must start where they would without a match.
-        match = self._store.match(tokens[: min(asked, safe)], self._salt)
+        match = self._store.match(tokens[: min(asked, safe)], self._salt, self._adapter)
         if surplus := match.tokens % widest:
             aligned = match.tokens - surplus
             self._store.release(match)
-            match = self._store.match(tokens[:aligned], self._salt)
+            match = self._store.match(tokens[:aligned], self._salt, self._adapter)
         return match
 
     def _insert(self, cache: KVCache, tokens: Sequence[int], *, ended: bool) -> None:
@@ -210,9 +223,28 @@ class Prefixes:
             prompt_tokens=min(self._prompt_tokens or 0, len(tokens)),
             retention=self._retention,
             salt=self._salt,
+            adapter=self._adapter,
             ended=ended,
         )
         self._count(before)
 
     def _count(self, before: StoreStats) -> None:
         self.stats = self._store.stats.since(before.since(self.stats))
+
+
+def open_prefixes(
+    store: SharedStore | None, salt: str | None, retention: RetentionPolicy | None, adapter: str | None = None
+) -> Prefixes | None:
+    """The call's use of the prefix cache; None if there is none. Adapters share no prefixes.
+
+    Raises:
+        UsageError: a salt or a retention policy without a prefix cache.
+        PrefixError: an empty salt.
+    """
+    if store is not None:
+        return Prefixes(store, salt, retention, adapter)
+    if salt is not None or retention is not None:
+        found, fix = "one without a prefix cache", "Give load(..., prefix_cache=...), or leave it out."
+        field = "retention" if salt is None else "cache_salt"
+        raise UsageError(field, got=found, expected="a prefix cache", fix=fix)
+    return None

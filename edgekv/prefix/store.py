@@ -96,25 +96,25 @@ class PrefixStore:
         if salt == "":
             raise PrefixError("cache_salt", got="an empty text", expected="a text, or None", fix="Leave it out.")
 
-    def match(self, tokens: Sequence[int], salt: str | None = None) -> Match:
+    def match(self, tokens: Sequence[int], salt: str | None = None, adapter: str | None = None) -> Match:
         """Find and retain the longest stored prefix of a sequence; its blocks are brought into primary memory.
 
-        To get the logits of the last token, pass all tokens except the last.
-
         Args:
-            tokens: the sequence.
+            tokens: the sequence, without its last token if its logits are needed.
             salt: finds sequences inserted under the same salt, and public ones; None counts as a separate salt.
+            adapter: finds what was computed with the same one; None for none.
 
         Raises:
             PrefixError: an empty salt.
         """
         asked = _tokens(tokens)
-        key = self._root_key(salt)
+        key = self._root_key(salt, adapter)
         lease = Lease()
         if self.config.enable_block_reuse:
             self._adoption.follow()
             lease = self._index.match(key, asked)
-            if salt is not None and (public := common_tokens(asked, self._public)) > lease.tokens:
+            public = common_tokens(asked, self._public) if salt is not None and adapter is None else 0
+            if public > lease.tokens:
                 other = self._index.match(self._root_key(None), asked[:public])
                 if other.tokens > lease.tokens:
                     key, lease, other = self._root_key(None), other, lease
@@ -170,6 +170,7 @@ class PrefixStore:
         prompt_tokens: int | None = None,
         retention: RetentionPolicy | None = None,
         salt: str | None = None,
+        adapter: str | None = None,
         match: Match | None = None,
         ended: bool = False,
         public: bool = False,
@@ -185,13 +186,14 @@ class PrefixStore:
             prompt_tokens: tokens of the prompt; later ones are generated. None: all belong to the prompt.
             retention: new priorities of the blocks; None leaves stored blocks unchanged.
             salt: as in `match`.
+            adapter: likewise.
             match: a match of the same salt, which then retains the stored blocks instead, so that they stay while the
                 request runs. Blocks outside its limited windows are released.
             ended: whether the sequence is complete; then an incomplete last block is stored too, for partial reuse.
             public: whether calls with any salt may match this sequence, which is stored without one.
 
         Returns:
-            Number of leading tokens stored now: a multiple of `tokens_per_block`, or all.
+            Leading tokens stored now: a multiple of `tokens_per_block`, or all.
 
         Raises:
             PrefixError: an empty salt.
@@ -207,7 +209,7 @@ class PrefixStore:
             self._check_rows("rows", rows, array_shape(self.groups, len(whole) - first))
             rows = ArrayRows(self.groups, rows, first)
         source: Source = rows
-        key = self._root_key(salt)
+        key = self._root_key(salt, adapter)
         if match is not None:
             match.check_held()
             if match._key != key:
@@ -217,8 +219,7 @@ class PrefixStore:
         if public and whole not in self._public:
             self._public.append(whole)
         self._adoption.follow()
-        step = self.config.tokens_per_block
-        policy = _NO_POLICY if retention is None else retention
+        step, policy = self.config.tokens_per_block, _NO_POLICY if retention is None else retention
         nodes = self._index.insert(
             self._tree.root(key),
             whole,
@@ -286,9 +287,9 @@ class PrefixStore:
         """Counters, and the current content."""
         return self._counters.snapshot(*self._tiers.held())
 
-    def _root_key(self, salt: str | None) -> bytes:
+    def _root_key(self, salt: str | None, adapter: str | None = None) -> bytes:
         self.check_salt(salt)
-        return self._keys.root(self._digest, salt)
+        return self._keys.root(self._digest, salt, adapter)
 
     def _check_rows(self, field: str, rows: Rows, shape: tuple[int, int, int]) -> None:
         if rows.shape != shape or rows.dtype != self._dtype:

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgekv.kv import Arena, Group, KVCache, Window
+from edgekv.runtime.adapter import AdapterMemory, AdapterPorts
 from edgekv.runtime.binding import Binding
 from edgekv.spec import GraphInterface, PartRecord, Port
 
@@ -102,7 +103,10 @@ class BoundPart:
         Raises:
             BundleError: the part does not have the inputs and outputs of its interface.
         """
-        interface.check(binding.interface, record.file)
+        found = binding.interface
+        interface = interface.with_adapters_like(found)
+        interface.check(found, record.file)
+        self._adapters = AdapterPorts(binding, interface.adapter_ports)
         self.is_head = not record.layers
         self.reads_used_rows = self.is_head or binding.reads_used_rows
         self.run = binding.run
@@ -128,6 +132,10 @@ class BoundPart:
             for index, group in enumerate(cache.groups)
             if any(tensor.layer in self._layers for tensor in group.geometry.names())
         ]
+
+    def adapt(self, memory: AdapterMemory) -> None:
+        """Read adapters from this memory from the next step on."""
+        self._adapters.bind(memory)
 
     def bind(self, windows: Sequence[Window], tokens: int) -> None:
         """Bind to the windows of a step of `tokens` tokens. A head of one row reads the row of the last token."""

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from edgekv.bundle import GraphRecord, Manifest
 from edgekv.errors import EngineError
 from edgekv.kv import KVCache, Window
+from edgekv.runtime.adapter import NO_ADAPTER, AdapterMemory
 from edgekv.runtime.binding import Binding, aligned_zeros
 from edgekv.runtime.bound_part import BoundPart
 from edgekv.runtime.inputs import RowView, StepInputs, tree_views
@@ -42,6 +43,7 @@ class StaticGraph:
         cache: KVCache,
         ropes: Mapping[str, RopeTable],
         embeddings: NDArray[Any] | None = None,
+        adapter: AdapterMemory = NO_ADAPTER,
     ) -> None:
         """Bind a loaded graph to a cache.
 
@@ -52,6 +54,7 @@ class StaticGraph:
             cache: see `use`.
             ropes: see `rope_tables`.
             embeddings: see `open_table`.
+            adapter: see `adapt`; graphs without slots need none.
 
         Raises:
             BundleError: the graph's inputs or outputs do not match the manifest.
@@ -73,6 +76,7 @@ class StaticGraph:
         self._row_block = _ROW_BLOCK if manifest.graph("verify") is None else 1
         self._before_next_run: Callable[[], None] | None = None
         self.use(cache)
+        self.adapt(adapter)
 
     @property
     def logits(self) -> NDArray[Any]:
@@ -93,6 +97,12 @@ class StaticGraph:
         self._cache = cache
         for part in self._parts:
             part.use(cache, self.ar)
+
+    def adapt(self, memory: AdapterMemory) -> None:
+        """Read adapters from this memory from the next step on; nothing is compiled or loaded."""
+        for part in self._parts:
+            part.adapt(memory)
+        self._adapter = memory  # keeps the memory alive
 
     def step(self, tokens: Sequence[int], *, logits: bool = True) -> None:
         """Run 1 to AR tokens and append their keys and values to the cache.

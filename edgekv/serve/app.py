@@ -22,7 +22,7 @@ Handler = Callable[[Service, Exchange], Awaitable[None]]
 
 
 class ModelRecord(msgspec.Struct, frozen=True):
-    """The model, as `/v1/models` lists it."""
+    """A model, as `/v1/models` lists it."""
 
     id: str
     created: int
@@ -32,7 +32,7 @@ class ModelRecord(msgspec.Struct, frozen=True):
 
 
 class ModelList(msgspec.Struct, frozen=True):
-    """All models: one."""
+    """All models: the base, and each of its adapters."""
 
     data: list[ModelRecord]
     object: str = "list"
@@ -59,7 +59,7 @@ class _Endpoint:
 
 async def models(service: Service, exchange: Exchange) -> None:
     """`GET /v1/models`."""
-    await exchange.reply(ModelList([_record(service)]))
+    await exchange.reply(ModelList([_record(service, name) for name in service.model_names]))
 
 
 async def one_model(service: Service, exchange: Exchange) -> None:
@@ -68,8 +68,9 @@ async def one_model(service: Service, exchange: Exchange) -> None:
     Raises:
         ApiError: another model.
     """
-    service.check_name(exchange.scope["path_params"]["name"])
-    await exchange.reply(_record(service))
+    name = exchange.scope["path_params"]["name"]
+    service.check_name(name)
+    await exchange.reply(_record(service, name))
 
 
 async def health(service: Service, exchange: Exchange) -> None:
@@ -109,5 +110,5 @@ def make_app(service: Service, options: ServeOptions) -> App:
     return Guard(app, options, service.metrics, known)
 
 
-def _record(service: Service) -> ModelRecord:
-    return ModelRecord(service.name, service.created, service.context)
+def _record(service: Service, name: str) -> ModelRecord:
+    return ModelRecord(name, service.created, service.context)

@@ -83,9 +83,9 @@ async def chat_completions(service: Service, exchange: Exchange) -> None:
         DisconnectedError: the client has gone.
     """
     request = await exchange.read(ChatRequest)
-    service.check_name(request.model)
+    lora = service.check_name(request.model)
     request.check()
-    work = await _work(service, exchange, request)
+    work = await _work(service, exchange, request, lora)
     reply = _Reply(service, request)
     async with service.job(exchange, work) as channel:
         events = await channel.take()
@@ -108,10 +108,10 @@ async def chat_completions(service: Service, exchange: Exchange) -> None:
             events = await channel.take()
 
 
-async def _work(service: Service, exchange: Exchange, request: ChatRequest) -> Work:
+async def _work(service: Service, exchange: Exchange, request: ChatRequest, lora: str | None) -> Work:
     form = read_form(request.response_format, request.tools, request.tool_choice, request.parallel_tool_calls)
     prompt = await service.rendered(request.messages, form, request.chat_template_kwargs)
-    return await service.turn(exchange, prompt, request, form, request.wanted_tokens, _top(request))
+    return await service.turn(exchange, prompt, request, form, request.wanted_tokens, _top(request), lora)
 
 
 def _top(request: ChatRequest) -> int | None:
@@ -156,9 +156,9 @@ class _Reply:
         text = "".join(self._texts)
         message = AnswerMessage(text or (None if self._calls else ""), tool_calls=self._calls or UNSET)
         choice = Choice(message, self._reason(self._end), logprobs)
-        service = self._service
+        name = self._request.model
         return ChatCompletion(
-            id=self._id, created=self._created, model=service.name, choices=[choice], usage=Usage.of(self._end)
+            id=self._id, created=self._created, model=name, choices=[choice], usage=Usage.of(self._end)
         )
 
     def head(self) -> bytes:
@@ -187,8 +187,7 @@ class _Reply:
         return event(_encode(self._made([choice], None if self._request.includes_usage else UNSET)))
 
     def _made(self, choices: list[ChunkChoice], usage: Usage | UnsetType | None) -> Chunk:
-        service = self._service
-        return Chunk(id=self._id, created=self._created, model=service.name, choices=choices, usage=usage)
+        return Chunk(id=self._id, created=self._created, model=self._request.model, choices=choices, usage=usage)
 
     def _take_calls(self, piece: Piece) -> list[CallRecord]:
         """The calls that a token completes, as they are sent."""

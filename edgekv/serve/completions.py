@@ -116,13 +116,13 @@ async def completions(service: Service, exchange: Exchange) -> None:
         DisconnectedError: the client has gone.
     """
     request = await exchange.read(CompletionRequest)
-    service.check_name(request.model)
+    lora = service.check_name(request.model)
     request.check()
-    replies = [await _reply(service, exchange, request, at, each) for at, each in enumerate(request.prompts)]
+    replies = [await _reply(service, exchange, request, at, each, lora) for at, each in enumerate(request.prompts)]
     identity, created = f"cmpl-{uuid4().hex}", int(time.time())
 
     def made(choices: list[CompletionChoice], usage: Usage | UnsetType | None) -> Completion:
-        return Completion(id=identity, created=created, model=service.name, choices=choices, usage=usage)
+        return Completion(id=identity, created=created, model=request.model, choices=choices, usage=usage)
 
     if not request.stream:
         tasks = [asyncio.ensure_future(_run(service, exchange, reply)) for reply in replies]
@@ -174,7 +174,12 @@ async def _run(service: Service, exchange: Exchange, reply: _Reply) -> Finished:
 
 
 async def _reply(
-    service: Service, exchange: Exchange, request: CompletionRequest, index: int, prompt: str | list[int]
+    service: Service,
+    exchange: Exchange,
+    request: CompletionRequest,
+    index: int,
+    prompt: str | list[int],
+    lora: str | None,
 ) -> _Reply:
     """The work of one prompt, and what is sent for it.
 
@@ -192,7 +197,7 @@ async def _reply(
     only_echo = bool(request.echo) and wanted == 0
     params = request.params(model.defaults, 1 if only_echo else wanted)
     scored = min(given, len(tokens)) if request.echo and (top is not None or only_echo) else 0
-    work = Work(tuple(tokens), None if only_echo else params, exchange.salt, top, scored)
+    work = Work(tuple(tokens), None if only_echo else params, exchange.salt, top, scored, lora=lora)
     echoed = ""
     if request.echo:
         echoed = prompt if isinstance(prompt, str) else model.tokenizer.decode(prompt, skip_special_tokens=False)

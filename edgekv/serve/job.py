@@ -33,6 +33,7 @@ class Work:
         top_logprobs: how many of the most likely tokens to report at each position; None for no log-probabilities.
         scored_tokens: this many tokens at the end of the prompt are scored too.
         tools: functions that the answer may call; the prompt declares them.
+        lora: adapters of the bundle, as `Model.generate` takes them; None for the base model.
     """
 
     prompt: tuple[int, ...]
@@ -41,6 +42,7 @@ class Work:
     top_logprobs: int | None = None
     scored_tokens: int = 0
     tools: Tools | None = None
+    lora: str | None = None
 
 
 class Job:
@@ -90,7 +92,7 @@ class Job:
         """
         work, self.slot = self.work, slot
         if self.scores:
-            self._scoring = model.score_steps(work.prompt)
+            self._scoring = model.score_steps(work.prompt, lora=work.lora)
         if work.params is not None:
             assert slot is not None
             self._generation = model.generate(
@@ -101,6 +103,7 @@ class Job:
                 return_logits=work.top_logprobs is not None,
                 tools=work.tools,
                 speculate=speculate,
+                lora=work.lora,
             )
 
     def step(self, prefill_tokens: int) -> Finished | None:

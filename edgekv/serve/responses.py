@@ -94,7 +94,7 @@ async def create_response(service: Service, exchange: Exchange) -> None:
         DisconnectedError: the client has gone.
     """
     request = await exchange.read(ResponsesRequest)
-    service.check_name(request.model)
+    lora = service.check_name(request.model)
     request.check()
     before: tuple[dict[str, Any], ...] = ()
     if request.previous_response_id is not None:
@@ -104,8 +104,8 @@ async def create_response(service: Service, exchange: Exchange) -> None:
     system = [] if request.instructions is None else [{"role": "system", "content": request.instructions}]
     form = request.form()
     prompt = await service.rendered([*system, *messages], form)
-    work = await service.turn(exchange, prompt, request, form, request.max_output_tokens)
-    reply = _Reply(service, request)
+    work = await service.turn(exchange, prompt, request, form, request.max_output_tokens, lora=lora)
+    reply = _Reply(request)
     async with service.job(exchange, work) as channel:
         while True:
             data = b""
@@ -170,13 +170,13 @@ class _Reply:
         is_finished: whether the answer is whole.
     """
 
-    def __init__(self, service: Service, request: ResponsesRequest) -> None:
+    def __init__(self, request: ResponsesRequest) -> None:
         asked = request.text.format if request.text and request.text.format else TextFormat()
         shown = {name: value for name, value in msgspec.to_builtins(asked).items() if value is not None}
         self.record = ResponseRecord(
             id=f"resp_{uuid4().hex}",
             created_at=int(time.time()),
-            model=service.name,
+            model=request.model,
             instructions=request.instructions,
             max_output_tokens=request.max_output_tokens,
             previous_response_id=request.previous_response_id,

@@ -152,7 +152,7 @@ class Scheduler:
     def _start(self, job: Job) -> bool:
         slot = None
         if job.work.params is not None:
-            slot = self._slots.take(job.work.prompt, job.work.salt)
+            slot = self._slots.take(job.work.prompt, job.work.salt, job.work.lora)
             if slot is None:
                 return False
         try:

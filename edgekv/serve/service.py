@@ -9,6 +9,8 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from typing import Any, TypeVar
 
+from edgekv.bundle import lora_adapters, open_lora
+from edgekv.errors import UsageError
 from edgekv.model import Model
 from edgekv.serve.channel import Channel
 from edgekv.serve.errors import ApiError, refused
@@ -22,6 +24,7 @@ from edgekv.serve.options import ServeOptions
 from edgekv.serve.response_store import ResponseStore
 from edgekv.serve.sampling import SamplingFields
 from edgekv.serve.scheduler import Scheduler
+from edgekv.session import LoraChoice
 
 T = TypeVar("T")
 LONG_CHARACTERS = 16_384
@@ -58,15 +61,28 @@ class Service:
         """Tokens of prompt and answer together."""
         return self.model.bundle.manifest.context
 
-    def check_name(self, name: str) -> None:
-        """Refuse other models.
+    def check_name(self, name: str) -> str | None:
+        """The adapters that a name of a model asks for, behind a colon; None for the base model.
 
         Raises:
-            ApiError: 404.
+            ApiError: 404, another model, or adapters that the bundle does not have.
         """
-        if name != self.name:
-            message = f"model: got {name[:80]!r}; expected {self.name!r}. See GET /v1/models."
-            raise ApiError(404, message, param="model", code="model_not_found")
+        base, colon, lora = name.partition(":")
+        try:
+            if name != self.name and (base != self.name or not colon):
+                raise UsageError("model", got=repr(name[:80]), expected=repr(self.name), fix="See GET /v1/models")
+            if name == self.name:
+                return None
+            for choice in LoraChoice.parse(lora, "model"):
+                open_lora(self.model.bundle, choice.name)
+            return lora
+        except UsageError as error:
+            raise ApiError(404, str(error), param="model", code="model_not_found") from None
+
+    @property
+    def model_names(self) -> list[str]:
+        """The names of all models: of the base, and of each adapter."""
+        return [self.name, *(f"{self.name}:{each.record.name}" for each in lora_adapters(self.model.bundle))]
 
     async def tokenized(self, encode: Callable[[str], T], text: str) -> T:
         """The result of a function that tokenizes a text.
@@ -114,6 +130,7 @@ class Service:
         form: AnswerForm,
         wanted_tokens: int | None,
         top_logprobs: int | None = None,
+        lora: str | None = None,
     ) -> Work:
         """The work of a conversation's next turn.
 
@@ -124,6 +141,7 @@ class Service:
             form: what the answer has to be.
             wanted_tokens: the most tokens to generate; None for as many as the context has room for.
             top_logprobs: see `Work`.
+            lora: see `Work`.
 
         Raises:
             ContextFullError: the prompt is longer than the context.
@@ -136,7 +154,7 @@ class Service:
             # What is compiled is kept; a grammar that takes seconds holds up nobody here.
             await asyncio.to_thread(self.model.bind, form.grammar, form.tools)
             params = replace(params, grammar=form.grammar)
-        return Work(prompt, params, exchange.salt, top_logprobs, tools=form.tools)
+        return Work(prompt, params, exchange.salt, top_logprobs, tools=form.tools, lora=lora)
 
     @asynccontextmanager
     async def job(self, exchange: Exchange, work: Work) -> AsyncIterator[Channel]:

@@ -16,12 +16,14 @@ class Slot:
     Attributes:
         sequence: its id in the pool.
         salt: whose it is; only requests of the same salt continue it.
+        lora: its adapters; only requests with the same continue it.
         is_busy: whether a request runs in it.
         used: when it was taken last; a larger number is later.
     """
 
     sequence: int
     salt: str | None
+    lora: str | None = None
     is_busy: bool = False
     used: int = 0
 
@@ -64,9 +66,9 @@ class Slots:
         """How many are in use."""
         return sum(slot.is_busy for slot in self._slots)
 
-    def take(self, prompt: Sequence[int], salt: str | None) -> Slot | None:
+    def take(self, prompt: Sequence[int], salt: str | None, lora: str | None = None) -> Slot | None:
         """The sequence for a prompt; None if all are in use, or the memory has no room for another."""
-        best = self._best(prompt, salt)
+        best = self._best(prompt, salt, lora)
         if best is not None:
             return self._taken(best)
         while len(self._slots) >= self._most or (self._slots and not self._has_room()):
@@ -74,7 +76,7 @@ class Slots:
             if not idle:
                 return None
             self._forget(min(idle, key=lambda slot: slot.used))
-        slot = Slot(next(self._ids), salt)
+        slot = Slot(next(self._ids), salt, lora)
         self._slots.append(slot)
         return self._taken(slot)
 
@@ -89,10 +91,10 @@ class Slots:
         for slot in [slot for slot in self._slots if not slot.is_busy]:
             self._forget(slot)
 
-    def _best(self, prompt: Sequence[int], salt: str | None) -> Slot | None:
+    def _best(self, prompt: Sequence[int], salt: str | None, lora: str | None) -> Slot | None:
         best, most = None, 0
         for slot in self._slots:
-            if slot.is_busy or slot.salt != salt:
+            if slot.is_busy or (slot.salt, slot.lora) != (salt, lora):
                 continue
             held = self._tokens_of(slot.sequence)
             common = common_tokens(held, prompt)

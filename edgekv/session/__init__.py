@@ -1,5 +1,6 @@
 """Tokens in, tokens out: sessions, sampling and streaming."""
 
+from edgekv.session.adapters import LoraChoice
 from edgekv.session.beam_run import BeamResult, BeamSequence, BeamStats
 from edgekv.session.budget import ByteBudget, CacheBudget, FreeMemoryBudget, parse_budget
 from edgekv.session.caches import CacheSetup
@@ -18,6 +19,7 @@ from edgekv.session.sampler import Sampler
 from edgekv.session.scoring import Scoring
 from edgekv.session.session import Session
 from edgekv.session.session_stats import SessionStats
+from edgekv.session.sink import read_sink
 from edgekv.session.speculate import Speculate, SpeculateMode
 from edgekv.session.speculation import DrafterStats, Speculation, SpeculationStats
 from edgekv.session.text import Detokenizer, StopSequences
@@ -47,6 +49,7 @@ __all__ = [
     "Graphs",
     "LogitsProcessor",
     "LongSequenceOnly",
+    "LoraChoice",
     "Mode",
     "PoolStats",
     "Request",
@@ -71,4 +74,5 @@ __all__ = [
     "check_mode",
     "parse_budget",
     "parse_mode",
+    "read_sink",
 ]

@@ -18,11 +18,15 @@ from edgekv.kv import (
     parse_growth,
     parse_reserve,
 )
+from edgekv.kv.memory import Allocate, HeapMemory
 from edgekv.kv.policies.text import parse_policy
 from edgekv.runtime import Engine, HtpEngine
 from edgekv.session.events import Setup
 from edgekv.session.mode import Mode, check_mode, parse_mode
 from edgekv.session.sink import read_sink
+
+_FIXED = ("slot", "shift-concat")
+"""Strategies that bind the same addresses in every step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +41,7 @@ class CacheSetup:
         growth: how memory grows; None allocates all of it at the start.
         mode: which sequences are kept.
         sink: the tokens that every sequence begins with; None if the graphs compute them.
+        allocate: where the memory comes from.
     """
 
     manifest: Manifest
@@ -46,6 +51,7 @@ class CacheSetup:
     growth: Growth | None
     mode: Mode
     sink: Sink | None
+    allocate: Allocate = HeapMemory
 
     @classmethod
     def read(
@@ -102,7 +108,7 @@ class CacheSetup:
             wanted = "a cache mode without a memory budget, which counts on sequences of one size"
             raise UsageError("growth", got=found, expected=wanted, fix=fix)
         growth = None if kv_growth is None else parse_growth(kv_growth, manifest.contexts)
-        return cls(manifest, strategy, ratio, chosen, growth, mode, read_sink(bundle))
+        return cls(manifest, strategy, ratio, chosen, growth, mode, read_sink(bundle), _allocate(engine, strategy))
 
     def make(self) -> KVCache:
         """Allocate a cache.
@@ -120,6 +126,7 @@ class CacheSetup:
             encodings=[self.manifest.encodings[tensor.past] for tensor in geometry.names()],
             growth=self.growth,
             sink=self.sink,
+            allocate=self.allocate,
         )
         check_mode(self.mode, cache)
         return cache
@@ -128,7 +135,7 @@ class CacheSetup:
         """Allocate memory for rows of several sequences side by side; see `Batch`."""
         geometry = self.manifest.cache_geometry
         ar = {graph.ar for graph in self.manifest.graphs}
-        return KVCache(geometry, ar=ar, strategy="slot", policy="fail")
+        return KVCache(geometry, ar=ar, strategy="slot", policy="fail", allocate=self.allocate)
 
     def described(self, engine: Engine) -> Setup:
         """The options as the statistics of a generation report them."""
@@ -136,3 +143,23 @@ class CacheSetup:
         growth = self.growth.name if self.growth else None
         htp = engine.options if isinstance(engine, HtpEngine) else None
         return Setup(engine.name, self.strategy, reserve, str(self.mode), growth, htp)
+
+
+def _allocate(engine: Engine, strategy: str) -> Allocate:
+    """Where an engine wants its caches to be.
+
+    Raises:
+        UsageError: shared memory was asked for, with a strategy that binds another address in every step.
+    """
+    if not isinstance(engine, HtpEngine) or engine.shared is None:
+        return HeapMemory
+    if strategy in _FIXED:
+        return engine.shared
+    if engine.options.shared_memory == "auto":
+        return HeapMemory
+    raise UsageError(
+        "htp shared-memory",
+        got=f"yes with the update strategy {strategy}",
+        expected=f"{' or '.join(_FIXED)}: each address is registered with the HTP once",
+        fix="Use slot, or leave shared-memory out.",
+    )

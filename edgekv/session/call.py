@@ -20,6 +20,7 @@ class Call(TypedDict, total=False):
     """Keywords of `Model.generate` for all kinds of calls."""
 
     cache_salt: str | None
+    lora: str | None
     retention: RetentionPolicy | None
 
 

@@ -9,8 +9,10 @@ from typing import get_args
 from edgekv.bundle import Bundle, GraphRecord, Role
 from edgekv.kv import KVCache
 from edgekv.runtime import Engine, RowBits, StaticGraph
+from edgekv.runtime.adapter import AdapterMemory
 from edgekv.runtime.embedding import open_table
 from edgekv.runtime.rope import rope_tables
+from edgekv.session.adapters import BoundAdapter
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +89,7 @@ class Graphs:
         self._steps: dict[Role, _Ladder] = {role: single | self._ladders.get(role, {}) for role in get_args(Role)}
         self._ropes = rope_tables(bundle.manifest)
         self._embeddings = open_table(bundle)
+        self._no_adapter = self._adapter = AdapterMemory({}, {})
 
     @property
     def times(self) -> StepTimes:
@@ -121,12 +124,17 @@ class Graphs:
             least = min(group.geometry.context for group in cache.groups)
         return max((ar for ar in verify if ar <= least - cache.length), default=0)
 
-    def use(self, cache: KVCache) -> None:
-        """Switch all graphs to another cache; each binds its memory in its next step.
+    def use(self, cache: KVCache, adapter: BoundAdapter | None = None) -> None:
+        """Switch all graphs to another cache and adapter; each binds their memory, and nothing is loaded.
+
+        Args:
+            cache: of the next steps.
+            adapter: of the next steps; None for none.
 
         Raises:
             ValueError: the cache has another geometry, or was not created for these graphs.
         """
+        self._adapt(self._no_adapter if adapter is None else adapter.memory)
         if cache is self.cache:
             return
         if (cache.geometry, cache.ar) != (self.cache.geometry, self.cache.ar):
@@ -135,6 +143,12 @@ class Graphs:
         self.cache = cache
         for graph in self._loaded.values():
             graph.use(cache)
+
+    def _adapt(self, memory: AdapterMemory) -> None:
+        if memory is not self._adapter:
+            self._adapter = memory
+            for graph in self._loaded.values():
+                graph.adapt(memory)
 
     def prepare(self, *roles: Role) -> None:
         """Load the graphs of these roles now, those of the smallest context.
@@ -198,7 +212,9 @@ class Graphs:
         graph = self._loaded.get(record.name)
         if graph is None:
             bindings = [self._engine.load(self._bundle.part_path(part), part.name) for part in record.parts]
-            graph = StaticGraph(bindings, self._bundle.manifest, record, self.cache, self._ropes, self._embeddings)
+            graph = StaticGraph(
+                bindings, self._bundle.manifest, record, self.cache, self._ropes, self._embeddings, self._adapter
+            )
             self._loaded[record.name] = graph
         return graph
 

@@ -12,6 +12,7 @@ from edgekv.errors import BundleError, UsageError
 from edgekv.kv import KVCache
 from edgekv.prefix import PrefixCache, PrefixStore, open_store
 from edgekv.runtime import Engine
+from edgekv.session.adapters import Adapters, BoundAdapter, LoraChoice
 from edgekv.session.batch import Batch, make_batch
 from edgekv.session.caches import CacheSetup
 from edgekv.session.constraint import Constraint, GrammarCompiler
@@ -59,6 +60,7 @@ class LoadedBundle:
         self._prompts = PromptReader(bundle, caches.policy.name)
         self._store = open_store(bundle, engine.name, graphs.cache, caches.mode, prefix_cache)
         self._graphs = graphs
+        self._adapters = Adapters(bundle)
 
     def __repr__(self) -> str:
         state = ", closed" if self._turns.is_closed else ""
@@ -134,6 +136,19 @@ class LoadedBundle:
             UsageError: the file is no text, too large, or cannot be read.
         """
         return open_corpus(Path(path), self.tokenizer, self.bundle.manifest.model.vocab, field)
+
+    def open_lora(self, lora: str | None) -> BoundAdapter | None:
+        """The adapters that a call names, ready to be bound; None for the base model. Thread-safe.
+
+        Raises:
+            UsageError: the bundle has none of a name, or they do not fit into the slots together.
+            BundleError: one is damaged.
+        """
+        if lora is None:
+            return None
+        choices = LoraChoice.parse(lora)
+        with self._turns:
+            return self._adapters.open(choices)
 
     @property
     def tokenizer(self) -> Tokenizer:

@@ -8,29 +8,13 @@ from typing import Any
 from numpy.typing import NDArray
 
 from edgekv.draft import DraftTree
-from edgekv.errors import UsageError
 from edgekv.kv import CacheStats
-from edgekv.prefix import Prefixes, RetentionPolicy, SharedStore, StoreStats
+from edgekv.prefix import Prefixes, StoreStats
+from edgekv.session.adapters import BoundAdapter
 from edgekv.session.graphs import Graphs, StepTimes
 from edgekv.session.pool import SessionPool
 from edgekv.session.session import Session
 from edgekv.session.session_stats import SessionStats
-
-
-def open_prefixes(store: SharedStore | None, salt: str | None, retention: RetentionPolicy | None) -> Prefixes | None:
-    """The call's use of the prefix cache; None if there is none.
-
-    Raises:
-        UsageError: a salt or a retention policy without a prefix cache.
-        PrefixError: an empty salt.
-    """
-    if store is not None:
-        return Prefixes(store, salt, retention)
-    if salt is not None or retention is not None:
-        found, fix = "one without a prefix cache", "Give load(..., prefix_cache=...), or leave it out."
-        field = "retention" if salt is None else "cache_salt"
-        raise UsageError(field, got=found, expected="a prefix cache", fix=fix)
-    return None
 
 
 class Request:
@@ -44,7 +28,12 @@ class Request:
     """
 
     def __init__(
-        self, pool: SessionPool, graphs: Graphs, sequence: int | None = None, prefixes: Prefixes | None = None
+        self,
+        pool: SessionPool,
+        graphs: Graphs,
+        sequence: int | None = None,
+        prefixes: Prefixes | None = None,
+        adapter: BoundAdapter | None = None,
     ) -> None:
         """Prepare to feed a sequence.
 
@@ -53,6 +42,7 @@ class Request:
             graphs: the graphs of the sessions, for the times.
             sequence: the id; None for the pool's own session.
             prefixes: the prefix cache; None for none.
+            adapter: what to compute with; None for the base model.
         """
         held = pool.own.cache.stats
         self.stats = SessionStats(bytes_held=held.bytes_held, peak_bytes=held.peak_bytes)
@@ -60,6 +50,7 @@ class Request:
         self._graphs = graphs
         self.sequence = sequence
         self._prefixes = prefixes
+        self._adapter = adapter
         self._tokens: list[int] = []
         self._drafting: Session | None = None  # whose last pass has drafts
         self._is_finished = False
@@ -99,7 +90,8 @@ class Request:
         """Start using the sequence; the pool's own session is emptied."""
         if self.sequence is None:
             self._pool.own.reset()
-            self._graphs.use(self._pool.own.cache)
+            self._pool.own.adapt(self._adapter)
+            self._graphs.use(self._pool.own.cache, self._adapter)
 
     def prefill(self, prompt: Sequence[int], most: int) -> bool:
         """Run the next `most` tokens of the prompt if more are left beyond those that the cache holds.
@@ -132,7 +124,7 @@ class Request:
         self._settle()
         known = len(self._tokens)
         self._tokens += tokens
-        session = self._pool.place(self.sequence, len(self._tokens))
+        session = self._place(len(self._tokens))
         restored = 0
         if not self._pool.keeps(len(self._tokens)):
             session.reset()
@@ -209,9 +201,12 @@ class Request:
         return self._drafting is not None and self._drafting.has_run(tokens)
 
     def batched(self, tokens: int) -> Session | None:
-        """The session that a `Batch` may advance by the next `tokens` tokens; None if only `feed` can run them."""
+        """The session that a `Batch` may advance by the next `tokens` tokens; None if only `feed` can run them.
+
+        A pass has one adapter: only requests of the base model share passes.
+        """
         self._settle()
-        if tokens != 1 or not self._pool.keeps(len(self._tokens) + 1):
+        if tokens != 1 or self._adapter is not None or not self._pool.keeps(len(self._tokens) + 1):
             return None
         session = self._pool.touch(self.sequence)
         return session if session is not None and self._continues(session) else None
@@ -261,9 +256,15 @@ class Request:
         if self._prefixes is not None and session.cache.tokens_seen == len(session.tokens):
             self._prefixes.keep(session.cache, session.tokens)
 
+    def _place(self, tokens: int) -> Session:
+        """The session for the next step, with the adapter; see `SessionPool.place`."""
+        session = self._pool.place(self.sequence, tokens)
+        session.adapt(self._adapter)
+        return session
+
     def _start(self, prompt: Sequence[int]) -> None:
         """Find what the cache and the prefix cache have of a prompt."""
-        session = self._pool.place(self.sequence, len(prompt))
+        session = self._place(len(prompt))
         self._tokens = list(prompt)
         start, restored = self._recall(session)
         del self._tokens[start:]

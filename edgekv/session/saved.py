@@ -53,10 +53,14 @@ def save_sequence(model: LoadedBundle, sequence: int, file: Path) -> int:
 
     Raises:
         StateError: the file cannot be written.
+        UsageError: the sequence was computed with an adapter.
     """
     session = model.sequences.get(sequence)
     if session is not None:
         session.settle()
+        if session.adapter is not None:
+            fix = "Generate without an adapter."
+            raise UsageError("session", got=f"one with the adapter {session.adapter}", expected="none", fix=fix)
     if session is None or session.is_empty or session.cache.tokens_seen != len(session.tokens):
         return 0
     write_state(replace(session.cache.state, tokens=tuple(session.tokens)), file, fingerprint=_fingerprint(model))

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from edgekv.session.adapters import BoundAdapter
 from edgekv.session.graphs import Graphs
 from edgekv.session.session import Session
 from edgekv.session.turns import Hold, Turns
@@ -25,7 +26,13 @@ class Scoring(Iterator[NDArray[np.float32]]):
     """
 
     def __init__(
-        self, turns: Turns, session: Session, graphs: Graphs, encoding: Encoding, tokens: Sequence[int]
+        self,
+        turns: Turns,
+        session: Session,
+        graphs: Graphs,
+        encoding: Encoding,
+        tokens: Sequence[int],
+        adapter: BoundAdapter | None = None,
     ) -> None:
         """Empty the session and load the graphs.
 
@@ -35,6 +42,7 @@ class Scoring(Iterator[NDArray[np.float32]]):
             graphs: its graphs.
             encoding: of the logits.
             tokens: they begin with the sink, if the bundle has one.
+            adapter: what to compute with; None for the base model.
 
         Raises:
             EngineError: the engine refused a graph.
@@ -48,6 +56,7 @@ class Scoring(Iterator[NDArray[np.float32]]):
             graphs.prepare("score", "decode")
             self._hold.claim()
             session.reset()
+            session.adapt(adapter)
         self._left = list(tokens[len(session.tokens) :])
         self._sink = session.cache.sink
 

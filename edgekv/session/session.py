@@ -12,6 +12,7 @@ from edgekv.bundle import Role
 from edgekv.draft import DraftTree, as_tree
 from edgekv.errors import EdgeKVError
 from edgekv.kv import KVCache, Rows
+from edgekv.session.adapters import BoundAdapter
 from edgekv.session.draft_pass import DraftPass
 from edgekv.session.graphs import Graphs
 
@@ -24,6 +25,7 @@ class Session:
         tokens: the tokens run so far, oldest first; `len(tokens)` is the position of the next one. With a sliding
             window they include evicted ones.
         writer: the call that extended it last; it can continue without comparing tokens.
+        adapter: the adapter that its rows were computed with, and the next ones will be; None for none.
     """
 
     def __init__(self, cache: KVCache, graphs: Graphs) -> None:
@@ -31,6 +33,8 @@ class Session:
         self.cache = cache
         self.tokens: list[int] = self._first
         self.writer: object = None
+        self.adapter: BoundAdapter | None = None
+        self._own_sink = cache.sink
         self._graphs = graphs
         self._pass: DraftPass | None = None
 
@@ -38,6 +42,14 @@ class Session:
     def is_empty(self) -> bool:
         """Whether no token but the sink's was run."""
         return self.tokens == self._first
+
+    def adapt(self, adapter: BoundAdapter | None) -> None:
+        """Use an adapter, or none, from now on. What was computed with another is dropped."""
+        if self.adapter is adapter:
+            return
+        self.adapter = adapter
+        self.cache.sink = self._own_sink if adapter is None else adapter.sink
+        self.reset()
 
     def feed(
         self, tokens: Sequence[int], role: Role = "prefill", take: Callable[[NDArray[Any]], None] | None = None
@@ -59,7 +71,7 @@ class Session:
         if not tokens:
             return self._sink_logits()
         self.settle()
-        self._graphs.use(self.cache)
+        self._graphs.use(self.cache, self.adapter)
         self.cache.expect(len(tokens))
         done = 0
         while done < len(tokens):
@@ -83,7 +95,7 @@ class Session:
     def draft_room(self) -> int:
         """The most tokens that `verify` takes now; 0 if it cannot run."""
         self.settle()
-        self._graphs.use(self.cache)
+        self._graphs.use(self.cache, self.adapter)
         return self._graphs.draft_room
 
     def verify(self, tokens: Sequence[int], drafts: DraftTree | Sequence[int]) -> NDArray[Any]:
@@ -202,7 +214,7 @@ class Session:
     def yield_to(self, other: Session) -> None:
         """Switch the graphs to another session's cache, so that this one's memory can be freed."""
         if self._graphs.cache is self.cache:
-            self._graphs.use(other.cache)
+            self._graphs.use(other.cache, other.adapter)
 
     @property
     def _first(self) -> list[int]:

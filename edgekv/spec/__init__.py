@@ -7,6 +7,7 @@ from edgekv.spec.families import ARCHITECTURES
 from edgekv.spec.folders import FolderKind, identify
 from edgekv.spec.geometry import KINDS, Geometry, KeyLayout, Kind, KvDtype, KvTensor
 from edgekv.spec.graph import (
+    FLOAT,
     LOGITS_INDEX,
     MASK,
     ROPE_SUFFIXES,
@@ -20,6 +21,22 @@ from edgekv.spec.graph import (
     rope_inputs,
 )
 from edgekv.spec.layers import LayeredGeometry
+from edgekv.spec.lora import (
+    LORA_A,
+    LORA_GROUPS,
+    LORA_PREFIX,
+    LORA_TARGETS,
+    STACK,
+    LoraGroup,
+    LoraSlot,
+    LoraSlots,
+    LoraTarget,
+    lora_a,
+    lora_added,
+    lora_b,
+    lora_group,
+    lora_reach,
+)
 from edgekv.spec.parts import EMBEDDINGS, IDS, LOGITS, GraphRecord, PartRecord, Role, hidden_name
 from edgekv.spec.results import (
     HEADROOM,
@@ -54,6 +71,7 @@ __all__ = [
     "CONFIG",
     "EMBEDDING",
     "FINAL_NORM",
+    "FLOAT",
     "EMBEDDINGS",
     "HEAD",
     "HEADROOM",
@@ -62,10 +80,19 @@ __all__ = [
     "KINDS",
     "LOGITS",
     "LOGITS_INDEX",
+    "LORA_A",
+    "LORA_GROUPS",
+    "LORA_PREFIX",
+    "LORA_TARGETS",
+    "LoraGroup",
+    "LoraSlot",
+    "LoraSlots",
+    "LoraTarget",
     "MASK",
     "ROPE_SUFFIXES",
     "RULES",
     "STEP_KINDS",
+    "STACK",
     "SplitChannel",
     "UNOBSERVED",
     "RECIPE_TYPES",
@@ -106,6 +133,11 @@ __all__ = [
     "mask_encoding",
     "mask_name",
     "identify",
+    "lora_a",
+    "lora_added",
+    "lora_b",
+    "lora_group",
+    "lora_reach",
     "matrices",
     "read_config",
     "read_json",

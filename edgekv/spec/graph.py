@@ -6,7 +6,7 @@ A new input is one line in `DecoderInterface._inputs`, and the code that fills i
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal
 
@@ -14,6 +14,7 @@ from edgekv.errors import BundleError
 from edgekv.spec.decoder import DecoderSpec
 from edgekv.spec.geometry import Geometry, KeyLayout, KvDtype, KvTensor
 from edgekv.spec.layers import LayeredGeometry
+from edgekv.spec.lora import STACK, LoraSlots
 from edgekv.spec.parts import EMBEDDINGS, IDS, LOGITS, GraphRecord, PartRecord
 from quant import DTYPES, Dtype
 
@@ -21,8 +22,11 @@ MASK, LOGITS_INDEX = "attention_mask", "logits_index"
 ROPE_SUFFIXES = ("", "_local")
 """Suffixes of the rotary inputs of `DecoderSpec.rope` and of `DecoderSpec.local_rope`."""
 
+FLOAT = "float"
+"""The type of inputs for adapters that a rewritten graph reads dequantized; ONNX Runtime's name."""
+
 PortKind = Literal[
-    "ids", "embeddings", "hidden", "mask", "cos", "sin", "past", "logits_index", "new", "logits"
+    "ids", "embeddings", "hidden", "mask", "cos", "sin", "past", "lora", "logits_index", "new", "logits"
 ]  # fmt: skip
 STEP_KINDS: frozenset[PortKind] = frozenset({"ids", "embeddings", "mask", "cos", "sin", "logits_index"})
 """The inputs that the host writes before a step. The others are in the cache or come from the previous part."""
@@ -103,6 +107,29 @@ class GraphInterface:
         _compare(file, "input", self.inputs, found.inputs)
         _compare(file, "output", self.outputs, found.outputs)
 
+    @property
+    def adapter_ports(self) -> tuple[Port, ...]:
+        """The inputs for adapters."""
+        return tuple(port for port in self.inputs if port.kind == "lora")
+
+    def with_adapters_like(self, found: GraphInterface) -> GraphInterface:
+        """The same with inputs for adapters as a rewritten graph reads them: of another type, and some as one stack.
+
+        Args:
+            found: of the rewritten graph. What it does not stack or retype stays as it is, so that `check` names it.
+        """
+        own = {port.name: port for port in self.adapter_ports}
+        stacks = {port.name: port.name.split(STACK) for port in found.inputs if STACK in port.name}
+        known = {name: parts for name, parts in stacks.items() if all(part in own for part in parts)}
+        stacked = {part for parts in known.values() for part in parts}
+        alone = [replace(each, dtype=_found_dtype(found, each)) for each in own.values() if each.name not in stacked]
+        together = [
+            replace(own[parts[0]], name=name, dtype=found[name].dtype, shape=(len(parts), *own[parts[0]].shape[1:]))
+            for name, parts in known.items()
+        ]
+        others = [port for port in self.inputs if port.kind != "lora"]
+        return GraphInterface((*others, *alone, *together), self.outputs)
+
     @cached_property
     def _by_name(self) -> dict[str, Port]:
         return {port.name: port for port in (*self.inputs, *self.outputs)}
@@ -138,6 +165,7 @@ class DecoderInterface:
         cache: the cache that the largest graphs read.
         rotary: the rotary embeddings.
         activations: integer type of the activations.
+        lora: the inputs for adapters; None if the graphs have none.
     """
 
     hidden: int
@@ -145,10 +173,17 @@ class DecoderInterface:
     cache: Geometry | LayeredGeometry
     rotary: tuple[RotaryInputs, ...]
     activations: Dtype = "u16"
+    lora: LoraSlots | None = None
 
     @classmethod
     def of(
-        cls, spec: DecoderSpec, context: int, kv_dtype: KvDtype, key_layout: KeyLayout, activations: Dtype
+        cls,
+        spec: DecoderSpec,
+        context: int,
+        kv_dtype: KvDtype,
+        key_layout: KeyLayout,
+        activations: Dtype,
+        lora: LoraSlots | None = None,
     ) -> DecoderInterface:
         """The interfaces of the graphs of a checkpoint.
 
@@ -158,6 +193,7 @@ class DecoderInterface:
             kv_dtype: integer type of the cache.
             key_layout: of the keys in the cache.
             activations: integer type of the activations.
+            lora: the inputs for adapters.
         """
         windows = spec.windows_in(context)
         sizes = spec.layers, context, (spec.kv_heads,), (spec.head_dim,)
@@ -166,7 +202,7 @@ class DecoderInterface:
             for suffix, rope in zip(ROPE_SUFFIXES, spec.ropes, strict=False)
         )
         layered = LayeredGeometry(*sizes, windows, kv_dtype, key_layout)
-        return cls(spec.hidden, spec.vocab, layered, rotary, activations)
+        return cls(spec.hidden, spec.vocab, layered, rotary, activations, lora)
 
     def graph(self, graph: GraphRecord, part: PartRecord | None = None) -> GraphInterface:
         """The interface of one part of a graph for AR new tokens in a context of S.
@@ -175,7 +211,8 @@ class DecoderInterface:
             the rows that need logits). Where there are layers: `attention_mask` [1, 1, AR, S] and, of layers that
         attend to W < S tokens, `attention_mask_w{W}` [1, 1, AR, P+AR]; `position_ids_cos` and `_sin` [1, 1, AR, R/2] of
         each rotary embedding; and each past [1, 1, P, D], keys as columns [1, 1, D, P], with P = S-AR, or
-        min(W-1, S-AR). In prefill graphs whose last part has layers: `logits_index` [1].
+        min(W-1, S-AR). In graphs with slots: the A's and B's of `LoraSlots.tensors`. In prefill graphs whose last part
+        has layers: `logits_index` [1].
 
         Outputs: each new [1, 1, AR, D], keys as columns [1, 1, D, AR]; and `logits` [1, AR or 1, V] or `hidden_{L}`.
 
@@ -231,6 +268,10 @@ class DecoderInterface:
             yield self._activation("sin", sin, (1, 1, ar, rotary.pairs))
         for tensor in self.tensors(part.layers):
             yield self._cached("past", tensor, self._past_rows(tensor.layer, graph))
+        if self.lora is not None:
+            for layer in part.layers:
+                for name, shape, encoding in self.lora.tensors(layer):
+                    yield Port(name, "int16", shape, "lora", encoding)
         if part.head and part.layers and graph.role == "prefill":
             yield Port(LOGITS_INDEX, "int32", (1,), "logits_index")
 
@@ -259,6 +300,11 @@ class DecoderInterface:
     def _groups(self) -> dict[int, Geometry]:
         """The sizes of each layer's cache."""
         return {layer: group for group in self.cache.groups() for layer in group.numbers or range(group.layers)}
+
+
+def _found_dtype(found: GraphInterface, port: Port) -> str:
+    """The type of a port in a rewritten graph, which may read floats instead of integers."""
+    return FLOAT if port.name in found and found[port.name].dtype == FLOAT else port.dtype
 
 
 def _compare(file: str, kind: str, wanted: Iterable[Port], found: Iterable[Port]) -> None:

@@ -28,6 +28,7 @@ from edgekv.spec import KINDS, DecoderSpec, KvTensor, View
 from edgekv.spec.geometry import KvDtype
 from edgekv.system import read_file
 from exporters.checkpoint.checkpoint import EVERY
+from exporters.checkpoint.factors import Factors
 from exporters.checkpoint.reach import ANGLES, HeadNumber, HeadReach
 from exporters.checkpoint.rotate import Floats, Read, hadamard
 from quant import Encoding
@@ -109,7 +110,17 @@ class AlignedTransforms:
 
     def tensor(self, view: View) -> Floats:
         """A whole tensor after the transforms, one that they change."""
-        stored, spec, layer = self._read(view.name, EVERY), self._spec, view.layer
+        return self._changed(view, self._read(view.name, EVERY))
+
+    def change(self, view: View, change: Factors) -> Factors:
+        """A change of a matrix after the transforms, one that they change."""
+        if view.role == "o":
+            return replace(change, right=self._changed(view, change.right))
+        return replace(change, left=self._changed(view, change.left))
+
+    def _changed(self, view: View, stored: Floats) -> Floats:
+        """A tensor, or the factor of a matrix that has the channels of its heads."""
+        spec, layer = self._spec, view.layer
         assert layer is not None, "heads are parts of layers"
         if view.role == "o":  # [hidden, heads * D]
             columns = stored.reshape(-1, spec.heads, spec.head_dim)

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgekv.spec import EMBEDDING, FINAL_NORM, DecoderSpec, SplitChannel, View, views
+from exporters.checkpoint.factors import Factors
 
 Floats = NDArray[np.float32]
 Rows = slice | NDArray[np.int64]
@@ -73,7 +74,15 @@ class SplitResidual:
             return values / self._roots[rows]
         if view.role == "embedding" or (view.role == "head" and self._after.tied_head):
             return values / self._roots
-        return values * self._roots if view.role in _READS and view.is_matrix and not self._pre_norms else values
+        return values * self._roots if self._reads_residual(view) else values
+
+    def change(self, view: View, change: Factors) -> Factors:
+        """A change of a matrix after the split."""
+        return replace(change, right=change.right * self._roots) if self._reads_residual(view) else change
+
+    def _reads_residual(self, view: View) -> bool:
+        """Whether a matrix reads the residual without a norm in front."""
+        return view.role in _READS and view.is_matrix and not self._pre_norms
 
 
 def outlier_channels(spec: DecoderSpec, read: Read) -> list[SplitChannel]:

@@ -34,6 +34,7 @@ from edgekv.spec.chat import ChatTemplates, read_checkpoint_templates
 from edgekv.spec.text import encode
 from exporters.checkpoint.accounted import check_tensors, without_zero_biases
 from exporters.checkpoint.channels import SplitResidual
+from exporters.checkpoint.factors import Factors
 from exporters.checkpoint.generation import GENERATION_CONFIG, generation_record
 from exporters.checkpoint.gguf import (
     GgufFile,
@@ -174,6 +175,10 @@ class Checkpoint:
         if self._split is not None:
             return self._split.tensor(self._views[key], rows, self._stored)
         return self._stored(key, rows)
+
+    def change(self, key: str, change: Factors) -> Factors:
+        """A change of a stored matrix, such as an adapter's, as `tensor` reads the matrix."""
+        return change if self._split is None else self._split.change(self._views[key], change)
 
     def _stored(self, key: str, rows: Rows) -> NDArray[np.float32]:
         """A tensor before its residual is split."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 from edgekv.bundle import Bundle, RecipeRecord
@@ -9,6 +10,7 @@ from edgekv.errors import UsageError
 from edgekv.spec import views
 from exporters.checkpoint.aligned import HEADS_FILE, AlignedHeads, AlignedTransforms, read_heads
 from exporters.checkpoint.checkpoint import EVERY, Rows
+from exporters.checkpoint.factors import Factors
 from exporters.checkpoint.heads import HeadTransforms
 from exporters.checkpoint.neurons import NeuronScaling
 from exporters.checkpoint.rotate import Floats, ResidualRotation
@@ -22,7 +24,21 @@ class FoldedCheckpoint:
     What is folded into a tensor follows from its `View`.
     """
 
-    def __init__(self, tensors: Tensors, recipe: RecipeRecord, heads: AlignedHeads | None = None) -> None:
+    def __init__(
+        self,
+        tensors: Tensors,
+        recipe: RecipeRecord,
+        heads: AlignedHeads | None = None,
+        neurons: Mapping[int, Floats] | None = None,
+    ) -> None:
+        """Fold on access.
+
+        Args:
+            tensors: the checkpoint.
+            recipe: the transforms.
+            heads: those of single heads, if the recipe aligns them.
+            neurons: factors of neurons by layer, if they are known.
+        """
         self.spec = tensors.spec
         self.head_key = tensors.head_key
         if recipe.rotation != "none" and self.spec.post_norms:
@@ -30,7 +46,7 @@ class FoldedCheckpoint:
         self._tensors = tensors
         self._views = {view.name: view for view in views(self.spec)}
         self._rotation = None if recipe.rotation == "none" else ResidualRotation(self.spec.hidden, tensors.tensor)
-        self._neurons = None if recipe.neuron_scaling == "none" else NeuronScaling(self.spec, self._rotated)
+        self._neurons = None if recipe.neuron_scaling == "none" else NeuronScaling(self.spec, self._rotated, neurons)
         self._heads: HeadTransforms | AlignedTransforms
         if heads is None:
             self._heads = HeadTransforms(self.spec, recipe.value_rotation, recipe.key_scaling, self._rotated)
@@ -62,6 +78,19 @@ class FoldedCheckpoint:
         if factors is None:
             return weight
         return QuantizedWeight(weight.integers, replace(weight.grid, scales=weight.scales * factors[rows]))
+
+    def change(self, key: str, change: Factors) -> Factors:
+        """A change of a matrix, such as an adapter's, after the transforms."""
+        view = self._views[key]
+        if self._rotation is not None:
+            change = self._rotation.change(view, change)
+        if self._neurons is not None and self._neurons.changes(view):
+            return self._neurons.change(view, change)
+        return self._heads.change(view, change) if self._heads.changes(view) else change
+
+    def neuron_scales(self, layer: int) -> Floats | None:
+        """The factor of each neuron of a layer, `[intermediate]`; None if they are not scaled."""
+        return None if self._neurons is None else self._neurons.scales(layer)
 
     def _rotated(self, key: str, rows: Rows) -> Floats:
         if self._rotation is None:

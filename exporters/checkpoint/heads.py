@@ -10,11 +10,14 @@ scores is smallest if all pairs have equal magnitudes.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from edgekv.bundle import KeyScalingName, RotationName
 from edgekv.spec import DecoderSpec, View
 from exporters.checkpoint.checkpoint import EVERY
+from exporters.checkpoint.factors import Factors
 from exporters.checkpoint.rotate import Floats, Read, hadamard
 
 _WIDEST = np.float32(64)  # largest factor of a pair, relative to the mean
@@ -48,7 +51,16 @@ class HeadTransforms:
 
     def tensor(self, view: View) -> Floats:
         """A whole tensor after the transforms, one that they change."""
-        stored = self._read(view.name, EVERY)
+        return self._changed(view, self._read(view.name, EVERY))
+
+    def change(self, view: View, change: Factors) -> Factors:
+        """A change of a matrix after the transforms, one that they change."""
+        if view.role == "o":
+            return replace(change, right=self._changed(view, change.right))
+        return replace(change, left=self._changed(view, change.left))
+
+    def _changed(self, view: View, stored: Floats) -> Floats:
+        """A tensor, or the factor of a matrix that has the channels of its heads."""
         if (factors := self.factors(view)) is not None:
             scaled: Floats = stored * factors.reshape(-1, *[1] * (stored.ndim - 1))
             return scaled

@@ -7,10 +7,14 @@ gate is linear in the first (cross-layer equalization, Nagel et al. 2019, arXiv 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
+
 import numpy as np
 
 from edgekv.spec import DecoderSpec, View
 from exporters.checkpoint.checkpoint import EVERY, Rows
+from exporters.checkpoint.factors import Factors
 from exporters.checkpoint.rotate import Floats, Read
 
 _LEAST = np.float32(1 / 64)  # of the mean reach of columns: a neuron that writes almost nothing is not blown up
@@ -22,28 +26,41 @@ class NeuronScaling:
     Args:
         spec: the decoder.
         read: the tensors before, by name and rows.
+        scales: factors of layers that are known.
     """
 
-    def __init__(self, spec: DecoderSpec, read: Read) -> None:
+    def __init__(self, spec: DecoderSpec, read: Read, scales: Mapping[int, Floats] | None = None) -> None:
         self._spec = spec
         self._read = read
-        self._scales: dict[int, Floats] = {}
+        self._scales = dict(scales or {})
 
     def changes(self, view: View) -> bool:
         """Whether the tensor is another one after the scaling; a bias of `down_proj` is not."""
         return view.role == "up" or (view.role == "down" and view.is_matrix)
 
+    def change(self, view: View, change: Factors) -> Factors:
+        """A change of a matrix after the scaling, one that it changes."""
+        assert view.layer is not None, "feed-forwards are parts of layers"
+        scales = self.scales(view.layer)
+        if view.role == "up":
+            return replace(change, left=change.left * scales[:, None])
+        return replace(change, right=change.right / scales)
+
     def tensor(self, view: View, rows: Rows) -> Floats:
         """Some rows of a tensor after the scaling, one that it changes."""
         assert view.layer is not None, "feed-forwards are parts of layers"
-        if view.layer not in self._scales:
-            self._scales[view.layer] = self._reach(view.layer)
-        scales, stored = self._scales[view.layer], self._read(view.name, rows)
+        scales, stored = self.scales(view.layer), self._read(view.name, rows)
         if view.role == "up":  # [intermediate, hidden], or its bias [intermediate]
             stored *= scales[rows].reshape(-1, *[1] * (stored.ndim - 1))
         else:
             stored /= scales
         return stored
+
+    def scales(self, layer: int) -> Floats:
+        """The factor of each neuron, `[intermediate]`."""
+        if layer not in self._scales:
+            self._scales[layer] = self._reach(layer)
+        return self._scales[layer]
 
     def _reach(self, layer: int) -> Floats:
         """`[intermediate]`, how far the columns of `down_proj` reach, relative to their mean."""

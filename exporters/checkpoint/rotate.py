@@ -8,6 +8,7 @@ orthogonal R into all matrices that write the residual, and its inverse into all
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from numpy.typing import NDArray
 from edgekv.bundle import RotationName
 from edgekv.spec import DecoderSpec, View, by_inputs, by_outputs
 from exporters.checkpoint.checkpoint import EVERY, Rows
+from exporters.checkpoint.factors import Factors
 
 Floats = NDArray[np.float32]
 Read = Callable[[str, Rows], Floats]
@@ -43,13 +45,27 @@ class ResidualRotation:
         if view.role == "norm":
             return np.ones_like(self._read(view.name, rows))
         if view.writes_residual:  # every row of the result needs all rows
-            whole = by_inputs(self._read(view.name, EVERY))
-            rotated: Floats = by_outputs(self._rotate(whole))[rows]
+            rotated: Floats = self._writing(self._read(view.name, EVERY))[rows]
             return rotated
         values = self._read(view.name, rows)
         if view.norm is not None:
-            values *= self._read(view.norm, EVERY)
-        return self._rotate(values) if view.norm is not None or view.role == "embedding" else values
+            return self._reading(values, view.norm)
+        return self._rotate(values) if view.role == "embedding" else values
+
+    def change(self, view: View, change: Factors) -> Factors:
+        """A change of a matrix after the rotation."""
+        if view.writes_residual:
+            return replace(change, left=self._writing(change.left))
+        return change if view.norm is None else replace(change, right=self._reading(change.right.copy(), view.norm))
+
+    def _writing(self, matrix: Floats) -> Floats:
+        """A matrix `[hidden, ...]` whose results are rotated."""
+        return by_outputs(self._rotate(by_inputs(matrix)))
+
+    def _reading(self, matrix: Floats, norm: str) -> Floats:
+        """A matrix `[..., hidden]` that reads the rotated result of a norm, whose weights go into it, in place."""
+        matrix *= self._read(norm, EVERY)
+        return self._rotate(matrix)
 
     def _rotate(self, vectors: Floats) -> Floats:
         """`vectors @ R`, one factor of R at a time, which needs far fewer products."""

@@ -22,9 +22,12 @@ from exporters.checkpoint.checkpoint import Checkpoint
 from exporters.checkpoint.lora import AdapterChoice
 from exporters.cli.compile import show_compiled
 from exporters.cli.options import CacheOption, DeviceOption, ForceOption, JsonOption
+from exporters.cli.scheduler import SchedulerOption, StoreOption, find_cluster
 from exporters.cli.stages import resumable
-from exporters.export import ExportOptions, RunOptions, export_bundle, export_geometry
+from exporters.export import ExportOptions, RunOptions, export_bundle
+from exporters.lora.options import LoraOptions
 from exporters.options import KV_DTYPES
+from exporters.prepared import export_geometry
 from exporters.progress import shown
 from exporters.quantize.as_stored import AS_STORED, describe_stored
 from exporters.quantize.recipe import describe_recipe, find_recipe
@@ -47,6 +50,35 @@ def export(
         Optional[list[str]],
         typer.Option(
             "--lora", metavar="DIR[=SCALE]", help="A LoRA adapter (peft) to merge into the weights; repeat for several."
+        ),
+    ] = None,
+    lora_slots: Annotated[
+        Optional[int],
+        typer.Option(
+            metavar="RANK",
+            help="Give every graph inputs for adapters up to this rank, which `edgekv lora add` adds later.",
+            show_default="none",
+        ),
+    ] = None,
+    lora_targets: Annotated[
+        Optional[str],
+        typer.Option(
+            help="Projections with slots: q, k, v, o, gate, up, down, comma-separated.", show_default="all of them"
+        ),
+    ] = None,
+    lora_reach: Annotated[
+        Optional[float],
+        typer.Option(
+            help="How far adapters may change a projection, relative to its range on the calibration text.",
+            show_default="1",
+        ),
+    ] = None,
+    lora_calibrate: Annotated[
+        Optional[list[str]],
+        typer.Option(
+            metavar="DIR[=SCALE]",
+            help="An adapter that the slots are made to fit closely; repeat for several.",
+            show_default="a stated range",
         ),
     ] = None,
     context: Annotated[
@@ -150,6 +182,8 @@ def export(
             "--keep-stages", help="Keep finished layers, so that --resume with another recipe reuses unchanged ones."
         ),
     ] = False,
+    scheduler: SchedulerOption = None,
+    store: StoreOption = None,
     force: ForceOption = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -179,6 +213,7 @@ def export(
         embedding=_choice("--embedding", embedding, ("graph", "host")),
         head=_choice("--head", head, ("own", "last")),
         sink=SinkWanted.parse(sink),
+        lora=LoraOptions.parse(lora_slots, lora_targets, lora_reach, lora_calibrate or ()),
     )
     run = RunOptions(
         max_ram_bytes=None if max_ram is None else parse_bytes("--max-ram", max_ram),
@@ -195,7 +230,15 @@ def export(
         for warning in mask_warnings(geometry, options.ar, options.device):
             typer.echo(f"edgekv: warning: {warning}", err=True)
         peaks: dict[str, int] = {}
-        manifest = export_bundle(opened, output, options, run, force=force, progress=progress, watch=peaks.__setitem__)
+        if scheduler is None:
+            watch = peaks.__setitem__
+            manifest = export_bundle(opened, output, options, run, force=force, progress=progress, watch=watch)
+        else:
+            _check_cluster(max_ram, adapters)
+            from exporters.sweep.single import export_on  # its packages are optional
+
+            where = find_cluster(scheduler, store, cache_dir, progress)
+            manifest = export_on(checkpoint, output, options, where, force=force)
     if as_json:
         print_json(manifest)
         return
@@ -228,6 +271,12 @@ def export(
         compiled = open_compiled(open_bundle(output, verify=False), manifest.device, qnn.compiler())
         assert compiled is not None, "written just now"
         show_compiled(compiled.path, compiled.manifest, peaks)
+
+
+def _check_cluster(max_ram: str | None, adapters: Sequence[AdapterChoice]) -> None:
+    for option, given in (("--max-ram", max_ram is not None), ("--lora", bool(adapters))):
+        if given:
+            raise UsageError("--scheduler", got=f"it with {option}", expected="one of both", fix=f"Leave {option} out.")
 
 
 def _sink_line(sink: SinkRecord, checkpoint: Checkpoint) -> str:

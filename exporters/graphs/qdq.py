@@ -16,8 +16,15 @@ from edgekv.spec import (
     DecoderSpec,
     GraphRecord,
     KvTensor,
+    LoraGroup,
+    LoraTarget,
     PartRecord,
     Port,
+    lora_a,
+    lora_added,
+    lora_b,
+    lora_group,
+    lora_reach,
 )
 from exporters.graphs.nodes import QdqNodes, Tensor
 from exporters.quantize.weights import WeightStore
@@ -65,6 +72,7 @@ class QdqOps:
         self._nodes = QdqNodes(encodings)
         self._stored: dict[str, None] = {}
         self._transposed: dict[str, Tensor] = {}
+        self._adapted: dict[str, Tensor] = {}
         self._entry = self._embed() if part.embeds else self._read(self._ports.entry)
         shared = (port for port in self._ports.inputs if port.kind in ("mask", "cos", "sin"))
         self._shared = {port.name: self._read(port) for port in shared}
@@ -93,6 +101,25 @@ class QdqOps:
         # mean error is 0.25 steps of the result, that of the Add 0.37.
         added = self._weight(*self._store.tensor(bias, head=head), gain)
         return self._nodes.emit("Add", [self._nodes.emit(*product, name + ".unbiased").name, added], name)
+
+    def adapt(
+        self, y: Tensor, x: Tensor, layer: int, target: LoraTarget, name: str, *, head: int | None = None
+    ) -> Tensor:
+        if self._decoder.lora is None or target not in self._decoder.lora:
+            return y
+        reduced = self._reduced(x, layer, lora_group(target))
+        b = self._read(self._ports[lora_b(layer, target, head)])
+        added = self._nodes.emit("MatMul", [reduced.name, b.name], lora_added(layer, target))
+        # The sum has the encoding of y: adding 0 gives y again, on the HTP too.
+        return self._nodes.emit("Add", [y.name, added.name], name + ".adapted", y.encoding)
+
+    def _reduced(self, x: Tensor, layer: int, group: LoraGroup) -> Tensor:
+        """`x A`, for all projections of a group."""
+        name = lora_reach(layer, group)
+        if name not in self._adapted:
+            a = self._read(self._ports[lora_a(layer, group)])
+            self._adapted[name] = self._nodes.emit("MatMul", [x.name, a.name], name)
+        return self._adapted[name]
 
     def rms_norm(self, x: Tensor, weight: str, name: str, *, gain: float = 1.0) -> Tensor:
         gamma = self._weight(*self._store.tensor(weight), gain)
@@ -131,7 +158,8 @@ class QdqOps:
         return [self._nodes.requantize(f, n, x.encoding) for f, n in zip(floats, names, strict=True)]
 
     def slice(self, x: Tensor, first: int, width: int) -> Tensor:
-        begin, end, axis = (self._nodes.constant(f"at_{at}", np.array([at])) for at in (first, first + width, _WIDTH))
+        bounds = (first, first + width, _WIDTH)
+        begin, end, axis = (self._nodes.constant(f"at_{at}", np.array([at], np.int64)) for at in bounds)
         return self._nodes.emit("Slice", [x.name, begin, end, axis], x.name + ".part", x.encoding)
 
     def join(self, parts: list[Tensor], name: str) -> Tensor:

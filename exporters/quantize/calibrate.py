@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
@@ -64,17 +64,35 @@ def token_windows(
     Raises:
         UsageError: the text has fewer than two tokens.
     """
-    ids = checkpoint.encode(text)
-    if len(ids) < 2:
-        raise UsageError("text", got=f"{len(ids)} tokens", expected="at least 2", fix="Give a longer text.")
     if first is None:
         first = [] if checkpoint.special.bos is None else [checkpoint.special.bos]
-    start = [*first]
-    step = length - len(start)
-    windows = [np.array(start + ids[at : at + step]) for at in range(0, len(ids), step)]
-    if len(windows[-1]) < 1 + max(1, len(start)):
+    return cut_windows(checkpoint.encode(text), length, first)[:most]
+
+
+def cut_windows(ids: Sequence[int], length: int, first: Sequence[int]) -> list[NDArray[np.int64]]:
+    """Tokens as windows of `length` ids without overlap, each starting with `first`. The last one may be shorter.
+
+    Raises:
+        UsageError: there are fewer than two tokens.
+    """
+    if len(ids) < 2:
+        raise UsageError("text", got=f"{len(ids)} tokens", expected="at least 2", fix="Give a longer text.")
+    step = length - len(first)
+    windows = [np.array([*first, *ids[at : at + step]]) for at in range(0, len(ids), step)]
+    if len(windows[-1]) < 1 + max(1, len(first)):
         windows.pop()
-    return windows[:most]
+    return windows
+
+
+def first_tokens(windows: Iterable[NDArray[np.int64]], tokens: int) -> list[NDArray[np.int64]]:
+    """The first windows, the last of them cut, with `tokens` predicted tokens in all."""
+    kept: list[NDArray[np.int64]] = []
+    for window in windows:
+        left = tokens - sum(len(each) - 1 for each in kept)
+        if left <= 0:
+            break
+        kept.append(window[: left + 1])
+    return kept
 
 
 def calibration_windows(

@@ -15,6 +15,7 @@ from edgekv.spec import (
     DecoderSpec,
     EncodingTypes,
     KvTensor,
+    LoraTarget,
     Result,
     ResultKind,
     mask_depth,
@@ -34,6 +35,15 @@ def decoder_results(spec: DecoderSpec) -> Mapping[str, Result]:
         hidden = decoder_layer(ops, spec, layer, hidden)
     last = logits(ops, spec, HEAD, hidden)
     return ops.results | {LOGITS: replace(ops.results[last], source=last)}
+
+
+def projection_results(spec: DecoderSpec) -> Mapping[tuple[int, LoraTarget], tuple[str, ...]]:
+    """Names of the results of each projection, of all heads or of each one, by layer."""
+    ops = ResultRecorder()
+    hidden = ops.embed("embedding")
+    for layer in range(spec.layers):
+        hidden = decoder_layer(ops, spec, layer, hidden)
+    return {at: tuple(names) for at, names in ops.projections.items()}
 
 
 def choose_encodings(
@@ -64,10 +74,12 @@ class ResultRecorder:
 
     Attributes:
         results: by name, in order.
+        projections: names of the results of each projection, by layer.
     """
 
     def __init__(self) -> None:
         self.results: dict[str, Result] = {}
+        self.projections: dict[tuple[int, LoraTarget], list[str]] = {}
 
     def embed(self, name: str) -> str:
         """The rows of the embedding table."""
@@ -79,6 +91,10 @@ class ResultRecorder:
         if bias is not None:
             self._record("linear", name + ".unbiased")
         return self._record("linear", name)
+
+    def adapt(self, y: str, x: str, layer: int, target: LoraTarget, name: str, *, head: int | None = None) -> str:
+        self.projections.setdefault((layer, target), []).append(name)
+        return y
 
     def rms_norm(self, x: str, weight: str, name: str, *, gain: float = 1.0) -> str:
         return self._record("norm", name)

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgekv.errors import CheckpointError
+from edgekv.spec.lora import LoraGroup, lora_reach
 from edgekv.spec.tensors import EMBEDDING, by_inputs, by_outputs
 from exporters.decoder import (
     add_attention,
@@ -27,6 +28,13 @@ from quant import LARGEST, Grid, LayerInputs, QuantizedWeight, Range, quantize
 
 _HEAD_ROWS_AT_ONCE = 8192
 _MOST_AT_START = 16.0
+_LONGEST_AT_START = 4.0
+_GROUPS: dict[str, LoraGroup] = {
+    "self_attn.q_proj": "qkv",
+    "self_attn.o_proj": "o",
+    "mlp.gate_proj": "gate_up",
+    "mlp.down_proj": "down",
+}
 
 
 class QuantizedMatrices(Protocol):
@@ -179,6 +187,7 @@ class Quantizer:
     def _quantized(self, layer: int, projections: Sequence[str], x: Floats) -> Iterator[tuple[str, QuantizedWeight]]:
         """Quantize the matrices with the input `x`."""
         inputs = self._inputs(x)
+        self._observe_lengths(lora_reach(layer, _GROUPS[projections[0]]), x)
         for projection in projections:
             name = f"model.layers.{layer}.{projection}.weight"
             rule = self._recipe.rule(name)
@@ -189,6 +198,14 @@ class Quantizer:
             exact = self._ops.exact[name]
             self._ops.quantized[name] = by_outputs(weight.dequantize()) if self._follows else exact
             yield name, weight
+
+    def _observe_lengths(self, name: str, x: Floats) -> None:
+        """Observe the lengths of the tokens' vectors: columns of length 1 that multiply them give no more."""
+        ops, lengths = self._ops, np.linalg.norm(x[-1], axis=-1)
+        longest = float(lengths[:, ops.first :].max())
+        if ops.first:
+            longest = max(longest, min(float(lengths[:, ops.first - 1].max()), _LONGEST_AT_START * longest))
+        ops.ranges[name] = Range(0.0, longest)
 
     def _run(self, layer: int, step: Callable[..., Floats], *states: Floats) -> Floats:
         """Run a piece of the decoder on every window of `states`: `[2, windows, T, width]`. Then free the weights."""

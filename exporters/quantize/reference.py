@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from edgekv.kv import KvTensor
 from edgekv.spec.decoder import DecoderSpec
+from edgekv.spec.lora import LoraTarget
 from edgekv.spec.rope import Rotation
 from edgekv.spec.tensors import by_inputs
 from exporters.checkpoint.checkpoint import EVERY, Checkpoint, Rows
@@ -100,6 +101,11 @@ class NumpyOps:
             return self._seen(name, product)
         product = self._seen(name + ".unbiased", product)
         return self._seen(name, product + self._weights[bias][rows] * np.float32(gain))
+
+    def adapt(
+        self, y: Floats, x: Floats, layer: int, target: LoraTarget, name: str, *, head: int | None = None
+    ) -> Floats:
+        return y
 
     def product(self, x: Floats, weight: str, rows: slice, gain: float) -> Floats:
         """`x @ weight.T * gain` for some rows of a matrix, its output channels."""

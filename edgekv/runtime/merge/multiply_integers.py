@@ -15,6 +15,7 @@ from edgekv.runtime.merge.matrices import read_matrix
 from edgekv.runtime.merge.multiply_each_row import multiply_each_row, round_each_row
 from edgekv.runtime.merge.weight_file import WeightFile
 from edgekv.runtime.rewrite import readers, remove_unused
+from edgekv.spec import LORA_PREFIX
 
 _LEAST_ROWS = 4  # with fewer, reading 4-bit weights is faster
 _LARGE = 1 << 23  # weights: their product takes as long with two rows as with one
@@ -94,7 +95,8 @@ class MultiplyIntegers(ir.passes.InPlacePass):
         """Whether small matrices multiply these activations in the same way in prefill and decode."""
         if self._mode == "fast" and not _is_normalized(x):
             return False
-        matrices = [read_matrix(each.inputs[1]) for each in readers(x) if each.op_type == "MatMul"]
+        products = (each for each in readers(x) if each.op_type == "MatMul" and not _is_adapter(each.inputs[1]))
+        matrices = [read_matrix(each.inputs[1]) for each in products]
         return all(each is not None and each.bits == _BITS for each in matrices)
 
     def _multiply_rows(
@@ -127,6 +129,10 @@ class MultiplyIntegers(ir.passes.InPlacePass):
         if x not in self._rounded:
             self._rounded[x] = _round(fuser, before, x)
         return self._rounded[x]
+
+
+def _is_adapter(value: ir.Value | None) -> bool:
+    return value is not None and value.is_graph_input() and str(value.name).startswith(LORA_PREFIX)
 
 
 def _is_normalized(x: ir.Value) -> bool:

@@ -11,6 +11,7 @@ from edgekv.runtime.cpu_instructions import multiplies_integers
 from edgekv.runtime.cpu_mode import RenderedMode
 from edgekv.runtime.merge.alike_rows import AlikeRows
 from edgekv.runtime.merge.float_activations import FloatActivations
+from edgekv.runtime.merge.float_adapters import FloatAdapters
 from edgekv.runtime.merge.fuse_heads import FuseHeads
 from edgekv.runtime.merge.fuse_layers import FuseLayers
 from edgekv.runtime.merge.merge import with_shapes
@@ -20,6 +21,7 @@ from edgekv.runtime.merge.multiply_integers import MultiplyIntegers
 from edgekv.runtime.merge.open_rows import OpenRows
 from edgekv.runtime.merge.pack_matrices import PackMatrices
 from edgekv.runtime.merge.skip_reshapes import SkipReshapes
+from edgekv.runtime.merge.stack_adapters import StackAdapters
 from edgekv.runtime.merge.two_rows import TwoRows
 from edgekv.runtime.merge.weight_file import WeightFile
 from edgekv.runtime.rewrite import InferredShapes, apply, collector_paused, load_model, sizes
@@ -39,7 +41,8 @@ def rendered(graph: Path, mode: RenderedMode, weights: WeightFile, *, alike_rows
     """
     with collector_paused():
         model = load_model(graph)
-        apply(model, FloatActivations(), MoveIntegers(), MergeHeads(InferredShapes(graph)))
+        apply(model, FloatActivations(), FloatAdapters(), MoveIntegers(), MergeHeads(InferredShapes(graph)))
+        apply(model, StackAdapters())
         model = with_shapes(model, graph.parent)
         apply(model, FuseHeads(), FuseLayers())
         if multiplies_integers():

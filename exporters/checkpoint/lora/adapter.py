@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Protocol
 
 from edgekv.errors import CheckpointError
 from edgekv.spec import EMBEDDING, HEAD, DecoderSpec, text_tensor
@@ -25,6 +26,14 @@ _CONVERT = (
     'Convert it: peft.PeftModel.from_pretrained(BASE, FOLDER).save_pretrained(FOLDER), which writes "adapter_model'
     '.safetensors"; load pickled files only from sources that you trust.'
 )
+
+
+class HasShape(Protocol):
+    """A tensor of the model, as far as adapters are checked against it."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Its dimensions, `[out, in]` for a matrix."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +108,7 @@ class Adapter:
         hashes = [sha256_of(self.folder / name) for name in (ADAPTER_CONFIG, WEIGHTS)]
         return hashlib.sha256(" ".join(hashes).encode()).hexdigest()
 
-    def check(self, tensors: Mapping[str, Stored]) -> None:
+    def check(self, tensors: Mapping[str, HasShape]) -> None:
         """Check that its tensors are those that its configuration names, and fit the model's.
 
         Raises:
@@ -124,7 +133,7 @@ class Adapter:
             if not any(f".{key}".endswith((f".{name}.weight", f".{name}.bias")) for key in self.replaced):
                 raise self._refused(name, "no such tensor", "one, as modules_to_save says")
 
-    def _check_product(self, module: str, product: LowRank, stored: Stored | None) -> None:
+    def _check_product(self, module: str, product: LowRank, stored: HasShape | None) -> None:
         if stored is None:
             raise self._refused(module, "a module that the model does not have", "the modules of the model")
         if self.model_names and not self.config.changes(module):

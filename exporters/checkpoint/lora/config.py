@@ -20,8 +20,9 @@ _NO_EFFECT = {
 }
 """Fields of training, of loading, or of modules that decoders do not have (`fan_in_fan_out` of GPT-2's Conv1D)."""
 _READ = {
-    *("alpha_pattern", "bias", "exclude_modules", "init_lora_weights", "layers_pattern", "layers_to_transform"),
-    *("lora_alpha", "modules_to_save", "peft_type", "r", "rank_pattern", "target_modules", "use_rslora"),
+    *("alpha_pattern", "base_weights_sha256", "bias", "exclude_modules", "init_lora_weights", "layers_pattern"),
+    *("layers_to_transform", "lora_alpha", "modules_to_save", "peft_type", "r", "rank_pattern", "target_modules"),
+    "use_rslora",
 }
 _CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 _MERGE = "Merge it into its base model in peft (merge_and_unload, then save_pretrained) and export the result."
@@ -33,6 +34,7 @@ class LoraConfig:
 
     Attributes:
         base: name of the model that it was trained on; empty if unknown.
+        base_sha256: hash of that model's weight files, as edgekv's manifests have it; empty if unknown.
         rank: r of modules that `ranks` does not match.
         alpha: lora_alpha of modules that `alphas` does not match.
         rank_stabilized: whether alpha is divided by the root of r.
@@ -56,6 +58,7 @@ class LoraConfig:
     layers: frozenset[int] | None
     saved: tuple[str, ...]
     biases: bool
+    base_sha256: str = ""
 
     @classmethod
     def read(cls, folder: Path) -> LoraConfig:
@@ -97,6 +100,7 @@ class LoraConfig:
             layers=frozenset(numbers) or None,
             saved=config.texts("modules_to_save") if "modules_to_save" in config else (),
             biases=config.text("bias", "none") != "none",
+            base_sha256=config.text("base_weights_sha256", ""),
         )
 
     def changes(self, module: str) -> bool:

@@ -8,7 +8,16 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from edgekv.spec import LOGITS, LOGITS_INDEX, DecoderInterface, DecoderSpec, GraphRecord, KvTensor, Port
+from edgekv.spec import (
+    LOGITS,
+    LOGITS_INDEX,
+    DecoderInterface,
+    DecoderSpec,
+    GraphRecord,
+    KvTensor,
+    LoraTarget,
+    Port,
+)
 from exporters.graphs.tflite.flatbuffer import ElementType, Subgraph, Tensor
 from exporters.graphs.tflite.weights import TfliteWeights
 from quant import Encoding
@@ -84,6 +93,11 @@ class TfliteOps:
             return result
         # Not the operator's own bias: its scale is the product of those of x and the matrix, and int32 can overflow.
         return self.add(result, self._weights.bias(self._graph, bias, head=head, gain=gain), name)
+
+    def adapt(
+        self, y: Tensor, x: Tensor, layer: int, target: LoraTarget, name: str, *, head: int | None = None
+    ) -> Tensor:
+        return y
 
     def rms_norm(self, x: Tensor, weight: str, name: str, *, gain: float = 1.0) -> Tensor:
         assert x.encoding is not None

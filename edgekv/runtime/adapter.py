@@ -1,0 +1,81 @@
+"""The matrices of an adapter in the memory that graphs are bound to."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgekv.runtime.binding import Binding, aligned_zeros
+from edgekv.spec import FLOAT, STACK, Port
+from quant import Encoding
+
+
+class AdapterMemory:
+    """What the inputs for adapters read, in integers, and in float32 for graphs that read them dequantized.
+
+    One memory serves all graphs, and binding another is a swap.
+    """
+
+    def __init__(self, arrays: Mapping[str, NDArray[Any]], encodings: Mapping[str, Encoding]) -> None:
+        """Args: arrays: int16, by port; they must not change afterwards. encodings: by port; none if all are 0."""
+        self._arrays = arrays
+        self._encodings = encodings
+        self._held: dict[Port, NDArray[Any]] = {}
+
+    def address(self, port: Port) -> int:
+        """Where a port reads. What is not there as int16 and alone is made once, and kept."""
+        if port not in self._held:
+            self._held[port] = self._made(port)
+        return int(self._held[port].ctypes.data)
+
+    def _made(self, port: Port) -> NDArray[Any]:
+        if not self._encodings:
+            return self._zeros(port)
+        names = port.name.split(STACK)
+        if port.dtype != FLOAT and len(names) == 1:
+            return self._arrays[port.name]
+        made = aligned_zeros(port.shape, "float32" if port.dtype == FLOAT else port.dtype)
+        for row, name in zip(made[:, None] if len(names) > 1 else [made], names, strict=True):
+            integers = self._arrays[name]
+            row[...] = self._encodings[name].dequantize(integers) if port.dtype == FLOAT else integers
+        return made
+
+    def _zeros(self, port: Port) -> NDArray[Any]:
+        """Zeros that all ports of up to this size share."""
+        wanted = math.prod(port.shape) * np.dtype(np.float32).itemsize
+        found = next((each for each in self._held.values() if each.nbytes >= wanted), None)
+        return aligned_zeros((wanted,), "uint8") if found is None else found
+
+
+NO_ADAPTER = AdapterMemory({}, {})
+"""Zeros."""
+
+
+class AdapterPorts:
+    """The inputs for adapters of a part."""
+
+    __slots__ = ("_binding", "_shapes")
+
+    def __init__(self, binding: Binding, ports: Sequence[Port]) -> None:
+        """Find the ports; nothing is bound yet.
+
+        Args:
+            binding: of the part.
+            ports: the inputs for adapters, as the loaded graph reads them.
+        """
+        alike: dict[tuple[tuple[int, ...], str], list[Port]] = {}
+        for port in ports:
+            alike.setdefault((port.shape, port.dtype), []).append(port)
+        self._shapes = [([port.name for port in group], group) for group in alike.values()]
+        self._binding = binding
+
+    def bind(self, memory: AdapterMemory) -> None:
+        """Read from this memory from the next step on."""
+        for names, ports in self._shapes:
+            dtype = np.dtype(np.float32 if ports[0].dtype == FLOAT else ports[0].dtype)
+            addresses = [memory.address(port) for port in ports]
+            self._binding.inputs(names, dtype, ports[0].shape, addresses)

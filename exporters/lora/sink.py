@@ -1,0 +1,96 @@
+"""The sink of a bundle with an adapter: its tokens are computed here, since no graph computes them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgekv.bundle import Bundle
+from edgekv.session import read_sink
+from edgekv.spec import HEAD, LOGITS, LoraTarget
+from exporters.checkpoint.factors import Factors
+from exporters.decoder import decoder_layer, logits
+from exporters.inspect.integers import StoredMatrices
+from exporters.lora.base import LoraBase
+from exporters.quantize.reference import Floats, NumpyOps, Weights
+
+Changes = Mapping[tuple[int, LoraTarget], Factors]
+
+
+def adapted_sink(bundle: Bundle, base: LoraBase, changes: Changes) -> dict[str, NDArray[Any]]:
+    """Integers of the sink's rows and logits with an adapter, as in the sink's file; nothing without a sink.
+
+    The bundle's own rows come from the exact weights. Its quantized weights give the difference that the adapter makes.
+
+    Args:
+        bundle: the bundle.
+        base: its base model.
+        changes: what the adapter adds.
+    """
+    sink = read_sink(bundle)
+    if sink is None:
+        return {}
+    plain, adapted = (_run(bundle, base, each) for each in ({}, changes))
+    encodings = bundle.manifest.encodings
+    integers = {**sink.rows, LOGITS: sink.logits}
+    return {
+        name: encodings[name].quantize(encodings[name].dequantize(rows) + adapted[name] - plain[name])
+        for name, rows in integers.items()
+    }
+
+
+def _run(bundle: Bundle, base: LoraBase, changes: Changes) -> dict[str, Floats]:
+    """Keys, values and logits of the sink, by the names of its file."""
+    found: dict[str, Floats] = {}
+
+    def observe(name: str, value: Floats) -> None:
+        if name.startswith("past_"):
+            found[name] = value
+
+    hidden = base.sink_embedding
+    assert hidden is not None, "a bundle with a sink has its embeddings"
+    ops = _AdaptedOps(bundle, base, changes, len(hidden), observe)
+    for layer in range(base.spec.layers):
+        hidden = decoder_layer(ops, base.spec, layer, hidden)
+    found[LOGITS] = logits(ops, base.spec, HEAD, hidden)
+    return found
+
+
+class _AdaptedOps(NumpyOps):
+    """Runs the dequantized matrices of a bundle, and an adapter beside them."""
+
+    def __init__(self, bundle: Bundle, base: LoraBase, changes: Changes, tokens: int, observe: Any) -> None:
+        super().__init__(base.spec, _SmallTensors(base), tokens, bundle.manifest.context, observe)
+        self._matrices = StoredMatrices(bundle)
+        self._changes = changes
+        self._held: dict[str, Floats] = {}
+
+    def product(self, x: Floats, weight: str, rows: slice, gain: float) -> Floats:
+        if weight not in self._held:  # stored with its gain; heads ask for one matrix one after another
+            self._held = {weight: self._matrices.matrix(weight)}
+        product: Floats = x @ self._held[weight][rows].T
+        return product
+
+    def adapt(
+        self, y: Floats, x: Floats, layer: int, target: LoraTarget, name: str, *, head: int | None = None
+    ) -> Floats:
+        change = self._changes.get((layer, target))
+        if change is None:
+            return y
+        width = self._spec.head_dim
+        rows = slice(None) if head is None else slice(head * width, (head + 1) * width)
+        added: Floats = y + (x @ change.right.T) @ change.left[rows].T
+        return added
+
+
+class _SmallTensors(Weights):
+    """Norms and biases of a bundle."""
+
+    def __init__(self, base: LoraBase) -> None:
+        self._base = base
+
+    def __getitem__(self, key: str) -> Floats:
+        return np.asarray(self._base.folded(key))
