@@ -13,6 +13,7 @@ import pytest
 import edgekv
 from edgekv.bundle import Bundle, TokenRecord
 from edgekv.errors import ContextFullError, UsageError
+from edgekv.kv import KVCache
 from edgekv.prefix import StoreConfig
 from edgekv.session import Token
 from edgekv.session.prompt import PromptReader
@@ -326,6 +327,28 @@ def test_a_step_that_is_interrupted_leaves_a_cache_that_can_be_used(
     assert tokens == wanted[:3] and list(generation) == []
     for sequence in (1, None):
         assert _ids(list(model.generate(PROMPT, 8, cache_salt="broken", sequence=sequence))) == wanted
+
+
+def test_an_interruption_right_after_a_step_keeps_it(
+    bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The cache has committed the rows of a step whose tokens the session does not have yet."""
+    model = edgekv.load(bundle, threads=1, verify=False, prefix_cache=tmp_path)
+    commit, steps = KVCache.commit, []
+
+    def interrupted(cache: KVCache, *arguments: Any) -> None:
+        commit(cache, *arguments)
+        steps.append(arguments)
+        if len(steps) == 4:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(KVCache, "commit", interrupted)
+        list(model.generate(PROMPT, 8))
+    assert len(model.session.tokens) == model.cache.tokens_seen
+    later = edgekv.load(bundle, threads=1, verify=False, prefix_cache=tmp_path).generate(PROMPT, 1)
+    list(later)
+    assert later.stats.restored_tokens == len(later.prompt) - 1
 
 
 def test_importing_names_from_the_package_is_enough() -> None:

@@ -80,12 +80,12 @@ class Session:
             done += len(step)
             try:
                 graph.step(step, logits=take is not None or done == len(tokens))
+                self.tokens += step
             except EdgeKVError:
                 raise  # the cache is unchanged by the failed step
             except BaseException:  # such as Ctrl-C
-                self._drop_half_a_step()
+                self._finish_or_drop(step)
                 raise
-            self.tokens += step
             if take is not None:
                 take(graph.logits)
         last: NDArray[Any] = graph.logits[-1]
@@ -157,10 +157,10 @@ class Session:
         done, self._pass = self._pass, None
         try:
             self.cache.commit(done.rows)
+            self.tokens += done.tokens
         except BaseException:  # such as Ctrl-C
-            self._drop_half_a_step()
+            self._finish_or_drop(done.tokens)
             raise
-        self.tokens += done.tokens
 
     def score(self, tokens: Sequence[int]) -> NDArray[Any]:
         """Run tokens from an empty cache and return the logits of each as integers `[T, V]`.
@@ -227,12 +227,14 @@ class Session:
         last: NDArray[Any] = self.cache.sink.logits[-1]
         return last
 
-    def _drop_half_a_step(self) -> None:
-        """Reset the session if only a part of the cache has committed a step."""
+    def _finish_or_drop(self, step: Sequence[int]) -> None:
+        """After an interruption: append the tokens of a step that the cache has committed; reset after half a commit."""
         cache, seen = self.cache, self.cache.tokens_seen
         parts = [(cache.length, cache.capacity), *((group.length, group.capacity) for group in cache.groups)]
         if any(length != min(seen, capacity) for length, capacity in parts):
             self.reset()
+        elif seen == len(self.tokens) + len(step):
+            self.tokens += step
 
 
 def common_tokens(first: Sequence[int], second: Sequence[int]) -> int:
