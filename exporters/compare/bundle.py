@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from time import perf_counter
 from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 import edgekv
-from exporters.compare.contender import Described, bytes_on_disk
+from exporters.compare.contender import Described, Timing, bytes_on_disk
 from exporters.quantize.reference import Floats
 
 if TYPE_CHECKING:
@@ -51,12 +50,9 @@ class BundleContender:
         for window in windows:
             yield self._model.score(window.tolist())
 
-    def seconds(self, tokens: Sequence[int], new: int, /) -> float:
+    def time(self, tokens: Sequence[int], new: int, /) -> Timing:
         self._model.session.reset()
-        began = perf_counter()
-        for _ in self._model.generate(tokens, max_new_tokens=new, temperature=0, ignore_eos=True):
-            pass
-        return perf_counter() - began
+        return Timing.of(self._model.generate(tokens, max_new_tokens=new, temperature=0, ignore_eos=True))
 
     def close(self) -> None:
         self._model.close()

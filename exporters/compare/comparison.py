@@ -219,11 +219,10 @@ def _speeds(
     for turn in range(turns):
         progress("time", turn, turns)
         for each in timed:
-            short = each.seconds(_prompt(each, plan, random), 1)
-            long = each.seconds(_prompt(each, plan, random), 1 + plan.new)
+            timing = each.time(_prompt(each, plan, random), 1 + plan.new)
             if turn >= _WARM_UP:
-                prefills[id(each)].append(short)
-                decodes[id(each)].append((long - short) / plan.new)
+                prefills[id(each)].append(timing.first_s)
+                decodes[id(each)].append(timing.rest_s / plan.new)
     if turns:
         progress("time", turns, turns)
     return [

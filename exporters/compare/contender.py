@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from time import perf_counter
 from typing import TYPE_CHECKING, Protocol
 
 import msgspec
@@ -34,6 +35,29 @@ class Described(msgspec.Struct, frozen=True, kw_only=True):
     context: int
 
 
+class Timing(msgspec.Struct, frozen=True, kw_only=True):
+    """How long one generation took.
+
+    Attributes:
+        first_s: to the first token, in seconds: prefill.
+        rest_s: from there to the last one: decode.
+    """
+
+    first_s: float
+    rest_s: float
+
+    @classmethod
+    def of(cls, tokens: Iterable[object]) -> Timing:
+        """Of a generator of tokens, run to its end."""
+        began = perf_counter()
+        running = iter(tokens)
+        next(running)
+        first = perf_counter()
+        for _ in running:
+            pass
+        return cls(first_s=first - began, rest_s=perf_counter() - first)
+
+
 class Contender(Protocol):
     """One of the two models.
 
@@ -58,8 +82,8 @@ class Contender(Protocol):
             EngineError: the runtime failed.
         """
 
-    def seconds(self, tokens: Sequence[int], new: int, /) -> float:
-        """How long these tokens and the generation of `new` others take, from an empty cache.
+    def time(self, tokens: Sequence[int], new: int, /) -> Timing:
+        """How long the generation of `new` tokens after these takes, from an empty cache.
 
         Raises:
             EngineError: the runtime failed.

@@ -15,7 +15,7 @@ from edgekv.child import TIMEOUT_VARIABLE
 from edgekv.child_dialog import ChildDialog
 from edgekv.errors import EngineError
 from edgekv.scratch import scratch_folder
-from exporters.compare.contender import Described
+from exporters.compare.contender import Described, Timing
 from exporters.compare.messages import Answer, Measure, Open, Request, RuntimeName, Score
 from exporters.quantize.reference import Floats
 
@@ -50,8 +50,10 @@ class ForeignContender:
             self._ask(Score(tokens=window.tolist(), file=str(self._file())))
             yield np.load(self._file(), allow_pickle=False)
 
-    def seconds(self, tokens: Sequence[int], new: int, /) -> float:
-        return self._ask(Measure(tokens=list(tokens), new=new)).seconds
+    def time(self, tokens: Sequence[int], new: int, /) -> Timing:
+        timing = self._ask(Measure(tokens=list(tokens), new=new)).timing
+        assert timing is not None, "the answer to Measure"
+        return timing
 
     def close(self) -> None:
         self._resources.close()

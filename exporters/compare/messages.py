@@ -6,6 +6,8 @@ from typing import Literal
 
 import msgspec
 
+from exporters.compare.contender import Timing
+
 RuntimeName = Literal["llama-cpp-python", "onnxruntime-genai", "openvino"]
 
 
@@ -33,7 +35,7 @@ class Score(msgspec.Struct, frozen=True, kw_only=True, tag="score"):
 
 
 class Measure(msgspec.Struct, frozen=True, kw_only=True, tag="measure"):
-    """Compute these tokens and generate `new` others."""
+    """Compute these tokens and generate `new` others, timed."""
 
     tokens: list[int]
     new: int
@@ -43,11 +45,11 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
     """What any request is answered with.
 
     Attributes:
-        seconds: of `Measure`.
+        timing: of `Measure`.
         error: what the runtime said if it failed.
     """
 
-    seconds: float = 0.0
+    timing: Timing | None = None
     error: str | None = None
 
 

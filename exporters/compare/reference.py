@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from exporters.checkpoint.checkpoint import Checkpoint
-from exporters.compare.contender import Described
+from exporters.compare.contender import Described, Timing
 from exporters.quantize.reference import Floats, Reference
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ class ReferenceContender:
     def logits(self, windows: Sequence[NDArray[np.int64]], /) -> Iterator[Floats]:
         return self._reference.logits(windows)
 
-    def seconds(self, tokens: Sequence[int], new: int, /) -> float:
+    def time(self, tokens: Sequence[int], new: int, /) -> Timing:
         raise NotImplementedError("not timed")
 
     def close(self) -> None:

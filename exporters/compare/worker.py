@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import sys
-from time import perf_counter
 
 import msgspec
 import numpy as np
 
+from exporters.compare.contender import Timing
 from exporters.compare.messages import Answer, Measure, Open, Request, Score
 from exporters.compare.runtimes import ForeignModel, load
 
@@ -34,9 +34,7 @@ def _answer(model: ForeignModel, request: Score | Measure) -> Answer:
     if isinstance(request, Score):
         np.save(request.file, model.logits(request.tokens).astype(np.float32, copy=False))
         return Answer()
-    began = perf_counter()
-    model.generate(request.tokens, request.new)
-    return Answer(seconds=perf_counter() - began)
+    return Answer(timing=Timing.of(model.generate(request.tokens, request.new)))
 
 
 if __name__ == "__main__":

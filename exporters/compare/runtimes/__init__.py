@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module
 from typing import Protocol
 
@@ -24,8 +24,8 @@ class ForeignModel(Protocol):
     def logits(self, tokens: Sequence[int]) -> NDArray[np.float32]:
         """The logits after each of the tokens, `[T, V]`, from an empty cache."""
 
-    def generate(self, tokens: Sequence[int], new: int) -> None:
-        """Compute the tokens from an empty cache, and `new` others that follow."""
+    def generate(self, tokens: Sequence[int], new: int) -> Iterator[int]:
+        """Compute the tokens from an empty cache, and yield `new` others that follow, greedily."""
 
 
 def load(asked: Open) -> ForeignModel:

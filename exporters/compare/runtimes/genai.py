@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import onnxruntime_genai as genai
@@ -36,11 +36,12 @@ class GenaiModel:
             rows.append(generator.get_logits()[0, -1])
         return np.stack(rows)
 
-    def generate(self, tokens: Sequence[int], new: int) -> None:
+    def generate(self, tokens: Sequence[int], new: int) -> Iterator[int]:
         generator = self._generator()
         generator.append_tokens(np.array(tokens, np.int32))
         for _ in range(new):
             generator.generate_next_token()
+            yield int(generator.get_next_tokens()[0])
 
     def _generator(self) -> genai.Generator:
         parameters = genai.GeneratorParams(self._model)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 from llama_cpp import Llama
@@ -24,13 +24,14 @@ class LlamaModel:
         model.eval(tokens)
         return np.array(model.scores[: len(tokens)])
 
-    def generate(self, tokens: Sequence[int], new: int) -> None:
+    def generate(self, tokens: Sequence[int], new: int) -> Iterator[int]:
         model = self._ready(all_logits=False)
-        model.eval(tokens)
-        for done in range(1, new + 1):
+        run = tokens
+        for _ in range(new):
+            model.eval(run)
             token = model.sample(temp=0.0)
-            if done < new:
-                model.eval([token])
+            yield token
+            run = [token]
 
     def _ready(self, *, all_logits: bool) -> Llama:
         if all_logits != self._has_all:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,11 +33,13 @@ class OpenvinoModel:
         self._ready(all_logits=True)
         return np.array(self._run(tokens, 0)[0])
 
-    def generate(self, tokens: Sequence[int], new: int) -> None:
+    def generate(self, tokens: Sequence[int], new: int) -> Iterator[int]:
         self._ready(all_logits=False)
-        logits, done = self._run(tokens, 0), len(tokens)
-        for _ in range(new - 1):
-            logits, done = self._run([int(logits[0, -1].argmax())], done), done + 1
+        run, done = tokens, 0
+        for _ in range(new):
+            token = int(self._run(run, done)[0, -1].argmax())
+            yield token
+            run, done = [token], done + len(run)
 
     def _run(self, tokens: Sequence[int], past: int) -> NDArray[np.float32]:
         count = len(tokens)
