@@ -13,6 +13,7 @@ import onnxruntime as ort
 import pytest
 from hypothesis import settings
 
+from edgekv.child import TIMEOUT_VARIABLE
 from tests import exports
 from tests.checkpoints import NEWER, write_checkpoint, write_sinking
 from tests.exports import export_options, exported
@@ -28,6 +29,9 @@ settings.load_profile("edgekv")
 
 
 WORKER = os.environ.get("PYTEST_XDIST_WORKER")
+
+# Vendor libraries hang now and then: a test then fails with the error of the command before its own time limit ends.
+os.environ.setdefault(TIMEOUT_VARIABLE, "200")
 
 
 def use_own_cores() -> None:
