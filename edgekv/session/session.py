@@ -228,7 +228,7 @@ class Session:
         return last
 
     def _finish_or_drop(self, step: Sequence[int]) -> None:
-        """After an interruption: append the tokens of a step that the cache has committed; reset after half a commit."""
+        """After an interruption: append the tokens of a committed step; reset after half a commit."""
         cache, seen = self.cache, self.cache.tokens_seen
         parts = [(cache.length, cache.capacity), *((group.length, group.capacity) for group in cache.groups)]
         if any(length != min(seen, capacity) for length, capacity in parts):
