@@ -15,7 +15,7 @@ import onnxruntime as ort
 from devices import Device
 from edgekv.errors import EngineError
 from edgekv.native_output import NativeOutput, captured_output
-from edgekv.vendor_libraries import PACKAGE, SKEL_VARIABLE, Platform, find_places, search_paths
+from edgekv.vendor_libraries import SKEL_VARIABLE, Platform, search_paths
 
 EP_NAME = "QNNExecutionProvider"
 
@@ -64,24 +64,6 @@ def create_session(
         got=_cause(failure, output),
         expected=f"a graph that the HTP (V{device.arch}) runs completely",
         fix="Export it again with this edgekv; if it stays refused, report the nodes named here.",
-    )
-
-
-def check_libraries(device: Device) -> None:
-    """Refuse a device whose HTP the libraries for this machine cannot run; the emulator runs all.
-
-    Raises:
-        EngineError: there are no stub and skel for its version.
-    """
-    on = Platform.here()
-    archs = [arch for place in find_places(on) if place.origin == PACKAGE for arch in place.archs(on)]
-    if not on.has_npu or not archs or device.arch in archs:
-        return
-    raise EngineError(
-        f"{device.soc} on this machine",
-        got=f"libraries for {', '.join(f'V{arch}' for arch in archs)}",
-        expected=f"V{device.arch}, the HTP of {device.soc}",
-        fix="Export with the --device of this machine's chip.",
     )
 
 

@@ -4,6 +4,7 @@
 #     apt-get install qemu-user-static
 #     sh tests/arm64.sh                           # tokens and caches, compared with this machine's
 #     sh tests/arm64.sh suite                     # the tests that need neither the HTP nor seconds each; hours
+#     sh tests/arm64.sh suite tests/test_size.py  # these files of it
 #     sh tests/arm64.sh tests/test_kv_slot.py ... # pytest of these files
 #
 # Debian's Python for Arm64 and the wheels for aarch64 are unpacked into build/arm64; nothing is installed.
@@ -20,13 +21,15 @@ if [ ! -e "$folder/ready" ]; then
     apt="apt-get -qq -o Dir::State=$folder/apt -o Dir::State::status=$folder/apt/status -o Dir::Cache=$folder/apt/cache
         -o APT::Architecture=arm64 -o APT::Architectures=arm64 -o Debug::NoLocking=1 -o APT::Sandbox::User="
     $apt update
-    $apt --yes --no-install-recommends --download-only install python3.11 libstdc++6
+    $apt --yes --no-install-recommends --download-only install python3.11 libstdc++6 libatomic1
     for package in "$folder"/apt/cache/archives/*.deb; do dpkg-deb -x "$package" "$folder/sysroot"; done
     "$python" -m pip install --quiet --quiet --target "$folder/site" --only-binary=:all: --python-version 3.11 \
-        --implementation cp --platform manylinux_2_28_aarch64 --platform manylinux_2_27_aarch64 \
+        --implementation cp --platform manylinux_2_34_aarch64 --platform manylinux_2_31_aarch64 \
+        --platform manylinux_2_28_aarch64 --platform manylinux_2_27_aarch64 \
         --platform manylinux2014_aarch64 numpy onnxruntime==1.27.0 tokenizers msgspec jinja2 onnx onnx-ir \
-        safetensors ml_dtypes typer rich packaging huggingface_hub pytest filelock hypothesis llguidance \
-        gguf jsonschema matplotlib openai starlette uvicorn
+        safetensors ml_dtypes typer rich packaging huggingface_hub pytest filelock hypothesis 'llguidance>=1.9' \
+        gguf jsonschema matplotlib openai starlette uvicorn dask distributed fsspec bokeh aiobotocore==2.24.0 \
+        boto3==1.39.11 moto[server]
     cp -r "$("$python" -c 'from importlib.metadata import distribution as d; print(d("edgekv")._path)')" "$folder/site"
     touch "$folder/ready"
 fi
@@ -42,7 +45,8 @@ chmod +x "$arm64"
 echo "import sys; sys.executable = '$arm64'" > "$folder/site/sitecustomize.py"
 cd "$here"
 if [ "${1-}" = suite ]; then
-    "$python" -m tests.arm64_suite "$arm64" "$folder/results.jsonl"
+    shift
+    "$python" -m tests.arm64_suite "$arm64" "$folder/results.jsonl" "$@"
 elif [ $# -gt 0 ]; then
     "$arm64" -m pytest -q -p no:cacheprovider "$@"
 else

@@ -1,6 +1,6 @@
 """The tests that run on Arm64 under qemu, file by file, for `sh tests/arm64.sh suite`.
 
-python -m tests.arm64_suite PYTHON RESULTS.jsonl
+python -m tests.arm64_suite PYTHON RESULTS.jsonl [FILE ...]
 
 Each file is a process of its own, first on this machine, which makes the exports that tests share: under qemu they
 would take hours. Counts are added to RESULTS.jsonl, and a later run continues there.
@@ -13,6 +13,7 @@ import re
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -91,16 +92,21 @@ def table(results: list[Result]) -> str:
     return "\n".join([*lines, *(failure for each in results for failure in each.failures)])
 
 
-def main(python: str, results: Path) -> int:
-    """Run the files that have no result yet, and print the table; 1 if a test failed."""
+def every_file() -> list[Path]:
+    """The files of the suite, group by group."""
+    files = [file for file in sorted(Path("tests").glob("test_*.py")) if not file.stem[5:].startswith(ELSEWHERE)]
+    return sorted(files, key=lambda file: ([*GROUPS, OTHERS].index(group(file.name)), file.name))
+
+
+def main(python: str, results: Path, files: Sequence[Path]) -> int:
+    """Run those of the files that have no result yet, in this order, and print the table; 1 if a test failed."""
     found = (
         [msgspec.json.decode(line, type=Result) for line in results.read_bytes().splitlines()]
         if results.exists()
         else []
     )
     done = {each.file for each in found}
-    files = [file for file in sorted(Path("tests").glob("test_*.py")) if not file.stem[5:].startswith(ELSEWHERE)]
-    for file in sorted(files, key=lambda file: ([*GROUPS, OTHERS].index(group(file.name)), file.name)):
+    for file in files or every_file():
         if str(file) in done:
             continue
         result = run(python, file)
@@ -113,4 +119,4 @@ def main(python: str, results: Path) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1], Path(sys.argv[2])))
+    sys.exit(main(sys.argv[1], Path(sys.argv[2]), [Path(file) for file in sys.argv[3:]]))

@@ -17,6 +17,7 @@ PACKAGES = ("quant", "devices", "edgekv", "exporters")
 FLOORS = (
     ("quant", "devices", "edgekv.errors"),
     ("edgekv.system", "edgekv.vendor_libraries"),
+    ("edgekv.library_fault", "edgekv.this_chip"),
     ("edgekv.json_file", "edgekv.text_file", "edgekv.tensor_file", "edgekv.scratch", "edgekv.native_output"),
     ("edgekv.child", "edgekv.qnn", "edgekv.spec", "edgekv.paged"),
     ("edgekv.kv", "edgekv.bundle", "edgekv.child_dialog"),

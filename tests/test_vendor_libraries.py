@@ -5,15 +5,29 @@ from __future__ import annotations
 import os
 import platform
 import sys
+from contextlib import nullcontext
+from importlib import metadata
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
+import edgekv
 from devices import find
 from edgekv.doctor.libraries import find_libraries, libraries
 from edgekv.errors import EngineError
-from edgekv.qnn import check_libraries
-from edgekv.vendor_libraries import PACKAGE, Platform, find_places, search_paths, skel_versions
+from edgekv.library_fault import FOR_GRAPHS, check_libraries
+from edgekv.this_chip import find_chip
+from edgekv.vendor_libraries import (
+    LIBRARIES,
+    PACKAGE,
+    Platform,
+    find_places,
+    library_version,
+    search_paths,
+)
+from exporters.targets.genie.dialog import GenieDialog
+from exporters.targets.genie.vendor import TESTED
 
 LINUX, BOARD, LAPTOP = Platform("linux", "x86_64"), Platform("linux", "arm64"), Platform("windows", "arm64")
 WHEELS = {
@@ -121,14 +135,127 @@ def test_libraries_of_the_folder_come_before_others() -> None:
     assert search_paths(Path("new"), LINUX, {}) == {"LD_LIBRARY_PATH": "new"}
 
 
-def test_a_chip_whose_htp_the_libraries_do_not_run_is_refused(wheel: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_emulator_runs_every_chip(wheel: Path) -> None:
+    _write(wheel, ("libQnnHtp.so",))
+    check_libraries(FOR_GRAPHS, 75, LINUX, None, {})
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ("no backend", "got no libQnnHtp.so in "),
+        ("no system", "got no libQnnSystem.so in "),
+        ("other chip", "got libraries for V68, V69, V73, V79, V81; expected for V75. Export with the --device"),
+        ("older chip", "got V73, the HTP of QCS9100; expected V75 or newer. Export with --device QCS9100"),
+        ("no skel", "got no libQnnHtpV75Skel.so in "),
+        ("no stub", "got no libQnnHtpV75Stub.so in "),
+        ("no skels", "got no pair of libQnnHtpV73Stub.so and its skel"),
+        ("mixed skel", "2.39.0 (libQnnHtpV75Skel.so), 2.51.0 (libQnnHtp.so and 2 more); expected one version."),
+        ("mixed backend", "2.39.0 (libQnnHtp.so), 2.51.0 (libQnnSystem.so and 2 more); expected one version."),
+        ("other skel", "got ADSP_LIBRARY_PATH has libQnnHtpV75Skel.so of 2.39.0 in "),
+        ("other stub", "got LD_LIBRARY_PATH has libQnnHtpV75Stub.so of 2.39.0 in "),
+        ("no permission", "fastrpc-cdsp cannot be opened; expected read and write permission. Add yourself"),
+    ],
+)
+def test_loading_on_a_board_refuses_libraries_that_would_fail(
+    wheel: Path, devices: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wrong: str, said: str
+) -> None:
+    stub, skel = "libQnnHtpV75Stub.so", "libQnnHtpV75Skel.so"
+    _write(wheel, WHEELS[BOARD])
+    _write(wheel, ("libQnnHtpV68Skel.so",), "2.39.0")  # not this chip's
+    sdk, environment, chip = tmp_path / "sdk", {}, None
+    check_libraries(LIBRARIES, 75, BOARD, chip, environment, devices)
+    if wrong == "other chip":
+        (wheel / stub).unlink()
+        (wheel / skel).unlink()
+    elif wrong == "older chip":
+        chip = find("QCS9075")
+    elif wrong == "no skels":
+        for name in WHEELS[BOARD][3:]:
+            (wheel / name).unlink()
+    elif wrong.startswith("no ") and wrong != "no permission":
+        name = {"no backend": "libQnnHtp.so", "no system": "libQnnSystem.so", "no skel": skel, "no stub": stub}[wrong]
+        (wheel / name).unlink()
+    elif wrong.startswith("mixed"):
+        _write(wheel, ("libQnnHtp.so" if wrong == "mixed backend" else skel,), "2.39.0")
+    elif wrong == "other skel":
+        environment["ADSP_LIBRARY_PATH"] = f"{tmp_path};{_write(sdk, (skel, 'libQnnHtpV81Skel.so'), '2.39.0')}"
+    elif wrong == "other stub":
+        environment["LD_LIBRARY_PATH"] = f"{tmp_path}{os.pathsep}{_write(sdk, (stub,), '2.39.0')}"
+    else:
+        monkeypatch.setattr(os, "access", lambda path, mode: False)
+    with pytest.raises(EngineError) as error:
+        check_libraries(FOR_GRAPHS, 75, BOARD, chip, environment, devices)
+    assert said in str(error.value) and str(error.value).startswith("HTP V75 on this machine: got ")
+
+
+def test_folders_of_the_same_version_may_be_named(wheel: Path, devices: Path) -> None:
+    _write(wheel, WHEELS[BOARD])
+    named = {"ADSP_LIBRARY_PATH": f"{wheel};/dsp", "LD_LIBRARY_PATH": str(wheel)}
+    check_libraries(LIBRARIES, 73, BOARD, find("QCS9075"), named, devices)
+
+
+def test_a_newer_chip_is_asked_for_its_own_libraries(wheel: Path, devices: Path) -> None:
     _write(wheel, WHEELS[LAPTOP])
-    check_libraries(find("SM8650"))  # the emulator runs all
-    monkeypatch.setattr(sys, "platform", "win32")
-    monkeypatch.setattr(platform, "machine", lambda: "ARM64")
-    check_libraries(find("SC8380XP"))
-    with pytest.raises(EngineError, match=r"SM8650 on this machine: got libraries for V68, V73, V81; expected V75"):
-        check_libraries(find("SM8650"))
+    check_libraries(FOR_GRAPHS, 68, LAPTOP, find("SC8380XP"), {}, devices)
+    (wheel / "libQnnHtpV73Skel.so").unlink()
+    with pytest.raises(EngineError, match=r"no libQnnHtpV73Skel\.so"):
+        check_libraries(FOR_GRAPHS, 68, LAPTOP, find("SC8380XP"), {}, devices)
+
+
+MIXED = r"HTP V75 on this machine: got libraries of two versions: 2\.39\.0 \(libQnnHtpV75Skel\.so\), 2\.51\.0"
+
+
+@pytest.fixture
+def mixed(wheel: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Libraries of two versions, on a board."""
+    monkeypatch.setattr(Platform, "here", classmethod(lambda cls: BOARD))
+    _write(wheel, WHEELS[BOARD])
+    return _write(wheel, ("libQnnHtpV75Skel.so",), "2.39.0")
+
+
+def test_a_model_is_not_loaded_with_them(mixed: Path, bundle: Path) -> None:
+    with pytest.raises(EngineError, match=MIXED):
+        edgekv.load(bundle, engine="htp")
+    assert PACKAGE not in sys.modules
+
+
+def test_genie_is_not_loaded_with_them(mixed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metadata, "version", lambda package: TESTED)
+    monkeypatch.setattr("exporters.targets.genie.dialog.ChildDialog", None)
+    with pytest.raises(EngineError, match=MIXED):
+        GenieDialog(tmp_path, None, arch=75)
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "soc"),
+    [
+        ("sys/devices/soc0/machine", "QCS9075\n", "QCS9100"),
+        ("proc/device-tree/compatible", "qcom,qcs6490-rb3gen2\0qcom,qcm6490\0", "QCS6490"),
+        ("sys/devices/soc0/machine", "Some board\n", None),
+        ("proc/device-tree/compatible", "raspberrypi,5-model-b\0brcm,bcm2712\0", None),
+    ],
+)
+def test_a_board_s_chip_is_known_by_what_linux_says(tmp_path: Path, file: str, text: str, soc: str | None) -> None:
+    assert find_chip(BOARD, tmp_path) is None
+    (tmp_path / file).parent.mkdir(parents=True)
+    (tmp_path / file).write_text(text)
+    found = find_chip(BOARD, tmp_path)
+    assert (found and found.soc) == soc and find_chip(LINUX, tmp_path) is None
+
+
+def test_a_laptop_s_chip_is_known_by_its_registry(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = {"ProcessorNameString": ("Snapdragon(R) X Elite - X1E80100 - Qualcomm(R) Oryon(TM) CPU", 1)}
+    opened: list[str] = []
+    registry = ModuleType("winreg")
+    registry.HKEY_LOCAL_MACHINE = None
+    registry.OpenKey = lambda root, path: nullcontext(opened.append(path))
+    registry.QueryValueEx = lambda key, name: names[name]
+    monkeypatch.setitem(sys.modules, "winreg", registry)
+    assert find_chip(LAPTOP) == find("SC8380XP")
+    assert opened == ["HARDWARE\\DESCRIPTION\\System\\CentralProcessor\\0"]
+    names["ProcessorNameString"] = ("Ampere(R) Altra(R)", 1)
+    assert find_chip(LAPTOP) is None
 
 
 def test_the_doctor_says_what_is_there(wheel: Path, devices: Path, tmp_path: Path) -> None:
@@ -151,10 +278,10 @@ def test_an_sdk_alone_calls_nothing(wheel: Path, devices: Path, tmp_path: Path) 
 @pytest.mark.parametrize(
     ("wrong", "fix"),
     [
-        ("mixed", "Libraries of 2.39.0 and 2.51.0 are mixed"),
-        ("no Genie", "libGenie.so missing"),
+        ("mixed", "Libraries of two versions: 2.39.0 (libQnnHtpV68Skel.so), 2.51.0 (libQnnHtp.so and 13 more)"),
+        ("no Genie", "No libGenie.so in"),
         ("no skels", "No pair of libQnnHtpV73Stub.so and its skel"),
-        ("other skels", "ADSP_LIBRARY_PATH has skels of 2.39.0"),
+        ("other skels", "ADSP_LIBRARY_PATH has libQnnHtpV68Skel.so of 2.39.0"),
         ("no driver", "none of fastrpc-cdsp"),
         ("no permission", "fastrpc-cdsp cannot be opened"),
         ("no FastRPC", "libcdsprpc.so is missing"),
@@ -189,7 +316,8 @@ def test_files_that_say_no_version_have_none(tmp_path: Path) -> None:
     (tmp_path / "libQnnHtpV73Skel.so").touch()
     (tmp_path / "libQnnHtpV75Skel.so").write_bytes(b"ELF")
     (tmp_path / "libQnnHtpV79Skel.so").mkdir()
-    assert skel_versions([tmp_path, tmp_path / "none"]) == set()
+    names = [f"libQnnHtpV{arch}Skel.so" for arch in (73, 75, 79, 81)]
+    assert [library_version(tmp_path / name) for name in names] == [None] * 4
 
 
 @pytest.mark.htp

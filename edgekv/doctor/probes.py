@@ -12,8 +12,10 @@ from edgekv.doctor.samples import onnx_norm_case, tflite_model, write_onnx_norm
 from edgekv.errors import EngineError
 from edgekv.runtime import CpuEngine, HtpEngine
 from edgekv.scratch import scratch_folder
+from edgekv.this_chip import find_chip
+from edgekv.vendor_libraries import Platform
 
-_SOC = "SM8650"
+_EMULATED_SOC = "SM8650"
 _TOLERANCE = 8  # steps of 65536: the HTP computes the root in fixed point
 _EMULATED = ("x86_64", "amd64")
 
@@ -28,9 +30,10 @@ def cpu() -> Finding:
 def htp() -> Finding:
     """Qualcomm's provider compiles and runs an operation of the exported graphs' operator set."""
     version = require("onnxruntime-qnn", "htp")
-    _run_norm(HtpEngine(find(_SOC)))
+    device = find_chip(Platform.here()) or find(_EMULATED_SOC)
+    _run_norm(HtpEngine(device))
     where = "emulated" if platform.machine().lower() in _EMULATED else "on the NPU"
-    return Finding(status="works", detail=f"{version}, {where}: compiled for {_SOC}")
+    return Finding(status="works", detail=f"{version}, {where}: compiled for {device.soc}")
 
 
 def litert() -> Finding:

@@ -12,11 +12,13 @@ import onnxruntime as ort
 from devices import Device, find
 from edgekv.bundle import Bundle, GraphFormat, open_compiled
 from edgekv.errors import UsageError
-from edgekv.qnn import check_libraries, compiler, create_session
+from edgekv.library_fault import FOR_GRAPHS, check_libraries
+from edgekv.qnn import compiler, create_session
 from edgekv.runtime.binding import Binding, MemoryBinding
 from edgekv.runtime.htp_options import HtpOptions
 from edgekv.runtime.row_bits import RowBits
 from edgekv.runtime.shared_memory import SharedAllocator
+from edgekv.this_chip import find_chip
 from edgekv.vendor_libraries import Platform, has_rpc_memory
 
 _SHARE = "ep.share_ep_contexts"
@@ -57,8 +59,8 @@ class HtpEngine:
     def open(cls, bundle: Bundle, threads: int | None) -> HtpEngine:
         if threads is not None:
             raise UsageError("threads", got=threads, expected="none with the engine htp", fix="Leave it out.")
-        device = find(bundle.manifest.device)
-        check_libraries(device)
+        device, on = find(bundle.manifest.device), Platform.here()
+        check_libraries(FOR_GRAPHS, device.arch, on, find_chip(on))
         return cls.on(device, bundle)
 
     @classmethod

@@ -127,7 +127,7 @@ def run(
     opened = open_genie_folder(folder)
     text = opened.query(prompt)
     pieces = []
-    with GenieDialog(opened.path, opened.config(), opened.state) as dialog:
+    with GenieDialog(opened.path, opened.config(), opened.state, arch=opened.manifest.arch) as dialog:
         for piece in dialog.query(text, max_new_tokens):
             pieces.append(piece)
             if not as_json:

@@ -11,7 +11,9 @@ import msgspec
 from edgekv.child import TIMEOUT_VARIABLE
 from edgekv.child_dialog import ChildDialog
 from edgekv.errors import EngineError
-from edgekv.vendor_libraries import Platform, search_paths
+from edgekv.library_fault import check_libraries
+from edgekv.this_chip import find_chip
+from edgekv.vendor_libraries import LIBRARIES, Platform, search_paths
 from exporters.targets.genie.config import GenieConfig
 from exporters.targets.genie.messages import (
     Create,
@@ -37,22 +39,25 @@ _NOISE = ("LIBNATIVE", "affinity mask", '"Using create From Binary"')
 class GenieDialog:
     """A conversation with Genie; a context manager. Queries continue the conversation until `reset`."""
 
-    def __init__(self, folder: Path, config: GenieConfig, state: Path | None = None) -> None:
+    def __init__(
+        self, folder: Path, config: GenieConfig, state: Path | None = None, *, arch: int | None = None
+    ) -> None:
         """Load the binaries that the configuration names.
 
         Args:
             folder: against which the paths of the configuration are resolved.
             config: as `GenieFolder.config` gives it.
             state: with which every conversation begins, as `GenieFolder.state` gives it; None to begin empty.
+            arch: HTP version of the binaries, for which this machine's libraries are checked; None for no check.
 
         Raises:
-            EngineError: Genie is missing, refused the folder, or crashed.
+            EngineError: Genie is missing, refused the folder, or crashed, or the libraries here do not fit the HTP.
         """
-        library = find_library()
+        library, on = find_library(), Platform.here()
+        if arch is not None:
+            check_libraries(LIBRARIES, arch, on, find_chip(on))
         self._state = state
-        self._child = ChildDialog(
-            "exporters.targets.genie.worker", environment=search_paths(library.parent, Platform.here())
-        )
+        self._child = ChildDialog("exporters.targets.genie.worker", environment=search_paths(library.parent, on))
         try:
             self._finish(
                 Create(library=str(library), folder=str(folder.absolute()), config=msgspec.json.encode(config).decode())

@@ -5,9 +5,8 @@ from __future__ import annotations
 from importlib import metadata
 from pathlib import Path
 
-from edgekv import vendor_libraries
 from edgekv.errors import EngineError
-from edgekv.vendor_libraries import Platform, find_places
+from edgekv.vendor_libraries import Platform, package_place
 
 PACKAGE = "onnxruntime-qnn"
 TESTED = "2.7.0"
@@ -25,7 +24,7 @@ def find_library() -> Path:
         EngineError: the package is missing, has another version, or has no Genie for this machine.
     """
     on = Platform.here()
-    place = next((each for each in find_places(on) if each.origin == vendor_libraries.PACKAGE), None)
+    place = package_place(on)
     if place is None:
         raise EngineError("Genie", got=f"no package {PACKAGE}", expected=f"{PACKAGE} {TESTED}", fix=_INSTALL)
     if (version := metadata.version(PACKAGE)) != TESTED:
