@@ -84,7 +84,12 @@ class ChildDialog:
 
     def exit_text(self) -> str:
         """How the child ended, once `read` gave nothing: its exit code, or the name of a signal."""
-        return describe_exit(self._child.wait())
+        try:
+            code = self._child.wait(_CLOSING_S)
+        except subprocess.TimeoutExpired:  # it closed its output and goes on
+            self._child.kill()
+            code = self._child.wait()
+        return describe_exit(code)
 
     def log(self) -> list[str]:
         """The lines of its standard error so far; none once it was closed."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import os
+import select
 import shutil
 import subprocess
 import time
@@ -15,6 +16,7 @@ from typing import Any
 
 PROGRAM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 WAIT_S = 30.0
+ANSWER_S = 90.0
 
 
 class Browser:
@@ -109,6 +111,8 @@ class Browser:
 
     def _read(self) -> dict[str, Any]:
         while b"\0" not in self._buffer:
+            ready, _, _ = select.select([self._from], [], [], ANSWER_S)
+            assert ready, f"the browser did not answer within {ANSWER_S:g} s"
             piece = os.read(self._from, 1 << 20)
             assert piece, "the browser has ended"
             self._buffer += piece
@@ -143,6 +147,10 @@ def browser(profile: Path) -> Iterator[Browser]:
         yield Browser(to_browser, from_browser)
     finally:
         process.terminate()
-        process.wait()
+        try:
+            process.wait(WAIT_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
         os.close(to_browser)
         os.close(from_browser)
