@@ -26,6 +26,8 @@ from exporters.htp.compile import COMPILER_DEFAULTS, unwatched
 from exporters.sweep.carry import Where
 from exporters.sweep.single import compile_on
 
+WAIT_S = 120
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
@@ -58,7 +60,10 @@ def cluster(folder: Path, workers: int) -> Iterator[str]:
     options = ["--port", "0", "--host", "127.0.0.1", "--no-dashboard", "--scheduler-file", str(file)]
     try:
         started.append(_start(["distributed.cli.dask_scheduler", *options], cores[0], folder))
+        end = time.monotonic() + WAIT_S
         while not file.exists():
+            if time.monotonic() > end:
+                raise SystemExit(f"no scheduler within {WAIT_S} s")
             time.sleep(0.05)
         address: str = json.loads(file.read_text())["address"]
         for number in range(workers):
@@ -68,12 +73,12 @@ def cluster(folder: Path, workers: int) -> Iterator[str]:
         from distributed import Client
 
         with Client(address, set_as_default=False) as client:
-            client.wait_for_workers(workers)
+            client.wait_for_workers(workers, timeout=WAIT_S)
         yield address
     finally:
         for process in started:
             os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+            process.wait(WAIT_S)
 
 
 def _start(command: list[str], core: int, cache: Path) -> subprocess.Popen[bytes]:

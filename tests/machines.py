@@ -56,8 +56,12 @@ class Machines:
 
     def kill(self, name: str) -> None:
         """SIGKILL a worker or the scheduler."""
-        os.killpg(self.running[name].pid, signal.SIGKILL)
-        self.running.pop(name).wait()
+        self.signal(name, signal.SIGKILL)
+        self.running.pop(name).wait(WAIT_S)
+
+    def signal(self, name: str, number: signal.Signals) -> None:
+        """Send a signal to all processes of a worker or the scheduler."""
+        os.killpg(self.running[name].pid, number)
 
     def _start(self, name: str, command: list[str], environment: Mapping[str, str]) -> None:
         self.running[name] = subprocess.Popen(

@@ -27,11 +27,13 @@ from exporters.quantize.recipe import find_recipe
 from exporters.sweep.carry import Where
 from exporters.sweep.combination import Combination, Common, combinations
 from exporters.sweep.fitness import Fitness, versions
+from exporters.sweep.limit import within
 from exporters.sweep.result import Result, SweepReport, recommend, with_front
 from exporters.sweep.source import open_checkpoint
 from exporters.sweep.store import PieceStore
 from exporters.sweep.sweep import RESULTS, run_sweep, store_sample
 from tests.checkpoints import NEWER, write_checkpoint
+from tests.machines import WAIT_S
 from tests.test_page import Page
 
 TEXT = "def area(width, height):\n    return width * height\n" * 20
@@ -128,21 +130,22 @@ def test_a_piece_is_complete_or_not_there(tmp_path):
 def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """A bucket of a local object store."""
     server = ThreadedMotoServer(port=0, verbose=False)
-    server.start()
+    within(WAIT_S, "object store", server.start, fix="Look at its log.")
     host, port = server.get_host_and_port()
     given = {
         "key": "a",
         "secret": "b",
         "endpoint_url": f"http://{host}:{port}",
         "client_kwargs": {"region_name": "us-east-1"},
+        "config_kwargs": {"connect_timeout": 10, "read_timeout": WAIT_S, "retries": {"max_attempts": 1}},
     }
     monkeypatch.setitem(fsspec.config.conf, "s3", given)
     request = urllib.request.Request(f"{given['endpoint_url']}/bucket", method="PUT")
     request.add_header("Authorization", "AWS4-HMAC-SHA256 Credential=a/20260101/us-east-1/s3/aws4_request")
-    with urllib.request.urlopen(request):
+    with urllib.request.urlopen(request, timeout=WAIT_S):
         pass
     yield "s3://bucket/sweeps"
-    server.stop()
+    within(WAIT_S, "object store", server.stop, fix="Look at its log.")
 
 
 @pytest.mark.parametrize("kind", ["file", "memory", "s3"])

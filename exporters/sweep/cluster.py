@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 
-import dask
 from distributed import Client, LocalCluster
 
 from edgekv.errors import EngineError, ServiceError, UsageError
 from edgekv.system import free_memory_bytes
 from exporters.sweep.fitness import RAM
+from exporters.sweep.limit import within
 
 LOCAL = "local"
-_TIMEOUT = "10s"
+_CONNECT_S = 10.0
+_START_S = 180.0  # of processes that import edgekv on a busy machine
+_CLOSE_S = 30.0
+_WORKER = "Dask Worker process"  # name of the processes of a `LocalCluster`
+_START_ONE = "Start one with `dask scheduler`, or use --scheduler local."
+_AGAIN = "Run the same command again: finished pieces are not done again."
 _UNKNOWN_BYTES = 8_000_000_000  # where the system does not report free RAM
 
 
@@ -39,16 +45,23 @@ def connected(scheduler: str, workers: int | None, largest_bytes: int) -> Iterat
     if workers is not None:
         raise UsageError("--workers", got=f"{workers} with --scheduler", expected="one of both", fix="Leave it out.")
     try:
-        client = Client(scheduler, timeout=_TIMEOUT, set_as_default=False)
+        client = within(
+            2 * _CONNECT_S,
+            f"--scheduler {scheduler}",
+            lambda: Client(scheduler, timeout=_CONNECT_S, set_as_default=False),
+            fix=_START_ONE,
+        )
     except (OSError, ValueError, TypeError) as error:
         raise ServiceError(
             f"--scheduler {scheduler}",
             got=str(error) or type(error).__name__,
             expected="a Dask scheduler that answers, such as tcp://HOST:8786",
-            fix="Start one with `dask scheduler`, or use --scheduler local.",
+            fix=_START_ONE,
         ) from None
-    with client:
+    try:
         yield client
+    finally:
+        _close(client.close)
 
 
 @contextmanager
@@ -66,22 +79,59 @@ def _local(workers: int | None, largest_bytes: int) -> Iterator[Client]:
         )
     fitting = max(1, free_bytes // max(1, largest_bytes))
     count = workers or min(len(_cores()), fitting)
-    with (
-        tempfile.TemporaryDirectory(prefix="edgekv-sweep-") as folder,
-        dask.config.set({"distributed.worker.daemon": False, "distributed.admin.log-format": "%(message)s"}),
-        LocalCluster(
-            n_workers=count,
-            threads_per_worker=1,
-            processes=True,
-            resources={RAM: max(free_bytes // count, largest_bytes)},
-            memory_limit=0,
-            dashboard_address="127.0.0.1:0",
-            local_directory=folder,
-            silence_logs="CRITICAL",
-        ) as cluster,
-        Client(cluster, set_as_default=False) as client,
-    ):
-        yield client
+    ram_bytes = max(free_bytes // count, largest_bytes)
+    with tempfile.TemporaryDirectory(prefix="edgekv-sweep-") as folder, _processes(folder, count, ram_bytes) as cluster:
+        client = within(_START_S, "scheduler", lambda: Client(cluster, set_as_default=False), fix=_AGAIN)
+        try:
+            yield client
+        finally:
+            _close(client.close)
+
+
+@contextmanager
+def _processes(folder: str, count: int, ram_bytes: int) -> Iterator[LocalCluster]:
+    """Worker processes on this machine; at the end none is left, whatever they are doing.
+
+    Raises:
+        ServiceError: they did not start in time.
+    """
+    others = {process.pid for process in multiprocessing.active_children()}
+
+    def start() -> LocalCluster:
+        try:
+            return LocalCluster(
+                n_workers=count,
+                threads_per_worker=1,
+                processes=True,
+                resources={RAM: ram_bytes},
+                memory_limit=0,
+                dashboard_address="127.0.0.1:0",
+                local_directory=folder,
+                death_timeout=_START_S,  # of a worker that does not start, or finds no scheduler
+                silence_logs="CRITICAL",
+            )
+        except Exception as error:  # of Dask, of the event loop or of the system
+            got = f"{type(error).__name__}: {error}"
+            raise ServiceError(who, got=got, expected="processes that start", fix=_AGAIN) from None
+
+    who = f"{count} local workers"
+    try:
+        cluster = within(_START_S, who, start, fix=_AGAIN)
+        try:
+            yield cluster
+        finally:
+            _close(cluster.close)
+    finally:
+        for process in multiprocessing.active_children():
+            if process.name.startswith(_WORKER) and process.pid not in others:
+                process.kill()
+                process.join(_CLOSE_S)
+
+
+def _close(close: Callable[[], object]) -> None:
+    """Close what is no longer needed: that it does not end in time, or fails, changes no result."""
+    with suppress(Exception):
+        within(_CLOSE_S, "cluster", close, fix=_AGAIN)
 
 
 def _cores() -> list[int]:

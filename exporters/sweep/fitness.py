@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
-from distributed import Worker, WorkerPlugin
+from distributed import Status, Worker, WorkerPlugin
 
 from edgekv.errors import EdgeKVError
 from exporters.quantize.stages import program_sha256
@@ -92,6 +92,9 @@ class FitWorkers(WorkerPlugin):  # type: ignore[misc]
         if RAM not in worker.state.total_resources:
             given[RAM] = worker.memory_manager.memory_limit or self._ram_bytes
         await worker.set_resources(**given)
+        # A scheduler gives waiting pieces to workers that join or go on, not to those that have become able to do them.
+        worker.status = Status.paused
+        worker.status = Status.running
 
 
 def _version(package: str) -> str:

@@ -1,0 +1,118 @@
+"""Nothing that a sweep waits for can hold it for ever: each wait has a limit, and an error that names who it is."""
+
+from __future__ import annotations
+
+import multiprocessing
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from edgekv.errors import ServiceError
+from exporters.sweep import cluster as local_cluster
+from exporters.sweep import run as carrying
+from exporters.sweep.carry import Where, carry_out
+from exporters.sweep.fitness import Fitness, versions
+from exporters.sweep.limit import within
+from exporters.sweep.piece import Piece
+from exporters.sweep.store import PieceStore
+from tests.endless_works import Die, Sleep
+from tests.machines import machines
+
+GB = 10**9
+
+
+def carry(folder: Path, work: Sleep | Die, *, ram_bytes: int = 1, **changes) -> None:
+    """Do one piece."""
+    store = PieceStore(str(folder / "pieces"))
+    store.make("probe", "probe", lambda place: None)
+    fitness = Fitness(versions(), None, "", None, store, "probe", 1)
+    where = Where(folder, **{"workers": 1, "say": [].append, **changes})
+    carry_out({"key": Piece("test", "key", (), ram_bytes, work)}, 1, store, fitness, where)
+
+
+def workers_left() -> list[str]:
+    return [each.name for each in multiprocessing.active_children() if each.name.startswith("Dask Worker")]
+
+
+def when(folder: Path, act: Callable[[], None]) -> threading.Thread:
+    """Act as soon as the piece runs."""
+
+    def wait() -> None:
+        end = time.monotonic() + 60
+        while not [*folder.glob("pieces/pid-*")] and time.monotonic() < end:
+            time.sleep(0.05)
+        act()
+
+    thread = threading.Thread(target=wait, daemon=True)
+    thread.start()
+    return thread
+
+
+def test_a_call_has_a_limit_and_its_result_or_error_arrives():
+    assert within(10, "who", lambda: 3, fix="Wait.") == 3
+    with pytest.raises(KeyError):
+        within(10, "who", lambda: {}["key"], fix="Wait.")
+    with pytest.raises(ServiceError, match=r"^who: got no answer within 0.01 s; expected an answer. Wait more.$"):
+        within(0.01, "who", threading.Event().wait, fix="Wait more.")
+
+
+@pytest.mark.slow
+def test_a_piece_that_does_not_end(tmp_path, monkeypatch):
+    monkeypatch.setenv("EDGEKV_TIMEOUT_S", "2")
+    monkeypatch.setattr(carrying, "_PATIENCE_S", 0.0)
+    monkeypatch.setattr(local_cluster, "_CLOSE_S", 1.0)
+    with pytest.raises(ServiceError, match=r"pieces: got none finished within 2 s, after 0 of 1.*EDGEKV_TIMEOUT_S=4"):
+        carry(tmp_path, Sleep(600))
+    assert not workers_left()
+
+
+@pytest.mark.slow
+def test_a_piece_that_kills_its_workers(tmp_path):
+    with pytest.raises(ServiceError, match=r"piece test-key: got 4 workers that died of it.*need 0.00 GB"):
+        carry(tmp_path, Die())
+    assert not workers_left()
+
+
+@pytest.mark.slow
+def test_local_workers_that_do_not_start(tmp_path, monkeypatch):
+    monkeypatch.setattr(local_cluster, "_START_S", 0.05)
+    with pytest.raises(ServiceError, match=r"1 local workers: got .*finished pieces are not done again"):
+        carry(tmp_path, Sleep(0))
+
+
+@pytest.mark.slow
+def test_a_scheduler_that_stops_answering(tmp_path, monkeypatch):
+    monkeypatch.setattr(carrying, "_ANSWER_S", 5.0)
+    monkeypatch.setattr(carrying, "_CANCEL_S", 1.0)
+    monkeypatch.setattr(local_cluster, "_CLOSE_S", 1.0)
+    with machines(tmp_path) as made:
+        made.start_worker("only")
+        when(tmp_path, lambda: made.signal("scheduler", signal.SIGSTOP))
+        with pytest.raises(ServiceError, match=r"scheduler: got no answer within 5 s"):
+            carry(tmp_path, Sleep(600), workers=None, scheduler=made.address)
+    (tmp_path / "machines").mkdir()
+    with machines(tmp_path / "machines") as made:
+        address = made.address
+        made.signal("scheduler", signal.SIGSTOP)
+        monkeypatch.setattr(local_cluster, "_CONNECT_S", 1.0)
+        with pytest.raises(ServiceError, match=r"--scheduler tcp://.*expected "):
+            carry(tmp_path, Sleep(600), workers=None, scheduler=address)
+
+
+@pytest.mark.slow
+def test_only_workers_without_enough_ram_are_left(tmp_path, monkeypatch):
+    monkeypatch.setattr(carrying, "_PATIENCE_S", 3.0)
+    with machines(tmp_path) as made:
+        made.start_worker("large", ram_bytes=2 * GB)
+
+        def replace() -> None:
+            made.start_worker("small", ram_bytes=GB)
+            made.kill("large")
+
+        when(tmp_path, replace)
+        with pytest.raises(ServiceError, match=r"workers: got none that fits for 3 s, after 0 of 1 .* 1.50 GB of RAM"):
+            carry(tmp_path, Sleep(600), ram_bytes=3 * GB // 2, workers=None, scheduler=made.address)
