@@ -38,7 +38,7 @@ export OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1
 arm64=$folder/python
 cat > "$arm64" <<END
 #!/bin/sh
-PYTHONPATH=$folder/site:$here QEMU_CPU=max,sve=off,sme=off \\
+PYTHONPATH=$folder/site:$here\${PYTHONPATH:+:\$PYTHONPATH} QEMU_CPU=max,sve=off,sme=off \\
     exec qemu-aarch64-static -L "$folder/sysroot" "$folder/sysroot/usr/bin/python3.11" "\$@"
 END
 chmod +x "$arm64"

