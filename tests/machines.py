@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 WAIT_S = 60.0
-_OPTIONS = ["--nworkers", "1", "--nthreads", "1", "--no-dashboard", "--no-nanny"]
+_OPTIONS = ["--nworkers", "1", "--no-dashboard", "--no-nanny"]
 
 
 @dataclass(slots=True)
@@ -47,9 +47,11 @@ class Machines:
         options += ["--scheduler-file", str(self.folder / "scheduler.json")]
         self._start("scheduler", ["dask_scheduler", *options], {})
 
-    def start_worker(self, name: str, environment: Mapping[str, str] = {}, *, ram_bytes: int = 4 * 10**9) -> None:
+    def start_worker(
+        self, name: str, environment: Mapping[str, str] = {}, *, ram_bytes: int = 4 * 10**9, threads: int = 1
+    ) -> None:
         """Start a worker; it joins in the background."""
-        options = [*_OPTIONS, "--name", name, "--resources", f"RAM={ram_bytes}"]
+        options = [*_OPTIONS, "--name", name, "--nthreads", str(threads), "--resources", f"RAM={ram_bytes}"]
         place = ["--local-directory", str(self.folder / name / "dask")]
         cache = {"EDGEKV_CACHE_DIR": str(self.folder / name / "cache"), **environment}
         self._start(name, ["dask_worker", self.address, *options, *place], cache)

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from edgekv.errors import ServiceError
@@ -17,21 +18,24 @@ from exporters.sweep import run as carrying
 from exporters.sweep.carry import Where, carry_out
 from exporters.sweep.fitness import Fitness, versions
 from exporters.sweep.limit import within
-from exporters.sweep.piece import Piece
+from exporters.sweep.piece import Piece, Work
 from exporters.sweep.store import PieceStore
-from tests.endless_works import Die, Sleep
 from tests.machines import machines
+from tests.odd_works import Die, Hold, Sleep
 
 GB = 10**9
 
 
-def carry(folder: Path, work: Sleep | Die, *, ram_bytes: int = 1, **changes) -> None:
-    """Do one piece."""
+def carry(folder: Path, *works: Work, ram_bytes: int = 1, **changes) -> list[object]:
+    """Do pieces that need nothing, and return their answers."""
     store = PieceStore(str(folder / "pieces"))
     store.make("probe", "probe", lambda place: None)
     fitness = Fitness(versions(), None, "", None, store, "probe", 1)
     where = Where(folder, **{"workers": 1, "say": [].append, **changes})
-    carry_out({"key": Piece("test", "key", (), ram_bytes, work)}, 1, store, fitness, where)
+    pieces = {f"key{number}": Piece("test", f"key{number}", (), ram_bytes, work) for number, work in enumerate(works)}
+    carry_out(pieces, len(pieces), store, fitness, where)
+    found = [store.find(key) for key in pieces]
+    return [msgspec.json.decode(each.answer) for each in found if each is not None]
 
 
 def workers_left() -> list[str]:
@@ -72,7 +76,7 @@ def test_a_piece_that_does_not_end(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_a_piece_that_kills_its_workers(tmp_path):
-    with pytest.raises(ServiceError, match=r"piece test-key: got 4 workers that died of it.*need 0.00 GB"):
+    with pytest.raises(ServiceError, match=r"piece test-key0: got 4 workers that died of it.*need 0.00 GB"):
         carry(tmp_path, Die())
     assert not workers_left()
 
@@ -116,3 +120,16 @@ def test_only_workers_without_enough_ram_are_left(tmp_path, monkeypatch):
         when(tmp_path, replace)
         with pytest.raises(ServiceError, match=r"workers: got none that fits for 3 s, after 0 of 1 .* 1.50 GB of RAM"):
             carry(tmp_path, Sleep(600), ram_bytes=3 * GB // 2, workers=None, scheduler=made.address)
+
+
+@pytest.mark.slow
+def test_pieces_of_one_worker_never_take_more_ram_than_it_has(tmp_path):
+    works = [Hold(30_000_000, number) for number in range(4)]
+    with machines(tmp_path) as made:
+        made.start_worker("narrow", ram_bytes=50_000_000, threads=3)
+        most = carry(tmp_path / "one", *works, ram_bytes=30_000_000, workers=None, scheduler=made.address)
+        assert most == [30_000_000] * 4, "one after another, though there are three threads"
+        made.kill("narrow")
+        made.start_worker("wide", ram_bytes=70_000_000, threads=3)
+        most = carry(tmp_path / "two", *works, ram_bytes=30_000_000, workers=None, scheduler=made.address)
+        assert max(most) == 60_000_000, "two at a time"

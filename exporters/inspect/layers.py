@@ -55,7 +55,7 @@ def measure_layers(
         EngineError: the engine refused a layer.
     """
     probe = Probe(bundle, engine)
-    matrices = MatrixMeters(bundle, tensors, probe.first)
+    matrices, encodings = MatrixMeters(bundle, probe.first), probe.encodings
     tally, losses, spans, last = Tally(), list[TensorLoss](), list[TokenSpan](), tensors.spec.layers
     tokenizer = bundle.tokenizer()
     inputs, context = [window.inputs for window in windows], bundle.manifest.context
@@ -68,8 +68,9 @@ def measure_layers(
             wanted, found = next(traces)
             rest = window.after(probe.first)
             for name in wanted:
-                meter = results.setdefault(name, ResultMeter(probe.encodings[name], probe.first))
-                meter.add(rest.inputs, wanted[name], found[name])
+                if name not in results:
+                    results[name] = ResultMeter(encodings[name], probe.first)
+                results[name].add(rest.inputs, wanted[name], found[name])
             if stage == last:
                 tally.add(rest, wanted["logits"], found["logits"])
         losses += matrices.close()
@@ -88,19 +89,18 @@ def measure_layers(
 class MatrixMeters:
     """Meters of the matrices in use; `close` reads and drops them."""
 
-    def __init__(self, bundle: Bundle, tensors: Tensors, first: int) -> None:
+    def __init__(self, bundle: Bundle, first: int) -> None:
         """Start with no matrix; `first` is the first position that is measured."""
         self._first = first
         self._stored = StoredMatrices(bundle)
-        self._tensors = tensors
         self._dtypes = {each.tensor: each.dtype for each in bundle.manifest.recipe.weights}
         self._meters: dict[str, MatrixMeter] = {}
 
-    def add(self, key: str, x: Floats, product: Floats, rows: slice, gain: float) -> None:
+    def add(self, key: str, weights: Weights, x: Floats, product: Floats, rows: slice, gain: float) -> None:
         """Record inputs `[T, in]` and their exact product with `rows` of the matrix times `gain`."""
         if key not in self._meters:
             stored = self._stored.matrix(key)
-            exact = self._tensors.tensor(key) * np.float32(gain)
+            exact = weights[key] * np.float32(gain)
             self._meters[key] = MatrixMeter(exact, stored, weighed_apart(self._first))
         self._meters[key].add(x[self._first :], product[self._first :], rows)
 
@@ -142,7 +142,7 @@ class _MeasuringOps(NumpyOps):
 
     def product(self, x: Floats, weight: str, rows: slice, gain: float) -> Floats:
         product = super().product(x, weight, rows, gain)
-        self._meters.add(weight, x, product, rows, gain)
+        self._meters.add(weight, self._weights, x, product, rows, gain)
         return product
 
 
