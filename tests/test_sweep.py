@@ -181,9 +181,12 @@ def test_a_place_that_cannot_be_written(tmp_path):
 def test_one_export_and_one_compilation_on_a_cluster(checkpoint, tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("EDGEKV_CACHE_DIR", str(tmp_path / "cache"))
     options = ["--device", "SM8650", "--context", "64", "--ar", "1,16", "--calibration-tokens", "512"]
-    for place, more in (("near", ["--compile"]), ("far", ["--compile", "--scheduler", "local"])):
+    far = ["--compile", "--scheduler", "local", "--divide-layers"]
+    for place, more in (("near", ["--compile"]), ("far", far)):
         assert run(["export", str(checkpoint), "-o", str(tmp_path / place), *options, *more]) == 0
     assert files(tmp_path / "far") == files(tmp_path / "near")
+    assert run(["export", str(checkpoint), "-o", str(tmp_path / "other"), *options, "--divide-layers"]) == 2
+    assert "--divide-layers: got it without --scheduler" in capsys.readouterr().err
     for place, more in (("near", []), ("far", ["--scheduler", "local"])):
         assert run(["compile", str(tmp_path / place), "--device", "SM8750", *more]) == 0
     assert files(tmp_path / "far") == files(tmp_path / "near")

@@ -22,7 +22,7 @@ from exporters.checkpoint.checkpoint import Checkpoint
 from exporters.checkpoint.lora import AdapterChoice
 from exporters.cli.compile import show_compiled
 from exporters.cli.options import CacheOption, DeviceOption, ForceOption, JsonOption
-from exporters.cli.scheduler import SchedulerOption, StoreOption, find_cluster
+from exporters.cli.scheduler import DivideOption, SchedulerOption, StoreOption, find_cluster, refuse_with
 from exporters.cli.stages import resumable
 from exporters.export import ExportOptions, RunOptions, export_bundle
 from exporters.lora.options import LoraOptions
@@ -184,6 +184,7 @@ def export(
     ] = False,
     scheduler: SchedulerOption = None,
     store: StoreOption = None,
+    divide_layers: DivideOption = False,
     force: ForceOption = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -231,13 +232,14 @@ def export(
             typer.echo(f"edgekv: warning: {warning}", err=True)
         peaks: dict[str, int] = {}
         if scheduler is None:
+            refuse_with(False, {"--divide-layers": divide_layers})
             watch = peaks.__setitem__
             manifest = export_bundle(opened, output, options, run, force=force, progress=progress, watch=watch)
         else:
-            _check_cluster(max_ram, adapters)
+            refuse_with(True, {"--max-ram": max_ram is not None, "--lora": bool(adapters)})
             from exporters.sweep.single import export_on  # its packages are optional
 
-            where = find_cluster(scheduler, store, cache_dir, progress)
+            where = find_cluster(scheduler, store, cache_dir, progress, divide=divide_layers)
             manifest = export_on(checkpoint, output, options, where, force=force)
     if as_json:
         print_json(manifest)
@@ -271,12 +273,6 @@ def export(
         compiled = open_compiled(open_bundle(output, verify=False), manifest.device, qnn.compiler())
         assert compiled is not None, "written just now"
         show_compiled(compiled.path, compiled.manifest, peaks)
-
-
-def _check_cluster(max_ram: str | None, adapters: Sequence[AdapterChoice]) -> None:
-    for option, given in (("--max-ram", max_ram is not None), ("--lora", bool(adapters))):
-        if given:
-            raise UsageError("--scheduler", got=f"it with {option}", expected="one of both", fix=f"Leave {option} out.")
 
 
 def _sink_line(sink: SinkRecord, checkpoint: Checkpoint) -> str:

@@ -29,18 +29,31 @@ from quant import LARGEST, Grid, LayerInputs, QuantizedWeight, Range, quantize
 _HEAD_ROWS_AT_ONCE = 8192
 _MOST_AT_START = 16.0
 _LONGEST_AT_START = 4.0
-_GROUPS: dict[str, LoraGroup] = {
-    "self_attn.q_proj": "qkv",
-    "self_attn.o_proj": "o",
-    "mlp.gate_proj": "gate_up",
-    "mlp.down_proj": "down",
-}
+GROUPS: tuple[tuple[str, ...], ...] = (
+    ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    ("self_attn.o_proj",),
+    ("mlp.gate_proj", "mlp.up_proj"),
+    ("mlp.down_proj",),
+)
+"""Matrices of a layer that have the same inputs, in the order of computation."""
+
+_LORA_GROUPS: tuple[LoraGroup, ...] = ("qkv", "o", "gate_up", "down")
 
 
 class QuantizedMatrices(Protocol):
     """Quantized matrices by name, so that none needs to stay in memory."""
 
     def __getitem__(self, key: str) -> QuantizedWeight: ...
+
+
+def names(layer: int, projections: Sequence[str]) -> list[str]:
+    """Names of matrices of a layer."""
+    return [f"model.layers.{layer}.{projection}.weight" for projection in projections]
+
+
+def follows(recipe: Recipe) -> bool:
+    """Whether calibration runs the quantized decoder too; with 8 bits the exact one stands for both."""
+    return any(rule.dtype != "int8" for rule in recipe.weights)
 
 
 class PairedOps(NumpyOps):
@@ -134,23 +147,61 @@ class Quantizer:
         self._recipe = recipe
         self._ops = PairedOps(tensors, tokens.shape[1], context, sink)
         rows = tensors.tensor(EMBEDDING, tokens.reshape(-1)).reshape(*tokens.shape, -1)
-        self._follows = any(rule.dtype != "int8" for rule in recipe.weights)
+        self._follows = follows(recipe)
         self.hidden: Floats = np.stack([rows, rows] if self._follows else [rows])
         self._ops.ranges["embedding"] = Range()
         self._ops.ranges["embedding"].observe(rows[:, sink:])
 
     def layer(self, layer: int) -> Iterator[tuple[str, QuantizedWeight]]:
         """Run the residual through the next layer; yields its matrices by name."""
-        x = self._run(layer, attention_inputs, self.hidden)
-        yield from self._quantized(layer, ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), x)
-        x = self._run(layer, attention, x)
-        yield from self._quantized(layer, ("self_attn.o_proj",), x)
-        self.hidden = self._run(layer, add_attention, self.hidden, x)
-        x = self._run(layer, feed_forward_inputs, self.hidden)
-        yield from self._quantized(layer, ("mlp.gate_proj", "mlp.up_proj"), x)
-        x = self._run(layer, feed_forward, x)
-        yield from self._quantized(layer, ("mlp.down_proj",), x)
-        self.hidden = self._run(layer, add_feed_forward, self.hidden, x)
+        x = self.run_to(layer, 0)
+        for group, projections in enumerate(GROUPS):
+            inputs = self.inputs(x)
+            for name in names(layer, projections):
+                weight = self.quantized(name, inputs)
+                self.use(name, weight)
+                yield name, weight
+            x = self.run_to(layer, group + 1, x)
+
+    def run_to(self, layer: int, group: int, x: Floats | None = None) -> Floats:
+        """Run from the inputs of one group of matrices to those of the next.
+
+        Args:
+            layer: number of the layer.
+            group: number in `GROUPS` of the group to run to; after the last, to the end of the layer. The matrices of
+                the group before it are in use; `hidden` is the residual before attention, or before feed-forward for
+                groups 3 and 4. Groups 2 and 4 replace it.
+            x: inputs of the group before it; none for group 0.
+
+        Returns:
+            `[2 or 1, windows, T, in]`, the inputs of the group; at the end of the layer, the residual.
+        """
+        if x is None:
+            found = self._run(layer, attention_inputs, self.hidden)
+        elif group == 1:
+            found = self._run(layer, attention, x)
+        elif group == 2:
+            self.hidden = self._run(layer, add_attention, self.hidden, x)
+            found = self._run(layer, feed_forward_inputs, self.hidden)
+        elif group == 3:
+            found = self._run(layer, feed_forward, x)
+        else:
+            self.hidden = self._run(layer, add_feed_forward, self.hidden, x)
+            return self.hidden
+        self._observe_lengths(lora_reach(layer, _LORA_GROUPS[group]), found)
+        return found
+
+    def quantized(self, name: str, inputs: LayerInputs) -> QuantizedWeight:
+        """A matrix of a layer, quantized on its inputs."""
+        rule = self._recipe.rule(name)
+        if rule.method == "stored":
+            return self._tensors.integers(name)
+        return quantize(by_inputs(self._ops.exact[name]), rule.dtype, rule.method, inputs)
+
+    def use(self, name: str, weight: QuantizedWeight | None) -> None:
+        """Run with a quantized matrix from now on; None if `follows` says that the exact one stands for it."""
+        exact = self._ops.exact[name]
+        self._ops.quantized[name] = by_outputs(weight.dequantize()) if self._follows and weight is not None else exact
 
     def head(self) -> tuple[str, QuantizedWeight]:
         """The head and its name, quantized and observed some rows of the vocabulary at a time."""
@@ -159,7 +210,7 @@ class Quantizer:
         windows = range(self.hidden.shape[1])
         inputs = None
         if rule.method not in ("nearest", "stored"):
-            inputs = self._inputs(np.stack([head_inputs(ops, spec, self.hidden[:, w]) for w in windows], axis=1))
+            inputs = self.inputs(np.stack([head_inputs(ops, spec, self.hidden[:, w]) for w in windows], axis=1))
         integers = np.empty((spec.hidden, spec.vocab), np.int8)
         grids = []
         for start in range(0, spec.vocab, _HEAD_ROWS_AT_ONCE):
@@ -184,20 +235,10 @@ class Quantizer:
             taken[name].widen(start, _MOST_AT_START)
         return taken
 
-    def _quantized(self, layer: int, projections: Sequence[str], x: Floats) -> Iterator[tuple[str, QuantizedWeight]]:
-        """Quantize the matrices with the input `x`."""
-        inputs = self._inputs(x)
-        self._observe_lengths(lora_reach(layer, _GROUPS[projections[0]]), x)
-        for projection in projections:
-            name = f"model.layers.{layer}.{projection}.weight"
-            rule = self._recipe.rule(name)
-            if rule.method == "stored":
-                weight = self._tensors.integers(name)
-            else:
-                weight = quantize(by_inputs(self._ops.exact[name]), rule.dtype, rule.method, inputs)
-            exact = self._ops.exact[name]
-            self._ops.quantized[name] = by_outputs(weight.dequantize()) if self._follows else exact
-            yield name, weight
+    def inputs(self, x: Floats) -> LayerInputs:
+        """`[2 or 1, windows, T, in]` as the inputs of a matrix."""
+        exact, *quantized = x[:, :, self._ops.first :].reshape(len(x), -1, x.shape[-1])
+        return LayerInputs(exact, quantized[0] if quantized else exact)
 
     def _observe_lengths(self, name: str, x: Floats) -> None:
         """Observe the lengths of the tokens' vectors: columns of length 1 that multiply them give no more."""
@@ -218,11 +259,6 @@ class Quantizer:
                 made[:, window] = step(self._ops, self._spec, layer, *each)
         self._ops.drop()
         return made
-
-    def _inputs(self, x: Floats) -> LayerInputs:
-        """`[2 or 1, windows, T, in]` as the inputs of a matrix."""
-        exact, *quantized = x[:, :, self._ops.first :].reshape(len(x), -1, x.shape[-1])
-        return LayerInputs(exact, quantized[0] if quantized else exact)
 
 
 def _first_measured(sink: int, tokens: int) -> int:

@@ -26,6 +26,7 @@ class Where:
         keep_going: leave out what cannot be or fails.
         say: called with what happens to workers.
         progress: called for each kind of piece.
+        divide: make the matrices of a layer pieces of their own.
     """
 
     folder: Path
@@ -35,6 +36,7 @@ class Where:
     keep_going: bool = False
     say: Say = field(default=print)
     progress: Progress = silent
+    divide: bool = False
 
 
 def fitness_for(

@@ -16,6 +16,7 @@ from edgekv.kv import KvDtype
 from edgekv.system import parse_bytes
 from edgekv.text_file import read_text_file
 from exporters.cli.options import JsonOption
+from exporters.cli.scheduler import DivideOption
 from exporters.options import KV_DTYPES
 from exporters.progress import shown
 from exporters.quantize.recipe import find_recipe
@@ -77,6 +78,7 @@ def sweep(
             show_default="OUTPUT/pieces",
         ),
     ] = None,
+    divide_layers: DivideOption = False,
     keep_going: Annotated[
         bool, typer.Option("--keep-going", help="Leave out combinations that cannot be or fail, and unfit workers.")
     ] = False,
@@ -107,7 +109,7 @@ def sweep(
     budget_bytes = None if budget is None else parse_bytes("--budget", budget)
     _make_folder(output)
     with shown() as progress:
-        where = Where(output, store, scheduler, workers, keep_going, _say, progress)
+        where = Where(output, store, scheduler, workers, keep_going, _say, progress, divide_layers)
         report = run_sweep(checkpoint, [*wanted], text.name, content, tokens, where, common, budget_bytes=budget_bytes)
     write_page(output / PAGE, report)
     if as_json:
@@ -140,10 +142,6 @@ def _listed(option: str, text: str) -> list[str]:
     if not all(names):
         raise UsageError(option, got=repr(text), expected="names, comma-separated", fix="Correct the list.")
     return [*dict.fromkeys(names)]
-
-
-def _rotations(text: str) -> list[RotationName]:
-    return [cast(RotationName, each) for each in _chosen("--rotations", text, _ROTATIONS)]
 
 
 def _chosen(option: str, text: str, known: Sequence[str]) -> list[str]:

@@ -30,7 +30,8 @@ class Piece:
     """A piece of a sweep.
 
     Attributes:
-        kind: of the work: `survey`, `layer`, `write`, `check`, `compile`, `reference`, `evaluate` or `error`.
+        kind: of the work: `survey`, `layer`, `run`, `matrix`, `write`, `check`, `compile`, `reference`, `evaluate` or
+            `error`.
         key: hash of all that the result depends on.
         needs: keys of the pieces that must be finished before.
         ram_bytes: estimate of the RAM that it takes.

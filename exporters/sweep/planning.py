@@ -11,9 +11,11 @@ from edgekv.plan import compile_bytes, graph_bytes, quantization_bytes, writing_
 from exporters.htp.compile import binary_sets, device_parts
 from exporters.options import ExportOptions
 from exporters.prepared import Prepared
+from exporters.quantize.matrices import GROUPS, follows, names
 from exporters.quantize.stages import program_sha256, stage_keys
 from exporters.resources import bundle_bytes
 from exporters.sweep.combination import Combination, Common
+from exporters.sweep.division import JoinWork, MatrixWork, RunWork
 from exporters.sweep.piece import Piece, Plan, Work, hashed
 from exporters.sweep.quality import ENGINE, ErrorWork, EvaluateWork, ReferenceWork, Sample
 from exporters.sweep.source import Source, open_checkpoint, prepared_for
@@ -68,10 +70,16 @@ class Member:
 
 
 class Planner:
-    """Collects pieces, each once."""
+    """Collects pieces, each once.
 
-    def __init__(self, checkpoint: str) -> None:
+    Args:
+        checkpoint: a path that all workers see, or a hub id.
+        divide: make the matrices of a layer pieces of their own.
+    """
+
+    def __init__(self, checkpoint: str, *, divide: bool = False) -> None:
         self._checkpoint = checkpoint
+        self._divide = divide
         opened = open_checkpoint(checkpoint)
         self._weights = opened.weights_sha256()
         place = str(opened.folder.resolve()) if Path(checkpoint).exists() else checkpoint  # as the manifest has it
@@ -128,12 +136,42 @@ class Planner:
         context, found, ram_bytes = prepared.options.contexts[-1], list[str](), _quantizing_bytes(prepared)
         tokens = prepared.survey_tokens
         keys = stage_keys(prepared.checkpoint, self._weights, tokens, context, prepared.recipe)
+        residual = None
         for layer, key in enumerate(keys):
+            if self._divide and layer < prepared.checkpoint.spec.layers:
+                made, residual = self._divided(source, (key, decided), layer, residual, ram_bytes)
+                found.append(made)
+                continue
             before = found[-1] if found else None
             needs = (source.survey,) if before is None else (source.survey, before)
             work = LayerWork(source, layer, before)
             found.append(self._put("layer", ("layer", key, decided), needs, ram_bytes, work))
         return tuple(found)
+
+    def _divided(
+        self, source: Source, keys: tuple[str, str], layer: int, residual: str | None, ram_bytes: int
+    ) -> tuple[str, str]:
+        """The pieces of a layer whose matrices are pieces; returns its key, and that of the residual after it."""
+        waits = follows(source.options.recipe)
+        runs, matrices, used = list[str](), list[tuple[str, str]](), tuple[tuple[str, str | None], ...]()
+        for group in range(len(GROUPS) + 1):
+            before = runs[-1] if runs else None
+            kept = {0: residual, 2: residual, 4: runs[2] if group == 4 else None}.get(group)
+            work = RunWork(source, layer, group, kept, before, used)
+            needs = [source.survey, *filter(None, (kept, before)), *(key for _, key in used if key)]
+            runs.append(self._put("run", ("run", keys, group), needs, ram_bytes, work))
+            if group == len(GROUPS):
+                break
+            made = []
+            for name in names(layer, GROUPS[group]):
+                matrix = MatrixWork(source, name, runs[-1])
+                made.append((name, self._put("matrix", ("matrix", keys, name), (runs[-1],), ram_bytes, matrix)))
+            matrices += made
+            used = tuple((name, key if waits else None) for name, key in made)
+        needs = [*runs, *(key for _, key in matrices)]
+        join = JoinWork(tuple(runs), tuple(matrices))
+        whole = self._put("layer", ("layer", *keys), needs, ram_bytes, join)
+        return whole, whole if waits else runs[-1]
 
     def _write(self, source: Source, prepared: Prepared, layers: tuple[str, ...]) -> str:
         options = prepared.options

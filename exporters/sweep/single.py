@@ -52,7 +52,7 @@ def export_on(checkpoint: str, target: Path, options: ExportOptions, where: Wher
         raise UsageError("--scheduler", got=f"it with {option}", expected="one of both", fix=f"Leave {option} out.")
     if options.calibration is not None:
         options = replace(options, calibration=options.calibration.absolute())
-    planner = Planner(checkpoint)
+    planner = Planner(checkpoint, divide=where.divide)
     exported, store = planner.export(options), _store(where)
     pieces = unfinished(planner.plan, store, exported.keys)
     if pieces:

@@ -68,7 +68,7 @@ def run_sweep(
     store.check()
     sample = store_sample(store, text_name, text, tokens)
     errors = Sample(sample.key, sample.name, min(tokens, _ERROR_TOKENS))
-    planner = Planner(checkpoint)
+    planner = Planner(checkpoint, divide=where.divide)
     members = [planner.add(each, common, sample, errors) for each in possible]
     plan = planner.plan
     pieces = unfinished(plan, store, [key for member in members for key in member.all])

@@ -52,14 +52,11 @@ class LayerWork:
     before: str | None
 
     def __call__(self, folder: Path, store: PieceStore) -> object:
-        prepared, surveyed = self.source.prepared, self.source.surveyed(store)
-        tensors, options = self.source.tensors(store), prepared.options
-        recipe, context = options.recipe, options.contexts[-1]
-        quantizer = Quantizer(tensors, surveyed.tokens, context, recipe, surveyed.sink_tokens)
+        quantizer = quantizer_of(self.source, store)
         if self.before is not None:
             quantizer.hidden = read_stage(store, self.before).hidden()
             quantizer.take_ranges()
-        if self.layer < tensors.spec.layers:
+        if self.layer < self.source.prepared.checkpoint.spec.layers:
             matrices = dict(quantizer.layer(self.layer))
             Stage.write(folder / STAGE, matrices, quantizer.take_ranges(), quantizer.hidden)
         else:
@@ -155,6 +152,13 @@ class CompileWork:
             floating=floating,
             peak_bytes=peaks[binary.file],
         )
+
+
+def quantizer_of(source: Source, store: PieceStore) -> Quantizer:
+    """The quantizer of an export, with the embeddings of the calibration text as its residual."""
+    options, surveyed = source.prepared.options, source.surveyed(store)
+    context = options.contexts[-1]
+    return Quantizer(source.tensors(store), surveyed.tokens, context, options.recipe, surveyed.sink_tokens)
 
 
 def read_stage(store: PieceStore, key: str) -> Stage:

@@ -1,0 +1,62 @@
+"""The matrices of a layer as pieces of their own: the integers of the whole layer, and what waits for what."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from exporters.sweep.bundles import assemble
+from exporters.sweep.planning import Exported, Planner
+from exporters.sweep.store import PieceStore
+from tests.checkpoints import NEWER, write_checkpoint
+from tests.test_sweep import COMMON, files, wanted
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("division") / "checkpoint", NEWER)
+
+
+def planned(checkpoint: Path, recipe: str, *, divide: bool) -> tuple[Planner, Exported]:
+    planner = Planner(str(checkpoint), divide=divide)
+    (combination,) = [each for each in wanted(devices=("SM8650",)) if each.recipe_name == recipe]
+    return planner, planner.export(replace(combination.options(COMMON), calibration_tokens=256))
+
+
+def bundle(checkpoint: Path, recipe: str, folder: Path, *, divide: bool) -> dict[str, bytes]:
+    """The files of an export whose pieces are done one after another in this process."""
+    planner, exported = planned(checkpoint, recipe, divide=divide)
+    store = PieceStore(str(folder / "pieces"))
+    for piece in planner.plan.pieces.values():
+        store.make(piece.key, piece.kind, partial(piece.work, store=store))
+    (combination, *_) = wanted(devices=("SM8650",))
+    assemble(exported, combination.device, store, folder / "bundle", force=False)
+    return files(folder / "bundle")
+
+
+@pytest.mark.parametrize("recipe", ["w8a16", "w4a16"])
+def test_a_divided_layer_has_the_same_integers(checkpoint, recipe, tmp_path):
+    whole = bundle(checkpoint, recipe, tmp_path / "whole", divide=False)
+    assert bundle(checkpoint, recipe, tmp_path / "divided", divide=True) == whole
+    assert any(name.startswith("weights-") for name in whole)
+
+
+@pytest.mark.parametrize(("recipe", "waits"), [("w8a16", False), ("w4a16", True)])
+def test_only_recipes_below_8_bits_wait_for_matrices(checkpoint, recipe, waits):
+    planner, exported = planned(checkpoint, recipe, divide=True)
+    pieces = planner.plan.pieces
+    runs = [piece for piece in pieces.values() if piece.kind == "run"]
+    matrices = {piece.key for piece in pieces.values() if piece.kind == "matrix"}
+    assert bool(planner.plan.under([runs[-1].key]) & matrices) == waits
+    assert matrices <= planner.plan.under([exported.write])
+
+
+def test_a_divided_layer_has_the_key_of_the_whole(checkpoint):
+    def layers(divide: bool) -> list[str]:
+        planner, _ = planned(checkpoint, "w4a16", divide=divide)
+        return [piece.key for piece in planner.plan.pieces.values() if piece.kind == "layer"]
+
+    assert layers(True) == layers(False)
