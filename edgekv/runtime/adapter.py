@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -31,6 +31,15 @@ class AdapterMemory:
         if port not in self._held:
             self._held[port] = self._made(port)
         return int(self._held[port].ctypes.data)
+
+    def integers(self, name: str) -> NDArray[Any]:
+        """What an input reads, int16."""
+        return self._arrays[name]
+
+    def floats(self) -> Iterator[tuple[str, NDArray[np.float32], float]]:
+        """Name, dequantized values and scale of each input; nothing if all are 0."""
+        for name, encoding in self._encodings.items():
+            yield name, encoding.dequantize(self._arrays[name]), encoding.scale
 
     def _made(self, port: Port) -> NDArray[Any]:
         if not self._encodings:

@@ -94,6 +94,8 @@ def bundle_genie(
         typer.echo(f"  {shared}: {written.files[shared].bytes / 1e6:.2f} MB, all of them, weights shared")
     if (sink := written.sink) is not None:
         typer.echo(f"  restore {sink.state} before the first query; it holds {sink.text!r}, which prompts leave out")
+    if adapters := written.adapters or ():
+        typer.echo(f"  adapters: {', '.join(each.name for each in adapters)}")
     typer.echo("  Genie chooses edgekv's tokens" if written.checked else "  not run in Genie")
 
 
@@ -114,6 +116,7 @@ def run(
     max_new_tokens: Annotated[
         Optional[int], typer.Option(help="Maximum number of new tokens. Default: the configuration's.")
     ] = None,
+    lora: Annotated[Optional[str], typer.Option(help="An adapter of the folder.", metavar="NAME")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output.")] = False,
 ) -> None:
     """Continue a prompt in Genie on this machine.
@@ -126,8 +129,11 @@ def run(
     check_new_tokens(max_new_tokens)
     opened = open_genie_folder(folder)
     text = opened.query(prompt)
+    adapter = None if lora is None else opened.adapter(lora)
     pieces = []
     with GenieDialog(opened.path, opened.config(), opened.state, arch=opened.manifest.arch) as dialog:
+        if adapter is not None:
+            dialog.apply_lora(adapter.name, opened.adapter_state(adapter))
         for piece in dialog.query(text, max_new_tokens):
             pieces.append(piece)
             if not as_json:

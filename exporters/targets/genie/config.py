@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Literal
 
 import msgspec
@@ -16,6 +17,7 @@ from quant import Encoding
 
 CONFIG, SHARED_CONFIG, EXTENSIONS = "genie_config.json", "genie_config_shared.json", "htp_backend_ext_config.json"
 TABLE = "embedding.raw"
+NO_ADAPTERS: Mapping[str, str] = MappingProxyType({})
 
 
 class _Part(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, rename="kebab"):
@@ -65,9 +67,26 @@ class Backend(_Part, frozen=True, kw_only=True):
     qnn_htp: QnnHtp = msgspec.field(name="QnnHtp")
 
 
+class LoraFiles(_Part, frozen=True, kw_only=True):
+    """An adapter: `path` is a folder with a float32 file for each input of the graphs that begins with `lora`."""
+
+    version: int = 1
+    name: str
+    path: str
+
+
+class Lora(_Part, frozen=True, kw_only=True):
+    """LoRA version 1: the adapters are inputs of the graphs, which Genie fills from files."""
+
+    version: int = 1
+    lora_version: Literal[1] = 1
+    adapters: list[LoraFiles]
+
+
 class Binaries(_Part, frozen=True, kw_only=True):
     version: int = 1
     ctx_bins: list[str]
+    lora: Lora | UnsetType = UNSET
 
 
 class RopeScaling(_Part, frozen=True, kw_only=True):
@@ -200,6 +219,7 @@ def genie_config(
     sampling: SamplingParams,
     max_new_tokens: int,
     table: Encoding | None,
+    adapters: Mapping[str, str] = NO_ADAPTERS,
 ) -> GenieConfig:
     """The configuration that names these binaries.
 
@@ -211,11 +231,14 @@ def genie_config(
         sampling: sampling parameters.
         max_new_tokens: the longest answer.
         table: encoding of the embedding table, if Genie looks up embeddings.
+        adapters: the folders of their files, by name.
     """
     embedding: EmbeddingTable | UnsetType = UNSET
     if table is not None:
         quant_param = TableEncoding(scale=table.scale, offset=-table.zero_point)
         embedding = EmbeddingTable(size=manifest.model.hidden, quant_param=quant_param)
+    listed = [LoraFiles(name=name, path=path) for name, path in adapters.items()]
+    lora = Lora(adapters=listed) if listed else UNSET
     dialog = Dialog(
         max_num_tokens=max_new_tokens,
         context=Context(
@@ -230,7 +253,7 @@ def genie_config(
         engine=Engine(
             backend=Backend(qnn_htp=QnnHtp(kv_dim=manifest.model.head_dim)),
             model=ModelFiles(
-                binary=Binaries(ctx_bins=list(binaries)),
+                binary=Binaries(ctx_bins=list(binaries), lora=lora),
                 positional_encoding=positional_encoding(manifest.rope, manifest.model.head_dim),
             ),
         ),

@@ -16,6 +16,7 @@ from edgekv.this_chip import find_chip
 from edgekv.vendor_libraries import LIBRARIES, Platform, search_paths
 from exporters.targets.genie.config import GenieConfig
 from exporters.targets.genie.messages import (
+    ApplyLora,
     Create,
     Done,
     Query,
@@ -102,6 +103,17 @@ class GenieDialog:
     def restore(self, path: Path) -> None:
         """Resume from a saved state."""
         self._finish(Restore(path=str(path.absolute())))
+
+    def apply_lora(self, name: str, state: Path | None = None) -> None:
+        """Start a new conversation with an adapter. It stays until another is applied; none cannot be applied.
+
+        Args:
+            name: of an adapter of the configuration.
+            state: with which conversations begin from now on, as `GenieFolder.adapter_state` gives it.
+        """
+        self._finish(ApplyLora(name=name))
+        self._state = state
+        self.reset()
 
     def reset(self) -> None:
         """Start a new conversation."""

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
 from edgekv.bundle import FileRecord
 from edgekv.errors import BundleError, UsageError
@@ -45,6 +46,20 @@ class GenieSink(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     state: str
 
 
+class GenieAdapter(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A LoRA adapter that Genie can apply.
+
+    Attributes:
+        name: in the configuration.
+        path: the folder with a float32 file for each input of the graphs for adapters.
+        state: as `GenieSink.state`, with this adapter; null without a sink.
+    """
+
+    name: str
+    path: str
+    state: str | None = None
+
+
 class GenieManifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """`genie_bundle.json`.
 
@@ -61,6 +76,7 @@ class GenieManifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         checked: whether Genie loaded the binaries of single graphs and chose the same tokens as edgekv.
         files: size and hash of every other file.
         sink: the state to restore; null if the graphs compute every token.
+        adapters: that Genie can apply; absent if there are none.
     """
 
     format: int
@@ -75,6 +91,7 @@ class GenieManifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     checked: bool
     files: dict[str, FileRecord]
     sink: GenieSink | None = None
+    adapters: list[GenieAdapter] | UnsetType = UNSET
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +115,26 @@ class GenieFolder:
     def state(self) -> Path | None:
         """The saved state with which every conversation begins, if there is one."""
         return None if self.manifest.sink is None else self.path / self.manifest.sink.state
+
+    def adapter(self, name: str) -> GenieAdapter:
+        """An adapter of this name.
+
+        Raises:
+            UsageError: there is none.
+        """
+        held = {each.name: each for each in self.manifest.adapters or ()}
+        if name not in held:
+            raise UsageError(
+                "--lora",
+                got=repr(name),
+                expected=", ".join(held) or "an adapter; the folder has none",
+                fix="Add it to the bundle with edgekv lora add, and write the folder again.",
+            )
+        return held[name]
+
+    def adapter_state(self, adapter: GenieAdapter) -> Path | None:
+        """The saved state with which conversations with this adapter begin, if there is one."""
+        return None if adapter.state is None else self.path / adapter.state
 
     def query(self, prompt: str) -> str:
         """What is asked for a prompt: the text behind the tokens that are restored.

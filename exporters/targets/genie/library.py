@@ -9,6 +9,7 @@ from ctypes import CFUNCTYPE, POINTER, byref, c_char_p, c_int, c_uint32, c_void_
 
 _COMPLETE = 0  # in GenieDialog_SentenceCode_t and in GenieTokenCode: the query is complete
 _UNBUFFERED = 2  # _IONBF
+_ENGINE = b"primary"  # the role of the only engine of a basic dialog
 
 _OnText = CFUNCTYPE(None, c_char_p, c_int, c_void_p)
 _OnTokens = CFUNCTYPE(None, POINTER(c_uint32), c_uint32, c_int, c_void_p)
@@ -22,6 +23,7 @@ _SIGNATURES: dict[str, list[object]] = {
     "GenieDialog_save": [c_void_p, c_char_p],
     "GenieDialog_restore": [c_void_p, c_char_p],
     "GenieDialog_reset": [c_void_p],
+    "GenieDialog_applyLora": [c_void_p, c_char_p, c_char_p],
     "GenieDialog_free": [c_void_p],
     "GenieDialogConfig_free": [c_void_p],
 }
@@ -85,6 +87,9 @@ class LoadedDialog:
 
     def reset(self) -> None:
         self._call("GenieDialog_reset", self._dialog)
+
+    def apply_lora(self, name: str) -> None:
+        self._call("GenieDialog_applyLora", self._dialog, _ENGINE, name.encode())
 
     def free(self) -> None:
         self._call("GenieDialog_free", self._dialog)

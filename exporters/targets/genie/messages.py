@@ -43,6 +43,12 @@ class Reset(_Message, frozen=True, kw_only=True):
     pass
 
 
+class ApplyLora(_Message, frozen=True, kw_only=True):
+    """Let the graphs read an adapter of the configuration."""
+
+    name: str
+
+
 class Text(_Message, frozen=True, kw_only=True):
     """A piece of an answer."""
 
@@ -62,5 +68,5 @@ class Done(_Message, frozen=True, kw_only=True):
     status: int
 
 
-Request = Create | Query | TokenQuery | Save | Restore | Reset
+Request = Create | Query | TokenQuery | Save | Restore | Reset | ApplyLora
 Reply = Text | Tokens | Done

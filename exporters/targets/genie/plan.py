@@ -82,7 +82,8 @@ class GeniePlan:
             UsageError: an option does not fit the bundle.
         """
         bundle.require_onnx("the writer for Genie")
-        bundle.require_no_slots("Genie")
+        if options.stacked:
+            bundle.require_no_slots("GenieX")
         manifest, sink = bundle.manifest, read_sink(bundle)
         device = find(manifest.device)
         if options.device not in (None, device):

@@ -16,6 +16,7 @@ from msgspec import structs
 from edgekv.bundle import GraphRecord, Manifest, PartRecord
 from edgekv.errors import BundleError
 from edgekv.spec import EMBEDDINGS, MASK, Port
+from exporters.targets.genie.unsigned_adapters import unsigned
 from quant import Encoding
 
 _RANK = 4
@@ -69,9 +70,23 @@ class GeniePorts:
 
     @classmethod
     def of(
-        cls, manifest: Manifest, graph: GraphRecord, part: PartRecord, embeddings: Encoding | None = None
+        cls,
+        manifest: Manifest,
+        graph: GraphRecord,
+        part: PartRecord,
+        embeddings: Encoding | None = None,
+        *,
+        unsigned_adapters: bool = False,
     ) -> GeniePorts:
-        """The required ports of a part of a graph of this bundle; with `embeddings`, the first reads these."""
+        """The required ports of a part of a graph of this bundle.
+
+        Args:
+            manifest: of the bundle.
+            graph: the graph.
+            part: the part.
+            embeddings: with these, the first part reads them.
+            unsigned_adapters: inputs for adapters are as `UnsignedAdapters` makes them.
+        """
         encodings = dict(manifest.encodings)
         if embeddings is not None:
             encodings[EMBEDDINGS] = embeddings
@@ -82,7 +97,10 @@ class GeniePorts:
         ports = columns.graph(structs.replace(graph, role="score"), part)
 
         def found(port: Port) -> GeniePort:
-            return GeniePort.of(port.name, port.shape, None if port.encoding is None else encodings[port.encoding])
+            encoding = None if port.encoding is None else encodings[port.encoding]
+            if port.kind == "lora" and unsigned_adapters and encoding is not None:
+                encoding = unsigned(encoding)
+            return GeniePort.of(port.name, port.shape, encoding)
 
         return cls(tuple(map(found, ports.inputs)), tuple(map(found, ports.outputs)))
 

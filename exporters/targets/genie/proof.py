@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 
 import msgspec
 
@@ -12,7 +13,8 @@ from edgekv.errors import EngineError
 from edgekv.kv import KVCache
 from edgekv.runtime import HtpEngine
 from edgekv.scratch import scratch_folder
-from edgekv.session import Graphs, Session
+from edgekv.session import Graphs, LoraChoice, Session
+from edgekv.session.adapters import Adapters
 from edgekv.session.sink import read_sink
 from exporters.targets.genie.config import Debug, GenieConfig, Sampler
 from exporters.targets.genie.dialog import GenieDialog
@@ -25,6 +27,7 @@ _DTYPES: dict[str, Dtype] = {
     "QNN_DATATYPE_UFIXED_POINT_16": "u16",
     "QNN_DATATYPE_SFIXED_POINT_16": "s16",
 }
+NO_STATES: Mapping[str, Path | None] = MappingProxyType({})
 _GREEDY = Sampler(seed=0, temp=1.0, top_k=1, top_p=1.0, greedy=True)
 
 
@@ -38,6 +41,7 @@ def prove(
     state: Path | None,
     prompt: Sequence[int],
     max_new_tokens: int,
+    adapters: Mapping[str, Path | None] = NO_STATES,
 ) -> None:
     """Let Genie load a folder and continue a prompt greedily, and compare with edgekv's own loop.
 
@@ -51,20 +55,25 @@ def prove(
         state: that Genie restores them from, see `GenieDialog`; None if there are none or they are its `bos-token`.
         prompt: the tokens after them.
         max_new_tokens: number of tokens to compare.
+        adapters: to compare too, by name, each with the state that Genie restores.
 
     Raises:
         BundleError: a binary has other inputs or outputs than Genie drives.
         EngineError: Genie refused the folder, crashed, or chose other tokens.
     """
-    wanted = own_tokens(bundle, engine, [*first, *prompt], max_new_tokens)
+    names: list[str | None] = [None, *adapters]
+    wanted = {name: own_tokens(bundle, engine, [*first, *prompt], max_new_tokens, name) for name in names}
     with scratch_folder("genie") as scratch:
         debug = Debug(path=str(scratch), dump_specs=True)
         # Genie does not report a token that ends a text, so another one does.
-        end = next(token for token in range(bundle.manifest.model.vocab) if token not in wanted)
+        end = next(token for token in range(bundle.manifest.model.vocab) if token not in set().union(*wanted.values()))
         context = msgspec.structs.replace(config.dialog.context, eos_token=[end])
         dialog = msgspec.structs.replace(config.dialog, context=context, sampler=_GREEDY, debug=debug)
         with GenieDialog(folder, GenieConfig(dialog=dialog), state) as genie:
-            found = list(genie.token_query(prompt, max_new_tokens))
+            found: dict[str | None, list[int]] = {None: list(genie.token_query(prompt, max_new_tokens))}
+            for adapter, begin in adapters.items():
+                genie.apply_lora(adapter, begin)
+                found[adapter] = list(genie.token_query(prompt, max_new_tokens))
         read = read_specs(scratch)
     for name, ports in graphs.items():
         if name not in read:
@@ -75,20 +84,25 @@ def prove(
                 fix="Write the folder again.",
             )
         ports.compare(f"{name} in the binary", read[name])
-    if found != wanted:
-        raise EngineError(
-            "tokens that Genie chose",
-            got=found,
-            expected=f"{wanted}, as edgekv's own loop on the HTP",
-            fix="Please report this model; --skip-check writes the folder without this check.",
-        )
+    for applied, tokens in found.items():
+        if tokens != wanted[applied]:
+            raise EngineError(
+                "tokens that Genie chose" + ("" if applied is None else f" with {applied}"),
+                got=tokens,
+                expected=f"{wanted[applied]}, as edgekv's own loop on the HTP",
+                fix="Please report this model; --skip-check writes the folder without this check.",
+            )
 
 
-def own_tokens(bundle: Bundle, engine: HtpEngine, prompt: Sequence[int], max_new_tokens: int) -> list[int]:
+def own_tokens(
+    bundle: Bundle, engine: HtpEngine, prompt: Sequence[int], max_new_tokens: int, lora: str | None = None
+) -> list[int]:
     """Greedy continuation by the graphs that have logits for every row; tokens that end a text do not end it."""
     manifest = bundle.manifest
     cache = KVCache(manifest.cache_geometry, ar={graph.ar for graph in manifest.graphs}, sink=read_sink(bundle))
     session = Session(cache, Graphs(bundle, engine, cache))
+    if lora is not None:
+        session.adapt(Adapters(bundle).open([LoraChoice(lora)]))
     tokens = [int(session.score(prompt)[-1].argmax())]
     while len(tokens) < max_new_tokens:
         tokens.append(int(session.feed(tokens[-1:]).argmax()))

@@ -10,6 +10,7 @@ import msgspec
 
 from exporters.targets.genie.library import GenieStatusError, LoadedDialog, unbuffer_stdout
 from exporters.targets.genie.messages import (
+    ApplyLora,
     Create,
     Done,
     Query,
@@ -59,6 +60,8 @@ def _serve(dialog: LoadedDialog, request: Request, replies: IO[bytes]) -> None:
         dialog.restore(request.path)
     elif isinstance(request, Reset):
         dialog.reset()
+    elif isinstance(request, ApplyLora):
+        dialog.apply_lora(request.name)
 
 
 def _send(replies: IO[bytes], reply: Reply) -> None:

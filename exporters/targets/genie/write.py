@@ -8,6 +8,7 @@ from importlib import metadata, resources
 from pathlib import Path
 
 import onnx_ir as ir
+from msgspec import UNSET
 
 from edgekv import qnn
 from edgekv.bundle import (
@@ -28,6 +29,7 @@ from edgekv.spec import EMBEDDINGS
 from edgekv.system import sha256_of
 from exporters.htp.compile import compile_binaries
 from exporters.progress import Progress, silent
+from exporters.targets.genie.adapters import reads_adapters, write_adapters
 from exporters.targets.genie.all_rows import ReturnAllRows
 from exporters.targets.genie.config import (
     CONFIG,
@@ -46,6 +48,7 @@ from exporters.targets.genie.plan import GenieOptions, GeniePlan
 from exporters.targets.genie.ports import GeniePorts
 from exporters.targets.genie.proof import prove
 from exporters.targets.genie.state import STATE, write_state
+from exporters.targets.genie.unsigned_adapters import UnsignedAdapters
 from exporters.targets.genie.vendor import find_library
 from exporters.targets.key_columns import KeysInColumns
 from exporters.targets.stack_heads import StackHeads
@@ -89,6 +92,7 @@ def write_genie(
             for part, models in enumerate(parts, 1)
             for name, graph in plan.named(part)
         }
+        adapters = write_adapters(bundle, folder)
         binaries = compile_binaries(parts, plan.device, folder, options.each, progress)
         named = {
             name: full
@@ -109,6 +113,7 @@ def write_genie(
                 sampling=options.sampling,
                 max_new_tokens=options.max_new_tokens or plan.context,
                 table=encoding,
+                adapters={each.name: each.path for each in adapters},
             )
             (folder / file).write_bytes(readable_json(config))
             return config
@@ -125,14 +130,15 @@ def write_genie(
             wrappers = {name: folder / binary.wrappers[name] for name, binary in alone.items()}
             # The bundle's own graphs run on Genie's binaries if these read and write the same.
             same_cache = manifest.key_layout == "columns" and not options.stacked
-            reads_alike = same_cache and (table is None or manifest.embedding is not None)
+            reads_alike = same_cache and (table is None or manifest.embedding is not None) and not adapters
             compiled = plan.compiled(bundle, wrappers)
             engine = HtpEngine(plan.device, compiled) if reads_alike else HtpEngine.on(plan.device, bundle)
             prompt = _prompt(bundle, plan)
             count = min(_CHECKED_TOKENS, plan.context - len(plan.first) - len(prompt))
             state = None if plan.sink is None else folder / STATE
             graphs = {named[name]: ports[name] for name in ports}
-            prove(folder, config, graphs, bundle, engine, plan.first, state, prompt, count)
+            states = {each.name: None if each.state is None else folder / each.state for each in adapters}
+            prove(folder, config, graphs, bundle, engine, plan.first, state, prompt, count, states)
             progress("check on Genie", 1, 1)
         _remove_wrappers(folder, binaries)
         written = GenieManifest(
@@ -152,6 +158,7 @@ def write_genie(
             checked=options.check,
             files=record_files(folder),
             sink=None if plan.sink is None else _sink(bundle, plan.sink.tokens),
+            adapters=adapters or UNSET,
         )
         (folder / GENIE_MANIFEST).write_bytes(readable_json(written))
     return written
@@ -181,6 +188,8 @@ def _adapt_part(
         source = bundle.part_path(part)
         model = load_model(source)
         passes: list[ir.passes.PassBase] = [ReturnAllRows(part, graph.ar)]
+        if reads_adapters(bundle):
+            passes.append(UnsignedAdapters())
         if bundle.manifest.key_layout == "rows":
             passes.append(KeysInColumns(bundle.manifest.geometry.names()))
         if stacked and part.layers:
@@ -200,7 +209,7 @@ def _adapt_part(
 def _check_graph(
     bundle: Bundle, graph: GraphRecord, part: PartRecord, model: Path, table: Encoding | None
 ) -> GeniePorts:
-    ports = GeniePorts.of(bundle.manifest, graph, part, table)
+    ports = GeniePorts.of(bundle.manifest, graph, part, table, unsigned_adapters=reads_adapters(bundle))
     ports.check_encodings(part.file)
     found = read_ports(model)
     is_stacked = len(found.outputs) < len(ports.outputs)
