@@ -70,15 +70,18 @@ class Batch:
         """Run what is offered, in one pass of the sessions that have room.
 
         Args:
-            offers: at most `most`, each of another session.
+            offers: at most `most`, each of another session, all with one adapter.
 
         Returns:
             The logits after each token as integers `[V]`; None for a session that did not run.
 
         Raises:
             EngineError: the runtime failed; no session has changed.
+            ValueError: the sessions have different adapters.
         """
         sessions = [offer.session for offer in offers]
+        if len({id(session.adapter) for session in sessions}) > 1:
+            raise ValueError("offers: got several adapters; expected one for a pass")
         found: list[NDArray[Any] | None] = [None] * len(sessions)
         placed: list[int] = []
         for at, session in enumerate(sessions):
@@ -90,7 +93,7 @@ class Batch:
             RowView(sessions[at].cache.tokens_seen, self._columns.of(id(sessions[at])), (row,))
             for row, at in enumerate(placed)
         ]
-        self._graphs.use(self._cache)
+        self._graphs.use(self._cache, sessions[0].adapter)
         windows = self._cache.window(self.most)
         self._graph.run_views([offers[at].token for at in placed], views, windows)
         (window,) = windows

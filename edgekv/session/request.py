@@ -201,12 +201,9 @@ class Request:
         return self._drafting is not None and self._drafting.has_run(tokens)
 
     def batched(self, tokens: int) -> Session | None:
-        """The session that a `Batch` may advance by the next `tokens` tokens; None if only `feed` can run them.
-
-        A pass has one adapter: only requests of the base model share passes.
-        """
+        """The session that a `Batch` may advance by the next `tokens` tokens; None if only `feed` can run them."""
         self._settle()
-        if tokens != 1 or self._adapter is not None or not self._pool.keeps(len(self._tokens) + 1):
+        if tokens != 1 or not self._pool.keeps(len(self._tokens) + 1):
             return None
         session = self._pool.touch(self.sequence)
         return session if session is not None and self._continues(session) else None

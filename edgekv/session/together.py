@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from time import perf_counter_ns
 
-from edgekv.session.batch import Batch
+from edgekv.session.adapters import BoundAdapter
+from edgekv.session.batch import Batch, Offer
 from edgekv.session.generation import Generation
 from edgekv.session.graphs import Graphs, StepTimes
 
@@ -13,7 +14,7 @@ from edgekv.session.graphs import Graphs, StepTimes
 def advance_together(generations: Sequence[Generation], batch: Batch, graphs: Graphs) -> None:
     """Run the next pass of several generations as one, as far as they can; `next` of each then needs none.
 
-    The caller has the model's lock.
+    A pass has one adapter, so those with the same share passes. The caller has the model's lock.
 
     Args:
         generations: of the model, each once.
@@ -24,11 +25,14 @@ def advance_together(generations: Sequence[Generation], batch: Batch, graphs: Gr
         ValueError: a later call has claimed the sequence of one.
         EngineError: the runtime failed; the generations of that pass have not changed.
     """
-    ready = [(each, offer) for each in generations if (offer := each.offer()) is not None]
-    for at in range(0, len(ready), batch.most):
-        some = ready[at : at + batch.most]
+    ready: dict[BoundAdapter | None, list[tuple[Generation, Offer]]] = {}
+    for each in generations:
+        if (offer := each.offer()) is not None:
+            ready.setdefault(offer.session.adapter, []).append((each, offer))
+    passes = [alike[at : at + batch.most] for alike in ready.values() for at in range(0, len(alike), batch.most)]
+    for some in passes:
         if len(some) == 1:
-            return  # a step of its own reads less
+            continue  # a step of its own reads less
         started, times = perf_counter_ns(), graphs.times
         before = [offer.session.cache.stats for _, offer in some]
         rows = batch.advance([offer for _, offer in some])
