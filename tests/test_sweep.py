@@ -226,6 +226,11 @@ def test_the_front_and_the_choice(done):
     results = with_front([other("small", 0.2, 10), other("worse", 0.3, 12), other("good", 0.1, 20)])
     assert [each.name for each in results if each.on_front] == ["small", "good"]
     assert [recommend(results, budget)[0].name for budget in (None, 15, 5)] == ["good", "small", None]
+    assert recommend(results, None)[0].knee is None, "two points are a line"
+    bent = [other("small", 0.2, 10), other("bend", 0.03, 12), other("good", 0.02, 20), other("worse", 0.1, 15)]
+    assert recommend(bent, None)[0].knee == "bend"
+    hollow = [other("small", 0.2, 10), other("above", 0.19, 19), other("good", 0.02, 20)]
+    assert recommend(hollow, None)[0].knee is None, "it is above the line"
 
 
 def test_a_checkpoint_at_a_url(checkpoint, tmp_path, monkeypatch):

@@ -8,6 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from exporters.checkpoint.checkpoint import Checkpoint
+from exporters.export import RunOptions, export_bundle
+from exporters.lora.options import LoraOptions
 from exporters.sweep.bundles import assemble
 from exporters.sweep.planning import Exported, Planner
 from exporters.sweep.store import PieceStore
@@ -52,6 +55,22 @@ def test_only_recipes_below_8_bits_wait_for_matrices(checkpoint, recipe, waits):
     matrices = {piece.key for piece in pieces.values() if piece.kind == "matrix"}
     assert bool(planner.plan.under([runs[-1].key]) & matrices) == waits
     assert matrices <= planner.plan.under([exported.write])
+
+
+def test_slots_for_adapters_have_the_bytes_of_one_machine(checkpoint, tmp_path):
+    lora = LoraOptions(rank=4)
+    (combination, *_) = wanted(devices=("SM8650",))
+    options = replace(combination.options(COMMON), calibration_tokens=256, lora=lora)
+    plain, slotted = Planner(str(checkpoint)), Planner(str(checkpoint))
+    assert plain.export(replace(options, lora=None)).write != slotted.export(options).write
+    store = PieceStore(str(tmp_path / "pieces"))
+    for piece in slotted.plan.pieces.values():
+        store.make(piece.key, piece.kind, partial(piece.work, store=store))
+    assemble(slotted.export(options), options.device, store, tmp_path / "far", force=False)
+    export_bundle(
+        Checkpoint.open(str(checkpoint)), tmp_path / "near", options, RunOptions(cache_dir=tmp_path / "cache")
+    )
+    assert files(tmp_path / "far") == files(tmp_path / "near")
 
 
 def test_a_divided_layer_has_the_key_of_the_whole(checkpoint):

@@ -27,6 +27,7 @@ class Where:
         say: called with what happens to workers.
         progress: called for each kind of piece.
         divide: make the matrices of a layer pieces of their own.
+        prune_days: afterwards remove pieces not used for so many days; None for none.
     """
 
     folder: Path
@@ -37,6 +38,7 @@ class Where:
     say: Say = field(default=print)
     progress: Progress = silent
     divide: bool = False
+    prune_days: float | None = None
 
 
 def fitness_for(

@@ -79,6 +79,12 @@ def sweep(
         ),
     ] = None,
     divide_layers: DivideOption = False,
+    prune_days: Annotated[
+        Optional[float],
+        typer.Option(
+            "--prune", min=0, help="Afterwards remove pieces that no sweep of this folder has used for so many days."
+        ),
+    ] = None,
     keep_going: Annotated[
         bool, typer.Option("--keep-going", help="Leave out combinations that cannot be or fail, and unfit workers.")
     ] = False,
@@ -109,7 +115,7 @@ def sweep(
     budget_bytes = None if budget is None else parse_bytes("--budget", budget)
     _make_folder(output)
     with shown() as progress:
-        where = Where(output, store, scheduler, workers, keep_going, _say, progress, divide_layers)
+        where = Where(output, store, scheduler, workers, keep_going, _say, progress, divide_layers, prune_days)
         report = run_sweep(checkpoint, [*wanted], text.name, content, tokens, where, common, budget_bytes=budget_bytes)
     write_page(output / PAGE, report)
     if as_json:

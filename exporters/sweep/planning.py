@@ -185,6 +185,7 @@ class Planner:
             prepared.calibration.name,
             [(graph.name, graph.role, [part.name for part in graph.parts]) for graph in prepared.graphs],
             repr(prepared.split),
+            repr(options.lora),
         )
         ram_bytes = writing_bytes(prepared.checkpoint.spec.sizes)
         return self._put("write", content, (source.survey, *layers), ram_bytes, WriteWork(source, layers))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import msgspec
@@ -10,6 +11,8 @@ from edgekv.kv import KvDtype
 from exporters.inspect.report import LayerLoss
 from exporters.inspect.tally import Evaluation
 from exporters.sweep.combination import Refusal
+
+_LEAST_KL = 1e-9
 
 
 class Result(msgspec.Struct, frozen=True, kw_only=True):
@@ -56,19 +59,22 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Recommendation(msgspec.Struct, frozen=True, kw_only=True):
-    """The combination of least KL divergence within the budget, for a chip.
+    """The combination of least KL divergence within the budget, for a chip, and where the front bends.
 
     Attributes:
         device: the chip.
         name: of the combination; None if none is small enough.
         command: reproduces it.
         reason: in words.
+        knee: name of the combination where the front of quality against bytes bends the most, whatever the budget; None
+            if it does not bend.
     """
 
     device: str
     name: str | None
     command: str | None
     reason: str
+    knee: str | None = None
 
 
 class SweepReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -110,21 +116,61 @@ def with_front(results: Sequence[Result]) -> list[Result]:
 
 
 def recommend(results: Sequence[Result], budget_bytes: int | None) -> list[Recommendation]:
-    """A recommendation for each chip."""
+    """A recommendation for each chip: the least KL divergence within the budget, that is, the largest bundle of use."""
     found = []
     for device in dict.fromkeys(each.device for each in results):
         of_device = [each for each in results if each.device == device]
         fitting = [each for each in of_device if budget_bytes is None or each.bytes <= budget_bytes]
+        bend = knee(of_device)
+        name = None if bend is None else bend.name
         if not fitting:
             least = min(of_device, key=lambda each: each.bytes)
             reason = f"none within the budget; the smallest is {least.name} with {least.bytes:,} bytes"
-            found.append(Recommendation(device=device, name=None, command=None, reason=reason))
+            found.append(Recommendation(device=device, name=None, command=None, reason=reason, knee=name))
             continue
         best = min(fitting, key=lambda each: (each.evaluation.kl_nats, each.bytes))
-        limit = "of all" if budget_bytes is None else f"of the {len(fitting)} within the budget"
+        limit = "of all, as no budget is given" if budget_bytes is None else f"of the {len(fitting)} within the budget"
         reason = f"least KL divergence {limit}: {best.evaluation.kl_nats:.5f} nats a token"
-        found.append(Recommendation(device=device, name=best.name, command=best.command, reason=reason))
+        found.append(Recommendation(device=device, name=best.name, command=best.command, reason=reason, knee=name))
     return found
+
+
+def knee(results: Sequence[Result]) -> Result | None:
+    """Where the front of KL divergence, on a logarithmic axis, against bytes bends the most.
+
+    That is the combination furthest below the line between the smallest and the best one, both axes scaled to the
+    distance of these two (as in Satopaa et al. 2011, "Finding a Kneedle in a Haystack").
+
+    Returns:
+        None if no combination is below the line.
+    """
+    front = [
+        each
+        for each in results
+        if not any(
+            other.bytes <= each.bytes
+            and other.evaluation.kl_nats <= each.evaluation.kl_nats
+            and (other.bytes, other.evaluation.kl_nats) != (each.bytes, each.evaluation.kl_nats)
+            for other in results
+        )
+    ]
+    if len(front) < 3:
+        return None
+    smallest, best = min(front, key=lambda each: each.bytes), max(front, key=lambda each: each.bytes)
+    if smallest.bytes == best.bytes:
+        return None
+
+    def depth(each: Result) -> float:
+        along = (each.bytes - smallest.bytes) / (best.bytes - smallest.bytes)
+        fallen = (_log_kl(smallest) - _log_kl(each)) / (_log_kl(smallest) - _log_kl(best))
+        return fallen - along
+
+    found = max(front, key=depth)
+    return found if depth(found) > 0 else None
+
+
+def _log_kl(result: Result) -> float:
+    return math.log(max(result.evaluation.kl_nats, _LEAST_KL))
 
 
 def _dominates(one: Result, other: Result) -> bool:

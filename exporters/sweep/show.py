@@ -44,6 +44,8 @@ def lines(report: SweepReport) -> Iterator[str]:
         yield f"{choice.device}: {choice.name or 'no choice'}, {choice.reason}"
         if choice.command is not None:
             yield f"  {choice.command}"
+        if choice.knee not in (None, choice.name):
+            yield f"  the front of quality against bytes bends at {choice.knee}"
     yield (
         f"{report.pieces} pieces instead of {report.separate_pieces}, {report.done} done now in {report.seconds:.0f} s"
     )

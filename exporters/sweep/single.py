@@ -47,7 +47,7 @@ def export_on(checkpoint: str, target: Path, options: ExportOptions, where: Wher
     check_target(target, force=force)
     check_compiler(options)
     local = {"--format tflite": options.graph_format == "tflite", "--learn-rounding": bool(options.learn_tokens)}
-    local["--lora-slots"] = options.lora is not None
+    local["--lora-calibrate"] = options.lora is not None and bool(options.lora.calibrate)
     for option in [name for name, given in local.items() if given]:
         raise UsageError("--scheduler", got=f"it with {option}", expected="one of both", fix=f"Leave {option} out.")
     if options.calibration is not None:

@@ -8,12 +8,14 @@ from pathlib import Path
 
 from edgekv.bundle import atomic_file, readable_json
 from edgekv.errors import EdgeKVError, UsageError
+from edgekv.system import format_bytes
 from exporters.resources import bundle_bytes
 from exporters.sweep.bundles import assemble, measure
 from exporters.sweep.carry import Where, carry_out, fitness_for
 from exporters.sweep.combination import Combination, Common, Refusal, sort_out
 from exporters.sweep.piece import hashed
 from exporters.sweep.planning import Member, Planner
+from exporters.sweep.prune import check_prunable, mark_used, prune
 from exporters.sweep.quality import Sample
 from exporters.sweep.result import Result, SweepReport, recommend, with_front
 from exporters.sweep.run import Failure, unfinished
@@ -66,6 +68,8 @@ def run_sweep(
         )
     store = PieceStore(where.store or str((where.folder / "pieces").absolute()))
     store.check()
+    if where.prune_days is not None:
+        check_prunable(store)
     sample = store_sample(store, text_name, text, tokens)
     errors = Sample(sample.key, sample.name, min(tokens, _ERROR_TOKENS))
     planner = Planner(checkpoint, divide=where.divide)
@@ -105,6 +109,10 @@ def run_sweep(
     )
     with atomic_file(where.folder / RESULTS) as partial:
         partial.write_bytes(readable_json(report, indent=2))
+    mark_used(store, {sample.key, *plan.pieces})
+    if where.prune_days is not None:
+        pruned = prune(store, where.prune_days)
+        where.say(f"removed {pruned.pieces} pieces, {format_bytes(pruned.bytes)}")
     return report
 
 
