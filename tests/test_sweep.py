@@ -229,6 +229,8 @@ def test_the_front_and_the_choice(done):
     assert recommend(results, None)[0].knee is None, "two points are a line"
     bent = [other("small", 0.2, 10), other("bend", 0.03, 12), other("good", 0.02, 20), other("worse", 0.1, 15)]
     assert recommend(bent, None)[0].knee == "bend"
+    straight = [other("small", 0.2, 10), other("on", 0.062, 15), other("good", 0.02, 20)]
+    assert recommend(straight, None)[0].knee is None, "0.01 of an axis below the line"
     hollow = [other("small", 0.2, 10), other("above", 0.19, 19), other("good", 0.02, 20)]
     assert recommend(hollow, None)[0].knee is None, "it is above the line"
 

@@ -13,6 +13,7 @@ from exporters.inspect.tally import Evaluation
 from exporters.sweep.combination import Refusal
 
 _LEAST_KL = 1e-9
+_LEAST_BEND = 0.1
 
 
 class Result(msgspec.Struct, frozen=True, kw_only=True):
@@ -142,7 +143,7 @@ def knee(results: Sequence[Result]) -> Result | None:
     distance of these two (as in Satopaa et al. 2011, "Finding a Kneedle in a Haystack").
 
     Returns:
-        None if no combination is below the line.
+        None if no combination is further below the line than a tenth of an axis.
     """
     front = [
         each
@@ -166,7 +167,7 @@ def knee(results: Sequence[Result]) -> Result | None:
         return fallen - along
 
     found = max(front, key=depth)
-    return found if depth(found) > 0 else None
+    return found if depth(found) > _LEAST_BEND else None
 
 
 def _log_kl(result: Result) -> float:
