@@ -1,10 +1,11 @@
 """What a layer of a shape takes in context binaries: its matrices, their scales, and what every graph adds.
 
     python -m benchmarks.binary_bytes SHAPE [--recipe w4a16-lpbq64] [--context 1024,4096] [--ar 1,128]
-        [--key-layout columns] [--folder DIR]
+        [--key-layout columns] [--optimization 1] [--without-attention] [--folder DIR]
 
 Checkpoints of the shape with one layer and with two, of random weights and a vocabulary of 512 tokens, are exported and
 compiled, once for the first graph alone and once for all graphs in one binary. A layer is the difference of the two.
+With --without-attention the graphs hold the matrices and norms alone: no change of the attention makes them smaller.
 Qualcomm's compiler does not give the same size each time: with two layers it varied by 0.1 MB, once by 0.6 MB.
 """
 
@@ -14,15 +15,18 @@ import argparse
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.large_checkpoint import SHAPES, write_large_checkpoint
 from benchmarks.large_export import DEVICE, weights_bytes
+from benchmarks.without_attention import write_without_attention
 from devices import find
 from edgekv.bundle import open_bundle
-from exporters.htp.compile import compile_graphs, device_parts
+from edgekv.runtime import HtpOptions
+from edgekv.system import link_or_copy
+from exporters.htp.compile import COMPILER_DEFAULTS, compile_graphs, device_parts
 
 _VOCABULARY = 512
 _CALIBRATION_TOKENS = 512
@@ -85,17 +89,35 @@ def export(checkpoint: Path, bundle: Path, options: Sequence[str]) -> None:
         sys.exit(1)
 
 
-def compiled_bytes(bundle: Path, checkpoint: Path, recipe: str) -> BinaryBytes:
-    """Compile a bundle of whole graphs, and read the sizes of the binaries."""
+def compiled_bytes(
+    bundle: Path,
+    checkpoint: Path,
+    recipe: str,
+    *,
+    options: HtpOptions = COMPILER_DEFAULTS,
+    attention: bool = True,
+) -> BinaryBytes:
+    """Compile a bundle of whole graphs, with their attention or without, and read the sizes of the binaries."""
     opened, device = open_bundle(bundle), find(DEVICE)
     (models,) = device_parts(opened.manifest.graphs, opened.path)
-    first = dict([next(iter(models.items()))])
-    sizes = []
-    for chosen in (first, models):
-        with tempfile.TemporaryDirectory() as folder:
-            binary = compile_graphs(device, chosen, Path(folder))
-            sizes.append((Path(folder) / binary.file).stat().st_size)
+    with tempfile.TemporaryDirectory() as scratch:
+        if not attention:
+            models = _without_attention(models, Path(scratch))
+        sizes = []
+        for chosen in (dict([next(iter(models.items()))]), models):
+            with tempfile.TemporaryDirectory() as folder:
+                binary = compile_graphs(device, chosen, Path(folder), options=options)
+                sizes.append((Path(folder) / binary.file).stat().st_size)
     return BinaryBytes(*weights_bytes(checkpoint, recipe), *sizes, len(models))
+
+
+def _without_attention(models: Mapping[str, Path], folder: Path) -> dict[str, Path]:
+    """Graphs without attention, beside copies of the weights that they read."""
+    for weights in next(iter(models.values())).parent.glob("*.safetensors"):
+        link_or_copy(weights, folder / weights.name)
+    for path in models.values():
+        write_without_attention(path, folder / path.name)
+    return {name: folder / path.name for name, path in models.items()}
 
 
 def main() -> None:
@@ -105,9 +127,12 @@ def main() -> None:
     parser.add_argument("--context", default="1024,4096")
     parser.add_argument("--ar", default="1,128")
     parser.add_argument("--key-layout", choices=("rows", "columns"), default="rows")
+    parser.add_argument("--optimization", type=int, choices=(1, 2, 3), help="of the compiler, as `--htp optimization`")
+    parser.add_argument("--without-attention", action="store_true", help="leave the matrices and norms alone")
     parser.add_argument("--folder", type=Path, help="where to work; what is there is used again")
     args = parser.parse_args()
     options = ["--recipe", args.recipe, "--context", args.context, "--ar", args.ar, "--key-layout", args.key_layout]
+    compiler = HtpOptions(optimization=args.optimization)
     with tempfile.TemporaryDirectory() as scratch:
         folder = args.folder or Path(scratch)
         found = []
@@ -116,7 +141,9 @@ def main() -> None:
             checkpoint = write_large_checkpoint(folder / f"{args.shape}-{layers}", args.shape, changes)
             bundle = folder / f"bundle-{layers}"
             export(checkpoint, bundle, options)
-            found.append(compiled_bytes(bundle, checkpoint, args.recipe))
+            found.append(
+                compiled_bytes(bundle, checkpoint, args.recipe, options=compiler, attention=not args.without_attention)
+            )
     one, two = found
     print(f"a layer of {args.shape}, {args.recipe}, {DEVICE}\n{two.beyond(one)}")
 
