@@ -10,16 +10,18 @@ from numpy.typing import NDArray
 
 from edgekv.bundle import GraphRecord, RecipeRecord
 from edgekv.plan import CALIBRATION_WINDOW, default_calibration_tokens
-from edgekv.spec import DecoderInterface, Geometry, LayeredGeometry
+from edgekv.spec import DecoderInterface, Geometry, KvTensor, LayeredGeometry
 from exporters.checkpoint.aligned import AlignedHeads, AlignedTransforms, align
 from exporters.checkpoint.channels import outlier_channels
 from exporters.checkpoint.checkpoint import Checkpoint
 from exporters.graphs.onnx import plan_graphs
 from exporters.graphs.split import Split, choose_split
+from exporters.lora.sink import adapted_rows
 from exporters.options import ExportOptions
 from exporters.preconditions import check_fit
 from exporters.quantize.as_stored import resolve
 from exporters.quantize.calibrate import CalibrationText, calibration_windows, read_calibration
+from exporters.quantize.reference import Floats
 from exporters.quantize.sink import FloatSink, first_tokens, is_sink
 from exporters.quantize.survey import Survey, survey
 from exporters.records import recipe_record
@@ -101,7 +103,8 @@ class Prepared:
         heads = None
         if options.recipe.heads != "none":
             limit = 32767 if options.kv_dtype == "s16" else 127
-            heads = align(spec, found.reach, found.rows, limit, has_sink=has_sink)
+            adapted = self._adapted_sinks() if has_sink and options.kv_dtype == "u8" else []
+            heads = align(spec, found.reach, found.rows, limit, has_sink=has_sink, adapted=adapted)
         if not has_sink:
             return Surveyed(None, heads, self._tokens())
         rows = found.rows
@@ -110,6 +113,13 @@ class Prepared:
             rows = {tensor: transforms.row(tensor, each) for tensor, each in rows.items()}
         named = {tensor.past: each for tensor, each in rows.items()}
         return Surveyed(FloatSink(first, found.outlier, named, found.logits), heads, self.survey_tokens)
+
+    def _adapted_sinks(self) -> list[dict[KvTensor, Floats]]:
+        """Keys and values of the sink with each of the adapters to calibrate on."""
+        choices = () if self.options.lora is None else self.options.lora.calibrate
+        if not choices:
+            return []
+        return adapted_rows(self.checkpoint, self.surveyed_first, choices, self.options.contexts[-1])
 
     def _tokens(self, first: Sequence[int] | None = None) -> NDArray[np.int64]:
         """`[windows, T]`; each window begins with the tokens `first`, or with the BOS token, if there is one."""

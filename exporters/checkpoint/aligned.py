@@ -14,7 +14,7 @@ moves to a lattice point of a radius slightly below n, and the value to a lattic
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -31,6 +31,7 @@ from exporters.checkpoint.checkpoint import EVERY
 from exporters.checkpoint.factors import Factors
 from exporters.checkpoint.reach import ANGLES, HeadNumber, HeadReach
 from exporters.checkpoint.rotate import Floats, Read, hadamard
+from exporters.checkpoint.value_turn import turned, value_turn, value_turns
 from quant import Encoding
 
 HEADS_FILE = "heads.safetensors"
@@ -56,7 +57,8 @@ class AlignedHead:
     Attributes:
         pairs: factor times cosine and sine of the turn of each pair of keys, `[R/2, 2]`.
         rest: factors of the elements of keys that are not rotated, `[D - R]`.
-        turn: unit vectors `[2, D]`: after the Hadamard rotation, values are turned from the first to the second.
+        turn: pairs of unit vectors `[2 * k, D]`: after the Hadamard rotation, values are turned from the first of each
+            pair to the second, one pair after another.
         steps: of keys and values in the cache, `[2]`.
     """
 
@@ -78,9 +80,10 @@ class AlignedHead:
     @property
     def rotation(self) -> Floats:
         """Of values, `[D, D]`: `values @ rotation`."""
-        start, end = self.turn.astype(np.float64)
-        turned: Floats = (hadamard(len(start)) @ _turn(start, end).T).astype(np.float32)
-        return turned
+        rotation: Doubles = hadamard(self.turn.shape[1]).astype(np.float64)
+        for start, end in self.turn.astype(np.float64).reshape(-1, 2, self.turn.shape[1]):
+            rotation = rotation @ turned(start, end).T
+        return rotation.astype(np.float32)
 
 
 AlignedHeads = Mapping[HeadNumber, AlignedHead]
@@ -149,6 +152,7 @@ def align(
     limit: int,
     *,
     has_sink: bool,
+    adapted: Sequence[Mapping[KvTensor, Floats]] = (),
 ) -> dict[HeadNumber, AlignedHead]:
     """The transforms of all heads.
 
@@ -159,8 +163,9 @@ def align(
         limit: the greatest integer of the cache.
         has_sink: whether the first tokens are a sink. Its first row comes to lie on the grid; with 16 bits every row
             lies there closely enough.
+        adapted: keys and values of the sink with some adapters, whose values come close to a grid of 8 bits too.
     """
-    rotation, aligned = hadamard(spec.head_dim), {}
+    rotation, aligned, most = hadamard(spec.head_dim), {}, _filled(limit)
     for layer in range(spec.layers):
         everything: list[HeadReach] = []
         for head in range(spec.kv_heads):
@@ -179,7 +184,11 @@ def align(
                 seen = replace(seen, pairs=np.repeat(straight, len(ANGLES), axis=1), rest=rest)
             gains, rest = _gains(seen, key[0] if snaps and not spec.qk_norm else None, limit)
             step = np.float32(1 / np.concatenate([np.hypot(*gains.T), rest]).mean())
-            turn, value_step = _value_turn(seen.value, value[0] if snaps else None, spec.head_dim, limit)
+            value_rows = [each[KvTensor(layer, "value", head)][0] for each in adapted]
+            if snaps and value_rows:
+                turn, value_step = value_turns(seen.value, np.stack([value[0], *value_rows]), limit, most)
+            else:
+                turn, value_step = value_turn(seen.value, value[0] if snaps else None, spec.head_dim, limit, most)
             aligned[layer, head] = AlignedHead(
                 (gains * step).astype(np.float32),
                 (rest * step).astype(np.float32),
@@ -276,28 +285,3 @@ def _on_lattice(
     gains[reached * gains > _filled(limit) * 1.01] = 0
     best = int(gains.argmax())
     return (float(turns[best]), float(gains[best])) if gains[best] else (angle, gain)
-
-
-def _value_turn(reach: float, row: Floats | None, width: int, limit: int) -> tuple[Floats, np.float32]:
-    """The turn that puts a value on a lattice vector, and the step; no turn if the value is below 1 step."""
-    step = np.float32(max(reach, 1e-30) / _filled(limit))
-    turn = np.zeros((2, width), np.float32)
-    if row is None:
-        return turn, step
-    wanted = (row.astype(np.float64) @ hadamard(width)) / float(step)
-    length = float(np.linalg.norm(wanted))
-    tried = [np.clip(np.rint(wanted * share), -limit, limit) for share in np.linspace(0.8, 1.0, 81)]
-    fitting = [each for each in tried if 0.5 * length < np.linalg.norm(each) <= length]
-    if not fitting:
-        return turn, step
-    lattice = max(fitting, key=lambda each: float(np.linalg.norm(each)))
-    step = np.float32(step * length / np.linalg.norm(lattice))
-    return np.stack([wanted / length, lattice / np.linalg.norm(lattice)]).astype(np.float32), step
-
-
-def _turn(start: Doubles, end: Doubles) -> Doubles:
-    """The rotation in the plane of two unit vectors that takes the first to the second; the identity for zeros."""
-    start, end = (each / max(float(np.linalg.norm(each)), 1e-30) for each in (start, end))
-    plane = np.outer(end, start) - np.outer(start, end)
-    turned: Doubles = np.eye(len(start)) + plane + plane @ plane / (1 + start @ end)
-    return turned

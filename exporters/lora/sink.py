@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -10,12 +10,15 @@ from numpy.typing import NDArray
 
 from edgekv.bundle import Bundle
 from edgekv.session import read_sink
-from edgekv.spec import HEAD, LOGITS, LoraTarget
+from edgekv.spec import EMBEDDING, HEAD, KINDS, LOGITS, DecoderSpec, KvTensor, LoraTarget
+from exporters.checkpoint.checkpoint import Checkpoint
 from exporters.checkpoint.factors import Factors
+from exporters.checkpoint.lora import Adapter, AdapterChoice
 from exporters.decoder import decoder_layer, logits
 from exporters.inspect.integers import StoredMatrices
-from exporters.lora.base import LoraBase
-from exporters.quantize.reference import Floats, NumpyOps, Weights
+from exporters.lora.base import ExportedBase, LoraBase
+from exporters.lora.quantize import folded_factors
+from exporters.quantize.reference import Floats, NumpyOps, Observer, Weights
 
 Changes = Mapping[tuple[int, LoraTarget], Factors]
 
@@ -30,16 +33,48 @@ def adapted_sink(bundle: Bundle, base: LoraBase, changes: Changes) -> dict[str, 
         base: its base model.
         changes: what the adapter adds.
     """
+    encodings = bundle.manifest.encodings
+    return {name: encodings[name].quantize(values) for name, values in exact_sink(bundle, base, changes).items()}
+
+
+def exact_sink(bundle: Bundle, base: LoraBase, changes: Changes) -> dict[str, Floats]:
+    """As `adapted_sink`, before values are rounded."""
     sink = read_sink(bundle)
     if sink is None:
         return {}
     plain, adapted = (_run(bundle, base, each) for each in ({}, changes))
     encodings = bundle.manifest.encodings
     integers = {**sink.rows, LOGITS: sink.logits}
-    return {
-        name: encodings[name].quantize(encodings[name].dequantize(rows) + adapted[name] - plain[name])
-        for name, rows in integers.items()
-    }
+    return {name: encodings[name].dequantize(rows) + adapted[name] - plain[name] for name, rows in integers.items()}
+
+
+def adapted_rows(
+    checkpoint: Checkpoint, tokens: Sequence[int], choices: Sequence[AdapterChoice], context: int
+) -> list[dict[KvTensor, Floats]]:
+    """Keys and values of the first tokens with each of some adapters, by the exact weights, `[n, D]`.
+
+    Args:
+        checkpoint: the base model, before transforms that the export folds into it.
+        tokens: ids.
+        choices: the adapters.
+        context: the context length of the rotary embedding.
+
+    Raises:
+        CheckpointError: an adapter is damaged, or of another model.
+    """
+    spec, weights, base = checkpoint.spec, Weights(checkpoint), ExportedBase(checkpoint, checkpoint)
+    found: list[dict[str, Floats]] = [{} for _ in choices]
+    ops = [
+        _Adapting(spec, weights, folded_factors(Adapter.open(choice), base), len(tokens), context, seen.__setitem__)
+        for choice, seen in zip(choices, found, strict=True)
+    ]
+    states = [checkpoint.tensor(EMBEDDING, np.array(tokens))] * len(ops)
+    for layer in range(spec.layers):
+        weights.drop()
+        states = [decoder_layer(each, spec, layer, state) for each, state in zip(ops, states, strict=True)]
+    heads = [(layer, head) for layer in range(spec.layers) for head in range(spec.kv_heads)]
+    kept = [KvTensor(layer, kind, head) for layer, head in heads for kind in KINDS]
+    return [{tensor: seen[tensor.past] for tensor in kept} for seen in found]
 
 
 def _run(bundle: Bundle, base: LoraBase, changes: Changes) -> dict[str, Floats]:
@@ -59,20 +94,14 @@ def _run(bundle: Bundle, base: LoraBase, changes: Changes) -> dict[str, Floats]:
     return found
 
 
-class _AdaptedOps(NumpyOps):
-    """Runs the dequantized matrices of a bundle, and an adapter beside them."""
+class _Adapting(NumpyOps):
+    """Runs an adapter beside the matrices."""
 
-    def __init__(self, bundle: Bundle, base: LoraBase, changes: Changes, tokens: int, observe: Any) -> None:
-        super().__init__(base.spec, _SmallTensors(base), tokens, bundle.manifest.context, observe)
-        self._matrices = StoredMatrices(bundle)
+    def __init__(
+        self, spec: DecoderSpec, weights: Weights, changes: Changes, tokens: int, context: int, observe: Observer
+    ) -> None:
+        super().__init__(spec, weights, tokens, context, observe)
         self._changes = changes
-        self._held: dict[str, Floats] = {}
-
-    def product(self, x: Floats, weight: str, rows: slice, gain: float) -> Floats:
-        if weight not in self._held:  # stored with its gain; heads ask for one matrix one after another
-            self._held = {weight: self._matrices.matrix(weight)}
-        product: Floats = x @ self._held[weight][rows].T
-        return product
 
     def adapt(
         self, y: Floats, x: Floats, layer: int, target: LoraTarget, name: str, *, head: int | None = None
@@ -84,6 +113,21 @@ class _AdaptedOps(NumpyOps):
         rows = slice(None) if head is None else slice(head * width, (head + 1) * width)
         added: Floats = y + (x @ change.right.T) @ change.left[rows].T
         return added
+
+
+class _AdaptedOps(_Adapting):
+    """Runs the dequantized matrices of a bundle, and an adapter beside them."""
+
+    def __init__(self, bundle: Bundle, base: LoraBase, changes: Changes, tokens: int, observe: Observer) -> None:
+        super().__init__(base.spec, _SmallTensors(base), changes, tokens, bundle.manifest.context, observe)
+        self._matrices = StoredMatrices(bundle)
+        self._held: dict[str, Floats] = {}
+
+    def product(self, x: Floats, weight: str, rows: slice, gain: float) -> Floats:
+        if weight not in self._held:  # stored with its gain; heads ask for one matrix one after another
+            self._held = {weight: self._matrices.matrix(weight)}
+        product: Floats = x @ self._held[weight][rows].T
+        return product
 
 
 class _SmallTensors(Weights):
