@@ -22,7 +22,10 @@ from tests.exports import GIVEN, program
 
 SELECT = "not htp and not slow and not numpy2 and not numpy1"
 LONGEST_S = 3600
-ELSEWHERE = ("aihub", "android", "chat_page", "docs", "genai", "genie", "htp", "imports", "litert", "render", "tflite")
+ELSEWHERE = (
+    *("aihub", "android", "chat_page", "docs", "doctor", "genai"),
+    *("genie", "htp", "imports", "litert", "render", "tflite"),
+)
 """Begin the names of files that need other runtimes, a browser, or a platform's tools, which this one does not have."""
 GROUPS = {
     "KV cache": ("kv_", "cache", "beam_cache", "beam_table", "arena", "policies", "paged", "size"),
@@ -31,7 +34,7 @@ GROUPS = {
     "generation": (
         *("beam", "chat", "draft", "generat", "golden", "gramm", "param", "process", "sampl", "spec", "text", "tool"),
     ),
-    "bundles": ("bundle", "atomic", "compile", "bad_input", "guard", "system", "vendor", "doctor", "device"),
+    "bundles": ("bundle", "atomic", "compile", "bad_input", "guard", "system", "vendor", "device"),
 }
 OTHERS = "the rest"
 
