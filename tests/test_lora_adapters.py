@@ -309,9 +309,7 @@ def test_choices_that_cannot_be_are_named(adapted: Path, lora: str) -> None:
         model.generate(TOKENS, lora=lora)
 
 
-@pytest.mark.parametrize(
-    "command", [["bundle", "genie"], ["bundle", "genai"], ["bundle", "geniex"], ["hub", "compile"]], ids=" ".join
-)
+@pytest.mark.parametrize("command", [["bundle", "genai"], ["bundle", "geniex"], ["hub", "compile"]], ids=" ".join)
 def test_other_runtimes_refuse_slots_by_name(
     slots: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], command: list[str]
 ) -> None:
