@@ -11,7 +11,7 @@ import typer
 
 from devices import find
 from edgekv import qnn
-from edgekv.bundle import GraphFormat, SinkRecord, open_bundle, open_compiled
+from edgekv.bundle import GraphFormat, open_bundle, open_compiled
 from edgekv.cli.numbers import parse_numbers
 from edgekv.cli.output import print_json
 from edgekv.errors import UsageError
@@ -21,6 +21,7 @@ from edgekv.system import parse_bytes
 from exporters.checkpoint.checkpoint import Checkpoint
 from exporters.checkpoint.lora import AdapterChoice
 from exporters.cli.compile import show_compiled
+from exporters.cli.exported import export_lines
 from exporters.cli.options import CacheOption, DeviceOption, ForceOption, JsonOption
 from exporters.cli.scheduler import DivideOption, SchedulerOption, StoreOption, find_cluster, refuse_with
 from exporters.cli.stages import resumable
@@ -29,8 +30,8 @@ from exporters.lora.options import LoraOptions
 from exporters.options import KV_DTYPES
 from exporters.prepared import export_geometry
 from exporters.progress import shown
-from exporters.quantize.as_stored import AS_STORED, describe_stored
-from exporters.quantize.recipe import describe_recipe, find_recipe
+from exporters.quantize.as_stored import AS_STORED
+from exporters.quantize.recipe import find_recipe
 from exporters.quantize.sink import SinkWanted
 
 # ruff: noqa: UP045  (typer reads the annotations of Python 3.10 at run time)
@@ -244,40 +245,12 @@ def export(
     if as_json:
         print_json(manifest)
         return
-    held = sum(record.bytes for record in manifest.files.values())
-    typer.echo(f"{output}: {opened.parameters / 1e6:.1f} M parameters, {manifest.recipe.name}, {held / 1e6:.1f} MB")
-    source = manifest.source
-    given = source.calibration_tokens - source.generated_tokens
-    typer.echo(f"  calibrated on {given:,} tokens of {source.calibration} text")
-    if source.generated_tokens:
-        typer.echo(f"  rounding learned on {source.generated_tokens:,} more tokens, written by the model itself")
-    for adapter in manifest.source.adapters:
-        typer.echo(f"  merged with the adapter {Path(adapter.folder).name}, scale {adapter.scale:g}")
-    if manifest.source.stored is not None:
-        for line in describe_stored(manifest.source.stored):
-            typer.echo(f"  {line}")
-    for line in describe_recipe(manifest.recipe):
-        typer.echo(f"  {line}")
-    if (found := manifest.sink) is not None:
-        typer.echo(f"  {_sink_line(found, opened)}")
-    for graph in manifest.graphs:
-        parts = f", in {len(graph.parts)} parts" if len(graph.parts) > 1 else ""
-        typer.echo(f"  {graph.name}: {graph.role}, {graph.ar} tokens per inference, context {graph.context}{parts}")
-    verdict = {
-        "integers-only": f"every graph compiles for {manifest.device}, integers only",
-        "float-allowed": f"compiles for {manifest.device}; {len(manifest.floating_nodes)} nodes compute in float",
-        "not-run": "not checked on the HTP compiler",
-    }
-    typer.echo(f"  {verdict[manifest.htp_check]}")
+    for line in export_lines(output, manifest, opened):
+        typer.echo(line)
     if compile_too:
         compiled = open_compiled(open_bundle(output, verify=False), manifest.device, qnn.compiler())
         assert compiled is not None, "written just now"
         show_compiled(compiled.path, compiled.manifest, peaks)
-
-
-def _sink_line(sink: SinkRecord, checkpoint: Checkpoint) -> str:
-    names = " ".join(repr(checkpoint.tokenizer.id_to_token(token)) for token in sink.tokens)
-    return f"sink {names}: restored, not computed; {sink.ratio:.0f} times all other tokens in {sink.result}"
 
 
 def _kv_dtype(value: str | None, graph_format: GraphFormat) -> KvDtype:

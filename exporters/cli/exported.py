@@ -1,0 +1,45 @@
+"""What `edgekv export` prints of a new bundle."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from edgekv.bundle import Manifest, SinkRecord
+from exporters.checkpoint.checkpoint import Checkpoint
+from exporters.quantize.as_stored import describe_stored
+from exporters.quantize.recipe import describe_recipe
+
+
+def export_lines(output: Path, manifest: Manifest, checkpoint: Checkpoint) -> Iterator[str]:
+    """Size, calibration, types, graphs and the verdict of the float check, a line each."""
+    held = sum(record.bytes for record in manifest.files.values())
+    yield f"{output}: {checkpoint.parameters / 1e6:.1f} M parameters, {manifest.recipe.name}, {held / 1e6:.1f} MB"
+    source = manifest.source
+    given = source.calibration_tokens - source.generated_tokens
+    yield f"  calibrated on {given:,} tokens of {source.calibration} text"
+    if source.generated_tokens:
+        yield f"  rounding learned on {source.generated_tokens:,} more tokens, written by the model itself"
+    for adapter in manifest.source.adapters:
+        yield f"  merged with the adapter {Path(adapter.folder).name}, scale {adapter.scale:g}"
+    if manifest.source.stored is not None:
+        for line in describe_stored(manifest.source.stored):
+            yield f"  {line}"
+    for line in describe_recipe(manifest.recipe):
+        yield f"  {line}"
+    if (found := manifest.sink) is not None:
+        yield f"  {_sink_line(found, checkpoint)}"
+    for graph in manifest.graphs:
+        parts = f", in {len(graph.parts)} parts" if len(graph.parts) > 1 else ""
+        yield f"  {graph.name}: {graph.role}, {graph.ar} tokens per inference, context {graph.context}{parts}"
+    verdict = {
+        "integers-only": f"every graph compiles for {manifest.device}, integers only",
+        "float-allowed": f"compiles for {manifest.device}; {len(manifest.floating_nodes)} nodes compute in float",
+        "not-run": "not checked on the HTP compiler",
+    }
+    yield f"  {verdict[manifest.htp_check]}"
+
+
+def _sink_line(sink: SinkRecord, checkpoint: Checkpoint) -> str:
+    names = " ".join(repr(checkpoint.tokenizer.id_to_token(token)) for token in sink.tokens)
+    return f"sink {names}: restored, not computed; {sink.ratio:.0f} times all other tokens in {sink.result}"
