@@ -11,13 +11,18 @@ from pathlib import Path
 _ARM = ("aarch64", "arm64")
 
 
+def is_arm() -> bool:
+    """Whether this machine's processors are of Arm's 64-bit architecture."""
+    return platform.machine().lower() in _ARM
+
+
 @lru_cache(maxsize=1)
 def multiplies_integers() -> bool:
     """Whether ONNX Runtime multiplies uint8 by int8 exactly, and faster than floats.
 
     True for Arm64, and for x86 with VNNI. Without VNNI its sums of 16 bits saturate. False if the system does not tell.
     """
-    if platform.machine().lower() in _ARM:
+    if is_arm():
         return True
     try:
         return "_vnni" in Path("/proc/cpuinfo").read_text("ascii", "replace")
