@@ -293,8 +293,7 @@ class PrefixStore:
 
     def _check_rows(self, field: str, rows: Rows, shape: tuple[int, int, int]) -> None:
         if rows.shape != shape or rows.dtype != self._dtype:
-            found = f"{rows.dtype} {list(rows.shape)}"
-            raise ValueError(f"{field}: got {found}; expected {self._dtype} {list(shape)}")
+            raise ValueError(f"{field}: got {rows.dtype} {list(rows.shape)}; expected {self._dtype} {list(shape)}")
 
 
 def _tokens(tokens: Sequence[int]) -> Tokens:

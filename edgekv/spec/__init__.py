@@ -7,15 +7,11 @@ from edgekv.spec.families import ARCHITECTURES
 from edgekv.spec.folders import FolderKind, identify
 from edgekv.spec.geometry import KINDS, Geometry, KeyLayout, Kind, KvDtype, KvTensor
 from edgekv.spec.graph import (
-    FLOAT,
     LOGITS_INDEX,
     MASK,
     ROPE_SUFFIXES,
     STEP_KINDS,
     DecoderInterface,
-    GraphInterface,
-    Port,
-    PortKind,
     RotaryInputs,
     mask_name,
     rope_inputs,
@@ -38,6 +34,7 @@ from edgekv.spec.lora import (
     lora_reach,
 )
 from edgekv.spec.parts import EMBEDDINGS, IDS, LOGITS, GraphRecord, PartRecord, Role, hidden_name
+from edgekv.spec.ports import FLOAT, GraphInterface, Port, PortKind
 from edgekv.spec.results import (
     HEADROOM,
     PRODUCT_HEADROOM,

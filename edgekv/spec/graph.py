@@ -1,4 +1,4 @@
-"""The interface of a graph: its inputs and outputs, for all code that writes, checks, binds or counts them.
+"""The interfaces of a decoder's graphs, for all code that writes, checks, binds or counts their inputs and outputs.
 
 A new input is one line in `DecoderInterface._inputs`, and the code that fills it. All names are Genie's.
 """
@@ -6,28 +6,22 @@ A new input is one line in `DecoderInterface._inputs`, and the code that fills i
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
-from edgekv.errors import BundleError
 from edgekv.spec.decoder import DecoderSpec
 from edgekv.spec.geometry import Geometry, KeyLayout, KvDtype, KvTensor
 from edgekv.spec.layers import LayeredGeometry
-from edgekv.spec.lora import STACK, LoraSlots
+from edgekv.spec.lora import LoraSlots
 from edgekv.spec.parts import EMBEDDINGS, IDS, LOGITS, GraphRecord, PartRecord
+from edgekv.spec.ports import GraphInterface, Port, PortKind
 from quant import DTYPES, Dtype
 
 MASK, LOGITS_INDEX = "attention_mask", "logits_index"
 ROPE_SUFFIXES = ("", "_local")
 """Suffixes of the rotary inputs of `DecoderSpec.rope` and of `DecoderSpec.local_rope`."""
 
-FLOAT = "float"
-"""The type of inputs for adapters that a rewritten graph reads dequantized; ONNX Runtime's name."""
-
-PortKind = Literal[
-    "ids", "embeddings", "hidden", "mask", "cos", "sin", "past", "lora", "logits_index", "new", "logits"
-]  # fmt: skip
 STEP_KINDS: frozenset[PortKind] = frozenset({"ids", "embeddings", "mask", "cos", "sin", "logits_index"})
 """The inputs that the host writes before a step. The others are in the cache or come from the previous part."""
 
@@ -40,99 +34,6 @@ def mask_name(window: int | None) -> str:
 def rope_inputs(suffix: str) -> tuple[str, str]:
     """Names of the graph inputs for cosines and sines."""
     return "position_ids_cos" + suffix, "position_ids_sin" + suffix
-
-
-@dataclass(frozen=True, slots=True)
-class Port:
-    """One input or output of a graph.
-
-    Attributes:
-        name: as in the graph.
-        dtype: name of the numpy type.
-        shape: all dimensions; graphs are static.
-        kind: kind of port; None if it was read from a file. Not compared.
-        encoding: the name of its encoding in the manifest; None for plain integers and if it was read from a file.
-            Not compared.
-    """
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    kind: PortKind | None = field(default=None, compare=False)
-    encoding: str | None = field(default=None, compare=False)
-
-    def __str__(self) -> str:
-        return f"{self.name} {self.dtype} {list(self.shape)}"
-
-
-@dataclass(frozen=True)
-class GraphInterface:
-    """The inputs and outputs of a graph, or of one part of it, in the order of its file.
-
-    Attributes:
-        inputs: see `DecoderInterface.graph`.
-        outputs: likewise.
-    """
-
-    inputs: tuple[Port, ...]
-    outputs: tuple[Port, ...]
-
-    def __getitem__(self, name: str) -> Port:
-        """The port of this name.
-
-        Raises:
-            KeyError: there is none.
-        """
-        return self._by_name[name]
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._by_name
-
-    @property
-    def entry(self) -> Port:
-        """The first input: token ids, embeddings, or the hidden state from the previous part."""
-        return self.inputs[0]
-
-    @property
-    def exit(self) -> Port:
-        """The last output: logits, or the hidden state for the next part."""
-        return self.outputs[-1]
-
-    def check(self, found: GraphInterface, file: str) -> None:
-        """Compare with a loaded graph, named `file` in errors. The order does not matter.
-
-        Raises:
-            BundleError: an input or output is missing, unknown, or of another type or shape.
-        """
-        _compare(file, "input", self.inputs, found.inputs)
-        _compare(file, "output", self.outputs, found.outputs)
-
-    @property
-    def adapter_ports(self) -> tuple[Port, ...]:
-        """The inputs for adapters."""
-        return tuple(port for port in self.inputs if port.kind == "lora")
-
-    def with_adapters_like(self, found: GraphInterface) -> GraphInterface:
-        """The same with inputs for adapters as a rewritten graph reads them: of another type, and some as one stack.
-
-        Args:
-            found: of the rewritten graph. What it does not stack or retype stays as it is, so that `check` names it.
-        """
-        own = {port.name: port for port in self.adapter_ports}
-        stacks = {port.name: port.name.split(STACK) for port in found.inputs if STACK in port.name}
-        known = {name: parts for name, parts in stacks.items() if all(part in own for part in parts)}
-        stacked = {part for parts in known.values() for part in parts}
-        alone = [replace(each, dtype=_found_dtype(found, each)) for each in own.values() if each.name not in stacked]
-        together = [
-            replace(own[parts[0]], name=name, dtype=found[name].dtype, shape=(len(parts), *own[parts[0]].shape[1:]))
-            for name, parts in known.items()
-        ]
-        others = [port for port in self.inputs if port.kind != "lora"]
-        return GraphInterface((*others, *alone, *together), self.outputs)
-
-    @cached_property
-    def _by_name(self) -> dict[str, Port]:
-        return {port.name: port for port in (*self.inputs, *self.outputs)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -300,19 +201,3 @@ class DecoderInterface:
     def _groups(self) -> dict[int, Geometry]:
         """The sizes of each layer's cache."""
         return {layer: group for group in self.cache.groups() for layer in group.numbers or range(group.layers)}
-
-
-def _found_dtype(found: GraphInterface, port: Port) -> str:
-    """The type of a port in a rewritten graph, which may read floats instead of integers."""
-    return FLOAT if port.name in found and found[port.name].dtype == FLOAT else port.dtype
-
-
-def _compare(file: str, kind: str, wanted: Iterable[Port], found: Iterable[Port]) -> None:
-    ports = {port.name: port for port in found}
-    names = [port.name for port in wanted]
-    fix = "Export the bundle again with this edgekv."
-    for port in wanted:
-        if (other := ports.get(port.name)) != port:
-            raise BundleError(f"{file}: {kind}", got=other or "none", expected=port, fix=fix)
-    if unknown := sorted(ports.keys() - set(names)):
-        raise BundleError(f"{file}: {kind}", got=ports[unknown[0]], expected="no further one", fix=fix)
