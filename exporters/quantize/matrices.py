@@ -161,6 +161,7 @@ class Quantizer:
                 weight = self.quantized(name, inputs)
                 self.use(name, weight)
                 yield name, weight
+            del inputs, weight  # their memory is for the next results
             x = self.run_to(layer, group + 1, x)
 
     def run_to(self, layer: int, group: int, x: Floats | None = None) -> Floats:
