@@ -15,6 +15,7 @@ _DAMPING = 0.1  # of the mean of the diagonal; a short calibration text needs mo
 _LEAST_DRIFT = 3e-3  # of the inputs' energy; below it, what predicts the error on one text does not on others
 
 _ROWS_AT_ONCE = 1024
+_TOKENS_OF_KERNELS = 64  # a multiple of twice the rows of BLAS kernels
 
 
 class LayerInputs:
@@ -78,7 +79,7 @@ class LayerInputs:
             unchanged: Floats = chosen[self.order]
             return unchanged
         if 2 * tokens * outputs < tokens * inputs + inputs * outputs:  # fewer products than through [in, in]
-            missing = self._quantized.T @ (self._difference @ chosen)
+            missing = _summed(self._quantized, self._difference @ chosen)
         else:
             missing = self._drift @ chosen
         target = solve(self.factor, self._inverses, missing[self.order])
@@ -104,4 +105,17 @@ class LayerInputs:
     @cached_property
     def _drift(self) -> Floats:
         """`[in, in]`, X^T (E - X)."""
-        return self._quantized.T @ (self._exact - self._quantized)
+        return _summed(self._quantized, self._exact - self._quantized)
+
+
+def _summed(x: Floats, y: Floats) -> Floats:
+    """`x^T y`, `[in, out]`, summed over tokens in one order, however many threads BLAS has.
+
+    OpenBLAS halves a long sum: with one thread at a multiple of its kernel's rows, with several anywhere.
+    """
+    whole = len(x) - len(x) % _TOKENS_OF_KERNELS
+    found: Floats = x[:whole].T @ y[:whole]
+    for start in range(0, y.shape[1], _ROWS_AT_ONCE):
+        here = slice(start, start + _ROWS_AT_ONCE)
+        found[:, here] += x[whole:].T @ y[whole:, here]
+    return found

@@ -1,3 +1,6 @@
+import os
+import subprocess
+import sys
 from typing import get_args
 
 import numpy as np
@@ -116,3 +119,29 @@ def test_the_table_gives_the_bytes_that_are_stored(dtype):
     integers = pack_int4(weight.integers) if weight.grid.type.is_packed else weight.integers
     blocks = 0 if weight.grid.block_scales is None else weight.grid.block_scales.nbytes
     assert WEIGHT_TYPES[dtype].matrix_bytes(*WEIGHT.shape) == integers.nbytes + weight.scales.nbytes + blocks
+
+
+def test_integers_do_not_depend_on_the_threads_of_blas() -> None:
+    """Also with a number of tokens that its kernels do not divide."""
+    code = (
+        "import os, sys\n"
+        "if hasattr(os, 'sched_setaffinity'): os.sched_setaffinity(0, range(os.cpu_count()))\n"
+        "import numpy as np; from quant import LayerInputs, quantize\n"
+        "random = np.random.default_rng(0)\n"
+        "exact = random.standard_normal((1016, 192)).astype(np.float32)\n"
+        "noise = random.standard_normal(exact.shape).astype(np.float32)\n"
+        "weight = random.standard_normal((192, 512)).astype(np.float32)\n"
+        "found = quantize(weight, 'int4', 'gptq', LayerInputs(exact, exact + noise / 10))\n"
+        "sys.stdout.buffer.write(found.dequantize().tobytes())\n"
+    )
+    made = [
+        subprocess.run(
+            [sys.executable, "-c", code],
+            env={**os.environ, "OPENBLAS_NUM_THREADS": threads},
+            stdout=subprocess.PIPE,
+            check=True,
+            timeout=120,
+        ).stdout
+        for threads in ("1", "2")
+    ]
+    assert made[0] == made[1] != b""
