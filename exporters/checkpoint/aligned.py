@@ -27,8 +27,7 @@ from edgekv.errors import BundleError
 from edgekv.spec import KINDS, DecoderSpec, KvTensor, View
 from edgekv.spec.geometry import KvDtype
 from edgekv.system import read_file
-from exporters.checkpoint.checkpoint import EVERY
-from exporters.checkpoint.factors import Factors
+from exporters.checkpoint.head_channels import HeadChannels
 from exporters.checkpoint.reach import ANGLES, HeadNumber, HeadReach
 from exporters.checkpoint.rotate import Floats, Read, hadamard
 from exporters.checkpoint.value_turn import turned, value_turn, value_turns
@@ -89,7 +88,7 @@ class AlignedHead:
 AlignedHeads = Mapping[HeadNumber, AlignedHead]
 
 
-class AlignedTransforms:
+class AlignedTransforms(HeadChannels):
     """Folds aligned heads into the tensors of a decoder.
 
     A norm of queries and keys would undo a factor of the projection in front of it, so the factors go into the weights
@@ -102,27 +101,15 @@ class AlignedTransforms:
     """
 
     def __init__(self, spec: DecoderSpec, heads: AlignedHeads, read: Read) -> None:
+        super().__init__(read)
         self._spec = spec
         self._heads = heads
-        self._read = read
         self._keys = ("q_norm", "k_norm") if spec.qk_norm else ("q", "k")
 
     def changes(self, view: View) -> bool:
-        """Whether the tensor is another one after the transforms."""
         return view.role in (*self._keys, "v") or (view.role == "o" and view.is_matrix)
 
-    def tensor(self, view: View) -> Floats:
-        """A whole tensor after the transforms, one that they change."""
-        return self._changed(view, self._read(view.name, EVERY))
-
-    def change(self, view: View, change: Factors) -> Factors:
-        """A change of a matrix after the transforms, one that they change."""
-        if view.role == "o":
-            return replace(change, right=self._changed(view, change.right))
-        return replace(change, left=self._changed(view, change.left))
-
     def _changed(self, view: View, stored: Floats) -> Floats:
-        """A tensor, or the factor of a matrix that has the channels of its heads."""
         spec, layer = self._spec, view.layer
         assert layer is not None, "heads are parts of layers"
         if view.role == "o":  # [hidden, heads * D]

@@ -10,20 +10,18 @@ scores is smallest if all pairs have equal magnitudes.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 
 from edgekv.bundle import KeyScalingName, RotationName
 from edgekv.spec import DecoderSpec, View
 from exporters.checkpoint.checkpoint import EVERY
-from exporters.checkpoint.factors import Factors
+from exporters.checkpoint.head_channels import HeadChannels
 from exporters.checkpoint.rotate import Floats, Read, hadamard
 
 _WIDEST = np.float32(64)  # largest factor of a pair, relative to the mean
 
 
-class HeadTransforms:
+class HeadTransforms(HeadChannels):
     """Folds transforms of heads into the tensors of a decoder.
 
     A norm of queries and keys would undo a factor of the projection in front of it, so the factors go into the weights
@@ -37,30 +35,18 @@ class HeadTransforms:
     """
 
     def __init__(self, spec: DecoderSpec, values: RotationName, keys: KeyScalingName, read: Read) -> None:
+        super().__init__(read)
         self._spec = spec
-        self._read = read
         self._rotation = hadamard(spec.head_dim) if values == "hadamard" else None
         self._scaled = () if keys == "none" else ("q_norm", "k_norm") if spec.qk_norm else ("q", "k")
         self._scales: dict[int, Floats] = {}
 
     def changes(self, view: View) -> bool:
-        """Whether the tensor is another one after the transforms."""
         if view.role in self._scaled:
             return True
         return self._rotation is not None and (view.role == "v" or (view.role == "o" and view.is_matrix))
 
-    def tensor(self, view: View) -> Floats:
-        """A whole tensor after the transforms, one that they change."""
-        return self._changed(view, self._read(view.name, EVERY))
-
-    def change(self, view: View, change: Factors) -> Factors:
-        """A change of a matrix after the transforms, one that they change."""
-        if view.role == "o":
-            return replace(change, right=self._changed(view, change.right))
-        return replace(change, left=self._changed(view, change.left))
-
     def _changed(self, view: View, stored: Floats) -> Floats:
-        """A tensor, or the factor of a matrix that has the channels of its heads."""
         if (factors := self.factors(view)) is not None:
             scaled: Floats = stored * factors.reshape(-1, *[1] * (stored.ndim - 1))
             return scaled
