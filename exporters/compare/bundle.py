@@ -23,7 +23,6 @@ class BundleContender:
     """A bundle; see `Contender`."""
 
     must_begin = False
-    is_timed = True
 
     def __init__(self, path: Path, engine: str, cpu_mode: str | None, threads: int | None) -> None:
         """Load it.

@@ -11,7 +11,7 @@ import numpy as np
 
 from edgekv.errors import UsageError
 from edgekv.spec.text import encode
-from exporters.compare.contender import Contender, Described
+from exporters.compare.contender import Contender, Described, TimedContender, Timing
 from exporters.inspect.tally import Tally
 from exporters.inspect.wikitext import Window
 from exporters.progress import Progress, silent
@@ -198,7 +198,7 @@ def _check_room(a: Contender, b: Contender, plan: ComparePlan) -> None:
     if not plan.new:
         return
     for each in (a, b):
-        if each.is_timed and plan.prompt + plan.new + 1 > each.described.context:
+        if isinstance(each, TimedContender) and plan.prompt + plan.new + 1 > each.described.context:
             raise UsageError(
                 "--prompt and --new",
                 got=f"{plan.prompt} and {plan.new} tokens",
@@ -211,24 +211,24 @@ def _speeds(
     contenders: Sequence[Contender], plan: ComparePlan, progress: Progress
 ) -> list[tuple[float | None, float | None]]:
     """Tokens per second in prefill and in decode, of each model that is timed. No prompt comes twice."""
-    timed = [each for each in contenders if each.is_timed and plan.new]
+    timed = [each for each in contenders if plan.new and isinstance(each, TimedContender)]
     random = np.random.default_rng(plan.seed)
-    prefills: dict[int, list[float]] = {id(each): [] for each in timed}
-    decodes: dict[int, list[float]] = {id(each): [] for each in timed}
+    timings: dict[int, list[Timing]] = {id(each): [] for each in timed}
     turns = plan.turns + _WARM_UP if timed else 0
     for turn in range(turns):
         progress("time", turn, turns)
         for each in timed:
             timing = each.time(_prompt(each, plan, random), 1 + plan.new)
             if turn >= _WARM_UP:
-                prefills[id(each)].append(timing.first_s)
-                decodes[id(each)].append(timing.rest_s / plan.new)
+                timings[id(each)].append(timing)
     if turns:
         progress("time", turns, turns)
-    return [
-        (plan.prompt / median(prefills[id(each)]), 1 / median(decodes[id(each)])) if each in timed else (None, None)
-        for each in contenders
-    ]
+    return [_speed(timings[id(each)], plan) if id(each) in timings else (None, None) for each in contenders]
+
+
+def _speed(timings: Sequence[Timing], plan: ComparePlan) -> tuple[float, float]:
+    first_s, rest_s = median(each.first_s for each in timings), median(each.rest_s for each in timings)
+    return plan.prompt / first_s, plan.new / rest_s
 
 
 def _prompt(contender: Contender, plan: ComparePlan, random: np.random.Generator) -> list[int]:

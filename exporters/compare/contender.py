@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from time import perf_counter
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import msgspec
 import numpy as np
@@ -66,14 +66,12 @@ class Contender(Protocol):
         tokenizer: of its text; None if only the runtime has it.
         first: the tokens that its texts begin with.
         must_begin: whether the runtime computes no text that begins otherwise.
-        is_timed: whether its speed means anything.
     """
 
     described: Described
     tokenizer: Tokenizer | None
     first: Sequence[int]
     must_begin: bool
-    is_timed: bool
 
     def logits(self, windows: Sequence[NDArray[np.int64]], /) -> Iterator[Floats]:
         """Yield the logits `[T, V]` of each window of token ids `[T]`, each from an empty cache.
@@ -82,15 +80,20 @@ class Contender(Protocol):
             EngineError: the runtime failed.
         """
 
+    def close(self) -> None:
+        """Free the model. A second call does nothing."""
+
+
+@runtime_checkable
+class TimedContender(Contender, Protocol):
+    """One whose speed means something."""
+
     def time(self, tokens: Sequence[int], new: int, /) -> Timing:
         """How long the generation of `new` tokens after these takes, from an empty cache.
 
         Raises:
             EngineError: the runtime failed.
         """
-
-    def close(self) -> None:
-        """Free the model. A second call does nothing."""
 
 
 def bytes_on_disk(folder: Path) -> int:

@@ -27,7 +27,6 @@ class ForeignContender:
     """A file or folder of another runtime; see `Contender`. It is loaded when it is first needed."""
 
     must_begin = False
-    is_timed = True
 
     def __init__(
         self,

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from exporters.checkpoint.checkpoint import Checkpoint
-from exporters.compare.contender import Described, Timing
+from exporters.compare.contender import Described
 from exporters.quantize.reference import Floats, Reference
 
 if TYPE_CHECKING:
@@ -22,7 +22,6 @@ class ReferenceContender:
     """A checkpoint; see `Contender`. Its speed is that of numpy, so it is not timed."""
 
     must_begin = False
-    is_timed = False
 
     def __init__(self, checkpoint: Checkpoint, kind: str, size_bytes: int) -> None:
         self._reference = Reference(checkpoint)
@@ -35,9 +34,6 @@ class ReferenceContender:
 
     def logits(self, windows: Sequence[NDArray[np.int64]], /) -> Iterator[Floats]:
         return self._reference.logits(windows)
-
-    def time(self, tokens: Sequence[int], new: int, /) -> Timing:
-        raise NotImplementedError("not timed")
 
     def close(self) -> None:
         """Nothing is kept open."""
