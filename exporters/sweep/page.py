@@ -12,7 +12,7 @@ from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined
 
 from edgekv.bundle import atomic_file
 from edgekv.system import format_bytes
-from exporters.inspect.page.charts import LineChart, Point, Series
+from exporters.inspect.page.charts import LineChart, Point, Series, Tick
 from exporters.inspect.show import number
 from exporters.sweep.result import Result, SweepReport
 
@@ -43,14 +43,6 @@ class Dot:
 
 
 @dataclass(frozen=True, slots=True)
-class Mark:
-    """A place along an axis, and its label."""
-
-    at: float
-    label: str
-
-
-@dataclass(frozen=True, slots=True)
 class Scatter:
     """Quality against bytes of the combinations for a chip; the axis of quality is logarithmic."""
 
@@ -63,8 +55,8 @@ class Scatter:
     bottom: int
     dots: Sequence[Dot]
     front: str
-    x_marks: Sequence[Mark]
-    y_marks: Sequence[Mark]
+    x_ticks: Sequence[Tick]
+    y_ticks: Sequence[Tick]
 
     @classmethod
     def of(cls, device: str, results: Sequence[Result], recipes: Sequence[str], chosen: set[str]) -> Scatter:
@@ -105,8 +97,8 @@ class Scatter:
             bottom=bottom,
             dots=dots,
             front=" ".join(f"{a},{b}" for a, b in front),
-            x_marks=[Mark(x(step), f"{step:.4g}") for step in steps],
-            y_marks=[Mark(y(level), f"{10**level:.2g}") for level in levels],
+            x_ticks=[Tick(x(step), f"{step:.4g}") for step in steps],
+            y_ticks=[Tick(y(level), f"{10**level:.2g}") for level in levels],
         )
 
 
