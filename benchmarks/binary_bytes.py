@@ -11,7 +11,6 @@ Qualcomm's compiler does not give the same size each time: with two layers it va
 
 from __future__ import annotations
 
-import argparse
 import subprocess
 import sys
 import tempfile
@@ -19,8 +18,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.large_checkpoint import SHAPES, write_large_checkpoint
-from benchmarks.large_export import DEVICE, weights_bytes
+from benchmarks.large_checkpoint import write_large_checkpoint
+from benchmarks.large_export import DEVICE, export_options, shape_parser, weights_bytes
 from benchmarks.without_attention import write_without_attention
 from devices import find
 from edgekv.bundle import open_bundle
@@ -121,17 +120,11 @@ def _without_attention(models: Mapping[str, Path], folder: Path) -> dict[str, Pa
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("shape", choices=SHAPES)
-    parser.add_argument("--recipe", default="w4a16-lpbq64")
-    parser.add_argument("--context", default="1024,4096")
-    parser.add_argument("--ar", default="1,128")
-    parser.add_argument("--key-layout", choices=("rows", "columns"), default="rows")
+    parser = shape_parser(__doc__)
     parser.add_argument("--optimization", type=int, choices=(1, 2, 3), help="of the compiler, as `--htp optimization`")
     parser.add_argument("--without-attention", action="store_true", help="leave the matrices and norms alone")
-    parser.add_argument("--folder", type=Path, help="where to work; what is there is used again")
     args = parser.parse_args()
-    options = ["--recipe", args.recipe, "--context", args.context, "--ar", args.ar, "--key-layout", args.key_layout]
+    options = export_options(args)
     compiler = HtpOptions(optimization=args.optimization)
     with tempfile.TemporaryDirectory() as scratch:
         folder = args.folder or Path(scratch)
