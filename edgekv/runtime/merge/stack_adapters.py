@@ -23,30 +23,27 @@ class StackAdapters(ir.passes.InPlacePass):
 
 
 def _stack(graph: ir.Graph, node: ir.Node) -> bool:
-    parts = [*node.inputs]
     if node.op_type != "Concat" or node.attributes.get_int("axis", 0) != 0:
         return False
-    if not all(_is_part(value) for value in parts):
+    parts = [value for value in node.inputs if value is not None and _is_part(value)]
+    if len(parts) < len(node.inputs):
         return False
-    first = parts[0]
-    assert first is not None, "parts are values"
-    stack = ir.Value(name=STACK.join(str(value.name) for value in parts if value is not None))
-    stack.type, stack.shape = first.type, ir.Shape([len(parts), *sizes(first)[1:]])
+    stack = ir.Value(name=STACK.join(str(value.name) for value in parts))
+    stack.type, stack.shape = parts[0].type, ir.Shape([len(parts), *sizes(parts[0])[1:]])
     node.outputs[0].replace_all_uses_with(stack)
     for index in range(len(parts)):
         node.replace_input_with(index, None)
     graph.remove(node)
-    place = min(graph.inputs.index(value) for value in parts if value is not None)
+    place = min(graph.inputs.index(value) for value in parts)
     for value in parts:
-        if value is not None:
-            graph.inputs.remove(value)
+        graph.inputs.remove(value)
     graph.inputs.insert(place, stack)
     return True
 
 
-def _is_part(value: ir.Value | None) -> bool:
+def _is_part(value: ir.Value) -> bool:
     """Whether a value is an input for an adapter's part, `[1, ...]`, that nothing else reads."""
-    if value is None or not value.is_graph_input() or not str(value.name).startswith(LORA_PREFIX):
+    if not value.is_graph_input() or not str(value.name).startswith(LORA_PREFIX):
         return False
     left = [node for node in readers(value) if node.graph is not None]  # merged nodes stay registered as readers
     return sizes(value)[0] == 1 and len(left) == 1
