@@ -12,7 +12,7 @@ from exporters.sweep.store import PieceStore
 
 @dataclass(frozen=True, slots=True)
 class Sleep:
-    """Work that leaves its process id, and ends when it is told to, or not at all."""
+    """Work that writes the id of its process to the store, then sleeps."""
 
     seconds: float
 

@@ -39,7 +39,7 @@ class Memory(Protocol):
 
 
 Allocate = Callable[[int], Memory]
-"""Allocates so many bytes, at least 64 of which may be lost to alignment."""
+"""Allocates this many bytes; callers ask for up to 64 more than they need, to align their arrays."""
 
 
 class HeapMemory:

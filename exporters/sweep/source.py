@@ -64,7 +64,7 @@ def open_checkpoint(name: str) -> Checkpoint:
 
 
 def _fetched(url: str) -> Path:
-    """The files of a URL on this machine; other contents at the URL are fetched anew.
+    """A local copy of the files of a URL; it is copied again if they have changed there.
 
     Raises:
         CheckpointError: the URL cannot be read.
