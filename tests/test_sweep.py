@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import pickle
 import re
@@ -32,6 +33,7 @@ from exporters.sweep.result import Result, SweepReport, recommend, with_front
 from exporters.sweep.source import open_checkpoint
 from exporters.sweep.store import PieceStore
 from exporters.sweep.sweep import RESULTS, run_sweep, store_sample
+from exporters.sweep.work import read_compiled
 from tests.checkpoints import NEWER, write_checkpoint
 from tests.machines import WAIT_S
 from tests.test_page import Page
@@ -124,6 +126,64 @@ def test_a_piece_is_complete_or_not_there(tmp_path):
     assert store.find("key") is not None and (store.path("key") / "whole").read_text() == "ab"
     (tmp_path / "key" / "whole").write_text("a")
     assert store.find("key") is None, "a file of another size"
+
+
+def test_a_damaged_piece_is_made_again(tmp_path):
+    store, made = PieceStore(str(tmp_path)), []
+
+    def make() -> None:
+        store.make("key", "test", lambda folder: made.append((folder / "file").write_text("right")))
+
+    make()
+    (tmp_path / "key" / "file").write_text("wrong")
+    assert store.find("key") is None
+    with pytest.raises(UsageError, match="piece key: got nothing whole"):
+        store.path("key")
+    make()
+    record = tmp_path / "key" / "piece.json"
+    record.write_bytes(record.read_bytes().replace(b'"seconds":0', b'"seconds":1'))
+    assert store.find("key") is None
+    make()
+    assert len(made) == 3 and (store.path("key") / "file").read_text() == "right"
+
+
+def test_a_piece_that_is_damaged_at_its_url_is_made_again(tmp_path):
+    url = f"file://{tmp_path}/shared"
+    here, there = PieceStore(url, tmp_path / "here"), PieceStore(url, tmp_path / "there")
+    here.make("key", "test", lambda folder: (folder / "file").write_text("right"))
+    (tmp_path / "shared" / "key" / "file").write_text("wrong")
+    with pytest.raises(ServiceError, match=r"piece key: got damaged files .* Run the same command again"):
+        there.path("key")
+    there.make("key", "test", lambda folder: (folder / "file").write_text("right"))
+    assert (PieceStore(url, tmp_path / "third").path("key") / "file").read_text() == "right"
+
+
+@pytest.mark.parametrize("name", ["../../out", "/out", "inner/../../../out", "C:/out"])
+def test_a_forged_record_writes_nothing_outside_of_its_piece(name, tmp_path):
+    shared = tmp_path / "shared"
+    (shared / "key").mkdir(parents=True)
+    place = shared / "key" / name.lstrip("/")
+    place.parent.mkdir(parents=True, exist_ok=True)
+    place.write_text("x")
+    found = {name: {"bytes": 1, "sha256": hashlib.sha256(b"x").hexdigest()}}
+    fields = {"kind": "test", "seconds": 0.0, "files": found, "answer": None}
+    seal = hashlib.sha256(msgspec.json.encode([*fields.values()])).hexdigest()
+    (shared / "key" / "piece.json").write_text(json.dumps(fields | {"sha256": seal}))
+    before = files(tmp_path)
+    with pytest.raises(UsageError, match="piece key: got nothing whole"):
+        PieceStore(f"file://{shared}", tmp_path / "a" / "cache").path("key")
+    assert files(tmp_path) == before
+
+
+def test_a_forged_answer_is_refused_in_words(tmp_path):
+    store = PieceStore(str(tmp_path))
+    store.make("check", "check", lambda folder: {"not": "a list"})
+    with pytest.raises(UsageError, match=r"piece check: got Expected `array`.*what a check piece finds. Remove"):
+        store.answer("check", list[str])
+    answer = {"file": "../x.bin", "wrappers": {}, "graphs": 1, "floating": {}, "peak_bytes": 0}
+    store.make("compile", "compile", lambda folder: answer)
+    with pytest.raises(UsageError, match=r"piece compile: got a binary of \.\./x\.bin; expected its files"):
+        read_compiled(store, "compile")
 
 
 @pytest.fixture

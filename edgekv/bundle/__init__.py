@@ -15,7 +15,7 @@ from edgekv.bundle.adapters import (
 from edgekv.bundle.atomic import atomic_directory, atomic_file, check_target
 from edgekv.bundle.bundle import Bundle, open_bundle
 from edgekv.bundle.compiled import COMPILED, Compiled, CompiledBinary, CompiledManifest, open_compiled
-from edgekv.bundle.files import record_files
+from edgekv.bundle.files import is_plain_path, record_files
 from edgekv.bundle.formats import FORMAT
 from edgekv.bundle.manifest import MANIFEST, GraphFormat, HtpCheck, Manifest
 from edgekv.bundle.manifest_file import read_manifest, write_manifest
@@ -87,6 +87,7 @@ __all__ = [
     "check_target",
     "file_hashes",
     "force_rehash",
+    "is_plain_path",
     "lora_adapters",
     "lora_tensor",
     "new_lora_record",

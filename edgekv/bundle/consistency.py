@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import PurePosixPath
 from typing import NoReturn
 
+from edgekv.bundle.files import is_plain_path
 from edgekv.bundle.manifest import Manifest
 from edgekv.bundle.records import SinkRecord
 from quant import DTYPES
@@ -19,8 +19,7 @@ def check_consistency(manifest: Manifest, fail: Fail) -> None:
     The work is bounded by the length of the manifest, regardless of the sizes in it.
     """
     for name in manifest.files:
-        pure = PurePosixPath(name)
-        if pure.is_absolute() or ".." in pure.parts or pure.as_posix() != name or "\\" in name or "\0" in name:
+        if not is_plain_path(name):
             fail("files", repr(name), "plain paths inside the bundle")
     tensors = 2 * manifest.model.layers * manifest.model.kv_heads
     if tensors > len(manifest.encodings):

@@ -1,8 +1,8 @@
-"""Sizes and hashes of the files of a folder."""
+"""Names, sizes and hashes of the files of a folder."""
 
 from __future__ import annotations
 
-from pathlib import Path
+from pathlib import Path, PurePosixPath, PureWindowsPath
 
 from edgekv.bundle.manifest import MANIFEST
 from edgekv.bundle.records import FileRecord
@@ -17,3 +17,10 @@ def record_files(folder: Path) -> dict[str, FileRecord]:
         if path.is_file() and name != MANIFEST:
             records[name] = FileRecord(bytes=path.stat().st_size, sha256=sha256_of(path))
     return records
+
+
+def is_plain_path(name: str) -> bool:
+    """Whether a name in a record is a path inside the folder of the record, on every system."""
+    pure, parts = PurePosixPath(name), PurePosixPath(name).parts
+    is_relative = bool(parts) and ".." not in parts and not pure.is_absolute() and not PureWindowsPath(name).drive
+    return is_relative and pure.as_posix() == name and "\\" not in name and "\0" not in name

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import shlex
 from pathlib import Path
-from typing import TypeVar
 
 import msgspec
 
 from devices import Device
 from edgekv import qnn
 from edgekv.bundle import MANIFEST, CompiledBinary, Manifest, atomic_directory, write_manifest
+from edgekv.errors import UsageError
 from edgekv.plan import MemoryLimit, Overrides, estimate_speed, find_subject
 from edgekv.plan.cache import CHOICES
 from edgekv.plan.fit import demand
@@ -23,10 +23,8 @@ from exporters.sweep.piece import Plan
 from exporters.sweep.planning import Exported, Member
 from exporters.sweep.quality import LayerErrors
 from exporters.sweep.result import Result
-from exporters.sweep.store import RECORD, PieceStore
-from exporters.sweep.work import BUNDLE, Compiled, read_bundle_manifest
-
-T = TypeVar("T")
+from exporters.sweep.store import PieceStore
+from exporters.sweep.work import BUNDLE, read_bundle_manifest, read_compiled
 
 
 def assemble(
@@ -44,20 +42,29 @@ def assemble(
 
     Raises:
         EngineError: a node computes in float.
+        UsageError: a piece is missing, damaged, or holds something else.
     """
-    written = store.path(exported.write) / BUNDLE
-    binaries = [_answer(store, key, Compiled) for key in exported.binaries]
+    binaries = [read_compiled(store, key) for key in exported.binaries]
     floating = {file: nodes for binary in binaries for file, nodes in binary.floating.items()}
-    floating |= {file: _answer(store, key, list[str]) for file, key in exported.checks.items()}
+    floating |= {file: store.answer(key, list[str]) for file, key in exported.checks.items()}
     manifest = read_bundle_manifest(store, exported.write)
-    files = dict.fromkeys(part.file for graph in manifest.graphs for part in graph.parts)
     verdict, nodes = "not-run", list[str]()
     if floating:
-        verdict, nodes = float_verdict([node for file in files for node in floating[file]], allow_float=allow_float)
+        files = dict.fromkeys(part.file for graph in manifest.graphs for part in graph.parts)
+        if unchecked := [file for file in files if file not in floating]:
+            raise UsageError(
+                f"pieces of {target.name}",
+                got=f"no float check of {unchecked[0]}",
+                expected="one of each graph",
+                fix=f"Remove {', '.join(exported.binaries)} from {store.place}, and run the same command again.",
+            )
+        every = [node for file in files for node in floating[file]]
+        verdict, nodes = float_verdict(every, allow_float=allow_float)
     with atomic_directory(target, force=force) as folder:
-        for path in written.rglob("*"):
-            if path.is_file() and path.name != MANIFEST:
-                place = folder / path.relative_to(written)
+        for name, path in store.files(exported.write).items():
+            inner = name.removeprefix(f"{BUNDLE}/")
+            if inner not in (name, MANIFEST):
+                place = folder / inner
                 place.parent.mkdir(parents=True, exist_ok=True)
                 link_or_copy(path, place)
         changed = msgspec.structs.replace(manifest, device=device.soc, htp_check=verdict, floating_nodes=nodes)
@@ -66,9 +73,8 @@ def assemble(
             compiled = folder / "compiled" / device.soc
             compiled.mkdir(parents=True)
             for key in exported.binaries:
-                for path in store.path(key).iterdir():
-                    if path.name != RECORD:
-                        link_or_copy(path, compiled / path.name)
+                for name, path in store.files(key).items():
+                    link_or_copy(path, compiled / name)
             plain = [CompiledBinary(file=each.file, wrappers=each.wrappers, graphs=each.graphs) for each in binaries]
             write_compiled(compiled, device, plain, qnn.compiler(), folder / MANIFEST)
     return changed
@@ -81,7 +87,7 @@ def measure(member: Member, plan: Plan, store: PieceStore, bundle: Path, checkpo
     assert subject.decoder is not None and subject.weights is not None, "a bundle says both"
     speed = estimate_speed(subject, subject.decoder, subject.weights, combination.device)
     manifest = read_bundle_manifest(store, member.exported.write)
-    exported = [store.find(key) for key in plan.under(member.exported.keys)]
+    seconds = sum(store.seconds(key) for key in plan.under(member.exported.keys))
     return Result(
         name=combination.name,
         recipe=combination.recipe_name,
@@ -95,9 +101,9 @@ def measure(member: Member, plan: Plan, store: PieceStore, bundle: Path, checkpo
         ram_bytes=demand(subject, CHOICES[0], MemoryLimit.of_htp()).used_bytes,
         tokens_per_s=speed.tokens_per_s,
         roofline_tokens_per_s=speed.static_roofline_tokens_per_s,
-        export_seconds=round(sum(record.seconds for record in exported if record is not None), 3),
-        evaluation=_answer(store, member.evaluate, Evaluation),
-        layers=_answer(store, member.error, LayerErrors).layers,
+        export_seconds=round(seconds, 3),
+        evaluation=store.answer(member.evaluate, Evaluation),
+        layers=store.answer(member.error, LayerErrors).layers,
         command=_command(member, checkpoint, bundle, common),
     )
 
@@ -123,9 +129,3 @@ def _command(member: Member, checkpoint: str, bundle: Path, common: Common) -> s
     elif common.compile:
         words.append("--compile")
     return shlex.join(words)
-
-
-def _answer(store: PieceStore, key: str, kind: type[T]) -> T:
-    record = store.find(key)
-    assert record is not None, "its piece is finished"
-    return msgspec.json.decode(record.answer, type=kind)

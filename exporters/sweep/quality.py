@@ -24,7 +24,7 @@ from exporters.sweep.source import Source
 from exporters.sweep.store import PieceStore
 from exporters.sweep.work import BUNDLE
 
-ENGINE = "cpu"
+ENGINE, TEXT = "cpu", "text.txt"
 
 
 class LayerErrors(msgspec.Struct, frozen=True, kw_only=True):
@@ -49,7 +49,7 @@ class Sample:
 
     def read(self, store: PieceStore) -> str:
         """The text, its line ends as they are: they are tokens."""
-        return (store.path(self.key) / self.name).read_bytes().decode()
+        return (store.path(self.key) / TEXT).read_bytes().decode()
 
 
 @dataclass(frozen=True, slots=True)

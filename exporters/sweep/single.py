@@ -6,8 +6,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-import msgspec
-
 from devices import Device
 from edgekv import qnn
 from edgekv.bundle import MANIFEST, Bundle, CompiledBinary, CompiledManifest, Manifest, check_target
@@ -25,8 +23,8 @@ from exporters.sweep.piece import Piece, Plan, hashed
 from exporters.sweep.planning import Planner
 from exporters.sweep.run import unfinished
 from exporters.sweep.source import prepared_for
-from exporters.sweep.store import RECORD, PieceStore
-from exporters.sweep.work import BUNDLE, Compiled, CompileWork
+from exporters.sweep.store import PieceStore
+from exporters.sweep.work import BUNDLE, CompileWork, read_compiled
 
 
 def export_on(checkpoint: str, target: Path, options: ExportOptions, where: Where, *, force: bool) -> Manifest:
@@ -121,12 +119,9 @@ def compile_on(
         options: HtpOptions,
     ) -> CompiledBinary:
         piece = works[tuple(models)]
-        record = store.find(piece)
-        assert record is not None, "it was made just now"
-        made = msgspec.json.decode(record.answer, type=Compiled)
-        for path in store.path(piece).iterdir():
-            if path.name != RECORD:
-                link_or_copy(path, folder / path.name)
+        made = read_compiled(store, piece)
+        for name, path in store.files(piece).items():
+            link_or_copy(path, folder / name)
         watch(made.file, made.peak_bytes)
         return CompiledBinary(file=made.file, wrappers=made.wrappers, graphs=made.graphs)
 

@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import shutil
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
-from edgekv.bundle import atomic_file
-from edgekv.errors import UsageError
+from edgekv.bundle import FileRecord, atomic_file, file_hashes, is_plain_path, record_files
+from edgekv.errors import EdgeKVError, ServiceError, UsageError
+from edgekv.json_file import decode_json, read_json
 from edgekv.system import cache_folder
 
 RECORD = "piece.json"
+_WHOLE = "the record of a finished piece"
+_AGAIN = "Run the same command again: it is made again."
+
+T = TypeVar("T")
 
 
 class PieceRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -26,14 +33,36 @@ class PieceRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     Attributes:
         kind: of the work.
         seconds: that it took.
-        files: sizes in bytes of its files.
+        files: sizes and hashes of its files.
         answer: what it found, as JSON.
+        sha256: of the other fields.
+
+    Raises:
+        ValueError: a file is outside of the piece, or the hash is that of other fields.
     """
 
     kind: str
     seconds: float
-    files: dict[str, int]
+    files: dict[str, FileRecord]
     answer: msgspec.Raw
+    sha256: str
+
+    def __post_init__(self) -> None:
+        for name in self.files:
+            if not is_plain_path(name):
+                raise ValueError(f"files: got {name!r}; expected plain paths inside the piece")
+        if self.sha256 != (wanted := _seal(self.kind, self.seconds, self.files, self.answer)):
+            raise ValueError(f"sha256: got {self.sha256!r}; expected {wanted}, for the other fields")
+
+    @classmethod
+    def of(cls, folder: Path, kind: str, seconds: float, answer: object) -> PieceRecord:
+        """The record of the files in a folder, and of an answer."""
+        files, raw = record_files(folder), msgspec.Raw(msgspec.json.encode(answer))
+        return cls(kind=kind, seconds=seconds, files=files, answer=raw, sha256=_seal(kind, seconds, files, raw))
+
+
+def _seal(kind: str, seconds: float, files: Mapping[str, FileRecord], answer: msgspec.Raw) -> str:
+    return hashlib.sha256(msgspec.json.encode((kind, seconds, files, answer))).hexdigest()
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,42 +91,69 @@ class PieceStore:
         return (self.cache or cache_folder() / "pieces") if self.is_remote else Path(self.place)
 
     def find(self, key: str) -> PieceRecord | None:
-        """The record of a finished piece whose files are complete; None if the place has none."""
-        if not self.is_remote:
-            return _complete(self.folder / key)
-        system, root = self._system(f"/{key}")
-        try:
-            return msgspec.json.decode(system.cat_file(f"{root}/{RECORD}"), type=PieceRecord)
-        except (OSError, msgspec.DecodeError):
-            return None
+        """The record of a finished piece; None if the place has none, or a damaged one.
+
+        Of a URL only the record is read: `path` checks the files.
+        """
+        return self._record(key) if self.is_remote else _intact(self.folder / key)
+
+    def seconds(self, key: str) -> float:
+        """The time that a finished piece took; 0 if it is not there."""
+        record = self._record(key)
+        return 0.0 if record is None else record.seconds
+
+    def answer(self, key: str, kind: type[T]) -> T:
+        """What a finished piece found.
+
+        Raises:
+            UsageError: it is not there, or found something else.
+        """
+        record = self._record(key)
+        if record is None:
+            raise self._missing(key)
+        return decode_json(
+            bytes(record.answer),
+            kind,
+            field=f"piece {key}",
+            expected=f"what a {record.kind} piece finds",
+            fix=f"Remove the piece from {self.place}, and run the same command again.",
+            error=UsageError,
+        )
 
     def path(self, key: str) -> Path:
         """The folder of a finished piece on this machine, fetched if it is elsewhere.
 
         Raises:
-            UsageError: it is not there.
+            UsageError: it is not there, or damaged.
+            ServiceError: it is damaged at the URL; it is removed there.
         """
         folder = self.folder / key
-        if _complete(folder) is not None:
+        if _intact(folder) is not None:
             return folder
-        record = self.find(key)
+        record = self.find(key) if self.is_remote else None
         if record is None:
-            raise UsageError(
-                f"piece {key}",
-                got=f"nothing in {self.place}",
-                expected="a finished piece",
-                fix="Run the same command again; give workers a folder or URL that all of them reach.",
-            )
+            raise self._missing(key)
         system, root = self._system(f"/{key}")
         partial = self._partial()
         try:
             for name in [*record.files, RECORD]:
                 (partial / name).parent.mkdir(parents=True, exist_ok=True)
                 system.get_file(f"{root}/{name}", str(partial / name))
+            if _intact(partial) is None:
+                with suppress(Exception):  # each file system has errors of its own
+                    system.rm_file(f"{root}/{RECORD}")
+                found = f"damaged files in {self.place}"
+                raise ServiceError(f"piece {key}", got=found, expected="those of its record", fix=_AGAIN)
             _put(partial, folder)
         finally:
             shutil.rmtree(partial, ignore_errors=True)
         return folder
+
+    def files(self, key: str) -> dict[str, Path]:
+        """The files of a finished piece on this machine, by their path inside the piece; see `path`."""
+        folder = self.path(key)
+        record = _read(folder)
+        return {} if record is None else {name: folder / name for name in record.files}
 
     def make(self, key: str, kind: str, work: Callable[[Path], object]) -> PieceRecord:
         """Do a piece of work, unless it is finished.
@@ -109,20 +165,13 @@ class PieceStore:
         """
         if (found := self.find(key)) is not None:
             return found
-        if (kept := _complete(self.folder / key)) is not None:  # made for another place
+        if (kept := _intact(self.folder / key)) is not None:  # made for another place
             self._publish(key, self.folder / key, kept)
             return kept
         partial, start = self._partial(), perf_counter()
         try:
-            answer = msgspec.json.encode(work(partial))
-            files = {
-                path.relative_to(partial).as_posix(): path.stat().st_size
-                for path in sorted(partial.rglob("*"))
-                if path.is_file()
-            }
-            record = PieceRecord(
-                kind=kind, seconds=round(perf_counter() - start, 3), files=files, answer=msgspec.Raw(answer)
-            )
+            answer = work(partial)
+            record = PieceRecord.of(partial, kind, round(perf_counter() - start, 3), answer)
             (partial / RECORD).write_bytes(msgspec.json.encode(record))
             self._publish(key, partial, record)
             _put(partial, self.folder / key)
@@ -161,6 +210,24 @@ class PieceStore:
                 system.makedirs(f"{root}/{name}".rpartition("/")[0], exist_ok=True)
                 system.put_file(str(folder / name), f"{root}/{name}")
 
+    def _record(self, key: str) -> PieceRecord | None:
+        if not self.is_remote:
+            return _read(self.folder / key)
+        system, root = self._system(f"/{key}")
+        try:
+            raw = system.cat_file(f"{root}/{RECORD}")
+            return decode_json(raw, PieceRecord, field=f"{root}/{RECORD}", expected=_WHOLE, fix=_AGAIN)
+        except (OSError, EdgeKVError):
+            return None
+
+    def _missing(self, key: str) -> UsageError:
+        return UsageError(
+            f"piece {key}",
+            got=f"nothing whole in {self.place}",
+            expected="a finished piece",
+            fix="Run the same command again; give workers a folder or URL that all of them reach.",
+        )
+
     def _system(self, inner: str) -> tuple[Any, str]:
         import fsspec
 
@@ -175,22 +242,33 @@ class PieceStore:
         return partial
 
 
-def _complete(folder: Path) -> PieceRecord | None:
+def _read(folder: Path) -> PieceRecord | None:
     try:
-        record = msgspec.json.decode((folder / RECORD).read_bytes(), type=PieceRecord)
-        if all((folder / name).stat().st_size == size for name, size in record.files.items()):
-            return record
-    except (OSError, msgspec.DecodeError):
-        pass
-    return None
+        return read_json(folder / RECORD, PieceRecord, expected=_WHOLE, fix=_AGAIN)
+    except EdgeKVError:
+        return None
+
+
+def _intact(folder: Path) -> PieceRecord | None:
+    """The record of a piece; None if there is none, or one of its files is missing or damaged."""
+    if (record := _read(folder)) is None:
+        return None
+    try:
+        with file_hashes() as hashes:
+            for name, file in record.files.items():
+                if (folder / name).stat().st_size != file.bytes or hashes.sha256_of(folder / name) != file.sha256:
+                    return None
+    except OSError:
+        return None
+    return record
 
 
 def _put(partial: Path, folder: Path) -> None:
     """Rename a complete folder; one that another process has put there meanwhile stays."""
-    if folder.exists() and _complete(folder) is None:
+    if folder.exists() and _intact(folder) is None:
         shutil.rmtree(folder, ignore_errors=True)
     try:
         partial.rename(folder)
     except OSError:
-        if _complete(folder) is None:
+        if _intact(folder) is None:
             raise

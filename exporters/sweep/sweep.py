@@ -16,7 +16,7 @@ from exporters.sweep.combination import Combination, Common, Refusal, sort_out
 from exporters.sweep.piece import hashed
 from exporters.sweep.planning import Member, Planner
 from exporters.sweep.prune import check_prunable, mark_used, prune
-from exporters.sweep.quality import Sample
+from exporters.sweep.quality import TEXT, Sample
 from exporters.sweep.result import Result, SweepReport, recommend, with_front
 from exporters.sweep.run import Failure, unfinished
 from exporters.sweep.source import prepared_for
@@ -134,7 +134,7 @@ def store_sample(store: PieceStore, name: str, text: str, tokens: int) -> Sample
     key = hashed("text", name, text)
 
     def write(folder: Path) -> None:
-        (folder / name).write_bytes(text.encode())
+        (folder / TEXT).write_bytes(text.encode())
 
     store.make(key, "text", write)
     return Sample(key, name, tokens)

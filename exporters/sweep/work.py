@@ -7,6 +7,7 @@ from pathlib import Path
 
 from devices import Device, find
 from edgekv.bundle import CompiledBinary, Manifest, open_bundle, record_files, write_manifest
+from edgekv.errors import UsageError
 from edgekv.runtime import HtpOptions
 from exporters.contents import make_manifest, write_contents
 from exporters.htp.check import floating_nodes
@@ -176,3 +177,21 @@ def read_stage(store: PieceStore, key: str) -> Stage:
 def read_bundle_manifest(store: PieceStore, key: str) -> Manifest:
     """The manifest of a written bundle."""
     return open_bundle(store.path(key) / BUNDLE, verify=False).manifest
+
+
+def read_compiled(store: PieceStore, key: str) -> Compiled:
+    """The answer of a finished `CompileWork`.
+
+    Raises:
+        UsageError: it names other files than those of its piece.
+    """
+    found, files = store.answer(key, Compiled), store.files(key)
+    named = {found.file, *found.wrappers.values()}
+    if named != {*files}:
+        raise UsageError(
+            f"piece {key}",
+            got=f"a binary of {', '.join(sorted(named))}",
+            expected=f"its files {', '.join(files)}",
+            fix=f"Remove the piece from {store.place}, and run the same command again.",
+        )
+    return found
