@@ -7,6 +7,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from exporters.sweep.fitness import Fitness
 from exporters.sweep.store import PieceStore
 
 
@@ -54,6 +55,20 @@ class Hold:
         finally:
             mark.unlink()
         return most_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting(Fitness):
+    """A worker that looks at itself until somebody has asked it to write `answered` into the store."""
+
+    def obstacles(self) -> list[str]:
+        (self.store.folder / "looking").touch()
+        end = time.monotonic() + 20
+        while time.monotonic() < end:
+            if (self.store.folder / "answered").exists():
+                return []
+            time.sleep(0.02)
+        return ["nobody could ask it"]
 
 
 def _text(file: Path) -> str:

@@ -21,9 +21,11 @@ class Hub(BaseHTTPRequestHandler):
     """What huggingface_hub asks for when it downloads a snapshot of `org/model`; `org/gated` is refused."""
 
     folder: Path
+    asked: list[str]
 
     def do_GET(self) -> None:
         path = self.path.split("?")[0]
+        self.asked.append(path)
         files = {file.name: file.read_bytes() for file in self.folder.iterdir()}
         if path.startswith("/api/models/org/model/tree/"):
             listed = [
@@ -57,7 +59,7 @@ class Hub(BaseHTTPRequestHandler):
 @pytest.fixture
 def hub(tmp_path: Path) -> Iterator[dict[str, str]]:
     """The environment of a process that uses this hub and nothing else."""
-    Hub.folder = write_checkpoint(tmp_path / "served")
+    Hub.folder, Hub.asked = write_checkpoint(tmp_path / "served"), []
     server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     endpoint = f"http://127.0.0.1:{server.server_port}"
@@ -84,3 +86,20 @@ def test_a_hub_id_that_cannot_be_had_is_refused(hub, tmp_path):
     assert done.returncode == 1 and done.stdout == ""
     assert "'org/gated': no such folder, and the hub said" in done.stderr and "Traceback" not in done.stderr
     assert not (tmp_path / "bundle").exists()
+
+
+PINNED = """
+import shutil, sys
+from exporters.sweep.source import Pinned
+pinned = Pinned.of("org/model")
+shutil.rmtree(sys.argv[1])
+print(pinned.revision, pinned.open().folder.name, pinned.open().name)
+"""
+
+
+@pytest.mark.slow
+def test_every_worker_fetches_the_commit_that_the_command_found(hub, tmp_path):
+    command = [sys.executable, "-c", PINNED, str(tmp_path / "home")]
+    done = subprocess.run(command, env=hub, capture_output=True, text=True, check=False)
+    assert done.stdout.split() == [COMMIT, COMMIT, "org/model"], done.stderr
+    assert Hub.asked.count("/api/models/org/model/revision/main") == 1, "by the command alone"

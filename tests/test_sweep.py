@@ -25,12 +25,12 @@ from edgekv.errors import CheckpointError, ServiceError, UsageError
 from exporters.checkpoint.checkpoint import Checkpoint
 from exporters.export import RunOptions, export_bundle
 from exporters.quantize.recipe import find_recipe
-from exporters.sweep.carry import Where
+from exporters.sweep.carry import Where, fitness_for
 from exporters.sweep.combination import Combination, Common, combinations
-from exporters.sweep.fitness import Fitness, versions
+from exporters.sweep.fitness import versions
 from exporters.sweep.limit import within
 from exporters.sweep.result import Result, SweepReport, recommend, with_front
-from exporters.sweep.source import open_checkpoint
+from exporters.sweep.source import Pinned, open_checkpoint
 from exporters.sweep.store import PieceStore
 from exporters.sweep.sweep import RESULTS, run_sweep, store_sample
 from exporters.sweep.work import read_compiled
@@ -308,14 +308,17 @@ def test_a_checkpoint_at_a_url(checkpoint, tmp_path, monkeypatch):
 def test_why_a_worker_does_not_fit(checkpoint, tmp_path):
     store = PieceStore(str(tmp_path))
     store.make("probe", "test", lambda folder: None)
-    config = open_checkpoint(str(checkpoint)).config_sha256
-    fit = Fitness(versions(), str(checkpoint), config, None, store, "probe", 1)
+    (tmp_path / "text.txt").write_text("a text")
+    fit = fitness_for(Pinned.of(str(checkpoint)), tmp_path / "text.txt", store, "probe", 1)
     assert fit.obstacles() == []
+    other = write_checkpoint(tmp_path / "other", NEWER, seed=1)
+    assert open_checkpoint(str(other)).config_sha256 == open_checkpoint(str(checkpoint)).config_sha256
     reasons = {
         "numpy .*; expected 0.1": replace(fit, versions=versions() | {"numpy": "0.1"}),
-        "checkpoint not seen: .*no such folder|checkpoint not seen: .*is no folder": replace(fit, checkpoint="/none"),
-        "another checkpoint": replace(fit, config_sha256="other"),
-        "calibration text not seen": replace(fit, calibration=tmp_path / "none.txt"),
+        "no folder": replace(fit, checkpoint=replace(fit.checkpoint, name="/none")),
+        "another one, whose weights differ": replace(fit, checkpoint=replace(fit.checkpoint, name=str(other))),
+        "another calibration text: that of": replace(fit, calibration=None),
+        "none.txt": replace(fit, calibration=tmp_path / "none.txt"),
         "pieces not seen": replace(fit, probe="other"),
         "GB free in .*; expected 1000000000.00 GB": replace(fit, disk_bytes=10**18),
     }

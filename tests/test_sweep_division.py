@@ -13,6 +13,7 @@ from exporters.export import RunOptions, export_bundle
 from exporters.lora.options import LoraOptions
 from exporters.sweep.bundles import assemble
 from exporters.sweep.planning import Exported, Planner
+from exporters.sweep.source import open_checkpoint, prepared_for
 from exporters.sweep.store import PieceStore
 from tests.checkpoints import NEWER, write_checkpoint
 from tests.test_sweep import COMMON, files, wanted
@@ -71,6 +72,24 @@ def test_slots_for_adapters_have_the_bytes_of_one_machine(checkpoint, tmp_path):
         Checkpoint.open(str(checkpoint)), tmp_path / "near", options, RunOptions(cache_dir=tmp_path / "cache")
     )
     assert files(tmp_path / "far") == files(tmp_path / "near")
+
+
+def test_another_template_tokenizer_or_default_is_another_bundle(tmp_path):
+    folder = write_checkpoint(tmp_path / "checkpoint", NEWER)
+
+    def written() -> str:
+        for kept in (open_checkpoint, prepared_for):  # of one command
+            kept.cache_clear()
+        return planned(folder, "w8a16", divide=False)[1].write
+
+    keys = [written(), written()]
+    (folder / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    keys.append(written())
+    (folder / "generation_config.json").write_text('{"do_sample": true, "temperature": 0.5, "eos_token_id": 257}')
+    keys.append(written())
+    (folder / "tokenizer.json").write_text((folder / "tokenizer.json").read_text() + "\n")
+    keys.append(written())
+    assert keys[0] == keys[1] and len(set(keys)) == 4
 
 
 def test_a_divided_layer_has_the_key_of_the_whole(checkpoint):

@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import msgspec
@@ -16,12 +17,14 @@ from edgekv.errors import ServiceError
 from exporters.sweep import cluster as local_cluster
 from exporters.sweep import run as carrying
 from exporters.sweep.carry import Where, carry_out
+from exporters.sweep.cluster import connected
 from exporters.sweep.fitness import Fitness, versions
 from exporters.sweep.limit import within
 from exporters.sweep.piece import Piece, Work
+from exporters.sweep.run import check_workers
 from exporters.sweep.store import PieceStore
-from tests.machines import machines
-from tests.odd_works import Die, Hold, Sleep
+from tests.machines import WAIT_S, machines
+from tests.odd_works import Die, Hold, Sleep, Waiting
 
 GB = 10**9
 
@@ -30,7 +33,7 @@ def carry(folder: Path, *works: Work, ram_bytes: int = 1, **changes) -> list[obj
     """Do pieces that need nothing, and return their answers."""
     store = PieceStore(str(folder / "pieces"))
     store.make("probe", "probe", lambda place: None)
-    fitness = Fitness(versions(), None, "", None, store, "probe", 1)
+    fitness = Fitness(versions(), None, None, "", store, "probe", 1)
     where = Where(folder, **{"workers": 1, "say": [].append, **changes})
     pieces = {f"key{number}": Piece("test", f"key{number}", (), ram_bytes, work) for number, work in enumerate(works)}
     carry_out(pieces, len(pieces), store, fitness, where)
@@ -105,6 +108,20 @@ def test_a_scheduler_that_stops_answering(tmp_path, monkeypatch):
         monkeypatch.setattr(local_cluster, "_CONNECT_S", 1.0)
         with pytest.raises(ServiceError, match=r"--scheduler tcp://.*expected "):
             carry(tmp_path, Sleep(600), workers=None, scheduler=address)
+
+
+@pytest.mark.slow
+def test_a_worker_answers_while_it_fetches_the_checkpoint(tmp_path):
+    store = PieceStore(str(tmp_path))
+    fitness = Waiting(versions(), None, None, "", store, "probe", 1)
+    with machines(tmp_path) as made, connected(made.address, None, 1) as client, ThreadPoolExecutor() as pool:
+        made.start_worker("only")
+        looked = pool.submit(check_workers, client, fitness, 1, keep_going=False, say=[].append)
+        end = time.monotonic() + WAIT_S
+        while not (tmp_path / "looking").exists() and time.monotonic() < end:
+            time.sleep(0.02)
+        client.run((tmp_path / "answered").touch)
+        assert looked.result(WAIT_S) is None, "it says why it does not fit"
 
 
 @pytest.mark.slow

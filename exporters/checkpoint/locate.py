@@ -9,8 +9,12 @@ from edgekv.spec import identify
 from exporters.checkpoint.generation import GENERATION_CONFIG
 
 
-def locate(name: str) -> Path:
+def locate(name: str, revision: str | None = None) -> Path:
     """The folder of a checkpoint, downloaded if the name is an id of the hub.
+
+    Args:
+        name: of the folder, or the id.
+        revision: commit of an id; None for the newest.
 
     Raises:
         CheckpointError: it is something else, or cannot be downloaded.
@@ -39,7 +43,7 @@ def locate(name: str) -> Path:
     patterns += ["config.json", GENERATION_CONFIG, "tokenizer_config.json", "chat_template*"]
     copies = ["consolidated*", "original/*"]  # the same weights in the original publisher's format
     try:
-        return Path(snapshot_download(name, allow_patterns=patterns, ignore_patterns=copies))
+        return Path(snapshot_download(name, revision=revision, allow_patterns=patterns, ignore_patterns=copies))
     except Exception as error:  # the hub's own errors share no base class
         raise CheckpointError(
             "checkpoint",

@@ -7,10 +7,10 @@ from pathlib import Path
 
 from exporters.progress import Progress, silent
 from exporters.sweep.cluster import LOCAL, connected
-from exporters.sweep.fitness import Fitness, versions
+from exporters.sweep.fitness import Fitness, text_sha256, versions
 from exporters.sweep.piece import Piece
 from exporters.sweep.run import Failure, Say, check_workers, run_pieces
-from exporters.sweep.source import open_checkpoint
+from exporters.sweep.source import Pinned, open_checkpoint
 from exporters.sweep.store import PieceStore
 
 
@@ -42,11 +42,11 @@ class Where:
 
 
 def fitness_for(
-    checkpoint: str | None, calibration: Path | None, store: PieceStore, probe: str, disk_bytes: int
+    checkpoint: Pinned | None, calibration: Path | None, store: PieceStore, probe: str, disk_bytes: int
 ) -> Fitness:
     """What workers need for pieces of a checkpoint; None if they read none."""
-    config_sha256 = "" if checkpoint is None else open_checkpoint(checkpoint).config_sha256
-    return Fitness(versions(), checkpoint, config_sha256, calibration, store, probe, disk_bytes)
+    calibration_sha256 = "" if checkpoint is None else text_sha256(open_checkpoint(checkpoint.name), calibration)
+    return Fitness(versions(), checkpoint, calibration, calibration_sha256, store, probe, disk_bytes)
 
 
 def carry_out(

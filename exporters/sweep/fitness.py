@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import hashlib
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -11,8 +13,10 @@ from pathlib import Path
 from distributed import Status, Worker, WorkerPlugin
 
 from edgekv.errors import EdgeKVError
+from exporters.checkpoint.checkpoint import Checkpoint
+from exporters.quantize.calibrate import read_calibration
 from exporters.quantize.stages import program_sha256
-from exporters.sweep.source import open_checkpoint
+from exporters.sweep.source import Pinned
 from exporters.sweep.store import PieceStore
 
 PACKAGES = ("edgekv", "onnxruntime", "onnxruntime-qnn", "numpy")
@@ -35,18 +39,18 @@ class Fitness:
 
     Attributes:
         versions: those of the command.
-        checkpoint: its path, or a hub id; None if no piece reads it.
-        config_sha256: of its configuration.
-        calibration: a text file, or None.
+        checkpoint: that pieces read; None if no piece reads one.
+        calibration: a text file, or None for the checkpoint's or edgekv's own.
+        calibration_sha256: of the calibration text.
         store: where pieces are kept.
         probe: key of a piece that is there.
         disk_bytes: free space wanted where the worker keeps pieces.
     """
 
     versions: dict[str, str]
-    checkpoint: str | None
-    config_sha256: str
+    checkpoint: Pinned | None
     calibration: Path | None
+    calibration_sha256: str
     store: PieceStore
     probe: str
     disk_bytes: int
@@ -55,17 +59,19 @@ class Fitness:
         """Why this process cannot work on the sweep; empty if it can."""
         return [*self._obstacles()]
 
+    async def look(self) -> list[str]:
+        """As `obstacles`, in a thread: a scheduler drops workers that send no heartbeats while they fetch and hash."""
+        return await asyncio.to_thread(self.obstacles)
+
     def _obstacles(self) -> Iterator[str]:
         for package, found in versions().items():
             if found != self.versions[package]:
                 yield f"{package} {found}; expected {self.versions[package]}"
         try:
-            if self.checkpoint and open_checkpoint(self.checkpoint).config_sha256 != self.config_sha256:
-                yield f"another checkpoint at {self.checkpoint}"
+            if self.checkpoint and text_sha256(self.checkpoint.open(), self.calibration) != self.calibration_sha256:
+                yield f"another calibration text: {self.calibration or 'that of the checkpoint, or of edgekv'}"
         except EdgeKVError as error:
-            yield f"checkpoint not seen: {error}"
-        if self.calibration is not None and not self.calibration.is_file():
-            yield f"calibration text not seen: no file {self.calibration}"
+            yield str(error)
         if self.store.find(self.probe) is None:
             yield f"pieces not seen in {self.store.place}"
             return
@@ -82,19 +88,43 @@ class FitWorkers(WorkerPlugin):  # type: ignore[misc]
         self.name = mark
         self._fitness = fitness
         self._ram_bytes = ram_bytes
+        self._task: asyncio.Task[None] | None = None  # a loop keeps no task alive
 
     async def setup(self, worker: Worker) -> None:
-        """Look at the worker that this runs in."""
-        if obstacles := self._fitness.obstacles():
+        """Start to look at the worker that this runs in; it sends heartbeats once this has returned."""
+        await worker.set_resources(**{looking(self.name): 1})
+        self._task = asyncio.create_task(self._look(worker))
+
+    async def _look(self, worker: Worker) -> None:
+        try:
+            obstacles = await self._fitness.look()
+        except Exception as error:  # of file systems
+            obstacles = [f"{type(error).__name__}: {error}"]
+        given = {looking(self.name): 0}
+        if obstacles:
             worker.log_event(TOPIC, {"worker": worker.address, "obstacles": obstacles})
-            return
-        given = {self.name: _SHARE}
-        if RAM not in worker.state.total_resources:
-            given[RAM] = worker.memory_manager.memory_limit or self._ram_bytes
+        else:
+            given[self.name] = _SHARE
+            if RAM not in worker.state.total_resources:
+                given[RAM] = worker.memory_manager.memory_limit or self._ram_bytes
         await worker.set_resources(**given)
         # A scheduler gives waiting pieces to workers that join or go on, not to those that have become able to do them.
         worker.status = Status.paused
         worker.status = Status.running
+
+
+def looking(mark: str) -> str:
+    """The mark of a worker that is being looked at."""
+    return f"{mark}-looking"
+
+
+def text_sha256(checkpoint: Checkpoint, calibration: Path | None) -> str:
+    """The hash of a calibration text.
+
+    Raises:
+        UsageError: the file is no text.
+    """
+    return hashlib.sha256(read_calibration(calibration, checkpoint.folder).text.encode()).hexdigest()
 
 
 def _version(package: str) -> str:

@@ -18,7 +18,7 @@ from exporters.sweep.combination import Combination, Common
 from exporters.sweep.division import JoinWork, MatrixWork, RunWork
 from exporters.sweep.piece import Piece, Plan, Work, hashed
 from exporters.sweep.quality import ENGINE, ErrorWork, EvaluateWork, ReferenceWork, Sample
-from exporters.sweep.source import Source, open_checkpoint, prepared_for
+from exporters.sweep.source import CHAT, SETTINGS, TOKENS, WEIGHTS, Pinned, Source, prepared_for
 from exporters.sweep.work import CheckWork, CompileWork, LayerWork, SurveyWork, WriteWork
 
 _PROCESS_BYTES = 300_000_000
@@ -75,15 +75,16 @@ class Planner:
     Args:
         checkpoint: a path that all workers see, or a hub id.
         divide: make the matrices of a layer pieces of their own.
+
+    Attributes:
+        checkpoint: what all workers must find.
     """
 
     def __init__(self, checkpoint: str, *, divide: bool = False) -> None:
-        self._checkpoint = checkpoint
         self._divide = divide
-        opened = open_checkpoint(checkpoint)
-        self._weights = opened.weights_sha256()
-        place = str(opened.folder.resolve()) if Path(checkpoint).exists() else checkpoint  # as the manifest has it
-        self._base = (program_sha256(), self._weights, opened.config_sha256, place)
+        self.checkpoint = pinned = Pinned.of(checkpoint)
+        place = str(Path(checkpoint).resolve()) if Path(checkpoint).exists() else checkpoint  # as the manifest has it
+        self._base = (program_sha256(), pinned[WEIGHTS], pinned[SETTINGS], pinned[TOKENS], place)
         self._pieces: dict[str, Piece] = {}
 
     @property
@@ -114,8 +115,8 @@ class Planner:
     def _source(self, options: ExportOptions) -> tuple[Prepared, Source]:
         """What devices share: neither check nor compiler."""
         shared = replace(options, check_on_htp=False, compile=False)
-        prepared = prepared_for(self._checkpoint, shared)
-        return prepared, Source(self._checkpoint, shared, self._weights, self._survey(prepared))
+        prepared = prepared_for(self.checkpoint.name, shared)
+        return prepared, Source(self.checkpoint, shared, self._survey(prepared))
 
     def _survey(self, prepared: Prepared) -> str:
         spec, context = prepared.checkpoint.spec, prepared.options.contexts[-1]
@@ -129,13 +130,13 @@ class Planner:
             [spec.window(layer) for layer in range(spec.layers)],
             [(each.channel, each.parts) for each in spec.split],
         )
-        work = SurveyWork(Source(self._checkpoint, prepared.options, self._weights, hashed(content)))
+        work = SurveyWork(Source(self.checkpoint, prepared.options, hashed(content)))
         return self._put("survey", content, (), _quantizing_bytes(prepared), work)
 
     def _layers(self, source: Source, prepared: Prepared, decided: str) -> tuple[str, ...]:
         context, found, ram_bytes = prepared.options.contexts[-1], list[str](), _quantizing_bytes(prepared)
         tokens = prepared.survey_tokens
-        keys = stage_keys(prepared.checkpoint, self._weights, tokens, context, prepared.recipe)
+        keys = stage_keys(prepared.checkpoint, self.checkpoint[WEIGHTS], tokens, context, prepared.recipe)
         residual = None
         for layer, key in enumerate(keys):
             if self._divide and layer < prepared.checkpoint.spec.layers:
@@ -178,10 +179,12 @@ class Planner:
         content = (
             "write",
             self._base,
+            self.checkpoint[CHAT],
             layers[-1],
             options.kv_dtype,
             options.key_layout,
-            options.recipe.name,
+            options.recipe,
+            prepared.recipe,
             prepared.calibration.name,
             [(graph.name, graph.role, [part.name for part in graph.parts]) for graph in prepared.graphs],
             repr(prepared.split),

@@ -15,9 +15,9 @@ from distributed import Client, Future, KilledWorker
 from edgekv.child import TIMEOUT_VARIABLE, vendor_timeout_s
 from edgekv.errors import ServiceError, UsageError
 from exporters.progress import Progress
-from exporters.sweep.fitness import RAM, TOPIC, Fitness, FitWorkers
+from exporters.sweep.fitness import RAM, TOPIC, Fitness, FitWorkers, looking
 from exporters.sweep.limit import within
-from exporters.sweep.piece import Piece, Plan
+from exporters.sweep.piece import Piece, Plan, hashed
 from exporters.sweep.store import PieceStore
 
 _POLL_S = 0.1
@@ -73,7 +73,7 @@ def check_workers(client: Client, fitness: Fitness, largest_bytes: int, *, keep_
             fix="Start `dask worker ADDRESS`.",
         )
     found = within(
-        _LOOK_AT_S, "workers", lambda: client.run(fitness.obstacles, on_error="return"), fix="Stop those that hang."
+        _LOOK_AT_S, "workers", lambda: client.run(fitness.look, on_error="return"), fix="Stop those that hang."
     )
     wrong = {address: each for address, each in found.items() if isinstance(each, BaseException) or each}
     lines = [f"worker {address}: {_reasons(each)}" for address, each in wrong.items()]
@@ -124,7 +124,7 @@ def run_pieces(
         ServiceError: the scheduler or all workers vanished.
         EdgeKVError: a piece failed.
     """
-    mark = f"edgekv-{fitness.probe[:12]}"
+    mark = f"edgekv-{hashed(repr(fitness))[:12]}"
     largest_bytes = max(piece.ram_bytes for piece in pieces.values())
     client.subscribe_topic(TOPIC, lambda event: say(f"worker {event[1]['worker']}: {_reasons(event[1]['obstacles'])}"))
     plugin = FitWorkers(fitness, mark, largest_bytes)
@@ -215,7 +215,8 @@ class _Watch:
         self._expect_movement(done, total, now)
         ram_bytes = least_bytes()
         given = [each["resources"] for each in found.values()]
-        if any(self._mark in each and each.get(RAM, 0) >= ram_bytes for each in given):
+        is_fit = any(self._mark in each and each.get(RAM, 0) >= ram_bytes for each in given)
+        if is_fit or any(each.get(looking(self._mark)) for each in given):
             self._idle_since = None
             return
         self._idle_since = self._idle_since or now

@@ -56,7 +56,7 @@ def export_on(checkpoint: str, target: Path, options: ExportOptions, where: Wher
     if pieces:
         prepared = prepared_for(checkpoint, replace(options, check_on_htp=False, compile=False))
         disk_bytes = 2 * bundle_bytes(prepared.checkpoint.spec, options.recipe, len(prepared.graphs))
-        fitness = fitness_for(checkpoint, options.calibration, store, _probe(store), disk_bytes)
+        fitness = fitness_for(planner.checkpoint, options.calibration, store, _probe(store), disk_bytes)
         carry_out(pieces, len(planner.plan.pieces), store, fitness, where)
     return assemble(exported, options.device, store, target, force=force, allow_float=options.allow_float)
 

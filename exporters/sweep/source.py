@@ -11,14 +11,56 @@ from pathlib import Path
 import fsspec
 
 from edgekv.errors import CheckpointError
-from edgekv.system import cache_folder
+from edgekv.spec.text import TOKENIZER
+from edgekv.system import cache_folder, sha256_of
 from exporters.checkpoint.checkpoint import Checkpoint
 from exporters.checkpoint.folded import transformed
+from exporters.checkpoint.locate import locate
 from exporters.options import ExportOptions
 from exporters.prepared import Prepared, Surveyed, prepare
 from exporters.quantize.reference import Tensors
+from exporters.sweep.piece import hashed
 from exporters.sweep.store import PieceStore
 from exporters.sweep.survey_file import read_survey
+
+WEIGHTS, SETTINGS, TOKENS, CHAT = "weights", "settings of config.json", "tokens", "chat templates or sampling defaults"
+
+
+@dataclass(frozen=True, slots=True)
+class Pinned:
+    """A checkpoint that every process must find alike.
+
+    Attributes:
+        name: a path that all workers see, an fsspec URL, or a hub id.
+        revision: commit of a hub id; None for others.
+        hashes: of all that pieces read from it, by what it is.
+    """
+
+    name: str
+    revision: str | None
+    hashes: tuple[tuple[str, str], ...]
+
+    @classmethod
+    def of(cls, name: str) -> Pinned:
+        """The checkpoint of a path, hub id or fsspec URL as it is now.
+
+        Raises:
+            CheckpointError: it cannot be read.
+        """
+        opened = open_checkpoint(name)
+        is_hub_id = "://" not in name and not Path(name).exists()
+        return cls(name, opened.folder.name if is_hub_id else None, _hashes(opened))
+
+    def __getitem__(self, part: str) -> str:
+        return dict(self.hashes)[part]
+
+    def open(self) -> Checkpoint:
+        """The checkpoint, opened and compared once in a process.
+
+        Raises:
+            CheckpointError: it cannot be read, or is another one here.
+        """
+        return _open_pinned(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,21 +68,19 @@ class Source:
     """What to export; the weights stay where they are.
 
     Attributes:
-        checkpoint: a path that all workers see, an fsspec URL, or a hub id.
+        checkpoint: to export.
         options: of the export, without the target.
-        weights_sha256: of the checkpoint.
         survey: key of the survey's piece.
     """
 
-    checkpoint: str
+    checkpoint: Pinned
     options: ExportOptions
-    weights_sha256: str
     survey: str
 
     @property
     def prepared(self) -> Prepared:
         """The checkpoint and the options, brought together."""
-        return prepared_for(self.checkpoint, self.options)
+        return _prepared(self.checkpoint, self.options)
 
     def surveyed(self, store: PieceStore) -> Surveyed:
         """What the finished survey decides."""
@@ -58,9 +98,38 @@ def open_checkpoint(name: str) -> Checkpoint:
     Raises:
         CheckpointError: it cannot be read.
     """
-    if "://" not in name:
+    return _open(name, None)
+
+
+def _open(name: str, revision: str | None) -> Checkpoint:
+    if "://" not in name and revision is None:
         return Checkpoint.open(name)
-    return replace(Checkpoint.open(str(_fetched(name))), name=name)
+    return replace(Checkpoint.open(str(_fetched(name) if revision is None else locate(name, revision))), name=name)
+
+
+@lru_cache(maxsize=4)
+def _open_pinned(pinned: Pinned) -> Checkpoint:
+    opened = _open(pinned.name, pinned.revision)
+    found = dict(_hashes(opened))
+    if other := [part for part, wanted in pinned.hashes if found[part] != wanted]:
+        raise CheckpointError(
+            f"checkpoint {pinned.name}",
+            got=f"another one, whose {other[0]} differ",
+            expected=f"{other[0]} with sha256 {pinned[other[0]]}, as the command has",
+            fix="Give all workers the same files.",
+        )
+    return opened
+
+
+def _hashes(opened: Checkpoint) -> tuple[tuple[str, str], ...]:
+    file = opened.folder / TOKENIZER
+    tokenizer = sha256_of(file) if file.is_file() else hashed(opened.tokenizer.to_str())
+    return (
+        (WEIGHTS, opened.weights_sha256()),
+        (SETTINGS, opened.config_sha256),
+        (TOKENS, hashed(tokenizer, opened.special)),
+        (CHAT, hashed(opened.chat, opened.generation)),
+    )
 
 
 def _fetched(url: str) -> Path:
@@ -97,6 +166,11 @@ def _fetched(url: str) -> Path:
 def prepared_for(checkpoint: str, options: ExportOptions) -> Prepared:
     """The checkpoint and options, brought together once in a process; raises what `prepare` does."""
     return prepare(open_checkpoint(checkpoint), options)
+
+
+@lru_cache(maxsize=64)
+def _prepared(checkpoint: Pinned, options: ExportOptions) -> Prepared:
+    return prepare(checkpoint.open(), options)
 
 
 @lru_cache(maxsize=8)

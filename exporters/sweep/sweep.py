@@ -79,7 +79,7 @@ def run_sweep(
     failed: dict[str, Failure] = {}
     if pieces:
         disk_bytes = _disk_bytes(checkpoint, members, common)
-        fitness = fitness_for(checkpoint, common.calibration, store, sample.key, disk_bytes)
+        fitness = fitness_for(planner.checkpoint, common.calibration, store, sample.key, disk_bytes)
         failed = carry_out(pieces, len(plan.pieces), store, fitness, where)
     results, lost = list[Result](), list[Refusal]()
     for member in members:

@@ -16,7 +16,7 @@ from exporters.quantize.as_stored import stored_record
 from exporters.quantize.matrices import Quantizer
 from exporters.quantize.stages import Stage, StagedMatrices
 from exporters.records import source_record
-from exporters.sweep.source import Source
+from exporters.sweep.source import WEIGHTS, Source
 from exporters.sweep.store import PieceStore
 from exporters.sweep.survey_file import write_survey
 
@@ -88,7 +88,7 @@ class WriteWork:
         encodings = write_contents(prepared, surveyed, tensors, StagedMatrices(stages), ranges, bundle)
         record = source_record(
             prepared.checkpoint,
-            self.source.weights_sha256,
+            self.source.checkpoint[WEIGHTS],
             prepared.calibration.name,
             surveyed.tokens.size,
             stored_record(prepared.checkpoint, prepared.options.recipe),

@@ -67,9 +67,9 @@ def stage_keys(
 
 @cache
 def program_sha256() -> str:
-    """A hash of the source files that determine the integers, and of numpy's version."""
+    """A hash of edgekv's source files, and of numpy's version."""
     digest = hashlib.sha256(np.__version__.encode())
-    for package in ("quant", "edgekv.spec", "exporters"):
+    for package in ("quant", "devices", "edgekv", "exporters"):
         for name, content in _sources(resources.files(package)):
             digest.update(f"{package}/{name}\0".encode() + content)
     return digest.hexdigest()
