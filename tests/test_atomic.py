@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from edgekv.bundle import MANIFEST, atomic, atomic_directory
+from edgekv.bundle import MANIFEST, atomic, atomic_directory, open_bundle
 from edgekv.errors import BundleError, UsageError
 
 BUILD_FOREVER = """
@@ -19,6 +19,14 @@ with atomic_directory(sys.argv[1], force=True) as folder:
     (folder / "half").write_text("half")
     print(folder, flush=True)
     time.sleep(600)
+"""
+
+REPLACE_OFTEN = """
+import sys
+from edgekv.bundle import MANIFEST, atomic_directory
+for _ in range(150):
+    with atomic_directory(sys.argv[1], force=True) as folder:
+        (folder / MANIFEST).write_text("whole")
 """
 
 
@@ -114,6 +122,23 @@ def test_a_swap_that_was_cut_off_is_taken_back(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="an existing folder"), atomic_directory(tmp_path / "bundle"):
         raise AssertionError("refused before anything is built")
     assert (tmp_path / "bundle" / MANIFEST).read_text() == "old"
+
+
+def test_readers_are_told_where_the_old_one_is_after_a_swap_that_was_cut_off(tmp_path: Path) -> None:
+    dead = _killed_while_building(tmp_path / "other").name.rpartition("-")[2]
+    (tmp_path / f".bundle.old-{dead}").mkdir()
+    with pytest.raises(
+        BundleError, match=rf"was killed.*The one before is whole: mv \S*/\.bundle\.old-{dead} \S*/bundle"
+    ):
+        open_bundle(tmp_path / "bundle")
+
+
+def test_processes_that_replace_one_folder_at_once_do_not_fail(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", REPLACE_OFTEN, str(tmp_path / "bundle")]
+    running = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True) for _ in range(3)]
+    assert [child.communicate(timeout=120)[1] for child in running] == ["", "", ""]
+    assert [path.name for path in tmp_path.iterdir()] == ["bundle"]
+    assert {path.name for path in (tmp_path / "bundle").iterdir()} == {MANIFEST}
 
 
 def test_one_process_builds_a_folder_once_at_a_time(tmp_path: Path) -> None:

@@ -163,6 +163,25 @@ def test_clearing_the_cache_takes_nothing_from_an_export_that_runs(work):
     assert export_bundle(work.checkpoint, work.folder / "bundle", options(), run, progress=clear) == whole
 
 
+AT_ONCE = """
+import sys
+from pathlib import Path
+import numpy as np
+from exporters.quantize.stages import StageStore
+store, hidden = StageStore(Path(sys.argv[1])), np.full((1, 4), float(sys.argv[2]), np.float32)
+for _ in range(100):
+    stage = store.write("key", {}, {}, hidden)
+    store.remove(["key"])
+    np.testing.assert_array_equal(stage.hidden(), hidden)
+"""
+
+
+def test_exports_of_one_checkpoint_at_once_keep_their_stages(tmp_path):
+    commands = [[sys.executable, "-c", AT_ONCE, str(tmp_path), str(number)] for number in range(3)]
+    running = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True) for command in commands]
+    assert [child.communicate(timeout=120)[1] for child in running] == ["", "", ""]
+
+
 def test_keys_depend_on_what_the_integers_depend_on(checkpoint):
     tokens = np.stack(calibration_windows(checkpoint, "some text " * 100, 32, 64))
 

@@ -12,7 +12,7 @@ from edgekv.bundle.adapters import (
     remove_lora,
     write_lora,
 )
-from edgekv.bundle.atomic import atomic_directory, atomic_file, check_target
+from edgekv.bundle.atomic import atomic_directory, atomic_file, check_target, remove_directory
 from edgekv.bundle.bundle import Bundle, open_bundle
 from edgekv.bundle.compiled import COMPILED, Compiled, CompiledBinary, CompiledManifest, open_compiled
 from edgekv.bundle.files import is_plain_path, record_files
@@ -98,6 +98,7 @@ __all__ = [
     "readable_json",
     "record_files",
     "rehashing",
+    "remove_directory",
     "remove_lora",
     "write_lora",
     "write_manifest",

@@ -6,9 +6,10 @@ import errno
 import os
 import re
 import shutil
+import stat
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from edgekv.bundle.manifest import MANIFEST
@@ -68,13 +69,20 @@ def atomic_directory(target: str | Path, *, force: bool = False, marker: str = M
     try:
         yield partial
         _flush_tree(partial)
-        check_target(target, force=force, marker=marker)
-        _swap(partial, target)
+        _swap(partial, target, force=force, marker=marker)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
     finally:
         _in_use.discard(partial)
+
+
+def remove_directory(target: Path) -> None:
+    """Remove a folder that `atomic_directory` has made; other processes see it whole or not at all."""
+    gone = target.with_name(f".{target.name}.partial-{os.getpid()}")
+    with suppress(OSError):  # there is none
+        target.replace(gone)
+    shutil.rmtree(gone, ignore_errors=True)
 
 
 def check_target(target: Path, *, force: bool, marker: str = MANIFEST) -> None:
@@ -83,46 +91,78 @@ def check_target(target: Path, *, force: bool, marker: str = MANIFEST) -> None:
     Raises:
         UsageError: see `atomic_directory`.
     """
-    if not os.path.lexists(target):
+    try:
+        status = target.lstat()
+    except OSError:
         return
     field = f"output {target}"
-    if not target.is_dir() or target.is_symlink():
+    if not stat.S_ISDIR(status.st_mode):
         raise UsageError(field, got="a file", expected="a path that does not exist", fix="Give another path.")
     if not force:
         fix = "Give another path, or --force to replace it."
         raise UsageError(field, got="an existing folder", expected="a path that does not exist", fix=fix)
-    if any(target.iterdir()) and not (target / marker).is_file():
+    try:
+        names = {path.name for path in target.iterdir()}
+        is_same = target.lstat().st_ino == status.st_ino
+    except FileNotFoundError:
+        is_same = False
+    if not is_same:  # another process has moved it away while its files were listed
+        check_target(target, force=force, marker=marker)
+    elif names and marker not in names:
         fix = "Give another path, or remove the folder yourself."
         raise UsageError(field, got=f"a folder without {marker}", expected=f"one that has {marker}", fix=fix)
 
 
-def _swap(partial: Path, target: Path) -> None:
-    if not target.exists():
-        partial.replace(target)
-        _flush(target.parent)
-        return
-    old = target.with_name(f".{target.name}.old-{os.getpid()}")
-    target.replace(old)
+def replaced_by_a_killed_process(target: Path) -> Path | None:
+    """The folder that holds what was at `target` until a process that replaced it was killed; None if none was.
+
+    The next `atomic_directory` with this target restores it.
+    """
     try:
-        partial.replace(target)
-    except BaseException:
-        old.replace(target)
-        raise
-    _flush(target.parent)
-    shutil.rmtree(old, ignore_errors=True)
+        found = [path for path, kind in _leftovers(target) if kind == "old"]
+    except OSError:
+        return None
+    return found[0] if found and not os.path.lexists(target) else None
+
+
+def _swap(partial: Path, target: Path, *, force: bool, marker: str) -> None:
+    """Rename a folder, in place of an existing one. If several processes replace it at once, the last one wins."""
+    old = target.with_name(f".{target.name}.old-{os.getpid()}")
+    while True:
+        check_target(target, force=force, marker=marker)
+        with suppress(FileNotFoundError):  # there is none, or another process has moved it away
+            target.replace(old)
+        try:
+            partial.replace(target)
+        except BaseException as error:
+            if isinstance(error, OSError) and target.exists():  # another process has put one there meanwhile
+                shutil.rmtree(old, ignore_errors=True)
+                continue
+            if old.exists():
+                old.replace(target)
+            raise
+        _flush(target.parent)
+        shutil.rmtree(old, ignore_errors=True)
+        return
 
 
 def _clean(target: Path) -> None:
     """Remove leftovers of dead processes, and restore a target that one of them was replacing when it died."""
-    pattern = re.compile(rf"\.{re.escape(target.name)}\.(partial|old)-(\d+)")
-    for path in target.parent.iterdir():
-        match = pattern.fullmatch(path.name)
-        if match is None or path in _in_use or is_alive(int(match[2])):
-            continue
-        if match[1] == "old" and not target.exists():
-            path.replace(target)
+    for path, kind in _leftovers(target):
+        if kind == "old" and not target.exists():
+            with suppress(FileNotFoundError):  # another process restores it too
+                path.replace(target)
         else:
             shutil.rmtree(path, ignore_errors=True)
+
+
+def _leftovers(target: Path) -> Iterator[tuple[Path, str]]:
+    """Folders beside a target that dead processes have left, and whether they are `partial` or `old`."""
+    pattern = re.compile(rf"\.{re.escape(target.name)}\.(partial|old)-(\d+)")
+    for path in [*target.parent.iterdir()] if target.parent.is_dir() else []:
+        match = pattern.fullmatch(path.name)
+        if match is not None and path not in _in_use and not is_alive(int(match[2])):
+            yield path, match[1]
 
 
 def _flush_tree(folder: Path) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import NoReturn
 
 import msgspec
 
+from edgekv.bundle.atomic import replaced_by_a_killed_process
 from edgekv.bundle.consistency import check_consistency
 from edgekv.bundle.formats import FORMAT, SEAL, UPGRADES, Content, seal_of, upgraded
 from edgekv.bundle.manifest import MANIFEST, Manifest
@@ -70,6 +72,13 @@ def _check_folder(folder: Path, file: Path) -> None:
         return
     if kind := identify(folder):
         raise BundleError(f"bundle {folder}", got=kind.what, expected="a bundle's folder", fix=kind.as_bundle)
+    if old := replaced_by_a_killed_process(folder.absolute()):
+        raise BundleError(
+            f"bundle {folder}",
+            got="nothing there: a process that was replacing it was killed",
+            expected="a bundle's folder",
+            fix=f"The one before is whole: mv {shlex.join([str(old), str(folder)])}",
+        )
     if not folder.is_dir():
         found = "a file" if folder.exists() else "nothing there"
         fix = "Make one with: edgekv export CHECKPOINT -o BUNDLE --device DEVICE"

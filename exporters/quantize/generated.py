@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from edgekv.bundle import atomic_directory
+from edgekv.bundle import atomic_directory, remove_directory
 from edgekv.kv import KvTensor
 from exporters.checkpoint.checkpoint import Checkpoint
 from exporters.decoder import decoder_layer, logits
@@ -81,9 +81,7 @@ class GeneratedText:
     def remove(self) -> None:
         """Remove the kept batches."""
         for kept in self._kept:
-            (kept / _TOKENS).unlink(missing_ok=True)
-            if kept.is_dir():
-                kept.rmdir()
+            remove_directory(kept)
 
     def _batch(self, weights: Weights, number: int, size: int, progress: Callable[[int], None]) -> NDArray[np.int64]:
         """`[size, T]`: behind the first tokens one of the vocabulary at random, then what the model samples."""

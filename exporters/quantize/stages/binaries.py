@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -11,7 +10,7 @@ import msgspec
 
 from devices import Device
 from edgekv import qnn
-from edgekv.bundle import CompiledBinary, FileRecord, atomic_directory
+from edgekv.bundle import CompiledBinary, FileRecord, atomic_directory, remove_directory
 from edgekv.runtime import HtpOptions
 from edgekv.system import link_or_copy, sha256_of
 from exporters.htp.compile import COMPILER_DEFAULTS, Lint, Watch, compile_graphs, unwatched
@@ -74,7 +73,7 @@ class FinishedBinaries:
     def remove(self) -> None:
         """Remove the kept binaries of this bundle."""
         for kept in self._kept:
-            shutil.rmtree(kept, ignore_errors=True)
+            remove_directory(kept)
 
 
 def _taken(kept: Path, folder: Path) -> CompiledBinary | None:

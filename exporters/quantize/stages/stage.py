@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -94,7 +95,10 @@ class Stage:
                 },
             )
             (partial / RECORD).write_bytes(msgspec.json.encode(record))
-        return cls((folder / _TENSORS).open("rb"), record)
+            # Opened before other exports of the checkpoint can replace or remove it, except on Windows, which renames
+            # no folder with an open file.
+            opened = None if os.name == "nt" else (partial / _TENSORS).open("rb")
+        return cls(opened or (folder / _TENSORS).open("rb"), record)
 
     @property
     def names(self) -> list[str]:

@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+from edgekv.bundle import remove_directory
 from edgekv.errors import UsageError
 from edgekv.system import CACHE_VARIABLE, cache_folder
 from exporters.quantize.reference import Floats
@@ -37,7 +38,7 @@ class StageStore:
     def remove(self, keys: Iterable[str]) -> None:
         """Remove these stages; missing ones are ignored."""
         for key in keys:
-            shutil.rmtree(self._path(key), ignore_errors=True)
+            remove_directory(self._path(key))
 
     def clear(self) -> None:
         """Remove all stages."""
