@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -89,6 +92,32 @@ def test_local_workers_that_do_not_start(tmp_path, monkeypatch):
     monkeypatch.setattr(local_cluster, "_START_S", 0.05)
     with pytest.raises(ServiceError, match=r"1 local workers: got .*finished pieces are not done again"):
         carry(tmp_path, Sleep(0))
+
+
+HELD = """
+import time
+from exporters.sweep.cluster import LOCAL, connected
+if __name__ == "__main__":
+    with connected(LOCAL, 1, 1):
+        print("started", flush=True)
+        time.sleep(600)
+"""
+
+
+@pytest.mark.slow
+def test_the_next_start_removes_what_a_killed_sweep_left(tmp_path):
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    (tmp_path / "held.py").write_text(HELD)
+    environment = {**os.environ, "TMPDIR": str(temporary)}
+    command = [sys.executable, str(tmp_path / "held.py")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment, start_new_session=True) as held:
+        assert held.stdout is not None and held.stdout.readline() == b"started\n"
+        os.killpg(held.pid, signal.SIGKILL)
+    (left,) = temporary.glob("edgekv-sweep-*")
+    program = "from edgekv.scratch import scratch_folder\nwith scratch_folder('test'): pass"
+    subprocess.run([sys.executable, "-c", program], env=environment, check=True, timeout=WAIT_S)
+    assert not left.exists()
 
 
 @pytest.mark.slow

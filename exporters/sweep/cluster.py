@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
 from distributed import Client, LocalCluster
 
 from edgekv.errors import EngineError, ServiceError, UsageError
+from edgekv.scratch import scratch_folder
 from edgekv.system import free_memory_bytes
 from exporters.sweep.fitness import RAM
 from exporters.sweep.limit import within
@@ -80,7 +80,7 @@ def _local(workers: int | None, largest_bytes: int) -> Iterator[Client]:
     fitting = max(1, free_bytes // max(1, largest_bytes))
     count = workers or min(len(_cores()), fitting)
     ram_bytes = max(free_bytes // count, largest_bytes)
-    with tempfile.TemporaryDirectory(prefix="edgekv-sweep-") as folder, _processes(folder, count, ram_bytes) as cluster:
+    with scratch_folder("sweep") as folder, _processes(str(folder), count, ram_bytes) as cluster:
         client = within(_START_S, "scheduler", lambda: Client(cluster, set_as_default=False), fix=_AGAIN)
         try:
             yield client
