@@ -26,7 +26,7 @@ from exporters.contents import make_manifest, write_contents
 from exporters.htp.check import float_verdict
 from exporters.htp.compile import Watch, compile_binaries, device_parts, unwatched, write_compiled
 from exporters.options import ExportOptions, RunOptions
-from exporters.parallel import compiler_processes, side_by_side
+from exporters.parallel import Job, compiler_bytes, side_by_side
 from exporters.preconditions import check_compiler
 from exporters.prepared import prepare
 from exporters.progress import Progress, silent
@@ -155,6 +155,6 @@ def _check(
     graphs: Sequence[GraphRecord], folder: Path, checks: Checks, *, allow_float: bool, progress: Progress
 ) -> tuple[HtpCheck, list[str]]:
     files = dict.fromkeys(part.file for graph in graphs for part in graph.parts)
-    work = [partial(checks.floating_nodes, folder / file) for file in files]
-    floating = side_by_side(work, compiler_processes(), "check on HTP", progress)
+    jobs = [Job(partial(checks.floating_nodes, folder / file), compiler_bytes([folder / file])) for file in files]
+    floating = side_by_side(jobs, "check on HTP", progress)
     return float_verdict([node for nodes in floating for node in nodes], allow_float=allow_float)

@@ -79,11 +79,11 @@ def choose_split(
             expected=f"1 to {spec.layers}, the layers of the checkpoint",
             fix=f"Use --splits {min(spec.layers, max(1, splits))}, or leave it out.",
         )
-    layers = _layer_bytes(spec, recipe, WeightType.matrix_bytes)
+    layers = layer_bytes(spec, recipe, WeightType.matrix_bytes)
     decoder = spec.sizes
     load = Load(
         layers=layers,
-        packed=_layer_bytes(spec, recipe, WeightType.packed_bytes),
+        packed=layer_bytes(spec, recipe, WeightType.packed_bytes),
         embedding_bytes=2 * decoder.table_parameters,
         head_bytes=WEIGHT_TYPES[recipe.rule(HEAD).dtype].matrix_bytes(spec.hidden, spec.vocab),
         cache=CHOICES[0].layer_bytes(geometry, ar),
@@ -100,7 +100,7 @@ def choose_split(
     return Split(divide(layers, chosen, first_bytes=first, last_bytes=last), place == "graph", own_head)
 
 
-def _layer_bytes(spec: DecoderSpec, recipe: Recipe, count: Callable[[WeightType, int, int], int]) -> Sequence[int]:
+def layer_bytes(spec: DecoderSpec, recipe: Recipe, count: Callable[[WeightType, int, int], int]) -> Sequence[int]:
     """Bytes of the matrices of each layer; `count` gives the bytes of one matrix."""
     found = [0] * spec.layers
     for name, (columns, rows) in matrices(spec).items():

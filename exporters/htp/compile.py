@@ -25,7 +25,7 @@ from edgekv.runtime import HtpOptions
 from edgekv.system import MIB, sha256_of
 from exporters.htp.binary import check_target, count_graphs
 from exporters.htp.check import HtpStep, run_and_lint, run_steps
-from exporters.parallel import compiler_processes, side_by_side
+from exporters.parallel import Job, compiler_bytes, side_by_side
 from exporters.progress import Progress, silent
 
 COMPILER_DEFAULTS = HtpOptions()
@@ -199,19 +199,12 @@ def compile_binaries(
         EngineError: the compiler failed, or targeted something else.
     """
     compiling = make or compile_graphs
-    work = [
-        partial(
-            compiling,
-            device,
-            models,
-            folder,
-            prefix="shared_" if len(models) > 1 else "",
-            watch=watch,
-            options=options,
-        )
-        for models in binary_sets(parts, each=each)
-    ]
-    return [*side_by_side(work, compiler_processes(), "compile", progress)]
+    jobs = []
+    for models in binary_sets(parts, each=each):
+        prefix = "shared_" if len(models) > 1 else ""
+        call = partial(compiling, device, models, folder, prefix=prefix, watch=watch, options=options)
+        jobs.append(Job(call, compiler_bytes([*models.values()])))
+    return [*side_by_side(jobs, "compile", progress)]
 
 
 def binary_sets(parts: Sequence[Mapping[str, Path]], *, each: bool) -> list[dict[str, Path]]:

@@ -7,7 +7,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from edgekv import qnn
-from edgekv.plan import compile_bytes, graph_bytes, quantization_bytes, writing_bytes
+from edgekv.plan import compile_bytes, layer_graph_bytes, quantization_bytes, writing_bytes
+from edgekv.spec.tensors import HEAD
+from exporters.graphs.split import layer_bytes
 from exporters.htp.compile import binary_sets, device_parts
 from exporters.options import ExportOptions
 from exporters.prepared import Prepared
@@ -20,6 +22,7 @@ from exporters.sweep.piece import Piece, Plan, Work, hashed
 from exporters.sweep.quality import ENGINE, ErrorWork, EvaluateWork, ReferenceWork, Sample
 from exporters.sweep.source import CHAT, SETTINGS, TOKENS, WEIGHTS, Pinned, Source, prepared_for
 from exporters.sweep.work import CheckWork, CompileWork, LayerWork, SurveyWork, WriteWork
+from quant import WEIGHT_TYPES, WeightType
 
 _PROCESS_BYTES = 300_000_000
 _ENGINE_COPIES = 4  # of a bundle's bytes, at the peak of loading it on the CPU
@@ -268,6 +271,17 @@ def _bundle_bytes(prepared: Prepared) -> int:
 
 def _compiler_bytes(prepared: Prepared, graphs: int) -> int:
     """Of the compiler, for the largest part."""
-    parts = len(prepared.split.layers)
-    weights = _bundle_bytes(prepared) // parts
-    return compile_bytes(weights, graph_bytes(prepared.checkpoint.spec.sizes) // parts, graphs)
+    spec, recipe, split = prepared.checkpoint.spec, prepared.options.recipe, prepared.split
+    layers = layer_bytes(spec, recipe, WeightType.matrix_bytes)
+    packed = layer_bytes(spec, recipe, WeightType.packed_bytes)
+    head = WEIGHT_TYPES[recipe.rule(HEAD).dtype].matrix_bytes(spec.hidden, spec.vocab)
+    needs = [compile_bytes(head, 0, 1)]
+    for part in split.layers:
+        weights = sum(layers[layer] for layer in part)
+        if part.start == 0 and split.embeds:
+            weights += 2 * spec.sizes.table_parameters
+        if part.stop == spec.layers and not split.own_head:
+            weights += head
+        each_bytes, packed_bytes = len(part) * layer_graph_bytes(spec.sizes), sum(packed[layer] for layer in part)
+        needs.append(compile_bytes(weights, each_bytes, graphs, packed_bytes=packed_bytes))
+    return max(needs)

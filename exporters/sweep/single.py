@@ -10,11 +10,11 @@ from devices import Device
 from edgekv import qnn
 from edgekv.bundle import MANIFEST, Bundle, CompiledBinary, CompiledManifest, Manifest, check_target
 from edgekv.errors import UsageError
-from edgekv.plan import compile_bytes
 from edgekv.runtime import HtpOptions
 from edgekv.system import link_or_copy, sha256_of
 from exporters.htp.compile import Watch, binary_sets, compile_bundle, device_parts
 from exporters.options import ExportOptions
+from exporters.parallel import compiler_bytes
 from exporters.preconditions import check_compiler
 from exporters.resources import bundle_bytes
 from exporters.sweep.bundles import assemble
@@ -97,12 +97,10 @@ def compile_on(
     works, plan = dict[tuple[str, ...], str](), dict[str, Piece]()
     sets = binary_sets(device_parts(manifest.graphs, Path()), each=manifest.is_whole if each is None else each)
     weights_bytes = sum(file.bytes for name, file in manifest.files.items() if name.startswith("weights-"))
-    parts = max(len(graph.parts) for graph in manifest.graphs)
     for models in sets:
         files = tuple((name, path.name) for name, path in models.items())
-        graph_bytes = max(manifest.files[file].bytes for _, file in files)
         piece = hashed("compile", key, files, device.soc, compiler, dict(options.provider_options))
-        ram_bytes = compile_bytes(weights_bytes // parts, graph_bytes, len(files))
+        ram_bytes = compiler_bytes([bundle.path / file for _, file in files])
         plan[piece] = Piece("compile", piece, (), ram_bytes, CompileWork(key, files, device.soc, options))
         works[tuple(models)] = piece
     pieces = unfinished(Plan(plan), store, [*plan])
