@@ -58,10 +58,11 @@ def test_the_transforms_keep_the_logits(tmp_path: Path, architecture: str) -> No
         assert np.abs(aligned[name] - values).max() > 0.01 * np.abs(values).max(), "the cache holds other numbers"
 
 
+@pytest.mark.parametrize("sink", [1, 8])
 @pytest.mark.parametrize("architecture", SHAPES)
-def test_all_but_the_sink_stay_within_the_range(tmp_path: Path, architecture: str) -> None:
+def test_all_but_the_first_token_stay_within_the_range(tmp_path: Path, architecture: str, sink: int) -> None:
     checkpoint = open_one(tmp_path, architecture)
-    found = surveyed(checkpoint)
+    found = surveyed(checkpoint, sink)
     heads = align(checkpoint.spec, found.reach, found.rows, 127, has_sink=True)
     encodings = cache_encodings(heads, "u8")
     for name, values in cached(trace_reference(transformed(checkpoint, ALIGNED, heads), TOKENS, first=1)).items():

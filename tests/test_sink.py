@@ -80,6 +80,13 @@ def test_ranges_leave_the_sink_out(sinking: Path, plain: Path) -> None:
     assert kept < spanned / 50
 
 
+def test_a_sink_of_several_tokens_is_as_precise(sinking: Path, checkpoint: Path) -> None:
+    several = SinkWanted("tokens", tuple(PROMPT[:3]))
+    bundle = exported(checkpoint, export_options(context=128, ar=(1, 16), calibration_tokens=512, sink=several))
+    assert open_bundle(bundle).manifest.sink.tokens == PROMPT[:3]
+    assert token_sqnr_db(bundle, checkpoint) > token_sqnr_db(sinking, checkpoint) - 1
+
+
 def test_the_other_tokens_gain_precision(sinking: Path, plain: Path, checkpoint: Path) -> None:
     assert token_sqnr_db(sinking, checkpoint) > token_sqnr_db(plain, checkpoint) + 10
 

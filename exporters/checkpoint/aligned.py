@@ -148,8 +148,8 @@ def align(
         reach: of all tokens but the first.
         first: keys and values of the first tokens, `[n, D]`.
         limit: the greatest integer of the cache.
-        has_sink: whether the first tokens are a sink. Its first row comes to lie on the grid; with 16 bits every row
-            lies there closely enough.
+        has_sink: whether the first tokens are a sink. Its first row comes to lie on the grid, and the range covers the
+            others; with 16 bits every row lies on the grid closely enough.
         adapted: keys and values of the sink with some adapters, whose values come close to a grid of 8 bits too.
     """
     rotation, aligned, most = hadamard(spec.head_dim), {}, _filled(limit)
@@ -157,8 +157,8 @@ def align(
         everything: list[HeadReach] = []
         for head in range(spec.kv_heads):
             seen = reach[layer, head]
-            key, value = (first[KvTensor(layer, kind, head)] for kind in KINDS)
-            if not has_sink and len(key):
+            key, value = (first[KvTensor(layer, kind, head)][int(has_sink) :] for kind in KINDS)
+            if len(key):
                 seen = seen.with_keys(key).with_values(np.abs(value @ rotation).max())
             everything.append(seen)
         for head, seen in enumerate(everything):

@@ -11,13 +11,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
-from safetensors.numpy import save_file
 
 from edgekv.bundle import Bundle
 from edgekv.errors import BundleError
 from edgekv.spec import EMBEDDING, HEAD, Config, DecoderSpec, SplitChannel, describe, views
 from edgekv.system import read_file
-from edgekv.tensor_file import TensorFileError, decode_tensors
+from edgekv.tensor_file import TensorFileError, decode_tensors, encode_tensors
 from exporters.checkpoint.aligned import HEADS_FILE, read_heads
 from exporters.checkpoint.channels import SplitResidual
 from exporters.checkpoint.checkpoint import EVERY, Checkpoint, Rows
@@ -50,7 +49,7 @@ def write_lora_base(checkpoint: Checkpoint, folded: Tensors, sink: tuple[int, ..
                 arrays[f"{_NEURONS}{layer}"] = scales
     if sink:
         arrays[_SINK] = folded.tensor(EMBEDDING, np.array(sink))
-    save_file(arrays, folder / LORA_FILE, {_CONFIG: json.dumps(dict(checkpoint.config))})
+    (folder / LORA_FILE).write_bytes(encode_tensors(arrays, {_CONFIG: json.dumps(dict(checkpoint.config))}))
 
 
 @dataclass(frozen=True, slots=True)

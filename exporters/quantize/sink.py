@@ -13,10 +13,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from safetensors.numpy import save_file
-
 from edgekv.errors import UsageError
 from edgekv.spec import LOGITS
+from edgekv.tensor_file import encode_tensors
 from exporters.checkpoint.checkpoint import Checkpoint
 from exporters.quantize.reference import Floats
 from exporters.quantize.survey import Outlier
@@ -77,7 +76,8 @@ class FloatSink:
     def write(self, folder: Path, encodings: Mapping[str, Encoding]) -> None:
         """Write the integers of rows and logits, in the encodings of a bundle, to `SINK_FILE`."""
         values = {**self.rows, LOGITS: self.logits}
-        save_file({name: encodings[name].quantize(each) for name, each in values.items()}, folder / SINK_FILE)
+        integers = {name: encodings[name].quantize(each) for name, each in values.items()}
+        (folder / SINK_FILE).write_bytes(encode_tensors(integers))
 
 
 def first_tokens(checkpoint: Checkpoint, wanted: SinkWanted) -> tuple[int, ...]:
