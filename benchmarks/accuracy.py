@@ -60,7 +60,7 @@ def main() -> None:
         console.print(table)
 
         windows = evaluation_windows(checkpoint, text, cpu.bundle.manifest, args.htp_tokens - 1)
-        console.print(agreement_table(agreement(cpu, htp, windows)))
+        console.print(agreement_table(agreement(cpu, htp, [each.inputs for each in windows])))
 
 
 if __name__ == "__main__":

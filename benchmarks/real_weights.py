@@ -139,7 +139,7 @@ def measure(args: argparse.Namespace, console: Console) -> None:
                 if args.agreement:
                     windows = evaluation_windows(checkpoint, text, model.bundle.manifest, args.agreement - 1)
                     with edgekv.load(bundle, engine="htp") as emulated:
-                        compared[name] = agreement(model, emulated, windows)
+                        compared[name] = agreement(model, emulated, [each.inputs for each in windows])
     if len(results) > 1:
         console.print(quality_table(results))
     for name, each in compared.items():

@@ -19,7 +19,6 @@ from exporters.inspect.divergence import sqnr_db
 from exporters.inspect.evaluate import evaluate, evaluation_windows
 from exporters.inspect.integers import StoredMatrices
 from exporters.inspect.probe import Probe
-from exporters.inspect.wikitext import Window
 from exporters.quantize.calibrate import token_windows
 from exporters.quantize.recipe import Recipe, WeightRule, find_recipe
 from exporters.quantize.sink import SinkWanted
@@ -42,7 +41,7 @@ def recipe(*rules: WeightRule, rotation: str = "none") -> Recipe:
 
 def report(folder: Path, checkpoint: Checkpoint) -> LayersReport:
     bundle = open_bundle(folder)
-    windows = [Window.of(each) for each in evaluation_windows(checkpoint, TEXT, bundle.manifest, 100)]
+    windows = evaluation_windows(checkpoint, TEXT, bundle.manifest, 100)
     tensors = transformed_as(bundle, checkpoint)
     return measure_layers(bundle, make_engine("cpu", bundle=bundle), tensors, windows, "text")
 
@@ -50,7 +49,8 @@ def report(folder: Path, checkpoint: Checkpoint) -> LayersReport:
 def proposal(folder: Path, checkpoint: Checkpoint, budget: float) -> Proposal:
     bundle = open_bundle(folder)
     windows = evaluation_windows(checkpoint, TEXT, bundle.manifest, 100)
-    return propose(bundle, transformed_as(bundle, checkpoint), windows, budget)
+    inputs = [window.inputs for window in windows]
+    return propose(bundle, transformed_as(bundle, checkpoint), inputs, budget)
 
 
 @pytest.fixture(scope="module")

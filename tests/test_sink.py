@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+from contextlib import closing, suppress
 from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 
 import edgekv
@@ -16,9 +19,13 @@ from edgekv.errors import BundleError, ContextFullError, UsageError
 from edgekv.prefix import StoreConfig
 from edgekv.session.saved import load_sequence, save_sequence
 from exporters.checkpoint.checkpoint import Checkpoint
+from exporters.compare import ComparePlan, ContenderOptions, open_contender
+from exporters.compare.comparison import text_windows
 from exporters.export import export_bundle
+from exporters.inspect.evaluate import evaluation_windows
 from exporters.inspect.tally import Tally
-from exporters.inspect.wikitext import Window
+from exporters.inspect.wikitext import Window, rolling_windows
+from exporters.quantize.calibrate import calibration_windows, cut_windows
 from exporters.quantize.matrices import Quantizer
 from exporters.quantize.recipe import find_recipe
 from exporters.quantize.reference import Reference
@@ -28,6 +35,7 @@ from tests.exports import export_options, exported, small_options
 
 BOS = 256
 PROMPT = [BOS, *range(40, 100)]
+WORDS = PROMPT[:50]  # ASCII, so that they are the tokens of their text
 
 
 @pytest.fixture(scope="module")
@@ -44,6 +52,12 @@ def sinking(checkpoint: Path) -> Path:
 def plain(checkpoint: Path) -> Path:
     options = export_options(context=128, ar=(1, 16), calibration_tokens=512, sink=SinkWanted("none"))
     return exported(checkpoint, options)
+
+
+@pytest.fixture(scope="module")
+def several(checkpoint: Path) -> Path:
+    sink = SinkWanted("tokens", tuple(PROMPT[:3]))
+    return exported(checkpoint, export_options(context=128, ar=(1, 16), calibration_tokens=512, sink=sink))
 
 
 def decoded(bundle: Path, prompt: list[int], **options: object) -> list[int]:
@@ -80,11 +94,9 @@ def test_ranges_leave_the_sink_out(sinking: Path, plain: Path) -> None:
     assert kept < spanned / 50
 
 
-def test_a_sink_of_several_tokens_is_as_precise(sinking: Path, checkpoint: Path) -> None:
-    several = SinkWanted("tokens", tuple(PROMPT[:3]))
-    bundle = exported(checkpoint, export_options(context=128, ar=(1, 16), calibration_tokens=512, sink=several))
-    assert open_bundle(bundle).manifest.sink.tokens == PROMPT[:3]
-    assert token_sqnr_db(bundle, checkpoint) > token_sqnr_db(sinking, checkpoint) - 1
+def test_a_sink_of_several_tokens_is_as_precise(several: Path, sinking: Path, checkpoint: Path) -> None:
+    assert open_bundle(several).manifest.sink.tokens == PROMPT[:3]
+    assert token_sqnr_db(several, checkpoint) > token_sqnr_db(sinking, checkpoint) - 1
 
 
 def test_the_other_tokens_gain_precision(sinking: Path, plain: Path, checkpoint: Path) -> None:
@@ -128,6 +140,45 @@ def test_a_text_without_the_sink_gets_it_in_front(sinking: Path) -> None:
         assert (generation.stats.reused_tokens, generation.stats.computed_tokens) == (1, len(PROMPT))
         with pytest.raises(ContextFullError, match="129 tokens"):
             model.generate([40] * 128, 1)
+
+
+def test_every_command_reads_a_text_that_begins_with_the_sink_as_it_is(
+    sinking: Path, several: Path, checkpoint: Path, tmp_path: Path
+) -> None:
+    source, trace = Checkpoint.open(str(checkpoint)), tmp_path / "trace.npz"
+    file = tmp_path / "text"
+    for bundle, first in ((sinking, WORDS[:1]), (several, WORDS[:3])):
+        manifest, written = open_bundle(bundle).manifest, set()
+        for tokens in (WORDS, WORDS[len(first) :]):
+            text = source.tokenizer.decode(tokens, skip_special_tokens=False)
+            assert source.encode(text) == tokens
+            (window,) = evaluation_windows(source, text, manifest, 100)
+            assert window.inputs.tolist() == WORDS
+            assert window.targets.tolist() == WORDS[len(first) :], "the sink is given"
+            assert calibration_windows(source, text, 32, 32, first=first)[0].tolist() == WORDS[:32]
+            with closing(open_contender(bundle, ContenderOptions())) as model:
+                (window,) = text_windows(model, model, text, ComparePlan(tokens=100))
+            assert window.inputs.tolist() == WORDS
+            (window,) = rolling_windows(tokens, [257], 128, first)
+            assert window.targets.tolist() == WORDS[len(first) :]
+            file.write_text(text, "utf-8", newline="")
+            options = ["--checkpoint", str(checkpoint), "--tokens", str(len(WORDS))]
+            assert run(["trace", str(bundle), "-o", str(trace), "--text", str(file), *options]) == 0
+            written.add(np.load(trace)["logits"].tobytes())
+        assert len(written) == 1
+
+
+@given(st.lists(st.integers(0, 2), min_size=2, max_size=40), st.lists(st.integers(0, 2), max_size=3), st.integers(1, 9))
+def test_windows_hold_all_of_a_text_and_begin_alike(ids: list[int], first: list[int], room: int) -> None:
+    with suppress(UsageError):  # nothing but first tokens
+        windows = [each.tolist() for each in cut_windows(ids, max(1, len(first)) + room, first)]
+        at = 0
+        for window in windows:
+            at += len(first) if ids[at : at + len(first)] == first else 0
+            rest = ids[at : at + len(window) - len(first)]
+            assert window == [*first, *rest]
+            at += len(rest)
+        assert len(ids) - at <= max(1, len(first))
 
 
 @pytest.mark.parametrize("update", ["slot", "mirror", "pointer-shift", "shift-concat"])
@@ -236,6 +287,28 @@ def test_a_sink_that_cannot_be_is_refused(
     )
     assert message in capsys.readouterr().err
     assert not Path(target).exists()
+
+
+def test_windows_without_room_behind_the_sink_are_refused(
+    several: Path, checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refused(*arguments: object) -> str:
+        assert run([str(each) for each in arguments]) == 2
+        return capsys.readouterr().err.strip()
+
+    def message(field: str, length: int, least: int) -> str:
+        wanted = f"expected at least {least}: the first {least - 1} of every text, and one more. Use {least} or more."
+        return f"edgekv: error: {field}: got {length} tokens; {wanted}"
+
+    export = ["export", checkpoint, "-o", tmp_path / "out", "--device", "SM8650", "--context", 64, "--skip-htp-check"]
+    short = [*export, "--calibration-tokens", 2, "--sink"]
+    assert refused(*short, "256,40") == message("--calibration-tokens", 2, 3)
+    assert refused(*short, "256,40,41") == message("--calibration-tokens", 2, 4)
+    (text := tmp_path / "text").write_text("Some text.")
+    assert refused("compare", several, several, "--text", text, "--window", 2, "--new", 0) == message("--window", 2, 4)
+    moved = ["--checkpoint", checkpoint, "--tokens", 3]
+    traced = refused("trace", several, "-o", tmp_path / "t.npz", "--text", text, *moved)
+    assert traced == message("--tokens", 3, 4)
 
 
 def test_texts_without_bos_begin_as_chats_or_with_eos(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from time import perf_counter_ns
 
 from edgekv.errors import UsageError
 from edgekv.session.loaded import LoadedBundle
+from edgekv.spec.text import begins_with
 
 _SAMPLES = 15
 _FIX = "Give a bundle of the same family, such as a smaller model with the same tokenizer.json."
@@ -49,7 +50,7 @@ class BundleDrafter:
         """
         started = perf_counter_ns()
         session, whole = self._session, [*tokens]
-        if whole[: len(self._first)] != self._first:
+        if not begins_with(whole, self._first):
             whole = [*self._first, *whole]
         held = session.reuse(whole)
         room = session.cache.room_tokens

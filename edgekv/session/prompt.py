@@ -12,7 +12,7 @@ from edgekv.errors import ContextFullError, UsageError
 from edgekv.kv import PolicyName
 from edgekv.session.tools import Tools
 from edgekv.spec.chat import ChatTemplates, Message, read_bundle_templates
-from edgekv.spec.text import decode, encode
+from edgekv.spec.text import begins_with, decode, encode
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -121,7 +121,7 @@ class PromptReader:
             found = f"id {wrong[0]}" if wrong[0].bit_length() <= 64 else f"an id of {wrong[0].bit_length()} bits"
             wanted = f"0 to {manifest.model.vocab - 1}, the model's vocabulary"
             raise UsageError(field, got=found, expected=wanted, fix="Use the bundle's own tokenizer.")
-        if tokens[: len(self._first)] != self._first:
+        if not begins_with(tokens, self._first):
             tokens = [*self._first, *tokens]
         if self._policy == "fail" and len(tokens) > manifest.context:
             raise ContextFullError(

@@ -50,6 +50,11 @@ def open_tokenizer(path: str | Path, error: type[EdgeKVError] = UsageError, fix:
     return tokenizer
 
 
+def begins_with(tokens: Sequence[int], first: Sequence[int], at: int = 0) -> bool:
+    """Whether a text, from the token `at` on, has the first tokens of all texts already: they are not put in twice."""
+    return list(tokens[at : at + len(first)]) == list(first)
+
+
 def encode(
     tokenizer: Tokenizer, text: str, *, vocab: int | None = None, field: str = "prompt", add_special_tokens: bool = True
 ) -> list[int]:

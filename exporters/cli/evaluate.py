@@ -20,7 +20,7 @@ from exporters.inspect import layer_lines, measure_layers, parse_budget, proposa
 from exporters.inspect.evaluate import evaluate_windows, evaluation_windows, open_source
 from exporters.inspect.page import check_page_path, write_page
 from exporters.inspect.show import figures
-from exporters.inspect.wikitext import Pages, Window
+from exporters.inspect.wikitext import Pages
 from exporters.progress import shown
 from exporters.quantize.recipe import Recipe, check_recipe_path
 
@@ -90,7 +90,7 @@ def eval_(
         pages = Pages.read(source, content, manifest.context, tokens, sink)
         windows = pages.windows
     else:
-        windows = [Window.of(each) for each in evaluation_windows(source, content, manifest, tokens)]
+        windows = evaluation_windows(source, content, manifest, tokens)
     with shown() as progress:
         if by_layer:
             tensors = transformed_as(model.bundle, source)

@@ -48,7 +48,7 @@ def trace(
         )
     source = open_source(opened.manifest, checkpoint, lora or ())
     sink = [] if opened.manifest.sink is None else opened.manifest.sink.tokens
-    window = token_windows(source, content, tokens, 1, first=sink or None)[0].tolist()
+    window = token_windows(source, content, tokens, 1, first=sink or None, field="--tokens")[0].tolist()
     if engine == "reference":
         tensors = transformed_as(opened, source)
         found = trace_reference(tensors, window, opened.manifest.context, first=len(sink))

@@ -13,9 +13,9 @@ from edgekv.errors import UsageError
 from edgekv.spec.text import encode
 from exporters.compare.contender import Contender, Described, TimedContender, Timing
 from exporters.inspect.tally import Tally
-from exporters.inspect.wikitext import Window
+from exporters.inspect.wikitext import Window, measured_windows
 from exporters.progress import Progress, silent
-from exporters.quantize.calibrate import cut_windows, first_tokens
+from exporters.quantize.calibrate import cut_windows
 from exporters.quantize.reference import Floats
 
 _WARM_UP = 1  # turns that are not counted
@@ -155,8 +155,10 @@ def text_windows(a: Contender, b: Contender, text: str, plan: ComparePlan) -> li
             expected="one in one of the two",
             fix="Copy the checkpoint's tokenizer.json into a folder.",
         )
-    ids = encoded[0][: plan.tokens + 1]
-    if any(other[: plan.tokens + 1] != ids for other in encoded[1:]):
+    first = _first(a, b)
+    most = plan.tokens + max(1, len(first))
+    ids = encoded[0][:most]
+    if any(other[:most] != ids for other in encoded[1:]):
         at = next(i for i, pair in enumerate(zip(*encoded, strict=False)) if pair[0] != pair[1])
         raise UsageError(
             b.described.path,
@@ -165,7 +167,8 @@ def text_windows(a: Contender, b: Contender, text: str, plan: ComparePlan) -> li
             fix=_ONE_VOCABULARY,
         )
     length = min(plan.window, a.described.context, b.described.context)
-    return [Window.of(each) for each in first_tokens(cut_windows(ids, length, _first(a, b)), plan.tokens)]
+    field = "--window" if length == plan.window else "context"
+    return measured_windows(cut_windows(ids, length, first, field), first, plan.tokens)
 
 
 def _first(a: Contender, b: Contender) -> Sequence[int]:

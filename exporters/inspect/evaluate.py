@@ -17,9 +17,9 @@ from edgekv.spec import SplitChannel
 from exporters.checkpoint.checkpoint import Checkpoint
 from exporters.checkpoint.lora import AdapterChoice
 from exporters.inspect.tally import Evaluation, ModeAgreement, Tally
-from exporters.inspect.wikitext import Pages, Window
+from exporters.inspect.wikitext import Pages, Window, measured_windows
 from exporters.progress import Progress, silent
-from exporters.quantize.calibrate import first_tokens, token_windows
+from exporters.quantize.calibrate import token_windows
 from exporters.quantize.reference import Floats, Reference
 
 
@@ -102,7 +102,7 @@ def evaluate(
         reference: logits of the checkpoint; None to compute them.
         progress: called after every window.
     """
-    windows = [Window.of(window) for window in evaluation_windows(checkpoint, text, model.bundle.manifest, tokens)]
+    windows = evaluation_windows(checkpoint, text, model.bundle.manifest, tokens)
     return evaluate_windows(model, checkpoint, windows, text_name, reference=reference, progress=progress)
 
 
@@ -140,7 +140,7 @@ def evaluate_windows(
     return msgspec.structs.replace(result, agreement=agreement)
 
 
-def evaluation_windows(checkpoint: Checkpoint, text: str, manifest: Manifest, tokens: int) -> list[NDArray[np.int64]]:
+def evaluation_windows(checkpoint: Checkpoint, text: str, manifest: Manifest, tokens: int) -> list[Window]:
     """Split a text into non-overlapping windows of the context length, with `tokens` predicted tokens in all.
 
     Every window begins as the bundle's sequences do: with its sink, or with the BOS token if there is one.
@@ -148,5 +148,10 @@ def evaluation_windows(checkpoint: Checkpoint, text: str, manifest: Manifest, to
     Raises:
         UsageError: the text has fewer than two tokens.
     """
-    first = None if manifest.sink is None else manifest.sink.tokens
-    return first_tokens(token_windows(checkpoint, text, manifest.context, first=first), tokens)
+    sink = [] if manifest.sink is None else manifest.sink.tokens
+    return context_windows(checkpoint, text, manifest.context, sink, tokens)
+
+
+def context_windows(checkpoint: Checkpoint, text: str, context: int, sink: Sequence[int], tokens: int) -> list[Window]:
+    """As `evaluation_windows`, for a bundle with this context and sink, which need not be written yet."""
+    return measured_windows(token_windows(checkpoint, text, context, first=sink or None), sink, tokens)

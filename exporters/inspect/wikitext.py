@@ -7,7 +7,7 @@ log-likelihood of every page's detokenized text is divided by the number of word
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgekv.errors import CheckpointError, UsageError
+from edgekv.spec.text import begins_with
 from exporters.checkpoint.checkpoint import Checkpoint
 
 # In the order of lm-evaluation-harness; the second has no effect on any text of WikiText, and is kept as it is there.
@@ -83,15 +84,33 @@ class Window:
     position: int = 0
 
     @classmethod
-    def of(cls, tokens: NDArray[np.int64]) -> Window:
-        """Each token but the first is predicted by the row of the token before it."""
-        return cls(tokens, tokens[1:])
+    def of(cls, tokens: NDArray[np.int64], given: int = 1) -> Window:
+        """Each token behind the `given` first ones is predicted by the row of the token before it."""
+        return cls(tokens, tokens[given:], given - 1)
 
     def after(self, tokens: int) -> Window:
         """Without the first inputs, and what they predict."""
         first = max(self.first - tokens, 0)
         lost = max(tokens - self.first, 0)
         return Window(self.inputs[tokens:], self.targets[lost:], first, self.position + tokens)
+
+
+def measured_windows(windows: Iterable[NDArray[np.int64]], first: Sequence[int], tokens: int) -> list[Window]:
+    """The first windows of a text, the last of them cut, with `tokens` predicted tokens in all.
+
+    Args:
+        windows: as `cut_windows` gives them.
+        first: the tokens with which each begins; none of them is predicted.
+        tokens: limit.
+    """
+    kept: list[Window] = []
+    given, left = max(1, len(first)), tokens
+    for window in windows:
+        if left <= 0:
+            break
+        kept.append(Window.of(window[: given + left], given))
+        left -= len(kept[-1].targets)
+    return kept
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,8 +217,10 @@ def rolling_windows(
         tokens: ids of a page.
         prefix: one id.
         length: the context length.
-        sink: ids, or none.
+        sink: ids, or none. A page that begins with them has them once.
     """
+    if begins_with(tokens, sink):
+        tokens = tokens[len(sink) :]
     start = [*(sink or prefix)]
     done = min(len(tokens), length - len(start) + 1)
     if done:

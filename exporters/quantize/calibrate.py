@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgekv.errors import UsageError
+from edgekv.spec.text import begins_with
 from edgekv.text_file import read_text_file
 from exporters.checkpoint.checkpoint import Checkpoint
 
@@ -50,7 +51,13 @@ def default_calibration() -> str:
 
 
 def token_windows(
-    checkpoint: Checkpoint, text: str, length: int, most: int | None = None, *, first: Sequence[int] | None = None
+    checkpoint: Checkpoint,
+    text: str,
+    length: int,
+    most: int | None = None,
+    *,
+    first: Sequence[int] | None = None,
+    field: str = "--context",
 ) -> list[NDArray[np.int64]]:
     """The text as windows of `length` token ids without overlap, each starting alike. The last one may be shorter.
 
@@ -60,39 +67,41 @@ def token_windows(
         length: T of a window.
         most: the maximum number of windows.
         first: the tokens at the start of each window; None for the BOS token, if there is one.
+        field: name of the length in errors.
 
     Raises:
-        UsageError: the text has fewer than two tokens.
+        UsageError: the text has fewer than two tokens, or a window no room for one behind the first.
     """
     if first is None:
         first = [] if checkpoint.special.bos is None else [checkpoint.special.bos]
-    return cut_windows(checkpoint.encode(text), length, first)[:most]
+    return cut_windows(checkpoint.encode(text), length, first, field)[:most]
 
 
-def cut_windows(ids: Sequence[int], length: int, first: Sequence[int]) -> list[NDArray[np.int64]]:
+def cut_windows(
+    ids: Sequence[int], length: int, first: Sequence[int], field: str = "--context"
+) -> list[NDArray[np.int64]]:
     """Tokens as windows of `length` ids without overlap, each starting with `first`. The last one may be shorter.
 
+    Where the tokens have `first` themselves, a window begins with those.
+
     Raises:
-        UsageError: there are fewer than two tokens.
+        UsageError: there are fewer than two tokens, or a window has no room for one behind `first`.
     """
-    if len(ids) < 2:
-        raise UsageError("text", got=f"{len(ids)} tokens", expected="at least 2", fix="Give a longer text.")
-    step = length - len(first)
-    windows = [np.array([*first, *ids[at : at + step]]) for at in range(0, len(ids), step)]
-    if len(windows[-1]) < 1 + max(1, len(first)):
+    least = max(1, len(first)) + 1
+    if length < least:
+        wanted = f"at least {least}: the first {least - 1} of every text, and one more"
+        raise UsageError(field, got=f"{length} tokens", expected=wanted, fix=f"Use {least} or more.")
+    windows, at = [], 0
+    while at < len(ids):
+        if begins_with(ids, first, at):
+            at += len(first)
+        windows.append(np.array([*first, *ids[at : at + length - len(first)]]))
+        at += length - len(first)
+    if windows and len(windows[-1]) < least:
         windows.pop()
+    if len(ids) < 2 or not windows:
+        raise UsageError("text", got=f"{len(ids)} tokens", expected="at least 2", fix="Give a longer text.")
     return windows
-
-
-def first_tokens(windows: Iterable[NDArray[np.int64]], tokens: int) -> list[NDArray[np.int64]]:
-    """The first windows, the last of them cut, with `tokens` predicted tokens in all."""
-    kept: list[NDArray[np.int64]] = []
-    for window in windows:
-        left = tokens - sum(len(each) - 1 for each in kept)
-        if left <= 0:
-            break
-        kept.append(window[: left + 1])
-    return kept
 
 
 def calibration_windows(
@@ -101,7 +110,8 @@ def calibration_windows(
     """Windows of a calibration text of equal length, at most `tokens` in total; a shorter window is dropped.
 
     Raises:
-        UsageError: the text has fewer than two tokens.
+        UsageError: as `token_windows`.
     """
-    windows = token_windows(checkpoint, text, length, max(1, tokens // length), first=first)
+    field = "--calibration-tokens" if tokens == length else "--context"
+    windows = token_windows(checkpoint, text, length, max(1, tokens // length), first=first, field=field)
     return [window for window in windows if len(window) == len(windows[0])]

@@ -13,12 +13,11 @@ from numpy.typing import NDArray
 import edgekv
 from edgekv.runtime import make_engine
 from exporters.checkpoint.folded import transformed_as
-from exporters.inspect.evaluate import evaluate_windows
+from exporters.inspect.evaluate import context_windows, evaluate_windows
 from exporters.inspect.layers import measure_layers
 from exporters.inspect.report import LayerLoss
 from exporters.inspect.tally import Evaluation
 from exporters.inspect.wikitext import Window
-from exporters.quantize.calibrate import first_tokens, token_windows
 from exporters.quantize.reference import Floats, Reference
 from exporters.sweep.source import Source
 from exporters.sweep.store import PieceStore
@@ -63,7 +62,7 @@ class ReferenceWork:
         prepared = self.source.prepared
         windows = _windows(self.source, self.sample, store)
         reference = Reference(prepared.checkpoint, prepared.options.contexts[-1])
-        for number, logits in enumerate(reference.logits(windows)):
+        for number, logits in enumerate(reference.logits([window.inputs for window in windows])):
             np.save(folder / f"{number}.npy", logits)
         return len(windows)
 
@@ -97,7 +96,7 @@ class EvaluateWork:
     reference: str
 
     def __call__(self, folder: Path, store: PieceStore) -> Evaluation:
-        windows = [Window.of(each) for each in _windows(self.source, self.sample, store)]
+        windows = _windows(self.source, self.sample, store)
         with edgekv.load(store.path(self.bundle) / BUNDLE, engine=ENGINE) as model:
             return evaluate_windows(
                 model,
@@ -117,17 +116,16 @@ class ErrorWork:
     bundle: str
 
     def __call__(self, folder: Path, store: PieceStore) -> LayerErrors:
-        windows = [Window.of(each) for each in _windows(self.source, self.sample, store)]
+        windows = _windows(self.source, self.sample, store)
         with edgekv.load(store.path(self.bundle) / BUNDLE, engine=ENGINE) as model:
             runner = make_engine(ENGINE, bundle=model.bundle)
             tensors = transformed_as(model.bundle, self.source.prepared.checkpoint)
             return LayerErrors(layers=measure_layers(model.bundle, runner, tensors, windows, self.sample.name).layers)
 
 
-def _windows(source: Source, sample: Sample, store: PieceStore) -> list[NDArray[np.int64]]:
+def _windows(source: Source, sample: Sample, store: PieceStore) -> list[Window]:
     """The windows that `edgekv eval` measures: of the context length, with `sample.tokens` predicted tokens in all."""
     prepared, sink = source.prepared, source.surveyed(store).sink
-    first = None if sink is None else sink.tokens
-    text = sample.read(store)
-    windows = token_windows(prepared.checkpoint, text, prepared.options.contexts[-1], first=first)
-    return first_tokens(windows, sample.tokens)
+    first = () if sink is None else sink.tokens
+    context = prepared.options.contexts[-1]
+    return context_windows(prepared.checkpoint, sample.read(store), context, first, sample.tokens)

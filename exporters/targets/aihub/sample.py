@@ -20,6 +20,7 @@ from edgekv.runtime import CpuEngine
 from edgekv.runtime.inputs import StepInputs
 from edgekv.runtime.rope import rope_tables
 from edgekv.session.sink import read_sink
+from edgekv.spec.text import begins_with
 from exporters.targets.aihub.options import graph_name
 from quant import DTYPES
 
@@ -67,7 +68,7 @@ def take_sample(bundle: Bundle, graph: GraphRecord, text: str, folder: Path) -> 
     sink = [] if bundle.manifest.sink is None else bundle.manifest.sink.tokens
     before = min(2, (bundle.manifest.context - len(sink) - graph.ar) // feeder.ar) * feeder.ar
     tokens = bundle.tokenizer().encode(text).ids
-    start = len(sink) if tokens[: len(sink)] == sink else 0
+    start = len(sink) if begins_with(tokens, sink) else 0
     tokens = tokens[start : start + before + graph.ar]
     if len(tokens) < before + graph.ar:
         raise UsageError(
