@@ -18,8 +18,8 @@ from edgekv.system import link_or_copy
 from quant import DTYPES, Dtype, Encoding
 
 _DTYPES: dict[str, Dtype] = {np.dtype(integer).name: name for name, integer in DTYPES.items()}
-# Results without one row per token, or parts of other results.
-_OTHER = re.compile(r"\.(scores|masked)\.|^probabilities|^(key|value)_\d|\.(t|first|second)(\.\d+)?_q$")
+# Results without one row per token, parts of other results, and the embedding in another shape.
+_OTHER = re.compile(r"\.(scores|masked)\.|^probabilities|^(key|value)_\d|\.(t|part)(\.\d+)?_q$|^embedding\.2_q$")
 
 
 @dataclass(frozen=True, slots=True)
