@@ -132,11 +132,13 @@ def test_importing_edgekv_imports_nothing_else() -> None:
     assert modules == {"edgekv"}
 
 
-def test_without_the_command_line_s_packages_its_extra_is_named() -> None:
-    program = "import sys; sys.modules['typer'] = None; from edgekv.cli import main; main()"
+@pytest.mark.parametrize("package", ["typer", "packaging", "rich"])
+def test_without_the_command_line_s_packages_its_extras_are_named(package: str) -> None:
+    program = f"import sys; sys.modules['{package}'] = None; from edgekv.cli import main; main()"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert done.returncode == 1 and done.stdout == ""
-    assert len(done.stderr.splitlines()) == 1 and 'pip install "edgekv[cli]"' in done.stderr
+    assert len(done.stderr.splitlines()) == 1 and f"got no {package}" in done.stderr
+    assert 'pip install "edgekv[cli]"' in done.stderr and 'pip install "edgekv[export]"' in done.stderr
 
 
 @pytest.mark.parametrize(("missing", "name"), [("onnx-ir", "export"), ("huggingface-hub", "eval")])

@@ -7,15 +7,16 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from typing import NoReturn
 
-_FRAMEWORK = "typer"
+_NEEDED = ("packaging", "rich", "typer")
 
 
 def main() -> NoReturn:
     """The entry point of the program: run the arguments of the process and exit."""
-    if find_spec(_FRAMEWORK) is None:
+    if missing := [each for each in _NEEDED if find_spec(each) is None]:
         print(
-            f'edgekv: error: command line: got no package {_FRAMEWORK}; expected it. Run pip install "edgekv[cli]"; '
-            "edgekv.load works without it.",
+            f"edgekv: error: the command: got no {', '.join(missing)}; expected the packages of edgekv[cli]. "
+            'Run pip install "edgekv[cli]" to run bundles, or pip install "edgekv[export]" to make them too. '
+            "In Python, edgekv.load works without.",
             file=sys.stderr,
         )
         sys.exit(1)
