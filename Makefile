@@ -26,7 +26,7 @@ demo: .venv/run
 	$(BIN)/edgekv export $(CHECKPOINT) -o $(BUNDLE) --device $(DEVICE) --force
 	$(BIN)/edgekv compile $(BUNDLE) --device $(DEVICE)
 	$(BIN)/edgekv size $(BUNDLE) --device $(DEVICE)
-	$(BIN)/edgekv generate $(BUNDLE) --prompt "$(PROMPT)" --max-new-tokens 48 --engine cpu
+	$(BIN)/edgekv generate $(BUNDLE) --prompt "$(PROMPT)" --max-new-tokens 48 --engine cpu --cpu-mode emulate
 	$(BIN)/edgekv generate $(BUNDLE) --prompt "$(PROMPT)" --max-new-tokens 48 --engine htp
 	$(BIN)/edgekv eval $(BUNDLE) --text $(CHECKPOINT)/heldout.txt --engine cpu
 

@@ -35,13 +35,14 @@ def test_a_report_has_every_test_and_the_mean_and_deviation_of_its_runs(
         (20, 0),
         (20, 18),
     ]
-    assert (report["engine"], report["kv_update"], report["threads"]) == ("cpu", "slot", 1)
+    assert (report["engine"], report["kv_update"], report["threads"]) == ("cpu-fast", "slot", 1)
     assert report["ar"] == [1, 8]
 
 
 def test_the_table_names_the_tests(small_export: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["bench", str(small_export), "-p", "16", "-n", "2", "-r", "1"]) == 0
     printed = capsys.readouterr().out
+    assert "; cpu-fast, slot, " in printed.splitlines()[0]
     assert "pp16" in printed
     assert "tg2" in printed
     assert " ± 0.00" in printed

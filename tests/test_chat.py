@@ -11,6 +11,7 @@ import pytest
 
 import edgekv
 from devices import find
+from edgekv.bundle import write_manifest
 from edgekv.cli import run
 from edgekv.conversation import Answer, Conversation
 from edgekv.errors import UsageError
@@ -20,6 +21,7 @@ from exporters.checkpoint.checkpoint import Checkpoint
 from exporters.export import ExportOptions, export_bundle
 from exporters.quantize.recipe import find_recipe
 from tests.checkpoints import write_checkpoint
+from tests.endless import endless
 
 TEMPLATE = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}</s>{% endfor %}"
@@ -102,6 +104,17 @@ def test_a_saved_conversation_is_continued(model, tmp_path: Path):
         with pytest.raises(UsageError):
             second.load(tmp_path / "talk.json")
         assert second.messages == before
+
+
+def test_an_answer_ends_where_the_model_ends_it_or_says_that_it_was_cut(talker: Path, tmp_path: Path, capsys):
+    shutil.copytree(talker, bundle := tmp_path / "bundle")
+    write_manifest(bundle, endless(talker).manifest)
+    assert run(["chat", str(bundle), "--message", "Hello"]) == 0
+    printed = capsys.readouterr()
+    assert printed.err.startswith("[cpu-fast: ") and printed.err.endswith("; cut: the context is full]\n")
+    assert int(printed.err.split()[1]) > 200, "the context holds 256 tokens"
+    assert run(["chat", str(bundle), "--message", "Hello", "--max-new-tokens", "4"]) == 0
+    assert capsys.readouterr().err.endswith("; cut: --max-new-tokens allows more]\n")
 
 
 @pytest.mark.slow

@@ -8,14 +8,20 @@ import subprocess
 import sys
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import pytest
 
 from devices import find
 from edgekv.cli import run
+from edgekv.cli.bench import bench
+from edgekv.cli.chat import chat
+from edgekv.cli.engine_options import TalkingModeOption
 from edgekv.cli.exit_codes import exit_code_of
+from edgekv.cli.generate import generate
+from edgekv.cli.prefix import bake
 from edgekv.errors import BundleError, UsageError
+from edgekv.serve.command import serve
 from tests.processes import interruptible
 
 PROMPT = "import os\n"
@@ -62,7 +68,22 @@ def test_text_streams_to_stdout_and_figures_to_stderr(bundle: Path, capsys: pyte
     assert run(["generate", str(bundle), "--prompt", PROMPT, "--max-new-tokens", "8"]) == 0
     printed = capsys.readouterr()
     assert printed.out == expected + "\n"
-    assert "8 tokens, ended by length" in printed.err
+    assert printed.err.startswith("[cpu-fast: ") and "8 tokens, ended by length" in printed.err
+    assert run(["generate", str(bundle), "--prompt", PROMPT, "--max-new-tokens", "8", "--cpu-mode", "emulate"]) == 0
+    assert capsys.readouterr().err.startswith("[cpu-emulate: ")
+
+
+def test_all_commands_that_generate_have_one_default_mode() -> None:
+    for command in (bake, bench, chat, generate, serve):
+        assert get_type_hints(command, include_extras=True)["cpu_mode"] == TalkingModeOption
+
+
+def test_a_baked_prefix_is_of_the_default_mode(small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (text := tmp_path / "text").write_text("To be continued, with a")
+    assert run(["prefix", "bake", str(small), str(text)]) == 0
+    assert capsys.readouterr().out.endswith(" tokens, cpu-fast\n")
+    assert run(["generate", str(small), "--prompt", f"{text.read_text()} word", "--max-new-tokens", "1"]) == 0
+    assert " restored)" in capsys.readouterr().err
 
 
 def test_json_has_everything(bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -242,7 +242,7 @@ def test_an_engine_that_cannot_check_branches_refuses_them(bundles: dict[str, Pa
     wanted = "draft tree: got the engine cpu, whose sums depend on the columns of tokens"
     with edgekv.load(bundles["rows"]) as model, pytest.raises(UsageError, match=wanted):
         model.generate(PROMPT, LONG, speculate=Speculate(tree=True))
-    options = ["--prompt", "Hi", "--speculate", "lookup", "--draft-tree"]
+    options = ["--prompt", "Hi", "--speculate", "lookup", "--draft-tree", "--cpu-mode", "emulate"]
     assert run(["generate", str(bundles["rows"]), *options]) == 2
     captured = capsys.readouterr()
     assert wanted in captured.err and captured.out == ""

@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from edgekv.cli.engine_options import CpuModeOption, HtpOption
+from edgekv.cli.engine_options import HtpOption, TalkingModeOption, talking_mode
 from edgekv.cli.numbers import parse_numbers
 from edgekv.cli.output import print_json
+from edgekv.cli.summary import engine_and_mode
 
 if TYPE_CHECKING:
     from edgekv.bench import BenchReport
@@ -34,7 +35,7 @@ def bench(
     threads: Annotated[
         int | None, typer.Option(help="Threads of an engine on the CPU.", show_default="all cores")
     ] = None,
-    cpu_mode: CpuModeOption = None,
+    cpu_mode: TalkingModeOption = None,
     htp: HtpOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
@@ -51,8 +52,9 @@ def bench(
     from edgekv.prefix import StoreConfig
 
     plan = BenchPlan(prompts or DEFAULT_PROMPT_TOKENS, new or DEFAULT_NEW_TOKENS, depths, repetitions)
+    mode = talking_mode(engine, cpu_mode)
     with load(
-        bundle, engine, kv_update=kv_update, threads=threads, cpu_mode=cpu_mode, htp=htp, prefix_cache=StoreConfig()
+        bundle, engine, kv_update=kv_update, threads=threads, cpu_mode=mode, htp=htp, prefix_cache=StoreConfig()
     ) as model:
         chosen = default_plan(model, plan)
         report = run_bench(model, chosen, threads, lambda result: None)
@@ -70,7 +72,7 @@ def _show(report: BenchReport) -> None:
     threads = f"{report.threads or report.processor_count} threads"
     console.print(
         f"{Path(report.bundle).name}: {report.recipe}, context {report.context}, AR {', '.join(map(str, report.ar))}; "
-        f"{report.engine}, {report.kv_update}, {threads} of {report.processor}",
+        f"{engine_and_mode(report.engine)}, {report.kv_update}, {threads} of {report.processor}",
         soft_wrap=True,
     )
     table = Table()

@@ -20,13 +20,17 @@ from edgekv.cli.speculate_options import (
     SpeculateOption,
     SpeculateOptions,
 )
-from edgekv.cli.summary import speculation_summary
+from edgekv.cli.summary import engine_and_mode, speculation_summary
 from edgekv.errors import ContextFullError, EdgeKVError
 
 if TYPE_CHECKING:
     from edgekv.conversation import Answer, Conversation
-    from edgekv.session import GenerationStats
+    from edgekv.session import GenerationStats, StopReason
 
+_CUT: dict[StopReason | None, str] = {
+    "length": "; cut: --max-new-tokens allows more",
+    "context": "; cut: the context is full",
+}
 HELP = "/reset forgets the conversation, /save FILE and /load FILE keep it, /help, /quit; Ctrl-C stops an answer."
 
 
@@ -48,7 +52,8 @@ def chat(
     system: Annotated[str | None, typer.Option(help="System prompt.", show_default="the model's own")] = None,
     engine: Annotated[str, typer.Option(help="Where the graphs run: cpu or htp; litert or tflite.")] = "cpu",
     max_new_tokens: Annotated[
-        int | None, typer.Option(help="Maximum number of tokens of an answer.", show_default="the bundle's, or 128")
+        int | None,
+        typer.Option(help="Maximum number of tokens of an answer.", show_default="the bundle's, or the context"),
     ] = None,
     temperature: Annotated[float | None, typer.Option(help="0 is greedy.", show_default="the bundle's, or 0")] = None,
     top_p: Annotated[
@@ -98,6 +103,9 @@ def chat(
         "htp": htp,
     }
     with load(bundle, **options) as model, speculation.opened(model, **options) as wanted:
+        record = model.bundle.manifest.generation
+        if max_new_tokens is None and (record is None or record.max_new_tokens is None):
+            keywords["max_new_tokens"] = model.bundle.manifest.context
         params = choose_params(None, keywords, model.defaults).params
         assert isinstance(params, SamplingParams)
         conversation = Conversation(model, system=system, params=params, speculate=wanted, lora=joined(lora))
@@ -169,4 +177,5 @@ def _figures(stats: GenerationStats) -> str:
     speed = "" if stats.tokens_per_second is None else f", {stats.tokens_per_second:.1f} tokens/s"
     used = stats.prompt_tokens + stats.generated_tokens
     cached = f"{stats.reused_tokens} of {used} tokens were in the cache"
-    return f"[{stats.generated_tokens} tokens{first}{speed}; {cached}{speculation_summary(stats)}]"
+    tokens = f"{engine_and_mode(stats.engine)}: {stats.generated_tokens} tokens"
+    return f"[{tokens}{first}{speed}; {cached}{speculation_summary(stats)}{_CUT.get(stats.stop_reason, '')}]"

@@ -39,7 +39,7 @@ def joined(lora: list[str] | None) -> str | None:
 
 
 def talking_mode(engine: str, asked: str | None) -> str | None:
-    """The mode of a command whose user waits for the text: on the CPU `fast`, if none was asked for.
+    """The mode of the commands that generate, and of `bench`: on the CPU `fast`, if none was asked for.
 
     Without the packages that it needs it is `emulate`, with a note on standard error.
     """

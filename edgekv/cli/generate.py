@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from edgekv.cli.engine_options import CpuModeOption, HtpOption, LoraOption, joined
+from edgekv.cli.engine_options import HtpOption, LoraOption, TalkingModeOption, joined, talking_mode
 from edgekv.cli.generated import print_sequences, print_stream
 from edgekv.cli.grammar_options import GrammarOption, JsonSchemaOption, RegexOption, parse_grammar
 from edgekv.cli.numbers import parse_bias
@@ -172,7 +172,7 @@ def generate(
     threads: Annotated[
         int | None, typer.Option(help="Threads of an engine on the CPU.", show_default="all cores")
     ] = None,
-    cpu_mode: CpuModeOption = None,
+    cpu_mode: TalkingModeOption = None,
     htp: HtpOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, and nothing else.")] = False,
 ) -> None:
@@ -221,6 +221,7 @@ def generate(
         enable_block_reuse,
         enable_partial_reuse,
     )
+    mode = talking_mode(engine, cpu_mode)
     policy = parse_retention(retention or (), decode_retention_priority, decode_duration_ms)
     with load(
         bundle,
@@ -229,7 +230,7 @@ def generate(
         reserve=reserve,
         policy=on_full,
         threads=threads,
-        cpu_mode=cpu_mode,
+        cpu_mode=mode,
         htp=htp,
         cache_mode=cache_mode,
         prefix_cache=options.config(),
@@ -240,7 +241,7 @@ def generate(
         if session is not None:
             load_sequence(model, SEQUENCE, session)
             keywords["sequence"] = SEQUENCE
-        with speculation.opened(model, engine=engine, threads=threads, cpu_mode=cpu_mode, htp=htp) as wanted:
+        with speculation.opened(model, engine=engine, threads=threads, cpu_mode=mode, htp=htp) as wanted:
             shared: dict[str, Any] = {"cache_salt": cache_salt, "retention": policy, "lora": joined(lora)}
             result: Any = model.generate(text, speculate=wanted, **shared, **keywords)
             if num_beams is not None:

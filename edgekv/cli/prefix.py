@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from edgekv.cli.engine_options import TalkingModeOption, talking_mode
 from edgekv.cli.output import print_json
 from edgekv.errors import UsageError
 from edgekv.text_file import read_text_file
@@ -23,17 +24,19 @@ def bake(
     text: Annotated[Path, typer.Argument(help="A UTF-8 text file with the start of prompts.", show_default=False)],
     name: Annotated[str | None, typer.Option(help="Name of the prefix.", show_default="the file's")] = None,
     engine: Annotated[str, typer.Option(help="Engine that computes and uses the prefix: cpu or htp.")] = "cpu",
+    cpu_mode: TalkingModeOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Compute a prefix and write it into a bundle.
 
-    Prompts that start with the text resume after it, without any option. Engines differ in the last bit, so each has
-    its own prefixes.
+    Prompts that start with the text resume after it, without any option. Engines and modes differ in the last bits,
+    so each has its own prefixes.
     """
     content = read_text_file(text, "TEXT")
     from edgekv.bake import bake_prefix
 
-    baked = bake_prefix(bundle, content, text.stem if name is None else name, engine)
+    mode = talking_mode(engine, cpu_mode)
+    baked = bake_prefix(bundle, content, text.stem if name is None else name, engine, mode)
     if as_json:
         print_json(baked)
     else:

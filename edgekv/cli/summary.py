@@ -8,6 +8,11 @@ if TYPE_CHECKING:
     from edgekv.session import BeamStats, GenerationStats
 
 
+def engine_and_mode(engine: str) -> str:
+    """The name of an engine, with the mode of the engine `cpu` in all cases: `emulate` is not part of its name."""
+    return "cpu-emulate" if engine == "cpu" else engine
+
+
 def summary(stats: GenerationStats) -> str:
     """The statistics of a generation."""
     first = "" if stats.time_to_first_token_ms is None else f", first token {stats.time_to_first_token_ms:.0f} ms"
@@ -20,7 +25,7 @@ def summary(stats: GenerationStats) -> str:
     growth = "" if stats.kv_growth is None else f" ({stats.kv_bytes_peak:,} at most)"
     seed = "" if stats.seed is None else f", seed {stats.seed}"
     return (
-        f"[{stats.engine}: {stats.prompt_tokens}{restored} + {stats.generated_tokens} tokens, "
+        f"[{engine_and_mode(stats.engine)}: {stats.prompt_tokens}{restored} + {stats.generated_tokens} tokens, "
         f"ended by {stats.stop_reason or 'an interruption'}; "
         f"prefill {stats.prefill_ms:.0f} ms{first}{decode}, host {stats.host_us_per_step:.0f} us/step; "
         f"KV {stats.kv_update}{reserve}{mode}: {stats.kv_bytes_held:,} bytes held{growth}, "
@@ -71,8 +76,9 @@ def beam_summary(stats: BeamStats) -> str:
     """The statistics of a beam search."""
     decode = "" if stats.decode_ms_per_token is None else f", {stats.decode_ms_per_token:.1f} ms/token of all beams"
     reserve = "" if stats.reserve is None else f" {stats.reserve:g}"
+    prompt = f"{engine_and_mode(stats.engine)}: {stats.prompt_tokens} tokens"
     return (
-        f"[{stats.engine}: {stats.prompt_tokens} tokens, then {stats.num_beams} beams of {stats.decoded_tokens}; "
+        f"[{prompt}, then {stats.num_beams} beams of {stats.decoded_tokens}; "
         f"prefill {stats.prefill_ms:.0f} ms{decode}, host {stats.host_us_per_step:.0f} us/step; "
         f"KV {stats.kv_update}{reserve}: {stats.kv_bytes_held:,} bytes held, {stats.kv_bytes_beside:,} of them beside "
         f"the cache, {stats.kv_bytes_copied:,} copied, {stats.kv_bytes_gathered:,} of them gathered]"
