@@ -270,6 +270,19 @@ def test_what_genie_was_not_compared_for_is_refused(columns: Bundle, change: dic
         GeniePlan.of(Bundle(columns.path, msgspec.structs.replace(manifest, **change)), GenieOptions())
 
 
+@pytest.mark.parametrize("contexts", [64, (64, 128)])
+def test_a_context_in_which_genie_misplaces_keys_is_refused(tmp_path: Path, contexts: int | tuple[int, ...]) -> None:
+    bundle = _export(write_checkpoint(tmp_path / "checkpoint"), context=contexts)
+    message = "context: got 64 with AR 32, .* Export the bundle with --context 96 or more, or with a smaller --ar"
+    with pytest.raises(BundleError, match=message):
+        write_genie(bundle, tmp_path / "genie", GenieOptions())
+
+
+def test_the_least_context_that_genie_runs(tmp_path: Path) -> None:
+    bundle = _export(write_checkpoint(tmp_path / "checkpoint"), context=96)
+    assert write_genie(bundle, tmp_path / "genie", GenieOptions()).checked
+
+
 def test_a_phone_needs_no_binaries_of_single_graphs(tmp_path: Path) -> None:
     bundle = _export(write_checkpoint(tmp_path / "checkpoint"), ar=(1, 8), context=32, splits=2)
     with pytest.raises(UsageError, match=r"--no-each: got no binaries of single graphs; .* Add --skip-check"):

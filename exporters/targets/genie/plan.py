@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -95,6 +95,7 @@ class GeniePlan:
             )
         _check_attention(manifest)
         graphs = {graph_name(g.ar, g.context): g for g in manifest.graphs if g.role != "score"}
+        _check_past(graphs.values())
         largest = manifest.context
         context = largest if options.context is None else options.context
         if sink is not None and not options.bos:
@@ -162,6 +163,21 @@ def _check_attention(manifest: Manifest) -> None:
             got=f"layers that attend to {', '.join(str(each) for each in manifest.windows)} tokens",
             expected="layers that all attend to the whole context",
             fix="Run the bundle with edgekv generate.",
+        )
+
+
+def _check_past(graphs: Iterable[GraphRecord]) -> None:
+    """Genie's past of the next graph must differ in size from the new rows of a step.
+
+    Where both have AR columns of keys, Genie 1.21 copies the new ones as they lie, and a graph with more columns reads
+    them shifted: its tokens are noise.
+    """
+    if wrong := next((graph for graph in graphs if graph.context == 2 * graph.ar), None):
+        raise BundleError(
+            "context",
+            got=f"{wrong.context} with AR {wrong.ar}, so as many past rows as new ones",
+            expected="no context of twice an AR: Genie mistakes the one for the other",
+            fix=f"Export the bundle with --context {3 * wrong.ar} or more, or with a smaller --ar.",
         )
 
 
