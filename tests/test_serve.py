@@ -289,6 +289,14 @@ def test_responses_call_tools_and_fit_schemas(client: OpenAI):
 
 
 @pytest.mark.slow
+def test_the_command_names_the_model_and_how_it_is_computed(talking: Path):
+    command = [sys.executable, "-m", "edgekv", "serve", str(talking), "--port", "0", "--name", "m", "--threads", "1"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout.readline().endswith("/v1 serves m on cpu-fast\n")
+        process.terminate()
+
+
+@pytest.mark.slow
 def test_the_command_survives_being_killed(talking: Path, tmp_path: Path):
     """After SIGKILL in the middle of an answer the next server uses what the first one stored; SIGTERM ends it."""
     options = ("--threads", "1", "--cpu-mode", "emulate", "--prefix-cache", str(tmp_path))

@@ -18,6 +18,7 @@ from edgekv.cli.speculate_options import (
     SpeculateOption,
     SpeculateOptions,
 )
+from edgekv.cli.summary import engine_and_mode
 from edgekv.errors import UsageError
 
 _NEEDED = ("starlette", "uvicorn")
@@ -99,5 +100,5 @@ def serve(
         speculation.opened(model, **common) as drafts,
     ):
         serving = Serving(model, replace(options, speculate=drafts, batches=batch))
-        typer.echo(f"{serving.url}/v1 serves {serving.service.name}")
+        typer.echo(f"{serving.url}/v1 serves {serving.service.name} on {engine_and_mode(model.engine)}")
         serving.run()
