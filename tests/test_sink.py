@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from contextlib import closing, suppress
 from pathlib import Path
 
@@ -11,9 +12,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
+from tokenizers.processors import TemplateProcessing
 
 import edgekv
-from edgekv.bundle import open_bundle
+from edgekv.bundle import Bundle, open_bundle
 from edgekv.cli import run
 from edgekv.errors import BundleError, ContextFullError, UsageError
 from edgekv.prefix import StoreConfig
@@ -140,6 +142,17 @@ def test_a_text_without_the_sink_gets_it_in_front(sinking: Path) -> None:
         assert (generation.stats.reused_tokens, generation.stats.computed_tokens) == (1, len(PROMPT))
         with pytest.raises(ContextFullError, match="129 tokens"):
             model.generate([40] * 128, 1)
+
+
+def test_a_sink_of_several_tokens_has_the_bos_that_the_tokenizer_adds(several: Path, tmp_path: Path) -> None:
+    shutil.copytree(several, bundle := tmp_path / "bundle")
+    opened = open_bundle(bundle)
+    tokenizer = opened.tokenizer()
+    tokenizer.post_processor = TemplateProcessing(single="<|0|> $A", special_tokens=[("<|0|>", BOS)])
+    tokenizer.save(str(bundle / "tokenizer.json"))
+    with edgekv.load(Bundle(bundle, opened.manifest), threads=1) as model:
+        assert model.encode("abc") == [BOS, 64, 65, 66]
+        assert model.read("abc") == [*PROMPT[:3], 64, 65, 66]
 
 
 def test_every_command_reads_a_text_that_begins_with_the_sink_as_it_is(

@@ -113,6 +113,9 @@ class PromptReader:
         if isinstance(prompt, str):
             self._check_length(prompt, field)
             tokens = self.encode(prompt)
+            if tokens and not begins_with(tokens, self._first):  # the sink has what the tokenizer puts in front
+                vocab = self._bundle.manifest.model.vocab
+                tokens = [*self._first, *encode(self.tokenizer, prompt, vocab=vocab, add_special_tokens=False)]
         else:
             tokens = _ids(prompt, field)
         if not tokens:
