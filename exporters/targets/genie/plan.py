@@ -167,10 +167,10 @@ def _check_attention(manifest: Manifest) -> None:
 
 
 def _check_past(graphs: Iterable[GraphRecord]) -> None:
-    """Genie's past of the next graph must differ in size from the new rows of a step.
+    """Refuse graphs with as many past rows as new ones.
 
-    Where both have AR columns of keys, Genie 1.21 copies the new ones as they lie, and a graph with more columns reads
-    them shifted: its tokens are noise.
+    Genie 1.21 copies their new keys `[D, AR]` byte by byte into the past `[D, S-1]` of the decode graph, without moving
+    the columns to their places.
     """
     if wrong := next((graph for graph in graphs if graph.context == 2 * graph.ar), None):
         raise BundleError(
