@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from openai import NotFoundError
+from openai import InternalServerError, NotFoundError
 
 import edgekv
 from edgekv.bundle import open_bundle
@@ -78,8 +78,21 @@ def test_adapters_are_listed_as_models(server: Server) -> None:
 
 @pytest.mark.parametrize("name", ["other:terse", f"{NAME}:nobody", f"{NAME}:", f"{NAME}:terse=x"])
 def test_an_unknown_adapter_is_an_unknown_model(server: Server, name: str) -> None:
-    with pytest.raises(NotFoundError):
+    with pytest.raises(NotFoundError) as told:
         server.client().completions.create(model=name, prompt="Hello")
+    assert str(server.model.bundle.path) not in str(told.value)
+
+
+@pytest.mark.parametrize("file", ["adapter.json", "adapter.safetensors"])
+def test_an_adapter_that_is_damaged_while_serving_is_named(adapted: Path, tmp_path: Path, file: str) -> None:
+    bundle = shutil.copytree(adapted, tmp_path / "bundle")
+    with served(bundle) as server:
+        (bundle / "adapters" / "calm" / file).write_bytes(b"damaged")
+        with pytest.raises(InternalServerError, match=f"adapters/calm/{file}: got .* Add it again") as told:
+            server.client().completions.create(model=f"{NAME}:calm", prompt="Hello")
+        assert told.value.code == "adapter_damaged" and str(bundle) not in str(told.value)
+        assert f"{NAME}:calm" in server.get("/v1/models")
+        assert server.client().completions.create(model=f"{NAME}:loud", prompt="Hello").choices[0].text
 
 
 def test_commands_choose_adapters(adapted: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,11 +1,13 @@
 """Bundles: self-describing folders, verified when they are opened and written atomically."""
 
 from edgekv.bundle.adapters import (
+    AdapterError,
     ClippedMatrix,
     LoraAdapter,
     LoraRecord,
     check_lora_name,
     lora_adapters,
+    lora_names,
     lora_tensor,
     new_lora_record,
     open_lora,
@@ -48,6 +50,7 @@ __all__ = [
     "COMPILED",
     "FORMAT",
     "MANIFEST",
+    "AdapterError",
     "AdapterRecord",
     "Bundle",
     "ChannelRecord",
@@ -89,6 +92,7 @@ __all__ = [
     "force_rehash",
     "is_plain_path",
     "lora_adapters",
+    "lora_names",
     "lora_tensor",
     "new_lora_record",
     "open_bundle",

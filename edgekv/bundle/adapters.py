@@ -22,9 +22,9 @@ from edgekv.bundle.formats import SEAL, Content, seal_of
 from edgekv.bundle.manifest import MANIFEST
 from edgekv.bundle.records import Count, FileRecord, Layers, Record
 from edgekv.errors import BundleError, UsageError
-from edgekv.json_file import read_json, readable_json
+from edgekv.json_file import decode_json, readable_json
 from edgekv.spec import LoraTarget
-from edgekv.system import read_file, sha256_of
+from edgekv.system import MIB, read_file, sha256_of
 from edgekv.tensor_file import TensorFileError, decode_tensors, encode_tensors
 
 ADAPTERS = "adapters"
@@ -32,6 +32,12 @@ ADAPTER_RECORD = "adapter.json"
 _TENSORS = "adapter.safetensors"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _LORA_FORMAT = 1
+_LARGEST_RECORD_BYTES = 64 * MIB
+_WRITTEN = "what edgekv lora add wrote"
+
+
+class AdapterError(BundleError):
+    """An adapter that is damaged, or was made for another export. It names files as they lie in the bundle."""
 
 
 class ClippedMatrix(Record, frozen=True):
@@ -98,17 +104,20 @@ class LoraAdapter:
         """Its integers, by the names of `lora_tensor`; and rows of the sink, as in the sink's file.
 
         Raises:
-            BundleError: the file is missing or changed.
+            AdapterError: the file is missing or changed.
         """
-        path, record = self.path / _TENSORS, self.record.files[_TENSORS]
+        record = self.record.files[_TENSORS]
         try:
-            content = read_file(path, record.bytes)
+            content = read_file(self.path / _TENSORS, record.bytes)
             if (found := hashlib.sha256(content).hexdigest()) != record.sha256:
                 raise ValueError(f"sha256 {found}")
             return decode_tensors(content).arrays
         except (OSError, ValueError, TensorFileError) as error:
-            raise BundleError(
-                str(path), got=error, expected=f"sha256 {record.sha256}", fix=_again(self.record.name)
+            raise AdapterError(
+                _place(self.record.name, _TENSORS),
+                got=error.strerror if isinstance(error, OSError) else error,
+                expected=f"sha256 {record.sha256}",
+                fix=_again(self.record.name),
             ) from None
 
 
@@ -124,14 +133,19 @@ def check_lora_name(name: str) -> None:
         raise UsageError("--name", got=repr(name), expected=wanted, fix="Give another name.")
 
 
+def lora_names(bundle: Bundle) -> list[str]:
+    """The names of the adapters of a bundle, sorted; the adapters may be damaged."""
+    found = (path.parent.name for path in (bundle.path / ADAPTERS).glob(f"*/{ADAPTER_RECORD}"))
+    return sorted(name for name in found if _NAME.fullmatch(name))
+
+
 def lora_adapters(bundle: Bundle) -> list[LoraAdapter]:
     """The adapters of a bundle, by name.
 
     Raises:
-        BundleError: a record is damaged.
+        AdapterError: a record is damaged.
     """
-    found = sorted((bundle.path / ADAPTERS).glob(f"*/{ADAPTER_RECORD}"))
-    return [open_lora(bundle, path.parent.name) for path in found if _NAME.fullmatch(path.parent.name)]
+    return [open_lora(bundle, name) for name in lora_names(bundle)]
 
 
 def open_lora(bundle: Bundle, name: str) -> LoraAdapter:
@@ -139,31 +153,34 @@ def open_lora(bundle: Bundle, name: str) -> LoraAdapter:
 
     Raises:
         UsageError: the bundle has none of this name.
-        BundleError: its record is damaged, or was made for another export.
+        AdapterError: its record is damaged, or was made for another export.
     """
     path = bundle.path / ADAPTERS / name
     if _NAME.fullmatch(name) is None or not (path / ADAPTER_RECORD).exists():
-        others = sorted(each.parent.name for each in (bundle.path / ADAPTERS).glob(f"*/{ADAPTER_RECORD}"))
         raise UsageError(
             "lora",
             got=repr(name),
-            expected=", ".join(others) or "an adapter; the bundle has none",
-            fix=f"Add it: edgekv lora add {bundle.path} FOLDER --name NAME",
+            expected=", ".join(lora_names(bundle)) or "an adapter; the bundle has none",
+            fix="Add it: edgekv lora add BUNDLE FOLDER --name NAME",
         )
-    file, again = path / ADAPTER_RECORD, _again(name)
-    content = read_json(file, Content, expected="what edgekv lora add wrote", fix=again)
+    file, again = _place(name, ADAPTER_RECORD), _again(name)
+    try:
+        raw = read_file(path / ADAPTER_RECORD, _LARGEST_RECORD_BYTES)
+    except OSError as error:
+        raise AdapterError(file, got=error.strerror, expected=_WRITTEN, fix=again) from None
+    content = decode_json(raw, Content, field=file, expected=_WRITTEN, fix=again, error=AdapterError)
     seal = content.pop(SEAL, None)
     if seal != (wanted := seal_of(content)):
-        raise BundleError(f"{file}: {SEAL}", got=repr(seal)[:80], expected=wanted, fix=again)
+        raise AdapterError(f"{file}: {SEAL}", got=repr(seal)[:80], expected=wanted, fix=again)
     try:
         record = msgspec.convert(content, LoraRecord)
     except msgspec.ValidationError as error:
-        raise BundleError(str(file), got=error, expected="the fields of an adapter", fix=again) from None
+        raise AdapterError(file, got=error, expected="the fields of an adapter", fix=again) from None
     if record.format != _LORA_FORMAT or record.name != name or [*record.files] != [_TENSORS]:
         found = f"{record.name}, format {record.format}"
-        raise BundleError(str(file), got=found, expected=f"{name}, format {_LORA_FORMAT}", fix=again)
+        raise AdapterError(file, got=found, expected=f"{name}, format {_LORA_FORMAT}", fix=again)
     if record.bundle_sha256 != (wanted := sha256_of(bundle.path / MANIFEST)):
-        raise BundleError(f"{file}: bundle_sha256", got=record.bundle_sha256, expected=wanted, fix=again)
+        raise AdapterError(f"{file}: bundle_sha256", got=record.bundle_sha256, expected=wanted, fix=again)
     return LoraAdapter(path, record, str(seal))
 
 
@@ -236,6 +253,11 @@ def remove_lora(bundle: Bundle, name: str) -> None:
     except OSError as error:
         fix = "Make the bundle's folder writable."
         raise BundleError(str(path), got=error.strerror, expected="a folder to remove", fix=fix) from None
+
+
+def _place(name: str, file: str) -> str:
+    """A file of an adapter, for messages: clients of a server see them too."""
+    return f"{ADAPTERS}/{name}/{file}"
 
 
 def _again(name: str) -> str:

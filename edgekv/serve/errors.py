@@ -7,6 +7,7 @@ import traceback
 
 import msgspec
 
+from edgekv.bundle import AdapterError
 from edgekv.errors import ContextFullError, EdgeKVError, EngineError, MemoryBudgetError, UsageError
 
 _TYPES = {
@@ -90,5 +91,7 @@ def api_error(error: BaseException) -> ApiError:
     if isinstance(error, MemoryBudgetError):
         return ApiError(503, str(error), code="out_of_memory")
     print(f"edgekv serve: {error}", file=sys.stderr)
+    if isinstance(error, AdapterError):
+        return ApiError(500, str(error), param="model", code="adapter_damaged")
     code = "engine_failed" if isinstance(error, EngineError) else "internal_error"
     return ApiError(500, "The model failed. The server's log says why.", code=code)

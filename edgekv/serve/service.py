@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from edgekv.bundle import lora_adapters, open_lora
+from edgekv.bundle import lora_names, open_lora
 from edgekv.errors import UsageError
 from edgekv.model import Model
 from edgekv.serve.channel import Channel
@@ -66,6 +66,7 @@ class Service:
 
         Raises:
             ApiError: 404, another model, or adapters that the bundle does not have.
+            AdapterError: one of them is damaged.
         """
         base, colon, lora = name.partition(":")
         try:
@@ -82,7 +83,7 @@ class Service:
     @property
     def model_names(self) -> list[str]:
         """The names of all models: of the base, and of each adapter."""
-        return [self.name, *(f"{self.name}:{each.record.name}" for each in lora_adapters(self.model.bundle))]
+        return [self.name, *(f"{self.name}:{name}" for name in lora_names(self.model.bundle))]
 
     async def tokenized(self, encode: Callable[[str], T], text: str) -> T:
         """The result of a function that tokenizes a text.
