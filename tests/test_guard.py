@@ -74,6 +74,25 @@ def test_an_origin_that_is_allowed(talking: Path):
             assert (b"access-control-allow-origin: " + origin.encode() in answer) is is_allowed
 
 
+def test_an_allowed_page_can_read_refusals(talking: Path):
+    """Without the headers of CORS a browser shows it a failed connection, not the status."""
+    allowed = b"access-control-allow-origin: http://page.example"
+    with served(talking, origins=("http://page.example",), keys=("k",)) as server:
+        for path, header, status in (("/v1/models", "", b" 401 "), ("/no", "authorization: Bearer k\r\n", b" 404 ")):
+            answer = server.raw(GET.format(path, "localhost", f"origin: http://page.example\r\n{header}").encode())
+            assert status in answer and allowed in answer
+
+
+def test_a_server_for_all_without_keys_warns(talking: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    (tmp_path / "keys").write_text("mine")
+    wrong = ["serve", str(talking), "--cache-budget", "lots"]  # refused before it would serve
+    for options, warns in (([], False), (["--host", "0.0.0.0"], True)):
+        assert run([*wrong, *options]) == 2
+        assert ("warning: --host 0.0.0.0 without --api-key-file" in capsys.readouterr().err) is warns
+    assert run([*wrong, "--host", "0.0.0.0", "--api-key-file", str(tmp_path / "keys")]) == 2
+    assert "warning" not in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Sequence
 
 import msgspec
-from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import Route, Router
 
 from edgekv.serve.chat import chat_completions
@@ -100,14 +99,8 @@ _PATHS: Sequence[tuple[str, str, Handler]] = (
 def make_app(service: Service, options: ServeOptions) -> App:
     """The application: paths behind the checks of every request."""
     routes = [Route(path, _Endpoint(handler, service), methods=[method]) for method, path, handler in _PATHS]
-    app: App = Router(routes, redirect_slashes=False)
-    if options.origins:
-        allowed = ["Authorization", "Content-Type"]
-        app = CORSMiddleware(
-            app, allow_origins=list(options.origins), allow_methods=["GET", "POST", "DELETE"], allow_headers=allowed
-        )
     known = frozenset(path for _, path, _ in _PATHS if "{" not in path)
-    return Guard(app, options, service.metrics, known)
+    return Guard(Router(routes, redirect_slashes=False), options, service.metrics, known)
 
 
 def _record(service: Service, name: str) -> ModelRecord:

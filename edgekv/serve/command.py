@@ -86,6 +86,9 @@ def serve(
         tuple(cors or ()),
         Limits(sessions=max_sessions, queue=max_queue, request_s=timeout),
     )
+    if not (options.is_local or options.keys):
+        warning = "anyone who reaches this address may use the model. Give --api-key-file to accept known keys alone."
+        typer.echo(f"edgekv: warning: --host {host} without --api-key-file: {warning}", err=True)
     mode = Adaptive(parse_budget(cache_budget))
     speculation = SpeculateOptions(speculate, draft_corpus, draft, draft_tokens, draft_tree)
     common: dict[str, Any] = {

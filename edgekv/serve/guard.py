@@ -7,6 +7,7 @@ from email.utils import formatdate
 from typing import Any
 
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 
 from edgekv.serve.errors import ApiError, DisconnectedError, api_error
 from edgekv.serve.exchange import Exchange, Receive, Scope, Send
@@ -22,7 +23,10 @@ _OTHER = "other"
 
 
 class Guard:
-    """Checks the host and the API key, counts answers, and turns exceptions into errors of the API."""
+    """Checks the host and the API key, counts answers, and turns exceptions into errors of the API.
+
+    Pages of the allowed origins can read errors too.
+    """
 
     def __init__(self, app: App, options: ServeOptions, metrics: Metrics, paths: frozenset[str]) -> None:
         self._app = app
@@ -30,6 +34,15 @@ class Guard:
         self._keys = ApiKeys(options.keys)
         self._metrics = metrics
         self._paths = paths
+        self._answer: App = self._checked
+        if options.origins:
+            self._answer = CORSMiddleware(
+                self._checked,
+                allow_origins=list(options.origins),
+                allow_methods=["GET", "POST", "DELETE"],
+                allow_headers=["Authorization", "Content-Type"],
+                expose_headers=["Retry-After"],
+            )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -37,20 +50,27 @@ class Guard:
             return
         path = scope["path"] if scope["path"] in self._paths else _OTHER
         scope["app"] = self  # asks the router to raise what it would answer
-        started = False
 
         async def counted(message: MutableMapping[str, Any]) -> None:
-            nonlocal started
             if message["type"] == "http.response.start":
-                started = True
                 self._metrics.count_answer(path, message["status"])
                 message["headers"].append((b"date", formatdate(usegmt=True).encode()))
             await send(message)
 
-        exchange = Exchange(scope, receive, counted, self._options.limits)
+        await self._answer(scope, receive, counted)
+
+    async def _checked(self, scope: Scope, receive: Receive, send: Send) -> None:
+        started = False
+
+        async def noted(message: MutableMapping[str, Any]) -> None:
+            nonlocal started
+            started = started or message["type"] == "http.response.start"
+            await send(message)
+
+        exchange = Exchange(scope, receive, noted, self._options.limits)
         try:
             self._check(exchange)
-            await self._app(scope, receive, counted)
+            await self._app(scope, receive, noted)
         except DisconnectedError:
             self._metrics.disconnects += 1
         except Exception as error:
