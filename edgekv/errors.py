@@ -49,6 +49,10 @@ class MemoryBudgetError(EdgeKVError):
     """The caches of all sequences would exceed the memory budget."""
 
 
+class BusyError(EdgeKVError):
+    """Something of which there is a limited number is in use; the same call may succeed later."""
+
+
 class EngineError(EdgeKVError):
     """A runtime that is missing, failed, or refused a graph."""
 

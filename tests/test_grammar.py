@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ import pytest
 import edgekv
 from edgekv import Grammar
 from edgekv.cli import run
-from edgekv.errors import UsageError
+from edgekv.errors import BusyError, UsageError
 from edgekv.session import GenerationStats, GrammarCompiler, constraint
 from edgekv.session.schema import has_finite_answer
 from tests.exports import export_options, exported
@@ -193,6 +194,37 @@ def test_a_grammar_that_takes_too_long_is_refused(model: edgekv.Model, monkeypat
     large = {"properties": {f"p{number}": {"type": "string"} for number in range(1500)}}
     with pytest.raises(UsageError, match=r"does not compile within 0\.01 s"):
         model.generate(PROMPT, grammar=Grammar.json_schema(large))
+
+
+def test_grammars_that_never_compile_are_few_and_remembered(
+    model: edgekv.Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each has a thread that cannot be stopped: asked again it gets no other, and a fifth grammar is refused."""
+    manifest = model.bundle.manifest
+    compiler = GrammarCompiler(model.tokenizer, manifest.model.vocab, manifest.tokens.eos)
+    end, started, real = threading.Event(), list[str](), GrammarCompiler._matcher
+
+    def compile_late(own: GrammarCompiler, grammar: Grammar) -> Any:
+        started.append(grammar.text)
+        end.wait(60)
+        return real(own, grammar)
+
+    monkeypatch.setattr(constraint, "COMPILE_LIMIT_S", 0.02)
+    monkeypatch.setattr(GrammarCompiler, "_matcher", compile_late)
+    endless = [Grammar.regex(f"never{at}") for at in range(5)]
+    try:
+        for grammar in [*endless[:4], *endless[:4]]:
+            with pytest.raises(UsageError, match="does not compile within"):
+                compiler.compile(grammar)
+        with pytest.raises(BusyError, match="4 others that compile; expected fewer than 4"):
+            compiler.compile(endless[4])
+        assert started == [grammar.text for grammar in endless[:4]] and compiler.compiling == 4
+    finally:
+        end.set()
+    monkeypatch.setattr(constraint, "COMPILE_LIMIT_S", 20)
+    assert not compiler.compile(endless[4]).is_complete
+    with pytest.raises(UsageError, match="does not compile within"):
+        compiler.compile(endless[0])
 
 
 def _nested(levels: int) -> str:

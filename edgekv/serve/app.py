@@ -79,7 +79,8 @@ async def health(service: Service, exchange: Exchange) -> None:
 
 async def metrics(service: Service, exchange: Exchange) -> None:
     """`GET /metrics`."""
-    await exchange.send_bytes(service.metrics.text().encode(), CONTENT_TYPE.encode())
+    text = service.metrics.text(service.model.compiling_grammars)
+    await exchange.send_bytes(text.encode(), CONTENT_TYPE.encode())
 
 
 _PATHS: Sequence[tuple[str, str, Handler]] = (

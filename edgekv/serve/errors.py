@@ -8,7 +8,7 @@ import traceback
 import msgspec
 
 from edgekv.bundle import AdapterError
-from edgekv.errors import ContextFullError, EdgeKVError, EngineError, MemoryBudgetError, UsageError
+from edgekv.errors import BusyError, ContextFullError, EdgeKVError, EngineError, MemoryBudgetError, UsageError
 
 _TYPES = {
     400: "invalid_request_error",
@@ -90,6 +90,8 @@ def api_error(error: BaseException) -> ApiError:
         return ApiError(400, str(error), param=error.field, code="invalid_value")
     if isinstance(error, MemoryBudgetError):
         return ApiError(503, str(error), code="out_of_memory")
+    if isinstance(error, BusyError):
+        return ApiError(503, str(error), code="busy")
     print(f"edgekv serve: {error}", file=sys.stderr)
     if isinstance(error, AdapterError):
         return ApiError(500, str(error), param="model", code="adapter_damaged")

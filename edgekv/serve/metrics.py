@@ -147,8 +147,8 @@ class Metrics:
         if (batch := model.used_batch) is not None:
             self.held.batch_passes, self.held.batch_tokens = batch.passes, batch.rows
 
-    def text(self) -> str:
-        """All of them, as Prometheus reads them."""
+    def text(self, compiling_grammars: int = 0) -> str:
+        """All of them, and the grammars that are compiled now, as Prometheus reads them."""
         held = self.held
         lines: list[str] = []
 
@@ -198,6 +198,8 @@ class Metrics:
             about = "Inferences that advanced several answers."
             one("batch_passes_total", "counter", about, held.batch_passes)
             one("batch_tokens_total", "counter", "Tokens that they brought.", held.batch_tokens)
+        about = "Grammars that are compiled, with those that take too long."
+        one("grammars_compiling", "gauge", about, compiling_grammars)
         one("sessions", "gauge", "Sessions with a cache.", held.sessions)
         one("sessions_busy", "gauge", "Sessions that a request uses.", held.busy)
         one("session_bytes", "gauge", "Bytes of the caches of sessions.", held.session_bytes)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from edgekv.errors import EngineError, UsageError
+from edgekv.errors import BusyError, EngineError, UsageError
 from edgekv.session.grammar import Grammar
 from edgekv.session.refusal import refuse
 
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 COMPILE_LIMIT_S = 5.0
+MOST_COMPILING = 4
+"""Threads that compile; one that takes too long cannot be stopped, and counts until it ends."""
 MAX_LEXER_STATES = 50_000
 """Of a text while it is generated; a state has 1 to 2 kB."""
 _KEPT = 64
@@ -95,8 +97,32 @@ class GrammarConstraint:
             raise _refused(self._grammar, self._matcher.get_error())
 
 
+class _Compilation:
+    """A grammar that is compiled in a thread of its own.
+
+    Attributes:
+        has_ended: set at its end.
+        result: then, and an error if it failed.
+    """
+
+    def __init__(self, compile: Callable[[], LLMatcher], at_end: Callable[[], None]) -> None:
+        self.has_ended = threading.Event()
+        self.result: LLMatcher | BaseException | None = None
+        self._compile = compile
+        self._at_end = at_end
+        threading.Thread(target=self._run, name="edgekv grammar", daemon=True).start()
+
+    def _run(self) -> None:
+        try:
+            self.result = self._compile()
+        except BaseException as error:  # a panic of the library is no Exception
+            self.result = error
+        self.has_ended.set()
+        self._at_end()
+
+
 class GrammarCompiler:
-    """Compiles grammars for one tokenizer. Thread-safe; the last 64 grammars are kept."""
+    """Compiles grammars for one tokenizer. Thread-safe; the last 64 grammars are kept, also as refused."""
 
     def __init__(self, tokenizer: Tokenizer, vocab: int, eos: Collection[int]) -> None:
         """Compile nothing yet.
@@ -126,51 +152,61 @@ class GrammarCompiler:
         except ValueError as error:
             refuse("grammar", f"a tokenizer that llguidance cannot read: {error}", "another tokenizer", "Leave it out.")
         self._vocab = vocab
-        self._lock = threading.Lock()
-        self._kept: OrderedDict[Grammar, LLMatcher] = OrderedDict()
+        self._changed = threading.Condition()
+        self._kept: OrderedDict[Grammar, LLMatcher | UsageError] = OrderedDict()
+        self._compiling: dict[Grammar, _Compilation] = {}
+
+    @property
+    def compiling(self) -> int:
+        """Grammars that are compiled now, with those that take too long."""
+        return len(self._compiling)
 
     def compile(self, grammar: Grammar) -> GrammarConstraint:
         """A constraint at the start of a text.
 
         Raises:
             UsageError: the grammar is wrong, uses what is not supported, or is too complex.
+            BusyError: too many others are compiled.
         """
-        with self._lock:
-            compiled = self._kept.get(grammar)
-        if compiled is None:
-            compiled = self._compiled(grammar)  # without the lock: compiled grammars need not wait for this one
-        with self._lock:
-            self._kept.pop(grammar, None)
-            self._kept[grammar] = compiled
+        with self._changed:
+            kept = self._kept.get(grammar)
+            running = self._started(grammar) if kept is None else None
+        if running is not None:  # without the lock: compiled grammars need not wait for this one
+            in_time = running.has_ended.wait(COMPILE_LIMIT_S)
+            late = _refused(grammar, f"one that does not compile within {COMPILE_LIMIT_S:g} s")
+            kept = _outcome(grammar, running.result) if in_time else late
+        assert kept is not None
+        with self._changed:
+            self._kept[grammar] = kept
+            self._kept.move_to_end(grammar)
             if len(self._kept) > _KEPT:
                 self._kept.popitem(last=False)
-            return GrammarConstraint(compiled.deep_copy(), grammar, self._vocab)
+            if not isinstance(kept, UsageError):
+                return GrammarConstraint(kept.deep_copy(), grammar, self._vocab)
+        raise UsageError(kept.field, got=kept.got, expected=kept.expected, fix=kept.fix)
 
     def is_special(self, token: int) -> bool:
         """Whether a token is written by its id in grammars, not by its text."""
         return bool(self._tokenizer.is_special_token(token))
 
-    def _compiled(self, grammar: Grammar) -> LLMatcher:
-        """Compile in a thread of its own, which is left behind if it takes too long: it cannot be stopped."""
-        done: list[LLMatcher | BaseException] = []
+    def _started(self, grammar: Grammar) -> _Compilation:
+        """The compilation of a grammar, one for all who ask; the caller has the lock.
 
-        def work() -> None:
-            try:
-                done.append(self._matcher(grammar))
-            except BaseException as error:  # a panic of the library is no Exception
-                done.append(error)
+        Raises:
+            BusyError: too many others run for too long.
+        """
+        self._changed.wait_for(lambda: grammar in self._compiling or self.compiling < MOST_COMPILING, COMPILE_LIMIT_S)
+        if grammar not in self._compiling:
+            if self.compiling >= MOST_COMPILING:
+                found, wanted = f"{self.compiling} others that compile", f"fewer than {MOST_COMPILING}"
+                raise BusyError(grammar.field, got=found, expected=wanted, fix="Try again later.")
+            self._compiling[grammar] = _Compilation(lambda: self._matcher(grammar), lambda: self._end(grammar))
+        return self._compiling[grammar]
 
-        thread = threading.Thread(target=work, name="edgekv grammar", daemon=True)
-        thread.start()
-        thread.join(COMPILE_LIMIT_S)
-        if not done:
-            raise _refused(grammar, f"one that does not compile within {COMPILE_LIMIT_S:g} s")
-        (result,) = done
-        if isinstance(result, BaseException):
-            raise _refused(grammar, result)
-        if result.is_error():
-            raise _refused(grammar, result.get_error())
-        return result
+    def _end(self, grammar: Grammar) -> None:
+        with self._changed:
+            del self._compiling[grammar]
+            self._changed.notify_all()
 
     def _matcher(self, grammar: Grammar) -> LLMatcher:
         from llguidance import LLMatcher, LLParserLimits
@@ -180,6 +216,13 @@ class GrammarCompiler:
         if not matcher.is_error():
             matcher.compute_bitmask()  # some grammars are found to be empty here
         return matcher
+
+
+def _outcome(grammar: Grammar, result: LLMatcher | BaseException | None) -> LLMatcher | UsageError:
+    if isinstance(result, BaseException):
+        return _refused(grammar, result)
+    assert result is not None
+    return _refused(grammar, result.get_error()) if result.is_error() else result
 
 
 def _llguidance_text(grammar: Grammar) -> str:

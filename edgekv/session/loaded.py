@@ -213,6 +213,11 @@ class LoadedBundle:
     def _compiled(self, grammar: Grammar | None) -> Constraint | None:
         return None if grammar is None else self._grammars.compile(grammar)
 
+    @property
+    def compiling_grammars(self) -> int:
+        """Grammars that are compiled now, with those that take too long; for any thread."""
+        return self._grammars.compiling if "_grammars" in self.__dict__ else 0
+
     @cached_property
     def _grammars(self) -> GrammarCompiler:
         """Compiles the grammars of calls."""
