@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -16,6 +19,7 @@ import edgekv
 from edgekv.errors import EngineError
 from edgekv.serve import Limits
 from edgekv.session import ByteBudget
+from tests.processes import interruptible
 from tests.serving import NAME, Server, served
 
 LONG: dict[str, Any] = {"model": NAME, "max_tokens": 400, "extra_body": {"ignore_eos": True}}
@@ -257,3 +261,51 @@ def test_requests_end_with_the_server(talking: Path):
         gate.open()
         thread.join()
     assert answers == [503]
+
+
+_STUCK = """
+import sys, threading
+import edgekv.session
+from edgekv.cli import main
+from edgekv.serve import server
+
+def step(generation):
+    print("in a step", flush=True)
+    threading.Event().wait()
+
+edgekv.session.Generation.__next__ = step
+server.ENGINE_S = float(sys.argv.pop(1))
+main()
+"""
+
+
+@pytest.mark.parametrize(("limit_s", "signals"), [(0.2, 1), (600, 2)])
+def test_a_step_that_never_ends_does_not_hold_up_the_end(talking: Path, limit_s: float, signals: int):
+    command = [sys.executable, "-c", _STUCK, str(limit_s), "serve", str(talking), "--port", "0", "--name", NAME]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, preexec_fn=interruptible) as process:
+        assert process.stdout is not None and process.stderr is not None
+        url = process.stdout.readline().split()[0]
+        answers: list[Any] = []
+
+        def ask() -> None:
+            with pytest.raises(openai.InternalServerError) as told:
+                openai.OpenAI(base_url=url, api_key="none", max_retries=0).completions.create(model=NAME, prompt="x")
+            answers.append(told.value.status_code)
+
+        client = threading.Thread(target=ask)
+        client.start()
+        assert process.stdout.readline() == "in a step\n"
+        for _ in range(signals):
+            process.send_signal(signal.SIGINT)
+            time.sleep(0.1)  # two at once would be one
+        try:
+            assert process.wait(30) == 1
+        finally:
+            process.kill()
+        client.join()
+        assert answers == [503]
+        assert process.stderr.read() == (
+            "edgekv: error: engine: got a step that does not end; expected its end. "
+            "End the process; what it has stored is whole.\n"
+        )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -76,6 +77,7 @@ def serve(
     from edgekv.prefix import StoreConfig
     from edgekv.serve import Limits, ServeOptions, Serving
     from edgekv.serve.keys import read_keys
+    from edgekv.serve.serving import StuckEngineError
     from edgekv.session import Adaptive, parse_budget
 
     options = ServeOptions(
@@ -104,4 +106,8 @@ def serve(
     ):
         serving = Serving(model, replace(options, speculate=drafts, batches=batch))
         typer.echo(f"{serving.url}/v1 serves {serving.service.name} on {engine_and_mode(model.engine)}")
-        serving.run()
+        try:
+            serving.run()
+        except StuckEngineError as error:
+            typer.echo(f"edgekv: error: {error}", err=True)
+            os._exit(error.exit_code)  # closing the model would wait for the step

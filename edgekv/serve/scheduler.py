@@ -17,7 +17,6 @@ from edgekv.serve.options import Limits
 from edgekv.serve.slots import Slots
 from edgekv.session import Speculate
 
-_STOPPING = "the server is stopping"
 
 
 class Scheduler:
@@ -81,7 +80,7 @@ class Scheduler:
         job = Job(work, channel, self._limits.request_s)
         with self._changed:
             if self._is_closed:
-                raise ApiError(503, f"{_STOPPING}.", code="stopping")
+                raise _stopping()
             # Those that can start at once are not in the queue yet when a burst arrives.
             free = max(0, self._limits.sessions - self.running)
             waiting = self.queued - free
@@ -99,12 +98,21 @@ class Scheduler:
         with self._changed:
             self._changed.notify()
 
-    def close(self) -> None:
-        """End all jobs and the thread; the model stays open. Closing twice is harmless."""
+    def stop(self) -> None:
+        """End all jobs and the thread after its current step, from any thread; the model stays open."""
         with self._changed:
             self._is_closed = True
             self._changed.notify()
-        self._thread.join()
+
+    def has_ended(self, within_s: float = 0.0) -> bool:
+        """Whether the thread has ended, or does so soon."""
+        self._thread.join(within_s)
+        return not self._thread.is_alive()
+
+    def give_up(self) -> None:
+        """End the jobs of a thread that does not end, from another thread."""
+        for job in (*self._running, *self._waiting, *self._arrived):
+            job.channel.put(_stopping())
 
     def _loop(self) -> None:
         try:
@@ -115,7 +123,7 @@ class Scheduler:
                 self._waiting.extend(self._arrived)
                 self._arrived.clear()
             for job in (*self._running, *self._waiting):
-                self._end(job, ApiError(503, f"{_STOPPING}.", code="stopping"))
+                self._end(job, _stopping())
             self._waiting.clear()
             self._slots.clear()
             self._measure()
@@ -221,3 +229,7 @@ class Scheduler:
     def _measure(self) -> None:
         """Note what the cache holds: other threads must not look at the model."""
         self._metrics.note(self.queued, self.running, self._slots.busy, self._model)
+
+
+def _stopping() -> ApiError:
+    return ApiError(503, "the server is stopping.", code="stopping")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Callable
 from types import FrameType
 
 from uvicorn import Config, Server
@@ -13,9 +12,13 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from edgekv.errors import UsageError
 from edgekv.serve.guard import App
 from edgekv.serve.options import Limits, ServeOptions
+from edgekv.serve.scheduler import Scheduler
 
 _KEEP_ALIVE_S = 60
 _SHUTDOWN_S = 5
+ENGINE_S = 30.0
+"""How long the last step of the engine may take once the server is to stop."""
+_POLL_S = 0.02
 
 
 def open_socket(options: ServeOptions) -> socket.socket:
@@ -41,9 +44,9 @@ def address_of(listener: socket.socket) -> str:
 
 
 class HttpServer(Server):
-    """uvicorn's server. It sleeps until a connection or a signal wakes it."""
+    """uvicorn's server. It sleeps until a connection or a signal wakes it, and ends a scheduler with it."""
 
-    def __init__(self, app: App, limits: Limits) -> None:
+    def __init__(self, app: App, limits: Limits, scheduler: Scheduler) -> None:
         config = Config(
             app,
             http=_protocol(limits),
@@ -61,18 +64,28 @@ class HttpServer(Server):
             timeout_graceful_shutdown=_SHUTDOWN_S,
         )
         super().__init__(config)
-        self.at_exit: Callable[[], None] = lambda: None
+        self._scheduler = scheduler
+        self._is_impatient = False
         self._stop: asyncio.Event | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
 
     async def main_loop(self) -> None:
-        """Wait until the server is to stop; uvicorn would look ten times a second."""
+        """Wait until the server is to stop; uvicorn would look ten times a second.
+
+        Then the engine ends its step, unless that takes too long or a second signal asks for the end.
+        """
         self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
         if not self.should_exit:
             await self._stop.wait()
-        await self._loop.run_in_executor(None, self.at_exit)
+        self._scheduler.stop()
+        end = self._loop.time() + ENGINE_S
+        while not (self._scheduler.has_ended() or self._is_impatient or self._loop.time() > end):
+            await asyncio.sleep(_POLL_S)
+        if not self._scheduler.has_ended():
+            self._scheduler.give_up()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        self._is_impatient = self.should_exit
         super().handle_exit(sig, frame)
         self.stop()
 

@@ -4,11 +4,20 @@ from __future__ import annotations
 
 import socket
 
+from edgekv.errors import EngineError
 from edgekv.model import Model
 from edgekv.serve.app import make_app
 from edgekv.serve.options import ServeOptions
 from edgekv.serve.server import HttpServer, address_of, open_socket
 from edgekv.serve.service import Service
+
+
+_IDLE_S = 1.0
+"""The server has waited for the engine's step; what is left of its thread takes no time."""
+
+
+class StuckEngineError(EngineError):
+    """The engine's thread does not end."""
 
 
 class Serving:
@@ -32,16 +41,22 @@ class Serving:
         self._socket: socket.socket = open_socket(options)
         self.url = address_of(self._socket)
         self.service = Service(model, options)
-        self._server = HttpServer(make_app(self.service, options), options.limits)
-        self._server.at_exit = self.service.scheduler.close
+        self._server = HttpServer(make_app(self.service, options), options.limits, self.service.scheduler)
 
     def run(self) -> None:
-        """Serve until a signal or `stop`; in the main thread, signals are raised again at the end."""
+        """Serve until a signal or `stop`; in the main thread, signals are raised again at the end.
+
+        Raises:
+            StuckEngineError: the engine is still in a step, so that the model cannot be closed.
+        """
         try:
             self._server.run(sockets=[self._socket])
         finally:
-            self.service.scheduler.close()
             self._socket.close()
+            self.service.scheduler.stop()
+            if not self.service.scheduler.has_ended(_IDLE_S):
+                fix = "End the process; what it has stored is whole."
+                raise StuckEngineError("engine", got="a step that does not end", expected="its end", fix=fix)
 
     def stop(self) -> None:
         """Let `run` return soon, from any thread."""
