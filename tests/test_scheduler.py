@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -12,16 +13,18 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import openai
 import pytest
 
 import edgekv
-from edgekv.errors import EngineError
-from edgekv.serve import Limits
+from edgekv.errors import EngineError, UsageError
+from edgekv.serve import Limits, sse
 from edgekv.session import ByteBudget
 from tests.processes import interruptible
 from tests.serving import NAME, Server, served
 
+TOOLS_READ = "edgekv.session.Tools.read"
 LONG: dict[str, Any] = {"model": NAME, "max_tokens": 400, "extra_body": {"ignore_eos": True}}
 
 
@@ -261,6 +264,86 @@ def test_requests_end_with_the_server(talking: Path):
         gate.open()
         thread.join()
     assert answers == [503]
+
+
+def test_prompts_that_can_never_run_together_are_no_busy_queue(server: Server):
+    """Three sessions and two places to wait: trying again would not help."""
+    with pytest.raises(openai.BadRequestError, match="prompt: got 6 prompts; expected at most 5, which run or wait"):
+        _ask(server, ["x"] * 6)
+    assert len(_ask(server, ["x"] * 5).choices) == 5
+
+
+STREAMS = {
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 2},
+    "/v1/completions": {"prompt": "Hello", "max_tokens": 2},
+    "/v1/responses": {"input": "Hello", "max_output_tokens": 2},
+}
+
+
+@pytest.mark.parametrize("path", STREAMS)
+def test_a_stream_that_waits_is_not_silent(talking: Path, monkeypatch: pytest.MonkeyPatch, path: str):
+    """Its headers come before its turn, and comments until then; the answer is that of a stream that need not wait."""
+    monkeypatch.setattr(sse, "FIRST_S", 0.05)
+    monkeypatch.setattr(sse, "WAITING_S", 0.05)
+    body = msgspec.json.encode({"model": NAME, "stream": True, **STREAMS[path]})
+    head = f"POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\nconnection: close\r\n"
+    request = f"{head}content-length: {len(body)}\r\n\r\n".encode() + body
+    with served(talking, Limits(sessions=1)) as server, _gate() as gate:
+        busy = threading.Thread(target=lambda: _ask(server, "Busy"))
+        busy.start()
+        _until(lambda: _jobs(server) == 1)
+        with socket.create_connection(("127.0.0.1", server.port), timeout=10) as connection:
+            connection.sendall(request)
+            answer = b""
+            while answer.count(sse.WAITING) < 2:
+                answer += connection.recv(4096)
+            assert answer.startswith(b"HTTP/1.1 200 ") and b"text/event-stream" in answer
+            gate.open()
+            while piece := connection.recv(4096):
+                answer += piece
+        busy.join()
+    assert b"delta" in answer or b'"text":' in answer
+    assert b"[DONE]" in answer or b"response.incomplete" in answer
+
+
+def test_an_error_at_once_keeps_its_status_in_a_stream(server: Server):
+    def fail(generation: Any) -> Any:
+        raise EngineError("engine", got="a fault", expected="a step", fix="Export again.")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(edgekv.session.Generation, "__next__", fail)
+        with pytest.raises(openai.InternalServerError, match="log says why"):
+            _ask(server, "Fails", stream=True)
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "read"),
+    [
+        ("/v1/completions", {"prompt": ["x " * 4000] * 2}, "edgekv.Model.read"),
+        ("/v1/chat/completions", {"tools": [{"type": "function", "function": {"name": "x" * 60}}] * 99}, TOOLS_READ),
+        ("/v1/responses", {"tools": [{"type": "function", "name": "x" * 60}] * 99}, TOOLS_READ),
+    ],
+)
+def test_reading_a_long_request_holds_up_no_other(
+    server: Server, monkeypatch: pytest.MonkeyPatch, path: str, fields: dict[str, Any], read: str
+):
+    reading, answered = threading.Event(), threading.Event()
+
+    def wait(*_: Any, **__: Any) -> Any:
+        reading.set()
+        assert answered.wait(10), "the server answered nothing else"
+        raise UsageError("prompt", got="this", expected="less", fix="Send less.")
+
+    monkeypatch.setattr(read, wait)
+    told: list[tuple[int, Any]] = []
+    body = {"model": NAME, **STREAMS[path], **fields}
+    long = threading.Thread(target=lambda: told.append(server.post(path, body)))
+    long.start()
+    assert reading.wait(10)
+    assert "ok" in server.get("/health")
+    answered.set()
+    long.join()
+    assert told[0][0] == 400
 
 
 _STUCK = """

@@ -29,13 +29,18 @@ class Channel:
             except RuntimeError:  # the loop is closed: nobody waits any more
                 return
 
-    async def take(self) -> list[Event]:
-        """All events that have arrived, at least one.
+    async def take(self, within_s: float | None = None) -> list[Event]:
+        """All events that have arrived, at least one; none if that takes longer than a time.
 
         Raises:
             DisconnectedError: the job was cancelled, as the client has gone.
         """
-        await self._arrived.wait()
+        timer = None if within_s is None else self._loop.call_later(within_s, self._arrived.set)
+        try:
+            await self._arrived.wait()
+        finally:
+            if timer is not None:
+                timer.cancel()
         self._arrived.clear()
         self._is_woken = False  # before reading: an event that arrives now wakes the reader again
         taken = []
@@ -43,4 +48,4 @@ class Channel:
             taken.append(event := self._events.popleft())
             if isinstance(event, ApiError) and event.code == CANCELLED:
                 raise DisconnectedError
-        return taken or await self.take()
+        return taken if taken or within_s is not None else await self.take()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import Any
 from uuid import uuid4
 
@@ -29,7 +30,7 @@ from edgekv.serve.form import ResponseFormat, read_form
 from edgekv.serve.job import Work
 from edgekv.serve.sampling import SamplingFields, check_top_logprobs
 from edgekv.serve.service import Service
-from edgekv.serve.sse import DONE, event
+from edgekv.serve.sse import DONE, event, stream
 from edgekv.serve.usage import Usage
 
 _encode = msgspec.json.Encoder().encode
@@ -88,28 +89,19 @@ async def chat_completions(service: Service, exchange: Exchange) -> None:
     work = await _work(service, exchange, request, lora)
     reply = _Reply(service, request)
     async with service.job(exchange, work) as channel:
-        events = await channel.take()
-        if not request.stream:
-            while not reply.add(events):
-                events = await channel.take()
-            await exchange.reply(reply.whole())
+        if request.stream:
+            await stream(exchange, channel, reply.head(), reply.stream)
             return
-        if isinstance(events[0], ApiError):
-            raise events[0]
-        await exchange.begin_events()
-        head = reply.head()
-        while True:
-            data, is_last = reply.stream(events)
-            if head or data:
-                await exchange.send_events(head + data, more=not is_last)
-            if is_last:
-                return
-            head = b""
-            events = await channel.take()
+        while not reply.add(await channel.take()):
+            pass
+        await exchange.reply(reply.whole())
 
 
 async def _work(service: Service, exchange: Exchange, request: ChatRequest, lora: str | None) -> Work:
-    form = read_form(request.response_format, request.tools, request.tool_choice, request.parallel_tool_calls)
+    form = await service.apart(
+        exchange,
+        lambda: read_form(request.response_format, request.tools, request.tool_choice, request.parallel_tool_calls),
+    )
     prompt = await service.rendered(request.messages, form, request.chat_template_kwargs)
     return await service.turn(exchange, prompt, request, form, request.wanted_tokens, _top(request), lora)
 
@@ -131,7 +123,7 @@ class _Reply:
         self._logprobs: list[ContentLogprob] = []
         self._end: Finished | None = None
 
-    def add(self, events: list[Event]) -> bool:
+    def add(self, events: Sequence[Event]) -> bool:
         """Take events in; True at the end.
 
         Raises:
@@ -165,7 +157,7 @@ class _Reply:
         """The first event of a stream."""
         return self._chunk(ChunkChoice(Delta("assistant", "")))
 
-    def stream(self, events: list[Event]) -> tuple[bytes, bool]:
+    def stream(self, events: Sequence[Event]) -> tuple[bytes, bool]:
         """The next events of a stream, and whether they are the last."""
         data = b""
         for each in events:

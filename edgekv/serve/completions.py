@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Sequence
 from typing import Any
 from uuid import uuid4
 
@@ -11,13 +12,14 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from edgekv.serve.errors import ApiError, refused
-from edgekv.serve.events import Finished, FinishReason, Piece, PromptLogprobs
+from edgekv.serve.events import Event, Finished, FinishReason, Piece, PromptLogprobs
 from edgekv.serve.exchange import Exchange
 from edgekv.serve.job import Work
 from edgekv.serve.logprobs import TokenLogprob, TokenNames
+from edgekv.serve.options import Limits
 from edgekv.serve.sampling import SamplingFields, check_top_logprobs
 from edgekv.serve.service import Service
-from edgekv.serve.sse import DONE, event
+from edgekv.serve.sse import DONE, event, stream
 from edgekv.serve.usage import Usage
 
 DEFAULT_TOKENS = 16
@@ -50,18 +52,17 @@ class CompletionRequest(SamplingFields, frozen=True, kw_only=True):
             raise refused("prompt", got="no prompt" if not kinds else "a mixture", expected="one kind", fix=fix)
         if kinds == {int}:
             return [[each for each in self.prompt if isinstance(each, int)]]
-        prompts = [each for each in self.prompt if not isinstance(each, int)]
-        if len(prompts) > MOST_PROMPTS:
-            fix = "Send several requests."
-            raise refused("prompt", got=f"{len(prompts)} prompts", expected=f"at most {MOST_PROMPTS}", fix=fix)
-        return prompts
+        return [each for each in self.prompt if not isinstance(each, int)]
 
-    def check(self) -> None:
-        """Refuse what is not supported.
+    def check(self, limits: Limits) -> None:
+        """Refuse what is not supported, or can never run.
 
         Raises:
             ApiError: naming the field.
         """
+        if len(self.prompts) > (most := min(MOST_PROMPTS, limits.sessions + limits.queue)):
+            found, wanted = f"{len(self.prompts)} prompts", f"at most {most}, which run or wait together"
+            raise refused("prompt", got=found, expected=wanted, fix="Send several requests.")
         if self.suffix is not None:
             raise refused("suffix", got="a text", expected="nothing", fix="This model continues text; leave it out.")
         if self.stream and len(self.prompts) > 1:
@@ -117,8 +118,11 @@ async def completions(service: Service, exchange: Exchange) -> None:
     """
     request = await exchange.read(CompletionRequest)
     lora = service.check_name(request.model)
-    request.check()
-    replies = [await _reply(service, exchange, request, at, each, lora) for at, each in enumerate(request.prompts)]
+    request.check(service.limits)
+    prompts = list(enumerate(request.prompts))
+    replies = await service.apart(
+        exchange, lambda: [_reply(service, exchange, request, at, each, lora) for at, each in prompts]
+    )
     identity, created = f"cmpl-{uuid4().hex}", int(time.time())
 
     def made(choices: list[CompletionChoice], usage: Usage | UnsetType | None) -> Completion:
@@ -136,31 +140,24 @@ async def completions(service: Service, exchange: Exchange) -> None:
         )
         return
     reply, usage = replies[0], None if request.includes_usage else UNSET
+
+    def told(events: Sequence[Event]) -> tuple[bytes, bool]:
+        data = b""
+        for each in events:
+            if isinstance(each, ApiError):
+                return data + event(_encode(each.body)), True
+            end = reply.add(each)
+            if end is not None or reply.has_news:
+                data += event(_encode(made([reply.choice(end.reason if end else None)], usage)))
+                reply.forget()
+            if end is not None:
+                if request.includes_usage:
+                    data += event(_encode(made([], Usage.of(end))))
+                return data + DONE, True
+        return data, False
+
     async with service.job(exchange, reply.work) as channel:
-        begun = False
-        while True:
-            data, is_last = b"", False
-            for each in await channel.take():
-                if isinstance(each, ApiError):
-                    if not begun:
-                        raise each
-                    data, is_last = data + event(_encode(each.body)), True
-                    break
-                end = reply.add(each)
-                if end is not None or reply.has_news:
-                    data += event(_encode(made([reply.choice(end.reason if end else None)], usage)))
-                    reply.forget()
-                if end is not None:
-                    if request.includes_usage:
-                        data += event(_encode(made([], Usage.of(end))))
-                    data, is_last = data + DONE, True
-            if not begun:
-                await exchange.begin_events()
-                begun = True
-            if data:
-                await exchange.send_events(data, more=not is_last)
-            if is_last:
-                return
+        await stream(exchange, channel, b"", told)
 
 
 async def _run(service: Service, exchange: Exchange, reply: _Reply) -> Finished:
@@ -173,7 +170,7 @@ async def _run(service: Service, exchange: Exchange, reply: _Reply) -> Finished:
                     return end
 
 
-async def _reply(
+def _reply(
     service: Service,
     exchange: Exchange,
     request: CompletionRequest,
@@ -188,7 +185,7 @@ async def _reply(
     """
     model = service.model
     if isinstance(prompt, str):
-        tokens = await service.tokenized(model.read, prompt)
+        tokens = model.read(prompt)
         given = len(model.encode(prompt)) if request.echo and request.logprobs is not None else len(tokens)
     else:
         tokens, given = model.read(prompt), len(prompt)

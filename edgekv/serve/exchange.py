@@ -28,11 +28,13 @@ class Exchange:
     Attributes:
         scope: of ASGI.
         salt: of the request's API key; None without keys.
+        body_bytes: of what `read` has read.
     """
 
     def __init__(self, scope: Scope, receive: Receive, send: Send, limits: Limits) -> None:
         self.scope = scope
         self.salt: str | None = scope["state"].get("salt")
+        self.body_bytes = 0
         self._receive = receive
         self._send = send
         self._limits = limits
@@ -126,6 +128,7 @@ class Exchange:
         except TimeoutError:
             limit_s = self._limits.body_s
             raise ApiError(408, f"body: got a part in {limit_s:g} s; expected all of it. Send it at once.") from None
+        self.body_bytes = size
         return b"".join(parts)
 
     async def _start(self, status: int, headers: tuple[tuple[bytes, bytes], ...]) -> None:

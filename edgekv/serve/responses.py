@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import Any
 from uuid import uuid4
 
 import msgspec
 
 from edgekv.serve.errors import ApiError, refused
-from edgekv.serve.events import Finished, Piece
+from edgekv.serve.events import Event, Finished, Piece
 from edgekv.serve.exchange import Exchange
 from edgekv.serve.form import AnswerForm, ResponseFormat, SchemaFormat, read_form
 from edgekv.serve.response_input import as_messages, read_input
@@ -26,7 +27,7 @@ from edgekv.serve.response_records import (
 )
 from edgekv.serve.sampling import SamplingFields
 from edgekv.serve.service import Service
-from edgekv.serve.sse import event
+from edgekv.serve.sse import event, stream
 
 _encode = msgspec.json.Encoder().encode
 
@@ -102,33 +103,33 @@ async def create_response(service: Service, exchange: Exchange) -> None:
         before = service.responses.get(exchange.salt, request.previous_response_id, param).messages
     messages = [*before, *read_input(request.input)]
     system = [] if request.instructions is None else [{"role": "system", "content": request.instructions}]
-    form = request.form()
+    form = await service.apart(exchange, request.form)
     prompt = await service.rendered([*system, *messages], form)
     work = await service.turn(exchange, prompt, request, form, request.max_output_tokens, lora=lora)
     reply = _Reply(request)
+
+    def told(events: Sequence[Event]) -> tuple[bytes, bool]:
+        data = b""
+        for each in events:
+            if isinstance(each, ApiError):
+                return data + reply.failed(each), True
+            if isinstance(each, Piece):
+                data += reply.add(each)
+            elif isinstance(each, Finished):
+                data += reply.finish(each)
+                if request.store is not False:
+                    service.responses.add(exchange.salt, reply.record, (*messages, *as_messages(reply.record.output)))
+        return data, reply.is_finished
+
     async with service.job(exchange, work) as channel:
-        while True:
-            data = b""
-            for each in await channel.take():
-                if isinstance(each, ApiError):
-                    if not (request.stream and reply.has_begun):
-                        raise each
-                    await exchange.send_events(data + reply.failed(each), more=False)
-                    return
-                if isinstance(each, Piece):
-                    data += reply.add(each)
-                elif isinstance(each, Finished):
-                    data += reply.finish(each)
-            if reply.is_finished and request.store is not False:
-                service.responses.add(exchange.salt, reply.record, (*messages, *as_messages(reply.record.output)))
-            if request.stream and not reply.has_begun:
-                await exchange.begin_events()
-                data = reply.begin() + data
-            if request.stream and data:
-                await exchange.send_events(data, more=not reply.is_finished)
-            if reply.is_finished:
-                break
-    if not request.stream:
+        if request.stream:
+            await stream(exchange, channel, reply.begin(), told)
+            return
+        while not reply.is_finished:
+            events = await channel.take()
+            if error := next((each for each in events if isinstance(each, ApiError)), None):
+                raise error
+            told(events)
         await exchange.reply(reply.record)
 
 
@@ -166,7 +167,6 @@ class _Reply:
 
     Attributes:
         record: the answer so far; whole at the end.
-        has_begun: whether the first events of the stream were made.
         is_finished: whether the answer is whole.
     """
 
@@ -189,7 +189,6 @@ class _Reply:
             text={"format": shown},
             store=request.store is not False,
         )
-        self.has_begun = False
         self.is_finished = False
         self._number = 2  # of the next event; two begin the stream
         self._items: list[Item] = []
@@ -198,7 +197,6 @@ class _Reply:
 
     def begin(self) -> bytes:
         """The first events."""
-        self.has_begun = True
         return b"".join(
             event(_encode(StreamEvent(type=kind, sequence_number=at, response=self.record)), kind)
             for at, kind in enumerate(("response.created", "response.in_progress"))

@@ -18,7 +18,6 @@ from edgekv.serve.slots import Slots
 from edgekv.session import Speculate
 
 
-
 class Scheduler:
     """Runs jobs on a model, in a thread of its own that alone uses the model.
 

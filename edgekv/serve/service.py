@@ -27,8 +27,8 @@ from edgekv.serve.scheduler import Scheduler
 from edgekv.session import LoraChoice
 
 T = TypeVar("T")
-LONG_CHARACTERS = 16_384
-"""Longer texts are tokenized in another thread, so that other requests need not wait."""
+LONG_CHARACTERS = 4_096
+"""Longer texts and requests are read in another thread, so that other requests need not wait."""
 _TAKEN = {"messages", "tools", "add_generation_prompt", "name", "self"}
 
 
@@ -85,15 +85,13 @@ class Service:
         """The names of all models: of the base, and of each adapter."""
         return [self.name, *(f"{self.name}:{name}" for name in lora_names(self.model.bundle))]
 
-    async def tokenized(self, encode: Callable[[str], T], text: str) -> T:
-        """The result of a function that tokenizes a text.
+    async def apart(self, exchange: Exchange, work: Callable[[], T]) -> T:
+        """The result of work on a request, in another thread if the request is long.
 
         Raises:
-            EdgeKVError: as the function.
+            EdgeKVError: as the work.
         """
-        if len(text) <= LONG_CHARACTERS:
-            return encode(text)
-        return await asyncio.to_thread(encode, text)
+        return work() if exchange.body_bytes <= LONG_CHARACTERS else await asyncio.to_thread(work)
 
     async def rendered(
         self, messages: Sequence[Mapping[str, Any]], form: AnswerForm, variables: Mapping[str, Any] | None = None
@@ -121,7 +119,9 @@ class Service:
             text = await asyncio.to_thread(templates.render, wanted, **given)
         else:
             text = templates.render(wanted, **given)
-        return await self.tokenized(self.model.encode_chat, text)
+        if len(text) > LONG_CHARACTERS:
+            return await asyncio.to_thread(self.model.encode_chat, text)
+        return self.model.encode_chat(text)
 
     async def turn(
         self,

@@ -11,7 +11,6 @@ from edgekv.serve.options import ServeOptions
 from edgekv.serve.server import HttpServer, address_of, open_socket
 from edgekv.serve.service import Service
 
-
 _IDLE_S = 1.0
 """The server has waited for the engine's step; what is left of its thread takes no time."""
 
