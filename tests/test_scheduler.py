@@ -16,10 +16,13 @@ from typing import Any
 import msgspec
 import openai
 import pytest
+from msgspec import structs
 
 import edgekv
 from edgekv.errors import EngineError, UsageError
 from edgekv.serve import Limits, sse
+from edgekv.serve.response_records import ResponseRecord
+from edgekv.serve.response_store import ResponseStore
 from edgekv.session import ByteBudget
 from tests.processes import interruptible
 from tests.serving import NAME, Server, served
@@ -197,6 +200,22 @@ def test_prefixes_never_cross_keys(talking: Path):
         mine = server.client("first-key").responses.create(model=NAME, input="Hello", max_output_tokens=2)
         with pytest.raises(openai.NotFoundError):
             server.client("second-key").responses.retrieve(mine.id)
+
+
+def test_no_key_takes_the_room_of_anothers_responses(talking: Path):
+    with served(talking, Limits(stored_responses=2), keys=("first-key", "second-key")) as server:
+        first, second = (server.client(key).responses for key in ("first-key", "second-key"))
+        wanted: dict[str, Any] = {"model": NAME, "input": "Hello", "max_output_tokens": 1}
+        mine = first.create(**wanted)
+        others = [second.create(**wanted) for _ in range(3)]
+        assert first.retrieve(mine.id).id == mine.id and second.retrieve(others[2].id).id == others[2].id
+        with pytest.raises(openai.NotFoundError):
+            second.retrieve(others[0].id)
+    store, record = ResponseStore(9, keys=100), ResponseRecord(id="x", created_at=0, model=NAME)
+    store.add("first", record, ())
+    for at in range(3):
+        store.add("second", structs.replace(record, id=str(at)), ({"content": "x" * (2 << 20)},))
+    assert store.get("first", "x") and len(store) == 2
 
 
 def test_a_prefix_outlives_the_server(talking: Path, tmp_path: Path):

@@ -25,7 +25,7 @@ class Limits:
         body_s: seconds until its body is.
         send_s: seconds until a client takes a piece of the answer.
         connections: open at once; further ones are answered with 503.
-        stored_responses: answers of `/v1/responses` that later requests can continue.
+        stored_responses: answers of `/v1/responses` that later requests can continue, of each API key.
 
     Raises:
         UsageError: a number below 1, or no time at all.

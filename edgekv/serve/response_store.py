@@ -12,6 +12,9 @@ from edgekv.serve.errors import ApiError
 from edgekv.serve.response_records import ResponseRecord
 
 MOST_BYTES = 64 << 20
+"""Of all keys together, shared evenly."""
+_LEAST_BYTES = 4 << 20
+"""Of a key, however many there are: a conversation of the longest request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,26 +33,31 @@ class Stored:
 
 
 class ResponseStore:
-    """The newest answers of each API key, in memory."""
+    """The newest answers of each API key, in memory. No key takes the room of another."""
 
-    def __init__(self, most: int) -> None:
+    def __init__(self, most: int, keys: int = 1) -> None:
+        """Start with none.
+
+        Args:
+            most: answers of a key.
+            keys: API keys that there are; without authentication all clients are one.
+        """
         self._most = most
-        self._held: OrderedDict[tuple[str | None, str], Stored] = OrderedDict()
-        self._bytes = 0
+        self._most_bytes = max(_LEAST_BYTES, MOST_BYTES // max(keys, 1))
+        self._held: dict[str | None, OrderedDict[str, Stored]] = {}
 
     def __len__(self) -> int:
-        return len(self._held)
+        return sum(map(len, self._held.values()))
 
     def add(self, salt: str | None, record: ResponseRecord, messages: tuple[dict[str, Any], ...]) -> None:
-        """Keep an answer; the oldest ones go if there are too many."""
+        """Keep an answer; the oldest ones of the key go if there are too many."""
         size = len(msgspec.json.encode((record, messages)))
-        if size > MOST_BYTES:
+        if size > self._most_bytes:
             return
-        self._held[salt, record.id] = Stored(record, messages, size)
-        self._bytes += size
-        while len(self._held) > self._most or self._bytes > MOST_BYTES:
-            _, oldest = self._held.popitem(last=False)
-            self._bytes -= oldest.size_bytes
+        held = self._held.setdefault(salt, OrderedDict())
+        held[record.id] = Stored(record, messages, size)
+        while len(held) > self._most or sum(each.size_bytes for each in held.values()) > self._most_bytes:
+            held.popitem(last=False)
 
     def get(self, salt: str | None, name: str, param: str | None = None) -> Stored:
         """An answer of this key.
@@ -57,7 +65,7 @@ class ResponseStore:
         Raises:
             ApiError: 404, there is none of this name.
         """
-        found = self._held.get((salt, name))
+        found = self._held.get(salt, {}).get(name)
         if found is None:
             message = f"response: got {name[:80]!r}; expected one that is stored. Send the whole conversation."
             raise ApiError(404, message, param=param, code="response_not_found")
@@ -69,5 +77,5 @@ class ResponseStore:
         Raises:
             ApiError: 404, there is none of this name.
         """
-        self._bytes -= self.get(salt, name).size_bytes
-        del self._held[salt, name]
+        self.get(salt, name)
+        del self._held[salt][name]

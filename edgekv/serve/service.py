@@ -53,7 +53,7 @@ class Service:
         self.names = TokenNames(model.tokenizer)
         self.metrics = Metrics()
         self.limits = options.limits
-        self.responses = ResponseStore(options.limits.stored_responses)
+        self.responses = ResponseStore(options.limits.stored_responses, len(options.keys))
         self.scheduler = Scheduler(model, options.limits, self.metrics, options.speculate, batches=options.batches)
 
     @property
