@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import resource
+import signal
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +69,8 @@ USER = {"role": "user", "content": "Hello"}
         (CHAT, _messages(USER, stop=""), 400, "stop", "one character"),
         (CHAT, _messages(USER, logit_bias={"x": 1}), 400, "logit_bias", "token ids"),
         (CHAT, _messages(USER, logit_bias={"999999": 1}), 400, "logit_bias", "vocabulary"),
+        (CHAT, _messages(USER, logit_bias={"1": 1e308}), 400, "logit_bias", "at most 1e30 in magnitude"),
+        (CHAT, _messages(USER, repetition_penalty=1e308), 400, "repetition_penalty", "0.000001 to 1,000,000"),
         (CHAT, _messages(USER, top_logprobs=2), 400, "top_logprobs", "logprobs"),
         (CHAT, _messages(USER, logprobs=True, top_logprobs=21), 400, "top_logprobs", "0 to 20"),
         (CHAT, _messages(USER, functions=[]), 400, "functions", "not supported"),
@@ -158,6 +165,35 @@ def test_a_client_that_takes_nothing_is_cut_off(talking: Path):
                 assert time.monotonic() < end
                 time.sleep(0.05)
         assert server.post(COMPLETIONS, HELLO)[0] == 200
+
+
+def test_a_server_out_of_files_says_so_in_a_sentence(talking: Path, tmp_path: Path):
+    log = tmp_path / "log"
+    with log.open("w") as stderr, ExitStack() as open_connections:
+        command = [sys.executable, "-m", "edgekv", "serve", str(talking), "--port", "0"]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr, text=True)
+        try:
+            assert process.stdout is not None
+            port = int(process.stdout.readline().split("/v1")[0].rsplit(":", 1)[1])
+            limit = len(list(Path(f"/proc/{process.pid}/fd").iterdir())) + 2
+            resource.prlimit(process.pid, resource.RLIMIT_NOFILE, (limit, limit))
+            for _ in range(5):
+                open_connections.enter_context(socket.create_connection(("127.0.0.1", port)))
+            end = time.monotonic() + 30
+            while not log.read_text():
+                assert time.monotonic() < end
+                time.sleep(0.05)
+            open_connections.close()
+            with socket.create_connection(("127.0.0.1", port), timeout=30) as connection:
+                connection.sendall(b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n")
+                assert b" 200 " in connection.recv(4096)
+            process.terminate()
+            assert process.wait(30) == 128 + signal.SIGTERM
+        finally:
+            process.kill()
+            process.wait()
+    (line,) = log.read_text().splitlines()
+    assert "open files: got as many as the system allows" in line and "New connections wait" in line
 
 
 def _is_closed(connection: socket.socket) -> bool:

@@ -30,7 +30,7 @@ DEFAULTS = SamplingParams(0.7, top_k=20, top_p=0.8, repetition_penalty=1.1, max_
         ({"temperature": 1.0, "top_k": 1.5}, "top_k: got 1.5"),
         ({"temperature": 1.0, "min_p": 1.1}, "min_p: got 1.1; expected 0 to 1"),
         ({"min_p": 0.1}, "min_p: got 0.1 at temperature 0"),
-        ({"repetition_penalty": 0.0}, "repetition_penalty: got 0.0; expected a number above 0"),
+        ({"repetition_penalty": 0.0}, "repetition_penalty: got 0.0; expected 0.000001 to 1,000,000"),
         ({"repetition_penalty": math.inf}, "repetition_penalty: got inf"),
         ({"presence_penalty": 3}, "presence_penalty: got 3; expected -2 to 2"),
         ({"frequency_penalty": math.nan}, "frequency_penalty: got nan"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import sys
 import traceback
 
@@ -21,6 +22,9 @@ _TYPES = {
 
 CANCELLED = "cancelled"
 """The code of a job that nobody waits for any more."""
+
+
+OUT_OF_FILES = "open files: got as many as the system allows; expected fewer. Raise the limit, such as ulimit -n 4096."
 
 
 class DisconnectedError(Exception):
@@ -81,6 +85,9 @@ def api_error(error: BaseException) -> ApiError:
     """The error that a client gets. Details of this machine, such as paths, go only to the server's log."""
     if isinstance(error, ApiError):
         return error
+    if is_out_of_files(error):
+        print(f"edgekv serve: {OUT_OF_FILES}", file=sys.stderr)
+        return ApiError(503, "The server has too many open files. Try again later.", code="busy")
     if not isinstance(error, EdgeKVError):
         traceback.print_exception(error, file=sys.stderr)
         return ApiError(500, f"{type(error).__name__}. This is a bug; please report it.", code="internal_error")
@@ -97,3 +104,8 @@ def api_error(error: BaseException) -> ApiError:
         return ApiError(500, str(error), param="model", code="adapter_damaged")
     code = "engine_failed" if isinstance(error, EngineError) else "internal_error"
     return ApiError(500, "The model failed. The server's log says why.", code=code)
+
+
+def is_out_of_files(error: BaseException | None) -> bool:
+    """Whether the process or the system can open no more files, and so take no connections."""
+    return isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE)

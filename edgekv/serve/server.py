@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import sys
 from types import FrameType
+from typing import Any
 
 from uvicorn import Config, Server
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from edgekv.errors import UsageError
+from edgekv.serve.errors import OUT_OF_FILES, is_out_of_files
 from edgekv.serve.guard import App
 from edgekv.serve.options import Limits, ServeOptions
 from edgekv.serve.scheduler import Scheduler
@@ -19,6 +22,7 @@ _SHUTDOWN_S = 5
 ENGINE_S = 30.0
 """How long the last step of the engine may take once the server is to stop."""
 _POLL_S = 0.02
+_SILENT_S = 60.0
 
 
 def open_socket(options: ServeOptions) -> socket.socket:
@@ -75,6 +79,7 @@ class HttpServer(Server):
         Then the engine ends its step, unless that takes too long or a second signal asks for the end.
         """
         self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
+        self._loop.set_exception_handler(_OpenFiles().log)
         if not self.should_exit:
             await self._stop.wait()
         self._scheduler.stop()
@@ -94,6 +99,23 @@ class HttpServer(Server):
         self.should_exit = True
         if self._loop is not None and self._stop is not None and not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._stop.set)
+
+
+class _OpenFiles:
+    """Says that no file can be opened any more, once a minute: the event loop tries again all the time."""
+
+    def __init__(self) -> None:
+        self._again = 0.0
+
+    def log(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """For failures that the event loop reports."""
+        if not is_out_of_files(context.get("exception")):
+            # Python 3.11 tries again once for each place in the backlog, also after the socket has been closed.
+            if "_start_serving" not in context["message"]:
+                loop.default_exception_handler(context)
+        elif loop.time() >= self._again:
+            self._again = loop.time() + _SILENT_S
+            print(f"edgekv serve: {OUT_OF_FILES} New connections wait.", file=sys.stderr)
 
 
 def _protocol(limits: Limits) -> type[H11Protocol]:

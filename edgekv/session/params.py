@@ -14,6 +14,9 @@ from edgekv.session.refusal import refuse, shown
 
 DEFAULT_MAX_NEW_TOKENS = 128
 _MIN_TEMPERATURE = 1e-5
+_MOST_BIAS = 1e30
+_MOST_PENALTY = 1e6
+"""A biased and penalized logit stays within 32-bit floating point."""
 _MAX_INT = 2**31 - 1
 _MAX_SEED = 2**64 - 1
 _SAMPLING_ONLY = ("top_k", "top_p", "min_p", "seed")
@@ -34,11 +37,11 @@ class SamplingParams:
         top_p: of these, sample from the smallest set whose probabilities sum to at least p; None for all.
         min_p: of these, drop tokens less likely than min_p times the most likely one; 0 drops none.
         repetition_penalty: logits of tokens in the prompt or the text are divided by it if positive, multiplied by it
-            otherwise (as in Hugging Face transformers and vLLM); above 0; 1 for none.
+            otherwise (as in Hugging Face transformers and vLLM); 0.000001 to 1,000,000; 1 for none.
         presence_penalty: subtracted from the logit of every token generated so far (as in OpenAI's API and vLLM),
             -2 to 2.
         frequency_penalty: subtracted once per occurrence in the generated text (likewise), -2 to 2.
-        logit_bias: added to the logits of these token ids; -inf forbids a token.
+        logit_bias: added to the logits of these token ids, up to 1e30 in magnitude; -inf forbids a token.
         seed: random seed, 64 bits; None draws one. The same seed, prompt and parameters give the same tokens.
         stop: the generation ends before the first of these texts.
         max_new_tokens: maximum number of tokens to generate.
@@ -75,8 +78,8 @@ class SamplingParams:
             refuse("top_p", self.top_p, "above 0, at most 1", "Leave it out to consider all tokens.")
         if not 0 <= _check_real("min_p", self.min_p) <= 1:
             refuse("min_p", self.min_p, "0 to 1", "Leave it out to consider all tokens.")
-        if not 0 < _check_real("repetition_penalty", self.repetition_penalty) < math.inf:
-            refuse("repetition_penalty", self.repetition_penalty, "a number above 0", "Use 1 for none.")
+        if not 1 / _MOST_PENALTY <= _check_real("repetition_penalty", self.repetition_penalty) <= _MOST_PENALTY:
+            refuse("repetition_penalty", self.repetition_penalty, "0.000001 to 1,000,000", "Use 1 for none.")
         for name in ("presence_penalty", "frequency_penalty"):
             if not -2 <= _check_real(name, getattr(self, name)) <= 2:
                 refuse(name, getattr(self, name), "-2 to 2", "Use 0 for none.")
@@ -209,8 +212,9 @@ def _checked_bias(bias: Mapping[int, float]) -> dict[int, float]:
     checked = {}
     for token, value in dict(bias).items():
         _check_int("logit_bias", token, 0, _MAX_INT, "Use ids of the bundle's tokenizer.")
-        if _check_real("logit_bias", value) == math.inf:
-            refuse("logit_bias", f"{value} for token {token}", "a number, or -inf", "Use 100 to force a token.")
+        if abs(number := _check_real("logit_bias", value)) > _MOST_BIAS and number != -math.inf:
+            found, wanted = f"{value} for token {token}", "at most 1e30 in magnitude, or -inf"
+            refuse("logit_bias", found, wanted, "Use 100 to force a token.")
         checked[index(token)] = float(value)
     return checked
 
