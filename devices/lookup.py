@@ -6,7 +6,7 @@ import difflib
 
 from devices.catalogue import CATALOGUE
 from devices.device import Device
-from devices.other_names import OTHER_NAMES, OtherName
+from devices.other_names import OTHER_MAKERS, OTHER_NAMES, OtherName
 
 # Words that distinguish no two names; other makers' names are needed (`13` would be two phones).
 _PREFIXES = ("qualcomm", "snapdragon", "dragonwing", "samsung")
@@ -26,7 +26,7 @@ class UnknownDeviceError(LookupError):
 
     def __init__(self, got: str) -> None:
         self.got = got if len(got) <= _LONGEST_NAME else f"{got[:_LONGEST_NAME]}..."
-        other = _OTHER_BY_KEY.get(_key(got))
+        other = _other(got)
         self.near = _near(self.got) if other is None else tuple(_shown(name, find(name)) for name in other.fitting)
         self.expected = tuple(device.soc for device in CATALOGUE)
         self.fix = _fix(other, self.near)
@@ -67,6 +67,14 @@ def _names() -> list[tuple[str, Device]]:
 
 _BY_KEY: dict[str, Device] = {_key(name): device for name, device in _names()}
 _OTHER_BY_KEY: dict[str, OtherName] = {_key(other.name): other for other in OTHER_NAMES}
+
+
+def _other(name: str) -> OtherName | None:
+    """What a name means that no device has, if that is known."""
+    if (known := _OTHER_BY_KEY.get(_key(name))) is not None:
+        return known
+    maker = next((maker for first, maker in OTHER_MAKERS if _key(name).startswith(_key(first))), None)
+    return None if maker is None else OtherName(name, f"Its chip is {maker}'s, not Qualcomm's.")
 
 
 def _near(name: str) -> tuple[str, ...]:

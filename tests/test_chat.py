@@ -159,9 +159,20 @@ def test_ctrl_c_ends_the_answer_and_not_the_conversation(talker: Path, capsys, m
     assert capsys.readouterr().err.count("tokens were in the cache") == 2
 
 
+def test_a_full_context_names_what_chat_can_do(talker: Path, capsys, monkeypatch):
+    monkeypatch.setattr("sys.stdin", io.StringIO("x" * 300))
+    assert run(["chat", str(talker)]) == 0
+    told = capsys.readouterr().err
+    assert "expected at most 256" in told and "/reset" in told and "policy" not in told
+    assert run(["chat", str(talker), "--message", "x" * 300]) == 1
+    told = capsys.readouterr().err
+    assert "Shorten the message" in told and "policy" not in told
+
+
 def test_a_bundle_without_a_template_is_refused(small: Path, talker: Path, tmp_path: Path, capsys):
     assert run(["chat", str(small), "--message", "Hello"]) == 2
-    assert "chat template: got none in" in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert "chat template: got none in" in told and "edgekv generate" in told and "Give a prompt" not in told
     copy = shutil.copytree(talker, tmp_path / "copy")
     write_templates(ChatTemplates(templates={"default": "other"}), copy)
     assert run(["chat", str(copy), "--message", "Hello"]) == 1  # the seal of the bundle

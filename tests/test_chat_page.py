@@ -84,6 +84,13 @@ def test_a_conversation_continues_from_the_cache(chat: Browser, server: Server) 
     assert chat.run("document.getElementById('meter').value") == prompt + 8
 
 
+def test_a_full_context_is_shown_as_full(chat: Browser) -> None:
+    """The last token of an answer is not run: prompt and answer are one more than the context."""
+    _say(chat, "Hello")
+    chat.wait(f"{IDLE} && document.querySelectorAll('.turn').length === 2")
+    assert chat.run("document.getElementById('used').textContent") == "512 of 512"
+
+
 @pytest.mark.parametrize("way", ["escape", "button"])
 def test_an_answer_stops_in_the_middle_and_stays_after_a_reload(chat: Browser, server: Server, way: str) -> None:
     _say(chat, "Hello")

@@ -99,6 +99,21 @@ def test_a_known_chip_that_is_not_in_the_catalogue_says_so():
         find("X1P-42-100")
 
 
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("SM8250", "Its Hexagon is V66, which has no HTP"),
+        ("Qualcomm RB5", "It has QRB5165, a variant of SM8250"),
+        ("SA8775P", "automotive chip that is not in the catalogue"),
+        ("iPhone 16", "Its chip is Apple's, not Qualcomm's"),
+        ("Samsung Exynos 2400", "Its chip is Samsung's, not Qualcomm's"),
+    ],
+)
+def test_a_chip_that_cannot_be_meant_gets_no_similar_name(name, words):
+    refused = UnknownDeviceError(name)
+    assert words in refused.fix and "Did you mean" not in str(refused) and refused.near == ()
+
+
 def test_a_very_long_name_is_shortened():
     assert len(str(UnknownDeviceError("x" * 100_000))) < 1_000
 

@@ -64,7 +64,10 @@ USER = {"role": "user", "content": "Hello"}
         (CHAT, _messages(USER, temperature=-1), 400, "temperature", "0, or at least"),
         (CHAT, _messages(USER, top_p=2, temperature=1), 400, "top_p", "at most 1"),
         (CHAT, _messages(USER, n=2), 400, "n", "expected 1"),
-        (CHAT, _messages(USER, max_tokens=0), 400, "max_new_tokens", "at least 1"),
+        (CHAT, _messages(USER, max_tokens=0), 400, "max_tokens", "expected 1 to"),
+        (CHAT, _messages(USER, max_completion_tokens=-1), 400, "max_completion_tokens", "expected 1 to"),
+        (COMPLETIONS, {**HELLO, "max_tokens": 0}, 400, "max_tokens", "expected 1 to"),
+        ("/v1/responses", {"model": NAME, "input": "x", "max_output_tokens": 0}, 400, "max_output_tokens", "got 0"),
         (CHAT, _messages(USER, stop=["x"] * 17), 400, "stop", "at most 16"),
         (CHAT, _messages(USER, stop=""), 400, "stop", "one character"),
         (CHAT, _messages(USER, logit_bias={"x": 1}), 400, "logit_bias", "token ids"),
@@ -87,8 +90,8 @@ USER = {"role": "user", "content": "Hello"}
         ("/v1/responses", {"model": NAME, "input": [{"type": "image"}]}, 400, "input[0].type", "function_call"),
         ("/v1/responses", {"model": NAME, "input": "x", "background": True}, 400, "background", "not supported"),
         ("/v1/responses", {"model": NAME, "input": "x", "tools": [{"type": "mcp"}]}, 400, "tools[0].type", "function"),
-        ("/v1/nothing", {}, 404, None, "path"),
-        ("/v1/models", {}, 405, None, "path"),
+        ("/v1/nothing", {}, 404, None, "expected one of /, /health, /metrics, /v1/models, /v1/models/NAME, /v1/chat/"),
+        ("/v1/models", {}, 405, None, "got POST '/v1/models'; expected GET"),
     ],
 )
 def test_what_is_wrong_is_named(server: Server, path: str, body: Any, status: int, param: str | None, words: str):
@@ -108,6 +111,7 @@ def test_an_overlong_prompt_is_refused_with_its_counts(server: Server):
     status, answer = server.post(CHAT, _messages({"role": "user", "content": "x" * 600}))
     assert status == 400 and answer["error"]["code"] == "context_length_exceeded"
     assert "got 621 tokens; expected at most 512" in answer["error"]["message"]
+    assert "policy" not in answer["error"]["message"]  # of Python and `generate` alone
 
 
 def test_a_prompt_that_cannot_fit_is_refused_before_it_is_tokenized(talking: Path):
@@ -175,6 +179,7 @@ def test_a_server_out_of_files_says_so_in_a_sentence(talking: Path, tmp_path: Pa
         try:
             assert process.stdout is not None
             port = int(process.stdout.readline().split("/v1")[0].rsplit(":", 1)[1])
+            assert _is_healthy(port)
             limit = len(list(Path(f"/proc/{process.pid}/fd").iterdir())) + 2
             resource.prlimit(process.pid, resource.RLIMIT_NOFILE, (limit, limit))
             for _ in range(5):
@@ -184,16 +189,21 @@ def test_a_server_out_of_files_says_so_in_a_sentence(talking: Path, tmp_path: Pa
                 assert time.monotonic() < end
                 time.sleep(0.05)
             open_connections.close()
-            with socket.create_connection(("127.0.0.1", port), timeout=30) as connection:
-                connection.sendall(b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n")
-                assert b" 200 " in connection.recv(4096)
+            assert _is_healthy(port)
             process.terminate()
             assert process.wait(30) == 128 + signal.SIGTERM
         finally:
             process.kill()
             process.wait()
-    (line,) = log.read_text().splitlines()
-    assert "open files: got as many as the system allows" in line and "New connections wait" in line
+    text = log.read_text()
+    assert text.count("\n") == 1, text
+    assert "open files: got as many as the system allows" in text and "New connections wait" in text
+
+
+def _is_healthy(port: int) -> bool:
+    with socket.create_connection(("127.0.0.1", port), timeout=30) as connection:
+        connection.sendall(b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n")
+        return b" 200 " in connection.recv(4096)
 
 
 def _is_closed(connection: socket.socket) -> bool:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -111,11 +113,14 @@ def chat(
         conversation = Conversation(model, system=system, params=params, speculate=wanted, lora=joined(lora))
         if message is None:
             _converse(conversation)
-        elif as_json:
-            tokens = list(answer := conversation.say(message))
-            print_json(Turn(message, answer.text, [token.id for token in tokens], answer.stats))
-        else:
-            _print(conversation.say(message))
+            return
+        with _full_context("Shorten the message, or export with a larger --context."):
+            answer = conversation.say(message)
+            if as_json:
+                tokens = list(answer)
+                print_json(Turn(message, answer.text, [token.id for token in tokens], answer.stats))
+            else:
+                _print(answer)
 
 
 def _converse(conversation: Conversation) -> None:
@@ -141,11 +146,19 @@ def _converse(conversation: Conversation) -> None:
             if line.startswith("/"):
                 _command(conversation, line)
             else:
-                _print(conversation.say(line))
-        except ContextFullError as error:
-            typer.echo(f"edgekv: error: {error} Or forget the conversation with /reset.", err=True)
+                with _full_context("Forget the conversation with /reset, or export with a larger --context."):
+                    _print(conversation.say(line))
         except EdgeKVError as error:
             typer.echo(f"edgekv: error: {error}", err=True)
+
+
+@contextmanager
+def _full_context(fix: str) -> Iterator[None]:
+    """Say what a user of this command can do about a full context: it has no option for the policy."""
+    try:
+        yield
+    except ContextFullError as error:
+        raise ContextFullError(error.field, got=error.got, expected=error.expected, fix=fix) from None
 
 
 def _command(conversation: Conversation, line: str) -> None:

@@ -100,8 +100,8 @@ _PATHS: Sequence[tuple[str, str, Handler]] = (
 def make_app(service: Service, options: ServeOptions) -> App:
     """The application: paths behind the checks of every request."""
     routes = [Route(path, _Endpoint(handler, service), methods=[method]) for method, path, handler in _PATHS]
-    known = frozenset(path for _, path, _ in _PATHS if "{" not in path)
-    return Guard(Router(routes, redirect_slashes=False), options, service.metrics, known)
+    paths = [path for _, path, _ in _PATHS]
+    return Guard(Router(routes, redirect_slashes=False), options, service.metrics, paths)
 
 
 def _record(service: Service, name: str) -> ModelRecord:

@@ -28,7 +28,7 @@ from edgekv.serve.events import Event, Finished, FinishReason, Piece
 from edgekv.serve.exchange import Exchange
 from edgekv.serve.form import ResponseFormat, read_form
 from edgekv.serve.job import Work
-from edgekv.serve.sampling import SamplingFields, check_top_logprobs
+from edgekv.serve.sampling import SamplingFields, check_top_logprobs, check_wanted_tokens
 from edgekv.serve.service import Service
 from edgekv.serve.sse import DONE, event, stream
 from edgekv.serve.usage import Usage
@@ -71,8 +71,14 @@ class ChatRequest(SamplingFields, frozen=True, kw_only=True):
 
     @property
     def wanted_tokens(self) -> int | None:
-        """The most tokens to generate; None if the request does not say."""
-        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+        """The most tokens to generate; None if the request does not say.
+
+        Raises:
+            ApiError: out of range.
+        """
+        if self.max_completion_tokens is not None:
+            return check_wanted_tokens("max_completion_tokens", self.max_completion_tokens)
+        return check_wanted_tokens("max_tokens", self.max_tokens)
 
 
 async def chat_completions(service: Service, exchange: Exchange) -> None:

@@ -17,7 +17,7 @@ from edgekv.serve.exchange import Exchange
 from edgekv.serve.job import Work
 from edgekv.serve.logprobs import TokenLogprob, TokenNames
 from edgekv.serve.options import Limits
-from edgekv.serve.sampling import SamplingFields, check_top_logprobs
+from edgekv.serve.sampling import SamplingFields, check_top_logprobs, check_wanted_tokens
 from edgekv.serve.service import Service
 from edgekv.serve.sse import DONE, event, stream
 from edgekv.serve.usage import Usage
@@ -192,7 +192,7 @@ def _reply(
     top = None if request.logprobs is None else check_top_logprobs("logprobs", request.logprobs)
     wanted = DEFAULT_TOKENS if request.max_tokens is None else request.max_tokens
     only_echo = bool(request.echo) and wanted == 0
-    params = request.params(model.defaults, 1 if only_echo else wanted)
+    params = request.params(model.defaults, 1 if only_echo else check_wanted_tokens("max_tokens", wanted) or 1)
     scored = min(given, len(tokens)) if request.echo and (top is not None or only_echo) else 0
     work = Work(tuple(tokens), None if only_echo else params, exchange.salt, top, scored, lora=lora)
     echoed = ""

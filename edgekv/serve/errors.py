@@ -92,7 +92,9 @@ def api_error(error: BaseException) -> ApiError:
         traceback.print_exception(error, file=sys.stderr)
         return ApiError(500, f"{type(error).__name__}. This is a bug; please report it.", code="internal_error")
     if isinstance(error, ContextFullError):
-        return ApiError(400, str(error), param=error.field, code="context_length_exceeded")
+        fix = "Send less, or serve a bundle that was exported with a larger --context."
+        code = "context_length_exceeded"
+        return refused(error.field, got=error.got, expected=error.expected, fix=fix, code=code)
     if isinstance(error, UsageError):
         return ApiError(400, str(error), param=error.field, code="invalid_value")
     if isinstance(error, MemoryBudgetError):

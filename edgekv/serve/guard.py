@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, MutableMapping
+import re
+from collections.abc import Awaitable, Callable, MutableMapping, Sequence
 from email.utils import formatdate
 from typing import Any
 
@@ -20,6 +21,7 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 OPEN = ("/", "/health")
 """Paths that need no key."""
 _OTHER = "other"
+_NAME = re.compile(r"\{[^}]*\}")
 
 
 class Guard:
@@ -28,12 +30,13 @@ class Guard:
     Pages of the allowed origins can read errors too.
     """
 
-    def __init__(self, app: App, options: ServeOptions, metrics: Metrics, paths: frozenset[str]) -> None:
+    def __init__(self, app: App, options: ServeOptions, metrics: Metrics, paths: Sequence[str]) -> None:
         self._app = app
         self._options = options
         self._keys = ApiKeys(options.keys)
         self._metrics = metrics
-        self._paths = paths
+        self._shown_paths = ", ".join(dict.fromkeys(_NAME.sub("NAME", path) for path in paths))
+        self._paths = frozenset(path for path in paths if "{" not in path)
         self._answer: App = self._checked
         if options.origins:
             self._answer = CORSMiddleware(
@@ -74,7 +77,7 @@ class Guard:
         except DisconnectedError:
             self._metrics.disconnects += 1
         except Exception as error:
-            told = _told(error, f"{scope['method']} {scope['path'][:200]!r}")
+            told = self._told(error, scope)
             if started:  # the status is out: all that is left is to end the connection
                 raise
             after = () if told.retry_after_s is None else ((b"retry-after", str(told.retry_after_s).encode()),)
@@ -100,9 +103,13 @@ class Guard:
                 raise ApiError(401, message, code="invalid_api_key")
             scope["state"]["salt"] = salt
 
-
-def _told(error: Exception, request: str) -> ApiError:
-    if isinstance(error, HTTPException):
-        code = "wrong_method" if error.status_code == 405 else "not_found"
-        return ApiError(error.status_code, f"path: got {request}; expected one of docs/serve.md.", code=code)
-    return api_error(error)
+    def _told(self, error: Exception, scope: Scope) -> ApiError:
+        if not isinstance(error, HTTPException):
+            return api_error(error)
+        path = repr(scope["path"][:200])
+        if error.status_code == 405:
+            allowed = sorted((error.headers or {}).get("Allow", "another method").split(", "))
+            message = f"method: got {scope['method']} {path}; expected {' or '.join(allowed)}. Use it."
+            return ApiError(405, message, code="wrong_method")
+        message = f"path: got {path}; expected one of {self._shown_paths}. Correct it."
+        return ApiError(error.status_code, message, code="not_found")

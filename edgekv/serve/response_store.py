@@ -65,7 +65,8 @@ class ResponseStore:
         Raises:
             ApiError: 404, there is none of this name.
         """
-        found = self._held.get(salt, {}).get(name)
+        held = self._held.get(salt)
+        found = None if held is None else held.get(name)
         if found is None:
             message = f"response: got {name[:80]!r}; expected one that is stored. Send the whole conversation."
             raise ApiError(404, message, param=param, code="response_not_found")

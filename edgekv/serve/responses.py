@@ -25,7 +25,7 @@ from edgekv.serve.response_records import (
     ResponseUsage,
     StreamEvent,
 )
-from edgekv.serve.sampling import SamplingFields
+from edgekv.serve.sampling import SamplingFields, check_wanted_tokens
 from edgekv.serve.service import Service
 from edgekv.serve.sse import event, stream
 
@@ -105,7 +105,8 @@ async def create_response(service: Service, exchange: Exchange) -> None:
     system = [] if request.instructions is None else [{"role": "system", "content": request.instructions}]
     form = await service.apart(exchange, request.form)
     prompt = await service.rendered([*system, *messages], form)
-    work = await service.turn(exchange, prompt, request, form, request.max_output_tokens, lora=lora)
+    wanted = check_wanted_tokens("max_output_tokens", request.max_output_tokens)
+    work = await service.turn(exchange, prompt, request, form, wanted, lora=lora)
     reply = _Reply(request)
 
     def told(events: Sequence[Event]) -> tuple[bytes, bool]:

@@ -11,6 +11,7 @@ from edgekv.session import SamplingParams
 
 MOST_STOPS = 16
 MOST_TOP_LOGPROBS = 20
+_MOST_TOKENS = 2**31 - 1
 _SEEDS = 1 << 64
 
 
@@ -85,6 +86,17 @@ def check_top_logprobs(name: str, value: int) -> int:
     """
     if not 0 <= value <= MOST_TOP_LOGPROBS:
         raise refused(name, got=value, expected=f"0 to {MOST_TOP_LOGPROBS}", fix="Ask for fewer.")
+    return value
+
+
+def check_wanted_tokens(name: str, value: int | None) -> int | None:
+    """The most tokens to generate, by the name of the field that asks for them.
+
+    Raises:
+        ApiError: out of range.
+    """
+    if value is not None and not 1 <= value <= _MOST_TOKENS:
+        raise refused(name, got=value, expected=f"1 to {_MOST_TOKENS:,}", fix="Ask for a token or more.")
     return value
 
 

@@ -65,7 +65,7 @@ class PromptReader:
                 "chat template",
                 got=f"none in the bundle {self._bundle.path.name}",
                 expected="a bundle of a chat model",
-                fix="Give a prompt, or export a checkpoint that has a chat template again.",
+                fix="Export a checkpoint that has one, or continue a text with edgekv generate or /v1/completions.",
             )
         return found
 
