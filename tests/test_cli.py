@@ -200,6 +200,35 @@ def test_a_broken_command_of_another_package_is_named_and_left_out(tmp_path: Pat
     assert call("broken").returncode == 2
 
 
+_PLUGIN = """
+import os, signal
+try:
+    os.kill(os.getpid(), signal.{signal})
+    sum(range(1000))  # Python runs the handler now
+except BaseException:  # as native modules do
+    raise ImportError("initialization failed")
+import json.tool
+def command() -> None:
+    import time
+    time.sleep(20)
+"""
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
+def test_a_signal_during_an_import_ends_the_program_in_silence(tmp_path: Path, name: str) -> None:
+    info = tmp_path / "other-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: other\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[edgekv.commands]\nlate = other:command\n")
+    (tmp_path / "other.py").write_text(_PLUGIN.format(signal=name))
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
+    command = [sys.executable, "-m", "edgekv", "late"]
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=15, preexec_fn=interruptible
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (128 + getattr(signal, name), "", "")
+
+
 def test_each_kind_of_failure_has_its_exit_code(capsys: pytest.CaptureFixture[str]) -> None:
     facts = {"got": 1, "expected": 2, "fix": "Count again."}
     assert _raising(BundleError("fingers", **facts)) == 1

@@ -22,9 +22,14 @@ _COMPLETION = "_EDGEKV_COMPLETE"  # set by shells that complete a command line
 
 def main() -> NoReturn:
     """The entry point of the program: run the arguments of the process and exit."""
-    with signals_as_exceptions():
-        code = run(sys.argv[1:])
-    sys.exit(code)
+    code = 0
+
+    def call() -> None:
+        nonlocal code
+        with signals_as_exceptions():
+            code = run(sys.argv[1:])
+
+    sys.exit(exit_code_of(call) or code)  # also of a signal before or after the command
 
 
 def run(arguments: Sequence[str]) -> int:

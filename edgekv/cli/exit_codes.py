@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import math
 import os
 import signal
 import sys
@@ -10,6 +11,7 @@ import threading
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from time import monotonic
 from types import FrameType
 
 from devices import UnknownDeviceError
@@ -18,6 +20,8 @@ from edgekv.errors import EdgeKVError
 
 DEBUG_VARIABLE = "EDGEKV_DEBUG"
 
+_LONGEST_IMPORT_S = 10.0
+_POLL_S = 0.01
 _SIGNALS = ("SIGINT", "SIGTERM", "SIGHUP")  # Windows has no SIGHUP
 
 
@@ -79,22 +83,48 @@ def signals_as_exceptions() -> Iterator[None]:
     numbers = [getattr(signal, name) for name in _SIGNALS if hasattr(signal, name)]
     before = {number: signal.getsignal(number) for number in numbers}
     caught = [number for number in numbers if before[number] in (signal.SIG_DFL, signal.default_int_handler)]
+    handler = _Raise()
     for number in caught:
-        signal.signal(number, _raise)
+        signal.signal(number, handler)
     try:
         yield
     finally:
+        if hasattr(signal, "setitimer"):
+            signal.setitimer(signal.ITIMER_REAL, 0)
         for number in caught:
             signal.signal(number, before[number])
 
 
-def _raise(number: int, frame: FrameType | None) -> None:
-    """Kill the children, for which other threads may wait, and raise."""
-    kill_children()
-    if number == signal.SIGINT:
-        raise KeyboardInterrupt
-    signal.signal(number, signal.SIG_IGN)  # a second one must not interrupt the cleanup
-    raise TerminatedError(number)
+class _Raise:
+    """A signal handler: kills the children, for which other threads may wait, and raises.
+
+    Not within an import, unless that takes too long: native modules turn any exception into an ImportError, and
+    callbacks of the import system drop it. The signal comes again instead.
+    """
+
+    def __init__(self) -> None:
+        self._end = math.inf
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        kill_children()
+        self._end = min(self._end, monotonic() + _LONGEST_IMPORT_S)
+        if _is_import(frame) and monotonic() < self._end and hasattr(signal, "setitimer"):  # Windows has none
+            signal.signal(signal.SIGALRM, lambda *_: signal.raise_signal(number))
+            signal.setitimer(signal.ITIMER_REAL, _POLL_S)
+            return
+        if number == signal.SIGINT:
+            raise KeyboardInterrupt
+        signal.signal(number, signal.SIG_IGN)  # a second one must not interrupt the cleanup
+        raise TerminatedError(number)
+
+
+def _is_import(frame: FrameType | None) -> bool:
+    """Whether a frame runs in an import."""
+    while frame is not None:
+        if frame.f_code.co_filename.startswith("<frozen importlib"):
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _is_closed_pipe(error: OSError) -> bool:
