@@ -12,7 +12,6 @@ from edgekv.serve.page import page
 from tests.browser import PROGRAM, Browser, browser
 from tests.serving import Server, served, talking_bundle
 
-pytestmark = pytest.mark.skipif(PROGRAM is None, reason="needs Chromium")
 ENTER, ESCAPE, TAB = 13, 27, 9
 IDLE = "!document.getElementById('send').hidden"
 TURNS = "[...document.querySelectorAll('.turn')].map(e => [e.classList[1], e.querySelector('.text').textContent])"
@@ -27,12 +26,14 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 @pytest.fixture(scope="module")
 def chromium(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    if PROGRAM is None:
+        pytest.skip("needs Chromium: apt-get install chromium")
     with browser(tmp_path_factory.mktemp("profile")) as chromium:
         yield chromium
 
 
 @pytest.fixture
-def chat(server: Server, chromium: Browser) -> Iterator[Browser]:
+def chat(chromium: Browser, server: Server) -> Iterator[Browser]:
     """The page with no conversation; it must end without an error of a script or of the content security policy."""
     chromium.open(f"{server.serving.url}/")
     chromium.run("localStorage.clear(), sessionStorage.clear(), state = { messages: [], settings: {} }, undefined")
