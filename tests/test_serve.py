@@ -203,7 +203,7 @@ class Person(BaseModel):
     age: int = Field(ge=0, le=99)
 
 
-def test_an_answer_fits_its_schema(client: OpenAI):
+def test_an_answer_fits_its_schema(client: OpenAI, server: Server):
     """Structured outputs with a pydantic model, and with random weights."""
     parsed = client.chat.completions.parse(model=NAME, messages=USER, response_format=Person, max_tokens=80)
     person = parsed.choices[0].message.parsed
@@ -212,6 +212,7 @@ def test_an_answer_fits_its_schema(client: OpenAI):
         model=NAME, messages=USER, max_tokens=60, response_format={"type": "json_object"}, temperature=1.0, seed=1
     )
     assert (free.choices[0].message.content or "").startswith("{")
+    assert "edgekv_grammars_compiling 0\n" in server.get("/metrics")
     endless = {"$defs": {"a": {"type": "object", "properties": {"a": {"$ref": "#/$defs/a"}}, "required": ["a"]}}}
     schema: Any = {"name": "x", "schema": {**endless, "$ref": "#/$defs/a"}}
     with pytest.raises(openai.BadRequestError, match="recursion without end"):
