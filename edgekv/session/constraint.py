@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
+from time import monotonic
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -108,9 +109,15 @@ class _Compilation:
     def __init__(self, compile: Callable[[], LLMatcher], at_end: Callable[[], None]) -> None:
         self.has_ended = threading.Event()
         self.result: LLMatcher | BaseException | None = None
+        self._started = monotonic()
         self._compile = compile
         self._at_end = at_end
         threading.Thread(target=self._run, name="edgekv grammar", daemon=True).start()
+
+    @property
+    def is_late(self) -> bool:
+        """Whether it takes too long."""
+        return monotonic() - self._started > COMPILE_LIMIT_S
 
     def _run(self) -> None:
         try:
@@ -193,9 +200,14 @@ class GrammarCompiler:
         """The compilation of a grammar, one for all who ask; the caller has the lock.
 
         Raises:
-            BusyError: too many others run for too long.
+            BusyError: too many others run; at once if all of them take too long.
         """
-        self._changed.wait_for(lambda: grammar in self._compiling or self.compiling < MOST_COMPILING, COMPILE_LIMIT_S)
+
+        def is_free() -> bool:
+            return grammar in self._compiling or self.compiling < MOST_COMPILING
+
+        if any(not each.is_late for each in self._compiling.values()):
+            self._changed.wait_for(is_free, COMPILE_LIMIT_S)
         if grammar not in self._compiling:
             if self.compiling >= MOST_COMPILING:
                 found, wanted = f"{self.compiling} others that compile", f"fewer than {MOST_COMPILING}"
