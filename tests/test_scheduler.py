@@ -365,6 +365,30 @@ def test_reading_a_long_request_holds_up_no_other(
     assert told[0][0] == 400
 
 
+_SIGNALLED = """
+import signal, threading, time
+from edgekv.cli import main
+from edgekv.serve import server
+
+def signal_own_thread():
+    while not started.wait(0.01):
+        pass
+    time.sleep(0.5)  # the server sleeps by now
+    signal.pthread_kill(threading.get_ident(), signal.SIGTERM)
+
+started, real = threading.Event(), server.HttpServer.main_loop
+server.HttpServer.main_loop = lambda server: (started.set(), real(server))[1]
+threading.Thread(target=signal_own_thread, daemon=True).start()
+main()
+"""
+
+
+def test_a_signal_that_another_thread_gets_ends_the_server(talking: Path):
+    command = [sys.executable, "-c", _SIGNALLED, "serve", str(talking), "--port", "0"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=30)
+    assert (done.returncode, done.stderr) == (128 + signal.SIGTERM, "")
+
+
 _STUCK = """
 import sys, threading
 import edgekv.session

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 import socket
 import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
@@ -80,8 +85,9 @@ class HttpServer(Server):
         """
         self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
         self._loop.set_exception_handler(_OpenFiles().log)
-        if not self.should_exit:
-            await self._stop.wait()
+        with _woken_by_signals(self._loop):
+            if not self.should_exit:
+                await self._stop.wait()
         self._scheduler.stop()
         end = self._loop.time() + ENGINE_S
         while not (self._scheduler.has_ended() or self._is_impatient or self._loop.time() > end):
@@ -99,6 +105,25 @@ class HttpServer(Server):
         self.should_exit = True
         if self._loop is not None and self._stop is not None and not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._stop.set)
+
+
+@contextmanager
+def _woken_by_signals(loop: asyncio.AbstractEventLoop) -> Iterator[None]:
+    """Let a signal wake an event loop that sleeps, also if another thread gets it, or if it comes right before."""
+    if threading.current_thread() is not threading.main_thread() or os.name == "nt":  # there asyncio does so itself
+        yield
+        return
+    reader, writer = socket.socketpair()
+    with reader, writer:
+        reader.setblocking(False)
+        writer.setblocking(False)
+        loop.add_reader(reader, reader.recv, 4096)
+        before = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
+        try:
+            yield
+        finally:
+            signal.set_wakeup_fd(before)
+            loop.remove_reader(reader)
 
 
 class _OpenFiles:
