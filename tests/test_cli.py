@@ -229,6 +229,34 @@ def test_a_signal_during_an_import_ends_the_program_in_silence(tmp_path: Path, n
     assert (done.returncode, done.stdout, done.stderr) == (128 + getattr(signal, name), "", "")
 
 
+_LOSES = """
+import os, signal, sys, time
+from edgekv.cli.exit_codes import exit_code_of, signals_as_exceptions
+
+class Loses:
+    def __del__(self):  # an exception of a finalizer is printed and dropped
+        os.kill(os.getpid(), signal.SIGTERM)
+
+def call():
+    loses = Loses()
+    del loses
+    try:
+        time.sleep(20)
+    finally:
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(1.5)  # neither a second signal nor the same one again interrupts the cleanup
+        print("cleaned up")
+
+with signals_as_exceptions():
+    sys.exit(exit_code_of(call))
+"""
+
+
+def test_a_signal_whose_exception_is_lost_comes_again() -> None:
+    done = subprocess.run([sys.executable, "-c", _LOSES], capture_output=True, text=True, timeout=15)
+    assert (done.returncode, done.stdout) == (128 + signal.SIGTERM, "cleaned up\n")
+
+
 def test_each_kind_of_failure_has_its_exit_code(capsys: pytest.CaptureFixture[str]) -> None:
     facts = {"got": 1, "expected": 2, "fix": "Count again."}
     assert _raising(BundleError("fingers", **facts)) == 1

@@ -22,6 +22,8 @@ DEBUG_VARIABLE = "EDGEKV_DEBUG"
 
 _LONGEST_IMPORT_S = 10.0
 _POLL_S = 0.01
+_AGAIN_S = 1.0
+_HAS_TIMERS = hasattr(signal, "setitimer")  # Windows has none
 _SIGNALS = ("SIGINT", "SIGTERM", "SIGHUP")  # Windows has no SIGHUP
 
 
@@ -89,7 +91,7 @@ def signals_as_exceptions() -> Iterator[None]:
     try:
         yield
     finally:
-        if hasattr(signal, "setitimer"):
+        if _HAS_TIMERS:
             signal.setitimer(signal.ITIMER_REAL, 0)
         for number in caught:
             signal.signal(number, before[number])
@@ -99,7 +101,8 @@ class _Raise:
     """A signal handler: kills the children, for which other threads may wait, and raises.
 
     Not within an import, unless that takes too long: native modules turn any exception into an ImportError, and
-    callbacks of the import system drop it. The signal comes again instead.
+    callbacks of the import system drop it. The signal comes again instead; also later, if its exception was lost in
+    another callback.
     """
 
     def __init__(self) -> None:
@@ -108,14 +111,32 @@ class _Raise:
     def __call__(self, number: int, frame: FrameType | None) -> None:
         kill_children()
         self._end = min(self._end, monotonic() + _LONGEST_IMPORT_S)
-        if _is_import(frame) and monotonic() < self._end and hasattr(signal, "setitimer"):  # Windows has none
-            signal.signal(signal.SIGALRM, lambda *_: signal.raise_signal(number))
-            signal.setitimer(signal.ITIMER_REAL, _POLL_S)
+        if _is_import(frame) and monotonic() < self._end and _HAS_TIMERS:
+            _send_again(number, _POLL_S)
             return
         if number == signal.SIGINT:
             raise KeyboardInterrupt
-        signal.signal(number, signal.SIG_IGN)  # a second one must not interrupt the cleanup
+        if not _HAS_TIMERS:
+            signal.signal(number, signal.SIG_IGN)  # a second one must not interrupt the cleanup
+        else:
+            _send_again(number, _AGAIN_S)
+            if _is_ending():
+                return
         raise TerminatedError(number)
+
+
+def _send_again(number: int, after_s: float) -> None:
+    """Send a signal to this process, whoever handles it then."""
+    signal.signal(signal.SIGALRM, lambda *_: signal.raise_signal(number))
+    signal.setitimer(signal.ITIMER_REAL, after_s)
+
+
+def _is_ending() -> bool:
+    """Whether the cleanup of an earlier signal runs."""
+    error = sys.exc_info()[1]
+    while error is not None and not isinstance(error, TerminatedError):
+        error = error.__context__
+    return error is not None
 
 
 def _is_import(frame: FrameType | None) -> bool:
