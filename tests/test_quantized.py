@@ -302,6 +302,7 @@ COMPRESSED: dict[str, Any] = {"quant_method": "compressed-tensors", "config_grou
             "num_bits: got 4 with float",
         ),
         ({**COMPRESSED, "config_groups": {}}, "config_groups: got"),
+        (COMPRESSED | {"transform_config": {"config_groups": {"R1": {"type": "hadamard"}}}}, "transform_config: got"),
         ("gptq", "quantization_config: got"),
     ],
 )
@@ -340,6 +341,40 @@ def test_a_part_of_another_shape_is_named(folder: Path, write: Any) -> None:
     key = next(key for key in sorted(tensors) if key.endswith(("scales", "weight_scale")))
     save_file(tensors | {key: np.ascontiguousarray(tensors[key][:-1])}, folder / "model.safetensors")
     with pytest.raises(CheckpointError, match=f"{key}: got .* expected shape"):
+        Checkpoint.open(str(folder))
+
+
+@pytest.mark.parametrize(
+    ("write", "part", "dtype", "refusal"),
+    [
+        (write_gptq, "scales", np.int8, "got int8 of shape .* expected float16 or bfloat16 or float32"),
+        (write_gptq, "qzeros", np.int8, "got int8 of shape .* expected int32"),
+        (write_awq, "scales", np.int32, "got int32 of shape .* expected float16"),
+        (write_awq, "qzeros", np.int64, "got int64 of shape .* expected int32"),
+        (write_compressed, "weight_packed", np.int8, "got int8 of shape .* expected int32"),
+        (write_compressed, "weight_scale", np.int8, "got int8 of shape .* expected float16"),
+        (write_float8, "weight_scale", np.int8, "got int8 of shape .* expected float16"),
+    ],
+)
+def test_a_part_of_another_type_is_named(folder: Path, write: Any, part: str, dtype: type, refusal: str) -> None:
+    write(folder)
+    tensors = read_tensors(folder)
+    key = next(key for key in sorted(tensors) if key.endswith(part))
+    save_file(tensors | {key: tensors[key].astype(dtype)}, folder / "model.safetensors")
+    with pytest.raises(CheckpointError, match=f"{key}: {refusal}"):
+        Checkpoint.open(str(folder))
+
+
+@pytest.mark.parametrize("group", [-1, 2])
+def test_groups_that_a_matrix_does_not_have_are_refused(folder: Path, group: int) -> None:
+    """A negative one would count from the end and give other weights."""
+    write_gptq(folder)
+    tensors = read_tensors(folder)
+    key = next(key for key in sorted(tensors) if key.endswith("g_idx"))
+    groups = int(tensors[key].max()) + 1
+    tensors[key][3] = -1 if group < 0 else groups
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(CheckpointError, match=rf"{key}: got groups from .*; expected groups from 0 to {groups - 1}"):
         Checkpoint.open(str(folder))
 
 

@@ -112,7 +112,7 @@ class Awq:
             raise unreadable(f"{module}.qweight", f"a multiple of {self.group} inputs", qweight)
         groups = 1 if self.group is None else inputs // self.group
         scales = check_shape(f"{module}.scales", tensors.get(f"{module}.scales"), (groups, words * _IN_WORD))
-        qzeros = check_shape(f"{module}.qzeros", tensors.get(f"{module}.qzeros"), (groups, words))
+        qzeros = check_shape(f"{module}.qzeros", tensors.get(f"{module}.qzeros"), (groups, words), "words")
         return AwqMatrix(qweight.file, (words * _IN_WORD, inputs), qweight, qzeros, scales)
 
 

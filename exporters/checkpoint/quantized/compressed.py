@@ -22,6 +22,8 @@ from exporters.checkpoint.quantized.matrix import (
     QuantizedMatrix,
     Rows,
     centred,
+    check_groups,
+    check_kind,
     check_shape,
     float8_matrix,
     read_block,
@@ -160,6 +162,9 @@ class Compressed:
         for table in (config, *tables):
             if "format" in table and table.text("format") not in _FORMATS:
                 raise table.refusal("format", " or ".join(_FORMATS), fix=_FIX)
+        if config.table("transform_config").names:
+            fix = "Take the checkpoint before quantization: its weights are rotated, which its activations must follow."
+            raise config.refusal("transform_config", "none", fix=fix)
         if config.table("sparsity_config").text("format", "dense") != "dense":
             raise config.refusal("sparsity_config", "none", fix=_FIX)
         schemes = tuple(dict.fromkeys(_Scheme.of(table.table("weights")) for table in tables if "weights" in table))
@@ -196,11 +201,12 @@ class Compressed:
         return self._integers(module, tensors, (values.shape[0], values.shape[1]), scheme, values)
 
     def _packed(self, module: str, tensors: Mapping[str, StoredTensor], packed: StoredTensor) -> CompressedMatrix:
-        stored = check_shape(f"{module}.weight_shape", tensors.get(f"{module}.weight_shape"), (2,))
-        if stored.dtype.kind != "i" or stored.open().min() < 1:
+        stored = check_shape(f"{module}.weight_shape", tensors.get(f"{module}.weight_shape"), (2,), "integers")
+        if stored.open().min() < 1:
             raise unreadable(f"{module}.weight_shape", "two whole numbers above 0", stored)
         outputs, inputs = (int(each) for each in stored.open())
         key = f"{module}.weight_packed"
+        check_kind(key, packed, "words")
         scale = tensors[f"{module}.weight_scale"]
         scheme = self._scheme(key, inputs, scale, lambda each: packed.shape == (outputs, -(-inputs * each.bits // 32)))
         return self._integers(module, tensors, (outputs, inputs), scheme, packed)
@@ -220,18 +226,17 @@ class Compressed:
             raise unreadable(f"{module}.weight_zero_point", "one, as symmetric of quantization_config says", None)
         if groups > 1 or scale.shape not in ((), (1,), (1, 1), (outputs,)):
             check_shape(f"{module}.weight_scale", scale, (outputs, groups))
+        check_kind(f"{module}.weight_scale", scale)
         if zeros is not None and zeros.dtype == np.int32 and values.dtype == np.int32:
-            check_shape(f"{module}.weight_zero_point", zeros, (-(-outputs * scheme.bits // 32), groups))
+            check_shape(f"{module}.weight_zero_point", zeros, (-(-outputs * scheme.bits // 32), groups), "words")
         elif zeros is not None:
-            check_shape(f"{module}.weight_zero_point", zeros, scale.shape)
+            check_shape(f"{module}.weight_zero_point", zeros, scale.shape, "integers")
         order = np.arange(inputs) // (scheme.group or inputs)
         neighbours = groups == 1 or inputs % (scheme.group or inputs) == 0
         if (stored := tensors.get(f"{module}.weight_g_idx")) is not None:
-            given = check_shape(f"{module}.weight_g_idx", stored, (inputs,)).open()
+            given = check_groups(f"{module}.weight_g_idx", stored, inputs, groups)
             neighbours &= bool(np.array_equal(given, order))
-            order = given.astype(np.int64)
-            if order.min() < 0 or order.max() >= groups:
-                raise unreadable(f"{module}.weight_g_idx", f"groups from 0 to {groups - 1}", stored)
+            order = given
         kept = None if neighbours else order
         return CompressedMatrix(values.file, shape, scheme.bits, values, scale, zeros, kept)
 

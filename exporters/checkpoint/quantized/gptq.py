@@ -20,6 +20,7 @@ from exporters.checkpoint.quantized.matrix import (
     Integers,
     Rows,
     centred,
+    check_groups,
     check_shape,
     unpack,
 )
@@ -116,15 +117,13 @@ class Gptq:
         groups = 1 if self.group is None else -(-inputs // self.group)
         scales = check_shape(f"{module}.scales", tensors.get(f"{module}.scales"), (groups, outputs))
         key = f"{module}.qzeros"
-        qzeros = check_shape(key, tensors.get(key), (groups, -(-outputs // in_word)))
+        qzeros = check_shape(key, tensors.get(key), (groups, -(-outputs // in_word)), "words")
         order = np.arange(inputs) // (self.group or inputs)
         neighbours = groups == 1 or inputs % (self.group or inputs) == 0
         if (stored := tensors.get(f"{module}.g_idx")) is not None:
-            given = check_shape(f"{module}.g_idx", stored, (inputs,)).open()
+            given = check_groups(f"{module}.g_idx", stored, inputs, groups)
             neighbours &= bool(np.array_equal(given, order))
-            order = given.astype(np.int64)
-            if order.min() < 0 or order.max() >= groups:
-                check_shape(f"{module}.scales", scales, (int(order.max()) + 1, outputs))
+            order = given
         shape, kept = (outputs, inputs), None if neighbours else order
         return GptqMatrix(qweight.file, shape, self.bits, qweight, qzeros, scales, kept, self.stored_less)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +19,9 @@ Rows = slice | NDArray[np.int64]
 Floats = NDArray[np.float32]
 Integers = NDArray[np.int16]
 
+PartKind = Literal["floats", "words", "integers"]
+
+_FLOATS = ("float16", "bfloat16", "float32")
 _BLOCKS: tuple[WeightDtype, ...] = ("lpbq128", "lpbq64", "lpbq32")
 _FLOAT8 = np.arange(256, dtype=np.uint8)
 
@@ -201,16 +204,47 @@ def centred(unsigned: NDArray[np.uint8], bits: int) -> Integers:
     return values
 
 
-def check_shape(key: str, tensor: StoredTensor | None, shape: tuple[int, ...]) -> StoredTensor:
+def check_shape(
+    key: str, tensor: StoredTensor | None, shape: tuple[int, ...], kind: PartKind = "floats"
+) -> StoredTensor:
     """The part of a quantized matrix.
 
     Raises:
-        CheckpointError: it is missing, or has another shape.
+        CheckpointError: it is missing, or has another shape or type.
     """
     if tensor is None or tensor.shape != shape:
         wanted = f"shape {list(shape)}, as quantization_config and the other parts of the matrix say"
         raise unreadable(key, wanted, tensor)
+    return check_kind(key, tensor, kind)
+
+
+def check_kind(key: str, tensor: StoredTensor, kind: PartKind = "floats") -> StoredTensor:
+    """The part of a quantized matrix, of any shape.
+
+    Raises:
+        CheckpointError: it has another type: integers where scales belong mean something else.
+    """
+    name = tensor.dtype.name
+    is_right = {
+        "floats": name in _FLOATS,
+        "words": name == "int32",
+        "integers": tensor.dtype.kind in "iu",
+    }
+    if not is_right[kind]:
+        raise unreadable(key, {"words": "int32", "integers": "integers"}.get(kind, " or ".join(_FLOATS)), tensor)
     return tensor
+
+
+def check_groups(key: str, stored: StoredTensor, inputs: int, groups: int) -> NDArray[np.int64]:
+    """The group of each input.
+
+    Raises:
+        CheckpointError: they are not one integer for each input, from 0 to the last group.
+    """
+    given = check_shape(key, stored, (inputs,), "integers").open().astype(np.int64)
+    if given.min() < 0 or given.max() >= groups:
+        raise unreadable(key, f"groups from 0 to {groups - 1}", None, f"groups from {given.min()} to {given.max()}")
+    return given
 
 
 def read_block(config: Config, name: str) -> tuple[int, int]:
@@ -238,6 +272,7 @@ def float8_matrix(values: StoredTensor, key: str, scale: StoredTensor, block: tu
         CheckpointError: the scale has another shape.
     """
     rows, columns = values.shape
+    check_kind(key, scale)
     if block is not None:
         check_shape(key, scale, (-(-rows // block[0]), -(-columns // block[1])))
     elif scale.shape not in ((), (1,), (1, 1), (rows,)):
