@@ -39,6 +39,9 @@ def opened(base: Path, *adapters: tuple[Path, float]) -> Checkpoint:
     return Checkpoint.open(str(base), [AdapterChoice(folder, scale) for folder, scale in adapters])
 
 
+ENDLESS = r"((\w|\.|[a-z])+)+[0-9!]$"  # tries every division of a name
+
+
 def added(tensors: Arrays, module: str) -> np.ndarray:
     """B A of a module."""
     at = f"base_model.model.{module}"
@@ -60,6 +63,7 @@ def refusal(base: Path, adapter: Path, scale: float = 1.0) -> str:
         ({"use_rslora": True}, 8 / 2),
         ({"alpha_pattern": {"self_attn.q_proj": 16}}, 16 / 4),
         ({"alpha_pattern": {r"layers\.0\..*q_proj": 16}}, 8 / 4),
+        ({"alpha_pattern": {"(?i)Q_PROJ": 16}}, 16 / 4),
         ({"fan_in_fan_out": True, "init_lora_weights": "gaussian", "lora_dropout": 0.1}, 8 / 4),
     ],
 )
@@ -214,7 +218,14 @@ def test_folders_of_adapters_for_a_bundle_without_any_are_refused(small: Path, t
         ({"lora_alpha": "much"}, "lora_alpha: got 'much'"),
         ({"target_modules": None}, "target_modules: got nothing"),
         ({"target_modules": "("}, "target_modules: got '('; expected a regular expression"),
-        ({"rank_pattern": {"(": 4}}, "rank_pattern: got"),
+        ({"rank_pattern": {"(": 4}}, "rank_pattern: got '('; expected a regular expression"),
+        ({"target_modules": "a" * 1001}, "target_modules: got 1001 characters; expected a regular expression of at"),
+        ({"target_modules": ENDLESS}, f"target_modules: got {ENDLESS!r}, which still looked for model."),
+        ({"exclude_modules": ENDLESS}, f"exclude_modules: got {ENDLESS!r}, which still looked for model."),
+        ({"alpha_pattern": {ENDLESS: 4}}, f"alpha_pattern: got {ENDLESS!r}, which still looked for model."),
+        ({"bias": "evil"}, "bias: got 'evil'; expected none or all or lora_only"),
+        ({"lora_alpha": 1e30}, "lora_alpha: got 1e+30; expected at most 1e+06"),
+        ({"alpha_pattern": {"q_proj": 1e30}}, "q_proj: got 1e+30; expected at most 1e+06"),
         ({"target_modules": ["q_proj"]}, "v_proj: got an adapter; expected none, as target_modules says"),
         (
             {"target_modules": ["q_proj", "v_proj", "k_proj"]},

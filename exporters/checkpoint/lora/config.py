@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+import regex
+
 from edgekv.errors import CheckpointError
 from edgekv.spec import Config, read_json
 
@@ -24,8 +26,62 @@ _READ = {
     *("layers_to_transform", "lora_alpha", "modules_to_save", "peft_type", "r", "rank_pattern", "target_modules"),
     "use_rslora",
 }
+_BIASES = ("none", "all", "lora_only")
+_LARGEST_ALPHA = 1e6
+_LONGEST_PATTERN = 1000
+_MATCHING_S = 0.5  # a thousand times what patterns of real adapters take
 _CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 _MERGE = "Merge it into its base model in peft (merge_and_unload, then save_pretrained) and export the result."
+
+
+@dataclass(frozen=True, slots=True)
+class ModulePattern:
+    """A regular expression for names of modules, which comes with an adapter: it may be made to run for ever.
+
+    Attributes:
+        text: as the adapter has it.
+        field: where it stands, for errors.
+    """
+
+    text: str
+    field: str
+
+    @classmethod
+    def read(cls, config: Config, name: str, text: str) -> ModulePattern:
+        """A pattern of a field.
+
+        Raises:
+            CheckpointError: it is no regular expression, or too long.
+        """
+        wanted = f"a regular expression of at most {_LONGEST_PATTERN} characters, or a list of names"
+        if len(text) > _LONGEST_PATTERN:
+            raise config.refusal(name, wanted, got=f"{len(text)} characters")
+        try:
+            regex.compile(text)
+        except (regex.error, RecursionError, OverflowError):
+            raise config.refusal(name, wanted, got=repr(text)[:80]) from None
+        return cls(text, name)
+
+    def matches(self, module: str) -> bool:
+        """Whether it matches a whole name.
+
+        Raises:
+            CheckpointError: it did not end in time.
+        """
+        try:
+            return regex.fullmatch(self.text, module, timeout=_MATCHING_S) is not None
+        except TimeoutError:
+            raise CheckpointError(
+                f"{ADAPTER_CONFIG}: {self.field}",
+                got=f"{self.text[:80]!r}, which still looked for {module} after {_MATCHING_S:g} s",
+                expected="a pattern that ends",
+                fix="Write the names of the modules instead, as a list.",
+            ) from None
+
+    def ends(self, module: str) -> bool:
+        """Whether it matches a name, or what follows one of the name's dots."""
+        starts = [0, *(dot.end() for dot in re.finditer(r"\.", module))]
+        return any(self.matches(module[start:]) for start in starts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,10 +107,10 @@ class LoraConfig:
     rank: int
     alpha: float
     rank_stabilized: bool
-    ranks: Mapping[str, int]
-    alphas: Mapping[str, float]
-    targets: tuple[str, ...] | re.Pattern[str]
-    excluded: tuple[str, ...] | re.Pattern[str]
+    ranks: Mapping[ModulePattern, int]
+    alphas: Mapping[ModulePattern, float]
+    targets: tuple[str, ...] | ModulePattern
+    excluded: tuple[str, ...] | ModulePattern
     layers: frozenset[int] | None
     saved: tuple[str, ...]
     biases: bool
@@ -85,21 +141,20 @@ class LoraConfig:
         if not all(type(each) is int for each in numbers):
             raise config.refusal("layers_to_transform", "layer numbers")
         ranks, alphas = config.table("rank_pattern"), config.table("alpha_pattern")
-        for name, table in (("rank_pattern", ranks), ("alpha_pattern", alphas)):
-            for pattern in table.names:
-                _compiled(config, name, pattern)
+        if (bias := config.text("bias", "none")) not in _BIASES:
+            raise config.refusal("bias", " or ".join(_BIASES))
         return cls(
             base=config.text("base_model_name_or_path", ""),
             rank=config.size("r", 8),
-            alpha=config.number("lora_alpha", 8),
+            alpha=_alpha(config, "lora_alpha", 8),
             rank_stabilized=config.flag("use_rslora"),
-            ranks={name: ranks.size(name) for name in ranks.names},
-            alphas={name: alphas.number(name) for name in alphas.names},
+            ranks={ModulePattern.read(config, "rank_pattern", name): ranks.size(name) for name in ranks.names},
+            alphas={ModulePattern.read(config, "alpha_pattern", name): _alpha(alphas, name) for name in alphas.names},
             targets=_modules(config, "target_modules", fields.get("target_modules")),
             excluded=_modules(config, "exclude_modules", fields.get("exclude_modules") or []),
             layers=frozenset(numbers) or None,
             saved=config.texts("modules_to_save") if "modules_to_save" in config else (),
-            biases=config.text("bias", "none") != "none",
+            biases=bias != "none",
             base_sha256=config.text("base_weights_sha256", ""),
         )
 
@@ -116,39 +171,34 @@ class LoraConfig:
 
     def rank_of(self, module: str) -> int:
         """Its r."""
-        return next((rank for pattern, rank in self.ranks.items() if _is_named(pattern, module)), self.rank)
+        return next((rank for pattern, rank in self.ranks.items() if pattern.ends(module)), self.rank)
 
     def scaling(self, module: str) -> float:
         """What multiplies the product of its two matrices."""
-        alpha = next((alpha for pattern, alpha in self.alphas.items() if _is_named(pattern, module)), self.alpha)
+        alpha = next((alpha for pattern, alpha in self.alphas.items() if pattern.ends(module)), self.alpha)
         rank = self.rank_of(module)
         return alpha / (math.sqrt(rank) if self.rank_stabilized else rank)
 
 
-def _modules(config: Config, name: str, value: object) -> tuple[str, ...] | re.Pattern[str]:
+def _alpha(config: Config, name: str, default: float | None = None) -> float:
+    alpha = config.number(name, default)
+    if abs(alpha) > _LARGEST_ALPHA:
+        raise config.refusal(name, f"at most {_LARGEST_ALPHA:g} in magnitude")
+    return alpha
+
+
+def _modules(config: Config, name: str, value: object) -> tuple[str, ...] | ModulePattern:
     if value == "all-linear":
-        return re.compile(r".*\.layers\..*")
+        return ModulePattern(r".*\.layers\..*", name)
     if not isinstance(value, str):
         return config.texts(name) if value != [] else ()
-    return _compiled(config, name, value)
+    return ModulePattern.read(config, name, value)
 
 
-def _compiled(config: Config, name: str, pattern: str) -> re.Pattern[str]:
-    try:
-        return re.compile(pattern)
-    except re.error:
-        raise config.refusal(name, "a regular expression, or a list of names") from None
-
-
-def _matches(names: tuple[str, ...] | re.Pattern[str], module: str) -> bool:
-    if isinstance(names, re.Pattern):
-        return names.fullmatch(module) is not None
+def _matches(names: tuple[str, ...] | ModulePattern, module: str) -> bool:
+    if isinstance(names, ModulePattern):
+        return names.matches(module)
     return any(module == name or module.endswith(f".{name}") for name in names)
-
-
-def _is_named(pattern: str, module: str) -> bool:
-    """Whether a pattern of ranks or alphas stands for a module: its name, the end of it, or a regular expression."""
-    return re.match(rf"(.*\.)?({pattern})$", module) is not None
 
 
 def refuse(what: str, got: str, expected: str, base: str) -> CheckpointError:
