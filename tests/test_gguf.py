@@ -235,6 +235,71 @@ def test_impossible_counts_are_refused_at_once(file: Path) -> None:
         GgufFile(file)
 
 
+def _text(value: str) -> bytes:
+    return struct.pack("<Q", len(value)) + value.encode()
+
+
+def _field(key: str, kind: int, value: bytes) -> bytes:
+    return _text(key) + struct.pack("<I", kind) + value
+
+
+def _array(kind: int, count: int, content: bytes = b"") -> bytes:
+    return struct.pack("<IQ", kind, count) + content
+
+
+def _tensor(name: str, dimensions: tuple[int, ...], offset: int, kind: int = 0) -> bytes:
+    sizes = struct.pack(f"<I{len(dimensions)}Q", len(dimensions), *dimensions)
+    return _text(name) + sizes + struct.pack("<IQ", kind, offset)
+
+
+def _nested(depth: int) -> bytes:
+    return b"".join(_array(9, 1) for _ in range(depth)) + _array(0, 1, b"\0")
+
+
+LAYOUTS: dict[str, tuple[list[bytes], list[bytes], str]] = {
+    "an array of 10^9 strings": ([_field("a", 9, _array(8, 10**9))], [], "a: arrays of 1,000,000,000 elements"),
+    "an array of 2^63 numbers": ([_field("a", 9, _array(4, 1 << 63))], [], "a: arrays of 9,223,372,036,854,775,808"),
+    "an array longer than the file": ([_field("a", 9, _array(4, 10**6))], [], "1,000,000 elements beyond the end"),
+    "a string longer than the file": ([_field("a", 8, struct.pack("<Q", 1 << 40))], [], "beyond the end of the file"),
+    "arrays 20,000 deep": ([_field("a", 9, _nested(20_000))], [], "a: arrays nested more than 4 deep"),
+    "a value of an unknown type": ([_field("a", 77, b"")], [], "a: the unknown type 77"),
+    "an alignment of 0": ([_field("general.alignment", 4, bytes(4))], [], "general.alignment 0, which is no power"),
+    "a tensor without dimensions": ([], [_tensor("t", (), 0)], "the tensor t of 0 dimensions"),
+    "a tensor without elements": ([], [_tensor("t", (4, 0), 0)], r"the tensor t of shape \[0, 4\]"),
+    "a tensor beyond the data": ([], [_tensor("t", (32,), 1 << 20)], "the tensor t up to byte 1048704 of"),
+    "an offset that wraps": ([], [_tensor("t", (32,), (1 << 64) - 64)], "the tensor t up to byte"),
+    "tensors in the same bytes": ([], [_tensor("t", (32,), 0), _tensor("u", (32,), 64)], "the tensors t and u in the"),
+    "a tensor between two places": ([], [_tensor("t", (32,), 12)], "the tensor t at 12, no multiple of 32"),
+    "a tensor of an unknown type": ([], [_tensor("t", (32,), 0, 99)], "the tensor t of the unknown type 99"),
+    "half a block": ([], [_tensor("t", (33,), 0, 8)], "the tensor t with rows of 33, no multiple of 32"),
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_an_impossible_layout_is_refused_at_once(tmp_path: Path, name: str) -> None:
+    fields, tensors, message = LAYOUTS[name]
+    head = struct.pack("<4sIQQ", b"GGUF", 3, len(tensors), len(fields)) + b"".join((*fields, *tensors))
+    (tmp_path / "model.gguf").write_bytes(head + bytes(-len(head) % 32 + 512))
+    with pytest.raises(CheckpointError, match=rf"got {message}|got .*{message}"):
+        GgufFile(tmp_path / "model.gguf")
+
+
+@pytest.mark.parametrize("unknown", [-1, 10**6])
+def test_an_unknown_token_that_is_none_is_refused(llama: Path, tmp_path: Path, unknown: int) -> None:
+    tokens = ["<unk>", "a", "b"]
+    changes = {
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.scores": [0.0, -1.0, -2.0],
+        "tokenizer.ggml.token_type": [2, 1, 1],
+        "tokenizer.ggml.merges": None,
+    }
+    file = GgufFile(write_gguf(llama, tmp_path / "model.gguf", **changes))
+    file._fields = {**file._fields, "tokenizer.ggml.unknown_token_id": unknown}
+    with pytest.raises(CheckpointError, match=rf"unknown_token_id: got {unknown}; expected 0 to 2"):
+        rebuild_tokenizer(file)
+
+
 @pytest.mark.slow
 def test_a_flipped_byte_never_gives_a_traceback(file: Path, tmp_path: Path) -> None:
     whole, random = file.read_bytes(), np.random.default_rng(3)

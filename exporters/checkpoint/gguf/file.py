@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgekv.errors import CheckpointError
+from exporters.checkpoint.gguf.layout import LayoutError, check_layout
 
 MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
@@ -62,7 +63,7 @@ class GgufFile:
         self.path = path
         _check_header(path)
         try:
-            from gguf import GGUFReader
+            from gguf import GGML_QUANT_SIZES, GGUFReader
         except ImportError:
             raise CheckpointError(
                 str(path),
@@ -71,12 +72,15 @@ class GgufFile:
                 fix='Install it: pip install "edgekv[gguf]".',
             ) from None
         try:
+            check_layout(path, GGML_QUANT_SIZES)
             reader = GGUFReader(path)
             fields = {name: field.contents() for name, field in reader.fields.items()}
             blocks = {
                 tensor.name: Block(tensor.data, tensor.tensor_type.name, tuple(int(n) for n in tensor.shape)[::-1])
                 for tensor in reader.tensors
             }
+        except LayoutError as error:
+            raise CheckpointError(str(path), got=error, expected="a layout that can be", fix=_TRUNCATED) from None
         except (ValueError, IndexError, KeyError, TypeError, OverflowError, MemoryError, struct.error) as error:
             raise CheckpointError(
                 str(path), got=f"a broken file ({error})", expected="a whole GGUF file", fix=_TRUNCATED
@@ -84,11 +88,6 @@ class GgufFile:
         self._fields: Mapping[str, Any] = fields
         self.blocks: Mapping[str, Block] = blocks
         self.architecture = self.text("general.architecture")
-        for name, block in blocks.items():
-            if math.prod(block.shape) < 1:
-                raise CheckpointError(
-                    f"{path.name}: {name}", got=f"shape {list(block.shape)}", expected="elements", fix=_TRUNCATED
-                )
 
     def __contains__(self, key: str) -> bool:
         return self._key(key) in self._fields

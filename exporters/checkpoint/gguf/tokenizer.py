@@ -151,7 +151,7 @@ def _sentence_piece(file: GgufFile, tokens: list[str]) -> Tokenizer:
     scores = file.list("tokenizer.ggml.scores")
     if len(scores) != len(tokens):
         raise file.refusal("tokenizer.ggml.scores", f"{len(tokens)} numbers", f"{len(scores)} numbers")
-    unknown = tokens[file.size("tokenizer.ggml.unknown_token_id", 0)]
+    unknown = tokens[_token_id(file, "tokenizer.ggml.unknown_token_id", tokens, 0)]
     vocabulary = {token: number for number, token in enumerate(tokens)}
     merges = _merges(vocabulary, scores)
     tokenizer = Tokenizer(
@@ -189,10 +189,16 @@ def _add_bos(file: GgufFile, tokenizer: Tokenizer, tokens: list[str], *, default
     """Start every text with BOS if the file says so; llama.cpp's default for SentencePiece is yes."""
     if not file.flag("tokenizer.ggml.add_bos_token", default) or "tokenizer.ggml.bos_token_id" not in file:
         return
-    number = file.size("tokenizer.ggml.bos_token_id")
-    if not 0 <= number < len(tokens):
-        raise file.refusal("tokenizer.ggml.bos_token_id", f"0 to {len(tokens) - 1}", number)
+    number = _token_id(file, "tokenizer.ggml.bos_token_id", tokens)
     bos = tokens[number]
     tokenizer.post_processor = processors.TemplateProcessing(
         single=f"{bos}:0 $A:0", pair=f"{bos}:0 $A:0 $B:0", special_tokens=[(bos, number)]
     )
+
+
+def _token_id(file: GgufFile, key: str, tokens: list[str], default: int | None = None) -> int:
+    """The id of a token."""
+    number = file.size(key, default)
+    if not 0 <= number < len(tokens):
+        raise file.refusal(key, f"0 to {len(tokens) - 1}", number)
+    return number
