@@ -133,8 +133,8 @@ def test_a_cache_gives_back_what_it_was_given(strategy: str, dtype: KvDtype, lay
     assert stored == 16
     other = KVCache(geometry, ar=(1, 5), strategy="slot")
     match = store.match(range(20))
-    other.hold(match.tokens)
-    store.restore(match, CacheRows(other, store.groups))
+    with other.hold(match.tokens):
+        store.restore(match, CacheRows(other, store.groups))
     assert match.tokens == 16
     for name, rows in cache.state.rows.items():
         np.testing.assert_array_equal(other.state.rows[name], rows)

@@ -165,3 +165,33 @@ def test_what_the_garbage_collector_asks_for_in_a_step_waits_for_its_end() -> No
     assert done == ["finished", "finished"]
     with turns:  # free again
         Hold(turns, None, lambda: None).claim()
+
+
+def test_deferred_work_that_fails_keeps_no_lock() -> None:
+    """Such as Ctrl-C while a dropped call stores its prefix: what is left is done at the end of the next step."""
+    turns, done = Turns(), []
+
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt), turns:
+        Hold(turns, None, interrupted).drop()
+        Hold(turns, 1, lambda: done.append("second")).drop()
+    assert done == []
+    thread = _in_thread(turns.close)
+    thread.join(PATIENCE_S)
+    assert not thread.is_alive() and done == ["second"]
+
+
+def test_a_scoring_that_is_dropped_half_read_keeps_nobody_waiting(small_export: Path) -> None:
+    model = edgekv.load(small_export, threads=1, verify=False)
+    scoring = model.score_steps([5, 6, 7] * 8)
+    next(scoring)
+    theirs: list[int] = []
+    thread = _in_thread(lambda: theirs.extend(_ids(model, [5, 6, 7])))
+    thread.join(0.2)
+    assert thread.is_alive() and not theirs
+    del scoring
+    gc.collect()
+    thread.join(PATIENCE_S)
+    assert len(theirs) == 2

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from fractions import Fraction
 
-from edgekv.kv.arena import Arena
+from edgekv.kv.arena import Arena, Rows
 from edgekv.kv.compatibility import check_state, copy_state
 from edgekv.kv.eviction import Eviction
 from edgekv.kv.footprint import Footprint
@@ -28,6 +29,8 @@ class KVCache:
 
     A step is `window(ar)`, then the graph, which reads and writes the arenas at the windows, then `commit(n)` for its n
     real tokens. Later steps overwrite the other AR-n rows. Every call checks its arguments before it changes anything.
+    One that is interrupted while it moves rows leaves the cache `dirty`: only `reset`, `hold` and `restore` are
+    accepted then.
 
     Layers that differ are in separate groups, each with its own strategy and memory. The context policy applies to
     the groups that attend to the whole context; a group with a window of W tokens always keeps the newest W-1.
@@ -46,6 +49,7 @@ class KVCache:
         groups: groups of equal layers; one group for a plain geometry that does not grow.
         encodings: encoding of each tensor, in the order of the groups' names; empty if unknown.
         sink: the tokens that an empty cache holds; None if it holds none.
+        dirty: whether a change was interrupted, so that rows may not be those of the tokens that the cache counts.
         is_prefix: whether the tokens held are the whole text so far, each computed with all previous tokens visible.
         revision: number of changes of what is held.
     """
@@ -108,6 +112,7 @@ class KVCache:
         self._tokens_committed = 0
         self.is_prefix = True
         self.revision = 0
+        self.dirty = False
         self.reset()
 
     @property
@@ -184,13 +189,21 @@ class KVCache:
 
         Raises:
             ContextFullError: the policy is `fail` and there is no room.
-            ValueError: the cache was not made for such a graph, or its context is too small.
+            ValueError: the cache is dirty or was not made for such a graph, or its context is too small.
         """
+        self._check_clean("window")
         if not self.room(ar):
             raise self._eviction.refusal(self.geometry.context, self.ar, ar)
         most, context = self.geometry.context, context or self.geometry.context
         if context != most and not self.length + ar <= context <= most:
             raise ValueError(f"context: got {context}; expected {self.length + ar}, tokens held and new, to {most}")
+        self.dirty = True
+        windows = self._open(ar, context)
+        self.dirty = False
+        return windows
+
+    def _open(self, ar: int, context: int) -> tuple[Window, ...]:
+        most = self.geometry.context
         if self.length > most - ar:
             self._eviction.make_room()
         if self.length < self._positions.seen or self.length > most - ar:
@@ -208,16 +221,45 @@ class KVCache:
             kept: how many of the first rows; or which rows, ascending. Those behind a gap are copied together first.
 
         Raises:
-            ValueError: no step is open, or it does not have these rows.
+            ValueError: the cache is dirty, no step is open, or it does not have these rows.
         """
+        self._check_clean("commit")
         if self._open_ar is None:
             raise ValueError(f"commit: got {kept} but no open step; expected a call of window(ar) before")
-        n = kept if isinstance(kept, int) else self._compacted(kept)
+        if not isinstance(kept, int) and [*kept] != sorted({*kept} & {*range(self._open_ar)}):
+            raise ValueError(f"commit: got rows {kept}; expected ascending ones below {self._open_ar}, the AR")
+        n = kept if isinstance(kept, int) else len(kept)
         if not 0 <= n <= self._open_ar:
             raise ValueError(f"commit: got {n} tokens; expected 0 to {self._open_ar}, the AR of the open step")
+        self.dirty = True
+        if not isinstance(kept, int):
+            self._compact(kept)
+        self._append(n)
+        self.dirty = False
+
+    def append(self, rows: Rows) -> None:
+        """Append a token whose keys and values were computed elsewhere.
+
+        Args:
+            rows: `[N, D]`, a row of each tensor of the only arena.
+
+        Raises:
+            ContextFullError: the policy is `fail` and there is no room.
+            ValueError: the cache is dirty, or has several arenas.
+        """
+        arena = self.arena
+        self.window(1)
+        self.dirty = True
+        self._append(1)
+        arena.array[:, self.held_rows()[-1] % arena.layout.rows] = rows
+        self.dirty = False
+
+    def _append(self, n: int) -> None:
+        """Keep the first n new rows of the open step, and close it."""
         evicted = max(0, self.length + n - self.capacity)
         self.is_prefix = self.is_prefix and not evicted
         self._positions.commit(n, evicted)
+        self._eviction.evicted += evicted
         for group in self.groups:
             group.commit(n, group.evicted_by(n))
         self._close()
@@ -228,43 +270,58 @@ class KVCache:
         """Drop the n newest tokens, and the open step if any. Evicted tokens are not restored.
 
         Raises:
-            ValueError: n is above the tokens held in a row, which a layer's window, an eviction or the sink limits.
+            ValueError: the cache is dirty, or n is above the tokens held in a row, which a layer's window, an eviction
+                or the sink limits.
         """
+        self._check_clean("rewind")
         most = min(self._positions.rewindable, self.length - self._first, *[group.length for group in self.groups])
         if not 0 <= n <= most:
             raise ValueError(f"rewind: got {n} tokens; expected 0 to {most}, the tokens held in a row")
+        self.dirty = True
         for group in self.groups:
             group.rewind(n)
         self._positions.rewind(n)
         self._close()
+        self.dirty = False
 
     def reset(self) -> None:
         """Drop all tokens but the sink, and the open step if any. Memory stays allocated."""
-        self.hold(self._first)
-        if self.sink is not None:
-            for group in self.groups:
-                group.write(self.sink.rows)
+        with self.hold(self._first):
+            if self.sink is not None:
+                for group in self.groups:
+                    group.write(self.sink.rows)
 
-    def hold(self, tokens: int) -> None:
-        """Hold the first `tokens` tokens of a text, whose rows the caller then writes; at most `capacity`."""
+    @contextmanager
+    def hold(self, tokens: int) -> Iterator[None]:
+        """Hold the first `tokens` tokens of a text, whose rows the block writes; at most `capacity`.
+
+        The cache stays dirty if the block does not end.
+        """
         if not 0 <= tokens <= self.capacity:
             raise ValueError(f"hold: got {tokens} tokens; expected 0 to {self.capacity}")
+        self.dirty = True
         self._close()
         self._memory.grow(tokens, one_by_one=True)
         for group in self.groups:
             group.reset(min(tokens, group.capacity))
         self._positions.reset(tokens)
         self.is_prefix = True
+        yield
+        self.dirty = False
 
     def expect(self, tokens: int) -> None:
         """Prepare for a prompt: an empty cache grows for all of its tokens, one layer after the other."""
+        self._check_clean("expect")
         if self.length == self._first:
+            self.dirty = True
             self._close()
             self._memory.grow(tokens, one_by_one=True)
+            self.dirty = False
 
     @property
     def state(self) -> CacheState:
-        """A copy of the rows and positions of the tokens held, without the open step."""
+        """A copy of the rows and positions of the tokens held, without the open step; ValueError if it is dirty."""
+        self._check_clean("state")
         return copy_state(self.geometry, self.groups, self.encodings, self._positions)
 
     def restore(self, state: CacheState) -> None:
@@ -274,6 +331,7 @@ class KVCache:
             StateError: the state has another geometry or encoding, or more tokens than the policy allows.
         """
         check_state(state, self.geometry, self.groups, self.encodings)
+        self.dirty = True
         self._close()
         self._memory.grow(len(state.positions), one_by_one=True)
         for group in self.groups:
@@ -281,16 +339,18 @@ class KVCache:
         self._positions.restore(state.positions, state.position, state.rewindable)
         self._positions.seen = state.tokens_seen
         self.is_prefix = False
+        self.dirty = False
 
-    def _compacted(self, kept: Sequence[int]) -> int:
-        """Have the kept rows of the open step at its first ones; return how many there are."""
-        if [*kept] != sorted({*kept} & {*range(self._open_ar or 0)}):
-            raise ValueError(f"commit: got rows {kept}; expected ascending ones below {self._open_ar}, the AR")
+    def _check_clean(self, what: str) -> None:
+        if self.dirty:
+            raise ValueError(f"{what}: got a dirty cache, whose last change was interrupted; expected reset() before")
+
+    def _compact(self, kept: Sequence[int]) -> None:
+        """Have the kept rows of the open step at its first ones."""
         gap = next((at for at, row in enumerate(kept) if row != at), len(kept))
         if gap < len(kept):
             for group in self.groups:
                 group.compact(gap, kept[gap:])
-        return len(kept)
 
     def _close(self) -> None:
         """Close the open step, if any, and free the memory that it outgrew: what is held changes."""

@@ -26,7 +26,7 @@ class CacheStats:
         bytes_held: bytes allocated, including scratch and alignment.
         peak_bytes: maximum bytes allocated; more than `bytes_held` if memory grew.
         reallocations: how often the memory of a layer was replaced by a larger one.
-        evicted: tokens that a policy evicted, other than the oldest of a sliding window.
+        evicted: tokens that the policy evicted from the layers that attend to the whole context.
         requantization: rounding error of rotating keys, if the policy does so.
     """
 

@@ -172,8 +172,8 @@ class Prefixes:
         match = self._match(cache, tokens)
         try:
             if match.tokens > held:
-                cache.hold(match.tokens)
-                self._store.restore(match, CacheRows(cache, self._store.groups))
+                with cache.hold(match.tokens):
+                    self._store.restore(match, CacheRows(cache, self._store.groups))
                 held = match.tokens
         except BaseException:
             cache.reset()
@@ -214,7 +214,7 @@ class Prefixes:
 
     def _insert(self, cache: KVCache, tokens: Sequence[int], *, ended: bool) -> None:
         # After an eviction, rows belong to other tokens or were computed without some of them: not a prefix.
-        if not self._writes or not cache.is_prefix or cache.tokens_seen != len(tokens):
+        if not self._writes or cache.dirty or not cache.is_prefix or cache.tokens_seen != len(tokens):
             return
         before = self._store.stats
         self._store.insert(

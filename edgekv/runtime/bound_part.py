@@ -45,6 +45,7 @@ class _GroupPorts:
         wanted = (self.group.reallocations, window.past_row, window.new_row, window.columns)
         if self.bound == wanted:
             return
+        self.bound = None  # until all ports are bound
         # Read the arenas from the group each time: keeping them would keep outgrown memory alive.
         for ports, arena in zip(self.arenas, self.group.arenas, strict=True):
             dtype, tensors = arena.dtype, ports.tensors
@@ -63,14 +64,16 @@ class _MaskPort:
         self.index = index
         self._name = [port.name]
         self._dtype, self._address = array.dtype, [array.ctypes.data]
-        *self._rows, self._bound = port.shape
+        *self._rows, columns = port.shape
+        self._bound: int | None = columns
 
     def bind(self, binding: Binding, window: Window) -> None:
         """Bind the port to a window, unless it already is."""
         columns = window.columns + window.ar
         if self._bound != columns:
-            self._bound = columns
+            self._bound = None  # until it is bound
             binding.inputs(self._name, self._dtype, [*self._rows, columns], self._address)
+            self._bound = columns
 
 
 class BoundPart:
@@ -122,7 +125,7 @@ class BoundPart:
         self._masks = [_MaskPort(port, mask_groups[port.name], arrays[port.name]) for port in masks]
         self._entry = interface.entry
         self._hidden = arrays[self._entry.name]
-        self._row = 0
+        self._row: int | None = 0
         self._reads_one_row = self.is_head and self._entry.shape[2] == 1
 
     def use(self, cache: KVCache, ar: int) -> None:
@@ -144,8 +147,9 @@ class BoundPart:
         for mask in self._masks:
             mask.bind(self._binding, windows[mask.index])
         if self._reads_one_row and self._row != tokens - 1:
+            self._row = None  # until it is bound
+            _bind(self._binding.inputs, self._entry, self._hidden, (tokens - 1) * self._hidden.strides[2])
             self._row = tokens - 1
-            _bind(self._binding.inputs, self._entry, self._hidden, self._row * self._hidden.strides[2])
 
 
 def _bind(bind: _Bind, port: Port, array: NDArray[Any], offset_bytes: int = 0) -> None:

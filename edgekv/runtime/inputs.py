@@ -95,27 +95,34 @@ class StepInputs:
 
     def write(self, tokens: Sequence[int], position: int, windows: Sequence[Window], columns: Sequence[int]) -> None:
         """Write a step; see `StaticGraph.run`."""
-        n = len(tokens)
+        n, before = len(tokens), self._invalidate()
         for table, cos, sin in self._rotary:
             cos[:n], sin[:n] = table.rows(position, n)
         for group, mask in self._masks:
             mask.write(n, windows[group], columns)
-        self._write_entry(tokens)
+        self._write_entry(tokens, before)
 
     def write_views(self, tokens: Sequence[int], views: Sequence[RowView], windows: Sequence[Window]) -> None:
         """Write a step whose tokens do not follow each other; see `StaticGraph.run_views`."""
+        before = self._invalidate()
         for table, cos, sin in self._rotary:
             for row, view in enumerate(views):
                 cos[row], sin[row] = table.rows(view.position, 1)
         for group, mask in self._masks:
             mask.write_views(views, windows[group])
-        self._write_entry(tokens)
+        self._write_entry(tokens, before)
 
-    def _write_entry(self, tokens: Sequence[int]) -> None:
-        """Write ids or embeddings, and what rows without a token read if their number has changed."""
+    def _invalidate(self) -> int:
+        """Have a step that does not end leave nothing that the next one takes for written; return `filled`."""
+        before, self.filled = self.filled, 0
+        return before
+
+    def _write_entry(self, tokens: Sequence[int], before: int) -> None:
+        """Write ids or embeddings, and what rows without a token read if there were others in the step before."""
         n = len(tokens)
         self._entry[:n] = tokens if self._table is None else self._table[list(tokens)]
-        if n == self.filled:
+        if n == before:
+            self.filled = n
             return
         # Rows without a token: their results are not used.
         self._entry[n:] = self._pad
@@ -167,6 +174,7 @@ class AttentionMask:
     def write_views(self, views: Sequence[RowView], window: Window) -> None:
         """Write the mask of a step whose rows see what `views` say."""
         rows = self._of(window)
+        before, self._filled = self._filled, 0  # the next step writes all rows
         rows[: len(views)] = self._closed
         for row, view in enumerate(views):
             if view.columns is None:
@@ -175,15 +183,15 @@ class AttentionMask:
             else:
                 rows[row, view.columns] = self._open
             rows[row, [self._past + each for each in view.rows]] = self._open
-        if len(views) != self._filled:
+        if len(views) != before:
             rows[len(views) :, : self._past] = self._closed
             rows[len(views) :, self._past :] = self._causal[len(views) :]
-        self._filled = 0  # the next step writes all rows
 
     def _of(self, window: Window) -> NDArray[Any]:
         """The rows of a window's width."""
         if window.columns != self._past:
-            self._past, self._filled = window.columns, 0
-            width = self._past + self._ar
+            width = window.columns + self._ar
+            self._filled = 0
             self._rows = self._memory[: self._ar * width].reshape(self._ar, width)
+            self._past = window.columns
         return self._rows

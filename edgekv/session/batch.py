@@ -61,7 +61,8 @@ class Batch:
         self._arena = cache.arena
         self.most = self._graph.ar
         columns = cache.geometry.context - self.most
-        cache.hold(columns)
+        with cache.hold(columns):
+            pass  # no row is read before one is written
         self._columns = BatchColumns(columns)
         self._revisions: WeakKeyDictionary[Session, int] = WeakKeyDictionary()
         self.passes = self.rows = self.bytes_copied = 0
@@ -122,6 +123,7 @@ class Batch:
             self._columns.leave(key)
             return False
         if key not in self._columns:
+            self._revisions.pop(session, None)  # until its rows are copied
             rows = np.array(cache.held_rows(), np.intp) % cache.arena.layout.rows
             self._arena.array[:, self._columns.join(key, cache.length)] = cache.arena.array[:, rows]
             self.bytes_copied += len(rows) * cache.geometry.tensors * cache.arena.row_bytes

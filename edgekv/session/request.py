@@ -129,7 +129,7 @@ class Request:
         if not self._pool.keeps(len(self._tokens)):
             session.reset()
             start = len(session.tokens)
-        elif session.writer is self and session.cache.tokens_seen == known:
+        elif self._holds(session, known):
             start = known
         else:
             start, restored = self._recall(session)
@@ -240,7 +240,11 @@ class Request:
 
     def _continues(self, session: Session) -> bool:
         """Whether the session holds exactly the tokens so far, as this call left them."""
-        return session.writer is self and session.cache.tokens_seen == len(self._tokens)
+        return self._holds(session, len(self._tokens))
+
+    def _holds(self, session: Session, tokens: int) -> bool:
+        """Whether the session holds this many tokens, as this call left them."""
+        return session.writer is self and not session.cache.dirty and session.cache.tokens_seen == tokens
 
     def _settle(self) -> None:
         """Close the pass that has drafts, if there is one; see `Session.settle`."""

@@ -61,7 +61,7 @@ def save_sequence(model: LoadedBundle, sequence: int, file: Path) -> int:
         if session.adapter is not None:
             fix = "Generate without an adapter."
             raise UsageError("session", got=f"one with the adapter {session.adapter}", expected="none", fix=fix)
-    if session is None or session.is_empty or session.cache.tokens_seen != len(session.tokens):
+    if session is None or session.is_empty or session.cache.dirty or session.cache.tokens_seen != len(session.tokens):
         return 0
     write_state(replace(session.cache.state, tokens=tuple(session.tokens)), file, fingerprint=_fingerprint(model))
     return len(session.tokens)

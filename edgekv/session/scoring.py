@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from typing import Any
+from weakref import finalize
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,7 +23,7 @@ def _do_nothing() -> None:
 class Scoring(Iterator[NDArray[np.float32]]):
     """Logits `[rows, V]` of the next tokens, teacher forced; other calls of the model can have a step in between.
 
-    It owns the session until it ends or is closed.
+    It owns the session until it ends, is closed or is dropped.
     """
 
     def __init__(
@@ -57,6 +58,7 @@ class Scoring(Iterator[NDArray[np.float32]]):
             self._hold.claim()
             session.reset()
             session.adapt(adapter)
+        self._finalizer = finalize(self, self._hold.drop)
         self._left = list(tokens[len(session.tokens) :])
         self._sink = session.cache.sink
 

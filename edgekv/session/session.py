@@ -137,10 +137,7 @@ class Session:
             ValueError: the cache has several arenas.
         """
         self.settle()
-        cache, arena = self.cache, self.cache.arena
-        cache.window(1)
-        cache.commit(1)
-        arena.array[:, cache.held_rows()[-1] % arena.layout.rows] = rows
+        self.cache.append(rows)
         self.tokens.append(token)
 
     @property
@@ -191,10 +188,12 @@ class Session:
         At least the last token is left to be run, since its logits are needed; those of the sink are known. A cache
         that has evicted tokens can be extended but not rewound: it is reset unless the sequence continues it.
         """
+        if self.cache.dirty:
+            self.reset()
         self.settle()
         first = len(self._first)
         if self.cache.tokens_seen != len(self.tokens):
-            self.reset()  # the cache was used without this session
+            self.reset()  # the cache was used without this session, or a change of it was interrupted
         common = min(common_tokens(self.tokens, tokens), max(len(tokens) - 1, first))
         surplus = len(self.tokens) - common
         if surplus and (common <= first or not self.cache.is_whole):
@@ -228,12 +227,10 @@ class Session:
         return last
 
     def _finish_or_drop(self, step: Sequence[int]) -> None:
-        """After an interruption: append the tokens of a committed step; reset after half a commit."""
-        cache, seen = self.cache, self.cache.tokens_seen
-        parts = [(cache.length, cache.capacity), *((group.length, group.capacity) for group in cache.groups)]
-        if any(length != min(seen, capacity) for length, capacity in parts):
+        """After an interruption: append the tokens of a committed step; reset after half a change of the cache."""
+        if self.cache.dirty:
             self.reset()
-        elif seen == len(self.tokens) + len(step):
+        elif self.cache.tokens_seen == len(self.tokens) + len(step):
             self.tokens += step
 
 

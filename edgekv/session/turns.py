@@ -40,9 +40,11 @@ class Turns:
 
     def __exit__(self, *_: object) -> None:
         while True:
-            while self._deferred:
-                self._deferred.popleft()()
-            self._lock.release()
+            try:
+                while self._deferred:
+                    self._deferred.popleft()()
+            finally:  # an interruption of such work must not keep the lock: what is left is done at the next step's end
+                self._lock.release()
             # Work deferred in the meantime could not get the lock.
             if not self._deferred or not self._lock.acquire(blocking=False):
                 return

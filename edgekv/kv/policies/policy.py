@@ -218,7 +218,12 @@ def find_policy(policy: str | Policy) -> Policy:
         if known.name == policy:
             return known
     names = " or ".join(known.name for known in POLICIES)
-    raise UsageError("context policy", got=repr(policy), expected=names, fix=f"Use {names}.")
+    raise UsageError(
+        "context policy",
+        got=repr(policy),
+        expected=f"{names}, or a Sinks or KeyDiff of edgekv.kv",
+        fix=f"Use {names}, or Sinks(tokens, window, inverse_frequencies).",
+    )
 
 
 def check_layers(policy: Policy, geometries: Sequence[Geometry], context: int, max_ar: int) -> None:
