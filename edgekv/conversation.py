@@ -69,6 +69,8 @@ class Conversation:
     def say(self, content: str) -> Answer:
         """Add the user's turn. The answer is generated as it is read; an interrupted answer keeps its text so far.
 
+        A turn whose answer is interrupted or fails before its first token is taken back.
+
         Raises:
             UsageError: the template refuses the conversation.
             ContextFullError: the conversation is longer than the context; the turn is not added.
@@ -82,8 +84,8 @@ class Conversation:
         generation = self._model.generate(
             tokens, self._params, sequence=_SEQUENCE, speculate=self._speculate, lora=self._lora
         )
-        self.messages = messages
-        return Answer(self, text, generation)
+        before, self.messages = self.messages, messages
+        return Answer(self, before, text, generation)
 
     def save(self, path: Path) -> None:
         """Write the messages to a JSON file, atomically.
@@ -112,10 +114,10 @@ class Conversation:
         self.messages = [*saved.messages]
         self._tokens, self._text = [], ""
 
-    def _answered(self, prompt: str, tokens: Sequence[int], text: str) -> None:
-        """Add an answer: its text, and its tokens in the cache."""
-        self.messages = [*self.messages, {"role": "assistant", "content": text}]
-        self._tokens, self._text = list(tokens), prompt + text
+    def _answered(self, content: str, tokens: Sequence[int], text: str) -> None:
+        """Add an answer; the cache holds the tokens of this text, which begins the conversation."""
+        self.messages = [*self.messages, {"role": "assistant", "content": content}]
+        self._tokens, self._text = list(tokens), text
 
 
 class Answer(Iterator[Token]):
@@ -125,12 +127,14 @@ class Answer(Iterator[Token]):
         text: the answer so far.
     """
 
-    def __init__(self, conversation: Conversation, prompt: str, generation: Generation) -> None:
+    def __init__(self, conversation: Conversation, before: list[Message], prompt: str, generation: Generation) -> None:
         self.text = ""
         self._conversation = conversation
+        self._before = before
         self._prompt = prompt
         self._generation = generation
         self._generated: list[int] = []
+        self._whole = 0, 0  # tokens and characters up to which both say the same
         self._is_kept = False
 
     def __next__(self) -> Token:
@@ -146,6 +150,8 @@ class Answer(Iterator[Token]):
             raise
         self._generated.append(token.id)
         self.text += token.text
+        if self._generation.is_whole_text:
+            self._whole = len(self._generated), len(self.text)
         return token
 
     def close(self) -> None:
@@ -154,9 +160,13 @@ class Answer(Iterator[Token]):
         if self._is_kept:
             return
         self._is_kept = True
-        ended = self.stats.stop_reason == "eos"
-        tokens = [*self._generation.prompt, *(self._generated[:-1] if ended else self._generated)]
-        self._conversation._answered(self._prompt, tokens, self.text)
+        if not self._generated:
+            self._conversation.messages = self._before
+            return
+        # Later tokens end the text, or are of a stop text or half a character: the cache has them, the text does not.
+        count, length = self._whole
+        tokens = [*self._generation.prompt, *self._generated[:count]]
+        self._conversation._answered(self.text, tokens, self._prompt + self.text[:length])
 
     def __enter__(self) -> Answer:
         return self

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from devices import find
 from edgekv.bundle import write_manifest
 from edgekv.cli import run
 from edgekv.conversation import Answer, Conversation
-from edgekv.errors import UsageError
+from edgekv.errors import EngineError, UsageError
 from edgekv.session import SamplingParams
 from edgekv.spec.chat import ChatTemplates, write_templates
 from exporters.checkpoint.checkpoint import Checkpoint
@@ -88,6 +89,53 @@ def test_an_answer_that_is_broken_off_stays_in_the_conversation(model):
         next(answer), next(answer)
     assert conversation.messages[-1] == {"role": "assistant", "content": answer.text}
     assert list(conversation.say("Go on")) and len(conversation.messages) == 4
+
+
+def _contexts_agree(model: edgekv.Model, conversation: Conversation) -> None:
+    """The tokens of the next turn are those of what the messages say."""
+    answer = conversation.say("Go on")
+    rendered = model.chat_templates.render(conversation.messages)
+    assert model.tokenizer.decode(answer._generation.prompt) == model.tokenizer.decode(model.encode_chat(rendered))
+    answer.close()
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_stop_text_is_no_part_of_the_next_turns_context(model, seed: int):
+    free = SamplingParams(max_new_tokens=24, ignore_eos=True, temperature=2.0, seed=seed)
+    plain = "".join(token.text for token in Conversation(model, params=free).say("Hello"))
+    stop = plain[len(plain) // 2 :][:3]
+    conversation = Conversation(model, params=replace(free, stop=(stop,)))
+    with conversation.say("Hello") as answer:
+        text = "".join(token.text for token in answer)
+    assert answer.stats.stop_reason == "stop" and stop not in text
+    assert conversation.messages[-1]["content"] == text
+    _contexts_agree(model, conversation)
+
+
+@pytest.mark.parametrize("tokens", range(1, 9))
+def test_withheld_bytes_are_no_part_of_the_next_turns_context(model, tokens: int):
+    """Random tokens end within a character now and then."""
+    params = SamplingParams(max_new_tokens=24, ignore_eos=True, temperature=2.0, seed=tokens)
+    conversation = Conversation(model, params=params)
+    with conversation.say("Hello") as answer:
+        for _ in range(tokens):
+            next(answer)
+    _contexts_agree(model, conversation)
+
+
+def test_a_turn_that_fails_before_its_first_token_is_taken_back(model, monkeypatch: pytest.MonkeyPatch):
+    conversation = Conversation(model, params=PARAMS)
+    list(conversation.say("Hello"))
+    before = list(conversation.messages)
+
+    def fails(*_: object, **__: object) -> None:
+        raise EngineError("running", got="nothing", expected="a step", fix="Try again.")
+
+    with monkeypatch.context() as patch, pytest.raises(EngineError):
+        patch.setattr("edgekv.runtime.graph.StaticGraph.run", fails)
+        next(conversation.say("And"))
+    assert conversation.messages == before
+    assert list(conversation.say("And")) and len(conversation.messages) == 4
 
 
 def test_a_saved_conversation_is_continued(model, tmp_path: Path):

@@ -55,8 +55,19 @@ def test_an_incomplete_character_is_held_until_the_end(tokenizer: Tokenizer) -> 
     first, *_ = tokenizer.encode("漢", add_special_tokens=False).ids
     detokenizer = Detokenizer(tokenizer)
     assert detokenizer.push(first) == ""
+    assert detokenizer.withholds
     assert detokenizer.flush() == REPLACEMENT
-    assert detokenizer.flush() == ""
+    assert detokenizer.flush() == "" and not detokenizer.withholds
+
+
+def test_a_text_that_is_cut_does_not_end_within_a_character(tokenizer: Tokenizer) -> None:
+    euro = [_byte_token(tokenizer, byte) for byte in "a€".encode()]
+    for length in (2, 3):
+        detokenizer = Detokenizer(tokenizer)
+        assert [detokenizer.push(token) for token in euro[:length]] == ["a", *[""] * (length - 1)]
+        assert detokenizer.flush(cut=True) == "" and detokenizer.withholds
+    detokenizer = Detokenizer(tokenizer)
+    assert "".join(detokenizer.push(token) for token in euro) + detokenizer.flush(cut=True) == "a€"
 
 
 @given(TEXTS.filter(bool), TEXTS, st.integers(0, 8))

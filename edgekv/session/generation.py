@@ -190,6 +190,15 @@ class Generation(Iterator[Token]):
         return self._stop_reason
 
     @property
+    def is_whole_text(self) -> bool:
+        """Whether the text given so far is that of all tokens generated.
+
+        Not if one of them ends a text, if a stop text was found, if it was cut within a character, or if text is
+        withheld that may become either.
+        """
+        return self._stream.is_whole
+
+    @property
     def tool_calls(self) -> tuple[ToolCall, ...]:
         """The calls of tools so far."""
         return self._stream.tool_calls
@@ -284,7 +293,7 @@ class Generation(Iterator[Token]):
         text = self._stream.push(token, is_text=token not in self._eos)
         self._stop_reason = self._reason(token)
         if self._stop_reason is not None:
-            text += self._stream.flush()
+            text += self._stream.flush(cut=self._stop_reason in ("length", "context"))
         return Token(token, text, real, self.tool_calls[known:])
 
     def _reason(self, token: int) -> StopReason | None:

@@ -24,6 +24,9 @@ class Detokenizer:
     A piece is the text that the new token adds. At most three bytes that may still become a character are withheld. The
     tokens before the new ones are decoded with them, because some tokenizers drop the space before the first word of a
     text.
+
+    Attributes:
+        withholds: whether the text returned lacks some of the tokens' text.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int] = ()) -> None:
@@ -36,6 +39,7 @@ class Detokenizer:
         self._tokens = list(prompt[-_CONTEXT_TOKENS:])
         self._start = 0  # decoding begins with this token
         self._whole = self._last_whole()  # the text of the tokens before this one was returned
+        self.withholds = False
         self._given = 0  # characters of the tokens from `_whole` on that were returned
 
     def push(self, token: int) -> str:
@@ -43,7 +47,8 @@ class Detokenizer:
         self._tokens.append(token)
         text = self._text()
         held = len(text) - len(text.rstrip(_REPLACEMENT))
-        if text and not held:
+        self.withholds = held > 0 or not text
+        if not self.withholds:
             return self._take(text)
         ready = text[self._given : max(self._given, len(text) - min(held, _OPEN_BYTES))]
         self._given += len(ready)
@@ -51,9 +56,16 @@ class Detokenizer:
             self._advance(text)
         return ready
 
-    def flush(self) -> str:
-        """The remaining text at the end; an incomplete character becomes U+FFFD."""
-        return self._take(self._text())
+    def flush(self, *, cut: bool = False) -> str:
+        """The remaining text at the end; an incomplete character becomes U+FFFD, or nothing if the text is `cut`."""
+        text = self._text()
+        piece = self._take(text)
+        self.withholds = False
+        if not cut:
+            return piece
+        incomplete = min(len(text) - len(text.rstrip(_REPLACEMENT)), _OPEN_BYTES, len(piece))
+        self.withholds = incomplete > 0
+        return piece[: len(piece) - incomplete]
 
     def _take(self, text: str) -> str:
         piece = text[self._given :]
@@ -108,6 +120,11 @@ class StopSequences:
         self._sequences = tuple(sequences)
         self._held = ""
         self.found = False
+
+    @property
+    def withholds(self) -> bool:
+        """Whether some text was not returned."""
+        return self.found or bool(self._held)
 
     def push(self, piece: str) -> str:
         """The text that can be printed now; empty once `found` is true."""

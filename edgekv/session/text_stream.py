@@ -32,6 +32,12 @@ class TextStream:
         self._detokenizer = Detokenizer(tokenizer, prompt)
         self._stops = StopSequences(stop)
         self._reader = reader
+        self._has_skipped = False
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the text returned is that of all tokens: none is withheld, cut off or part of a call."""
+        return not (self._has_skipped or self._reader or self._stops.withholds or self._detokenizer.withholds)
 
     @property
     def has_stopped(self) -> bool:
@@ -45,12 +51,13 @@ class TextStream:
 
     def push(self, token: int, *, is_text: bool) -> str:
         """The text that can be printed after a token; one that ends a text is none itself."""
+        self._has_skipped |= not is_text
         piece = self._detokenizer.push(token) if is_text else ""
         return self._stops.push(piece if self._reader is None else self._reader.push(token, piece))
 
-    def flush(self) -> str:
-        """The withheld text, at the end."""
-        rest = self._detokenizer.flush()
+    def flush(self, *, cut: bool) -> str:
+        """The withheld text, at the end; without the last character if it is incomplete because the text is `cut`."""
+        rest = self._detokenizer.flush(cut=cut)
         if self._reader is not None:
             rest = self._reader.push(-1, rest) + self._reader.flush()
         return self._stops.push(rest) + self._stops.flush()
