@@ -23,21 +23,28 @@ class ChildDialog:
 
     Attributes:
         timed_out: whether it was killed because a line did not come in time.
-        timeout_s: the time limit of a line, `vendor_timeout_s`.
+        timeout_s: the time limit of a line.
     """
 
-    def __init__(self, module: str, *arguments: str, environment: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        module: str,
+        *arguments: str,
+        environment: Mapping[str, str] | None = None,
+        timeout_s: float | None = None,
+    ) -> None:
         """Start it.
 
         Args:
             module: the module to run.
             arguments: its arguments.
             environment: variables to set in addition to those of this process.
+            timeout_s: the time limit of a line; None for `vendor_timeout_s`.
 
         Raises:
             UsageError: the time limit in the environment is not a positive number.
         """
-        self.timeout_s = vendor_timeout_s()
+        self.timeout_s = vendor_timeout_s() if timeout_s is None else timeout_s
         self.timed_out = False
         self._open = ExitStack()
         self._log = self._open.enter_context(tempfile.TemporaryFile())  # noqa: SIM115

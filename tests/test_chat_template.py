@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from edgekv.child import kill_children
 from edgekv.errors import CheckpointError, UsageError
 from edgekv.spec.chat import ChatTemplates, read_bundle_templates, read_checkpoint_templates, write_templates
 
@@ -53,6 +54,14 @@ def test_tools_choose_their_own_template():
     )
 
 
+def _doubled(step: str) -> str:
+    return "{% set x = 'aaaaaaaa' %}" + f"{{% {step} %}}" * 40 + "{{ x }}"
+
+
+def _nested(loops: int) -> str:
+    return "{% for i in messages %}" * loops + "{% endfor %}" * loops
+
+
 @pytest.mark.parametrize(
     ("source", "refusal"),
     [
@@ -66,6 +75,12 @@ def test_tools_choose_their_own_template():
         ("{{ 1 / 0 }}", "ZeroDivisionError"),
         ("{{ messages[0].nothing.more }}", "UndefinedError"),
         ("{% include 'x' %}", "no loader"),
+        ("{{ '%1500000000d' % 1 }}", "MemoryError"),
+        (_doubled("set x = x ~ x"), "MemoryError"),
+        ("{{ lipsum(n=10**7) }}", "10 s|MemoryError"),
+        (_nested(60), "SyntaxError|RecursionError|too many"),
+        ("{{ " + "9" * 5000 + " }}", "4300 digits"),
+        ("{% break %}", "outside"),
     ],
 )
 def test_a_template_that_fails_or_never_ends_is_refused(source: str, refusal: str):
@@ -78,6 +93,32 @@ def test_each_rendering_has_the_limits_of_its_own():
     source = "{% for i in range(7) %}{% for j in range(100000) %}{% endfor %}{% endfor %}{{ messages[0].content }}"
     for content in ("one", "two"):
         assert templates(source).render([{"role": "user", "content": content}]) == content
+
+
+def test_a_template_that_ends_the_child_spares_the_next_rendering():
+    for _ in range(2):
+        with pytest.raises(UsageError, match="MemoryError"):
+            templates(_doubled("set x = x ~ x")).render([USER])
+        assert templates(STRICT, bos_token="<s>").render([USER]) == "<s>[user]Hello"
+
+
+def test_a_child_that_was_killed_while_idle_is_replaced():
+    assert templates("{{ 1 }}").render([USER]) == "1"
+    kill_children()
+    assert templates("{{ 2 }}").render([USER]) == "2"
+
+
+def test_nested_too_deep_is_refused():
+    content: list[object] = []
+    for _ in range(5000):
+        content = [content]
+    with pytest.raises(UsageError, match="recursion"):
+        templates(STRICT).render([{"role": "user", "content": content}])
+
+
+def test_a_variable_that_json_does_not_have_is_refused():
+    with pytest.raises(UsageError, match="a set, which JSON does not have"):
+        templates(STRICT).render([USER], mood={1})
 
 
 @pytest.mark.parametrize(
@@ -124,6 +165,9 @@ def test_a_folder_without_a_template_has_none(tmp_path: Path):
     ("content", "refusal"),
     [
         ('{"chat_template": "{% for %}"}', "template default: got TemplateSyntaxError"),
+        (json.dumps({"chat_template": _nested(60)}), "template default: got "),
+        (json.dumps({"chat_template": "{{ " + "9" * 5000 + " }}"}), "template default: got .*4300 digits"),
+        (json.dumps({"chat_template": "{% break %}"}), "template default: got .*outside"),
         ('{"chat_template": 3}', "chat_template: got int"),
         ('{"chat_template": [{"name": "x"}]}', "chat_template: got list"),
         ("[1]", "expected a JSON object"),

@@ -115,10 +115,7 @@ class Service:
             fix = "Leave it out."
             raise refused("chat_template_kwargs", got=min(taken), expected="other variables", fix=fix)
         given["tools"] = form.declarations
-        if sum(len(str(message["content"])) for message in wanted) > LONG_CHARACTERS:
-            text = await asyncio.to_thread(templates.render, wanted, **given)
-        else:
-            text = templates.render(wanted, **given)
+        text = await asyncio.to_thread(templates.render, wanted, **given)  # a template may take up to its time limit
         if len(text) > LONG_CHARACTERS:
             return await asyncio.to_thread(self.model.encode_chat, text)
         return self.model.encode_chat(text)

@@ -1,13 +1,13 @@
 """Chat templates: from messages to the prompt that a model was trained on.
 
-Templates come with the checkpoint and are programs in Jinja. They are untrusted, so they run in Jinja's immutable
-sandbox with limits on loops, memory and output.
+Templates come with the checkpoint and are programs in Jinja. They are untrusted, so they are compiled and rendered by a
+child process, in Jinja's immutable sandbox, with limits on time, memory, loops and output.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +15,21 @@ import msgspec
 
 from edgekv.errors import CheckpointError, EdgeKVError, UsageError
 from edgekv.json_file import read_json
-from edgekv.spec.sandbox import compiled, counted_iterations
+from edgekv.sandbox import (
+    LARGEST_PROMPT_CHARACTERS,
+    LIMIT_BYTES,
+    LIMIT_S,
+    TemplateFailedError,
+    TemplateLimitError,
+    compile_apart,
+    render_apart,
+)
 
 FILE = "chat_template.json"
 DEFAULT = "default"
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 LARGEST_TEMPLATE_BYTES = 1 << 20
-LARGEST_PROMPT_CHARACTERS = 1 << 24
 _LARGEST_FILE_BYTES = 1 << 24
 
 Message = Mapping[str, Any]
@@ -50,14 +57,13 @@ class ChatTemplates(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         Raises:
             EdgeKVError: of the type `error`, naming the template and the line.
         """
-        from jinja2 import TemplateError
-
         for name, source in self.templates.items():
             found = f"{len(source):,} characters" if len(source) > LARGEST_TEMPLATE_BYTES else None
             try:
-                compiled(source if found is None else "")
-            except (TemplateError, RecursionError, MemoryError) as reason:
-                found = f"{type(reason).__name__}: {reason}"
+                if found is None:
+                    compile_apart(source)
+            except (TemplateFailedError, TemplateLimitError) as reason:
+                found = str(reason)
             if found is not None:
                 raise error(
                     f"{field}: template {name}",
@@ -88,8 +94,6 @@ class ChatTemplates(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             UsageError: a message is malformed, no such template, or the template refuses the messages, fails, or
                 exceeds the limits.
         """
-        from jinja2 import TemplateError
-
         check_messages(messages)
         chosen = name or ("tool_use" if tools and "tool_use" in self.templates else DEFAULT)
         if chosen not in self.templates:
@@ -101,17 +105,22 @@ class ChatTemplates(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             )
         given = {"messages": messages, "tools": tools, "add_generation_prompt": add_generation_prompt}
         try:
-            with counted_iterations():
-                return _joined(compiled(self.templates[chosen]).generate({**self.tokens, **given, **variables}))
-        except (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as reason:
+            return render_apart(self.templates[chosen], {**self.tokens, **given, **variables})
+        except (TemplateFailedError, TypeError, ValueError, RecursionError) as reason:
             raise UsageError(
                 f"chat template {chosen}",
-                got=f"{type(reason).__name__}: {reason}",
+                got=reason,
                 expected="messages that the template accepts",
                 fix="Check the order of the roles; many templates want user and assistant in turn.",
             ) from None
-        except (RecursionError, MemoryError) as reason:
-            raise _limit(type(reason).__name__, "a template that ends") from None
+        except TemplateLimitError as reason:
+            raise UsageError(
+                f"chat template {chosen}",
+                got=reason,
+                expected=f"a template that ends within {LIMIT_S:g} s, {LIMIT_BYTES >> 20:,} MiB and "
+                f"{LARGEST_PROMPT_CHARACTERS:,} characters",
+                fix="The template of this model is not usable.",
+            ) from None
 
 
 def check_messages(messages: Sequence[Message]) -> None:
@@ -227,17 +236,3 @@ def _read_text(path: Path) -> str:
         return path.read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise CheckpointError(str(path), got=error, expected="UTF-8 text", fix="Fetch it again.") from None
-
-
-def _joined(pieces: Iterable[str]) -> str:
-    kept, length = [], 0
-    for piece in pieces:
-        kept.append(piece)
-        length += len(piece)
-        if length > LARGEST_PROMPT_CHARACTERS:
-            raise _limit(f"more than {LARGEST_PROMPT_CHARACTERS:,} characters", "a prompt below that")
-    return "".join(kept)
-
-
-def _limit(found: str, expected: str) -> UsageError:
-    return UsageError("chat template", got=found, expected=expected, fix="The template of this model is not usable.")

@@ -1,0 +1,229 @@
+"""The sandbox of chat templates: a child process with limits on time and memory that compiles and renders them.
+
+The environment is that of transformers, with limits on loops and products of texts, so that most bad templates are
+refused alike on all machines. Everything else is bounded by the process: Jinja computes constants while it compiles,
+and filters, `%` and `~` make texts of any length. Only Linux limits the memory of the process.
+
+`python -m edgekv.sandbox` answers each line of JSON, `[SOURCE, VARIABLES]`, with a line `[KIND, TEXT]`. The kind is
+text, failure or limit. Without variables it only compiles.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
+from datetime import datetime
+from functools import cache, lru_cache
+from typing import TYPE_CHECKING, Any
+
+from edgekv.child_dialog import ChildDialog
+
+if TYPE_CHECKING:
+    from jinja2 import Environment, Template
+
+MOST_ITERATIONS = 1_000_000
+LARGEST_PROMPT_CHARACTERS = 1 << 24
+LIMIT_S = 10.0
+LIMIT_BYTES = 1 << 30
+"""Address space of the child: the interpreter with Jinja takes a tenth of it."""
+_KEPT = 16
+
+_iterations_left = 0
+
+
+class TemplateFailedError(Exception):
+    """A template that cannot be compiled or rendered: it is wrong, or refuses the messages."""
+
+
+class TemplateLimitError(Exception):
+    """A template that exceeds a limit."""
+
+
+def compile_apart(source: str) -> None:
+    """Compile a template in the child process.
+
+    Raises:
+        TemplateFailedError: Jinja cannot compile it.
+        TemplateLimitError: it takes too long, or too much memory.
+    """
+    _sandbox(os.getpid()).answer(source, None)
+
+
+def render_apart(source: str, variables: Mapping[str, Any]) -> str:
+    """Render a template in the child process.
+
+    Args:
+        source: the template.
+        variables: its variables: values that JSON has.
+
+    Raises:
+        TemplateFailedError: it fails, or refuses the messages.
+        TemplateLimitError: it takes too long, too much memory, or renders too much.
+        TypeError: a variable that JSON does not have.
+        ValueError: a variable that contains itself.
+    """
+    return _sandbox(os.getpid()).answer(source, variables)
+
+
+class _Sandbox:
+    """The child process. It is started for the first template, and again after one that ended it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._child: ChildDialog | None = None
+        atexit.register(self._close)
+
+    def answer(self, source: str, variables: Mapping[str, Any] | None) -> str:
+        line = json.dumps([source, variables], default=_plain).encode()
+        with self._lock:
+            try:
+                kind, text = json.loads(self._ask(line))
+            except BaseException:  # such as Ctrl-C: the answer that is still to come belongs to no later question
+                self._close()
+                raise
+            if kind == "limit":  # the child's memory may be used up
+                self._close()
+        if kind == "text":
+            return str(text)
+        raise (TemplateLimitError if kind == "limit" else TemplateFailedError)(text)
+
+    def _ask(self, line: bytes) -> bytes:
+        is_new = self._child is None
+        child = self._child = self._child or ChildDialog("edgekv.sandbox", timeout_s=LIMIT_S)
+        if child.send(line) and (raw := child.read()):
+            return raw
+        ending = f"no answer within {LIMIT_S:g} s" if child.timed_out else f"an end by {child.exit_text()}"
+        self._close()
+        if not is_new and not child.timed_out:  # it may have ended while it had nothing to do
+            return self._ask(line)
+        raise TemplateLimitError(ending)
+
+    def _close(self) -> None:
+        child, self._child = self._child, None
+        if child is not None:
+            child.close()
+
+
+@cache
+def _sandbox(process: int) -> _Sandbox:
+    """The sandbox of a process; a fork of it must not use the same pipes."""
+    return _Sandbox()
+
+
+def _plain(value: object) -> object:
+    if isinstance(value, Mapping):
+        return dict(value)
+    raise TypeError(f"a {type(value).__name__}, which JSON does not have")
+
+
+def _main() -> None:
+    """The child process: answer until standard input ends."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in a terminal is for the parent
+    with suppress(ImportError):
+        _limit_memory()
+    while line := sys.stdin.buffer.readline():
+        kind, text = _timed(*json.loads(line))
+        sys.stdout.buffer.write(json.dumps([kind, text]).encode() + b"\n")
+        sys.stdout.buffer.flush()
+
+
+def _limit_memory() -> None:
+    import resource
+
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    with suppress(ValueError, OSError):  # macOS, or a lower limit is set
+        resource.setrlimit(resource.RLIMIT_AS, (LIMIT_BYTES, LIMIT_BYTES))
+
+
+def _timed(source: str, variables: dict[str, Any] | None) -> tuple[str, str]:
+    """The answer to a job; ends the process after the time limit, even if the parent is gone."""
+    if sys.platform == "win32":
+        return _answer(source, variables)
+    signal.setitimer(signal.ITIMER_REAL, LIMIT_S + 1)
+    try:
+        return _answer(source, variables)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+
+
+def _answer(source: str, variables: dict[str, Any] | None) -> tuple[str, str]:
+    global _iterations_left
+    try:
+        template = _compiled(source)
+        if variables is None:
+            return "text", ""
+        _iterations_left = MOST_ITERATIONS
+        kept, length = [], 0
+        for piece in template.generate(variables):
+            kept.append(piece)
+            length += len(piece)
+            if length > LARGEST_PROMPT_CHARACTERS:
+                return "limit", f"more than {LARGEST_PROMPT_CHARACTERS:,} characters"
+        return "text", "".join(kept)
+    except (RecursionError, MemoryError) as reason:
+        return "limit", type(reason).__name__
+    except Exception as reason:  # TemplateError, and whatever Python raises for the program that Jinja makes
+        return "failure", f"{type(reason).__name__}: {reason}"[:1000]
+
+
+@lru_cache(maxsize=_KEPT)
+def _compiled(source: str) -> Template:
+    """A template. Compiling takes longer than most renderings."""
+    return _environment().from_string(source)
+
+
+@cache
+def _environment() -> Environment:
+    from jinja2 import TemplateRuntimeError, nodes
+    from jinja2.ext import loopcontrols
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    class Limited(ImmutableSandboxedEnvironment):
+        """Counts the iterations of all loops of a rendering."""
+
+        intercepted_binops = frozenset({"*", "**"})
+
+        def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
+            template = super()._parse(source, name, filename)
+            for loop in template.find_all(nodes.For):
+                loop.iter = nodes.Filter(loop.iter, "_counted", [], [], None, None, lineno=loop.lineno)
+            return template
+
+        def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+            if operator == "*" and not all(isinstance(each, (int, float)) for each in (left, right)):
+                raise TemplateRuntimeError("multiplies a text or a list")
+            if operator == "**" and (abs(left) > 1 << 32 or abs(right) > 64):
+                raise TemplateRuntimeError("a power that is too large")
+            return super().call_binop(context, operator, left, right)
+
+    def counted(items: Iterable[Any]) -> Iterator[Any]:
+        global _iterations_left
+        for item in items:
+            _iterations_left -= 1
+            if _iterations_left < 0:
+                raise TemplateRuntimeError(f"more than {MOST_ITERATIONS:,} iterations")
+            yield item
+
+    def refuse(message: str) -> None:
+        raise TemplateRuntimeError(message)
+
+    def to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
+        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
+
+    environment = Limited(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
+    environment.filters |= {"tojson": to_json, "_counted": counted}
+    environment.globals |= {
+        "raise_exception": refuse,
+        "strftime_now": lambda form: datetime.now().strftime(form),
+    }
+    return environment
+
+
+if __name__ == "__main__":
+    _main()
