@@ -171,12 +171,65 @@ def test_truncation_and_padding_of_a_tokenizer_are_not_applied(embedded: Path, t
     assert encode(open_tokenizer(path), text) == encode(open_tokenizer(embedded / "tokenizer.json"), text)
 
 
+def _twice() -> dict[str, object]:
+    part = {"Sequence": {"id": "A", "type_id": 0}}
+    return {"type": "TemplateProcessing", "single": [part, part], "pair": [part, part], "special_tokens": {}}
+
+
+def _replace(pattern: dict[str, str], content: str) -> dict[str, object]:
+    return {"type": "Replace", "pattern": pattern, "content": content}
+
+
+@pytest.mark.parametrize(
+    ("stage", "rules", "work"),
+    [
+        ("normalizers", [_replace({"String": "a"}, "a" * 1000)] * 3, "encoding: got 4,000,000,000 times"),
+        ("normalizers", [_replace({"String": "a"}, "aa")] * 30, "encoding: got 4,294,967,296 times"),
+        ("normalizers", [_replace({"Regex": "(?=a)"}, "a")] * 30, "encoding: got 4,294,967,296 times"),
+        (
+            "normalizers",
+            [_replace({"String": "\u0627"}, "\ufdfa"), {"type": "NFKC"}] * 4,
+            "encoding: got 419,904 times",
+        ),
+        ("normalizers", [{"type": "ByteLevel"}] * 20, "encoding: got "),
+        ("normalizers", [{"type": "Prepend", "prepend": "a" * 5000}], "times the text and 20,001 more"),
+        ("decoders", [_replace({"String": "a"}, "aa")] * 30, "decoding: got 1,073,741,824 times"),
+        ("decoders", [{"type": "BPEDecoder", "suffix": ""}] * 30, "decoding: got 1,073,741,824 times"),
+        ("processors", [_twice()] * 30, "encoding: got 4,294,967,296 times"),
+    ],
+)
+def test_a_tokenizer_that_multiplies_text_is_refused(embedded: Path, tmp_path: Path, stage: str, rules, work) -> None:
+    """Before it is opened: an added token is normalized then."""
+    name = {"normalizers": "normalizer", "decoders": "decoder", "processors": "post_processor"}[stage]
+    content = {"type": "Sequence", stage: rules}
+    token = {"id": 0, "content": "a" * 100, "special": False, "normalized": True}
+    token |= {"single_word": False, "lstrip": False, "rstrip": False}
+    path = _rewritten(embedded, tmp_path, **{name: content, "added_tokens": [token]})
+    with pytest.raises(UsageError, match=work):
+        open_tokenizer(path)
+
+
+@pytest.mark.parametrize(
+    "rules",
+    [
+        [{"type": "Prepend", "prepend": "\u2581"}, _replace({"String": " "}, "\u2581")],
+        [{"type": "NFC"}, _replace({"Regex": "\\s+"}, " "), {"type": "Lowercase"}],
+        [{"type": "NFKC"}, {"type": "NFC"}, {"type": "Lowercase"}, _replace({"Regex": " {2,}"}, "\u2581")],
+    ],
+)
+def test_normalizers_of_known_models_are_accepted(embedded: Path, tmp_path: Path, rules) -> None:
+    assert open_tokenizer(_rewritten(embedded, tmp_path, normalizer={"type": "Sequence", "normalizers": rules}))
+
+
 def test_no_other_file_opens_a_tokenizer() -> None:
-    """What `open_tokenizer` takes care of must hold for prompts, calibration and exports alike."""
+    """What `open_tokenizer` takes care of must hold for prompts, calibration and exports alike.
+
+    `growth` opens one without its vocabulary.
+    """
     root = Path(__file__).parent.parent
     sources = [path for room in ("edgekv", "exporters", "quant") for path in (root / room).rglob("*.py")]
     found = [path.relative_to(root).as_posix() for path in sources if "Tokenizer.from_" in path.read_text("utf-8")]
-    assert found == ["edgekv/spec/text.py"]
+    assert sorted(found) == ["edgekv/spec/growth.py", "edgekv/spec/text.py"]
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from edgekv.errors import EdgeKVError, UsageError
+from edgekv.spec.growth import MOST_ADDED, MOST_FACTOR, tokenizer_growth
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -40,6 +41,10 @@ def open_tokenizer(path: str | Path, error: type[EdgeKVError] = UsageError, fix:
         raise error(str(path), got=f"{size_bytes:,} bytes", expected=f"at most {LARGEST_BYTES:,}", fix=fix)
     try:
         with _no_panic(str(path), error):
+            for work, growth in tokenizer_growth(Path(path).read_bytes()).items():
+                if not growth.is_accepted:
+                    limit = f"at most {MOST_FACTOR} times and {MOST_ADDED:,} more"
+                    raise error(f"{path}: {work}", got=growth, expected=limit, fix="Use another tokenizer.json.")
             tokenizer = Tokenizer.from_file(str(path))
             tokenizer.no_truncation()
             tokenizer.no_padding()
