@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ import msgspec
 import pytest
 
 from edgekv.serve import Limits
+from edgekv.spec.chat import ChatTemplates
 from tests.serving import NAME, Server, served
 
 CHAT = "/v1/chat/completions"
@@ -204,6 +206,18 @@ def _is_healthy(port: int) -> bool:
     with socket.create_connection(("127.0.0.1", port), timeout=30) as connection:
         connection.sendall(b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n")
         return b" 200 " in connection.recv(4096)
+
+
+def test_a_slow_template_holds_nobody_else_up(talking: Path, monkeypatch: pytest.MonkeyPatch):
+    slow = ChatTemplates(
+        templates={"default": "{% for i in range(2000) %}{% set x = range(99999) | sum %}{% endfor %}x"}
+    )
+    with served(talking) as server, ThreadPoolExecutor() as threads:
+        monkeypatch.setattr(type(server.model), "chat_templates", slow)
+        chat = threads.submit(server.post, CHAT, _messages(USER, max_tokens=2))
+        time.sleep(0.2)  # it is being rendered
+        assert server.post(COMPLETIONS, HELLO)[0] == 200 and not chat.done()
+        assert chat.result()[0] == 200
 
 
 def _is_closed(connection: socket.socket) -> bool:
