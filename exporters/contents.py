@@ -20,7 +20,7 @@ from exporters.progress import Progress, silent
 from exporters.quantize.encodings import choose_encodings, decoder_results
 from exporters.quantize.matrices import QuantizedMatrices
 from exporters.quantize.reference import Tensors
-from exporters.records import model_record, rope_record, sink_record, token_record
+from exporters.records import sink_record, token_record
 from quant import Encoding, Range
 
 
@@ -53,7 +53,7 @@ def write_contents(
     types = EncodingTypes("s16" if is_tflite else options.recipe.activations, options.kv_dtype)
     slots = None if options.lora is None else options.lora.slots(tensors.spec)
     decoder = DecoderInterface.of(tensors.spec, context, options.kv_dtype, options.key_layout, types.activations, slots)
-    factors = [rope_record(rope, context).attention_factor for rope in tensors.spec.ropes]
+    factors = [rope.rotation(context).attention_factor for rope in tensors.spec.ropes]
     encodings = choose_encodings(decoder_results(tensors.spec), ranges, factors, types)
     if surveyed.heads is not None:
         encodings |= cache_encodings(surveyed.heads, options.kv_dtype)
@@ -99,8 +99,7 @@ def make_manifest(
         floating: nodes that compute in float.
     """
     options, checkpoint = prepared.options, prepared.checkpoint
-    spec, context, sink = checkpoint.spec, options.contexts[-1], surveyed.sink
-    ropes = [rope_record(rope, context) for rope in spec.ropes]
+    spec, sink = checkpoint.spec, surveyed.sink
     return Manifest(
         format=FORMAT,
         producer=f"edgekv {metadata.version('edgekv')}",
@@ -108,14 +107,10 @@ def make_manifest(
         recipe=prepared.recipe,
         kv_dtype=options.kv_dtype,
         key_layout=options.key_layout,
-        context=context,
+        context=options.contexts[-1],
         htp_check=check,
         floating_nodes=list(floating),
-        model=model_record(checkpoint),
-        rope=ropes[0],
-        local_rope=ropes[1] if len(ropes) > 1 else None,
-        local_layers=[] if spec.local_rope is None else spec.layers_with(spec.local_rope),
-        unrotated_layers=sorted(spec.unrotated),
+        model=spec,
         embedding=embedding_record(prepared.split),
         tokens=token_record(checkpoint),
         generation=checkpoint.generation,
@@ -123,7 +118,6 @@ def make_manifest(
         encodings=encodings,
         source=source,
         files=files,
-        windows=list(spec.windows_in(context)),
         graph_format=options.graph_format,
         sink=None if sink is None else sink_record(sink),
         lora=None if options.lora is None else options.lora.slots(spec),

@@ -146,7 +146,7 @@ def prepare(checkpoint: Checkpoint, options: ExportOptions) -> Prepared:
     return Prepared(
         checkpoint=checkpoint,
         options=options,
-        recipe=recipe_record(checkpoint.spec, options.recipe, channels),
+        recipe=recipe_record(checkpoint.spec, options.recipe),
         split=split,
         graphs=plan_graphs(options.ar, options.contexts, split, options.graph_format, verify=options.verify),
         calibration=read_calibration(options.calibration, checkpoint.folder),

@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 
 from edgekv.bundle import (
     AdapterRecord,
-    ChannelRecord,
-    ModelRecord,
     RecipeRecord,
-    RopeRecord,
     SinkRecord,
     SourceRecord,
     StoredRecord,
     TokenRecord,
     WeightRecord,
 )
-from edgekv.spec.decoder import DecoderSpec, SplitChannel
-from edgekv.spec.rope import Rope
+from edgekv.spec.decoder import DecoderSpec
 from edgekv.spec.tensors import matrices
 from exporters.checkpoint.checkpoint import Checkpoint
 from exporters.checkpoint.rotate import applied_rotation
@@ -26,8 +21,8 @@ from exporters.quantize.recipe import Recipe
 from exporters.quantize.sink import SINK_FILE, FloatSink
 
 
-def recipe_record(spec: DecoderSpec, recipe: Recipe, channels: Sequence[SplitChannel] = ()) -> RecipeRecord:
-    """The recipe as it applies to a decoder, with these channels of the residual split.
+def recipe_record(spec: DecoderSpec, recipe: Recipe) -> RecipeRecord:
+    """The recipe as it applies to a decoder.
 
     Raises:
         UsageError: no rule matches a matrix.
@@ -42,36 +37,7 @@ def recipe_record(spec: DecoderSpec, recipe: Recipe, channels: Sequence[SplitCha
         key_scaling=recipe.key_scaling,
         neuron_scaling=recipe.neuron_scaling,
         outlier_channels=recipe.outlier_channels,
-        split_channels=[ChannelRecord(channel=each.channel, parts=each.parts) for each in channels],
         heads=recipe.heads,
-    )
-
-
-def model_record(checkpoint: Checkpoint) -> ModelRecord:
-    """The sizes of the decoder."""
-    spec = checkpoint.spec
-    return ModelRecord(
-        model_type=spec.model_type,
-        layers=spec.layers,
-        hidden=spec.hidden,
-        heads=spec.heads,
-        kv_heads=spec.kv_heads,
-        head_dim=spec.head_dim,
-        intermediate=spec.intermediate,
-        vocab=spec.vocab,
-        max_positions=spec.max_positions,
-    )
-
-
-def rope_record(rope: Rope, context: int) -> RopeRecord:
-    """A rotary embedding, resolved for a context of this many tokens."""
-    rotation = rope.rotation(context)
-    return RopeRecord(
-        rope_type=rope.rope_type,
-        theta=rope.theta,
-        parameters={name: list(v) if isinstance(v, tuple) else v for name, v in rope.parameters.items()},
-        inverse_frequencies=rotation.inverse_frequencies.tolist(),
-        attention_factor=rotation.attention_factor,
     )
 
 

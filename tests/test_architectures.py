@@ -141,7 +141,7 @@ def test_a_context_that_needs_scaled_queries_is_refused_by_field(tmp_path):
 
 def test_keys_that_are_not_rotated_are_not_moved(tmp_path):
     bundle = calibrated(opened(tmp_path / "checkpoint", "smollm3"), tmp_path)
-    assert open_bundle(bundle).manifest.unrotated_layers == [1]
+    assert open_bundle(bundle).manifest.model.unrotated == {1}
     with pytest.raises(UsageError, match="sinks: got layers without a rotary embedding"):
         edgekv.load(bundle, policy="sinks(2, 20)")
 

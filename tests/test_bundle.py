@@ -6,20 +6,16 @@ import random
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
 
-import edgekv
 from edgekv.bundle import (
     FORMAT,
     MANIFEST,
     GraphRecord,
     Manifest,
-    ModelRecord,
     RecipeRecord,
-    RopeRecord,
     SourceRecord,
     TokenRecord,
     file_hashes,
@@ -32,6 +28,7 @@ from edgekv.bundle import (
 from edgekv.bundle.formats import SEAL, seal_of
 from edgekv.cli import run
 from edgekv.errors import BundleError
+from edgekv.spec import DecoderSpec, Rope
 from quant import Encoding
 from tests.manifests import change_manifest, replace_in_manifest
 
@@ -59,7 +56,7 @@ def _manifest(folder: Path) -> Manifest:
         kv_dtype="u8",
         key_layout="rows",
         context=8,
-        model=ModelRecord(
+        model=DecoderSpec(
             model_type="llama",
             layers=1,
             hidden=4,
@@ -69,8 +66,11 @@ def _manifest(folder: Path) -> Manifest:
             intermediate=8,
             vocab=16,
             max_positions=8,
+            eps=1e-5,
+            tied_head=True,
+            rope=Rope("default", 10000.0, 4, {}),
+            query_gain=0.5,
         ),
-        rope=RopeRecord(rope_type="default", theta=10000.0, parameters={}, inverse_frequencies=[1.0, 0.01]),
         tokens=TokenRecord(bos=None, eos=[1], pad=None),
         graphs=[GraphRecord.whole("ar1_cl8", GRAPH, layers=1, ar=1, context=8, role="decode")],
         htp_check="not-run",
@@ -137,8 +137,8 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
         f"format: got {FORMAT + 1}; expected {FORMAT}. Install a newer edgekv",
     ),
     "an older format": (
-        lambda f: _rewrite(f, f'"format": {FORMAT}', '"format": 0'),
-        f"format: got 0; expected {FORMAT}. Export",
+        lambda f: _rewrite(f, f'"format": {FORMAT}', f'"format": {FORMAT - 1}'),
+        f"format: got {FORMAT - 1}; expected {FORMAT}. Export",
     ),
     "an unknown field": (lambda f: _rewrite(f, '"recipe"', '"receipt"'), "receipt"),
     "a byte without a new seal": (
@@ -161,15 +161,42 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "10^9 layers": (lambda f: _rewrite(f, '"layers": 1', '"layers": 1000000000'), r"<= 4096 - at `\$.model.layers`"),
     "10^9 layers of a part": (lambda f: _rewrite(f, '"stop_layer": 1', '"stop_layer": 1000000000'), "<= 4096"),
     "many heads": (
-        lambda f: _rewrite(f, '"kv_heads": 1', '"kv_heads": 16000000'),
+        lambda f: change_manifest(f, lambda content: content["model"].update(heads=16000000, kv_heads=16000000)),
         "encodings: got 6; expected at",
     ),
     "10^12 tokens": (lambda f: _rewrite(f, '"max_positions": 8', '"max_positions": 1000000000000'), "<= 134217728"),
     "a name with a zero byte": (lambda f: _rewrite(f, '"tokenizer.json": {', '"a\\u0000b": {'), "expected plain paths"),
-    "a negative frequency": (lambda f: _rewrite(f, "0.01", "-0.01"), r"inverse_frequencies\[1\]"),
-    "an endless frequency": (lambda f: _rewrite(f, "0.01", "1e99"), r"inverse_frequencies\[1\]"),
+    "a negative base": (lambda f: _rewrite(f, "10000.0", "-10000.0"), r"> 0.0 - at `\$.model.rope.theta`"),
+    "endless frequencies": (
+        lambda f: _rewrite(f, "10000.0", "1e-300"),
+        r"model: rope: got 1 to 1e\+150; expected frequencies",
+    ),
+    "a rotation wider than a head": (
+        lambda f: _rewrite(f, '"width": 4', '"width": 6'),
+        "width: got 6; expected at most",
+    ),
+    "a rotation without its numbers": (
+        lambda f: _rewrite(f, '"rope_type": "default"', '"rope_type": "linear"'),
+        "parameters: got none; expected factor",
+    ),
+    "a factor of nothing": (
+        lambda f: change_manifest(
+            f, lambda content: content["model"]["rope"].update(rope_type="linear", parameters={"factor": 0.0})
+        ),
+        "model: rope: got ",
+    ),
+    "an odd rotation": (lambda f: _rewrite(f, '"width": 4', '"width": 3'), r"multiple of 2 - at `\$.model.rope.width`"),
+    "windows of other layers": (
+        lambda f: change_manifest(f, lambda content: content["model"].update(windows=[4, None])),
+        "windows: got 2; expected none or 1",
+    ),
+    "heads that cannot share": (
+        lambda f: change_manifest(f, lambda content: content["model"].update(heads=3, kv_heads=2)),
+        "kv_heads: got 2; expected a divisor of 3 heads",
+    ),
+    "an unknown field of the model": (lambda f: _rewrite(f, '"eps"', '"epsilon"'), "epsilon"),
     "a field of another type": (lambda f: _rewrite(f, '"context": 8', '"context": "8"'), "Expected `int`, got `str`"),
-    "a size that cannot be": (lambda f: _rewrite(f, '"layers": 1', '"layers": 0'), "model: got layers: got 0"),
+    "a size that cannot be": (lambda f: _rewrite(f, '"layers": 1', '"layers": 0'), r">= 1 - at `\$.model.layers`"),
     "an encoding too few": (lambda f: _rewrite(f, '"logits": {', '"logit": {'), "encodings: got none of logits"),
     "a file too few": (lambda f: (f / GRAPH).unlink(), f"{GRAPH}: got no such file; expected a file of 7 bytes"),
     "a file cut short": (lambda f: (f / GRAPH).write_bytes(b"a gra"), f"{GRAPH}: got 5 bytes; expected 7 bytes"),
@@ -238,9 +265,9 @@ def test_a_flipped_bit_of_the_manifest_is_refused_or_changes_nothing(bundle: Pat
 
 
 def test_a_flipped_bit_of_a_number_is_refused_by_the_seal(bundle: Path, tmp_path: Path) -> None:
-    """Where every other check passes: a digit of an attention factor, a base, a scale."""
+    """Where every other check passes: a digit of a gain, a base, a scale."""
     text = (bundle / MANIFEST).read_text()
-    for name in ("attention_factor", "theta", "scale"):
+    for name in ("query_gain", "theta", "scale"):
         at = text.index(f'"{name}"')
         while text[at] not in "123456789":
             at += 1
@@ -259,40 +286,6 @@ def test_the_seal_is_of_the_content_not_of_its_layout(folder: Path) -> None:
 
 
 # Versions
-
-
-def _as_format_2(content: dict[str, Any]) -> None:
-    content["format"] = 2
-
-
-def _as_format_1(content: dict[str, Any]) -> None:
-    """One file for each graph, as before graphs had parts."""
-    content["format"] = 1
-    for graph in content["graphs"]:
-        (part,) = graph.pop("parts")
-        graph["file"] = part["file"]
-    for name in ("local_rope", "local_layers", "windows", "graph_format", "embedding"):
-        content.pop(name, None)
-
-
-@pytest.mark.parametrize("older", [_as_format_1, _as_format_2])
-def test_bundles_of_older_formats_open(folder: Path, older: Callable[[dict[str, Any]], None]) -> None:
-    change_manifest(folder, older)
-    _drop_seal(folder)
-    assert open_bundle(folder).manifest == _manifest(folder)
-
-
-def test_an_exported_bundle_of_an_older_format_gives_the_same_tokens(small: Path) -> None:
-    tokens = [token.id for token in edgekv.load(small).generate([3, 4, 5], 8)]
-    change_manifest(small, _as_format_2)
-    _drop_seal(small)
-    assert [token.id for token in edgekv.load(small).generate([3, 4, 5], 8)] == tokens
-
-
-def test_an_older_format_that_is_not_what_it_says_is_refused(folder: Path) -> None:
-    change_manifest(folder, lambda content: content.update(format=1))  # but its graphs have parts
-    with pytest.raises(BundleError, match=r"manifest.json: got KeyError 'file'; expected the fields of format 1"):
-        open_bundle(folder)
 
 
 def test_a_field_of_a_newer_edgekv_asks_for_an_upgrade(folder: Path) -> None:

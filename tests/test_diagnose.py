@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
@@ -122,7 +123,11 @@ class CoarseCache(NumpyOps):
     ("wrong", "first", "cause"),
     [
         (lambda c: trace_reference(respelt(c, query_gain=0.5), SHORT), "layers.0.q.h0", "scale: the values are 2 "),
-        (lambda c: trace_reference(respelt(c, rope=replace(c.spec.rope, theta=9.0)), SHORT), "layers.0.k.h0", "RoPE"),
+        (
+            lambda c: trace_reference(turned_by(c, theta=9.0), SHORT),
+            "layers.0.k.h0",
+            "RoPE",
+        ),
         (lambda c: trace_reference(c.limited([8]), SHORT), "layers.0.attention", "mask"),
         (lambda c: merged(trace_stages(c, [np.array(SHORT)], None, CoarseCache)), "past_key_0_h0_in", "KV bits: the"),
     ],
@@ -134,8 +139,13 @@ def test_a_model_that_is_wrong_in_one_thing_is_told_from_the_right_one(tmp_path,
     assert found.cause is not None and found.cause.startswith(cause)
 
 
+def turned_by(checkpoint: Checkpoint, theta: float) -> Checkpoint:
+    """The checkpoint with another base of its rotary embedding."""
+    return respelt(checkpoint, rope=msgspec.structs.replace(checkpoint.spec.rope, theta=theta))
+
+
 def respelt(checkpoint: Checkpoint, **fields: Any) -> Checkpoint:
-    return replace(checkpoint, spec=replace(checkpoint.spec, **fields))
+    return replace(checkpoint, spec=msgspec.structs.replace(checkpoint.spec, **fields))
 
 
 def turned(x: np.ndarray, angle: float) -> np.ndarray:

@@ -84,7 +84,7 @@ def test_the_graph_has_what_the_manifest_promises(
 @pytest.mark.parametrize(
     ("field", "value", "message"),
     [
-        ("head_dim", 32, r"input: got past_key_0_h0_in uint8 \[1, 1, 127, 64\]; expected past_key_0_h0_in"),
+        ("head_dim", 128, r"input: got past_key_0_h0_in uint8 \[1, 1, 127, 64\]; expected past_key_0_h0_in"),
         ("vocab", 7, r"output: got logits uint16 \[1, 1, 4096\]; expected logits uint16 \[1, 1, 7\]"),
         ("layers", 3, r"input: got past_key_3_h0_in .* expected no further one"),
     ],

@@ -275,5 +275,6 @@ def test_a_checkpoint_is_calibrated_on_its_own_text_if_it_has_one(tmp_path):
 def test_the_manifest_says_where_the_bundle_is_from(small):
     raw = json.loads((small / "manifest.json").read_text())
     assert raw["source"]["calibration"] == "edgekv's own" and raw["source"]["calibration_tokens"] > 500
-    assert raw["rope"]["rope_type"] == "llama3" and raw["rope"]["parameters"]["factor"] == 8
+    rope = raw["model"]["rope"]
+    assert rope["rope_type"] == "llama3" and rope["parameters"]["factor"] == 8
     assert set(raw["files"]) >= {"tokenizer.json", "ar1_cl64.onnx", "weights-head.safetensors"}

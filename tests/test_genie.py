@@ -22,6 +22,7 @@ from edgekv.cli import run
 from edgekv.errors import BundleError, EdgeKVError, EngineError, UsageError
 from edgekv.runtime.rope import RopeTable
 from edgekv.session import SamplingParams, Token
+from edgekv.spec import Rope
 from exporters.quantize.sink import SinkWanted
 from exporters.targets.genie import vendor, write
 from exporters.targets.genie.config import Debug, GenieConfig
@@ -218,7 +219,7 @@ def test_rotary_tables_of_llama3_are_genies_bit_by_bit(tmp_path: Path) -> None:
         list(dialog.token_query([1, 2, 3], max_new_tokens=1))
     manifest = bundle.manifest
     encodings = (manifest.encodings[f"position_ids_{name}"] for name in ("cos", "sin"))
-    rows = RopeTable(manifest.rope.inverse_frequencies, *encodings).rows(0, manifest.context)
+    rows = RopeTable(manifest.rotations[""].inverse_frequencies, *encodings).rows(0, manifest.context)
     for name, ours in zip(("cos", "sin"), rows, strict=True):
         (dump,) = (tmp_path / "debug").rglob(f"position_ids_{name}.u16.dat")
         assert np.array_equal(np.fromfile(dump, np.uint16), ours.ravel())
@@ -254,20 +255,19 @@ def test_genie_moves_to_the_next_context_as_edgekv_does(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"windows": [16, None]}, "attention windows: got layers that attend to 16, None tokens"),
+        ({"limits": (16, None)}, "attention windows: got layers that attend to 16, None, 16, None tokens"),
         (
-            {"rope_type": "longrope"},
-            "rotary embedding: got longrope of 64 elements, times 1; expected default",
+            {"rope": Rope("linear", 1e4, 64, {"factor": 2.0})},
+            "rotary embedding: got linear of 64 elements; expected default",
         ),
-        ({"attention_factor": 1.2}, "got default of 64 elements, times 1.2"),
+        ({"rope": Rope("default", 1e4, 32, {})}, "got default of 32 elements"),
     ],
 )
 def test_what_genie_was_not_compared_for_is_refused(columns: Bundle, change: dict[str, object], message: str) -> None:
     manifest = columns.manifest
-    if "windows" not in change:
-        change = {"rope": msgspec.structs.replace(manifest.rope, **change)}
+    other = msgspec.structs.replace(manifest, model=msgspec.structs.replace(manifest.model, **change))
     with pytest.raises(BundleError, match=message):
-        GeniePlan.of(Bundle(columns.path, msgspec.structs.replace(manifest, **change)), GenieOptions())
+        GeniePlan.of(Bundle(columns.path, other), GenieOptions())
 
 
 @pytest.mark.parametrize("contexts", [64, (64, 128)])

@@ -74,7 +74,7 @@ def plain_copying(bundle: Path, tokens: list[int]) -> np.ndarray:
     manifest = opened.manifest
     session = CpuEngine().session(opened.graph_path(manifest.graph("decode")))
     cos, sin = (manifest.encodings[name] for name in ("position_ids_cos", "position_ids_sin"))
-    rope = RopeTable(manifest.rope.inverse_frequencies, cos, sin)
+    rope = RopeTable(manifest.rotations[""].inverse_frequencies, cos, sin)
     rows = manifest.context - 1
     feeds = {t.past: np.full((1, 1, rows, manifest.model.head_dim), 128, np.uint8) for t in manifest.geometry.names()}
     mask = np.zeros((1, 1, 1, manifest.context), np.uint16)

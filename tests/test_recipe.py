@@ -49,10 +49,8 @@ def test_a_rotated_checkpoint_has_the_same_logits(checkpoint):
 
 
 def test_a_residual_behind_norms_is_not_rotated(checkpoint):
-    from dataclasses import replace
-
     assert applied_rotation(checkpoint.spec, "hadamard") == "hadamard"
-    assert applied_rotation(replace(checkpoint.spec, post_norms=True), "hadamard") == "none"
+    assert applied_rotation(msgspec.structs.replace(checkpoint.spec, post_norms=True), "hadamard") == "none"
 
 
 @pytest.mark.htp

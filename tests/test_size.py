@@ -16,9 +16,7 @@ from edgekv.bundle import (
     FileRecord,
     GraphRecord,
     Manifest,
-    ModelRecord,
     RecipeRecord,
-    RopeRecord,
     SourceRecord,
     TokenRecord,
     write_manifest,
@@ -36,7 +34,7 @@ from edgekv.plan import (
     make_size_report,
 )
 from edgekv.plan.cache import CHOICES, count_addresses, estimate
-from edgekv.spec import Geometry, LayeredGeometry
+from edgekv.spec import DecoderSpec, Geometry, LayeredGeometry, Rope
 from quant import Encoding
 
 NOTE = Geometry(layers=32, kv_heads=32, head_dim=128, context=2048, kv_dtype="s16")
@@ -396,7 +394,7 @@ def test_an_option_that_contradicts_a_config_is_refused(tmp_path):
         find_subject(path, Overrides(layers=32))
 
 
-def write_bundle(folder, context=64, **changes):
+def write_bundle(folder, context=64, limits=(), **changes):
     geometry = Geometry(layers=2, kv_heads=1, head_dim=4, context=context)
     activation, cache = Encoding("u16", 0.1, 32768), Encoding("u8", 0.1, 128)
     encodings = dict.fromkeys(["attention_mask", "position_ids_cos", "position_ids_sin", "logits"], activation)
@@ -410,7 +408,7 @@ def write_bundle(folder, context=64, **changes):
         key_layout="rows",
         context=context,
         htp_check="not-run",
-        model=ModelRecord(
+        model=DecoderSpec(
             model_type="llama",
             layers=2,
             hidden=8,
@@ -420,8 +418,12 @@ def write_bundle(folder, context=64, **changes):
             intermediate=16,
             vocab=32,
             max_positions=128,
+            eps=1e-5,
+            tied_head=True,
+            rope=Rope("default", 10000.0, 4, {}),
+            query_gain=0.5,
+            limits=limits,
         ),
-        rope=RopeRecord(rope_type="default", theta=10000.0, parameters={}, inverse_frequencies=[1.0, 0.01]),
         tokens=TokenRecord(bos=None, eos=[0], pad=None),
         graphs=[
             GraphRecord.whole("decode", "decode.onnx", layers=2, ar=1, context=context, role="decode"),
@@ -444,7 +446,7 @@ def test_a_bundle_gives_sizes_graphs_and_weights(tmp_path):
 
 
 def test_the_windows_and_the_key_layout_of_a_bundle_count(tmp_path):
-    write_bundle(tmp_path, windows=[32, None])
+    write_bundle(tmp_path, limits=(32, None))
     report = make_size_report(find_subject(tmp_path, Overrides()), device=find("SM8650"))
     assert [(each.layers, each.window) for each in report.geometry.windows] == [(1, 32), (1, 64)]
     assert report.strategies[0].held_bytes == 2 * 64 + 2 * ((32 + 16) + (64 + 16)) * 4

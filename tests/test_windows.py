@@ -111,8 +111,8 @@ def test_narrow_layers_hold_less(bundles: dict[str, Path]) -> None:
 
 def test_one_mask_for_each_window(bundles: dict[str, Path]) -> None:
     manifest = open_bundle(bundles["mixed"]).manifest
-    assert manifest.windows == [12, None]
-    assert open_bundle(bundles["whole"]).manifest.windows == []
+    assert manifest.windows == (12, None)
+    assert open_bundle(bundles["whole"]).manifest.windows == ()
     model = edgekv.load(bundles["mixed"])
     model.generate(TOKENS[:3], 1)
     (graph,) = (graph for graph in model._graphs.loaded if graph.ar == 8)

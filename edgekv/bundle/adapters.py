@@ -20,7 +20,7 @@ from edgekv.bundle.atomic import atomic_directory
 from edgekv.bundle.bundle import Bundle
 from edgekv.bundle.formats import SEAL, Content, seal_of
 from edgekv.bundle.manifest import MANIFEST
-from edgekv.bundle.records import Count, FileRecord, Layers, Record
+from edgekv.bundle.records import Count, FileRecord, Layer, Record
 from edgekv.errors import BundleError, UsageError
 from edgekv.json_file import decode_json, readable_json
 from edgekv.spec import LoraTarget
@@ -51,7 +51,7 @@ class ClippedMatrix(Record, frozen=True):
         reach: the largest element, relative to the largest that the encoding has.
     """
 
-    layer: Layers
+    layer: Layer
     target: LoraTarget
     elements: Count
     share: Annotated[float, msgspec.Meta(ge=0, le=1)]

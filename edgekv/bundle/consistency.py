@@ -5,10 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NoReturn
 
+import numpy as np
+
 from edgekv.bundle.files import is_plain_path
 from edgekv.bundle.manifest import Manifest
 from edgekv.bundle.records import SinkRecord
+from edgekv.spec import Rope
 from quant import DTYPES
+
+_MOST_FREQUENCY = 1e3
 
 Fail = Callable[[str, object, object], NoReturn]
 
@@ -24,8 +29,6 @@ def check_consistency(manifest: Manifest, fail: Fail) -> None:
     tensors = 2 * manifest.model.layers * manifest.model.kv_heads
     if tensors > len(manifest.encodings):
         fail("encodings", len(manifest.encodings), f"at least {tensors}, one for each tensor of the cache")
-    if manifest.model.layers < len(manifest.local_layers) or manifest.model.layers < len(manifest.windows):
-        fail("model: layers", manifest.model.layers, "as many as `windows` and `local_layers` list")
     try:
         manifest.cache_geometry.groups()
     except ValueError as error:
@@ -37,14 +40,23 @@ def check_consistency(manifest: Manifest, fail: Fail) -> None:
     elif decode.context != manifest.context:
         fail("graphs", f"a decode graph for {decode.context} tokens at most", f"one for all {manifest.context}")
     _check_encodings(manifest, fail)
-    if foreign := [layer for layer in manifest.local_layers if layer >= manifest.model.layers]:
-        fail("local_layers", foreign[0], f"layers below {manifest.model.layers}")
     if (sink := manifest.sink) is not None:
         _check_sink(sink, manifest, fail)
-    half = manifest.model.head_dim // 2
-    for record in manifest.ropes.values():
-        if not 1 <= (pairs := len(record.inverse_frequencies)) <= half:
-            fail("rope: inverse_frequencies", f"{pairs} values", f"1 to {half}, head_dim / 2")
+    with np.errstate(all="ignore"):
+        for rope in manifest.model.ropes:
+            _check_rope(rope, manifest.context, fail)
+
+
+def _check_rope(rope: Rope, context: int, fail: Fail) -> None:
+    """Check that the parameters give angles that can be computed."""
+    try:
+        rotation = rope.rotation(context)
+    except (ArithmeticError, ValueError) as error:
+        fail("model: rope", error, "parameters that give frequencies")
+    found = np.append(rotation.inverse_frequencies, rotation.attention_factor)
+    if not ((found >= 0) & (found <= _MOST_FREQUENCY)).all() or rotation.attention_factor == 0:
+        wanted = f"frequencies and a factor of 0 to {_MOST_FREQUENCY:g}"
+        fail("model: rope", f"{found.min():g} to {found.max():g}", wanted)
 
 
 def _check_sink(sink: SinkRecord, manifest: Manifest, fail: Fail) -> None:

@@ -4,26 +4,21 @@ from __future__ import annotations
 
 from typing import Literal
 
-import msgspec
-
 from edgekv.bundle.records import (
     EmbeddingRecord,
     FileRecord,
     GenerationRecord,
-    Layers,
-    ModelRecord,
     RecipeRecord,
     Record,
-    RopeRecord,
     SinkRecord,
     SourceRecord,
     TokenRecord,
     Tokens,
 )
-from edgekv.spec import ROPE_SUFFIXES, DecoderInterface, GraphRecord, LoraSlots, PartRecord, Role, RotaryInputs
+from edgekv.spec import ROPE_SUFFIXES, DecoderInterface, DecoderSpec, GraphRecord, LoraSlots, PartRecord, Role, Rotation
 from edgekv.spec.geometry import Geometry, KeyLayout, KvDtype
 from edgekv.spec.layers import LayeredGeometry
-from quant import Encoding
+from quant import Dtype, Encoding
 
 MANIFEST = "manifest.json"
 
@@ -43,17 +38,13 @@ class Manifest(Record, frozen=True):
         key_layout: how graphs read and write keys; see `Geometry`.
         graph_format: format of the graphs' files.
         context: S of the largest graphs.
-        local_rope: rotary embedding of the layers with an attention window, if it differs from the others'; its graph
-            inputs are `position_ids_cos_local` and `position_ids_sin_local`.
-        local_layers: the layers that have it.
-        unrotated_layers: layers without a rotary embedding.
+        model: the decoder that the graphs compute: with the attention windows of the export, and the residual's
+            channels that it split.
         htp_check: result of the HTP compiler's check at export.
         floating_nodes: QNN nodes that run in float, empty unless they were allowed.
         encodings: every activation and cache tensor of the graphs, by tensor name; cache tensors are listed under the
             names of their graph inputs. Weight scales are stored with the weights in `weights-*.safetensors`.
         files: every other file of the bundle.
-        windows: tokens that each layer attends to, including the current one; null for the whole context. A shorter
-            list is repeated; empty if all layers attend to the whole context.
         embedding: the table from which the host reads embeddings; null if the graphs look them up.
         generation: sampling defaults; null if the checkpoint has none.
         sink: the first tokens of every sequence, which no graph computes; null if the graphs compute all.
@@ -67,8 +58,7 @@ class Manifest(Record, frozen=True):
     kv_dtype: KvDtype
     key_layout: KeyLayout
     context: Tokens
-    model: ModelRecord
-    rope: RopeRecord
+    model: DecoderSpec
     tokens: TokenRecord
     graphs: list[GraphRecord]
     htp_check: HtpCheck
@@ -76,10 +66,6 @@ class Manifest(Record, frozen=True):
     encodings: dict[str, Encoding]
     source: SourceRecord
     files: dict[str, FileRecord]
-    local_rope: RopeRecord | None = None
-    local_layers: list[Layers] = msgspec.field(default_factory=list)
-    unrotated_layers: list[Layers] = msgspec.field(default_factory=list)
-    windows: list[Tokens | None] = msgspec.field(default_factory=list)
     graph_format: GraphFormat = "onnx"
     embedding: EmbeddingRecord | None = None
     generation: GenerationRecord | None = None
@@ -87,10 +73,15 @@ class Manifest(Record, frozen=True):
     lora: LoraSlots | None = None
 
     @property
-    def ropes(self) -> dict[str, RopeRecord]:
+    def rotations(self) -> dict[str, Rotation]:
         """Every rotary embedding, by the suffix of its graph inputs' names; see `rope_inputs`."""
-        records = (self.rope, self.local_rope)
-        return {suffix: each for suffix, each in zip(ROPE_SUFFIXES, records, strict=True) if each is not None}
+        ropes = zip(ROPE_SUFFIXES, self.model.ropes, strict=False)
+        return {suffix: rope.rotation(self.context) for suffix, rope in ropes}
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """Tokens that each layer attends to, if any layer attends to less than the context; see `DecoderSpec`."""
+        return self.model.windows_in(self.context)
 
     @property
     def geometry(self) -> Geometry:
@@ -108,14 +99,14 @@ class Manifest(Record, frozen=True):
     def cache_geometry(self) -> Geometry | LayeredGeometry:
         """The sizes of the cache that the largest graphs read."""
         plain = self.geometry
-        if not self.windows:
+        if not (windows := self.windows):
             return plain
         return LayeredGeometry(
             plain.layers,
             plain.context,
             (plain.kv_heads,),
             (plain.head_dim,),
-            self.windows,
+            windows,
             plain.kv_dtype,
             plain.key_layout,
         )
@@ -142,16 +133,7 @@ class Manifest(Record, frozen=True):
     @property
     def interface(self) -> DecoderInterface:
         """The interface that all graphs share; its `graph` returns the inputs and outputs of one."""
-        local = frozenset(self.local_layers)
-        layers = frozenset(range(self.model.layers)) - local - frozenset(self.unrotated_layers), local
-        return DecoderInterface(
-            hidden=self.model.hidden,
-            vocab=self.model.vocab,
-            cache=self.cache_geometry,
-            rotary=tuple(
-                RotaryInputs(suffix, len(rope.inverse_frequencies), of)
-                for (suffix, rope), of in zip(self.ropes.items(), layers, strict=False)
-            ),
-            activations="u16" if self.graph_format == "onnx" else "s16",
-            lora=self.lora,
+        activations: Dtype = "u16" if self.graph_format == "onnx" else "s16"
+        return DecoderInterface.of(
+            self.model, self.context, self.kv_dtype, self.key_layout, activations, lora=self.lora
         )

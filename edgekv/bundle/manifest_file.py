@@ -10,7 +10,7 @@ import msgspec
 
 from edgekv.bundle.atomic import replaced_by_a_killed_process
 from edgekv.bundle.consistency import check_consistency
-from edgekv.bundle.formats import FORMAT, SEAL, UPGRADES, Content, seal_of, upgraded
+from edgekv.bundle.formats import FORMAT, SEAL, Content, seal_of
 from edgekv.bundle.manifest import MANIFEST, Manifest
 from edgekv.errors import BundleError
 from edgekv.json_file import read_json, readable_json
@@ -21,8 +21,6 @@ _UPGRADE = "Install a newer edgekv: pip install -U edgekv"
 
 def read_manifest(path: str | Path) -> Manifest:
     """The manifest of a bundle's folder, checked for consistency; the other files are not read.
-
-    Manifests of older formats are read as well; those of `FORMAT` must carry the seal of their content.
 
     Raises:
         BundleError: no folder, no manifest, broken JSON, an unknown format version, a field of the wrong type or out of
@@ -40,24 +38,24 @@ def read_manifest(path: str | Path) -> Manifest:
     version = content.get("format")
     if not isinstance(version, int) or isinstance(version, bool):
         fail("format", repr(version)[:80], FORMAT)
-    if version != FORMAT and version not in UPGRADES:
+    if version != FORMAT:
         fail("format", version, FORMAT, _UPGRADE if version > FORMAT else again)
     seal = content.pop(SEAL, None)
     try:
-        manifest = msgspec.convert(upgraded(content, version), Manifest)
+        manifest = msgspec.convert(content, Manifest)
     except msgspec.ValidationError as error:
         fail("", error, f"the fields of format {FORMAT}", _UPGRADE if "unknown field" in str(error) else again)
-    except (KeyError, TypeError, AttributeError, RecursionError) as error:
-        fail("", f"{type(error).__name__} {error}", f"the fields of format {version}")
+    except RecursionError:
+        fail("", "values nested too deeply", f"the fields of format {FORMAT}")
     check_consistency(manifest, fail)
-    if (version == FORMAT or seal is not None) and seal != (wanted := seal_of(content)):
+    if seal != (wanted := seal_of(content)):
         fail(SEAL, "none" if seal is None else repr(seal)[:80], f"{wanted}, for what the manifest says")
     return manifest
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
     """Write `manifest.json` into a folder, sealed, and indented for readers."""
-    content = msgspec.json.decode(msgspec.json.encode(manifest), type=Content)
+    content = msgspec.json.decode(msgspec.json.encode(manifest, order="deterministic"), type=Content)
     (folder / MANIFEST).write_bytes(readable_json(content | {SEAL: seal_of(content)}))
 
 

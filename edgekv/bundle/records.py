@@ -22,12 +22,8 @@ MatrixMethod = Method | Literal["stored"]
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 40)]
 TokenId = Annotated[int, msgspec.Meta(ge=-1, lt=1 << 24)]  # -1 is a padding id of some checkpoints
-Layers = Annotated[int, msgspec.Meta(ge=0, le=1 << 12)]
-_Width = Annotated[int, msgspec.Meta(ge=0, le=1 << 24)]
+Layer = Annotated[int, msgspec.Meta(ge=0, lt=1 << 12)]
 Tokens = Annotated[int, msgspec.Meta(ge=0, le=1 << 27)]
-_Positive = Annotated[float, msgspec.Meta(gt=0, le=1e12)]
-_Frequency = Annotated[float, msgspec.Meta(ge=0, le=1e3)]
-_Factor = Annotated[float, msgspec.Meta(gt=0, le=1e3)]
 _Sha256 = Annotated[str, msgspec.Meta(max_length=64)]
 
 
@@ -40,39 +36,6 @@ class FileRecord(Record, frozen=True):
 
     bytes: Count
     sha256: _Sha256
-
-
-class ModelRecord(Record, frozen=True):
-    """The sizes of the decoder."""
-
-    model_type: str
-    layers: Layers
-    hidden: _Width
-    heads: _Width
-    kv_heads: _Width
-    head_dim: _Width
-    intermediate: _Width
-    vocab: _Width
-    max_positions: Tokens
-
-
-class RopeRecord(Record, frozen=True):
-    """Rotary embedding, resolved: a runtime needs only the frequencies.
-
-    Attributes:
-        rope_type: as in the checkpoint (`default`, `linear`, `llama3`, `longrope`).
-        theta: the base.
-        parameters: the type's own parameters, for runtimes that compute the table themselves.
-        inverse_frequencies: R/2 values; the angle of pair i at position p is p * inverse_frequencies[i]. The pairs are
-            (i, i + R/2); the elements of a head from R to D stay as they are.
-        attention_factor: multiplies every cosine and sine.
-    """
-
-    rope_type: str
-    theta: _Positive
-    parameters: dict[str, float | list[float]]
-    inverse_frequencies: list[_Frequency]
-    attention_factor: _Factor = 1.0
 
 
 class TokenRecord(Record, frozen=True):
@@ -206,18 +169,6 @@ class WeightRecord(Record, frozen=True):
     method: MatrixMethod
 
 
-class ChannelRecord(Record, frozen=True):
-    """A channel of the residual that is stored as a fraction of itself.
-
-    Attributes:
-        channel: its number in the checkpoint.
-        parts: how often norms read it: it stands for so many channels, each 1 / sqrt(parts) of it.
-    """
-
-    channel: Annotated[int, msgspec.Meta(ge=0, le=1 << 20)]
-    parts: Annotated[int, msgspec.Meta(ge=2, le=1 << 20)]
-
-
 class RecipeRecord(Record, frozen=True):
     """The recipe as it was applied.
 
@@ -230,8 +181,7 @@ class RecipeRecord(Record, frozen=True):
             folded likewise; `heads.safetensors` has the transforms.
         neuron_scaling: `equal` equalizes the columns of `down_proj`, folded into `up_proj`.
         weights: every matrix; the embedding table and norms have 16 bits.
-        outlier_channels: whether outlier channels of the residual were to be split.
-        split_channels: those that were, in ascending order.
+        outlier_channels: whether outlier channels of the residual were to be split; the model lists those that were.
     """
 
     name: str
@@ -241,5 +191,4 @@ class RecipeRecord(Record, frozen=True):
     key_scaling: KeyScalingName = "none"
     neuron_scaling: NeuronScalingName = "none"
     outlier_channels: OutlierChannels = "keep"
-    split_channels: list[ChannelRecord] = msgspec.field(default_factory=list)
     heads: HeadsName = "none"

@@ -114,7 +114,7 @@ def prefix_fingerprint(manifest: Manifest, engine: str) -> str:
 
     Engines differ in the last bit, so each one reuses only its own rows.
     """
-    said = (manifest.files, manifest.encodings, manifest.ropes, manifest.model, manifest.kv_dtype, engine)
+    said = (manifest.files, manifest.encodings, manifest.context, manifest.model, manifest.kv_dtype, engine)
     return hashlib.sha256(msgspec.json.encode(said, order="sorted")).hexdigest()
 
 

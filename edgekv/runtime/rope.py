@@ -25,7 +25,7 @@ class RopeTable:
 
     def __init__(
         self,
-        inverse_frequencies: Sequence[float],
+        inverse_frequencies: Sequence[float] | NDArray[np.float64],
         cos: Encoding,
         sin: Encoding,
         *,
@@ -53,14 +53,14 @@ class RopeTable:
 def rope_tables(manifest: Manifest) -> dict[str, RopeTable]:
     """A table for every rotary embedding of a bundle, by the suffix of its inputs' names, for one context."""
     tables = {}
-    for suffix, record in manifest.ropes.items():
+    for suffix, rotation in manifest.rotations.items():
         cos, sin = (manifest.encodings[name] for name in rope_inputs(suffix))
         tables[suffix] = RopeTable(
-            record.inverse_frequencies,
+            rotation.inverse_frequencies,
             cos,
             sin,
             positions=manifest.context,
-            attention_factor=record.attention_factor,
+            attention_factor=rotation.attention_factor,
         )
     return tables
 

@@ -95,11 +95,15 @@ class CacheSetup:
                 fix="Use slot, which stays at one address.",
             )
         mode = parse_mode(cache_mode) if isinstance(cache_mode, str) else cache_mode
-        chosen = parse_policy(policy, manifest.rope.inverse_frequencies) if isinstance(policy, str) else policy
-        if (manifest.local_rope is not None or manifest.unrotated_layers) and chosen.inverse_frequencies:
+        chosen = (
+            parse_policy(policy, manifest.rotations[""].inverse_frequencies.tolist())
+            if isinstance(policy, str)
+            else policy
+        )
+        if (manifest.model.local_rope is not None or manifest.model.unrotated) and chosen.inverse_frequencies:
             raise UsageError(
                 f"context policy {chosen.name}",
-                got=f"layers with{'out a rotary embedding' if manifest.unrotated_layers else ' two rotary embeddings'}",
+                got=f"layers with{'out a rotary embedding' if manifest.model.unrotated else ' two rotary embeddings'}",
                 expected="one, by which the keys of all layers can be moved",
                 fix="Use fail or sliding-window.",
             )

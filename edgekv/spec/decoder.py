@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
+
+import msgspec
 
 from edgekv.spec.rope import Rope
 from edgekv.spec.sizes import Decoder
@@ -11,9 +12,16 @@ from edgekv.spec.sizes import Decoder
 Activation = Literal["silu", "gelu-tanh"]
 QkNorm = Literal["head", "all-heads"]
 
+# Far above any model, they keep a forged manifest from causing endless work.
+_Layers = Annotated[int, msgspec.Meta(ge=1, le=1 << 12)]
+_Layer = Annotated[int, msgspec.Meta(ge=0, lt=1 << 12)]
+_Width = Annotated[int, msgspec.Meta(ge=1, le=1 << 24)]
+_Tokens = Annotated[int, msgspec.Meta(ge=1, le=1 << 27)]
+_Positive = Annotated[float, msgspec.Meta(gt=0, le=1e12)]
+_Number = Annotated[float, msgspec.Meta(ge=-1e12, le=1e12)]
 
-@dataclass(frozen=True, slots=True)
-class SplitChannel:
+
+class SplitChannel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A channel x of the residual that stands for several equal ones, each x / sqrt(parts): it is stored once.
 
     Attributes:
@@ -21,12 +29,11 @@ class SplitChannel:
         parts: how often norms of the residual read it; a power of 4.
     """
 
-    channel: int
-    parts: int
+    channel: Annotated[int, msgspec.Meta(ge=0, lt=1 << 24)]
+    parts: Annotated[int, msgspec.Meta(ge=2, le=1 << 20)]
 
 
-@dataclass(frozen=True, slots=True)
-class DecoderSpec:
+class DecoderSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A decoder with grouped-query attention, gated feed-forward, RMSNorm and rotary embedding.
 
     Sizes come first. From `local_rope` on, the defaults are Llama's.
@@ -57,33 +64,33 @@ class DecoderSpec:
     """
 
     model_type: str
-    layers: int
-    hidden: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    intermediate: int
-    vocab: int
-    max_positions: int
-    eps: float
+    layers: _Layers
+    hidden: _Width
+    heads: _Width
+    kv_heads: _Width
+    head_dim: _Width
+    intermediate: _Width
+    vocab: _Width
+    max_positions: _Tokens
+    eps: Annotated[float, msgspec.Meta(ge=0, le=1)]
     tied_head: bool
     rope: Rope
-    query_gain: float
+    query_gain: _Positive
     local_rope: Rope | None = None
-    unrotated: frozenset[int] = frozenset()
-    windows: tuple[int | None, ...] = ()
-    limits: tuple[int | None, ...] = ()
+    unrotated: frozenset[_Layer] = frozenset()
+    windows: tuple[_Tokens | None, ...] = ()
+    limits: tuple[_Tokens | None, ...] = ()
     activation: Activation = "silu"
     biased: frozenset[str] = frozenset()
     qk_norm: QkNorm | None = None
     pre_norms: bool = True
     post_norms: bool = False
-    attention_cap: float | None = None
-    logits_cap: float | None = None
-    embedding_gain: float = 1.0
-    residual_gain: float = 1.0
-    logits_gain: float = 1.0
-    norm_offset: float = 0.0
+    attention_cap: _Positive | None = None
+    logits_cap: _Positive | None = None
+    embedding_gain: _Number = 1.0
+    residual_gain: _Number = 1.0
+    logits_gain: _Number = 1.0
+    norm_offset: _Number = 0.0
     split: tuple[SplitChannel, ...] = ()
     fused: bool = False
     multimodal: bool = False
@@ -94,6 +101,12 @@ class DecoderSpec:
             raise ValueError(f"windows: got {len(self.windows)}; expected none or {self.layers}, one for each layer")
         if self.heads % self.kv_heads:
             raise ValueError(f"kv_heads: got {self.kv_heads}; expected a divisor of {self.heads} heads")
+        if wrong := [rope.width for rope in self.ropes if rope.width > self.head_dim]:
+            raise ValueError(f"rope: width: got {wrong[0]}; expected at most head_dim = {self.head_dim}")
+        if foreign := [layer for layer in self.unrotated if layer >= self.layers]:
+            raise ValueError(f"unrotated: got {foreign[0]}; expected layers below {self.layers}")
+        if outside := [each.channel for each in self.split if each.channel >= self.hidden]:
+            raise ValueError(f"split: channel: got {outside[0]}; expected channels below hidden = {self.hidden}")
 
     @property
     def sizes(self) -> Decoder:

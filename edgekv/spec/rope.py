@@ -3,19 +3,29 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Annotated, Literal, get_args
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from edgekv.spec.config import Config
 
-Parameters = Mapping[str, "float | tuple[float, ...]"]
+_Number = Annotated[float, msgspec.Meta(ge=-1e12, le=1e12)]
+Parameters = dict[str, _Number | tuple[_Number, ...]]
+RopeType = Literal["default", "linear", "llama3", "longrope", "yarn"]
 
 _LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 _YARN = ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow")
-_SUPPORTED = ("default", "linear", "llama3", "longrope", "yarn")
+_LISTS = ("short_factor", "long_factor")
+_PARAMETERS: dict[RopeType, tuple[str, ...]] = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": _LLAMA3,
+    "longrope": (*_LISTS, "original_max_position_embeddings", "factor", "attention_factor"),
+    "yarn": (*_YARN, "truncate", "attention_factor"),
+}
 _OLDER_NAMES = {"su": "longrope"}
 
 
@@ -32,8 +42,7 @@ class Rotation:
     attention_factor: float
 
 
-@dataclass(frozen=True, slots=True)
-class Rope:
+class Rope(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The parameters of a rotary embedding, as a checkpoint gives them.
 
     Attributes:
@@ -43,10 +52,20 @@ class Rope:
         parameters: parameters of the type, by the checkpoint's names.
     """
 
-    rope_type: str
-    theta: float
-    width: int
+    rope_type: RopeType
+    theta: Annotated[float, msgspec.Meta(gt=0, le=1e12)]
+    width: Annotated[int, msgspec.Meta(ge=2, le=1 << 24, multiple_of=2)]
     parameters: Parameters
+
+    def __post_init__(self) -> None:
+        if {*self.parameters} != {*(wanted := _PARAMETERS[self.rope_type])}:
+            raise ValueError(f"parameters: got {', '.join(self.parameters) or 'none'}; expected {', '.join(wanted)}")
+        lists = {name for name, value in self.parameters.items() if isinstance(value, tuple)}
+        if lists != {*wanted} & {*_LISTS}:
+            raise ValueError(f"parameters: got lists {', '.join(lists) or 'none'}; expected lists in {_LISTS} alone")
+        if wrong := [name for name in lists if len(self._numbers(name)) != self.width // 2]:
+            found = len(self._numbers(wrong[0]))
+            raise ValueError(f"parameters: {wrong[0]}: got {found} values; expected {self.width // 2}, a pair each")
 
     @classmethod
     def from_config(cls, config: Config, head_dim: int, *, theta: float = 1e4) -> Rope:
@@ -105,17 +124,17 @@ class Rope:
         name = table.text("rope_type", table.text("type", "default"))
         rope_type = _OLDER_NAMES.get(name, name)
         if rope_type == "default":
-            return cls(rope_type, theta, width, {})
+            return cls("default", theta, width, {})
         if rope_type == "linear":
-            return cls(rope_type, theta, width, {"factor": table.number("factor")})
+            return cls("linear", theta, width, {"factor": table.number("factor")})
         if rope_type == "llama3":
-            return cls(rope_type, theta, width, {each: table.number(each) for each in _LLAMA3})
+            return cls("llama3", theta, width, {each: table.number(each) for each in _LLAMA3})
         if rope_type == "longrope":
-            return cls(rope_type, theta, width, _longrope(table, config, width))
+            return cls("longrope", theta, width, _longrope(table, config, width))
         if rope_type == "yarn":
-            return cls(rope_type, theta, width, _yarn(table, config))
+            return cls("yarn", theta, width, _yarn(table, config))
         raise table.refusal(
-            "rope_type", " or ".join(_SUPPORTED), got=repr(name), fix="It cannot be exported: choose another."
+            "rope_type", " or ".join(get_args(RopeType)), got=repr(name), fix="It cannot be exported: choose another."
         )
 
     def rotation(self, tokens: int) -> Rotation:
@@ -136,7 +155,7 @@ class Rope:
             return Rotation(plain * self._llama3_share(plain), 1.0)
         if self.rope_type == "longrope":
             long = tokens > self._number("original_max_position_embeddings")
-            factors = np.asarray(self.parameters["long_factor" if long else "short_factor"], np.float64)
+            factors = np.asarray(self._numbers("long_factor" if long else "short_factor"), np.float64)
             return Rotation(plain / factors, self._number("attention_factor"))
         if self.rope_type == "yarn":
             return Rotation(plain * self._yarn_share(), self._number("attention_factor"))
@@ -167,8 +186,13 @@ class Rope:
 
     def _number(self, name: str) -> float:
         value = self.parameters[name]
-        assert isinstance(value, float), "lists are read by name"
-        return value
+        assert isinstance(value, (int, float)), "lists are read by name"
+        return float(value)
+
+    def _numbers(self, name: str) -> tuple[float, ...]:
+        values = self.parameters[name]
+        assert isinstance(values, tuple), "numbers are read by name"
+        return values
 
 
 def _longrope(table: Config, config: Config, width: int) -> Parameters:

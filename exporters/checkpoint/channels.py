@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -41,7 +42,7 @@ class SplitResidual:
 
     def __init__(self, spec: DecoderSpec, channels: Sequence[SplitChannel]) -> None:
         self._pre_norms = spec.pre_norms
-        self._after = replace(spec, split=tuple(channels))
+        self._after = msgspec.structs.replace(spec, split=tuple(channels))
         self._roots = np.ones(spec.hidden, np.float32)
         for each in channels:
             self._roots[each.channel] = np.sqrt(each.parts)

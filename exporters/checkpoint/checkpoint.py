@@ -110,7 +110,7 @@ class Checkpoint:
             tensors = {key: stored for key, stored in named if key is not None}
             if HEAD in tensors and EMBEDDING in tensors and not same_numbers(tensors[HEAD], tensors[EMBEDDING]):
                 # The field is often absent and its default differs between releases; transformers does the same.
-                spec = replace(spec, tied_head=False)
+                spec = msgspec.structs.replace(spec, tied_head=False)
         wanted = {view.name: view for view in views(spec)}
         if quantization:
             tensors = without_zero_biases(tensors, wanted)
@@ -127,7 +127,7 @@ class Checkpoint:
         file = GgufFile(path)
         config = hugging_face_config(file)
         spec = describe(Config(config, path.name))
-        spec = replace(spec, norm_offset=0.0)  # GGUF stores norms with the offset added
+        spec = msgspec.structs.replace(spec, norm_offset=0.0)  # GGUF stores norms with the offset added
         tokenizer = rebuild_tokenizer(file)
         check_vocabulary(tokenizer, spec.vocab, str(path))
         tensors: Mapping[str, Stored] = gguf_tensors(file)
@@ -154,7 +154,7 @@ class Checkpoint:
 
     def limited(self, windows: Sequence[int | None]) -> Checkpoint:
         """The same model with limited attention windows; see `DecoderSpec.limits`."""
-        return replace(self, spec=replace(self.spec, limits=tuple(windows)))
+        return replace(self, spec=msgspec.structs.replace(self.spec, limits=tuple(windows)))
 
     def split(self, channels: Sequence[SplitChannel]) -> Checkpoint:
         """The same model with some channels of the residual split; see `exporters.checkpoint.channels`."""

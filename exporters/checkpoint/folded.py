@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from edgekv.bundle import Bundle, RecipeRecord
-from edgekv.errors import UsageError
 from edgekv.spec import views
 from exporters.checkpoint.aligned import HEADS_FILE, AlignedHeads, AlignedTransforms, read_heads
 from exporters.checkpoint.checkpoint import EVERY, Rows
@@ -119,16 +118,8 @@ def transformed_as(bundle: Bundle, checkpoint: Tensors) -> Tensors:
 
     Raises:
         BundleError: the file of the transforms is broken.
-        UsageError: its residual is wider than the checkpoint's.
     """
     manifest, heads = bundle.manifest, None
-    if manifest.model.hidden != checkpoint.spec.hidden:
-        raise UsageError(
-            f"bundle {bundle.path}",
-            got=f"a residual of {manifest.model.hidden} channels: an earlier edgekv stored split channels in parts",
-            expected=f"{checkpoint.spec.hidden} channels, as the checkpoint has",
-            fix="Export the checkpoint again.",
-        )
     if manifest.recipe.heads != "none":
         heads = read_heads(bundle.path / HEADS_FILE, manifest.files[HEADS_FILE].bytes)
     return transformed(checkpoint, manifest.recipe, heads)

@@ -25,7 +25,7 @@ def export_lines(output: Path, manifest: Manifest, checkpoint: Checkpoint) -> It
     if manifest.source.stored is not None:
         for line in describe_stored(manifest.source.stored):
             yield f"  {line}"
-    for line in describe_recipe(manifest.recipe):
+    for line in describe_recipe(manifest.recipe, manifest.model.split):
         yield f"  {line}"
     if (found := manifest.sink) is not None:
         yield f"  {_sink_line(found, checkpoint)}"

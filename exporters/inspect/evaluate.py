@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 import edgekv
 from edgekv.bundle import Manifest
 from edgekv.errors import CheckpointError, UsageError
-from edgekv.spec import SplitChannel
 from exporters.checkpoint.checkpoint import Checkpoint
 from exporters.checkpoint.lora import AdapterChoice
 from exporters.inspect.tally import Evaluation, ModeAgreement, Tally
@@ -58,10 +57,7 @@ def open_source(manifest: Manifest, checkpoint: str | None, adapters: Sequence[P
         _check_hash(f"adapter {adapter.folder}", adapter.sha256, each.sha256, "the adapter", "--lora")
     found = opened.weights_sha256()
     _check_hash(f"weights of {opened.name}", found, manifest.source.weights_sha256, "the weights", "--checkpoint")
-    opened = opened.limited(manifest.windows)
-    if manifest.model.hidden != opened.spec.hidden:  # earlier exports stored all parts of a channel
-        return opened
-    return opened.split([SplitChannel(each.channel, each.parts) for each in manifest.recipe.split_channels])
+    return opened.limited(manifest.model.limits).split(manifest.model.split)
 
 
 def _check_hash(what: str, found: str, expected: str, noun: str, option: str) -> None:

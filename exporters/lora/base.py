@@ -14,7 +14,7 @@ import numpy as np
 
 from edgekv.bundle import Bundle
 from edgekv.errors import BundleError
-from edgekv.spec import EMBEDDING, HEAD, Config, DecoderSpec, SplitChannel, describe, views
+from edgekv.spec import EMBEDDING, HEAD, Config, DecoderSpec, describe, views
 from edgekv.system import read_file
 from edgekv.tensor_file import TensorFileError, decode_tensors, encode_tensors
 from exporters.checkpoint.aligned import HEADS_FILE, read_heads
@@ -108,8 +108,8 @@ class LoraBase:
             fix = "Export the bundle again."
             raise BundleError(str(path), got=error, expected="the transforms of the base model", fix=fix) from None
         spec, split, heads = describe(Config(config, LORA_FILE)), None, None
-        if channels := [SplitChannel(each.channel, each.parts) for each in manifest.recipe.split_channels]:
-            split = SplitResidual(spec, channels)
+        if manifest.model.split:
+            split = SplitResidual(spec, manifest.model.split)
             spec = split.spec
         if manifest.recipe.heads != "none":
             heads = read_heads(bundle.path / HEADS_FILE, manifest.files[HEADS_FILE].bytes)

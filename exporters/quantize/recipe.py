@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from fnmatch import fnmatchcase
 from importlib import resources
 from pathlib import Path
@@ -24,7 +24,7 @@ from edgekv.bundle import (
     readable_json,
 )
 from edgekv.errors import UsageError
-from edgekv.spec.decoder import DecoderSpec
+from edgekv.spec.decoder import DecoderSpec, SplitChannel
 from edgekv.spec.tensors import matrices
 from edgekv.system import MIB, read_file
 from quant import WEIGHT_TYPES, WeightDtype
@@ -256,8 +256,8 @@ def find_recipe(name: str) -> Recipe:
     )
 
 
-def describe_recipe(record: RecipeRecord) -> Iterator[str]:
-    """How the matrices were quantized, in lines that join the layers that were treated alike."""
+def describe_recipe(record: RecipeRecord, split: Sequence[SplitChannel] = ()) -> Iterator[str]:
+    """How the matrices were quantized, in lines that join the layers that were treated alike, and what was split."""
     names: dict[tuple[str, str, str], list[str]] = {}
     for weight in record.weights:
         part = re.sub(r"^model\.layers\.\d+\.(self_attn|mlp)\.", "", weight.tensor).removesuffix(".weight")
@@ -276,9 +276,9 @@ def describe_recipe(record: RecipeRecord) -> Iterator[str]:
         yield f"scaling of keys: {record.key_scaling}"
     if record.neuron_scaling != "none":
         yield f"scaling of neurons: {record.neuron_scaling}"
-    if record.split_channels:
-        split = ", ".join(f"{each.channel} into {each.parts}" for each in record.split_channels)
-        yield f"outlier channels of the residual, split: {split}"
+    if split:
+        channels = ", ".join(f"{each.channel} into {each.parts}" for each in split)
+        yield f"outlier channels of the residual, split: {channels}"
     if record.heads != "none":
         yield f"keys and values of each head: {record.heads}"
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from msgspec.structs import replace
 
 from edgekv.spec.config import Config
 from edgekv.spec.decoder import DecoderSpec

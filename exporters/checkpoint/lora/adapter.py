@@ -5,9 +5,11 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
+
+import msgspec
 
 from edgekv.errors import CheckpointError
 from edgekv.spec import EMBEDDING, HEAD, DecoderSpec, text_tensor
@@ -164,7 +166,7 @@ def merge(
     ends = {EMBEDDING.removesuffix(".weight"), HEAD.removesuffix(".weight")}
     if spec.tied_head and any(ends & _changed(adapter) for adapter in adapters):
         merged.setdefault(HEAD, merged[EMBEDDING])
-        spec = replace(spec, tied_head=False)
+        spec = msgspec.structs.replace(spec, tied_head=False)
     for adapter in adapters:
         adapter.check(merged)
     for adapter in adapters:

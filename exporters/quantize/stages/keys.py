@@ -55,7 +55,7 @@ def stage_keys(
         "sink": sink,
         "heads": None if heads is None else _heads_sha256(heads),
         "folded": (recipe.rotation, recipe.value_rotation, recipe.key_scaling, recipe.neuron_scaling),
-        "split": [(each.channel, each.parts) for each in recipe.split_channels],
+        "split": [(each.channel, each.parts) for each in spec.split],
     }
     key, keys = _hashed(shared), []
     for layer in range(spec.layers):

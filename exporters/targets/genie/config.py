@@ -10,9 +10,10 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from devices import Device
-from edgekv.bundle import Manifest, RopeRecord
+from edgekv.bundle import Manifest
 from edgekv.errors import BundleError
 from edgekv.session import SamplingParams
+from edgekv.spec import Rope
 from quant import Encoding
 
 CONFIG, SHARED_CONFIG, EXTENSIONS = "genie_config.json", "genie_config_shared.json", "htp_backend_ext_config.json"
@@ -169,18 +170,17 @@ class GenieConfig(_Part, frozen=True, kw_only=True):
     dialog: Dialog
 
 
-def positional_encoding(rope: RopeRecord, head_dim: int) -> PositionalEncoding:
+def positional_encoding(rope: Rope, head_dim: int) -> PositionalEncoding:
     """The rotary embedding in Genie's terms.
 
     Raises:
         BundleError: a kind whose tables in Genie were never compared with edgekv's.
     """
     half = head_dim // 2
-    turned = 2 * len(rope.inverse_frequencies)
-    if rope.rope_type not in ("default", "llama3") or turned != head_dim or rope.attention_factor != 1:
+    if rope.rope_type not in ("default", "llama3") or rope.width != head_dim:
         raise BundleError(
             "rotary embedding",
-            got=f"{rope.rope_type} of {turned} elements, times {rope.attention_factor:g}",
+            got=f"{rope.rope_type} of {rope.width} elements",
             expected=f"default or llama3 of all {head_dim} elements, whose tables in Genie are known to equal ours",
             fix="Run the bundle with edgekv generate.",
         )
@@ -254,7 +254,7 @@ def genie_config(
             backend=Backend(qnn_htp=QnnHtp(kv_dim=manifest.model.head_dim)),
             model=ModelFiles(
                 binary=Binaries(ctx_bins=list(binaries), lora=lora),
-                positional_encoding=positional_encoding(manifest.rope, manifest.model.head_dim),
+                positional_encoding=positional_encoding(manifest.model.rope, manifest.model.head_dim),
             ),
         ),
         embedding=embedding,

@@ -156,8 +156,8 @@ class GeniePlan:
 
 def _check_attention(manifest: Manifest) -> None:
     """Genie fills one mask and one pair of rotary tables, over the whole context."""
-    positional_encoding(manifest.rope, manifest.model.head_dim)
-    if manifest.windows or manifest.local_rope is not None:
+    positional_encoding(manifest.model.rope, manifest.model.head_dim)
+    if manifest.windows or manifest.model.local_rope is not None:
         raise BundleError(
             "attention windows",
             got=f"layers that attend to {', '.join(str(each) for each in manifest.windows)} tokens",
