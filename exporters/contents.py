@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
+from typing import NamedTuple
 
-from edgekv.bundle import FORMAT, FileRecord, HtpCheck, Manifest, SourceRecord
+from edgekv.bundle import FORMAT, FileRecord, HtpCheck, Manifest, SourceRecord, WeightPlaces
 from edgekv.spec import DecoderInterface, EncodingTypes
 from edgekv.spec.chat import write_templates
 from exporters.checkpoint.aligned import cache_encodings, write_heads
 from exporters.checkpoint.lora import Adapter
-from exporters.graphs.onnx import embedding_record, write_graphs
+from exporters.graphs.onnx import write_graphs
 from exporters.lora.base import ExportedBase, write_lora_base
 from exporters.lora.encodings import lora_encodings
 from exporters.lora.quantize import largest_elements
@@ -24,6 +25,18 @@ from exporters.records import sink_record, token_record
 from quant import Encoding, Range
 
 
+class Contents(NamedTuple):
+    """What a manifest says of the files of a bundle.
+
+    Attributes:
+        encodings: of all results, which depend on the format of the graphs.
+        weights: where they are.
+    """
+
+    encodings: dict[str, Encoding]
+    weights: WeightPlaces
+
+
 def write_contents(
     prepared: Prepared,
     surveyed: Surveyed,
@@ -32,8 +45,8 @@ def write_contents(
     ranges: Mapping[str, Range],
     folder: Path,
     progress: Progress = silent,
-) -> dict[str, Encoding]:
-    """Write everything but the manifest into a folder; return the encodings, which depend on the format of the graphs.
+) -> Contents:
+    """Write everything but the manifest into a folder.
 
     Args:
         prepared: checkpoint and options.
@@ -62,12 +75,13 @@ def write_contents(
         adapters = [Adapter.open(choice) for choice in options.lora.calibrate]
         largest = largest_elements(adapters, ExportedBase(checkpoint, tensors))
         encodings |= lora_encodings(slots, tensors.spec, ranges, encodings, options.lora.reach, largest)
+    places = WeightPlaces()
     if is_tflite:
         from exporters.graphs.tflite.graphs import write_tflite  # its package is optional
 
         write_tflite(tensors, matrices, decoder, encodings, graphs, folder, done)
     else:
-        encodings = write_graphs(tensors, matrices, decoder, encodings, graphs, folder, done)
+        encodings, places = write_graphs(tensors, matrices, decoder, encodings, graphs, folder, done)
     if surveyed.sink is not None:
         surveyed.sink.write(folder, encodings)
     if options.lora is not None:
@@ -75,13 +89,13 @@ def write_contents(
     checkpoint.write_tokenizer(folder / "tokenizer.json")
     if checkpoint.chat is not None:
         write_templates(checkpoint.chat, folder)
-    return encodings
+    return Contents(encodings, places)
 
 
 def make_manifest(
     prepared: Prepared,
     surveyed: Surveyed,
-    encodings: dict[str, Encoding],
+    contents: Contents,
     source: SourceRecord,
     files: dict[str, FileRecord],
     check: HtpCheck = "not-run",
@@ -92,7 +106,7 @@ def make_manifest(
     Args:
         prepared: checkpoint and options.
         surveyed: what the survey decided.
-        encodings: of all results.
+        contents: what was written.
         source: where the weights are from.
         files: of the bundle.
         check: outcome of the HTP compiler's check.
@@ -111,11 +125,11 @@ def make_manifest(
         htp_check=check,
         floating_nodes=list(floating),
         model=spec,
-        embedding=embedding_record(prepared.split),
         tokens=token_record(checkpoint),
         generation=checkpoint.generation,
         graphs=list(prepared.graphs),
-        encodings=encodings,
+        encodings=contents.encodings,
+        weights=contents.weights,
         source=source,
         files=files,
         graph_format=options.graph_format,

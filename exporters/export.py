@@ -107,7 +107,7 @@ def export_bundle(
                 resume=run.resume,
                 progress=lambda done: progress("quantize", done, spec.layers),
             )
-        encodings = write_contents(prepared, surveyed, tensors, matrices, ranges, folder, progress)
+        contents = write_contents(prepared, surveyed, tensors, matrices, ranges, folder, progress)
         del ranges
         progress("seal", 0, 1)
         files = record_files(folder)
@@ -124,7 +124,7 @@ def export_bundle(
         if options.graph_format == "onnx" and options.check_on_htp:
             check, floating = _check(graphs, folder, checks, allow_float=options.allow_float, progress=progress)
         source = source_record(checkpoint, weights_sha256, prepared.calibration.name, tokens.size, stored, learned.size)
-        manifest = make_manifest(prepared, surveyed, encodings, source, files, check, floating)
+        manifest = make_manifest(prepared, surveyed, contents, source, files, check, floating)
         write_manifest(folder, manifest)
         if options.compile:
             write_compiled(compiled, options.device, binaries, qnn.compiler(), folder / MANIFEST)

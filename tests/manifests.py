@@ -7,8 +7,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from edgekv.bundle import MANIFEST
+from edgekv.bundle import MANIFEST, MatrixPlace, RecipeRecord, TensorPlace, WeightPlaces, WeightRecord
 from edgekv.bundle.formats import SEAL, seal_of
+from edgekv.spec import DecoderSpec, views
+from edgekv.spec.tensors import matrices
+from quant import Encoding
 
 
 def change_manifest(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
@@ -29,3 +32,26 @@ def replace_in_manifest(folder: Path, old: str, new: str) -> None:
     file.unlink()
     file.write_text(text.replace(old, new), "utf-8")
     change_manifest(folder, lambda content: None)
+
+
+def int8_recipe(spec: DecoderSpec) -> RecipeRecord:
+    """Every matrix of a decoder in 8 bits."""
+    weights = [WeightRecord(tensor=name, dtype="int8", method="nearest") for name in matrices(spec)]
+    return RecipeRecord(name="w8a16", rotation="none", weights=weights)
+
+
+def places_in_one_file(spec: DecoderSpec, file: str) -> WeightPlaces:
+    """Places for the weights of a decoder without biases, matrices in 8 bits, one after the other from byte 8 on."""
+    found, end = WeightPlaces(), 8
+    for view in views(spec):
+        if view.is_matrix and view.role != "embedding":
+            columns, rows = view.shape
+            scales = end + rows * columns
+            place = MatrixPlace(
+                file=file, dtype="int8", rows=rows, columns=columns, heads=1, integers=end, scales=scales
+            )
+            found.matrices[view.name], end = place, scales + 4 * columns
+        else:
+            tensor = TensorPlace(file=file, shape=view.shape, offset=end, encoding=Encoding("u16", 0.5, 32768))
+            found.tensors[view.name], end = tensor, end + tensor.extent.bytes
+    return found

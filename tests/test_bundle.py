@@ -6,6 +6,7 @@ import random
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -15,7 +16,6 @@ from edgekv.bundle import (
     MANIFEST,
     GraphRecord,
     Manifest,
-    RecipeRecord,
     SourceRecord,
     TokenRecord,
     file_hashes,
@@ -30,11 +30,28 @@ from edgekv.cli import run
 from edgekv.errors import BundleError
 from edgekv.spec import DecoderSpec, Rope
 from quant import Encoding
-from tests.manifests import change_manifest, replace_in_manifest
+from tests.manifests import change_manifest, int8_recipe, places_in_one_file, replace_in_manifest
 
-GRAPH = "ar1_cl8.onnx"
+GRAPH, WEIGHTS = "ar1_cl8.onnx", "weights.bin"
 U8 = Encoding(dtype="u8", scale=0.5, zero_point=128)
 U16 = Encoding(dtype="u16", scale=0.5, zero_point=32768)
+
+SPEC = DecoderSpec(
+    model_type="llama",
+    layers=1,
+    hidden=4,
+    heads=1,
+    kv_heads=1,
+    head_dim=4,
+    intermediate=8,
+    vocab=16,
+    max_positions=8,
+    eps=1e-5,
+    tied_head=True,
+    rope=Rope("default", 10000.0, 4, {}),
+    query_gain=0.5,
+)
+PLACES = places_in_one_file(SPEC, WEIGHTS)
 
 
 @pytest.fixture
@@ -42,6 +59,7 @@ def folder(tmp_path: Path) -> Path:
     """The least bundle that can exist: one graph file, one cache tensor of each kind."""
     (tmp_path / GRAPH).write_bytes(b"a graph")
     (tmp_path / "tokenizer.json").write_bytes(b"{}")
+    (tmp_path / WEIGHTS).write_bytes(bytes(max(extent.offset + extent.bytes for _, _, extent in PLACES.extents())))
     write_manifest(tmp_path, _manifest(tmp_path))
     return tmp_path
 
@@ -52,25 +70,11 @@ def _manifest(folder: Path) -> Manifest:
         format=FORMAT,
         producer="a test",
         device="SM8650",
-        recipe=RecipeRecord(name="w8a16", rotation="none", weights=[]),
+        recipe=int8_recipe(SPEC),
         kv_dtype="u8",
         key_layout="rows",
         context=8,
-        model=DecoderSpec(
-            model_type="llama",
-            layers=1,
-            hidden=4,
-            heads=1,
-            kv_heads=1,
-            head_dim=4,
-            intermediate=8,
-            vocab=16,
-            max_positions=8,
-            eps=1e-5,
-            tied_head=True,
-            rope=Rope("default", 10000.0, 4, {}),
-            query_gain=0.5,
-        ),
+        model=SPEC,
         tokens=TokenRecord(bos=None, eos=[1], pad=None),
         graphs=[GraphRecord.whole("ar1_cl8", GRAPH, layers=1, ar=1, context=8, role="decode")],
         htp_check="not-run",
@@ -78,6 +82,7 @@ def _manifest(folder: Path) -> Manifest:
         encodings={"attention_mask": U16, "logits": U16, "position_ids_cos": U16, "position_ids_sin": U16, **cache},
         source=SourceRecord(checkpoint="/nowhere", weights_sha256="0", calibration="none", calibration_tokens=0),
         files=record_files(folder),
+        weights=PLACES,
     )
 
 
@@ -210,6 +215,50 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
 }
 
 
+def _moves(name: str, **changes: object) -> Callable[[Path], object]:
+    """Another place of a weight."""
+
+    def move(content: dict[str, Any]) -> None:
+        places = content["weights"]
+        (places["matrices"] if name in places["matrices"] else places["tensors"])[name].update(changes)
+
+    return lambda folder: change_manifest(folder, move)
+
+
+UP, NORM = "model.layers.0.mlp.up_proj.weight", "model.norm.weight"
+PLACED: dict[str, tuple[Callable[[Path], object], str]] = {
+    "outside of its file": (_moves(UP, scales=1 << 30), f"weights: {UP}: got bytes 1073741824 to .* expected at most"),
+    "over another weight": (
+        _moves(NORM, offset=9),
+        rf"got bytes from \d+ on of {WEIGHTS}; expected those behind",
+    ),
+    "in no file": (_moves(UP, file="other"), f"weights: {UP}: file: got 'other'; expected a file that `files` lists"),
+    "of another type": (_moves(UP, dtype="int4"), rf"weights: {UP}: got int4 \[8, 4\]; expected int8 \[8, 4\]"),
+    "of another shape": (_moves(UP, columns=9), rf"weights: {UP}: got int8 \[9, 4\]; expected int8 \[8, 4\]"),
+    "a norm of another shape": (_moves(NORM, shape=[2, 2]), rf"weights: {NORM}: got \[2, 2\]; expected \[4\]"),
+    "heads that do not divide it": (_moves(UP, heads=3), "heads: got 3; expected a divisor of 8 columns"),
+    "blocks of a type without": (_moves(UP, block_scales=8), "block_scales: expected none with int8"),
+    "missing": (
+        lambda f: change_manifest(f, lambda content: content["weights"]["matrices"].pop(UP)),
+        f"weights: {UP}: got none; expected int8",
+    ),
+    "unknown": (
+        lambda f: change_manifest(
+            f, lambda content: content["weights"]["tensors"].update(x=content["weights"]["tensors"][NORM])
+        ),
+        "weights: got x; expected weights of the decoder",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PLACED)
+def test_a_weight_in_a_wrong_place_is_refused_by_name(folder: Path, name: str) -> None:
+    change, message = PLACED[name]
+    change(folder)
+    with pytest.raises(BundleError, match=message):
+        read_manifest(folder)
+
+
 @pytest.mark.parametrize("name", DAMAGE)
 def test_a_damaged_bundle_is_refused_by_name(folder: Path, name: str) -> None:
     damage, message = DAMAGE[name]
@@ -313,10 +362,10 @@ def _computed(folder: Path) -> int:
 
 
 def test_a_file_is_hashed_once(settled: Path) -> None:
-    assert _computed(settled) == 2
+    assert _computed(settled) == 3
     assert _computed(settled) == 0
     with rehashing():
-        assert _computed(settled) == 2
+        assert _computed(settled) == 3
     assert _computed(settled) == 0
 
 
@@ -333,8 +382,8 @@ def test_a_file_that_was_just_written_is_not_trusted_to_its_date(
     settled: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("edgekv.bundle.verified._SETTLED_NS", 1 << 62)
-    assert _computed(settled) == 2
-    assert _computed(settled) == 2
+    assert _computed(settled) == 3
+    assert _computed(settled) == 3
 
 
 def test_verify_hashes_what_is_known_again(
@@ -364,13 +413,13 @@ def test_verify_hashes_what_is_known_again(
 def test_a_damaged_memory_is_ignored(settled: Path, content: bytes) -> None:
     open_bundle(settled)
     (Path(os.environ["EDGEKV_CACHE_DIR"]) / "hashes.json").write_bytes(content)
-    assert _computed(settled) == 2
+    assert _computed(settled) == 3
 
 
 def test_a_cache_folder_that_cannot_be_written_costs_only_time(settled: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("EDGEKV_CACHE_DIR", str(settled / GRAPH))
-    assert _computed(settled) == 2
-    assert _computed(settled) == 2
+    assert _computed(settled) == 3
+    assert _computed(settled) == 3
 
 
 # Folders of other kinds

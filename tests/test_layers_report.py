@@ -17,7 +17,6 @@ from exporters.checkpoint.folded import transformed_as
 from exporters.inspect import LayersReport, Proposal, Trace, find_divergence, measure_layers, propose, trace_reference
 from exporters.inspect.divergence import sqnr_db
 from exporters.inspect.evaluate import evaluate, evaluation_windows
-from exporters.inspect.integers import StoredMatrices
 from exporters.inspect.probe import Probe
 from exporters.quantize.calibrate import token_windows
 from exporters.quantize.recipe import Recipe, WeightRule, find_recipe
@@ -97,7 +96,7 @@ def test_matrices_are_read_as_they_were_written(checkpoint: Checkpoint, dtype: s
     key = f"model.layers.1.{part}.weight"
     wanted = quantize(checkpoint.tensor(key).T, dtype, "nearest", None).dequantize().T
     gain = checkpoint.spec.query_gain if "q_proj" in part else 1.0
-    np.testing.assert_allclose(StoredMatrices(open_bundle(folder)).matrix(key), gain * wanted, rtol=1e-6)
+    np.testing.assert_allclose(open_bundle(folder).weights().matrix(key).dequantize().T, gain * wanted, rtol=1e-6)
 
 
 def test_the_one_matrix_of_4_bits_is_the_worst_and_shall_have_8(checkpoint: Checkpoint) -> None:
@@ -120,7 +119,7 @@ def test_a_suggested_recipe_has_the_size_foretold_and_less_error(
     found.recipe(Recipe.of(before.recipe)).write(tmp_path / "better.json")
     folder = export(checkpoint, find_recipe(str(tmp_path / "better.json")))
     after = open_bundle(folder).manifest
-    assert StoredMatrices(open_bundle(folder)).total_bytes == found.expected_bytes
+    assert after.weights.total_bytes == found.expected_bytes
     changed = {a.tensor for a, b in zip(after.recipe.weights, before.recipe.weights, strict=True) if a != b}
     assert changed == {each.tensor for each in found.promotions}
     one, other = (report(each, checkpoint).evaluation.sqnr_db for each in (four_bits, folder))

@@ -16,7 +16,6 @@ from edgekv.bundle import (
     FileRecord,
     GraphRecord,
     Manifest,
-    RecipeRecord,
     SourceRecord,
     TokenRecord,
     write_manifest,
@@ -36,6 +35,7 @@ from edgekv.plan import (
 from edgekv.plan.cache import CHOICES, count_addresses, estimate
 from edgekv.spec import DecoderSpec, Geometry, LayeredGeometry, Rope
 from quant import Encoding
+from tests.manifests import int8_recipe, places_in_one_file
 
 NOTE = Geometry(layers=32, kv_heads=32, head_dim=128, context=2048, kv_dtype="s16")
 LLAMA_1B = {
@@ -395,35 +395,36 @@ def test_an_option_that_contradicts_a_config_is_refused(tmp_path):
 
 
 def write_bundle(folder, context=64, limits=(), **changes):
+    spec = DecoderSpec(
+        model_type="llama",
+        layers=2,
+        hidden=8,
+        heads=2,
+        kv_heads=1,
+        head_dim=4,
+        intermediate=16,
+        vocab=32,
+        max_positions=128,
+        eps=1e-5,
+        tied_head=True,
+        rope=Rope("default", 10000.0, 4, {}),
+        query_gain=0.5,
+        limits=limits,
+    )
     geometry = Geometry(layers=2, kv_heads=1, head_dim=4, context=context)
     activation, cache = Encoding("u16", 0.1, 32768), Encoding("u8", 0.1, 128)
     encodings = dict.fromkeys(["attention_mask", "position_ids_cos", "position_ids_sin", "logits"], activation)
-    files = {"decode.onnx": 100, "prefill.onnx": 100, "weights-head.safetensors": 700, "weights-layer.safetensors": 800}
+    files = {"decode.onnx": 100, "prefill.onnx": 100, "weights.safetensors": 6000}
     manifest = Manifest(
         format=FORMAT,
         producer="a test",
         device="SM8650",
-        recipe=RecipeRecord(name="w8a16", rotation="none", weights=[]),
+        recipe=int8_recipe(spec),
         kv_dtype="u8",
         key_layout="rows",
         context=context,
         htp_check="not-run",
-        model=DecoderSpec(
-            model_type="llama",
-            layers=2,
-            hidden=8,
-            heads=2,
-            kv_heads=1,
-            head_dim=4,
-            intermediate=16,
-            vocab=32,
-            max_positions=128,
-            eps=1e-5,
-            tied_head=True,
-            rope=Rope("default", 10000.0, 4, {}),
-            query_gain=0.5,
-            limits=limits,
-        ),
+        model=spec,
         tokens=TokenRecord(bos=None, eos=[0], pad=None),
         graphs=[
             GraphRecord.whole("decode", "decode.onnx", layers=2, ar=1, context=context, role="decode"),
@@ -433,6 +434,7 @@ def write_bundle(folder, context=64, limits=(), **changes):
         encodings=encodings | {tensor.past: cache for tensor in geometry.names()},
         source=SourceRecord(checkpoint="none", weights_sha256="0" * 64, calibration="none", calibration_tokens=0),
         files={name: FileRecord(bytes=size_bytes, sha256="0" * 64) for name, size_bytes in files.items()},
+        weights=places_in_one_file(spec, "weights.safetensors"),
     )
     write_manifest(folder, msgspec.structs.replace(manifest, **changes))
     return geometry
@@ -441,7 +443,7 @@ def write_bundle(folder, context=64, limits=(), **changes):
 def test_a_bundle_gives_sizes_graphs_and_weights(tmp_path):
     geometry = write_bundle(tmp_path)
     found = find_subject(tmp_path, Overrides(kv_bits=8, context=64, ar=(1, 16)))
-    assert (found.geometry, found.ar, found.weights_bytes, found.max_positions) == (geometry, (1, 16), 1500, 128)
+    assert (found.geometry, found.ar, found.weights_bytes, found.max_positions) == (geometry, (1, 16), 6000, 128)
     assert find_subject(tmp_path / "manifest.json", Overrides()) == found
 
 

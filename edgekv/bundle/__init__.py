@@ -23,7 +23,6 @@ from edgekv.bundle.manifest import MANIFEST, GraphFormat, HtpCheck, Manifest
 from edgekv.bundle.manifest_file import read_manifest, write_manifest
 from edgekv.bundle.records import (
     AdapterRecord,
-    EmbeddingRecord,
     FileRecord,
     GenerationRecord,
     HeadsName,
@@ -40,6 +39,7 @@ from edgekv.bundle.records import (
     WeightRecord,
 )
 from edgekv.bundle.verified import FileHashes, file_hashes, force_rehash, rehashing
+from edgekv.bundle.weights import BundleWeights, Extent, MatrixPlace, TensorPlace, WeightPlaces
 from edgekv.json_file import readable_json
 from edgekv.spec import GraphRecord, PartRecord, Role
 
@@ -50,11 +50,15 @@ __all__ = [
     "AdapterError",
     "AdapterRecord",
     "Bundle",
+    "BundleWeights",
+    "Extent",
+    "MatrixPlace",
+    "TensorPlace",
+    "WeightPlaces",
     "ClippedMatrix",
     "Compiled",
     "CompiledBinary",
     "CompiledManifest",
-    "EmbeddingRecord",
     "FileHashes",
     "FileRecord",
     "GenerationRecord",

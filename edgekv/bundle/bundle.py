@@ -5,13 +5,16 @@ from __future__ import annotations
 import stat
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from numpy.typing import NDArray
 
 from edgekv.bundle.manifest import Manifest
 from edgekv.bundle.manifest_file import export_again, read_manifest
 from edgekv.bundle.verified import file_hashes
+from edgekv.bundle.weights import BundleWeights
 from edgekv.errors import BundleError
-from edgekv.spec import GraphRecord, PartRecord
+from edgekv.spec import EMBEDDING, GraphRecord, PartRecord
 from edgekv.spec.text import TOKENIZER, open_tokenizer
 
 if TYPE_CHECKING:
@@ -94,6 +97,17 @@ class Bundle:
                 expected=f"graphs without, which {reader} runs",
                 fix="Export it without --lora-slots; --lora FOLDER merges an adapter for good.",
             )
+
+    def weights(self) -> BundleWeights:
+        """The weights of its ONNX graphs."""
+        return BundleWeights(self.path, self.manifest.weights)
+
+    def embeddings(self) -> NDArray[Any] | None:
+        """The table `[V, hidden]`, uint16, memory-mapped: a step reads only the pages of its own rows.
+
+        None if the graphs look up embeddings.
+        """
+        return self.weights().tensor(EMBEDDING) if self.manifest.host_embeds else None
 
     def tokenizer(self) -> Tokenizer:
         """The tokenizer of the checkpoint.

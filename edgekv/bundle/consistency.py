@@ -10,7 +10,7 @@ import numpy as np
 from edgekv.bundle.files import is_plain_path
 from edgekv.bundle.manifest import Manifest
 from edgekv.bundle.records import SinkRecord
-from edgekv.spec import Rope
+from edgekv.spec import Rope, views
 from quant import DTYPES
 
 _MOST_FREQUENCY = 1e3
@@ -40,6 +40,7 @@ def check_consistency(manifest: Manifest, fail: Fail) -> None:
     elif decode.context != manifest.context:
         fail("graphs", f"a decode graph for {decode.context} tokens at most", f"one for all {manifest.context}")
     _check_encodings(manifest, fail)
+    _check_weights(manifest, fail)
     if (sink := manifest.sink) is not None:
         _check_sink(sink, manifest, fail)
     with np.errstate(all="ignore"):
@@ -107,7 +108,55 @@ def _check_graphs(manifest: Manifest, fail: Fail) -> None:
         if held != [*range(layers)] or empty or heads != [False] * (len(heads) - 1) + [True]:
             found = ", ".join(f"{part.first_layer}:{part.stop_layer}{' head' * part.head}" for part in graph.parts)
             fail(f"{at}: parts", found or "none", f"layers 0 to {layers}, in order, and a head at the end")
-        if [part.embeds for part in graph.parts] != [manifest.embedding is None] + [False] * (len(heads) - 1):
+        if [part.embeds for part in graph.parts] != [not manifest.host_embeds] + [False] * (len(heads) - 1):
             fail(f"{at}: embeds", [part.embeds for part in graph.parts], "the first part alone, or the host for all")
-    if manifest.embedding is not None and manifest.embedding.file not in manifest.files:
-        fail("embedding: file", repr(manifest.embedding.file), "a file that `files` lists")
+
+
+def _check_weights(manifest: Manifest, fail: Fail) -> None:
+    """Check that every weight of the ONNX graphs has the decoder's size, and a place of its own within a file."""
+    spec, places = manifest.model, manifest.weights
+    if manifest.graph_format != "onnx":
+        if stray := [*places.matrices, *places.tensors]:
+            fail("weights", stray[0], f"none beside {manifest.graph_format} graphs")
+        return
+    if len(places.matrices) + len(places.tensors) < 8 * spec.layers:
+        fail("weights", len(places.matrices) + len(places.tensors), f"those of {spec.layers} layers")
+    dtypes = {each.tensor: each.dtype for each in manifest.recipe.weights}
+    biases = set[str]()
+    for view in views(spec):
+        at = f"weights: {view.name}"
+        if view.role in ("embedding", "norm", "q_norm", "k_norm"):
+            if (tensor := places.tensors.get(view.name)) is None or tensor.shape != view.shape:
+                fail(at, "none" if tensor is None else list(tensor.shape), list(view.shape))
+        elif view.is_matrix:
+            matrix = places.matrices.get(view.name)
+            if matrix is None or (matrix.columns, matrix.rows) != view.shape or matrix.dtype != dtypes.get(view.name):
+                found = "none" if matrix is None else f"{matrix.dtype} [{matrix.columns}, {matrix.rows}]"
+                fail(at, found, f"{dtypes.get(view.name, 'a type that `recipe` lists')} {list(view.shape)}")
+        else:
+            heads = places.matrices[view.name.removesuffix("bias") + "weight"].heads
+            names = [f"{view.name}.h{head}" for head in range(heads)]
+            parts = names if names[0] in places.tensors else [view.name]
+            for name in parts:
+                wanted = (view.shape[0] // len(parts),)
+                if (tensor := places.tensors.get(name)) is None or tensor.shape != wanted:
+                    fail(f"weights: {name}", "none" if tensor is None else list(tensor.shape), list(wanted))
+            biases.update(parts)
+    known = {view.name for view in views(spec)} | biases
+    if unknown := [name for name in (*places.matrices, *places.tensors) if name not in known]:
+        fail("weights", unknown[0], "weights of the decoder")
+    _check_extents(manifest, fail)
+
+
+def _check_extents(manifest: Manifest, fail: Fail) -> None:
+    """Check that nothing is stored outside of its file or over something else."""
+    ends = dict[str, tuple[int, str]]()
+    for name, file, extent in sorted(manifest.weights.extents(), key=lambda each: (each[1], each[2])):
+        if (record := manifest.files.get(file)) is None:
+            fail(f"weights: {name}: file", repr(file), "a file that `files` lists")
+        if (end := extent.offset + extent.bytes) > record.bytes:
+            fail(f"weights: {name}", f"bytes {extent.offset} to {end} of {file}", f"at most its {record.bytes}")
+        before, other = ends.get(file, (0, ""))
+        if extent.offset < before:
+            fail(f"weights: {name}", f"bytes from {extent.offset} on of {file}", f"those behind {other}, from {before}")
+        ends[file] = end, name

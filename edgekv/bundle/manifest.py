@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Literal
 
 from edgekv.bundle.records import (
-    EmbeddingRecord,
     FileRecord,
     GenerationRecord,
     RecipeRecord,
@@ -15,7 +14,18 @@ from edgekv.bundle.records import (
     TokenRecord,
     Tokens,
 )
-from edgekv.spec import ROPE_SUFFIXES, DecoderInterface, DecoderSpec, GraphRecord, LoraSlots, PartRecord, Role, Rotation
+from edgekv.bundle.weights import WeightPlaces
+from edgekv.spec import (
+    EMBEDDINGS,
+    ROPE_SUFFIXES,
+    DecoderInterface,
+    DecoderSpec,
+    GraphRecord,
+    LoraSlots,
+    PartRecord,
+    Role,
+    Rotation,
+)
 from edgekv.spec.geometry import Geometry, KeyLayout, KvDtype
 from edgekv.spec.layers import LayeredGeometry
 from quant import Dtype, Encoding
@@ -43,9 +53,9 @@ class Manifest(Record, frozen=True):
         htp_check: result of the HTP compiler's check at export.
         floating_nodes: QNN nodes that run in float, empty unless they were allowed.
         encodings: every activation and cache tensor of the graphs, by tensor name; cache tensors are listed under the
-            names of their graph inputs. Weight scales are stored with the weights in `weights-*.safetensors`.
+            names of their graph inputs.
         files: every other file of the bundle.
-        embedding: the table from which the host reads embeddings; null if the graphs look them up.
+        weights: the places of the weights of ONNX graphs; TFLite graphs have theirs in their file.
         generation: sampling defaults; null if the checkpoint has none.
         sink: the first tokens of every sequence, which no graph computes; null if the graphs compute all.
         lora: the inputs for adapters; null if the graphs have none.
@@ -66,8 +76,8 @@ class Manifest(Record, frozen=True):
     encodings: dict[str, Encoding]
     source: SourceRecord
     files: dict[str, FileRecord]
+    weights: WeightPlaces = WeightPlaces()
     graph_format: GraphFormat = "onnx"
-    embedding: EmbeddingRecord | None = None
     generation: GenerationRecord | None = None
     sink: SinkRecord | None = None
     lora: LoraSlots | None = None
@@ -120,6 +130,11 @@ class Manifest(Record, frozen=True):
     def is_whole(self) -> bool:
         """Whether every graph is one part that reads token ids."""
         return all(graph.is_whole for graph in self.graphs)
+
+    @property
+    def host_embeds(self) -> bool:
+        """Whether the host looks up embeddings, instead of the graphs."""
+        return any(part.entry == EMBEDDINGS for part in self.parts)
 
     @property
     def contexts(self) -> list[int]:

@@ -68,18 +68,6 @@ class GenerationRecord(Record, frozen=True):
     ignored: list[str] = []
 
 
-class EmbeddingRecord(Record, frozen=True):
-    """The embedding table that the host reads, uint16 `[V, hidden]`, encoded as `inputs_embeds`.
-
-    Attributes:
-        file: a safetensors file of the bundle.
-        tensor: its name there.
-    """
-
-    file: str
-    tensor: str
-
-
 class SinkRecord(Record, frozen=True):
     """The tokens at the start of every sequence that no graph computes.
 

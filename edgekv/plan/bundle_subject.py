@@ -28,7 +28,7 @@ def bundle_subject(folder: Path, given: Overrides) -> Subject:
     ar = tuple(sorted({graph.ar for graph in manifest.graphs}))
     if given.ar is not None and checked_ar(given.ar, plain.context) != ar:
         raise contradiction("--ar", ",".join(map(str, given.ar)), ",".join(map(str, ar)), folder)
-    shards = [record.bytes for name, record in manifest.files.items() if name.startswith("weights-")]
+    shards = [manifest.files[name].bytes for name in manifest.weights.files]
     size_bytes = sum(shards) if shards else None
     assumptions = [weights_sentence(size_bytes, "the bundle's safetensors")]
     if len(contexts := manifest.contexts) > 1:

@@ -53,7 +53,7 @@ class StaticGraph:
             record: the graph's entry in the manifest.
             cache: see `use`.
             ropes: see `rope_tables`.
-            embeddings: see `open_table`.
+            embeddings: see `Bundle.embeddings`.
             adapter: see `adapt`; graphs without slots need none.
 
         Raises:

@@ -10,7 +10,6 @@ from edgekv.bundle import Bundle, GraphRecord, Role
 from edgekv.kv import KVCache
 from edgekv.runtime import Engine, RowBits, StaticGraph
 from edgekv.runtime.adapter import AdapterMemory
-from edgekv.runtime.embedding import open_table
 from edgekv.runtime.rope import rope_tables
 from edgekv.session.adapters import BoundAdapter
 
@@ -88,7 +87,7 @@ class Graphs:
         single = self._ladders.get("decode", {})
         self._steps: dict[Role, _Ladder] = {role: single | self._ladders.get(role, {}) for role in get_args(Role)}
         self._ropes = rope_tables(bundle.manifest)
-        self._embeddings = open_table(bundle)
+        self._embeddings = bundle.embeddings()
         self._no_adapter = self._adapter = AdapterMemory({}, {})
 
     @property

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import onnx
 
-from edgekv.bundle import EmbeddingRecord, GraphFormat
+from edgekv.bundle import GraphFormat, WeightPlaces
 from edgekv.spec import EMBEDDING, EMBEDDINGS, DecoderInterface, GraphRecord, PartRecord, Role
 from exporters.decoder import decoder_layer, logits
 from exporters.graphs.qdq import QdqOps
@@ -81,13 +81,6 @@ def _parts(graph: str, shared: str, head_rows: int, split: Split) -> Iterator[Pa
         yield part(f"{graph}_part{len(split.layers)}" if others else graph, last, head=True)
 
 
-def embedding_record(split: Split) -> EmbeddingRecord | None:
-    """The table from which the host reads embeddings; None if the graphs look them up."""
-    if split.embeds:
-        return None
-    return EmbeddingRecord(file=f"{EMBEDDING_SHARD}.safetensors", tensor=f"{EMBEDDING}.uint16")
-
-
 def write_graphs(
     tensors: Tensors,
     matrices: QuantizedMatrices,
@@ -96,7 +89,7 @@ def write_graphs(
     graphs: Sequence[GraphRecord],
     folder: Path,
     progress: Callable[[int], None] | None = None,
-) -> dict[str, Encoding]:
+) -> tuple[dict[str, Encoding], WeightPlaces]:
     """Write every part of every graph, and the weights they share, into `folder`.
 
     Parts with the same layers are built together and saved before the next ones start.
@@ -111,7 +104,8 @@ def write_graphs(
         progress: called with the number of layers done.
 
     Returns:
-        The encodings, with those of the hidden states between parts and of the embeddings that the host looks up.
+        The encodings, with those of the hidden states between parts and of the embeddings that the host looks up; and
+        the places of all weights.
     """
     spec = tensors.spec
     store = WeightStore(tensors, matrices, folder)
@@ -145,4 +139,4 @@ def write_graphs(
             store.flush(_HEAD_SHARD)
         for ops, (_, part) in zip(builders, parts.values(), strict=True):
             onnx.save(ops.finish(), folder / part.file)
-    return encodings
+    return encodings, store.places

@@ -28,7 +28,7 @@ from edgekv.spec import (
 )
 from exporters.graphs.nodes import QdqNodes, Tensor
 from exporters.quantize.weights import WeightStore
-from quant import Encoding
+from quant import WEIGHT_TYPES, Encoding
 
 OPSET = 23  # the first with RMSNormalization, which the HTP runs as one integer operation
 IR_VERSION = 11
@@ -260,21 +260,21 @@ class QdqOps:
         block quantization as integers. Zero points are explicit for 4 bits: without them the HTP silently reads other
         integers.
         """
-        integers, bits, columns, scales, block_scales, blocks = self._store.matrix(key, head=head, gain=gain)
+        integers, scales, block_scales, dtype, columns, blocks = self._store.matrix(key, head=head, gain=gain)
         self._stored[integers] = self._stored[scales] = None
-        target = integers + "_dq"
-        if blocks is None or block_scales is None:
-            zeros = [self._nodes.zeros(TensorProto.INT4, [columns])] if bits == 4 else []
+        target, kind = integers + "_dq", WEIGHT_TYPES[dtype]
+        if block_scales is None:
+            zeros = [self._nodes.zeros(TensorProto.INT4, [columns])] if kind.is_packed else []
             self._nodes.node("DequantizeLinear", [integers, scales, *zeros], [target], axis=1)
             return target
         self._stored[block_scales] = None
         steps = block_scales + "_dq"
         zeros = [
             self._nodes.zeros(TensorProto.UINT8, [columns]),
-            self._nodes.zeros(TensorProto.INT4, [blocks.count, columns]),
+            self._nodes.zeros(TensorProto.INT4, [blocks, columns]),
         ]
         self._nodes.node("DequantizeLinear", [block_scales, scales, zeros[0]], [steps], axis=1)
-        self._nodes.node("DequantizeLinear", [integers, steps, zeros[1]], [target], axis=0, block_size=blocks.rows)
+        self._nodes.node("DequantizeLinear", [integers, steps, zeros[1]], [target], axis=0, block_size=kind.block)
         return target
 
 

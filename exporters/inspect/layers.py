@@ -12,8 +12,8 @@ import numpy as np
 from edgekv.bundle import Bundle
 from edgekv.runtime import Engine
 from edgekv.spec.decoder import DecoderSpec
+from edgekv.spec.tensors import by_outputs
 from exporters.inspect.advice import worst
-from exporters.inspect.integers import StoredMatrices
 from exporters.inspect.meters import MatrixMeter, ResultMeter, weighed_apart
 from exporters.inspect.probe import Probe
 from exporters.inspect.report import Kind, LayerLoss, LayersReport, Levels, TensorLoss, TokenSpan
@@ -92,14 +92,14 @@ class MatrixMeters:
     def __init__(self, bundle: Bundle, first: int) -> None:
         """Start with no matrix; `first` is the first position that is measured."""
         self._first = first
-        self._stored = StoredMatrices(bundle)
+        self._weights = bundle.weights()
         self._dtypes = {each.tensor: each.dtype for each in bundle.manifest.recipe.weights}
         self._meters: dict[str, MatrixMeter] = {}
 
     def add(self, key: str, weights: Weights, x: Floats, product: Floats, rows: slice, gain: float) -> None:
         """Record inputs `[T, in]` and their exact product with `rows` of the matrix times `gain`."""
         if key not in self._meters:
-            stored = self._stored.matrix(key)
+            stored = by_outputs(self._weights.matrix(key).dequantize())
             exact = weights[key] * np.float32(gain)
             self._meters[key] = MatrixMeter(exact, stored, weighed_apart(self._first))
         self._meters[key].add(x[self._first :], product[self._first :], rows)

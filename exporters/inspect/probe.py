@@ -15,7 +15,6 @@ from edgekv.bundle import Bundle
 from edgekv.errors import UsageError
 from edgekv.kv import KvTensor
 from edgekv.runtime import CpuEngine, Engine, HtpEngine
-from edgekv.runtime.embedding import open_table
 from edgekv.runtime.rope import rope_tables
 from edgekv.session.sink import read_sink
 from edgekv.spec import EMBEDDINGS, rope_inputs
@@ -55,7 +54,7 @@ class Probe:
         self._inputs = {port.name: port for part in manifest.interface.parts(record) for port in part.inputs}
         self._windows = manifest.interface.masks()
         self._entry = record.parts[0].entry
-        self._table = open_table(bundle)
+        self._table = bundle.embeddings()
         self._ropes = rope_tables(manifest)
         self._sink = read_sink(bundle)
 

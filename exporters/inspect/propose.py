@@ -10,11 +10,10 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from edgekv.bundle import Bundle
+from edgekv.bundle import Bundle, BundleWeights
 from edgekv.errors import UsageError
-from edgekv.spec.tensors import by_inputs, matrices
+from edgekv.spec.tensors import by_inputs, by_outputs, matrices
 from exporters.decoder import decoder_layer, logits
-from exporters.inspect.integers import StoredMatrices
 from exporters.inspect.tally import log_softmax
 from exporters.progress import Progress, silent
 from exporters.quantize.recipe import Recipe, WeightRule
@@ -104,8 +103,9 @@ def propose(
         BundleError: the bundle has no ONNX graphs.
         UsageError: no matrix has less than 8 bits, or no change fits the budget.
     """
-    stored = StoredMatrices(bundle)
-    now = stored.total_bytes
+    bundle.require_onnx("the report on layers")
+    weights = bundle.weights()
+    now = weights.places.total_bytes
     most = int(now * budget) if isinstance(budget, float) else budget
     small = [each for each in bundle.manifest.recipe.weights if WEIGHT_TYPES[each.dtype].bits < 8]
     if not small:
@@ -118,12 +118,12 @@ def propose(
     manifest = bundle.manifest
     sink = 0 if manifest.sink is None else len(manifest.sink.tokens)
     costs = matrix_costs(
-        stored, tensors, windows, manifest.context, [each.tensor for each in small], progress, sink=sink
+        weights, tensors, windows, manifest.context, [each.tensor for each in small], progress, sink=sink
     )
     candidates = []
     for each in small:
         outputs, inputs = matrices(tensors.spec)[each.tensor]
-        more = outputs * (inputs + 4) - stored.bytes(each.tensor)
+        more = outputs * (inputs + 4) - weights.places.bytes(each.tensor)
         candidates.append(Promotion(tensor=each.tensor, dtype=each.dtype, nats=costs[each.tensor], bytes=more))
     candidates.sort(key=lambda candidate: candidate.nats / candidate.bytes, reverse=True)
     chosen, size = [], now
@@ -149,7 +149,7 @@ def propose(
 
 
 def matrix_costs(
-    stored: StoredMatrices,
+    stored: BundleWeights,
     tensors: Tensors,
     windows: Sequence[NDArray[Any]],
     context: int,
@@ -186,7 +186,7 @@ def matrix_costs(
         progress("sensitivity", layer, spec.layers + 1)
         weights.drop()
         inside = [key for key in keys if key.startswith(f"model.layers.{layer}.")]
-        replaced = {key: stored.matrix(key) for key in inside}
+        replaced = {key: by_outputs(stored.matrix(key).dequantize()) for key in inside}
         for number, of in enumerate(ops):
             start = states[number][0]
             states[number] = [decoder_layer(of, spec, layer, state) for state in states[number]]
@@ -196,7 +196,7 @@ def matrix_costs(
             states[number].append(of.replacing(replaced, layer, start))
             together[layer] += _square(states[number][-1] - exact)
     weights.drop()
-    head = {key: stored.matrix(key) for key in keys if key == tensors.head_key}
+    head = {key: by_outputs(stored.matrix(key).dequantize()) for key in keys if key == tensors.head_key}
     divergences = [0.0] * spec.layers
     for of, (final, *others) in zip(ops, states, strict=True):
         exact = logits(of, spec, tensors.head_key, final)

@@ -11,11 +11,11 @@ from numpy.typing import NDArray
 from edgekv.bundle import Bundle
 from edgekv.session import read_sink
 from edgekv.spec import EMBEDDING, HEAD, KINDS, LOGITS, DecoderSpec, KvTensor, LoraTarget
+from edgekv.spec.tensors import by_outputs
 from exporters.checkpoint.checkpoint import Checkpoint
 from exporters.checkpoint.factors import Factors
 from exporters.checkpoint.lora import Adapter, AdapterChoice
 from exporters.decoder import decoder_layer, logits
-from exporters.inspect.integers import StoredMatrices
 from exporters.lora.base import ExportedBase, LoraBase
 from exporters.lora.quantize import folded_factors
 from exporters.quantize.reference import Floats, NumpyOps, Observer, Weights
@@ -120,12 +120,12 @@ class _AdaptedOps(_Adapting):
 
     def __init__(self, bundle: Bundle, base: LoraBase, changes: Changes, tokens: int, observe: Observer) -> None:
         super().__init__(base.spec, _SmallTensors(base), changes, tokens, bundle.manifest.context, observe)
-        self._matrices = StoredMatrices(bundle)
+        self._stored = bundle.weights()
         self._held: dict[str, Floats] = {}
 
     def product(self, x: Floats, weight: str, rows: slice, gain: float) -> Floats:
         if weight not in self._held:  # stored with its gain; heads ask for one matrix one after another
-            self._held = {weight: self._matrices.matrix(weight)}
+            self._held = {weight: by_outputs(self._stored.matrix(weight).dequantize())}
         product: Floats = x @ self._held[weight][rows].T
         return product
 

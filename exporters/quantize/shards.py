@@ -14,6 +14,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
+from edgekv.bundle.weights import Extent
+
 _NAMES = {"float32": "F32", "uint16": "U16", "int8": "I8", "uint8": "U8"}  # in the library's order
 _ALIGNMENT = 8
 
@@ -31,14 +33,6 @@ class Streamed:
     dtype: DTypeLike
     shape: tuple[int, ...]
     blocks: Callable[[], Iterable[NDArray[Any]]]
-
-
-@dataclass(frozen=True, slots=True)
-class Extent:
-    """The place of a tensor in its file."""
-
-    offset: int
-    bytes: int
 
 
 def write_shard(path: Path, tensors: Mapping[str, NDArray[Any] | Streamed]) -> dict[str, Extent]:

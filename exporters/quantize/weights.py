@@ -11,15 +11,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 import onnx
 from numpy.typing import NDArray
 
+from edgekv.bundle.weights import Extent, MatrixPlace, TensorPlace, WeightPlaces
 from edgekv.spec.tensors import EMBEDDING
 from exporters.quantize.matrices import QuantizedMatrices
 from exporters.quantize.reference import Tensors
-from exporters.quantize.shards import Extent, Streamed, write_shard
-from quant import Encoding, QuantizedWeight, pack_int4
+from exporters.quantize.shards import Streamed, write_shard
+from quant import WEIGHT_TYPES, Encoding, WeightDtype, pack_int4
 
 _ONNX_TYPES = {
     "int4": onnx.TensorProto.INT4,
@@ -29,39 +31,34 @@ _ONNX_TYPES = {
     "float32": onnx.TensorProto.FLOAT,
 }
 
+SIXTEEN_BITS = ".uint16"
 _TABLE_ROWS_AT_ONCE = 8192
 
 
-@dataclass(frozen=True, slots=True)
-class Blocks:
-    """Blocks of a matrix: `count` blocks of `rows` inputs in each column."""
-
-    count: int
-    rows: int
-
-
 class MatrixNames(NamedTuple):
-    """Names of the tensors of a stored matrix.
+    """Names of the tensors of a stored matrix, or of one head of it.
 
     Attributes:
         integers: `[in, out]`.
-        bits: of an integer.
-        columns: number of outputs.
         scales: `[out]`.
         block_scales: `[in / block, out]`, if it has blocks.
-        blocks: their sizes, if it has blocks.
+        dtype: integer type.
+        columns: number of outputs.
+        blocks: of a column; 0 if it has none.
     """
 
     integers: str
-    bits: int
-    columns: int
     scales: str
     block_scales: str | None
-    blocks: Blocks | None
+    dtype: WeightDtype
+    columns: int
+    blocks: int
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
+class _Initializer:
+    """A tensor of a graph in a file."""
+
     file: str
     dtype: str
     shape: tuple[int, ...]
@@ -75,46 +72,66 @@ class WeightStore:
         self._tensors = tensors
         self._matrices = matrices
         self._folder = folder
-        self._parts: dict[str, MatrixNames] = {}
         self._encodings: dict[str, Encoding] = {}
-        self._shapes: dict[str, tuple[int, ...]] = {}
         self._pending: dict[str, NDArray[Any] | Streamed] = {}
-        self._quantized: dict[str, QuantizedWeight] = {}
-        self._places: dict[str, _Place] = {}
+        self._unwritten: dict[str, MatrixPlace] = {}
+        self._written: dict[str, MatrixPlace] = {}
+        self._places: dict[str, TensorPlace] = {}
+        self._initializers: dict[str, _Initializer] = {}
+
+    @property
+    def places(self) -> WeightPlaces:
+        """Where everything is that was written."""
+        return WeightPlaces(matrices=self._written, tensors=self._places)
 
     def matrix(self, key: str, *, head: int | None, gain: float) -> MatrixNames:
-        """Where a matrix, or one head's columns of it, is stored."""
-        part = key if head is None else f"{key}.h{head}"
-        if part not in self._parts:
-            if key not in self._quantized:
-                self._quantized[key] = self._matrices[key]
-            weight = self._quantized[key]
-            if head is not None:
-                width = self._tensors.spec.head_dim
-                weight = weight.columns(head * width, (head + 1) * width)
-            self._parts[part] = self._put(part, weight, gain)
-        return self._parts[part]
+        """Where a matrix, or one head's columns of it, is stored.
+
+        Raises:
+            ValueError: it is stored by head, and wanted whole, or the other way round.
+        """
+        place = self._written.get(key) or self._unwritten.get(key)
+        if place is None:
+            place = self._unwritten[key] = self._put(key, head is not None, gain)
+        if place.width != (place.columns if head is None else self._tensors.spec.head_dim):
+            raise ValueError(f"{key}: got {place.heads} heads of {place.width}; expected the same use in all graphs")
+        return MatrixNames(*_names(key, place, head), place.dtype, place.width, place.blocks)
 
     def tensor(self, key: str, *, head: int | None = None) -> tuple[str, Encoding]:
         """Name and encoding of a tensor, or of one head's part of a bias, in 16 bits with one scale."""
-        name = (key if head is None else f"{key}.h{head}") + ".uint16"
+        name = key if head is None else f"{key}.h{head}"
         if name not in self._encodings:
-            self._encodings[name], self._pending[name] = self._sixteen_bits(key, head)
-        return name, self._encodings[name]
+            self._encodings[name], self._pending[name + SIXTEEN_BITS] = self._sixteen_bits(key, head)
+        return name + SIXTEEN_BITS, self._encodings[name]
 
     def flush(self, shard: str) -> None:
         """Write the pending tensors to `<shard>.safetensors` and free their values."""
         path = self._folder / f"{shard}.safetensors"
-        for name, extent in write_shard(path, self._pending).items():
-            values = self._pending[name]
-            dtype = "int4" if name in self._shapes else np.dtype(values.dtype).name
-            self._places[name] = _Place(path.name, dtype, self._shapes.get(name, values.shape), extent)
+        extents = write_shard(path, self._pending)
+        for key, place in self._unwritten.items():
+            integers, scales, block_scales = _names(key, place, None)
+            self._written[key] = msgspec.structs.replace(
+                place,
+                file=path.name,
+                integers=extents[integers].offset,
+                scales=extents[scales].offset,
+                block_scales=None if block_scales is None else extents[block_scales].offset,
+            )
+            self._add_initializers(key, self._written[key])
+        for name, values in self._pending.items():
+            if name.endswith(SIXTEEN_BITS):
+                key, extent = name.removesuffix(SIXTEEN_BITS), extents[name]
+                encoding = self._encodings[key]
+                self._places[key] = TensorPlace(
+                    file=path.name, shape=values.shape, offset=extent.offset, encoding=encoding
+                )
+                self._initializers[name] = _Initializer(path.name, "uint16", values.shape, extent)
         self._pending.clear()
-        self._quantized.clear()
+        self._unwritten.clear()
 
     def initializer(self, name: str) -> onnx.TensorProto:
         """The stored tensor as an ONNX initializer that points into its shard."""
-        place = self._places[name]
+        place = self._initializers[name]
         proto = onnx.TensorProto(
             name=name,
             data_type=_ONNX_TYPES[place.dtype],
@@ -128,6 +145,16 @@ class WeightStore:
         ):
             proto.external_data.add(key=key, value=str(value))
         return proto
+
+    def _add_initializers(self, key: str, place: MatrixPlace) -> None:
+        kind = WEIGHT_TYPES[place.dtype].stored
+        for head in range(place.heads):
+            names = _names(key, place, head)
+            shapes = (place.rows, place.width), (place.width,), (place.blocks, place.width)
+            stored = zip(names, (kind, "float32", "uint8"), shapes, place.head_extents(head), strict=False)
+            for name, dtype, shape, extent in stored:
+                assert name is not None, "blocks have scales"
+                self._initializers[name] = _Initializer(place.file, dtype, shape, extent)
 
     def _sixteen_bits(self, key: str, head: int | None) -> tuple[Encoding, NDArray[Any] | Streamed]:
         spec = self._tensors.spec
@@ -146,20 +173,42 @@ class WeightStore:
         encoding = _covering(values.min(), values.max())
         return encoding, encoding.quantize(values)
 
-    def _put(self, part: str, weight: QuantizedWeight, gain: float) -> MatrixNames:
+    def _put(self, key: str, by_head: bool, gain: float) -> MatrixPlace:
+        """Quantize a matrix and keep it for the next shard; its place has no offsets yet."""
+        weight = self._matrices[key]
         grid, (rows, columns) = weight.grid, weight.integers.shape
-        integers, scales, block_scales, blocks = f"{part}.{grid.type.stored}", part + ".scale", None, None
-        if grid.type.is_packed:
-            self._shapes[integers] = (rows, columns)
-            self._pending[integers] = pack_int4(weight.integers)
-        else:
-            self._pending[integers] = np.ascontiguousarray(weight.integers)
+        heads = columns // self._tensors.spec.head_dim if by_head else 1
+        place = MatrixPlace(
+            file="",
+            dtype=grid.dtype,
+            rows=rows,
+            columns=columns,
+            heads=heads,
+            integers=0,
+            scales=0,
+            block_scales=None if grid.block_scales is None else 0,
+        )
+        integers, scales, block_scales = _names(key, place, None)
+        stored = _head_by_head(weight.integers, heads)
+        self._pending[integers] = pack_int4(stored) if grid.type.is_packed else stored
         self._pending[scales] = grid.scales * np.float32(gain)
-        if grid.block_scales is not None:
-            block_scales = part + ".block_scale"
-            self._pending[block_scales] = grid.block_scales
-            blocks = Blocks(len(grid.block_scales), rows // len(grid.block_scales))
-        return MatrixNames(integers, grid.type.bits, columns, scales, block_scales, blocks)
+        if block_scales is not None and grid.block_scales is not None:
+            self._pending[block_scales] = _head_by_head(grid.block_scales, heads)
+        return place
+
+
+def _names(key: str, place: MatrixPlace, head: int | None) -> tuple[str, str, str | None]:
+    """Names of the integers, scales and scales of blocks of a matrix, or of one head of several."""
+    part = key if head is None or place.heads == 1 else f"{key}.h{head}"
+    block_scales = None if place.block_scales is None else part + ".block_scale"
+    return f"{part}.{WEIGHT_TYPES[place.dtype].stored}", part + ".scale", block_scales
+
+
+def _head_by_head(matrix: NDArray[Any], heads: int) -> NDArray[Any]:
+    """`[rows, out]` as `[heads, rows, out / heads]`; as it is if there is one head."""
+    if heads == 1:
+        return np.ascontiguousarray(matrix)
+    return np.ascontiguousarray(matrix.reshape(len(matrix), heads, -1).transpose(1, 0, 2))
 
 
 def _covering(low: np.floating[Any], high: np.floating[Any]) -> Encoding:

@@ -96,7 +96,6 @@ def compile_on(
     store.make(key, "bundle", copy)
     works, plan = dict[tuple[str, ...], str](), dict[str, Piece]()
     sets = binary_sets(device_parts(manifest.graphs, Path()), each=manifest.is_whole if each is None else each)
-    weights_bytes = sum(file.bytes for name, file in manifest.files.items() if name.startswith("weights-"))
     for models in sets:
         files = tuple((name, path.name) for name, path in models.items())
         piece = hashed("compile", key, files, device.soc, compiler, dict(options.provider_options))

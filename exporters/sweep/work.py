@@ -85,7 +85,7 @@ class WriteWork:
         bundle = folder / BUNDLE
         bundle.mkdir()
         tensors = self.source.tensors(store)
-        encodings = write_contents(prepared, surveyed, tensors, StagedMatrices(stages), ranges, bundle)
+        contents = write_contents(prepared, surveyed, tensors, StagedMatrices(stages), ranges, bundle)
         record = source_record(
             prepared.checkpoint,
             self.source.checkpoint[WEIGHTS],
@@ -93,7 +93,7 @@ class WriteWork:
             surveyed.tokens.size,
             stored_record(prepared.checkpoint, prepared.options.recipe),
         )
-        write_manifest(bundle, make_manifest(prepared, surveyed, encodings, record, record_files(bundle)))
+        write_manifest(bundle, make_manifest(prepared, surveyed, contents, record, record_files(bundle)))
         return None
 
 

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
-
-import msgspec
 
 from edgekv.bundle import Bundle, Manifest
 from edgekv.spec import EMBEDDING, HEAD
+from quant import WEIGHT_TYPES
 
-_TENSOR = re.compile(r"^model\.layers\.\d+\.(?P<name>.+?)\.weight(?:\.h\d+)?\.(?P<stored>\w+)$")
-_HEADER = msgspec.json.Decoder(dict[str, dict[str, object]])
+_SMALL = "norms, biases and headers", "other", ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,13 +32,19 @@ class Share:
 def byte_shares(bundle: Bundle) -> list[Share]:
     """The content of a bundle's folder, largest first; all of its bytes, binaries of every chip among them."""
     found: Counter[tuple[str, str, str]] = Counter()
+    places, shards = bundle.manifest.weights, Counter[str]()
+    for key, matrix in places.matrices.items():
+        integers, *scales = (extent.bytes for extent in matrix.extents)
+        found[*_matrix(key), WEIGHT_TYPES[matrix.dtype].stored] += integers
+        found["scales", "scales", ""] += sum(scales)
+    for key, tensor in places.tensors.items():
+        found[("embedding", "embedding", "uint16") if key == EMBEDDING else _SMALL] += tensor.extent.bytes
+    for _, file, extent in places.extents():
+        shards[file] += extent.bytes
     for path in sorted(each for each in bundle.path.rglob("*") if each.is_file()):
         name = path.relative_to(bundle.path).as_posix()
-        if path.match("weights-*.safetensors") and path.parent == bundle.path:
-            for key, size in _tensors(path):
-                found[_weight(key)] += size
-        else:
-            found[(*_file(name), "")] += path.stat().st_size
+        what = _SMALL if name in shards else (*_file(name), "")
+        found[what] += path.stat().st_size - shards[name]
     shares = [Share(*what, size) for what, size in found.items()]
     return sorted(shares, key=lambda share: -share.bytes)
 
@@ -54,34 +55,12 @@ def matrix_types(manifest: Manifest) -> dict[str, int]:
     return dict(counts.most_common())
 
 
-def _tensors(path: Path) -> Iterator[tuple[str, int]]:
-    """Name and size of each tensor of a safetensors file, and of its header."""
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        header = _HEADER.decode(file.read(length))
-    rest = path.stat().st_size
-    for name, record in header.items():
-        if name == "__metadata__":
-            continue
-        start, stop = msgspec.convert(record["data_offsets"], tuple[int, int])
-        rest -= stop - start
-        yield name, stop - start
-    yield "", rest
-
-
-def _weight(key: str) -> tuple[str, str, str]:
-    name, _, stored = key.rpartition(".")
-    if stored in ("scale", "block_scale"):
-        return "scales", "scales", ""
-    if name == EMBEDDING:
-        return "embedding", "embedding", stored
-    if name == HEAD:
-        return "lm_head", "head", stored
-    match = _TENSOR.match(key)
-    if match is None or not match["name"].endswith("_proj"):
-        return "norms, biases and headers", "other", ""
-    part, _, matrix = match["name"].rpartition(".")
-    return matrix, "attention" if part == "self_attn" else "mlp", match["stored"]
+def _matrix(key: str) -> tuple[str, str]:
+    """What a matrix is, by its name in the checkpoint, and its kind."""
+    if key == HEAD:
+        return "lm_head", "head"
+    *_, part, matrix, _ = key.split(".")
+    return matrix, "attention" if part == "self_attn" else "mlp"
 
 
 def _file(name: str) -> tuple[str, str]:

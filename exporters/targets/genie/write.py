@@ -22,7 +22,6 @@ from edgekv.bundle import (
     record_files,
 )
 from edgekv.runtime import HtpEngine
-from edgekv.runtime.embedding import open_table
 from edgekv.runtime.rewrite import apply, link_weights, load_model, save_model
 from edgekv.scratch import scratch_folder
 from edgekv.spec import EMBEDDINGS
@@ -81,7 +80,7 @@ def write_genie(
         atomic_directory(target, force=force, marker=GENIE_MANIFEST) as folder,
         scratch_folder("genie") as scratch,
     ):
-        table = _Table(bundle, folder / TABLE) if options.embedding_table or manifest.embedding else None
+        table = _Table(bundle, folder / TABLE) if options.embedding_table or manifest.host_embeds else None
         parts = [
             _adapt_part(bundle, plan, part, scratch, table, stacked=options.stacked)
             for part in range(1, plan.parts + 1)
@@ -130,7 +129,7 @@ def write_genie(
             wrappers = {name: folder / binary.wrappers[name] for name, binary in alone.items()}
             # The bundle's own graphs run on Genie's binaries if these read and write the same.
             same_cache = manifest.key_layout == "columns" and not options.stacked
-            reads_alike = same_cache and (table is None or manifest.embedding is not None) and not adapters
+            reads_alike = same_cache and (table is None or manifest.host_embeds) and not adapters
             compiled = plan.compiled(bundle, wrappers)
             engine = HtpEngine(plan.device, compiled) if reads_alike else HtpEngine.on(plan.device, bundle)
             prompt = _prompt(bundle, plan)
@@ -171,7 +170,7 @@ class _Table:
         """Write the table of a bundle whose graphs read embeddings; otherwise the graphs have it."""
         self.path = path
         self.encoding: Encoding | None = None
-        if (rows := open_table(bundle)) is not None:
+        if (rows := bundle.embeddings()) is not None:
             rows.tofile(path)
             self.encoding = bundle.manifest.encodings[EMBEDDINGS]
 

@@ -85,7 +85,7 @@ def _two_graphs(bundle: Bundle) -> Bundle:
             expected="graphs that compute it: GenieX starts every conversation empty",
             fix="Export the bundle with --sink none.",
         )
-    if manifest.embedding is not None or any(not part.layers for graph in manifest.graphs for part in graph.parts):
+    if manifest.host_embeds or any(not part.layers for graph in manifest.graphs for part in graph.parts):
         raise BundleError(
             "parts",
             got="embeddings or a head outside of the parts with layers",
