@@ -146,11 +146,12 @@ def changed(bundle: Path, **changes: object) -> Bundle:
 def test_what_it_cannot_express_is_refused_by_name(bundle: Path, tmp_path: Path) -> None:
     with pytest.raises(BundleError, match=r"cache: got s16; expected u8.*Export again with --kv u8"):
         choose_graphs(changed(bundle, kv_dtype="s16"))
-    graphs = open_bundle(bundle, verify=False).manifest.graphs
+    manifest = open_bundle(bundle, verify=False).manifest
+    graphs, model = manifest.graphs, manifest.model
     with pytest.raises(BundleError, match=r"graphs: got only ar1_cl128; .*--ar 1,32"):
         choose_graphs(changed(bundle, graphs=[g for g in graphs if g.role == "decode"]))
-    with pytest.raises(BundleError, match=r"attention windows: got 32, all; expected full attention in all layers"):
-        choose_graphs(changed(bundle, windows=[32, None]))
+    with pytest.raises(BundleError, match=r"windows: got 32, all, 32, all; expected full attention in all layers"):
+        choose_graphs(changed(bundle, model=structs.replace(model, limits=(32, None))))
     with pytest.raises(BundleError, match=r"got tflite graphs; expected onnx graphs, which onnxruntime-genai"):
         choose_graphs(changed(bundle, graph_format="tflite"))
     wide = [structs.replace(g, ar=96) if g.role == "prefill" else g for g in graphs]

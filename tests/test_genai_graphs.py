@@ -11,18 +11,17 @@ import onnxruntime as ort
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from msgspec import structs
 
 from devices import find
 from edgekv.bundle import Bundle, open_bundle
-from edgekv.errors import BundleError, EngineError
+from edgekv.errors import EngineError
 from edgekv.runtime import CpuEngine, HtpEngine
-from edgekv.runtime.rewrite import link_weights, load_model, save_model
 from edgekv.runtime.rope import rope_tables
+from exporters.graphs.parts import save_part
 from exporters.htp.check import floating_nodes
+from exporters.targets.genai.folder import stacked_graph
 from exporters.targets.genai.helpers import dequantizer, position_processor
 from exporters.targets.genai.proof import StackedGraph, prove
-from exporters.targets.genai.stacked import stack_heads
 from tests.checkpoints import write_checkpoint
 from tests.exports import export_options, exported
 
@@ -39,11 +38,8 @@ def small(request, tmp_path_factory) -> Bundle:
 
 def write_stacked(bundle: Bundle, role: str, folder: Path) -> Path:
     record = bundle.manifest.graph(role)
-    model = load_model(bundle.graph_path(record))
-    stack_heads(model, bundle.manifest, record)
     path = folder / f"stacked_{record.file}"
-    save_model(model, path)
-    link_weights(model, bundle.path, folder)
+    save_part(stacked_graph(bundle, record), path, bundle.path)
     return path
 
 
@@ -93,13 +89,6 @@ def test_stacking_heads_changes_no_integer(small: Bundle, role: str, engine: str
 @pytest.mark.htp
 def test_stacking_heads_keeps_the_graphs_in_integers(small: Bundle, tmp_path: Path) -> None:
     assert floating_nodes([write_stacked(small, role, tmp_path) for role in ("decode", "prefill")], DEVICE) == []
-
-
-def test_a_cache_of_another_shape_is_refused(small: Bundle) -> None:
-    record = small.manifest.graph("prefill")
-    model = load_model(small.graph_path(record))
-    with pytest.raises(BundleError, match=r"past_key_0_h0_in: got \[1, 1, .*Export the bundle again"):
-        stack_heads(model, small.manifest, structs.replace(record, context=CONTEXT - 1))
 
 
 @pytest.mark.slow

@@ -19,7 +19,6 @@ from exporters.targets.genie.config import Debug, GenieConfig
 from exporters.targets.genie.dialog import GenieDialog
 from exporters.targets.genie.folder import GenieFolder, open_genie_folder
 from exporters.targets.genie.plan import GenieOptions
-from exporters.targets.genie.unsigned_adapters import UNSIGNED_ZERO
 from exporters.targets.genie.write import write_genie
 from tests.adapters import write_adapter
 from tests.checkpoints import NEWER, write_sinking
@@ -75,7 +74,7 @@ def test_genie_reads_the_integers_of_the_bundle(bundle: Bundle, written: GenieFo
     names = [name for name, _, _ in memory.floats()]
     for name in names:
         (dumped,) = tmp_path.rglob(f"000_in_{name}")
-        wanted = memory.integers(name).astype(np.int32) + UNSIGNED_ZERO
+        wanted = memory.integers(name).astype(np.int32) + 32768
         assert np.array_equal(np.fromfile(dumped, np.uint16), wanted.ravel()), name
     assert len(names) > 20
 

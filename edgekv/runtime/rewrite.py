@@ -7,7 +7,6 @@ files as external data; no pass reads them.
 from __future__ import annotations
 
 import gc
-import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,8 +17,6 @@ import onnx
 import onnx_ir as ir
 from numpy.typing import NDArray
 
-from edgekv.errors import BundleError
-from edgekv.system import link_or_copy
 from quant import DTYPES, Dtype, Encoding
 
 _DTYPES: dict[str, Dtype] = {dtype.name: name for name, dtype in DTYPES.items()}
@@ -130,22 +127,6 @@ def save_model(model: ir.Model, path: Path) -> None:
     ir.save(model, path)
 
 
-def weight_files(model: ir.Model) -> list[str]:
-    """The names of the files with the model's weights, sorted."""
-    stored = (each.const_value for each in model.graph.initializers.values())
-    return sorted({os.fspath(each.location) for each in stored if isinstance(each, ir.ExternalTensor)})
-
-
-def link_weights(model: ir.Model, source: Path, target: Path) -> None:
-    """Hard-link the files with the model's weights from one folder to another; copy them if that fails.
-
-    ONNX Runtime refuses external data outside of the graph's folder, symbolic links included.
-    """
-    for name in weight_files(model):
-        if not (target / name).exists():
-            link_or_copy(source / name, target / name)
-
-
 def remove_unused(model: ir.Model) -> None:
     """Remove the nodes and constants that no output depends on.
 
@@ -187,20 +168,10 @@ def declare(value: ir.Value, dtype: ir.DataType, shape: Sequence[int | str]) -> 
     return value
 
 
-def find_port(ports: Iterable[ir.Value], name: str) -> ir.Value | None:
-    """The input or output of this name; None if there is none."""
-    return next((each for each in ports if each.name == name), None)
-
-
 def sizes(value: ir.Value) -> list[int]:
     """The static shape of an input or output."""
     assert value.shape is not None, "inputs and outputs have shapes"
     return [each for each in value.shape if isinstance(each, int)]
-
-
-def set_sizes(value: ir.Value, shape: Sequence[int]) -> None:
-    """Give an input or output another static shape."""
-    value.shape = ir.Shape(shape)
 
 
 def number(value: ir.Value) -> NDArray[Any]:
@@ -238,29 +209,3 @@ def dtype_and_shape(value: ir.Value) -> tuple[str, ...]:
 def readers(value: ir.Value) -> list[ir.Node]:
     """The nodes that read a tensor, each once."""
     return [*dict.fromkeys(use.node for use in value.uses())]
-
-
-def follow(node: ir.Node, op: str) -> list[ir.Node]:
-    """The chain of nodes from this one to the next node of this operation; each has one result with one reader.
-
-    Raises:
-        BundleError: a result does not have exactly one reader.
-    """
-    nodes = [node]
-    while len(nodes) == 1 or nodes[-1].op_type != op:
-        (result,) = nodes[-1].outputs
-        found = readers(result)
-        if len(found) != 1:
-            raise unlike(node.graph, f"{len(found)} readers of {result.name}")
-        nodes += found
-    return nodes
-
-
-def unlike(graph: ir.Graph | None, got: str) -> BundleError:
-    """The error for a graph with another structure than edgekv's."""
-    return BundleError(
-        f"graph {graph.name if graph else ''}",
-        got=got,
-        expected="a graph as this edgekv exports it",
-        fix="Export the bundle again with this edgekv.",
-    )

@@ -27,6 +27,7 @@ class QdqNodes:
 
     Attributes:
         nodes: so far, in order.
+        quantized: encodings of the integers of results so far, by name, in order.
     """
 
     def __init__(self, encodings: Mapping[str, Encoding]) -> None:
@@ -36,6 +37,7 @@ class QdqNodes:
             encodings: one for every result.
         """
         self.nodes: list[onnx.NodeProto] = []
+        self.quantized: dict[str, Encoding] = {}
         self._encodings = encodings
         self._uses: Counter[str] = Counter()
         self._constants: dict[str, onnx.TensorProto] = {}
@@ -57,6 +59,7 @@ class QdqNodes:
     def requantize(self, source: str, name: str, encoding: Encoding) -> Tensor:
         """Quantize a float and dequantize it again."""
         self.quantize(source, name + "_q", encoding)
+        self.quantized[name + "_q"] = encoding
         return self.dequantize(name + "_q", name, encoding)
 
     def quantize(self, source: str, target: str, encoding: Encoding) -> None:

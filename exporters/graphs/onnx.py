@@ -9,7 +9,8 @@ import onnx
 
 from edgekv.bundle import GraphFormat, WeightPlaces
 from edgekv.spec import EMBEDDING, EMBEDDINGS, DecoderInterface, GraphRecord, PartRecord, Role
-from exporters.decoder import decoder_layer, logits
+from exporters.decoder import decoder_layer
+from exporters.graphs.parts import end_part
 from exporters.graphs.qdq import QdqOps
 from exporters.graphs.split import Split
 from exporters.quantize.matrices import QuantizedMatrices
@@ -128,12 +129,9 @@ def write_graphs(
                 progress(layer + 1)
         heads = False
         for ops, each, (graph, part) in zip(builders, hidden, parts.values(), strict=True):
-            if part.head:
-                heads = True
-                rows = ops.select(each) if part.layers and graph.role == "prefill" else each
-                ops.give_logits(logits(ops, spec, tensors.head_key, rows))
-            else:
-                ops.give_residual(each)
+            end_part(ops, graph, part, each, tensors.head_key)
+            heads |= part.head
+            if not part.head:
                 encodings[part.exit] = each.encoding  # the next part reads it
         if heads:
             store.flush(_HEAD_SHARD)

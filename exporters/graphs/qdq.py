@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import re
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import onnx
 from onnx import TensorProto, helper
 
+from edgekv.kv import Sink
 from edgekv.spec import (
     EMBEDDING,
     LOGITS,
@@ -27,14 +31,60 @@ from edgekv.spec import (
     lora_reach,
 )
 from exporters.graphs.nodes import QdqNodes, Tensor
-from exporters.quantize.weights import WeightStore
-from quant import WEIGHT_TYPES, Encoding
+from exporters.quantize.weights import StoredWeights
+from quant import DTYPES, WEIGHT_TYPES, Encoding
 
 OPSET = 23  # the first with RMSNormalization, which the HTP runs as one integer operation
 IR_VERSION = 11
 
 _ROWS, _WIDTH = 2, -1  # axes of [1, 1, rows, width]
+_UNSIGNED_ZERO = 32768
+# Names of integers of results without a row for each token, or of parts of other results.
+_NO_ROW_A_TOKEN = re.compile(
+    r"\.(scores|masked)\.|^probabilities|^(key|value)_\d|^past_|\.(t|part)(\.\d+)?_q$|^embedding\.2_q$"
+)
 _TRANSPOSED = [0, 1, 3, 2]
+
+
+@dataclass(frozen=True, slots=True)
+class GraphForm:
+    """How a runtime wants graphs, where that is not as bundles have them. No form changes an integer.
+
+    Attributes:
+        stacks_heads: one past tensor and one new tensor for all heads of a layer: keys (in columns)
+            `[kv_heads, 1, D, S-AR]` in and `[kv_heads, 1, D, AR]` out, values `[kv_heads, 1, S-AR, D]` and
+            `[kv_heads, 1, AR, D]`, in the encoding of the first head. Each move is quantized again: the HTP compiler
+            refuses to move bare 8-bit integers.
+        selects_last: the logits of a prefill graph are those of row AR-1, without an input that selects the row.
+        sink: its rows are constants in place of the past's first columns, whatever these hold: for a cache that starts
+            empty and is right-aligned, which leaves them empty until the context is full.
+        unsigned_adapters: inputs for adapters are uint16, their int16 integers plus 32768.
+        gives_results: every result with a row for each token is an output too, as `NAME_q`.
+    """
+
+    stacks_heads: bool = False
+    selects_last: bool = False
+    sink: Sink | None = None
+    unsigned_adapters: bool = False
+    gives_results: bool = False
+
+
+AS_EXPORTED = GraphForm()
+
+
+def unsigned(signed: Encoding) -> Encoding:
+    """The uint16 encoding whose integers are those of an int16 encoding plus 32768."""
+    return Encoding("u16", signed.scale, signed.zero_point + _UNSIGNED_ZERO)
+
+
+def stacked_past(kind: str, layer: int | str) -> str:
+    """The graph input that stacks the heads of a layer; with the layer `%d`, onnxruntime-genai's template for it."""
+    return f"past_{kind}_{layer}_in"
+
+
+def stacked_new(kind: str, layer: int | str) -> str:
+    """The graph output that stacks the heads of a layer."""
+    return f"past_{kind}_{layer}_out"
 
 
 class QdqOps:
@@ -51,7 +101,8 @@ class QdqOps:
         decoder: DecoderInterface,
         spec: DecoderSpec,
         encodings: Mapping[str, Encoding],
-        store: WeightStore,
+        weights: StoredWeights,
+        form: GraphForm = AS_EXPORTED,
     ) -> None:
         """Start with the inputs that all of its layers share.
 
@@ -61,14 +112,18 @@ class QdqOps:
             decoder: gives the inputs and outputs.
             spec: the decoder.
             encodings: one for every result and input.
-            store: of the weights.
+            weights: of the decoder.
+            form: what the runtime wants otherwise.
         """
         self._part = part
+        self._form = form
         self._decoder = decoder
         self._ports = decoder.graph(graph, part)
         self._spec = spec
         self._encodings = encodings
-        self._store = store
+        self._weights = weights
+        self._pasts: dict[KvTensor, Tensor] = {}
+        self._news: defaultdict[tuple[str, int], list[str]] = defaultdict(list)
         self._nodes = QdqNodes(encodings)
         self._stored: dict[str, None] = {}
         self._transposed: dict[str, Tensor] = {}
@@ -78,6 +133,11 @@ class QdqOps:
         self._shared = {port.name: self._read(port) for port in shared}
 
     # ------------------------------------------------------------------ the operations of a decoder
+
+    @property
+    def spec(self) -> DecoderSpec:
+        """The decoder."""
+        return self._spec
 
     @property
     def entry(self) -> Tensor:
@@ -99,7 +159,7 @@ class QdqOps:
             return self._nodes.emit(*product, name)
         # A separate Add works with any weight type. An int32 bias needs a Gemm, which the HTP refuses for LPBQ; its
         # mean error is 0.25 steps of the result, that of the Add 0.37.
-        added = self._weight(*self._store.tensor(bias, head=head), gain)
+        added = self._weight(*self._weights.tensor(bias, head=head), gain)
         return self._nodes.emit("Add", [self._nodes.emit(*product, name + ".unbiased").name, added], name)
 
     def adapt(
@@ -122,7 +182,7 @@ class QdqOps:
         return self._adapted[name]
 
     def rms_norm(self, x: Tensor, weight: str, name: str, *, gain: float = 1.0) -> Tensor:
-        gamma = self._weight(*self._store.tensor(weight), gain)
+        gamma = self._weight(*self._weights.tensor(weight), gain)
         return self._nodes.emit("RMSNormalization", [x.name, gamma], name, axis=-1, epsilon=self._spec.eps)
 
     def add(self, a: Tensor, b: Tensor, name: str) -> Tensor:
@@ -176,11 +236,14 @@ class QdqOps:
         is_columns = tensor.kind == "key" and self._keys_are_columns
         if is_columns:
             new = self._nodes.emit("Transpose", [new.name], new.name + ".t", new.encoding, perm=_TRANSPOSED)
-        past = self._read(self._ports[tensor.past])
+        rows_axis = 3 if is_columns else 2
+        parts = self._past(tensor, rows_axis)
         self._nodes.quantize(new.name, tensor.new, encoding)
         added = self._nodes.dequantize(tensor.new, tensor.new + "_dq", encoding)
+        if self._form.stacks_heads:
+            self._stack_new(tensor)
         name = f"{tensor.kind}_{tensor.layer}_h{tensor.head}"
-        return self._nodes.emit("Concat", [past.name, added.name], name, encoding, axis=_WIDTH if is_columns else _ROWS)
+        return self._nodes.emit("Concat", [*parts, added.name], name, encoding, axis=rows_axis)
 
     def scores(self, query: Tensor, keys: Tensor, name: str) -> Tensor:
         if self._keys_are_columns:
@@ -199,18 +262,80 @@ class QdqOps:
     def attend(self, weights: Tensor, values: Tensor, name: str) -> Tensor:
         return self._nodes.emit("MatMul", [weights.name, values.name], name)
 
+    # ------------------------------------------------------------------ the cache
+
+    def _past(self, tensor: KvTensor, rows_axis: int) -> list[str]:
+        """The past of a head, behind the sink if that is a constant."""
+        if self._form.stacks_heads:
+            if tensor not in self._pasts:
+                self._split_past(tensor)
+            past = self._pasts[tensor]
+        else:
+            past = self._read(self._ports[tensor.past])
+        if (sink := self._form.sink) is None:
+            return [past.name]
+        rows, encoding = sink.rows[tensor.past], self._encodings[tensor.past]
+        rows = np.ascontiguousarray(rows.T if rows_axis == 3 else rows)[None, None]
+        bounds = len(sink.tokens), np.iinfo(np.int64).max, rows_axis
+        slices = [self._nodes.constant(f"at_{at}", np.array([at], np.int64)) for at in bounds]
+        rest = self._nodes.emit("Slice", [past.name, *slices], tensor.past + "_rest", encoding)
+        first = self._nodes.constant(tensor.past + "_sink_q", rows)
+        return [self._nodes.dequantize(first, tensor.past + "_sink", encoding).name, rest.name]
+
+    def _split_past(self, tensor: KvTensor) -> None:
+        """Read the past of all heads of a layer from one input, each in its own encoding."""
+        heads = [replace(tensor, head=head) for head in range(self._spec.kv_heads)]
+        shared, name = self._encodings[heads[0].past], stacked_past(tensor.kind, tensor.layer)
+        whole = self._nodes.dequantize(name, name + "_dq", shared)
+        parts = [head.past + "_part" for head in heads]
+        floats = [part + "_f" for part in parts]
+        self._nodes.node("Split", [whole.name], floats, axis=0, num_outputs=len(heads))
+        for head, part, source in zip(heads, parts, floats, strict=True):
+            self._pasts[head] = self._rescale(self._nodes.requantize(source, part, shared), self._encodings[head.past])
+
+    def _stack_new(self, tensor: KvTensor) -> None:
+        """Write the new rows of a layer's heads into one output, once the last of them is known."""
+        shared = self._encodings[replace(tensor, head=0).past]
+        part = self._nodes.dequantize(tensor.new, tensor.new + "_part", self._encodings[tensor.past])
+        if part.encoding != shared:
+            # As one row: onnxruntime-qnn 2.7.0 multiplies a new value of 8 or 16 rows into garbage.
+            row = self._rescale(self._reshape(part, part.name + "_row", (1, 1, 1, -1)), shared)
+            part = self._reshape(row, row.name + "_matrix", self._ports[tensor.new].shape)
+        self._news[tensor.kind, tensor.layer].append(part.name)
+        if tensor.head == self._spec.kv_heads - 1:
+            name = stacked_new(tensor.kind, tensor.layer)
+            self._nodes.node("Concat", self._news[tensor.kind, tensor.layer], [name + "_f"], axis=0)
+            self._nodes.quantize(name + "_f", name, shared)
+
+    def _rescale(self, x: Tensor, encoding: Encoding) -> Tensor:
+        """The same integers under another scale: multiplied by an integer 1 whose scale is the ratio of the two.
+
+        Each head has its own scale, but the tensor that stacks them can have only one.
+        """
+        if x.encoding == encoding:
+            return x
+        one = self._nodes.constant(x.name + "_one_q", np.array(1, np.uint8))
+        ratio = self._nodes.dequantize(one, x.name + "_one", Encoding("u8", encoding.scale / x.encoding.scale, 0))
+        return self._nodes.emit("Mul", [x.name, ratio.name], x.name + "_own", encoding)
+
+    def _reshape(self, x: Tensor, name: str, shape: Sequence[int]) -> Tensor:
+        sizes = self._nodes.constant("shape_" + "_".join(map(str, shape)), np.array(shape, np.int64))
+        return self._nodes.emit("Reshape", [x.name, sizes], name, x.encoding)
+
     # ------------------------------------------------------------------ entry and exit of a part
 
     def _embed(self) -> Tensor:
         """The rows of the embedding table for `input_ids`."""
         ids = self._ports.entry
-        stored, encoding = self._store.tensor(EMBEDDING)
+        stored, encoding = self._weights.tensor(EMBEDDING)
         rows = self._nodes.emit("Gather", [self._weight(stored, encoding), ids.name], "embedding", encoding, axis=0)
         shape = self._nodes.constant("shape_1_1_ar", np.array([1, *ids.shape, -1], np.int64))
         return self._nodes.emit("Reshape", [rows.name, shape], "embedding", encoding)
 
     def select(self, hidden: Tensor) -> Tensor:
-        """The row of `hidden` that the input `logits_index` selects, `[1, 1, 1, hidden]`."""
+        """The row of `hidden` that `logits_index` selects, `[1, 1, 1, hidden]`: an input, or the constant AR-1."""
+        if self._form.selects_last:
+            self._nodes.constant(LOGITS_INDEX, np.array([self._ports.entry.shape[-1] - 1], np.int32))
         return self._nodes.emit("Gather", [hidden.name, LOGITS_INDEX], "selected", hidden.encoding, axis=_ROWS)
 
     def give_logits(self, logits: Tensor) -> None:
@@ -218,9 +343,17 @@ class QdqOps:
         shape = self._nodes.constant("shape_logits", np.array(self._ports.exit.shape, np.int64))
         self._nodes.node("Reshape", [logits.name, shape], ["logits_f"])
         self._nodes.quantize("logits_f", LOGITS, logits.encoding)
+        self._nodes.quantized[LOGITS] = logits.encoding
+
+    @property
+    def results(self) -> dict[str, Encoding]:
+        """Encodings of the results so far that have a row for each token, by the names of their integers, in order."""
+        return {name: each for name, each in self._nodes.quantized.items() if not _NO_ROW_A_TOKEN.search(name)}
 
     def give_residual(self, hidden: Tensor) -> None:
         """Make the integers of the newest result the last output."""
+        if self._form.gives_results:
+            return  # they are one, under their own name
         quantize, dequantize = self._nodes.nodes[-2:]
         assert dequantize.output[0] == hidden.name, "something was computed after it"
         quantize.output[0] = self._part.exit
@@ -228,14 +361,42 @@ class QdqOps:
 
     def finish(self) -> onnx.ModelProto:
         """The model. Flush the store first."""
-        stored = [self._store.initializer(each) for each in self._stored]
+        stored = [self._weights.initializer(each) for each in self._stored]
         constants = [*self._nodes.constants, *stored]
-        inputs, outputs = ([_value_info(port) for port in ports] for ports in (self._ports.inputs, self._ports.outputs))
+        inputs, outputs = ([_value_info(port) for port in ports] for ports in self._formed())
         graph = helper.make_graph(self._nodes.nodes, self._part.name, inputs, outputs, constants)
         model: onnx.ModelProto = helper.make_model(
             graph, opset_imports=[helper.make_opsetid("", OPSET)], ir_version=IR_VERSION, producer_name="edgekv"
         )
         return model
+
+    def _formed(self) -> tuple[Sequence[Port], Sequence[Port]]:
+        """The inputs and outputs in the form that the runtime wants."""
+        inputs, outputs = [*self._ports.inputs], [*self._ports.outputs]
+        if self._form.selects_last:
+            inputs = [port for port in inputs if port.kind != "logits_index"]
+        if self._form.unsigned_adapters:
+            inputs = [replace(port, dtype="uint16") if port.kind == "lora" else port for port in inputs]
+        if self._form.stacks_heads:
+            tensors = {tensor.past: tensor for tensor in self._decoder.tensors(self._part.layers)}
+            inputs, outputs = (self._stacked(ports, tensors) for ports in (inputs, outputs))
+        if self._form.gives_results:
+            outputs = [port for port in outputs if port.kind != "hidden"]
+            outputs[:0] = [_result(name, encoding) for name, encoding in self.results.items() if name != LOGITS]
+        return inputs, outputs
+
+    def _stacked(self, ports: Sequence[Port], tensors: Mapping[str, KvTensor]) -> list[Port]:
+        """With one port for all heads of a layer; `tensors` are those of the cache by the names of their encodings."""
+        found: dict[str, Port] = {}
+        for port in ports:
+            if port.kind in ("past", "new"):
+                assert port.encoding is not None, "a port of the cache"
+                tensor, name_of = tensors[port.encoding], stacked_past if port.kind == "past" else stacked_new
+                name, shape = name_of(tensor.kind, tensor.layer), (self._spec.kv_heads, *port.shape[1:])
+                found.setdefault(name, replace(port, name=name, shape=shape))
+            else:
+                found[port.name] = port
+        return [*found.values()]
 
     # ------------------------------------------------------------------ inputs and constants
 
@@ -246,7 +407,12 @@ class QdqOps:
     def _read(self, port: Port) -> Tensor:
         """An input, dequantized."""
         assert port.encoding is not None, "token ids are gathered"
-        return self._nodes.dequantize(port.name, port.name + "_dq", self._encodings[port.encoding])
+        encoding, name = self._encodings[port.encoding], port.name
+        if port.kind == "lora" and self._form.unsigned_adapters:
+            self._nodes.dequantize(port.name, port.name + ".unsigned", unsigned(encoding))
+            name = port.name + ".signed"
+            self._nodes.quantize(port.name + ".unsigned", name, encoding)
+        return self._nodes.dequantize(name, port.name + "_dq", encoding)
 
     def _weight(self, stored: str, encoding: Encoding, gain: float = 1.0) -> str:
         """A stored tensor with one encoding, times a constant, dequantized once."""
@@ -260,7 +426,7 @@ class QdqOps:
         block quantization as integers. Zero points are explicit for 4 bits: without them the HTP silently reads other
         integers.
         """
-        integers, scales, block_scales, dtype, columns, blocks = self._store.matrix(key, head=head, gain=gain)
+        integers, scales, block_scales, dtype, columns, blocks = self._weights.matrix(key, head=head, gain=gain)
         self._stored[integers] = self._stored[scales] = None
         target, kind = integers + "_dq", WEIGHT_TYPES[dtype]
         if block_scales is None:
@@ -278,7 +444,11 @@ class QdqOps:
         return target
 
 
+def _result(name: str, encoding: Encoding) -> Port:
+    return Port(name, DTYPES[encoding.dtype].name, ())
+
+
 def _value_info(port: Port) -> onnx.ValueInfoProto:
     element = helper.np_dtype_to_tensor_dtype(np.dtype(port.dtype))
-    value: onnx.ValueInfoProto = helper.make_tensor_value_info(port.name, element, port.shape)
+    value: onnx.ValueInfoProto = helper.make_tensor_value_info(port.name, element, port.shape or None)
     return value

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -17,8 +18,9 @@ from edgekv.kv import KvTensor
 from edgekv.runtime import CpuEngine, Engine, HtpEngine
 from edgekv.runtime.rope import rope_tables
 from edgekv.session.sink import read_sink
-from edgekv.spec import EMBEDDINGS, rope_inputs
-from exporters.inspect.pieces import Piece, cut
+from edgekv.spec import EMBEDDINGS, IDS, GraphRecord, PartRecord, rope_inputs
+from exporters.graphs.parts import all_rows, build_part, save_part
+from exporters.graphs.qdq import GraphForm, QdqOps
 from exporters.inspect.trace import Trace, merged
 from exporters.quantize.reference import Floats
 from quant import DTYPES, Encoding
@@ -27,6 +29,54 @@ Integers = NDArray[Any]
 
 _EMBEDDING = "embedding"
 _ATTEND = 65535  # stands for 0.0 in ONNX graphs
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """One layer of the score graph (the first includes the embedding), or its head.
+
+    Attributes:
+        part: what it is.
+        built: the graph, with every result that has one row per token as an output.
+        tensors: the cache tensors that it reads and writes.
+    """
+
+    part: PartRecord
+    built: QdqOps
+    tensors: Sequence[KvTensor]
+
+    @property
+    def is_first(self) -> bool:
+        return self.part.entry in (IDS, EMBEDDINGS)
+
+    @property
+    def results(self) -> Mapping[str, Encoding]:
+        """Encodings of the results by the names of the outputs, in order; the last one is for the next piece."""
+        return self.built.results
+
+    def save(self, bundle: Bundle, folder: Path) -> Path:
+        """Write the piece into `folder`, with hard links to its weight files."""
+        path = folder / f"{self.part.name}.onnx"
+        save_part(self.built, path, bundle.path)
+        return path
+
+
+def _cut(bundle: Bundle, record: GraphRecord) -> list[_Piece]:
+    """A graph as one piece per layer, and the head."""
+    manifest, form = bundle.manifest, GraphForm(gives_results=True)
+    layers, pieces = manifest.model.layers, []
+    for first in range(layers + 1):
+        part = PartRecord(
+            name=f"piece_{first}",
+            file="",
+            first_layer=first,
+            stop_layer=min(first + 1, layers),
+            embeds=first == 0 and not manifest.host_embeds,
+            head=first == layers,
+        )
+        tensors = [*manifest.interface.tensors(part.layers)]
+        pieces.append(_Piece(part, build_part(manifest, all_rows(record), part, form), tensors))
+    return pieces
 
 
 class Probe:
@@ -50,10 +100,9 @@ class Probe:
         self._bundle = bundle
         self._engine = engine
         self._record = record
-        self._pieces = cut(bundle, record)
+        self._pieces = _cut(bundle, record)
         self._inputs = {port.name: port for part in manifest.interface.parts(record) for port in part.inputs}
         self._windows = manifest.interface.masks()
-        self._entry = record.parts[0].entry
         self._table = bundle.embeddings()
         self._ropes = rope_tables(manifest)
         self._sink = read_sink(bundle)
@@ -113,7 +162,7 @@ class Probe:
                 yield trace
             del session
 
-    def _run(self, session: ort.InferenceSession, piece: Piece, state: Integers) -> tuple[Trace, Integers]:
+    def _run(self, session: ort.InferenceSession, piece: _Piece, state: Integers) -> tuple[Trace, Integers]:
         """Run a piece on a window's token ids `[T]` or states `[T, hidden]`; return its trace and its output."""
         manifest, ar = self._bundle.manifest, self._record.ar
         nothing = np.empty((0, manifest.geometry.head_dim), DTYPES[manifest.kv_dtype])
@@ -135,28 +184,29 @@ class Probe:
         trace: dict[str, Floats] = {
             name.removesuffix("_q"): piece.results[name].dequantize(values) for name, values in results.items()
         }
-        if piece.source is None and self._table is not None:
+        if piece.is_first and self._table is not None:
             trace[_EMBEDDING] = manifest.encodings[EMBEDDINGS].dequantize(self._table[state])
         for tensor, values in past.items():
             trace[tensor.past] = manifest.encodings[tensor.past].dequantize(values[self.first :])
-        return trace, results[piece.result]
+        return trace, [*results.values()][-1]
 
     def _step(
         self,
         session: ort.InferenceSession,
-        piece: Piece,
+        piece: _Piece,
         chunk: Integers,
         position: int,
         past: Mapping[KvTensor, Integers],
     ) -> dict[str, Integers]:
         manifest, n = self._bundle.manifest, len(chunk)
-        wanted = {each.name for each in session.get_inputs()} - {piece.source}
+        source = piece.part.entry
+        wanted = {each.name for each in session.get_inputs()} - {source}
         feeds = {name: np.zeros(port.shape, port.dtype) for name, port in self._inputs.items() if name in wanted}
-        if piece.source is None and self._table is None:
-            feeds[self._entry][0, :n] = chunk
+        if source == IDS:
+            feeds[IDS] = np.zeros((1, self._record.ar), np.int32)
+            feeds[IDS][0, :n] = chunk
         else:
-            rows = chunk if piece.source is not None or self._table is None else self._table[chunk]
-            source = piece.source or self._entry
+            rows = chunk if self._table is None or not piece.is_first else self._table[chunk]
             feeds[source] = np.zeros((1, 1, self._record.ar, rows.shape[1]), rows.dtype)
             feeds[source][0, 0, :n] = rows
         for suffix, table in self._ropes.items():

@@ -7,9 +7,8 @@ are stored in pairs as bytes, since safetensors has no such type.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 import numpy as np
@@ -55,18 +54,48 @@ class MatrixNames(NamedTuple):
     blocks: int
 
 
-@dataclass(frozen=True, slots=True)
-class _Initializer:
-    """A tensor of a graph in a file."""
+class StoredWeights(Protocol):
+    """The weights of a graph under construction, under the names that its initializers have."""
 
-    file: str
-    dtype: str
-    shape: tuple[int, ...]
-    extent: Extent
+    def matrix(self, key: str, *, head: int | None, gain: float) -> MatrixNames:
+        """A matrix, or one head's columns of it; the scales are to include the gain."""
+
+    def tensor(self, key: str, *, head: int | None = None) -> tuple[str, Encoding]:
+        """Name and encoding of a tensor, or of one head's part of a bias, in 16 bits with one scale."""
+
+    def initializer(self, name: str) -> onnx.TensorProto:
+        """The stored tensor of this name as an ONNX initializer that points into its file."""
+
+
+class PlacedWeights:
+    """The weights of a bundle, from their places in its manifest; `StoredWeights`."""
+
+    def __init__(self, places: WeightPlaces) -> None:
+        self._places = places
+        self._initializers: dict[str, onnx.TensorProto] = {}
+
+    def matrix(self, key: str, *, head: int | None, gain: float) -> MatrixNames:
+        place = self._places.matrices[key]
+        names = _names(key, place, head)
+        if names[0] not in self._initializers:
+            self._initializers |= _matrix_initializers(key, place)
+        return MatrixNames(*names, place.dtype, place.width, place.blocks)
+
+    def tensor(self, key: str, *, head: int | None = None) -> tuple[str, Encoding]:
+        key = key if head is None else f"{key}.h{head}"
+        place = self._places.tensors[key]
+        self._initializers[key + SIXTEEN_BITS] = _tensor_initializer(key, place)
+        return key + SIXTEEN_BITS, place.encoding
+
+    def initializer(self, name: str) -> onnx.TensorProto:
+        return self._initializers[name]
 
 
 class WeightStore:
-    """Writes the weights of graphs shard by shard, so that one layer is in memory at a time."""
+    """Writes weights when a graph first asks for them, shard by shard: one layer is in memory at a time.
+
+    It is `StoredWeights`; initializers are known once their shard is flushed.
+    """
 
     def __init__(self, tensors: Tensors, matrices: QuantizedMatrices, folder: Path) -> None:
         self._tensors = tensors
@@ -77,7 +106,7 @@ class WeightStore:
         self._unwritten: dict[str, MatrixPlace] = {}
         self._written: dict[str, MatrixPlace] = {}
         self._places: dict[str, TensorPlace] = {}
-        self._initializers: dict[str, _Initializer] = {}
+        self._initializers: dict[str, onnx.TensorProto] = {}
 
     @property
     def places(self) -> WeightPlaces:
@@ -117,7 +146,7 @@ class WeightStore:
                 scales=extents[scales].offset,
                 block_scales=None if block_scales is None else extents[block_scales].offset,
             )
-            self._add_initializers(key, self._written[key])
+            self._initializers |= _matrix_initializers(key, self._written[key])
         for name, values in self._pending.items():
             if name.endswith(SIXTEEN_BITS):
                 key, extent = name.removesuffix(SIXTEEN_BITS), extents[name]
@@ -125,36 +154,12 @@ class WeightStore:
                 self._places[key] = TensorPlace(
                     file=path.name, shape=values.shape, offset=extent.offset, encoding=encoding
                 )
-                self._initializers[name] = _Initializer(path.name, "uint16", values.shape, extent)
+                self._initializers[name] = _tensor_initializer(key, self._places[key])
         self._pending.clear()
         self._unwritten.clear()
 
     def initializer(self, name: str) -> onnx.TensorProto:
-        """The stored tensor as an ONNX initializer that points into its shard."""
-        place = self._initializers[name]
-        proto = onnx.TensorProto(
-            name=name,
-            data_type=_ONNX_TYPES[place.dtype],
-            dims=place.shape,
-            data_location=onnx.TensorProto.EXTERNAL,
-        )
-        for key, value in (
-            ("location", place.file),
-            ("offset", place.extent.offset),
-            ("length", place.extent.bytes),
-        ):
-            proto.external_data.add(key=key, value=str(value))
-        return proto
-
-    def _add_initializers(self, key: str, place: MatrixPlace) -> None:
-        kind = WEIGHT_TYPES[place.dtype].stored
-        for head in range(place.heads):
-            names = _names(key, place, head)
-            shapes = (place.rows, place.width), (place.width,), (place.blocks, place.width)
-            stored = zip(names, (kind, "float32", "uint8"), shapes, place.head_extents(head), strict=False)
-            for name, dtype, shape, extent in stored:
-                assert name is not None, "blocks have scales"
-                self._initializers[name] = _Initializer(place.file, dtype, shape, extent)
+        return self._initializers[name]
 
     def _sixteen_bits(self, key: str, head: int | None) -> tuple[Encoding, NDArray[Any] | Streamed]:
         spec = self._tensors.spec
@@ -195,6 +200,32 @@ class WeightStore:
         if block_scales is not None and grid.block_scales is not None:
             self._pending[block_scales] = _head_by_head(grid.block_scales, heads)
         return place
+
+
+def _matrix_initializers(key: str, place: MatrixPlace) -> dict[str, onnx.TensorProto]:
+    """The tensors of each head of a matrix, by name."""
+    found = {}
+    for head in range(place.heads):
+        shapes = (place.rows, place.width), (place.width,), (place.blocks, place.width)
+        dtypes = WEIGHT_TYPES[place.dtype].stored, "float32", "uint8"
+        parts = zip(_names(key, place, head), dtypes, shapes, place.head_extents(head), strict=False)
+        for name, dtype, shape, extent in parts:
+            assert name is not None, "blocks have scales"
+            found[name] = _initializer(name, dtype, shape, place.file, extent)
+    return found
+
+
+def _tensor_initializer(key: str, place: TensorPlace) -> onnx.TensorProto:
+    return _initializer(key + SIXTEEN_BITS, "uint16", place.shape, place.file, place.extent)
+
+
+def _initializer(name: str, dtype: str, shape: tuple[int, ...], file: str, extent: Extent) -> onnx.TensorProto:
+    proto = onnx.TensorProto(
+        name=name, data_type=_ONNX_TYPES[dtype], dims=shape, data_location=onnx.TensorProto.EXTERNAL
+    )
+    for field, value in (("location", file), ("offset", extent.offset), ("length", extent.bytes)):
+        proto.external_data.add(key=field, value=str(value))
+    return proto
 
 
 def _names(key: str, place: MatrixPlace, head: int | None) -> tuple[str, str, str | None]:

@@ -96,6 +96,7 @@ def compile_on(
     store.make(key, "bundle", copy)
     works, plan = dict[tuple[str, ...], str](), dict[str, Piece]()
     sets = binary_sets(device_parts(manifest.graphs, Path()), each=manifest.is_whole if each is None else each)
+    weights_bytes = sum(manifest.files[name].bytes for name in manifest.weights.files)
     for models in sets:
         files = tuple((name, path.name) for name, path in models.items())
         piece = hashed("compile", key, files, device.soc, compiler, dict(options.provider_options))

@@ -8,8 +8,8 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from edgekv.bundle import GraphRecord, Manifest
+from exporters.graphs.qdq import stacked_new, stacked_past
 from exporters.targets.genai.names import FLOAT_LOGITS, HELD_TOKENS, POSITION_IDS
-from exporters.targets.stacked_names import new_name, past_name
 
 CONFIG = "genai_config.json"
 TOKENIZER = "tokenizer.json"
@@ -128,8 +128,8 @@ def genai_config(
     options = _session_options(engine)
     sink = 0 if manifest.sink is None else len(manifest.sink.tokens)
     layers = range(model.layers)
-    past = [past_name(kind, layer) for layer in layers for kind in ("key", "value")]
-    new = [new_name(kind, layer) for layer in layers for kind in ("key", "value")]
+    past = [stacked_past(kind, layer) for layer in layers for kind in ("key", "value")]
+    new = [stacked_new(kind, layer) for layer in layers for kind in ("key", "value")]
     ports = manifest.interface.graph(decode)
     made = [port.name for port in ports.inputs if port.kind in ("mask", "cos", "sin")]
     reads, writes = [ports.entry.name, *made, *past], [ports.exit.name, *new]
@@ -154,13 +154,13 @@ def genai_config(
             input_ids=ports.entry.name,
             attention_mask=HELD_TOKENS,
             position_ids=POSITION_IDS,
-            past_key_names=past_name("key", "%d"),
-            past_value_names=past_name("value", "%d"),
+            past_key_names=stacked_past("key", "%d"),
+            past_value_names=stacked_past("value", "%d"),
         ),
         outputs=DecoderOutputs(
             logits=FLOAT_LOGITS,
-            present_key_names=new_name("key", "%d"),
-            present_value_names=new_name("value", "%d"),
+            present_key_names=stacked_new("key", "%d"),
+            present_value_names=stacked_new("value", "%d"),
         ),
         sliding_window=SlidingWindow(window_size=prefill.ar, pad_value=manifest.geometry.zero_point),
         pipeline=[{name: stage} for name, stage in pipeline.items()],

@@ -12,8 +12,10 @@ import msgspec
 from devices import Device
 from edgekv.bundle import Bundle, FileRecord, GraphRecord, atomic_directory, readable_json, record_files
 from edgekv.errors import BundleError, EngineError, UsageError
-from edgekv.runtime.rewrite import load_model, save_model, weight_files
+from edgekv.runtime.rewrite import save_model
 from edgekv.session.sink import read_sink
+from exporters.graphs.parts import build_part, save_part
+from exporters.graphs.qdq import GraphForm, QdqOps
 from exporters.htp.check import floating_nodes
 from exporters.htp.compile import compile_graphs
 from exporters.progress import Progress, silent
@@ -28,7 +30,6 @@ from exporters.targets.genai.config import (
 )
 from exporters.targets.genai.helpers import dequantizer, position_processor
 from exporters.targets.genai.proof import StackedGraph, prove
-from exporters.targets.genai.stacked import stack_heads
 
 _TOKENIZER_CONFIG = b'{"tokenizer_class": "PreTrainedTokenizerFast"}\n'
 
@@ -114,7 +115,11 @@ def write_folder(
     with atomic_directory(target, force=force, marker=CONFIG) as folder:
         graphs = folder / "graphs" if options.device else folder
         graphs.mkdir(exist_ok=True)
-        _write_stacked(bundle, (decode, prefill), graphs)
+        if options.device is None:  # a folder of its own: links to the bundle's files will not do
+            for name in manifest.weights.files:
+                shutil.copyfile(bundle.path / name, graphs / name)
+        for graph in (decode, prefill):
+            save_part(stacked_graph(bundle, graph), graphs / graph.file, bundle.path)
         if options.check:
             stacked = [StackedGraph(record=g.name, file=str(graphs / g.file)) for g in (decode, prefill)]
             progress("compare", 0, 1)
@@ -225,14 +230,13 @@ def choose_pad_token(bundle: Bundle, given: int | None) -> int:
     )
 
 
-def _write_stacked(bundle: Bundle, records: Sequence[GraphRecord], folder: Path) -> None:
-    sink = read_sink(bundle)
-    for record in records:
-        model = load_model(bundle.graph_path(record))
-        stack_heads(model, bundle.manifest, record, sink)
-        save_model(model, folder / record.file)
-        for name in weight_files(model):
-            shutil.copyfile(bundle.path / name, folder / name)
+def stacked_graph(bundle: Bundle, record: GraphRecord) -> QdqOps:
+    """A graph with the cache that onnxruntime-genai passes: keys in columns, stacked heads, the sink as constants.
+
+    It pads in front, so the last row is the last token's.
+    """
+    form = GraphForm(stacks_heads=True, selects_last=True, sink=read_sink(bundle))
+    return build_part(bundle.manifest, record, record.part, form, key_layout="columns")
 
 
 def _compile(device: Device, graphs: Sequence[Path], folder: Path, options: GenaiOptions, progress: Progress) -> None:

@@ -17,8 +17,8 @@ from edgekv.errors import EdgeKVError
 from edgekv.runtime import CpuEngine, HtpEngine
 from edgekv.session.sink import read_sink
 from edgekv.spec import IDS, LOGITS_INDEX
+from exporters.graphs.qdq import stacked_new, stacked_past
 from exporters.targets.genai.proof import ProofJob, ProofReply
-from exporters.targets.stacked_names import new_name, past_name
 
 Arrays = dict[str, NDArray[Any]]
 
@@ -89,7 +89,7 @@ def _stack(manifest: Manifest, arrays: Arrays, end: str) -> Arrays:
         part = rest.pop(tensor.past if end == "past" else tensor.new)
         if tensor.kind == "key" and manifest.key_layout == "rows":
             part = part.swapaxes(2, 3)
-        name = past_name if end == "past" else new_name
+        name = stacked_past if end == "past" else stacked_new
         stacks.setdefault(name(tensor.kind, tensor.layer), []).append(part)
     return rest | {name: np.concatenate(parts) for name, parts in stacks.items()}
 

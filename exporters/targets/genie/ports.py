@@ -16,7 +16,7 @@ from msgspec import structs
 from edgekv.bundle import GraphRecord, Manifest, PartRecord
 from edgekv.errors import BundleError
 from edgekv.spec import EMBEDDINGS, MASK, Port
-from exporters.targets.genie.unsigned_adapters import unsigned
+from exporters.graphs.qdq import unsigned
 from quant import Encoding
 
 _RANK = 4
@@ -85,7 +85,7 @@ class GeniePorts:
             graph: the graph.
             part: the part.
             embeddings: with these, the first part reads them.
-            unsigned_adapters: inputs for adapters are as `UnsignedAdapters` makes them.
+            unsigned_adapters: inputs for adapters are as `GraphForm` says.
         """
         encodings = dict(manifest.encodings)
         if embeddings is not None:

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from importlib import metadata, resources
 from pathlib import Path
 
-import onnx_ir as ir
-from msgspec import UNSET
+from msgspec import UNSET, structs
 
 from edgekv import qnn
 from edgekv.bundle import (
@@ -22,14 +21,14 @@ from edgekv.bundle import (
     record_files,
 )
 from edgekv.runtime import HtpEngine
-from edgekv.runtime.rewrite import apply, link_weights, load_model, save_model
 from edgekv.scratch import scratch_folder
-from edgekv.spec import EMBEDDINGS
+from edgekv.spec import EMBEDDING
 from edgekv.system import sha256_of
+from exporters.graphs.parts import all_rows, build_part, save_part
+from exporters.graphs.qdq import GraphForm
 from exporters.htp.compile import compile_binaries
 from exporters.progress import Progress, silent
 from exporters.targets.genie.adapters import reads_adapters, write_adapters
-from exporters.targets.genie.all_rows import ReturnAllRows
 from exporters.targets.genie.config import (
     CONFIG,
     EXTENSIONS,
@@ -39,7 +38,6 @@ from exporters.targets.genie.config import (
     HtpExtensions,
     genie_config,
 )
-from exporters.targets.genie.embeddings import ReadEmbeddings
 from exporters.targets.genie.folder import FORMAT, GENIE_MANIFEST, GenieGraph, GenieManifest, GenieSink
 from exporters.targets.genie.graph_file import read_ports
 from exporters.targets.genie.names import name_graphs
@@ -47,10 +45,7 @@ from exporters.targets.genie.plan import GenieOptions, GeniePlan
 from exporters.targets.genie.ports import GeniePorts
 from exporters.targets.genie.proof import prove
 from exporters.targets.genie.state import STATE, write_state
-from exporters.targets.genie.unsigned_adapters import UnsignedAdapters
 from exporters.targets.genie.vendor import find_library
-from exporters.targets.key_columns import KeysInColumns
-from exporters.targets.stack_heads import StackHeads
 from quant import Encoding
 
 _TOKENIZER = "tokenizer.json"
@@ -80,12 +75,14 @@ def write_genie(
         atomic_directory(target, force=force, marker=GENIE_MANIFEST) as folder,
         scratch_folder("genie") as scratch,
     ):
-        table = _Table(bundle, folder / TABLE) if options.embedding_table or manifest.host_embeds else None
+        looks_up, encoding = options.embedding_table or manifest.host_embeds, None
+        if looks_up:
+            bundle.weights().tensor(EMBEDDING).tofile(folder / TABLE)
+            encoding = manifest.weights.tensors[EMBEDDING].encoding
         parts = [
-            _adapt_part(bundle, plan, part, scratch, table, stacked=options.stacked)
+            _build_part(bundle, plan, part, scratch, looks_up=looks_up, stacked=options.stacked)
             for part in range(1, plan.parts + 1)
         ]
-        encoding = None if table is None else table.encoding
         ports = {
             name: _check_graph(bundle, graph, graph.parts[part - 1], models[name], encoding)
             for part, models in enumerate(parts, 1)
@@ -129,7 +126,7 @@ def write_genie(
             wrappers = {name: folder / binary.wrappers[name] for name, binary in alone.items()}
             # The bundle's own graphs run on Genie's binaries if these read and write the same.
             same_cache = manifest.key_layout == "columns" and not options.stacked
-            reads_alike = same_cache and (table is None or manifest.host_embeds) and not adapters
+            reads_alike = same_cache and (not looks_up or manifest.host_embeds) and not adapters
             compiled = plan.compiled(bundle, wrappers)
             engine = HtpEngine(plan.device, compiled) if reads_alike else HtpEngine.on(plan.device, bundle)
             prompt = _prompt(bundle, plan)
@@ -163,45 +160,27 @@ def write_genie(
     return written
 
 
-class _Table:
-    """The embedding table as Genie's own file, u16 `[V, hidden]` without a header."""
-
-    def __init__(self, bundle: Bundle, path: Path) -> None:
-        """Write the table of a bundle whose graphs read embeddings; otherwise the graphs have it."""
-        self.path = path
-        self.encoding: Encoding | None = None
-        if (rows := bundle.embeddings()) is not None:
-            rows.tofile(path)
-            self.encoding = bundle.manifest.encodings[EMBEDDINGS]
-
-
-def _adapt_part(
-    bundle: Bundle, plan: GeniePlan, number: int, scratch: Path, table: _Table | None, *, stacked: bool
+def _build_part(
+    bundle: Bundle, plan: GeniePlan, number: int, scratch: Path, *, looks_up: bool, stacked: bool
 ) -> dict[str, Path]:
-    """One part of the graphs to compile, by their names: with the logits of all rows, keys in columns, heads `stacked`
-    if that is asked for, and without the embedding table if Genie looks embeddings up.
+    """One part of the graphs to compile, by their names: with the logits of all rows and keys in columns.
+
+    Args:
+        bundle: the bundle.
+        plan: its graphs.
+        number: of the part, from 1 on.
+        scratch: takes the graphs.
+        looks_up: whether Genie looks embeddings up.
+        stacked: whether the heads of a layer are one tensor.
     """
     models = {}
     for name, graph in plan.named(number):
         part = graph.parts[number - 1]
-        source = bundle.part_path(part)
-        model = load_model(source)
-        passes: list[ir.passes.PassBase] = [ReturnAllRows(part, graph.ar)]
-        if reads_adapters(bundle):
-            passes.append(UnsignedAdapters())
-        if bundle.manifest.key_layout == "rows":
-            passes.append(KeysInColumns(bundle.manifest.geometry.names()))
-        if stacked and part.layers:
-            passes.append(StackHeads(bundle.manifest, graph, part))
-        if table is not None and part.embeds:
-            passes.append(embeddings := ReadEmbeddings(table.path))
-        modified = apply(model, *passes)
-        if table is not None and part.embeds:
-            table.encoding = embeddings.encoding
-        models[name] = scratch / f"{name}.onnx" if modified else source
-        if modified:
-            save_model(model, models[name])
-            link_weights(model, source.parent, scratch)
+        form = GraphForm(stacks_heads=stacked and bool(part.layers), unsigned_adapters=reads_adapters(bundle))
+        wanted = structs.replace(part, embeds=part.embeds and not looks_up)
+        built = build_part(bundle.manifest, all_rows(graph), wanted, form, key_layout="columns")
+        models[name] = scratch / f"{name}.onnx"
+        save_part(built, models[name], bundle.path)
     return models
 
 

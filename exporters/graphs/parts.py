@@ -1,0 +1,88 @@
+"""Parts of graphs, built from what a bundle's manifest says."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import onnx
+from msgspec import structs
+
+from edgekv.bundle import GraphRecord, Manifest, PartRecord
+from edgekv.spec import EMBEDDING, EMBEDDINGS, HEAD, KeyLayout, hidden_name
+from edgekv.system import link_or_copy
+from exporters.decoder import decoder_layer, logits
+from exporters.graphs.nodes import Tensor
+from exporters.graphs.qdq import AS_EXPORTED, GraphForm, QdqOps
+from exporters.quantize.weights import PlacedWeights
+
+
+def build_part(
+    manifest: Manifest,
+    graph: GraphRecord,
+    part: PartRecord,
+    form: GraphForm = AS_EXPORTED,
+    *,
+    key_layout: KeyLayout | None = None,
+) -> QdqOps:
+    """A part of a graph, ready to finish; its weights stay in the bundle's files.
+
+    The records need not be the bundle's own: a graph of the role `score` gives the logits of all rows, a part that
+    does not embed reads embeddings, and a part may end at any layer.
+
+    Args:
+        manifest: of the bundle.
+        graph: AR, context and role.
+        part: the part to build.
+        form: what the runtime wants otherwise.
+        key_layout: of the keys in the cache; None for the bundle's.
+    """
+    spec, decoder = manifest.model, manifest.interface
+    if key_layout is not None:
+        decoder = replace(decoder, cache=replace(decoder.cache, key_layout=key_layout))
+    encodings = manifest.encodings | {EMBEDDINGS: manifest.weights.tensors[EMBEDDING].encoding}
+    encodings |= {hidden_name(layer + 1): encodings[f"layers.{layer}.mlp_add"] for layer in range(spec.layers)}
+    ops = QdqOps(graph, part, decoder, spec, encodings, PlacedWeights(manifest.weights), form)
+    hidden = ops.entry
+    for layer in part.layers:
+        hidden = decoder_layer(ops, spec, layer, hidden)
+    end_part(ops, graph, part, hidden)
+    return ops
+
+
+def end_part(ops: QdqOps, graph: GraphRecord, part: PartRecord, hidden: Tensor, head: str = HEAD) -> None:
+    """Give the logits or the hidden state of a part whose layers are built; `head` is the name of the head's matrix."""
+    if part.head:
+        rows = ops.select(hidden) if part.layers and graph.role == "prefill" else hidden
+        ops.give_logits(logits(ops, ops.spec, head, rows))
+    else:
+        ops.give_residual(hidden)
+
+
+def all_rows(graph: GraphRecord) -> GraphRecord:
+    """The graph with the logits of every row."""
+    return structs.replace(graph, role="score")
+
+
+def save_part(part: QdqOps, path: Path, weights: Path) -> None:
+    """Write a part and put hard links to the files of its weights beside it.
+
+    ONNX Runtime refuses external data outside of the graph's folder, symbolic links included. Where the file system has
+    no hard links, the files are copied.
+
+    Args:
+        part: see `build_part`.
+        path: the target.
+        weights: the bundle's folder.
+    """
+    model = part.finish()
+    for name in weight_files(model):
+        if not (link := path.parent / name).exists():
+            link_or_copy(weights / name, link)
+    onnx.save(model, path)
+
+
+def weight_files(model: onnx.ModelProto) -> list[str]:
+    """The names of the files with a model's weights, sorted."""
+    stored = (entry for each in model.graph.initializer for entry in each.external_data)
+    return sorted({entry.value for entry in stored if entry.key == "location"})
