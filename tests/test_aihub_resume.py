@@ -50,6 +50,19 @@ def test_a_run_killed_while_it_waits_is_picked_up(
     assert (service.count(SUBMIT), service.count("POST /api/v1/models/")) == (2, 2)
 
 
+def test_a_wait_for_jobs_has_a_limit_and_the_next_command_continues(
+    service: AiHub, small: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    service.patience = 100_000
+    monkeypatch.setenv("EDGEKV_TIMEOUT_S", "1")
+    assert run(["hub", "compile", str(small), "--devices", "SM8650", *POLL]) == 1
+    message = capsys.readouterr().err
+    assert "AI Hub: got 2 of 2 jobs unfinished after 1 s" in message and "EDGEKV_TIMEOUT_S" in message
+    service.patience = 0
+    report = answer(capsys, "compile", str(small), "--devices", "SM8650", *POLL)
+    assert [job["state"] for job in report["jobs"]] == ["done", "done"] and service.count(SUBMIT) == 2
+
+
 def test_a_job_whose_answer_never_came_is_found_by_its_name(
     service: AiHub, small: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

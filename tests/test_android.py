@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import zipfile
 from hashlib import sha256
@@ -150,7 +151,10 @@ PUSHED = {
     f"{LIBRARIES}/dsp/libQnnHtpV75Skel.so",
     f"{LIBRARIES}/genie-t2t-run",
     f"{LIBRARIES}/genie-app",
+    "edgekv/my_model/.edgekv-push",
+    f"{LIBRARIES}/.edgekv-push",
 }
+MARKERS = {name for name in PUSHED if name.endswith(".edgekv-push")}
 
 
 def test_a_push_copies_what_the_phone_needs_and_no_binary_of_single_graphs(
@@ -165,8 +169,13 @@ def test_a_second_push_copies_what_changed_and_removes_the_rest(
     phone: Phone, sdk: Path, genie: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(["push", str(genie)]) == 0
-    (phone.storage / "edgekv/my_model/old_qnn.bin").touch()
-    (phone.storage / "edgekv/my_model/tokenizer.json").write_text("damaged")
+    folder = phone.storage / "edgekv/my_model"
+    (folder / "old_qnn.bin").touch()
+    with (folder / ".edgekv-push").open("a") as marker:
+        marker.write("old_qnn.bin\n../../victim\n")  # as an earlier push of another export did
+    (phone.storage / "victim").touch()
+    (folder / "notes.txt").write_text("the user's own")
+    (folder / "tokenizer.json").write_text("damaged")
     phone.set()
     capsys.readouterr()
     assert run(["push", str(genie), "--json"]) == 0
@@ -174,6 +183,29 @@ def test_a_second_push_copies_what_changed_and_removes_the_rest(
     assert done["files"]["copied"] == ["/data/local/tmp/edgekv/my_model/tokenizer.json"]
     assert done["files"]["removed"] == ["/data/local/tmp/edgekv/my_model/old_qnn.bin"]
     assert (len(done["files"]["kept"]), len(done["libraries"]["kept"]), phone.pushes) == (4, 8, 1)
+    assert phone.files() == PUSHED | {"edgekv/my_model/notes.txt", "victim"}
+
+
+def test_files_of_a_folder_that_no_push_wrote_stay(phone: Phone, sdk: Path, genie: Path) -> None:
+    folder = phone.storage / "mine"
+    folder.mkdir()
+    (folder / "photo.jpg").write_text("the user's own")
+    assert run(["push", str(genie), "--to", "/data/local/tmp/mine"]) == 0
+    assert run(["push", str(genie), "--to", "/data/local/tmp/mine"]) == 0
+    assert (folder / "photo.jpg").read_text() == "the user's own"
+
+
+def test_a_folder_of_a_run_that_is_not_named_as_expected_is_not_removed(
+    phone: Phone, sdk: Path, genie: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tools = phone.storage.parent / "noisy"
+    tools.mkdir()
+    (tools / "mktemp").write_text(f"#!/bin/sh\necho 'linker: a warning'\necho {phone.storage}\n")
+    (tools / "mktemp").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tools}{os.pathsep}{os.environ['PATH']}")
+    assert run(["run", str(genie), "--on", "adb", "--prompt", "x"]) == 1
+    message = capsys.readouterr().err
+    assert "mktemp: got" in message and "linker: a warning" in message and "run.XXXXXX" in message
     assert phone.files() == PUSHED
 
 
@@ -189,7 +221,7 @@ def test_a_lost_phone_has_no_damaged_file_and_the_next_push_continues(
     assert complete < PUSHED and len(there - complete) == 1
     phone.set(lost_after=None)
     assert run(["push", str(genie)]) == 0
-    assert phone.files() == PUSHED and phone.pushes == len(PUSHED) - len(complete)
+    assert phone.files() == PUSHED and phone.pushes == len(PUSHED - MARKERS) - len(complete - MARKERS)
 
 
 def test_an_answer_comes_with_its_speed(
@@ -330,7 +362,7 @@ def test_a_full_phone_keeps_what_is_complete(
     phone.set(full_after=3)
     assert run(["push", str(genie)]) == 1
     assert "got no space left; expected room for the file" in capsys.readouterr().err
-    assert len(phone.files()) == 3
+    assert len(phone.files() - MARKERS) == 3
 
 
 def test_other_folders_are_refused_by_what_they_are(

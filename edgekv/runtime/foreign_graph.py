@@ -15,9 +15,12 @@ from typing import Any
 import msgspec
 
 from edgekv.bundle import file_hashes
-from edgekv.child import run_in_child
+from edgekv.child import run_in_child, vendor_timeout_s
 from edgekv.errors import EngineError
 from edgekv.system import cache_folder
+
+_TRIAL_S = 300.0
+"""To load a file and to run each graph once: a hundred times what a large model takes."""
 
 
 class Trial(msgspec.Struct, frozen=True, kw_only=True):
@@ -84,7 +87,7 @@ def try_file(file: Path, engine: str, runtime: str) -> None:
     if passed.exists():
         return
     job = msgspec.json.encode(Trial(engine=engine, file=str(file)))
-    end = run_in_child("edgekv.runtime.foreign_graph_worker", job)
+    end = run_in_child("edgekv.runtime.foreign_graph_worker", job, timeout_s=min(_TRIAL_S, vendor_timeout_s()))
     if end.reply is None:
         raise EngineError(
             f"{file.name} on {runtime}",

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from edgekv.bundle import Bundle, GraphRecord
+from edgekv.child import TIMEOUT_VARIABLE, vendor_timeout_s
 from edgekv.errors import ServiceError, UsageError
 from exporters.progress import Progress, silent
 from exporters.targets.aihub.account import Account
@@ -98,14 +99,24 @@ class HubRun:
         """Poll the run's jobs until all are done or failed; each result is recorded at once.
 
         Raises:
-            ServiceError: the service could not be reached; the jobs continue on the service.
+            ServiceError: the service could not be reached, or did not end the jobs within `vendor_timeout_s`; the jobs
+                continue on the service.
         """
+        limit_s = vendor_timeout_s()
+        end = time.monotonic() + limit_s
         while True:
             self.refresh()
             waiting = sum(record.state == "submitted" for record in self.records)
             progress("AI Hub jobs", len(self.records) - waiting, len(self.records))
             if not waiting:
                 return
+            if time.monotonic() + poll_s > end:
+                raise ServiceError(
+                    "AI Hub",
+                    got=f"{waiting} of {len(self.records)} jobs unfinished after {limit_s:g} s",
+                    expected="all of them",
+                    fix=f"Run the command again: it continues. {TIMEOUT_VARIABLE} allows more time.",
+                )
             time.sleep(poll_s)
 
     def refresh(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import shlex
 import shutil
@@ -18,6 +19,7 @@ from edgekv.errors import EngineError, UsageError
 _SDK_VARIABLES = ("ANDROID_HOME", "ANDROID_SDK_ROOT")
 _INSTALL = "Install Android's platform tools, and add them to PATH or set ANDROID_HOME."
 _CHUNK_BYTES = 1 << 12
+_LISTING_S = 30.0  # starting adb's server, and asking it
 _STATES = {
     "unauthorized": "Unlock the phone, and allow USB debugging for this computer.",
     "authorizing": "Unlock the phone, and allow USB debugging for this computer.",
@@ -51,7 +53,7 @@ class Adb:
             UsageError: several phones are connected, and none is named.
         """
         client = _find_client()
-        states = _states(_run([client, "devices"]).output)
+        states = _states(_run([client, "devices"], _LISTING_S).output)
         if not states:
             fix = "Connect a phone with USB debugging enabled (Settings, developer options)."
             raise EngineError("adb", got="no device", expected="a phone", fix=fix)
@@ -194,8 +196,8 @@ def _states(listing: str) -> dict[str, str]:
     return {serial.strip(): state.strip() for serial, state in pairs}
 
 
-def _run(command: Sequence[str]) -> ShellEnd:
-    limit_s = vendor_timeout_s()
+def _run(command: Sequence[str], most_s: float = math.inf) -> ShellEnd:
+    limit_s = min(most_s, vendor_timeout_s())
     try:
         done = subprocess.run(
             command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=limit_s

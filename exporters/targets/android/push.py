@@ -8,12 +8,14 @@ from pathlib import Path
 from posixpath import dirname
 from shlex import quote
 
+from edgekv.bundle.files import is_plain_path
 from edgekv.errors import EngineError
 from edgekv.system import format_bytes, sha256_of
 from exporters.progress import Progress, silent
 from exporters.targets.android.adb import Adb
 from exporters.targets.android.phone import free_bytes
 
+_MARKER = ".edgekv-push"
 _PART = ".part"
 _SPARE_BYTES = 16 << 20
 _NAMES_A_COMMAND = 100
@@ -57,7 +59,8 @@ class Push:
         changed = {remote: path for remote, path in wanted.items() if held.get(remote) != hashes[remote]}
         kept = tuple(remote for remote in wanted if remote not in changed)
         size = sum(path.stat().st_size for path in changed.values())
-        return cls(root, changed, hashes, kept, _other_files(adb, root, wanted), size)
+        stale = tuple(f"{root}/{name}" for name in sorted(_written(adb, root) - files.keys()))
+        return cls(root, changed, hashes, kept, stale, size)
 
     def run(self, adb: Adb, *, progress: Progress = silent) -> None:
         """Copy each file beside its place, and rename it when its hash is right there; then remove what is stale.
@@ -69,6 +72,7 @@ class Push:
         """
         folders = sorted({dirname(remote) for remote in self.files} | {self.root})
         adb.read(f"mkdir -p {' '.join(map(quote, folders))}", self.root)
+        self._note(adb, (*self.stale, *self.sha256))  # first, so that a push that is cut off can be cleared away
         for done, (remote, local) in enumerate(self.files.items()):
             progress("push", done, len(self.files))
             part = remote + _PART
@@ -76,8 +80,17 @@ class Push:
             check = f"echo {quote(f'{self.sha256[remote]}  {part}')} | sha256sum -c -"
             adb.read(f"{check} && mv -f {quote(part)} {quote(remote)}", remote)
         if self.stale:
-            adb.read(f"rm -f {' '.join(map(quote, self.stale))}", "rm")
+            gone = (name for remote in self.stale for name in (remote, remote + _PART))
+            adb.read(f"rm -f {' '.join(map(quote, gone))}", "rm")
+            self._note(adb, self.sha256)
         progress("push", len(self.files), len(self.files))
+
+    def _note(self, adb: Adb, written: Iterable[str]) -> None:
+        """Record which files of the folder are edgekv's."""
+        names = [quote(remote.removeprefix(f"{self.root}/")) for remote in written]
+        marker = f"{self.root}/{_MARKER}"
+        adb.read(f"printf '%s\\n' {' '.join(names)} > {quote(marker + _PART)}", marker)
+        adb.read(f"mv -f {quote(marker + _PART)} {quote(marker)}", marker)
 
 
 def check_room(adb: Adb, folder: str, pushes: Iterable[Push]) -> None:
@@ -110,7 +123,7 @@ def _hashes(adb: Adb, paths: Iterable[str]) -> dict[str, str]:
     return found
 
 
-def _other_files(adb: Adb, root: str, wanted: Iterable[str]) -> tuple[str, ...]:
-    """Files below the folder that are not wanted."""
-    output = adb.shell(f"find {quote(root)} -type f 2>/dev/null").output  # it fails where there is no folder
-    return tuple(sorted(set(output.splitlines()) - set(wanted)))
+def _written(adb: Adb, root: str) -> set[str]:
+    """The files of the folder that an earlier push wrote; what else is there is nobody's to remove."""
+    listed = adb.shell(f"cat {quote(f'{root}/{_MARKER}')} 2>/dev/null").output.splitlines()
+    return {name for name in listed if is_plain_path(name)}

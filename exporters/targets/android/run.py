@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -171,13 +172,15 @@ def _run(adb: Adb, command: str, take: Callable[[str], None], *, streams: bool) 
 @contextmanager
 def _folder_there(adb: Adb, within: str) -> Iterator[str]:
     """A folder of the phone for one run. What still runs from it is ended, and the folder removed."""
-    folder = adb.read(f"mktemp -d {quote(f'{within}/run.XXXXXX')}", "mktemp").strip()
+    folder = adb.read(f"mktemp -d {quote(f'{within}/run.XXXXXX')} 2>/dev/null", "mktemp").strip()
+    if re.fullmatch(rf"{re.escape(within)}/run\.\w+", folder) is None:  # it is removed later: nothing else may be
+        raise EngineError("mktemp", got=repr(folder)[:80], expected=f"a folder {within}/run.XXXXXX", fix="Push again.")
     try:
         yield folder
     except BaseException:
         with suppress(EdgeKVError):  # the phone may be lost; the caller gets the first error
-            adb.shell(f"kill $(cat {folder}/pid 2>/dev/null) 2>/dev/null")
+            adb.shell(f"kill $(cat {quote(f'{folder}/pid')} 2>/dev/null) 2>/dev/null")
         raise
     finally:
         with suppress(EdgeKVError):
-            adb.shell(f"rm -rf {folder}")
+            adb.shell(f"rm -rf {quote(folder)}")
