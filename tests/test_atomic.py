@@ -176,3 +176,19 @@ def test_a_file_that_cannot_be_flushed_is_an_error(tmp_path: Path, monkeypatch: 
     with pytest.raises(OSError, match="Input/output error"):
         _make(tmp_path / "bundle", "whole")
     assert not list(tmp_path.iterdir())
+
+
+def test_the_rest_of_a_killed_process_is_removed_with_the_next_file(tmp_path: Path) -> None:
+    write = "import sys, time; from edgekv.bundle.atomic import atomic_file\nfrom pathlib import Path\n"
+    write += "with atomic_file(Path(sys.argv[1])) as file: file.write_text('half'); print(flush=True); time.sleep(600)"
+    target = tmp_path / "file.bin"
+    with subprocess.Popen([sys.executable, "-c", write, str(target)], stdout=subprocess.PIPE) as child:
+        assert child.stdout is not None
+        child.stdout.readline()
+        with atomic.atomic_file(target) as partial:
+            partial.write_text("whole")
+        assert len([*tmp_path.iterdir()]) == 2, "what a living process writes is left alone"
+        child.kill()
+    with atomic.atomic_file(target) as partial:
+        partial.write_text("whole")
+    assert [path.name for path in tmp_path.iterdir()] == ["file.bin"]

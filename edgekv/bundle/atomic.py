@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import glob
 import os
 import re
 import shutil
@@ -23,12 +24,18 @@ _in_use: set[Path] = set()
 def atomic_file(target: Path) -> Iterator[Path]:
     """A temporary path beside `target`, renamed to `target` when the block ends without an exception.
 
-    The file is `.NAME.partial-PID-THREAD`; on an exception it is removed. It is not flushed to disk.
+    The file is `.NAME.partial-PID-THREAD`; on an exception it is removed. It is not flushed to disk. Leftovers of a
+    killed process are removed by the next one with the same target.
 
     Raises:
         OSError: the folder cannot be written.
     """
     partial = target.with_name(f".{target.name}.partial-{os.getpid()}-{threading.get_ident()}")
+    for path in target.parent.glob(f"{glob.escape(f'.{target.name}.partial-')}*-*"):
+        owner = path.name.removeprefix(f".{target.name}.partial-").partition("-")[0]
+        if owner.isdecimal() and not is_alive(int(owner)):
+            with suppress(OSError):
+                path.unlink()
     try:
         yield partial
         partial.replace(target)

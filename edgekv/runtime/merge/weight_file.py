@@ -1,8 +1,7 @@
-"""A file of constants that several graphs share, named after its content."""
+"""A file of constants that several graphs share."""
 
 from __future__ import annotations
 
-from hashlib import sha256
 from typing import Any, BinaryIO
 
 import numpy as np
@@ -23,7 +22,6 @@ class WeightFile:
         """Args: file: to write to. location: its name in the end."""
         self.location = location
         self._file = file
-        self._digest = sha256()
         self._length_bytes = 0
 
     def constant(self, name: str, array: NDArray[Any]) -> ir.Value:
@@ -42,11 +40,6 @@ class WeightFile:
         self._write(content.tobytes())
         return ir.ExternalTensor(self.location, offset, content.nbytes, dtype, shape=ir.Shape(array.shape), name=name)
 
-    def digest(self) -> bytes:
-        """The SHA-256 of the content so far."""
-        return self._digest.digest()
-
     def _write(self, content: bytes) -> None:
         self._file.write(content)
-        self._digest.update(content)
         self._length_bytes += len(content)
