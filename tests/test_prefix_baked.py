@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import signal
 import subprocess
 import sys
@@ -15,6 +17,7 @@ import pytest
 from edgekv.errors import BundleError, UsageError
 from edgekv.prefix import PrefixStore, StoreConfig, add_baked, baked_prefixes, remove_baked
 from edgekv.prefix.baked import load_baked
+from edgekv.tensor_file import decode_tensors, encode_tensors
 from tests.test_prefix_model import GEOMETRY, Tokens, rows_of
 
 ROOT = Path(__file__).parent.parent
@@ -130,3 +133,62 @@ def test_removing_an_unknown_prefix_names_those_that_there_are(tmp_path: Path) -
     bake(tmp_path, "first")
     with pytest.raises(UsageError, match=r"got 'second' on htp; expected one of first \(cpu\)\. See edgekv prefix ls"):
         remove_baked(tmp_path, "second", "htp")
+
+
+def test_files_of_others_stay(tmp_path: Path) -> None:
+    bake(tmp_path, "one")
+    for name in ("README.md", "notes.safetensors", ".hidden"):
+        (tmp_path / "prefixes" / name).write_text("the user's own")
+    bake(tmp_path, "two")
+    remove_baked(tmp_path, "one")
+    held = {path.name for path in (tmp_path / "prefixes").iterdir()}
+    assert {"README.md", "notes.safetensors", ".hidden"} <= held
+    assert len([name for name in held if name.endswith("two-cpu.safetensors")]) == 1
+    assert not [name for name in held if name.endswith("one-cpu.safetensors")]
+
+
+def forge(bundle: Path, **changed: Any) -> None:
+    """Replace tensors of a prefix, with the record and hash that belong to them."""
+    file = bundle / "prefixes" / baked_prefixes(bundle)[0].file
+    content = encode_tensors({**decode_tensors(file.read_bytes()).arrays, **changed})
+    file.write_bytes(content)
+    path = bundle / "prefixes" / "prefixes.json"
+    record = json.loads(path.read_bytes())
+    record["files"][file.name] = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    path.write_text(json.dumps(record))
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("tokens", lambda held: held.astype(np.float32), "tokens: got float32"),
+        ("tokens", lambda held: held[:-1], "tokens: got int64"),
+        ("tokens", lambda held: -1 - held, "ids, 0 or more"),
+        ("tokens", lambda held: held.reshape(1, -1), "tokens: got int64"),
+        ("rows", lambda held: held.astype(np.int16), "group 0: got int16"),
+        ("rows", lambda held: held[..., :-1], "group 0: got uint8"),
+        ("rows", lambda held: held[:, :-1], "group 0: got uint8"),
+        ("rows", lambda held: held.ravel(), "group 0: got uint8"),
+        ("rows", lambda held: held[:-1], "group 0: got uint8"),
+    ],
+)
+def test_forged_rows_and_tokens_are_refused(tmp_path: Path, name: str, change: Any, message: str) -> None:
+    bake(tmp_path, "one")
+    file = tmp_path / "prefixes" / baked_prefixes(tmp_path)[0].file
+    held = decode_tensors(file.read_bytes()).arrays
+    key = next(each for each in held if (each == "tokens") == (name == "tokens"))
+    forge(tmp_path, **{key: np.ascontiguousarray(change(held[key]))})
+    opened: Any = SimpleNamespace(path=tmp_path)
+    with pytest.raises(BundleError, match=message):
+        load_baked(opened, store_of(), "cpu")
+
+
+@pytest.mark.parametrize("file", ["a\0b", "../x", "sub/x", "", "."])
+def test_forged_names_are_refused(tmp_path: Path, file: str) -> None:
+    bake(tmp_path, "one")
+    path = tmp_path / "prefixes" / "prefixes.json"
+    record = json.loads(path.read_bytes())
+    record["prefixes"][0]["file"] = file
+    path.write_text(json.dumps(record))
+    with pytest.raises(BundleError, match="a file in the folder"):
+        baked_prefixes(tmp_path)

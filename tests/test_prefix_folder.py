@@ -273,3 +273,24 @@ def test_a_lock_on_windows_is_waited_for(tmp_path: Path, monkeypatch: pytest.Mon
     answers.append(OSError(errno.EACCES, "Permission denied"))
     with pytest.raises(PermissionError), locked(tmp_path / ".lock"):
         pass
+
+
+def test_a_new_folder_and_its_parents_are_their_owner_s_alone(tmp_path: Path) -> None:
+    before = os.umask(0o002)
+    try:
+        saved(tmp_path / "a" / "b" / "c", (1, 2))
+    finally:
+        os.umask(before)
+    for folder in (tmp_path / "a", tmp_path / "a" / "b", tmp_path / "a" / "b" / "c"):
+        assert folder.stat().st_mode & 0o777 == 0o700
+    assert found(opened(tmp_path / "a" / "b" / "c"), (1, 2)) == 2
+
+
+def test_a_lock_that_is_held_for_long_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lock, "_LONGEST_WAIT_S", 0.1)
+    with lock.locked(tmp_path / "lock"):
+        with pytest.raises(OSError, match="another process holds its lock") as caught, lock.locked(tmp_path / "lock"):
+            pass
+        assert caught.value.errno == errno.EAGAIN
+    with lock.locked(tmp_path / "lock"):
+        pass

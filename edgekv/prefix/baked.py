@@ -13,8 +13,10 @@ import msgspec
 import numpy as np
 
 from edgekv.bundle import Bundle, FileRecord, readable_json
+from edgekv.bundle.files import is_plain_path
 from edgekv.errors import BundleError, UsageError
 from edgekv.json_file import read_json
+from edgekv.kv.arena import DTYPES
 from edgekv.prefix.lock import locked
 from edgekv.prefix.retention import MAX_PRIORITY, RetentionPolicy, TokenRangeRetentionConfig
 from edgekv.prefix.rows import Rows
@@ -28,6 +30,7 @@ _LOCK = ".lock"
 FORMAT = 1
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _TOKENS = "tokens"
+_OWN = re.compile(r"[0-9a-f]{8}\..+\.safetensors|\..+\.partial")  # what `add_baked` writes; other files are others'
 # Rows of a limited window are stored from the start of a block, for stores with blocks of this size or smaller.
 BAKED_TOKENS_PER_BLOCK = 32
 _KEPT_LONGEST = RetentionPolicy((TokenRangeRetentionConfig(0, None, MAX_PRIORITY),))
@@ -197,10 +200,21 @@ def _read_rows(
     try:
         held = decode_tensors(content).arrays
         groups = [held[_group(number)] for number in range(len(store.groups))]
-        tokens: list[int] = held[_TOKENS].tolist()
+        tokens = held[_TOKENS]
     except (TensorFileError, KeyError) as error:
         raise BundleError(str(path), got=error, expected="the rows of each group", fix=fix) from None
-    return tokens, _BakedRows(len(tokens), groups)
+    if tokens.dtype != np.int64 or tokens.shape != (entry.tokens,) or not entry.tokens or tokens.min() < 0:
+        found = f"{tokens.dtype} {list(tokens.shape)}"
+        raise BundleError(f"{path}: tokens", got=found, expected=f"{entry.tokens} ids, 0 or more", fix=fix)
+    for number, (rows, group) in enumerate(zip(groups, store.groups, strict=True)):
+        least = entry.tokens - group.first_needed(entry.tokens)
+        wanted = (group.tensors, entry.tokens, group.head_dim)
+        is_right = rows.ndim == 3 and (rows.shape[0], rows.shape[2]) == (wanted[0], wanted[2])
+        if not is_right or rows.dtype != DTYPES[group.geometry.kv_dtype] or not least <= rows.shape[1] <= wanted[1]:
+            found = f"{rows.dtype} {list(rows.shape)}"
+            expected_rows = f"{group.geometry.kv_dtype} {list(wanted)}, or the newest {least} rows of it"
+            raise BundleError(f"{path}: group {number}", got=found, expected=expected_rows, fix=fix)
+    return tokens.tolist(), _BakedRows(entry.tokens, groups)
 
 
 def _group(number: int) -> str:
@@ -229,12 +243,12 @@ def _changing(bundle: Path) -> Iterator[BakedRecord]:
 
 
 def _replace_record(bundle: Path, record: BakedRecord) -> None:
-    """Commit a change: replace the record, then remove files that it no longer lists."""
+    """Commit a change: replace the record, then remove files of prefixes that it no longer lists."""
     folder = bundle / FOLDER
     _write(folder / RECORD, readable_json(record))
-    named = {RECORD, _LOCK, *(entry.file for entry in record.prefixes)}
+    named = {entry.file for entry in record.prefixes}
     for path in folder.iterdir():
-        if path.name not in named and path.is_file():
+        if path.name not in named and _OWN.fullmatch(path.name) and path.is_file():
             with suppress(OSError):  # on Windows a reader may have it open; the next change removes it
                 path.unlink()
 
@@ -257,6 +271,6 @@ def _read_record(bundle: Path) -> BakedRecord:
     record = read_json(file, BakedRecord, expected="the record of prefixes", fix=fix)
     if record.format != FORMAT:
         raise BundleError(f"{file}: format", got=record.format, expected=FORMAT, fix=fix)
-    if wrong := [each.file for each in record.prefixes if Path(each.file).name != each.file]:
-        raise BundleError(str(file), got=wrong[0], expected="a file in the folder", fix=fix)
+    if wrong := [each.file for each in record.prefixes if not is_plain_path(each.file) or "/" in each.file]:
+        raise BundleError(str(file), got=repr(wrong[0]), expected="a file in the folder", fix=fix)
     return record

@@ -17,7 +17,7 @@ from edgekv.prefix.config import StoreConfig
 from edgekv.prefix.errors import PrefixError
 from edgekv.prefix.groups import BlockGroup
 from edgekv.prefix.keys import Keys, folder_secret, token_bytes, tokens_of
-from edgekv.prefix.private import NotPrivateError, check_folder, read_private, write_private
+from edgekv.prefix.private import NotPrivateError, check_folder, make_folder, read_private, write_private
 from edgekv.prefix.reconciliation import Reconciliation
 from edgekv.prefix.stats import Counters
 
@@ -84,7 +84,7 @@ class DiskFolder:
         try:
             if limit_folder.exists():
                 check_folder(limit_folder)  # before anything is written into another user's folder
-            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            make_folder(folder)
             for each in {limit_folder, folder}:
                 check_folder(each)
             self._catalogue = Catalogue(limit_folder)

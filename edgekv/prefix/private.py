@@ -28,6 +28,17 @@ def check_folder(folder: Path) -> None:
     _check(folder, folder.stat(), 0o022)
 
 
+def make_folder(folder: Path) -> None:
+    """Create a folder with its parents, where they are missing, that only their owner can enter (mode 0700).
+
+    Raises:
+        OSError: it cannot be created, or is something else.
+    """
+    if not folder.parent.exists():
+        make_folder(folder.parent)
+    folder.mkdir(mode=0o700, exist_ok=True)
+
+
 def read_private(path: Path, *, secret: bool = False) -> bytes:
     """The content of a regular file owned by this user; symbolic links are not followed.
 
