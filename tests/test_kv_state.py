@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 from pathlib import Path
@@ -12,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edgekv.errors import EdgeKVError
-from edgekv.kv import KVCache, LayeredGeometry, StateError, read_state, write_state
+from edgekv.kv import KVCache, LayeredGeometry, StateError, read_state, state, write_state
+from edgekv.tensor_file import decode_tensors, encode_tensors
 from quant import Encoding
 from tests.kv_graph import feed, geometry_of, held, image
 
@@ -162,3 +164,48 @@ def test_a_file_is_closed_when_it_gets_its_name(tmp_path, monkeypatch):
     monkeypatch.setattr(Path, "replace", closed_replace)
     write_state(make(MADE[0]).state, tmp_path / "state", fingerprint="f")
     assert renamed == [tmp_path / "state"] == [*tmp_path.iterdir()]
+
+
+def crafted(file: Path, **parts: object) -> None:
+    """Change parts of a state, and give it the digest that belongs to them."""
+    held = decode_tensors(file.read_bytes())
+    metadata = {**held.metadata, **{name: json.dumps(value) for name, value in parts.items() if value is not None}}
+    for name in [name for name, value in parts.items() if value is None]:
+        del metadata[name]
+    del metadata["sha256"]
+    metadata["sha256"] = state._digest(metadata, held.arrays)
+    file.write_bytes(encode_tensors(held.arrays, metadata))
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        {"positions": None},
+        {"tokens": None},
+        {"sizes": 5},
+        {"sizes": {}},
+        {"encodings": {"past_key_0_h0_in": [1]}},
+        {"encodings": "x"},
+        {"positions": [0, 1, "2"]},
+        {"positions": [2, 1, 0]},
+        {"positions": [0, 1, 10**30]},
+        {"position": -1},
+        {"position": 2.5},
+        {"rewindable": 10**6},
+        {"tokens_seen": None},
+        {"tokens_seen": 1},
+        {"tokens": [-1, 5, 6]},
+        {"tokens": ["a", "b", "c"]},
+        {"more": 1},
+        {"fingerprint": 7},
+    ],
+)
+def test_crafted_content_with_the_right_digest_is_refused(tmp_path, parts):
+    cache = make()
+    for token in range(3):
+        feed(cache, 1, [token])
+    write_state(cache.state, tmp_path / "state", fingerprint="a model")
+    crafted(tmp_path / "state")
+    make().restore(read_state(tmp_path / "state", fingerprint="a model"))
+    crafted(tmp_path / "state", **parts)
+    assert "state" in refused(make(), tmp_path / "state")

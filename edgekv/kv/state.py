@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 from tempfile import NamedTemporaryFile
-from typing import Any
+from typing import Annotated, Any
 
+import msgspec
 import numpy as np
 
 from edgekv.errors import EdgeKVError
@@ -19,6 +20,8 @@ from edgekv.system import open_regular
 from edgekv.tensor_file import TensorFileError, decode_tensors, encode_tensors
 
 FORMAT = "edgekv.kv-state.1"
+
+_Position = Annotated[int, msgspec.Meta(ge=0, le=1 << 40)]
 
 
 class StateError(EdgeKVError):
@@ -114,19 +117,51 @@ def read_state(file: str | Path, *, fingerprint: str) -> CacheState:
     found = metadata.pop("sha256", "none")
     if found != (wanted := _digest(metadata, rows)):
         raise _refusal(file, "content", f"sha256 {wanted}", f"{found}, as it was written")
-    parts = {name: json.loads(text) for name, text in metadata.items() if name != "format"}
-    if parts["fingerprint"] != fingerprint:
-        raise _refusal(file, "fingerprint", parts["fingerprint"], fingerprint)
+    try:
+        parts = {name: msgspec.json.decode(text) for name, text in metadata.items() if name != "format"}
+        held_parts = msgspec.convert(parts, _Parts)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise _refusal(file, "content", error, "the parts of a state") from None
+    if held_parts.fingerprint != fingerprint:
+        raise _refusal(file, "fingerprint", held_parts.fingerprint, fingerprint)
+    held_parts.check(file)
     return CacheState(
-        sizes=parts["sizes"],
-        encodings={name: (scale, zero_point) for name, (scale, zero_point) in parts["encodings"].items()},
-        positions=tuple(parts["positions"]),
-        position=parts["position"],
-        rewindable=parts["rewindable"],
-        tokens_seen=parts["tokens_seen"],
+        sizes=held_parts.sizes,
+        encodings=held_parts.encodings,
+        positions=held_parts.positions,
+        position=held_parts.position,
+        rewindable=held_parts.rewindable,
+        tokens_seen=held_parts.tokens_seen,
         rows=rows,
-        tokens=tuple(parts.get("tokens", ())),
+        tokens=held_parts.tokens,
     )
+
+
+class _Parts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What the metadata of a file says; see `CacheState`."""
+
+    sizes: dict[str, Any]
+    encodings: dict[str, tuple[float, int]]
+    positions: tuple[_Position, ...]
+    position: _Position
+    rewindable: _Position
+    tokens_seen: _Position
+    tokens: tuple[_Position, ...]
+    fingerprint: str
+
+    def check(self, file: str | Path) -> None:
+        """Check that the parts agree: a digest says only that nobody changed them by accident.
+
+        Raises:
+            StateError: naming the part.
+        """
+        held = len(self.positions)
+        if [*self.positions] != sorted(set(self.positions)) or (held and self.positions[-1] >= self.position):
+            raise _refusal(file, "positions", f"{held} of them", f"ascending ones below {self.position}")
+        if self.rewindable > held:
+            raise _refusal(file, "rewindable", self.rewindable, f"at most {held}, the tokens held")
+        if self.tokens_seen < held or len(self.tokens) not in (0, self.tokens_seen):
+            raise _refusal(file, "tokens", f"{len(self.tokens)} of {self.tokens_seen}", f"all, at least {held}")
 
 
 def _refusal(file: str | Path, field: str, found: object, wanted: object) -> StateError:
