@@ -4,12 +4,14 @@ import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 import edgekv
 from edgekv.bundle import lora_adapters, open_bundle, open_lora, remove_lora
+from edgekv.bundle.adapters import write_lora
 from edgekv.cli import run as run_command
 from edgekv.errors import BundleError, CheckpointError, UsageError
 from edgekv.prefix import StoreConfig
@@ -211,6 +213,30 @@ def test_damage_is_found(adapted: Path, tmp_path: Path) -> None:
         open_lora(open_bundle(bundle), "one")
 
 
+@pytest.mark.parametrize("damage", ["no b", "no a", "inputs", "outputs", "rank", "dtype", "dimensions", "empty"])
+def test_tensors_of_other_shapes_are_refused_though_they_are_sealed(adapted: Path, tmp_path: Path, damage: str) -> None:
+    bundle = open_bundle(shutil.copytree(adapted, tmp_path / "bundle"))
+    held = open_lora(bundle, "one")
+    arrays = dict(held.arrays())
+    a = next(name for name in arrays if name.startswith("a."))
+    b = f"b{a[1:]}"
+    changes = {
+        "no b": {b: None},
+        "no a": {a: None},
+        "inputs": {a: arrays[a][:, 1:]},
+        "outputs": {b: arrays[b][:, 1:]},
+        "rank": {b: arrays[b][1:]},
+        "dtype": {a: arrays[a].astype(np.float32)},
+        "dimensions": {a: arrays[a].ravel(), b: arrays[b].ravel()},
+        "empty": {a: arrays[a][:0], b: arrays[b][:0]},
+    }
+    arrays |= changes[damage]
+    kept = {name: np.ascontiguousarray(array) for name, array in arrays.items() if array is not None}
+    write_lora(bundle, held.record, kept, force=True)
+    with edgekv.load(bundle.path) as model, pytest.raises(BundleError, match=r"adapters/one/.*: got [ab]\.\d"):
+        model.score(TOKENS, lora="one")
+
+
 def test_an_adapter_of_another_export_is_refused(adapted: Path, base: Path, tmp_path: Path) -> None:
     other = shutil.copytree(exported(base, replace(OPTIONS, lora=LoraOptions(9))), tmp_path / "other")
     shutil.copytree(adapted / "adapters", other / "adapters")
@@ -303,8 +329,10 @@ def test_a_bundle_without_slots_has_no_adapters(small_export: Path, adapters: Pa
         model.generate([3], lora="one")
 
 
-@pytest.mark.parametrize("lora", ["", "none", "one=0", "one=x", "one,one", "one,two=500", "../one", "two=90"])
-def test_choices_that_cannot_be_are_named(adapted: Path, lora: str) -> None:
+@pytest.mark.parametrize(
+    "lora", ["", "none", "one=0", "one=x", "one,one", "one,two=500", "../one", "two=90", 5, ["one"]]
+)
+def test_choices_that_cannot_be_are_named(adapted: Path, lora: Any) -> None:
     with edgekv.load(adapted) as model, pytest.raises(UsageError, match="lora"):
         model.generate(TOKENS, lora=lora)
 

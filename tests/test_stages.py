@@ -151,6 +151,35 @@ def test_a_damaged_stage_is_made_anew(work):
     assert work.steps == [1, 2, 3]
 
 
+def test_a_record_that_does_not_fit_its_tensors_is_a_damaged_stage(work):
+    with pytest.raises(KeyboardInterrupt):
+        work.export(stop_after=1)
+    (stage,) = work.stages
+    content = json.loads((stage / "stage.json").read_bytes())
+    name = next(iter(content["matrices"]))
+    integers, ranged = content["tensors"][f"{name}.integers"], next(iter(content["ranges"]))
+    damages = [
+        {"tensors": {**content["tensors"], "hidden": {**content["tensors"]["hidden"], "shape": [2, 2]}}},
+        {"tensors": {key: each for key, each in content["tensors"].items() if key != "hidden"}},
+        {"tensors": {**content["tensors"], f"{name}.integers": {**integers, "offset": 10**9}}},
+        {"tensors": {**content["tensors"], f"{name}.integers": {**integers, "offset": -8}}},
+        {"tensors": {**content["tensors"], f"{name}.integers": {**integers, "dtype": "object"}}},
+        {"tensors": {**content["tensors"], f"{name}.integers": {**integers, "shape": [-1, 64]}}},
+        {"tensors": {**content["tensors"], "more": integers}},
+        {"matrices": {}},
+        {"matrices": {**content["matrices"], "other": {"dtype": "int8"}}},
+        {"ranges": {**content["ranges"], ranged: {"low": 2.0, "high": 1.0}}},
+    ]
+    for damage in damages:
+        (stage / "stage.json").write_text(json.dumps(content | damage))
+        with pytest.raises(KeyboardInterrupt):
+            work.export(resume=True, stop_after=1)
+        assert work.steps == [0, 1], damage
+    with pytest.raises(KeyboardInterrupt):
+        work.export(resume=True, stop_after=1)
+    assert work.steps == [1]
+
+
 @pytest.mark.slow
 def test_clearing_the_cache_takes_nothing_from_an_export_that_runs(work):
     whole = work.export("whole")

@@ -107,18 +107,20 @@ class LoraAdapter:
             AdapterError: the file is missing or changed.
         """
         record = self.record.files[_TENSORS]
+        wanted = f"sha256 {record.sha256}"
         try:
             content = read_file(self.path / _TENSORS, record.bytes)
             if (found := hashlib.sha256(content).hexdigest()) != record.sha256:
                 raise ValueError(f"sha256 {found}")
             return decode_tensors(content).arrays
         except (OSError, ValueError, TensorFileError) as error:
-            raise AdapterError(
-                _place(self.record.name, _TENSORS),
-                got=error.strerror if isinstance(error, OSError) else error,
-                expected=f"sha256 {record.sha256}",
-                fix=_again(self.record.name),
-            ) from None
+            raise self.refusal(error.strerror if isinstance(error, OSError) else error, wanted) from None
+
+    def refusal(self, found: object, wanted: str) -> AdapterError:
+        """The error of a damaged file of tensors."""
+        return AdapterError(
+            _place(self.record.name, _TENSORS), got=found, expected=wanted, fix=_again(self.record.name)
+        )
 
 
 def lora_tensor(half: str, layer: int, target: LoraTarget) -> str:

@@ -123,11 +123,14 @@ def _check_weights(manifest: Manifest, fail: Fail) -> None:
         fail("weights", len(places.matrices) + len(places.tensors), f"those of {spec.layers} layers")
     dtypes = {each.tensor: each.dtype for each in manifest.recipe.weights}
     biases = set[str]()
+    read_norms = {view.norm for view in views(spec)}
     for view in views(spec):
         at = f"weights: {view.name}"
         if view.role in ("embedding", "norm", "q_norm", "k_norm"):
-            if (tensor := places.tensors.get(view.name)) is None or tensor.shape != view.shape:
-                fail(at, "none" if tensor is None else list(tensor.shape), list(view.shape))
+            copies = spec.copies if view.name in read_norms else 0
+            shape = (view.shape[0] + copies, *view.shape[1:])
+            if (tensor := places.tensors.get(view.name)) is None or tensor.shape != shape:
+                fail(at, "none" if tensor is None else list(tensor.shape), list(shape))
         elif view.is_matrix:
             matrix = places.matrices.get(view.name)
             if matrix is None or (matrix.columns, matrix.rows) != view.shape or matrix.dtype != dtypes.get(view.name):

@@ -12,6 +12,7 @@ import numpy as np
 import onnxruntime as ort
 from numpy.typing import NDArray
 
+from edgekv.errors import BundleError
 from edgekv.kv.memory import ALIGNMENT_BYTES, HeapMemory
 from edgekv.runtime.background import BackgroundTask
 from edgekv.runtime.mapped import MappedWeights
@@ -229,12 +230,17 @@ class MemoryBinding:
 
 
 def _ports(found: Sequence[ort.NodeArg]) -> tuple[Port, ...]:
-    return tuple(Port(a.name, a.type.removeprefix("tensor(").rstrip(")"), tuple(map(_most, a.shape))) for a in found)
+    ports = ((a.name, a.type.removeprefix("tensor(").rstrip(")"), a.shape) for a in found)
+    return tuple(Port(name, dtype, tuple(_most(name, size) for size in shape)) for name, dtype, shape in ports)
 
 
-def _most(size: int | str) -> int:
+def _most(name: str, size: int | str | None) -> int:
     """A size of a port; an open one is named after the most that it can be."""
-    return size if isinstance(size, int) else int(size.removeprefix(OPEN_ROWS))
+    digits = str(size).removeprefix(OPEN_ROWS)
+    if not digits.isascii() or not digits.isdecimal():
+        fix = "Export the bundle again."
+        raise BundleError(f"graph: {name}", got=f"a dimension {size}", expected="a static size", fix=fix)
+    return int(digits)
 
 
 def _binders(io: ort.IOBinding) -> tuple[_BindAll, _BindAll]:

@@ -43,6 +43,8 @@ class LoraChoice:
         Raises:
             UsageError: no name, a name twice, or a scale that is 0, no number, or above 100 in magnitude.
         """
+        if not isinstance(text, str):  # as a caller of the library may give it
+            raise UsageError(field, got=repr(text)[:80], expected="a name", fix="See edgekv lora ls BUNDLE.")
         choices = tuple(cls._parse_one(each.strip(), text, field) for each in text.split(","))
         if len({each.name for each in choices}) < len(choices):
             raise UsageError(field, got=repr(text), expected="each adapter once", fix="Add up its scales.")
@@ -123,6 +125,7 @@ class Adapters:
         rows: dict[str, NDArray[Any]] = {}
         for adapter, choice in zip(found, choices, strict=True):
             arrays = adapter.arrays()
+            _check_arrays(adapter, arrays, slots, shapes, own, manifest)
             for layer in range(manifest.model.layers):
                 for slot in slots.slots:
                     if lora_tensor("a", layer, slot.target) in arrays:
@@ -152,6 +155,32 @@ def _encoding_names(manifest: Manifest) -> dict[str, str]:
     assert manifest.lora is not None, "there are slots"
     layers = range(manifest.model.layers)
     return {name: encoding for layer in layers for name, _, encoding in manifest.lora.tensors(layer)}
+
+
+def _check_arrays(
+    adapter: LoraAdapter,
+    arrays: Mapping[str, NDArray[Any]],
+    slots: LoraSlots,
+    shapes: Mapping[str, tuple[int, ...]],
+    sink: Sink | None,
+    manifest: Manifest,
+) -> None:
+    """Refuse tensors that are missing, or that have another type or shape than the slots and the sink."""
+    fixed = {} if sink is None else {**sink.rows, LOGITS: sink.logits}
+    wanted = {name: (array.dtype, array.shape) for name, array in fixed.items()}
+    for layer in range(manifest.model.layers):
+        for slot in slots.slots:
+            a, b = (lora_tensor(half, layer, slot.target) for half in ("a", "b"))
+            if a in arrays or b in arrays:
+                rank = arrays[a].shape[0] if a in arrays and arrays[a].ndim else 0
+                inputs = shapes[lora_a(layer, lora_group(slot.target))][2]
+                wanted[a] = np.dtype(np.int16), (max(rank, 1), inputs)
+                wanted[b] = np.dtype(np.int16), (max(rank, 1), slot.width * len(slot.pieces))
+    for name, (dtype, shape) in wanted.items():
+        held = arrays.get(name)
+        if held is None or (held.dtype, held.shape) != (dtype, shape):
+            found = "nothing" if held is None else f"{held.dtype} {list(held.shape)}"
+            raise adapter.refusal(f"{name}: {found}", f"{dtype} {list(shape)}")
 
 
 def _place(

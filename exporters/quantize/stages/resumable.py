@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from edgekv.spec import EMBEDDING, DecoderSpec, views
 from exporters.quantize.matrices import Quantizer
 from exporters.quantize.recipe import Recipe
 from exporters.quantize.reference import Tensors
@@ -40,8 +41,8 @@ def quantize_in_stages(
         resume: use kept stages and continue after them.
         progress: called with the number of layers done.
     """
-    stages = _kept(store, keys) if resume else []
     quantizer = Quantizer(tensors, tokens, context, recipe, sink)
+    stages = _kept(store, keys, tensors.spec, quantizer.hidden.shape) if resume else []
     layers = tensors.spec.layers
     if 0 < len(stages) <= layers:
         quantizer.hidden = stages[-1].hidden()
@@ -57,12 +58,17 @@ def quantize_in_stages(
     return StagedMatrices(stages), {name: seen for stage in stages for name, seen in stage.ranges().items()}
 
 
-def _kept(store: StageStore, keys: Sequence[str]) -> list[Stage]:
+def _kept(store: StageStore, keys: Sequence[str], spec: DecoderSpec, hidden: tuple[int, ...]) -> list[Stage]:
     """The kept stages before the first that is missing or damaged."""
+    matrices: list[dict[str, tuple[int, int]]] = [{} for _ in keys]
+    for view in views(spec):
+        if view.is_matrix and view.name != EMBEDDING:
+            outputs, inputs = view.shape
+            matrices[spec.layers if view.layer is None else view.layer][view.name] = inputs, outputs
     found: list[Stage] = []
-    for key in keys:
+    for number, key in enumerate(keys):
         stage = store.find(key)
-        if stage is None:
+        if stage is None or not stage.fits(matrices[number], hidden if number < spec.layers else None):
             break
         found.append(stage)
     return found

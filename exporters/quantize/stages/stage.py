@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Mapping, Sequence
+from math import prod
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -15,7 +16,7 @@ from numpy.typing import NDArray
 from edgekv.bundle import atomic_directory
 from exporters.quantize.reference import Floats
 from exporters.quantize.shards import write_shard
-from quant import Grid, QuantizedWeight, Range, WeightDtype
+from quant import WEIGHT_TYPES, Grid, QuantizedWeight, Range, WeightDtype
 
 RECORD = "stage.json"
 _TENSORS = "tensors.safetensors"
@@ -25,6 +26,10 @@ class _Tensor(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     dtype: str
     shape: tuple[int, ...]
     offset: int
+
+    @property
+    def bytes(self) -> int:
+        return prod(self.shape) * np.dtype(self.dtype).itemsize
 
 
 class _Matrix(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -99,6 +104,30 @@ class Stage:
             # no folder with an open file.
             opened = None if os.name == "nt" else (partial / _TENSORS).open("rb")
         return cls(opened or (folder / _TENSORS).open("rb"), record)
+
+    def fits(self, matrices: Mapping[str, tuple[int, int]], hidden: tuple[int, ...] | None) -> bool:
+        """Whether it has these matrices `[in, out]` and a residual of this shape (None for none), all of it readable.
+
+        A record that was changed by hand can carry the right hash.
+        """
+        record = self._record
+        wanted: dict[str, tuple[str, tuple[int, ...]]] = {} if hidden is None else {"hidden": ("float32", hidden)}
+        for name, each in record.matrices.items():
+            inputs, outputs = matrices.get(name, (0, 0))
+            block = WEIGHT_TYPES[each.dtype].block
+            wanted |= {f"{name}.integers": ("int8", (inputs, outputs)), f"{name}.scales": ("float32", (outputs,))}
+            if block is not None:
+                wanted[f"{name}.block_scales"] = ("uint8", (inputs // block, outputs))
+        samples = {f"{name}.sample" for name in record.ranges}
+        rest = {name: each for name, each in record.tensors.items() if name not in wanted}
+        size = os.fstat(self._file.fileno()).st_size
+        return (
+            record.matrices.keys() == matrices.keys()
+            and {n: (t.dtype, t.shape) for n, t in record.tensors.items() if n in wanted} == wanted
+            and all(name in samples and (t.dtype, len(t.shape)) == ("float32", 1) for name, t in rest.items())
+            and all(min(t.shape, default=0) >= 0 <= t.offset <= size - t.bytes for t in record.tensors.values())
+            and all(each.low <= each.high for each in record.ranges.values())
+        )
 
     @property
     def names(self) -> list[str]:

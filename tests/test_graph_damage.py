@@ -1,0 +1,40 @@
+"""Graphs whose ports are not those of the manifest, in bundles whose hashes are right."""
+
+from __future__ import annotations
+
+import shutil
+from hashlib import sha256
+from pathlib import Path
+
+import msgspec
+import onnx
+import pytest
+
+import edgekv
+from edgekv.bundle import FileRecord, open_bundle, write_manifest
+
+
+@pytest.mark.parametrize("size", [-1, "batch", "rows_", "rows_x", "", 10**12], ids=repr)
+@pytest.mark.parametrize("mode", ["fast", "emulate"])
+def test_a_dimension_that_is_not_static_is_refused(
+    small_export: Path, tmp_path: Path, size: int | str, mode: str
+) -> None:
+    bundle = open_bundle(shutil.copytree(small_export, tmp_path / "bundle"))
+    files = dict(bundle.manifest.files)
+    for graph in bundle.manifest.graphs:
+        path = bundle.path / graph.parts[0].file
+        model = onnx.load(path, load_external_data=False)
+        dimension = next(
+            each for each in model.graph.input if each.name.startswith("past_")
+        ).type.tensor_type.shape.dim[2]
+        if isinstance(size, int):
+            dimension.dim_value = size
+        else:
+            dimension.dim_param = size
+        content = model.SerializeToString()
+        path.write_bytes(content)
+        files[graph.parts[0].file] = FileRecord(bytes=len(content), sha256=sha256(content).hexdigest())
+    write_manifest(bundle.path, msgspec.structs.replace(bundle.manifest, files=files))
+    with pytest.raises(edgekv.EdgeKVError) as caught, edgekv.load(bundle.path, cpu_mode=mode) as model:
+        list(model.generate([3, 4, 5], max_new_tokens=1))
+    assert "bug" not in str(caught.value) and len(str(caught.value)) < 2000
