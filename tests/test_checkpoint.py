@@ -75,6 +75,14 @@ def test_a_config_that_cannot_be_exported_is_refused_by_field(tmp_path, override
     assert all(word in message for word in words), message
 
 
+def test_an_activation_that_is_null_is_refused(tmp_path):
+    write_checkpoint(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text()) | {"hidden_act": None}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    message = refusal(tmp_path)
+    assert "hidden_act: got nothing; expected 'silu'" in message
+
+
 @pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "model.safetensors"])
 def test_a_missing_file_is_named(tmp_path, name):
     write_checkpoint(tmp_path)

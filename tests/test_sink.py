@@ -81,6 +81,14 @@ def token_sqnr_db(bundle: Path, checkpoint: Path, engine: str = "cpu") -> float:
     return tally.evaluation("cpu", "").token_sqnr_db
 
 
+def test_the_files_of_a_bundle_have_the_modes_of_new_files(sinking: Path, tmp_path: Path) -> None:
+    """A service user reads them."""
+    (tmp_path / "new").touch()
+    modes = {path.name: path.stat().st_mode for path in sinking.rglob("*") if path.is_file()}
+    assert {"heads.safetensors", "sink.safetensors"} <= modes.keys()
+    assert set(modes.values()) == {(tmp_path / "new").stat().st_mode}
+
+
 def test_export_finds_a_token_that_spans_the_ranges(sinking: Path, plain: Path, small: Path) -> None:
     record = open_bundle(sinking).manifest.sink
     assert record is not None

@@ -179,12 +179,12 @@ class Config:
         raise self.refusal(name, "a JSON object")
 
     def expect(self, name: str, value: object) -> None:
-        """Check that a field is absent or has this value.
+        """Check that a field is absent or has this value. Null means absent, except where a text is expected.
 
         Raises:
             CheckpointError: it has another.
         """
-        if self._fields.get(name, value) != value:
+        if self._fields.get(name, value) != value or (isinstance(value, str) and name in self._none):
             raise self.refusal(name, repr(value), fix="This variant of the architecture cannot be exported.")
 
     def with_defaults(self, **defaults: object) -> Config:

@@ -21,12 +21,13 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 from safetensors import SafetensorError
-from safetensors.numpy import load, save_file
+from safetensors.numpy import load
 
 from edgekv.errors import BundleError
 from edgekv.spec import KINDS, DecoderSpec, KvTensor, View
 from edgekv.spec.geometry import KvDtype
 from edgekv.system import read_file
+from edgekv.tensor_file import encode_tensors
 from exporters.checkpoint.head_channels import HeadChannels
 from exporters.checkpoint.reach import ANGLES, HeadNumber, HeadReach
 from exporters.checkpoint.rotate import Floats, Read, hadamard
@@ -202,7 +203,7 @@ def write_heads(heads: AlignedHeads, folder: Path) -> None:
         for (layer, number), head in heads.items()
         for field in AlignedHead.__slots__
     }
-    save_file(tensors, folder / HEADS_FILE)
+    (folder / HEADS_FILE).write_bytes(encode_tensors(tensors))
 
 
 def read_heads(path: Path, size: int) -> dict[HeadNumber, AlignedHead]:
