@@ -105,6 +105,43 @@ def test_a_draft_bundle_follows_the_text(verifying: Path, other: Path):
         assert common >= len(PROMPT + tokens) - 8  # up to the last pass, but for its wrong drafts
 
 
+def draft_steps(model: edgekv.Model, draft: edgekv.Model, *, by_turns: bool) -> tuple[int, list[list[int]]]:
+    """Steps of the draft model for two answers, and their tokens."""
+    before = draft._graphs.times.steps
+    prompts = (PROMPT, [*reversed(PROMPT)])
+    answers = [
+        model.generate(prompt, LONG, speculate=Speculate("draft", draft=draft), sequence=number)
+        for number, prompt in enumerate(prompts)
+    ]
+    texts: list[list[int]] = [[], []]
+    if by_turns:
+        for tokens in zip(*answers, strict=True):
+            for text, token in zip(texts, tokens, strict=True):
+                text.append(token.id)
+    else:
+        texts = [[token.id for token in answer] for answer in answers]
+    return draft._graphs.times.steps - before, texts
+
+
+def test_answers_that_take_turns_keep_the_draft_s_caches(verifying: Path, other: Path):
+    with edgekv.load(verifying) as model, edgekv.load(other) as draft:
+        one_by_one, texts = draft_steps(model, draft, by_turns=False)
+        model.sequences.clear()
+    with edgekv.load(verifying) as model, edgekv.load(other) as draft:
+        by_turns, same = draft_steps(model, draft, by_turns=True)
+        assert same == texts and by_turns <= one_by_one + 2
+        assert len(draft.sequences) == 1, "beside its own session"
+
+
+def test_a_draft_model_has_few_sessions(verifying: Path, other: Path):
+    with edgekv.load(verifying) as model, edgekv.load(other) as draft:
+        for first in range(60, 70):
+            for _ in range(2):
+                tokens, stats = ids(model, Speculate("draft", draft=draft), prompt=[first, *PROMPT])
+                assert len(tokens) == LONG.max_new_tokens and stats.passes
+        assert len(draft.sequences) == 3
+
+
 def test_a_text_longer_than_the_drafts_context_goes_on_without_drafts(tmp_path_factory: Any, verifying: Path):
     checkpoint = write_checkpoint(tmp_path_factory.mktemp("short") / "checkpoint", seed=1)
     short = exported(checkpoint, export_options(context=32, ar=(1, 8)))

@@ -18,7 +18,8 @@ _FIX = "Give a bundle of the same family, such as a smaller model with the same 
 class BundleDrafter:
     """Proposes the tokens that a smaller model finds most likely.
 
-    It uses that model's own session, which keeps what its cache shares with the text: rejected tokens are rewound.
+    Of a few sessions of that model it uses the one that holds the text: answers that take turns keep their caches, and
+    rejected tokens are rewound.
 
     Attributes:
         name: for statistics.
@@ -37,7 +38,7 @@ class BundleDrafter:
             vocab: number of the target's logits; a draft ends before a token beyond it.
         """
         self.ns_per_token = 1.0
-        self._session = draft.session
+        self._sessions = draft.draft_sessions
         self._first = [] if draft.cache.sink is None else [*draft.cache.sink.tokens]
         self._vocab = vocab
         self._samples: deque[float] = deque(maxlen=_SAMPLES)
@@ -49,9 +50,10 @@ class BundleDrafter:
             EngineError: the runtime failed.
         """
         started = perf_counter_ns()
-        session, whole = self._session, [*tokens]
+        whole = [*tokens]
         if not begins_with(whole, self._first):
             whole = [*self._first, *whole]
+        session = self._sessions.of(whole)
         held = session.reuse(whole)
         room = session.cache.room_tokens
         most = k if room is None else min(k, room - (len(whole) - held) + 1)

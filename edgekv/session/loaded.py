@@ -16,6 +16,7 @@ from edgekv.session.adapters import Adapters, BoundAdapter, LoraChoice
 from edgekv.session.batch import Batch, make_batch
 from edgekv.session.caches import CacheSetup
 from edgekv.session.constraint import Constraint, GrammarCompiler
+from edgekv.session.draft_sessions import DraftSessions
 from edgekv.session.grammar import Grammar
 from edgekv.session.graphs import Graphs
 from edgekv.session.params import DEFAULT_MAX_NEW_TOKENS, SamplingParams
@@ -39,6 +40,7 @@ class LoadedBundle:
         mode: which sequences are kept from one step to the next.
         session: the model's own session, of calls without `sequence`.
         sequences: the sessions of calls with `sequence`.
+        draft_sessions: those of calls that draft with this model for another.
         defaults: default sampling parameters: the bundle's, or greedy decoding.
         draft_record: what speculation measured.
         used_batch: `batch`, once it was needed.
@@ -55,6 +57,7 @@ class LoadedBundle:
         self.used_batch: Batch | None = None
         self._turns = Turns()
         self.sequences = SessionPool(lambda: Session(caches.make(), graphs), caches.mode, self.session, self._turns)
+        self.draft_sessions = DraftSessions(self.sequences)
         self._caches = caches
         self._setup = caches.described(engine)
         self._prompts = PromptReader(bundle, caches.policy.name)
