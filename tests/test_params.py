@@ -41,11 +41,19 @@ DEFAULTS = SamplingParams(0.7, top_k=20, top_p=0.8, repetition_penalty=1.1, max_
         ({"max_new_tokens": HUGE}, "max_new_tokens: got a number of 16610 bits"),
         ({"stop": ["x", ""]}, "stop: got an empty text"),
         ({"stop": [3]}, "stop: got 3; expected texts"),
+        ({"stop": 5}, "stop: got 5; expected texts"),
+        ({"logit_bias": 5}, "logit_bias: got 5; expected numbers by token id"),
     ],
 )
 def test_what_cannot_be_sampled_is_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         SamplingParams(**options)
+
+
+@pytest.mark.parametrize("given", [1.5, "12", [3], True, HUGE, {"temperature": 1.0}], ids=lambda each: str(type(each)))
+def test_what_is_neither_parameters_nor_a_number_is_refused(given: Any) -> None:
+    with pytest.raises(UsageError, match="max_new_tokens: got"):
+        choose_params(given, {}, DEFAULTS)
 
 
 def test_parameters_are_plain_values() -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,6 +13,8 @@ import pytest
 import edgekv
 from edgekv import EdgeKVError, SamplingParams
 from edgekv.bundle import open_bundle
+from edgekv.draft import DraftTree
+from edgekv.errors import UsageError
 from edgekv.kv import STRATEGIES, CacheState
 from edgekv.session import Generation, Speculation
 from tests.checkpoints import NEWER, write_checkpoint
@@ -51,6 +55,43 @@ def test_the_bundle_has_graphs_of_all_logits_in_every_context(verifying: Path) -
 def test_more_rows_than_prefill_has_are_refused(rows: int) -> None:
     with pytest.raises(EdgeKVError, match=f"--verify: got {rows}; expected 2 to 8"):
         export_options(ar=(1, 8), context=CONTEXT, verify=(rows,))
+
+
+class Fixed:
+    """Proposes the same, whatever the text is."""
+
+    name = "fixed"
+
+    def __init__(self, draft: Any) -> None:
+        self._draft = draft
+
+    def propose(self, tokens: Sequence[int], k: int) -> Any:
+        return self._draft
+
+    def accepted(self, n: int) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    "draft",
+    [[320], [-1], [5, 10**30], [7, 2**40, 9], DraftTree((5, 400, 6), (-1, -1, 1)), [np.int64(3), np.uint8(4)]],
+    ids=repr,
+)
+def test_drafts_outside_of_the_vocabulary_are_dropped(verifying: Path, draft: Any) -> None:
+    with edgekv.load(verifying) as model:
+        plain = [token.id for token in model.generate(PROMPT, LONG)]
+        with with_drafts(model, PROMPT, LONG, Speculation(Fixed(draft))) as generation:
+            assert [token.id for token in generation] == plain
+
+
+@pytest.mark.parametrize("draft", ["text", ["a", "b"], [1.5], 7, None, DraftTree(("x",), (-1,))], ids=repr)
+def test_drafts_that_are_no_ids_are_refused(verifying: Path, draft: Any) -> None:
+    with (
+        edgekv.load(verifying) as model,
+        with_drafts(model, PROMPT, LONG, Speculation(Fixed(draft))) as generation,
+        pytest.raises(UsageError, match=r"drafter fixed: got .*; expected token ids"),
+    ):
+        list(generation)
 
 
 def test_a_true_draft_brings_a_pass_of_tokens(verifying: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import index
 
 LATER = 3
 """Tokens by which a less likely continuation stands back behind a more likely one."""
@@ -72,6 +73,11 @@ class DraftTree:
         """The first nodes, `nodes` at most."""
         return self if nodes >= len(self) else DraftTree(self.tokens[:nodes], self.parents[:nodes])
 
+    def within(self, vocab: int) -> DraftTree:
+        """The nodes before the first whose token is no id of a vocabulary."""
+        outside = (at for at, token in enumerate(self.tokens) if not 0 <= token < vocab)
+        return self.first(next(outside, len(self)))
+
     def child(self, node: int, token: int) -> int | None:
         """The node of a token that follows a node, or the text; None if there is none."""
         for at in range(node + 1, len(self.tokens)):
@@ -109,5 +115,11 @@ class DraftTree:
 
 
 def as_tree(draft: Sequence[int] | DraftTree) -> DraftTree:
-    """A draft as a tree, which has one branch if the draft is a sequence."""
-    return draft if isinstance(draft, DraftTree) else DraftTree.chain(draft)
+    """A draft as a tree, which has one branch if the draft is a sequence.
+
+    Raises:
+        TypeError: it is neither, or something in it is no whole number.
+    """
+    if isinstance(draft, DraftTree):
+        return DraftTree(tuple(map(index, draft.tokens)), draft.parents)
+    return DraftTree.chain([index(token) for token in draft])

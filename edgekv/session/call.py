@@ -66,7 +66,7 @@ def choose_params(params: Params | int | None, keywords: Mapping[str, Any], defa
         UsageError: a value out of range, or options of sampling and beam search together.
     """
     given = {name: value for name, value in keywords.items() if value is not None}
-    if isinstance(params, int):
+    if params is not None and not isinstance(params, Params):  # checked as the number of tokens
         given, params = {"max_new_tokens": params, **given}, None
     if isinstance(params, BeamParams) or (params is None and "num_beams" in given):
         fix = "Leave it out: beam search draws nothing, and its text is known at its end alone."

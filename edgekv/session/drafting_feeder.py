@@ -78,7 +78,7 @@ class DraftingFeeder(Feeder):
 
     def _drafts(self, room: int) -> DraftTree:
         """What the next pass checks, at most `room` tokens."""
-        drafts = self._speculation.propose(self.text, room)
+        drafts = self._speculation.propose(self.text, room, self._request.vocab)
         if self._constraint is not None and len(drafts):
             return DraftTree.chain(self._constraint.continued(drafts.trunk().tokens, room))
         return drafts if self._request.takes_trees else drafts.trunk()

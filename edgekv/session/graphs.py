@@ -91,6 +91,11 @@ class Graphs:
         self._no_adapter = self._adapter = AdapterMemory({}, {})
 
     @property
+    def vocab(self) -> int:
+        """Number of the logits."""
+        return self._bundle.manifest.model.vocab
+
+    @property
     def times(self) -> StepTimes:
         """Sums since the graphs were loaded."""
         graphs = self._loaded.values()

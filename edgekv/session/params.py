@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from numbers import Real
 from operator import index
@@ -209,6 +209,8 @@ def _check_real(name: str, value: object) -> float:
 
 
 def _checked_bias(bias: Mapping[int, float]) -> dict[int, float]:
+    if not isinstance(bias, Mapping):
+        refuse("logit_bias", shown(bias), "numbers by token id", "Give a dict.")
     checked = {}
     for token, value in dict(bias).items():
         _check_int("logit_bias", token, 0, _MAX_INT, "Use ids of the bundle's tokenizer.")
@@ -220,6 +222,8 @@ def _checked_bias(bias: Mapping[int, float]) -> dict[int, float]:
 
 
 def _checked_stop(stop: Sequence[str]) -> tuple[str, ...]:
+    if not isinstance(stop, Iterable):
+        refuse("stop", shown(stop), "texts", "Give a list of texts.")
     texts = (stop,) if isinstance(stop, str) else tuple(stop)
     for text in texts:
         if not isinstance(text, str):

@@ -61,6 +61,11 @@ class Request:
         return len(self._tokens)
 
     @property
+    def vocab(self) -> int:
+        """Number of the model's logits."""
+        return self._graphs.vocab
+
+    @property
     def ar(self) -> int:
         """AR of the graph that ran last."""
         return self._graphs.last_ar

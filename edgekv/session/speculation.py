@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from time import perf_counter_ns
 
 from edgekv.draft import Drafter, DraftTree, Pacer, as_tree
+from edgekv.session.refusal import refuse, shown
 
 
 @dataclass(slots=True)
@@ -95,14 +96,27 @@ class Speculation:
         """So far."""
         return SpeculationStats(self._passes, self._tokens, self._drafters, self._draft_ns, self._accept_ns)
 
-    def propose(self, tokens: Sequence[int], k: int) -> DraftTree:
-        """Drafts for the next pass, at most k; none if k is 0 or less."""
+    def propose(self, tokens: Sequence[int], k: int, vocab: int) -> DraftTree:
+        """Drafts for the next pass, at most k; none if k is 0 or less.
+
+        Args:
+            tokens: the text so far.
+            k: the most.
+            vocab: number of the model's logits; drafts end before a token beyond it.
+
+        Raises:
+            UsageError: the drafter gave something else than token ids.
+        """
         self.end()
         if k < 1:
             return DraftTree.chain(())
         started = perf_counter_ns()
         most = k if self.pacer is None else min(k, self.pacer.most(k))
-        drafts = as_tree(self.drafter.propose(tokens, most) if most > 0 else ()).first(most)
+        found = self.drafter.propose(tokens, most) if most > 0 else ()
+        try:
+            drafts = as_tree(found).first(most).within(vocab)
+        except TypeError:
+            refuse(f"drafter {self.drafter.name}", shown(found), "token ids", "Return a list of ids, or a DraftTree.")
         self._draft_ns += perf_counter_ns() - started
         return drafts
 
