@@ -173,7 +173,7 @@ def test_the_command_answers_one_message(talker: Path, capsys):
     assert run(["chat", str(talker), "--message", "Hello", "--max-new-tokens", "4"]) == 0
     printed = capsys.readouterr()
     assert printed.out.strip() == found["answer"].strip()
-    assert f"; 0 of {found['stats']['prompt_tokens']} prompt tokens were in the cache]" in printed.err
+    assert f"; 0 of {found['stats']['prompt_tokens']} prompt tokens were in the cache" in printed.err
 
 
 def test_the_command_keeps_an_answer_to_a_grammar(talker: Path, capsys):

@@ -122,7 +122,11 @@ def test_log_probabilities_are_those_of_the_logits(client: OpenAI, alone: edgekv
             [value - normalizer for value in values[:3]], abs=1e-4
         )
     said = b"".join(bytes(found.bytes or []) for found in logprobs.content)
-    assert said.decode(errors="replace") == answer.choices[0].message.content
+    content, unfinished = (
+        answer.choices[0].message.content,
+        "\ufffd",
+    )  # a cut text ends before a character's first bytes
+    assert content and said.decode(errors="replace").rstrip(unfinished) == content.rstrip(unfinished)
 
 
 def test_a_text_is_continued(client: OpenAI, alone: edgekv.Model):
