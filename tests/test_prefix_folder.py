@@ -9,13 +9,18 @@ import sqlite3
 import subprocess
 import sys
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from edgekv.prefix import PrefixError, PrefixStore, lock
+from edgekv.prefix import PrefixError, PrefixStore, catalogue, lock
+from edgekv.prefix.blockfile import decode
 from edgekv.prefix.catalogue import INDEX
+from edgekv.prefix.folder import remove_stored, stored_prefixes
 from tests.test_prefix_disk import LONG, found, killed_sequence, killed_store, opened, saved
 from tests.test_prefix_model import BLOCK_BYTES, audit, rows_of
 
@@ -294,3 +299,49 @@ def test_a_lock_that_is_held_for_long_is_an_error(tmp_path: Path, monkeypatch: p
         assert caught.value.errno == errno.EAGAIN
     with lock.locked(tmp_path / "lock"):
         pass
+
+
+@given(texts=st.lists(st.lists(st.integers(0, 2), min_size=2, max_size=9).map(tuple), min_size=1, max_size=8))
+def test_listed_sequences_have_the_files_that_only_they_need(texts: list[tuple[int, ...]]) -> None:
+    with TemporaryDirectory() as name:
+        store = opened(Path(name), max_bytes=LARGE * 8)
+        for text in texts:
+            store.insert(text, rows_of(text))
+        store.save()
+        store.close()
+        blocks = {text[:end] for text in texts for end in range(2, len(text) + 1, 2)}
+        ends = {block for block in blocks if not any(each != block and each[: len(block)] == block for each in blocks)}
+        listed = stored_prefixes(Path(name))
+        assert sorted(each.tokens for each in listed) == sorted(map(len, ends))
+        sizes = files(Path(name))
+        alone = [block for block in blocks if sum(end[: len(block)] == block for end in ends) == 1]
+        assert sum(sizes.values()) - sum(each.own_bytes for each in listed) == sum(
+            path.stat().st_size
+            for path in Path(name).glob("*.safetensors")
+            if decode(path.read_bytes()).record.tokens not in alone
+        )
+
+
+@pytest.mark.parametrize("home", [".", "model"])
+def test_what_is_removed_leaves_the_total_of_a_store_that_is_open(tmp_path: Path, home: str) -> None:
+    changes = {"disk_limit_folder": tmp_path} if home != "." else {}
+    saved(tmp_path / home, LONG)
+    store = opened(tmp_path / home, max_bytes=LARGE, **changes)
+    assert listed(tmp_path)
+    remove_stored(tmp_path, stored_prefixes(tmp_path)[0].id)
+    assert listed(tmp_path) == files(tmp_path) == {}
+    assert found(store, LONG) == 0
+    store.insert((1, 2), rows_of((1, 2)))
+    store.save()
+    assert listed(tmp_path) == files(tmp_path) and found(store, (1, 2)) == 2
+
+
+def test_an_index_that_another_process_is_making_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    saved(tmp_path, (1, 2))
+    monkeypatch.setattr(catalogue, "_BUSY_S", 0.1)
+    with sqlite3.connect(tmp_path / INDEX, isolation_level=None) as other:
+        other.execute("BEGIN IMMEDIATE")
+        with pytest.raises(PrefixError, match="an index that no other process is making"):
+            opened(tmp_path)
+        other.execute("ROLLBACK")
+    assert found(opened(tmp_path), (1, 2)) == 2

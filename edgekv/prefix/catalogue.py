@@ -12,6 +12,7 @@ from typing import Any
 from edgekv.prefix.private import read_private, write_private
 
 INDEX = "index.sqlite"
+LOCKED = "database is locked"  # SQLite's words
 _FORMAT = 1
 _BUSY_S = 30
 _SCHEMA = """

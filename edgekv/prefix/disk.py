@@ -12,7 +12,7 @@ from typing import Any
 from numpy.typing import NDArray
 
 from edgekv.prefix.blockfile import BlockRecord, RejectedFileError, decode, encode
-from edgekv.prefix.catalogue import Catalogue, Entry
+from edgekv.prefix.catalogue import LOCKED, Catalogue, Entry
 from edgekv.prefix.config import StoreConfig
 from edgekv.prefix.errors import PrefixError
 from edgekv.prefix.groups import BlockGroup
@@ -96,10 +96,11 @@ class DiskFolder:
             wanted = "a file or folder that only you can write"
             raise PrefixError(f"disk_folder {error.filename}", got=error.strerror, expected=wanted, fix=fix) from None
         except OSError as error:
-            fix = "Give a folder that you can write."
-            raise PrefixError(
-                f"disk_folder {folder}", got=error.strerror, expected="a writable folder", fix=fix
-            ) from None
+            wanted, fix = "a writable folder", "Give a folder that you can write."
+            if LOCKED in str(error):
+                wanted = "an index that no other process is making"
+                fix = "Wait until the process that opened the folder first has read it, and try again."
+            raise PrefixError(f"disk_folder {folder}", got=error.strerror, expected=wanted, fix=fix) from None
 
     def close(self) -> None:
         """Close the index."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -10,10 +11,14 @@ import msgspec
 
 from edgekv.errors import UsageError
 from edgekv.prefix.blockfile import SUFFIX, BlockRecord, RejectedFileError, decode
+from edgekv.prefix.catalogue import INDEX, Catalogue
 from edgekv.prefix.keys import SECRET
 from edgekv.prefix.private import read_private
 
 _ID_CHARACTERS = 12
+
+
+_Name = tuple[bytes, tuple[int, ...]]
 
 
 class StoredPrefix(msgspec.Struct, frozen=True, kw_only=True):
@@ -41,29 +46,37 @@ class _Files:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.paths: dict[tuple[bytes, tuple[int, ...]], list[Path]] = {}
+        self.paths: dict[_Name, list[Path]] = {}
         self.records: dict[Path, BlockRecord] = {}
         for path in sorted(folder.glob(f"*{SUFFIX}")):
             with suppress(OSError, RejectedFileError):  # the store rejects and counts them when it opens
                 record = self.records[path] = decode(read_private(path)).record
                 self.paths.setdefault((record.root, record.tokens), []).append(path)
-        names = sorted(self.paths)
+        self._parents: dict[_Name, _Name | None] = {}  # the longest beginning of each that there is
+        before: list[_Name] = []
+        for name in sorted(self.paths):
+            while before and not (before[-1][0] == name[0] and name[1][: len(before[-1][1])] == before[-1][1]):
+                before.pop()
+            self._parents[name] = before[-1] if before else None
+            before.append(name)
         # A sequence that is a prefix of another one is not listed separately.
-        self.ends = [
-            name
-            for name, later in zip(names, [*names[1:], (b"", ())], strict=True)
-            if not (later[0] == name[0] and later[1][: len(name[1])] == name[1])
-        ]
+        self.ends = sorted(self.paths.keys() - {*self._parents.values()})
+        self._readers = Counter(name for end in self.ends for name in self._names(end))
 
-    def chain(self, end: tuple[bytes, tuple[int, ...]]) -> list[Path]:
+    def _names(self, end: _Name) -> Iterator[_Name]:
+        """A sequence and its beginnings, the longest first."""
+        name: _Name | None = end
+        while name is not None:
+            yield name
+            name = self._parents[name]
+
+    def chain(self, end: _Name) -> list[Path]:
         """The files of a sequence."""
-        root, tokens = end
-        return [path for n in range(1, len(tokens) + 1) for path in self.paths.get((root, tokens[:n]), ())]
+        return [path for name in self._names(end) for path in self.paths[name]]
 
-    def own(self, end: tuple[bytes, tuple[int, ...]]) -> list[Path]:
+    def own(self, end: _Name) -> list[Path]:
         """The files that no other sequence needs."""
-        others = {path for each in self.ends if each != end for path in self.chain(each)}
-        return [path for path in self.chain(end) if path not in others]
+        return [path for name in self._names(end) if self._readers[name] == 1 for path in self.paths[name]]
 
     def prefixes(self) -> Iterator[tuple[StoredPrefix, list[Path]]]:
         """Each sequence with the files that only it needs."""
@@ -100,13 +113,26 @@ def remove_stored(folder: Path, wanted: str | None) -> list[StoredPrefix]:
     removed = []
     for files in _stores(folder):
         found = [(prefix, own) for prefix, own in files.prefixes() if wanted is None or prefix.id.startswith(wanted)]
-        for prefix, own in found:
-            for path in files.records if wanted is None else own:
-                path.unlink(missing_ok=True)
-            removed.append(prefix)
+        removed += [prefix for prefix, _ in found]
+        gone = [*files.records] if wanted is None else [path for _, own in found for path in own]
+        if found:
+            _remove(files.folder, gone)
     if wanted is not None and not removed:
         raise UsageError("prefix", got=repr(wanted), expected="the id of one", fix=f"See edgekv prefix ls {folder}.")
     return removed
+
+
+def _remove(folder: Path, paths: Sequence[Path]) -> None:
+    """Remove files of a store, and their entries in the indexes that processes with an open store go by."""
+    for path in paths:
+        path.unlink(missing_ok=True)
+    for home in (folder, folder.parent):
+        if (home / INDEX).exists():
+            catalogue = Catalogue(home)
+            try:
+                catalogue.remove("" if home == folder else folder.name, [path.name for path in paths])
+            finally:
+                catalogue.close()
 
 
 def _stores(folder: Path) -> list[_Files]:
