@@ -192,3 +192,20 @@ def test_the_rest_of_a_killed_process_is_removed_with_the_next_file(tmp_path: Pa
     with atomic.atomic_file(target) as partial:
         partial.write_text("whole")
     assert [path.name for path in tmp_path.iterdir()] == ["file.bin"]
+
+
+def test_a_folder_that_comes_and_goes_during_a_swap_is_no_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, replace, left = tmp_path / "bundle", Path.replace, [2]
+
+    def met(self: Path, to: str | Path) -> Path:
+        if Path(to) == target and left[0]:
+            left[0] -= 1  # another process had put one there, and has removed it since
+            raise OSError(errno.ENOTEMPTY, "Directory not empty", str(self), None, str(to))
+        return replace(self, to)
+
+    monkeypatch.setattr(Path, "replace", met)
+    _make(target, "whole", force=True)
+    assert (target / MANIFEST).read_text() == "whole"
+    assert [path.name for path in tmp_path.iterdir()] == ["bundle"]

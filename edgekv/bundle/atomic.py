@@ -17,6 +17,7 @@ from edgekv.bundle.manifest import MANIFEST
 from edgekv.errors import BundleError, UsageError
 from edgekv.system import is_alive
 
+_OCCUPIED = (errno.ENOTEMPTY, errno.EEXIST)
 _in_use: set[Path] = set()
 
 
@@ -142,7 +143,8 @@ def _swap(partial: Path, target: Path, *, force: bool, marker: str) -> None:
         try:
             partial.replace(target)
         except BaseException as error:
-            if isinstance(error, OSError) and target.exists():  # another process has put one there meanwhile
+            # Another process has put one there meanwhile, and may have moved it away again.
+            if isinstance(error, OSError) and (error.errno in _OCCUPIED or target.exists()):
                 shutil.rmtree(old, ignore_errors=True)
                 continue
             if old.exists():
