@@ -209,3 +209,16 @@ def test_crafted_content_with_the_right_digest_is_refused(tmp_path, parts):
     make().restore(read_state(tmp_path / "state", fingerprint="a model"))
     crafted(tmp_path / "state", **parts)
     assert "state" in refused(make(), tmp_path / "state")
+
+
+@pytest.mark.parametrize("made", MADE)
+def test_a_sliding_window_counts_the_tokens_that_it_drops(made):
+    cache = make(made, policy="sliding-window")
+    for token in range(30):
+        feed(cache, 1, [token])
+    assert cache.stats.evicted == 30 - cache.length > 0
+
+
+def test_a_policy_as_text_is_refused_with_the_names_of_the_objects():
+    with pytest.raises(EdgeKVError, match=r"got 'sinks\(2,8\)'; .* or a Sinks or KeyDiff of edgekv\.kv"):
+        make(policy="sinks(2,8)")
