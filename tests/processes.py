@@ -6,5 +6,6 @@ import signal
 
 
 def interruptible() -> None:
-    """For `preexec_fn`: a shell starts background jobs, and so these tests perhaps, with SIGINT ignored."""
+    """For `preexec_fn`: a shell starts background jobs with SIGINT ignored, nohup with SIGHUP, and so these tests."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
