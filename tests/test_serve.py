@@ -113,13 +113,14 @@ def test_log_probabilities_are_those_of_the_logits(client: OpenAI, alone: edgekv
     logprobs = answer.choices[0].logprobs
     assert logprobs is not None and logprobs.content is not None
     generation = alone.generate(alone.encode_chat(PROMPT), max_new_tokens=6, ignore_eos=True, return_logits=True)
+    # Rows of the server's prefix cache come from other graphs: the last bits may differ.
     for token, found in zip(generation, logprobs.content, strict=True):
         assert token.logits is not None
         values = sorted(token.logits, reverse=True)
         normalizer = math.log(sum(math.exp(value - values[0]) for value in values)) + values[0]
-        assert found.logprob == pytest.approx(token.logits[token.id] - normalizer, abs=1e-4)
+        assert found.logprob == pytest.approx(token.logits[token.id] - normalizer, abs=1e-3)
         assert [each.logprob for each in found.top_logprobs] == pytest.approx(
-            [value - normalizer for value in values[:3]], abs=1e-4
+            [value - normalizer for value in values[:3]], abs=1e-3
         )
     said = b"".join(bytes(found.bytes or []) for found in logprobs.content)
     content, unfinished = (
