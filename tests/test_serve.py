@@ -113,20 +113,21 @@ def test_log_probabilities_are_those_of_the_logits(client: OpenAI, alone: edgekv
     logprobs = answer.choices[0].logprobs
     assert logprobs is not None and logprobs.content is not None
     generation = alone.generate(alone.encode_chat(PROMPT), max_new_tokens=6, ignore_eos=True, return_logits=True)
-    # Rows of the server's prefix cache come from other graphs: the last bits may differ.
+    # Rows of the server's prefix cache come from other graphs, so that logits may differ by a few steps of their
+    # integers; by how many depends on the processor.
+    few_steps = 8 * alone.bundle.manifest.encodings["logits"].scale
+    assert few_steps < 0.01
     for token, found in zip(generation, logprobs.content, strict=True):
         assert token.logits is not None
         values = sorted(token.logits, reverse=True)
         normalizer = math.log(sum(math.exp(value - values[0]) for value in values)) + values[0]
-        assert found.logprob == pytest.approx(token.logits[token.id] - normalizer, abs=1e-3)
+        assert found.logprob == pytest.approx(token.logits[token.id] - normalizer, abs=few_steps)
         assert [each.logprob for each in found.top_logprobs] == pytest.approx(
-            [value - normalizer for value in values[:3]], abs=1e-3
+            [value - normalizer for value in values[:3]], abs=few_steps
         )
     said = b"".join(bytes(found.bytes or []) for found in logprobs.content)
-    content, unfinished = (
-        answer.choices[0].message.content,
-        "\ufffd",
-    )  # a cut text ends before a character's first bytes
+    content = answer.choices[0].message.content
+    unfinished = "\ufffd"  # a cut text ends before a character's first bytes
     assert content and said.decode(errors="replace").rstrip(unfinished) == content.rstrip(unfinished)
 
 
