@@ -16,6 +16,7 @@ from edgekv.bundle import FileRecord
 from edgekv.cli import run
 from edgekv.vendor_libraries import stated_version
 from exporters.inspect.trace import read_trace
+from exporters.targets.android import adb
 from exporters.targets.android.answer import AnswerReader
 from exporters.targets.genie.config import (
     CONFIG,
@@ -385,6 +386,18 @@ def test_without_adb_the_way_out_is_named(
     monkeypatch.setenv("PATH", str(tmp_path))
     assert run(["push", str(genie)]) == 1
     assert "adb: got no program adb; expected Android's platform tools. Install" in capsys.readouterr().err
+
+
+def test_an_adb_that_never_lists_its_phones_is_ended(
+    phone: Phone, sdk: Path, genie: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As when its server hangs, which says nothing and never ends."""
+    client = phone.folder / "tools/platform-tools/adb"
+    client.write_text("#!/bin/sh\nexec sleep 300\n")
+    monkeypatch.setattr(adb, "_LISTING_S", 0.5)
+    assert run(["push", str(genie)]) == 1
+    assert "adb: got no answer within 0.5 s; expected an answer. Run: adb kill-server." in capsys.readouterr().err
+    assert not phone.files()
 
 
 @pytest.mark.parametrize("step", [1, 2, 3, 7, 1000])

@@ -286,3 +286,9 @@ def test_a_file_is_tried_once(small, monkeypatch):
     assert len(list(edgekv.load(small, "litert").generate([3, 4, 5], 2))) == 2
     monkeypatch.setattr(foreign_graph, "run_in_child", lambda *_: pytest.fail("tried again"))
     assert len(list(edgekv.load(small, "litert").generate([3, 4, 5], 2))) == 2
+
+
+def test_a_trial_that_does_not_end_is_ended(small, monkeypatch):
+    monkeypatch.setattr(foreign_graph, "_TRIAL_S", 0.01)
+    with pytest.raises(EngineError, match=r"the process that tried it: no answer within 0\.01 s; expected graphs"):
+        foreign_graph.try_file(small / "graphs.tflite", "litert", "a runtime that was not tried")

@@ -203,7 +203,9 @@ def _run(command: Sequence[str], most_s: float = math.inf) -> ShellEnd:
             command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=limit_s
         )
     except subprocess.TimeoutExpired:
-        fix = f"Run: adb kill-server. Or set {TIMEOUT_VARIABLE} to allow more time."
+        fix = "Run: adb kill-server."
+        if limit_s < most_s:
+            fix += f" Or set {TIMEOUT_VARIABLE} to allow more time."
         raise EngineError("adb", got=f"no answer within {limit_s:g} s", expected="an answer", fix=fix) from None
     return ShellEnd(done.returncode, done.stdout.decode("utf-8", "replace"))
 
