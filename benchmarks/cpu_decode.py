@@ -193,7 +193,7 @@ def assert_same_bits(fast: BundleDecoder, plain: BundleDecoder) -> None:
         for decoder in (fast, plain):
             decoder.graph.step([token])
         same = np.array_equal(fast.graph.logits, plain.graph.logits)
-        assert same, f"{fast.graph.record.name}: merging heads has changed a bit"
+        assert same, f"{fast.graph.record.name}: the built graph has other bits"
 
 
 def in_all_modes(name: str, bundle: Bundle, record: GraphRecord, threads: int | None) -> list[Contender[Any]]:

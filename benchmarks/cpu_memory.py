@@ -2,7 +2,7 @@
 
     python -m benchmarks.cpu_memory BUNDLE [--tokens 200] [--new 20]
 
-Each mode runs in a process of its own, after a first one that fills the cache of rewritten graphs. `resident` and
+Each mode runs in a process of its own, after a first one that fills the cache of graphs. `resident` and
 `proportional` (shared pages count once, in equal parts) are what the process has more than before the bundle was
 opened, with all packages imported; `own` is the part that no file backs. `of the file` is the proportional memory.
 Linux only.
@@ -23,7 +23,6 @@ from rich.table import Table
 import edgekv
 from edgekv.bundle import open_bundle
 from edgekv.runtime import CPU_MODES
-from edgekv.runtime.merge import WEIGHT_SUFFIXES
 
 _KIB, _MIB = 1 << 10, 1 << 20
 
@@ -90,7 +89,7 @@ def main() -> None:
         print(*differences)
         return
     open_bundle(args.bundle)
-    file_bytes = sum(path.stat().st_size for path in args.bundle.iterdir() if path.suffix in WEIGHT_SUFFIXES)
+    file_bytes = sum(path.stat().st_size for path in args.bundle.iterdir() if path.suffix == ".safetensors")
     table = Table(title=f"{args.bundle.name}: weights of {file_bytes / _MIB:.0f} MiB; MiB of memory")
     for column in ("mode", "resident", "proportional", "own", "peak", "of the file"):
         table.add_column(column, justify="left" if column == "mode" else "right")

@@ -11,14 +11,14 @@ import onnx
 from numpy.typing import NDArray
 from onnx import TensorProto, helper, numpy_helper
 
+from edgekv.graphs.decoder import Ops, decoder_layer, logits
 from edgekv.kv import KvTensor
 from edgekv.spec import ROPE_SUFFIXES, LoraTarget, mask_name, rope_inputs
-from exporters.decoder import decoder_layer, logits
 from exporters.graphs.qdq import IR_VERSION, OPSET
 from exporters.quantize.reference import Tensors
 
 
-class FloatOps:
+class FloatOps(Ops[str]):
     """Writes the decode step down: one new token, all S-1 past rows, keys as rows; a value is a result's name."""
 
     def __init__(self, tensors: Tensors, context: int) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-import exporters.decoder
+import edgekv.graphs.decoder
 import exporters.quantize.reference
 from edgekv.bundle import atomic_file
 from exporters.checkpoint.checkpoint import Checkpoint
@@ -26,7 +26,7 @@ class CachedReference:
     def __init__(self, checkpoint: Checkpoint, context: int, folder: Path) -> None:
         """Read and write files in `folder`; other arguments as for `Reference`."""
         self._reference = Reference(checkpoint, context)
-        sources = (exporters.decoder, exporters.quantize.reference)
+        sources = (edgekv.graphs.decoder, exporters.quantize.reference)
         code = b"".join(Path(str(module.__file__)).read_bytes() for module in sources)
         self._subject = (checkpoint.weights_sha256(), repr(checkpoint.spec), context, hashlib.sha256(code).hexdigest())
         self._folder = folder

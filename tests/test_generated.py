@@ -1,8 +1,8 @@
 import numpy as np
 import pytest
 
+from edgekv.graphs.decoder import decoder_layer, logits
 from exporters.checkpoint.checkpoint import Checkpoint
-from exporters.decoder import decoder_layer, logits
 from exporters.quantize.generated import WINDOWS_AT_ONCE, GeneratedText, _DecodeOps
 from exporters.quantize.reference import Reference, Weights
 from tests.checkpoints import ARCHITECTURES, WINDOW, write_checkpoint

@@ -24,6 +24,7 @@ FLOORS = (
     ("edgekv.sandbox",),
     ("edgekv.spec",),
     ("edgekv.kv", "edgekv.bundle"),
+    ("edgekv.graphs",),
     ("edgekv.runtime", "edgekv.prefix", "edgekv.draft"),
     ("edgekv.session",),
     ("edgekv.model", "edgekv.plan", "edgekv.doctor"),

@@ -26,15 +26,16 @@ OURS = {"edgekv", "exporters", "quant", "devices"}
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 BASE = {"jinja2", "msgspec", "numpy", "onnxruntime", "tokenizers"}
 
+# What loads graphs that are kept, and what exports use.
+WITHOUT_ONNX = ("__init__", "cpu_mode", "decoder", "kept", "onnx_session", "processor", "source", "weight_file")
+
 # What may be imported when a module is: the extras of the first package that the module is in. The base always.
 EXTRAS_OF = {
     "edgekv.cli.__init__": (),
     "edgekv.cli": ("cli",),
     "edgekv.doctor.packages": ("cli",),
-    "edgekv.runtime.rewrite": ("cpu",),
-    "edgekv.runtime.merge.__init__": (),
-    "edgekv.runtime.merge.kept": (),
-    "edgekv.runtime.merge": ("cpu",),
+    **dict.fromkeys((f"edgekv.graphs.{name}" for name in WITHOUT_ONNX), ()),
+    "edgekv.graphs": ("cpu",),
     "edgekv.serve": ("cli", "serve"),
     "edgekv": (),
     "quant": (),
@@ -160,12 +161,12 @@ def test_a_command_names_its_extra_before_any_work(
     assert run(["--help"]) == 0 and f"  {name} " in capsys.readouterr().out
 
 
-def test_talking_without_the_packages_for_speed_is_said(
+def test_talking_without_the_package_for_speed_is_said(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert talking_mode("cpu", None) == "fast" and talking_mode("htp", None) is None
     assert capsys.readouterr().err == ""
-    monkeypatch.setitem(sys.modules, "onnx_ir", None)
+    monkeypatch.setitem(sys.modules, "onnx", None)
     assert (talking_mode("cpu", None), talking_mode("cpu", "exact16")) == ("emulate", "exact16")
     assert capsys.readouterr().err.count('pip install "edgekv[cpu]"') == 1
 

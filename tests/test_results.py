@@ -3,15 +3,16 @@
 import hashlib
 import inspect
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from edgekv.graphs.decoder import Ops, decoder_layer, logits
 from edgekv.spec import HEADROOM, PRODUCT_HEADROOM, RULES, DecoderSpec, EncodingTypes, Result, mask_depth
 from exporters.checkpoint.checkpoint import Checkpoint
-from exporters.decoder import decoder_layer, logits
 from exporters.quantize.encodings import ResultRecorder, choose_encodings, decoder_results
 from exporters.quantize.reference import NumpyOps, Weights
 from quant import Encoding, Range
@@ -38,6 +39,8 @@ class Renaming:
         self._ops, self._rename = ops, rename
 
     def __getattr__(self, operation: str) -> Any:
+        if operation in ("rotate", "silu"):  # made of others, which are renamed
+            return partial(getattr(Ops, operation), self)
         method = getattr(self._ops, operation)
         signature = inspect.signature(method)
         if "name" not in signature.parameters:

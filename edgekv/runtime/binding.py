@@ -17,13 +17,12 @@ from edgekv.kv.memory import ALIGNMENT_BYTES, HeapMemory
 from edgekv.runtime.background import BackgroundTask
 from edgekv.runtime.mapped import MappedWeights
 from edgekv.runtime.shared_memory import SharedAllocator, shared_device
-from edgekv.spec import GraphInterface, Port
+from edgekv.spec import OPEN_ROWS, GraphInterface, Port
 
 # TensorProto.DataType: the runtime reads a number faster than a numpy type.
 _ELEMENTS = {
     np.dtype(name): number for name, number in (("f4", 1), ("u1", 2), ("i1", 3), ("u2", 4), ("i2", 5), ("i4", 6))
 }
-OPEN_ROWS = "rows_"  # and the most: the name of a size that can be smaller
 _MANY = 64  # with fewer tensors, binding is faster than starting a background task
 _LONG_NS = 2_000_000  # a run must take longer than binding hundreds of tensors
 

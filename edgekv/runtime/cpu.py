@@ -8,14 +8,15 @@ from typing import ClassVar
 
 import onnxruntime as ort
 
-from edgekv.bundle import Bundle, GraphFormat
+from edgekv.bundle import Bundle, GraphFormat, Manifest, read_manifest
 from edgekv.errors import EngineError, UsageError
+from edgekv.graphs.cpu_mode import CpuMode, can_build
+from edgekv.graphs.kept import emulated_bytes, rendered_graph
+from edgekv.graphs.onnx_session import PROVIDERS, session_options
+from edgekv.graphs.processor import is_arm, processors
+from edgekv.graphs.source import PartSource
 from edgekv.runtime.binding import Binding, MemoryBinding
-from edgekv.runtime.cpu_instructions import is_arm, processors
-from edgekv.runtime.cpu_mode import CpuMode, can_rewrite
 from edgekv.runtime.mapped import MappedWeights
-from edgekv.runtime.merge import WEIGHT_SUFFIXES, merged_bytes, rendered_graph
-from edgekv.runtime.onnx_session import PROVIDERS, session_options
 from edgekv.runtime.row_bits import RowBits
 from edgekv.system import format_bytes, free_memory_bytes, return_freed_memory
 
@@ -32,7 +33,7 @@ class CpuEngine:
         threads: threads per operation; None for ONNX Runtime's own choice.
         mode: how it computes.
         alike_rows: whether decode steps have the bits of rows of larger steps, for bundles whose drafts are verified.
-            Only rewritten graphs do, on x86: kernels for Arm were seen to differ in the last bit.
+            Only graphs that are built here do, on x86: kernels for Arm were seen to differ in the last bit.
     """
 
     graph_format: ClassVar[GraphFormat] = "onnx"
@@ -41,6 +42,7 @@ class CpuEngine:
     mode: CpuMode = "emulate"
     alike_rows: bool = False
     _sessions: dict[Path, _Loaded] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _manifests: dict[Path, Manifest] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @classmethod
     def open(cls, bundle: Bundle, threads: int | None) -> CpuEngine:
@@ -54,7 +56,7 @@ class CpuEngine:
             fix = "Leave --threads out for all of them; no mode is faster with more."
             raise UsageError("threads", got=threads, expected=f"1 to {most}, the processors", fix=fix)
         has_drafts = bundle.manifest.graph("verify") is not None
-        return cls(threads, alike_rows=has_drafts and can_rewrite() and not is_arm())
+        return cls(threads, alike_rows=has_drafts and can_build() and not is_arm())
 
     def __post_init__(self) -> None:
         if self.threads is not None and self.threads < 1:
@@ -71,7 +73,7 @@ class CpuEngine:
 
     @property
     def row_bits(self) -> RowBits:
-        """`in-place` for bundles with verify graphs: their rendered graphs avoid what depends on other rows."""
+        """`in-place` for bundles with verify graphs: their graphs here avoid what depends on other rows."""
         return "in-place" if self.alike_rows else "unequal"
 
     @property
@@ -84,38 +86,46 @@ class CpuEngine:
         return MemoryBinding(*self._sessions[file])
 
     def session(self, graph: Path) -> ort.InferenceSession:
-        """A session of an ONNX file with its nodes unchanged; `load` merges heads, with the same results.
+        """A session of an ONNX file as it is; `load` builds another graph, which gives the same results in `emulate`.
 
         Raises:
             EngineError: the runtime refused the graph.
         """
         return self._session(graph, str(graph), graph.parent)
 
-    def _load(self, graph: Path) -> _Loaded:
-        """A session of an ONNX file, rewritten for the mode, and the weights that it maps."""
+    def _load(self, file: Path) -> _Loaded:
+        """A session of the graph that is built for the mode, and the weights that it maps."""
+        source = self._source(file)
         if not self._sessions:
-            self._check_memory(graph.parent)
+            self._check_memory(source)
         try:
             if self.mode == "emulate":
-                return self._session(graph, merged_bytes(graph, alike_rows=self.alike_rows), graph.parent), None
-            rewritten = rendered_graph(graph, self.mode, alike_rows=self.alike_rows)
-            with rewritten as (content, folder), MappedWeights.within(folder) as weights:
-                session = self._session(graph, content, folder)
+                return self._session(file, emulated_bytes(source, alike_rows=self.alike_rows), file.parent), None
+            built = rendered_graph(source, self.mode, alike_rows=self.alike_rows)
+            with built as (content, folder), MappedWeights.within(folder) as weights:
+                session = self._session(file, content, folder)
             # The session maps what its kernels made of the weights; their own copies are freed.
             return_freed_memory()
             return session, weights
         except EngineError:
             raise
-        except Exception as error:  # what `onnx` raises has no common base
-            raise _refused(graph, error) from None
+        except Exception as error:  # what the runtime raises while it packs weights has no common base
+            raise _refused(file, error) from None
 
-    def _check_memory(self, folder: Path) -> None:
+    def _source(self, file: Path) -> PartSource:
+        """What a bundle's manifest says of a file."""
+        folder = file.parent
+        if folder not in self._manifests:
+            self._manifests[folder] = read_manifest(folder)
+        return PartSource.of(folder, self._manifests[folder], file.name)
+
+    def _check_memory(self, source: PartSource) -> None:
         """Refuse weights that cannot fit: `emulate` makes floats of their integers.
 
         Raises:
             EngineError: there is too little free memory.
         """
-        weights_bytes = sum(path.stat().st_size for path in folder.iterdir() if path.suffix in WEIGHT_SUFFIXES)
+        weights_bytes = source.manifest.weights.total_bytes
         is_emulated = self.mode == "emulate"
         least_bytes = _LEAST_GROWTH * weights_bytes if is_emulated else weights_bytes
         try:
@@ -124,7 +134,7 @@ class CpuEngine:
             return
         if free_bytes < least_bytes:
             raise EngineError(
-                f"memory for {folder.name}",
+                f"memory for {source.folder.name}",
                 got=f"{format_bytes(free_bytes)} free",
                 expected=f"at least {format_bytes(least_bytes)} in the mode {self.mode}",
                 fix="Use --cpu-mode fast, or end other programs." if is_emulated else "End other programs.",

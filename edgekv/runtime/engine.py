@@ -8,8 +8,8 @@ from typing import Protocol
 
 from edgekv.bundle import Bundle, GraphFormat
 from edgekv.errors import EngineError, UsageError
+from edgekv.graphs.cpu_mode import CPU_MODES, CpuMode
 from edgekv.runtime.binding import Binding
-from edgekv.runtime.cpu_mode import CPU_MODES, CpuMode
 from edgekv.runtime.htp_options import HtpOptions
 from edgekv.runtime.row_bits import RowBits
 

@@ -34,7 +34,7 @@ from edgekv.spec.lora import (
     lora_reach,
 )
 from edgekv.spec.parts import EMBEDDINGS, IDS, LOGITS, GraphRecord, PartRecord, Role, hidden_name
-from edgekv.spec.ports import FLOAT, GraphInterface, Port, PortKind
+from edgekv.spec.ports import FLOAT, OPEN_ROWS, GraphInterface, Port, PortKind
 from edgekv.spec.results import (
     HEADROOM,
     PRODUCT_HEADROOM,
@@ -86,6 +86,7 @@ __all__ = [
     "LoraSlots",
     "LoraTarget",
     "MASK",
+    "OPEN_ROWS",
     "ROPE_SUFFIXES",
     "RULES",
     "STEP_KINDS",

@@ -11,7 +11,10 @@ from edgekv.errors import BundleError
 from edgekv.spec.lora import STACK
 
 FLOAT = "float"
-"""The type of inputs for adapters that a rewritten graph reads dequantized; ONNX Runtime's name."""
+"""The type of inputs for adapters that a CPU's graph reads dequantized; ONNX Runtime's name."""
+
+OPEN_ROWS = "rows_"
+"""Behind it is the most that a size can be: the name of a size that can be smaller."""
 
 PortKind = Literal[
     "ids", "embeddings", "hidden", "mask", "cos", "sin", "past", "lora", "logits_index", "new", "logits"

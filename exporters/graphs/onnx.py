@@ -8,8 +8,8 @@ from pathlib import Path
 import onnx
 
 from edgekv.bundle import GraphFormat, WeightPlaces
+from edgekv.graphs.decoder import decoder_layer
 from edgekv.spec import EMBEDDING, EMBEDDINGS, DecoderInterface, GraphRecord, PartRecord, Role
-from exporters.decoder import decoder_layer
 from exporters.graphs.parts import end_part
 from exporters.graphs.qdq import QdqOps
 from exporters.graphs.split import Split

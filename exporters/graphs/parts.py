@@ -9,9 +9,9 @@ import onnx
 from msgspec import structs
 
 from edgekv.bundle import GraphRecord, Manifest, PartRecord
+from edgekv.graphs.decoder import decoder_layer, logits
 from edgekv.spec import EMBEDDING, EMBEDDINGS, HEAD, KeyLayout, hidden_name
 from edgekv.system import link_or_copy
-from exporters.decoder import decoder_layer, logits
 from exporters.graphs.nodes import Tensor
 from exporters.graphs.qdq import AS_EXPORTED, GraphForm, QdqOps
 from exporters.quantize.weights import PlacedWeights

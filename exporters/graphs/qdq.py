@@ -11,6 +11,7 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper
 
+from edgekv.graphs.decoder import Ops
 from edgekv.kv import Sink
 from edgekv.spec import (
     EMBEDDING,
@@ -87,7 +88,7 @@ def stacked_new(kind: str, layer: int | str) -> str:
     return f"past_{kind}_{layer}_out"
 
 
-class QdqOps:
+class QdqOps(Ops[Tensor]):
     """A part of a graph for AR new tokens in a context of S, under construction.
 
     Every operation reads dequantized tensors, and its result is quantized immediately in its encoding. The HTP compiler

@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 
 from edgekv.bundle import Bundle, BundleWeights
 from edgekv.errors import UsageError
+from edgekv.graphs.decoder import decoder_layer, logits
 from edgekv.spec.tensors import by_inputs, by_outputs, matrices
-from exporters.decoder import decoder_layer, logits
 from exporters.inspect.tally import log_softmax
 from exporters.progress import Progress, silent
 from exporters.quantize.recipe import Recipe, WeightRule

@@ -13,15 +13,15 @@ from numpy.typing import NDArray
 
 from edgekv.bundle import atomic_file
 from edgekv.errors import UsageError
+from edgekv.graphs.decoder import decoder_layer, logits
 from edgekv.spec.decoder import DecoderSpec
-from exporters.decoder import decoder_layer, logits
 from exporters.quantize.reference import Floats, NumpyOps, Observer, Tensors, Weights
 
 Trace = Mapping[str, Floats]
 """Results in the order of computation, each `[T, width]`.
 
-Names are those of `exporters.decoder`; a second result of the same name gets the suffix `.2`. Keys and values have the
-names of their cache tensors. Attention scores are left out: their width is the context.
+Names are those of `edgekv.graphs.decoder`; a second result of the same name gets the suffix `.2`. Keys and values have
+the names of their cache tensors. Attention scores are left out: their width is the context.
 """
 
 

@@ -11,10 +11,10 @@ from numpy.typing import NDArray
 
 from edgekv.bundle import ClippedMatrix, Manifest, lora_tensor
 from edgekv.errors import CheckpointError
+from edgekv.graphs.decoder import query_gain
 from edgekv.spec import LORA_A, LORA_TARGETS, DecoderSpec, LoraTarget, View, lora_b, views
 from exporters.checkpoint.factors import Factors
 from exporters.checkpoint.lora import Adapter
-from exporters.decoder import query_gain
 from exporters.lora.base import LoraBase
 
 _ROOM = 4.0

@@ -9,13 +9,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgekv.bundle import Bundle
+from edgekv.graphs.decoder import decoder_layer, logits
 from edgekv.session import read_sink
 from edgekv.spec import EMBEDDING, HEAD, KINDS, LOGITS, DecoderSpec, KvTensor, LoraTarget
 from edgekv.spec.tensors import by_outputs
 from exporters.checkpoint.checkpoint import Checkpoint
 from exporters.checkpoint.factors import Factors
 from exporters.checkpoint.lora import Adapter, AdapterChoice
-from exporters.decoder import decoder_layer, logits
 from exporters.lora.base import ExportedBase, LoraBase
 from exporters.lora.quantize import folded_factors
 from exporters.quantize.reference import Floats, NumpyOps, Observer, Weights

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from edgekv.graphs.decoder import Ops, decoder_layer, logits
 from edgekv.spec import (
     HEAD,
     LOGITS,
@@ -23,7 +24,6 @@ from edgekv.spec import (
     rope_inputs,
     rotary_encoding,
 )
-from exporters.decoder import decoder_layer, logits
 from quant import Encoding, Range
 
 
@@ -69,7 +69,7 @@ def choose_encodings(
     return encodings
 
 
-class ResultRecorder:
+class ResultRecorder(Ops[str]):
     """Runs a decoder on names instead of values: each operation records its result and returns the name.
 
     Attributes:

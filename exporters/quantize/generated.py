@@ -19,9 +19,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgekv.bundle import atomic_directory, remove_directory
+from edgekv.graphs.decoder import decoder_layer, logits
 from edgekv.kv import KvTensor
 from exporters.checkpoint.checkpoint import Checkpoint
-from exporters.decoder import decoder_layer, logits
 from exporters.quantize.reference import Floats, NumpyOps, Weights
 from exporters.quantize.stages.keys import program_sha256
 

@@ -9,9 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgekv.errors import CheckpointError
-from edgekv.spec.lora import LoraGroup, lora_reach
-from edgekv.spec.tensors import EMBEDDING, by_inputs, by_outputs
-from exporters.decoder import (
+from edgekv.graphs.decoder import (
     add_attention,
     add_feed_forward,
     attention,
@@ -21,6 +19,8 @@ from exporters.decoder import (
     head_inputs,
     logits,
 )
+from edgekv.spec.lora import LoraGroup, lora_reach
+from edgekv.spec.tensors import EMBEDDING, by_inputs, by_outputs
 from exporters.quantize.encodings import decoder_results
 from exporters.quantize.recipe import Recipe
 from exporters.quantize.reference import Floats, NumpyOps, Tensors, Weights

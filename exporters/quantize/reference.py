@@ -9,13 +9,13 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from edgekv.graphs.decoder import Ops, decoder_layer, logits
 from edgekv.kv import KvTensor
 from edgekv.spec.decoder import DecoderSpec
 from edgekv.spec.lora import LoraTarget
 from edgekv.spec.rope import Rotation
 from edgekv.spec.tensors import by_inputs
 from exporters.checkpoint.checkpoint import EVERY, Checkpoint, Rows
-from exporters.decoder import decoder_layer, logits
 from quant import QuantizedWeight
 
 Floats = NDArray[np.float32]
@@ -60,7 +60,7 @@ class Weights:
         self._read.clear()
 
 
-class NumpyOps:
+class NumpyOps(Ops[Floats]):
     """Runs the decoder on whole sequences, `[T, width]`, without a past: causal attention over T tokens.
 
     Args:

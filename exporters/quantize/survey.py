@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from edgekv.graphs.decoder import decoder_layer, logits
 from edgekv.spec import EMBEDDING, DecoderSpec, KvTensor, by_inputs
 from exporters.checkpoint.reach import HeadNumber, HeadReach
 from exporters.checkpoint.rotate import hadamard
-from exporters.decoder import decoder_layer, logits
 from exporters.quantize.encodings import decoder_results
 from exporters.quantize.reference import Floats, NumpyOps, Observer, Tensors, Weights
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from edgekv.graphs.decoder import decoder_layer, logits
 from edgekv.spec import DecoderInterface, GraphRecord
-from exporters.decoder import decoder_layer, logits
 from exporters.graphs.tflite.flatbuffer import TfliteFile
 from exporters.graphs.tflite.ops import TfliteOps
 from exporters.graphs.tflite.weights import TfliteWeights

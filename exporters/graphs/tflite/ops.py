@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from edgekv.graphs.decoder import Ops
 from edgekv.spec import (
     LOGITS,
     LOGITS_INDEX,
@@ -26,7 +27,7 @@ _ROWS, _WIDTH = 2, 3  # axes of [1, 1, rows, width]
 _NORM_REACH = 128.0  # squares stay far below the largest float16, 65504
 
 
-class TfliteOps:
+class TfliteOps(Ops[Tensor]):
     """A subgraph for AR new tokens in a context of S, under construction.
 
     Activations are int16 with zero point 0. RMSNorm, softmax and GELU compute in float between two conversions,

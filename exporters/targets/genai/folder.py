@@ -12,8 +12,8 @@ import msgspec
 from devices import Device
 from edgekv.bundle import Bundle, FileRecord, GraphRecord, atomic_directory, readable_json, record_files
 from edgekv.errors import BundleError, EngineError, UsageError
-from edgekv.runtime.rewrite import save_model
 from edgekv.session.sink import read_sink
+from exporters.graphs.models import save_model
 from exporters.graphs.parts import build_part, save_part
 from exporters.graphs.qdq import GraphForm, QdqOps
 from exporters.htp.check import floating_nodes

@@ -8,9 +8,9 @@ import numpy as np
 import onnx_ir as ir
 
 from edgekv.bundle import Manifest
-from edgekv.runtime.rewrite import NodeWriter, declare, make_port
 from edgekv.runtime.rope import rope_tables
 from edgekv.spec import LOGITS, MASK, rope_inputs
+from exporters.graphs.models import NodeWriter, declare, make_port
 from exporters.graphs.qdq import IR_VERSION, OPSET
 from exporters.targets.genai.names import FLOAT_LOGITS, HELD_TOKENS, POSITION_IDS
 from quant import DTYPES

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import onnx_ir as ir
 
-from edgekv.runtime.rewrite import encoding, load_model, readers, sizes
+from exporters.graphs.models import encoding, load_model, readers, sizes
 from exporters.targets.genie.ports import GeniePort, GeniePorts
 
 

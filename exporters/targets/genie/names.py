@@ -14,7 +14,7 @@ import onnx_ir as ir
 
 from edgekv.bundle import CompiledBinary
 from edgekv.errors import EngineError
-from edgekv.runtime.rewrite import load_model, save_model
+from exporters.graphs.models import load_model, save_model
 
 _PART = re.compile(r"_\d+_of_\d+$")
 _PLACES = 3  # places of a graph's name in a binary of the tested compiler

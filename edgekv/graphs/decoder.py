@@ -1,4 +1,4 @@
-"""The decoder, written once over the operations of `Ops`: numpy (`reference`) or a graph builder (`graphs`).
+"""The decoder, written once over the operations of `Ops`: numpy, or a builder of graphs for one runtime.
 
 Attention is single-head: each query head has its own matrices, scores and softmax, and reads the keys and values of
 its group. Every result has a name, under which ranges are observed and encodings are found. Results that must keep one
@@ -82,6 +82,30 @@ class Ops(Protocol[V]):
     def attend(self, weights: V, values: V, name: str) -> V:
         """`weights @ values`, `[1, 1, AR, D]`."""
 
+    # What a runtime may have an operation of its own for.
+
+    def silu(self, x: V, at: str) -> V:
+        """`x * sigmoid(x)`."""
+        return self.multiply(x, self.sigmoid(x, at + "sigmoid"), at + "silu")
+
+    def rotate(self, spec: DecoderSpec, layer: int, x: V, name: str) -> V:
+        """The layer's rotary embedding of a head in Llama's half-split form.
+
+        Of the R elements that are rotated, pairs are (i, i + R/2).
+        """
+        rope = spec.rope_of(layer)
+        if rope is None:
+            return x
+        half = rope.width // 2
+        rest = spec.head_dim - 2 * half
+        rotated = name if rest else name + ".rotated"  # the rest is concatenated in its own encoding
+        cos, sin = self.rotation(layer)
+        first, second, *still = self.split(x, [half, half, rest] if rest else [half, half])
+        x_cos, y_sin = self.multiply(first, cos, name + ".x_cos"), self.multiply(second, sin, name + ".y_sin")
+        turned = self.subtract(x_cos, y_sin, rotated)
+        y_cos, x_sin = self.multiply(second, cos, name + ".y_cos"), self.multiply(first, sin, name + ".x_sin")
+        return self.join([turned, self.add(y_cos, x_sin, rotated), *still], rotated)
+
 
 def decoder_layer(ops: Ops[V], spec: DecoderSpec, layer: int, hidden: V) -> V:
     """One layer: attention and feed-forward, each added to the residual.
@@ -110,12 +134,12 @@ def attention(ops: Ops[V], spec: DecoderSpec, layer: int, x: V) -> V:
     new_keys = _heads(ops, spec, x, layer, "k", spec.kv_heads)
     new_queries = _heads(ops, spec, x, layer, "q", spec.heads)
     for kv in range(spec.kv_heads):
-        key = _rotate(ops, spec, layer, next(new_keys), f"{at}k.h{kv}")
+        key = ops.rotate(spec, layer, next(new_keys), f"{at}k.h{kv}")
         value = _linear(ops, spec, x, layer, "self_attn.v_proj", f"{at}v.h{kv}", head=kv)
         keys = ops.append_to_cache(key, KvTensor(layer, "key", kv))
         values = ops.append_to_cache(value, KvTensor(layer, "value", kv))
         for head in range(kv * spec.group, (kv + 1) * spec.group):
-            query = _rotate(ops, spec, layer, next(new_queries), f"{at}q.h{head}")
+            query = ops.rotate(spec, layer, next(new_queries), f"{at}q.h{head}")
             scores = _scores(ops, spec, layer, query, keys, head)
             probabilities = ops.softmax(ops.masked(scores, layer, f"{at}masked.h{head}"), "probabilities")
             outputs.append(ops.attend(probabilities, values, at + "attention"))
@@ -144,10 +168,7 @@ def feed_forward(ops: Ops[V], spec: DecoderSpec, layer: int, x: V) -> V:
     at = f"layers.{layer}."
     gate = _linear(ops, spec, x, layer, "mlp.gate_proj", at + "gate")
     up = _linear(ops, spec, x, layer, "mlp.up_proj", at + "up")
-    if spec.activation == "silu":
-        active = ops.multiply(gate, ops.sigmoid(gate, at + "sigmoid"), at + "silu")
-    else:
-        active = ops.gelu(gate, at + "gelu")
+    active = ops.silu(gate, at) if spec.activation == "silu" else ops.gelu(gate, at + "gelu")
     return ops.multiply(active, up, at + "mlp")
 
 
@@ -240,20 +261,3 @@ def _linear(
     bias = key + ".bias" if projection in spec.biased else None
     y = ops.linear(x, key + ".weight", name, bias=bias, head=head, gain=gain)
     return ops.adapt(y, x, layer, _TARGETS[projection], name, head=head)
-
-
-def _rotate(ops: Ops[V], spec: DecoderSpec, layer: int, x: V, name: str) -> V:
-    """Rotary embedding in Llama's half-split form: of the R elements that are rotated, pairs are (i, i + R/2)."""
-    rope = spec.rope_of(layer)
-    if rope is None:
-        return x
-    half = rope.width // 2
-    rest = spec.head_dim - 2 * half
-    rotated = name if rest else name + ".rotated"  # the rest is concatenated in its own encoding
-    cos, sin = ops.rotation(layer)
-    first, second, *still = ops.split(x, [half, half, rest] if rest else [half, half])
-    parts = [
-        ops.subtract(ops.multiply(first, cos, name + ".x_cos"), ops.multiply(second, sin, name + ".y_sin"), rotated),
-        ops.add(ops.multiply(second, cos, name + ".y_cos"), ops.multiply(first, sin, name + ".x_sin"), rotated),
-    ]
-    return ops.join([*parts, *still], rotated)

@@ -14,7 +14,7 @@ import onnx
 import onnxruntime as ort
 
 from edgekv.bundle import atomic_file
-from edgekv.runtime.onnx_session import PROVIDERS, session_options
+from edgekv.graphs.onnx_session import PROVIDERS, session_options
 from edgekv.system import sha256_of
 
 WEIGHTS = ".weights"

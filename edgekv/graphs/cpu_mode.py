@@ -17,17 +17,15 @@ Keys and values have the bundle's type in all modes.
 """
 
 CPU_MODES: tuple[CpuMode, ...] = get_args(CpuMode)
-REWRITING_EXTRA = "cpu"
-
-_REWRITING = ("onnx", "onnx_ir")
+BUILDING_EXTRA = "cpu"
 
 
-def can_rewrite() -> bool:
-    """Whether the packages of the extra `cpu`, which rewrite graphs for speed, are installed. None is imported.
+def can_build() -> bool:
+    """Whether the package of the extra `cpu`, which graphs are built with, is installed. It is not imported.
 
-    Without them `emulate` runs graphs as they are, with the same results, and the other modes run only what is kept.
+    Without it `emulate` runs the exported graphs, with the same results, and the other modes run only what is kept.
     """
     try:
-        return all(find_spec(each) is not None for each in _REWRITING)
+        return find_spec("onnx") is not None
     except ImportError:
         return False

@@ -1,4 +1,4 @@
-"""Rewritten graphs, kept in the user's cache folder: rewriting takes longer than all else in loading a graph."""
+"""Graphs of the CPU, kept in the user's cache folder: building one takes longer than all else in loading it."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ import onnxruntime as ort
 
 from edgekv.bundle import FileHashes, atomic_file, file_hashes
 from edgekv.errors import EngineError
-from edgekv.runtime.cpu_instructions import processor
-from edgekv.runtime.cpu_mode import REWRITING_EXTRA, RenderedMode, can_rewrite
-from edgekv.system import MIB, cache_folder, read_file, sha256_of
+from edgekv.graphs.cpu_mode import BUILDING_EXTRA, RenderedMode, can_build
+from edgekv.graphs.processor import processor
+from edgekv.graphs.source import PartSource
+from edgekv.system import MIB, cache_folder, read_file
 
-MERGED = "merged"
+EMULATED = "emulated"
 RENDERED = "rendered"
 _MOST_FILES = 64
 _MOST_RENDERED = 16
@@ -26,86 +27,78 @@ _COUNT_BYTES = 4
 _ALIKE = ("alike rows",)
 _LARGEST_BYTES = 256 * MIB
 _DIGEST_BYTES = sha256().digest_size
-_PROGRAM = (Path(__file__).parent, Path(__file__).parent.parent / "rewrite.py")
-WEIGHT_SUFFIXES = (".safetensors", ".data", ".bin")
+_PROGRAM = (Path(__file__).parent, Path(__file__).parent.parent / "spec")
 
 
-def merged_bytes(graph: Path, *, alike_rows: bool = False) -> bytes:
-    """The merged graph of an ONNX file, serialized; see `merged`.
+def emulated_bytes(source: PartSource, *, alike_rows: bool = False) -> bytes:
+    """The part's graph for `emulate`, serialized; see `emulated`.
 
-    It is made once for each content of the file and each version of the passes, and kept with its own hash. A cache
-    folder that cannot be used is ignored. Without the packages that rewrite graphs it is the graph as it is, unless
+    It is built once for each content of the manifest and each version of the builder, and kept with its own hash. A
+    cache folder that cannot be used is ignored. Without the package that builds graphs it is the exported graph, unless
     rows must be alike.
-
-    Raises:
-        Exception: not an ONNX model; what `onnx` raises has no common base.
     """
-    # Weights are not part of the key: they stay in their files.
-    kept = cache_folder() / MERGED / f"{_key(sha256_of(graph), *_ALIKE * alike_rows)}.onnx"
+    # The content of weights is not part of the key: they stay in their files.
+    kept = cache_folder() / EMULATED / f"{_key(source, *_ALIKE * alike_rows)}.onnx"
     with suppress(OSError):
         if (found := _read(kept)) is not None:
             return found
-    if not alike_rows and not can_rewrite():
-        return read_file(graph, _LARGEST_BYTES)
-    # Importing onnx_ir takes a second; kept graphs do not need it.
-    from edgekv.runtime.merge.merge import merged
+    if not alike_rows and not can_build():
+        return read_file(source.file, _LARGEST_BYTES)
+    # Importing onnx takes a third of a second; kept graphs do not need it.
+    from edgekv.graphs.build import emulated
 
-    content: bytes = merged(graph, alike_rows=alike_rows).SerializeToString()
+    content: bytes = emulated(source, alike_rows=alike_rows).SerializeToString()
     with suppress(OSError):
         _keep(kept, content)
     return content
 
 
 @contextmanager
-def rendered_graph(graph: Path, mode: RenderedMode, *, alike_rows: bool = False) -> Iterator[tuple[bytes, Path]]:
-    """The graph of an ONNX file, rewritten for a mode, serialized, and the folder of its weights; see `rendered`.
+def rendered_graph(source: PartSource, mode: RenderedMode, *, alike_rows: bool = False) -> Iterator[tuple[bytes, Path]]:
+    """The part's graph for a mode, serialized, and the folder of its weights; see `rendered`.
 
-    It is made once for each content of the file and its weights, each mode, each version of the passes and of the
+    It is built once for each content of the manifest and the weights, each mode, each version of the builder and of the
     runtime, and each kind of processor. Without a usable cache folder, the weights are removed when the block ends.
 
     Raises:
-        EngineError: it is not kept, and the packages that rewrite graphs are not installed.
-        Exception: not an ONNX model; what `onnx` raises has no common base.
+        EngineError: it is not kept, and the package that builds graphs is not installed.
     """
     folder = cache_folder() / RENDERED
     with file_hashes() as hashes:
-        beside = sorted(path for path in graph.parent.iterdir() if path.suffix in WEIGHT_SUFFIXES)
-        found = (mode, processor(), ort.__version__, *_ALIKE * alike_rows, *map(hashes.sha256_of, (graph, *beside)))
-        kept = folder / f"{_key(*found)}.onnx"
+        weights = [hashes.sha256_of(source.folder / name) for name in source.manifest.weights.files]
+        kept = folder / f"{_key(source, mode, processor(), ort.__version__, *_ALIKE * alike_rows, *weights)}.onnx"
         content = _read_rendered(kept, hashes)
-    if content is None and not can_rewrite():
+    if content is None and not can_build():
         raise EngineError(
-            f"{graph.name} in the mode {mode}",
-            got="no packages onnx and onnx_ir",
-            expected="both: they rewrite graphs for this mode",
-            fix=f'Run pip install "edgekv[{REWRITING_EXTRA}]", or use the mode emulate.',
+            f"{source.part.name} in the mode {mode}",
+            got="no package onnx",
+            expected="it: graphs for this mode are built with it",
+            fix=f'Run pip install "edgekv[{BUILDING_EXTRA}]", or use the mode emulate.',
         )
     if content is None:
         with suppress(OSError):
             folder.mkdir(parents=True, exist_ok=True)
-            content, weights = _render(graph, mode, folder, alike_rows)
-            _keep(kept, _with_names(content, weights), _MOST_RENDERED)
+            content, names = _render(source, mode, folder, alike_rows)
+            _keep(kept, _with_names(content, names), _MOST_RENDERED)
             _remove_unused(folder)
     if content is not None:
         yield content, folder
         return
     with TemporaryDirectory(prefix="edgekv-", ignore_cleanup_errors=True) as scratch:
-        yield _render(graph, mode, Path(scratch), alike_rows)[0], Path(scratch)
+        yield _render(source, mode, Path(scratch), alike_rows)[0], Path(scratch)
 
 
-def _render(graph: Path, mode: RenderedMode, folder: Path, alike_rows: bool) -> tuple[bytes, tuple[str, ...]]:
+def _render(source: PartSource, mode: RenderedMode, folder: Path, alike_rows: bool) -> tuple[bytes, tuple[str, ...]]:
     """The serialized model and the names of its weights, which are written to a folder."""
-    from edgekv.runtime.merge.packed_weights import SCRATCH, pack_weights
-    from edgekv.runtime.merge.render import rendered
-    from edgekv.runtime.merge.weight_file import WeightFile
+    from edgekv.graphs.build import rendered
+    from edgekv.graphs.packed_weights import SCRATCH, pack_weights
+    from edgekv.graphs.weight_file import WeightFile
 
     with TemporaryDirectory(dir=folder, prefix=SCRATCH, ignore_cleanup_errors=True) as scratch:
         data = Path(scratch, "weights")
         with data.open("wb") as file:
-            content: bytes = rendered(
-                graph, mode, WeightFile(file, data.name), alike_rows=alike_rows
-            ).SerializeToString()
-        return pack_weights(content, Path(scratch), folder)
+            model = rendered(source, mode, WeightFile(file, data.name), alike_rows=alike_rows)
+        return pack_weights(model.SerializeToString(), Path(scratch), folder)
 
 
 def _with_names(content: bytes, weights: tuple[str, ...]) -> bytes:
@@ -135,7 +128,7 @@ def _read_rendered(kept: Path, hashes: FileHashes) -> bytes | None:
 
 def _remove_unused(folder: Path) -> None:
     """Remove the weights of models that are gone."""
-    from edgekv.runtime.merge.packed_weights import remove_unused_weights
+    from edgekv.graphs.packed_weights import remove_unused_weights
 
     models = [_read(path) for path in folder.glob("*.onnx")]
     remove_unused_weights(folder, {name for each in models if each is not None for name in _without_names(each)[1]})
@@ -163,13 +156,13 @@ def _remove_oldest(folder: Path, suffix: str, most: int) -> None:
         old.unlink()
 
 
-def _key(*parts: str) -> str:
-    """The name of what is made from these parts by this version of the passes."""
-    return sha256(b"\0".join([_program(), *(part.encode() for part in parts)])).hexdigest()
+def _key(source: PartSource, *parts: str) -> str:
+    """The name of what this version of the builder makes of a part."""
+    return sha256(b"\0".join([_program(), *(part.encode() for part in parts), source.content])).hexdigest()
 
 
 @lru_cache(maxsize=1)
 def _program() -> bytes:
-    """A hash of the passes."""
-    folder, helpers = _PROGRAM
-    return sha256(b"".join(path.read_bytes() for path in (*sorted(folder.glob("*.py")), helpers))).digest()
+    """A hash of the builder, and of the specifications that it follows."""
+    files = (path for folder in _PROGRAM for path in sorted(folder.glob("*.py")))
+    return sha256(b"".join(path.read_bytes() for path in files)).digest()

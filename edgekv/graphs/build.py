@@ -1,0 +1,53 @@
+"""Builds the CPU's graph of a part of a bundle."""
+
+from __future__ import annotations
+
+import onnx
+
+from edgekv.bundle import BundleWeights
+from edgekv.graphs.cpu_mode import RenderedMode
+from edgekv.graphs.decoder import decoder_layer, logits
+from edgekv.graphs.emulated import EmulatedOps
+from edgekv.graphs.floats import FloatOps
+from edgekv.graphs.source import PartSource
+from edgekv.graphs.stacks import StackedOps
+from edgekv.graphs.weight_file import WeightFile
+from edgekv.spec import HEAD
+
+
+def emulated(source: PartSource, *, alike_rows: bool = False) -> onnx.ModelProto:
+    """The part's graph with every result rounded as on the HTP; its weights stay in the bundle's files.
+
+    Args:
+        source: the part.
+        alike_rows: whether a row has the same bits in graphs of every AR, which may differ from those of the exported
+            graph.
+    """
+    weights = BundleWeights(source.folder, source.manifest.weights)
+    return _built(source, EmulatedOps(source.manifest, source.graph, source.part, weights, alike_rows=alike_rows))
+
+
+def rendered(source: PartSource, mode: RenderedMode, file: WeightFile, *, alike_rows: bool = False) -> onnx.ModelProto:
+    """The part's graph with the bundle's integers as weights, and floats between the operations.
+
+    Args:
+        source: the part.
+        mode: how activations are rounded in products of a few rows with weights; those of many rows are 16 bits.
+        file: takes all large weights.
+        alike_rows: whether a row has the same bits in graphs of every AR.
+    """
+    weights = BundleWeights(source.folder, source.manifest.weights)
+    given = source.manifest, source.graph, source.part, weights
+    return _built(source, FloatOps(*given, mode=mode, file=file, alike_rows=alike_rows))
+
+
+def _built(source: PartSource, ops: StackedOps) -> onnx.ModelProto:
+    spec, part = ops.spec, source.part
+    hidden = ops.entry()
+    for layer in part.layers:
+        hidden = decoder_layer(ops, spec, layer, hidden)
+    if part.head:
+        rows = ops.select(hidden) if part.layers and source.graph.role == "prefill" else hidden
+        hidden = logits(ops, spec, HEAD, rows)
+    ops.give(hidden)
+    return ops.finish()

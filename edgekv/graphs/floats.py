@@ -1,0 +1,270 @@
+"""The CPU's graph for speed: the bundle's integers as weights and cache, floats between the operations."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
+
+from edgekv.bundle import BundleWeights, Extent, GraphRecord, Manifest, PartRecord
+from edgekv.graphs.cpu_mode import RenderedMode
+from edgekv.graphs.decoder import query_gain
+from edgekv.graphs.products import Products, Rows, beside
+from edgekv.graphs.stacks import StackedOps, View
+from edgekv.graphs.weight_file import WeightFile
+from edgekv.spec import EMBEDDING, DecoderSpec, LoraTarget, lora_b
+
+_QUERY, _KEY, _VALUE = "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"
+_TOGETHER = ((_QUERY, _KEY, _VALUE), ("mlp.gate_proj", "mlp.up_proj"))
+"""Projections of the same activations."""
+
+
+class _Projection(NamedTuple):
+    """A projection of a layer: `model.layers.{layer}.{name}.weight`."""
+
+    layer: int
+    name: str
+
+    @classmethod
+    def of(cls, weight: str) -> _Projection | None:
+        """The projection with this matrix; None for the head."""
+        words = weight.removeprefix("model.layers.").split(".")
+        return cls(int(words[0]), ".".join(words[1:3])) if weight.startswith("model.layers.") else None
+
+    @property
+    def key(self) -> str:
+        """The name of its matrix, without `.weight`."""
+        return f"model.layers.{self.layer}.{self.name}"
+
+
+def _siblings(projection: _Projection) -> tuple[_Projection, ...]:
+    """The projections of the same activations."""
+    names = next((names for names in _TOGETHER if projection.name in names), (projection.name,))
+    return tuple(_Projection(projection.layer, name) for name in names)
+
+
+class FloatOps(StackedOps):
+    """Results stay float. Keys and values are rounded as the cache stores them.
+
+    - Projections of the same activations are one product.
+    - A norm includes the sum before it; SiLU and the rotary embedding are one node each, of all queries and keys.
+    - Queries that share keys are rows of one product, and keys are read as the rows that they are stored as.
+    - Heads of a single row are not moved, only reshaped.
+    """
+
+    def __init__(
+        self,
+        manifest: Manifest,
+        graph: GraphRecord,
+        part: PartRecord,
+        weights: BundleWeights,
+        *,
+        mode: RenderedMode,
+        file: WeightFile,
+        alike_rows: bool,
+    ) -> None:
+        """Start with the inputs that all layers share.
+
+        Args:
+            manifest: of the bundle.
+            graph: AR, context and role.
+            part: the part of the graph to build.
+            weights: of the bundle.
+            mode: how activations are rounded in products.
+            file: takes the integers as the products read them.
+            alike_rows: whether the bits of a row must not depend on how many others there are.
+        """
+        super().__init__(manifest, graph, part, weights, alike_rows=alike_rows)
+        is_scoring = part.head and graph.logit_rows > 1
+        self._products = Products(self._nodes, file, mode, is_scoring=is_scoring, alike_rows=alike_rows)
+        self._file = file
+        self._normal: set[str] = set()
+        self._sums: dict[str, tuple[str, str]] = {}
+        """Sums that no node computes yet: the norm that reads one may."""
+        self._turning: set[str] = set()
+        """Stacks of queries and keys."""
+
+    def _table(self) -> tuple[str, Extent]:
+        return self._file.location, self._file.write(self._weights.tensor(EMBEDDING))
+
+    @property
+    def _reads_used_rows(self) -> bool:
+        return not self._keys_are_columns
+
+    def _rounded(self, x: str, name: str, heads: int = 0) -> View:
+        return View(x, heads)
+
+    def _tensor(self, view: View) -> str:
+        if view.tensor in self._sums:
+            self._nodes.write("Add", self._sums.pop(view.tensor), [view.tensor])
+        return view.tensor
+
+    # ------------------------------------------------------------------ projections
+
+    def linear(
+        self, x: View, weight: str, name: str, *, bias: str | None = None, head: int | None = None, gain: float = 1.0
+    ) -> View:
+        together = self._together(weight)
+        if len(together) == 1:
+            return super().linear(x, weight, name, bias=bias, head=head, gain=gain)
+        project = self._projected_heads if together[0].name == _QUERY else self._projected
+        found = self._once(("together", together), lambda: project(x, together))[weight]
+        return found if head is None else replace(found, head=found.head + head)
+
+    def _product(self, x: View, keys: Sequence[str], name: str) -> str:
+        matrices = self._weights.places.matrices
+        projection = _Projection.of(keys[0])
+        readers = keys if projection is None else [f"{each.key}.weight" for each in _siblings(projection)]
+        only_bytes = all(matrices[key].dtype == "int8" for key in readers)
+        tensor = self._tensor(x)
+        rows = Rows(tensor, self._rows, tensor in self._normal, only_bytes)
+        return self._products.multiply(rows, beside([self._weights.matrix(key) for key in keys]), name)
+
+    def _together(self, weight: str) -> tuple[_Projection, ...]:
+        """The projections that one product computes."""
+        own = _Projection.of(weight)
+        if own is None:
+            return (_Projection(0, weight),)
+        siblings = _siblings(own)
+        matrices, lora = self._weights.places.matrices, self._decoder.lora
+        are_alike = len({matrices[f"{each.key}.weight"].dtype for each in siblings}) == 1
+        if own.name in _TOGETHER[0]:
+            slots = 0 if lora is None else sum(target in lora for target in ("q", "k", "v"))
+            are_alike &= self.spec.qk_norm != "all-heads" and slots in (0, 3)
+        return siblings if are_alike else (own,)
+
+    def _together_product(self, x: View, projections: Sequence[_Projection]) -> str:
+        keys = [f"{each.key}.weight" for each in projections]
+        product = self._product(x, keys, ".".join(keys[0].split(".")[:-2]))
+        biased = [each for each in projections if each.name in self.spec.biased]
+        if not biased:
+            return product
+        biases = [self._bias(each) for each in projections]
+        added = self._nodes.constant(np.concatenate(biases), f"{keys[0]}.biases")
+        return self._nodes.add("Add", [product, added], product)
+
+    def _bias(self, projection: _Projection) -> np.ndarray[tuple[int, ...], np.dtype[np.float32]]:
+        """The bias of a projection `[out]`; zeros if it has none."""
+        spec, key = self.spec, f"{projection.key}.bias"
+        place = self._weights.places.matrices[f"{projection.key}.weight"]
+        if projection.name not in spec.biased:
+            return np.zeros(place.columns, np.float32)
+        if projection.name not in _TOGETHER[0]:
+            return self._values(key, 1.0)
+        gain = query_gain(spec) if projection.name == _QUERY and spec.qk_norm is None else 1.0
+        return np.concatenate([self._values(f"{key}.h{head}", gain) for head in range(place.columns // spec.head_dim)])
+
+    def _projected(self, x: View, projections: Sequence[_Projection]) -> dict[str, View]:
+        product = self._together_product(x, projections)
+        widths = [self._weights.places.matrices[f"{each.key}.weight"].columns for each in projections]
+        parts = self._nodes.split(product, widths, -1)
+        return {f"{each.key}.weight": View(part) for each, part in zip(projections, parts, strict=True)}
+
+    def _projected_heads(self, x: View, projections: Sequence[_Projection]) -> dict[str, View]:
+        """Queries, keys and values; queries and keys in one stack if they are rotated next."""
+        spec, layer = self.spec, projections[0].layer
+        queries, keys = spec.heads, spec.kv_heads
+        stack = self._to_heads(self._together_product(x, projections), queries + 2 * keys)
+        if self._decoder.lora is not None and "q" in self._decoder.lora:
+            stack = self._adapted_heads(stack, x, layer)
+        query, key, value = (f"{each.key}.weight" for each in projections)
+        if spec.qk_norm is not None or spec.rope_of(layer) is None:
+            parts = self._nodes.split(stack, [queries, keys, keys], 0)
+            heads = queries, keys, keys
+            return {name: View(part, n) for name, part, n in zip((query, key, value), parts, heads, strict=True)}
+        both, values = self._nodes.split(stack, [queries + keys, keys], 0)
+        self._turning.add(both)
+        return {query: View(both, queries + keys), key: View(both, queries + keys, queries), value: View(values, keys)}
+
+    def _adapted_heads(self, stack: str, x: View, layer: int) -> str:
+        targets: tuple[tuple[LoraTarget, int], ...] = (
+            ("q", self.spec.heads),
+            ("k", self.spec.kv_heads),
+            ("v", self.spec.kv_heads),
+        )
+        pieces = [lora_b(layer, target, head) for target, heads in targets for head in range(heads)]
+        added = self._multiply(self._reduced(x, layer, "q"), self._adapter(pieces), self._ar)
+        return self._nodes.add("Add", [stack, added], f"{stack}.adapted")
+
+    def adapt(self, y: View, x: View, layer: int, target: LoraTarget, name: str, *, head: int | None = None) -> View:
+        if (
+            target in ("q", "k", "v")
+            and len(self._together(f"model.layers.{layer}.self_attn.{target}_proj.weight")) > 1
+        ):
+            return y  # it is adapted with the others
+        return super().adapt(y, x, layer, target, name, head=head)
+
+    # ------------------------------------------------------------------ operations that the runtime has
+
+    def add(self, a: View, b: View, name: str) -> View:
+        if a.heads or b.heads:
+            return super().add(a, b, name)
+        total = self._nodes.unique(name)
+        self._sums[total] = self._tensor(a), self._tensor(b)
+        return View(total)
+
+    def rms_norm(self, x: View, weight: str, name: str, *, gain: float = 1.0) -> View:
+        gamma = self._floats(weight, gain)
+        if x.tensor in self._sums:
+            result = self._nodes.unique(name)
+            inputs, outputs = [*self._sums.pop(x.tensor), gamma], [result, "", "", x.tensor]
+            self._nodes.write("SkipSimplifiedLayerNormalization", inputs, outputs, epsilon=self.spec.eps)
+            found = View(result)
+        else:
+            attributes = {"axis": -1, "epsilon": self.spec.eps, "stash_type": 1}
+            found = self._each("SimplifiedLayerNormalization", [x], name, [gamma], **attributes)
+        self._normal.add(found.tensor)
+        return found
+
+    def silu(self, x: View, at: str) -> View:
+        return View(self._nodes.add("QuickGelu", [self._tensor(x)], at + "silu", alpha=1.0))
+
+    def rotate(self, spec: DecoderSpec, layer: int, x: View, name: str) -> View:
+        rope = spec.rope_of(layer)
+        if rope is None:
+            return x
+        width = 2 * (rope.width // 2)
+        turned = self._once(("turned", x.tensor), lambda: self._turned(x.tensor, layer, width, name))
+        if x.tensor not in self._turning:
+            return replace(x, tensor=turned)
+        counts = [spec.heads, spec.kv_heads]
+        queries, keys = self._once(("apart", turned), lambda: self._nodes.split(turned, counts, 0))
+        return View(queries, counts[0], x.head) if x.head < counts[0] else View(keys, counts[1], x.head - counts[0])
+
+    def _turned(self, x: str, layer: int, width: int, name: str) -> str:
+        nodes, rotary = self._nodes, self._decoder.rotary_of(layer)
+        assert rotary is not None, "the decoder rotates only layers that have an embedding"
+        tables = self._once(
+            ("tables", *rotary.names),
+            lambda: [nodes.reshape(self._input(name), [self._ar, -1]) for name in rotary.names],
+        )
+        rest = self.spec.head_dim - width
+        first, *still = nodes.split(x, [width, rest], -1) if rest else [x]
+        # The first row of the tables is that of the first token.
+        turned = nodes.add("RotaryEmbedding", [first, nodes.integers([0]), *tables], name, interleaved=0)
+        return nodes.add("Concat", [turned, *still], name, axis=-1) if still else turned
+
+    # ------------------------------------------------------------------ attention
+
+    def _by_keys(self, query: View, keys: View) -> str:
+        left, rows = self._rows_of_groups(query, keys)
+        product = self._multiply(left, self._dequantized(keys), rows, transposed=not self._keys_are_columns)
+        return self._apart(product, query.heads)
+
+    def _by_group(self, x: View, shared: View) -> tuple[str, int]:
+        if self._ar == 1:
+            return x.tensor, x.heads // shared.heads  # see `_apart`
+        return self._rows_of_groups(x, shared)
+
+    def _rows_of_groups(self, x: View, shared: View) -> tuple[str, int]:
+        """The queries that share keys or values as rows of one product."""
+        each = x.heads // shared.heads
+        if each == 1:
+            return x.tensor, self._ar
+        return self._nodes.reshape(x.tensor, [shared.heads, 1, each * self._ar, -1]), each * self._ar
+
+    def _apart(self, product: str, heads: int) -> str:
+        # A single row stays a row of its group until heads are joined.
+        return product if self._ar == 1 else super()._apart(product, heads)

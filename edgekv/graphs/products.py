@@ -1,0 +1,301 @@
+"""Products of float activations with a bundle's integer matrices, without a float copy of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from onnx import helper
+
+from edgekv.graphs.cpu_mode import RenderedMode
+from edgekv.graphs.nodes import Nodes
+from edgekv.graphs.processor import multiplies_integers
+from edgekv.graphs.weight_file import WeightFile
+from quant import Grid, QuantizedWeight
+
+_LEAST_ROWS = 4  # with fewer, reading 4-bit weights is faster
+_LARGE = 1 << 23  # weights: their product takes as long with two rows as with one
+_BITS = 8
+_MIDDLE = 128  # zero point of uint8
+_BLOCK_ROWS = 64  # of matrices with one scale a column; int8 activations get a scale for each block
+_INT8_ACTIVATIONS = 4
+_STEPS = (1 / 127, 1 / 127 / 254)  # of the largest element: the rest is at most half a step, 127 smaller ones
+_LEAST_STEP = 1e-30  # of a row of zeros
+
+_Part = tuple[str, str, str]  # integers, their scale and zero point
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Activations that matrices multiply.
+
+    Attributes:
+        name: of the tensor `[1, rows, K]`.
+        count: its rows.
+        is_normal: whether it is the result of a norm: others have outliers that leave few bits to the rest.
+        only_bytes: whether all matrices that multiply it have 8 bits.
+    """
+
+    name: str
+    count: int
+    is_normal: bool
+    only_bytes: bool
+
+
+def beside(matrices: Sequence[QuantizedWeight]) -> QuantizedWeight:
+    """Matrices of one type that read the same activations, as one."""
+    if len(matrices) == 1:
+        return matrices[0]
+    integers = np.concatenate([each.integers for each in matrices], axis=1)
+    return QuantizedWeight(integers, Grid.joined([each.grid for each in matrices]))
+
+
+def packed(weight: QuantizedWeight) -> NDArray[np.uint8]:
+    """The integers as `MatMulNBits` reads them: `[out, blocks, bytes of a block]`, zero point 8 or 128.
+
+    Of 4 bits, the low ones come first.
+    """
+    rows, columns = weight.integers.shape
+    bits, block = weight.grid.type.bits, _block_rows(weight.grid)
+    zero, blocks = 1 << (bits - 1), -(-rows // block)
+    unsigned: NDArray[np.uint8] = np.full((columns, blocks * block), zero, np.uint8)
+    unsigned[:, :rows] = (weight.integers.T.astype(np.int16) + zero).astype(np.uint8)
+    if bits == 4:
+        unsigned = (unsigned[:, 0::2] | unsigned[:, 1::2] << 4).astype(np.uint8)
+    return unsigned.reshape(columns, blocks, -1)
+
+
+def scales(weight: QuantizedWeight) -> NDArray[np.float32]:
+    """The scale of each block, `[out, blocks]`."""
+    steps = weight.grid.scales[:, None]
+    if weight.grid.block_scales is None:
+        return np.repeat(steps, -(-len(weight.integers) // _BLOCK_ROWS), axis=1)
+    return weight.grid.block_scales.T * steps
+
+
+def wide(weight: QuantizedWeight) -> NDArray[np.int8] | None:
+    """The integers times the scales of their blocks, `[in, out]`; None if they do not fit into 8 bits."""
+    if weight.grid.block_scales is None:
+        return weight.integers
+    blocks = weight.integers.reshape(len(weight.grid.block_scales), -1, weight.integers.shape[1])
+    products = blocks * weight.grid.block_scales[:, None].astype(np.int16)
+    if products.min() < -128 or products.max() > 127:
+        return None
+    return products.astype(np.int8).reshape(weight.integers.shape)
+
+
+def _block_rows(grid: Grid) -> int:
+    return grid.type.block or _BLOCK_ROWS
+
+
+class Products:
+    """Writes products of float rows with integer matrices.
+
+    Products of at least four rows are products of 8-bit integers. Weights are the bundle's integers times the scales of
+    their blocks: exactly 8 bits. Activations are rounded to 8 bits over the range of the tensor, and what that left to
+    8 more bits, in a product of its own. Without it a token with large activations would leave few bits to all others:
+    on WikiText-2 SmolLM2-135M lost 0.05 nats a token.
+
+    Of fewer rows, and of all rows in graphs that score texts, only 8-bit matrices are multiplied so: large ones, and
+    those whose activations only 8-bit matrices read. There each row has a range of its own. Both parts are rows of one
+    product, which reads the weights once. In `fast`, small matrices multiply only results of norms so, in one part.
+
+    All others are products of `MatMulNBits`, which rounds activations to int8 in blocks as long as those of the
+    weights: of one row in `fast`, and of two in `exact16`, the activation rounded to int8 and what that left. Prefill
+    and decode graphs share the weights that they multiply alike.
+    """
+
+    def __init__(
+        self, nodes: Nodes, weights: WeightFile, mode: RenderedMode, *, is_scoring: bool, alike_rows: bool
+    ) -> None:
+        """Prepare to multiply.
+
+        Args:
+            nodes: takes the nodes.
+            weights: takes the integers and their scales.
+            mode: see above.
+            is_scoring: whether to multiply all rows as few ones.
+            alike_rows: whether the bits of a row must not depend on how many others there are: the kernel of 4-bit
+                weights takes rows in pairs, and a single one differently, so that an odd row is multiplied twice.
+        """
+        self._nodes = nodes
+        self._weights = weights
+        self._mode = mode
+        self._is_scoring = is_scoring
+        self._alike_rows = alike_rows
+        self._made: dict[tuple[str, object], Any] = {}
+
+    def multiply(self, x: Rows, weight: QuantizedWeight, key: str) -> str:
+        """The product `[1, rows, out]`; `key` is the name of the matrix."""
+        by_row = self._is_scoring or x.count < _LEAST_ROWS
+        is_large, is_bytes = weight.integers.size >= _LARGE, weight.grid.type.bits == _BITS
+        is_shared = x.only_bytes and (x.is_normal or self._mode != "fast")
+        if not multiplies_integers() or (by_row and not (is_bytes and (is_large or is_shared))):
+            return self._multiply_blocks(x, weight, key)
+        integers = wide(weight)
+        if integers is None:
+            return self._multiply_blocks(x, weight, key)
+        constants = self._stored(f"{key}.wide", integers), self._stored(f"{key}.steps", weight.grid.scales)
+        if by_row:
+            parts = 1 if self._mode == "fast" and not is_large else 2
+            return self._multiply_rows(x, key, parts, constants, integers)
+        products = [
+            self._nodes.add("MatMulIntegerToFloat", [part, constants[0], scale, constants[1], zero], f"{key}.product")
+            for part, scale, zero in self._once(x, "parts", lambda: _round(self._nodes, x.name))
+        ]
+        return self._nodes.add("Add", products, f"{key}.sum")
+
+    def _stored(self, name: str, array: NDArray[Any]) -> str:
+        element = helper.np_dtype_to_tensor_dtype(array.dtype)
+        return self._nodes.external(name, element, array.shape, self._weights.location, self._weights.write(array))
+
+    def _once(self, x: Rows, what: object, make: Any) -> Any:
+        """What was made of a tensor before, or is made now."""
+        if (x.name, what) not in self._made:
+            self._made[x.name, what] = make()
+        return self._made[x.name, what]
+
+    # ------------------------------------------------------------------ blocks
+
+    def _multiply_blocks(self, x: Rows, weight: QuantizedWeight, key: str) -> str:
+        """By integers of 4 or 8 bits, in blocks."""
+        nodes, (inputs, outputs) = self._nodes, weight.integers.shape
+        bits, block = weight.grid.type.bits, _block_rows(weight.grid)
+        constants = [
+            self._stored(f"{key}.packed", packed(weight)),
+            self._stored(f"{key}.scales", scales(weight).reshape(-1)),
+        ]
+
+        def product(rows: str) -> str:
+            sizes = {"K": inputs, "N": outputs, "bits": bits, "block_size": block}
+            return nodes.add(
+                "MatMulNBits", [rows, *constants], f"{key}.product", accuracy_level=_INT8_ACTIVATIONS, **sizes
+            )
+
+        if self._mode == "exact16":
+            rows = self._once(x, block, lambda: _in_two_rows(nodes, x, inputs, block))
+            both = product(rows)
+            if x.count > 1:
+                both = nodes.reshape(both, [1, 2, x.count, outputs])
+            return nodes.add("ReduceSum", [both, nodes.integers([1])], f"{key}.sum", keepdims=int(x.count == 1))
+        if not self._alike_rows or bits == _BITS or x.count % 2 == 0:
+            return product(x.name)
+        even = self._once(x, "even", lambda: _with_last_twice(nodes, x))
+        return nodes.split(product(even), [x.count, 1], 1)[0]
+
+    # ------------------------------------------------------------------ rows
+
+    def _multiply_rows(
+        self, x: Rows, key: str, parts: int, constants: tuple[str, str], integers: NDArray[np.int8]
+    ) -> str:
+        """The product of rows that have their own scales, in one part or in two, which are added."""
+        nodes, (weights, steps), outputs = self._nodes, constants, integers.shape[1]
+        if x.count == parts == 1:
+            return nodes.add("DynamicQuantizeMatMul", [x.name, weights, steps], f"{key}.product")
+        if parts == 1:
+            rows, row_steps, zeros = self._once(x, "rows", lambda: _round_each_row(nodes, x))
+            sums = nodes.constant(integers.sum(axis=0, dtype=np.int32), f"{key}.sums")
+            product = nodes.add("MatMulInteger", [rows, weights], f"{key}.integers")
+            surplus = nodes.add("Mul", [zeros, sums], f"{key}.surplus")
+            exact = nodes.add("Sub", [product, surplus], f"{key}.exact")
+            both = nodes.add("Mul", [row_steps, steps], f"{key}.both_steps")
+            return nodes.add("Mul", [_as_float(nodes, exact), both], f"{key}.product")
+        rows, row_scales = self._once(x, "two rows", lambda: _round_in_two_parts(nodes, x))
+        middle, one = nodes.number(_MIDDLE, np.uint8), nodes.number(1)
+        product = nodes.add("MatMulIntegerToFloat", [rows, weights, one, steps, middle], f"{key}.parts")
+        if x.count == 1:
+            return nodes.add("MatMul", [row_scales, product], f"{key}.product")
+        # One product for each row: they add as that of a single row does.
+        by_row = nodes.reshape(product, [1, x.count, parts, outputs])
+        added = nodes.add("MatMul", [row_scales, by_row], f"{key}.product")
+        return nodes.reshape(added, [1, x.count, outputs])
+
+
+def _round(nodes: Nodes, x: str) -> list[_Part]:
+    """A tensor in two parts of 8 bits, each with its scale and zero point."""
+    integers, scale, zero = (nodes.unique(f"{x}.{each}") for each in ("integers", "scale", "zero"))
+    nodes.write("DynamicQuantizeLinear", [x], [integers, scale, zero])
+    held = nodes.add("DequantizeLinear", [integers, scale, zero], f"{x}.held")
+    rest = nodes.add("Sub", [x, held], f"{x}.rest")
+    # The rest is at most half a step: 127 smaller ones.
+    smaller = nodes.add("Mul", [scale, nodes.number(1 / 254)], f"{x}.smaller")
+    middle = nodes.number(_MIDDLE, np.uint8)
+    rounded = nodes.add("QuantizeLinear", [rest, smaller, middle], f"{x}.rounded")
+    return [(integers, scale, zero), (rounded, smaller, middle)]
+
+
+def _round_each_row(nodes: Nodes, x: Rows) -> _Part:
+    """Rows `[1, AR, K]` of uint8, and their steps and zero points `[AR, 1]`, float and int32.
+
+    The range of a row is that of its elements and 0, as `DynamicQuantizeLinear` takes it for a tensor.
+    """
+    along, none, most, least = nodes.integers([-1]), *(nodes.number(each) for each in (0, 255, _LEAST_STEP))
+    low = nodes.add("Min", [nodes.add("ReduceMin", [x.name, along], f"{x.name}.min"), none], f"{x.name}.low")
+    high = nodes.add("Max", [nodes.add("ReduceMax", [x.name, along], f"{x.name}.max"), none], f"{x.name}.high")
+    span = nodes.add("Sub", [high, low], f"{x.name}.span")
+    steps = nodes.add("Max", [nodes.add("Div", [span, most], f"{x.name}.step"), least], f"{x.name}.steps")
+    below = nodes.add("Neg", [nodes.add("Div", [low, steps], f"{x.name}.first")], f"{x.name}.below")
+    zeros = nodes.add("Round", [nodes.add("Clip", [below, none, most], f"{x.name}.clipped")], f"{x.name}.zeros")
+    flat = nodes.reshape(zeros, [x.count])
+    rounded = nodes.add("Cast", [flat], f"{x.name}.zero_bytes", to=helper.np_dtype_to_tensor_dtype(np.dtype(np.uint8)))
+    rows = nodes.add("QuantizeLinear", [x.name, nodes.reshape(steps, [x.count]), rounded], f"{x.name}.rows", axis=1)
+    columns = [nodes.reshape(each, [x.count, 1]) for each in (steps, zeros)]
+    int32 = helper.np_dtype_to_tensor_dtype(np.dtype(np.int32))
+    return rows, columns[0], nodes.add("Cast", [columns[1]], f"{x.name}.zero_integers", to=int32)
+
+
+def _round_in_two_parts(nodes: Nodes, x: Rows) -> tuple[str, str]:
+    """Rows of 8 bits, each in two parts `[1, 2 AR, K]`, and their scales `[1, AR, 1, 2]`.
+
+    The scales of a single row are `[1, 1, 2]`.
+    """
+    is_single = x.count == 1
+    middle = nodes.number(_MIDDLE, np.uint8)
+    if not is_single:
+        middle = nodes.constant(np.full(x.count, _MIDDLE, np.uint8), f"uint8_{_MIDDLE}_times_{x.count}")
+    along = {} if is_single else {"axis": 1}
+    magnitude = nodes.add("Abs", [x.name], f"{x.name}.abs")
+    axes = nodes.integers([0, 1, 2] if is_single else [0, 2])
+    largest = nodes.add("ReduceMax", [magnitude, axes], f"{x.name}.largest", keepdims=0)
+    steps = [nodes.add("Mul", [largest, nodes.number(each)], f"{x.name}.step") for each in _STEPS]
+    whole = nodes.add("QuantizeLinear", [x.name, steps[0], middle], f"{x.name}.whole", **along)
+    held = nodes.add("DequantizeLinear", [whole, steps[0], middle], f"{x.name}.held", **along)
+    rest = nodes.add("Sub", [x.name, held], f"{x.name}.rest")
+    small = nodes.add("QuantizeLinear", [rest, steps[1], middle], f"{x.name}.small", **along)
+    both = np.array(_STEPS, np.float32)
+    if is_single:
+        rows = nodes.add("Concat", [whole, small], f"{x.name}.two_rows", axis=1)
+        return rows, nodes.add("Mul", [nodes.constant(both.reshape(1, 1, 2)), largest], f"{x.name}.scales")
+    wide_rows = nodes.add("Concat", [whole, small], f"{x.name}.two_rows", axis=2)
+    by_row = nodes.reshape(largest, [x.count, 1, 1])
+    found = nodes.add("Mul", [nodes.constant(both.reshape(1, 1, 1, 2)), by_row], f"{x.name}.scales")
+    return nodes.reshape(wide_rows, [1, 2 * x.count, -1]), found
+
+
+def _in_two_rows(nodes: Nodes, x: Rows, width: int, block: int) -> str:
+    """`[1, AR, K]` to `[1, 2 AR, K]`: what int8 holds of each block, then the rest.
+
+    `MatMulNBits` rounds every row again, in the same blocks: the first row exactly, the second to the next 8 bits.
+    """
+    magnitude = nodes.add("Abs", [x.name], f"{x.name}.abs")
+    kernel = {"kernel_shape": [block], "strides": [block], "ceil_mode": 1}
+    largest = nodes.add("MaxPool", [magnitude], f"{x.name}.largest", **kernel)
+    step = nodes.add("Mul", [largest, nodes.number(1 / 127)], f"{x.name}.step")
+    int8 = helper.np_dtype_to_tensor_dtype(np.dtype(np.int8))
+    blocks = {"axis": 2, "block_size": block}
+    integers = nodes.add("QuantizeLinear", [x.name, step], f"{x.name}.whole", output_dtype=int8, **blocks)
+    held = nodes.add("DequantizeLinear", [integers, step], f"{x.name}.held", **blocks)
+    rest = nodes.add("Sub", [x.name, held], f"{x.name}.rest")
+    return nodes.add("Concat", [held, rest], f"{x.name}.two_rows", axis=1)
+
+
+def _with_last_twice(nodes: Nodes, x: Rows) -> str:
+    last = x.name if x.count == 1 else nodes.split(x.name, [x.count - 1, 1], 1)[1]
+    return nodes.add("Concat", [x.name, last], f"{x.name}.even", axis=1)
+
+
+def _as_float(nodes: Nodes, x: str) -> str:
+    return nodes.add("Cast", [x], f"{x}.float", to=helper.np_dtype_to_tensor_dtype(np.dtype(np.float32)))

@@ -1,0 +1,425 @@
+"""The decoder's operations for a CPU: the heads of a layer are one tensor, and one node computes all of them.
+
+The decoder asks head by head. The first head that asks for an operation has it written for all heads; the others get
+views of the same result.
+"""
+
+from __future__ import annotations
+
+import re
+from abc import abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+import numpy as np
+import onnx
+from numpy.typing import NDArray
+from onnx import TensorProto, helper
+
+from edgekv.bundle import BundleWeights, Extent, GraphRecord, Manifest, PartRecord
+from edgekv.graphs.decoder import Ops
+from edgekv.graphs.nodes import Nodes
+from edgekv.spec import (
+    EMBEDDING,
+    LOGITS,
+    LOGITS_INDEX,
+    OPEN_ROWS,
+    STACK,
+    KvTensor,
+    LoraTarget,
+    Port,
+    lora_a,
+    lora_added,
+    lora_b,
+    lora_group,
+    lora_reach,
+)
+from quant import Encoding
+
+_HEAD = re.compile(r"\.h\d+")
+_SWAPPED = (0, 1, 3, 2)
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """A result: a tensor `[1, AR, width]`, or one head of a stack `[heads, 1, AR, width]`.
+
+    Attributes:
+        tensor: its name.
+        heads: of the stack; 0 if there is none.
+        head: its number in the stack.
+        encodings: of its integers, one for each head.
+    """
+
+    tensor: str
+    heads: int = 0
+    head: int = 0
+    encodings: tuple[Encoding, ...] = ()
+
+
+class StackedOps(Ops[View]):
+    """A part of a graph for AR new tokens in a context of S, under construction; see `EmulatedOps` and `FloatOps`.
+
+    Inputs and outputs are those of the exported graph, but for adapters: their floats, and the B's of all heads of a
+    projection as one input.
+    """
+
+    def __init__(
+        self, manifest: Manifest, graph: GraphRecord, part: PartRecord, weights: BundleWeights, *, alike_rows: bool
+    ) -> None:
+        """Start with the inputs that all layers share.
+
+        Args:
+            manifest: of the bundle.
+            graph: AR, context and role.
+            part: the part of the graph to build.
+            weights: of the bundle.
+            alike_rows: whether the bits of a row must not depend on how many others there are.
+        """
+        self.spec = manifest.model
+        self._encodings: Mapping[str, Encoding] = manifest.encodings
+        self._part = part
+        self._ar = graph.ar
+        self._decoder = manifest.interface
+        self._ports = self._decoder.graph(graph, part)
+        self._weights = weights
+        self._alike_rows = alike_rows
+        self._nodes = Nodes()
+        self._made: dict[tuple[object, ...], Any] = {}
+        self._adapters: list[onnx.ValueInfoProto] = []
+        self._rows = self._ar
+
+    # ------------------------------------------------------------------ what the two forms do each in their own way
+
+    @abstractmethod
+    def _rounded(self, x: str, name: str, heads: int = 0) -> View:
+        """A result, in the encodings of its name."""
+
+    @abstractmethod
+    def _product(self, x: View, keys: Sequence[str], name: str) -> str:
+        """`[1, AR, out]`, the product with one matrix or with several beside each other."""
+
+    @abstractmethod
+    def _by_keys(self, query: View, keys: View) -> str:
+        """`query @ keys.T`, as softmax and the mask read it."""
+
+    @abstractmethod
+    def _by_group(self, weights: View, values: View) -> tuple[str, int]:
+        """The weights of attention as a product with the values that groups share reads them, and its rows."""
+
+    def _table(self) -> tuple[str, Extent]:
+        """The file of the embedding table, and its place there."""
+        place = self._weights.places.tensors[EMBEDDING]
+        return place.file, place.extent
+
+    # ------------------------------------------------------------------ projections
+
+    def linear(
+        self, x: View, weight: str, name: str, *, bias: str | None = None, head: int | None = None, gain: float = 1.0
+    ) -> View:
+        if head is None:
+            return self._once(("linear", weight), lambda: self._whole(x, weight, name, bias, gain))
+        stack = self._once(("linear", weight), lambda: self._by_head(x, weight, name, bias, gain))
+        return replace(stack, head=head)
+
+    def _whole(self, x: View, weight: str, name: str, bias: str | None, gain: float) -> View:
+        product = self._product(x, [weight], name)
+        if bias is None:
+            return self._rounded(product, name)
+        unbiased = self._rounded(product, name + ".unbiased")
+        return self._rounded(self._nodes.add("Add", [unbiased.tensor, self._floats(bias, gain)], name), name)
+
+    def _by_head(self, x: View, weight: str, name: str, bias: str | None, gain: float) -> View:
+        place = self._weights.places.matrices[weight]
+        heads = place.columns // self.spec.head_dim
+        product = self._to_heads(self._product(x, [weight], name), heads)
+        if bias is None:
+            return self._rounded(product, name, heads)
+        unbiased = self._rounded(product, name + ".unbiased", heads)
+        added = self._nodes.add("Add", [unbiased.tensor, self._biases(bias, heads, gain)], name)
+        return self._rounded(added, name, heads)
+
+    def adapt(self, y: View, x: View, layer: int, target: LoraTarget, name: str, *, head: int | None = None) -> View:
+        if self._decoder.lora is None or target not in self._decoder.lora:
+            return y
+        adapted = self._once(("adapted", layer, target), lambda: self._adapted(y, x, layer, target, name))
+        return replace(adapted, head=y.head)
+
+    def _adapted(self, y: View, x: View, layer: int, target: LoraTarget, name: str) -> View:
+        reduced = self._reduced(x, layer, target)
+        pieces = [lora_b(layer, target, head) for head in range(y.heads)] or [lora_b(layer, target)]
+        product = self._multiply(reduced, self._adapter(pieces), self._ar)
+        added = self._rounded(product, lora_added(layer, target))
+        wide = added.tensor if y.heads else self._nodes.reshape(added.tensor, [1, self._ar, -1])
+        total = self._nodes.add("Add", [y.tensor, wide], name + ".adapted")
+        return self._as(total, y)
+
+    def _reduced(self, x: View, layer: int, target: LoraTarget) -> str:
+        """`x A`, `[1, 1, AR, R]`, for all projections of a group."""
+        group = lora_group(target)
+
+        def reduce() -> str:
+            product = self._multiply(self._tensor(x), self._adapter([lora_a(layer, group)]), self._ar)
+            return self._rounded(product, lora_reach(layer, group)).tensor
+
+        return self._once(("reduced", layer, group), reduce)
+
+    def _adapter(self, names: Sequence[str]) -> str:
+        """An input for parts of adapters, stacked along the first axis, as floats."""
+        name = STACK.join(names)
+        shape = (len(names), *self._ports[names[0]].shape[1:])
+        self._adapters.append(helper.make_tensor_value_info(name, TensorProto.FLOAT, shape))
+        return name
+
+    # ------------------------------------------------------------------ operations on each element or row
+
+    def rms_norm(self, x: View, weight: str, name: str, *, gain: float = 1.0) -> View:
+        attributes = {"axis": -1, "epsilon": self.spec.eps}
+        return self._each("RMSNormalization", [x], name, [self._floats(weight, gain)], **attributes)
+
+    def add(self, a: View, b: View, name: str) -> View:
+        return self._each("Add", [a, b], name)
+
+    def subtract(self, a: View, b: View, name: str) -> View:
+        return self._each("Sub", [a, b], name)
+
+    def multiply(self, a: View, b: View, name: str) -> View:
+        return self._each("Mul", [a, b], name)
+
+    def scale(self, x: View, factor: float, name: str) -> View:
+        # In the encoding that the exported graph stores it in.
+        encoding = Encoding.asymmetric(0.0, factor, "u16")
+        stored = encoding.dequantize(encoding.quantize(np.array(factor)))
+        return self._each("Mul", [x], name, [self._nodes.number(float(stored))])
+
+    def sigmoid(self, x: View, name: str) -> View:
+        return self._each("Sigmoid", [x], name)
+
+    def tanh(self, x: View, name: str) -> View:
+        return self._each("Tanh", [x], name)
+
+    def gelu(self, x: View, name: str) -> View:
+        return self._each("Gelu", [x], name, approximate="tanh")
+
+    def softmax(self, x: View, name: str) -> View:
+        return self._each("Softmax", [x], name, axis=-1)
+
+    def masked(self, scores: View, layer: int, name: str) -> View:
+        return self._each("Add", [scores, View(self._input(self._decoder.mask(layer)))], name)
+
+    def split(self, x: View, widths: Sequence[int]) -> list[View]:
+        if not x.heads:  # into heads: nothing else that has none is divided
+            stack = self._once(("heads", x.tensor), lambda: self._to_heads(x.tensor, len(widths)))
+            return [View(stack, len(widths), head, x.encodings * len(widths)) for head in range(len(widths))]
+        parts = self._once(("split", x.tensor, *widths), lambda: self._nodes.split(x.tensor, widths, -1))
+        return [replace(x, tensor=part) for part in parts]
+
+    def slice(self, x: View, first: int, width: int) -> View:
+        bounds = [self._nodes.integers([at]) for at in (first, first + width, -1)]
+        tensor = self._tensor(x)
+        return replace(x, tensor=self._nodes.add("Slice", [tensor, *bounds], tensor + ".slice"))
+
+    def join(self, parts: list[View], name: str) -> View:
+        if parts[0].heads and {part.tensor for part in parts} == {parts[0].tensor}:
+            return View(self._from_heads(parts[0]), encodings=parts[0].encodings[:1])
+        return self._each("Concat", parts, name, axis=-1)
+
+    def rotation(self, layer: int) -> tuple[View, View]:
+        rotary = self._decoder.rotary_of(layer)
+        assert rotary is not None, "the decoder rotates only layers that have an embedding"
+        cos, sin = (View(self._input(name)) for name in rotary.names)
+        return cos, sin
+
+    # ------------------------------------------------------------------ attention
+
+    def append_to_cache(self, new: View, tensor: KvTensor) -> View:
+        stack = self._once(("cache", tensor.layer, tensor.kind), lambda: self._appended(new, tensor))
+        return replace(stack, head=new.head)
+
+    def _appended(self, new: View, tensor: KvTensor) -> View:
+        """The integers of past and new rows of all heads; keys as columns stay so."""
+        nodes, heads = self._nodes, [replace(tensor, head=head) for head in range(new.heads)]
+        encodings = tuple(self._encodings[each.past] for each in heads)
+        are_columns = tensor.kind == "key" and self._keys_are_columns
+        rows = nodes.transpose(new.tensor, *_SWAPPED) if are_columns else new.tensor
+        integers = nodes.quantize(rows, encodings, tensor.new if new.heads == 1 else f"{tensor.new}.of_all")
+        names = [each.new for each in heads]
+        if new.heads > 1:
+            nodes.split(integers, [1] * len(heads), 0, names)
+        pairs = [name for each in heads for name in (each.past, each.new)]
+        if are_columns:
+            rows_of = [nodes.add("Concat", [each.past, each.new], f"{each.past}.all", axis=3) for each in heads]
+            together = rows_of[0] if len(heads) == 1 else nodes.add("Concat", rows_of, f"{tensor.past}.stack", axis=0)
+        else:
+            # One copy of the past: the rows of the heads lie behind each other.
+            together = nodes.add("Concat", pairs, f"{tensor.past}.all", axis=2)
+            if new.heads > 1:
+                together = nodes.reshape(together, [new.heads, 1, -1, self.spec.head_dim])
+        return View(together, new.heads, 0, encodings)
+
+    def scores(self, query: View, keys: View, name: str) -> View:
+        def scored() -> View:
+            return self._rounded(self._by_keys(query, keys), name, query.heads)
+
+        return replace(self._once(("scores", query.tensor, keys.tensor), scored), head=query.head)
+
+    def attend(self, weights: View, values: View, name: str) -> View:
+        def attended() -> View:
+            left, rows = self._by_group(weights, values)
+            product = self._multiply(left, self._dequantized(values), rows)
+            return self._rounded(self._apart(product, weights.heads), name, weights.heads)
+
+        return replace(self._once(("attend", weights.tensor, values.tensor), attended), head=weights.head)
+
+    def _apart(self, product: str, heads: int) -> str:
+        """A product of the rows of groups as a stack of heads."""
+        return self._nodes.reshape(product, [heads, 1, self._ar, -1])
+
+    def _dequantized(self, cached: View) -> str:
+        """The floats of past and new rows."""
+        name = f"{cached.tensor}.floats"
+        return self._once((name,), lambda: self._nodes.dequantize(cached.tensor, cached.encodings, name))
+
+    def _multiply(self, left: str, right: str, rows: int, *, transposed: bool = False) -> str:
+        """The product of tensors of four axes: `rows` rows, which are never one where rows must be alike."""
+        nodes = self._nodes
+
+        def product(left: str) -> str:
+            if transposed:
+                return nodes.add("FusedMatMul", [left, right], f"{left}.product", transB=1)
+            return nodes.add("MatMul", [left, right], f"{left}.product")
+
+        if not self._alike_rows or rows > 1:
+            return product(left)
+        twice = nodes.add("Concat", [left, left], f"{left}.twice", axis=-2)
+        return nodes.split(product(twice), [1, 1], -2)[0]
+
+    # ------------------------------------------------------------------ entry and exit
+
+    def entry(self) -> View:
+        """The hidden state before the part's first layer, or the rows that a head reads."""
+        port = self._ports.entry
+        self._rows = port.shape[1] if self._part.embeds else port.shape[2]
+        if self._part.embeds:
+            place = self._weights.places.tensors[EMBEDDING]
+            file, extent = self._table()
+            table = self._nodes.external(EMBEDDING, TensorProto.UINT16, place.shape, file, extent)
+            rows = self._nodes.add("Gather", [table, port.name], "embedding.integers", axis=0)
+            return View(self._nodes.dequantize(rows, [place.encoding], "embedding"), encodings=(place.encoding,))
+        encoding = self._port_encoding(port)
+        floats = self._nodes.dequantize(port.name, [encoding], f"{port.name}.floats")
+        return View(self._nodes.reshape(floats, [1, self._rows, -1]), encodings=(encoding,))
+
+    def select(self, hidden: View) -> View:
+        """The row of `hidden` that `logits_index` selects, `[1, 1, hidden]`."""
+        self._rows = 1
+        tensor = self._nodes.add("Gather", [self._tensor(hidden), LOGITS_INDEX], "selected", axis=1)
+        return replace(hidden, tensor=tensor)
+
+    def give(self, result: View) -> None:
+        """Make a result the last output, `[1, rows, vocab]` or `[1, 1, AR, hidden]`."""
+        port = self._ports.exit
+        encoding = self._encodings["head"] if port.name == LOGITS else self._port_encoding(port)
+        floats = self._tensor(result)
+        if port.name != LOGITS:
+            floats = self._nodes.reshape(floats, port.shape)
+        self._nodes.quantize(floats, [encoding], port.name)
+
+    def _port_encoding(self, port: Port) -> Encoding:
+        assert port.encoding is not None, "hidden states are integers"
+        if port.kind == "embeddings":
+            return self._weights.places.tensors[EMBEDDING].encoding
+        if port.kind == "hidden":
+            layer = int(port.name.removeprefix("hidden_"))
+            return self._encodings[f"layers.{layer - 1}.mlp_add"]
+        return self._encodings[port.encoding]
+
+    def finish(self) -> onnx.ModelProto:
+        """The model."""
+        inputs = [self._value_info(port) for port in self._ports.inputs if port.kind != "lora"]
+        outputs = [self._value_info(port) for port in self._ports.outputs]
+        return self._nodes.model(self._part.name, [*inputs, *self._adapters], outputs)
+
+    @property
+    def _reads_used_rows(self) -> bool:
+        """Whether past rows and masks may be fewer than the most."""
+        return self._alike_rows and not self._keys_are_columns
+
+    def _value_info(self, port: Port) -> onnx.ValueInfoProto:
+        shape: list[int | str] = [*port.shape]
+        if self._reads_used_rows and port.kind in ("past", "mask"):
+            axis = 2 if port.kind == "past" else 3
+            shape[axis] = f"{OPEN_ROWS}{shape[axis]}"
+        element = helper.np_dtype_to_tensor_dtype(np.dtype(port.dtype))
+        info: onnx.ValueInfoProto = helper.make_tensor_value_info(port.name, element, shape)
+        return info
+
+    # ------------------------------------------------------------------ helpers
+
+    @property
+    def _keys_are_columns(self) -> bool:
+        return self._decoder.cache.key_layout == "columns"
+
+    def _once(self, key: tuple[object, ...], make: Callable[[], T]) -> T:
+        """What was made under a key before, or is made now."""
+        if key not in self._made:
+            self._made[key] = make()
+        found: T = self._made[key]
+        return found
+
+    def _each(self, op: str, views: Sequence[View], name: str, more: Sequence[str] = (), **attributes: Any) -> View:
+        """An operation on each element or row, written once for all heads."""
+        stack = next((view for view in views if view.heads), views[0])
+        tensors = [self._tensor(view) for view in views] + [*more]
+
+        def make() -> View:
+            return self._rounded(self._nodes.add(op, tensors, name, **attributes), name, stack.heads)
+
+        found = self._once((op, *tensors), make) if stack.heads else make()
+        return replace(found, head=stack.head)
+
+    def _tensor(self, view: View) -> str:
+        """The name of a view's tensor."""
+        return view.tensor
+
+    def _as(self, x: str, like: View) -> View:
+        """A result in the encodings of another."""
+        return replace(like, tensor=x)
+
+    def _input(self, name: str) -> str:
+        """The floats of an input."""
+        port = self._ports[name]
+        encoding = self._encodings[port.encoding or name]
+        return self._once(("input", name), lambda: self._nodes.dequantize(name, [encoding], f"{name}.floats"))
+
+    def _floats(self, key: str, gain: float = 1.0) -> str:
+        """A stored tensor, times a constant."""
+        return self._once(
+            ("tensor", key, gain), lambda: self._nodes.constant(self._values(key, gain), f"{key}.{gain!r}")
+        )
+
+    def _biases(self, key: str, heads: int, gain: float) -> str:
+        """The biases of all heads, `[heads, 1, 1, D]`."""
+        values = np.stack([self._values(f"{key}.h{head}", gain) for head in range(heads)])
+        return self._nodes.constant(values[:, None, None], f"{key}.of_heads")
+
+    def _values(self, key: str, gain: float) -> NDArray[np.float32]:
+        return self._weights.places.tensors[key].encoding.times(gain).dequantize(self._weights.tensor(key))
+
+    def _to_heads(self, x: str, heads: int) -> str:
+        """`[1, AR, heads * D]` to `[heads, 1, AR, D]`; one row need not move."""
+        if self._ar == 1:
+            return self._nodes.reshape(x, [heads, 1, 1, -1])
+        return self._nodes.transpose(self._nodes.reshape(x, [1, self._ar, heads, -1]), 2, 0, 1, 3)
+
+    def _from_heads(self, stack: View) -> str:
+        """`[heads, 1, AR, D]` to `[1, AR, heads * D]`."""
+        tensor = stack.tensor if self._ar == 1 else self._nodes.transpose(stack.tensor, 1, 2, 0, 3)
+        return self._nodes.reshape(tensor, [1, self._ar, -1])
+
+
+def name_of_head(name: str, head: int) -> str:
+    """The name of another head's result."""
+    return _HEAD.sub(f".h{head}", name)

@@ -1,0 +1,126 @@
+"""Graphs that the CPU engine builds for `emulate`: fewer nodes than the exported ones, the same bits."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from edgekv.bundle import Bundle, open_bundle
+from edgekv.graphs.build import emulated
+from edgekv.graphs.kept import emulated_bytes
+from edgekv.runtime import CpuEngine
+from edgekv.runtime.binding import MemoryBinding
+from tests.checkpoints import ARCHITECTURES, write_checkpoint
+from tests.cpu_graphs import any_step, outputs, source_of
+from tests.exports import export_options, exported
+
+
+def assert_same_bits(bundle: Bundle) -> None:
+    engine = CpuEngine(threads=1)
+    for graph in bundle.manifest.graphs:
+        path, feeds = bundle.graph_path(graph), any_step(bundle, graph)
+        plain = outputs(MemoryBinding(engine.session(path)), feeds)
+        built = outputs(engine.load(path, graph.name), feeds)
+        assert np.ptp(plain["logits"]) > 1000
+        assert [name for name in plain if not np.array_equal(plain[name], built[name])] == []
+
+
+@pytest.mark.slow
+def test_the_built_graph_has_the_bits_of_the_exported_one(bundle: Path) -> None:
+    assert_same_bits(open_bundle(bundle))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["rows", "columns"])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_every_architecture_has_the_bits_of_the_exported_graph(tmp_path: Path, architecture: str, layout: Any) -> None:
+    """AR-1 and AR-8, and the graph that scores; the recipe and the cache's type alternate."""
+    checkpoint = write_checkpoint(tmp_path / "checkpoint", ARCHITECTURES[architecture])
+    at = sorted(ARCHITECTURES).index(architecture) + (layout == "columns")
+    has_blocks = architecture != "smollm2"  # 48 channels
+    recipe, kv_dtype = ("w8a16", "w4a16", "w4a16-lpbq32" if has_blocks else "w4a16")[at % 3], ("u8", "s16")[at % 2]
+    options = export_options(recipe, context=64, ar=(1, 8), key_layout=layout, kv_dtype=kv_dtype)
+    assert_same_bits(open_bundle(exported(checkpoint, options)))
+
+
+@pytest.mark.slow
+def test_the_number_of_nodes_does_not_grow_with_the_heads(tmp_path: Path) -> None:
+    nodes = []
+    for heads in (4, 8):
+        shape = {"num_attention_heads": heads, "num_key_value_heads": heads // 2}
+        bundle = exported(write_checkpoint(tmp_path / f"{heads}", shape), export_options(context=16, ar=(1,)))
+        graph = emulated(source_of(bundle, "ar1_cl16.onnx")).graph
+        constants = {each.name for each in graph.initializer}
+        for node in graph.node:  # the runtime computes these when it loads the graph
+            if constants.issuperset(node.input):
+                constants.update(node.output)
+        nodes.append(sum(not constants.issuperset(node.input) for node in graph.node))
+    assert nodes[0] == nodes[1]
+
+
+def test_a_file_that_is_no_graph_of_the_bundle_is_refused(small: Path) -> None:
+    with pytest.raises(ValueError, match=r"file: got other\.onnx; expected a graph of the bundle"):
+        source_of(small, "other.onnx")
+
+
+@pytest.fixture
+def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of kept graphs in a cache of its own."""
+    monkeypatch.setenv("EDGEKV_CACHE_DIR", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "emulated"
+
+
+def test_a_built_graph_is_kept_and_built_again_when_it_is_damaged(small: Path, kept: Path) -> None:
+    source = source_of(small)
+    content = emulated_bytes(source)
+    (file,) = kept.iterdir()
+    made_ns = file.stat().st_mtime_ns
+    assert emulated_bytes(source) == content == emulated(source).SerializeToString()
+    assert file.stat().st_mtime_ns == made_ns
+    damaged = bytearray(file.read_bytes())
+    damaged[len(damaged) // 2] ^= 1
+    file.write_bytes(damaged)
+    assert emulated_bytes(source) == content and [*kept.iterdir()] == [file] and file.read_bytes() != damaged
+
+
+def test_each_graph_and_each_bundle_has_a_graph_of_its_own(small: Path, tmp_path: Path, kept: Path) -> None:
+    other = exported(
+        write_checkpoint(tmp_path / "other", {"num_hidden_layers": 1}), export_options(context=64, ar=(1,))
+    )
+    found = {emulated_bytes(source_of(small, f"ar{ar}_cl64.onnx")) for ar in (1, 8)} | {
+        emulated_bytes(source_of(other))
+    }
+    assert len(found) == 3 == len([*kept.iterdir()])
+
+
+def test_only_so_many_graphs_are_kept(small: Path, kept: Path) -> None:
+    kept.mkdir(parents=True)
+    for number in range(70):
+        (kept / f"{number}.onnx").touch()
+        os.utime(kept / f"{number}.onnx", (number, number))
+    emulated_bytes(source_of(small))
+    assert len([*kept.iterdir()]) == 64 and not (kept / "6.onnx").exists() and (kept / "7.onnx").exists()
+
+
+def test_graphs_are_built_without_a_cache_folder(small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("EDGEKV_CACHE_DIR", str(tmp_path / "file" / "cache"))
+    source = source_of(small)
+    assert emulated_bytes(source) == emulated(source).SerializeToString()
+
+
+@pytest.mark.slow
+def test_a_kept_graph_is_loaded_without_the_package_that_builds(small: Path, kept: Path) -> None:
+    program = "import sys, edgekv; print([t.id for t in edgekv.load(sys.argv[1]).generate([5, 6, 7], 2)]); "
+    program += "print('onnx' in sys.modules)"
+    first, second = (
+        subprocess.run([sys.executable, "-c", program, str(small)], capture_output=True, text=True, check=True).stdout
+        for _ in range(2)
+    )
+    assert first.split("]")[0] == second.split("]")[0] and (first.split()[-1], second.split()[-1]) == ("True", "False")
