@@ -24,7 +24,7 @@ def emulated(source: PartSource, *, alike_rows: bool = False) -> onnx.ModelProto
             graph.
     """
     weights = BundleWeights(source.folder, source.manifest.weights)
-    return _built(source, EmulatedOps(source.manifest, source.graph, source.part, weights, alike_rows=alike_rows))
+    return _built(source, EmulatedOps(source, weights, alike_rows=alike_rows))
 
 
 def rendered(source: PartSource, mode: RenderedMode, file: WeightFile, *, alike_rows: bool = False) -> onnx.ModelProto:
@@ -37,8 +37,7 @@ def rendered(source: PartSource, mode: RenderedMode, file: WeightFile, *, alike_
         alike_rows: whether a row has the same bits in graphs of every AR.
     """
     weights = BundleWeights(source.folder, source.manifest.weights)
-    given = source.manifest, source.graph, source.part, weights
-    return _built(source, FloatOps(*given, mode=mode, file=file, alike_rows=alike_rows))
+    return _built(source, FloatOps(source, weights, mode=mode, file=file, alike_rows=alike_rows))
 
 
 def _built(source: PartSource, ops: StackedOps) -> onnx.ModelProto:

@@ -8,10 +8,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from edgekv.bundle import BundleWeights, Extent, GraphRecord, Manifest, PartRecord
+from edgekv.bundle import BundleWeights, Extent
 from edgekv.graphs.cpu_mode import RenderedMode
 from edgekv.graphs.decoder import query_gain
 from edgekv.graphs.products import Products, Rows, beside
+from edgekv.graphs.source import PartSource
 from edgekv.graphs.stacks import StackedOps, View
 from edgekv.graphs.weight_file import WeightFile
 from edgekv.spec import EMBEDDING, DecoderSpec, LoraTarget, lora_b
@@ -56,9 +57,7 @@ class FloatOps(StackedOps):
 
     def __init__(
         self,
-        manifest: Manifest,
-        graph: GraphRecord,
-        part: PartRecord,
+        source: PartSource,
         weights: BundleWeights,
         *,
         mode: RenderedMode,
@@ -68,16 +67,14 @@ class FloatOps(StackedOps):
         """Start with the inputs that all layers share.
 
         Args:
-            manifest: of the bundle.
-            graph: AR, context and role.
-            part: the part of the graph to build.
+            source: the part to build.
             weights: of the bundle.
             mode: how activations are rounded in products.
             file: takes the integers as the products read them.
             alike_rows: whether the bits of a row must not depend on how many others there are.
         """
-        super().__init__(manifest, graph, part, weights, alike_rows=alike_rows)
-        is_scoring = part.head and graph.logit_rows > 1
+        super().__init__(source, weights, alike_rows=alike_rows)
+        is_scoring = source.part.head and source.graph.logit_rows > 1
         self._products = Products(self._nodes, file, mode, is_scoring=is_scoring, alike_rows=alike_rows)
         self._file = file
         self._normal: set[str] = set()
@@ -238,7 +235,7 @@ class FloatOps(StackedOps):
         assert rotary is not None, "the decoder rotates only layers that have an embedding"
         tables = self._once(
             ("tables", *rotary.names),
-            lambda: [nodes.reshape(self._input(name), [self._ar, -1]) for name in rotary.names],
+            lambda: [nodes.reshape(self._input(name), [-1, rotary.pairs]) for name in rotary.names],
         )
         rest = self.spec.head_dim - width
         first, *still = nodes.split(x, [width, rest], -1) if rest else [x]
@@ -263,7 +260,7 @@ class FloatOps(StackedOps):
         each = x.heads // shared.heads
         if each == 1:
             return x.tensor, self._ar
-        return self._nodes.reshape(x.tensor, [shared.heads, 1, each * self._ar, -1]), each * self._ar
+        return self._nodes.reshape(x.tensor, [shared.heads, 1, -1, 0]), each * self._ar
 
     def _apart(self, product: str, heads: int) -> str:
         # A single row stays a row of its group until heads are joined.

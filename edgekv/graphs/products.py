@@ -34,7 +34,7 @@ class Rows:
 
     Attributes:
         name: of the tensor `[1, rows, K]`.
-        count: its rows.
+        count: its rows, or the most that it can have.
         is_normal: whether it is the result of a norm: others have outliers that leave few bits to the rest.
         only_bytes: whether all matrices that multiply it have 8 bits.
     """
@@ -179,7 +179,7 @@ class Products:
             rows = self._once(x, block, lambda: _in_two_rows(nodes, x, inputs, block))
             both = product(rows)
             if x.count > 1:
-                both = nodes.reshape(both, [1, 2, x.count, outputs])
+                both = nodes.reshape(both, [1, 2, -1, outputs])
             return nodes.add("ReduceSum", [both, nodes.integers([1])], f"{key}.sum", keepdims=int(x.count == 1))
         if not self._alike_rows or bits == _BITS or x.count % 2 == 0:
             return product(x.name)

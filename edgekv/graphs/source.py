@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
+from msgspec import structs
 
 from edgekv.bundle import GraphRecord, Manifest, PartRecord
+
+WIDE_ROWS = 256
+"""Most tokens of a step: from here on, attention takes as much longer as all else gets shorter."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,24 +24,33 @@ class PartSource:
         manifest: of the bundle.
         graph: the first graph with this part.
         part: the part.
+        takes_fewer: whether steps can have fewer tokens than AR.
     """
 
     folder: Path
     manifest: Manifest
     graph: GraphRecord
     part: PartRecord
+    takes_fewer: bool = False
 
     @classmethod
-    def of(cls, folder: Path, manifest: Manifest, file: str) -> PartSource:
-        """The part that is stored in a file.
+    def of(cls, folder: Path, manifest: Manifest, file: str, wide: Sequence[GraphRecord] = ()) -> PartSource:
+        """The part that is stored in a file, or would be.
+
+        Args:
+            folder: of the bundle.
+            manifest: of the bundle.
+            file: its name.
+            wide: graphs that the bundle does not have; see `wide_prefill`.
 
         Raises:
             ValueError: there is none.
         """
-        parts = ((graph, part) for graph in manifest.graphs for part in graph.parts if part.file == file)
-        if (found := next(parts, None)) is None:
-            raise ValueError(f"file: got {file}; expected a graph of the bundle {folder}")
-        return cls(folder, manifest, *found)
+        for graph in (*manifest.graphs, *wide):
+            for part in graph.parts:
+                if part.file == file:
+                    return cls(folder, manifest, graph, part, graph in wide)
+        raise ValueError(f"file: got {file}; expected a graph of the bundle {folder}")
 
     @property
     def file(self) -> Path:
@@ -48,5 +62,28 @@ class PartSource:
         """All that a graph is built from, but for the content of weights: equal for equal graphs."""
         manifest, graph = self.manifest, self.graph
         said = (manifest.model, manifest.encodings, manifest.weights, manifest.lora)
-        sizes = manifest.context, manifest.kv_dtype, manifest.key_layout, graph.ar, graph.context, graph.role
-        return msgspec.json.encode((said, sizes, self.part), order="deterministic")
+        cache = manifest.context, manifest.kv_dtype, manifest.key_layout
+        sizes = graph.ar, graph.context, graph.role, self.takes_fewer
+        return msgspec.json.encode((said, cache, sizes, self.part), order="deterministic")
+
+
+def wide_prefill(manifest: Manifest) -> list[GraphRecord]:
+    """A prefill graph for each context that the bundle does not have, for engines that build graphs.
+
+    It takes any number of tokens up to AR, and is divided as the bundle's graphs are. There is none where keys are
+    columns: their memory has a stride for each number of tokens.
+    """
+    contexts, windows = manifest.contexts, [each for each in manifest.windows if each is not None]
+    ar = min(WIDE_ROWS, contexts[0] // 2, *(window // 2 for window in windows))
+    if ar < 2 or manifest.key_layout == "columns":
+        return []
+    return [_widened(graph, ar) for graph in manifest.graphs if graph.role == "decode"]
+
+
+def _widened(graph: GraphRecord, ar: int) -> GraphRecord:
+    """A decode graph for AR tokens; a part that is only a head reads a single row, and is shared."""
+    parts = [
+        structs.replace(part, name=f"{part.name}_wide", file=f"{part.name}_wide.onnx") if part.layers else part
+        for part in graph.parts
+    ]
+    return structs.replace(graph, name=f"{graph.name}_wide", parts=parts, ar=ar, role="prefill")

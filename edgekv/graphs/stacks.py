@@ -17,14 +17,16 @@ import onnx
 from numpy.typing import NDArray
 from onnx import TensorProto, helper
 
-from edgekv.bundle import BundleWeights, Extent, GraphRecord, Manifest, PartRecord
+from edgekv.bundle import BundleWeights, Extent
 from edgekv.graphs.decoder import Ops
 from edgekv.graphs.nodes import Nodes
+from edgekv.graphs.source import PartSource
 from edgekv.spec import (
     EMBEDDING,
     LOGITS,
     LOGITS_INDEX,
     OPEN_ROWS,
+    OPEN_TOKENS,
     STACK,
     KvTensor,
     LoraTarget,
@@ -39,6 +41,7 @@ from quant import Encoding
 
 _HEAD = re.compile(r"\.h\d+")
 _SWAPPED = (0, 1, 3, 2)
+_AXES_OF_TOKENS = {"ids": 1, "embeddings": 2, "hidden": 2, "mask": 2, "cos": 2, "sin": 2, "new": 2}
 T = TypeVar("T")
 
 
@@ -66,24 +69,22 @@ class StackedOps(Ops[View]):
     projection as one input.
     """
 
-    def __init__(
-        self, manifest: Manifest, graph: GraphRecord, part: PartRecord, weights: BundleWeights, *, alike_rows: bool
-    ) -> None:
+    def __init__(self, source: PartSource, weights: BundleWeights, *, alike_rows: bool) -> None:
         """Start with the inputs that all layers share.
 
         Args:
-            manifest: of the bundle.
-            graph: AR, context and role.
-            part: the part of the graph to build.
+            source: the part to build.
             weights: of the bundle.
             alike_rows: whether the bits of a row must not depend on how many others there are.
         """
+        manifest, graph = source.manifest, source.graph
         self.spec = manifest.model
         self._encodings: Mapping[str, Encoding] = manifest.encodings
-        self._part = part
+        self._part = source.part
         self._ar = graph.ar
+        self._takes_fewer = source.takes_fewer
         self._decoder = manifest.interface
-        self._ports = self._decoder.graph(graph, part)
+        self._ports = self._decoder.graph(graph, source.part)
         self._weights = weights
         self._alike_rows = alike_rows
         self._nodes = Nodes()
@@ -142,19 +143,19 @@ class StackedOps(Ops[View]):
         return self._rounded(added, name, heads)
 
     def adapt(self, y: View, x: View, layer: int, target: LoraTarget, name: str, *, head: int | None = None) -> View:
-        if self._decoder.lora is None or target not in self._decoder.lora:
+        if (lora := self._decoder.lora) is None or target not in lora:
             return y
-        adapted = self._once(("adapted", layer, target), lambda: self._adapted(y, x, layer, target, name))
-        return replace(adapted, head=y.head)
+        width = lora[target].outputs
 
-    def _adapted(self, y: View, x: View, layer: int, target: LoraTarget, name: str) -> View:
-        reduced = self._reduced(x, layer, target)
+        def adapt() -> View:
+            product = self._multiply(self._reduced(x, layer, target), self._adapter(pieces), self._ar)
+            added = self._rounded(product, lora_added(layer, target)).tensor
+            if not y.heads:
+                added = self._nodes.reshape(added, [1, -1, width])
+            return self._as(self._nodes.add("Add", [y.tensor, added], name + ".adapted"), y)
+
         pieces = [lora_b(layer, target, head) for head in range(y.heads)] or [lora_b(layer, target)]
-        product = self._multiply(reduced, self._adapter(pieces), self._ar)
-        added = self._rounded(product, lora_added(layer, target))
-        wide = added.tensor if y.heads else self._nodes.reshape(added.tensor, [1, self._ar, -1])
-        total = self._nodes.add("Add", [y.tensor, wide], name + ".adapted")
-        return self._as(total, y)
+        return replace(self._once(("adapted", layer, target), adapt), head=y.head)
 
     def _reduced(self, x: View, layer: int, target: LoraTarget) -> str:
         """`x A`, `[1, 1, AR, R]`, for all projections of a group."""
@@ -275,7 +276,7 @@ class StackedOps(Ops[View]):
 
     def _apart(self, product: str, heads: int) -> str:
         """A product of the rows of groups as a stack of heads."""
-        return self._nodes.reshape(product, [heads, 1, self._ar, -1])
+        return self._nodes.reshape(product, [heads, 1, -1, 0])
 
     def _dequantized(self, cached: View) -> str:
         """The floats of past and new rows."""
@@ -310,7 +311,7 @@ class StackedOps(Ops[View]):
             return View(self._nodes.dequantize(rows, [place.encoding], "embedding"), encodings=(place.encoding,))
         encoding = self._port_encoding(port)
         floats = self._nodes.dequantize(port.name, [encoding], f"{port.name}.floats")
-        return View(self._nodes.reshape(floats, [1, self._rows, -1]), encodings=(encoding,))
+        return View(self._nodes.reshape(floats, [1, -1, self.spec.hidden]), encodings=(encoding,))
 
     def select(self, hidden: View) -> View:
         """The row of `hidden` that `logits_index` selects, `[1, 1, hidden]`."""
@@ -324,7 +325,7 @@ class StackedOps(Ops[View]):
         encoding = self._encodings["head"] if port.name == LOGITS else self._port_encoding(port)
         floats = self._tensor(result)
         if port.name != LOGITS:
-            floats = self._nodes.reshape(floats, port.shape)
+            floats = self._nodes.reshape(floats, [1, 1, -1, self.spec.hidden])
         self._nodes.quantize(floats, [encoding], port.name)
 
     def _port_encoding(self, port: Port) -> Encoding:
@@ -349,6 +350,9 @@ class StackedOps(Ops[View]):
 
     def _value_info(self, port: Port) -> onnx.ValueInfoProto:
         shape: list[int | str] = [*port.shape]
+        if self._takes_fewer and port.kind in _AXES_OF_TOKENS and (self._part.layers or port.kind != "hidden"):
+            axis = _AXES_OF_TOKENS[port.kind]
+            shape[axis] = f"{OPEN_TOKENS}{shape[axis]}"
         if self._reads_used_rows and port.kind in ("past", "mask"):
             axis = 2 if port.kind == "past" else 3
             shape[axis] = f"{OPEN_ROWS}{shape[axis]}"
@@ -412,12 +416,12 @@ class StackedOps(Ops[View]):
         """`[1, AR, heads * D]` to `[heads, 1, AR, D]`; one row need not move."""
         if self._ar == 1:
             return self._nodes.reshape(x, [heads, 1, 1, -1])
-        return self._nodes.transpose(self._nodes.reshape(x, [1, self._ar, heads, -1]), 2, 0, 1, 3)
+        return self._nodes.transpose(self._nodes.reshape(x, [1, -1, heads, self.spec.head_dim]), 2, 0, 1, 3)
 
     def _from_heads(self, stack: View) -> str:
         """`[heads, 1, AR, D]` to `[1, AR, heads * D]`."""
         tensor = stack.tensor if self._ar == 1 else self._nodes.transpose(stack.tensor, 1, 2, 0, 3)
-        return self._nodes.reshape(tensor, [1, self._ar, -1])
+        return self._nodes.reshape(tensor, [1, -1, stack.heads * self.spec.head_dim])
 
 
 def name_of_head(name: str, head: int) -> str:

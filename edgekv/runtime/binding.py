@@ -17,7 +17,7 @@ from edgekv.kv.memory import ALIGNMENT_BYTES, HeapMemory
 from edgekv.runtime.background import BackgroundTask
 from edgekv.runtime.mapped import MappedWeights
 from edgekv.runtime.shared_memory import SharedAllocator, shared_device
-from edgekv.spec import OPEN_ROWS, GraphInterface, Port
+from edgekv.spec import OPEN_ROWS, OPEN_TOKENS, GraphInterface, Port
 
 # TensorProto.DataType: the runtime reads a number faster than a numpy type.
 _ELEMENTS = {
@@ -39,6 +39,10 @@ class Binding(Protocol):
     @property
     def reads_used_rows(self) -> bool:
         """Whether past inputs and masks can be bound with fewer rows than `interface` tells."""
+
+    @property
+    def takes_fewer(self) -> bool:
+        """Whether inputs and outputs can be bound with fewer new tokens than `interface` tells."""
 
     @property
     def interface(self) -> GraphInterface:
@@ -170,7 +174,14 @@ class MemoryBinding:
 
     @property
     def reads_used_rows(self) -> bool:
-        return any(isinstance(size, str) for port in self._session.get_inputs() for size in port.shape)
+        return self._has_size(OPEN_ROWS)
+
+    @property
+    def takes_fewer(self) -> bool:
+        return self._has_size(OPEN_TOKENS)
+
+    def _has_size(self, name: str) -> bool:
+        return any(str(size).startswith(name) for port in self._session.get_inputs() for size in port.shape)
 
     @property
     def interface(self) -> GraphInterface:
@@ -235,7 +246,7 @@ def _ports(found: Sequence[ort.NodeArg]) -> tuple[Port, ...]:
 
 def _most(name: str, size: int | str | None) -> int:
     """A size of a port; an open one is named after the most that it can be."""
-    digits = str(size).removeprefix(OPEN_ROWS)
+    digits = str(size).removeprefix(OPEN_ROWS).removeprefix(OPEN_TOKENS)
     if not digits.isascii() or not digits.isdecimal():
         fix = "Export the bundle again."
         raise BundleError(f"graph: {name}", got=f"a dimension {size}", expected="a static size", fix=fix)

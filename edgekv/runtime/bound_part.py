@@ -13,20 +13,22 @@ from edgekv.runtime.adapter import AdapterMemory, AdapterPorts
 from edgekv.runtime.binding import Binding
 from edgekv.spec import GraphInterface, PartRecord, Port
 
+_ROW_A_TOKEN = frozenset({"ids", "embeddings", "hidden", "cos", "sin"})
+"""Kinds of ports with a row for each token, besides masks and the cache."""
+
 _Bind = Callable[[Sequence[str], "np.dtype[Any]", Sequence[int], Sequence[int], int], None]
 
 
 class _ArenaPorts:
     """The ports that one arena of the cache serves, for the layers of a part."""
 
-    __slots__ = ("new_names", "new_shape", "past_names", "tensors")
+    __slots__ = ("new_names", "past_names", "tensors")
 
-    def __init__(self, arena: Arena, layers: range, ar: int) -> None:
+    def __init__(self, arena: Arena, layers: range) -> None:
         held = [index for index, tensor in enumerate(arena.tensors) if tensor.layer in layers]
         self.tensors = slice(held[0], held[-1] + 1)  # an arena holds its tensors layer by layer
         self.past_names = [tensor.past for tensor in arena.tensors[self.tensors]]
         self.new_names = [tensor.new for tensor in arena.tensors[self.tensors]]
-        self.new_shape = arena.new_shape(ar)
 
 
 class _GroupPorts:
@@ -34,15 +36,15 @@ class _GroupPorts:
 
     __slots__ = ("arenas", "bound", "group", "index")
 
-    def __init__(self, index: int, group: Group, layers: range, ar: int) -> None:
+    def __init__(self, index: int, group: Group, layers: range) -> None:
         self.index = index
         self.group = group
-        self.arenas = [_ArenaPorts(arena, layers, ar) for arena in group.arenas]
+        self.arenas = [_ArenaPorts(arena, layers) for arena in group.arenas]
         self.bound: tuple[int, ...] | None = None
 
     def bind(self, binding: Binding, window: Window) -> None:
         """Bind the ports to a window, unless they already are."""
-        wanted = (self.group.reallocations, window.past_row, window.new_row, window.columns)
+        wanted = (self.group.reallocations, window.past_row, window.new_row, window.columns, window.ar)
         if self.bound == wanted:
             return
         self.bound = None  # until all ports are bound
@@ -51,29 +53,29 @@ class _GroupPorts:
             dtype, tensors = arena.dtype, ports.tensors
             past, new = arena.past_offset_bytes(window), arena.new_offset_bytes(window)
             binding.inputs(ports.past_names, dtype, arena.past_shape(window.columns), arena.addresses[tensors], past)
-            binding.outputs(ports.new_names, dtype, ports.new_shape, arena.new_addresses(window)[tensors], new)
+            new_shape = arena.new_shape(window.ar)
+            binding.outputs(ports.new_names, dtype, new_shape, arena.new_addresses(window)[tensors], new)
         self.bound = wanted
 
 
 class _MaskPort:
-    """A mask's port, which is bound to as many columns as the window of its group has."""
+    """A mask's port, which is bound to as many rows and columns as the window of its group has."""
 
-    __slots__ = ("_address", "_bound", "_dtype", "_name", "_rows", "index")
+    __slots__ = ("_address", "_bound", "_dtype", "_name", "index")
 
     def __init__(self, port: Port, index: int, array: NDArray[Any]) -> None:
         self.index = index
         self._name = [port.name]
         self._dtype, self._address = array.dtype, [array.ctypes.data]
-        *self._rows, columns = port.shape
-        self._bound: int | None = columns
+        self._bound: list[int] | None = [*port.shape]
 
     def bind(self, binding: Binding, window: Window) -> None:
         """Bind the port to a window, unless it already is."""
-        columns = window.columns + window.ar
-        if self._bound != columns:
+        wanted = [1, 1, window.ar, window.columns + window.ar]
+        if self._bound != wanted:
             self._bound = None  # until it is bound
-            binding.inputs(self._name, self._dtype, [*self._rows, columns], self._address)
-            self._bound = columns
+            binding.inputs(self._name, self._dtype, wanted, self._address)
+            self._bound = wanted
 
 
 class BoundPart:
@@ -82,6 +84,7 @@ class BoundPart:
     Attributes:
         is_head: whether the part is only a head, which a step can skip if its logits are not needed.
         reads_used_rows: whether windows can have fewer columns than the graph's past rows.
+        takes_fewer: whether steps can have fewer tokens than AR.
         run: runs the part on the bound memory.
         release: see `Binding`.
     """
@@ -112,6 +115,7 @@ class BoundPart:
         self._adapters = AdapterPorts(binding, interface.adapter_ports)
         self.is_head = not record.layers
         self.reads_used_rows = self.is_head or binding.reads_used_rows
+        self.takes_fewer = binding.takes_fewer
         self.run = binding.run
         self.release = binding.release
         self._layers = record.layers
@@ -121,6 +125,14 @@ class BoundPart:
             for port in ports:
                 if port.name in arrays:
                     _bind(bind, port, arrays[port.name])
+        self._by_tokens = [
+            (bind, port)
+            for bind, ports in ((binding.inputs, interface.inputs), (binding.outputs, interface.outputs))
+            for port in ports
+            if self.takes_fewer and port.kind in _ROW_A_TOKEN
+        ]
+        self._arrays = arrays
+        self._tokens: int | None = None
         masks = [port for port in interface.inputs if port.name in mask_groups]
         self._masks = [_MaskPort(port, mask_groups[port.name], arrays[port.name]) for port in masks]
         self._entry = interface.entry
@@ -128,10 +140,10 @@ class BoundPart:
         self._row: int | None = 0
         self._reads_one_row = self.is_head and self._entry.shape[2] == 1
 
-    def use(self, cache: KVCache, ar: int) -> None:
+    def use(self, cache: KVCache) -> None:
         """Use this cache from the next step on."""
         self._groups = [
-            _GroupPorts(index, group, self._layers, ar)
+            _GroupPorts(index, group, self._layers)
             for index, group in enumerate(cache.groups)
             if any(tensor.layer in self._layers for tensor in group.geometry.names())
         ]
@@ -146,10 +158,21 @@ class BoundPart:
             group.bind(self._binding, windows[group.index])
         for mask in self._masks:
             mask.bind(self._binding, windows[mask.index])
+        if self._by_tokens and self._tokens != tokens:
+            self._bind_tokens(tokens)
         if self._reads_one_row and self._row != tokens - 1:
             self._row = None  # until it is bound
             _bind(self._binding.inputs, self._entry, self._hidden, (tokens - 1) * self._hidden.strides[2])
             self._row = tokens - 1
+
+    def _bind_tokens(self, tokens: int) -> None:
+        """Bind the inputs and outputs with a row for each token to the first rows of their memory."""
+        self._tokens = None  # until all are bound
+        for bind, port in self._by_tokens:
+            shape = [1, tokens] if port.kind == "ids" else [1, 1, tokens, port.shape[-1]]
+            array = self._arrays[port.name]
+            bind([port.name], array.dtype, shape, [array.ctypes.data])
+        self._tokens = tokens
 
 
 def _bind(bind: _Bind, port: Port, array: NDArray[Any], offset_bytes: int = 0) -> None:

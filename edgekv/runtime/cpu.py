@@ -8,13 +8,13 @@ from typing import ClassVar
 
 import onnxruntime as ort
 
-from edgekv.bundle import Bundle, GraphFormat, Manifest, read_manifest
+from edgekv.bundle import Bundle, GraphFormat, GraphRecord, Manifest, read_manifest
 from edgekv.errors import EngineError, UsageError
 from edgekv.graphs.cpu_mode import CpuMode, can_build
 from edgekv.graphs.kept import emulated_bytes, rendered_graph
 from edgekv.graphs.onnx_session import PROVIDERS, session_options
 from edgekv.graphs.processor import is_arm, processors
-from edgekv.graphs.source import PartSource
+from edgekv.graphs.source import PartSource, wide_prefill
 from edgekv.runtime.binding import Binding, MemoryBinding
 from edgekv.runtime.mapped import MappedWeights
 from edgekv.runtime.row_bits import RowBits
@@ -80,6 +80,13 @@ class CpuEngine:
     def alignment_bytes(self) -> int:
         return 1
 
+    def wide_prefill(self, manifest: Manifest) -> list[GraphRecord]:
+        """Prefill graphs that take any number of tokens, in place of the bundle's; none in `emulate`.
+
+        Their results have the roundings of a whole prompt, as those of prefill graphs do.
+        """
+        return [] if self.mode == "emulate" else wide_prefill(manifest)
+
     def load(self, file: Path, name: str) -> Binding:
         if file not in self._sessions:
             self._sessions[file] = self._load(file)
@@ -117,7 +124,8 @@ class CpuEngine:
         folder = file.parent
         if folder not in self._manifests:
             self._manifests[folder] = read_manifest(folder)
-        return PartSource.of(folder, self._manifests[folder], file.name)
+        manifest = self._manifests[folder]
+        return PartSource.of(folder, manifest, file.name, self.wide_prefill(manifest))
 
     def _check_memory(self, source: PartSource) -> None:
         """Refuse weights that cannot fit: `emulate` makes floats of their integers.

@@ -6,7 +6,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Protocol
 
-from edgekv.bundle import Bundle, GraphFormat
+from edgekv.bundle import Bundle, GraphFormat, GraphRecord, Manifest
 from edgekv.errors import EngineError, UsageError
 from edgekv.graphs.cpu_mode import CPU_MODES, CpuMode
 from edgekv.runtime.binding import Binding
@@ -50,6 +50,12 @@ class Engine(Protocol):
         Raises:
             EngineError: the runtime is missing, or refused the graph.
         """
+
+
+def wide_prefill_of(engine: Engine, manifest: Manifest) -> list[GraphRecord]:
+    """Prefill graphs of an engine that builds its own, which take any number of tokens up to AR; see `CpuEngine`."""
+    own = getattr(engine, "wide_prefill", None)
+    return [] if own is None else own(manifest)
 
 
 class EngineType(Protocol):

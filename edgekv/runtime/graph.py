@@ -32,6 +32,7 @@ class StaticGraph:
         steps: steps run.
         run_ns: time of all steps within the runtime, ns.
         reads_used_rows: whether steps read the cache's rows in use instead of all.
+        takes_fewer: whether a step has as many rows as tokens, instead of AR.
         host_ns: all other time of the steps (inputs, bindings, copies of the cache), ns.
     """
 
@@ -64,7 +65,8 @@ class StaticGraph:
         self.steps = 0
         self.run_ns = 0
         self.host_ns = 0
-        self._inputs = StepInputs(manifest, record, ropes, embeddings)
+        self.takes_fewer = any(binding.takes_fewer for binding in bindings)
+        self._inputs = StepInputs(manifest, record, ropes, embeddings, takes_fewer=self.takes_fewer)
         interfaces = manifest.interface.parts(record)
         exits = {each.exit.name: aligned_zeros(each.exit.shape, each.exit.dtype) for each in interfaces}
         self._parts = [
@@ -96,7 +98,7 @@ class StaticGraph:
         """Use another cache of the same geometry from the next step on."""
         self._cache = cache
         for part in self._parts:
-            part.use(cache, self.ar)
+            part.use(cache)
 
     def adapt(self, memory: AdapterMemory) -> None:
         """Read adapters from this memory from the next step on; nothing is compiled or loaded."""
@@ -125,7 +127,7 @@ class StaticGraph:
         started = perf_counter_ns()
         if not 1 <= len(tokens) <= self.ar:
             raise ValueError(f"tokens: got {len(tokens)}; expected 1 to {self.ar}")
-        windows = self._cache.window(self.ar, self.record.context)
+        windows = self._cache.window(len(tokens) if self.takes_fewer else self.ar, self.record.context)
         # After `window`: a policy that evicts tokens there can change the position.
         position = self._cache.position
         self.host_ns += perf_counter_ns() - started

@@ -61,6 +61,8 @@ class StepInputs:
         record: GraphRecord,
         ropes: Mapping[str, RopeTable],
         embeddings: NDArray[Any] | None = None,
+        *,
+        takes_fewer: bool = False,
     ) -> None:
         """Allocate.
 
@@ -69,7 +71,9 @@ class StepInputs:
             record: the graph.
             ropes: see `rope_tables`.
             embeddings: the table `[V, hidden]`, if the graph reads `inputs_embeds` instead of ids.
+            takes_fewer: whether the graph has no row without a token.
         """
+        self._takes_fewer = takes_fewer
         decoder = manifest.interface
         inputs = [port for part in decoder.parts(record) for port in part.inputs if port.kind in STEP_KINDS]
         self.arrays: dict[str, NDArray[Any]] = {port.name: aligned_zeros(port.shape, port.dtype) for port in inputs}
@@ -124,10 +128,11 @@ class StepInputs:
         if n == before:
             self.filled = n
             return
-        # Rows without a token: their results are not used.
-        self._entry[n:] = self._pad
-        for table, cos, sin in self._rotary:
-            cos[n:], sin[n:] = table.rows(0, 1)
+        if not self._takes_fewer:
+            # Rows without a token: their results are not used.
+            self._entry[n:] = self._pad
+            for table, cos, sin in self._rotary:
+                cos[n:], sin[n:] = table.rows(0, 1)
         if self._index is not None:
             self._index[0] = n - 1
         self.filled = n
@@ -145,7 +150,7 @@ class AttentionMask:
         """Use `rows`, which are contiguous, as the mask's memory."""
         self._memory = rows.reshape(-1)
         self._rows = rows
-        self._ar = len(rows)
+        self._most = self._ar = len(rows)
         self._past = rows.shape[1] - self._ar
         self._open, self._closed = encoding.zero_point, encoding.limits[0]
         self._causal = np.where(np.tri(self._ar, dtype=bool), self._open, self._closed).astype(rows.dtype)
@@ -168,7 +173,7 @@ class AttentionMask:
             rows[row, window.unseen(row)] = self._closed
         if tokens != self._filled:
             rows[tokens:, : self._past] = self._closed
-            rows[:, self._past :] = self._causal
+            rows[:, self._past :] = self._causal[: self._ar, : self._ar]
             self._filled = tokens
 
     def write_views(self, views: Sequence[RowView], window: Window) -> None:
@@ -185,13 +190,14 @@ class AttentionMask:
             rows[row, [self._past + each for each in view.rows]] = self._open
         if len(views) != before:
             rows[len(views) :, : self._past] = self._closed
-            rows[len(views) :, self._past :] = self._causal[len(views) :]
+            rows[len(views) :, self._past :] = self._causal[len(views) : self._ar, : self._ar]
 
     def _of(self, window: Window) -> NDArray[Any]:
-        """The rows of a window's width."""
-        if window.columns != self._past:
-            width = window.columns + self._ar
+        """The rows of a window, and its width."""
+        if (window.columns, window.ar) != (self._past, self._ar):
+            assert window.ar <= self._most, "a window of this graph"
+            width = window.columns + window.ar
             self._filled = 0
-            self._rows = self._memory[: self._ar * width].reshape(self._ar, width)
-            self._past = window.columns
+            self._rows = self._memory[: window.ar * width].reshape(window.ar, width)
+            self._past, self._ar = window.columns, window.ar
         return self._rows

@@ -119,6 +119,10 @@ class LitertBinding:
         return False
 
     @property
+    def takes_fewer(self) -> bool:
+        return False
+
+    @property
     def interface(self) -> GraphInterface:
         inputs = self._model.get_input_tensor_details(self._name)
         outputs = self._model.get_output_tensor_details(self._name)

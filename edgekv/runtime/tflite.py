@@ -164,6 +164,10 @@ class TfliteBinding:
         return False
 
     @property
+    def takes_fewer(self) -> bool:
+        return False
+
+    @property
     def interface(self) -> GraphInterface:
         return GraphInterface(_ports(self._details.get_input_details()), _ports(self._details.get_output_details()))
 

@@ -48,7 +48,8 @@ class Scheduler:
         self._metrics = metrics
         self._speculate = speculate
         self._batches = batches
-        self._prefill_tokens = model.cache.ar[-1]
+        self._alone_tokens = model.cache.ar[-1]
+        self._beside_tokens = max(graph.ar for graph in model.bundle.manifest.graphs)
         pool = model.sequences
         self._slots = Slots(limits.sessions, pool.tokens_of, pool.drop, lambda: pool.has_room)
         self._changed = threading.Condition()
@@ -186,7 +187,8 @@ class Scheduler:
             self._end(job, over)
             return
         try:
-            finished = job.step(self._prefill_tokens)
+            # Beside other answers a prompt is read in pieces as short as the bundle's graphs.
+            finished = job.step(self._alone_tokens if len(self._running) == 1 else self._beside_tokens)
         except BaseException as error:
             self._end(job, api_error(error))
             return

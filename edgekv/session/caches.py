@@ -21,6 +21,7 @@ from edgekv.kv import (
 from edgekv.kv.memory import Allocate, HeapMemory
 from edgekv.kv.policies.text import parse_policy
 from edgekv.runtime import Engine, HtpEngine
+from edgekv.runtime.engine import wide_prefill_of
 from edgekv.session.events import Setup
 from edgekv.session.mode import Mode, check_mode, parse_mode
 from edgekv.session.sink import read_sink
@@ -41,6 +42,7 @@ class CacheSetup:
         growth: how memory grows; None allocates all of it at the start.
         mode: which sequences are kept.
         sink: the tokens that every sequence begins with; None if the graphs compute them.
+        ar: tokens per inference of the graphs.
         allocate: where the memory comes from.
     """
 
@@ -51,6 +53,7 @@ class CacheSetup:
     growth: Growth | None
     mode: Mode
     sink: Sink | None
+    ar: frozenset[int]
     allocate: Allocate = HeapMemory
 
     @classmethod
@@ -112,7 +115,11 @@ class CacheSetup:
             wanted = "a cache mode without a memory budget, which counts on sequences of one size"
             raise UsageError("growth", got=found, expected=wanted, fix=fix)
         growth = None if kv_growth is None else parse_growth(kv_growth, manifest.contexts)
-        return cls(manifest, strategy, ratio, chosen, growth, mode, read_sink(bundle), _allocate(engine, strategy))
+        ar = frozenset(graph.ar for graph in manifest.graphs)
+        if chosen.name == "fail":  # elsewhere the size of steps decides which tokens leave
+            ar |= {graph.ar for graph in wide_prefill_of(engine, manifest)}
+        sink, allocate = read_sink(bundle), _allocate(engine, strategy)
+        return cls(manifest, strategy, ratio, chosen, growth, mode, sink, ar, allocate)
 
     def make(self) -> KVCache:
         """Allocate a cache.
@@ -123,7 +130,7 @@ class CacheSetup:
         geometry = self.manifest.cache_geometry
         cache = KVCache(
             geometry,
-            ar={graph.ar for graph in self.manifest.graphs},
+            ar=self.ar,
             strategy=self.strategy,
             reserve=self.reserve,
             policy=self.policy,
@@ -138,8 +145,7 @@ class CacheSetup:
     def make_window(self) -> KVCache:
         """Allocate memory for rows of several sequences side by side; see `Batch`."""
         geometry = self.manifest.cache_geometry
-        ar = {graph.ar for graph in self.manifest.graphs}
-        return KVCache(geometry, ar=ar, strategy="slot", policy="fail", allocate=self.allocate)
+        return KVCache(geometry, ar=self.ar, strategy="slot", policy="fail", allocate=self.allocate)
 
     def described(self, engine: Engine) -> Setup:
         """The options as the statistics of a generation report them."""

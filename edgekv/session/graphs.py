@@ -10,6 +10,7 @@ from edgekv.bundle import Bundle, GraphRecord, Role
 from edgekv.kv import KVCache
 from edgekv.runtime import Engine, RowBits, StaticGraph
 from edgekv.runtime.adapter import AdapterMemory
+from edgekv.runtime.engine import wide_prefill_of
 from edgekv.runtime.rope import rope_tables
 from edgekv.session.adapters import BoundAdapter
 
@@ -84,6 +85,10 @@ class Graphs:
         self._chosen: StaticGraph | None = None
         self._in_a_row = 0
         self._ladders = _ladders(bundle.manifest.graphs)
+        wide = [graph for graph in wide_prefill_of(engine, bundle.manifest) if graph.ar in cache.ar]
+        if wide:
+            self._ladders |= _ladders(wide)
+        self._takes_fewer: set[Role] = {graph.role for graph in wide}
         single = self._ladders.get("decode", {})
         self._steps: dict[Role, _Ladder] = {role: single | self._ladders.get(role, {}) for role in get_args(Role)}
         self._ropes = rope_tables(bundle.manifest)
@@ -154,6 +159,10 @@ class Graphs:
             for graph in self._loaded.values():
                 graph.adapt(memory)
 
+    def most(self, role: Role) -> int:
+        """The most tokens of a step of this role."""
+        return max(self._steps[role])
+
     def prepare(self, *roles: Role) -> None:
         """Load the graphs of these roles now, those of the smallest context.
 
@@ -183,9 +192,13 @@ class Graphs:
 
         Each step runs in the smallest context that has room for it.
         """
-        ladder = self._steps[role]
-        ar = choose_ar(remaining, ladder, self.cache.room)
-        context = choose_context(self.cache.length + ar, [*ladder[ar]])
+        ladder, takes_fewer = self._steps[role], role in self._takes_fewer
+
+        def rows(ar: int) -> int:
+            return min(ar, remaining) if takes_fewer else ar
+
+        ar = choose_ar(remaining, ladder, lambda ar: self.cache.room(rows(ar)))
+        context = choose_context(self.cache.length + rows(ar), [*ladder[ar]])
         graph = self._load(ladder[ar][context])
         self._release_idle(graph)
         return graph

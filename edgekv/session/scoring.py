@@ -51,7 +51,7 @@ class Scoring(Iterator[NDArray[np.float32]]):
         self._turns = turns
         self._session = session
         self._encoding = encoding
-        self._step_tokens = session.cache.ar[-1]
+        self._step_tokens = graphs.most("score")
         self._hold = Hold(turns, None, _do_nothing)
         with turns:
             graphs.prepare("score", "decode")

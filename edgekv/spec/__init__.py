@@ -34,7 +34,7 @@ from edgekv.spec.lora import (
     lora_reach,
 )
 from edgekv.spec.parts import EMBEDDINGS, IDS, LOGITS, GraphRecord, PartRecord, Role, hidden_name
-from edgekv.spec.ports import FLOAT, OPEN_ROWS, GraphInterface, Port, PortKind
+from edgekv.spec.ports import FLOAT, OPEN_ROWS, OPEN_TOKENS, GraphInterface, Port, PortKind
 from edgekv.spec.results import (
     HEADROOM,
     PRODUCT_HEADROOM,
@@ -87,6 +87,7 @@ __all__ = [
     "LoraTarget",
     "MASK",
     "OPEN_ROWS",
+    "OPEN_TOKENS",
     "ROPE_SUFFIXES",
     "RULES",
     "STEP_KINDS",

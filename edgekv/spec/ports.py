@@ -13,8 +13,8 @@ from edgekv.spec.lora import STACK
 FLOAT = "float"
 """The type of inputs for adapters that a CPU's graph reads dequantized; ONNX Runtime's name."""
 
-OPEN_ROWS = "rows_"
-"""Behind it is the most that a size can be: the name of a size that can be smaller."""
+OPEN_ROWS, OPEN_TOKENS = "rows_", "tokens_"
+"""Names of a graph's sizes that can be smaller, past rows and new tokens; behind each is the most that it can be."""
 
 PortKind = Literal[
     "ids", "embeddings", "hidden", "mask", "cos", "sin", "past", "lora", "logits_index", "new", "logits"
