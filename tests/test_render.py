@@ -204,11 +204,13 @@ def test_more_threads_than_processors_are_refused_by_name(small: Path) -> None:
 
 @pytest.mark.skipif(not multiplies_integers(), reason="no VNNI: prefill multiplies in blocks")
 def test_prefill_multiplies_integers_of_8_bits(small: Path, kept: Path) -> None:
-    """All matrices but the head, which reads one row; their activations have 16 bits in two parts."""
+    """All but the head, which reads one row. Activations have 16 bits in two parts; in `fast` 8 bits behind norms."""
     layers = open_bundle(small).manifest.model.layers
-    ops = [node.op_type for node in _rendered(small / "ar8_cl64.onnx").graph.node]
-    assert ops.count("DynamicQuantizeMatMul") == 1 and ops.count("DynamicQuantizeLinear") == 4 * layers
-    assert ops.count("MatMulIntegerToFloat") >= 2 * 4 * layers
+    for mode, parts in (("exact16", 2 * 4), ("fast", 1 + 2 + 1 + 2)):
+        ops = Counter(node.op_type for node in _rendered(small / "ar8_cl64.onnx", mode).graph.node)
+        assert ops["MatMulIntegerToFloat"] == parts * layers + (mode == "exact16")
+        assert ops["DynamicQuantizeLinear"] == (4 if mode == "exact16" else 2) * layers
+        assert ops["DynamicQuantizeMatMul"] == (mode == "fast")
     assert "MatMulIntegerToFloat" not in [node.op_type for node in _rendered(small / "ar1_cl64.onnx").graph.node]
 
 

@@ -61,7 +61,7 @@ def test_a_prompt_takes_as_few_steps_as_its_length_allows(small: Path, tokens: i
         (token,) = model.generate([*range(5, 5 + tokens)], 1, ignore_eos=True)
         steps = _loaded(model)
     alone = tokens % 32 == 1
-    assert 0 <= token.id and steps.get("ar1_cl64_wide") == (tokens - alone + 31) // 32
+    assert token.id >= 0 and steps.get("ar1_cl64_wide") == (tokens - alone + 31) // 32
     assert steps.get("ar1_cl64", 0) == alone and "ar8_cl64" not in steps
 
 
@@ -112,3 +112,19 @@ def test_windows_of_other_bundles(tmp_path: Path, architecture: str, options: An
             logits.append(np.asarray(token.logits))
     noise = np.square(logits[1] - logits[0]).mean()
     assert 10 * np.log10(logits[0].var() / noise) > 25
+
+
+def test_blocks_of_rows_change_only_the_order_of_sums(
+    small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Windows of full blocks, of a part of the last one, and of so few tokens that the last ones are empty."""
+    scored = []
+    for rows in (8, 1000):
+        monkeypatch.setenv("EDGEKV_CACHE_DIR", str(tmp_path / f"blocks of {rows}"))
+        monkeypatch.setattr("edgekv.graphs.wide._BLOCK_ROWS", rows)
+        with edgekv.load(small, cpu_mode="exact16", threads=1) as model:
+            logits = [model.session.feed(PROMPT[at:to]).copy() for at, to in ((0, 24), (24, 27), (27, 29))]
+            logits.append(model.session.feed([*range(60, 92)]).copy())
+            scored.append(np.stack(logits).astype(float))
+    noise = np.square(scored[1] - scored[0]).mean(axis=1)
+    assert (10 * np.log10(scored[0].var(axis=1) / np.maximum(noise, 1e-9)) > 30).all()

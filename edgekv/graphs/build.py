@@ -12,6 +12,7 @@ from edgekv.graphs.floats import FloatOps
 from edgekv.graphs.source import PartSource
 from edgekv.graphs.stacks import StackedOps
 from edgekv.graphs.weight_file import WeightFile
+from edgekv.graphs.wide import WideOps
 from edgekv.spec import HEAD
 
 
@@ -37,7 +38,8 @@ def rendered(source: PartSource, mode: RenderedMode, file: WeightFile, *, alike_
         alike_rows: whether a row has the same bits in graphs of every AR.
     """
     weights = BundleWeights(source.folder, source.manifest.weights)
-    return _built(source, FloatOps(source, weights, mode=mode, file=file, alike_rows=alike_rows))
+    ops = WideOps if source.takes_fewer else FloatOps
+    return _built(source, ops(source, weights, mode=mode, file=file, alike_rows=alike_rows))
 
 
 def _built(source: PartSource, ops: StackedOps) -> onnx.ModelProto:

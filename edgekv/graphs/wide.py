@@ -1,0 +1,111 @@
+"""The CPU's graph of a prompt: attention in blocks of rows, each over the columns that it can see."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+from edgekv.graphs.floats import FloatOps
+from edgekv.graphs.stacks import View
+from edgekv.spec import KvTensor
+
+_BLOCK_ROWS = 64
+"""Rows of a block. Fewer skip more of what no row sees, but take more nodes."""
+
+
+class WideOps(FloatOps):
+    """A block's rows see no new token behind its last one, so those columns are neither multiplied nor summed.
+
+    The first of n blocks over nothing but new tokens reads an n-th of the columns, the last one all of them.
+    """
+
+    _layer = 0
+    """The layer that is under construction."""
+
+    def append_to_cache(self, new: View, tensor: KvTensor) -> View:
+        self._layer = tensor.layer
+        return super().append_to_cache(new, tensor)
+
+    def scores(self, query: View, keys: View, name: str) -> View:
+        def scored() -> View:
+            rows = self._blocks_of(query.tensor)
+            columns = self._seen(self._dequantized(keys))
+            blocks = []
+            for block, seen in zip(rows, columns, strict=True):
+                left, count = self._rows_of_groups(replace(query, tensor=block), keys)
+                blocks.append(self._apart(self._multiply(left, seen, count, transposed=True), query.heads))
+            return View(blocks[0], query.heads, blocks=tuple(blocks))
+
+        return replace(self._once(("scores", query.tensor, keys.tensor), scored), head=query.head)
+
+    def masked(self, scores: View, layer: int, name: str) -> View:
+        mask = self._input(self._decoder.mask(layer))
+
+        def blocks() -> tuple[str, ...]:
+            return tuple(
+                self._slice(rows, 3, end) for rows, end in zip(self._blocks_of(mask), self._ends(), strict=True)
+            )
+
+        return self._each("Add", [scores, View(mask, blocks=self._once(("blocks of", mask), blocks))], name)
+
+    def attend(self, weights: View, values: View, name: str) -> View:
+        def attended() -> View:
+            products = []
+            for block, seen in zip(weights.blocks, self._seen(self._dequantized(values)), strict=True):
+                left, rows = self._rows_of_groups(replace(weights, tensor=block), values)
+                products.append(self._apart(self._multiply(left, seen, rows), weights.heads))
+            return View(self._nodes.add("Concat", products, name, axis=2), weights.heads)
+
+        return replace(self._once(("attend", weights.tensor, values.tensor), attended), head=weights.head)
+
+    def _each(self, op: str, views: Sequence[View], name: str, more: Sequence[str] = (), **attributes: Any) -> View:
+        first = next((view for view in views if view.blocks), None)
+        if first is None:
+            return super()._each(op, views, name, more, **attributes)
+
+        def make() -> View:
+            parts = zip(*(view.blocks for view in views), strict=True)
+            blocks = tuple(self._nodes.add(op, [*part, *more], name, **attributes) for part in parts)
+            return View(blocks[0], first.heads, blocks=blocks)
+
+        return replace(self._once((op, *(view.tensor for view in views)), make), head=first.head)
+
+    # ------------------------------------------------------------------ blocks
+
+    @property
+    def _count(self) -> int:
+        """The number of blocks; with fewer tokens than AR the last ones are empty."""
+        return -(-self._ar // _BLOCK_ROWS)
+
+    def _blocks_of(self, x: str) -> list[str]:
+        """The rows of each block of a tensor with rows in its third axis."""
+        if self._count == 1:
+            return [x]
+        bounds = [self._nodes.integers([at * _BLOCK_ROWS]) for at in range(self._count + 1)]
+        axis = self._nodes.integers([2])
+        return [self._nodes.add("Slice", [x, *pair, axis], f"{x}.block") for pair in pairwise(bounds)]
+
+    def _seen(self, rows: str) -> list[str]:
+        """The past and new rows that each block sees: the last one all of them."""
+        return self._once(("seen", rows), lambda: [self._slice(rows, 2, end) for end in self._ends()])
+
+    def _ends(self) -> list[str | None]:
+        """How many columns of the layer each block sees, `[1]`; None for all of them."""
+        mask = self._decoder.mask(self._layer)
+        nodes = self._nodes
+
+        def ends() -> list[str | None]:
+            rows, columns = (nodes.add("Shape", [mask], f"{mask}.size", start=axis, end=axis + 1) for axis in (2, 3))
+            past = nodes.add("Sub", [columns, rows], f"{mask}.past")
+            sums = ([past, nodes.integers([at * _BLOCK_ROWS])] for at in range(1, self._count))
+            return [*(nodes.add("Add", each, f"{mask}.end") for each in sums), None]
+
+        return self._once(("ends", mask), ends)
+
+    def _slice(self, x: str, axis: int, end: str | None) -> str:
+        """The first elements along an axis."""
+        if end is None:
+            return x
+        return self._nodes.add("Slice", [x, self._nodes.integers([0]), end, self._nodes.integers([axis])], f"{x}.seen")
