@@ -18,6 +18,7 @@ from edgekv.graphs.weight_file import WeightFile
 from edgekv.spec import EMBEDDING, DecoderSpec, LoraTarget, lora_b
 
 _QUERY, _KEY, _VALUE = "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"
+_HEADS: dict[str, LoraTarget] = {_QUERY: "q", _KEY: "k", _VALUE: "v"}
 _TOGETHER = ((_QUERY, _KEY, _VALUE), ("mlp.gate_proj", "mlp.up_proj"))
 """Projections of the same activations."""
 
@@ -106,7 +107,7 @@ class FloatOps(StackedOps):
         together = self._together(weight)
         if len(together) == 1:
             return super().linear(x, weight, name, bias=bias, head=head, gain=gain)
-        project = self._projected_heads if together[0].name == _QUERY else self._projected
+        project = self._projected_heads if together[0].name in _HEADS else self._projected
         found = self._once(("together", together), lambda: project(x, together))[weight]
         return found if head is None else replace(found, head=found.head + head)
 
@@ -124,13 +125,15 @@ class FloatOps(StackedOps):
         own = _Projection.of(weight)
         if own is None:
             return (_Projection(0, weight),)
-        siblings = _siblings(own)
         matrices, lora = self._weights.places.matrices, self._decoder.lora
-        are_alike = len({matrices[f"{each.key}.weight"].dtype for each in siblings}) == 1
-        if own.name in _TOGETHER[0]:
-            slots = 0 if lora is None else sum(target in lora for target in ("q", "k", "v"))
-            are_alike &= self.spec.qk_norm != "all-heads" and slots in (0, 3)
-        return siblings if are_alike else (own,)
+        dtype = matrices[weight].dtype
+        alike = [each for each in _siblings(own) if matrices[f"{each.key}.weight"].dtype == dtype]
+        if own.name in _HEADS:
+            if self.spec.qk_norm == "all-heads":
+                return (own,)
+            has_slot = {name: lora is not None and target in lora for name, target in _HEADS.items()}
+            alike = [each for each in alike if has_slot[each.name] == has_slot[own.name]]
+        return tuple(alike)
 
     def _together_product(self, x: View, projections: Sequence[_Projection]) -> str:
         keys = [f"{each.key}.weight" for each in projections]
@@ -148,7 +151,7 @@ class FloatOps(StackedOps):
         place = self._weights.places.matrices[f"{projection.key}.weight"]
         if projection.name not in spec.biased:
             return np.zeros(place.columns, np.float32)
-        if projection.name not in _TOGETHER[0]:
+        if projection.name not in _HEADS:
             return self._values(key, 1.0)
         gain = query_gain(spec) if projection.name == _QUERY and spec.qk_norm is None else 1.0
         return np.concatenate([self._values(f"{key}.h{head}", gain) for head in range(place.columns // spec.head_dim)])
@@ -160,36 +163,30 @@ class FloatOps(StackedOps):
         return {f"{each.key}.weight": View(part) for each, part in zip(projections, parts, strict=True)}
 
     def _projected_heads(self, x: View, projections: Sequence[_Projection]) -> dict[str, View]:
-        """Queries, keys and values; queries and keys in one stack if they are rotated next."""
+        """Queries, keys or values, or several of them; queries and keys are one stack if they are rotated next."""
         spec, layer = self.spec, projections[0].layer
-        queries, keys = spec.heads, spec.kv_heads
-        stack = self._to_heads(self._together_product(x, projections), queries + 2 * keys)
-        if self._decoder.lora is not None and "q" in self._decoder.lora:
-            stack = self._adapted_heads(stack, x, layer)
-        query, key, value = (f"{each.key}.weight" for each in projections)
-        if spec.qk_norm is not None or spec.rope_of(layer) is None:
-            parts = self._nodes.split(stack, [queries, keys, keys], 0)
-            heads = queries, keys, keys
-            return {name: View(part, n) for name, part, n in zip((query, key, value), parts, heads, strict=True)}
-        both, values = self._nodes.split(stack, [queries + keys, keys], 0)
-        self._turning.add(both)
-        return {query: View(both, queries + keys), key: View(both, queries + keys, queries), value: View(values, keys)}
-
-    def _adapted_heads(self, stack: str, x: View, layer: int) -> str:
-        targets: tuple[tuple[LoraTarget, int], ...] = (
-            ("q", self.spec.heads),
-            ("k", self.spec.kv_heads),
-            ("v", self.spec.kv_heads),
-        )
-        pieces = [lora_b(layer, target, head) for target, heads in targets for head in range(heads)]
-        added = self._multiply(self._reduced(x, layer, "q"), self._adapter(pieces), self._ar)
-        return self._nodes.add("Add", [stack, added], f"{stack}.adapted")
+        names = [each.name for each in projections]
+        heads = [spec.heads if name == _QUERY else spec.kv_heads for name in names]
+        stack = self._to_heads(self._together_product(x, projections), sum(heads))
+        if self._decoder.lora is not None and _HEADS[names[0]] in self._decoder.lora:
+            pieces = [
+                lora_b(layer, _HEADS[name], head) for name, n in zip(names, heads, strict=True) for head in range(n)
+            ]
+            added = self._multiply(self._reduced(x, layer, _HEADS[names[0]]), self._adapter(pieces), self._ar)
+            stack = self._nodes.add("Add", [stack, added], f"{stack}.adapted")
+        if names[:2] != [_QUERY, _KEY] or spec.qk_norm is not None or spec.rope_of(layer) is None:
+            views = [View(part, n) for part, n in zip(self._nodes.split(stack, heads, 0), heads, strict=True)]
+        else:
+            queries, keys, *values = heads
+            both, *rest = self._nodes.split(stack, [queries + keys, *values], 0)
+            self._turning.add(both)
+            views = [View(both, queries + keys), View(both, queries + keys, queries)]
+            views += [View(part, n) for part, n in zip(rest, values, strict=True)]
+        return {f"{each.key}.weight": view for each, view in zip(projections, views, strict=True)}
 
     def adapt(self, y: View, x: View, layer: int, target: LoraTarget, name: str, *, head: int | None = None) -> View:
-        if (
-            target in ("q", "k", "v")
-            and len(self._together(f"model.layers.{layer}.self_attn.{target}_proj.weight")) > 1
-        ):
+        projection = next((name for name, each in _HEADS.items() if each == target), None)
+        if projection is not None and len(self._together(f"{_Projection(layer, projection).key}.weight")) > 1:
             return y  # it is adapted with the others
         return super().adapt(y, x, layer, target, name, head=head)
 
