@@ -110,7 +110,7 @@ class CpuEngine:
                 return self._session(file, emulated_bytes(source, alike_rows=self.alike_rows), file.parent), None
             built = rendered_graph(source, self.mode, alike_rows=self.alike_rows)
             with built as (content, folder), MappedWeights.within(folder) as weights:
-                session = self._session(file, content, folder)
+                session = self._session(file, content, folder, has_shapes=not source.takes_fewer)
             # The session maps what its kernels made of the weights; their own copies are freed.
             return_freed_memory()
             return session, weights
@@ -148,10 +148,15 @@ class CpuEngine:
                 fix="Use --cpu-mode fast, or end other programs." if is_emulated else "End other programs.",
             )
 
-    def _session(self, graph: Path, model: str | bytes, weights: Path) -> ort.InferenceSession:
+    def _session(
+        self, graph: Path, model: str | bytes, weights: Path, *, has_shapes: bool = True
+    ) -> ort.InferenceSession:
         try:
             options = session_options(weights, self.threads)
-            options.enable_mem_pattern = not self.alike_rows  # a pattern for each number of tokens would be kept
+            # A pattern for each number of tokens would be kept.
+            options.enable_mem_pattern = has_shapes and not self.alike_rows
+            # The planner compares each result with all before it whose sizes it does not know: seconds for a graph.
+            options.enable_mem_reuse = has_shapes
             return ort.InferenceSession(model, options, providers=PROVIDERS)
         except Exception as error:  # the runtime's exceptions have no common base
             raise _refused(graph, error) from None
