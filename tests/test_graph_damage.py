@@ -13,6 +13,7 @@ import pytest
 
 import edgekv
 from edgekv.bundle import FileRecord, open_bundle, write_manifest
+from edgekv.errors import BundleError
 
 
 @pytest.mark.parametrize("size", [-1, "batch", "rows_", "rows_x", "", 10**12], ids=repr)
@@ -41,3 +42,17 @@ def test_a_dimension_that_is_not_static_is_refused(
     with pytest.raises(edgekv.EdgeKVError) as caught, edgekv.load(bundle.path) as model:
         list(model.generate([3, 4, 5], max_new_tokens=1))
     assert "bug" not in str(caught.value) and len(str(caught.value)) < 2000
+
+
+@pytest.mark.parametrize("mode", ["emulate", "fast"])
+def test_a_missing_encoding_is_refused_by_name(small_export: Path, tmp_path: Path, mode: str) -> None:
+    """`fast` rounds only what is stored; `emulate` needs the encoding of every result."""
+    bundle = open_bundle(shutil.copytree(small_export, tmp_path / "damaged"))
+    encodings = {name: each for name, each in bundle.manifest.encodings.items() if name != "layers.0.silu"}
+    write_manifest(bundle.path, msgspec.structs.replace(bundle.manifest, encodings=encodings))
+    with edgekv.load(bundle.path, cpu_mode=mode) as model:
+        if mode == "fast":
+            assert len([*model.generate([3, 4, 5], max_new_tokens=1)]) == 1
+            return
+        with pytest.raises(BundleError, match=r"encodings: got none of layers\.0\.silu; expected one for each"):
+            [*model.generate([3, 4, 5], max_new_tokens=1)]

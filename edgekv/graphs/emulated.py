@@ -21,7 +21,7 @@ class EmulatedOps(StackedOps):
 
     def _rounded(self, x: str, name: str, heads: int = 0) -> View:
         names = [name_of_head(name, head) for head in range(heads)] or [name]
-        encodings = tuple(self._encodings[each] for each in names)
+        encodings = tuple(self._encoding(each) for each in names)
         return View(self._round(x, encodings), heads, 0, encodings)
 
     def _as(self, x: str, like: View) -> View:
@@ -32,7 +32,7 @@ class EmulatedOps(StackedOps):
         return self._nodes.dequantize(integers, encodings, f"{x}.rounded")
 
     def join(self, parts: list[View], name: str) -> View:
-        encodings = tuple(self._encodings[name_of_head(name, head)] for head in range(parts[0].heads or 1))
+        encodings = tuple(self._encoding(name_of_head(name, head)) for head in range(parts[0].heads or 1))
         joins_heads = parts[0].heads and {part.tensor for part in parts} == {parts[0].tensor}
         if joins_heads or any(part.encodings != encodings for part in parts):
             return super().join(parts, name)

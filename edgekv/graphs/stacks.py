@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -17,7 +17,9 @@ import onnx
 from numpy.typing import NDArray
 from onnx import TensorProto, helper
 
-from edgekv.bundle import BundleWeights, Extent
+from edgekv.bundle import MANIFEST, BundleWeights, Extent
+from edgekv.bundle.manifest_file import export_again
+from edgekv.errors import BundleError
 from edgekv.graphs.decoder import Ops
 from edgekv.graphs.nodes import Nodes
 from edgekv.graphs.source import PartSource
@@ -81,7 +83,7 @@ class StackedOps(Ops[View]):
         """
         manifest, graph = source.manifest, source.graph
         self.spec = manifest.model
-        self._encodings: Mapping[str, Encoding] = manifest.encodings
+        self._source = source
         self._part = source.part
         self._ar = graph.ar
         self._takes_fewer = source.takes_fewer
@@ -244,7 +246,7 @@ class StackedOps(Ops[View]):
     def _appended(self, new: View, tensor: KvTensor) -> View:
         """The integers of past and new rows of all heads; keys as columns stay so."""
         nodes, heads = self._nodes, [replace(tensor, head=head) for head in range(new.heads)]
-        encodings = tuple(self._encodings[each.past] for each in heads)
+        encodings = tuple(self._encoding(each.past) for each in heads)
         are_columns = tensor.kind == "key" and self._keys_are_columns
         rows = nodes.transpose(new.tensor, *_SWAPPED) if are_columns else new.tensor
         integers = nodes.quantize(rows, encodings, tensor.new if new.heads == 1 else f"{tensor.new}.of_all")
@@ -324,7 +326,7 @@ class StackedOps(Ops[View]):
     def give(self, result: View) -> None:
         """Make a result the last output, `[1, rows, vocab]` or `[1, 1, AR, hidden]`."""
         port = self._ports.exit
-        encoding = self._encodings["head"] if port.name == LOGITS else self._port_encoding(port)
+        encoding = self._encoding("head") if port.name == LOGITS else self._port_encoding(port)
         floats = self._tensor(result)
         if port.name != LOGITS:
             floats = self._nodes.reshape(floats, [1, 1, -1, self.spec.hidden])
@@ -336,8 +338,8 @@ class StackedOps(Ops[View]):
             return self._weights.places.tensors[EMBEDDING].encoding
         if port.kind == "hidden":
             layer = int(port.name.removeprefix("hidden_"))
-            return self._encodings[f"layers.{layer - 1}.mlp_add"]
-        return self._encodings[port.encoding]
+            return self._encoding(f"layers.{layer - 1}.mlp_add")
+        return self._encoding(port.encoding)
 
     def finish(self) -> onnx.ModelProto:
         """The model."""
@@ -368,6 +370,22 @@ class StackedOps(Ops[View]):
     def _keys_are_columns(self) -> bool:
         return self._decoder.cache.key_layout == "columns"
 
+    def _encoding(self, name: str) -> Encoding:
+        """The encoding of a result, input or output.
+
+        Raises:
+            BundleError: the manifest has none.
+        """
+        if (found := self._source.manifest.encodings.get(name)) is None:
+            folder = self._source.folder
+            raise BundleError(
+                f"{folder / MANIFEST}: encodings",
+                got=f"none of {name}",
+                expected="one for each result of the decoder",
+                fix=export_again(folder),
+            )
+        return found
+
     def _once(self, key: tuple[object, ...], make: Callable[[], T]) -> T:
         """What was made under a key before, or is made now."""
         if key not in self._made:
@@ -397,7 +415,7 @@ class StackedOps(Ops[View]):
     def _input(self, name: str) -> str:
         """The floats of an input."""
         port = self._ports[name]
-        encoding = self._encodings[port.encoding or name]
+        encoding = self._encoding(port.encoding or name)
         return self._once(("input", name), lambda: self._nodes.dequantize(name, [encoding], f"{name}.floats"))
 
     def _floats(self, key: str, gain: float = 1.0) -> str:

@@ -9,7 +9,7 @@ from typing import ClassVar
 import onnxruntime as ort
 
 from edgekv.bundle import Bundle, GraphFormat, GraphRecord, Manifest, read_manifest
-from edgekv.errors import EngineError, UsageError
+from edgekv.errors import EdgeKVError, EngineError, UsageError
 from edgekv.graphs.cpu_mode import CpuMode, can_build
 from edgekv.graphs.kept import emulated_bytes, rendered_graph
 from edgekv.graphs.onnx_session import PROVIDERS, session_options
@@ -114,7 +114,7 @@ class CpuEngine:
             # The session maps what its kernels made of the weights; their own copies are freed.
             return_freed_memory()
             return session, weights
-        except EngineError:
+        except EdgeKVError:
             raise
         except Exception as error:  # what the runtime raises while it packs weights has no common base
             raise _refused(file, error) from None
