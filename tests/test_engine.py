@@ -201,12 +201,12 @@ def test_an_installed_package_adds_an_engine(small: Path, tmp_path: Path) -> Non
     (tmp_path / "another.py").write_text(ANOTHER)
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
 
-    def generate(engine: str) -> subprocess.CompletedProcess[str]:
-        options = ["--prompt", "ab", "--max-new-tokens", "2", "--threads", "1", "--engine", engine]
+    def generate(engine: str, *more: str) -> subprocess.CompletedProcess[str]:
+        options = ["--prompt", "ab", "--max-new-tokens", "2", "--threads", "1", "--engine", engine, *more]
         command = [sys.executable, "-m", "edgekv", "generate", str(small), *options]
         return subprocess.run(command, env=environment, capture_output=True, text=True)
 
-    assert generate("another").stdout == "opened with 1\n" + generate("cpu").stdout
+    assert generate("another").stdout == "opened with 1\n" + generate("cpu", "--cpu-mode", "emulate").stdout
     assert "engine broken: got ModuleNotFoundError" in generate("broken").stderr
     assert "got 'none'; expected cpu or htp or litert or tflite or another or broken" in generate("none").stderr
     assert "Use cpu or htp or another." in generate("none").stderr

@@ -145,8 +145,9 @@ def test_refused_calls_change_nothing(strategy, policy):
         lambda: cache.commit(-1),
         lambda: cache.rewind(5),
         lambda: cache.rewind(-1),
-        lambda: cache.window(2),
-        lambda: cache.room(3),
+        lambda: cache.window(0),
+        lambda: cache.window(5),
+        lambda: cache.room(5),
     ):
         with pytest.raises(ValueError, match=r"got .*expected"):
             refused()
