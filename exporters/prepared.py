@@ -10,10 +10,11 @@ from numpy.typing import NDArray
 
 from edgekv.bundle import GraphRecord, RecipeRecord
 from edgekv.plan import CALIBRATION_WINDOW, default_calibration_tokens
-from edgekv.spec import DecoderInterface, Geometry, KvTensor, LayeredGeometry
+from edgekv.spec import DecoderInterface, Geometry, KvTensor, LayeredGeometry, Vocabulary
 from exporters.checkpoint.aligned import AlignedHeads, AlignedTransforms, align
 from exporters.checkpoint.channels import outlier_channels
 from exporters.checkpoint.checkpoint import Checkpoint
+from exporters.checkpoint.rotate import applied_rotation, shared_vocabulary
 from exporters.graphs.onnx import plan_graphs
 from exporters.graphs.split import Split, choose_split
 from exporters.lora.sink import adapted_rows
@@ -52,7 +53,7 @@ class Prepared:
     """A checkpoint and options that fit each other; see `prepare`.
 
     Attributes:
-        checkpoint: with its attention windows limited and outlier channels split.
+        checkpoint: with its attention windows limited, outlier channels split, and its vocabulary shared.
         options: with the recipe resolved for the checkpoint.
         recipe: how each matrix is quantized.
         split: the parts of every graph.
@@ -139,9 +140,14 @@ def prepare(checkpoint: Checkpoint, options: ExportOptions) -> Prepared:
     options = replace(options, recipe=resolve(options.recipe, checkpoint))
     if options.learn_tokens:
         options = replace(options, recipe=options.recipe.learned())
+    vocabulary: Vocabulary = "apart"
+    if options.graph_format == "onnx" and options.recipe.shares_vocabulary(checkpoint.spec):
+        rotation = applied_rotation(checkpoint.spec, options.recipe.rotation)
+        vocabulary = shared_vocabulary(rotation)
+        options = replace(options, recipe=options.recipe.sharing_vocabulary())
     check_fit(checkpoint, options)
     channels = outlier_channels(checkpoint.spec, checkpoint.tensor) if options.recipe.splits_channels else []
-    checkpoint = checkpoint.split(channels)
+    checkpoint = checkpoint.split(channels).with_vocabulary(vocabulary)
     split = _split(checkpoint, options)
     return Prepared(
         checkpoint=checkpoint,

@@ -101,7 +101,8 @@ def bundle_bytes(spec: DecoderSpec, recipe: Recipe, graphs: int) -> int:
     """Disk space of a bundle."""
     types = {name: WEIGHT_TYPES[recipe.rule(name).dtype] for name in matrices(spec)}
     bits = sum(rows * inputs * types[name].bits for name, (rows, inputs) in matrices(spec).items())
-    return bits // 8 + 2 * spec.sizes.table_parameters + graphs * graph_bytes(spec.sizes)
+    table = 0 if spec.shares_vocabulary else spec.sizes.table_parameters
+    return bits // 8 + table + graphs * graph_bytes(spec.sizes)
 
 
 @contextmanager

@@ -86,6 +86,12 @@ class LayerInputs:
         target += chosen[self.order]
         return target
 
+    def making_up(self, weight: Floats) -> tuple[Floats, LayerInputs]:
+        """A matrix `[in, out]` that is `compensated` as a whole, and the inputs with which to round it as it is."""
+        whole = np.empty_like(weight)
+        whole[self.order] = self.compensated(weight, slice(None))
+        return whole, LayerInputs(self._quantized, self._quantized)
+
     @cached_property
     def _drifted(self) -> bool:
         if self._exact is self._quantized:

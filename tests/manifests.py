@@ -9,7 +9,7 @@ from typing import Any
 
 from edgekv.bundle import MANIFEST, MatrixPlace, RecipeRecord, TensorPlace, WeightPlaces, WeightRecord
 from edgekv.bundle.formats import SEAL, seal_of
-from edgekv.spec import DecoderSpec, views
+from edgekv.spec import EMBEDDING_STEPS, DecoderSpec, table_key, views
 from edgekv.spec.tensors import matrices
 from quant import Encoding
 
@@ -44,14 +44,23 @@ def places_in_one_file(spec: DecoderSpec, file: str) -> WeightPlaces:
     """Places for the weights of a decoder without biases, matrices in 8 bits, one after the other from byte 8 on."""
     found, end = WeightPlaces(), 8
     for view in views(spec):
-        if view.is_matrix and view.role != "embedding":
+        if view.is_matrix:
             columns, rows = view.shape
-            scales = end + rows * columns
+            scales, is_table = end + rows * columns, view.name == table_key(spec)
             place = MatrixPlace(
-                file=file, dtype="int8", rows=rows, columns=columns, heads=1, integers=end, scales=scales
+                file=file,
+                dtype="int8",
+                rows=rows,
+                columns=columns,
+                heads=1,
+                integers=end,
+                scales=scales,
+                by_outputs=is_table,
             )
             found.matrices[view.name], end = place, scales + 4 * columns
         else:
             tensor = TensorPlace(file=file, shape=view.shape, offset=end, encoding=Encoding("u16", 0.5, 32768))
             found.tensors[view.name], end = tensor, end + tensor.extent.bytes
+    steps = TensorPlace(file=file, shape=(spec.vocab, 1), offset=end, encoding=Encoding("u16", 0.5, 0))
+    found.tensors[EMBEDDING_STEPS] = steps
     return found

@@ -88,7 +88,7 @@ def test_so_it_is_with_keys_in_columns_attention_windows_and_4_bits(
             last = 16 if graph.ar == 1 else 23
             found = logits.dequantize(sample.outputs["logits"])
             # Graphs of other AR add in another order: an entry of the cache may round the other way.
-            assert np.abs(found[0, 0] - scores[last]).max() <= 12 * logits.scale
+            assert np.abs(found[0, 0] - scores[last]).max() <= 64 * logits.scale
             outputs = _run_packed(bundle, graph, tmp_path, sample)
             assert all((a == b).all() for a, b in zip(outputs, sample.outputs.values(), strict=True))
 

@@ -66,6 +66,7 @@ def folder(tmp_path: Path) -> Path:
 
 def _manifest(folder: Path) -> Manifest:
     cache = {f"past_{kind}_0_h0_in": U8 for kind in ("key", "value")}
+    names = "embedding", "attention_mask", "logits", "position_ids_cos", "position_ids_sin"
     return Manifest(
         format=FORMAT,
         producer="a test",
@@ -79,7 +80,7 @@ def _manifest(folder: Path) -> Manifest:
         graphs=[GraphRecord.whole("ar1_cl8", GRAPH, layers=1, ar=1, context=8, role="decode")],
         htp_check="not-run",
         floating_nodes=[],
-        encodings={"attention_mask": U16, "logits": U16, "position_ids_cos": U16, "position_ids_sin": U16, **cache},
+        encodings=dict.fromkeys(names, U16) | cache,
         source=SourceRecord(checkpoint="/nowhere", weights_sha256="0", calibration="none", calibration_tokens=0),
         files=record_files(folder),
         weights=PLACES,
@@ -167,7 +168,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "10^9 layers of a part": (lambda f: _rewrite(f, '"stop_layer": 1', '"stop_layer": 1000000000'), "<= 4096"),
     "many heads": (
         lambda f: change_manifest(f, lambda content: content["model"].update(heads=16000000, kv_heads=16000000)),
-        "encodings: got 6; expected at",
+        "encodings: got 7; expected at",
     ),
     "10^12 tokens": (lambda f: _rewrite(f, '"max_positions": 8', '"max_positions": 1000000000000'), "<= 134217728"),
     "a name with a zero byte": (lambda f: _rewrite(f, '"tokenizer.json": {', '"a\\u0000b": {'), "expected plain paths"),

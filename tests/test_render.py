@@ -204,13 +204,16 @@ def test_more_threads_than_processors_are_refused_by_name(small: Path) -> None:
 
 @pytest.mark.skipif(not multiplies_integers(), reason="no VNNI: prefill multiplies in blocks")
 def test_prefill_multiplies_integers_of_8_bits(small: Path, kept: Path) -> None:
-    """All but the head, which reads one row. Activations have 16 bits in two parts; in `fast` 8 bits behind norms."""
+    """All but the head and the matrix before it, which read one row.
+
+    Activations have 16 bits in two parts; in `fast` 8 bits behind norms.
+    """
     layers = open_bundle(small).manifest.model.layers
     for mode, parts in (("exact16", 2 * 4), ("fast", 1 + 2 + 1 + 2)):
         ops = Counter(node.op_type for node in _rendered(small / "ar8_cl64.onnx", mode).graph.node)
-        assert ops["MatMulIntegerToFloat"] == parts * layers + (mode == "exact16")
+        assert ops["MatMulIntegerToFloat"] == parts * layers + 2 * (mode == "exact16")
         assert ops["DynamicQuantizeLinear"] == (4 if mode == "exact16" else 2) * layers
-        assert ops["DynamicQuantizeMatMul"] == (mode == "fast")
+        assert ops["DynamicQuantizeMatMul"] == 2 * (mode == "fast")
     assert "MatMulIntegerToFloat" not in [node.op_type for node in _rendered(small / "ar1_cl64.onnx").graph.node]
 
 

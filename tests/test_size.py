@@ -281,8 +281,8 @@ def test_a_config_gives_the_sizes_and_every_assumption_is_said(tmp_path):
     assert find_subject(tmp_path, Overrides(context=4096, kv_bits=8, ar=(32, 1))).geometry == found.geometry
     said = " ".join(found.assumptions)
     assert "8 bits" in said and "AR 1,32" in said and "w8a16" in said
-    # 1,235,814,400 parameters; the tied table counts once as 16 bit and once as the 8-bit head.
-    assert found.weights_bytes == pytest.approx(1_235_814_400 + 2 * 128256 * 2048, rel=0.01)
+    # 1,235,814,400 parameters if the head were tied; table and head have 8 bits each.
+    assert found.weights_bytes == pytest.approx(1_235_814_400 + 128256 * 2048, rel=0.01)
 
 
 def test_older_configs_fall_back(tmp_path):
@@ -413,7 +413,9 @@ def write_bundle(folder, context=64, limits=(), **changes):
     )
     geometry = Geometry(layers=2, kv_heads=1, head_dim=4, context=context)
     activation, cache = Encoding("u16", 0.1, 32768), Encoding("u8", 0.1, 128)
-    encodings = dict.fromkeys(["attention_mask", "position_ids_cos", "position_ids_sin", "logits"], activation)
+    encodings = dict.fromkeys(
+        ["embedding", "attention_mask", "position_ids_cos", "position_ids_sin", "logits"], activation
+    )
     files = {"decode.onnx": 100, "prefill.onnx": 100, "weights.safetensors": 6000}
     manifest = Manifest(
         format=FORMAT,

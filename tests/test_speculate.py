@@ -154,7 +154,7 @@ def test_a_text_longer_than_the_drafts_context_goes_on_without_drafts(tmp_path_f
 def test_a_corpus_with_the_answer_brings_a_pass_of_tokens(verifying: Path, corpus: Path):
     with edgekv.load(verifying) as model:
         _, stats = ids(model, Speculate("corpus", corpus=model.open_corpus(corpus)), prompt="Hello")
-        assert stats.drafters["corpus"].accepted > 5
+        assert stats.drafters["corpus"].accepted >= 5
 
 
 def test_a_loop_is_drafted_by_auto(verifying: Path):

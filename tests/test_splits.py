@@ -71,8 +71,10 @@ def test_parts_give_the_bits_of_the_whole(bundles: dict[str, Path], strategy: st
 
 @pytest.mark.htp
 def test_parts_give_the_bits_of_the_whole_on_the_htp(bundles: dict[str, Path]) -> None:
-    for found, wanted in zip(*(_logits(bundles[each], "htp", "slot") for each in ("two", "whole")), strict=True):
-        assert np.array_equal(found, wanted)
+    """If embeddings are looked up at the same place: the HTP's own products are a step off now and then."""
+    for pair in (("two", "host"), ("three", "whole")):
+        for found, wanted in zip(*(_logits(bundles[each], "htp", "slot") for each in pair), strict=True):
+            assert np.array_equal(found, wanted)
 
 
 @pytest.mark.slow
@@ -188,7 +190,7 @@ def test_a_table_of_another_model_is_refused(bundles: dict[str, Path], tmp_path:
     for path in bundles["host"].iterdir():
         (tmp_path / path.name).symlink_to(path)
     replace_in_manifest(tmp_path, '"vocab": 320', '"vocab": 319')
-    with pytest.raises(BundleError, match=r"embed_tokens.weight: got \[320, .*expected \[319, "):
+    with pytest.raises(BundleError, match=r"lm_head.weight: got int8 \[320, .*expected int8 by outputs \[319, "):
         edgekv.load(tmp_path)
 
 

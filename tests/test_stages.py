@@ -379,7 +379,7 @@ def test_an_export_that_learns_goes_on_where_it_was(work):
 
     stop = None
     whole, _ = export("whole")
-    assert work.stages == [] and {each.method for each in whole.recipe.weights} == {"descent"}
+    assert work.stages == [] and {each.method for each in whole.recipe.weights} == {"descent", "nearest"}
     assert (whole.source.calibration_tokens, whole.source.generated_tokens) == (256 + 320, 320)  # windows of 64
     stop = ("quantize", 1)
     with pytest.raises(KeyboardInterrupt):

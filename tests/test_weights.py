@@ -61,6 +61,18 @@ def test_gptq_makes_up_for_inputs_that_have_drifted():
     assert output_error(aware, inputs=drifted) < 0.1 * output_error(ignorant, inputs=drifted)
 
 
+def test_a_matrix_beside_the_identity_makes_up_for_the_same():
+    """As the one in front of the head, of which only what differs from the identity is rounded."""
+    drifted, identity = INPUTS * np.float32(0.9), np.eye(256, dtype=np.float32)
+    whole, inputs = LayerInputs(INPUTS, drifted).making_up(MIXED + identity)
+    turn = quantize(whole - identity, "int8", "gptq", inputs).dequantize()
+    wanted = INPUTS @ (MIXED + identity)
+    errors = [np.square(drifted @ (each + identity) - wanted).mean() for each in (turn, MIXED)]
+    assert errors[0] < 0.1 * errors[1]
+    same, _ = LayerInputs(INPUTS, INPUTS).making_up(MIXED)
+    assert np.array_equal(same, MIXED)
+
+
 def test_gptq_ignores_what_hardly_drifted():
     drifted = INPUTS * np.float32(0.98)
     ignorant = quantize(WEIGHT, "int8", "gptq", LayerInputs(drifted, drifted))

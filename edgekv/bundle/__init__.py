@@ -39,7 +39,7 @@ from edgekv.bundle.records import (
     WeightRecord,
 )
 from edgekv.bundle.verified import FileHashes, file_hashes, force_rehash, rehashing
-from edgekv.bundle.weights import BundleWeights, Extent, MatrixPlace, TensorPlace, WeightPlaces
+from edgekv.bundle.weights import BundleWeights, EmbeddingTable, Extent, MatrixPlace, TensorPlace, WeightPlaces
 from edgekv.json_file import readable_json
 from edgekv.spec import GraphRecord, PartRecord, Role
 
@@ -51,6 +51,7 @@ __all__ = [
     "AdapterRecord",
     "Bundle",
     "BundleWeights",
+    "EmbeddingTable",
     "Extent",
     "MatrixPlace",
     "TensorPlace",

@@ -5,16 +5,14 @@ from __future__ import annotations
 import stat
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-from numpy.typing import NDArray
+from typing import TYPE_CHECKING
 
 from edgekv.bundle.manifest import Manifest
 from edgekv.bundle.manifest_file import export_again, read_manifest
 from edgekv.bundle.verified import file_hashes
-from edgekv.bundle.weights import BundleWeights
+from edgekv.bundle.weights import BundleWeights, EmbeddingTable
 from edgekv.errors import BundleError
-from edgekv.spec import EMBEDDING, GraphRecord, PartRecord
+from edgekv.spec import EMBEDDING_COLUMNS, GraphRecord, PartRecord, table_key
 from edgekv.spec.text import TOKENIZER, open_tokenizer
 
 if TYPE_CHECKING:
@@ -102,12 +100,15 @@ class Bundle:
         """The weights of its ONNX graphs."""
         return BundleWeights(self.path, self.manifest.weights)
 
-    def embeddings(self) -> NDArray[Any] | None:
-        """The table `[V, hidden]`, uint16, memory-mapped: a step reads only the pages of its own rows.
-
-        None if the graphs look up embeddings.
-        """
-        return self.weights().tensor(EMBEDDING) if self.manifest.host_embeds else None
+    def embeddings(self) -> EmbeddingTable:
+        """The table of embeddings of its ONNX graphs."""
+        manifest = self.manifest
+        weights, columns = self.weights(), None
+        integers, scales = weights.by_rows(table_key(manifest.model))
+        if (place := manifest.weights.tensors.get(EMBEDDING_COLUMNS)) is not None:
+            factors = place.encoding.dequantize(weights.tensor(EMBEDDING_COLUMNS))
+            columns = factors, manifest.encodings["embedding.columns"]
+        return EmbeddingTable(integers, scales, manifest.encodings["embedding"], columns)
 
     def tokenizer(self) -> Tokenizer:
         """The tokenizer of the checkpoint.

@@ -10,7 +10,7 @@ import numpy as np
 from edgekv.bundle.files import is_plain_path
 from edgekv.bundle.manifest import Manifest
 from edgekv.bundle.records import SinkRecord
-from edgekv.spec import Rope, views
+from edgekv.spec import EMBEDDING, EMBEDDING_COLUMNS, EMBEDDING_STEPS, FINAL_NORM, Rope, table_key, views
 from quant import DTYPES
 
 _MOST_FREQUENCY = 1e3
@@ -123,29 +123,44 @@ def _check_weights(manifest: Manifest, fail: Fail) -> None:
         fail("weights", len(places.matrices) + len(places.tensors), f"those of {spec.layers} layers")
     dtypes = {each.tensor: each.dtype for each in manifest.recipe.weights}
     biases = set[str]()
-    read_norms = {view.norm for view in views(spec)}
+    read_norms = {FINAL_NORM, *(view.norm for view in views(spec))}
     for view in views(spec):
         at = f"weights: {view.name}"
-        if view.role in ("embedding", "norm", "q_norm", "k_norm"):
+        if view.name == EMBEDDING and spec.shares_vocabulary:
+            continue
+        if view.role in ("norm", "q_norm", "k_norm"):
             copies = spec.copies if view.name in read_norms else 0
             shape = (view.shape[0] + copies, *view.shape[1:])
             if (tensor := places.tensors.get(view.name)) is None or tensor.shape != shape:
                 fail(at, "none" if tensor is None else list(tensor.shape), list(shape))
         elif view.is_matrix:
-            matrix = places.matrices.get(view.name)
-            if matrix is None or (matrix.columns, matrix.rows) != view.shape or matrix.dtype != dtypes.get(view.name):
-                found = "none" if matrix is None else f"{matrix.dtype} [{matrix.columns}, {matrix.rows}]"
-                fail(at, found, f"{dtypes.get(view.name, 'a type that `recipe` lists')} {list(view.shape)}")
+            matrix, dtype = places.matrices.get(view.name), dtypes.get(view.name)
+            is_table = view.name == table_key(spec)
+            wanted_as = (view.shape, "int8" if is_table else dtype, is_table)
+            if matrix is None or ((matrix.columns, matrix.rows), matrix.dtype, matrix.by_outputs) != wanted_as:
+                order = " by outputs" if matrix is not None and matrix.by_outputs else ""
+                found = "none" if matrix is None else f"{matrix.dtype} [{matrix.columns}, {matrix.rows}]{order}"
+                kind = "int8 by outputs" if is_table else dtype or "a type that `recipe` lists"
+                fail(at, found, f"{kind} {list(view.shape)}")
         else:
             heads = places.matrices[view.name.removesuffix("bias") + "weight"].heads
             names = [f"{view.name}.h{head}" for head in range(heads)]
             parts = names if names[0] in places.tensors else [view.name]
             for name in parts:
-                wanted = (view.shape[0] // len(parts),)
-                if (tensor := places.tensors.get(name)) is None or tensor.shape != wanted:
-                    fail(f"weights: {name}", "none" if tensor is None else list(tensor.shape), list(wanted))
+                size = (view.shape[0] // len(parts),)
+                if (tensor := places.tensors.get(name)) is None or tensor.shape != size:
+                    fail(f"weights: {name}", "none" if tensor is None else list(tensor.shape), list(size))
             biases.update(parts)
-    known = {view.name for view in views(spec)} | biases
+    steps, wanted = places.tensors.get(EMBEDDING_STEPS), (spec.vocab, 1)
+    if steps is None or steps.shape != wanted:
+        fail(f"weights: {EMBEDDING_STEPS}", "none" if steps is None else list(steps.shape), list(wanted))
+    columns = places.tensors.get(EMBEDDING_COLUMNS)
+    if columns is not None and columns.shape != (spec.hidden,):
+        fail(f"weights: {EMBEDDING_COLUMNS}", list(columns.shape), [spec.hidden])
+    for name in ("embedding", *(["embedding.columns"] if columns is not None else [])):
+        if (encoding := manifest.encodings.get(name)) is None or encoding.dtype != "u16":
+            fail(f"encodings: {name}", "none" if encoding is None else encoding.dtype, "one of u16")
+    known = {view.name for view in views(spec)} | biases | {EMBEDDING_STEPS, EMBEDDING_COLUMNS}
     if unknown := [name for name in (*places.matrices, *places.tensors) if name not in known]:
         fail("weights", unknown[0], "weights of the decoder")
     _check_extents(manifest, fail)

@@ -6,7 +6,7 @@ import hashlib
 import json
 from typing import Any
 
-FORMAT = 4
+FORMAT = 5
 SEAL = "seal"
 
 Content = dict[str, Any]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -25,9 +26,10 @@ class Extent(NamedTuple):
 
 
 class MatrixPlace(Record, frozen=True):
-    """Where a matrix of integers is stored.
+    """Where a matrix of integers is stored, `[in, out]`.
 
-    A matrix that graphs multiply head by head is stored head by head: `[heads, in, out / heads]`.
+    A matrix that graphs multiply head by head is stored head by head: `[heads, in, out / heads]`. The table of
+    embeddings, which can be the head's matrix too, is stored row by row: `[out, in]`.
 
     Attributes:
         file: a safetensors file of the bundle.
@@ -37,6 +39,7 @@ class MatrixPlace(Record, frozen=True):
         heads: into which its outputs are divided; 1 if they are not.
         integers: offset of the integers in the file, bytes; those of 4 bits are stored in pairs, the first one low.
         scales: offset of the scales, float32 `[out]`.
+        by_outputs: whether it is stored `[out, in]`.
         block_scales: offset of the scales of blocks, uint8 `[heads, in / block, out / heads]`; null without blocks.
     """
 
@@ -48,6 +51,7 @@ class MatrixPlace(Record, frozen=True):
     integers: Count
     scales: Count
     block_scales: Count | None = None
+    by_outputs: bool = False
 
     def __post_init__(self) -> None:
         kind = WEIGHT_TYPES[self.dtype]
@@ -55,6 +59,8 @@ class MatrixPlace(Record, frozen=True):
             raise ValueError(f"heads: got {self.heads}; expected a divisor of {self.columns} columns")
         if (kind.block is None) != (self.block_scales is None):
             raise ValueError(f"block_scales: expected {'none' if kind.block is None else 'some'} with {self.dtype}")
+        if self.by_outputs and (self.dtype != "int8" or self.heads > 1):
+            raise ValueError(f"by_outputs: got {self.dtype} in {self.heads} heads; expected int8 in one")
         if kind.block is not None and self.rows % kind.block:
             raise ValueError(f"rows: got {self.rows}; expected a multiple of {kind.block} with {self.dtype}")
         if kind.is_packed and self.heads > 1 and self.rows * self.width % 2:
@@ -87,7 +93,7 @@ class MatrixPlace(Record, frozen=True):
 
 
 class TensorPlace(Record, frozen=True):
-    """Where a tensor of 16-bit integers is stored: a norm, a bias, or the embedding table.
+    """Where a tensor of 16-bit integers is stored: a norm, a bias, or the steps of the embeddings' scales.
 
     Attributes:
         file: a safetensors file of the bundle.
@@ -144,6 +150,32 @@ class WeightPlaces(Record, frozen=True):
         return sum(extent.bytes for extent in self.matrices[key].extents)
 
 
+@dataclass(frozen=True, slots=True)
+class EmbeddingTable:
+    """The table of embeddings, mapped: a step reads only the pages of its own rows.
+
+    Attributes:
+        integers: int8 `[V, hidden]`.
+        scales: of the rows, float32 `[V]`.
+        encoding: of the embeddings that graphs read.
+        columns: factors of the columns, float32 `[hidden]`, and the encoding of integers times them; none without.
+    """
+
+    integers: NDArray[np.int8]
+    scales: NDArray[np.float32]
+    encoding: Encoding
+    columns: tuple[NDArray[np.float32], Encoding] | None = None
+
+    def rows(self, tokens: Sequence[int] | NDArray[np.int64] | slice) -> NDArray[Any]:
+        """The embeddings of tokens as graphs read them, `[T, hidden]`."""
+        at = tokens if isinstance(tokens, slice) else np.asarray(tokens, np.int64)
+        rows = self.integers[at].astype(np.float32)
+        if self.columns is not None:
+            factors, scaled = self.columns
+            rows = scaled.dequantize(scaled.quantize(rows * factors))
+        return self.encoding.quantize(rows * self.scales[at, None])
+
+
 class BundleWeights:
     """Reads weights from where a manifest says that they are. Files are mapped, and their pages read when needed."""
 
@@ -162,12 +194,21 @@ class BundleWeights:
             flat = self._read(place.file, integers, np.int8)
         steps = [_by_columns(self._read(place.file, each, np.uint8), place, place.blocks) for each in blocks]
         grid = Grid(place.dtype, self._read(place.file, scales, np.float32), *steps)
+        if place.by_outputs:
+            return QuantizedWeight(flat.reshape(place.columns, place.rows).T, grid)
         return QuantizedWeight(_by_columns(flat, place, place.rows), grid)
 
     def tensor(self, name: str) -> NDArray[Any]:
         """The integers of a tensor, encoded as its place says."""
         place = self.places.tensors[name]
         return self._read(place.file, place.extent, DTYPES[place.encoding.dtype]).reshape(place.shape)
+
+    def by_rows(self, key: str) -> tuple[NDArray[np.int8], NDArray[np.float32]]:
+        """The integers `[out, in]` of a matrix that is stored so, and its scales, mapped."""
+        place = self.places.matrices[key]
+        integers, scales = place.extents
+        flat = self._read(place.file, integers, np.int8)
+        return flat.reshape(place.columns, place.rows), self._read(place.file, scales, np.float32)
 
     def _read(self, file: str, extent: Extent, dtype: DTypeLike) -> NDArray[Any]:
         content: NDArray[Any] = self._files[file][extent.offset : extent.offset + extent.bytes].view(dtype)

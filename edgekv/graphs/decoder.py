@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from typing import Literal, Protocol, TypeVar
 
 from edgekv.kv import KvTensor
-from edgekv.spec import FINAL_NORM, DecoderSpec, LoraTarget, attention_norm, feed_forward_norm
+from edgekv.spec import FINAL_NORM, HEAD_TURN, DecoderSpec, LoraTarget, attention_norm, feed_forward_norm
 
 V = TypeVar("V")
 
@@ -182,9 +182,15 @@ def add_feed_forward(ops: Ops[V], spec: DecoderSpec, layer: int, hidden: V, inne
     return ops.add(hidden, down, at + "mlp_add")
 
 
+def last_norm(ops: Ops[V], spec: DecoderSpec, hidden: V) -> V:
+    """The normalized result of the last layer."""
+    return _residual_norm(ops, spec, hidden, FINAL_NORM, "final_norm", gain=spec.head_gain)
+
+
 def head_inputs(ops: Ops[V], spec: DecoderSpec, hidden: V) -> V:
-    """The input of the head."""
-    return _residual_norm(ops, spec, hidden, FINAL_NORM, "final_norm")
+    """The input of the head: the last norm x, and `x + x @ turn.T` if a matrix turns it."""
+    x = last_norm(ops, spec, hidden)
+    return ops.add(x, ops.linear(x, HEAD_TURN, "head.turn"), "head.input") if spec.vocabulary == "turned" else x
 
 
 def logits(ops: Ops[V], spec: DecoderSpec, head: str, hidden: V) -> V:
@@ -192,7 +198,8 @@ def logits(ops: Ops[V], spec: DecoderSpec, head: str, hidden: V) -> V:
     x = head_inputs(ops, spec, hidden)
     if spec.logits_cap is None:
         return ops.linear(x, head, "head")
-    uncapped = ops.linear(x, head, "head.uncapped", gain=1 / spec.logits_cap)
+    gain = 1.0 if spec.shares_vocabulary else 1 / spec.logits_cap
+    uncapped = ops.linear(x, head, "head.uncapped", gain=gain)
     return ops.scale(ops.tanh(uncapped, "head.tanh"), spec.logits_cap, "head")
 
 
@@ -201,10 +208,10 @@ def query_gain(spec: DecoderSpec) -> float:
     return spec.query_gain / (spec.attention_cap or 1.0)
 
 
-def _residual_norm(ops: Ops[V], spec: DecoderSpec, hidden: V, norm: str, name: str) -> V:
+def _residual_norm(ops: Ops[V], spec: DecoderSpec, hidden: V, norm: str, name: str, *, gain: float = 1.0) -> V:
     """RMSNorm of the residual; it reads a split channel once for each part."""
     if not spec.split:
-        return ops.rms_norm(hidden, norm, name)
+        return ops.rms_norm(hidden, norm, name, gain=gain)
     copies = []
     for each in spec.split:
         block, parts = ops.slice(hidden, each.channel, 1), 1
@@ -213,7 +220,7 @@ def _residual_norm(ops: Ops[V], spec: DecoderSpec, hidden: V, norm: str, name: s
                 block = ops.join([block] * 4, f"{name}.c{each.channel}x{parts}")
             copies += [block] * 3
             parts *= 4
-    wide = ops.rms_norm(ops.join([hidden, *copies], name + ".input"), norm, name + ".wide")
+    wide = ops.rms_norm(ops.join([hidden, *copies], name + ".input"), norm, name + ".wide", gain=gain)
     return ops.slice(wide, 0, spec.hidden)
 
 

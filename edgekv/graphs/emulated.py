@@ -42,6 +42,10 @@ class EmulatedOps(StackedOps):
     def _product(self, x: View, keys: Sequence[str], name: str) -> str:
         (key,) = keys
         place = self._weights.places.matrices[key]
+        if place.by_outputs:
+            rows = self._nodes.reshape(x.tensor, [-1, place.rows])
+            product = self._nodes.add("Gemm", [rows, self._matrix(key, 0)], f"{name}.product", transB=1)
+            return self._nodes.reshape(product, [1, -1, place.columns])
         parts = [self._matrix(key, head) for head in range(place.heads)]
         whole = parts[0] if len(parts) == 1 else self._nodes.add("Concat", parts, f"{key}.floats", axis=1)
         return self._nodes.add("MatMul", [x.tensor, whole], f"{name}.product")
@@ -51,12 +55,13 @@ class EmulatedOps(StackedOps):
         nodes, place, kind = self._nodes, self._weights.places.matrices[key], WEIGHT_TYPES[self._dtype(key)]
         name, (integers, scales, *blocks) = f"{key}.h{head}", place.head_extents(head)
         element, columns = _ELEMENTS[kind.stored], [place.width]
-        stored = nodes.external(f"{name}.{kind.stored}", element, [place.rows, *columns], place.file, integers)
+        shape = [*columns, place.rows] if place.by_outputs else [place.rows, *columns]
+        stored = nodes.external(f"{name}.{kind.stored}", element, shape, place.file, integers)
         steps = nodes.external(f"{name}.scale", TensorProto.FLOAT, columns, place.file, scales)
         if not blocks:
-            return nodes.add("DequantizeLinear", [stored, steps], f"{name}.floats", axis=1)
-        shape = [place.blocks, *columns]
-        factors = nodes.external(f"{name}.block_scale", TensorProto.UINT8, shape, place.file, blocks[0])
+            return nodes.add("DequantizeLinear", [stored, steps], f"{name}.floats", axis=0 if place.by_outputs else 1)
+        of_blocks_shape = [place.blocks, *columns]
+        factors = nodes.external(f"{name}.block_scale", TensorProto.UINT8, of_blocks_shape, place.file, blocks[0])
         of_blocks = nodes.add("DequantizeLinear", [factors, steps], f"{name}.steps", axis=1)
         return nodes.add("DequantizeLinear", [stored, of_blocks], f"{name}.floats", axis=0, block_size=kind.block)
 

@@ -15,7 +15,7 @@ from edgekv.graphs.products import Products, Rows, beside
 from edgekv.graphs.source import PartSource
 from edgekv.graphs.stacks import StackedOps, View
 from edgekv.graphs.weight_file import WeightFile
-from edgekv.spec import EMBEDDING, DecoderSpec, LoraTarget, lora_b
+from edgekv.spec import HEAD, DecoderSpec, LoraTarget, lora_b, table_key
 
 _QUERY, _KEY, _VALUE = "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"
 _HEADS: dict[str, LoraTarget] = {_QUERY: "q", _KEY: "k", _VALUE: "v"}
@@ -84,8 +84,9 @@ class FloatOps(StackedOps):
         self._turning: set[str] = set()
         """Stacks of queries and keys."""
 
-    def _table(self) -> tuple[str, Extent]:
-        return self._file.location, self._file.write(self._weights.tensor(EMBEDDING))
+    def _table(self) -> tuple[str, Extent, Extent]:
+        integers, scales = self._weights.by_rows(table_key(self.spec))
+        return self._file.location, self._file.write(integers), self._file.write(scales)
 
     @property
     def _reads_used_rows(self) -> bool:
@@ -117,7 +118,7 @@ class FloatOps(StackedOps):
         readers = keys if projection is None else [f"{each.key}.weight" for each in _siblings(projection)]
         only_bytes = all(matrices[key].dtype == "int8" for key in readers)
         tensor = self._tensor(x)
-        rows = Rows(tensor, self._rows, tensor in self._normal, only_bytes)
+        rows = Rows(tensor, self._rows, tensor in self._normal or keys[0] == HEAD, only_bytes)
         return self._products.multiply(rows, beside([self._weights.matrix(key) for key in keys]), name)
 
     def _together(self, weight: str) -> tuple[_Projection, ...]:

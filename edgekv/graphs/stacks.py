@@ -25,6 +25,7 @@ from edgekv.graphs.nodes import Nodes
 from edgekv.graphs.source import PartSource
 from edgekv.spec import (
     EMBEDDING,
+    EMBEDDING_COLUMNS,
     LOGITS,
     LOGITS_INDEX,
     OPEN_ROWS,
@@ -38,6 +39,7 @@ from edgekv.spec import (
     lora_b,
     lora_group,
     lora_reach,
+    table_key,
 )
 from quant import Encoding
 
@@ -114,10 +116,11 @@ class StackedOps(Ops[View]):
     def _by_group(self, weights: View, values: View) -> tuple[str, int]:
         """The weights of attention as a product with the values that groups share reads them, and its rows."""
 
-    def _table(self) -> tuple[str, Extent]:
-        """The file of the embedding table, and its place there."""
-        place = self._weights.places.tensors[EMBEDDING]
-        return place.file, place.extent
+    def _table(self) -> tuple[str, Extent, Extent]:
+        """The file of the embedding table, and the places of its integers and scales there."""
+        place = self._weights.places.matrices[table_key(self.spec)]
+        integers, scales = place.extents
+        return place.file, integers, scales
 
     # ------------------------------------------------------------------ projections
 
@@ -308,14 +311,25 @@ class StackedOps(Ops[View]):
         port = self._ports.entry
         self._rows = port.shape[1] if self._part.embeds else port.shape[2]
         if self._part.embeds:
-            place = self._weights.places.tensors[EMBEDDING]
-            file, extent = self._table()
-            table = self._nodes.external(EMBEDDING, TensorProto.UINT16, place.shape, file, extent)
-            rows = self._nodes.add("Gather", [table, port.name], "embedding.integers", axis=0)
-            return View(self._nodes.dequantize(rows, [place.encoding], "embedding"), encodings=(place.encoding,))
+            return self._rounded(self._embedded(port.name), "embedding")
         encoding = self._port_encoding(port)
         floats = self._nodes.dequantize(port.name, [encoding], f"{port.name}.floats")
         return View(self._nodes.reshape(floats, [1, -1, self.spec.hidden]), encodings=(encoding,))
+
+    def _embedded(self, ids: str) -> str:
+        """The rows of the embedding table for ids, `[1, AR, hidden]`."""
+        nodes, spec, (file, *extents) = self._nodes, self.spec, self._table()
+        sizes = (TensorProto.INT8, spec.hidden, "integers"), (TensorProto.FLOAT, 1, "scales")
+        tables = [
+            nodes.external(f"{EMBEDDING}.{name}", element, [spec.vocab, width], file, extent)
+            for (element, width, name), extent in zip(sizes, extents, strict=True)
+        ]
+        integers, scales = (nodes.add("Gather", [table, ids], f"{table}.rows", axis=0) for table in tables)
+        rows = nodes.add("Cast", [integers], "embedding.floats", to=TensorProto.FLOAT)
+        if EMBEDDING_COLUMNS in self._weights.places.tensors:
+            scaled = nodes.add("Mul", [rows, self._floats(EMBEDDING_COLUMNS)], "embedding.columns")
+            rows = self._rounded(scaled, "embedding.columns").tensor
+        return nodes.add("Mul", [rows, scales], "embedding")
 
     def select(self, hidden: View) -> View:
         """The row of `hidden` that `logits_index` selects, `[1, 1, hidden]`."""
@@ -335,7 +349,7 @@ class StackedOps(Ops[View]):
     def _port_encoding(self, port: Port) -> Encoding:
         assert port.encoding is not None, "hidden states are integers"
         if port.kind == "embeddings":
-            return self._weights.places.tensors[EMBEDDING].encoding
+            return self._encoding("embedding")
         if port.kind == "hidden":
             layer = int(port.name.removeprefix("hidden_"))
             return self._encoding(f"layers.{layer - 1}.mlp_add")

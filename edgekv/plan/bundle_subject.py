@@ -71,15 +71,17 @@ def _check_sizes(sizes: Overrides, folder: Path) -> None:
 
 def _bundle_weights(decoder: Decoder, size_bytes: int) -> Weights:
     """The total in pieces: the embedding table and the head as export writes them, the rest in equal layers."""
-    embedding_bytes = min(2 * decoder.table_parameters, size_bytes)
-    head_bytes = min(WEIGHT_TYPES["int8"].matrix_bytes(decoder.hidden, decoder.vocab), size_bytes - embedding_bytes)
-    layer_bytes = -(-(size_bytes - embedding_bytes - head_bytes) // decoder.layers)
+    table_bytes = WEIGHT_TYPES["int8"].matrix_bytes(decoder.hidden, decoder.vocab)
+    embedding_bytes = min(table_bytes, size_bytes)
+    stored_bytes = size_bytes - (0 if decoder.tied_head else embedding_bytes)
+    layer_bytes = -(-(stored_bytes - min(table_bytes, stored_bytes)) // decoder.layers)
     return Weights(
         embedding_bytes=embedding_bytes,
         layer_bytes=layer_bytes,
         layer_packed_bytes=0,
         layers=decoder.layers,
-        head_bytes=size_bytes - embedding_bytes - decoder.layers * layer_bytes,
+        head_bytes=stored_bytes - decoder.layers * layer_bytes,
+        shares_table=decoder.tied_head,
     )
 
 

@@ -163,7 +163,7 @@ def export_cost(
     graphs = len(ar) + 1
     quantizing = quantization_bytes(decoder, geometry.tensors, tokens, window)
     writing = writing_bytes(decoder)
-    compiler_bytes = _CHECK_BYTES_PER_WEIGHT_BYTE * weights.total_bytes + _CHECK_BYTES_PER_GRAPH_BYTE * each_bytes
+    compiler_bytes = _CHECK_BYTES_PER_WEIGHT_BYTE * weights.compiled_bytes + _CHECK_BYTES_PER_GRAPH_BYTE * each_bytes
     check_bytes = _base_bytes(decoder) + _CHECK_PROCESS_BYTES + round(compiler_bytes)
     export_seconds = _export_seconds(decoder, tokens, window)
     check_seconds = graphs * _check_seconds(weights, each_bytes)
@@ -202,5 +202,5 @@ def _export_seconds(decoder: Decoder, tokens: int, window: int) -> float:
 
 
 def _check_seconds(weights: Weights, each_bytes: int) -> float:
-    by_weights = _CHECK_SECONDS_PER_WEIGHT_BYTE * weights.total_bytes
+    by_weights = _CHECK_SECONDS_PER_WEIGHT_BYTE * weights.compiled_bytes
     return _CHECK_SECONDS + by_weights + _CHECK_SECONDS_PER_SQUARE_MB * (each_bytes / 1e6) ** 2

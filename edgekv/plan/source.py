@@ -108,7 +108,7 @@ def _from_config(file: Path, given: Overrides) -> Subject:
     decoder = None if spec is None else spec.sizes
     weights = None if decoder is None else recipe_weights(decoder, given.recipe)
     size_bytes = None if weights is None else weights.total_bytes
-    basis = f"the recipe {given.recipe}, with a 16-bit embedding table and an 8-bit head"
+    basis = f"the recipe {given.recipe}, with an 8-bit embedding table and head"
     assumptions.append(weights_sentence(size_bytes, basis))
     subject = Subject(str(file), geometry, ar, size_bytes, found.max_positions, tuple(assumptions), decoder, weights)
     if spec is None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from edgekv.bundle import GraphRecord, Manifest
+from edgekv.bundle import EmbeddingTable, GraphRecord, Manifest
 from edgekv.errors import EngineError
 from edgekv.kv import KVCache, Window
 from edgekv.runtime.adapter import NO_ADAPTER, AdapterMemory
@@ -43,7 +43,7 @@ class StaticGraph:
         record: GraphRecord,
         cache: KVCache,
         ropes: Mapping[str, RopeTable],
-        embeddings: NDArray[Any] | None = None,
+        embeddings: EmbeddingTable | None = None,
         adapter: AdapterMemory = NO_ADAPTER,
     ) -> None:
         """Bind a loaded graph to a cache.

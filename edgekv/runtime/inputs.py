@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from edgekv.bundle import Manifest
+from edgekv.bundle import EmbeddingTable, Manifest
 from edgekv.kv import Window
 from edgekv.runtime.binding import aligned_zeros
 from edgekv.runtime.rope import RopeTable
@@ -60,7 +60,7 @@ class StepInputs:
         manifest: Manifest,
         record: GraphRecord,
         ropes: Mapping[str, RopeTable],
-        embeddings: NDArray[Any] | None = None,
+        embeddings: EmbeddingTable | None = None,
         *,
         takes_fewer: bool = False,
     ) -> None:
@@ -70,7 +70,7 @@ class StepInputs:
             manifest: of the bundle.
             record: the graph.
             ropes: see `rope_tables`.
-            embeddings: the table `[V, hidden]`, if the graph reads `inputs_embeds` instead of ids.
+            embeddings: the table, if the graph reads `inputs_embeds` instead of ids.
             takes_fewer: whether the graph has no row without a token.
         """
         self._takes_fewer = takes_fewer
@@ -79,7 +79,8 @@ class StepInputs:
         self.arrays: dict[str, NDArray[Any]] = {port.name: aligned_zeros(port.shape, port.dtype) for port in inputs}
         self.filled = 0
         self._table = embeddings
-        self._pad = np.asarray(manifest.tokens.pad or 0) if embeddings is None else embeddings[manifest.tokens.pad or 0]
+        pad = manifest.tokens.pad or 0
+        self._pad = np.asarray(pad) if embeddings is None else embeddings.rows([pad])[0]
         entry = self.arrays[inputs[0].name]
         self._entry = entry[0] if embeddings is None else entry[0, 0]
         self._rotary = [
@@ -124,7 +125,7 @@ class StepInputs:
     def _write_entry(self, tokens: Sequence[int], before: int) -> None:
         """Write ids or embeddings, and what rows without a token read if there were others in the step before."""
         n = len(tokens)
-        self._entry[:n] = tokens if self._table is None else self._table[list(tokens)]
+        self._entry[:n] = tokens if self._table is None else self._table.rows(tokens)
         if n == before:
             self.filled = n
             return

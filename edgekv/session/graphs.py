@@ -92,7 +92,7 @@ class Graphs:
         single = self._ladders.get("decode", {})
         self._steps: dict[Role, _Ladder] = {role: single | self._ladders.get(role, {}) for role in get_args(Role)}
         self._ropes = rope_tables(bundle.manifest)
-        self._embeddings = bundle.embeddings()
+        self._embeddings = bundle.embeddings() if bundle.manifest.host_embeds else None
         self._no_adapter = self._adapter = AdapterMemory({}, {})
 
     @property

@@ -1,7 +1,7 @@
 """Decoders, KV caches and graph interfaces, described once and used by all other packages."""
 
 from edgekv.spec.config import CONFIG, Config, read_config, read_json
-from edgekv.spec.decoder import DecoderSpec, SplitChannel
+from edgekv.spec.decoder import DecoderSpec, SplitChannel, Vocabulary
 from edgekv.spec.describe import CacheSpec, describe, describe_cache
 from edgekv.spec.families import ARCHITECTURES
 from edgekv.spec.folders import FolderKind, identify
@@ -51,14 +51,18 @@ from edgekv.spec.rope import Rope, Rotation
 from edgekv.spec.sizes import RECIPE_TYPES, Decoder, Weights, recipe_weights
 from edgekv.spec.tensors import (
     EMBEDDING,
+    EMBEDDING_COLUMNS,
+    EMBEDDING_STEPS,
     FINAL_NORM,
     HEAD,
+    HEAD_TURN,
     View,
     attention_norm,
     by_inputs,
     by_outputs,
     feed_forward_norm,
     matrices,
+    table_key,
     text_tensor,
     views,
 )
@@ -67,10 +71,13 @@ __all__ = [
     "ARCHITECTURES",
     "CONFIG",
     "EMBEDDING",
+    "EMBEDDING_COLUMNS",
+    "EMBEDDING_STEPS",
     "FINAL_NORM",
     "FLOAT",
     "EMBEDDINGS",
     "HEAD",
+    "HEAD_TURN",
     "HEADROOM",
     "PRODUCT_HEADROOM",
     "IDS",
@@ -120,6 +127,7 @@ __all__ = [
     "RotaryInputs",
     "Rotation",
     "View",
+    "Vocabulary",
     "Weights",
     "attention_norm",
     "by_inputs",
@@ -138,6 +146,7 @@ __all__ = [
     "lora_group",
     "lora_reach",
     "matrices",
+    "table_key",
     "read_config",
     "read_json",
     "recipe_weights",

@@ -11,6 +11,9 @@ from edgekv.spec.sizes import Decoder
 
 Activation = Literal["silu", "gelu-tanh"]
 QkNorm = Literal["head", "all-heads"]
+Vocabulary = Literal["apart", "shared", "turned"]
+"""Where embeddings are: in a table `apart` from the head's matrix, or `shared` with it; `turned`: between the last norm
+and the head, a matrix undoes what the head's own copy of the table had folded in."""
 
 # Far above any model, they keep a forged manifest from causing endless work.
 _Layers = Annotated[int, msgspec.Meta(ge=1, le=1 << 12)]
@@ -59,6 +62,7 @@ class DecoderSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         logits_gain: multiplies the logits.
         norm_offset: added to the stored weights of every norm.
         split: channels of the residual that norms read several times, in ascending order. Set by export.
+        vocabulary: where embeddings are; see `Vocabulary`. Set by export.
         fused: whether q, k and v are stored as one matrix, and gate and up as another.
         multimodal: whether the checkpoint includes a vision model, and the decoder's tensors have a prefix.
     """
@@ -92,6 +96,7 @@ class DecoderSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     logits_gain: _Number = 1.0
     norm_offset: _Number = 0.0
     split: tuple[SplitChannel, ...] = ()
+    vocabulary: Vocabulary = "apart"
     fused: bool = False
     multimodal: bool = False
     bound_by: str = "max_position_embeddings"
@@ -105,6 +110,8 @@ class DecoderSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             raise ValueError(f"rope: width: got {wrong[0]}; expected at most head_dim = {self.head_dim}")
         if foreign := [layer for layer in self.unrotated if layer >= self.layers]:
             raise ValueError(f"unrotated: got {foreign[0]}; expected layers below {self.layers}")
+        if self.vocabulary != "apart" and not self.tied_head:
+            raise ValueError(f"vocabulary: got {self.vocabulary}; expected apart, since the head is not tied")
         if outside := [each.channel for each in self.split if each.channel >= self.hidden]:
             raise ValueError(f"split: channel: got {outside[0]}; expected channels below hidden = {self.hidden}")
 
@@ -121,6 +128,18 @@ class DecoderSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             vocab=self.vocab,
             tied_head=self.tied_head,
         )
+
+    @property
+    def shares_vocabulary(self) -> bool:
+        """Whether the rows of the head's matrix are the embeddings."""
+        return self.vocabulary != "apart"
+
+    @property
+    def head_gain(self) -> float:
+        """Multiplies the last norm if the head's matrix has the gain of embeddings: nothing else can be folded in."""
+        if not self.shares_vocabulary:
+            return 1.0
+        return self.logits_gain / self.embedding_gain / (self.logits_cap or 1.0)
 
     @property
     def copies(self) -> int:

@@ -19,7 +19,7 @@ class Decoder:
         head_dim: D.
         intermediate: width of the feed-forward.
         vocab: rows of the embedding table.
-        tied_head: whether the head is the embedding table; a bundle stores both, in their own types.
+        tied_head: whether the head is the embedding table; a bundle stores it once.
     """
 
     layers: int
@@ -57,7 +57,7 @@ class Decoder:
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """Bytes of weights, by the shards that export writes, without their headers.
+    """Bytes of weights, without the headers of their files.
 
     Attributes:
         embedding_bytes: the table.
@@ -65,6 +65,7 @@ class Weights:
         layer_packed_bytes: bytes of one layer that contain two 4-bit integers.
         layers: number of layers.
         head_bytes: the last norm and the head.
+        shares_table: whether the table is the head's matrix, stored once.
     """
 
     embedding_bytes: int
@@ -72,9 +73,16 @@ class Weights:
     layer_packed_bytes: int
     layers: int
     head_bytes: int
+    shares_table: bool = False
 
     @property
     def total_bytes(self) -> int:
+        """Of all that is stored."""
+        return self.compiled_bytes - self.embedding_bytes * self.shares_table
+
+    @property
+    def compiled_bytes(self) -> int:
+        """Of all that a graph which looks up embeddings holds: the compiler stores a shared table twice."""
         return self.embedding_bytes + self.layers * self.layer_bytes + self.head_bytes
 
 
@@ -107,8 +115,9 @@ def recipe_weights(decoder: Decoder, recipe: str) -> Weights:
     """The weights in one of the recipes of `RECIPE_TYPES`.
 
     One byte for each element of a matrix, or half a byte; four for the scale of each of its output channels, and one
-    for each of their blocks; two for each element of the embedding table and of the norms. The head is a separate
-    matrix even if it is tied to the table. Biases, q and k norms and post-norms are not counted.
+    for each of their blocks; one for each element of the embedding table, and six for each of its rows; two for each
+    element of a norm. A tied head is the table, and a matrix in front of it turns what it reads. Biases, q and k norms
+    and post-norms are not counted.
     """
     types = RECIPE_TYPES[recipe]
     layer_bytes = packed_bytes = 0
@@ -116,10 +125,14 @@ def recipe_weights(decoder: Decoder, recipe: str) -> Weights:
         kind = types.type_at(place)
         layer_bytes += kind.matrix_bytes(rows, columns)
         packed_bytes += kind.packed_bytes(rows, columns)
+    byte = WEIGHT_TYPES["int8"]
+    table_bytes, step_bytes = byte.matrix_bytes(decoder.hidden, decoder.vocab), 2 * decoder.vocab
+    turn_bytes = byte.matrix_bytes(decoder.hidden, decoder.hidden) + step_bytes if decoder.tied_head else 0
     return Weights(
-        embedding_bytes=2 * decoder.table_parameters,
+        embedding_bytes=table_bytes + step_bytes,
         layer_bytes=layer_bytes + 2 * 2 * decoder.hidden,
         layer_packed_bytes=packed_bytes,
         layers=decoder.layers,
-        head_bytes=WEIGHT_TYPES["int8"].matrix_bytes(decoder.hidden, decoder.vocab) + 2 * decoder.hidden,
+        head_bytes=table_bytes + turn_bytes + 2 * decoder.hidden,
+        shares_table=decoder.tied_head,
     )

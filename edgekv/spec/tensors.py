@@ -13,8 +13,11 @@ from edgekv.spec.decoder import DecoderSpec
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
 FINAL_NORM = "model.norm.weight"
+HEAD_TURN = "lm_head.turn.weight"
+EMBEDDING_STEPS = "model.embed_tokens.steps"
+EMBEDDING_COLUMNS = "model.embed_tokens.columns"
 
-TensorRole = Literal["embedding", "norm", "q_norm", "k_norm", "q", "k", "v", "o", "gate", "up", "down", "head"]
+TensorRole = Literal["embedding", "norm", "q_norm", "k_norm", "q", "k", "v", "o", "gate", "up", "down", "turn", "head"]
 
 _ROLES: dict[str, TensorRole] = {
     "self_attn.q_proj": "q",
@@ -90,8 +93,18 @@ def views(spec: DecoderSpec) -> Iterator[View]:
     for layer in range(spec.layers):
         yield from _layer(spec, layer)
     yield View(norm, (spec.hidden,), norm, spec.hidden, "norm", offset=spec.norm_offset)
-    key = EMBEDDING if spec.tied_head else HEAD
-    yield View(HEAD, table, key, spec.vocab, "head", norm=norm, gain=spec.logits_gain)
+    if spec.vocabulary == "turned":
+        yield View(HEAD_TURN, (spec.hidden, spec.hidden), HEAD_TURN, spec.hidden, "turn")
+    if spec.shares_vocabulary:
+        yield View(HEAD, table, EMBEDDING, spec.vocab, "head", gain=spec.embedding_gain)
+    else:
+        key = EMBEDDING if spec.tied_head else HEAD
+        yield View(HEAD, table, key, spec.vocab, "head", norm=norm, gain=spec.logits_gain)
+
+
+def table_key(spec: DecoderSpec) -> str:
+    """The name of the matrix whose rows are the embeddings."""
+    return HEAD if spec.shares_vocabulary else EMBEDDING
 
 
 def attention_norm(layer: int) -> str:

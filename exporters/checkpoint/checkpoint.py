@@ -20,11 +20,14 @@ from edgekv.errors import CheckpointError
 from edgekv.spec import (
     CONFIG,
     EMBEDDING,
+    FINAL_NORM,
     HEAD,
+    HEAD_TURN,
     Config,
     DecoderSpec,
     SplitChannel,
     View,
+    Vocabulary,
     describe,
     read_json,
     text_tensor,
@@ -34,6 +37,7 @@ from edgekv.spec.chat import ChatTemplates, read_checkpoint_templates
 from edgekv.spec.text import encode
 from exporters.checkpoint.accounted import check_tensors, without_zero_biases
 from exporters.checkpoint.channels import SplitResidual
+from exporters.checkpoint.columns import outlier_columns
 from exporters.checkpoint.factors import Factors
 from exporters.checkpoint.generation import GENERATION_CONFIG, generation_record
 from exporters.checkpoint.gguf import (
@@ -82,6 +86,7 @@ class Checkpoint:
     quantization: Quantization | None = None
     adapters: tuple[Adapter, ...] = ()
     _split: SplitResidual | None = field(default=None, repr=False)
+    _columns: NDArray[np.float32] | None = field(default=None, repr=False)
 
     @classmethod
     def open(cls, name: str, adapters: Sequence[AdapterChoice] = ()) -> Checkpoint:
@@ -163,18 +168,36 @@ class Checkpoint:
         split = SplitResidual(self.spec, channels)
         return replace(self, spec=split.spec, _split=split)
 
+    def with_vocabulary(self, vocabulary: Vocabulary) -> Checkpoint:
+        """The same model with embeddings that are elsewhere; see `DecoderSpec.vocabulary`. Split it before."""
+        spec = msgspec.structs.replace(self.spec, vocabulary=vocabulary)
+        stored = {view.name: view for view in views(spec) if view.role != "turn"}
+        columns = outlier_columns(spec.vocab, self.tensor) if vocabulary == "shared" else None
+        return replace(self, spec=spec, _views=stored, _columns=columns)
+
     def tensor(self, key: str, rows: Rows = EVERY) -> NDArray[np.float32]:
         """A tensor of the decoder as float32, read now, under the name that it has in Llama's checkpoints.
 
-        Matrices are `[out, in]`, as stored; see `View` for offsets and gains.
+        The matrix that turns the input of the head is 0: nothing is folded into the head yet. Matrices are `[out, in]`,
+        as stored; see `View` for offsets and gains.
 
         Args:
             key: its name.
             rows: the rows to read; None for all.
         """
+        if key == HEAD_TURN:
+            return np.zeros((self.spec.hidden, self.spec.hidden), np.float32)[rows]
         if self._split is not None:
-            return self._split.tensor(self._views[key], rows, self._stored)
-        return self._stored(key, rows)
+            values = self._split.tensor(self._views[key], rows, self._stored)
+        else:
+            values = self._stored(key, rows)
+        if self._columns is None:
+            return values
+        if key == HEAD:
+            return values / self._columns
+        if key == FINAL_NORM and rows == EVERY:
+            values[: len(self._columns)] *= self._columns
+        return values
 
     def change(self, key: str, change: Factors) -> Factors:
         """A change of a stored matrix, such as an adapter's, as `tensor` reads the matrix."""
@@ -198,6 +221,8 @@ class Checkpoint:
 
     def storage(self, key: str) -> Storage | None:
         """What a bundle can make of the stored form of a matrix; None if it is stored as floats."""
+        if key == HEAD_TURN:
+            return None
         stored = self._tensors[self._views[key].key]
         if isinstance(stored, MergedTensor) and isinstance(stored.base, QuantizedMatrix):
             return replace(stored.base.storage(), obstacle="merged with an adapter")

@@ -8,7 +8,7 @@ from dataclasses import replace
 from edgekv.bundle import Bundle, RecipeRecord
 from edgekv.spec import views
 from exporters.checkpoint.aligned import HEADS_FILE, AlignedHeads, AlignedTransforms, read_heads
-from exporters.checkpoint.checkpoint import EVERY, Rows
+from exporters.checkpoint.checkpoint import EVERY, Checkpoint, Rows
 from exporters.checkpoint.factors import Factors
 from exporters.checkpoint.heads import HeadTransforms
 from exporters.checkpoint.neurons import NeuronScaling
@@ -44,7 +44,7 @@ class FoldedCheckpoint:
             raise ValueError("recipe: got a rotation of a residual with post-norms; expected none")
         self._tensors = tensors
         self._views = {view.name: view for view in views(self.spec)}
-        self._rotation = None if recipe.rotation == "none" else ResidualRotation(self.spec.hidden, tensors.tensor)
+        self._rotation = None if recipe.rotation == "none" else ResidualRotation(self.spec, tensors.tensor)
         self._neurons = None if recipe.neuron_scaling == "none" else NeuronScaling(self.spec, self._rotated, neurons)
         self._heads: HeadTransforms | AlignedTransforms
         if heads is None:
@@ -113,8 +113,8 @@ def transformed(checkpoint: Tensors, recipe: RecipeRecord, heads: AlignedHeads |
     return FoldedCheckpoint(checkpoint, recipe, heads)
 
 
-def transformed_as(bundle: Bundle, checkpoint: Tensors) -> Tensors:
-    """The checkpoint of a bundle with all that was folded into its weights.
+def transformed_as(bundle: Bundle, checkpoint: Checkpoint) -> Tensors:
+    """The checkpoint of a bundle with its vocabulary, and all that was folded into its weights.
 
     Raises:
         BundleError: the file of the transforms is broken.
@@ -122,4 +122,4 @@ def transformed_as(bundle: Bundle, checkpoint: Tensors) -> Tensors:
     manifest, heads = bundle.manifest, None
     if manifest.recipe.heads != "none":
         heads = read_heads(bundle.path / HEADS_FILE, manifest.files[HEADS_FILE].bytes)
-    return transformed(checkpoint, manifest.recipe, heads)
+    return transformed(checkpoint.with_vocabulary(manifest.model.vocabulary), manifest.recipe, heads)

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgekv.bundle import RotationName
-from edgekv.spec import DecoderSpec, View, by_inputs, by_outputs
+from edgekv.spec import EMBEDDING, FINAL_NORM, DecoderSpec, View, Vocabulary, by_inputs, by_outputs
 from exporters.checkpoint.checkpoint import EVERY, Rows
 from exporters.checkpoint.factors import Factors
 
@@ -28,35 +28,58 @@ def applied_rotation(spec: DecoderSpec, asked: RotationName) -> RotationName:
     return "none" if spec.post_norms else asked
 
 
+def shared_vocabulary(rotation: RotationName) -> Vocabulary:
+    """How a tied head shares its matrix: the weights of the last norm cannot be folded into the embeddings too."""
+    return "shared" if rotation == "none" else "turned"
+
+
 class ResidualRotation:
     """Folds norms and a rotation of the residual into the tensors of a decoder without post-norms.
 
+    A head that shares its matrix E R with the embeddings reads norms whose weights g are not in it: of a rotated row
+    x R it needs x g E^T = (x R) M (E R)^T, with M = R^T diag(g) R. M is the root mean square of g, which the last norm
+    has as its weights, times the identity and a small matrix, the turn.
+
     Args:
-        hidden: width of the residual.
+        spec: the decoder.
         read: the tensors before, by name and rows.
     """
 
-    def __init__(self, hidden: int, read: Read) -> None:
-        self._factors = hadamard_factors(hidden)
+    def __init__(self, spec: DecoderSpec, read: Read) -> None:
+        self._factors = hadamard_factors(spec.hidden)
+        self._vocabulary = spec.vocabulary
         self._read = read
 
     def tensor(self, view: View, rows: Rows) -> Floats:
         """Some rows of a tensor after the rotation."""
+        if view.role == "turn":
+            return self._turn()[rows]
         if view.role == "norm":
-            return np.ones_like(self._read(view.name, rows))
+            ones = np.ones_like(self._read(view.name, rows))
+            return ones * self._head_gain() if (view.name, self._vocabulary) == (FINAL_NORM, "turned") else ones
         if view.writes_residual:  # every row of the result needs all rows
             rotated: Floats = self._writing(self._read(view.name, EVERY))[rows]
             return rotated
         values = self._read(view.name, rows)
         if view.norm is not None:
             return self._reading(values, view.norm)
-        return self._rotate(values) if view.role == "embedding" else values
+        return self._rotate(values) if view.key == EMBEDDING else values
 
     def change(self, view: View, change: Factors) -> Factors:
         """A change of a matrix after the rotation."""
         if view.writes_residual:
             return replace(change, left=self._writing(change.left))
         return change if view.norm is None else replace(change, right=self._reading(change.right.copy(), view.norm))
+
+    def _head_gain(self) -> np.float32:
+        weights: np.float32 = np.sqrt(np.mean(np.square(self._read(FINAL_NORM, EVERY))))
+        return weights or np.float32(1)
+
+    def _turn(self) -> Floats:
+        """`[hidden, hidden]`, symmetric: M over the head's gain, less the identity."""
+        weights = self._read(FINAL_NORM, EVERY)
+        scaled: Floats = self._writing(self._rotate(np.diag(weights / self._head_gain())))
+        return scaled - np.eye(len(weights), dtype=np.float32)
 
     def _writing(self, matrix: Floats) -> Floats:
         """A matrix `[hidden, ...]` whose results are rotated."""

@@ -9,18 +9,19 @@ import onnx
 
 from edgekv.bundle import GraphFormat, WeightPlaces
 from edgekv.graphs.decoder import decoder_layer
-from edgekv.spec import EMBEDDING, EMBEDDINGS, DecoderInterface, GraphRecord, PartRecord, Role
+from edgekv.spec import EMBEDDINGS, DecoderInterface, GraphRecord, PartRecord, Role
 from exporters.graphs.parts import end_part
 from exporters.graphs.qdq import QdqOps
 from exporters.graphs.split import Split
 from exporters.quantize.matrices import QuantizedMatrices
 from exporters.quantize.reference import Tensors
+from exporters.quantize.table import Table
 from exporters.quantize.weights import WeightStore
 from quant import Encoding
 
 TFLITE_FILE = "graphs.tflite"
 
-EMBEDDING_SHARD = "weights-embedding"
+EMBEDDING_SHARD, VOCABULARY_SHARD = "weights-embedding", "weights-vocabulary"
 _HEAD_SHARD = "weights-head"
 
 
@@ -111,10 +112,14 @@ def write_graphs(
     spec = tensors.spec
     store = WeightStore(tensors, matrices, folder)
     encodings = dict(encodings)
-    _, embeddings = store.tensor(EMBEDDING)
-    store.flush(EMBEDDING_SHARD)
+    table = Table.of(tensors)
+    store.put_table(table)
+    store.flush(VOCABULARY_SHARD if spec.shares_vocabulary else EMBEDDING_SHARD)
+    encodings["embedding"] = Encoding.asymmetric(*table.reach, "u16")
+    if table.columns is not None:
+        encodings["embedding.columns"] = table.scaled_encoding
     if any(part.entry == EMBEDDINGS for graph in graphs for part in graph.parts):
-        encodings[EMBEDDINGS] = embeddings
+        encodings[EMBEDDINGS] = encodings["embedding"]
     stages: dict[range, dict[str, tuple[GraphRecord, PartRecord]]] = {}
     for graph in graphs:
         for part in graph.parts:

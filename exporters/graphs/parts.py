@@ -10,7 +10,7 @@ from msgspec import structs
 
 from edgekv.bundle import GraphRecord, Manifest, PartRecord
 from edgekv.graphs.decoder import decoder_layer, logits
-from edgekv.spec import EMBEDDING, EMBEDDINGS, HEAD, KeyLayout, hidden_name
+from edgekv.spec import EMBEDDINGS, HEAD, KeyLayout, hidden_name
 from edgekv.system import link_or_copy
 from exporters.graphs.nodes import Tensor
 from exporters.graphs.qdq import AS_EXPORTED, GraphForm, QdqOps
@@ -40,7 +40,7 @@ def build_part(
     spec, decoder = manifest.model, manifest.interface
     if key_layout is not None:
         decoder = replace(decoder, cache=replace(decoder.cache, key_layout=key_layout))
-    encodings = manifest.encodings | {EMBEDDINGS: manifest.weights.tensors[EMBEDDING].encoding}
+    encodings = manifest.encodings | {EMBEDDINGS: manifest.encodings["embedding"]}
     encodings |= {hidden_name(layer + 1): encodings[f"layers.{layer}.mlp_add"] for layer in range(spec.layers)}
     ops = QdqOps(graph, part, decoder, spec, encodings, PlacedWeights(manifest.weights), form)
     hidden = ops.entry

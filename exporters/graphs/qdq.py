@@ -14,7 +14,8 @@ from onnx import TensorProto, helper
 from edgekv.graphs.decoder import Ops
 from edgekv.kv import Sink
 from edgekv.spec import (
-    EMBEDDING,
+    EMBEDDING_COLUMNS,
+    EMBEDDING_STEPS,
     LOGITS,
     LOGITS_INDEX,
     DecoderInterface,
@@ -40,9 +41,11 @@ IR_VERSION = 11
 
 _ROWS, _WIDTH = 2, -1  # axes of [1, 1, rows, width]
 _UNSIGNED_ZERO = 32768
+_BYTES = Encoding("s8", 1.0, 0)
+_INTEGERS = Encoding("u16", 1.0, _UNSIGNED_ZERO)
 # Names of integers of results without a row for each token, or of parts of other results.
 _NO_ROW_A_TOKEN = re.compile(
-    r"\.(scores|masked)\.|^probabilities|^(key|value)_\d|^past_|\.(t|part)(\.\d+)?_q$|^embedding\.2_q$"
+    r"\.(scores|masked)\.|^probabilities|^(key|value)_\d|^past_|\.(t|part|rows)(\.\d+)?_q$|^embedding\.(2|integers|wide|columns|scales)_q$"
 )
 _TRANSPOSED = [0, 1, 3, 2]
 
@@ -155,7 +158,11 @@ class QdqOps(Ops[Tensor]):
         head: int | None = None,
         gain: float = 1.0,
     ) -> Tensor:
-        product = "MatMul", [x.name, self._matrix(weight, head, gain)]
+        matrix, is_turned = self._matrix(weight, head, gain)
+        if is_turned:
+            rows = self._reshape(x, x.name + ".rows", (-1, self._spec.hidden))
+            return self._nodes.emit("Gemm", [rows.name, matrix], name, transB=1)
+        product = "MatMul", [x.name, matrix]
         if bias is None:
             return self._nodes.emit(*product, name)
         # A separate Add works with any weight type. An int32 bias needs a Gemm, which the HTP refuses for LPBQ; its
@@ -326,12 +333,21 @@ class QdqOps(Ops[Tensor]):
     # ------------------------------------------------------------------ entry and exit of a part
 
     def _embed(self) -> Tensor:
-        """The rows of the embedding table for `input_ids`."""
-        ids = self._ports.entry
-        stored, encoding = self._weights.tensor(EMBEDDING)
-        rows = self._nodes.emit("Gather", [self._weight(stored, encoding), ids.name], "embedding", encoding, axis=0)
-        shape = self._nodes.constant("shape_1_1_ar", np.array([1, *ids.shape, -1], np.int64))
-        return self._nodes.emit("Reshape", [rows.name, shape], "embedding", encoding)
+        """The rows of the embedding table for `input_ids`: integers times the scales of rows, both as integers."""
+        ids, nodes = self._ports.entry, self._nodes
+        integers = self._weights.table()
+        steps, encoding = self._weights.tensor(EMBEDDING_STEPS)
+        self._stored[integers] = None
+        table = nodes.dequantize(integers, integers + "_dq", _BYTES)
+        narrow = nodes.emit("Gather", [table.name, ids.name], "embedding.integers", _BYTES, axis=0)
+        wide = nodes.requantize(narrow.name, "embedding.wide", _INTEGERS)  # the HTP multiplies equal types alone
+        if self._weights.has_columns:
+            columns = self._weight(*self._weights.tensor(EMBEDDING_COLUMNS))
+            wide = nodes.emit("Mul", [wide.name, columns], "embedding.columns")
+        scales = nodes.emit("Gather", [self._weight(steps, encoding), ids.name], "embedding.scales", encoding, axis=0)
+        rows = nodes.emit("Mul", [wide.name, scales.name], "embedding")
+        shape = nodes.constant("shape_1_1_ar", np.array([1, *ids.shape, -1], np.int64))
+        return nodes.emit("Reshape", [rows.name, shape], "embedding")
 
     def select(self, hidden: Tensor) -> Tensor:
         """The row of `hidden` that `logits_index` selects, `[1, 1, 1, hidden]`: an input, or the constant AR-1."""
@@ -420,20 +436,23 @@ class QdqOps(Ops[Tensor]):
         self._stored[stored] = None
         return self._nodes.dequantize_once(stored, encoding.times(gain))
 
-    def _matrix(self, key: str, head: int | None, gain: float) -> str:
+    def _matrix(self, key: str, head: int | None, gain: float) -> tuple[str, bool]:
         """A stored matrix, dequantized with a scale for each column, or for each block of a column.
+
+        It is `[in, out]`, or `[out, in]` if that is how it is stored; the second value says so.
 
         Block scales are themselves dequantized: integers times the column's scale. The HTP multiplies no other form of
         block quantization as integers. Zero points are explicit for 4 bits: without them the HTP silently reads other
         integers.
         """
-        integers, scales, block_scales, dtype, columns, blocks = self._weights.matrix(key, head=head, gain=gain)
+        found = self._weights.matrix(key, head=head, gain=gain)
+        integers, scales, block_scales, dtype, columns, blocks, by_outputs = found
         self._stored[integers] = self._stored[scales] = None
         target, kind = integers + "_dq", WEIGHT_TYPES[dtype]
         if block_scales is None:
             zeros = [self._nodes.zeros(TensorProto.INT4, [columns])] if kind.is_packed else []
-            self._nodes.node("DequantizeLinear", [integers, scales, *zeros], [target], axis=1)
-            return target
+            self._nodes.node("DequantizeLinear", [integers, scales, *zeros], [target], axis=0 if by_outputs else 1)
+            return target, by_outputs
         self._stored[block_scales] = None
         steps = block_scales + "_dq"
         zeros = [
@@ -442,7 +461,7 @@ class QdqOps(Ops[Tensor]):
         ]
         self._nodes.node("DequantizeLinear", [block_scales, scales, zeros[0]], [steps], axis=1)
         self._nodes.node("DequantizeLinear", [integers, steps, zeros[1]], [target], axis=0, block_size=kind.block)
-        return target
+        return target, False
 
 
 def _result(name: str, encoding: Encoding) -> Port:

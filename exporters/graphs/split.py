@@ -84,7 +84,7 @@ def choose_split(
     load = Load(
         layers=layers,
         packed=layer_bytes(spec, recipe, WeightType.packed_bytes),
-        embedding_bytes=2 * decoder.table_parameters,
+        embedding_bytes=WEIGHT_TYPES["int8"].matrix_bytes(spec.hidden, spec.vocab),
         head_bytes=WEIGHT_TYPES[recipe.rule(HEAD).dtype].matrix_bytes(spec.hidden, spec.vocab),
         cache=CHOICES[0].layer_bytes(geometry, ar),
         activations_bytes=activation_bytes(decoder, geometry, max(ar)),
@@ -104,6 +104,6 @@ def layer_bytes(spec: DecoderSpec, recipe: Recipe, count: Callable[[WeightType, 
     """Bytes of the matrices of each layer; `count` gives the bytes of one matrix."""
     found = [0] * spec.layers
     for name, (columns, rows) in matrices(spec).items():
-        if name != HEAD:
+        if name.startswith("model.layers."):
             found[int(name.split(".")[2])] += count(WEIGHT_TYPES[recipe.rule(name).dtype], rows, columns)
     return found

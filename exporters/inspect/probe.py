@@ -103,7 +103,7 @@ class Probe:
         self._pieces = _cut(bundle, record)
         self._inputs = {port.name: port for part in manifest.interface.parts(record) for port in part.inputs}
         self._windows = manifest.interface.masks()
-        self._table = bundle.embeddings()
+        self._table = bundle.embeddings() if manifest.host_embeds else None
         self._ropes = rope_tables(manifest)
         self._sink = read_sink(bundle)
 
@@ -185,7 +185,7 @@ class Probe:
             name.removesuffix("_q"): piece.results[name].dequantize(values) for name, values in results.items()
         }
         if piece.is_first and self._table is not None:
-            trace[_EMBEDDING] = manifest.encodings[EMBEDDINGS].dequantize(self._table[state])
+            trace[_EMBEDDING] = manifest.encodings[EMBEDDINGS].dequantize(self._table.rows(state))
         for tensor, values in past.items():
             trace[tensor.past] = manifest.encodings[tensor.past].dequantize(values[self.first :])
         return trace, [*results.values()][-1]
@@ -206,7 +206,7 @@ class Probe:
             feeds[IDS] = np.zeros((1, self._record.ar), np.int32)
             feeds[IDS][0, :n] = chunk
         else:
-            rows = chunk if self._table is None or not piece.is_first else self._table[chunk]
+            rows = chunk if self._table is None or not piece.is_first else self._table.rows(chunk)
             feeds[source] = np.zeros((1, 1, self._record.ar, rows.shape[1]), rows.dtype)
             feeds[source][0, 0, :n] = rows
         for suffix, table in self._ropes.items():

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import msgspec
 import numpy as np
 
 from edgekv.bundle import Bundle
@@ -107,7 +108,9 @@ class LoraBase:
         except (OSError, KeyError, ValueError, TensorFileError) as error:
             fix = "Export the bundle again."
             raise BundleError(str(path), got=error, expected="the transforms of the base model", fix=fix) from None
-        spec, split, heads = describe(Config(config, LORA_FILE)), None, None
+        vocabulary = manifest.model.vocabulary
+        spec = msgspec.structs.replace(describe(Config(config, LORA_FILE)), vocabulary=vocabulary)
+        split, heads = None, None
         if manifest.model.split:
             split = SplitResidual(spec, manifest.model.split)
             spec = split.spec

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
 from typing import Any, Protocol
 
 import numpy as np
@@ -17,14 +18,16 @@ from edgekv.graphs.decoder import (
     feed_forward,
     feed_forward_inputs,
     head_inputs,
+    last_norm,
     logits,
 )
 from edgekv.spec.lora import LoraGroup, lora_reach
-from edgekv.spec.tensors import EMBEDDING, by_inputs, by_outputs
+from edgekv.spec.tensors import EMBEDDING, HEAD_TURN, by_inputs, by_outputs
 from exporters.quantize.encodings import decoder_results
 from exporters.quantize.recipe import Recipe
 from exporters.quantize.reference import Floats, NumpyOps, Tensors, Weights
-from quant import LARGEST, Grid, LayerInputs, QuantizedWeight, Range, quantize
+from exporters.quantize.table import Table
+from quant import LARGEST, Grid, LayerInputs, QuantizedWeight, Range, quantize, quantize_per_channel
 
 _HEAD_ROWS_AT_ONCE = 8192
 _MOST_AT_START = 16.0
@@ -149,6 +152,8 @@ class Quantizer:
         rows = tensors.tensor(EMBEDDING, tokens.reshape(-1)).reshape(*tokens.shape, -1)
         self._follows = follows(recipe)
         self.hidden: Floats = np.stack([rows, rows] if self._follows else [rows])
+        if self._follows:
+            self.hidden[1, :, sink:] = self._rounded(tokens[:, sink:])
         self._ops.ranges["embedding"] = Range()
         self._ops.ranges["embedding"].observe(rows[:, sink:])
 
@@ -204,29 +209,41 @@ class Quantizer:
         exact = self._ops.exact[name]
         self._ops.quantized[name] = by_outputs(weight.dequantize()) if self._follows and weight is not None else exact
 
-    def head(self) -> tuple[str, QuantizedWeight]:
-        """The head and its name, quantized and observed some rows of the vocabulary at a time."""
+    def head(self) -> Iterator[tuple[str, QuantizedWeight]]:
+        """The matrices behind the layers by name, but for one whose rows are the embeddings: that is in the `Table`.
+
+        The head is quantized and observed some rows of the vocabulary at a time.
+        """
         ops, spec, key = self._ops, self._spec, self._tensors.head_key
         rule = self._recipe.rule(key)
         windows = range(self.hidden.shape[1])
+        if spec.vocabulary == "turned":
+            turn = self._turn()
+            ops.quantized[HEAD_TURN] = by_outputs(turn.dequantize())
+            yield HEAD_TURN, turn
         inputs = None
         if rule.method not in ("nearest", "stored"):
             inputs = self.inputs(np.stack([head_inputs(ops, spec, self.hidden[:, w]) for w in windows], axis=1))
-        integers = np.empty((spec.hidden, spec.vocab), np.int8)
+        table = self._table if spec.shares_vocabulary else None
+        integers = np.empty((0 if table else spec.hidden, spec.vocab), np.int8)
         grids = []
         for start in range(0, spec.vocab, _HEAD_ROWS_AT_ONCE):
             rows = slice(start, start + _HEAD_ROWS_AT_ONCE)
-            if rule.method == "stored":
+            if table is not None:
+                part = table.matrix(rows)
+            elif rule.method == "stored":
                 part = self._tensors.integers(key, rows)
             else:
                 part = quantize(by_inputs(self._tensors.tensor(key, rows)), rule.dtype, rule.method, inputs)
-            integers[:, rows] = part.integers
-            grids.append(part.grid)
+            if table is None:
+                integers[:, rows] = part.integers
+                grids.append(part.grid)
             ops.quantized[key] = by_outputs(part.dequantize())
             for window in windows:
                 logits(ops, spec, key, self.hidden[-1:, window])
         ops.drop()
-        return key, QuantizedWeight(integers, Grid.joined(grids))
+        if table is None:
+            yield key, QuantizedWeight(integers, Grid.joined(grids))
 
     def take_ranges(self) -> dict[str, Range]:
         """The ranges observed since the last call."""
@@ -240,6 +257,27 @@ class Quantizer:
         """`[2 or 1, windows, T, in]` as the inputs of a matrix."""
         exact, *quantized = x[:, :, self._ops.first :].reshape(len(x), -1, x.shape[-1])
         return LayerInputs(exact, quantized[0] if quantized else exact)
+
+    def _turn(self) -> QuantizedWeight:
+        """The matrix in front of the head, quantized: with the identity it stands for the one that x is turned by."""
+        turn = by_inputs(self._tensors.tensor(HEAD_TURN))
+        rule = self._recipe.rule(HEAD_TURN)
+        if rule.method == "nearest":
+            return quantize_per_channel(turn)
+        assert rule.method != "stored", "no checkpoint has it"
+        windows = range(self.hidden.shape[1])
+        x = np.stack([last_norm(self._ops, self._spec, self.hidden[:, window]) for window in windows], axis=1)
+        identity = np.eye(len(turn), dtype=np.float32)
+        whole, inputs = self.inputs(x).making_up(turn + identity)
+        return quantize(whole - identity, rule.dtype, rule.method, inputs)
+
+    @cached_property
+    def _table(self) -> Table:
+        return Table.of(self._tensors)
+
+    def _rounded(self, tokens: NDArray[Any]) -> Floats:
+        """The embeddings of tokens `[windows, T]` as graphs look them up."""
+        return self._table.embeddings(tokens.reshape(-1)).reshape(*tokens.shape, -1)
 
     def _observe_lengths(self, name: str, x: Floats) -> None:
         """Observe the lengths of the tokens' vectors: columns of length 1 that multiply them give no more."""

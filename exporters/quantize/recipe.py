@@ -25,7 +25,7 @@ from edgekv.bundle import (
 )
 from edgekv.errors import UsageError
 from edgekv.spec.decoder import DecoderSpec, SplitChannel
-from edgekv.spec.tensors import matrices
+from edgekv.spec.tensors import HEAD, HEAD_TURN, matrices
 from edgekv.system import MIB, read_file
 from quant import WEIGHT_TYPES, WeightDtype
 
@@ -144,6 +144,21 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.structs.replace(
             self, weights=tuple(msgspec.structs.replace(rule, method=method) for rule, method in rules)
         )
+
+    def shares_vocabulary(self, spec: DecoderSpec) -> bool:
+        """Whether the head's matrix is the table of embeddings too: that has 8 bits."""
+        rule = self.rule(HEAD)
+        return spec.tied_head and rule.dtype == "int8" and rule.method != "stored"
+
+    def sharing_vocabulary(self) -> Recipe:
+        """With a head whose rows are rounded as embeddings, and with the matrix in front of it in 8 bits.
+
+        That one makes up for what matrices of 4 bits left in the head's inputs, as the head itself would.
+        """
+        method = self.rule(HEAD).method if any(rule.dtype != "int8" for rule in self.weights) else "nearest"
+        turn = WeightRule(tensors=HEAD_TURN, dtype="int8", method=method)
+        head = WeightRule(tensors=HEAD, dtype="int8", method="nearest")
+        return msgspec.structs.replace(self, weights=(*self.weights, turn, head))
 
     def rule(self, tensor: str) -> WeightRule:
         """The rule for a matrix.

@@ -6,7 +6,6 @@ are stored in pairs as bytes, since safetensors has no such type.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -16,10 +15,11 @@ import onnx
 from numpy.typing import NDArray
 
 from edgekv.bundle.weights import Extent, MatrixPlace, TensorPlace, WeightPlaces
-from edgekv.spec.tensors import EMBEDDING
+from edgekv.spec.tensors import EMBEDDING, EMBEDDING_COLUMNS, EMBEDDING_STEPS, HEAD, table_key
 from exporters.quantize.matrices import QuantizedMatrices
 from exporters.quantize.reference import Tensors
 from exporters.quantize.shards import Streamed, write_shard
+from exporters.quantize.table import Table
 from quant import WEIGHT_TYPES, Encoding, WeightDtype, pack_int4
 
 _ONNX_TYPES = {
@@ -31,7 +31,7 @@ _ONNX_TYPES = {
 }
 
 SIXTEEN_BITS = ".uint16"
-_TABLE_ROWS_AT_ONCE = 8192
+TABLE = "embedding.table"
 
 
 class MatrixNames(NamedTuple):
@@ -44,6 +44,7 @@ class MatrixNames(NamedTuple):
         dtype: integer type.
         columns: number of outputs.
         blocks: of a column; 0 if it has none.
+        by_outputs: whether the integers are `[out, in]`.
     """
 
     integers: str
@@ -52,6 +53,7 @@ class MatrixNames(NamedTuple):
     dtype: WeightDtype
     columns: int
     blocks: int
+    by_outputs: bool = False
 
 
 class StoredWeights(Protocol):
@@ -62,6 +64,16 @@ class StoredWeights(Protocol):
 
     def tensor(self, key: str, *, head: int | None = None) -> tuple[str, Encoding]:
         """Name and encoding of a tensor, or of one head's part of a bias, in 16 bits with one scale."""
+
+    @property
+    def has_columns(self) -> bool:
+        """Whether columns of the table of embeddings have factors."""
+
+    def table(self) -> str:
+        """The integers of the table of embeddings; a head that shares them has another name for the same bytes.
+
+        The HTP compiler gives a name one encoding: here all rows have the step 1, in the head each has its own.
+        """
 
     def initializer(self, name: str) -> onnx.TensorProto:
         """The stored tensor of this name as an ONNX initializer that points into its file."""
@@ -79,13 +91,22 @@ class PlacedWeights:
         names = _names(key, place, head)
         if names[0] not in self._initializers:
             self._initializers |= _matrix_initializers(key, place)
-        return MatrixNames(*names, place.dtype, place.width, place.blocks)
+        return MatrixNames(*names, place.dtype, place.width, place.blocks, place.by_outputs)
 
     def tensor(self, key: str, *, head: int | None = None) -> tuple[str, Encoding]:
         key = key if head is None else f"{key}.h{head}"
         place = self._places.tensors[key]
         self._initializers[key + SIXTEEN_BITS] = _tensor_initializer(key, place)
         return key + SIXTEEN_BITS, place.encoding
+
+    @property
+    def has_columns(self) -> bool:
+        return EMBEDDING_COLUMNS in self._places.tensors
+
+    def table(self) -> str:
+        key = EMBEDDING if EMBEDDING in self._places.matrices else HEAD
+        self._initializers[TABLE] = _table_initializer(self._places.matrices[key])
+        return TABLE
 
     def initializer(self, name: str) -> onnx.TensorProto:
         return self._initializers[name]
@@ -113,6 +134,37 @@ class WeightStore:
         """Where everything is that was written."""
         return WeightPlaces(matrices=self._written, tensors=self._places)
 
+    def put_table(self, table: Table) -> None:
+        """Keep the table of embeddings, and the steps of its scales, for the next shard."""
+        spec = self._tensors.spec
+        key = table_key(spec)
+        place = MatrixPlace(
+            file="",
+            dtype="int8",
+            rows=spec.hidden,
+            columns=spec.vocab,
+            heads=1,
+            integers=0,
+            scales=0,
+            by_outputs=True,
+        )
+        integers, scales, _ = _names(key, place, None)
+        self._unwritten[key] = place
+        self._pending[integers] = Streamed(np.int8, (spec.vocab, spec.hidden), table.blocks)
+        self._pending[scales] = table.scales
+        self._encodings[EMBEDDING_STEPS] = table.encoding
+        self._pending[EMBEDDING_STEPS + SIXTEEN_BITS] = table.steps
+        if table.columns is not None:
+            self._encodings[EMBEDDING_COLUMNS] = table.column_encoding
+            self._pending[EMBEDDING_COLUMNS + SIXTEEN_BITS] = table.column_encoding.quantize(table.columns)
+
+    @property
+    def has_columns(self) -> bool:
+        return EMBEDDING_COLUMNS in self._encodings
+
+    def table(self) -> str:
+        return TABLE
+
     def matrix(self, key: str, *, head: int | None, gain: float) -> MatrixNames:
         """Where a matrix, or one head's columns of it, is stored.
 
@@ -124,7 +176,8 @@ class WeightStore:
             place = self._unwritten[key] = self._put(key, head is not None, gain)
         if place.width != (place.columns if head is None else self._tensors.spec.head_dim):
             raise ValueError(f"{key}: got {place.heads} heads of {place.width}; expected the same use in all graphs")
-        return MatrixNames(*_names(key, place, head), place.dtype, place.width, place.blocks)
+        names = _names(key, place, head)
+        return MatrixNames(*names, place.dtype, place.width, place.blocks, place.by_outputs)
 
     def tensor(self, key: str, *, head: int | None = None) -> tuple[str, Encoding]:
         """Name and encoding of a tensor, or of one head's part of a bias, in 16 bits with one scale."""
@@ -147,6 +200,8 @@ class WeightStore:
                 block_scales=None if block_scales is None else extents[block_scales].offset,
             )
             self._initializers |= _matrix_initializers(key, self._written[key])
+            if key == table_key(self._tensors.spec):
+                self._initializers[TABLE] = _table_initializer(self._written[key])
         for name, values in self._pending.items():
             if name.endswith(SIXTEEN_BITS):
                 key, extent = name.removesuffix(SIXTEEN_BITS), extents[name]
@@ -161,21 +216,12 @@ class WeightStore:
     def initializer(self, name: str) -> onnx.TensorProto:
         return self._initializers[name]
 
-    def _sixteen_bits(self, key: str, head: int | None) -> tuple[Encoding, NDArray[Any] | Streamed]:
-        spec = self._tensors.spec
-        if key == EMBEDDING:  # the only tensor too large for memory in float32
-            tables = [slice(first, first + _TABLE_ROWS_AT_ONCE) for first in range(0, spec.vocab, _TABLE_ROWS_AT_ONCE)]
-            ends = [(rows.min(), rows.max()) for rows in (self._tensors.tensor(key, each) for each in tables)]
-            encoding = _covering(min(low for low, _ in ends), max(high for _, high in ends))
-
-            def blocks() -> Iterator[NDArray[Any]]:
-                return (encoding.quantize(self._tensors.tensor(key, each)) for each in tables)
-
-            return encoding, Streamed(np.uint16, (spec.vocab, spec.hidden), blocks)
+    def _sixteen_bits(self, key: str, head: int | None) -> tuple[Encoding, NDArray[Any]]:
         values = self._tensors.tensor(key)
         if head is not None:
-            values = values[head * spec.head_dim : (head + 1) * spec.head_dim]
-        encoding = _covering(values.min(), values.max())
+            width = self._tensors.spec.head_dim
+            values = values[head * width : (head + 1) * width]
+        encoding = Encoding.asymmetric(float(values.min()), float(values.max()), "u16")
         return encoding, encoding.quantize(values)
 
     def _put(self, key: str, by_head: bool, gain: float) -> MatrixPlace:
@@ -206,13 +252,18 @@ def _matrix_initializers(key: str, place: MatrixPlace) -> dict[str, onnx.TensorP
     """The tensors of each head of a matrix, by name."""
     found = {}
     for head in range(place.heads):
-        shapes = (place.rows, place.width), (place.width,), (place.blocks, place.width)
+        whole = (place.columns, place.rows) if place.by_outputs else (place.rows, place.width)
+        shapes = whole, (place.width,), (place.blocks, place.width)
         dtypes = WEIGHT_TYPES[place.dtype].stored, "float32", "uint8"
         parts = zip(_names(key, place, head), dtypes, shapes, place.head_extents(head), strict=False)
         for name, dtype, shape, extent in parts:
             assert name is not None, "blocks have scales"
             found[name] = _initializer(name, dtype, shape, place.file, extent)
     return found
+
+
+def _table_initializer(place: MatrixPlace) -> onnx.TensorProto:
+    return _initializer(TABLE, "int8", (place.columns, place.rows), place.file, place.extents[0])
 
 
 def _tensor_initializer(key: str, place: TensorPlace) -> onnx.TensorProto:
@@ -240,7 +291,3 @@ def _head_by_head(matrix: NDArray[Any], heads: int) -> NDArray[Any]:
     if heads == 1:
         return np.ascontiguousarray(matrix)
     return np.ascontiguousarray(matrix.reshape(len(matrix), heads, -1).transpose(1, 0, 2))
-
-
-def _covering(low: np.floating[Any], high: np.floating[Any]) -> Encoding:
-    return Encoding.asymmetric(float(low), float(high), "u16")

@@ -279,7 +279,7 @@ def _compiler_bytes(prepared: Prepared, graphs: int) -> int:
     for part in split.layers:
         weights = sum(layers[layer] for layer in part)
         if part.start == 0 and split.embeds:
-            weights += 2 * spec.sizes.table_parameters
+            weights += WEIGHT_TYPES["int8"].matrix_bytes(spec.hidden, spec.vocab)
         if part.stop == spec.layers and not split.own_head:
             weights += head
         each_bytes, packed_bytes = len(part) * layer_graph_bytes(spec.sizes), sum(packed[layer] for layer in part)

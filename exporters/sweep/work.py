@@ -61,8 +61,8 @@ class LayerWork:
             matrices = dict(quantizer.layer(self.layer))
             Stage.write(folder / STAGE, matrices, quantizer.take_ranges(), quantizer.hidden)
         else:
-            name, head = quantizer.head()
-            Stage.write(folder / STAGE, {name: head}, quantizer.take_ranges(), None)
+            matrices = dict(quantizer.head())
+            Stage.write(folder / STAGE, matrices, quantizer.take_ranges(), None)
         return None
 
 

@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 from edgekv.bundle import Bundle, Manifest
-from edgekv.spec import EMBEDDING, HEAD
+from edgekv.spec import EMBEDDING, EMBEDDING_STEPS, HEAD, HEAD_TURN
 from quant import WEIGHT_TYPES
 
 _SMALL = "norms, biases and headers", "other", ""
@@ -38,7 +38,7 @@ def byte_shares(bundle: Bundle) -> list[Share]:
         found[*_matrix(key), WEIGHT_TYPES[matrix.dtype].stored] += integers
         found["scales", "scales", ""] += sum(scales)
     for key, tensor in places.tensors.items():
-        found[("embedding", "embedding", "uint16") if key == EMBEDDING else _SMALL] += tensor.extent.bytes
+        found[("scales", "scales", "") if key == EMBEDDING_STEPS else _SMALL] += tensor.extent.bytes
     for _, file, extent in places.extents():
         shards[file] += extent.bytes
     for path in sorted(each for each in bundle.path.rglob("*") if each.is_file()):
@@ -57,8 +57,10 @@ def matrix_types(manifest: Manifest) -> dict[str, int]:
 
 def _matrix(key: str) -> tuple[str, str]:
     """What a matrix is, by its name in the checkpoint, and its kind."""
-    if key == HEAD:
-        return "lm_head", "head"
+    if key in (HEAD, HEAD_TURN):
+        return key.removesuffix(".weight"), "head"
+    if key == EMBEDDING:
+        return "embedding", "embedding"
     *_, part, matrix, _ = key.split(".")
     return matrix, "attention" if part == "self_attn" else "mlp"
 

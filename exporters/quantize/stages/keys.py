@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgekv.bundle import RecipeRecord
-from edgekv.spec.tensors import HEAD
+from edgekv.spec.tensors import HEAD, HEAD_TURN
 from exporters.checkpoint.aligned import AlignedHeads
 from exporters.checkpoint.checkpoint import Checkpoint
 
@@ -62,7 +62,8 @@ def stage_keys(
         prefix = f"model.layers.{layer}."
         key = _hashed([key, [rule for rule in recipe.weights if rule.tensor.startswith(prefix)]])
         keys.append(key)
-    return [*keys, _hashed([key, [rule for rule in recipe.weights if rule.tensor == HEAD]])]
+    ends = [rule for rule in recipe.weights if rule.tensor in (HEAD, HEAD_TURN)]
+    return [*keys, _hashed([key, spec.vocabulary, ends])]
 
 
 @cache

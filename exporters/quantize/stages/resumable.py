@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from edgekv.spec import EMBEDDING, DecoderSpec, views
+from edgekv.spec import EMBEDDING, DecoderSpec, table_key, views
 from exporters.quantize.matrices import Quantizer
 from exporters.quantize.recipe import Recipe
 from exporters.quantize.reference import Tensors
@@ -53,8 +53,8 @@ def quantize_in_stages(
         stages.append(store.write(keys[layer], matrices, quantizer.take_ranges(), quantizer.hidden))
         progress(layer + 1)
     if len(stages) == layers:
-        name, head = quantizer.head()
-        stages.append(store.write(keys[layers], {name: head}, quantizer.take_ranges(), None))
+        matrices = dict(quantizer.head())
+        stages.append(store.write(keys[layers], matrices, quantizer.take_ranges(), None))
     return StagedMatrices(stages), {name: seen for stage in stages for name, seen in stage.ranges().items()}
 
 
@@ -62,7 +62,7 @@ def _kept(store: StageStore, keys: Sequence[str], spec: DecoderSpec, hidden: tup
     """The kept stages before the first that is missing or damaged."""
     matrices: list[dict[str, tuple[int, int]]] = [{} for _ in keys]
     for view in views(spec):
-        if view.is_matrix and view.name != EMBEDDING:
+        if view.is_matrix and view.name not in (EMBEDDING, table_key(spec)):
             outputs, inputs = view.shape
             matrices[spec.layers if view.layer is None else view.layer][view.name] = inputs, outputs
     found: list[Stage] = []

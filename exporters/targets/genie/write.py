@@ -14,6 +14,7 @@ from edgekv.bundle import (
     MANIFEST,
     Bundle,
     CompiledBinary,
+    EmbeddingTable,
     GraphRecord,
     PartRecord,
     atomic_directory,
@@ -22,7 +23,6 @@ from edgekv.bundle import (
 )
 from edgekv.runtime import HtpEngine
 from edgekv.scratch import scratch_folder
-from edgekv.spec import EMBEDDING
 from edgekv.system import sha256_of
 from exporters.graphs.parts import all_rows, build_part, save_part
 from exporters.graphs.qdq import GraphForm
@@ -50,6 +50,7 @@ from quant import Encoding
 
 _TOKENIZER = "tokenizer.json"
 _CHECKED_TOKENS = 8
+_ROWS_AT_ONCE = 8192
 
 
 def write_genie(
@@ -77,8 +78,8 @@ def write_genie(
     ):
         looks_up, encoding = options.embedding_table or manifest.host_embeds, None
         if looks_up:
-            bundle.weights().tensor(EMBEDDING).tofile(folder / TABLE)
-            encoding = manifest.weights.tensors[EMBEDDING].encoding
+            _write_table(bundle.embeddings(), folder / TABLE)
+            encoding = manifest.encodings["embedding"]
         parts = [
             _build_part(bundle, plan, part, scratch, looks_up=looks_up, stacked=options.stacked)
             for part in range(1, plan.parts + 1)
@@ -158,6 +159,13 @@ def write_genie(
         )
         (folder / GENIE_MANIFEST).write_bytes(readable_json(written))
     return written
+
+
+def _write_table(table: EmbeddingTable, path: Path) -> None:
+    """Write the embeddings as Genie reads them: 16 bits an element, in one encoding."""
+    with path.open("wb") as file:
+        for first in range(0, len(table.scales), _ROWS_AT_ONCE):
+            file.write(table.rows(slice(first, first + _ROWS_AT_ONCE)).data)
 
 
 def _build_part(

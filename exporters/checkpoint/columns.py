@@ -1,0 +1,42 @@
+"""Columns of the embedding table that are far larger than the others, where no rotation spreads them.
+
+One scale for a row leaves their neighbours few of its 8 bits. So each column is divided by its size before rows are
+rounded, and multiplied by it after they are looked up. A head with the same matrix has the factors in the last norm.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgekv.spec import EMBEDDING
+
+Floats = NDArray[np.float32]
+
+_OUTLIER = 4.0
+"""A column this many times larger than the median one costs the others two of their 8 bits."""
+
+_MOST_OCTAVES = 15  # between the largest and the smallest factor: 16 bits represent all exactly
+_ROWS_AT_ONCE = 8192
+
+
+def outlier_columns(vocab: int, read: Callable[[str, slice], Floats]) -> Floats | None:
+    """The root mean square of each column over the median one, as powers of 2, `[hidden]`; None without outliers.
+
+    Args:
+        vocab: rows of the table.
+        read: some rows of a tensor, by name.
+    """
+    squares: NDArray[np.float64] = np.zeros(1)
+    for first in range(0, vocab, _ROWS_AT_ONCE):
+        rows = read(EMBEDDING, slice(first, min(first + _ROWS_AT_ONCE, vocab)))
+        squares = squares + np.square(rows, dtype=np.float64).sum(axis=0)
+    sizes = np.sqrt(squares / vocab)
+    median = float(np.median(sizes))
+    if not float(sizes.max()) > _OUTLIER * median > 0:
+        return None
+    octaves = np.rint(np.log2(np.maximum(sizes / median, np.finfo(np.float32).tiny)))
+    factors: Floats = np.exp2(np.maximum(octaves, octaves.max() - _MOST_OCTAVES)).astype(np.float32)
+    return factors

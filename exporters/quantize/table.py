@@ -1,0 +1,97 @@
+"""The table of embeddings: 8-bit integers and a scale for each row.
+
+Scales are multiples of one step, of 16 bits: graphs that look embeddings up multiply the integers of a row by its
+scale, both as integers. A table that is the head's matrix too has these scales there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgekv.spec import EMBEDDING
+from exporters.checkpoint.columns import outlier_columns
+from exporters.quantize.reference import Floats, Tensors
+from quant import DTYPES, Dtype, Encoding, Grid, QuantizedWeight
+
+ROWS_AT_ONCE = 8192
+_MOST = 127
+_STEPS: Dtype = "u16"
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """The scales of a table `[V, hidden]`, whose integers are read some rows at a time.
+
+    Attributes:
+        tensors: have the exact table.
+        columns: divide the columns before rows are rounded, `[hidden]`; None if no column is an outlier.
+        steps: of the scales, uint16 `[V, 1]`.
+        encoding: of the steps.
+        reach: the minimum and maximum embedding, 0 or beyond.
+    """
+
+    tensors: Tensors
+    columns: Floats | None
+    steps: NDArray[np.uint16]
+    encoding: Encoding
+    reach: tuple[float, float]
+
+    @classmethod
+    def of(cls, tensors: Tensors) -> Table:
+        """Read the table once or twice for its scales."""
+        vocab, turned = tensors.spec.vocab, tensors.spec.vocabulary == "turned"
+        columns = None if turned else outlier_columns(vocab, tensors.tensor)
+        blocks = (tensors.tensor(EMBEDDING, rows) for rows in _slices(tensors))
+        ends = [(values.min(), values.max(), np.abs(_divided(values, columns)).max(axis=1)) for values in blocks]
+        most = np.concatenate([each for *_, each in ends]) / np.float32(_MOST)
+        encoding = Encoding.asymmetric(0.0, float(most.max()), _STEPS)
+        steps = np.ceil(most / np.float32(encoding.scale)).clip(1, encoding.limits[1])
+        reach = min(float(low) for low, *_ in ends), max(float(high) for _, high, _ in ends)
+        return cls(tensors, columns, steps.astype(DTYPES[_STEPS])[:, None], encoding, reach)
+
+    @property
+    def column_encoding(self) -> Encoding:
+        """In which the factors of columns are exact."""
+        assert self.columns is not None, "a table with factors"
+        return Encoding(_STEPS, float(self.columns.min()), 0)
+
+    @property
+    def scaled_encoding(self) -> Encoding:
+        """Of the integers of rows times the factors of columns."""
+        assert self.columns is not None, "a table with factors"
+        return Encoding.symmetric(_MOST * float(self.columns.max()), _STEPS)
+
+    @property
+    def scales(self) -> NDArray[np.float32]:
+        """`[V]`."""
+        return self.encoding.dequantize(self.steps)[:, 0]
+
+    def integers(self, rows: slice | NDArray[np.int64]) -> NDArray[np.int8]:
+        """Some rows."""
+        scaled = _divided(self.tensors.tensor(EMBEDDING, rows), self.columns) / self.scales[rows, None]
+        return np.rint(scaled).clip(-_MOST, _MOST).astype(np.int8)
+
+    def embeddings(self, tokens: NDArray[np.int64]) -> Floats:
+        """The rounded rows of tokens, `[T, hidden]`."""
+        found: Floats = self.integers(tokens) * self.scales[tokens, None]
+        return found if self.columns is None else found * self.columns
+
+    def blocks(self) -> Iterator[NDArray[np.int8]]:
+        """All rows, some at a time."""
+        return (self.integers(rows) for rows in _slices(self.tensors))
+
+    def matrix(self, rows: slice) -> QuantizedWeight:
+        """Some rows as output channels of a head."""
+        return QuantizedWeight(self.integers(rows).T, Grid("int8", self.scales[rows]))
+
+
+def _divided(rows: Floats, columns: Floats | None) -> Floats:
+    return rows if columns is None else rows / columns
+
+
+def _slices(tensors: Tensors) -> Iterator[slice]:
+    return (slice(first, first + ROWS_AT_ONCE) for first in range(0, tensors.spec.vocab, ROWS_AT_ONCE))
