@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import hashlib
-import uuid
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
+from threading import Lock
 
 import fsspec
 
-from edgekv.errors import CheckpointError
+from edgekv.bundle import atomic_directory, is_plain_path
+from edgekv.errors import CheckpointError, UsageError
 from edgekv.spec.text import TOKENIZER
 from edgekv.system import cache_folder, sha256_of
 from exporters.checkpoint.checkpoint import Checkpoint
@@ -24,6 +26,8 @@ from exporters.sweep.store import PieceStore
 from exporters.sweep.survey_file import read_survey
 
 WEIGHTS, SETTINGS, TOKENS, CHAT = "weights", "settings of config.json", "tokens", "chat templates or sampling defaults"
+
+_fetching = Lock()
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,21 +140,18 @@ def _fetched(url: str) -> Path:
     """A local copy of the files of a URL; it is copied again if they have changed there.
 
     Raises:
-        CheckpointError: the URL cannot be read.
+        CheckpointError: the URL cannot be read, or lists a name that leads out of its folder.
     """
     try:
         system, root = fsspec.core.url_to_fs(url)
         found = {place.removeprefix(root).strip("/"): info for place, info in system.find(root, detail=True).items()}
         known = sorted((file, info["size"], str(info.get("ETag", info.get("mtime")))) for file, info in found.items())
         folder = cache_folder() / "checkpoints" / hashlib.sha256(repr((url, known)).encode()).hexdigest()[:32]
-        if found and not folder.exists():
-            partial = folder.with_name(f".partial-{uuid.uuid4().hex}")
-            for file in found:
-                place = partial / (file or Path(root).name)
-                place.parent.mkdir(parents=True, exist_ok=True)
-                system.get_file(f"{root}/{file}".rstrip("/"), str(place))
-            if not folder.exists():
-                partial.rename(folder)
+        if strange := [file for file in found if file and not is_plain_path(file)]:
+            raise ValueError(f"it lists {strange[0]!r}, which leads out of the folder")
+        with _fetching:
+            if found and not folder.exists():
+                _fetch(system, root, list(found), folder)
     except Exception as error:  # each file system has errors of its own
         found = {}
         reason = f"{type(error).__name__}: {error}"
@@ -160,6 +161,19 @@ def _fetched(url: str) -> Path:
         fix = "Check the URL and the credentials, and that its package is installed, such as s3fs."
         raise CheckpointError(f"checkpoint {url}", got=reason, expected="a folder or a GGUF file", fix=fix)
     return folder / Path(root).name if "" in found else folder
+
+
+def _fetch(system: fsspec.AbstractFileSystem, root: str, files: Sequence[str], folder: Path) -> None:
+    """Copy files to a new folder, unless another process does meanwhile."""
+    try:
+        with atomic_directory(folder) as partial:
+            for file in files:
+                place = partial / (file or Path(root).name)
+                place.parent.mkdir(parents=True, exist_ok=True)
+                system.get_file(f"{root}/{file}".rstrip("/"), str(place))
+    except UsageError:
+        if not folder.is_dir():
+            raise
 
 
 @lru_cache(maxsize=64)
