@@ -153,10 +153,12 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
     def sharing_vocabulary(self) -> Recipe:
         """With a head whose rows are rounded as embeddings, and with the matrix in front of it in 8 bits.
 
-        That one makes up for what matrices of 4 bits left in the head's inputs, as the head itself would.
+        That one makes up for what matrices of 4 bits left in the head's inputs, as the head itself would. A rule of its
+        own, such as a bundle's recipe has, stays.
         """
         method = self.rule(HEAD).method if any(rule.dtype != "int8" for rule in self.weights) else "nearest"
-        turn = WeightRule(tensors=HEAD_TURN, dtype="int8", method=method)
+        own = [rule for rule in self.weights if rule.tensors == HEAD_TURN]
+        turn = WeightRule(tensors=HEAD_TURN, dtype="int8", method=own[-1].method if own else method)
         head = WeightRule(tensors=HEAD, dtype="int8", method="nearest")
         return msgspec.structs.replace(self, weights=(*self.weights, turn, head))
 
