@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import abc
+from collections.abc import Mapping
 from typing import Any, Unpack, overload
 
 import numpy as np
@@ -16,9 +17,9 @@ from edgekv.session.loaded import LoadedBundle
 from edgekv.session.params import BeamParams, SamplingParams
 from edgekv.session.processors import LogitsProcessor
 from edgekv.session.prompt import Prompt
-from edgekv.session.request import Request
 from edgekv.session.sampler import Sampler
 from edgekv.session.scoring import Scoring
+from edgekv.session.sequence import Sequence
 from edgekv.session.speculate import Speculate, SpeculateMode, make_speculation, speculates
 from edgekv.session.speculation import Speculation
 from edgekv.session.together import advance_together
@@ -40,8 +41,8 @@ class Model(LoadedBundle):
         prompt: Prompt | None = None,
         params: SamplingParams | int | None = None,
         *,
-        messages: Sequence[Message] | None = None,
-        tools: Tools | Sequence[Mapping[str, Any]] | None = None,
+        messages: abc.Sequence[Message] | None = None,
+        tools: Tools | abc.Sequence[Mapping[str, Any]] | None = None,
         **keywords: Unpack[SamplingCall],
     ) -> Generation: ...
 
@@ -58,12 +59,12 @@ class Model(LoadedBundle):
         prompt: Prompt | None = None,
         params: SamplingParams | BeamParams | int | None = None,
         *,
-        messages: Sequence[Message] | None = None,
-        tools: Tools | Sequence[Mapping[str, Any]] | None = None,
+        messages: abc.Sequence[Message] | None = None,
+        tools: Tools | abc.Sequence[Mapping[str, Any]] | None = None,
         sequence: int | None = None,
         cache_salt: str | None = None,
         retention: RetentionPolicy | None = None,
-        processors: Sequence[LogitsProcessor] = (),
+        processors: abc.Sequence[LogitsProcessor] = (),
         return_logits: bool = False,
         speculate: Speculate | SpeculateMode | Speculation | None = None,
         lora: str | None = None,
@@ -110,19 +111,21 @@ class Model(LoadedBundle):
         tokens = self._prompts.read(self._prompts.text_or_messages(prompt, messages, declared))
         adapter = self.open_lora(lora)
         prefixes = open_prefixes(self._store, cache_salt, retention, None if adapter is None else adapter.key)
-        request = Request(self.sequences, self._graphs, sequence, prefixes, adapter)
+        place = (self.sequences, self._graphs, tokens, sequence, prefixes, adapter)
         if isinstance(chosen.params, BeamParams):
             options = {"return_logits": return_logits, "speculates": speculates(speculate)}
             check_beams(manifest, self._caches, sequence, processors, declared, **options)
-            with self._turns.whole_call(None, request.finish):
-                return run_beams(self._graphs, request, tokens, self._setup, chosen.params, manifest, self.tokenizer)
+            beams = Sequence(*place)
+            with self._turns.whole_call(None, beams.finish):
+                return run_beams(self._graphs, beams, self._setup, chosen.params, manifest, self.tokenizer)
         constraint, reader = self.bind(chosen.params.grammar, declared)
         sampler = Sampler.of(chosen.params, manifest.encodings["logits"], manifest.model.vocab, processors)
         text = (self.tokenizer, manifest.tokens.eos)
+        speculation, most = make_speculation(self, speculate), chosen.params.max_new_tokens
+        growing = Sequence(*place, speculation=speculation, constraint=constraint, max_new_tokens=most)
         return Generation(
             self._turns,
-            request,
-            tokens,
+            growing,
             self._setup,
             chosen,
             sampler,
@@ -130,7 +133,6 @@ class Model(LoadedBundle):
             constraint,
             reader,
             return_logits=return_logits,
-            speculation=make_speculation(self, speculate),
         )
 
     def prepare_together(self) -> None:
@@ -141,7 +143,7 @@ class Model(LoadedBundle):
         """
         _ = self.batch
 
-    def advance_together(self, generations: Sequence[Generation]) -> None:
+    def advance_together(self, generations: abc.Sequence[Generation]) -> None:
         """Run the next inference of several generations in one pass of a verify graph; `next` of each then needs none.
 
         Those that need none, that speculate, or whose tokens find no room beside the others' run by themselves in
@@ -160,7 +162,7 @@ class Model(LoadedBundle):
         with self._turns:
             advance_together(generations, batch, self._graphs)
 
-    def score(self, tokens: Sequence[int], *, lora: str | None = None) -> NDArray[np.float32]:
+    def score(self, tokens: abc.Sequence[int], *, lora: str | None = None) -> NDArray[np.float32]:
         """The logits after each of the tokens, `[T, V]`, teacher forced from an empty cache.
 
         Args:
@@ -179,7 +181,7 @@ class Model(LoadedBundle):
             rows = self.session.score(whole)[-len(tokens) :]
             return self.bundle.manifest.encodings["logits"].dequantize(rows)
 
-    def score_steps(self, tokens: Sequence[int], *, lora: str | None = None) -> Scoring:
+    def score_steps(self, tokens: abc.Sequence[int], *, lora: str | None = None) -> Scoring:
         """As `score`, a step at a time; with those of the sink, if the tokens do not begin with it.
 
         Raises:

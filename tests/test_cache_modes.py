@@ -16,7 +16,7 @@ import edgekv
 from edgekv.cli import run
 from edgekv.errors import MemoryBudgetError, UsageError
 from edgekv.kv import KVCache
-from edgekv.session import Adaptive, ByteBudget, FreeMemoryBudget, Request, Token
+from edgekv.session import Adaptive, ByteBudget, FreeMemoryBudget, Sequence, Token
 from tests.endless import endless
 
 PROMPT = "import os\n\ndef read_file(path):\n"
@@ -33,9 +33,12 @@ def _load(bundle: Path, mode: str = "always", engine: str = "cpu") -> edgekv.Mod
 
 def _logits(model: edgekv.Model, prompt: list[int], more: list[int]) -> np.ndarray:
     """The logits after the prompt and after each further token, `[1 + len(more), V]`."""
-    feeder = Request(model.sequences, model._graphs)
-    rows = [feeder.feed(prompt).copy()]
-    return np.stack([*rows, *(feeder.feed([token]).copy() for token in more)])
+    sequence = Sequence(model.sequences, model._graphs, prompt)
+    rows = [sequence.logits().copy()]
+    for token in more:
+        sequence.push(token)
+        rows.append(sequence.logits().copy())
+    return np.stack(rows)
 
 
 @pytest.fixture(scope="module")

@@ -14,9 +14,9 @@ from edgekv.session.mode import Adaptive, Always, Disabled, LongSequenceOnly, Mo
 from edgekv.session.params import BeamParams, EarlyStopping, SamplingParams
 from edgekv.session.pool import PoolStats, SessionPool
 from edgekv.session.processors import LogitsProcessor
-from edgekv.session.request import Request
 from edgekv.session.sampler import Sampler
 from edgekv.session.scoring import Scoring
+from edgekv.session.sequence import Sequence
 from edgekv.session.session import Session
 from edgekv.session.session_stats import SessionStats
 from edgekv.session.sink import read_sink
@@ -52,11 +52,11 @@ __all__ = [
     "LoraChoice",
     "Mode",
     "PoolStats",
-    "Request",
     "Sampler",
     "SamplingCall",
     "SamplingParams",
     "Scoring",
+    "Sequence",
     "Session",
     "SessionPool",
     "SessionStats",

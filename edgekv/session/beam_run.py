@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import abc
 from dataclasses import dataclass
 from time import perf_counter_ns
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -22,7 +22,7 @@ from edgekv.session.graphs import Graphs
 from edgekv.session.mode import Always
 from edgekv.session.params import BeamParams
 from edgekv.session.processors import LogitsProcessor
-from edgekv.session.request import Request
+from edgekv.session.sequence import Sequence
 from edgekv.session.text import Detokenizer
 from edgekv.session.tools import Tools
 from quant import Encoding
@@ -117,15 +117,12 @@ class GraphScorer:
         cache_ns: time spent gathering and keeping rows, ns.
     """
 
-    def __init__(
-        self, graphs: Graphs, request: Request, prompt: Sequence[int], encoding: Encoding, beams: int, steps: int
-    ) -> None:
+    def __init__(self, graphs: Graphs, sequence: Sequence, encoding: Encoding, beams: int, steps: int) -> None:
         """Prepare to score.
 
         Args:
             graphs: of the bundle.
-            request: runs the prompt, on the pool's own session.
-            prompt: token ids.
+            sequence: with the prompt, on the pool's own session.
             encoding: of the logits.
             beams: number of beams.
             steps: maximum number of positions run after the prompt.
@@ -134,8 +131,7 @@ class GraphScorer:
         self.prefill_ns = 0
         self.cache_ns = 0
         self._graphs = graphs
-        self._request = request
-        self._prompt = prompt
+        self._sequence = sequence
         self._encoding = encoding
         self._count = beams
         self._steps = steps
@@ -143,11 +139,11 @@ class GraphScorer:
 
     def first(self) -> NDArray[Any]:
         started = perf_counter_ns()
-        logits = self._encoding.dequantize(self._request.feed(self._prompt))
+        logits = self._encoding.dequantize(self._sequence.logits())
         self.prefill_ns = perf_counter_ns() - started
         return logits[None]
 
-    def next(self, parents: Sequence[int], tokens: Sequence[int]) -> NDArray[Any]:
+    def next(self, parents: abc.Sequence[int], tokens: abc.Sequence[int]) -> NDArray[Any]:
         if self.beams is None:
             self.beams = BeamCache(self._graphs.cache, self._count, kept=self._steps - 1)
         else:
@@ -172,7 +168,7 @@ def check_beams(
     manifest: Manifest,
     caches: CacheSetup,
     sequence: int | None = None,
-    processors: Sequence[LogitsProcessor] = (),
+    processors: abc.Sequence[LogitsProcessor] = (),
     tools: Tools | None = None,
     *,
     return_logits: bool = False,
@@ -215,8 +211,7 @@ def check_beams(
 
 def run_beams(
     graphs: Graphs,
-    request: Request,
-    prompt: Sequence[int],
+    sequence: Sequence,
     setup: Setup,
     params: BeamParams,
     manifest: Manifest,
@@ -226,8 +221,7 @@ def run_beams(
 
     Args:
         graphs: of the bundle.
-        request: on the pool's own, empty session, which contains the prompt afterwards.
-        prompt: token ids.
+        sequence: with the prompt, on the pool's own, empty session, which contains it afterwards.
         setup: copied to the statistics.
         params: how to search.
         manifest: of the bundle.
@@ -238,25 +232,26 @@ def run_beams(
         EngineError: the runtime failed.
     """
     # At most S tokens can be run; the logits of the last one give one more token.
+    prompt = tuple(sequence.tokens)
     room = manifest.context + 1 - len(prompt)
     limit: StopReason = "length" if params.max_new_tokens <= room else "context"
     length = min(params.max_new_tokens, room)
     search = BeamSearch(params, eos=manifest.tokens.eos, max_new_tokens=length, vocab=manifest.model.vocab)
-    request.prepare(len(prompt))
-    request.begin()
+    sequence.prepare()
+    sequence.begin()
     cache = graphs.cache
     times, copied = graphs.times, cache.stats.bytes_copied
-    scorer = GraphScorer(graphs, request, prompt, manifest.encodings["logits"], params.num_beams, length - 1)
+    scorer = GraphScorer(graphs, sequence, manifest.encodings["logits"], params.num_beams, length - 1)
     started = perf_counter_ns()
     best = run_search(scorer, search)
     decode_ns = perf_counter_ns() - started - scorer.prefill_ns
 
-    def sequence(found: Hypothesis) -> BeamSequence:
+    def result(found: Hypothesis) -> BeamSequence:
         ended = found.tokens[-1] in search.eos
         text = _text(tokenizer, prompt, found.tokens[: len(found.tokens) - ended])
         return BeamSequence(found.tokens, text, found.score, "eos" if ended else limit)
 
-    request.finish()
+    sequence.finish()
     times = graphs.times - times
     held, taken = cache.stats, scorer.beams
     decoded = search.length - 1
@@ -277,13 +272,13 @@ def run_beams(
         kv_bytes_copied=held.bytes_copied - copied + kept + gathered,
         kv_bytes_kept=kept,
         kv_bytes_gathered=gathered,
-        restored_tokens=request.stats.restored_tokens,
-        prefix=request.prefix_stats,
+        restored_tokens=sequence.stats.restored_tokens,
+        prefix=sequence.prefix_stats,
         htp=setup.htp,
     )
-    return BeamResult(tuple(prompt), tuple(sequence(found) for found in best), stats)
+    return BeamResult(prompt, tuple(result(found) for found in best), stats)
 
 
-def _text(tokenizer: Tokenizer, prompt: Sequence[int], tokens: Sequence[int]) -> str:
+def _text(tokenizer: Tokenizer, prompt: abc.Sequence[int], tokens: abc.Sequence[int]) -> str:
     detokenizer = Detokenizer(tokenizer, prompt)
     return "".join(detokenizer.push(token) for token in tokens) + detokenizer.flush()

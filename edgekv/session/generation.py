@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from time import perf_counter_ns
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -15,14 +15,11 @@ from edgekv.session.batch import Offer
 from edgekv.session.call import ChosenParams
 from edgekv.session.choice import TokenChoice
 from edgekv.session.constraint import Constraint
-from edgekv.session.drafting_feeder import DraftingFeeder
 from edgekv.session.events import GenerationStats, Setup, StopReason, Token
-from edgekv.session.feeder import Feeder
 from edgekv.session.graphs import StepTimes
 from edgekv.session.params import SamplingParams
-from edgekv.session.request import Request
 from edgekv.session.sampler import Sampler
-from edgekv.session.speculation import Speculation
+from edgekv.session.sequence import Sequence
 from edgekv.session.text_stream import TextStream
 from edgekv.session.tools import ToolCall, ToolCallReader
 from edgekv.session.turns import Hold, Turns
@@ -46,8 +43,7 @@ class Generation(Iterator[Token]):
     def __init__(
         self,
         turns: Turns,
-        request: Request,
-        prompt: Sequence[int],
+        sequence: Sequence,
         setup: Setup,
         chosen: ChosenParams,
         sampler: Sampler,
@@ -57,14 +53,12 @@ class Generation(Iterator[Token]):
         reader: ToolCallReader | None = None,
         *,
         return_logits: bool = False,
-        speculation: Speculation | None = None,
     ) -> None:
-        """Claim the request's sequence, which may wait for other threads, and load the graphs.
+        """Claim the sequence's session, which may wait for other threads, and load the graphs.
 
         Args:
             turns: the model's lock.
-            request: a new request.
-            prompt: token ids.
+            sequence: a new one, with the prompt.
             setup: copied to the statistics.
             chosen: how to sample and when to stop.
             sampler: chooses the tokens.
@@ -73,7 +67,6 @@ class Generation(Iterator[Token]):
             constraint: at the start of the text; None for free text.
             reader: of the calls of tools in the text; None if there are no tools.
             return_logits: whether tokens carry the logits of their steps.
-            speculation: drafts tokens, so that a pass may bring several; None for one token a pass.
 
         Raises:
             MemoryBudgetError: the cache of a new sequence does not fit.
@@ -81,29 +74,26 @@ class Generation(Iterator[Token]):
             EngineError: the engine refused a graph.
         """
         assert isinstance(chosen.params, SamplingParams)
-        self.prompt = tuple(prompt)
+        self.prompt = tuple(sequence.tokens)
         self._turns = turns
-        self._request = request
+        self._sequence = sequence
         self._setup = setup
         self._params = chosen.params
         self._bundle_defaults = chosen.bundle_defaults
         self._eos = frozenset() if self._params.ignore_eos else frozenset(eos)
         self._sampler = sampler
         self._choice = TokenChoice(sampler, constraint)
-        self._stream = TextStream(tokenizer, prompt, self._params.stop, reader)
+        self._stream = TextStream(tokenizer, self.prompt, self._params.stop, reader)
         self._return_logits = return_logits
         self._generated: list[int] = []
-        self._feeder = Feeder(request, prompt)
-        if speculation is not None:
-            self._feeder = DraftingFeeder(request, prompt, self._params.max_new_tokens, speculation, constraint)
         self._prefill_steps = self._prefill_ns = self._first_ns = self._decode_ns = 0
         self._stop_reason: StopReason | None = None
         self._has_ended = False
-        self._hold = Hold(turns, request.sequence, request.finish)
+        self._hold = Hold(turns, sequence.id, sequence.finish)
         with turns:
-            request.prepare(len(prompt), drafts=speculation is not None)
+            sequence.prepare()
             self._hold.claim()
-            request.begin()
+            sequence.begin()
         self._drop = finalize(self, self._hold.drop)
 
     def __next__(self) -> Token:
@@ -135,7 +125,7 @@ class Generation(Iterator[Token]):
             if self._has_ended or self._generated:
                 return False
             started = perf_counter_ns()
-            more = self._guarded(lambda: self._feeder.prefill(most))
+            more = self._guarded(lambda: self._sequence.prefill(most))
             self._prefill_ns += perf_counter_ns() - started
             return more
 
@@ -155,7 +145,7 @@ class Generation(Iterator[Token]):
     @property
     def needs_pass(self) -> bool:
         """Whether the next token needs an inference: it is not forced, and no pass has run the one before it."""
-        return (self._choice.needs_logits or self._return_logits) and self._feeder.needs_pass
+        return (self._choice.needs_logits or self._return_logits) and self._sequence.needs_pass
 
     def offer(self) -> Offer | None:
         """What a pass of several generations can run of this one; None if it needs no pass, or its own.
@@ -169,7 +159,7 @@ class Generation(Iterator[Token]):
             return None
         self._hold.check("generation")
         self._hold.keep()
-        return self._feeder.offer()
+        return self._sequence.offer()
 
     def receive(self, offer: Offer, logits: NDArray[Any], before: CacheStats, times: StepTimes, ns: int) -> None:
         """Take the logits of such a pass.
@@ -181,7 +171,7 @@ class Generation(Iterator[Token]):
             times: its share of the pass.
             ns: time of the whole pass.
         """
-        self._feeder.receive(offer, logits, before, times)
+        self._sequence.receive(offer, logits, before, times)
         self._decode_ns += ns
 
     @property
@@ -206,8 +196,8 @@ class Generation(Iterator[Token]):
     @property
     def stats(self) -> GenerationStats:
         """Statistics so far."""
-        done = self._request.stats
-        times = done.times
+        done = self._sequence.stats
+        times, speculation = done.times, self._sequence.speculation
         decoded = len(self._generated) - 1
         per_token_ms = self._decode_ns / 1e6 / decoded if decoded > 0 else None
         return GenerationStats(
@@ -235,12 +225,12 @@ class Generation(Iterator[Token]):
             seed=self._sampler.seed,
             evicted_tokens=done.evicted_tokens,
             requantization=done.requantization,
-            prefix=self._request.prefix_stats,
+            prefix=self._sequence.prefix_stats,
             sampling=self._params,
             bundle_defaults=self._bundle_defaults,
             decode_steps=times.steps - self._prefill_steps,
             forced_tokens=self._choice.forced_tokens,
-            speculation=self._feeder.speculation,
+            speculation=None if speculation is None else speculation.stats,
             htp=self._setup.htp,
         )
 
@@ -258,7 +248,6 @@ class Generation(Iterator[Token]):
         if not self._has_ended:
             self._has_ended = True
             self._drop.detach()
-            self._feeder.end()
             self._hold.end()
 
     def _step(self) -> Token:
@@ -268,10 +257,10 @@ class Generation(Iterator[Token]):
         logits: NDArray[Any] | None = None
         earlier_ns = self._prefill_ns if is_first else 0  # of `prefill`
         if self._choice.needs_logits or is_first or self._return_logits:
-            logits = self._feeder.first() if is_first else self._feeder.next()
+            logits = self._sequence.logits()
             if is_first:
                 self._prefill_ns += perf_counter_ns() - started
-                self._prefill_steps = self._request.stats.times.steps
+                self._prefill_steps = self._sequence.stats.times.steps
         token = self._take(logits)
         taken_ns = perf_counter_ns() - started
         if is_first:
@@ -286,7 +275,7 @@ class Generation(Iterator[Token]):
         """Choose a token, decide whether it is the last one, and return it with the text to print."""
         started = perf_counter_ns()
         token = self._choice.next(logits, self.prompt, self._generated)
-        self._feeder.push(token, perf_counter_ns() - started)
+        self._sequence.push(token, perf_counter_ns() - started)
         real = self._sampler.real(logits) if self._return_logits and logits is not None else None
         self._generated.append(token)
         known = len(self.tool_calls)
@@ -305,5 +294,5 @@ class Generation(Iterator[Token]):
             return "grammar"
         if len(self._generated) == self._params.max_new_tokens:
             return "length"
-        room = self._request.stats.room_tokens
-        return None if room is None or room >= self._feeder.unfed_tokens else "context"
+        room = self._sequence.stats.room_tokens
+        return None if room is None or room >= self._sequence.unknown_tokens else "context"

@@ -115,7 +115,7 @@ class LoadedBundle:
 
     @property
     def takes_trees(self) -> bool:
-        """Whether drafts may branch; see `Request.takes_trees`."""
+        """Whether drafts may branch: rows of branches are in other columns than in single steps."""
         return self._graphs.row_bits == "equal"
 
     @property
