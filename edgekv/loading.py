@@ -26,6 +26,7 @@ def load(
     cache_mode: str | Mode = "always",
     prefix_cache: PrefixCache | None = None,
     kv_growth: GrowthName | str | None = None,
+    reproducible: bool = False,
     verify: bool = True,
 ) -> Model:
     """Open a bundle and get it ready to run.
@@ -53,6 +54,10 @@ def load(
         kv_growth: for a bundle with several contexts, with `slot` or `pointer-shift`: cache memory starts at the
             smallest context and grows to the next when it is outgrown, `staggered` (one layer after the other) or
             `together`; None allocates the largest at once.
+        reproducible: give a prompt the same answer whatever the caches have of it. A row that a CPU computes depends
+            in its last bit on the rows beside it, so a repeated greedy request can change its text. With this, only
+            whole windows of a prompt are reused, and the rest is run as without a cache; answers are run again when
+            they are part of the next prompt. Engines whose rows are alike, such as `htp`, need nothing of it.
         verify: False skips the hashes of the bundle's files.
 
     Raises:
@@ -71,5 +76,6 @@ def load(
         policy=policy,
         cache_mode=cache_mode,
         kv_growth=kv_growth,
+        reproducible=reproducible,
     )
     return Model(opened, made, caches, prefix_cache)

@@ -44,11 +44,13 @@ class SharedStore:
         store: the store.
         writes: whether generations store their tokens; False for read-only use.
         is_own: whether the model opened the store; it then closes it.
+        window: prefixes end at multiples of so many tokens; see `Session.stable_tokens`.
     """
 
     store: PrefixStore
     writes: bool
     is_own: bool
+    window: int = 1
 
     def close(self) -> None:
         """End the model's use of the store; a store of the caller stays open."""
@@ -57,7 +59,7 @@ class SharedStore:
 
 
 def open_store(
-    bundle: Bundle, engine: str, cache: KVCache, mode: CacheMode, wanted: PrefixCache | None
+    bundle: Bundle, engine: str, cache: KVCache, mode: CacheMode, wanted: PrefixCache | None, window: int = 0
 ) -> SharedStore | None:
     """Open a model's prefix store and load the bundle's own prefixes into it.
 
@@ -69,6 +71,7 @@ def open_store(
         cache: the cache that prefixes are restored into.
         mode: the cache mode; it must keep every sequence.
         wanted: a folder, a configuration or a store; None for the bundle's own prefixes, if it has any.
+        window: of the model's sessions; see `Session.stable_tokens`. Stores with another one are others.
 
     Raises:
         UsageError: the cache mode does not keep every sequence, or the store belongs to another bundle or engine.
@@ -81,15 +84,15 @@ def open_store(
     if mode.recomputed_tokens != 0:
         fix = "Choose the mode always, or leave the prefix cache out."
         raise UsageError("cache mode", got=f"{mode} with a prefix cache", expected="always or adaptive", fix=fix)
-    fingerprint = prefix_fingerprint(bundle.manifest, engine)
+    fingerprint = prefix_fingerprint(bundle.manifest, f"{engine} in windows of {window}" if window else engine)
     if isinstance(wanted, PrefixStore):
         if (wanted.geometry, wanted.fingerprint) != (cache.geometry, fingerprint):
             fix = "Open it with the bundle's geometry and prefix_fingerprint(manifest, engine)."
             raise UsageError("prefix_cache", got="a store of another bundle", expected="one of this bundle", fix=fix)
-        shared = SharedStore(wanted, writes=True, is_own=False)
+        shared = SharedStore(wanted, writes=True, is_own=False, window=window or 1)
     else:
         store = PrefixStore(cache.geometry, _configured(cache, fingerprint, wanted), fingerprint=fingerprint)
-        shared = SharedStore(store, writes=wanted is not None, is_own=True)
+        shared = SharedStore(store, writes=wanted is not None, is_own=True, window=window or 1)
     try:
         if shared.store.config.max_attention_window:
             found, fix = list(shared.store.config.max_attention_window), "Leave it out."
@@ -145,6 +148,7 @@ class Prefixes:
         """
         self._store = shared.store
         self._writes = shared.writes
+        self._window = shared.window
         self._salt = salt
         self._retention = retention
         self._adapter = adapter
@@ -183,16 +187,22 @@ class Prefixes:
             self._count(before)
         return held
 
-    def keep(self, cache: KVCache, tokens: Sequence[int]) -> None:
-        """Store the blocks that have become full since the last call."""
-        step = self._store.config.tokens_per_block
-        if len(tokens) // step > self._seen_tokens // step:
-            self._insert(cache, tokens, ended=False)
-            self._seen_tokens = len(tokens)
+    def keep(self, cache: KVCache, tokens: Sequence[int], stable: int) -> None:
+        """Store the blocks that have become full since the last call.
 
-    def end(self, cache: KVCache, tokens: Sequence[int]) -> None:
-        """Also store the last block, and save blocks to disk if the store has a disk tier."""
-        self._insert(cache, tokens, ended=True)
+        Args:
+            cache: holds the tokens.
+            tokens: of the sequence.
+            stable: how many of the first ones may be stored.
+        """
+        step = self._store.config.tokens_per_block
+        if stable // step > self._seen_tokens // step:
+            self._insert(cache, tokens, stable, ended=False)
+            self._seen_tokens = stable
+
+    def end(self, cache: KVCache, tokens: Sequence[int], stable: int) -> None:
+        """As `keep`, and the last block; save blocks to disk if the store has a disk tier."""
+        self._insert(cache, tokens, stable, ended=True)
         if self._writes:
             before = self._store.stats
             self._store.save()
@@ -202,25 +212,26 @@ class Prefixes:
         asked = min(len(tokens) - 1, cache.capacity)
         widest = cache.ar[-1]
         safe = cache.geometry.context - widest
-        if cache.policy == "fail" or len(tokens) <= safe:
-            return self._store.match(tokens[:asked], self._salt, self._adapter)
-        # These steps may evict tokens, so they must start where they would without a match.
-        match = self._store.match(tokens[: min(asked, safe)], self._salt, self._adapter)
-        if surplus := match.tokens % widest:
+        window = self._window
+        if cache.policy != "fail" and len(tokens) > safe:
+            # These steps may evict tokens, so they must start where they would without a match.
+            asked, window = min(asked, safe), max(window, widest)
+        match = self._store.match(tokens[:asked], self._salt, self._adapter)
+        if surplus := match.tokens % window:
             aligned = match.tokens - surplus
             self._store.release(match)
             match = self._store.match(tokens[:aligned], self._salt, self._adapter)
         return match
 
-    def _insert(self, cache: KVCache, tokens: Sequence[int], *, ended: bool) -> None:
+    def _insert(self, cache: KVCache, tokens: Sequence[int], stable: int, *, ended: bool) -> None:
         # After an eviction, rows belong to other tokens or were computed without some of them: not a prefix.
         if not self._writes or cache.dirty or not cache.is_prefix or cache.tokens_seen != len(tokens):
             return
         before = self._store.stats
         self._store.insert(
-            tokens,
+            tokens[:stable],
             CacheRows(cache, self._store.groups),
-            prompt_tokens=min(self._prompt_tokens or 0, len(tokens)),
+            prompt_tokens=min(self._prompt_tokens or 0, stable),
             retention=self._retention,
             salt=self._salt,
             adapter=self._adapter,

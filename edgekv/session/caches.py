@@ -44,6 +44,7 @@ class CacheSetup:
         sink: the tokens that every sequence begins with; None if the graphs compute them.
         ar: tokens per inference of the graphs.
         allocate: where the memory comes from.
+        reproducible: whether a prompt must have the same logits whatever is cached of it.
     """
 
     manifest: Manifest
@@ -55,6 +56,7 @@ class CacheSetup:
     sink: Sink | None
     ar: frozenset[int]
     allocate: Allocate = HeapMemory
+    reproducible: bool = False
 
     @classmethod
     def read(
@@ -67,6 +69,7 @@ class CacheSetup:
         policy: str | Policy = "fail",
         cache_mode: str | Mode = "always",
         kv_growth: GrowthName | str | None = None,
+        reproducible: bool = False,
     ) -> CacheSetup:
         """Parse options as users write them; see `edgekv.load`.
 
@@ -78,6 +81,7 @@ class CacheSetup:
             policy: a context policy.
             cache_mode: a cache mode.
             kv_growth: how memory grows.
+            reproducible: see above.
 
         Raises:
             UsageError: an unknown name, or options that exclude each other.
@@ -119,7 +123,7 @@ class CacheSetup:
         if chosen.name == "fail":  # elsewhere the size of steps decides which tokens leave
             ar |= {graph.ar for graph in wide_prefill_of(engine, manifest)}
         sink, allocate = read_sink(bundle), _allocate(engine, strategy)
-        return cls(manifest, strategy, ratio, chosen, growth, mode, sink, ar, allocate)
+        return cls(manifest, strategy, ratio, chosen, growth, mode, sink, ar, allocate, reproducible)
 
     def make(self) -> KVCache:
         """Allocate a cache.

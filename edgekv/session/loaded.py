@@ -38,6 +38,8 @@ class LoadedBundle:
         bundle: the bundle.
         engine: name of the engine.
         mode: which sequences are kept from one step to the next.
+        window: prompts are run in windows that end at multiples of so many tokens; 0 if they need not be. See
+            `Session.stable_tokens`.
         session: the model's own session, of calls without `sequence`.
         sequences: the sessions of calls with `sequence`.
         draft_sessions: those of calls that draft with this model for another.
@@ -52,16 +54,19 @@ class LoadedBundle:
         self.engine: str = engine.name
         self.mode = caches.mode
         self.defaults = default_params(bundle.manifest.generation)
-        self.session = Session(graphs.cache, graphs)
+        self.window = graphs.most("prefill") if caches.reproducible and graphs.row_bits != "equal" else 0
+        self.session = Session(graphs.cache, graphs, self.window)
         self.draft_record = DraftRecord()
         self.used_batch: Batch | None = None
         self._turns = Turns()
-        self.sequences = SessionPool(lambda: Session(caches.make(), graphs), caches.mode, self.session, self._turns)
+        self.sequences = SessionPool(
+            lambda: Session(caches.make(), graphs, self.window), caches.mode, self.session, self._turns
+        )
         self.draft_sessions = DraftSessions(self.sequences)
         self._caches = caches
         self._setup = caches.described(engine)
         self._prompts = PromptReader(bundle, caches.policy.name)
-        self._store = open_store(bundle, engine.name, graphs.cache, caches.mode, prefix_cache)
+        self._store = open_store(bundle, engine.name, graphs.cache, caches.mode, prefix_cache, self.window)
         self._graphs = graphs
         self._adapters = Adapters(bundle)
 

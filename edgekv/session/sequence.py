@@ -119,7 +119,8 @@ class Sequence:
     def prefill(self, most: int) -> bool:
         """Run the next `most` tokens of the prompt if more are left beyond those that the cache holds.
 
-        `logits` runs the rest. If `most` is the largest AR, the steps are those of running the whole prompt at once.
+        `logits` runs the rest. If `most` is the largest AR, the steps are those of running the whole prompt at once; if
+        sessions have a window, it is run instead of `most`.
 
         Returns:
             Whether more than `most` tokens are left.
@@ -131,6 +132,8 @@ class Sequence:
             return False
         if self.known_tokens == 0:
             self._start()
+        if window := self._pool.own.window:
+            most = window - self.known_tokens % window
         left = self.unknown_tokens
         if left > most:
             self._run(self.known_tokens + most)
@@ -163,7 +166,7 @@ class Sequence:
             return
         session = self._pool.touch(self.id)
         if session is not None and session.writer is self:
-            self._prefixes.end(session.cache, session.tokens)
+            self._prefixes.end(session.cache, session.tokens, session.stable_tokens)
 
     @property
     def prefix_stats(self) -> StoreStats | None:
@@ -190,8 +193,7 @@ class Sequence:
             times: this sequence's share of the pass.
         """
         self.known_tokens += 1
-        if self._prefixes is not None:
-            self._prefixes.keep(offer.session.cache, offer.session.tokens)
+        self._keep(offer.session)
         self.stats.add(offer.session.cache, times, before, 1)
         self._ready = logits
 
@@ -213,27 +215,42 @@ class Sequence:
         elif self._holds(session):
             start = known
         else:
-            start, restored = self._recall(session, text)
+            start, restored = self._recall(session, text[: self._prompt_tokens] if session.window else text)
         self.known_tokens = end
         times, before = self._graphs.times, session.cache.stats
         session.writer = self
         new = text[start:]
         try:
-            return session.feed(new) if self._prefixes is None else self._run_stored(session, new, self._prefixes)
+            if session.window and start < known:
+                return self._feed_again(session, text)
+            return self._feed(session, new)
         finally:
             if known == 0:
                 self.stats.reused_tokens, self.stats.restored_tokens = start, restored
             self.stats.add(session.cache, self._graphs.times - times, before, len(new))
 
-    def _run_stored(self, session: Session, tokens: abc.Sequence[int], prefixes: Prefixes) -> NDArray[Any]:
+    def _feed(self, session: Session, tokens: abc.Sequence[int]) -> NDArray[Any]:
         """Run tokens; full blocks are stored before layers with an attention window drop them."""
-        if not tokens:
+        if not tokens or self._prefixes is None:
             return session.feed(tokens)
         piece = session.cache.ar[-1] if len(session.cache.groups) > 1 else len(tokens)
         for at in range(0, len(tokens), piece):
             logits = session.feed(tokens[at : at + piece])
-            prefixes.keep(session.cache, session.tokens)
+            self._keep(session)
         return logits
+
+    def _feed_again(self, session: Session, text: abc.Sequence[int]) -> NDArray[Any]:
+        """Run what an evicted session had, in the steps that it had it from: the prompt, then token by token."""
+        if rest := text[len(session.tokens) : self._prompt_tokens]:
+            logits = self._feed(session, rest)
+        for token in text[self._prompt_tokens :]:
+            logits = self._feed(session, [token])
+        return logits
+
+    def _keep(self, session: Session) -> None:
+        """Store the blocks that have become full."""
+        if self._prefixes is not None:
+            self._prefixes.keep(session.cache, session.tokens, session.stable_tokens)
 
     def _holds(self, session: Session) -> bool:
         """Whether the session holds exactly the known tokens, as this call left them."""
@@ -264,7 +281,7 @@ class Sequence:
             session.reset()
             raise
         if end > start:
-            session.adopt(tokens[:end])
+            session.adopt(tokens[:end], end)
         return end, end - start
 
     # ------------------------------------------------------------------ passes with drafts
@@ -342,5 +359,5 @@ class Sequence:
         before = session.cache.stats
         session.settle()
         self.stats.add(session.cache, StepTimes(), before, 0)
-        if self._prefixes is not None and session.cache.tokens_seen == len(session.tokens):
-            self._prefixes.keep(session.cache, session.tokens)
+        if session.cache.tokens_seen == len(session.tokens):
+            self._keep(session)

@@ -26,12 +26,21 @@ class Session:
             window they include evicted ones.
         writer: the call that extended it last; it can continue without comparing tokens.
         adapter: the adapter that its rows were computed with, and the next ones will be; None for none.
+        window: prompts are run in windows that end at multiples of so many tokens; 0 if that does not matter.
     """
 
-    def __init__(self, cache: KVCache, graphs: Graphs) -> None:
-        """Start with an empty cache, which holds the sink if the bundle has one."""
+    def __init__(self, cache: KVCache, graphs: Graphs, window: int = 0) -> None:
+        """Start with an empty cache, which holds the sink if the bundle has one.
+
+        Args:
+            cache: the memory.
+            graphs: extend it.
+            window: see the class.
+        """
         self.cache = cache
+        self.window = window
         self.tokens: list[int] = self._first
+        self._stable = len(self.tokens)
         self.writer: object = None
         self.adapter: BoundAdapter | None = None
         self._own_sink = cache.sink
@@ -75,12 +84,15 @@ class Session:
         self.cache.expect(len(tokens))
         done = 0
         while done < len(tokens):
-            graph = self._graphs.choose(role, len(tokens) - done)
-            step = tokens[done : done + graph.ar]
+            most = len(tokens) - done
+            if self.window and role == "prefill":
+                most = min(most, self.window - len(self.tokens) % self.window)
+            graph = self._graphs.choose(role, most)
+            step = tokens[done : done + min(graph.ar, most)]
             done += len(step)
             try:
                 graph.step(step, logits=take is not None or done == len(tokens))
-                self.tokens += step
+                self._ran(step, role)
             except EdgeKVError:
                 raise  # the cache is unchanged by the failed step
             except BaseException:  # such as Ctrl-C
@@ -175,15 +187,24 @@ class Session:
             self.feed(new, "score", lambda logits: rows.append(logits.copy()))
         return np.concatenate(rows)
 
+    @property
+    def stable_tokens(self) -> int:
+        """How many of the first tokens another text keeps when it begins with them.
+
+        With a `window` those of whole windows: rows that an empty cache would get for the same prompt, to the bit.
+        """
+        return self._stable if self.window else len(self.tokens)
+
     def reset(self) -> None:
         """Hold nothing but the sink."""
         self._pass = None
         self.cache.reset()
         self.tokens = self._first
+        self._stable = len(self.tokens)
         self.writer = None
 
     def reuse(self, tokens: list[int]) -> int:
-        """Keep the longest common prefix with a sequence of tokens and return its length.
+        """Keep the longest common prefix with a sequence of tokens, of the stable ones, and return its length.
 
         At least the last token is left to be run, since its logits are needed; those of the sink are known. A cache
         that has evicted tokens can be extended but not rewound: it is reset unless the sequence continues it.
@@ -195,6 +216,8 @@ class Session:
         if self.cache.tokens_seen != len(self.tokens):
             self.reset()  # the cache was used without this session, or a change of it was interrupted
         common = min(common_tokens(self.tokens, tokens), max(len(tokens) - 1, first))
+        if self.window:
+            common = max(first, min(common, self._stable) // self.window * self.window)
         surplus = len(self.tokens) - common
         if surplus and (common <= first or not self.cache.is_whole):
             self.reset()
@@ -202,18 +225,28 @@ class Session:
         if surplus:
             self.cache.rewind(surplus)
             del self.tokens[common:]
+            self._stable = min(self._stable, common)
         return common
 
-    def adopt(self, tokens: Sequence[int]) -> None:
-        """Record that the cache now contains these tokens."""
+    def adopt(self, tokens: Sequence[int], stable_tokens: int = 0) -> None:
+        """Record that the cache now contains these tokens, so many of them stable."""
         self._pass = None
         self.tokens = list(tokens)
+        self._stable = stable_tokens
         self.writer = None
 
     def yield_to(self, other: Session) -> None:
         """Switch the graphs to another session's cache, so that this one's memory can be freed."""
         if self._graphs.cache is self.cache:
             self._graphs.use(other.cache, other.adapter)
+
+    def _ran(self, step: Sequence[int], role: Role) -> None:
+        """Note a step, which may be a whole window of a prompt."""
+        start = len(self.tokens)
+        self.tokens += step
+        is_whole = self.window and role == "prefill" and len(self.tokens) % self.window == 0
+        if is_whole and start == self._stable:
+            self._stable = len(self.tokens)
 
     @property
     def _first(self) -> list[int]:
