@@ -23,7 +23,7 @@ from tests.exports import GIVEN, program
 SELECT = "not htp and not slow and not numpy2 and not numpy1"
 LONGEST_S = 3600
 ELSEWHERE = (
-    *("aihub", "android", "chat_page", "docs", "doctor", "genai"),
+    *("aihub", "android", "chat_markdown", "chat_page", "docs", "doctor", "genai"),
     *("genie", "htp", "imports", "litert", "render", "tflite"),
 )
 """Begin the names of files that need other runtimes, a browser, or a platform's tools, which this one does not have."""

@@ -14,7 +14,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-PROGRAM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+VARIABLE = "EDGEKV_TEST_CHROMIUM"
+"""Names the program. CI sets it, so that a browser that is missing there fails the tests instead of skipping them."""
+_NAMES = ("chromium", "chromium-browser", "google-chrome")
+PROGRAM = os.environ.get(VARIABLE) or next(filter(None, map(shutil.which, _NAMES)), None)
 WAIT_S = 30.0
 ANSWER_S = 90.0
 
@@ -36,6 +39,9 @@ class Browser:
         self._session = self._send("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
         for domain in ("Page", "Runtime", "Log", "Network"):
             self._send(f"{domain}.enable")
+        self._send("Emulation.setFocusEmulationEnabled", enabled=True)
+        allowed = ["clipboardReadWrite", "clipboardSanitizedWrite"]
+        self._send("Browser.grantPermissions", permissions=allowed, session=None)
 
     def open(self, url: str) -> None:
         """Load a page and wait for it."""
@@ -64,14 +70,15 @@ class Browser:
     def press(self, key: str, code: int, *, shift: bool = False) -> None:
         """Press a key."""
         given: dict[str, Any] = {"key": key, "code": key, "windowsVirtualKeyCode": code, "modifiers": 8 * shift}
-        text = {"Enter": "\r"}.get(key)
+        text = "\r" if key == "Enter" else key if len(key) == 1 else None
         self._send("Input.dispatchKeyEvent", type="keyDown", **given, **({"text": text} if text else {}))
         self._send("Input.dispatchKeyEvent", type="keyUp", **given)
 
-    def click(self, element: str) -> None:
-        """Click on an element by its id."""
+    def click(self, selector: str) -> None:
+        """Click on the first element that a CSS selector finds, in its middle."""
         place = self.run(
-            f"(() => {{ const r = document.getElementById({element!r}).getBoundingClientRect();"
+            f"(() => {{ const e = document.querySelector({json.dumps(selector)});"
+            " e.scrollIntoView({ block: 'nearest' }); const r = e.getBoundingClientRect();"
             " return [r.x + r.width / 2, r.y + r.height / 2]; })()"
         )
         for kind in ("mousePressed", "mouseReleased"):
@@ -84,6 +91,11 @@ class Browser:
         )
         scheme = "dark" if dark else "light"
         self._send("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
+
+    def clipboard(self) -> str:
+        """The text on the clipboard."""
+        found: str = self.run("navigator.clipboard.readText()")
+        return found
 
     def screenshot(self, path: Path) -> None:
         """Write what the page shows."""

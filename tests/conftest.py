@@ -21,6 +21,7 @@ from tests.exports import export_options, exported
 if TYPE_CHECKING:
     from exporters.targets.genie.folder import GenieFolder
     from tests.aihub_server import AiHub
+    from tests.browser import Browser
 
 # A busy machine is no failure, and CI looks at the same examples each time: searching for new ones is for people.
 settings.register_profile("edgekv", deadline=None, derandomize="CI" in os.environ)
@@ -167,6 +168,16 @@ def talking(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from tests.serving import talking_bundle
 
     return talking_bundle(tmp_path_factory.mktemp("talking"))
+
+
+@pytest.fixture(scope="module")
+def chromium(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    from tests.browser import PROGRAM, browser
+
+    if PROGRAM is None:
+        pytest.skip("needs Chromium: apt-get install chromium")
+    with browser(tmp_path_factory.mktemp("profile")) as chromium:
+        yield chromium
 
 
 @pytest.fixture

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import shutil
 import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +16,19 @@ from openai import OpenAI
 from safetensors.numpy import load_file, save_file
 
 import edgekv
+from edgekv.bundle import open_bundle
 from edgekv.prefix import StoreConfig
 from edgekv.serve import Limits, ServeOptions, Serving
 from edgekv.session import Adaptive
+from exporters.checkpoint.lora import AdapterChoice
+from exporters.lora.add import add_lora
+from exporters.lora.options import LoraOptions
+from tests.adapters import write_adapter
 from tests.checkpoints import write_checkpoint
 from tests.exports import export_options, exported
 
 NAME = "talker"
+ADAPTERS = ("terse", "loud", "calm")
 TEMPLATE = (
     "{% if tools %}{{ tools | tojson }} Write <tool_call>\\n{...}\\n</tool_call>{% endif %}"
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}"
@@ -37,6 +45,17 @@ def talking_bundle(folder: Path) -> Path:
     save_file(weights, checkpoint / "model.safetensors")
     (checkpoint / "chat_template.jinja").write_text(TEMPLATE)
     return exported(checkpoint, export_options(context=512, ar=(1, 8)))
+
+
+def adapted_bundle(folder: Path) -> Path:
+    """The same with three adapters, in a folder of its own."""
+    checkpoint = talking_bundle(folder / "plain").parent / "checkpoint"
+    options = replace(export_options(context=512, ar=(1, 8)), lora=LoraOptions(8, ("q", "v")))
+    bundle = shutil.copytree(exported(checkpoint, options), folder / "bundle")
+    for seed, name in enumerate(ADAPTERS):
+        write_adapter(folder / name, checkpoint, seed=seed, lora_alpha=1)
+        add_lora(open_bundle(bundle), AdapterChoice(folder / name), name)
+    return bundle
 
 
 class Server:

@@ -1,77 +1,57 @@
-"""The chat page, in headless Chromium: a conversation, its end in the middle, a reload, a phone, and hostile text."""
+"""The chat page, in headless Chromium: a conversation, its ends, its edits, adapters, a reload, a phone."""
 
 from __future__ import annotations
 
 import json
 import re
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from edgekv.serve.page import page
-from tests.browser import PROGRAM, Browser, browser
-from tests.serving import Server, served, talking_bundle
-
-ENTER, ESCAPE, TAB = 13, 27, 9
-IDLE = "!document.getElementById('send').hidden"
-TURNS = "[...document.querySelectorAll('.turn')].map(e => [e.classList[1], e.querySelector('.text').textContent])"
-KEPT = "JSON.parse(localStorage.getItem('edgekv chat'))"
+from tests.browser import Browser
+from tests.chat_page import (
+    ENTER,
+    ERROR,
+    ESCAPE,
+    FIGURES,
+    IDLE,
+    KEPT,
+    TAB,
+    TURNS,
+    change_settings,
+    new_chat,
+    say,
+    show,
+    wait_for_turns,
+)
+from tests.serving import ADAPTERS, NAME, Server, adapted_bundle, served
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with served(talking_bundle(tmp_path_factory.mktemp("talker"))) as server:
+def server(talking: Path) -> Iterator[Server]:
+    with served(talking) as server:
         yield server
-
-
-@pytest.fixture(scope="module")
-def chromium(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
-    if PROGRAM is None:
-        pytest.skip("needs Chromium: apt-get install chromium")
-    with browser(tmp_path_factory.mktemp("profile")) as chromium:
-        yield chromium
 
 
 @pytest.fixture
 def chat(chromium: Browser, server: Server) -> Iterator[Browser]:
-    """The page with no conversation; it must end without an error of a script or of the content security policy."""
-    chromium.open(f"{server.serving.url}/")
-    chromium.run("localStorage.clear(), sessionStorage.clear(), state = { messages: [], settings: {} }, undefined")
-    chromium.messages.clear()
-    chromium.resize(1000, 700)
-    chromium.open(f"{server.serving.url}/?again")
-    chromium.wait("document.title === 'talker'")
-    yield chromium
-    assert chromium.messages == []
-
-
-def _settings(chat: Browser, **values: object) -> None:
-    chat.click("settings")
-    for name, value in values.items():
-        chat.run(f"document.getElementById({name!r}).value = {json.dumps(str(value))}, undefined")
-    chat.run("document.querySelector('dialog button').click()")
-    chat.wait("!document.getElementById('dialog').open")
-
-
-def _say(chat: Browser, text: str) -> None:
-    chat.run("document.getElementById('input').focus()")
-    chat.type(text)
-    chat.press("Enter", ENTER)
+    with new_chat(chromium, server) as chat:
+        yield chat
 
 
 def test_a_conversation_continues_from_the_cache(chat: Browser, server: Server) -> None:
-    _settings(chat, max_tokens=8, temperature=0, system="Be brief.")
-    _say(chat, "Hello")
-    chat.wait(f"{IDLE} && document.querySelectorAll('.turn').length === 2")
-    _say(chat, "More")
-    chat.wait(f"{IDLE} && document.querySelectorAll('.turn').length === 4")
+    change_settings(chat, max_tokens=8, temperature=0, system="Be brief.")
+    say(chat, "Hello", turns=2)
+    say(chat, "More", turns=4)
     turns = chat.run(TURNS)
     assert [role for role, _ in turns] == ["user", "assistant", "user", "assistant"]
     assert turns[0][1] == "Hello"
     messages = [{"role": "system", "content": "Be brief."}]
     messages += [{"role": role, "content": text} for role, text in turns[:3]]
     asked = server.client().chat.completions.create(model="talker", messages=messages, max_tokens=1)  # type: ignore
-    figures = chat.run("[...document.querySelectorAll('.assistant .figures')].map(e => e.textContent)")
+    figures = chat.run(FIGURES)
     for line in figures:
         assert re.fullmatch(
             r"8 tokens · (?:[\d.]+ tokens/s · )?first token \d+ ms · \d+ of \d+ prompt tokens from the cache · "
@@ -87,19 +67,18 @@ def test_a_conversation_continues_from_the_cache(chat: Browser, server: Server) 
 
 def test_a_full_context_is_shown_as_full(chat: Browser) -> None:
     """The last token of an answer is not run: prompt and answer are one more than the context."""
-    _say(chat, "Hello")
-    chat.wait(f"{IDLE} && document.querySelectorAll('.turn').length === 2")
+    say(chat, "Hello", turns=2)
     assert chat.run("document.getElementById('used').textContent") == "512 of 512"
 
 
 @pytest.mark.parametrize("way", ["escape", "button"])
 def test_an_answer_stops_in_the_middle_and_stays_after_a_reload(chat: Browser, server: Server, way: str) -> None:
-    _say(chat, "Hello")
+    say(chat, "Hello")
     chat.wait(f"{TURNS}[1]?.[1].length > 3")
     if way == "escape":
         chat.press("Escape", ESCAPE)
     else:
-        chat.click("stop")
+        chat.click("#stop")
     chat.wait(IDLE)
     assert "stopped" in chat.run("document.querySelector('.assistant .figures').textContent")
     turns = chat.run(TURNS)
@@ -108,17 +87,18 @@ def test_an_answer_stops_in_the_middle_and_stays_after_a_reload(chat: Browser, s
     chat.open(f"{server.serving.url}/")
     chat.wait("document.title === 'talker'")
     assert chat.run(TURNS) == turns
-    _settings(chat, max_tokens=5)
-    chat.click("again")
+    change_settings(chat, max_tokens=5)
+    chat.click("#again")
     chat.wait(f"{IDLE} && document.querySelector('.assistant .figures').textContent.startsWith('5 tokens')")
     assert len(chat.run(TURNS)) == 2
-    chat.click("new")
+    assert chat.run("document.getElementById('adapter').hidden")  # the bundle has none
+    chat.click("#new")
     assert chat.run(TURNS) == []
     assert chat.run(f"{KEPT}.messages") == []
 
 
 def test_a_reload_in_the_middle_of_an_answer_keeps_what_was_written(chat: Browser, server: Server) -> None:
-    _say(chat, "Hello")
+    say(chat, "Hello")
     chat.wait(f"{TURNS}[1]?.[1].length > 3")
     chat.open(f"{server.serving.url}/?later")
     chat.wait("document.title === 'talker'")
@@ -130,39 +110,175 @@ def test_a_reload_in_the_middle_of_an_answer_keeps_what_was_written(chat: Browse
 
 def test_the_page_works_on_a_phone_and_by_keyboard(chat: Browser) -> None:
     chat.resize(320, 600, dark=True)
-    _settings(chat, max_tokens=30)
+    change_settings(chat, max_tokens=30)
     chat.run("document.getElementById('input').focus()")
     chat.type("A line")
     chat.press("Enter", ENTER, shift=True)
     chat.type("x" * 200)
     chat.press("Enter", ENTER)
-    chat.wait(f"{IDLE} && document.querySelectorAll('.turn').length === 2")
+    wait_for_turns(chat, 2)
     assert chat.run("document.documentElement.scrollWidth") == 320
     outside = "[...document.querySelectorAll('button, textarea, meter, .text')].filter(e => e.offsetParent)"
     assert chat.run(f"{outside}.filter(e => e.getBoundingClientRect().right > 320).map(e => e.id)") == []
     buttons = f"{outside}.filter(e => e.tagName === 'BUTTON')"
-    assert chat.run(f"{buttons}.map(e => e.offsetHeight)") == [40] * 4  # one line, and large enough for a finger
+    assert chat.run(f"{buttons}.map(e => e.offsetHeight)") == [40] * 7  # one line, and large enough for a finger
     assert chat.run("document.querySelector('header').offsetHeight") < 100
     chat.resize(1000, 700)
-    assert chat.run(f"{buttons}.map(e => e.offsetHeight)") == [40] * 4
+    assert chat.run(f"{buttons}.map(e => e.offsetHeight)") == [40, 40, 32, 32, 32, 40, 40]
+    name = "(e => e === document.body ? 'the browser' : e.id || e.textContent)(document.activeElement)"
     order = []
-    for _ in range(5):
+    for _ in range(9):
         chat.press("Tab", TAB)
-        order.append(chat.run("document.activeElement.id"))
-    assert {"again", "send", "new", "settings", "log"} & set(order) >= {"again", "send"}
-    unnamed = "[...document.querySelectorAll('button, textarea, input, meter')]"
-    assert chat.run(f"{unnamed}.filter(e => !e.textContent.trim() && !e.labels?.length).map(e => e.id)") == []
+        order.append(chat.run(name))
+    assert order == ["again", "send", "the browser", "new", "settings", "log", "Copy", "Edit", "Copy"]
+    unnamed = "[...document.querySelectorAll('button, textarea, input, meter, select')]"
+    named = "e.textContent.trim() || e.labels?.length || e.ariaLabel"
+    assert chat.run(f"{unnamed}.filter(e => !({named})).map(e => e.id)") == []
 
 
-def test_text_is_never_html(chat: Browser) -> None:
-    hostile = "<img src=x onerror=alert(1)> <script>alert(2)</script>\n```js\n<b>bold</b>\n```\nend"
+def test_the_meter_moves_while_an_answer_is_written(chat: Browser) -> None:
+    change_settings(chat, max_tokens=200, temperature=0)
+    watched = "new MutationObserver(() => shown.push(used.textContent)).observe(used, { childList: true })"
+    chat.run(f"globalThis.shown = [], globalThis.used = document.getElementById('used'), {watched}, undefined")
+    counted = 0
+    for turns in (2, 4):
+        chat.run("shown.length = 0, undefined")
+        say(chat, "Hello", turns)
+        *moving, last = list(dict.fromkeys(chat.run("shown")))
+        estimates = [int(each.removeprefix("~").removesuffix(" of 512")) for each in moving if each.startswith("~")]
+        assert len(estimates) > 2
+        assert [counted, *estimates] == sorted({counted, *estimates})
+        counted = int(last.removesuffix(" of 512"))  # by the server
+        assert counted >= estimates[-1]  # tokens that end within a character send nothing
+        assert chat.run("document.getElementById('meter').value") == counted
+
+
+def test_an_edited_message_asks_again_from_there(chat: Browser, server: Server) -> None:
+    change_settings(chat, max_tokens=5, temperature=0)
+    say(chat, "First", turns=2)
+    say(chat, "Second", turns=4)
+    before = chat.run(TURNS)
+    chat.click(".edit")
+    assert chat.run("document.activeElement.value") == "First"
+    chat.type(" of all")
+    chat.press("Escape", ESCAPE)
+    assert chat.run(TURNS) == before
+    assert chat.run("document.activeElement.textContent") == "Edit"
+    chat.press("Enter", ENTER)
+    chat.type(" of all")
+    chat.press("Enter", ENTER)
+    wait_for_turns(chat, 2)
+    messages = [{"role": "user", "content": "First of all"}]
+    asked = server.client().chat.completions.create(model=NAME, messages=messages, max_tokens=5, temperature=0)  # type: ignore
+    assert chat.run(f"{KEPT}.messages[0].content") == "First of all"
+    assert chat.run(f"{KEPT}.messages[1].content") == asked.choices[0].message.content
+    assert chat.run(f"{KEPT}.messages[1].figures.prompt") == asked.usage.prompt_tokens  # type: ignore[union-attr]
+    assert chat.run("document.activeElement.id") == "input"
+
+
+def test_what_cannot_be_answered_again_keeps_its_answer(chat: Browser) -> None:
+    """Neither an edit nor another try loses what was there, and the edit can be corrected."""
+    change_settings(chat, max_tokens=5)
+    say(chat, "First", turns=2)
+    say(chat, "Second", turns=4)
+    before, figures = chat.run(TURNS), chat.run(FIGURES)
+    chat.click(".edit")
+    chat.type("x" * 3000)
+    chat.press("Enter", ENTER)
+    chat.wait(f"{ERROR}.includes('512') && document.activeElement.value?.length === 3005")
+    assert chat.run("document.activeElement.tagName") == "TEXTAREA"
+    chat.press("Escape", ESCAPE)
+    assert chat.run(TURNS) == before
+    chat.run("window.fetch = async () => { throw new TypeError('Failed to fetch'); }, 0")
+    chat.click("#again")
+    chat.wait(f"{ERROR} === 'The server does not answer. Is it running?'")
+    wait_for_turns(chat, 4)
+    assert chat.run(TURNS) == before
+    assert chat.run(FIGURES) == figures
+    assert chat.run(f"{KEPT}.messages.length") == 4
+    chat.messages.clear()  # the browser notes the status 400
+
+
+def test_copy_buttons_copy_a_message_and_its_code(chat: Browser) -> None:
+    answer = "See:\n\n```python\nx = '<b>'\n\ny = 2\n```\n**end**"
+    show(chat, "A *question*", answer)
+    texts = {
+        ".user .foot button": "A *question*",
+        ".assistant .foot button": answer,
+        ".code button": "x = '<b>'\n\ny = 2",
+    }
+    for is_secure in (True, False):  # http from another machine has no navigator.clipboard
+        for selector, text in texts.items():
+            chat.run("navigator.clipboard.writeText('nothing')")
+            if not is_secure:
+                chat.run("Object.defineProperty(navigator, 'clipboard', { value: undefined, configurable: true }), 0")
+            chat.click(selector)
+            chat.wait(f"document.querySelector({selector!r}).textContent === 'Copied'")
+            chat.run("delete navigator.clipboard")
+            assert chat.clipboard() == text
+        chat.wait("[...document.querySelectorAll('button')].every(e => e.textContent !== 'Copied')")
+    assert chat.run("document.getElementById('status').textContent") == "Copied"
+
+
+def test_a_stream_that_breaks_off_is_told_and_kept(chat: Browser) -> None:
+    data = json.dumps({"choices": [{"delta": {"content": "Half an ans"}}]})
     chat.run(
-        "state.messages = [{ role: 'user', content: 'x' }, { role: 'assistant', content: "
-        f"{json.dumps(hostile)} }}], draw(), undefined"
+        f"window.fetch = async () => new Response({json.dumps(f'data: {data}{chr(10) * 2}: waiting{chr(10)}')}), 0"
     )
-    assert chat.run("document.querySelectorAll('#log img, #log script, #log b').length") == 0
-    assert chat.run("document.querySelector('.assistant pre').textContent") == "<b>bold</b>"
-    assert "<script>alert(2)</script>" in chat.run("document.querySelector('.assistant .text').textContent")
+    say(chat, "Hello", turns=2)
+    assert "Is the server still running?" in chat.run(ERROR)
+    assert chat.run(TURNS) == [["user", "Hello"], ["assistant", "Half an ans"]]
+    assert "broken off" in chat.run(FIGURES)[0]
+    assert chat.run(f"{KEPT}.messages[1].content") == "Half an ans"
+
+
+@pytest.mark.parametrize(
+    "kept",
+    [
+        "{",
+        "null",
+        "[]",
+        '{"messages": 1}',
+        '{"messages": [null, 1, {"role": "system", "content": "x"}], "settings": 3}',
+        '{"messages": [{"role": "user", "content": ["x"]}], "settings": []}',
+        '{"messages": [{"role": "__proto__", "content": "x"}, {"role": "user"}], "settings": null}',
+    ],
+)
+def test_damaged_storage_is_a_new_conversation(chat: Browser, server: Server, kept: str) -> None:
+    chat.run(f"addEventListener('pagehide', () => localStorage.setItem('edgekv chat', {kept!r})), 0")
+    chat.open(f"{server.serving.url}/?damaged")
+    chat.wait(f"document.title === {NAME!r}")
+    assert chat.run(TURNS) == []
+    change_settings(chat, max_tokens=3)
+    say(chat, "Hello", turns=2)
+
+
+def test_an_adapter_is_chosen_and_kept(chromium: Browser, tmp_path_factory: pytest.TempPathFactory) -> None:
+    with served(adapted_bundle(tmp_path_factory.mktemp("adapted"))) as server, new_chat(chromium, server) as chat:
+        options = "[...document.getElementById('adapter').options].map(e => [e.text, e.value])"
+        names = sorted(ADAPTERS)
+        assert chat.run(options) == [["no adapter", NAME], *([name, f"{NAME}:{name}"] for name in names)]
+        chat.resize(320, 600)
+        assert chat.run("document.documentElement.scrollWidth") == 320
+        assert chat.run("document.getElementById('adapter').getBoundingClientRect().right") <= 320
+        change_settings(chat, max_tokens=12, temperature=0)
+        say(chat, "Hello", turns=2)
+        chat.run("document.getElementById('adapter').focus()")
+        chat.press("l", ord("L"))  # a list takes the first entry with this letter
+        chat.wait("document.getElementById('adapter').value.endsWith(':loud')")
+        chat.click("#again")
+        chat.wait("document.querySelector('.assistant h2').textContent === 'Model · loud'")
+        wait_for_turns(chat, 2)
+        messages = [{"role": "user", "content": "Hello"}]
+        for name in (NAME, f"{NAME}:loud"):
+            client = server.client().chat.completions
+            asked = client.create(model=name, messages=messages, max_tokens=12, temperature=0)  # type: ignore[call-overload]
+            same = chat.run(f"{KEPT}.messages[1].content") == asked.choices[0].message.content
+            assert same == (name != NAME)
+        chat.open(f"{server.serving.url}/?later")
+        chat.wait(f"document.title === {NAME!r}")
+        assert chat.run("document.getElementById('adapter').value") == f"{NAME}:loud"
+        assert chat.run("document.querySelector('.assistant h2').textContent") == "Model · loud"
 
 
 def test_the_policy_refuses_html_foreign_hosts_and_other_scripts(chat: Browser) -> None:
@@ -177,25 +293,24 @@ def test_the_policy_refuses_html_foreign_hosts_and_other_scripts(chat: Browser) 
 
 
 def test_an_error_is_told_and_leaves_no_empty_answer(chat: Browser) -> None:
-    _settings(chat, max_tokens=10)
-    _say(chat, "x" * 3000)
-    chat.wait("document.getElementById('error').textContent !== ''")
-    assert "512" in chat.run("document.getElementById('error').textContent")
+    change_settings(chat, max_tokens=10)
+    say(chat, "x" * 3000)
+    chat.wait(f"{ERROR} !== ''")
+    assert "512" in chat.run(ERROR)
     chat.wait(IDLE)
     assert [role for role, _ in chat.run(TURNS)] == ["user"]
     chat.messages.clear()  # the browser notes the status 400
 
 
-def test_a_key_is_asked_for_and_sent(chromium: Browser, tmp_path_factory: pytest.TempPathFactory) -> None:
-    bundle = talking_bundle(tmp_path_factory.mktemp("keyed"))
-    with served(bundle, keys=("secret",)) as server:
+def test_a_key_is_asked_for_and_sent(chromium: Browser, talking: Path) -> None:
+    with served(talking, keys=("secret",)) as server:
         chromium.open(f"{server.serving.url}/")
-        chromium.wait("document.getElementById('error').textContent.includes('key')")
-        _settings(chromium, key="secret", max_tokens=3)
+        chromium.wait(f"{ERROR}.includes('key')")
+        change_settings(chromium, key="secret", max_tokens=3)
         chromium.wait("document.title === 'talker'")
-        _say(chromium, "Hello")
+        say(chromium, "Hello")
         chromium.wait(f"{IDLE} && {TURNS}[1]?.[1] !== undefined")
-        assert chromium.run("document.getElementById('error').textContent") == ""
+        assert chromium.run(ERROR) == ""
         assert "secret" not in chromium.run("JSON.stringify(localStorage)")
     chromium.messages.clear()
 

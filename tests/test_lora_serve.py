@@ -3,7 +3,6 @@
 import json
 import shutil
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,27 +12,13 @@ import edgekv
 from edgekv.bundle import open_bundle
 from edgekv.cli import run
 from edgekv.conversation import Conversation
-from exporters.checkpoint.lora import AdapterChoice
-from exporters.lora.add import add_lora
-from exporters.lora.options import LoraOptions
 from tests.adapters import write_adapter
-from tests.exports import export_options, exported
-from tests.serving import NAME, Server, served, talking_bundle
-
-NAMES = ("terse", "loud", "calm")
+from tests.serving import ADAPTERS, NAME, Server, adapted_bundle, served
 
 
 @pytest.fixture(scope="module")
 def adapted(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A talking bundle with three adapters."""
-    folder = tmp_path_factory.mktemp("talking")
-    checkpoint = talking_bundle(folder / "plain").parent / "checkpoint"
-    options = replace(export_options(context=512, ar=(1, 8)), lora=LoraOptions(8, ("q", "v")))
-    bundle = shutil.copytree(exported(checkpoint, options), folder / "bundle")
-    for seed, name in enumerate(NAMES):
-        write_adapter(folder / name, checkpoint, seed=seed, lora_alpha=1)
-        add_lora(open_bundle(bundle), AdapterChoice(folder / name), name)
-    return bundle
+    return adapted_bundle(tmp_path_factory.mktemp("talking"))
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +29,7 @@ def server(adapted: Path) -> Iterator[Server]:
 
 def test_requests_that_take_turns_answer_as_alone(server: Server, adapted: Path) -> None:
     prompts = ["Hello there", "Hello, you", "What is it"]
-    requests = [(lora, prompts[at % 3]) for at, lora in enumerate([*NAMES, None] * 3)]
+    requests = [(lora, prompts[at % 3]) for at, lora in enumerate([*ADAPTERS, None] * 3)]
     alone = {}
     for lora, prompt in dict.fromkeys(requests):
         with edgekv.load(adapted, threads=1) as model:
