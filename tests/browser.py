@@ -48,6 +48,13 @@ class Browser:
         self._send("Page.navigate", url=url)
         self.wait("document.readyState === 'complete' && location.href !== 'about:blank'")
 
+    @contextmanager
+    def preparing(self, script: str) -> Iterator[None]:
+        """Run a script in every page that loads within the block, before the page's own."""
+        name = self._send("Page.addScriptToEvaluateOnNewDocument", source=script)["identifier"]
+        yield
+        self._send("Page.removeScriptToEvaluateOnNewDocument", identifier=name)
+
     def run(self, script: str) -> Any:
         """The value of an expression."""
         answer = self._send("Runtime.evaluate", expression=script, awaitPromise=True, returnByValue=True)

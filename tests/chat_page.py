@@ -21,7 +21,8 @@ KEPT = "JSON.parse(localStorage.getItem('edgekv chat'))"
 def new_chat(chromium: Browser, server: Server) -> Iterator[Browser]:
     """The page with no conversation; it must end without an error of a script or of the content security policy."""
     chromium.open(f"{server.serving.url}/")
-    chromium.run("localStorage.clear(), sessionStorage.clear(), state = { messages: [], settings: {} }, undefined")
+    chromium.run("document.querySelectorAll('dialog :is(input, textarea)').forEach(e => { e.value = ''; })")
+    chromium.run("state = { messages: [], settings: {} }, save(), 0")
     chromium.messages.clear()
     chromium.resize(1000, 700)
     chromium.open(f"{server.serving.url}/?again")

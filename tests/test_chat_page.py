@@ -253,6 +253,28 @@ def test_damaged_storage_is_a_new_conversation(chat: Browser, server: Server, ke
     say(chat, "Hello", turns=2)
 
 
+def test_a_browser_without_storage_can_chat(chat: Browser, server: Server) -> None:
+    """As where cookies are blocked."""
+    refused = "{ get() { throw new DOMException('no', 'SecurityError'); } }"
+    script = "".join(f"Object.defineProperty(window, '{kind}Storage', {refused});" for kind in ("local", "session"))
+    with chat.preparing(script):
+        chat.open(f"{server.serving.url}/?blocked")
+    chat.wait(f"document.title === {NAME!r}")
+    change_settings(chat, max_tokens=3)
+    say(chat, "Hello", turns=2)
+    assert chat.run(ERROR) == ""
+
+
+def test_a_page_that_opened_before_the_server_started_finds_the_model(chat: Browser, server: Server) -> None:
+    broken = "window.working = fetch; window.fetch = async () => { throw new TypeError('Failed to fetch'); }"
+    with chat.preparing(broken):
+        chat.open(f"{server.serving.url}/?early")
+    chat.wait(f"{ERROR} === 'The server does not answer. Is it running?'")
+    chat.run("window.fetch = working, document.getElementById('max_tokens').value = 3, 0")
+    say(chat, "Hello", turns=2)
+    assert chat.run("document.title") == NAME
+
+
 def test_an_adapter_is_chosen_and_kept(chromium: Browser, tmp_path_factory: pytest.TempPathFactory) -> None:
     with served(adapted_bundle(tmp_path_factory.mktemp("adapted"))) as server, new_chat(chromium, server) as chat:
         options = "[...document.getElementById('adapter').options].map(e => [e.text, e.value])"
