@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
+import openai
 import pytest
 
 from edgekv.cli import run
 from edgekv.errors import UsageError
 from edgekv.serve import Limits, ServeOptions
-from edgekv.serve.keys import ApiKeys, read_keys
+from edgekv.serve.keys import ApiKeys, accepted_keys, read_keys
 from tests.serving import Server, served
 
 GET = "GET {} HTTP/1.1\r\nhost: {}\r\nconnection: close\r\n{}\r\n"
@@ -56,6 +59,43 @@ def test_a_file_of_keys(tmp_path: Path):
         read_keys(tmp_path / "pipe")
 
 
+def test_a_key_and_a_file_of_keys_add_up(tmp_path: Path):
+    path = tmp_path / "keys"
+    path.write_text("first\nsecond\n")
+    assert accepted_keys(None, None) == () and accepted_keys("mine", None) == ("mine",)
+    assert accepted_keys("mine", path) == ("mine", "first", "second")
+    for wrong in ("", "a b", "tab\t", "\u00e9"):
+        with pytest.raises(UsageError, match="API key: got") as refused:
+            accepted_keys(wrong, None)
+        assert not wrong or wrong not in str(refused.value)
+
+
+def test_the_key_of_the_environment_is_needed(talking: Path):
+    """Only that of the command line if both are given, and neither is printed."""
+    command = [sys.executable, "-m", "edgekv", "serve", str(talking), "--port", "0", "--threads", "1"]
+    for options, accepted, refused in (
+        ([], "from-env", "from-line"),
+        (["--api-key", "from-line"], "from-line", "from-env"),
+    ):
+        process = subprocess.Popen(
+            [*command, *options],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env={**os.environ, "EDGEKV_API_KEY": "from-env"},
+        )
+        try:
+            assert process.stdout is not None
+            url = process.stdout.readline().split()[0]
+            assert openai.OpenAI(base_url=url, api_key=accepted).models.list().data
+            with pytest.raises(openai.AuthenticationError, match="no accepted key"):
+                openai.OpenAI(base_url=url, api_key=refused).models.list()
+        finally:
+            process.terminate()
+            printed = process.communicate(timeout=30)[0]
+        assert "from-" not in printed
+
+
 def test_a_foreign_page_cannot_reach_a_local_server(talking: Path):
     """Neither under a name of its own that resolves to this machine, nor by asking across origins."""
     with served(talking) as server:
@@ -83,13 +123,20 @@ def test_an_allowed_page_can_read_refusals(talking: Path):
             assert status in answer and allowed in answer
 
 
-def test_a_server_for_all_without_keys_warns(talking: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_a_server_for_all_without_keys_warns(
+    talking: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
     (tmp_path / "keys").write_text("mine")
+    monkeypatch.delenv("EDGEKV_API_KEY", raising=False)
     wrong = ["serve", str(talking), "--cache-budget", "lots"]  # refused before it would serve
     for options, warns in (([], False), (["--host", "0.0.0.0"], True)):
         assert run([*wrong, *options]) == 2
-        assert ("warning: --host 0.0.0.0 without --api-key-file" in capsys.readouterr().err) is warns
-    assert run([*wrong, "--host", "0.0.0.0", "--api-key-file", str(tmp_path / "keys")]) == 2
+        assert ("warning: --host 0.0.0.0 without API keys" in capsys.readouterr().err) is warns
+    for keys in (["--api-key-file", str(tmp_path / "keys")], ["--api-key", "mine"]):
+        assert run([*wrong, "--host", "0.0.0.0", *keys]) == 2
+        assert "warning" not in capsys.readouterr().err
+    monkeypatch.setenv("EDGEKV_API_KEY", "mine")
+    assert run([*wrong, "--host", "0.0.0.0"]) == 2
     assert "warning" not in capsys.readouterr().err
 
 
@@ -100,6 +147,7 @@ def test_a_server_for_all_without_keys_warns(talking: Path, tmp_path: Path, caps
         (["--max-sessions", "0"], "sessions: got 0"),
         (["--timeout", "0"], "request_s: got 0"),
         (["--cache-budget", "lots"], "memory budget: got 'lots'"),
+        (["--api-key", "a b"], "API key: got other characters"),
         (["--api-key-file", "nowhere"], "nowhere: got No such file"),
         (["--host", "no.such.host.invalid"], "address: got no.such.host.invalid"),
     ],

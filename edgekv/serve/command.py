@@ -21,6 +21,7 @@ from edgekv.cli.speculate_options import (
 )
 from edgekv.cli.summary import engine_and_mode
 from edgekv.errors import UsageError
+from edgekv.serve.keys import KEY_VARIABLE, accepted_keys
 
 _NEEDED = ("starlette", "uvicorn")
 
@@ -46,9 +47,19 @@ def serve(
     ] = None,
     max_queue: Annotated[int, typer.Option(help="Requests that may wait; further ones get 429.")] = 64,
     timeout: Annotated[float, typer.Option(help="Seconds for a request, with its time in the queue.")] = 600.0,
+    api_key: Annotated[
+        str | None,
+        typer.Option(
+            help="An accepted API key; other users of this machine can see it here, but not in the variable.",
+            envvar=KEY_VARIABLE,
+            show_default="none",
+        ),
+    ] = None,
     api_key_file: Annotated[
         Path | None,
-        typer.Option(help="Accepted API keys, one a line; prefixes are never shared across keys.", show_default="none"),
+        typer.Option(
+            help="Further accepted API keys, one a line; prefixes are never shared across keys.", show_default="none"
+        ),
     ] = None,
     cpu_mode: TalkingModeOption = None,
     htp: HtpOption = None,
@@ -76,7 +87,6 @@ def serve(
     from edgekv.loading import load
     from edgekv.prefix import StoreConfig
     from edgekv.serve import Limits, ServeOptions, Serving
-    from edgekv.serve.keys import read_keys
     from edgekv.serve.serving import StuckEngineError
     from edgekv.session import Adaptive, parse_budget
 
@@ -84,13 +94,13 @@ def serve(
         host,
         port,
         name,
-        () if api_key_file is None else read_keys(api_key_file),
+        accepted_keys(api_key, api_key_file),
         tuple(cors or ()),
         Limits(sessions=max_sessions, queue=max_queue, request_s=timeout),
     )
     if not (options.is_local or options.keys):
-        warning = "anyone who reaches this address may use the model. Give --api-key-file to accept known keys alone."
-        typer.echo(f"edgekv: warning: --host {host} without --api-key-file: {warning}", err=True)
+        warning = f"anyone who reaches this address may use the model. Set {KEY_VARIABLE}, or give --api-key-file."
+        typer.echo(f"edgekv: warning: --host {host} without API keys: {warning}", err=True)
     mode = Adaptive(parse_budget(cache_budget))
     speculation = SpeculateOptions(speculate, draft_corpus, draft, draft_tokens, draft_tree)
     common: dict[str, Any] = {

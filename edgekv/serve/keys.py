@@ -10,7 +10,10 @@ from pathlib import Path
 from edgekv.errors import UsageError
 from edgekv.system import read_file
 
+KEY_VARIABLE = "EDGEKV_API_KEY"
+"""The environment variable with an accepted key."""
 _LONGEST_FILE_BYTES = 1 << 20
+_VISIBLE = "visible ASCII characters without spaces"
 
 
 class ApiKeys:
@@ -38,6 +41,20 @@ class ApiKeys:
         return sha256(b"edgekv cache salt" + given).hexdigest() if any(matches) else None
 
 
+def accepted_keys(key: str | None, file: Path | None) -> tuple[str, ...]:
+    """The keys of a server: one that the command line or the environment gives, and those of a file.
+
+    Raises:
+        UsageError: an empty key, one with characters that a header cannot have, or a file without keys.
+    """
+    if key is not None and not _is_visible(key):
+        # The key itself is a secret, so the message does not have it.
+        found = "other characters" if key else "an empty key"
+        fix = f"Correct --api-key, or the environment variable {KEY_VARIABLE}."
+        raise UsageError("API key", got=found, expected=_VISIBLE, fix=fix)
+    return (*(() if key is None else (key,)), *(() if file is None else read_keys(file)))
+
+
 def read_keys(path: Path) -> tuple[str, ...]:
     """The keys of a file, one a line; empty lines and lines that begin with # are left out.
 
@@ -52,12 +69,15 @@ def read_keys(path: Path) -> tuple[str, ...]:
         raise UsageError(str(path), got=reason, expected="a file of API keys", fix=fix) from None
     keys = tuple(key for line in lines if (key := line.strip()) and not key.startswith("#"))
     for number, key in enumerate(keys, 1):
-        if not (key.isascii() and key.isprintable() and " " not in key):
-            wanted = "visible ASCII characters without spaces"
-            raise UsageError(f"{path}: key {number}", got="other characters", expected=wanted, fix=fix)
+        if not _is_visible(key):
+            raise UsageError(f"{path}: key {number}", got="other characters", expected=_VISIBLE, fix=fix)
     if not keys:
         raise UsageError(str(path), got="no key", expected="at least one", fix=fix)
     return keys
+
+
+def _is_visible(key: str) -> bool:
+    return key != "" and key.isascii() and key.isprintable() and " " not in key
 
 
 def _digest(key: bytes) -> bytes:
