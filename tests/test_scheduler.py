@@ -20,9 +20,10 @@ from msgspec import structs
 
 import edgekv
 from edgekv.errors import EngineError, UsageError
-from edgekv.serve import Limits, sse
+from edgekv.serve import Limits, pump
 from edgekv.serve.response_records import ResponseRecord
 from edgekv.serve.response_store import ResponseStore
+from edgekv.serve.sse import WAITING
 from edgekv.session import ByteBudget
 from tests.processes import interruptible
 from tests.serving import NAME, Server, served
@@ -157,13 +158,55 @@ def test_the_queue_is_limited(server: Server):
         for thread in ask:
             thread.start()
         _until(lambda: _jobs(server) == 5)
-        with pytest.raises(openai.RateLimitError, match="queue: got 2 requests that wait") as refused:
+        with pytest.raises(openai.RateLimitError, match=r"The queue is full \(2 waiting\)") as refused:
             _ask(server, "Too many")
         assert int(refused.value.response.headers["retry-after"]) >= 1
         gate.open()
         for thread in ask:
             thread.join()
     assert len(answers) == 5 and len({answer.choices[0].text for answer in answers}) == 1
+
+
+def test_the_answers_to_a_request_are_queued_together_or_not_at_all(server: Server):
+    """Three run and two wait; a request for six answers is refused as a whole, and one for five is not."""
+    with _gate() as gate:
+        busy = threading.Thread(target=lambda: _ask(server, "Busy"))
+        busy.start()
+        _until(lambda: _jobs(server) == 1)
+        with pytest.raises(openai.RateLimitError, match=r"The queue is full \(0 waiting\)"):
+            _ask(server, "Many", n=5)
+        assert _jobs(server) == 1
+        gate.open()
+        busy.join()
+    assert len(_ask(server, "Many", n=5).choices) == 5
+
+
+def test_several_answers_compute_their_prompt_once(talking: Path):
+    prompt = "A prompt of several answers that is longer than a block of the prefix cache"
+    with served(talking, Limits(sessions=4)) as server:
+        tokens = len(server.model.encode(prompt))
+        answer = _ask(server, prompt, n=4, temperature=1, seed=1)
+        assert answer.usage.prompt_tokens == tokens and answer.usage.completion_tokens == 32 and _cached(answer) == 0
+        assert _metric(server, "prompt_tokens_total") == 4 * tokens
+        assert _metric(server, "prompt_tokens_reused_total") >= 3 * (tokens - 32)
+        assert _metric(server, "sessions_busy") == 0
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_leaves_ends_all_its_answers(server: Server, stream: bool):
+    disconnects = _metric(server, "disconnects_total")
+    with _gate() as gate:
+        body = msgspec.json.encode({"model": NAME, "prompt": "Leaves", "max_tokens": 400, "n": 3, "stream": stream})
+        head = "POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+        with socket.create_connection(("127.0.0.1", server.port), timeout=10) as connection:
+            connection.sendall(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
+            gate.allow(3)
+            _until(lambda: len(gate.steps) == 3)
+            jobs = [*server.serving.service.scheduler._running]
+        _until(lambda: all(job.is_cancelled for job in jobs))
+        gate.open()
+        _until(lambda: _jobs(server) == 0 and _metric(server, "sessions_busy") == 0)
+    _until(lambda: _metric(server, "disconnects_total") == disconnects + 1)
 
 
 def test_a_request_that_waits_can_leave(server: Server):
@@ -302,8 +345,8 @@ STREAMS = {
 @pytest.mark.parametrize("path", STREAMS)
 def test_a_stream_that_waits_is_not_silent(talking: Path, monkeypatch: pytest.MonkeyPatch, path: str):
     """Its headers come before its turn, and comments until then; the answer is that of a stream that need not wait."""
-    monkeypatch.setattr(sse, "FIRST_S", 0.05)
-    monkeypatch.setattr(sse, "WAITING_S", 0.05)
+    monkeypatch.setattr(pump, "FIRST_S", 0.05)
+    monkeypatch.setattr(pump, "WAITING_S", 0.05)
     body = msgspec.json.encode({"model": NAME, "stream": True, **STREAMS[path]})
     head = f"POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\nconnection: close\r\n"
     request = f"{head}content-length: {len(body)}\r\n\r\n".encode() + body
@@ -314,7 +357,7 @@ def test_a_stream_that_waits_is_not_silent(talking: Path, monkeypatch: pytest.Mo
         with socket.create_connection(("127.0.0.1", server.port), timeout=10) as connection:
             connection.sendall(request)
             answer = b""
-            while answer.count(sse.WAITING) < 2:
+            while answer.count(WAITING) < 2:
                 answer += connection.recv(4096)
             assert answer.startswith(b"HTTP/1.1 200 ") and b"text/event-stream" in answer
             gate.open()

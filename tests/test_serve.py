@@ -78,6 +78,45 @@ def test_a_stream_is_the_whole_answer_in_pieces(client: OpenAI):
     assert not any(chunk.usage for chunk in chunks[:-1])
 
 
+def test_a_request_may_want_several_answers(client: OpenAI, alone: edgekv.Model):
+    """Each with a seed of its own, from the given one up; the usage counts all answers, and the prompt once."""
+    wanted: Any = {"model": NAME, "messages": USER, "max_tokens": 12, "n": 3, "temperature": 1.0, "seed": 7}
+    texts = [_text(alone, PROMPT, max_new_tokens=12, temperature=1.0, seed=7 + index) for index in range(3)]
+    answer = client.chat.completions.create(**wanted, logprobs=True)
+    assert [choice.index for choice in answer.choices] == [0, 1, 2] and len(set(texts)) == 3
+    assert [choice.message.content for choice in answer.choices] == texts
+    assert all(choice.logprobs and choice.logprobs.content for choice in answer.choices)
+    assert answer.usage is not None
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (len(alone.encode_chat(PROMPT)), 36)
+    with client.chat.completions.create(**wanted, stream=True, stream_options={"include_usage": True}) as stream:
+        chunks = list(stream)
+    streamed, reasons, roles = ["", "", ""], ["", "", ""], list[int]()
+    for choice in (choice for chunk in chunks for choice in chunk.choices):
+        streamed[choice.index] += choice.delta.content or ""
+        reasons[choice.index] += choice.finish_reason or ""
+        roles += [choice.index] if choice.delta.role else []
+    assert (streamed, reasons, roles) == (texts, ["length"] * 3, [0, 1, 2])
+    assert chunks[-1].usage is not None and chunks[-1].usage.total_tokens == answer.usage.total_tokens
+
+
+def test_prompts_and_answers_of_a_completion_are_numbered(client: OpenAI, alone: edgekv.Model):
+    wanted: Any = {"model": NAME, "prompt": ["Once", "Twice"], "max_tokens": 7, "n": 2, "temperature": 1.0, "seed": 3}
+    texts = [
+        "".join(token.text for token in alone.generate(alone.encode(prompt), 7, temperature=1.0, seed=seed))
+        for prompt in ("Once", "Twice")
+        for seed in (3, 4)
+    ]
+    answer = client.completions.create(**wanted)
+    assert [choice.text for choice in answer.choices] == texts
+    assert [choice.index for choice in answer.choices] == [0, 1, 2, 3] and answer.usage is not None
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (4 + 5, 28)
+    streamed = [""] * 4
+    with client.completions.create(**wanted, stream=True) as stream:
+        for choice in (choice for chunk in stream for choice in chunk.choices):
+            streamed[choice.index] += choice.text
+    assert streamed == texts
+
+
 def test_sampling_follows_the_request(client: OpenAI, alone: edgekv.Model):
     params: dict[str, Any] = {"temperature": 0.9, "top_p": 0.8, "seed": 7}
     answer = client.chat.completions.create(model=NAME, messages=USER, max_tokens=20, **params)

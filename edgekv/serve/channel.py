@@ -10,18 +10,21 @@ from edgekv.serve.events import Event
 
 
 class Channel:
-    """A queue that one thread writes and one coroutine reads. The reader is woken once for all that has arrived."""
+    """A queue that one thread writes and one coroutine reads. The reader is woken once for all that has arrived.
+
+    It has the events of all answers to a request, each with the index of its answer.
+    """
 
     def __init__(self) -> None:
         """For the running loop."""
         self._loop = asyncio.get_running_loop()
-        self._events: deque[Event] = deque()
+        self._events: deque[tuple[int, Event]] = deque()
         self._arrived = asyncio.Event()
         self._is_woken = False
 
-    def put(self, event: Event) -> None:
-        """Add an event, from any thread. Nothing happens if the loop has ended."""
-        self._events.append(event)
+    def put(self, index: int, event: Event) -> None:
+        """Add an event of an answer, from any thread. Nothing happens if the loop has ended."""
+        self._events.append((index, event))
         if not self._is_woken:
             self._is_woken = True
             try:
@@ -29,7 +32,7 @@ class Channel:
             except RuntimeError:  # the loop is closed: nobody waits any more
                 return
 
-    async def take(self, within_s: float | None = None) -> list[Event]:
+    async def take(self, within_s: float | None = None) -> list[tuple[int, Event]]:
         """All events that have arrived, at least one; none if that takes longer than a time.
 
         Raises:
@@ -45,7 +48,8 @@ class Channel:
         self._is_woken = False  # before reading: an event that arrives now wakes the reader again
         taken = []
         while self._events:
-            taken.append(event := self._events.popleft())
+            index, event = self._events.popleft()
             if isinstance(event, ApiError) and event.code == CANCELLED:
                 raise DisconnectedError
+            taken.append((index, event))
         return taken if taken or within_s is not None else await self.take()

@@ -4,36 +4,24 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 from uuid import uuid4
 
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from edgekv.serve.chat_records import (
-    AnswerMessage,
-    CallRecord,
-    ChatCompletion,
-    Choice,
-    ChoiceLogprobs,
-    Chunk,
-    ChunkChoice,
-    ContentLogprob,
-    Delta,
-    FunctionRecord,
-    TopLogprob,
-)
 from edgekv.serve.errors import ApiError, refused
-from edgekv.serve.events import Event, Finished, FinishReason, Piece
+from edgekv.serve.events import Finished, FinishReason, Piece, PromptLogprobs
 from edgekv.serve.exchange import Exchange
 from edgekv.serve.form import ResponseFormat, read_form
 from edgekv.serve.job import Work
-from edgekv.serve.sampling import SamplingFields, check_top_logprobs, check_wanted_tokens
+from edgekv.serve.logprobs import Likelihood, TokenNames
+from edgekv.serve.pump import answer
+from edgekv.serve.sampling import SamplingFields, check_top_logprobs, check_wanted_tokens, for_answer
 from edgekv.serve.service import Service
-from edgekv.serve.sse import DONE, event, stream
+from edgekv.serve.sse import DONE, event
 from edgekv.serve.usage import Usage
-
-_encode = msgspec.json.Encoder().encode
 
 
 class ChatRequest(SamplingFields, frozen=True, kw_only=True):
@@ -81,6 +69,104 @@ class ChatRequest(SamplingFields, frozen=True, kw_only=True):
         return check_wanted_tokens("max_tokens", self.max_tokens)
 
 
+class TopLogprob(msgspec.Struct, frozen=True):
+    """A token and its log-probability."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+
+    @classmethod
+    def of(cls, found: Likelihood, names: TokenNames) -> TopLogprob:
+        return cls(names.text(found.id), found.logprob, list(names.data(found.id)))
+
+
+class ContentLogprob(TopLogprob, frozen=True):
+    """A token of the answer, with the most likely ones."""
+
+    top_logprobs: list[TopLogprob]
+
+
+class ChoiceLogprobs(msgspec.Struct, frozen=True):
+    """`logprobs` of a choice."""
+
+    content: list[ContentLogprob]
+    refusal: None = None
+
+
+class FunctionRecord(msgspec.Struct, frozen=True):
+    """A function and the arguments of a call, as a text of JSON."""
+
+    name: str
+    arguments: str
+
+
+class CallRecord(msgspec.Struct, frozen=True):
+    """A call of a tool; `index` is its number, in streams only."""
+
+    id: str
+    function: FunctionRecord
+    index: int | UnsetType = UNSET
+    type: str = "function"
+
+
+class AnswerMessage(msgspec.Struct, frozen=True):
+    """The model's message."""
+
+    content: str | None
+    role: str = "assistant"
+    refusal: None = None
+    tool_calls: list[CallRecord] | UnsetType = UNSET
+
+
+class Choice(msgspec.Struct, frozen=True):
+    """An answer."""
+
+    message: AnswerMessage
+    finish_reason: FinishReason
+    logprobs: ChoiceLogprobs | None = None
+    index: int = 0
+
+
+class ChatCompletion(msgspec.Struct, frozen=True, kw_only=True):
+    """The whole answer to a request."""
+
+    id: str
+    created: int
+    model: str
+    choices: list[Choice]
+    usage: Usage
+    object: str = "chat.completion"
+
+
+class Delta(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What a chunk adds to the message."""
+
+    role: str | UnsetType = UNSET
+    content: str | UnsetType = UNSET
+    tool_calls: list[CallRecord] | UnsetType = UNSET
+
+
+class ChunkChoice(msgspec.Struct, frozen=True):
+    """A part of an answer."""
+
+    delta: Delta
+    finish_reason: FinishReason | None = None
+    logprobs: ChoiceLogprobs | None = None
+    index: int = 0
+
+
+class Chunk(msgspec.Struct, frozen=True, kw_only=True):
+    """An event of a stream."""
+
+    id: str
+    created: int
+    model: str
+    choices: list[ChunkChoice]
+    usage: Usage | UnsetType | None = UNSET
+    object: str = "chat.completion.chunk"
+
+
 async def chat_completions(service: Service, exchange: Exchange) -> None:
     """Answer a conversation.
 
@@ -92,15 +178,11 @@ async def chat_completions(service: Service, exchange: Exchange) -> None:
     request = await exchange.read(ChatRequest)
     lora = service.check_name(request.model)
     request.check()
+    n = request.choices(1, service.limits)
     work = await _work(service, exchange, request, lora)
-    reply = _Reply(service, request)
-    async with service.job(exchange, work) as channel:
-        if request.stream:
-            await stream(exchange, channel, reply.head(), reply.stream)
-            return
-        while not reply.add(await channel.take()):
-            pass
-        await exchange.reply(reply.whole())
+    assert work.params is not None
+    works = [replace(work, params=for_answer(work.params, index)) for index in range(n)]
+    await answer(service, exchange, works, _Reply(service.names, request, n), streams=bool(request.stream))
 
 
 async def _work(service: Service, exchange: Exchange, request: ChatRequest, lora: str | None) -> Work:
@@ -109,98 +191,102 @@ async def _work(service: Service, exchange: Exchange, request: ChatRequest, lora
         lambda: read_form(request.response_format, request.tools, request.tool_choice, request.parallel_tool_calls),
     )
     prompt = await service.rendered(request.messages, form, request.chat_template_kwargs)
-    return await service.turn(exchange, prompt, request, form, request.wanted_tokens, _top(request), lora)
+    top = check_top_logprobs("top_logprobs", request.top_logprobs or 0) if request.logprobs else None
+    return await service.turn(exchange, prompt, request, form, request.wanted_tokens, top, lora)
 
 
-def _top(request: ChatRequest) -> int | None:
-    return check_top_logprobs("top_logprobs", request.top_logprobs or 0) if request.logprobs else None
+@dataclass(slots=True)
+class _Answer:
+    """One of the answers so far."""
+
+    text: str = ""
+    calls: list[CallRecord] = field(default_factory=list)
+    logprobs: list[ContentLogprob] = field(default_factory=list)
+
+    def reason(self, end: Finished) -> FinishReason:
+        """Why it ended."""
+        return "tool_calls" if self.calls and end.reason == "stop" else end.reason
 
 
 class _Reply:
-    """Turns events into what is sent."""
+    """See `edgekv.serve.pump.Reply`."""
 
-    def __init__(self, service: Service, request: ChatRequest) -> None:
-        self._service = service
+    def __init__(self, names: TokenNames, request: ChatRequest, n: int) -> None:
+        self._names = names
         self._request = request
         self._id = f"chatcmpl-{uuid4().hex}"
         self._created = int(time.time())
-        self._texts: list[str] = []
-        self._calls: list[CallRecord] = []
-        self._logprobs: list[ContentLogprob] = []
-        self._end: Finished | None = None
-
-    def add(self, events: Sequence[Event]) -> bool:
-        """Take events in; True at the end.
-
-        Raises:
-            ApiError: the job failed.
-        """
-        for each in events:
-            if isinstance(each, ApiError):
-                raise each
-            if isinstance(each, Finished):
-                self._end = each
-                return True
-            if isinstance(each, Piece):
-                self._texts.append(each.text)
-                self._logprobs += self._content(each)
-                self._take_calls(each)
-        return False
-
-    def whole(self) -> ChatCompletion:
-        """The answer to a request that wants no stream."""
-        assert self._end is not None
-        logprobs = ChoiceLogprobs(self._logprobs) if self._request.logprobs else None
-        text = "".join(self._texts)
-        message = AnswerMessage(text or (None if self._calls else ""), tool_calls=self._calls or UNSET)
-        choice = Choice(message, self._reason(self._end), logprobs)
-        name = self._request.model
-        return ChatCompletion(
-            id=self._id, created=self._created, model=name, choices=[choice], usage=Usage.of(self._end)
-        )
+        self._answers = [_Answer() for _ in range(n)]
 
     def head(self) -> bytes:
-        """The first event of a stream."""
-        return self._chunk(ChunkChoice(Delta("assistant", "")))
+        return b"".join(
+            self._chunk(ChunkChoice(Delta("assistant", ""), index=index)) for index in range(len(self._answers))
+        )
 
-    def stream(self, events: Sequence[Event]) -> tuple[bytes, bool]:
-        """The next events of a stream, and whether they are the last."""
+    def add(self, index: int, happened: Piece | PromptLogprobs | Finished) -> bytes:
+        so_far, streams = self._answers[index], bool(self._request.stream)
+        if isinstance(happened, Finished):
+            return self._chunk(ChunkChoice(Delta(), so_far.reason(happened), index=index)) if streams else b""
+        if isinstance(happened, PromptLogprobs):
+            return b""
+        logprobs, calls = self._logprobs(happened), self._calls(happened, len(so_far.calls))
+        so_far.calls += calls
+        if not streams:
+            so_far.text += happened.text
+            so_far.logprobs += logprobs
+            return b""
         data = b""
-        for each in events:
-            if isinstance(each, ApiError):
-                return data + event(_encode(each.body)), True
-            if isinstance(each, Finished):
-                data += self._chunk(ChunkChoice(Delta(), self._reason(each)))
-                if self._request.includes_usage:
-                    data += event(_encode(self._made([], Usage.of(each))))
-                return data + DONE, True
-            if isinstance(each, Piece) and (each.text or each.logprob):
-                logprobs = ChoiceLogprobs(self._content(each)) if each.logprob else None
-                data += self._chunk(ChunkChoice(Delta(content=each.text), logprobs=logprobs))
-            if isinstance(each, Piece) and each.calls:
-                data += self._chunk(ChunkChoice(Delta(tool_calls=self._take_calls(each))))
-        return data, False
+        if happened.text or logprobs:
+            found = ChoiceLogprobs(logprobs) if logprobs else None
+            data += self._chunk(ChunkChoice(Delta(content=happened.text), logprobs=found, index=index))
+        if calls:
+            data += self._chunk(ChunkChoice(Delta(tool_calls=calls), index=index))
+        return data
+
+    def tail(self, ends: Sequence[Finished]) -> bytes:
+        usage = event(self._made([], self._usage(ends))) if self._request.includes_usage else b""
+        return usage + DONE
+
+    def failed(self, error: ApiError) -> bytes:
+        return event(error.body)
+
+    def whole(self, ends: Sequence[Finished]) -> ChatCompletion:
+        choices = [
+            Choice(
+                AnswerMessage(answer.text or (None if answer.calls else ""), tool_calls=answer.calls or UNSET),
+                answer.reason(end),
+                ChoiceLogprobs(answer.logprobs) if self._request.logprobs else None,
+                index,
+            )
+            for index, (answer, end) in enumerate(zip(self._answers, ends, strict=True))
+        ]
+        model, usage = self._request.model, self._usage(ends)
+        return ChatCompletion(id=self._id, created=self._created, model=model, choices=choices, usage=usage)
+
+    def _usage(self, ends: Sequence[Finished]) -> Usage:
+        return Usage.of(ends, len(self._answers))
 
     def _chunk(self, choice: ChunkChoice) -> bytes:
-        return event(_encode(self._made([choice], None if self._request.includes_usage else UNSET)))
+        return event(self._made([choice], None if self._request.includes_usage else UNSET))
 
     def _made(self, choices: list[ChunkChoice], usage: Usage | UnsetType | None) -> Chunk:
         return Chunk(id=self._id, created=self._created, model=self._request.model, choices=choices, usage=usage)
 
-    def _take_calls(self, piece: Piece) -> list[CallRecord]:
-        """The calls that a token completes, as they are sent."""
-        first = len(self._calls)
-        for at, call in enumerate(piece.calls, first):
-            index = at if self._request.stream else UNSET
-            self._calls.append(CallRecord(f"call_{uuid4().hex[:24]}", FunctionRecord(call.name, call.arguments), index))
-        return self._calls[first:]
+    def _calls(self, piece: Piece, first: int) -> list[CallRecord]:
+        """The calls that a token completes; their numbers begin with `first`."""
+        return [
+            CallRecord(
+                f"call_{uuid4().hex[:24]}",
+                FunctionRecord(call.name, call.arguments),
+                number if self._request.stream else UNSET,
+            )
+            for number, call in enumerate(piece.calls, first)
+        ]
 
-    def _reason(self, end: Finished) -> FinishReason:
-        return "tool_calls" if self._calls and end.reason == "stop" else end.reason
-
-    def _content(self, piece: Piece) -> list[ContentLogprob]:
+    def _logprobs(self, piece: Piece) -> list[ContentLogprob]:
         if piece.logprob is None:
             return []
-        names, found = self._service.names, piece.logprob
-        own = TopLogprob.of(found.token, names)
-        return [ContentLogprob(own.token, own.logprob, own.bytes, [TopLogprob.of(each, names) for each in found.top])]
+        found = piece.logprob
+        own = TopLogprob.of(found.token, self._names)
+        top = [TopLogprob.of(each, self._names) for each in found.top]
+        return [ContentLogprob(own.token, own.logprob, own.bytes, top)]

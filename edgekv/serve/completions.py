@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 from uuid import uuid4
 
@@ -12,20 +12,18 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from edgekv.serve.errors import ApiError, refused
-from edgekv.serve.events import Event, Finished, FinishReason, Piece, PromptLogprobs
+from edgekv.serve.events import Finished, FinishReason, Piece, PromptLogprobs
 from edgekv.serve.exchange import Exchange
 from edgekv.serve.job import Work
 from edgekv.serve.logprobs import TokenLogprob, TokenNames
-from edgekv.serve.options import Limits
-from edgekv.serve.sampling import SamplingFields, check_top_logprobs, check_wanted_tokens
+from edgekv.serve.pump import answer
+from edgekv.serve.sampling import SamplingFields, check_top_logprobs, check_wanted_tokens, for_answer
 from edgekv.serve.service import Service
-from edgekv.serve.sse import DONE, event, stream
+from edgekv.serve.sse import DONE, event
 from edgekv.serve.usage import Usage
+from edgekv.spec.text import decode
 
 DEFAULT_TOKENS = 16
-MOST_PROMPTS = 32
-
-_encode = msgspec.json.Encoder().encode
 
 
 class CompletionRequest(SamplingFields, frozen=True, kw_only=True):
@@ -54,20 +52,14 @@ class CompletionRequest(SamplingFields, frozen=True, kw_only=True):
             return [[each for each in self.prompt if isinstance(each, int)]]
         return [each for each in self.prompt if not isinstance(each, int)]
 
-    def check(self, limits: Limits) -> None:
-        """Refuse what is not supported, or can never run.
+    def check(self) -> None:
+        """Refuse what is not supported.
 
         Raises:
             ApiError: naming the field.
         """
-        if len(self.prompts) > (most := min(MOST_PROMPTS, limits.sessions + limits.queue)):
-            found, wanted = f"{len(self.prompts)} prompts", f"at most {most}, which run or wait together"
-            raise refused("prompt", got=found, expected=wanted, fix="Send several requests.")
         if self.suffix is not None:
             raise refused("suffix", got="a text", expected="nothing", fix="This model continues text; leave it out.")
-        if self.stream and len(self.prompts) > 1:
-            found, fix = f"{len(self.prompts)} prompts with stream", "Send a request for each."
-            raise refused("prompt", got=found, expected="one", fix=fix)
 
 
 class CompletionLogprobs(msgspec.Struct):
@@ -118,67 +110,21 @@ async def completions(service: Service, exchange: Exchange) -> None:
     """
     request = await exchange.read(CompletionRequest)
     lora = service.check_name(request.model)
-    request.check(service.limits)
-    prompts = list(enumerate(request.prompts))
-    replies = await service.apart(
-        exchange, lambda: [_reply(service, exchange, request, at, each, lora) for at, each in prompts]
-    )
-    identity, created = f"cmpl-{uuid4().hex}", int(time.time())
-
-    def made(choices: list[CompletionChoice], usage: Usage | UnsetType | None) -> Completion:
-        return Completion(id=identity, created=created, model=request.model, choices=choices, usage=usage)
-
-    if not request.stream:
-        tasks = [asyncio.ensure_future(_run(service, exchange, reply)) for reply in replies]
-        try:
-            ends = await asyncio.gather(*tasks)
-        finally:
-            for task in tasks:
-                task.cancel()
-        await exchange.reply(
-            made([reply.choice(end.reason) for reply, end in zip(replies, ends, strict=True)], Usage.of(*ends))
-        )
-        return
-    reply, usage = replies[0], None if request.includes_usage else UNSET
-
-    def told(events: Sequence[Event]) -> tuple[bytes, bool]:
-        data = b""
-        for each in events:
-            if isinstance(each, ApiError):
-                return data + event(_encode(each.body)), True
-            end = reply.add(each)
-            if end is not None or reply.has_news:
-                data += event(_encode(made([reply.choice(end.reason if end else None)], usage)))
-                reply.forget()
-            if end is not None:
-                if request.includes_usage:
-                    data += event(_encode(made([], Usage.of(end))))
-                return data + DONE, True
-        return data, False
-
-    async with service.job(exchange, reply.work) as channel:
-        await stream(exchange, channel, b"", told)
+    request.check()
+    prompts = request.prompts
+    n = request.choices(len(prompts), service.limits)
+    works = await service.apart(exchange, lambda: [_work(service, exchange, request, each, lora) for each in prompts])
+    echoed = [_echoed(service, request, each) for each in prompts]
+    answers = [_Answer(text, _empty(request)) for text in echoed for _ in range(n)]
+    all_works = [_for_answer(work, index) for work in works for index in range(n)]
+    reply = _Reply(service.names, request, answers, n)
+    await answer(service, exchange, all_works, reply, streams=bool(request.stream))
 
 
-async def _run(service: Service, exchange: Exchange, reply: _Reply) -> Finished:
-    async with service.job(exchange, reply.work) as channel:
-        while True:
-            for each in await channel.take():
-                if isinstance(each, ApiError):
-                    raise each
-                if (end := reply.add(each)) is not None:
-                    return end
-
-
-def _reply(
-    service: Service,
-    exchange: Exchange,
-    request: CompletionRequest,
-    index: int,
-    prompt: str | list[int],
-    lora: str | None,
-) -> _Reply:
-    """The work of one prompt, and what is sent for it.
+def _work(
+    service: Service, exchange: Exchange, request: CompletionRequest, prompt: str | list[int], lora: str | None
+) -> Work:
+    """The work of an answer to a prompt.
 
     Raises:
         EdgeKVError: the prompt is refused, or a value out of range.
@@ -194,50 +140,90 @@ def _reply(
     only_echo = bool(request.echo) and wanted == 0
     params = request.params(model.defaults, 1 if only_echo else check_wanted_tokens("max_tokens", wanted) or 1)
     scored = min(given, len(tokens)) if request.echo and (top is not None or only_echo) else 0
-    work = Work(tuple(tokens), None if only_echo else params, exchange.salt, top, scored, lora=lora)
-    echoed = ""
-    if request.echo:
-        echoed = prompt if isinstance(prompt, str) else model.tokenizer.decode(prompt, skip_special_tokens=False)
-    return _Reply(service, work, index, echoed)
+    return Work(tuple(tokens), None if only_echo else params, exchange.salt, top, scored, lora=lora)
+
+
+def _for_answer(work: Work, index: int) -> Work:
+    return work if work.params is None else replace(work, params=for_answer(work.params, index))
+
+
+def _echoed(service: Service, request: CompletionRequest, prompt: str | list[int]) -> str:
+    if not request.echo:
+        return ""
+    return prompt if isinstance(prompt, str) else decode(service.model.tokenizer, prompt, skip_special_tokens=False)
+
+
+def _empty(request: CompletionRequest) -> CompletionLogprobs | None:
+    return None if request.logprobs is None else CompletionLogprobs([], [], [], [])
+
+
+@dataclass(slots=True)
+class _Answer:
+    """What has been collected of an answer and not been sent.
+
+    Attributes:
+        text: of the prompt, if it is echoed, and of the answer.
+        logprobs: None unless they were asked for.
+        offset: characters of the texts of all tokens so far.
+    """
+
+    text: str
+    logprobs: CompletionLogprobs | None
+    offset: int = 0
+
+    def add(self, event: Piece | PromptLogprobs, names: TokenNames) -> None:
+        """Take an event in."""
+        if isinstance(event, PromptLogprobs):
+            found: tuple[TokenLogprob, ...] = event.tokens
+        else:
+            found = () if event.logprob is None else (event.logprob,)
+            self.text += event.text
+        if self.logprobs is not None:
+            for token in found:
+                self.offset += self.logprobs.add(token, self.offset, names)
 
 
 class _Reply:
-    """Collects the events of one prompt."""
+    """See `edgekv.serve.pump.Reply`."""
 
-    def __init__(self, service: Service, work: Work, index: int, echoed: str) -> None:
-        self.work = work
-        self._names = service.names
-        self._index = index
-        self._text = echoed
-        self._offset = 0
-        self._logprobs = self._empty()
+    def __init__(self, names: TokenNames, request: CompletionRequest, answers: list[_Answer], n: int) -> None:
+        self._names = names
+        self._request = request
+        self._answers = answers
+        self._n = n
+        self._id = f"cmpl-{uuid4().hex}"
+        self._created = int(time.time())
 
-    @property
-    def has_news(self) -> bool:
-        """Whether there is something to send."""
-        return bool(self._text or (self._logprobs and self._logprobs.tokens))
+    def head(self) -> bytes:
+        return b""
 
-    def add(self, each: Piece | PromptLogprobs | Finished) -> Finished | None:
-        """Take an event in; returns it if it is the last."""
-        if isinstance(each, Finished):
-            return each
-        if isinstance(each, PromptLogprobs):
-            found: tuple[TokenLogprob, ...] = each.tokens
+    def add(self, index: int, happened: Piece | PromptLogprobs | Finished) -> bytes:
+        so_far, reason = self._answers[index], None
+        if isinstance(happened, Finished):
+            reason = happened.reason
         else:
-            found = () if each.logprob is None else (each.logprob,)
-            self._text += each.text
-        for token in found if self._logprobs else ():
-            assert self._logprobs is not None
-            self._offset += self._logprobs.add(token, self._offset, self._names)
-        return None
+            so_far.add(happened, self._names)
+        has_news = so_far.text or (so_far.logprobs and so_far.logprobs.tokens) or reason
+        if not (self._request.stream and has_news):
+            return b""
+        data = self._event([CompletionChoice(index, so_far.text, so_far.logprobs, reason)])
+        so_far.text, so_far.logprobs = "", _empty(self._request)
+        return data
 
-    def choice(self, reason: FinishReason | None) -> CompletionChoice:
-        """What has been collected."""
-        return CompletionChoice(self._index, self._text, self._logprobs, reason)
+    def tail(self, ends: Sequence[Finished]) -> bytes:
+        usage = self._event([], Usage.of(ends, self._n)) if self._request.includes_usage else b""
+        return usage + DONE
 
-    def forget(self) -> None:
-        """What has been collected was sent."""
-        self._text, self._logprobs = "", self._empty()
+    def failed(self, error: ApiError) -> bytes:
+        return event(error.body)
 
-    def _empty(self) -> CompletionLogprobs | None:
-        return None if self.work.top_logprobs is None else CompletionLogprobs([], [], [], [])
+    def whole(self, ends: Sequence[Finished]) -> Completion:
+        pairs = zip(self._answers, ends, strict=True)
+        choices = [CompletionChoice(at, each.text, each.logprobs, end.reason) for at, (each, end) in enumerate(pairs)]
+        return self._made(choices, Usage.of(ends, self._n))
+
+    def _event(self, choices: list[CompletionChoice], usage: Usage | None = None) -> bytes:
+        return event(self._made(choices, usage if self._request.includes_usage else UNSET))
+
+    def _made(self, choices: list[CompletionChoice], usage: Usage | UnsetType | None) -> Completion:
+        return Completion(id=self._id, created=self._created, model=self._request.model, choices=choices, usage=usage)

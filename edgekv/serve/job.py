@@ -1,4 +1,4 @@
-"""One request on the engine."""
+"""One answer on the engine."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from time import perf_counter
 
 from edgekv.model import Model
 from edgekv.serve.channel import Channel
-from edgekv.serve.events import Finished, FinishReason, Piece, PromptLogprobs
+from edgekv.serve.events import Event, Finished, FinishReason, Piece, PromptLogprobs
 from edgekv.serve.logprobs import Likelihood, TokenLogprob, token_logprob
 from edgekv.serve.slots import Slot
 from edgekv.session import Generation, SamplingParams, Scoring, Speculate, SpeculationStats, StopReason, Token, Tools
@@ -24,7 +24,7 @@ _REASONS: dict[StopReason | None, FinishReason] = {
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What a request asks of the engine.
+    """What one answer asks of the engine.
 
     Attributes:
         prompt: token ids, as `Model.read` gives them.
@@ -44,13 +44,19 @@ class Work:
     tools: Tools | None = None
     lora: str | None = None
 
+    def shares_prompt(self, other: Work) -> bool:
+        """Whether rows that are computed for one prompt are those of the other."""
+        return (self.prompt, self.lora) == (other.prompt, other.lora)
+
 
 class Job:
-    """A request's work, done in steps of the engine's thread. Its events go to a channel.
+    """The work of one answer, done in steps of the engine's thread. Its events go to the channel of its request.
 
     Attributes:
         work: what to do.
-        channel: where events go.
+        leader: an earlier job of the same request with the same prompt: this one starts after its prompt has run, and
+            takes the computed rows from the prefix cache.
+        is_closed: whether it has ended.
         arrived: when it was made, in seconds of `perf_counter`.
         deadline: when it must have ended, likewise.
         is_cancelled: whether nobody waits for it any more; set from any thread.
@@ -59,9 +65,14 @@ class Job:
         token_s: of the last step, seconds to each token from the one before, or from the arrival.
     """
 
-    def __init__(self, work: Work, channel: Channel, time_limit_s: float) -> None:
+    def __init__(
+        self, work: Work, channel: Channel, time_limit_s: float, index: int = 0, leader: Job | None = None
+    ) -> None:
         self.work = work
-        self.channel = channel
+        self.leader = leader
+        self.is_closed = False
+        self._channel = channel
+        self._index = index
         self.arrived = perf_counter()
         self.deadline = self.arrived + time_limit_s
         self.is_cancelled = False
@@ -131,10 +142,20 @@ class Job:
 
     def close(self) -> None:
         """Free what it holds; computed rows are kept for later requests."""
+        self.is_closed = True
         if self._scoring is not None:
             self._scoring.close()
         if self._generation is not None:
             self._generation.close()
+
+    def tell(self, event: Event) -> None:
+        """Send an event to the request, from any thread."""
+        self._channel.put(self._index, event)
+
+    @property
+    def waits_for_leader(self) -> bool:
+        """Whether another job is computing its prompt."""
+        return self.leader is not None and not (self.leader.generated_tokens or self.leader.is_closed)
 
     @property
     def answer(self) -> Generation | None:
@@ -165,7 +186,7 @@ class Job:
         logprob = None
         if token.logits is not None and reason != "eos":
             logprob = token_logprob(token.logits, token.id, self.work.top_logprobs or 0)
-        self.channel.put(Piece(token.text, logprob, token.tool_calls))
+        self.tell(Piece(token.text, logprob, token.tool_calls))
 
     def _finished(self, generation: Generation) -> Finished:
         stats = generation.stats
@@ -186,5 +207,5 @@ class Job:
             return None
         scoring.close()
         self._scoring = None
-        self.channel.put(PromptLogprobs(tuple(self._scored[-self.work.scored_tokens :])))
+        self.tell(PromptLogprobs(tuple(self._scored[-self.work.scored_tokens :])))
         return Finished("length", len(prompt), 0, 0) if self._generation is None else None

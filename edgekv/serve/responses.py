@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 from uuid import uuid4
 
 import msgspec
 
 from edgekv.serve.errors import ApiError, refused
-from edgekv.serve.events import Event, Finished, Piece
+from edgekv.serve.events import Finished, Piece, PromptLogprobs
 from edgekv.serve.exchange import Exchange
 from edgekv.serve.form import AnswerForm, ResponseFormat, SchemaFormat, read_form
+from edgekv.serve.pump import answer
 from edgekv.serve.response_input import as_messages, read_input
 from edgekv.serve.response_records import (
     CallItem,
@@ -27,9 +28,7 @@ from edgekv.serve.response_records import (
 )
 from edgekv.serve.sampling import SamplingFields, check_wanted_tokens
 from edgekv.serve.service import Service
-from edgekv.serve.sse import event, stream
-
-_encode = msgspec.json.Encoder().encode
+from edgekv.serve.sse import event
 
 
 class TextFormat(msgspec.Struct, frozen=True):
@@ -72,6 +71,8 @@ class ResponsesRequest(SamplingFields, frozen=True, kw_only=True):
         for name in ("background", "conversation", "prompt"):
             if getattr(self, name):
                 raise refused(name, got="a value", expected="nothing", fix="It is not supported; leave it out.")
+        if self.n not in (None, 1):
+            raise refused("n", got=self.n, expected="1", fix="Send one request for each answer.")
 
     def form(self) -> AnswerForm:
         """What the answer has to be.
@@ -107,31 +108,12 @@ async def create_response(service: Service, exchange: Exchange) -> None:
     prompt = await service.rendered([*system, *messages], form)
     wanted = check_wanted_tokens("max_output_tokens", request.max_output_tokens)
     work = await service.turn(exchange, prompt, request, form, wanted, lora=lora)
-    reply = _Reply(request)
 
-    def told(events: Sequence[Event]) -> tuple[bytes, bool]:
-        data = b""
-        for each in events:
-            if isinstance(each, ApiError):
-                return data + reply.failed(each), True
-            if isinstance(each, Piece):
-                data += reply.add(each)
-            elif isinstance(each, Finished):
-                data += reply.finish(each)
-                if request.store is not False:
-                    service.responses.add(exchange.salt, reply.record, (*messages, *as_messages(reply.record.output)))
-        return data, reply.is_finished
+    def store(record: ResponseRecord) -> None:
+        if request.store is not False:
+            service.responses.add(exchange.salt, record, (*messages, *as_messages(record.output)))
 
-    async with service.job(exchange, work) as channel:
-        if request.stream:
-            await stream(exchange, channel, reply.begin(), told)
-            return
-        while not reply.is_finished:
-            events = await channel.take()
-            if error := next((each for each in events if isinstance(each, ApiError)), None):
-                raise error
-            told(events)
-        await exchange.reply(reply.record)
+    await answer(service, exchange, [work], _Reply(request, store), streams=bool(request.stream))
 
 
 async def get_response(service: Service, exchange: Exchange) -> None:
@@ -164,14 +146,14 @@ def _tool(declared: dict[str, Any], field: str) -> dict[str, Any]:
 
 
 class _Reply:
-    """Turns events into the record of an answer and the events of its stream.
+    """See `edgekv.serve.pump.Reply`.
 
     Attributes:
         record: the answer so far; whole at the end.
-        is_finished: whether the answer is whole.
     """
 
-    def __init__(self, request: ResponsesRequest) -> None:
+    def __init__(self, request: ResponsesRequest, store: Callable[[ResponseRecord], None]) -> None:
+        self._store = store
         asked = request.text.format if request.text and request.text.format else TextFormat()
         shown = {name: value for name, value in msgspec.to_builtins(asked).items() if value is not None}
         self.record = ResponseRecord(
@@ -190,27 +172,26 @@ class _Reply:
             text={"format": shown},
             store=request.store is not False,
         )
-        self.is_finished = False
         self._number = 2  # of the next event; two begin the stream
         self._items: list[Item] = []
         self._message = ""  # id of the message that is written
         self._text = ""
 
-    def begin(self) -> bytes:
-        """The first events."""
+    def head(self) -> bytes:
         return b"".join(
-            event(_encode(StreamEvent(type=kind, sequence_number=at, response=self.record)), kind)
+            event(StreamEvent(type=kind, sequence_number=at, response=self.record), kind)
             for at, kind in enumerate(("response.created", "response.in_progress"))
         )
 
-    def add(self, piece: Piece) -> bytes:
-        """The events of a token."""
+    def add(self, index: int, happened: Piece | PromptLogprobs | Finished) -> bytes:
         data = b""
-        if piece.text:
+        if not isinstance(happened, Piece):
+            return data
+        if happened.text:
             data += self._opened() if not self._message else b""
-            self._text += piece.text
-            data += self._event("output_text.delta", item_id=self._message, delta=piece.text, **_PLACE, logprobs=[])
-        for call in piece.calls:
+            self._text += happened.text
+            data += self._event("output_text.delta", item_id=self._message, delta=happened.text, **_PLACE, logprobs=[])
+        for call in happened.calls:
             data += self._closed("completed")
             at, name = len(self._items), f"fc_{uuid4().hex[:24]}"
             item = CallItem(name, f"call_{uuid4().hex[:24]}", call.name, call.arguments, "completed")
@@ -225,8 +206,8 @@ class _Reply:
             self._items.append(item)
         return data
 
-    def finish(self, end: Finished) -> bytes:
-        """The last events."""
+    def tail(self, ends: Sequence[Finished]) -> bytes:
+        (end,) = ends
         status = "incomplete" if end.reason == "length" else "completed"
         data = b"" if self._items or self._message else self._opened()
         data += self._closed(status)
@@ -237,15 +218,18 @@ class _Reply:
             usage=ResponseUsage.of(end),
             incomplete_details=IncompleteDetails() if status == "incomplete" else None,
         )
-        self.is_finished = True
+        self._store(self.record)
         return data + self._event(status, response=self.record)
 
+    def whole(self, ends: Sequence[Finished]) -> ResponseRecord:
+        self.tail(ends)
+        return self.record
+
     def failed(self, error: ApiError) -> bytes:
-        """The event of an error in the middle of a stream."""
         made = StreamEvent(
             type="error", sequence_number=self._number, code=error.code, message=str(error), param=error.param
         )
-        return event(_encode(made), "error")
+        return event(made, "error")
 
     def _opened(self) -> bytes:
         """The events that begin a message."""
@@ -274,7 +258,7 @@ class _Reply:
         name = f"response.{kind}"
         made = StreamEvent(type=name, sequence_number=self._number, **fields)
         self._number += 1
-        return event(_encode(made), name)
+        return event(made, name)
 
 
 _PLACE: dict[str, Any] = {"content_index": 0}

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import msgspec
 
 from edgekv.serve.errors import refused
+from edgekv.serve.options import Limits
 from edgekv.session import SamplingParams
 
+MOST_ANSWERS = 32
 MOST_STOPS = 16
 MOST_TOP_LOGPROBS = 20
 _MOST_TOKENS = 2**31 - 1
@@ -46,18 +49,38 @@ class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
         """Whether a stream ends with the usage."""
         return bool(self.stream and self.stream_options and self.stream_options.include_usage)
 
+    def choices(self, prompts: int, limits: Limits) -> int:
+        """Answers to each prompt.
+
+        Args:
+            prompts: of the request.
+            limits: of the server: what can never run or wait together is refused.
+
+        Raises:
+            ApiError: no answer, too many, or a best of more than are wanted.
+        """
+        n = 1 if self.n is None else self.n
+        most = min(MOST_ANSWERS, limits.sessions + limits.queue)
+        if prompts > most:
+            found, wanted = f"{prompts} prompts", f"at most {most}, which run or wait together"
+            raise refused("prompt", got=found, expected=wanted, fix="Send several requests.")
+        if not 1 <= n <= most // prompts:
+            wanted = f"1 to {most // prompts}" + (f" with {prompts} prompts" if prompts > 1 else "")
+            raise refused("n", got=n, expected=wanted, fix="Ask for fewer answers.")
+        if self.best_of not in (None, n):
+            found, fix = self.best_of, "Leave it out; every answer is sent."
+            raise refused("best_of", got=found, expected=f"{n}, the value of n", fix=fix)
+        return n
+
     def params(self, defaults: SamplingParams, max_new_tokens: int) -> SamplingParams:
         """The parameters, with the model's defaults for what is not given.
 
         Fields that have no effect at temperature 0 are left out there, as clients send them with it.
 
         Raises:
-            ApiError: a number of answers other than 1, too many stop texts, or a bias for what is no token id.
+            ApiError: too many stop texts, or a bias for what is no token id.
             UsageError: a value out of range.
         """
-        for name in ("n", "best_of"):
-            if getattr(self, name) not in (None, 1):
-                raise refused(name, got=getattr(self, name), expected="1", fix="Send one request for each answer.")
         given: dict[str, Any] = {"max_new_tokens": max_new_tokens}
         names = ("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty")
         for name in (*names, "repetition_penalty", "ignore_eos"):
@@ -76,6 +99,13 @@ class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
             for name in ("top_p", "top_k", "min_p", "seed"):
                 given.pop(name, None)
         return defaults.overlaid(**given)
+
+
+def for_answer(params: SamplingParams, index: int) -> SamplingParams:
+    """The parameters of one of several answers to a prompt: with a seed, each has its own, from the given one up."""
+    if params.seed is None or index == 0:
+        return params
+    return replace(params, seed=(params.seed + index) % _SEEDS)
 
 
 def check_top_logprobs(name: str, value: int) -> int:

@@ -6,6 +6,7 @@ import math
 import threading
 import traceback
 from collections import deque
+from collections.abc import Sequence
 from time import perf_counter
 
 from edgekv.model import Model
@@ -71,30 +72,34 @@ class Scheduler:
         """Jobs that take turns."""
         return len(self._running)
 
-    def submit(self, work: Work, channel: Channel) -> Job:
-        """Queue a job, from any thread.
+    def submit(self, works: Sequence[Work], channel: Channel) -> list[Job]:
+        """Queue the jobs of a request, all or none, from any thread.
 
         Raises:
-            ApiError: 429, the queue is full; 503, the server is stopping.
+            ApiError: 429, the queue has no room for them; 503, the server is stopping.
         """
-        job = Job(work, channel, self._limits.request_s)
+        jobs: list[Job] = []
+        for index, work in enumerate(works):
+            leader = next((job for job in jobs if job.work.shares_prompt(work)), None)
+            jobs.append(Job(work, channel, self._limits.request_s, index, leader))
         with self._changed:
             if self._is_closed:
                 raise _stopping()
             # Those that can start at once are not in the queue yet when a burst arrives.
             free = max(0, self._limits.sessions - self.running)
             waiting = self.queued - free
-            if waiting >= self._limits.queue:
-                after_s = min(60, max(1, math.ceil(self._mean_s * waiting / self._limits.sessions)))
-                message = f"queue: got {waiting} requests that wait; expected less. Try again in {after_s} s."
+            if waiting + len(jobs) > self._limits.queue:
+                after_s = min(60, max(1, math.ceil(self._mean_s * max(waiting, 0) / self._limits.sessions)))
+                message = f"The queue is full ({max(waiting, 0)} waiting). Try again in {after_s} s."
                 raise ApiError(429, message, code="queue_full", retry_after_s=after_s)
-            self._arrived.append(job)
+            self._arrived.extend(jobs)
             self._changed.notify()
-        return job
+        return jobs
 
-    def cancel(self, job: Job) -> None:
-        """End a job before its next step, from any thread."""
-        job.is_cancelled = True
+    def cancel(self, jobs: Sequence[Job]) -> None:
+        """End jobs before their next step, from any thread."""
+        for job in jobs:
+            job.is_cancelled = True
         with self._changed:
             self._changed.notify()
 
@@ -112,7 +117,7 @@ class Scheduler:
     def give_up(self) -> None:
         """End the jobs of a thread that does not end, from another thread."""
         for job in (*self._running, *self._waiting, *self._arrived):
-            job.channel.put(_stopping())
+            job.tell(_stopping())
 
     def _loop(self) -> None:
         try:
@@ -150,6 +155,8 @@ class Scheduler:
             job = self._waiting.popleft()
             if (over := self._over(job)) is not None:
                 self._end(job, over)
+            elif job.waits_for_leader:
+                skipped.append(job)
             elif job.scores and any(each.scores for each in self._running):
                 skipped.append(job)  # the model has one session for scoring
             elif not self._start(job):
@@ -199,7 +206,7 @@ class Scheduler:
         spent = perf_counter() - job.arrived
         self._mean_s += 0.1 * (spent - self._mean_s)
         self._free(job)
-        job.channel.put(finished)
+        job.tell(finished)
 
     def _over(self, job: Job) -> ApiError | None:
         """Why a job must end before its next step."""
@@ -214,7 +221,7 @@ class Scheduler:
     def _end(self, job: Job, error: ApiError) -> None:
         self._metrics.count_failed(job, error)
         self._free(job)
-        job.channel.put(error)
+        job.tell(error)
 
     def _free(self, job: Job) -> None:
         if job in self._running:

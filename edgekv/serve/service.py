@@ -155,24 +155,24 @@ class Service:
         return Work(prompt, params, exchange.salt, top_logprobs, tools=form.tools, lora=lora)
 
     @asynccontextmanager
-    async def job(self, exchange: Exchange, work: Work) -> AsyncIterator[Channel]:
-        """The events of a job, which ends with the block or when the client goes.
+    async def jobs(self, exchange: Exchange, works: Sequence[Work]) -> AsyncIterator[Channel]:
+        """The events of a request's jobs, which end with the block or when the client goes.
 
         Raises:
             ApiError: the queue is full, or the server is stopping.
         """
         channel = Channel()
-        job = self.scheduler.submit(work, channel)
+        jobs = self.scheduler.submit(works, channel)
 
         async def watch() -> None:
             await exchange.wait_until_gone()
-            self.scheduler.cancel(job)
+            self.scheduler.cancel(jobs)
 
         watcher = asyncio.create_task(watch())
         try:
             yield channel
         finally:
             watcher.cancel()
-            self.scheduler.cancel(job)
+            self.scheduler.cancel(jobs)
             with suppress(asyncio.CancelledError):
                 await watcher

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
 from msgspec import UNSET, UnsetType
 
@@ -31,11 +33,17 @@ class Usage(msgspec.Struct, frozen=True):
     completion_tokens_details: CompletionDetails | UnsetType = UNSET
 
     @classmethod
-    def of(cls, *ends: Finished) -> Usage:
-        """Of the answers to a request."""
-        prompt = sum(end.prompt_tokens for end in ends)
+    def of(cls, ends: Sequence[Finished], n: int) -> Usage:
+        """Of the answers to a request: the tokens of all answers, and each prompt once.
+
+        Args:
+            ends: of the answers, with the `n` of a prompt side by side.
+            n: answers to each prompt.
+        """
+        firsts = ends[::n]
+        prompt = sum(end.prompt_tokens for end in firsts)
         generated = sum(end.generated_tokens for end in ends)
-        cached = PromptDetails(sum(end.cached_tokens for end in ends))
+        cached = PromptDetails(sum(end.cached_tokens for end in firsts))
         accepted, rejected = sum(end.accepted_drafts for end in ends), sum(end.rejected_drafts for end in ends)
         details = CompletionDetails(accepted, rejected) if accepted or rejected else UNSET
         return cls(prompt, generated, prompt + generated, cached, details)

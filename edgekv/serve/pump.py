@@ -1,0 +1,120 @@
+"""From the events of jobs to the answer of a request: the same for chats, completions and responses."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from edgekv.serve.channel import Channel
+from edgekv.serve.errors import ApiError
+from edgekv.serve.events import Event, Finished, Piece, PromptLogprobs
+from edgekv.serve.exchange import Exchange
+from edgekv.serve.job import Work
+from edgekv.serve.service import Service
+from edgekv.serve.sse import WAITING
+
+FIRST_S = 1.0
+"""How long the headers of a stream wait for its first event: errors within this time have a status of their own."""
+WAITING_S = 15.0
+"""Proxies close a connection that is silent for a minute."""
+
+
+class Reply(Protocol):
+    """How an endpoint writes answers: as events of a stream, or as one record at the end."""
+
+    def head(self) -> bytes:
+        """The first events of the stream."""
+
+    def add(self, index: int, event: Piece | PromptLogprobs | Finished) -> bytes:
+        """Take in an event of the answer with this index; what the stream sends for it."""
+
+    def tail(self, ends: Sequence[Finished]) -> bytes:
+        """The last events of the stream; `ends` are those of all answers."""
+
+    def failed(self, error: ApiError) -> bytes:
+        """The last event of a stream that an error ends."""
+
+    def whole(self, ends: Sequence[Finished]) -> object:
+        """The record that answers a request without a stream."""
+
+
+async def answer(service: Service, exchange: Exchange, works: Sequence[Work], reply: Reply, *, streams: bool) -> None:
+    """Answer a request: with the events of its jobs as they come, or with a record at their end.
+
+    A stream has its headers with its first event, or after a second; comments follow while nothing else does.
+
+    Args:
+        service: runs the jobs.
+        exchange: the request.
+        works: of the answers, in the order of their indices.
+        reply: how they are written.
+        streams: whether as a stream.
+
+    Raises:
+        ApiError: a job failed, and no stream has begun.
+        DisconnectedError: the client has gone.
+    """
+    async with service.jobs(exchange, works) as channel:
+        answers = _Answers(reply, len(works))
+        if streams:
+            await _stream(exchange, channel, answers)
+            return
+        while not answers.are_complete:
+            _, error = answers.add(await channel.take())
+            if error is not None:
+                raise error
+        await exchange.reply(reply.whole(answers.ends))
+
+
+async def _stream(exchange: Exchange, channel: Channel, answers: _Answers) -> None:
+    events = await channel.take(FIRST_S)
+    if events and isinstance(first := events[0][1], ApiError):
+        raise first
+    await exchange.begin_events()
+    data = answers.reply.head()
+    while True:
+        is_idle = not events
+        more, error = answers.add(events)
+        data += more
+        if error is not None:
+            await exchange.send_events(data + answers.reply.failed(error), more=False)
+            return
+        if answers.are_complete:
+            await exchange.send_events(data + answers.reply.tail(answers.ends), more=False)
+            return
+        if data or is_idle:
+            await exchange.send_events(data or WAITING)
+        data, events = b"", await channel.take(WAITING_S)
+
+
+class _Answers:
+    """The answers to a request so far.
+
+    Attributes:
+        reply: how they are written.
+    """
+
+    def __init__(self, reply: Reply, count: int) -> None:
+        self.reply = reply
+        self._ends: list[Finished | None] = [None] * count
+
+    @property
+    def are_complete(self) -> bool:
+        """Whether all have ended."""
+        return None not in self._ends
+
+    @property
+    def ends(self) -> list[Finished]:
+        """Their ends, in the order of their indices."""
+        return [end for end in self._ends if end is not None]
+
+    def add(self, events: Sequence[tuple[int, Event]]) -> tuple[bytes, ApiError | None]:
+        """Take events in; what a stream sends for them, and the error that ends the request."""
+        data = b""
+        for index, event in events:
+            if isinstance(event, ApiError):
+                return data, event
+            if isinstance(event, Finished):
+                self._ends[index] = event
+            data += self.reply.add(index, event)
+        return data, None
