@@ -180,7 +180,7 @@ def test_a_client_that_takes_nothing_is_cut_off(talking: Path):
 def test_a_server_out_of_files_says_so_in_a_sentence(talking: Path, tmp_path: Path):
     log = tmp_path / "log"
     with log.open("w") as stderr, ExitStack() as open_connections:
-        command = [sys.executable, "-m", "edgekv", "serve", str(talking), "--port", "0"]
+        command = [sys.executable, "-m", "edgekv", "serve", str(talking), "--port", "0", "-q"]
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr, text=True)
         try:
             assert process.stdout is not None

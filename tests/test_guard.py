@@ -93,7 +93,8 @@ def test_the_key_of_the_environment_is_needed(talking: Path):
         finally:
             process.terminate()
             printed = process.communicate(timeout=30)[0]
-        assert "from-" not in printed
+        assert "from-" not in printed and "API keys   1\n" in printed
+        assert "GET /v1/models 401, invalid_api_key, total" in printed
 
 
 def test_a_foreign_page_cannot_reach_a_local_server(talking: Path):

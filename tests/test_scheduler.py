@@ -427,7 +427,7 @@ main()
 
 
 def test_a_signal_that_another_thread_gets_ends_the_server(talking: Path):
-    command = [sys.executable, "-c", _SIGNALLED, "serve", str(talking), "--port", "0"]
+    command = [sys.executable, "-c", _SIGNALLED, "serve", str(talking), "--port", "0", "-q"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=30)
     assert (done.returncode, done.stderr) == (128 + signal.SIGTERM, "")
 
@@ -450,7 +450,7 @@ main()
 
 @pytest.mark.parametrize(("limit_s", "signals"), [(0.2, 1), (600, 2)])
 def test_a_step_that_never_ends_does_not_hold_up_the_end(talking: Path, limit_s: float, signals: int):
-    command = [sys.executable, "-c", _STUCK, str(limit_s), "serve", str(talking), "--port", "0", "--name", NAME]
+    command = [sys.executable, "-c", _STUCK, str(limit_s), "serve", str(talking), "--port", "0", "--name", NAME, "-q"]
     pipe = subprocess.PIPE
     with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, preexec_fn=interruptible) as process:
         assert process.stdout is not None and process.stderr is not None

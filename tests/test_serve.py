@@ -337,9 +337,21 @@ def test_responses_call_tools_and_fit_schemas(client: OpenAI):
 @pytest.mark.slow
 def test_the_command_names_the_model_and_how_it_is_computed(talking: Path):
     command = [sys.executable, "-m", "edgekv", "serve", str(talking), "--port", "0", "--name", "m", "--threads", "1"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout.readline().endswith("/v1 serves m on cpu-fast\n")
-        process.terminate()
+    pipe = subprocess.PIPE
+    for options, says_more in (([], True), (["-q"], False)):
+        with subprocess.Popen([*command, *options], stdout=pipe, stderr=pipe, text=True) as process:
+            assert process.stdout is not None
+            first = process.stdout.readline()
+            assert OpenAI(base_url=first.split()[0], api_key="none").models.list().data
+            process.terminate()
+            out, told = process.communicate(timeout=30)
+        assert first.endswith("/v1 serves m on cpu-fast\n") and out == ""
+        if not says_more:
+            assert told == ""
+            continue
+        assert told.startswith(f"chat page  {first.split('v1')[0]}\ncontext    512 tokens")
+        assert "sessions   16, caches within 50% of the free memory; 64 more requests may wait\n" in told
+        assert "API keys   none: every request is accepted\n" in told and "GET /v1/models 200, total " in told
 
 
 @pytest.mark.slow

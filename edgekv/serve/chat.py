@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 from uuid import uuid4
 
@@ -18,7 +18,7 @@ from edgekv.serve.form import ResponseFormat, read_form
 from edgekv.serve.job import Work
 from edgekv.serve.logprobs import Likelihood, TokenNames
 from edgekv.serve.pump import answer
-from edgekv.serve.sampling import SamplingFields, check_top_logprobs, check_wanted_tokens, for_answer
+from edgekv.serve.sampling import SamplingFields, check_top_logprobs, check_wanted_tokens
 from edgekv.serve.service import Service
 from edgekv.serve.sse import DONE, event
 from edgekv.serve.usage import Usage
@@ -180,9 +180,7 @@ async def chat_completions(service: Service, exchange: Exchange) -> None:
     request.check()
     n = request.choices(1, service.limits)
     work = await _work(service, exchange, request, lora)
-    assert work.params is not None
-    works = [replace(work, params=for_answer(work.params, index)) for index in range(n)]
-    await answer(service, exchange, works, _Reply(service.names, request, n), streams=bool(request.stream))
+    await answer(service, exchange, [work], _Reply(service.names, request, n), n=n, streams=bool(request.stream))
 
 
 async def _work(service: Service, exchange: Exchange, request: ChatRequest, lora: str | None) -> Work:

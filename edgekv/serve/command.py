@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -22,6 +23,9 @@ from edgekv.cli.speculate_options import (
 from edgekv.cli.summary import engine_and_mode
 from edgekv.errors import UsageError
 from edgekv.serve.keys import KEY_VARIABLE, accepted_keys
+
+if TYPE_CHECKING:
+    from edgekv.serve import ServeOptions, Serving
 
 _NEEDED = ("starlette", "uvicorn")
 
@@ -75,11 +79,15 @@ def serve(
         list[str] | None,
         typer.Option(help="Web origin whose pages may call the API; repeatable.", show_default="none"),
     ] = None,
+    quiet: Annotated[
+        bool, typer.Option("--quiet", "-q", help="Print the address and errors: no summary, no line for each request.")
+    ] = False,
 ) -> None:
     """Serve a bundle with OpenAI's API.
 
     Requests take turns token by token. Each continues the cache that has most of its prompt. The address goes to
-    standard output once the server answers; Ctrl-C stops it.
+    standard output once the server answers; a summary and a line for each request go to standard error. Ctrl-C stops
+    it.
     """
     if missing := [each for each in _NEEDED if find_spec(each) is None]:
         wanted, fix = "starlette and uvicorn", 'Run pip install "edgekv[serve]".'
@@ -97,6 +105,7 @@ def serve(
         accepted_keys(api_key, api_key_file),
         tuple(cors or ()),
         Limits(sessions=max_sessions, queue=max_queue, request_s=timeout),
+        logs_requests=not quiet,
     )
     if not (options.is_local or options.keys):
         warning = f"anyone who reaches this address may use the model. Set {KEY_VARIABLE}, or give --api-key-file."
@@ -116,8 +125,26 @@ def serve(
     ):
         serving = Serving(model, replace(options, speculate=drafts, batches=batch))
         typer.echo(f"{serving.url}/v1 serves {serving.service.name} on {engine_and_mode(model.engine)}")
+        if not quiet:
+            typer.echo("\n".join(_summary(serving, options, cache_budget, prefix_cache)), err=True)
         try:
             serving.run()
         except StuckEngineError as error:
             typer.echo(f"edgekv: error: {error}", err=True)
             os._exit(error.exit_code)  # closing the model would wait for the step
+
+
+def _summary(serving: Serving, options: ServeOptions, cache_budget: str, prefix_cache: Path | None) -> Iterator[str]:
+    """What is served, and how."""
+    service, limits = serving.service, options.limits
+    if service.has_chat:
+        yield f"chat page  {serving.page_url}"
+    else:
+        yield "chat       no: the bundle has no chat template; /v1/completions continues texts"
+    yield f"context    {service.context:,} tokens for a prompt and its answer"
+    budget = f"{cache_budget} of the free memory" if cache_budget.endswith("%") else cache_budget
+    yield f"sessions   {limits.sessions}, caches within {budget}; {limits.queue} more requests may wait"
+    yield f"prefixes   {'in memory' if prefix_cache is None else f'in memory and in {prefix_cache}'}"
+    if adapters := service.model_names[1:]:
+        yield f"adapters   {', '.join(adapters)}"
+    yield f"API keys   {len(options.keys) or 'none: every request is accepted'}"

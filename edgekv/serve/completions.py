@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 from uuid import uuid4
 
@@ -17,7 +17,7 @@ from edgekv.serve.exchange import Exchange
 from edgekv.serve.job import Work
 from edgekv.serve.logprobs import TokenLogprob, TokenNames
 from edgekv.serve.pump import answer
-from edgekv.serve.sampling import SamplingFields, check_top_logprobs, check_wanted_tokens, for_answer
+from edgekv.serve.sampling import SamplingFields, check_top_logprobs, check_wanted_tokens
 from edgekv.serve.service import Service
 from edgekv.serve.sse import DONE, event
 from edgekv.serve.usage import Usage
@@ -116,9 +116,8 @@ async def completions(service: Service, exchange: Exchange) -> None:
     works = await service.apart(exchange, lambda: [_work(service, exchange, request, each, lora) for each in prompts])
     echoed = [_echoed(service, request, each) for each in prompts]
     answers = [_Answer(text, _empty(request)) for text in echoed for _ in range(n)]
-    all_works = [_for_answer(work, index) for work in works for index in range(n)]
     reply = _Reply(service.names, request, answers, n)
-    await answer(service, exchange, all_works, reply, streams=bool(request.stream))
+    await answer(service, exchange, works, reply, n=n, streams=bool(request.stream))
 
 
 def _work(
@@ -141,10 +140,6 @@ def _work(
     params = request.params(model.defaults, 1 if only_echo else check_wanted_tokens("max_tokens", wanted) or 1)
     scored = min(given, len(tokens)) if request.echo and (top is not None or only_echo) else 0
     return Work(tuple(tokens), None if only_echo else params, exchange.salt, top, scored, lora=lora)
-
-
-def _for_answer(work: Work, index: int) -> Work:
-    return work if work.params is None else replace(work, params=for_answer(work.params, index))
 
 
 def _echoed(service: Service, request: CompletionRequest, prompt: str | list[int]) -> str:

@@ -11,6 +11,7 @@ import msgspec
 
 from edgekv.serve.errors import ApiError, DisconnectedError, refused
 from edgekv.serve.options import Limits
+from edgekv.serve.request_log import RequestRecord
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -28,12 +29,14 @@ class Exchange:
     Attributes:
         scope: of ASGI.
         salt: of the request's API key; None without keys.
+        record: what the log will say of it.
         body_bytes: of what `read` has read.
     """
 
     def __init__(self, scope: Scope, receive: Receive, send: Send, limits: Limits) -> None:
         self.scope = scope
         self.salt: str | None = scope["state"].get("salt")
+        self.record: RequestRecord = scope["state"]["record"]
         self.body_bytes = 0
         self._receive = receive
         self._send = send

@@ -15,17 +15,20 @@ from edgekv.serve.exchange import Exchange, Receive, Scope, Send
 from edgekv.serve.keys import ApiKeys
 from edgekv.serve.metrics import Metrics
 from edgekv.serve.options import LOOPBACK, ServeOptions
+from edgekv.serve.request_log import RequestRecord, write_line
 
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 OPEN = ("/", "/health")
 """Paths that need no key."""
+POLLED = ("/health", "/metrics")
+"""Paths that programs ask for every few seconds: only their failures are logged."""
 _OTHER = "other"
 _NAME = re.compile(r"\{[^}]*\}")
 
 
 class Guard:
-    """Checks the host and the API key, counts answers, and turns exceptions into errors of the API.
+    """Checks the host and the API key, counts and logs answers, and turns exceptions into errors of the API.
 
     Pages of the allowed origins can read errors too.
     """
@@ -53,14 +56,21 @@ class Guard:
             return
         path = scope["path"] if scope["path"] in self._paths else _OTHER
         scope["app"] = self  # asks the router to raise what it would answer
+        record = scope["state"]["record"] = RequestRecord()
 
         async def counted(message: MutableMapping[str, Any]) -> None:
             if message["type"] == "http.response.start":
-                self._metrics.count_answer(path, message["status"])
+                record.status = message["status"]
+                self._metrics.count_answer(path, record.status)
                 message["headers"].append((b"date", formatdate(usegmt=True).encode()))
             await send(message)
 
-        await self._answer(scope, receive, counted)
+        try:
+            await self._answer(scope, receive, counted)
+        finally:
+            is_poll = scope["path"] in POLLED and record.status == 200
+            if self._options.logs_requests and not is_poll:
+                write_line(record.line(scope["method"], scope["raw_path"][:200].decode("ascii", "backslashreplace")))
 
     async def _checked(self, scope: Scope, receive: Receive, send: Send) -> None:
         started = False
@@ -78,6 +88,7 @@ class Guard:
             self._metrics.disconnects += 1
         except Exception as error:
             told = self._told(error, scope)
+            exchange.record.error = told.code or told.body.error.type
             if started:  # the status is out: all that is left is to end the connection
                 raise
             after = () if told.retry_after_s is None else ((b"retry-after", str(told.retry_after_s).encode()),)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from time import perf_counter
 
 from edgekv.model import Model
@@ -12,6 +12,7 @@ from edgekv.serve.logprobs import Likelihood, TokenLogprob, token_logprob
 from edgekv.serve.slots import Slot
 from edgekv.session import Generation, SamplingParams, Scoring, Speculate, SpeculationStats, StopReason, Token, Tools
 
+_SEEDS = 1 << 64
 _REASONS: dict[StopReason | None, FinishReason] = {
     "eos": "stop",
     "stop": "stop",
@@ -43,6 +44,12 @@ class Work:
     scored_tokens: int = 0
     tools: Tools | None = None
     lora: str | None = None
+
+    def for_answer(self, number: int) -> Work:
+        """The work of one of several answers: with a seed, each has its own, from the given one up."""
+        if number == 0 or self.params is None or self.params.seed is None:
+            return self
+        return replace(self, params=replace(self.params, seed=(self.params.seed + number) % _SEEDS))
 
     def shares_prompt(self, other: Work) -> bool:
         """Whether rows that are computed for one prompt are those of the other."""

@@ -65,6 +65,7 @@ class ServeOptions:
         limits: what a client may use.
         speculate: how answers are drafted; None for no drafts.
         batches: whether a pass advances all answers that have room in it.
+        logs_requests: whether each request gets a line on standard error.
 
     Raises:
         UsageError: a port out of range, or drafts in passes of several answers.
@@ -78,6 +79,7 @@ class ServeOptions:
     limits: Limits = field(default_factory=Limits)
     speculate: Speculate | None = None
     batches: bool = False
+    logs_requests: bool = False
 
     def __post_init__(self) -> None:
         if self.batches and self.speculate is not None:

@@ -10,6 +10,7 @@ from edgekv.serve.errors import ApiError
 from edgekv.serve.events import Event, Finished, Piece, PromptLogprobs
 from edgekv.serve.exchange import Exchange
 from edgekv.serve.job import Work
+from edgekv.serve.request_log import RequestRecord
 from edgekv.serve.service import Service
 from edgekv.serve.sse import WAITING
 
@@ -38,7 +39,9 @@ class Reply(Protocol):
         """The record that answers a request without a stream."""
 
 
-async def answer(service: Service, exchange: Exchange, works: Sequence[Work], reply: Reply, *, streams: bool) -> None:
+async def answer(
+    service: Service, exchange: Exchange, works: Sequence[Work], reply: Reply, *, n: int = 1, streams: bool
+) -> None:
     """Answer a request: with the events of its jobs as they come, or with a record at their end.
 
     A stream has its headers with its first event, or after a second; comments follow while nothing else does.
@@ -46,16 +49,19 @@ async def answer(service: Service, exchange: Exchange, works: Sequence[Work], re
     Args:
         service: runs the jobs.
         exchange: the request.
-        works: of the answers, in the order of their indices.
+        works: of each prompt.
         reply: how they are written.
+        n: answers to each prompt; those of a prompt have indices side by side.
         streams: whether as a stream.
 
     Raises:
         ApiError: a job failed, and no stream has begun.
         DisconnectedError: the client has gone.
     """
-    async with service.jobs(exchange, works) as channel:
-        answers = _Answers(reply, len(works))
+    exchange.record.prompt_tokens = sum(len(work.prompt) for work in works)
+    jobs = [work.for_answer(number) for work in works for number in range(n)]
+    async with service.jobs(exchange, jobs) as channel:
+        answers = _Answers(reply, len(jobs), n, exchange.record)
         if streams:
             await _stream(exchange, channel, answers)
             return
@@ -94,9 +100,11 @@ class _Answers:
         reply: how they are written.
     """
 
-    def __init__(self, reply: Reply, count: int) -> None:
+    def __init__(self, reply: Reply, count: int, n: int, record: RequestRecord) -> None:
         self.reply = reply
         self._ends: list[Finished | None] = [None] * count
+        self._n = n
+        self._record = record
 
     @property
     def are_complete(self) -> bool:
@@ -113,8 +121,13 @@ class _Answers:
         data = b""
         for index, event in events:
             if isinstance(event, ApiError):
+                self._record.error = event.code or event.body.error.type
                 return data, event
-            if isinstance(event, Finished):
+            if isinstance(event, Piece):
+                self._record.count_token()
+            elif isinstance(event, Finished):
                 self._ends[index] = event
             data += self.reply.add(index, event)
+        if self.are_complete:
+            self._record.cached_tokens = sum(end.cached_tokens for end in self.ends[:: self._n])
         return data, None

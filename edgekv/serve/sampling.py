@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -68,8 +67,8 @@ class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
             wanted = f"1 to {most // prompts}" + (f" with {prompts} prompts" if prompts > 1 else "")
             raise refused("n", got=n, expected=wanted, fix="Ask for fewer answers.")
         if self.best_of not in (None, n):
-            found, fix = self.best_of, "Leave it out; every answer is sent."
-            raise refused("best_of", got=found, expected=f"{n}, the value of n", fix=fix)
+            fix = "Leave it out; every answer is sent."
+            raise refused("best_of", got=self.best_of, expected=f"{n}, the value of n", fix=fix)
         return n
 
     def params(self, defaults: SamplingParams, max_new_tokens: int) -> SamplingParams:
@@ -99,13 +98,6 @@ class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
             for name in ("top_p", "top_k", "min_p", "seed"):
                 given.pop(name, None)
         return defaults.overlaid(**given)
-
-
-def for_answer(params: SamplingParams, index: int) -> SamplingParams:
-    """The parameters of one of several answers to a prompt: with a seed, each has its own, from the given one up."""
-    if params.seed is None or index == 0:
-        return params
-    return replace(params, seed=(params.seed + index) % _SEEDS)
 
 
 def check_top_logprobs(name: str, value: int) -> int:

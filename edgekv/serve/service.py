@@ -81,6 +81,14 @@ class Service:
             raise ApiError(404, str(error), param="model", code="model_not_found") from None
 
     @property
+    def has_chat(self) -> bool:
+        """Whether the bundle has a chat template."""
+        try:
+            return bool(self.model.chat_templates)
+        except UsageError:
+            return False
+
+    @property
     def model_names(self) -> list[str]:
         """The names of all models: of the base, and of each adapter."""
         return [self.name, *(f"{self.name}:{name}" for name in lora_names(self.model.bundle))]

@@ -24,6 +24,7 @@ class Serving:
 
     Attributes:
         url: where it listens.
+        page_url: of the chat page, for a browser on this machine.
         service: what it shares among requests.
     """
 
@@ -39,6 +40,7 @@ class Serving:
             model.prepare_together()
         self._socket: socket.socket = open_socket(options)
         self.url = address_of(self._socket)
+        self.page_url = self.url.replace("//0.0.0.0:", "//127.0.0.1:").replace("//[::]:", "//[::1]:") + "/"
         self.service = Service(model, options)
         self._server = HttpServer(make_app(self.service, options), options.limits, self.service.scheduler)
 
