@@ -17,6 +17,8 @@ from typing import Any
 import msgspec
 import pytest
 
+import edgekv
+from edgekv.errors import UsageError
 from edgekv.serve import Limits
 from edgekv.spec.chat import ChatTemplates
 from tests.serving import NAME, Server, served
@@ -43,7 +45,29 @@ def _messages(*messages: Any, **fields: Any) -> dict[str, Any]:
     return {"model": NAME, "messages": list(messages), **fields}
 
 
+def _function(parameters: Any) -> dict[str, Any]:
+    return {"type": "function", "function": _flat(parameters)}
+
+
+def _flat(parameters: Any) -> dict[str, Any]:
+    return {"type": "function", "name": "g", "parameters": parameters}
+
+
+def _schema(schema: Any) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": {"schema": schema}}
+
+
+def _text_format(schema: Any) -> dict[str, Any]:
+    return {"format": {"type": "json_schema", "schema": schema}}
+
+
+RESPONSES = "/v1/responses"
 USER = {"role": "user", "content": "Hello"}
+CALL = {"type": "function_call", "call_id": "1", "name": "f", "arguments": '{"city": "Rome"}'}
+OUTCOME = {"type": "function_call_output", "call_id": "1", "output": "rain"}
+FUNCTION = {"type": "function", "function": {"name": "f"}}
+UNBOUND = {"type": "object", "properties": {"a": {"not": {}}}}
+"""A schema with a keyword that nothing enforces: it is refused when it is compiled."""
 
 
 @pytest.mark.parametrize(
@@ -56,7 +80,7 @@ USER = {"role": "user", "content": "Hello"}
         (CHAT, b'{"model": "\xff"}', 400, "body", "utf-8"),
         (CHAT, b"null", 400, None, "body: Expected `object`, got `null`."),
         (CHAT, {"model": NAME}, 400, "messages", "missing"),
-        (CHAT, _messages(USER, model=3), 400, "model", "Expected `str`"),
+        (CHAT, _messages(USER, model=3), 400, "model", "Expected `str | null`"),
         (CHAT, _messages(USER, model="other"), 404, "model", f"expected '{NAME}'"),
         (CHAT, _messages(), 400, "messages", "at least one"),
         (CHAT, _messages({"role": "king", "content": "x"}), 400, "messages[0].role", "'king'"),
@@ -87,15 +111,45 @@ USER = {"role": "user", "content": "Hello"}
         (CHAT, _messages(USER, audio={}), 400, "audio", "not supported"),
         (CHAT, _messages(USER, chat_template_kwargs={"messages": []}), 400, "chat_template_kwargs", "messages"),
         (CHAT, _messages(USER, tools=[{"type": "code"}]), 400, "tools[0]", "function"),
+        (CHAT, _messages(USER, tools=[FUNCTION, _function(UNBOUND)]), 400, "tools[1].function.parameters", "not"),
+        (CHAT, _messages(USER, response_format={}), 400, "response_format.type", "missing"),
+        (CHAT, _messages(USER, response_format=_schema(UNBOUND)), 400, "response_format.json_schema.schema", "not"),
+        (CHAT, _messages(USER, response_format=_schema(False)), 400, "response_format.json_schema.schema", "false"),
+        (CHAT, _messages(USER, {"role": "assistant", "tool_calls": [1]}), 400, "messages", "template accepts"),
         (CHAT, _messages(USER, seed=1 << 70, temperature=1), 400, "seed", "64 bits"),
         (COMPLETIONS, {**HELLO, "suffix": "x"}, 400, "suffix", "leave it out"),
         (COMPLETIONS, {**HELLO, "prompt": []}, 400, "prompt", "no prompt"),
         (COMPLETIONS, {**HELLO, "prompt": ["x", 1]}, 400, "prompt", "mixture"),
         (COMPLETIONS, {**HELLO, "prompt": [1 << 40]}, 400, "prompt", "vocabulary"),
-        (COMPLETIONS, {**HELLO, "prompt": [[]]}, 400, "prompt", "no tokens"),
+        (COMPLETIONS, {**HELLO, "prompt": [[]]}, 400, "prompt[0]", "no tokens"),
+        (COMPLETIONS, {**HELLO, "prompt": ["x", "y" * 600]}, 400, "prompt[1]", "got 600 tokens"),
+        (COMPLETIONS, {**HELLO, "prompt": "y" * 600}, 400, "prompt", "got 600 tokens"),
+        (COMPLETIONS, {**HELLO, "prompt": [[1], [1 << 40]]}, 400, "prompt[1]", "vocabulary"),
         ("/v1/responses", {"model": NAME, "input": [{"type": "image"}]}, 400, "input[0].type", "function_call"),
         ("/v1/responses", {"model": NAME, "input": "x", "background": True}, 400, "background", "not supported"),
         ("/v1/responses", {"model": NAME, "input": "x", "tools": [{"type": "mcp"}]}, 400, "tools[0].type", "function"),
+        (RESPONSES, {"input": [{"role": "user", "content": [{"type": "x"}]}]}, 400, "input[0].content[0]", "text part"),
+        (RESPONSES, {"input": [CALL, OUTCOME, {"role": "user"}]}, 400, "input[2].content", "expected text"),
+        (RESPONSES, {"input": [{"role": "king", "content": "x"}]}, 400, "input[0].role", "'king'"),
+        (RESPONSES, {"input": [CALL, {**OUTCOME, "output": 3}]}, 400, "input[1].output", "got int"),
+        (RESPONSES, {"input": [{**CALL, "name": None}]}, 400, "input[0].name", "got NoneType"),
+        (RESPONSES, {"input": "x" * 600}, 400, "input", "got 621 tokens"),
+        (RESPONSES, {"input": "x", "instructions": "x" * 600}, 400, "input", "got 6"),
+        (RESPONSES, {"input": "x", "prompt": {}, "background": 1}, 400, "background", "Expected `bool"),
+        (RESPONSES, {"input": "x", "prompt": {"id": "x"}}, 400, "prompt", "not supported"),
+        (RESPONSES, {"input": "x", "text": {"format": {"type": "xml"}}}, 400, "text.format.type", "'xml'"),
+        (
+            RESPONSES,
+            {"input": "x", "text": {"format": {"type": "json_schema"}}},
+            400,
+            "text.format.schema",
+            "no schema",
+        ),
+        (RESPONSES, {"input": "x", "text": _text_format(UNBOUND)}, 400, "text.format.schema", "not"),
+        (RESPONSES, {"input": "x", "tools": [{"type": "function", "name": "a b"}]}, 400, "tools[0].name", "letters"),
+        (RESPONSES, {"input": "x", "tools": [_flat(UNBOUND)]}, 400, "tools[0].parameters", "not"),
+        (RESPONSES, {"input": "x", "temperature": 1, "top_p": 2}, 400, "top_p", "at most 1"),
+        ("/v1/embeddings", {"model": NAME, "input": "x"}, 400, None, "talker generates text and has no embeddings"),
         ("/v1/nothing", {}, 404, None, "expected one of /, /health, /metrics, /v1/models, /v1/models/NAME, /v1/chat/"),
         ("/v1/models", {}, 405, None, "got POST '/v1/models'; expected GET"),
     ],
@@ -111,6 +165,34 @@ def test_unknown_fields_are_ignored(server: Server):
     known = server.post(CHAT, _messages(USER, max_tokens=3))[1]["choices"]
     ignored = {"user": "me", "metadata": {"a": "b"}, "service_tier": "auto", "nothing": [1], "store": None, "n": 1}
     assert server.post(CHAT, _messages(USER, max_tokens=3, **ignored))[1]["choices"] == known
+
+
+@pytest.mark.parametrize(("path", "fields"), [(CHAT, {"messages": [USER]}), (COMPLETIONS, {"prompt": "x"})])
+def test_a_request_without_a_model_gets_the_only_one(server: Server, path: str, fields: Any):
+    (named, first), (status, second) = (
+        server.post(path, {**given, **fields, "max_tokens": 3}) for given in ({"model": NAME}, {})
+    )
+    assert (named, status) == (200, 200)
+    assert second["choices"] == first["choices"] and second["model"] == NAME
+    answer = server.post(RESPONSES, {"input": "x", "max_output_tokens": 1})[1]
+    assert answer["model"] == NAME and answer["status"] == "incomplete"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_error_of_the_engine_has_the_requests_names(server: Server, monkeypatch: pytest.MonkeyPatch, stream: bool):
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise UsageError("max_new_tokens", got="this", expected="that", fix="Change it.")
+
+    monkeypatch.setattr(edgekv.Model, "generate", refuse)
+    for path, fields, name in (
+        (CHAT, {"messages": [USER]}, "max_completion_tokens"),
+        (COMPLETIONS, {"prompt": "x"}, "max_tokens"),
+        (RESPONSES, {"input": "x"}, "max_output_tokens"),
+    ):
+        status, answer = server.post(path, {**fields, "stream": stream})
+        assert (status, answer["error"]["param"]) == (400, name)
+        assert answer["error"]["message"].startswith(f"{name}: got this")
+    monkeypatch.undo()
 
 
 def test_an_overlong_prompt_is_refused_with_its_counts(server: Server):
@@ -214,7 +296,7 @@ def _is_healthy(port: int) -> bool:
 
 def test_a_slow_template_holds_nobody_else_up(talking: Path, monkeypatch: pytest.MonkeyPatch):
     slow = ChatTemplates(
-        templates={"default": "{% for i in range(2000) %}{% set x = range(99999) | sum %}{% endfor %}x"}
+        templates={"default": "{% for i in range(800) %}{% set x = range(99999) | sum %}{% endfor %}x"}
     )
     with served(talking) as server, ThreadPoolExecutor() as threads:
         monkeypatch.setattr(type(server.model), "chat_templates", slow)

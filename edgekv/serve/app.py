@@ -7,8 +7,10 @@ from collections.abc import Awaitable, Callable, Sequence
 import msgspec
 from starlette.routing import Route, Router
 
+from edgekv.errors import EdgeKVError
 from edgekv.serve.chat import chat_completions
 from edgekv.serve.completions import completions
+from edgekv.serve.errors import ApiError, api_error
 from edgekv.serve.exchange import Exchange, Receive, Scope, Send
 from edgekv.serve.guard import App, Guard
 from edgekv.serve.metrics import CONTENT_TYPE
@@ -53,7 +55,11 @@ class _Endpoint:
         self._service = service
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await self._handler(self._service, Exchange(scope, receive, send, self._service.limits))
+        exchange = Exchange(scope, receive, send, self._service.limits)
+        try:
+            await self._handler(self._service, exchange)
+        except (ApiError, EdgeKVError) as error:
+            raise api_error(error).renamed(exchange.name_of) from None
 
 
 async def models(service: Service, exchange: Exchange) -> None:
@@ -70,6 +76,16 @@ async def one_model(service: Service, exchange: Exchange) -> None:
     name = exchange.scope["path_params"]["name"]
     service.check_name(name)
     await exchange.reply(_record(service, name))
+
+
+async def embeddings(service: Service, exchange: Exchange) -> None:
+    """`POST /v1/embeddings`.
+
+    Raises:
+        ApiError: always.
+    """
+    message = f"embeddings: {service.name} generates text and has no embeddings. Ask a server with a model for them."
+    raise ApiError(400, message, code="not_supported")
 
 
 async def health(service: Service, exchange: Exchange) -> None:
@@ -91,6 +107,7 @@ _PATHS: Sequence[tuple[str, str, Handler]] = (
     ("GET", "/v1/models/{name:path}", one_model),
     ("POST", "/v1/chat/completions", chat_completions),
     ("POST", "/v1/completions", completions),
+    ("POST", "/v1/embeddings", embeddings),
     ("POST", "/v1/responses", create_response),
     ("GET", "/v1/responses/{name}", get_response),
     ("DELETE", "/v1/responses/{name}", delete_response),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 from uuid import uuid4
 
 import msgspec
@@ -26,6 +26,13 @@ from edgekv.serve.usage import Usage
 
 class ChatRequest(SamplingFields, frozen=True, kw_only=True):
     """The body of a request."""
+
+    names: ClassVar[dict[str, str]] = {
+        **SamplingFields.names,
+        "prompt": "messages",
+        "max_new_tokens": "max_completion_tokens",
+        "json_schema": "response_format.json_schema.schema",
+    }
 
     messages: list[dict[str, Any]]
     max_completion_tokens: int | None = None
@@ -176,11 +183,12 @@ async def chat_completions(service: Service, exchange: Exchange) -> None:
         DisconnectedError: the client has gone.
     """
     request = await exchange.read(ChatRequest)
+    exchange.name_of = request.name_of
     lora = service.check_name(request.model)
     request.check()
     n = request.choices(1, service.limits)
     work = await _work(service, exchange, request, lora)
-    await answer(service, exchange, [work], _Reply(service.names, request, n), n=n, streams=bool(request.stream))
+    await answer(service, exchange, [work], _Reply(service, request, n), n=n, streams=bool(request.stream))
 
 
 async def _work(service: Service, exchange: Exchange, request: ChatRequest, lora: str | None) -> Work:
@@ -209,8 +217,9 @@ class _Answer:
 class _Reply:
     """See `edgekv.serve.pump.Reply`."""
 
-    def __init__(self, names: TokenNames, request: ChatRequest, n: int) -> None:
-        self._names = names
+    def __init__(self, service: Service, request: ChatRequest, n: int) -> None:
+        self._names = service.names
+        self._model = request.model or service.name
         self._request = request
         self._id = f"chatcmpl-{uuid4().hex}"
         self._created = int(time.time())
@@ -258,8 +267,8 @@ class _Reply:
             )
             for index, (answer, end) in enumerate(zip(self._answers, ends, strict=True))
         ]
-        model, usage = self._request.model, self._usage(ends)
-        return ChatCompletion(id=self._id, created=self._created, model=model, choices=choices, usage=usage)
+        usage = self._usage(ends)
+        return ChatCompletion(id=self._id, created=self._created, model=self._model, choices=choices, usage=usage)
 
     def _usage(self, ends: Sequence[Finished]) -> Usage:
         return Usage.of(ends, len(self._answers))
@@ -268,7 +277,7 @@ class _Reply:
         return event(self._made([choice], None if self._request.includes_usage else UNSET))
 
     def _made(self, choices: list[ChunkChoice], usage: Usage | UnsetType | None) -> Chunk:
-        return Chunk(id=self._id, created=self._created, model=self._request.model, choices=choices, usage=usage)
+        return Chunk(id=self._id, created=self._created, model=self._model, choices=choices, usage=usage)
 
     def _calls(self, piece: Piece, first: int) -> list[CallRecord]:
         """The calls that a token completes; their numbers begin with `first`."""

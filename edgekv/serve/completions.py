@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 from uuid import uuid4
 
 import msgspec
@@ -29,6 +29,8 @@ DEFAULT_TOKENS = 16
 class CompletionRequest(SamplingFields, frozen=True, kw_only=True):
     """The body of a request."""
 
+    names: ClassVar[dict[str, str]] = {**SamplingFields.names, "max_new_tokens": "max_tokens"}
+
     prompt: str | list[str | int | list[int]]
     max_tokens: int | None = None
     echo: bool | None = None
@@ -51,6 +53,10 @@ class CompletionRequest(SamplingFields, frozen=True, kw_only=True):
         if kinds == {int}:
             return [[each for each in self.prompt if isinstance(each, int)]]
         return [each for each in self.prompt if not isinstance(each, int)]
+
+    def prompt_field(self, index: int) -> str:
+        """The place of a prompt in the request."""
+        return f"prompt[{index}]" if isinstance(self.prompt, list) and not isinstance(self.prompt[0], int) else "prompt"
 
     def check(self) -> None:
         """Refuse what is not supported.
@@ -109,31 +115,32 @@ async def completions(service: Service, exchange: Exchange) -> None:
         DisconnectedError: the client has gone.
     """
     request = await exchange.read(CompletionRequest)
+    exchange.name_of = request.name_of
     lora = service.check_name(request.model)
     request.check()
     prompts = request.prompts
     n = request.choices(len(prompts), service.limits)
-    works = await service.apart(exchange, lambda: [_work(service, exchange, request, each, lora) for each in prompts])
+    works = await service.apart(
+        exchange, lambda: [_work(service, exchange, request, at, lora) for at in range(len(prompts))]
+    )
     echoed = [_echoed(service, request, each) for each in prompts]
     answers = [_Answer(text, _empty(request)) for text in echoed for _ in range(n)]
-    reply = _Reply(service.names, request, answers, n)
+    reply = _Reply(service, request, answers, n)
     await answer(service, exchange, works, reply, n=n, streams=bool(request.stream))
 
 
-def _work(
-    service: Service, exchange: Exchange, request: CompletionRequest, prompt: str | list[int], lora: str | None
-) -> Work:
-    """The work of an answer to a prompt.
+def _work(service: Service, exchange: Exchange, request: CompletionRequest, index: int, lora: str | None) -> Work:
+    """The work of an answer to the prompt with this index.
 
     Raises:
         EdgeKVError: the prompt is refused, or a value out of range.
     """
-    model = service.model
+    model, prompt, field = service.model, request.prompts[index], request.prompt_field(index)
     if isinstance(prompt, str):
-        tokens = model.read(prompt)
+        tokens = model.read(prompt, field)
         given = len(model.encode(prompt)) if request.echo and request.logprobs is not None else len(tokens)
     else:
-        tokens, given = model.read(prompt), len(prompt)
+        tokens, given = model.read(prompt, field), len(prompt)
     top = None if request.logprobs is None else check_top_logprobs("logprobs", request.logprobs)
     wanted = DEFAULT_TOKENS if request.max_tokens is None else request.max_tokens
     only_echo = bool(request.echo) and wanted == 0
@@ -181,8 +188,9 @@ class _Answer:
 class _Reply:
     """See `edgekv.serve.pump.Reply`."""
 
-    def __init__(self, names: TokenNames, request: CompletionRequest, answers: list[_Answer], n: int) -> None:
-        self._names = names
+    def __init__(self, service: Service, request: CompletionRequest, answers: list[_Answer], n: int) -> None:
+        self._names = service.names
+        self._model = request.model or service.name
         self._request = request
         self._answers = answers
         self._n = n
@@ -221,4 +229,4 @@ class _Reply:
         return event(self._made(choices, usage if self._request.includes_usage else UNSET))
 
     def _made(self, choices: list[CompletionChoice], usage: Usage | UnsetType | None) -> Completion:
-        return Completion(id=self._id, created=self._created, model=self._request.model, choices=choices, usage=usage)
+        return Completion(id=self._id, created=self._created, model=self._model, choices=choices, usage=usage)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import sys
 import traceback
+from collections.abc import Callable
 
 import msgspec
 
@@ -74,6 +75,15 @@ class ApiError(Exception):
         """What is sent."""
         plain = "invalid_request_error" if self.status < 500 else "server_error"
         return ErrorBody(ErrorRecord(str(self), _TYPES.get(self.status, plain), self.param, self.code))
+
+    def renamed(self, name_of: Callable[[str], str | None]) -> ApiError:
+        """The same error with the request's name of the field; see `SamplingFields.name_of`."""
+        if self.param is None or (param := name_of(self.param)) == self.param:
+            return self
+        message = str(self)
+        if param is not None and message.startswith(f"{self.param}:"):
+            message = param + message[len(self.param) :]
+        return ApiError(self.status, message, param=param, code=self.code, retry_after_s=self.retry_after_s)
 
 
 def refused(param: str, *, got: object, expected: object, fix: str, code: str | None = None) -> ApiError:

@@ -30,6 +30,7 @@ class Exchange:
         scope: of ASGI.
         salt: of the request's API key; None without keys.
         record: what the log will say of it.
+        name_of: the request's name of a field in an error; see `SamplingFields.name_of`.
         body_bytes: of what `read` has read.
     """
 
@@ -37,6 +38,7 @@ class Exchange:
         self.scope = scope
         self.salt: str | None = scope["state"].get("salt")
         self.record: RequestRecord = scope["state"]["record"]
+        self.name_of: Callable[[str], str | None] = _same
         self.body_bytes = 0
         self._receive = receive
         self._send = send
@@ -64,7 +66,7 @@ class Exchange:
         except msgspec.ValidationError as error:
             reason, _, place = str(error).partition(" - at `$")
             missing = _MISSING.search(reason)
-            param = (missing[1] if missing else place.rstrip("`").lstrip(".")) or None
+            param = ".".join(filter(None, (place.rstrip("`").lstrip("."), missing[1] if missing else ""))) or None
             raise ApiError(400, f"{param or 'body'}: {reason}.", param=param, code="invalid_type") from None
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             fix = "Send valid JSON in UTF-8."
@@ -150,6 +152,10 @@ class Exchange:
     def _abort(self) -> None:
         self._is_aborted = True
         self.scope["state"]["abort"]()
+
+
+def _same(field: str) -> str:
+    return field
 
 
 def _too_large(limit: int) -> ApiError:

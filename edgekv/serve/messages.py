@@ -29,6 +29,10 @@ def template_messages(messages: Sequence[Mapping[str, Any]], *, has_developer: b
 def text_of(content: object, field: str) -> object:
     """The text of a content: itself, or its parts joined. Whatever else it is, the template's check refuses.
 
+    Args:
+        content: of a message.
+        field: its name in errors.
+
     Raises:
         ApiError: a part that is no text, such as an image.
     """
@@ -40,14 +44,14 @@ def text_of(content: object, field: str) -> object:
         text = part.get("text") if isinstance(part, dict) and kind in _TEXT_PARTS else None
         if not isinstance(text, str):
             fix = "This model reads text only."
-            raise refused(f"{field}.content[{at}]", got=repr(kind)[:40], expected="a text part", fix=fix)
+            raise refused(f"{field}[{at}]", got=repr(kind)[:40], expected="a text part", fix=fix)
         texts.append(text)
     return "".join(texts)
 
 
 def _message(message: Mapping[str, Any], field: str, has_developer: bool) -> Message:
     found = {name: value for name, value in message.items() if value is not None}
-    found["content"] = text_of(message.get("content"), field)
+    found["content"] = text_of(message.get("content"), f"{field}.content")
     if found.get("role") == "developer" and not has_developer:
         found["role"] = "system"
     calls = found.get("tool_calls")

@@ -83,7 +83,7 @@ async def _stream(exchange: Exchange, channel: Channel, answers: _Answers) -> No
         more, error = answers.add(events)
         data += more
         if error is not None:
-            await exchange.send_events(data + answers.reply.failed(error), more=False)
+            await exchange.send_events(data + answers.reply.failed(error.renamed(exchange.name_of)), more=False)
             return
         if answers.are_complete:
             await exchange.send_events(data + answers.reply.tail(answers.ends), more=False)

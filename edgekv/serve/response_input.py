@@ -10,28 +10,40 @@ from edgekv.serve.messages import text_of
 from edgekv.serve.response_records import CallItem, Item
 
 
-def read_input(given: str | Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Messages as chat completions have them.
+def read_input(given: str | Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], list[str]]:
+    """Messages as chat completions have them, and the field of the request that each comes from.
 
     Raises:
-        ApiError: an item that is not supported.
+        ApiError: an item that is not supported, or has not what it needs.
     """
     if isinstance(given, str):
-        return [{"role": "user", "content": given}]
+        return [{"role": "user", "content": given}], ["input"]
     messages: list[dict[str, Any]] = []
+    fields: list[str] = []
     for at, item in enumerate(given):
         field, kind = f"input[{at}]", item.get("type", "message")
         if kind == "message":
-            messages.append({"role": item.get("role"), "content": text_of(item.get("content"), field)})
+            messages.append({"role": item.get("role"), "content": text_of(item.get("content"), f"{field}.content")})
         elif kind == "function_call":
-            _add_call(messages, item.get("call_id"), item.get("name"), item.get("arguments"))
+            name, arguments = _text(item, field, "name"), _text(item, field, "arguments")
+            _add_call(messages, item.get("call_id"), name, arguments)
         elif kind == "function_call_output":
-            output = text_of(item.get("output"), field)
+            given_output = item.get("output")
+            output = text_of(given_output, f"{field}.output") if isinstance(given_output, list) else None
+            output = _text(item, field, "output") if output is None else output
             messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": output})
         elif kind != "reasoning":
             found, wanted = repr(kind)[:40], "message, function_call or function_call_output"
             raise refused(f"{field}.type", got=found, expected=wanted, fix="Leave it out.")
-    return messages
+        fields += [field] * (len(messages) - len(fields))
+    return messages, fields
+
+
+def _text(item: Mapping[str, Any], field: str, name: str) -> str:
+    value = item.get(name)
+    if not isinstance(value, str):
+        raise refused(f"{field}.{name}", got=type(value).__name__, expected="text", fix="Give a string.")
+    return value
 
 
 def as_messages(output: Sequence[Item]) -> list[dict[str, Any]]:

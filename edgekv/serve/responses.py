@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 from uuid import uuid4
 
 import msgspec
@@ -47,6 +48,16 @@ class TextOptions(msgspec.Struct, frozen=True):
 
 class ResponsesRequest(SamplingFields, frozen=True, kw_only=True):
     """The body of a request."""
+
+    names: ClassVar[dict[str, str]] = {
+        **SamplingFields.names,
+        "prompt": "input",
+        "messages": "input",
+        "max_new_tokens": "max_output_tokens",
+        "json_schema": "text.format.schema",
+        "response_format.json_schema": "text.format.schema",
+        "response_format": "text.format",
+    }
 
     input: str | list[dict[str, Any]]
     instructions: str | None = None
@@ -102,8 +113,11 @@ async def create_response(service: Service, exchange: Exchange) -> None:
     if request.previous_response_id is not None:
         param = "previous_response_id"
         before = service.responses.get(exchange.salt, request.previous_response_id, param).messages
-    messages = [*before, *read_input(request.input)]
+    new, fields = read_input(request.input)
+    messages = [*before, *new]
     system = [] if request.instructions is None else [{"role": "system", "content": request.instructions}]
+    places = [*["instructions"] * len(system), *["previous_response_id"] * len(before), *fields]
+    exchange.name_of = lambda field: request.name_of(_place_of(field, places))
     form = await service.apart(exchange, request.form)
     prompt = await service.rendered([*system, *messages], form)
     wanted = check_wanted_tokens("max_output_tokens", request.max_output_tokens)
@@ -113,7 +127,7 @@ async def create_response(service: Service, exchange: Exchange) -> None:
         if request.store is not False:
             service.responses.add(exchange.salt, record, (*messages, *as_messages(record.output)))
 
-    await answer(service, exchange, [work], _Reply(request, store), streams=bool(request.stream))
+    await answer(service, exchange, [work], _Reply(service, request, store), streams=bool(request.stream))
 
 
 async def get_response(service: Service, exchange: Exchange) -> None:
@@ -136,6 +150,19 @@ async def delete_response(service: Service, exchange: Exchange) -> None:
     await exchange.reply(Deleted(name))
 
 
+def _place_of(field: str, places: Sequence[str]) -> str:
+    """The place in the request of a field of a message or of a tool, which chat completions nest deeper.
+
+    Args:
+        field: such as `messages[1].content` or `tools[0].function.name`.
+        places: of each message.
+    """
+    if found := re.fullmatch(r"messages\[(\d+)\](.*)", field):
+        place = places[int(found[1])]
+        return place + found[2] if place.startswith("input[") else place
+    return re.sub(r"^(tools\[\d+\])\.function\b", r"\1", field)
+
+
 def _tool(declared: dict[str, Any], field: str) -> dict[str, Any]:
     """A function as chat completions declare it."""
     if declared.get("type") != "function":
@@ -152,14 +179,14 @@ class _Reply:
         record: the answer so far; whole at the end.
     """
 
-    def __init__(self, request: ResponsesRequest, store: Callable[[ResponseRecord], None]) -> None:
+    def __init__(self, service: Service, request: ResponsesRequest, store: Callable[[ResponseRecord], None]) -> None:
         self._store = store
         asked = request.text.format if request.text and request.text.format else TextFormat()
         shown = {name: value for name, value in msgspec.to_builtins(asked).items() if value is not None}
         self.record = ResponseRecord(
             id=f"resp_{uuid4().hex}",
             created_at=int(time.time()),
-            model=request.model,
+            model=request.model or service.name,
             instructions=request.instructions,
             max_output_tokens=request.max_output_tokens,
             previous_response_id=request.previous_response_id,

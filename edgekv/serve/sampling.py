@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+import re
+from typing import Any, ClassVar
 
 import msgspec
 
@@ -26,7 +27,10 @@ class StreamOptions(msgspec.Struct, frozen=True):
 class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
     """What all requests for text have in common. None is as if the field were not there."""
 
-    model: str
+    names: ClassVar[dict[str, str]] = {"lora": "model"}
+    """What the request calls fields of the library."""
+
+    model: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     temperature: float | None = None
@@ -42,6 +46,19 @@ class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
     ignore_eos: bool | None = None
     n: int | None = None
     best_of: int | None = None
+
+    def name_of(self, field: str) -> str | None:
+        """The request's name of a field in an error; None if it has no such field.
+
+        Args:
+            field: as the library or a chat has it, such as `messages[0].content` or `max_new_tokens`.
+        """
+        for ours, theirs in self.names.items():
+            if field == ours or field.startswith((f"{ours}.", f"{ours}[")):
+                field = theirs + field[len(ours) :]
+                break
+        root = re.split(r"[.\[]", field, maxsplit=1)[0]
+        return field if root in self.__struct_fields__ else None
 
     @property
     def includes_usage(self) -> bool:

@@ -61,13 +61,15 @@ class Service:
         """Tokens of prompt and answer together."""
         return self.model.bundle.manifest.context
 
-    def check_name(self, name: str) -> str | None:
-        """The adapters that a name of a model asks for, behind a colon; None for the base model.
+    def check_name(self, name: str | None) -> str | None:
+        """The adapters that a name of a model asks for, behind a colon; None for the base model, which needs no name.
 
         Raises:
             ApiError: 404, another model, or adapters that the bundle does not have.
             AdapterError: one of them is damaged.
         """
+        if name is None:
+            return None
         base, colon, lora = name.partition(":")
         try:
             if name != self.name and (base != self.name or not colon):
@@ -123,7 +125,12 @@ class Service:
             fix = "Leave it out."
             raise refused("chat_template_kwargs", got=min(taken), expected="other variables", fix=fix)
         given["tools"] = form.declarations
-        text = await asyncio.to_thread(templates.render, wanted, **given)  # a template may take up to its time limit
+        try:  # apart, as a template may take up to its time limit
+            text = await asyncio.to_thread(templates.render, wanted, **given)
+        except UsageError as error:
+            if not error.field.startswith("chat template"):
+                raise
+            raise UsageError("messages", got=error.got, expected=error.expected, fix=error.fix) from None
         if len(text) > LONG_CHARACTERS:
             return await asyncio.to_thread(self.model.encode_chat, text)
         return self.model.encode_chat(text)

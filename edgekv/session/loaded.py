@@ -211,11 +211,13 @@ class LoadedBundle:
 
     def _check_each(self, tools: Tools) -> None:
         """Raise UsageError naming the tool whose schema is wrong by itself."""
-        for tool in tools.callable:
+        for number, tool in enumerate(tools.tools):
+            if tool not in tools.callable:
+                continue
             try:
                 self._grammars.compile(Grammar.json_schema(tool.parameters))
             except UsageError as error:
-                field = f"tools: {tool.name}: parameters"
+                field = f"tools[{number}].function.parameters"
                 raise UsageError(field, got=error.got, expected=error.expected, fix=error.fix) from None
 
     def _compiled(self, grammar: Grammar | None) -> Constraint | None:
