@@ -19,7 +19,7 @@ from pydantic import BaseModel, Field
 
 import edgekv
 from benchmarks.serving import ServerProcess, complete, metrics
-from tests.serving import NAME, Server, served
+from tests.serving import NAME, Server, served, talking_bundle
 
 USER: list[Any] = [{"role": "user", "content": "Hello"}]
 PROMPT = "<user>Hello</s><assistant>"
@@ -291,6 +291,69 @@ def test_tools_are_called_as_declared(client: OpenAI):
     assert again.choices[0].message.content and not again.choices[0].message.tool_calls
     with pytest.raises(openai.BadRequestError, match=r"tool_choice: got 'fly'"):
         client.chat.completions.create(**{**wanted, "tool_choice": "fly"})
+
+
+WITHOUT_TOOLS = (
+    "{% for m in messages %}"
+    "{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('Roles must alternate') }}{% endif %}"
+    "<{{ m.role }}>{{ m.content }}</s>{% endfor %}<assistant>"
+)
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A model whose chat template knows no tools, and wants the roles in turn."""
+    with served(talking_bundle(tmp_path_factory.mktemp("plain"), WITHOUT_TOOLS)) as server:
+        yield server
+
+
+def test_a_template_without_tools_has_them_in_its_messages(plain: Server):
+    """With random weights too, each call fits its schema; results and answers come back as text."""
+    client = plain.client()
+    wanted: Any = {"model": NAME, "messages": USER, "tools": TOOLS, "max_tokens": 120}
+    answer = client.chat.completions.create(**wanted, tool_choice="required", parallel_tool_calls=False)
+    (choice,) = answer.choices
+    assert choice.finish_reason == "tool_calls" and choice.message.content is None and choice.message.tool_calls
+    (call,) = choice.message.tool_calls
+    assert call.type == "function" and json.loads(call.function.arguments)["city"] in ("Rome", "Oslo")
+    with client.chat.completions.stream(**wanted, tool_choice="required", parallel_tool_calls=False) as stream:
+        (streamed,) = stream.get_final_completion().choices[0].message.tool_calls or []
+    assert streamed.function.arguments == call.function.arguments
+    result: Any = [choice.message.to_dict(), {"role": "tool", "tool_call_id": call.id, "content": "rain"}]
+    for options in ({"tool_choice": "none"}, {"tool_choice": "auto"}, {}):
+        again = client.chat.completions.create(**{**wanted, "messages": [*USER, *result], **options})
+        message = again.choices[0].message
+        assert message.tool_calls or not (message.content or "").startswith("{"), message
+    item: Any = {"type": "function", **TOOLS[0]["function"]}
+    response = client.responses.create(
+        model=NAME, input="Hello", tools=[item], tool_choice="required", max_output_tokens=120
+    )
+    assert response.output[0].type == "function_call"
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_an_answer_to_tools_in_messages_is_plain_text_or_a_call(plain: Server, seed: int):
+    """The notation shows neither in a whole answer nor in a stream."""
+    wanted: Any = {"model": NAME, "messages": USER, "tools": TOOLS, "max_tokens": 60, "temperature": 1.0, "seed": seed}
+    message = plain.client().chat.completions.create(**wanted).choices[0].message
+    with plain.client().chat.completions.create(**wanted, stream=True) as stream:
+        deltas = [chunk.choices[0].delta for chunk in stream]
+    assert "".join(delta.content or "" for delta in deltas) == (message.content or "")
+    assert len([call for delta in deltas for call in delta.tool_calls or []]) == len(message.tool_calls or [])
+    assert not (message.content or "").startswith('{"')
+
+
+def test_a_template_that_refuses_the_messages_is_quoted(plain: Server):
+    with pytest.raises(openai.BadRequestError, match="messages: got TemplateRuntimeError: Roles must alternate") as refused:
+        plain.client().chat.completions.create(model=NAME, messages=[*USER, *USER])
+    assert refused.value.param == "messages"
+    deep: dict[str, Any] = {}
+    for _ in range(900):
+        deep = {"a": deep}
+    call = {"id": "1", "function": {"name": "f", "arguments": deep}}
+    messages = [*USER, {"role": "assistant", "tool_calls": [call]}, *USER]
+    status, answer = plain.post("/v1/chat/completions", {"model": NAME, "messages": messages, "max_tokens": 1})
+    assert status in (200, 400) and "bug" not in str(answer)
 
 
 def test_responses_are_answers_too(client: OpenAI, alone: edgekv.Model):

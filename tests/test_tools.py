@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import jsonschema
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 import edgekv
 from edgekv.errors import UsageError
 from edgekv.session import Detokenizer, GrammarCompiler, Tools
-from edgekv.session.tools import CallFormat, ToolCallReader, find_format, special_tokens, tools_grammar
+from edgekv.session.tools import CallFormat, ToolCallReader, declare, find_format, special_tokens, tools_grammar
+from edgekv.session.tools.format import GENERIC
+from edgekv.session.tools.reader import JsonReply
 from edgekv.spec.chat import ChatTemplates
 from tests.checkpoints import write_checkpoint
 from tests.exports import export_options, exported
@@ -50,6 +55,7 @@ TEMPLATES = {
     "mistral-spaced": "{{ tools }} [TOOL_CALLS] [{}]",
     "mistral-args": "{{ tools }} [TOOL_CALLS]name[ARGS]{}",
     "gemma": "{{ tools }} <start_function_call>call:name{}<end_function_call> <escape>",
+    "json": "{{ messages }}",
     "gemma4": '{{ tools }} <|tool_call>call:name{}<tool_call|> <|"|>',
 }
 MARKERS = (
@@ -157,6 +163,15 @@ def _push(reader: ToolCallReader, tokenizer: Tokenizer, answer: str) -> str:
             "Now ",
             [("a", '{"city": "Köln, {x}", "days": -3, "on": [true, null], "at": {"x": 1500.0}}')],
         ),
+        (
+            "json",
+            '{"tool_calls": [{"name": "a", "arguments": {"b": "]}"}}, {"name": "c", "arguments": {}}]}',
+            "",
+            [("a", '{"b": "]}"}'), ("c", "{}")],
+        ),
+        ("json", '{"response": "See \\"a\\" \\u00e9\\n{\\"tool_calls\\": ["}', 'See "a" é\n{"tool_calls": [', []),
+        ("json", '{"response": "Cut', "Cut", []),
+        ("json", '{"tool_calls": [{"name": "a", "argu', "", []),
         ("gemma4", '<|tool_call>call:a{b:<|"|>"<|"|>}<tool_call|>', "", [("a", r'{"b": "\""}')]),
     ],
 )
@@ -201,10 +216,75 @@ def test_malformed_tools_are_refused_by_name(change: dict[str, Any], choice: str
     assert reason in str(refused.value)
 
 
-def test_templates_without_known_markers_are_refused() -> None:
+def test_templates_without_known_markers_have_a_format_of_json() -> None:
     for source in ("{{ messages }}", "{{ tools }} <tool_call><function=name>"):
-        with pytest.raises(UsageError, match="without markers of tool calls"):
-            find_format(ChatTemplates(templates={"default": source}))
+        assert find_format(ChatTemplates(templates={"default": source})) is GENERIC
+
+
+TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
+
+
+@given(TEXTS, st.booleans(), st.lists(st.integers(0, 60), max_size=8))
+def test_a_reply_of_json_is_read_piece_by_piece(text: str, is_ascii: bool, cuts: list[int]) -> None:
+    """Whatever its escapes are and wherever its tokens end."""
+    raw = f"{GENERIC.reply}{json.dumps(text, ensure_ascii=is_ascii)}}}"
+    places = sorted({0, len(raw), *(cut for cut in cuts if cut < len(raw))})
+    reply = JsonReply(GENERIC.reply)
+    assert "".join(reply.push(raw[at:end]) for at, end in pairwise(places)) == text
+
+
+def test_half_a_surrogate_pair_is_a_replacement_character() -> None:
+    for escaped, text in (
+        (r"\ud83dx", "\ufffdx"),
+        (r"\udc00", "\ufffd"),
+        (r"\\ud83d", r"\ud83d"),
+        (r"\ud83d\ud83d\ude00", "\ufffd\U0001f600"),
+    ):
+        reply = JsonReply(GENERIC.reply)
+        assert "".join(map(reply.push, f'{GENERIC.reply}"{escaped}"}}')) == text
+
+
+PLAIN = ChatTemplates(templates={"default": "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"})
+CALLED = {
+    "role": "assistant",
+    "content": None,
+    "tool_calls": [{"id": "1", "function": {"name": "f", "arguments": '{"a": 1}'}}],
+}
+RESULT = {"role": "tool", "tool_call_id": "1", "content": "7"}
+
+
+def test_messages_declare_tools_that_the_template_cannot() -> None:
+    tools = Tools.read(DECLARED)
+    told, declared = declare(PLAIN, [{"role": "system", "content": "Be brief."}, ASK[0]], tools)
+    assert declared is None and told[1] == ASK[0]
+    system = told[0]["content"]
+    assert system.startswith("Be brief.\n\nYou can call these functions:\n") and '{"response": "TEXT"}' in system
+    assert all(json.dumps(each["function"], ensure_ascii=False) in system for each in DECLARED)
+    asked, _ = declare(PLAIN, ASK, Tools.read(DECLARED, "stop"))
+    content = asked[0]["content"]
+    assert content.endswith("\n\nWeather?") and '"stop"' in content and "go-to.place" not in content
+    assert "response" not in content
+    parts = [{"type": "text", "text": "Weather?"}]
+    assert declare(PLAIN, [{"role": "user", "content": parts}], tools)[0][0]["content"][1:] == parts
+
+
+def test_messages_show_earlier_calls_and_results() -> None:
+    """As turns of the user and the model, which any template takes."""
+    turns = [ASK[0], CALLED, RESULT, {"role": "assistant", "content": "Seven."}, ASK[0], CALLED, RESULT, RESULT, ASK[0]]
+    call = '{"tool_calls": [{"name": "f", "arguments": {"a": 1}}]}'
+    result = '{"tool_result": {"name": "f", "content": "7"}}'
+    plain, declared = declare(PLAIN, turns, None)
+    assert declared is None and [each["role"] for each in plain] == ["user", "assistant"] * 3 + ["user"]
+    assert [each["content"] for each in plain] == [
+        *("Weather?", call, result, "Seven.", "Weather?", call, f"{result}\n\n{result}\n\nWeather?")
+    ]
+    told, _ = declare(PLAIN, turns, Tools.read(DECLARED))
+    assert told[3]["content"] == '{"response": "Seven."}' and told[1]["content"] == call
+    native = ChatTemplates(templates={"default": TEMPLATES["hermes"]})
+    tools = Tools.read(DECLARED)
+    assert declare(native, turns, tools) == (turns, tools.declarations)
+    unknown = ChatTemplates(templates={"default": "{{ tools }} <tool_call><function=name>"})
+    assert declare(unknown, turns, None) == (turns, None)
 
 
 def test_what_gemmas_notation_cannot_bind_is_refused() -> None:

@@ -41,11 +41,6 @@ class AnswerForm:
     grammar: Grammar | None = None
     tools: Tools | None = None
 
-    @property
-    def declarations(self) -> list[Mapping[str, Any]] | None:
-        """The tools for the chat template."""
-        return None if self.tools is None else self.tools.declarations
-
 
 def read_form(
     wanted: ResponseFormat | None, tools: Sequence[Mapping[str, Any]] | None, choice: object, parallel: bool | None

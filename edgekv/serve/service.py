@@ -25,6 +25,8 @@ from edgekv.serve.response_store import ResponseStore
 from edgekv.serve.sampling import SamplingFields
 from edgekv.serve.scheduler import Scheduler
 from edgekv.session import LoraChoice
+from edgekv.session.tools import declare
+from edgekv.spec.chat import check_messages
 
 T = TypeVar("T")
 LONG_CHARACTERS = 4_096
@@ -124,9 +126,10 @@ class Service:
         if taken := given.keys() & _TAKEN:
             fix = "Leave it out."
             raise refused("chat_template_kwargs", got=min(taken), expected="other variables", fix=fix)
-        given["tools"] = form.declarations
+        check_messages(wanted)
+        told, given["tools"] = declare(templates, wanted, form.tools)
         try:  # apart, as a template may take up to its time limit
-            text = await asyncio.to_thread(templates.render, wanted, **given)
+            text = await asyncio.to_thread(templates.render, told, **given)
         except UsageError as error:
             if not error.field.startswith("chat template"):
                 raise

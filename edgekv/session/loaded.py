@@ -191,8 +191,8 @@ class LoadedBundle:
         Both are new; what is compiled for them is kept. Thread-safe, so that it can be done before a call.
 
         Raises:
-            UsageError: a grammar that is wrong or too complex, a grammar together with tools, or tools whose calls the
-                model's chat template does not show.
+            UsageError: a grammar that is wrong or too complex, a grammar together with tools, or tools and no chat
+                template.
             EngineError: llguidance is not installed.
         """
         if tools is not None and tools.callable:

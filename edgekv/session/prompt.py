@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 from edgekv.bundle import Bundle
 from edgekv.errors import ContextFullError, UsageError
 from edgekv.kv import PolicyName
-from edgekv.session.tools import Tools
-from edgekv.spec.chat import ChatTemplates, Message, read_bundle_templates
+from edgekv.session.tools import Tools, declare
+from edgekv.spec.chat import ChatTemplates, Message, check_messages, read_bundle_templates
 from edgekv.spec.text import begins_with, decode, encode
 
 if TYPE_CHECKING:
@@ -81,8 +81,9 @@ class PromptReader:
             found = "neither" if prompt is None else "both"
             raise UsageError("prompt, messages", got=found, expected="one of them", fix="Give a prompt or messages.")
         if messages is not None:
-            declared = None if tools is None else tools.declarations
-            return self.encode_chat(self.chat_templates.render(messages, tools=declared))
+            check_messages(messages)
+            told, declared = declare(self.chat_templates, messages, tools)
+            return self.encode_chat(self.chat_templates.render(told, tools=declared))
         assert prompt is not None
         return prompt
 

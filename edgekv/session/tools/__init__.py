@@ -1,5 +1,6 @@
 """Tool calls: declared functions bind the answer, and its calls are read from it."""
 
+from edgekv.session.tools.declare import declare
 from edgekv.session.tools.format import CallFormat, find_format
 from edgekv.session.tools.grammar import special_tokens, tools_grammar
 from edgekv.session.tools.reader import ToolCallReader
@@ -12,6 +13,7 @@ __all__ = [
     "ToolCallReader",
     "ToolChoice",
     "Tools",
+    "declare",
     "find_format",
     "special_tokens",
     "tools_grammar",

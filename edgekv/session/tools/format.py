@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from edgekv.errors import UsageError
 from edgekv.spec.chat import DEFAULT, ChatTemplates
 
 
@@ -25,6 +24,8 @@ class CallFormat:
         middle: text between the name and the arguments.
         quote: text around strings in Gemma's notation.
         tag: a marker that may stand before a call without `open`.
+        reply: text before an answer without calls, which is then a string of JSON with `}` after it; empty if such an
+            answer is plain text.
     """
 
     name: str
@@ -37,6 +38,7 @@ class CallFormat:
     middle: str = ""
     quote: str = ""
     tag: str = ""
+    reply: str = ""
 
     @property
     def texts(self) -> tuple[str, ...]:
@@ -55,22 +57,18 @@ GEMMA4 = CallFormat("gemma", "gemma", "<|tool_call>call:", "<tool_call|>", join=
 """https://ai.google.dev/gemma/docs/capabilities/text/function-calling-gemma4"""
 
 
-def find_format(templates: ChatTemplates) -> CallFormat:
-    """The format of a model's calls.
+GENERIC = CallFormat("json", "object", '{"tool_calls": [', "]}", separator=", ", reply='{"response": ')
+"""For templates without known markers: the whole answer is JSON, as llama.cpp has it for such models."""
 
-    Raises:
-        UsageError: the templates have no known marker.
-    """
-    source = templates.templates.get("tool_use") or templates.templates.get(DEFAULT, "")
-    found = _format_of(source)
-    if found is None:
-        raise UsageError(
-            "tools",
-            got="a chat template without markers of tool calls that are known",
-            expected="those of Hermes and Qwen, Llama 3, Mistral or Gemma",
-            fix="Leave the tools out, or describe them in the system prompt and give a JSON schema.",
-        )
-    return found
+
+def find_format(templates: ChatTemplates) -> CallFormat:
+    """The format of a model's calls: that of its templates, or the generic one."""
+    return native_format(templates) or GENERIC
+
+
+def native_format(templates: ChatTemplates) -> CallFormat | None:
+    """The format whose markers a model's templates have; None if they have none that is known."""
+    return _format_of(templates.templates.get("tool_use") or templates.templates.get(DEFAULT, ""))
 
 
 def _format_of(source: str) -> CallFormat | None:

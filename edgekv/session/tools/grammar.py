@@ -66,6 +66,9 @@ def _start_rules(tools: Tools, call: CallFormat, special: Mapping[str, int], *, 
     if tools.choice != "auto":
         join = _literal(call.join or "", special)
         return [f"start: {opened}" + (f" ({join} {opened})*" if several else "")]
+    if call.reply:
+        string = json.dumps({"type": "string", "x-guidance": SEPARATORS})
+        return [f"start: {opened} | reply", f"reply: {json.dumps(call.reply)} %json {string} {json.dumps('}')}"]
     if not call.open:
         tag = f" | {_literal(call.tag, special)} body" if call.tag in special else ""
         return [f"start: TEXT | body{tag}", f"TEXT: {_TEXT_WITHOUT_CALL}"]

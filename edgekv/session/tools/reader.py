@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,6 +11,12 @@ from edgekv.session.text import StopSequences
 from edgekv.session.tools.format import CallFormat
 from edgekv.session.tools.gemma import IncompleteError, read_arguments
 from edgekv.session.tools.tool import ToolCall
+
+_WHOLE_CHARACTERS = re.compile(
+    r"""(?:[^"\\]|\\["\\/bfnrt]|\\u(?![dD][89abAB])[0-9a-fA-F]{4}"""
+    # The first half of a surrogate pair, with the second one or with what cannot become one.
+    r"""|\\u[dD][89abAB][0-9a-fA-F]{2}(?:\\u[dD][c-fC-F][0-9a-fA-F]{2}|(?=[^\\]|\\[^u]|\\u[^dD]|\\u[dD][^c-fC-F])))*"""
+)
 
 
 class ToolCallReader:
@@ -34,6 +41,7 @@ class ToolCallReader:
         self._is_call = False  # between open and close
         self._is_first = True
         self._buffer = ""  # of the current call, or of what follows it
+        self._reply = JsonReply(call.reply) if call.reply else None
 
     def push(self, token: int, text: str) -> str:
         """The text of the answer that a token adds, without the notation of calls.
@@ -50,7 +58,7 @@ class ToolCallReader:
             self._buffer += text
             return self._read()
         self._buffer += text
-        shown = self._text.push(text)
+        shown = self._plain(self._text.push(text))
         if not self._text.found:
             return shown
         _, _, rest = self._buffer.partition(self._marker)
@@ -59,7 +67,11 @@ class ToolCallReader:
 
     def flush(self) -> str:
         """The text that was withheld, at the end; a call that was cut is left out."""
-        return "" if self._is_call else self._text.flush()
+        return "" if self._is_call else self._plain(self._text.flush())
+
+    def _plain(self, text: str) -> str:
+        """Text outside of calls as it is shown."""
+        return text if self._reply is None else self._reply.push(text)
 
     def _read(self) -> str:
         """Take complete calls from the buffer; the text after the last one."""
@@ -101,3 +113,32 @@ class ToolCallReader:
 
 def _written(arguments: Any) -> str:
     return json.dumps(arguments, ensure_ascii=False)
+
+
+class JsonReply:
+    """Reads the text of an answer that is `open`, a string of JSON, and a brace, as it is generated."""
+
+    def __init__(self, open: str) -> None:
+        """Start an answer.
+
+        Args:
+            open: text before the string.
+        """
+        self._left = len(open) + 1  # characters before the text, with its quotation mark
+        self._raw = ""
+        self._has_ended = False
+
+    def push(self, text: str) -> str:
+        """The text that more of the answer adds; an escape that is not complete is withheld."""
+        before = min(self._left, len(text))
+        self._left -= before
+        self._raw += text[before:]
+        if self._has_ended:
+            return ""
+        found = _WHOLE_CHARACTERS.match(self._raw)
+        assert found is not None
+        end = found.end()
+        self._has_ended = self._raw.startswith('"', end)
+        whole, self._raw = self._raw[:end], self._raw[end:]
+        decoded: str = json.loads(f'"{whole}"', strict=False)
+        return decoded.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
