@@ -92,7 +92,9 @@ def test_the_key_of_the_environment_is_needed(talking: Path):
                 openai.OpenAI(base_url=url, api_key=refused).models.list()
         finally:
             process.terminate()
-            printed = process.communicate(timeout=30)[0]
+            assert process.stdout is not None
+            printed = process.stdout.read()
+            process.wait(30)
         assert "from-" not in printed and "API keys   1\n" in printed
         assert "GET /v1/models 401, invalid_api_key, total" in printed
 

@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -207,6 +207,26 @@ def test_a_client_that_leaves_ends_all_its_answers(server: Server, stream: bool)
         gate.open()
         _until(lambda: _jobs(server) == 0 and _metric(server, "sessions_busy") == 0)
     _until(lambda: _metric(server, "disconnects_total") == disconnects + 1)
+
+
+def test_an_allowed_page_can_read_that_the_queue_is_full(talking: Path):
+    """And when to try again."""
+    body = msgspec.json.encode({"model": NAME, "prompt": "Too many"})
+    head = "POST /v1/completions HTTP/1.1\r\nhost: localhost\r\norigin: http://page.example\r\nconnection: close\r\n"
+    request = f"{head}content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n".encode() + body
+    limits = Limits(sessions=1, queue=1)
+    with served(talking, limits, origins=("http://page.example",)) as server, _gate() as gate:
+        busy = [threading.Thread(target=lambda: _ask(server, "Wait")) for _ in range(2)]
+        for thread in busy:
+            thread.start()
+        _until(lambda: _jobs(server) == 2)
+        refused = server.raw(request).lower()
+        gate.open()
+        for thread in busy:
+            thread.join()
+    assert refused.startswith(b"http/1.1 429 ") and b"\r\nretry-after: 1\r\n" in refused
+    assert b"\r\naccess-control-allow-origin: http://page.example\r\n" in refused
+    assert b"\r\naccess-control-expose-headers: retry-after\r\n" in refused
 
 
 def test_a_request_that_waits_can_leave(server: Server):
@@ -430,6 +450,33 @@ def test_a_signal_that_another_thread_gets_ends_the_server(talking: Path):
     command = [sys.executable, "-c", _SIGNALLED, "serve", str(talking), "--port", "0", "-q"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=30)
     assert (done.returncode, done.stderr) == (128 + signal.SIGTERM, "")
+
+
+def test_clients_in_any_state_do_not_hold_up_the_end(talking: Path):
+    """Idle, in the middle of headers or a body, waiting, or not reading their answers."""
+    command = [sys.executable, "-m", "edgekv", "serve", str(talking), "--port", "0", "--name", NAME, "-q"]
+    pipe = subprocess.PIPE
+    long = {"model": NAME, "prompt": "x", "max_tokens": 400, "ignore_eos": True, "stream": True, "logprobs": 20}
+    body = msgspec.json.encode(long)
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+    whole = head + f"content-length: {len(body)}\r\n\r\n".encode() + body
+    states = (b"", b"GET /health HTT", head + b"content-length: 50\r\n\r\n{", whole, whole, whole)
+    options = ["--max-sessions", "1", "--threads", "1"]
+    with subprocess.Popen([*command, *options], stdout=pipe, stderr=pipe, text=True) as process, ExitStack() as stack:
+        try:
+            assert process.stdout is not None and process.stderr is not None
+            port = int(process.stdout.readline().split("/v1")[0].rsplit(":", 1)[1])
+            for state in states:
+                deaf = stack.enter_context(socket.socket())
+                deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+                deaf.connect(("127.0.0.1", port))
+                deaf.sendall(state)
+            time.sleep(1.5)  # the headers of those that wait are sent
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(20) == 128 + signal.SIGTERM
+            assert process.stderr.read() == ""
+        finally:
+            process.kill()
 
 
 _STUCK = """

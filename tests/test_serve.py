@@ -344,7 +344,9 @@ def test_an_answer_to_tools_in_messages_is_plain_text_or_a_call(plain: Server, s
 
 
 def test_a_template_that_refuses_the_messages_is_quoted(plain: Server):
-    with pytest.raises(openai.BadRequestError, match="messages: got TemplateRuntimeError: Roles must alternate") as refused:
+    with pytest.raises(
+        openai.BadRequestError, match="messages: got TemplateRuntimeError: Roles must alternate"
+    ) as refused:
         plain.client().chat.completions.create(model=NAME, messages=[*USER, *USER])
     assert refused.value.param == "messages"
     deep: dict[str, Any] = {}

@@ -51,11 +51,6 @@ class ChatRequest(SamplingFields, frozen=True, kw_only=True):
     parallel_tool_calls: bool | None = None
 
     def check(self) -> None:
-        """Refuse what is not supported.
-
-        Raises:
-            ApiError: naming the field.
-        """
         for name in ("audio", "functions", "function_call", "web_search_options"):
             if getattr(self, name) is not None:
                 raise refused(name, got="a value", expected="nothing", fix="It is not supported; leave it out.")
@@ -182,10 +177,7 @@ async def chat_completions(service: Service, exchange: Exchange) -> None:
         EdgeKVError: likewise.
         DisconnectedError: the client has gone.
     """
-    request = await exchange.read(ChatRequest)
-    exchange.name_of = request.name_of
-    lora = service.check_name(request.model)
-    request.check()
+    request, lora = await service.accept(exchange, ChatRequest)
     n = request.choices(1, service.limits)
     work = await _work(service, exchange, request, lora)
     await answer(service, exchange, [work], _Reply(service, request, n), n=n, streams=bool(request.stream))

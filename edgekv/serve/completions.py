@@ -59,11 +59,6 @@ class CompletionRequest(SamplingFields, frozen=True, kw_only=True):
         return f"prompt[{index}]" if isinstance(self.prompt, list) and not isinstance(self.prompt[0], int) else "prompt"
 
     def check(self) -> None:
-        """Refuse what is not supported.
-
-        Raises:
-            ApiError: naming the field.
-        """
         if self.suffix is not None:
             raise refused("suffix", got="a text", expected="nothing", fix="This model continues text; leave it out.")
 
@@ -114,10 +109,7 @@ async def completions(service: Service, exchange: Exchange) -> None:
         EdgeKVError: likewise.
         DisconnectedError: the client has gone.
     """
-    request = await exchange.read(CompletionRequest)
-    exchange.name_of = request.name_of
-    lora = service.check_name(request.model)
-    request.check()
+    request, lora = await service.accept(exchange, CompletionRequest)
     prompts = request.prompts
     n = request.choices(len(prompts), service.limits)
     works = await service.apart(

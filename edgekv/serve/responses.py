@@ -74,11 +74,6 @@ class ResponsesRequest(SamplingFields, frozen=True, kw_only=True):
     prompt: Any = None
 
     def check(self) -> None:
-        """Refuse what is not supported.
-
-        Raises:
-            ApiError: naming the field.
-        """
         for name in ("background", "conversation", "prompt"):
             if getattr(self, name):
                 raise refused(name, got="a value", expected="nothing", fix="It is not supported; leave it out.")
@@ -106,9 +101,7 @@ async def create_response(service: Service, exchange: Exchange) -> None:
         EdgeKVError: likewise.
         DisconnectedError: the client has gone.
     """
-    request = await exchange.read(ResponsesRequest)
-    lora = service.check_name(request.model)
-    request.check()
+    request, lora = await service.accept(exchange, ResponsesRequest)
     before: tuple[dict[str, Any], ...] = ()
     if request.previous_response_id is not None:
         param = "previous_response_id"

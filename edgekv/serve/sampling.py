@@ -47,6 +47,13 @@ class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
     n: int | None = None
     best_of: int | None = None
 
+    def check(self) -> None:
+        """Refuse what is not supported.
+
+        Raises:
+            ApiError: naming the field.
+        """
+
     def name_of(self, field: str) -> str | None:
         """The request's name of a field in an error; None if it has no such field.
 

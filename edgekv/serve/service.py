@@ -29,6 +29,7 @@ from edgekv.session.tools import declare
 from edgekv.spec.chat import check_messages
 
 T = TypeVar("T")
+R = TypeVar("R", bound=SamplingFields)
 LONG_CHARACTERS = 4_096
 """Longer texts and requests are read in another thread, so that other requests need not wait."""
 _TAKEN = {"messages", "tools", "add_generation_prompt", "name", "self"}
@@ -96,6 +97,20 @@ class Service:
     def model_names(self) -> list[str]:
         """The names of all models: of the base, and of each adapter."""
         return [self.name, *(f"{self.name}:{name}" for name in lora_names(self.model.bundle))]
+
+    async def accept(self, exchange: Exchange, kind: type[R]) -> tuple[R, str | None]:
+        """A request for text, and the adapters that it asks for.
+
+        Raises:
+            ApiError: it is malformed, asks for another model, or for what is not supported.
+            AdapterError: an adapter is damaged.
+            DisconnectedError: the client has gone.
+        """
+        request = await exchange.read(kind)
+        lora = self.check_name(request.model)
+        request.check()
+        exchange.name_of = request.name_of
+        return request, lora
 
     async def apart(self, exchange: Exchange, work: Callable[[], T]) -> T:
         """The result of work on a request, in another thread if the request is long.
