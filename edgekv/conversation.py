@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,8 @@ import msgspec
 
 from edgekv.bundle import atomic_file
 from edgekv.errors import UsageError
-from edgekv.json_file import read_json
+from edgekv.full_context import FittedPrompt, OnFull, check_on_full, fit_prompt, split_turns
+from edgekv.json_file import read_json, readable_json
 from edgekv.model import Model
 from edgekv.session import Generation, GenerationStats, SamplingParams, Speculate, Token
 from edgekv.spec.chat import Message, check_messages
@@ -22,11 +24,20 @@ class _Saved(msgspec.Struct, frozen=True, kw_only=True):
     messages: list[dict[str, Any]]
 
 
+def answer_defaults(model: Model) -> SamplingParams:
+    """The bundle's defaults for an answer, which may fill the context unless the bundle says otherwise."""
+    manifest = model.bundle.manifest
+    if manifest.generation is not None and manifest.generation.max_new_tokens is not None:
+        return model.defaults
+    return replace(model.defaults, max_new_tokens=manifest.context)
+
+
 class Conversation:
     """Turns of a user and a model. Each turn prefills only its new tokens; the cache has the others.
 
     Attributes:
-        messages: the turns so far, as chat templates take them.
+        messages: all turns so far, as chat templates take them, with those that the model no longer sees.
+        on_full: what happens when they are longer than the context; see `edgekv.full_context`.
     """
 
     def __init__(
@@ -35,6 +46,7 @@ class Conversation:
         *,
         system: str | None = None,
         params: SamplingParams | None = None,
+        on_full: OnFull = "drop-oldest",
         speculate: Speculate | None = None,
         lora: str | None = None,
     ) -> None:
@@ -43,28 +55,57 @@ class Conversation:
         Args:
             model: a bundle with a chat template.
             system: the system prompt; None for the template's own.
-            params: how to sample and when to stop; None for the model's defaults.
+            params: how to sample and when to stop; None for the model's defaults, and answers up to the context's end.
+            on_full: `drop-oldest` or `stop`.
             speculate: how to draft tokens; None for no drafts.
             lora: adapters of the bundle, as `Model.generate` takes them; None for the base model.
 
         Raises:
-            UsageError: the bundle has no chat template, or no such adapters.
+            UsageError: the bundle has no chat template, or no such adapters; or another `on_full`.
         """
+        self.on_full = check_on_full(on_full)
         self.messages: list[Message] = []
         self._model = model
-        self._system = system
-        self._params = params
+        self._params = answer_defaults(model) if params is None else params
         self._speculate = speculate
         self._lora = lora
-        self._tokens: list[int] = []
-        self._text = ""
+        self._known = _KnownText()
         _ = model.chat_templates, model.open_lora(lora)  # refused now, not at the first turn
-        self.reset()
+        self.system = system
+
+    @property
+    def system(self) -> str | None:
+        """The system prompt; None for the template's own. A new one holds from the next answer on."""
+        leading, _ = split_turns(self.messages)
+        return None if not leading else "\n".join(text_of(each) for each in leading)
+
+    @system.setter
+    def system(self, text: str | None) -> None:
+        leading, _ = split_turns(self.messages)
+        given: list[Message] = [] if text is None else [{"role": "system", "content": text}]
+        self.messages = [*given, *self.messages[len(leading) :]]
+
+    @property
+    def turns(self) -> int:
+        """Number of turns."""
+        return len(split_turns(self.messages)[1])
 
     def reset(self) -> None:
         """Forget all turns but the system prompt."""
-        self.messages = [] if self._system is None else [{"role": "system", "content": self._system}]
-        self._tokens, self._text = [], ""
+        self.messages, _ = split_turns(self.messages)
+
+    def undo(self) -> list[Message]:
+        """Take the last turn back: the user's message and what follows it.
+
+        Returns:
+            Its messages.
+
+        Raises:
+            UsageError: there is none.
+        """
+        taken = self._last_turn()
+        self.messages = self.messages[: -len(taken)]
+        return taken
 
     def say(self, content: str) -> Answer:
         """Add the user's turn. The answer is generated as it is read; an interrupted answer keeps its text so far.
@@ -73,19 +114,23 @@ class Conversation:
 
         Raises:
             UsageError: the template refuses the conversation.
-            ContextFullError: the conversation is longer than the context; the turn is not added.
+            ContextFullError: the conversation is longer than the context and `on_full` is `stop`, or this message alone
+                is; it is not added.
         """
-        messages = [*self.messages, {"role": "user", "content": content}]
-        text = self._model.chat_templates.render(messages)
-        tokens = self._model.encode_chat(text)
-        if self._text and text.startswith(self._text):
-            # Tokenizing generated text may give other tokens than those generated, so only new text is tokenized.
-            tokens = [*self._tokens, *self._model.encode_chat(text[len(self._text) :])]
-        generation = self._model.generate(
-            tokens, self._params, sequence=_SEQUENCE, speculate=self._speculate, lora=self._lora
-        )
-        before, self.messages = self.messages, messages
-        return Answer(self, before, text, generation)
+        return self._answer([*self.messages, {"role": "user", "content": content}])
+
+    def regenerate(self) -> Answer:
+        """Answer the last message of the user again. An answer that fails before its first token leaves the old one.
+
+        Raises:
+            UsageError: there is no message of the user, or the template refuses the conversation.
+            ContextFullError: as `say`.
+        """
+        taken = self._last_turn()
+        if taken[0].get("role") != "user":
+            wanted = "a message of the user"
+            raise UsageError("conversation", got="only an answer", expected=wanted, fix="Say something first.")
+        return self._answer(self.messages[: len(self.messages) - len(taken) + 1])
 
     def save(self, path: Path) -> None:
         """Write the messages to a JSON file, atomically.
@@ -95,11 +140,11 @@ class Conversation:
         """
         try:
             with atomic_file(path) as partial:
-                partial.write_bytes(msgspec.json.encode(_Saved(messages=[dict(each) for each in self.messages])))
-        except OSError as error:
-            raise UsageError(
-                str(path), got=error.strerror, expected="a file that can be written", fix="Choose another place."
-            ) from None
+                partial.write_bytes(readable_json(_Saved(messages=[dict(each) for each in self.messages])))
+        except (OSError, ValueError) as error:  # ValueError: a NUL in the path
+            found = error.strerror if isinstance(error, OSError) else error
+            fix = "Choose another place."
+            raise UsageError(repr(str(path)), got=found, expected="a file that can be written", fix=fix) from None
 
     def load(self, path: Path) -> None:
         """Continue the conversation in a file that `save` wrote.
@@ -107,17 +152,94 @@ class Conversation:
         Raises:
             UsageError: it is no such file; the conversation stays as it was.
         """
-        fix = "Give a file that /save wrote."
-        saved = read_json(path, _Saved, expected="a saved conversation", fix=fix, error=UsageError)
+        fix = "Give a file that a conversation was saved in."
+        try:
+            saved = read_json(path, _Saved, expected="a saved conversation", fix=fix, error=UsageError)
+        except ValueError as error:  # a NUL in the path
+            raise UsageError(repr(str(path)), got=error, expected="a saved conversation", fix=fix) from None
         if saved.messages:
-            check_messages(saved.messages)
+            try:
+                check_messages(saved.messages)
+            except UsageError as error:
+                field = f"{path}: {error.field}"
+                raise UsageError(field, got=error.got, expected=error.expected, fix=error.fix) from None
         self.messages = [*saved.messages]
-        self._tokens, self._text = [], ""
+        self._known = _KnownText()
 
-    def _answered(self, content: str, tokens: Sequence[int], text: str) -> None:
-        """Add an answer; the cache holds the tokens of this text, which begins the conversation."""
+    def _last_turn(self) -> list[Message]:
+        _, turns = split_turns(self.messages)
+        if not turns:
+            raise UsageError("conversation", got="no turn", expected="at least one", fix="Say something first.")
+        return turns[-1]
+
+    def _answer(self, messages: list[Message]) -> Answer:
+        """Generate what follows messages, which become those of the conversation."""
+        prompt = fit_prompt(
+            self._model,
+            messages,
+            self._model.chat_templates.render,
+            on_full=self.on_full,
+            wanted_tokens=self._params.max_new_tokens,
+            tokenize=lambda text: self._known.tokens_of(text, self._model),
+        )
+        generation = self._model.generate(
+            prompt.tokens, self._params, sequence=_SEQUENCE, speculate=self._speculate, lora=self._lora
+        )
+        before, self.messages = self.messages, messages
+        return Answer(self, before, prompt, generation)
+
+    def _answered(self, prompt: FittedPrompt, content: str, text: str, generated: Sequence[int]) -> None:
+        """Add an answer. The cache holds its first tokens, which say the beginning `text` of its content."""
         self.messages = [*self.messages, {"role": "assistant", "content": content}]
-        self._tokens, self._text = list(tokens), text
+        self._known = self._known.followed_by(prompt, text, generated)
+
+
+@dataclass(frozen=True, slots=True)
+class _End:
+    """Where a prompt or an answer ends: characters and tokens up to there."""
+
+    characters: int
+    tokens: int
+    is_answer: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _KnownText:
+    """The last prompt and its answer, with the tokens that the cache holds.
+
+    Tokenizing generated text may give other tokens than those generated, so only what follows it is tokenized.
+
+    Attributes:
+        text: the text.
+        tokens: its ids.
+        ends: of the prompts and answers in it, ascending.
+    """
+
+    text: str = ""
+    tokens: tuple[int, ...] = ()
+    ends: tuple[_End, ...] = ()
+
+    def tokens_of(self, text: str, model: Model) -> list[int]:
+        """The tokens of a text; those up to the end of an answer that it begins with are known.
+
+        Raises:
+            EdgeKVError: as `Model.encode_chat`.
+        """
+        for end in reversed(self.ends):
+            if (end.is_answer or end.characters == len(text)) and self._begins(text, end):
+                rest = text[end.characters :]
+                return [*self.tokens[: end.tokens], *(model.encode_chat(rest) if rest else ())]
+        return model.encode_chat(text)
+
+    def followed_by(self, prompt: FittedPrompt, answer: str, generated: Sequence[int]) -> _KnownText:
+        """What is known after an answer of these tokens to a prompt whose tokens `tokens_of` gave."""
+        text, tokens = prompt.text + answer, (*prompt.tokens, *generated)
+        shared = (end for end in self.ends if end.characters < len(prompt.text) and self._begins(text, end))
+        new = _End(len(prompt.text), len(prompt.tokens), False), _End(len(text), len(tokens), True)
+        return _KnownText(text, tokens, (*shared, *new))
+
+    def _begins(self, text: str, end: _End) -> bool:
+        return text.startswith(self.text[: end.characters])
 
 
 class Answer(Iterator[Token]):
@@ -125,10 +247,14 @@ class Answer(Iterator[Token]):
 
     Attributes:
         text: the answer so far.
+        dropped_turns: the oldest turns of the conversation, which the model did not see: the context was full.
     """
 
-    def __init__(self, conversation: Conversation, before: list[Message], prompt: str, generation: Generation) -> None:
+    def __init__(
+        self, conversation: Conversation, before: list[Message], prompt: FittedPrompt, generation: Generation
+    ) -> None:
         self.text = ""
+        self.dropped_turns = prompt.dropped_turns
         self._conversation = conversation
         self._before = before
         self._prompt = prompt
@@ -165,8 +291,7 @@ class Answer(Iterator[Token]):
             return
         # Later tokens end the text, or are of a stop text or half a character: the cache has them, the text does not.
         count, length = self._whole
-        tokens = [*self._generation.prompt, *self._generated[:count]]
-        self._conversation._answered(self.text, tokens, self._prompt + self.text[:length])
+        self._conversation._answered(self._prompt, self.text, self.text[:length], self._generated[:count])
 
     def __enter__(self) -> Answer:
         return self
@@ -178,3 +303,12 @@ class Answer(Iterator[Token]):
     def stats(self) -> GenerationStats:
         """Statistics so far."""
         return self._generation.stats
+
+
+def text_of(message: Message) -> str:
+    """The text of a message, for people: its content, or the text parts of it."""
+    content = message.get("content")
+    if isinstance(content, str):
+        return content
+    parts = content if isinstance(content, list) else []
+    return "".join(str(each.get("text", "")) for each in parts if isinstance(each, dict))

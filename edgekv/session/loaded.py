@@ -119,6 +119,11 @@ class LoadedBundle:
         return sorted({graph.ar for graph in self.bundle.manifest.graphs if graph.role == "verify"})
 
     @property
+    def evicts_tokens(self) -> bool:
+        """Whether a full context drops old tokens, so that any number fits: another policy than `fail`."""
+        return self._caches.policy.name != "fail"
+
+    @property
     def takes_trees(self) -> bool:
         """Whether drafts may branch: rows of branches are in other columns than in single steps."""
         return self._graphs.row_bits == "equal"
