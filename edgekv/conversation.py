@@ -37,7 +37,8 @@ class Conversation:
 
     Attributes:
         messages: all turns so far, as chat templates take them, with those that the model no longer sees.
-        on_full: what happens when they are longer than the context; see `edgekv.full_context`.
+        params: how to sample and when to stop.
+        on_full: what happens when the messages are longer than the context; see `edgekv.full_context`.
     """
 
     def __init__(
@@ -66,7 +67,7 @@ class Conversation:
         self.on_full = check_on_full(on_full)
         self.messages: list[Message] = []
         self._model = model
-        self._params = answer_defaults(model) if params is None else params
+        self.params = answer_defaults(model) if params is None else params
         self._speculate = speculate
         self._lora = lora
         self._known = _KnownText()
@@ -84,6 +85,11 @@ class Conversation:
         leading, _ = split_turns(self.messages)
         given: list[Message] = [] if text is None else [{"role": "system", "content": text}]
         self.messages = [*given, *self.messages[len(leading) :]]
+
+    @property
+    def context_tokens(self) -> int:
+        """Tokens that a prompt and its answer may have together."""
+        return int(self._model.bundle.manifest.context)
 
     @property
     def turns(self) -> int:
@@ -144,7 +150,7 @@ class Conversation:
         except (OSError, ValueError) as error:  # ValueError: a NUL in the path
             found = error.strerror if isinstance(error, OSError) else error
             fix = "Choose another place."
-            raise UsageError(repr(str(path)), got=found, expected="a file that can be written", fix=fix) from None
+            raise UsageError(str(path), got=found, expected="a file that can be written", fix=fix) from None
 
     def load(self, path: Path) -> None:
         """Continue the conversation in a file that `save` wrote.
@@ -179,11 +185,11 @@ class Conversation:
             messages,
             self._model.chat_templates.render,
             on_full=self.on_full,
-            wanted_tokens=self._params.max_new_tokens,
+            wanted_tokens=self.params.max_new_tokens,
             tokenize=lambda text: self._known.tokens_of(text, self._model),
         )
         generation = self._model.generate(
-            prompt.tokens, self._params, sequence=_SEQUENCE, speculate=self._speculate, lora=self._lora
+            prompt.tokens, self.params, sequence=_SEQUENCE, speculate=self._speculate, lora=self._lora
         )
         before, self.messages = self.messages, messages
         return Answer(self, before, prompt, generation)

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import io
 import json
+import os
+import re
 import shutil
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -183,15 +187,127 @@ def test_the_command_keeps_an_answer_to_a_grammar(talker: Path, capsys):
     assert found["stats"]["stop_reason"] == "grammar"
 
 
+def _type(monkeypatch: pytest.MonkeyPatch, *lines: str) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("\n".join(lines)))
+
+
 def test_the_command_holds_a_conversation(talker: Path, tmp_path: Path, capsys, monkeypatch):
     saved = tmp_path / "talk.json"
-    lines = ["Hello", "", "More", f"/save {saved}", "/reset", "/load nowhere.json", f"/load {saved}", "/what", "/quit"]
-    monkeypatch.setattr("sys.stdin", io.StringIO("\n".join(lines)))
+    _type(monkeypatch, "Hello", "", "More", f"/save {saved}", "/reset", "/load nowhere.json", f"/load {saved}", "/quit")
     assert run(["chat", str(talker), "--max-new-tokens", "4"]) == 0
     printed = capsys.readouterr()
     assert printed.err.count("tokens were in the cache") == 2 and "nowhere.json" in printed.err
-    assert "/reset forgets" in printed.err and "Traceback" not in printed.err
+    assert "[2 turns loaded from " in printed.err and "Traceback" not in printed.err
     assert [each["role"] for each in json.loads(saved.read_text())["messages"]] == ["user", "assistant"] * 2
+
+
+def test_commands_change_the_conversation(talker: Path, tmp_path: Path, capsys, monkeypatch):
+    saved = tmp_path / "talk.json"
+    _type(
+        monkeypatch,
+        *(
+            "/stats",
+            "Hello",
+            "More",
+            "/regen",
+            "/undo",
+            "/system Be brief.",
+            "/system",
+            '"""',
+            "One",
+            "",
+            "/two",
+            '"""',
+        ),
+        *("/stats", f"/save {saved}", '/system ""', "/system"),
+    )
+    assert run(["chat", str(talker), "--max-new-tokens", "4"]) == 0
+    told = capsys.readouterr().err
+    messages = json.loads(saved.read_text())["messages"]
+    assert [each["role"] for each in messages] == ["system", *["user", "assistant"] * 2]
+    assert [each["content"] for each in messages if each["role"] != "assistant"] == [
+        "Be brief.",
+        "Hello",
+        "One\n\n/two",
+    ]
+    assert "[context: 256 tokens]" in told and "[since the start: 4 answers of 16 tokens together]" in told
+    assert "greedy decoding gives the same answer again" in told and "[taken back: More]" in told
+    assert told.count("[system: Be brief.]") == 2 and told.count("[no system prompt but the model's own]") == 2
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    {
+        "/what": "command: got '/what'; expected /undo, /regen",
+        "/undo": "conversation: got no turn",
+        "/regen": "conversation: got no turn",
+        "/undo 2": "after /undo: got '2'; expected nothing",
+        "/exit now": "after /exit: got 'now'; expected nothing",
+        "/save": "after /save: got nothing; expected FILE",
+        "/load": "after /load: got nothing; expected FILE",
+        "/save /": "edgekv: error: ",
+        "/save nowhere/talk.json": "nowhere/talk.json: got No such file or directory",
+        "/load ~nobody-at-all/talk.json": "~nobody-at-all/talk.json",
+        "/load {folder}": "expected a saved conversation",
+        "x" * 300: "Shorten the message",
+        "\udcff": "expected Unicode text",
+        '"""\nnever closed': 'block """: got the end of the input',
+    }.items(),
+)
+def test_after_every_error_the_conversation_goes_on(
+    talker: Path, tmp_path: Path, capsys, monkeypatch, line: str, expected: str
+):
+    monkeypatch.chdir(tmp_path)
+    lines = [line.format(folder=tmp_path), *(["Hello"] if "never" not in line else [])]
+    _type(monkeypatch, *lines)
+    assert run(["chat", str(talker), "--max-new-tokens", "4"]) == 0
+    told = capsys.readouterr().err
+    assert expected in told and "Traceback" not in told and "This is a bug" not in told
+    assert told.count("tokens were in the cache") == len(lines) - 1
+    assert [*tmp_path.iterdir()] == []
+
+
+def test_an_error_of_the_engine_or_of_ours_ends_no_conversation(talker: Path, capsys, monkeypatch):
+    step, calls = Answer.__next__, iter(range(100))
+    errors = {
+        1: EngineError("step", got="x", expected="y", fix="z."),
+        3: MemoryError(),
+        5: KeyError("key"),
+        7: OSError(),
+    }
+
+    def failing(answer):
+        error = errors.get(next(calls))
+        if error is not None:
+            answer.close()
+            raise error
+        return step(answer)
+
+    monkeypatch.setattr(Answer, "__next__", failing)
+    _type(monkeypatch, *["Hello"] * 4, "Fine")
+    assert run(["chat", str(talker), "--max-new-tokens", "4"]) == 0
+    told = capsys.readouterr().err
+    assert "error: step: got x" in told and "not enough memory" in told and "KeyError: 'key'. This is a bug" in told
+    assert told.count("edgekv: error: ") == 4 and told.count("tokens were in the cache") == 1
+
+
+def test_a_reader_of_answers_that_goes_ends_the_chat(talker: Path, tmp_path: Path):
+    program = "import sys; from edgekv.cli import run; sys.exit(run(sys.argv[1:]))"
+    command = [sys.executable, "-c", program, "chat", str(talker), "--max-new-tokens", "4"]
+    read, write = os.pipe()
+    os.close(read)
+    done = subprocess.run(command, input="Hello\n" * 3, text=True, stdout=write, stderr=subprocess.PIPE, check=False)
+    os.close(write)
+    assert (
+        done.returncode == 1 and done.stderr.count("tokens were in the cache") == 0 and "Traceback" not in done.stderr
+    )
+
+
+def test_what_is_no_unicode_is_refused_and_the_next_line_is_read(talker: Path):
+    command = [sys.executable, "-m", "edgekv", "chat", str(talker), "--max-new-tokens", "4"]
+    done = subprocess.run(command, input=b"\xff\xfe\nHello\n", capture_output=True, check=False)
+    told = done.stderr.decode()
+    assert done.returncode == 0 and "expected Unicode text" in told and told.count("tokens were in the cache") == 1
 
 
 def test_ctrl_c_ends_the_answer_and_not_the_conversation(talker: Path, capsys, monkeypatch):
@@ -208,14 +324,30 @@ def test_ctrl_c_ends_the_answer_and_not_the_conversation(talker: Path, capsys, m
     assert capsys.readouterr().err.count("tokens were in the cache") == 2
 
 
-def test_a_full_context_names_what_chat_can_do(talker: Path, capsys, monkeypatch):
-    monkeypatch.setattr("sys.stdin", io.StringIO("x" * 300))
-    assert run(["chat", str(talker)]) == 0
+def test_a_full_context_drops_the_oldest_turns_and_says_so(talker: Path, capsys, monkeypatch):
+    _type(monkeypatch, *["x" * 60] * 5, "/stats")
+    assert run(["chat", str(talker), "--max-new-tokens", "4"]) == 0
     told = capsys.readouterr().err
-    assert "expected at most 256" in told and "/reset" in told and "policy" not in told
-    assert run(["chat", str(talker), "--message", "x" * 300]) == 1
+    assert told.count("tokens were in the cache") == 5 and "edgekv: error" not in told
+    assert told.count("of the conversation left out]") >= 1
+    assert re.search(r"\[conversation: 5 turns, the oldest \d of them not in the last prompt; 10 messages\]", told)
+
+
+def test_a_full_context_stops_the_conversation_if_asked(talker: Path, capsys, monkeypatch):
+    _type(monkeypatch, *["x" * 60] * 5, "/undo", "/undo", "Hello")
+    assert run(["chat", str(talker), "--max-new-tokens", "4", "--on-full", "stop"]) == 0
     told = capsys.readouterr().err
-    assert "Shorten the message" in told and "policy" not in told
+    assert "expected at most 256" in told and "with /undo or /reset, start with --on-full drop-oldest" in told
+    assert told.endswith("cut: --max-new-tokens allows more]\n"), "there is room after two undos"
+    assert run(["chat", str(talker), "--on-full", "slide"]) == 2
+    assert "--on-full: got 'slide'; expected drop-oldest or stop" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("on_full", ["drop-oldest", "stop"])
+def test_a_message_that_is_too_long_alone_is_refused(talker: Path, capsys, on_full: str):
+    assert run(["chat", str(talker), "--message", "x" * 300, "--on-full", on_full]) == 1
+    told = capsys.readouterr().err
+    assert "expected at most 256" in told and "Shorten the message" in told and "policy" not in told
 
 
 def test_a_bundle_without_a_template_is_refused(small: Path, talker: Path, tmp_path: Path, capsys):

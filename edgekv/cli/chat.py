@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 import typer
 
-from edgekv.cli.engine_options import HtpOption, LoraOption, TalkingModeOption, joined, talking_mode
+from edgekv.cli.dialog import Dialog
+from edgekv.cli.engine_options import HtpOption, LoraOption, OnFullOption, TalkingModeOption, joined, talking_mode
 from edgekv.cli.grammar_options import GrammarOption, JsonSchemaOption, RegexOption, parse_grammar
 from edgekv.cli.output import print_json
 from edgekv.cli.speculate_options import (
@@ -22,18 +20,9 @@ from edgekv.cli.speculate_options import (
     SpeculateOption,
     SpeculateOptions,
 )
-from edgekv.cli.summary import engine_and_mode, speculation_summary
-from edgekv.errors import ContextFullError, EdgeKVError
 
 if TYPE_CHECKING:
-    from edgekv.conversation import Answer, Conversation
-    from edgekv.session import GenerationStats, StopReason
-
-_CUT: dict[StopReason | None, str] = {
-    "length": "; cut: --max-new-tokens allows more",
-    "context": "; cut: the context is full",
-}
-HELP = "/reset forgets the conversation, /save FILE and /load FILE keep it, /help, /quit; Ctrl-C stops an answer."
+    from edgekv.session import GenerationStats
 
 
 class Turn(msgspec.Struct, frozen=True):
@@ -75,14 +64,19 @@ def chat(
     draft: DraftOption = None,
     draft_tokens: DraftTokensOption = None,
     draft_tree: DraftTreeOption = False,
+    on_full: OnFullOption = "drop-oldest",
+    history: Annotated[
+        bool, typer.Option("--history/--no-history", help="Keep what is typed at a terminal for later chats.")
+    ] = True,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object; needs --message.")] = False,
 ) -> None:
     """Talk to a model.
 
     The conversation stays in the KV cache, so each turn computes only its new tokens. Answers go to standard output,
-    statistics to standard error.
+    all else to standard error. /help lists the commands of a conversation.
     """
-    from edgekv.conversation import Conversation
+    from edgekv.conversation import Conversation, answer_defaults
+    from edgekv.full_context import check_on_full
     from edgekv.loading import load  # imports the runtime, which --help does not need
     from edgekv.session.call import choose_params
     from edgekv.session.params import SamplingParams
@@ -97,6 +91,7 @@ def chat(
         "grammar": parse_grammar(json_schema, grammar, regex),
     }
     choose_params(None, keywords, SamplingParams(temperature=1.0))  # reject invalid options before a bundle is read
+    full = check_on_full(on_full, "--on-full")
     speculation = SpeculateOptions(speculate, draft_corpus, draft, draft_tokens, draft_tree)
     options: dict[str, Any] = {
         "engine": engine,
@@ -105,89 +100,16 @@ def chat(
         "htp": htp,
     }
     with load(bundle, **options) as model, speculation.opened(model, **options) as wanted:
-        record = model.bundle.manifest.generation
-        if max_new_tokens is None and (record is None or record.max_new_tokens is None):
-            keywords["max_new_tokens"] = model.bundle.manifest.context
-        params = choose_params(None, keywords, model.defaults).params
+        params = choose_params(None, keywords, answer_defaults(model)).params
         assert isinstance(params, SamplingParams)
-        conversation = Conversation(model, system=system, params=params, speculate=wanted, lora=joined(lora))
+        talk: dict[str, Any] = {"on_full": full, "speculate": wanted, "lora": joined(lora)}
+        conversation = Conversation(model, system=system, params=params, **talk)
+        dialog = Dialog(conversation, keeps_history=history)
         if message is None:
-            _converse(conversation)
-            return
-        with _full_context("Shorten the message, or export with a larger --context."):
-            answer = conversation.say(message)
-            if as_json:
-                tokens = list(answer)
-                print_json(Turn(message, answer.text, [token.id for token in tokens], answer.stats))
-            else:
-                _print(answer)
-
-
-def _converse(conversation: Conversation) -> None:
-    """Read lines and answer them until the input ends."""
-    is_terminal = sys.stdin.isatty()
-    if is_terminal:
-        typer.echo(HELP, err=True)
-    while True:
-        if is_terminal:
-            typer.echo("> ", nl=False, err=True)
-        try:
-            line = sys.stdin.readline()
-        except KeyboardInterrupt:
-            typer.echo(err=True)
-            continue
-        if not line:
-            return
-        if not (line := line.strip()):
-            continue
-        if line == "/quit":
-            return
-        try:
-            if line.startswith("/"):
-                _command(conversation, line)
-            else:
-                with _full_context("Forget the conversation with /reset, or export with a larger --context."):
-                    _print(conversation.say(line))
-        except EdgeKVError as error:
-            typer.echo(f"edgekv: error: {error}", err=True)
-
-
-@contextmanager
-def _full_context(fix: str) -> Iterator[None]:
-    """Say what a user of this command can do about a full context: it has no option for the policy."""
-    try:
-        yield
-    except ContextFullError as error:
-        raise ContextFullError(error.field, got=error.got, expected=error.expected, fix=fix) from None
-
-
-def _command(conversation: Conversation, line: str) -> None:
-    name, _, argument = line.partition(" ")
-    if name == "/reset":
-        conversation.reset()
-    elif name == "/save" and argument:
-        conversation.save(Path(argument))
-    elif name == "/load" and argument:
-        conversation.load(Path(argument))
-    else:
-        typer.echo(HELP, err=True)
-
-
-def _print(answer: Answer) -> None:
-    """Stream an answer. Ctrl-C ends the answer, not the conversation."""
-    try:
-        with answer:
-            for token in answer:
-                typer.echo(token.text, nl=False)
-    except KeyboardInterrupt:
-        pass
-    typer.echo()
-    typer.echo(_figures(answer.stats), err=True)
-
-
-def _figures(stats: GenerationStats) -> str:
-    first = "" if stats.time_to_first_token_ms is None else f", first token {stats.time_to_first_token_ms:.0f} ms"
-    speed = "" if stats.tokens_per_second is None else f", {stats.tokens_per_second:.1f} tokens/s"
-    cached = f"{stats.reused_tokens} of {stats.prompt_tokens} prompt tokens were in the cache"
-    tokens = f"{engine_and_mode(stats.engine)}: {stats.generated_tokens} tokens"
-    return f"[{tokens}{first}{speed}; {cached}{speculation_summary(stats)}{_CUT.get(stats.stop_reason, '')}]"
+            dialog.run()
+        elif as_json:
+            answer = dialog.ask(message)
+            tokens = list(answer)
+            print_json(Turn(message, answer.text, [token.id for token in tokens], answer.stats))
+        else:
+            dialog.say(message)

@@ -30,6 +30,13 @@ LoraOption = Annotated[
         show_default=False,
     ),
 ]
+OnFullOption = Annotated[
+    str,
+    typer.Option(
+        "--on-full",
+        help="When a conversation fills the context: drop-oldest leaves its oldest turns out; stop refuses more of it.",
+    ),
+]
 TalkingModeOption = Annotated[Optional[str], typer.Option("--cpu-mode", help=_HELP, show_default="fast")]
 
 

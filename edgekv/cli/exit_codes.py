@@ -51,25 +51,12 @@ def exit_code_of(call: Callable[[], None]) -> int:
         return 130
     except TerminatedError as end:
         return 128 + end.number
-    except EdgeKVError as error:
-        return _report(str(error), error.exit_code)
-    except UnknownDeviceError as error:
-        return _report(str(error), 2)
-    except OSError as error:
-        if _is_closed_pipe(error):
+    except Exception as error:
+        if is_closed_pipe(error):
             # The reader of our output is gone; the flush at the interpreter's exit must not complain either.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return 1
-        place = "" if error.filename is None else f"{error.filename}: "
-        return _report(f"{place}{error.strerror or error}", 1)
-    except MemoryError:
-        return _report("not enough memory", 1)
-    except Exception as error:
-        return _report(
-            f"{type(error).__name__}: {error}. This is a bug; please report it with the output of "
-            f"{DEBUG_VARIABLE}=1 edgekv ...",
-            1,
-        )
+        return report(error)
     return 0
 
 
@@ -148,13 +135,34 @@ def _is_import(frame: FrameType | None) -> bool:
     return False
 
 
-def _is_closed_pipe(error: OSError) -> bool:
+def is_closed_pipe(error: Exception) -> bool:
     """Whether the reader of a pipe is gone: on Windows that is EINVAL, without the name of a file."""
+    if not isinstance(error, OSError):
+        return False
     return error.errno == errno.EPIPE or (os.name == "nt" and error.errno == errno.EINVAL and error.filename is None)
 
 
-def _report(message: str, code: int) -> int:
+def report(error: Exception) -> int:
+    """Print an error as one line on standard error, with EDGEKV_DEBUG=1 also its traceback.
+
+    Returns:
+        The exit code of the process if it ends with this error.
+    """
     if os.environ.get(DEBUG_VARIABLE) == "1":
-        traceback.print_exc()
-    print(f"edgekv: error: {message}", file=sys.stderr)
-    return code
+        traceback.print_exception(error)
+    print(f"edgekv: error: {_message(error)}", file=sys.stderr)
+    return error.exit_code if isinstance(error, EdgeKVError) else 2 if isinstance(error, UnknownDeviceError) else 1
+
+
+def _message(error: Exception) -> str:
+    if isinstance(error, (EdgeKVError, UnknownDeviceError)):
+        return str(error)
+    if isinstance(error, OSError):
+        place = "" if error.filename is None else f"{error.filename}: "
+        return f"{place}{error.strerror or error}"
+    if isinstance(error, MemoryError):
+        return "not enough memory"
+    return (
+        f"{type(error).__name__}: {error}. This is a bug; please report it with the output of "
+        f"{DEBUG_VARIABLE}=1 edgekv ..."
+    )

@@ -1,0 +1,261 @@
+"""The conversation of `edgekv chat`: messages, commands, and what is told about answers."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+
+from edgekv.cli.entries import QUOTES, Entries, Entry, open_entries
+from edgekv.cli.exit_codes import is_closed_pipe, report
+from edgekv.cli.summary import engine_and_mode, speculation_summary, summary
+from edgekv.errors import ContextFullError, UsageError
+
+if TYPE_CHECKING:
+    from edgekv.conversation import Answer, Conversation
+    from edgekv.session import GenerationStats, StopReason
+
+HINT = "/help lists the commands; Ctrl-C stops an answer, Ctrl-D leaves."
+_CUT: dict[StopReason | None, str] = {
+    "length": "; cut: --max-new-tokens allows more",
+    "context": "; cut: the context is full",
+    None: "; stopped",
+}
+_LARGER = "export with a larger --context."
+_SHOWN_CHARACTERS = 60
+_CONTROLS = {code: "\ufffd" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"} | {ord("\r"): None}
+"""A model must not move the cursor, or change the colours or the title of a terminal."""
+
+
+class Dialog:
+    """A conversation with whoever types. After every error it goes on."""
+
+    def __init__(self, conversation: Conversation, *, keeps_history: bool = True) -> None:
+        """Prepare to read standard input.
+
+        Args:
+            conversation: a new one.
+            keeps_history: whether what is typed at a terminal is kept for later chats.
+        """
+        self._conversation = conversation
+        self._keeps_history = keeps_history
+        self._answers = self._tokens = self._dropped_turns = 0
+        self._last: GenerationStats | None = None
+
+    def run(self) -> None:
+        """Answer until the input ends, or the user leaves."""
+        entries = open_entries(_COMMANDS, keeps_history=self._keeps_history)
+        if sys.stdin.isatty():
+            _tell(HINT)
+        while (entry := _next(entries)) is not None:
+            try:
+                self._handle(entry)
+            except KeyboardInterrupt:
+                _tell("[interrupted]")
+            except Exception as error:
+                if is_closed_pipe(error):
+                    raise
+                report(error)
+
+    def ask(self, message: str) -> Answer:
+        """The answer to a message, which is generated as it is read.
+
+        Raises:
+            EdgeKVError: see `Conversation.say`.
+        """
+        with self._full_context():
+            return self._conversation.say(message)
+
+    def say(self, message: str) -> None:
+        """Answer a message on standard output.
+
+        Raises:
+            EdgeKVError: see `Conversation.say`.
+        """
+        self._print(self.ask(message))
+
+    def _handle(self, entry: Entry) -> None:
+        if not entry.is_command:
+            self.say(entry.text)
+            return
+        name, argument = [*entry.text.split(maxsplit=1), ""][:2]
+        command = _COMMANDS.get(name)
+        if command is None:
+            fix = f"A message that begins with / goes between two {QUOTES}."
+            raise UsageError("command", got=repr(name), expected=", ".join(_COMMANDS), fix=fix)
+        if not command.accepts(argument):
+            found, wanted = repr(argument) if argument else "nothing", command.argument or "nothing"
+            raise UsageError(f"after {name}", got=found, expected=wanted, fix="/help shows how to use it.")
+        command.run(self, argument)
+
+    # Commands
+
+    def _undo(self, _: str) -> None:
+        from edgekv.conversation import text_of
+
+        first = " ".join(text_of(self._conversation.undo()[0]).split())
+        shown = first if len(first) <= _SHOWN_CHARACTERS else f"{first[:_SHOWN_CHARACTERS]}..."
+        _tell(f"[taken back: {shown}]")
+
+    def _regenerate(self, _: str) -> None:
+        with self._full_context():
+            answer = self._conversation.regenerate()
+        params = self._conversation.params
+        if params.greedy or params.seed is not None:
+            why = "greedy decoding" if params.greedy else "the same seed"
+            _tell(f"[{why} gives the same answer again; --temperature 0.8 without --seed varies it]")
+        self._print(answer)
+
+    def _system(self, text: str) -> None:
+        if text:
+            self._conversation.system = None if text == '""' else text
+        shown = self._conversation.system
+        _tell("[no system prompt but the model's own]" if shown is None else f"[system: {shown}]")
+
+    def _save(self, path: str) -> None:
+        self._conversation.save(_path(path))
+        _tell(f"[{_count(self._conversation.turns, 'turn')} saved in {path}]")
+
+    def _load(self, path: str) -> None:
+        self._conversation.load(_path(path))
+        self._dropped_turns = 0
+        _tell(f"[{_count(self._conversation.turns, 'turn')} loaded from {path}]")
+
+    def _stats(self, _: str) -> None:
+        turns, context = _count(self._conversation.turns, "turn"), self._conversation.context_tokens
+        seen = f", the oldest {self._dropped_turns} of them not in the last prompt" if self._dropped_turns else ""
+        _tell(f"[conversation: {turns}{seen}; {len(self._conversation.messages)} messages]")
+        _tell(f"[since the start: {_count(self._answers, 'answer')} of {self._tokens:,} tokens together]")
+        if self._last is None:
+            _tell(f"[context: {context:,} tokens]")
+            return
+        filled = self._last.prompt_tokens + self._last.generated_tokens
+        _tell(f"[context: {filled:,} of {context:,} tokens at the end of the last answer]")
+        _tell(summary(self._last))
+
+    def _reset(self, _: str) -> None:
+        self._conversation.reset()
+        self._dropped_turns = 0
+        _tell("[all turns are forgotten; the system prompt stays]")
+
+    def _help(self, _: str) -> None:
+        rows = [(f"{name} {command.argument}".strip(), command.about) for name, command in _COMMANDS.items()]
+        rows += [
+            (f"{QUOTES} ... {QUOTES}", "a message of several lines; pasted lines need no quotes"),
+            ("Ctrl-C", "stop an answer; what was said stays in the conversation"),
+        ]
+        width = max(len(left) for left, _ in rows)
+        for left, right in rows:
+            _tell(f"{left:{width}}  {right}")
+
+    # Answers
+
+    def _print(self, answer: Answer) -> None:
+        """Stream an answer. Ctrl-C ends the answer, not the conversation."""
+        if answer.dropped_turns not in (0, self._dropped_turns):
+            oldest = "oldest turn" if answer.dropped_turns == 1 else f"oldest {answer.dropped_turns} turns"
+            _tell(f"[the context is full: the {oldest} of the conversation left out]")
+        self._dropped_turns = answer.dropped_turns
+        is_terminal = sys.stdout.isatty()
+        try:
+            with answer:
+                for token in answer:
+                    typer.echo(token.text.translate(_CONTROLS) if is_terminal else token.text, nl=False)
+        except KeyboardInterrupt:
+            pass
+        finally:
+            typer.echo()
+        self._last = answer.stats
+        self._answers += 1
+        self._tokens += answer.stats.generated_tokens
+        _tell(_figures(answer.stats))
+
+    @contextmanager
+    def _full_context(self) -> Iterator[None]:
+        """Say what a user of this command can do about a full context: it has no option for the policy."""
+        fix = "Shorten the message"
+        if self._conversation.turns and self._conversation.on_full == "stop":
+            fix = "Forget turns with /undo or /reset, start with --on-full drop-oldest"
+        try:
+            yield
+        except ContextFullError as error:
+            found, wanted = error.got, error.expected
+            raise ContextFullError(error.field, got=found, expected=wanted, fix=f"{fix}, or {_LARGER}") from None
+
+
+@dataclass(frozen=True, slots=True)
+class _Command:
+    """A line that begins with a slash.
+
+    Attributes:
+        argument: what follows its name; in brackets if it may be left out.
+        about: what it does.
+        run: does it.
+    """
+
+    argument: str
+    about: str
+    run: Callable[[Dialog, str], None]
+
+    def accepts(self, argument: str) -> bool:
+        """Whether this may follow its name."""
+        is_optional = self.argument.startswith("[")
+        return is_optional or bool(argument) == bool(self.argument)
+
+
+_EXITS = ("/exit", "/quit")
+_COMMANDS = {
+    "/undo": _Command("", "take the last message and its answer back", Dialog._undo),
+    "/regen": _Command("", "answer the last message again", Dialog._regenerate),
+    "/system": _Command("[text]", 'show or change the system prompt; "" for the model\'s own', Dialog._system),
+    "/save": _Command("FILE", "write the conversation to a file", Dialog._save),
+    "/load": _Command("FILE", "continue the conversation in a file", Dialog._load),
+    "/stats": _Command("", "show how full the context is, and figures of the last answer", Dialog._stats),
+    "/reset": _Command("", "forget all turns but the system prompt", Dialog._reset),
+    "/help": _Command("", "show this", Dialog._help),
+    "/exit": _Command("", "leave, as do /quit and Ctrl-D on an empty line", lambda *_: None),
+}
+
+
+def _next(entries: Entries) -> Entry | None:
+    """The next entry that is not empty; None at the end."""
+    while True:
+        try:
+            entry = entries.next()
+        except KeyboardInterrupt:
+            _tell(HINT)
+        except UsageError as error:
+            report(error)
+        else:
+            if entry is None or (entry.is_command and entry.text in _EXITS):
+                return None
+            if entry.text:
+                return entry
+
+
+def _tell(line: str) -> None:
+    typer.echo(line.translate(_CONTROLS), err=True)
+
+
+def _path(text: str) -> Path:
+    try:
+        return Path(text).expanduser()
+    except RuntimeError as error:  # ~ of an unknown user
+        raise UsageError(repr(text), got=error, expected="a path", fix="Give the whole path.") from None
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def _figures(stats: GenerationStats) -> str:
+    first = "" if stats.time_to_first_token_ms is None else f", first token {stats.time_to_first_token_ms:.0f} ms"
+    speed = "" if stats.tokens_per_second is None else f", {stats.tokens_per_second:.1f} tokens/s"
+    cached = f"{stats.reused_tokens} of {stats.prompt_tokens} prompt tokens were in the cache"
+    tokens = f"{engine_and_mode(stats.engine)}: {stats.generated_tokens} tokens"
+    return f"[{tokens}{first}{speed}; {cached}{speculation_summary(stats)}{_CUT.get(stats.stop_reason, '')}]"
