@@ -9,7 +9,6 @@ from edgekv.model import Model
 from edgekv.serve.channel import Channel
 from edgekv.serve.events import Event, Finished, FinishReason, Piece, PromptLogprobs
 from edgekv.serve.logprobs import Likelihood, TokenLogprob, token_logprob
-from edgekv.serve.slots import Slot
 from edgekv.session import Generation, SamplingParams, Scoring, Speculate, SpeculationStats, StopReason, Token, Tools
 
 _SEEDS = 1 << 64
@@ -67,7 +66,7 @@ class Job:
         arrived: when it was made, in seconds of `perf_counter`.
         deadline: when it must have ended, likewise.
         is_cancelled: whether nobody waits for it any more; set from any thread.
-        slot: the sequence it runs in; None before it has one.
+        sequence: id of the sequence it runs in; None before it has one.
         generated_tokens: tokens generated so far.
         token_s: of the last step, seconds to each token from the one before, or from the arrival.
     """
@@ -83,7 +82,7 @@ class Job:
         self.arrived = perf_counter()
         self.deadline = self.arrived + time_limit_s
         self.is_cancelled = False
-        self.slot: Slot | None = None
+        self.sequence: int | None = None
         self.generated_tokens = 0
         self.token_s: list[float] = []
         self._last_token = self.arrived
@@ -97,26 +96,26 @@ class Job:
         """Whether it needs the model's own session."""
         return self.work.scored_tokens > 0
 
-    def start(self, model: Model, slot: Slot | None, speculate: Speculate | None = None) -> None:
+    def start(self, model: Model, sequence: int | None, speculate: Speculate | None = None) -> None:
         """Get ready for steps.
 
         Args:
             model: an open model.
-            slot: the sequence to run in; None for a job that generates nothing.
+            sequence: id of the sequence to run in; None for a job that generates nothing.
             speculate: how the answer is drafted.
 
         Raises:
             EdgeKVError: see `Model.generate`.
         """
-        work, self.slot = self.work, slot
+        work, self.sequence = self.work, sequence
         if self.scores:
             self._scoring = model.score_steps(work.prompt, lora=work.lora)
         if work.params is not None:
-            assert slot is not None
+            assert sequence is not None
             self._generation = model.generate(
                 work.prompt,
                 work.params,
-                sequence=slot.sequence,
+                sequence=sequence,
                 cache_salt=work.salt,
                 return_logits=work.top_logprobs is not None,
                 tools=work.tools,

@@ -15,7 +15,6 @@ from edgekv.serve.errors import CANCELLED, ApiError, api_error
 from edgekv.serve.job import Job, Work
 from edgekv.serve.metrics import Metrics
 from edgekv.serve.options import Limits
-from edgekv.serve.slots import Slots
 from edgekv.session import Speculate
 
 
@@ -51,8 +50,7 @@ class Scheduler:
         self._batches = batches
         self._alone_tokens = model.cache.ar[-1]
         self._beside_tokens = max(graph.ar for graph in model.bundle.manifest.graphs)
-        pool = model.sequences
-        self._slots = Slots(limits.sessions, pool.tokens_of, pool.drop, lambda: pool.has_room)
+        self._pool = model.sequences
         self._changed = threading.Condition()
         self._arrived: deque[Job] = deque()
         self._waiting: deque[Job] = deque()
@@ -130,7 +128,7 @@ class Scheduler:
             for job in (*self._running, *self._waiting):
                 self._end(job, _stopping())
             self._waiting.clear()
-            self._slots.clear()
+            self._pool.forget_idle()
             self._measure()
 
     def _take_turns(self) -> None:
@@ -165,15 +163,16 @@ class Scheduler:
         self._waiting.extendleft(reversed(skipped))
 
     def _start(self, job: Job) -> bool:
-        slot = None
+        sequence = None
         if job.work.params is not None:
-            slot = self._slots.take(job.work.prompt, job.work.salt, job.work.lora)
-            if slot is None:
+            owner = job.work.salt, job.work.lora
+            sequence = self._pool.take(job.work.prompt, owner, self._limits.sessions)
+            if sequence is None:
                 return False
         try:
-            job.start(self._model, slot, self._speculate)
+            job.start(self._model, sequence, self._speculate)
         except BaseException as error:  # panics of Rust libraries are no Exception; this thread gets no signals
-            job.slot = slot
+            job.sequence = sequence
             self._end(job, api_error(error))
         else:
             self._running.append(job)
@@ -230,13 +229,13 @@ class Scheduler:
             job.close()
         except Exception:  # such as a full disk of the prefix cache: the answer itself is right
             traceback.print_exc()
-        if job.slot is not None:
-            self._slots.give_back(job.slot)
+        if job.sequence is not None:
+            self._pool.give_back(job.sequence)
         self._measure()
 
     def _measure(self) -> None:
         """Note what the cache holds: other threads must not look at the model."""
-        self._metrics.note(self.queued, self.running, self._slots.busy, self._model)
+        self._metrics.note(self.queued, self.running, self._pool.taken, self._model)
 
 
 def _stopping() -> ApiError:

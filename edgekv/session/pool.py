@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from itertools import count
 
 from edgekv.errors import MemoryBudgetError, UsageError
 from edgekv.session.mode import Always, Mode
-from edgekv.session.session import Session
+from edgekv.session.session import Session, common_tokens
 from edgekv.session.turns import Turns
 
 _IDS = 1 << 64
@@ -51,8 +52,23 @@ class PoolStats:
         return self.used_bytes / self.total_bytes if self.total_bytes else 0.0
 
 
+@dataclass(slots=True)
+class _Taken:
+    """A sequence that the pool has chosen an id for.
+
+    Attributes:
+        owner: only texts of the same owner continue it.
+        is_busy: whether it is taken.
+        used: when it was taken last; a larger number is later.
+    """
+
+    owner: Hashable
+    is_busy: bool = True
+    used: int = 0
+
+
 class SessionPool:
-    """Sessions by a 64-bit id, kept until they are dropped or evicted.
+    """Sessions by a 64-bit id, kept until they are dropped or evicted. Callers choose the ids, or `take` does.
 
     The session looked up last is in use; all others may be evicted, the least recently used first. Memory pressure is
     checked at every lookup. Other threads may only call `drop` and `clear` of a model's pool.
@@ -87,6 +103,8 @@ class SessionPool:
         self._lookups = 0
         self._hits = 0
         self._evictions = 0
+        self._taken: dict[int, _Taken] = {}
+        self._clock = count(1)
 
     def __len__(self) -> int:
         return len(self._held)
@@ -124,10 +142,62 @@ class SessionPool:
         budget, held_bytes = self.mode.budget, self.memory_bytes
         return budget is None or held_bytes + self._bytes_per_session <= budget.allowance_bytes(held_bytes)
 
-    def tokens_of(self, sequence: int) -> Sequence[int]:
-        """The tokens in the cache of a sequence; none if it is not held. This is no use of the sequence."""
+    @property
+    def taken(self) -> int:
+        """How many sequences are taken."""
+        return sum(each.is_busy for each in self._taken.values())
+
+    def take(self, tokens: Sequence[int], owner: Hashable, most: int) -> int | None:
+        """The id under which a text goes on; nobody else takes it until `give_back`.
+
+        It is that of the idle sequence that has most of the text, if more of it is kept than lost. Otherwise it is a
+        new one, in place of the idle sequence used least recently if there are too many.
+
+        Args:
+            tokens: the text.
+            owner: whose it is, such as a salt and adapters; it continues only sequences of the same.
+            most: sequences that may be taken or idle at once.
+
+        Returns:
+            None if all are taken, or the memory has no room for another.
+        """
+        best = self._best(tokens, owner)
+        while best is None and (len(self._taken) >= most or (self._taken and not self.has_room)):
+            idle = {id: each.used for id, each in self._taken.items() if not each.is_busy}
+            if not idle:
+                return None
+            self._forget(min(idle, key=idle.__getitem__))
+        now = next(self._clock)  # also an id that was never used
+        found = now if best is None else best
+        self._taken[found] = _Taken(owner, used=now)
+        return found
+
+    def give_back(self, sequence: int) -> None:
+        """The text of a taken sequence has ended; its tokens stay in the cache."""
+        self._taken[sequence].is_busy = False
         held = self._held.get(sequence)
-        return () if held is None else held.tokens
+        if held is None or not held.tokens:
+            self._forget(sequence)
+
+    def forget_idle(self) -> None:
+        """Free all sequences that were taken and given back."""
+        for sequence in [id for id, each in self._taken.items() if not each.is_busy]:
+            self._forget(sequence)
+
+    def _best(self, tokens: Sequence[int], owner: Hashable) -> int | None:
+        best, most = None, 0
+        for sequence, each in self._taken.items():
+            held = self._held.get(sequence)
+            if each.is_busy or each.owner != owner or held is None:
+                continue
+            common = common_tokens(held.tokens, tokens)
+            if common > most and common >= len(held.tokens) - common:
+                best, most = sequence, common
+        return best
+
+    def _forget(self, sequence: int) -> None:
+        del self._taken[sequence]
+        self.drop(sequence)
 
     def keeps(self, tokens: int) -> bool:
         """Whether the mode keeps the keys and values of a sequence of this length."""
