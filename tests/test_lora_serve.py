@@ -92,7 +92,7 @@ def test_commands_choose_adapters(adapted: Path, capsys: pytest.CaptureFixture[s
         answers = ["".join(each.text for each in each.say("Hello")) for each in (conversation, plain, conversation)]
     assert answers[0] != answers[1]
     message = ["chat", str(adapted), "--message", "Hello", "--lora", "loud", "--cpu-mode", "emulate", "--json"]
-    assert run([*message, "--max-new-tokens", "128"]) == 0
+    assert run(message) == 0
     assert json.loads(capsys.readouterr().out)["answer"] == answers[0]
 
 
