@@ -163,15 +163,10 @@ def _push(reader: ToolCallReader, tokenizer: Tokenizer, answer: str) -> str:
             "Now ",
             [("a", '{"city": "Köln, {x}", "days": -3, "on": [true, null], "at": {"x": 1500.0}}')],
         ),
-        (
-            "json",
-            '{"tool_calls": [{"name": "a", "arguments": {"b": "]}"}}, {"name": "c", "arguments": {}}]}',
-            "",
-            [("a", '{"b": "]}"}'), ("c", "{}")],
-        ),
-        ("json", '{"response": "See \\"a\\" \\u00e9\\n{\\"tool_calls\\": ["}', 'See "a" é\n{"tool_calls": [', []),
+        ("json", '{"tool_call": {"name": "a", "arguments": {"b": "}}"}}}', "", [("a", '{"b": "}}"}')]),
+        ("json", '{"response": "See \\"a\\" \\u00e9\\n{\\"tool_call\\": "}', 'See "a" é\n{"tool_call": ', []),
         ("json", '{"response": "Cut', "Cut", []),
-        ("json", '{"tool_calls": [{"name": "a", "argu', "", []),
+        ("json", '{"tool_call": {"name": "a", "argu', "", []),
         ("gemma4", '<|tool_call>call:a{b:<|"|>"<|"|>}<tool_call|>', "", [("a", r'{"b": "\""}')]),
     ],
 )
@@ -258,7 +253,7 @@ def test_messages_declare_tools_that_the_template_cannot() -> None:
     told, declared = declare(PLAIN, [{"role": "system", "content": "Be brief."}, ASK[0]], tools)
     assert declared is None and told[1] == ASK[0]
     system = told[0]["content"]
-    assert system.startswith("Be brief.\n\nYou can call these functions:\n") and '{"response": "TEXT"}' in system
+    assert system.startswith("Be brief.\n\nYou can call these functions:\n") and '"response"' in system
     assert all(json.dumps(each["function"], ensure_ascii=False) in system for each in DECLARED)
     asked, _ = declare(PLAIN, ASK, Tools.read(DECLARED, "stop"))
     content = asked[0]["content"]
@@ -271,7 +266,7 @@ def test_messages_declare_tools_that_the_template_cannot() -> None:
 def test_messages_show_earlier_calls_and_results() -> None:
     """As turns of the user and the model, which any template takes."""
     turns = [ASK[0], CALLED, RESULT, {"role": "assistant", "content": "Seven."}, ASK[0], CALLED, RESULT, RESULT, ASK[0]]
-    call = '{"tool_calls": [{"name": "f", "arguments": {"a": 1}}]}'
+    call = '{"tool_call": {"name": "f", "arguments": {"a": 1}}}'
     result = '{"tool_result": {"name": "f", "content": "7"}}'
     plain, declared = declare(PLAIN, turns, None)
     assert declared is None and [each["role"] for each in plain] == ["user", "assistant"] * 3 + ["user"]

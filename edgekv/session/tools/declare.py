@@ -50,10 +50,12 @@ def _declared(
 def _described(messages: Sequence[Message], tools: Tools) -> list[Message]:
     """The messages with a description of the tools."""
     functions = "\n".join(_json(tool.declaration.get("function")) for tool in tools.callable)
-    call = f'{GENERIC.open}{{"name": "NAME", "arguments": {{...}}}}{GENERIC.close}'
-    form = f"Call functions with this JSON, and nothing else:\n{call}"
+    form = 'Respond in JSON format with "tool_call", a request to call a function.'
     if tools.choice == "auto":
-        form = f'Answer with JSON, and nothing else. To call functions:\n{call}\nTo answer:\n{GENERIC.reply}"TEXT"}}'
+        form = (
+            'Respond in JSON format, either with "tool_call", a request to call a function, '
+            'or with "response", a reply to the user\'s request.'
+        )
     description = f"You can call these functions:\n{functions}\n\n{form}"
     found = list(messages)
     if found and found[0].get("role") in ("system", "developer"):
@@ -80,7 +82,7 @@ def _written(messages: Sequence[Message], *, has_form: bool) -> list[Message]:
         role, content, calls = message.get("role"), message.get("content"), message.get("tool_calls")
         if role == "assistant" and isinstance(calls, list) and calls:
             functions = [_function(call, names) for call in calls]
-            text = GENERIC.open + (GENERIC.separator or "").join(map(_json, functions)) + GENERIC.close
+            text = "\n".join(f"{GENERIC.open}{_json(function)}{GENERIC.close}" for function in functions)
             written.append({"role": role, "content": _joined(content, text) if content else text})
         elif role == "assistant" and has_form and isinstance(content, str):
             written.append({**message, "content": f"{GENERIC.reply}{_json(content)}}}"})

@@ -57,8 +57,11 @@ GEMMA4 = CallFormat("gemma", "gemma", "<|tool_call>call:", "<tool_call|>", join=
 """https://ai.google.dev/gemma/docs/capabilities/text/function-calling-gemma4"""
 
 
-GENERIC = CallFormat("json", "object", '{"tool_calls": [', "]}", separator=", ", reply='{"response": ')
-"""For templates without known markers: the whole answer is JSON, as llama.cpp has it for such models."""
+GENERIC = CallFormat("json", "object", '{"tool_call": ', "}", reply='{"response": ')
+"""For templates without known markers: the whole answer is JSON, as llama.cpp has it for such models.
+
+One call an answer: models that were not trained for calls repeat them for as long as they may.
+"""
 
 
 def find_format(templates: ChatTemplates) -> CallFormat:
