@@ -188,9 +188,12 @@ async def _work(service: Service, exchange: Exchange, request: ChatRequest, lora
         exchange,
         lambda: read_form(request.response_format, request.tools, request.tool_choice, request.parallel_tool_calls),
     )
-    prompt = await service.rendered(request.messages, form, request.chat_template_kwargs)
+    wanted = request.wanted_tokens
+    prompt = await service.rendered(
+        exchange, request.messages, form, request.chat_template_kwargs, wanted_tokens=wanted
+    )
     top = check_top_logprobs("top_logprobs", request.top_logprobs or 0) if request.logprobs else None
-    return await service.turn(exchange, prompt, request, form, request.wanted_tokens, top, lora)
+    return await service.turn(exchange, prompt, request, form, wanted, top, lora)
 
 
 @dataclass(slots=True)

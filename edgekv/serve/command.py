@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from edgekv.cli.engine_options import HtpOption, TalkingModeOption, talking_mode
+from edgekv.cli.engine_options import HtpOption, OnFullOption, TalkingModeOption, talking_mode
 from edgekv.cli.speculate_options import (
     DraftCorpusOption,
     DraftOption,
@@ -49,6 +49,7 @@ def serve(
         Path | None,
         typer.Option(help="Folder where computed prefixes outlive the server.", show_default="memory alone"),
     ] = None,
+    on_full: OnFullOption = "drop-oldest",
     max_queue: Annotated[int, typer.Option(help="Requests that may wait; further ones get 429.")] = 64,
     timeout: Annotated[float, typer.Option(help="Seconds for a request, with its time in the queue.")] = 600.0,
     api_key: Annotated[
@@ -92,6 +93,7 @@ def serve(
     if missing := [each for each in _NEEDED if find_spec(each) is None]:
         wanted, fix = "starlette and uvicorn", 'Run pip install "edgekv[serve]".'
         raise UsageError("packages", got=f"no {' and no '.join(missing)}", expected=wanted, fix=fix)
+    from edgekv.full_context import check_on_full
     from edgekv.loading import load
     from edgekv.prefix import StoreConfig
     from edgekv.serve import Limits, ServeOptions, Serving
@@ -106,6 +108,7 @@ def serve(
         tuple(cors or ()),
         Limits(sessions=max_sessions, queue=max_queue, request_s=timeout),
         logs_requests=not quiet,
+        on_full=check_on_full(on_full, "--on-full"),
     )
     if not (options.is_local or options.keys):
         warning = f"anyone who reaches this address may use the model. Set {KEY_VARIABLE}, or give --api-key-file."

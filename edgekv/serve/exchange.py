@@ -20,6 +20,8 @@ T = TypeVar("T")
 
 JSON = b"application/json"
 _MISSING = re.compile("missing required field `(.+)`")
+DROPPED_HEADER = b"x-edgekv-dropped-messages"
+"""How many of the request's oldest messages the model did not see; the header is there if it is not 0."""
 EVENTS = b"text/event-stream; charset=utf-8"
 
 
@@ -32,6 +34,7 @@ class Exchange:
         record: what the log will say of it.
         name_of: the request's name of a field in an error; see `SamplingFields.name_of`.
         body_bytes: of what `read` has read.
+        headers: of the answer, beside those of its content.
     """
 
     def __init__(self, scope: Scope, receive: Receive, send: Send, limits: Limits) -> None:
@@ -40,6 +43,7 @@ class Exchange:
         self.record: RequestRecord = scope["state"]["record"]
         self.name_of: Callable[[str], str | None] = _same
         self.body_bytes = 0
+        self.headers: list[tuple[bytes, bytes]] = []
         self._receive = receive
         self._send = send
         self._limits = limits
@@ -137,7 +141,7 @@ class Exchange:
         return b"".join(parts)
 
     async def _start(self, status: int, headers: tuple[tuple[bytes, bytes], ...]) -> None:
-        await self._send({"type": "http.response.start", "status": status, "headers": list(headers)})
+        await self._send({"type": "http.response.start", "status": status, "headers": [*headers, *self.headers]})
 
     async def _write(self, data: bytes, *, more: bool) -> None:
         # A timer alone, as asyncio.timeout costs more than all else here: the answer ends when its connection does.

@@ -11,7 +11,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 
 from edgekv.serve.errors import ApiError, DisconnectedError, api_error
-from edgekv.serve.exchange import Exchange, Receive, Scope, Send
+from edgekv.serve.exchange import DROPPED_HEADER, Exchange, Receive, Scope, Send
 from edgekv.serve.keys import ApiKeys
 from edgekv.serve.metrics import Metrics
 from edgekv.serve.options import LOOPBACK, ServeOptions
@@ -47,7 +47,7 @@ class Guard:
                 allow_origins=list(options.origins),
                 allow_methods=["GET", "POST", "DELETE"],
                 allow_headers=["Authorization", "Content-Type"],
-                expose_headers=["Retry-After"],
+                expose_headers=["Retry-After", DROPPED_HEADER.decode()],
             )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

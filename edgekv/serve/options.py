@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from edgekv.errors import UsageError
+from edgekv.full_context import OnFull, check_on_full
 from edgekv.session import Speculate
 from edgekv.session.refusal import refuse
 
@@ -66,9 +67,10 @@ class ServeOptions:
         speculate: how answers are drafted; None for no drafts.
         batches: whether a pass advances all answers that have room in it.
         logs_requests: whether each request gets a line on standard error.
+        on_full: what happens to conversations that are longer than the context; see `edgekv.full_context`.
 
     Raises:
-        UsageError: a port out of range, or drafts in passes of several answers.
+        UsageError: a port out of range, drafts in passes of several answers, or another `on_full`.
     """
 
     host: str = "127.0.0.1"
@@ -80,8 +82,10 @@ class ServeOptions:
     speculate: Speculate | None = None
     batches: bool = False
     logs_requests: bool = False
+    on_full: OnFull = "drop-oldest"
 
     def __post_init__(self) -> None:
+        check_on_full(self.on_full, "on-full")
         if self.batches and self.speculate is not None:
             refuse("batch", "passes of several answers with --speculate", "one of them", "Leave one of them out.")
         if not 0 <= self.port < 1 << 16:

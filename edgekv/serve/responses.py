@@ -10,6 +10,7 @@ from uuid import uuid4
 
 import msgspec
 
+from edgekv.full_context import OnFull
 from edgekv.serve.errors import ApiError, refused
 from edgekv.serve.events import Finished, Piece, PromptLogprobs
 from edgekv.serve.exchange import Exchange
@@ -30,6 +31,8 @@ from edgekv.serve.response_records import (
 from edgekv.serve.sampling import SamplingFields, check_wanted_tokens
 from edgekv.serve.service import Service
 from edgekv.serve.sse import event
+
+_TRUNCATIONS: dict[str, OnFull] = {"auto": "drop-oldest", "disabled": "stop"}
 
 
 class TextFormat(msgspec.Struct, frozen=True):
@@ -72,6 +75,7 @@ class ResponsesRequest(SamplingFields, frozen=True, kw_only=True):
     background: bool | None = None
     conversation: Any = None
     prompt: Any = None
+    truncation: str | None = None
 
     def check(self) -> None:
         for name in ("background", "conversation", "prompt"):
@@ -79,6 +83,19 @@ class ResponsesRequest(SamplingFields, frozen=True, kw_only=True):
                 raise refused(name, got="a value", expected="nothing", fix="It is not supported; leave it out.")
         if self.n not in (None, 1):
             raise refused("n", got=self.n, expected="1", fix="Send one request for each answer.")
+
+    def on_full(self, default: OnFull) -> OnFull:
+        """What `truncation` asks for if the conversation is longer than the context.
+
+        Raises:
+            ApiError: another value.
+        """
+        if self.truncation is None:
+            return default
+        if self.truncation not in _TRUNCATIONS:
+            found, wanted = repr(self.truncation)[:40], " or ".join(_TRUNCATIONS)
+            raise refused("truncation", got=found, expected=wanted, fix="Leave it out for the server's default.")
+        return _TRUNCATIONS[self.truncation]
 
     def form(self) -> AnswerForm:
         """What the answer has to be.
@@ -112,15 +129,16 @@ async def create_response(service: Service, exchange: Exchange) -> None:
     places = [*["instructions"] * len(system), *["previous_response_id"] * len(before), *fields]
     exchange.name_of = lambda field: request.name_of(_place_of(field, places))
     form = await service.apart(exchange, request.form)
-    prompt = await service.rendered([*system, *messages], form)
     wanted = check_wanted_tokens("max_output_tokens", request.max_output_tokens)
+    on_full = request.on_full(service.on_full)
+    prompt = await service.rendered(exchange, [*system, *messages], form, wanted_tokens=wanted, on_full=on_full)
     work = await service.turn(exchange, prompt, request, form, wanted, lora=lora)
 
     def store(record: ResponseRecord) -> None:
         if request.store is not False:
             service.responses.add(exchange.salt, record, (*messages, *as_messages(record.output)))
 
-    await answer(service, exchange, [work], _Reply(service, request, store), streams=bool(request.stream))
+    await answer(service, exchange, [work], _Reply(service, request, on_full, store), streams=bool(request.stream))
 
 
 async def get_response(service: Service, exchange: Exchange) -> None:
@@ -172,7 +190,9 @@ class _Reply:
         record: the answer so far; whole at the end.
     """
 
-    def __init__(self, service: Service, request: ResponsesRequest, store: Callable[[ResponseRecord], None]) -> None:
+    def __init__(
+        self, service: Service, request: ResponsesRequest, on_full: OnFull, store: Callable[[ResponseRecord], None]
+    ) -> None:
         self._store = store
         asked = request.text.format if request.text and request.text.format else TextFormat()
         shown = {name: value for name, value in msgspec.to_builtins(asked).items() if value is not None}
@@ -191,6 +211,7 @@ class _Reply:
             metadata=request.metadata or {},
             text={"format": shown},
             store=request.store is not False,
+            truncation="auto" if on_full == "drop-oldest" else "disabled",
         )
         self._number = 2  # of the next event; two begin the stream
         self._items: list[Item] = []

@@ -11,10 +11,11 @@ from typing import Any, TypeVar
 
 from edgekv.bundle import lora_names, open_lora
 from edgekv.errors import UsageError
+from edgekv.full_context import OnFull, fit_prompt
 from edgekv.model import Model
 from edgekv.serve.channel import Channel
 from edgekv.serve.errors import ApiError, refused
-from edgekv.serve.exchange import Exchange
+from edgekv.serve.exchange import DROPPED_HEADER, Exchange
 from edgekv.serve.form import AnswerForm
 from edgekv.serve.job import Work
 from edgekv.serve.logprobs import TokenNames
@@ -26,7 +27,7 @@ from edgekv.serve.sampling import SamplingFields
 from edgekv.serve.scheduler import Scheduler
 from edgekv.session import LoraChoice
 from edgekv.session.tools import declare
-from edgekv.spec.chat import check_messages
+from edgekv.spec.chat import Message, check_messages
 
 T = TypeVar("T")
 R = TypeVar("R", bound=SamplingFields)
@@ -47,6 +48,7 @@ class Service:
         scheduler: runs jobs.
         responses: answers that later requests can continue.
         limits: what a client may use.
+        on_full: what happens to conversations that are longer than the context.
     """
 
     def __init__(self, model: Model, options: ServeOptions) -> None:
@@ -56,6 +58,7 @@ class Service:
         self.names = TokenNames(model.tokenizer)
         self.metrics = Metrics()
         self.limits = options.limits
+        self.on_full = options.on_full
         self.responses = ResponseStore(options.limits.stored_responses, len(options.keys))
         self.scheduler = Scheduler(model, options.limits, self.metrics, options.speculate, batches=options.batches)
 
@@ -121,17 +124,28 @@ class Service:
         return work() if exchange.body_bytes <= LONG_CHARACTERS else await asyncio.to_thread(work)
 
     async def rendered(
-        self, messages: Sequence[Mapping[str, Any]], form: AnswerForm, variables: Mapping[str, Any] | None = None
+        self,
+        exchange: Exchange,
+        messages: Sequence[Mapping[str, Any]],
+        form: AnswerForm,
+        variables: Mapping[str, Any] | None = None,
+        *,
+        wanted_tokens: int | None = None,
+        on_full: OnFull | None = None,
     ) -> list[int]:
         """The tokens of a conversation, rendered by the bundle's chat template.
 
         Args:
+            exchange: the request; its answer has a header that counts the messages that were dropped.
             messages: as the API has them.
             form: has the tools to declare.
             variables: further variables of the template.
+            wanted_tokens: the most tokens to generate; None for as many as the context has room for.
+            on_full: whether the oldest turns are dropped; None for the server's option.
 
         Raises:
             ApiError: content that is no text, or a variable that the messages set.
+            ContextFullError: the conversation is longer than the context, and no turn may be dropped.
             UsageError: the bundle has no template, or it refuses the messages.
         """
         templates = self.model.chat_templates
@@ -142,16 +156,27 @@ class Service:
             fix = "Leave it out."
             raise refused("chat_template_kwargs", got=min(taken), expected="other variables", fix=fix)
         check_messages(wanted)
-        told, given["tools"] = declare(templates, wanted, form.tools)
-        try:  # apart, as a template may take up to its time limit
-            text = await asyncio.to_thread(templates.render, told, **given)
+
+        def render(kept: Sequence[Message]) -> str:
+            told, declared = declare(templates, kept, form.tools)
+            return templates.render(told, tools=declared, **given)
+
+        try:
+            fitted = await asyncio.to_thread(  # a template may take up to its time limit
+                fit_prompt,
+                self.model,
+                wanted,
+                render,
+                on_full=on_full or self.on_full,
+                wanted_tokens=wanted_tokens,
+            )
         except UsageError as error:
             if not error.field.startswith("chat template"):
                 raise
             raise UsageError("messages", got=error.got, expected=error.expected, fix=error.fix) from None
-        if len(text) > LONG_CHARACTERS:
-            return await asyncio.to_thread(self.model.encode_chat, text)
-        return self.model.encode_chat(text)
+        if fitted.dropped_messages:
+            exchange.headers.append((DROPPED_HEADER, str(fitted.dropped_messages).encode()))
+        return fitted.tokens
 
     async def turn(
         self,
