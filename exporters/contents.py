@@ -55,12 +55,14 @@ def write_contents(
         matrices: its quantized matrices.
         ranges: of all results.
         folder: the target.
-        progress: called for each layer.
+        progress: called for each layer, and for what follows the last one.
     """
+    steps = tensors.spec.layers + 1
 
     def done(layers: int) -> None:
-        progress("write", layers, tensors.spec.layers)
+        progress("write", layers, steps)
 
+    done(0)
     options, checkpoint, graphs = prepared.options, prepared.checkpoint, prepared.graphs
     is_tflite, context = options.graph_format == "tflite", options.contexts[-1]
     types = EncodingTypes("s16" if is_tflite else options.recipe.activations, options.kv_dtype)
@@ -89,6 +91,7 @@ def write_contents(
     checkpoint.write_tokenizer(folder / "tokenizer.json")
     if checkpoint.chat is not None:
         write_templates(checkpoint.chat, folder)
+    done(steps)
     return Contents(encodings, places)
 
 

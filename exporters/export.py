@@ -29,7 +29,7 @@ from exporters.options import ExportOptions, RunOptions
 from exporters.parallel import Job, compiler_bytes, side_by_side
 from exporters.preconditions import check_compiler
 from exporters.prepared import prepare
-from exporters.progress import Progress, silent
+from exporters.progress import Progress, one_step, silent
 from exporters.quantize.as_stored import stored_record
 from exporters.quantize.generated import GeneratedText
 from exporters.quantize.stages import Checks, FinishedBinaries, quantize_in_stages, stage_keys, stage_store
@@ -72,7 +72,8 @@ def export_bundle(
     """
     check_target(target, force=force)
     check_compiler(options)
-    prepared = prepare(checkpoint, options)
+    with one_step("prepare", progress):
+        prepared = prepare(checkpoint, options)
     checkpoint, options, recipe, graphs = prepared.checkpoint, prepared.options, prepared.recipe, prepared.graphs
     spec, context = checkpoint.spec, options.contexts[-1]
     count, window = prepared.survey_tokens.shape
@@ -83,10 +84,12 @@ def export_bundle(
     in_memory = disk[target] if options.graph_format == "tflite" else 0
     check_ram(spec, all_tokens, window, in_memory, run.max_ram_bytes, generates=learned_windows > 0)
     check_disk(disk)
-    checkpoint.check_values(lambda done, of: progress("read", done, of))
-    stored = stored_record(checkpoint, options.recipe)
-    weights_sha256 = checkpoint.weights_sha256()
-    surveyed = prepared.decide(prepared.survey())
+    checkpoint.check_values(partial(progress, "read"))
+    stored = stored_record(checkpoint, options.recipe, partial(progress, "compare integers"))
+    weights_sha256 = checkpoint.weights_sha256(partial(progress, "hash weights"))
+    found = prepared.survey(progress)
+    with one_step("sink, heads", progress):
+        surveyed = prepared.decide(found)
     starts = prepared.first if surveyed.sink else None
     generated = _generated(checkpoint, weights_sha256, starts, window, learned_windows, store.folder)
     with full_disk_named(store.folder, disk[store.folder], "stages"):
@@ -105,12 +108,11 @@ def export_bundle(
                 keys,
                 sink=surveyed.sink_tokens,
                 resume=run.resume,
-                progress=lambda done: progress("quantize", done, spec.layers),
+                progress=progress,
             )
         contents = write_contents(prepared, surveyed, tensors, matrices, ranges, folder, progress)
         del ranges
-        progress("seal", 0, 1)
-        files = record_files(folder)
+        files = record_files(folder, partial(progress, "hash files"))
         checks = Checks(store.folder, options.device, files, resume=run.resume)
         finished = FinishedBinaries(store.folder, files, resume=run.resume, lint=checks.keep)
         compiled, binaries = folder / "compiled" / options.device.soc, list[CompiledBinary]()
@@ -124,11 +126,12 @@ def export_bundle(
         if options.graph_format == "onnx" and options.check_on_htp:
             check, floating = _check(graphs, folder, checks, allow_float=options.allow_float, progress=progress)
         source = source_record(checkpoint, weights_sha256, prepared.calibration.name, tokens.size, stored, learned.size)
+        progress("seal", 0, 1)
         manifest = make_manifest(prepared, surveyed, contents, source, files, check, floating)
         write_manifest(folder, manifest)
         if options.compile:
             write_compiled(compiled, options.device, binaries, qnn.compiler(), folder / MANIFEST)
-        progress("seal", 1, 1)
+    progress("seal", 1, 1)
     finished.remove()
     checks.remove()
     if not run.keep_stages:

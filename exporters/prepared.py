@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +21,7 @@ from exporters.graphs.split import Split, choose_split
 from exporters.lora.sink import adapted_rows
 from exporters.options import ExportOptions
 from exporters.preconditions import check_fit
+from exporters.progress import Progress, silent
 from exporters.quantize.as_stored import resolve
 from exporters.quantize.calibrate import CalibrationText, calibration_windows, read_calibration
 from exporters.quantize.reference import Floats
@@ -88,12 +90,13 @@ class Prepared:
         """The tokens that may become a sink."""
         return () if self.options.sink.mode == "none" else self.first
 
-    def survey(self) -> Survey | None:
+    def survey(self, progress: Progress = silent) -> Survey | None:
         """Run the exact decoder on the calibration text; None if nothing depends on it."""
         windows = self.survey_windows
         if windows is None:
             return None
-        return survey(self.checkpoint, windows, self.options.contexts[-1], len(self.surveyed_first))
+        first, told = len(self.surveyed_first), partial(progress, "survey")
+        return survey(self.checkpoint, windows, self.options.contexts[-1], first, told)
 
     def decide(self, found: Survey | None) -> Surveyed:
         """The sink and the transforms of heads, as far as options and recipe ask for them."""

@@ -13,7 +13,7 @@ from rich.progress import Progress as Bars
 
 
 class Progress(Protocol):
-    """Called for every step of every stage."""
+    """Called for every step of every stage, before the first one too, so that a stage has its name while it runs."""
 
     def __call__(self, stage: str, done: int, total: int) -> None:
         """`done` of `total` steps of `stage` are finished."""
@@ -21,6 +21,14 @@ class Progress(Protocol):
 
 def silent(stage: str, done: int, total: int) -> None:
     """No-op callback."""
+
+
+@contextmanager
+def one_step(stage: str, progress: Progress) -> Iterator[None]:
+    """A stage without steps of its own, for the time of the block."""
+    progress(stage, 0, 1)
+    yield
+    progress(stage, 1, 1)
 
 
 @contextmanager

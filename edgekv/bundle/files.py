@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path, PurePosixPath, PureWindowsPath
 
 from edgekv.bundle.manifest import MANIFEST
@@ -9,13 +10,20 @@ from edgekv.bundle.records import FileRecord
 from edgekv.system import sha256_of
 
 
-def record_files(folder: Path) -> dict[str, FileRecord]:
-    """The record of every file in a folder and its subfolders, except the manifest, by relative path, sorted."""
+def record_files(folder: Path, progress: Callable[[int, int], None] = lambda done, of: None) -> dict[str, FileRecord]:
+    """The record of every file in a folder and its subfolders, except the manifest, by relative path, sorted.
+
+    Args:
+        folder: the folder.
+        progress: called with the number of hashed files and the total.
+    """
+    named = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()}
+    named.pop(MANIFEST, None)
     records = {}
-    for path in sorted(folder.rglob("*")):
-        name = path.relative_to(folder).as_posix()
-        if path.is_file() and name != MANIFEST:
-            records[name] = FileRecord(bytes=path.stat().st_size, sha256=sha256_of(path))
+    for done, (name, path) in enumerate(named.items()):
+        progress(done, len(named))
+        records[name] = FileRecord(bytes=path.stat().st_size, sha256=sha256_of(path))
+    progress(len(named), len(named))
     return records
 
 

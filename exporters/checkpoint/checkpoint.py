@@ -64,6 +64,7 @@ from quant import QuantizedWeight
 
 Rows = slice | NDArray[np.int64]  # of a tensor: its first dimension
 EVERY = slice(None)
+_HASHED_BYTES = 1 << 22
 LARGEST_WEIGHT = 1e6
 """Above every published model's weights; a norm folded into a matrix stays far from infinity."""
 
@@ -280,13 +281,21 @@ class Checkpoint:
                 raise _broken(key, found, f"at most {LARGEST_WEIGHT:.0e} in magnitude")
         progress(len(keys), len(keys))
 
-    def weights_sha256(self) -> str:
-        """One hash over all weight files, in name order, and over the adapters and their scales."""
-        digest = hashlib.sha256()
+    def weights_sha256(self, progress: Callable[[int, int], None] = lambda done, of: None) -> str:
+        """One hash over all weight files, in name order, and over the adapters and their scales.
+
+        Args:
+            progress: called with the number of hashed blocks and the total.
+        """
+        digest, done = hashlib.sha256(), 0
+        blocks = sum(-(-path.stat().st_size // _HASHED_BYTES) for path in self._files)
+        progress(done, blocks)
         for path in self._files:
             with path.open("rb") as file:
-                while block := file.read(1 << 22):
+                while block := file.read(_HASHED_BYTES):
                     digest.update(block)
+                    done += 1
+                    progress(done, blocks)
         for adapter in self.adapters:
             digest.update(f"{adapter.sha256}={adapter.scale!r}".encode())
         return digest.hexdigest()

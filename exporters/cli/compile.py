@@ -13,10 +13,11 @@ from devices import find
 from edgekv.bundle import CompiledManifest, open_bundle
 from edgekv.cli.output import print_json
 from edgekv.runtime import HtpOptions
+from exporters.cli.next_step import next_line
 from exporters.cli.options import CacheOption, DeviceOption, ForceOption, JsonOption
 from exporters.cli.scheduler import SchedulerOption, StoreOption, find_cluster
 from exporters.htp.compile import compile_bundle
-from exporters.progress import shown
+from exporters.progress import one_step, shown
 from exporters.quantize.stages import FinishedBinaries, stage_store
 
 # ruff: noqa: UP045  (typer reads the annotations of Python 3.10 at run time)
@@ -50,8 +51,9 @@ def compile_(
     back from each binary.
     """
     target, options = find(device), HtpOptions.parse(htp or "")
-    opened = open_bundle(bundle)
     with shown() as progress:
+        with one_step("verify bundle", progress):
+            opened = open_bundle(bundle)
         peaks: dict[str, int] = {}
         if scheduler is not None:
             from exporters.sweep.single import compile_on  # its packages are optional
@@ -60,28 +62,24 @@ def compile_(
             compiled = compile_on(
                 opened, target, where, each=each, force=force, watch=peaks.__setitem__, options=options
             )
-            _show(bundle, compiled, peaks, as_json=as_json)
-            return
-        binaries = FinishedBinaries(stage_store(cache_dir).folder, opened.manifest.files, resume=resume)
-        compiled = compile_bundle(
-            opened,
-            target,
-            each=each,
-            force=force,
-            progress=progress,
-            watch=peaks.__setitem__,
-            make=binaries.compile,
-            options=options,
-        )
-        binaries.remove()
-    _show(bundle, compiled, peaks, as_json=as_json)
-
-
-def _show(bundle: Path, compiled: CompiledManifest, peaks: Mapping[str, int], *, as_json: bool) -> None:
+        else:
+            binaries = FinishedBinaries(stage_store(cache_dir).folder, opened.manifest.files, resume=resume)
+            compiled = compile_bundle(
+                opened,
+                target,
+                each=each,
+                force=force,
+                progress=progress,
+                watch=peaks.__setitem__,
+                make=binaries.compile,
+                options=options,
+            )
+            binaries.remove()
     if as_json:
         print_json(msgspec.to_builtins(compiled) | {"peak_bytes": peaks})
         return
     show_compiled(bundle / "compiled" / compiled.soc, compiled, peaks)
+    typer.echo(next_line(bundle, opened.manifest, is_compiled=True))
 
 
 def show_compiled(folder: Path, compiled: CompiledManifest, peaks: Mapping[str, int]) -> None:

@@ -22,6 +22,7 @@ from exporters.checkpoint.checkpoint import Checkpoint
 from exporters.checkpoint.lora import AdapterChoice
 from exporters.cli.compile import show_compiled
 from exporters.cli.exported import export_lines
+from exporters.cli.next_step import next_line
 from exporters.cli.options import CacheOption, DeviceOption, ForceOption, JsonOption
 from exporters.cli.scheduler import DivideOption, SchedulerOption, StoreOption, find_cluster, refuse_with
 from exporters.cli.stages import resumable
@@ -251,6 +252,7 @@ def export(
         compiled = open_compiled(open_bundle(output, verify=False), manifest.device, qnn.compiler())
         assert compiled is not None, "written just now"
         show_compiled(compiled.path, compiled.manifest, peaks)
+    typer.echo(next_line(output, manifest, is_compiled=compile_too))
 
 
 def _kv_dtype(value: str | None, graph_format: GraphFormat) -> KvDtype:

@@ -123,7 +123,10 @@ def compile_bundle(
             alone = manifest.is_whole if each is None else each
             parts, compiler = device_parts(manifest.graphs, bundle.path), qnn.compiler()
             binaries = compile_binaries(parts, device, folder, alone, progress, watch, make, options)
-        return write_compiled(folder, device, binaries, compiler, bundle.path / MANIFEST, options)
+        progress("seal", 0, 1)
+        compiled = write_compiled(folder, device, binaries, compiler, bundle.path / MANIFEST, options)
+    progress("seal", 1, 1)
+    return compiled
 
 
 def write_compiled(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import msgspec
 
@@ -41,19 +41,24 @@ def resolve(recipe: Recipe, checkpoint: Checkpoint) -> Recipe:
     return recipe
 
 
-def stored_record(checkpoint: Checkpoint, recipe: Recipe) -> StoredRecord | None:
+def stored_record(
+    checkpoint: Checkpoint, recipe: Recipe, progress: Callable[[int, int], None] = lambda done, of: None
+) -> StoredRecord | None:
     """What becomes of the matrices of a quantized checkpoint; None if it has floats.
 
     Args:
         checkpoint: the checkpoint.
         recipe: resolved for it.
+        progress: called with the number of compared matrices and the total, if there are quantized ones.
     """
     if checkpoint.quantization is None:
         return None
+    shapes = matrices(checkpoint.spec)
     kept = integers = changed = 0
     error = energy = 0.0
     anew: Counter[str] = Counter()
-    for name, shape in matrices(checkpoint.spec).items():
+    for done, (name, shape) in enumerate(shapes.items()):
+        progress(done, len(shapes))
         storage, rule = checkpoint.storage(name), recipe.rule(name)
         if storage is None:
             continue
@@ -63,6 +68,7 @@ def stored_record(checkpoint: Checkpoint, recipe: Recipe) -> StoredRecord | None
         kept, integers = kept + 1, integers + shape[0] * shape[1]
         cost = checkpoint.carry_cost(name)
         changed, error, energy = changed + cost.changed, error + cost.error, energy + cost.energy
+    progress(len(shapes), len(shapes))
     decibels = 10 * math.log10(error / energy) if error else None
     return StoredRecord(
         format=checkpoint.quantization.name,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -52,7 +52,13 @@ class Survey:
     reach: Mapping[HeadNumber, HeadReach] = field(repr=False)
 
 
-def survey(tensors: Tensors, windows: NDArray[Any], context: int, first: int) -> Survey:
+def survey(
+    tensors: Tensors,
+    windows: NDArray[Any],
+    context: int,
+    first: int,
+    progress: Callable[[int, int], None] = lambda done, of: None,
+) -> Survey:
     """Run the exact decoder.
 
     Args:
@@ -60,6 +66,7 @@ def survey(tensors: Tensors, windows: NDArray[Any], context: int, first: int) ->
         windows: token ids of a calibration text `[windows, T]`, all with the same first tokens.
         context: the context length of the rotary embedding.
         first: n, the number of first tokens.
+        progress: called with the number of windows that passed a layer, of all layers, and the total.
     """
     spec, weights = tensors.spec, Weights(tensors)
     seen = _Seen(spec, first)
@@ -67,10 +74,13 @@ def survey(tensors: Tensors, windows: NDArray[Any], context: int, first: int) ->
     states = [ops.embed(window, "embedding") for window in windows]
     for layer in range(spec.layers):
         weights.drop()
-        states = [decoder_layer(ops, spec, layer, state) for state in states]
+        for window, state in enumerate(states):
+            progress(layer * len(states) + window, spec.layers * len(states))
+            states[window] = decoder_layer(ops, spec, layer, state)
     weights.drop()
     ops = _PartialOps(tensors, weights, max(first, 1), context)
     last = logits(ops, spec, tensors.head_key, states[0][: max(first, 1)])[:first]
+    progress(spec.layers * len(states), spec.layers * len(states))
     return Survey(seen.outlier, seen.rows, last, seen.reach)
 
 

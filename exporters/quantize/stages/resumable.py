@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
 from edgekv.spec import EMBEDDING, DecoderSpec, table_key, views
+from exporters.progress import Progress, one_step, silent
 from exporters.quantize.matrices import Quantizer
 from exporters.quantize.recipe import Recipe
 from exporters.quantize.reference import Tensors
@@ -26,7 +27,7 @@ def quantize_in_stages(
     *,
     sink: int = 0,
     resume: bool = False,
-    progress: Callable[[int], None] = lambda done: None,
+    progress: Progress = silent,
 ) -> tuple[StagedMatrices, dict[str, Range]]:
     """Quantize every matrix, and observe the ranges of every result in the quantized decoder.
 
@@ -39,7 +40,7 @@ def quantize_in_stages(
         keys: keys of the stages: one per layer, then the head.
         sink: number of first tokens of each window that no graph computes.
         resume: use kept stages and continue after them.
-        progress: called with the number of layers done.
+        progress: called after every layer, and after the head.
     """
     quantizer = Quantizer(tensors, tokens, context, recipe, sink)
     stages = _kept(store, keys, tensors.spec, quantizer.hidden.shape) if resume else []
@@ -47,14 +48,15 @@ def quantize_in_stages(
     if 0 < len(stages) <= layers:
         quantizer.hidden = stages[-1].hidden()
         quantizer.take_ranges()
-    progress(min(len(stages), layers))
+    progress("quantize", min(len(stages), layers), layers)
     for layer in range(len(stages), layers):
         matrices = dict(quantizer.layer(layer))
         stages.append(store.write(keys[layer], matrices, quantizer.take_ranges(), quantizer.hidden))
-        progress(layer + 1)
+        progress("quantize", layer + 1, layers)
     if len(stages) == layers:
-        matrices = dict(quantizer.head())
-        stages.append(store.write(keys[layers], matrices, quantizer.take_ranges(), None))
+        with one_step("quantize head", progress):
+            matrices = dict(quantizer.head())
+            stages.append(store.write(keys[layers], matrices, quantizer.take_ranges(), None))
     return StagedMatrices(stages), {name: seen for stage in stages for name, seen in stage.ranges().items()}
 
 

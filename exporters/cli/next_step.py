@@ -1,0 +1,27 @@
+"""The command to run next, which `edgekv export` and `edgekv compile` name at their end."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+
+from edgekv.bundle import Manifest
+from edgekv.spec.chat import read_bundle_templates
+
+
+def next_line(bundle: Path, manifest: Manifest, *, is_compiled: bool) -> str:
+    """`next: COMMAND`: compile what was exported, then run it.
+
+    The emulator of this machine loads binaries of whole graphs only, so graphs in parts are run on the CPU.
+    """
+    folder = shlex.quote(str(bundle))
+    if not is_compiled:
+        return f"next: edgekv compile {folder} --device {manifest.device}"
+    engine = ""
+    if manifest.graph_format == "tflite":
+        engine = " --engine litert"
+    elif manifest.is_whole:
+        engine = " --engine htp"
+    if read_bundle_templates(bundle) is not None:
+        return f"next: edgekv chat {folder}{engine}"
+    return f'next: edgekv generate {folder} --prompt "Once upon a time"{engine}'
