@@ -112,13 +112,15 @@ def served(
     cpu_mode: str | None = None,
     budget: Any = None,
     prefix_cache: Path | None = None,
+    reproducible: bool = False,
     **options: Any,
 ) -> Iterator[Server]:
     """Serve a bundle on a free port until the block ends."""
     mode = Adaptive() if budget is None else Adaptive(budget)
     store = StoreConfig(disk_folder=prefix_cache)
     threads = 1 if engine == "cpu" else None
-    with edgekv.load(bundle, engine, threads=threads, cpu_mode=cpu_mode, cache_mode=mode, prefix_cache=store) as model:
+    kept: dict[str, Any] = {"cache_mode": mode, "prefix_cache": store, "reproducible": reproducible}
+    with edgekv.load(bundle, engine, threads=threads, cpu_mode=cpu_mode, **kept) as model:
         serving = Serving(model, ServeOptions(port=0, name=NAME, keys=keys, limits=limits or Limits(), **options))
         thread = threading.Thread(target=serving.run)
         thread.start()

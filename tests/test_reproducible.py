@@ -8,6 +8,7 @@ import pytest
 import edgekv
 from edgekv.prefix import StoreConfig
 from edgekv.session import SamplingParams
+from tests.serving import served
 
 TEXT = "The standard library of Python has modules for files, numbers, text and networks. "
 NEW = 8
@@ -133,3 +134,9 @@ def test_a_shared_store_in_memory_gives_the_same_bits(bundle: Path, prompts, alo
 def test_an_engine_whose_rows_are_alike_needs_no_windows(compiled_bundle: Path) -> None:
     with edgekv.load(compiled_bundle, "htp", reproducible=True) as model:
         assert model.window == 0
+
+
+def test_serve_says_whether_answers_are_reproducible(talking: Path) -> None:
+    for reproducible in (False, True):
+        with served(talking, cpu_mode="fast", reproducible=reproducible) as server:
+            assert f"\nedgekv_reproducible {int(reproducible)}\n" in server.get("/metrics")

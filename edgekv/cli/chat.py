@@ -9,7 +9,15 @@ import msgspec
 import typer
 
 from edgekv.cli.dialog import Dialog
-from edgekv.cli.engine_options import HtpOption, LoraOption, OnFullOption, TalkingModeOption, joined, talking_mode
+from edgekv.cli.engine_options import (
+    HtpOption,
+    LoraOption,
+    OnFullOption,
+    ReproducibleOption,
+    TalkingModeOption,
+    joined,
+    talking_mode,
+)
 from edgekv.cli.grammar_options import GrammarOption, JsonSchemaOption, RegexOption, parse_grammar
 from edgekv.cli.output import print_json
 from edgekv.cli.speculate_options import (
@@ -59,6 +67,7 @@ def chat(
     ] = None,
     cpu_mode: TalkingModeOption = None,
     htp: HtpOption = None,
+    reproducible: ReproducibleOption = False,
     speculate: SpeculateOption = None,
     draft_corpus: DraftCorpusOption = None,
     draft: DraftOption = None,
@@ -99,7 +108,7 @@ def chat(
         "cpu_mode": talking_mode(engine, cpu_mode),
         "htp": htp,
     }
-    with load(bundle, **options) as model, speculation.opened(model, **options) as wanted:
+    with load(bundle, reproducible=reproducible, **options) as model, speculation.opened(model, **options) as wanted:
         params = choose_params(None, keywords, answer_defaults(model)).params
         assert isinstance(params, SamplingParams)
         talk: dict[str, Any] = {"on_full": full, "speculate": wanted, "lora": joined(lora)}

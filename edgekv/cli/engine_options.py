@@ -21,6 +21,11 @@ _HTP_HELP = (
 )
 
 HtpOption = Annotated[Optional[str], typer.Option("--htp", help=_HTP_HELP, show_default=False)]
+_REPRODUCIBLE_HELP = (
+    "Give a prompt the same answer whatever is cached of it. On a CPU only whole windows of prompts are then kept, and "
+    "the rest is computed again."
+)
+ReproducibleOption = Annotated[bool, typer.Option("--reproducible", help=_REPRODUCIBLE_HELP)]
 LoraOption = Annotated[
     Optional[list[str]],
     typer.Option(

@@ -8,7 +8,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from edgekv.cli.engine_options import HtpOption, LoraOption, TalkingModeOption, joined, talking_mode
+from edgekv.cli.engine_options import (
+    HtpOption,
+    LoraOption,
+    ReproducibleOption,
+    TalkingModeOption,
+    joined,
+    talking_mode,
+)
 from edgekv.cli.generated import print_sequences, print_stream
 from edgekv.cli.grammar_options import GrammarOption, JsonSchemaOption, RegexOption, parse_grammar
 from edgekv.cli.numbers import parse_bias
@@ -174,6 +181,7 @@ def generate(
     ] = None,
     cpu_mode: TalkingModeOption = None,
     htp: HtpOption = None,
+    reproducible: ReproducibleOption = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, and nothing else.")] = False,
 ) -> None:
     """Continue a prompt.
@@ -235,6 +243,7 @@ def generate(
         cache_mode=cache_mode,
         prefix_cache=options.config(),
         kv_growth=kv_growth,
+        reproducible=reproducible,
     ) as model:
         if cache_salt is None and model.prefix_store is not None:
             cache_salt = os.environ.get(SALT_VARIABLE) or None

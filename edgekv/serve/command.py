@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from edgekv.cli.engine_options import HtpOption, OnFullOption, TalkingModeOption, talking_mode
+from edgekv.cli.engine_options import HtpOption, OnFullOption, ReproducibleOption, TalkingModeOption, talking_mode
 from edgekv.cli.speculate_options import (
     DraftCorpusOption,
     DraftOption,
@@ -68,6 +68,7 @@ def serve(
     ] = None,
     cpu_mode: TalkingModeOption = None,
     htp: HtpOption = None,
+    reproducible: ReproducibleOption = False,
     speculate: SpeculateOption = None,
     draft_corpus: DraftCorpusOption = None,
     draft: DraftOption = None,
@@ -123,7 +124,7 @@ def serve(
     }
     store = StoreConfig(disk_folder=prefix_cache)
     with (
-        load(bundle, cache_mode=mode, prefix_cache=store, **common) as model,
+        load(bundle, cache_mode=mode, prefix_cache=store, reproducible=reproducible, **common) as model,
         speculation.opened(model, **common) as drafts,
     ):
         serving = Serving(model, replace(options, speculate=drafts, batches=batch))
@@ -148,6 +149,8 @@ def _summary(serving: Serving, options: ServeOptions, cache_budget: str, prefix_
     budget = f"{cache_budget} of the free memory" if cache_budget.endswith("%") else cache_budget
     yield f"sessions   {limits.sessions}, caches within {budget}; {limits.queue} more requests may wait"
     yield f"prefixes   {'in memory' if prefix_cache is None else f'in memory and in {prefix_cache}'}"
+    if service.model.is_reproducible:
+        yield "answers    the same for the same request"
     if adapters := service.model_names[1:]:
         yield f"adapters   {', '.join(adapters)}"
     yield f"API keys   {len(options.keys) or 'none: every request is accepted'}"

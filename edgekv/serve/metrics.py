@@ -96,6 +96,7 @@ class Metrics:
         first_token: seconds from a request to its first token.
         token: seconds from each token to the next.
         held: sessions and bytes.
+        is_reproducible: whether a prompt has the same answer whatever is cached of it.
     """
 
     answers: dict[tuple[str, int], int] = field(default_factory=dict)
@@ -112,6 +113,7 @@ class Metrics:
     first_token: Histogram = field(default_factory=lambda: Histogram(_FIRST_TOKEN_S))
     token: Histogram = field(default_factory=lambda: Histogram(_TOKEN_S))
     held: Held = field(default_factory=Held)
+    is_reproducible: bool = False
 
     def count_answer(self, path: str, status: int) -> None:
         """Count an HTTP answer."""
@@ -138,6 +140,7 @@ class Metrics:
     def note(self, queued: int, running: int, busy: int, model: Model) -> None:
         """Note what the engine holds; only its thread may look at the model."""
         pool, store = model.sequences.stats, model.prefix_store
+        self.is_reproducible = model.is_reproducible
         self.held = Held(queued, running, pool.total_sequences, pool.total_bytes, pool.evictions, busy=busy)
         if store is not None:
             stats = store.stats
@@ -204,6 +207,8 @@ class Metrics:
         one("sessions_busy", "gauge", "Sessions that a request uses.", held.busy)
         one("session_bytes", "gauge", "Bytes of the caches of sessions.", held.session_bytes)
         one("session_evictions_total", "counter", "Sessions evicted under memory pressure.", held.evictions)
+        about = "Whether a request has the same answer whatever is cached of its prompt."
+        one("reproducible", "gauge", about, int(self.is_reproducible))
         one("prefix_cache_blocks", "gauge", "Blocks of the prefix cache in memory.", held.prefix_blocks)
         one("prefix_cache_bytes", "gauge", "Bytes of these blocks.", held.prefix_bytes)
         one("prefix_cache_hits_total", "counter", "Lookups that found a prefix.", held.prefix_hits)

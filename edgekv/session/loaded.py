@@ -104,6 +104,11 @@ class LoadedBundle:
             self._graphs.prepare("decode", "prefill")
 
     @property
+    def is_reproducible(self) -> bool:
+        """Whether a prompt has the same answer whatever is cached of it."""
+        return self.window > 0 or self._graphs.row_bits == "equal"
+
+    @property
     def cache(self) -> KVCache:
         """The KV cache of the last call."""
         return self._graphs.cache
