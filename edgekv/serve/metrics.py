@@ -140,7 +140,6 @@ class Metrics:
     def note(self, queued: int, running: int, busy: int, model: Model) -> None:
         """Note what the engine holds; only its thread may look at the model."""
         pool, store = model.sequences.stats, model.prefix_store
-        self.is_reproducible = model.is_reproducible
         self.held = Held(queued, running, pool.total_sequences, pool.total_bytes, pool.evictions, busy=busy)
         if store is not None:
             stats = store.stats

@@ -56,7 +56,7 @@ class Service:
         self.name = options.name or model.bundle.path.resolve().name
         self.created = int(time.time())
         self.names = TokenNames(model.tokenizer)
-        self.metrics = Metrics()
+        self.metrics = Metrics(is_reproducible=model.is_reproducible)
         self.limits = options.limits
         self.on_full = options.on_full
         self.responses = ResponseStore(options.limits.stored_responses, len(options.keys))
