@@ -2,8 +2,21 @@
 
 from devices.catalogue import CATALOGUE
 from devices.device import Device
-from devices.lookup import UnknownDeviceError, find
+from devices.lookup import Found, UnknownDeviceError, find, search
 from devices.memory import Memory
+from devices.other_names import OtherName
 from devices.speed import FASTEST_PASS_S, DecoderSpeed, Span
 
-__all__ = ["CATALOGUE", "FASTEST_PASS_S", "DecoderSpeed", "Device", "Memory", "Span", "UnknownDeviceError", "find"]
+__all__ = [
+    "CATALOGUE",
+    "FASTEST_PASS_S",
+    "DecoderSpeed",
+    "Device",
+    "Found",
+    "Memory",
+    "OtherName",
+    "Span",
+    "UnknownDeviceError",
+    "find",
+    "search",
+]

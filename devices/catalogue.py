@@ -4,9 +4,9 @@
 2.7.0) wrote for that id; a test compiles a graph for each chip and reads them again. The compiler accepts ids of chips
 without an HTP too, so only the chips listed here are offered.
 
-An alias names exactly one chip; `devices.other_names` explains those that do not. A phone that is sold with two makers'
-chips is listed under the one with an HTP. `speed` is the chip's own if figures were published for it, otherwise that of
-the nearest HTP version.
+A name names exactly one chip; `devices.other_names` explains those that do not. Products have the chip that their
+makers' specifications name. A phone that is sold with two makers' chips is a mixed product of the one with an HTP.
+`speed` is the chip's own if figures were published for it, otherwise that of the nearest HTP version.
 """
 
 from __future__ import annotations
@@ -31,7 +31,23 @@ CATALOGUE: tuple[Device, ...] = (
         memory=Memory("LPDDR5", 6400, 64),
         speed=V73,
         source=_source("press reports of 3200 MHz; four channels in Linux' interconnect driver"),
-        aliases=("Snapdragon 888",),
+        aliases=(
+            "Snapdragon 888",
+            "SM8350-AC",
+            "Snapdragon 888+",
+        ),
+        products=(
+            "Samsung Galaxy Z Fold3",
+            "Samsung Galaxy Z Flip3",
+            "Xiaomi Mi 11",
+            "OnePlus 9",
+            "OnePlus 9 Pro",
+        ),
+        mixed_products=(
+            "Samsung Galaxy S21",
+            "Samsung Galaxy S21+",
+            "Samsung Galaxy S21 Ultra",
+        ),
     ),
     Device(
         soc="SM8450",
@@ -42,6 +58,17 @@ CATALOGUE: tuple[Device, ...] = (
         speed=V73,
         source=_source("press reports of 3200 MHz and 51.2 GB/s; four channels in Linux' interconnect driver"),
         aliases=("Snapdragon 8 Gen 1",),
+        products=(
+            "Samsung Galaxy Tab S8",
+            "Xiaomi 12",
+            "Xiaomi 12 Pro",
+            "OnePlus 10 Pro",
+        ),
+        mixed_products=(
+            "Samsung Galaxy S22",
+            "Samsung Galaxy S22+",
+            "Samsung Galaxy S22 Ultra",
+        ),
     ),
     Device(
         soc="SM8550",
@@ -56,10 +83,16 @@ CATALOGUE: tuple[Device, ...] = (
             "SM8550-AC",
             "Snapdragon 8 Gen 2",
             "Snapdragon 8 Gen 2 for Galaxy",
+        ),
+        products=(
             "Samsung Galaxy S23",
             "Samsung Galaxy S23+",
             "Samsung Galaxy S23 Ultra",
+            "Samsung Galaxy Z Fold5",
+            "Samsung Galaxy Z Flip5",
+            "Samsung Galaxy Tab S9",
             "Xiaomi 13",
+            "Xiaomi 13 Pro",
             "OnePlus 11",
         ),
     ),
@@ -76,11 +109,19 @@ CATALOGUE: tuple[Device, ...] = (
             "SM8650-AC",
             "Snapdragon 8 Gen 3",
             "Snapdragon 8 Gen 3 for Galaxy",
+        ),
+        products=(
+            "Samsung Galaxy S24 Ultra",
+            "Samsung Galaxy Z Fold6",
+            "Samsung Galaxy Z Flip6",
+            "Xiaomi 14",
+            "Xiaomi 14 Pro",
+            "Xiaomi 14 Ultra",
+            "OnePlus 12",
+        ),
+        mixed_products=(
             "Samsung Galaxy S24",
             "Samsung Galaxy S24+",
-            "Samsung Galaxy S24 Ultra",
-            "Xiaomi 14",
-            "OnePlus 12",
         ),
     ),
     Device(
@@ -96,10 +137,16 @@ CATALOGUE: tuple[Device, ...] = (
             "SM8750-AC",
             "Snapdragon 8 Elite",
             "Snapdragon 8 Elite for Galaxy",
+        ),
+        products=(
             "Samsung Galaxy S25",
             "Samsung Galaxy S25+",
             "Samsung Galaxy S25 Ultra",
+            "Samsung Galaxy S25 Edge",
+            "Samsung Galaxy Z Fold7",
             "Xiaomi 15",
+            "Xiaomi 15 Pro",
+            "Xiaomi 15 Ultra",
             "OnePlus 13",
         ),
     ),
@@ -111,7 +158,15 @@ CATALOGUE: tuple[Device, ...] = (
         memory=Memory("LPDDR5X", 10600, 64),
         speed=SM8850,
         source=_source("press reports of 5300 MHz from the launch; 64 bit from a third-party table of chips"),
-        aliases=("SM8850-AC", "Snapdragon 8 Elite Gen 5", "Xiaomi 17", "OnePlus 15"),
+        aliases=(
+            "SM8850-AC",
+            "Snapdragon 8 Elite Gen 5",
+        ),
+        products=(
+            "Xiaomi 17",
+            "Xiaomi 17 Pro",
+            "OnePlus 15",
+        ),
     ),
     Device(
         soc="SM8845",
@@ -131,7 +186,8 @@ CATALOGUE: tuple[Device, ...] = (
         memory=Memory("LPDDR5X", 9600, 64, confirmed=False),
         speed=V73,
         source=_source("4800 MHz from an encyclopedia of chips; 64 bit not confirmed"),
-        aliases=("Snapdragon 8s Gen 4", "Nothing Phone (3)"),
+        aliases=("Snapdragon 8s Gen 4",),
+        products=("Nothing Phone (3)",),
     ),
     Device(
         soc="SM8635",
@@ -172,6 +228,10 @@ CATALOGUE: tuple[Device, ...] = (
         speed=V73,
         source=_source("a review's table: two 16-bit channels at 3200 MHz"),
         aliases=("Snapdragon 7s Gen 3",),
+        products=(
+            "Nothing Phone (3a)",
+            "Nothing Phone (3a) Pro",
+        ),
     ),
     Device(
         soc="SM7550",
@@ -232,7 +292,12 @@ CATALOGUE: tuple[Device, ...] = (
             "two channels in Linux' interconnect driver; 3200 MHz as in the maker's product brief, not confirmed; "
             "boards with LPDDR4X reach 17 GB/s"
         ),
-        aliases=("QCM6490", "RB3 Gen 2", "Rubik Pi 3", "Fairphone 5"),
+        aliases=("QCM6490",),
+        products=(
+            "RB3 Gen 2",
+            "Rubik Pi 3",
+            "Fairphone 5",
+        ),
     ),
     Device(
         soc="QCS9100",

@@ -23,7 +23,9 @@ class Device:
         memory: the fastest DRAM that the chip drives.
         speed: speed of published language models on this chip, or on the nearest one with published figures.
         source: where arch, VTCM and DRAM were read.
-        aliases: marketing names and well-known products, compared without case, spaces or punctuation.
+        aliases: marketing names and variants of the part, compared without case, spaces or punctuation, as all names.
+        products: well-known phones, laptops and boards that have it.
+        mixed_products: phones that have it in some countries, and another maker's chip in others.
     """
 
     soc: str
@@ -34,11 +36,23 @@ class Device:
     speed: DecoderSpeed
     source: str
     aliases: tuple[str, ...] = ()
+    products: tuple[str, ...] = ()
+    mixed_products: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         for name in ("soc_model", "arch", "vtcm_mb"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}: got {getattr(self, name)}; expected at least 1")
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All names, the part number first."""
+        return (self.soc, *self.aliases, *self.products, *self.mixed_products)
+
+    @property
+    def kv_dtypes(self) -> tuple[str, ...]:
+        """Integer types of a cache that the HTP supports: 16-bit caches need V73."""
+        return ("u8", "s8", "s16") if self.arch >= 73 else ("u8", "s8")
 
     @property
     def dram_gb_per_s(self) -> float:
@@ -57,5 +71,5 @@ class Device:
         return self.soc in self.speed.measured_on
 
     def supports_kv(self, kv_dtype: str) -> bool:
-        """Whether the HTP supports a cache of this type: 16-bit caches need V73."""
-        return kv_dtype in ("u8", "s8") or self.arch >= 73
+        """Whether the HTP supports a cache of this type."""
+        return kv_dtype in self.kv_dtypes

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import difflib
+from dataclasses import dataclass
 
 from devices.catalogue import CATALOGUE
 from devices.device import Device
 from devices.other_names import OTHER_MAKERS, OTHER_NAMES, OtherName
 
 # Words that distinguish no two names; other makers' names are needed (`13` would be two phones).
-_PREFIXES = ("qualcomm", "snapdragon", "dragonwing", "samsung")
+_PREFIXES = ("qualcomm", "snapdragon", "dragonwing", "samsung", "galaxy", "google")
 _NEAR = 3
 _LONGEST_NAME = 80
 
@@ -21,6 +22,7 @@ class UnknownDeviceError(LookupError):
         got: the given name, shortened if it is very long.
         near: similar names, each with its part number if it is an alias.
         expected: all part numbers.
+        wanted: what was expected, in words; no other chips for a name that is known and means none of these.
         fix: the meaning of the name, if known, and what to use instead.
     """
 
@@ -29,11 +31,24 @@ class UnknownDeviceError(LookupError):
         other = _other(got)
         self.near = _near(self.got) if other is None else tuple(_shown(name, find(name)) for name in other.fitting)
         self.expected = tuple(device.soc for device in CATALOGUE)
+        self.wanted = f"one of {', '.join(self.expected)}, or a name that one is sold under"
+        if other is not None and not self.near:
+            self.wanted = "a chip with an HTP that the compiler supports"
         self.fix = _fix(other, self.near)
-        super().__init__(
-            f"device: got {self.got!r}; expected one of {', '.join(self.expected)}, or a name that one is sold under. "
-            f"{self.fix}"
-        )
+        super().__init__(f"device: got {self.got!r}; expected {self.wanted}. {self.fix}")
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What a search word means.
+
+    Attributes:
+        devices: the chips.
+        others: names that it may mean too, but that are no chip of the catalogue.
+    """
+
+    devices: tuple[Device, ...]
+    others: tuple[OtherName, ...] = ()
 
 
 def find(name: str) -> Device:
@@ -46,6 +61,32 @@ def find(name: str) -> Device:
     if device is None:
         raise UnknownDeviceError(name)
     return device
+
+
+def search(word: str) -> Found:
+    """The chips whose names contain a word: the one that it names exactly, otherwise all.
+
+    Args:
+        word: part of a name, or an HTP version such as `V75`; an empty one finds all chips.
+
+    Raises:
+        UnknownDeviceError: nothing has such a name.
+    """
+    key = _key(word)
+    if key in _BY_KEY:
+        return Found((_BY_KEY[key],))
+    if key and (other := _other(word)) is not None:
+        return Found(tuple(dict.fromkeys(find(name) for name in other.fitting)), (other,))
+    spelled = _letters(word)
+    devices = tuple(
+        device
+        for device in CATALOGUE
+        if spelled == f"v{device.arch}" or any(key in _key(name) for name in device.names)
+    )
+    others = tuple(other for known, other in _OTHER_BY_KEY.items() if key and key in known)
+    if not devices and not others:
+        raise UnknownDeviceError(word)
+    return Found(devices, others)
 
 
 def _letters(name: str) -> str:
@@ -62,7 +103,7 @@ def _key(name: str) -> str:
 
 
 def _names() -> list[tuple[str, Device]]:
-    return [(name, device) for device in CATALOGUE for name in (device.soc, *device.aliases)]
+    return [(name, device) for device in CATALOGUE for name in device.names]
 
 
 _BY_KEY: dict[str, Device] = {_key(name): device for name, device in _names()}
@@ -95,5 +136,5 @@ def _shown(name: str, device: Device) -> str:
 def _fix(other: OtherName | None, near: tuple[str, ...]) -> str:
     names = " or ".join(near)
     if other is not None:
-        return f"{other.meaning} Use {names}." if near else f"{other.meaning} No other name fits."
+        return f"{other.meaning} Use {names}." if near else other.meaning
     return f"Did you mean {names}?" if near else "Use one of these."

@@ -26,9 +26,18 @@ _X_PLUS = (
 )
 _SMALL_X = "It is SC8340XP, a smaller chip than Snapdragon X Elite, which is not in the catalogue."
 
-_NO_HTP = "Its Hexagon is V66, which has no HTP: that begins with V68, in SM8350."
 
-# Chips by number of cores: notebookcheck.net on X1P-42-100. SC8340XP: AI Hub Models, devices_and_chipsets.yaml.
+def _without_htp(soc: str, arch: int, *names: str) -> tuple[OtherName, ...]:
+    """The names of a chip whose Hexagon is older than V68, the first with an HTP, and of what has it."""
+    meaning = f"V{arch}: no HTP that this compiler supports."
+    return (
+        OtherName(soc, meaning),
+        *(OtherName(name, f"Its Qualcomm chip is {soc}, {meaning}") for name in names),
+    )
+
+
+# Chips by number of cores: notebookcheck.net on X1P-42-100. SC8340XP, and chips before SM8350: AI Hub Models,
+# devices_and_chipsets.yaml. V69 of SM8475: ExecuTorch, qc_schema.py.
 OTHER_NAMES: tuple[OtherName, ...] = (
     OtherName("Snapdragon X Plus", _X_PLUS, ("X1P-64-100", "X1P-66-100")),
     OtherName("Snapdragon X", "It is a family of several chips.", ("Snapdragon X Elite", "X1P-64-100", "X1P-66-100")),
@@ -37,10 +46,45 @@ OTHER_NAMES: tuple[OtherName, ...] = (
     OtherName("X1P-46-100", _SMALL_X),
     OtherName("X1-26-100", _SMALL_X),
     OtherName("SC8340XP", "It is the chip of Snapdragon X Plus with 8 cores, which is not in the catalogue."),
-    OtherName("SM8250", _NO_HTP),
-    OtherName("Snapdragon 865", _NO_HTP),
-    OtherName("RB5", f"It has QRB5165, a variant of SM8250. {_NO_HTP}"),
-    OtherName("QRB5165", f"It is a variant of SM8250. {_NO_HTP}"),
+    *_without_htp(
+        "SM8250",
+        66,
+        "SM8250-AB",
+        "SM8250-AC",
+        "Snapdragon 865",
+        "Snapdragon 865+",
+        "Snapdragon 870",
+        "Samsung Galaxy S20",
+        "Samsung Galaxy S20+",
+        "Samsung Galaxy S20 Ultra",
+        "Samsung Galaxy Tab S7",
+        "Xiaomi Mi 10",
+        "OnePlus 8",
+        "OnePlus 8 Pro",
+    ),
+    *_without_htp("QRB5165", 66, "RB5"),
+    *_without_htp(
+        "SM8150",
+        66,
+        "Snapdragon 855",
+        "Snapdragon 855+",
+        "Samsung Galaxy S10",
+        "Samsung Galaxy S10+",
+        "Google Pixel 4",
+        "Google Pixel 4 XL",
+        "OnePlus 7",
+        "OnePlus 7 Pro",
+    ),
+    *_without_htp("SM7250", 66, "Snapdragon 765", "Snapdragon 765G", "Google Pixel 5", "Google Pixel 5a"),
+    *_without_htp("SDM845", 65, "Snapdragon 845", "Google Pixel 3", "Google Pixel 3 XL"),
+    OtherName(
+        "SM8475",
+        "It is not in the catalogue: its HTP is V69, and the compiler of QAIRT 2.51 writes binaries for V68.",
+    ),
+    *(
+        OtherName(name, "It has SM8475, which is not in the catalogue.")
+        for name in ("Snapdragon 8+ Gen 1", "Samsung Galaxy Z Fold4", "Samsung Galaxy Z Flip4")
+    ),
     OtherName("SA8775P", "It is an automotive chip that is not in the catalogue."),
     OtherName("Snapdragon X2", "It is a family of several chips.", ("Snapdragon X2 Elite",)),
 )

@@ -1,3 +1,4 @@
+import json
 import multiprocessing
 import re
 from concurrent.futures import ProcessPoolExecutor
@@ -8,10 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from devices import CATALOGUE, Device, Memory, Span, UnknownDeviceError, find
+from devices import CATALOGUE, Device, Memory, Span, UnknownDeviceError, find, search
 from devices.lookup import _key
+from edgekv.cli import run
 
-NAMES = [(name, device) for device in CATALOGUE for name in (device.soc, *device.aliases)]
+NAMES = [(name, device) for device in CATALOGUE for name in device.names]
 
 
 def test_every_name_means_one_device():
@@ -45,7 +47,7 @@ def test_marketing_names_and_products(name, soc):
     assert find(name).soc == soc
 
 
-@pytest.mark.parametrize("name", ["", "snapdragon", "8+ Gen 1", "57", "SM8551", "Snapdragon X Plus"])
+@pytest.mark.parametrize("name", ["", "snapdragon", "57", "SM8551", "Snapdragon X Plus"])
 def test_an_unknown_name_is_refused_and_named(name):
     with pytest.raises(UnknownDeviceError) as refused:
         find(name)
@@ -95,15 +97,20 @@ def test_a_name_of_several_chips_says_which_and_which_names_fit(name):
 
 
 def test_a_known_chip_that_is_not_in_the_catalogue_says_so():
-    with pytest.raises(UnknownDeviceError, match=r"It is SC8340XP, .* not in the catalogue\. No other name fits"):
+    with pytest.raises(UnknownDeviceError, match=r"It is SC8340XP, .* not in the catalogue\.$"):
         find("X1P-42-100")
 
 
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("SM8250", "Its Hexagon is V66, which has no HTP"),
-        ("Qualcomm RB5", "It has QRB5165, a variant of SM8250"),
+        ("SM8250", "V66: no HTP that this compiler supports."),
+        ("Qualcomm RB5", "Its Qualcomm chip is QRB5165, V66: no HTP that this compiler supports."),
+        ("Galaxy S20", "Its Qualcomm chip is SM8250, V66: no HTP that this compiler supports."),
+        ("Pixel 4", "Its Qualcomm chip is SM8150, V66: no HTP that this compiler supports."),
+        ("Snapdragon 845", "V65: no HTP that this compiler supports."),
+        ("8+ Gen 1", "It has SM8475, which is not in the catalogue."),
+        ("Pixel 9", "Its chip is Google's, not Qualcomm's"),
         ("SA8775P", "automotive chip that is not in the catalogue"),
         ("iPhone 16", "Its chip is Apple's, not Qualcomm's"),
         ("Samsung Exynos 2400", "Its chip is Samsung's, not Qualcomm's"),
@@ -112,6 +119,67 @@ def test_a_known_chip_that_is_not_in_the_catalogue_says_so():
 def test_a_chip_that_cannot_be_meant_gets_no_similar_name(name, words):
     refused = UnknownDeviceError(name)
     assert words in refused.fix and "Did you mean" not in str(refused) and refused.near == ()
+    assert not any(device.soc in str(refused) for device in CATALOGUE)
+
+
+@given(st.sampled_from(NAMES), st.data())
+def test_a_search_for_part_of_a_name_finds_its_chip(entry, data):
+    name, device = entry
+    assert search(name).devices == (device,)
+    key = _key(name)
+    start = data.draw(st.integers(0, len(key) - 2))
+    found = search(key[start : data.draw(st.integers(start + 2, len(key)))])
+    assert device in found.devices or found.others or len(found.devices) == 1, "or the part is another whole name"
+
+
+@pytest.mark.parametrize(
+    ("word", "chips"),
+    [
+        ("s24", ["SM8650"]),
+        ("Z Fold", ["SM8350", "SM8550", "SM8650", "SM8750"]),
+        ("nothing phone", ["SM8735", "SM7635"]),
+        ("v81", ["SM8850", "SM8845", "SC8480XP"]),
+        ("x plus", ["SC8380XP"]),
+        ("sm8250", []),
+        ("", [device.soc for device in CATALOGUE]),
+        ("Qualcomm Snapdragon", [device.soc for device in CATALOGUE]),
+    ],
+)
+def test_a_search_word(word, chips):
+    assert [device.soc for device in search(word).devices] == chips
+
+
+def test_a_search_that_finds_nothing_is_refused_and_names_what_is_like_it():
+    with pytest.raises(UnknownDeviceError, match="Did you mean SM8550"):
+        search("SM8551")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "lines"),
+    [
+        (["sm8250"], ["SM8250: V66: no HTP that this compiler supports."]),
+        (["Galaxy S20"], ["Samsung Galaxy S20: Its Qualcomm chip is SM8250, V66: no HTP that this compiler supports."]),
+    ],
+)
+def test_the_command_says_why_a_chip_is_not_supported_and_suggests_none(arguments, lines, capsys):
+    assert run(["devices", *arguments]) == 0
+    assert capsys.readouterr().out.splitlines() == lines
+
+
+def test_the_command_maps_a_product_to_its_chip(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "400")
+    assert run(["devices", "s24"]) == 0
+    (row,) = [line for line in capsys.readouterr().out.splitlines() if "SM8650-AC" in line]
+    assert [cell.strip() for cell in row.split("│")[1:6]] == ["SM8650", "57", "V75", "8 MiB", "u8, s8, s16"]
+    assert "Samsung Galaxy S24 Ultra," in row and "Samsung Galaxy S24 *," in row
+    assert run(["devices", "s24", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["schema"] == 1 and found["others"] == []
+    assert [(each["soc"], each["htp"]) for each in found["devices"]] == [("SM8650", 75)]
+    assert found["devices"][0]["mixed_products"] == ["Samsung Galaxy S24", "Samsung Galaxy S24+"]
+    assert run(["devices", "SM8551"]) == 2
+    refused = capsys.readouterr()
+    assert refused.out == "" and "Did you mean SM8550" in refused.err
 
 
 def test_a_very_long_name_is_shortened():

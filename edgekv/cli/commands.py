@@ -23,6 +23,7 @@ Command = Callable[..., Any] | typer.Typer
 _OWN = {
     "bench": "edgekv.cli.bench:bench",
     "chat": "edgekv.cli.chat:chat",
+    "devices": "edgekv.cli.devices:devices",
     "doctor": "edgekv.cli.doctor:doctor",
     "generate": "edgekv.cli.generate:generate",
     "plan": "edgekv.cli.plan:plan",

@@ -53,5 +53,4 @@ def find_device(name: str) -> Device:
     try:
         return find(name)
     except UnknownDeviceError as error:
-        wanted = f"one of {', '.join(error.expected)}, or a name that one is sold under"
-        raise UsageError("--device", got=repr(error.got), expected=wanted, fix=error.fix) from None
+        raise UsageError("--device", got=repr(error.got), expected=error.wanted, fix=error.fix) from None

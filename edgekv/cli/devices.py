@@ -1,0 +1,74 @@
+"""`edgekv devices`: the chips to export for, by the names that people know."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from devices import Device, Found, search
+from edgekv.cli.output import print_json
+
+_MIXED = "* has another maker's chip in some countries; edgekv means the one with Qualcomm's."
+
+
+def devices(
+    word: Annotated[
+        str,
+        typer.Argument(help="Part of a name: a product, a chip, or an HTP version, such as s24, 8 gen 3 or V75."),
+    ] = "",
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output.")] = False,
+) -> None:
+    """List the chips that the HTP compiler supports, with the products that have them.
+
+    Any of the names can be given as --device.
+    """
+    found = search(word)
+    if as_json:
+        others = [asdict(each) for each in found.others]
+        print_json({"devices": [_record(each) for each in found.devices], "others": others})
+        return
+    _show(found)
+
+
+def _record(device: Device) -> dict[str, Any]:
+    """A chip for `--json`."""
+    return {
+        "soc": device.soc,
+        "soc_model": device.soc_model,
+        "htp": device.arch,
+        "vtcm_mib": device.vtcm_mb,
+        "kv_dtypes": device.kv_dtypes,
+        "dram": str(device.memory),
+        "dram_gb_per_s": device.dram_gb_per_s,
+        "dram_confirmed": device.memory.confirmed,
+        "names": device.aliases,
+        "products": device.products,
+        "mixed_products": device.mixed_products,
+    }
+
+
+def _show(found: Found) -> None:
+    console = Console(markup=False, highlight=False)
+    for other in found.others:
+        console.print(f"{other.name}: {other.meaning}", soft_wrap=True)
+    if not found.devices:
+        return
+    table = Table("chip", "soc_model", "HTP", "VTCM", "KV cache", "DRAM, at most", "names and products")
+    for each in found.devices:
+        names = [*each.aliases, *each.products, *(f"{name} *" for name in each.mixed_products)]
+        table.add_row(
+            each.soc,
+            str(each.soc_model),
+            f"V{each.arch}",
+            f"{each.vtcm_mb} MiB",
+            ", ".join(each.kv_dtypes),
+            f"{each.dram_gb_per_s:.0f} GB/s",
+            ", ".join(names),
+        )
+    console.print(table)
+    if any(each.mixed_products for each in found.devices):
+        console.print(_MIXED, soft_wrap=True)
