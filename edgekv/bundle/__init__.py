@@ -16,7 +16,7 @@ from edgekv.bundle.adapters import (
 )
 from edgekv.bundle.atomic import atomic_directory, atomic_file, check_target, remove_directory
 from edgekv.bundle.bundle import Bundle, open_bundle
-from edgekv.bundle.compiled import COMPILED, Compiled, CompiledBinary, CompiledManifest, open_compiled
+from edgekv.bundle.compiled import COMPILED, Compiled, CompiledBinary, CompiledManifest, all_compiled, open_compiled
 from edgekv.bundle.files import is_plain_path, record_files
 from edgekv.bundle.formats import FORMAT
 from edgekv.bundle.manifest import MANIFEST, GraphFormat, HtpCheck, Manifest
@@ -83,6 +83,7 @@ __all__ = [
     "StoredRecord",
     "TokenRecord",
     "WeightRecord",
+    "all_compiled",
     "atomic_directory",
     "atomic_file",
     "check_lora_name",

@@ -15,7 +15,7 @@ from edgekv.errors import BundleError
 from edgekv.json_file import read_json
 from edgekv.system import sha256_of
 
-COMPILED = "compiled.json"
+FOLDER, COMPILED = "compiled", "compiled.json"
 
 
 class CompiledBinary(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -106,10 +106,30 @@ def open_compiled(bundle: Bundle, soc: str, compiler: str) -> Compiled | None:
     Raises:
         BundleError: `compiled.json` is damaged.
     """
-    folder = bundle.path / "compiled" / soc
-    if not (folder / COMPILED).exists():
+    if not (bundle.path / FOLDER / soc / COMPILED).exists():
         return None
+    found = _read(bundle, soc)
+    return found if found.manifest.compiler == compiler and _is_current(bundle, found) else None
+
+
+def all_compiled(bundle: Bundle) -> list[Compiled]:
+    """The binaries of this export for all chips, whichever compiler made them, by part number.
+
+    Raises:
+        BundleError: a `compiled.json` is damaged.
+    """
+    socs = sorted(path.parent.name for path in (bundle.path / FOLDER).glob(f"*/{COMPILED}"))
+    return [found for soc in socs if _is_current(bundle, found := _read(bundle, soc))]
+
+
+def _read(bundle: Bundle, soc: str) -> Compiled:
+    folder = bundle.path / FOLDER / soc
     fix = f"Compile again: edgekv compile {bundle.path} --device {soc} --force"
     manifest = read_json(folder / COMPILED, CompiledManifest, expected="what edgekv compile wrote", fix=fix)
-    source = (manifest.soc, manifest.compiler, manifest.bundle_sha256)
-    return Compiled(folder, manifest) if source == (soc, compiler, sha256_of(bundle.path / MANIFEST)) else None
+    return Compiled(folder, manifest)
+
+
+def _is_current(bundle: Bundle, found: Compiled) -> bool:
+    """Whether binaries were made from this export, for the chip that their folder is named after."""
+    source = (found.manifest.soc, found.manifest.bundle_sha256)
+    return source == (found.path.name, sha256_of(bundle.path / MANIFEST))

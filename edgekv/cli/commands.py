@@ -26,6 +26,7 @@ _OWN = {
     "devices": "edgekv.cli.devices:devices",
     "doctor": "edgekv.cli.doctor:doctor",
     "generate": "edgekv.cli.generate:generate",
+    "info": "edgekv.cli.info:info",
     "plan": "edgekv.cli.plan:plan",
     "prefix": "edgekv.cli.prefix:app",
     "size": "edgekv.cli.size:size",
