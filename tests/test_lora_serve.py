@@ -12,6 +12,8 @@ import edgekv
 from edgekv.bundle import open_bundle
 from edgekv.cli import run
 from edgekv.conversation import Conversation
+from edgekv.serve import ServeOptions
+from edgekv.serve.command import summary
 from tests.adapters import write_adapter
 from tests.serving import ADAPTERS, NAME, Server, adapted_bundle, served
 
@@ -59,6 +61,13 @@ def test_adapters_are_listed_as_models(server: Server) -> None:
     found = [each["id"] for each in json.loads(server.get("/v1/models"))["data"]]
     assert found == [NAME, f"{NAME}:calm", f"{NAME}:loud", f"{NAME}:terse"]
     assert json.loads(server.get(f"/v1/models/{NAME}:calm"))["id"] == f"{NAME}:calm"
+
+
+def test_the_summary_lists_adapters(server: Server) -> None:
+    told = list(summary(server.serving, ServeOptions(keys=("k",)), "64MiB", Path("kept")))
+    assert f"adapters   {NAME}:calm, {NAME}:loud, {NAME}:terse" in told and "API keys   1" in told
+    assert "sessions   4, caches within 64MiB; 64 more requests may wait" in told
+    assert "prefixes   in memory and in kept" in told
 
 
 @pytest.mark.parametrize("name", ["other:terse", f"{NAME}:nobody", f"{NAME}:", f"{NAME}:terse=x"])

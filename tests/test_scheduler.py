@@ -173,7 +173,7 @@ def test_the_answers_to_a_request_are_queued_together_or_not_at_all(server: Serv
         busy = threading.Thread(target=lambda: _ask(server, "Busy"))
         busy.start()
         _until(lambda: _jobs(server) == 1)
-        with pytest.raises(openai.RateLimitError, match=r"The queue is full \(0 waiting\)"):
+        with pytest.raises(openai.RateLimitError, match=r"no room for 5 answers \(0 waiting\)"):
             _ask(server, "Many", n=5)
         assert _jobs(server) == 1
         gate.open()
@@ -312,8 +312,10 @@ def test_a_failing_step_ends_its_request_alone(server: Server, error: BaseExcept
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(edgekv.session.Generation, "__next__", fail)
-        with pytest.raises(openai.InternalServerError, match="This is a bug"):
-            _ask(server, "Fails")
+        for n in (1, 3):
+            with pytest.raises(openai.InternalServerError, match="This is a bug"):
+                _ask(server, "Fails", n=n)
+    _until(lambda: _jobs(server) == 0)
     assert _ask(server, "Goes on").choices[0].finish_reason and _metric(server, "sessions_busy") == 0
 
 

@@ -19,6 +19,8 @@ from pydantic import BaseModel, Field
 
 import edgekv
 from benchmarks.serving import ServerProcess, complete, metrics
+from edgekv.serve import ServeOptions
+from edgekv.serve.command import summary
 from tests.serving import NAME, Server, served, talking_bundle
 
 USER: list[Any] = [{"role": "user", "content": "Hello"}]
@@ -356,6 +358,11 @@ def test_a_template_that_refuses_the_messages_is_quoted(plain: Server):
     messages = [*USER, {"role": "assistant", "tool_calls": [call]}, *USER]
     status, answer = plain.post("/v1/chat/completions", {"model": NAME, "messages": messages, "max_tokens": 1})
     assert status in (200, 400) and "bug" not in str(answer)
+    odd: list[Any] = [{"id": ["x"], "function": {"name": {}, "arguments": "{"}}, 3, {"function": None}]
+    result = {"role": "tool", "tool_call_id": {"a": 1}, "content": "x"}
+    body = {"messages": [*USER, {"role": "assistant", "tool_calls": odd}, result], "tools": TOOLS, "max_tokens": 1}
+    status, answer = plain.post("/v1/chat/completions", body)
+    assert status == 200, answer
 
 
 def test_responses_are_answers_too(client: OpenAI, alone: edgekv.Model):
@@ -417,6 +424,12 @@ def test_the_command_names_the_model_and_how_it_is_computed(talking: Path):
         assert told.startswith(f"chat page  {first.split('v1')[0]}\ncontext    512 tokens")
         assert "sessions   16, caches within 50% of the free memory; 64 more requests may wait\n" in told
         assert "API keys   none: every request is accepted\n" in told and "GET /v1/models 200, total " in told
+
+
+def test_the_summary_says_that_there_is_no_chat(bundle: Path):
+    with served(bundle) as server:
+        told = list(summary(server.serving, ServeOptions(), "50%", None))
+    assert told[0] == "chat       no: the bundle has no chat template; /v1/completions continues texts"
 
 
 @pytest.mark.slow

@@ -130,7 +130,7 @@ def serve(
         serving = Serving(model, replace(options, speculate=drafts, batches=batch))
         typer.echo(f"{serving.url}/v1 serves {serving.service.name} on {engine_and_mode(model.engine)}")
         if not quiet:
-            typer.echo("\n".join(_summary(serving, options, cache_budget, prefix_cache)), err=True)
+            typer.echo("\n".join(summary(serving, options, cache_budget, prefix_cache)), err=True)
         try:
             serving.run()
         except StuckEngineError as error:
@@ -138,7 +138,7 @@ def serve(
             os._exit(error.exit_code)  # closing the model would wait for the step
 
 
-def _summary(serving: Serving, options: ServeOptions, cache_budget: str, prefix_cache: Path | None) -> Iterator[str]:
+def summary(serving: Serving, options: ServeOptions, cache_budget: str, prefix_cache: Path | None) -> Iterator[str]:
     """What is served, and how."""
     service, limits = serving.service, options.limits
     if service.has_chat:

@@ -84,12 +84,12 @@ class Metrics:
     Attributes:
         answers: HTTP answers by path and status.
         disconnects: clients that left before the end of their answer.
-        prompt_tokens: tokens of all prompts.
+        prompt_tokens: tokens of the prompts of all answers.
         reused_tokens: those of them that were not computed.
         restored_tokens: those of these that came from the prefix cache.
         generated_tokens: tokens generated.
-        finished: requests that ran to their end.
-        failed: requests that ended with an error, by its code.
+        finished: answers that ran to their end; a request may want several.
+        failed: those that ended with an error, by its code.
         passes: inferences after prefill, of requests with speculation.
         proposed: drafts that these passes checked, by drafter.
         accepted: those that were right, by drafter.
@@ -174,14 +174,14 @@ class Metrics:
         add(
             "requests_failed_total",
             "counter",
-            "Requests that ended early, by error code.",
+            "Answers that ended early, by error code.",
             (f'edgekv_requests_failed_total{{code="{code}"}} {n}' for code, n in sorted(self.failed.items())),
         )
-        one("requests_finished_total", "counter", "Requests that ran to their end.", self.finished)
+        one("requests_finished_total", "counter", "Answers that ran to their end.", self.finished)
         one("disconnects_total", "counter", "Clients that left before the end of their answer.", self.disconnects)
         one("requests_queued", "gauge", "Requests that wait for a session.", held.queued)
         one("requests_running", "gauge", "Requests that take turns.", held.running)
-        one("prompt_tokens_total", "counter", "Tokens of all prompts.", self.prompt_tokens)
+        one("prompt_tokens_total", "counter", "Tokens of the prompts of all answers.", self.prompt_tokens)
         one("prompt_tokens_reused_total", "counter", "Prompt tokens that were not computed.", self.reused_tokens)
         about = "Prompt tokens that came from the prefix cache."
         one("prompt_tokens_restored_total", "counter", about, self.restored_tokens)

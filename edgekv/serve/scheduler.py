@@ -85,10 +85,12 @@ class Scheduler:
                 raise _stopping()
             # Those that can start at once are not in the queue yet when a burst arrives.
             free = max(0, self._limits.sessions - self.running)
-            waiting = self.queued - free
-            if waiting + len(jobs) > self._limits.queue:
-                after_s = min(60, max(1, math.ceil(self._mean_s * max(waiting, 0) / self._limits.sessions)))
-                message = f"The queue is full ({max(waiting, 0)} waiting). Try again in {after_s} s."
+            waiting = max(0, self.queued - free)
+            starting = max(0, free - self.queued)
+            if waiting + len(jobs) - starting > self._limits.queue:
+                after_s = min(60, max(1, math.ceil(self._mean_s * waiting / self._limits.sessions)))
+                found = "is full" if len(jobs) == 1 else f"has no room for {len(jobs)} answers"
+                message = f"The queue {found} ({waiting} waiting). Try again in {after_s} s."
                 raise ApiError(429, message, code="queue_full", retry_after_s=after_s)
             self._arrived.extend(jobs)
             self._changed.notify()

@@ -76,7 +76,7 @@ def _written(messages: Sequence[Message], *, has_form: bool) -> list[Message]:
         has_form: whether answers without calls are written as the model has to write them now.
     """
     written: list[Message] = []
-    names: dict[object, object] = {}
+    names: dict[str, object] = {}
     after_result = False
     for message in messages:
         role, content, calls = message.get("role"), message.get("content"), message.get("tool_calls")
@@ -87,7 +87,7 @@ def _written(messages: Sequence[Message], *, has_form: bool) -> list[Message]:
         elif role == "assistant" and has_form and isinstance(content, str):
             written.append({**message, "content": f"{GENERIC.reply}{_json(content)}}}"})
         elif role == "tool":
-            name = message.get("name") or names.get(message.get("tool_call_id"))
+            name = message.get("name") or names.get(repr(message.get("tool_call_id")))
             result = {"name": name, "content": content} if name else {"content": content}
             text = _json({"tool_result": result})
             _add_user(written, text, after_result=after_result)
@@ -107,13 +107,13 @@ def _add_user(messages: list[Message], content: object, *, after_result: bool) -
         messages.append({"role": "user", "content": content})
 
 
-def _function(call: object, names: dict[object, object]) -> object:
-    """The function of a call, with its arguments as an object; its name is noted under the call's id."""
+def _function(call: object, names: dict[str, object]) -> object:
+    """The function of a call, with its arguments as an object; its name is noted under the call's id, of any type."""
     function = call.get("function", call) if isinstance(call, Mapping) else None
     if not isinstance(call, Mapping) or not isinstance(function, Mapping):
         return call
     name, arguments = function.get("name"), function.get("arguments")
-    names[call.get("id")] = name
+    names[repr(call.get("id"))] = name
     if isinstance(arguments, str):
         with suppress(ValueError, RecursionError):
             arguments = json.loads(arguments)
