@@ -7,9 +7,9 @@
             print(token.text, end="")
 
 `load` opens a bundle (made with `edgekv export`) on an engine and returns a `Model`. `Model.generate` continues a
-prompt and yields tokens; `SamplingParams` says how they are chosen, `BeamParams` asks for beam search. `Model.score`
-gives the logits of a text. `HtpOptions` tunes the engine `htp`. Every error is an `EdgeKVError` that names what was
-found, what was expected and the fix. `edgekv --help` lists the commands.
+prompt and yields tokens; `SamplingParams` says how they are chosen, `BeamParams` asks for beam search. `Conversation`
+keeps the turns of a chat. `Model.score` gives the logits of a text. `HtpOptions` tunes the engine `htp`. Every error
+is an `EdgeKVError` that names what was found, what was expected and the fix. `edgekv --help` lists the commands.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from edgekv.conversation import Conversation
     from edgekv.errors import EdgeKVError
     from edgekv.loading import load
     from edgekv.model import Model
@@ -28,10 +29,21 @@ if TYPE_CHECKING:
 
     __version__: str
 
-__all__ = ["BeamParams", "EdgeKVError", "Grammar", "HtpOptions", "Model", "SamplingParams", "__version__", "load"]
+__all__ = [
+    "BeamParams",
+    "Conversation",
+    "EdgeKVError",
+    "Grammar",
+    "HtpOptions",
+    "Model",
+    "SamplingParams",
+    "__version__",
+    "load",
+]
 
 _HOMES = {
     "BeamParams": "edgekv.session.params",
+    "Conversation": "edgekv.conversation",
     "EdgeKVError": "edgekv.errors",
     "Grammar": "edgekv.session.grammar",
     "HtpOptions": "edgekv.runtime",

@@ -144,6 +144,12 @@ def test_bytes_that_are_no_text_end_nothing(terminal: Terminal) -> None:
     assert _leave(chat) == 0
 
 
+def test_what_the_model_writes_cannot_control_the_terminal(terminal: Terminal) -> None:
+    chat = terminal("--regex", r"\x1b\[2J\x07\u009bz", "--max-new-tokens", "40")
+    _say(chat, "Hello\r", "\x1b\\[\\?2004l\ufffd\\[2J\ufffd\ufffdz\r\n")
+    assert _leave(chat) == 0
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_gives_the_terminal_back_as_it_was(terminal: Terminal, number: signal.Signals) -> None:
     chat = terminal()

@@ -10,8 +10,10 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import structs
 
 import edgekv
+from edgekv.bundle import Bundle, GenerationRecord
 from edgekv.conversation import Conversation, answer_defaults
 from edgekv.errors import ContextFullError, EngineError, UsageError
 from edgekv.full_context import fit_prompt, split_turns
@@ -273,4 +275,9 @@ def test_a_place_that_is_no_file_is_refused_by_name(model: edgekv.Model, tmp_pat
 
 
 def test_an_answer_may_fill_the_context_unless_told_otherwise(model: edgekv.Model) -> None:
-    assert answer_defaults(model).max_new_tokens == CONTEXT
+    assert answer_defaults(model).max_new_tokens == CONTEXT == edgekv.Conversation(model).params.max_new_tokens
+    record = GenerationRecord(max_new_tokens=7)
+    bundle = model.bundle
+    changed = Bundle(bundle.path, structs.replace(bundle.manifest, generation=record))
+    with edgekv.load(changed) as told:
+        assert edgekv.Conversation(told).params.max_new_tokens == 7

@@ -28,7 +28,7 @@ FLOORS = (
     ("edgekv.runtime", "edgekv.prefix", "edgekv.draft"),
     ("edgekv.session",),
     ("edgekv.model", "edgekv.plan", "edgekv.doctor"),
-    ("edgekv.loading",),
+    ("edgekv.loading", "edgekv.full_context"),
     ("edgekv.conversation", "edgekv.bake", "edgekv.bench"),
     ("edgekv.cli",),
     ("edgekv.serve", "edgekv.__main__"),

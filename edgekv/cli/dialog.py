@@ -127,9 +127,10 @@ class Dialog:
         _tell(f"[{_count(self._conversation.turns, 'turn')} loaded from {path}]")
 
     def _stats(self, _: str) -> None:
-        turns, context = _count(self._conversation.turns, "turn"), self._conversation.context_tokens
-        seen = f", the oldest {self._dropped_turns} of them not in the last prompt" if self._dropped_turns else ""
-        _tell(f"[conversation: {turns}{seen}; {len(self._conversation.messages)} messages]")
+        turns, context = self._conversation.turns, self._conversation.context_tokens
+        dropped = min(self._dropped_turns, turns)  # fewer after an undo
+        seen = f", the oldest {dropped} of them not in the last prompt" if dropped else ""
+        _tell(f"[conversation: {_count(turns, 'turn')}{seen}; {len(self._conversation.messages)} messages]")
         _tell(f"[since the start: {_count(self._answers, 'answer')} of {self._tokens:,} tokens together]")
         if self._last is None:
             _tell(f"[context: {context:,} tokens]")
@@ -158,8 +159,8 @@ class Dialog:
     def _print(self, answer: Answer) -> None:
         """Stream an answer. Ctrl-C ends the answer, not the conversation."""
         if answer.dropped_turns not in (0, self._dropped_turns):
-            oldest = "oldest turn" if answer.dropped_turns == 1 else f"oldest {answer.dropped_turns} turns"
-            _tell(f"[the context is full: the {oldest} of the conversation left out]")
+            oldest = "turn is" if answer.dropped_turns == 1 else f"{answer.dropped_turns} turns are"
+            _tell(f"[the context is full: the oldest {oldest} left out]")
         self._dropped_turns = answer.dropped_turns
         is_terminal = sys.stdout.isatty()
         try:

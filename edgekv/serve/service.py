@@ -192,7 +192,7 @@ class Service:
 
         Args:
             exchange: the request.
-            tokens: of the conversation.
+            tokens: of the conversation, as `rendered` gives them.
             fields: how to sample.
             form: what the answer has to be.
             wanted_tokens: the most tokens to generate; None for as many as the context has room for.
@@ -200,10 +200,9 @@ class Service:
             lora: see `Work`.
 
         Raises:
-            ContextFullError: the prompt is longer than the context.
             UsageError: a value out of range, or a grammar that is wrong or too complex.
         """
-        prompt = tuple(self.model.read(tokens, "messages"))
+        prompt = tuple(tokens)
         most = self.context - len(prompt) + 1 if wanted_tokens is None else wanted_tokens
         params = fields.params(self.model.defaults, most)
         if form.grammar is not None or form.tools is not None:
