@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING
@@ -74,10 +73,6 @@ class TokenNames:
         if all(character in table for character in piece):
             return bytes(table[character] for character in piece)
         return text.encode()
-
-    def texts(self, tokens: Sequence[int]) -> list[str]:
-        """The texts of tokens."""
-        return [self.text(token) for token in tokens]
 
 
 @cache
