@@ -9,7 +9,9 @@ import typer
 
 # ruff: noqa: UP045  (typer reads the annotations of Python 3.10 at run time)
 
-DeviceOption = Annotated[str, typer.Option("--device", help="Target chip: part number or name, such as SM8650; see `edgekv devices`.")]
+DeviceOption = Annotated[
+    str, typer.Option("--device", help="Target chip: part number or name, such as SM8650; see `edgekv devices`.")
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output.")]
 CacheOption = Annotated[
     Optional[Path],
