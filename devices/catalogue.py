@@ -4,9 +4,12 @@
 2.7.0) wrote for that id; a test compiles a graph for each chip and reads them again. The compiler accepts ids of chips
 without an HTP too, so only the chips listed here are offered.
 
-A name names exactly one chip; `devices.other_names` explains those that do not. Products have the chip that their
-makers' specifications name. A phone that is sold with two makers' chips is a mixed product of the one with an HTP.
-`speed` is the chip's own if figures were published for it, otherwise that of the nearest HTP version.
+A name names exactly one chip; `devices.other_names` explains those that do not. A phone that is sold with two makers'
+chips is a mixed product of the one with an HTP. `speed` is the chip's own if figures were published for it, otherwise
+that of the nearest HTP version.
+
+Products: Galaxy S21 to S25, Galaxy Tab S8, Xiaomi 12 and 12 Pro as in AI Hub Models' devices_and_chipsets.yaml. The
+other products, and which ones are mixed, are generally known but were not checked against a source.
 """
 
 from __future__ import annotations

@@ -36,8 +36,9 @@ def _without_htp(soc: str, arch: int, *names: str) -> tuple[OtherName, ...]:
     )
 
 
-# Chips by number of cores: notebookcheck.net on X1P-42-100. SC8340XP, and chips before SM8350: AI Hub Models,
-# devices_and_chipsets.yaml. V69 of SM8475: ExecuTorch, qc_schema.py.
+# Chips by number of cores: notebookcheck.net on X1P-42-100. SC8340XP, and which chip Galaxy Tab S7, Pixel 3, 3 XL, 4, 5
+# and 5a have: AI Hub Models, devices_and_chipsets.yaml. V69 of SM8475: ExecuTorch, qc_schema.py. HTPs begin with V68:
+# LiteRT, soc_table.h. V65 and V66 of single chips, and what else has them, were not checked against a source.
 OTHER_NAMES: tuple[OtherName, ...] = (
     OtherName("Snapdragon X Plus", _X_PLUS, ("X1P-64-100", "X1P-66-100")),
     OtherName("Snapdragon X", "It is a family of several chips.", ("Snapdragon X Elite", "X1P-64-100", "X1P-66-100")),
