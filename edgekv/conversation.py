@@ -35,6 +35,8 @@ def answer_defaults(model: Model) -> SamplingParams:
 class Conversation:
     """Turns of a user and a model. Each turn prefills only its new tokens; the cache has the others.
 
+    An answer that is still being read when the conversation changes ends there.
+
     Attributes:
         messages: all turns so far, as chat templates take them, with those that the model no longer sees.
         params: how to sample and when to stop.
@@ -71,6 +73,7 @@ class Conversation:
         self._speculate = speculate
         self._lora = lora
         self._known = _KnownText()
+        self._unfinished: Answer | None = None
         _ = model.chat_templates, model.open_lora(lora)  # refused now, not at the first turn
         self.system = system
 
@@ -82,6 +85,7 @@ class Conversation:
 
     @system.setter
     def system(self, text: str | None) -> None:
+        self._finish()
         leading, _ = split_turns(self.messages)
         given: list[Message] = [] if text is None else [{"role": "system", "content": text}]
         self.messages = [*given, *self.messages[len(leading) :]]
@@ -98,6 +102,7 @@ class Conversation:
 
     def reset(self) -> None:
         """Forget all turns but the system prompt."""
+        self._finish()
         self.messages, _ = split_turns(self.messages)
 
     def undo(self) -> list[Message]:
@@ -109,6 +114,7 @@ class Conversation:
         Raises:
             UsageError: there is none.
         """
+        self._finish()
         taken = self._last_turn()
         self.messages = self.messages[: -len(taken)]
         return taken
@@ -123,6 +129,7 @@ class Conversation:
             ContextFullError: the conversation is longer than the context and `on_full` is `stop`, or this message alone
                 is; it is not added.
         """
+        self._finish()
         return self._answer([*self.messages, {"role": "user", "content": content}])
 
     def regenerate(self) -> Answer:
@@ -132,6 +139,7 @@ class Conversation:
             UsageError: there is no message of the user, or the template refuses the conversation.
             ContextFullError: as `say`.
         """
+        self._finish()
         taken = self._last_turn()
         if taken[0].get("role") != "user":
             wanted = "a message of the user"
@@ -169,8 +177,15 @@ class Conversation:
             except UsageError as error:
                 field = f"{path}: {error.field}"
                 raise UsageError(field, got=error.got, expected=error.expected, fix=error.fix) from None
+        self._finish()
         self.messages = [*saved.messages]
         self._known = _KnownText()
+
+    def _finish(self) -> None:
+        """End the last answer, if it has not ended."""
+        if self._unfinished is not None:
+            self._unfinished.close()
+            self._unfinished = None
 
     def _last_turn(self) -> list[Message]:
         _, turns = split_turns(self.messages)
@@ -192,7 +207,8 @@ class Conversation:
             prompt.tokens, self.params, sequence=_SEQUENCE, speculate=self._speculate, lora=self._lora
         )
         before, self.messages = self.messages, messages
-        return Answer(self, before, prompt, generation)
+        self._unfinished = Answer(self, before, prompt, generation)
+        return self._unfinished
 
     def _answered(self, prompt: FittedPrompt, content: str, text: str, generated: Sequence[int]) -> None:
         """Add an answer. The cache holds its first tokens, which say the beginning `text` of its content."""

@@ -99,9 +99,9 @@ def test_an_old_message_that_is_longer_than_the_context_is_dropped(model: edgekv
 def test_stop_refuses_what_is_longer_than_the_context(model: edgekv.Model) -> None:
     conversation = Conversation(model, params=PARAMS, on_full="stop")
     with pytest.raises(ContextFullError, match="at most 512"):
-        while conversation.turns < 100:
-            assert conversation.say("x" * 50).dropped_turns == 0
-            conversation.messages += [_user("x" * 50), {"role": "assistant", "content": "y"}]
+        for _ in range(20):
+            answer = conversation.say("x" * 50)
+            assert answer.dropped_turns == 0 and list(answer)
     conversation.undo()
     assert list(conversation.say("Hello")), "an undo makes room"
     with pytest.raises(UsageError, match=r"on_full: got 'slide'; expected drop-oldest or stop"):
@@ -204,6 +204,21 @@ def test_an_answer_that_cannot_be_generated_again_stays(model: edgekv.Model, mon
     assert conversation.messages == before
     list(conversation.regenerate())
     assert conversation.messages == before, "greedy decoding says the same"
+
+
+@pytest.mark.parametrize("read", [0, 3])
+def test_an_answer_that_is_not_read_to_its_end_ends_with_the_next_change(model: edgekv.Model, read: int) -> None:
+    conversation = Conversation(model, params=PARAMS)
+    open_answer = conversation.say("One")
+    for _ in range(read):
+        next(open_answer)
+    list(conversation.say("Two"))
+    open_answer.close()
+    said = [each["content"] for each in conversation.messages]
+    assert said[:-1] == (["One", open_answer.text, "Two"] if read else ["Two"])
+    next(conversation.say("Three"))
+    conversation.reset()
+    assert conversation.messages == [] and list(conversation.say("Four")) and conversation.turns == 1
 
 
 def test_a_message_without_an_answer_can_be_answered(model: edgekv.Model) -> None:
