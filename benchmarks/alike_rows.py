@@ -21,7 +21,7 @@ from edgekv.bundle import Bundle, open_bundle
 
 
 def without_verify(bundle: Bundle) -> Bundle:
-    """The bundle as if it had been exported without `--verify`."""
+    """The bundle as if it had been exported without `--draft-rows`."""
     graphs = [graph for graph in bundle.manifest.graphs if graph.role != "verify"]
     return Bundle(bundle.path, structs.replace(bundle.manifest, graphs=graphs))
 

@@ -9,7 +9,7 @@ turns; the order changes from prompt to prompt, and the answers must have the sa
 decoding divided by that with drafts, after the first token: `processor` is the processor time of all threads, which
 other work on the machine disturbs less, `wall` that of the clock. The mode `off` is a second plain answer and shows the
 disturbance. `us a pass` is the time in drafters, and that to choose tokens. The bundle needs graphs of
-`edgekv export --verify`.
+`edgekv export --draft-rows`.
 
 `--host` measures drafters alone, at 8,192 tokens of history, in processor time.
 """
@@ -225,7 +225,7 @@ def host_table(seed: int = 0) -> Table:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("bundle", type=Path, nargs="?", help="exported with --verify")
+    parser.add_argument("bundle", type=Path, nargs="?", help="exported with --draft-rows")
     parser.add_argument("--host", action="store_true", help="measure drafters alone")
     parser.add_argument("--speculate", default="lookup,auto", help=f"modes, comma-separated: {', '.join(MODES)}")
     parser.add_argument("--draft-corpus", type=Path)

@@ -5,7 +5,7 @@
 Compared are tokens, text, why it ended, and every bit of the KV cache afterwards. Bundles, modes of the CPU, update
 strategies, context policies, growth and prefix caches are drawn for each pair of models; drafters, prompts, turns of a
 conversation, sampling, penalties, stop texts, grammars and calls that are left early for each run. All of it follows
-from the seed. The bundles need graphs of `edgekv export --verify`.
+from the seed. The bundles need graphs of `edgekv export --draft-rows`.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ class ExportOptions:
         recipe: integer types of weights and activations.
         context: context length S in tokens, a multiple of the largest AR; several share the weights and one cache.
         ar: tokens per inference of each graph; must include 1.
-        verify: tokens per inference of graphs that verify drafts, which return the logits of every token; 2 to the
+        draft_rows: tokens per inference of graphs that verify drafts, which return the logits of every token; 2 to the
             largest AR.
         max_attention_window: attention window limit of each layer in tokens, including the query; a shorter list is
             repeated. Empty for the model's own windows.
@@ -58,7 +58,7 @@ class ExportOptions:
     recipe: Recipe
     context: int | Sequence[int] = 512
     ar: Sequence[int] = (1, 32)
-    verify: Sequence[int] = ()
+    draft_rows: Sequence[int] = ()
     max_attention_window: Sequence[int] = ()
     kv_dtype: KvDtype = "u8"
     key_layout: KeyLayout = "rows"
@@ -96,12 +96,12 @@ class ExportOptions:
                     expected=f"a multiple of the largest AR, {largest}, above it",
                     fix=f"Use {max(2, round(context / largest)) * largest}, or another --ar.",
                 )
-        if wrong := [rows for rows in self.verify if not 1 < rows <= largest]:
+        if wrong := [rows for rows in self.draft_rows if not 1 < rows <= largest]:
             raise UsageError(
-                "--verify",
+                "--draft-rows",
                 got=wrong[0],
                 expected=f"2 to {largest}, the largest --ar",
-                fix="Use --verify 8.",
+                fix="Use --draft-rows 8.",
             )
         if self.calibration_tokens is not None and self.calibration_tokens < 2:
             raise UsageError(

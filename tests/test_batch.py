@@ -30,7 +30,7 @@ PARAMS = [GREEDY, GREEDY.overlaid(max_new_tokens=5, temperature=0.9, seed=7)]
 def verifying(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random checkpoint with graphs that verify 3 and 8 tokens in contexts of 32 and 64."""
     checkpoint = write_checkpoint(tmp_path_factory.mktemp("verifying") / "checkpoint")
-    return exported(checkpoint, export_options(context=(32, CONTEXT), ar=(1, 8), verify=(3, 8)))
+    return exported(checkpoint, export_options(context=(32, CONTEXT), ar=(1, 8), draft_rows=(3, 8)))
 
 
 def start(model: edgekv.Model, number: int) -> Generation:

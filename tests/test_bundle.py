@@ -402,7 +402,7 @@ def test_verify_hashes_what_is_known_again(
         ((key, known),) = hashes.known.items()
         hashes.known[key] = msgspec.structs.replace(known, sha256=right)
     command = ["generate", str(small), "--prompt", "ab", "--max-new-tokens", "1"]
-    assert run([*command, "--verify"]) == 1
+    assert run([*command, "--rehash"]) == 1
     assert f"{weights.name}: got sha256" in capsys.readouterr().err
     with file_hashes() as hashes:
         hashes.known[key] = msgspec.structs.replace(known, sha256=right)

@@ -61,7 +61,7 @@ class Scratch:
     def _provide_bundles(self, named_in: str) -> None:
         for name, verify in BUNDLES.items():
             if name in named_in and not (self.folder / name).exists():
-                options = export_options(context=512, ar=(1, 32), verify=verify, check_on_htp=not verify)
+                options = export_options(context=512, ar=(1, 32), draft_rows=verify, check_on_htp=not verify)
                 shutil.copytree(exported(self._embedded, options, compiled=not verify), self.folder / name)
 
     def _run(self, arguments: list[str]) -> str:

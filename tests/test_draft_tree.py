@@ -67,7 +67,7 @@ class Thicket:
 def bundles(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """A random model with graphs that verify 3 and 8 tokens in two contexts, by key layout."""
     checkpoint = write_checkpoint(tmp_path_factory.mktemp("trees") / "checkpoint")
-    shape = {"context": (32, CONTEXT), "ar": (1, 8), "verify": (3, 8)}
+    shape = {"context": (32, CONTEXT), "ar": (1, 8), "draft_rows": (3, 8)}
     return {layout: exported(checkpoint, export_options(**shape, key_layout=layout)) for layout in ("rows", "columns")}
 
 
@@ -112,7 +112,7 @@ def test_the_cpu_checks_the_likeliest_branch_alone(bundles: dict[str, Path], str
 @pytest.mark.htp
 def test_each_layer_sees_its_own_window(tmp_path: Path) -> None:
     checkpoint = write_checkpoint(tmp_path / "checkpoint", ARCHITECTURES["gemma3"])
-    bundle = exported(checkpoint, export_options(context=CONTEXT, ar=(1, 8), verify=(8,)))
+    bundle = exported(checkpoint, export_options(context=CONTEXT, ar=(1, 8), draft_rows=(8,)))
     with edgekv.load(bundle, "htp") as model:
         assert len(model.cache.groups) > 1 and compared(model, 1) > 0
 

@@ -29,7 +29,14 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def folder(checkpoint: Path) -> Path:
     """Two contexts and two parts; a second prefill graph and a verify graph, which GenieX has no use for."""
-    options = {"context": (32, 64), "ar": (1, 4, 8), "splits": 2, "embedding": "graph", "head": "last", "verify": (4,)}
+    options = {
+        "context": (32, 64),
+        "ar": (1, 4, 8),
+        "splits": 2,
+        "embedding": "graph",
+        "head": "last",
+        "draft_rows": (4,),
+    }
     bundle = exported(checkpoint, export_options(**options))
 
     def make(folder: Path) -> None:

@@ -25,7 +25,7 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("lora-batch")
     base = write_checkpoint(folder / "base")
     sink = SinkWanted("tokens", (256,))  # rows of its own with each adapter
-    options = export_options(context=96, ar=(1, 8), verify=(8,), lora=LoraOptions(4), sink=sink)
+    options = export_options(context=96, ar=(1, 8), draft_rows=(8,), lora=LoraOptions(4), sink=sink)
     shutil.copytree(exported(base, options), folder / "bundle")
     for seed, name in enumerate("ab"):
         write_adapter(folder / name, base, seed=seed, lora_alpha=1)

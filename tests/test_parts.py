@@ -17,7 +17,7 @@ from tests.checkpoints import ARCHITECTURES, write_checkpoint
 from tests.exports import export_options, exported
 
 EXPORTS: dict[str, dict[str, Any]] = {
-    "whole": {"verify": (4,)},
+    "whole": {"draft_rows": (4,)},
     "keys in columns, 16 bits": {"key_layout": "columns", "kv_dtype": "s16"},
     "divided": {"splits": 2},
     "4 bits": {"recipe": "w4a16-lpbq32"},

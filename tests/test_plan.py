@@ -492,7 +492,7 @@ def test_the_command_tells_what_speculation_would_bring(llama):
     app.command()(plan)
     arguments = [str(llama), "--device", "SM8650", "--context", "1024"]
     told = CliRunner().invoke(app, [*arguments, "--acceptance", "0.6"], env={"COLUMNS": "200"}).output
-    assert "with --verify 8: 2.46 tokens a pass, which costs" in told
+    assert "with --draft-rows 8: 2.46 tokens a pass, which costs" in told
     assert json.loads(CliRunner().invoke(app, [*arguments, "--json"]).output)["speculation"] is None
 
 

@@ -27,7 +27,7 @@ LONG = SamplingParams(max_new_tokens=60, ignore_eos=True)
 def _bundle(folder: Path, verify: tuple[int, ...], **options: Any) -> Path:
     checkpoint = write_checkpoint(folder / "checkpoint", **options)
     (checkpoint / "chat_template.jinja").write_text(TEMPLATE)
-    return exported(checkpoint, export_options(context=CONTEXT, ar=(1, 8), verify=verify))
+    return exported(checkpoint, export_options(context=CONTEXT, ar=(1, 8), draft_rows=verify))
 
 
 @pytest.fixture(scope="module")
@@ -186,7 +186,7 @@ def test_more_drafts_than_a_verify_graph_has_rows_are_refused(verifying: Path):
     with edgekv.load(verifying) as model:
         with pytest.raises(UsageError, match="got 8 drafts of a pass; expected at most 7") as error:
             model.generate(PROMPT, LONG, speculate=Speculate(tokens=8))
-        assert "--verify 9" in str(error.value)
+        assert "--draft-rows 9" in str(error.value)
 
 
 def test_on_arm_the_cpu_takes_plain_steps(verifying: Path, monkeypatch: pytest.MonkeyPatch):
@@ -200,7 +200,7 @@ def test_on_arm_the_cpu_takes_plain_steps(verifying: Path, monkeypatch: pytest.M
 def test_a_bundle_without_verify_graphs_speculates_only_if_it_may_not(other: Path):
     with edgekv.load(other) as model:
         assert ids(model, "auto")[1] is None
-        with pytest.raises(UsageError, match=r"lookup in a bundle without verify graphs.* --verify 8"):
+        with pytest.raises(UsageError, match=r"lookup in a bundle without verify graphs.* --draft-rows 8"):
             model.generate(PROMPT, LONG, speculate="lookup")
 
 
@@ -284,7 +284,7 @@ def test_the_summary_tells_what_speculation_brought(verifying: Path, corpus: Pat
 
 def test_a_bundle_without_verify_graphs_says_so_once(other: Path, capsys: Any):
     found, said = generated(capsys, str(other), "--speculate", "auto")
-    assert said == "[no speculation: the bundle has no verify graphs. Export it with --verify 8.]\n"
+    assert said == "[no speculation: the bundle has no verify graphs. Export it with --draft-rows 8.]\n"
     assert found["stats"]["speculation"] is None
     assert generated(capsys, str(other))[1] == ""
 

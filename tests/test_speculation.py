@@ -30,7 +30,7 @@ LONG = SamplingParams(max_new_tokens=40, ignore_eos=True)
 def verifying(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random checkpoint with graphs that verify 3 and 8 tokens in contexts of 32 and 64."""
     checkpoint = write_checkpoint(tmp_path_factory.mktemp("verifying") / "checkpoint")
-    return exported(checkpoint, export_options(context=(32, CONTEXT), ar=(1, 8), verify=(3, 8)))
+    return exported(checkpoint, export_options(context=(32, CONTEXT), ar=(1, 8), draft_rows=(3, 8)))
 
 
 def oracle(model: edgekv.Model, text: list[int], right: float = 1.0, seed: int = 0) -> tuple[Speculation, Oracle]:
@@ -53,8 +53,8 @@ def test_the_bundle_has_graphs_of_all_logits_in_every_context(verifying: Path) -
 
 @pytest.mark.parametrize("rows", [1, 9])
 def test_more_rows_than_prefill_has_are_refused(rows: int) -> None:
-    with pytest.raises(EdgeKVError, match=f"--verify: got {rows}; expected 2 to 8"):
-        export_options(ar=(1, 8), context=CONTEXT, verify=(rows,))
+    with pytest.raises(EdgeKVError, match=f"--draft-rows: got {rows}; expected 2 to 8"):
+        export_options(ar=(1, 8), context=CONTEXT, draft_rows=(rows,))
 
 
 class Fixed:
@@ -134,7 +134,7 @@ SHAPES = {
 def test_a_row_has_the_bits_of_a_single_step(tmp_path: Path, shape: str, mode: str) -> None:
     overrides, recipe = SHAPES[shape]
     checkpoint = write_checkpoint(tmp_path / "checkpoint", {**NEWER, **overrides})
-    bundle = exported(checkpoint, export_options(recipe, context=128, ar=(1, 16), verify=(3, 8)))
+    bundle = exported(checkpoint, export_options(recipe, context=128, ar=(1, 16), draft_rows=(3, 8)))
     tokens = np.random.default_rng(0).integers(3, 250, 128).tolist()
     with edgekv.load(bundle, cpu_mode=mode) as model:
         session = model.session

@@ -33,7 +33,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def verifying(checkpoint: Path, *, compiled: bool = False, **options: object) -> Path:
     """A bundle with graphs that verify 4 and 8 tokens; a prefill graph has 8 too."""
-    chosen = {"context": CONTEXT, "ar": (1, 8), "verify": (4, 8), **options}
+    chosen = {"context": CONTEXT, "ar": (1, 8), "draft_rows": (4, 8), **options}
     return exported(checkpoint, export_options(**chosen), compiled=compiled)  # type: ignore[arg-type]
 
 

@@ -15,7 +15,7 @@ from typer.core import TyperGroup
 from edgekv.cli.commands import Command, find_commands, load_command
 from edgekv.cli.exit_codes import exit_code_of, signals_as_exceptions
 from edgekv.cli.help_text import help_of
-from edgekv.cli.verify import with_verify
+from edgekv.cli.rehash import with_rehash
 
 _COMPLETION = "_EDGEKV_COMPLETE"  # set by shells that complete a command line
 
@@ -73,10 +73,10 @@ def make_app(arguments: Sequence[str]) -> typer.Typer:
 def _add(app: typer.Typer, name: str, command: Command) -> None:
     if isinstance(command, typer.Typer):
         for each in command.registered_commands:
-            each.callback = each.callback and with_verify(each.callback)
+            each.callback = each.callback and with_rehash(each.callback)
         app.add_typer(command, name=name)
     else:
-        app.command(name)(with_verify(command))
+        app.command(name)(with_rehash(command))
 
 
 def _listed() -> None:

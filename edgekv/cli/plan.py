@@ -144,7 +144,7 @@ def _speculation_rows(speeds: Sequence[SpeculativeSpeed]) -> list[Row]:
         (
             "" if at else "with drafts",
             span(*each.tokens_per_s),
-            f"tokens a second with --verify {each.rows}: {each.tokens_per_pass:.2f} tokens a pass, which costs "
+            f"tokens a second with --draft-rows {each.rows}: {each.tokens_per_pass:.2f} tokens a pass, which costs "
             f"{_factors(each.cost)} steps; {_factors(each.gain)} times as fast",
         )
         for at, each in enumerate(speeds)

@@ -149,7 +149,7 @@ def make_batch(graphs: Graphs, caches: CacheSetup) -> Batch:
     """
     manifest, fix = caches.manifest, "Leave it out; requests take turns then."
     if manifest.graph("verify") is None:
-        refuse("batch", "a bundle without verify graphs", "verify graphs", "Export it with --verify 8.")
+        refuse("batch", "a bundle without verify graphs", "verify graphs", "Export it with --draft-rows 8.")
     if graphs.row_bits != "equal":
         found = "an engine whose sums depend on the columns of tokens"
         refuse("batch", found, "one that gives a token the same bits beside any others, such as htp", fix)

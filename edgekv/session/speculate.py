@@ -13,7 +13,7 @@ from edgekv.session.refusal import refuse
 from edgekv.session.speculation import Speculation
 
 SpeculateMode = Literal["auto", "lookup", "corpus", "draft", "off"]
-EXPORT_FIX = "Export it with --verify 8."
+EXPORT_FIX = "Export it with --draft-rows 8."
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +91,7 @@ def check_speculate(model: LoadedBundle, wanted: Speculate) -> None:
     if rows and wanted.tokens is not None and wanted.tokens >= rows[-1]:
         found = f"{wanted.tokens} drafts of a pass"
         most = f"at most {rows[-1] - 1}: the largest verify graph has {rows[-1]} rows, one of them no draft"
-        refuse("speculate: tokens", found, most, f"Give less, or export with --verify {wanted.tokens + 1}.")
+        refuse("speculate: tokens", found, most, f"Give less, or export with --draft-rows {wanted.tokens + 1}.")
     if rows and wanted.tree and not model.takes_trees:
         found, fix = f"the engine {model.engine}, whose sums depend on the columns of tokens", "Leave it out."
         refuse("draft tree", found, "an engine that gives a token the same bits in any column, such as htp", fix)

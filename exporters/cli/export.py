@@ -89,7 +89,7 @@ def export(
     ar: Annotated[
         str, typer.Option("--ar", help="Tokens per inference of each graph, comma-separated, with 1.")
     ] = "1,32",
-    verify: Annotated[
+    draft_rows: Annotated[
         Optional[str],
         typer.Option(
             help="Tokens per inference of graphs that verify drafts for --speculate, comma-separated, such as 8,16.",
@@ -199,7 +199,7 @@ def export(
         recipe=find_recipe(recipe or DEFAULT_RECIPE),
         context=parse_numbers("--context", context),
         ar=parse_numbers("--ar", ar),
-        verify=() if verify is None else parse_numbers("--verify", verify),
+        draft_rows=() if draft_rows is None else parse_numbers("--draft-rows", draft_rows),
         max_attention_window=()
         if max_attention_window is None
         else parse_numbers("--max-attention-window", max_attention_window),
