@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Sequence
 from importlib import metadata
+from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import typer
@@ -97,8 +98,19 @@ def _print_version(wanted: bool) -> None:
 
 
 def _options(
+    ctx: typer.Context,
+    config: Annotated[
+        Path | None,
+        typer.Option(
+            help="Defaults of options: a TOML file with a table for each command, such as [generate].",
+            show_default=False,
+        ),
+    ] = None,
     version: Annotated[
         bool, typer.Option("--version", help="Print the version.", callback=_print_version, is_eager=True)
     ] = False,
 ) -> None:
-    pass
+    if config is not None:
+        from edgekv.cli.config_file import read_defaults
+
+        ctx.default_map = read_defaults(config, ctx)
