@@ -52,7 +52,7 @@ def main() -> None:
     with edgekv.load(given.bundle, threads=given.threads) as model:
         free = model.generate(PROMPT, max_new_tokens=100, ignore_eos=True)
         list(free)
-        print(f"free text: {free.stats.decode_ms_per_token:.2f} ms a token")
+        print(f"free text: {free.stats.times.decode_ms_per_token:.2f} ms a token")
         totals = [0, 0]
         for name, functions in SETS.items():
             tokens, passes, spent_ms = measure(model, functions)
@@ -79,8 +79,8 @@ def measure(model: edgekv.Model, functions: dict[str, dict[str, Any]]) -> tuple[
         stats = generation.stats
         assert stats.stop_reason == "grammar", stats.stop_reason
         tokens += stats.generated_tokens
-        passes += stats.decode_steps + 1  # prefill gives the first token
-        spent_ms += stats.decode_ms_per_token * (stats.generated_tokens - 1)
+        passes += stats.times.decode_steps + 1  # prefill gives the first token
+        spent_ms += stats.times.decode_ms_per_token * (stats.generated_tokens - 1)
     return tokens, passes, spent_ms
 
 

@@ -61,7 +61,7 @@ def measure(bundle: Path, schemas: int) -> int:
             )
             text = "".join(token.text for token in generation)
             tokens += generation.stats.generated_tokens
-            passes += generation.stats.decode_steps + 1
+            passes += generation.stats.times.decode_steps + 1
             if generation.stats.stop_reason not in ("grammar", "eos"):
                 continue
             finished += 1

@@ -41,7 +41,7 @@ def first_token_ms(model: edgekv.Model, tokens: list[int], salt: str) -> tuple[f
     began = time.perf_counter_ns()
     generation = model.generate(tokens, 1, cache_salt=salt)
     next(generation)
-    return (time.perf_counter_ns() - began) / 1e6, generation.stats.restored_tokens
+    return (time.perf_counter_ns() - began) / 1e6, generation.stats.cache.restored_tokens
 
 
 def measure(model: edgekv.Model, tokens: list[int], cached: int, rounds: int) -> Table:

@@ -58,7 +58,7 @@ def wanted(model: edgekv.Model) -> list[int]:
 def test_every_mode_gives_the_same_tokens(bundle: Path, wanted: list[int], mode: str, sequence: int | None) -> None:
     generation = _load(bundle, mode).generate(PROMPT, NEW_TOKENS, sequence=sequence)
     assert _ids(generation) == wanted
-    assert generation.stats.cache_mode == mode or mode == "adaptive"
+    assert generation.stats.setup.cache_mode == mode or mode == "adaptive"
 
 
 @pytest.mark.htp
@@ -90,7 +90,7 @@ def test_what_is_computed_is_counted(bundle: Path, model: edgekv.Model) -> None:
     for mode in ("always", f"long-sequence-only({n + 1})", "disabled"):
         generation = _load(bundle, mode).generate(PROMPT, 4)
         list(generation)
-        counted[mode.partition("(")[0]] = generation.stats.computed_tokens
+        counted[mode.partition("(")[0]] = generation.stats.cache.computed_tokens
     assert counted["always"] == n + 3
     assert counted["disabled"] == n + (n + 1) + (n + 2) + (n + 3)
     assert counted["long-sequence-only"] == n + (n + 1) + 2
@@ -116,8 +116,8 @@ def test_a_conversation_goes_on_where_it_ended(model: edgekv.Model) -> None:
     turn = [*first.prompt, *answer, *model.encode("\n    return ")]
     second = model.generate(turn, 10, sequence=1)
     tokens = _ids(second)
-    assert second.stats.reused_tokens == len(first.prompt) + len(answer) - 1  # the last one was never run
-    assert second.stats.computed_tokens == len(turn) - second.stats.reused_tokens + 9
+    assert second.stats.cache.reused_tokens == len(first.prompt) + len(answer) - 1  # the last one was never run
+    assert second.stats.cache.computed_tokens == len(turn) - second.stats.cache.reused_tokens + 9
     assert tokens == _ids(model.generate(turn, 10))
 
 
@@ -130,10 +130,10 @@ def test_an_answer_can_be_asked_for_again(bundle: Path, small_export: Path, engi
     first = _ids(model.generate(prompt, 4, sequence=1))
     again = model.generate(prompt, 4, sequence=1)
     assert _ids(again) == first
-    assert again.stats.reused_tokens == len(prompt) - 1
+    assert again.stats.cache.reused_tokens == len(prompt) - 1
     departed = model.generate(other, 4, sequence=1)
     tokens = _ids(departed)
-    assert departed.stats.reused_tokens == len(prompt) - 3
+    assert departed.stats.cache.reused_tokens == len(prompt) - 3
     assert tokens == _ids(model.generate(other, 4))
 
 
@@ -144,10 +144,10 @@ def test_a_conversation_goes_on_beyond_a_sliding_window(bundle: Path) -> None:
     held = [*first.prompt, *_ids(first)]
     more = model.generate([*held, 5], 2, sequence=1)
     assert len(list(more)) == 2
-    assert more.stats.reused_tokens == len(held) - 1
+    assert more.stats.cache.reused_tokens == len(held) - 1
     afresh = model.generate([*held[:-9], 5], 2, sequence=1)
     list(afresh)
-    assert afresh.stats.reused_tokens == 0
+    assert afresh.stats.cache.reused_tokens == 0
 
 
 @pytest.mark.slow
@@ -161,7 +161,7 @@ def test_sequences_take_turns(bundle: Path, small_export: Path, engine: str, kv_
     mixed = [[next(generation).id for generation in together] for _ in range(4)]
     assert [list(tokens) for tokens in zip(*mixed, strict=True)] == alone
     prefill = [-(-len(generation.prompt) // model.cache.ar[-1]) for generation in together]
-    assert [generation.stats.steps for generation in together] == [steps + 3 for steps in prefill]
+    assert [generation.stats.times.steps for generation in together] == [steps + 3 for steps in prefill]
 
 
 def test_a_cache_of_other_sizes_is_not_used(model: edgekv.Model) -> None:
@@ -192,7 +192,7 @@ def test_a_sequence_that_gave_way_is_computed_anew(bundle: Path, wanted: list[in
     assert tokens + _ids(one) == wanted
     assert model.sequences.ids == [1]
     assert model.sequences.stats.evictions == 2
-    assert one.stats.computed_tokens > NEW_TOKENS + len(one.prompt)
+    assert one.stats.cache.computed_tokens > NEW_TOKENS + len(one.prompt)
 
 
 def test_a_sequence_beyond_the_budget_is_refused_before_anything_runs(bundle: Path) -> None:
@@ -211,7 +211,7 @@ def test_the_command_line_has_the_mode(bundle: Path, wanted: list[int], capsys: 
     assert run([*command, "disabled", "--json"]) == 0
     result = json.loads(capsys.readouterr().out)
     assert result["tokens"] == wanted[:5]
-    assert result["stats"]["cache_mode"] == "disabled"
+    assert result["stats"]["setup"]["cache_mode"] == "disabled"
     assert run([*command, "long-sequence-only(99)"]) == 0
     assert "KV slot, long-sequence-only(99), " in capsys.readouterr().err
     assert run([*command, "often"]) == 2

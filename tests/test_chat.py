@@ -71,8 +71,8 @@ def test_no_turn_prefills_what_the_cache_holds(model):
         with conversation.say(turn) as answer:
             generated = list(answer)
         stats = answer.stats
-        assert stats.reused_tokens >= held - 1 and len(generated) == 6
-        assert stats.computed_tokens == stats.prompt_tokens - stats.reused_tokens + 5
+        assert stats.cache.reused_tokens >= held - 1 and len(generated) == 6
+        assert stats.cache.computed_tokens == stats.prompt_tokens - stats.cache.reused_tokens + 5
         held = stats.prompt_tokens + 5
     assert [each["role"] for each in conversation.messages] == ["system", *["user", "assistant"] * 3]
 

@@ -91,7 +91,7 @@ def test_json_has_everything(bundle: Path, capsys: pytest.CaptureFixture[str]) -
     assert list(result) == ["schema", "prompt_tokens", "tokens", "text", "stats"]
     assert result["schema"] == 1
     assert len(result["tokens"]) == result["stats"]["generated_tokens"] == 8
-    assert (result["stats"]["kv_update"], result["stats"]["reserve"]) == ("pointer-shift", 1.5)
+    assert (result["stats"]["setup"]["kv_update"], result["stats"]["setup"]["reserve"]) == ("pointer-shift", 1.5)
 
 
 def test_the_prompt_may_come_from_a_file(bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -115,7 +115,7 @@ def test_the_htp_prints_nothing_but_the_answer(bundle: Path) -> None:
     """In a process of its own: Qualcomm's libraries write to the descriptors, past Python."""
     command = ["generate", str(bundle), "--prompt", PROMPT, "--max-new-tokens", "2", "--engine", "htp", "--json"]
     done = subprocess.run([sys.executable, "-m", "edgekv", *command], capture_output=True, text=True, check=True)
-    assert json.loads(done.stdout)["stats"]["engine"] == "htp"
+    assert json.loads(done.stdout)["stats"]["setup"]["engine"] == "htp"
     assert done.stderr == ""
 
 
@@ -319,7 +319,7 @@ def test_ctrl_c_keeps_what_was_computed(bundle: Path, tmp_path: Path, capsys: py
     assert child.returncode == 130
     assert "ended by an interruption" in error and "Traceback" not in error
     stats = _json(bundle, capsys, *options)["stats"]
-    assert stats["restored_tokens"] == stats["prompt_tokens"] - 1
+    assert stats["cache"]["restored_tokens"] == stats["prompt_tokens"] - 1
 
 
 def test_tokens_of_a_text_are_printed(bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -395,7 +395,7 @@ def test_a_salt_in_the_environment_is_for_prefix_caches_alone(
     for salt in ("mine", "mine", "theirs"):
         monkeypatch.setenv("EDGEKV_CACHE_SALT", salt)
         stats = _json(bundle, capsys, "--prefix-cache", str(tmp_path))["stats"]
-        restored.append(stats["restored_tokens"] > 0)
+        restored.append(stats["cache"]["restored_tokens"] > 0)
     assert restored == [False, True, False]
 
 

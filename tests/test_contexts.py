@@ -98,10 +98,10 @@ def test_the_command_lets_the_cache_grow(bundles: dict[str, Path], capsys: pytes
     command = ["generate", str(bundles["three"]), "--prompt", "a", "--max-new-tokens", "30", "--kv-growth", "staggered"]
     assert run([*command, "--json"]) == 0
     stats = json.loads(capsys.readouterr().out)["stats"]
-    assert (stats["kv_growth"], stats["kv_reallocations"] > 0) == ("staggered", True)
-    assert stats["kv_bytes_held"] < stats["kv_bytes_peak"]
+    assert (stats["setup"]["kv_growth"], stats["cache"]["reallocations"] > 0) == ("staggered", True)
+    assert stats["cache"]["bytes_held"] < stats["cache"]["bytes_peak"]
     assert run(command) == 0
-    assert f"({stats['kv_bytes_peak']:,} at most)" in capsys.readouterr().err
+    assert f"({stats['cache']['bytes_peak']:,} at most)" in capsys.readouterr().err
 
 
 def test_growth_goes_with_what_can_grow(bundles: dict[str, Path]) -> None:

@@ -61,7 +61,7 @@ def test_a_long_conversation_goes_on_without_its_oldest_turns(model: edgekv.Mode
         assert seen.startswith("<system>Be brief.</s><user>") and f"<user>{turn:02d}x" in seen
         assert seen.count("<user>") == turn + 1 - answer.dropped_turns
         dropped.append(answer.dropped_turns)
-        reused.append(answer.stats.reused_tokens / answer.stats.prompt_tokens)
+        reused.append(answer.stats.cache.reused_tokens / answer.stats.prompt_tokens)
     assert conversation.turns == 40 and len(conversation.messages) == 81, "the conversation itself is whole"
     assert dropped[-1] > 20 and dropped == sorted(dropped) and len({*dropped}) < 15
     shares = [share for share, *pair in zip(reused[1:], dropped, dropped[1:], strict=False) if len({*pair}) == 1]
@@ -185,7 +185,7 @@ def test_an_answer_is_generated_again_from_the_cache(model: edgekv.Model) -> Non
     list(again)
     assert conversation.turns == 2 and len(conversation.messages) == 4
     assert conversation.messages[-1]["content"] == again.text != told
-    assert again.stats.reused_tokens == again.stats.prompt_tokens - 1, "the prompt is known to the token"
+    assert again.stats.cache.reused_tokens == again.stats.prompt_tokens - 1, "the prompt is known to the token"
 
 
 def test_an_answer_that_cannot_be_generated_again_stays(model: edgekv.Model, monkeypatch: pytest.MonkeyPatch) -> None:

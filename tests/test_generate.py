@@ -64,7 +64,7 @@ def test_nothing_is_copied_while_the_context_fills(bundle: Path) -> None:
     generation = model.generate(PROMPT, 1000)
     tokens = list(generation)
     assert generation.stats.stop_reason == "context"
-    assert generation.stats.kv_bytes_copied == 0
+    assert generation.stats.cache.bytes_copied == 0
     assert len(generation.prompt) + len(tokens) == model.bundle.manifest.context + 1
     assert model.cache.length == model.bundle.manifest.context
 
@@ -130,7 +130,7 @@ def test_a_generation_ends_at_its_length(model: edgekv.Model) -> None:
     assert generation.stats.stop_reason is None
     assert len(list(generation)) == 5
     stats = generation.stats
-    assert (stats.stop_reason, stats.generated_tokens, stats.steps) == ("length", 5, 5)
+    assert (stats.stop_reason, stats.generated_tokens, stats.times.steps) == ("length", 5, 5)
 
 
 def test_a_generation_ends_before_a_stop_sequence(model: edgekv.Model) -> None:
@@ -282,11 +282,11 @@ def test_ignore_eos_continues_past_the_end(model: edgekv.Model) -> None:
 
 def test_the_figures_tell_speed(model: edgekv.Model) -> None:
     generation = model.generate(PROMPT, 4)
-    assert (generation.stats.time_to_first_token_ms, generation.stats.tokens_per_second) == (None, None)
+    assert (generation.stats.times.first_token_ms, generation.stats.times.tokens_per_second) == (None, None)
     list(generation)
     stats = generation.stats
-    assert stats.time_to_first_token_ms >= stats.prefill_ms > 0
-    assert stats.tokens_per_second == pytest.approx(1000 / stats.decode_ms_per_token)
+    assert stats.times.first_token_ms >= stats.times.prefill_ms > 0
+    assert stats.times.tokens_per_second == pytest.approx(1000 / stats.times.decode_ms_per_token)
 
 
 @pytest.mark.parametrize("end", ["break", "close", "with", "error"])
@@ -305,7 +305,7 @@ def test_a_generation_that_is_broken_off_leaves_its_prefix(bundle: Path, tmp_pat
             raise KeyboardInterrupt
     later = edgekv.load(bundle, threads=1, verify=False, prefix_cache=tmp_path).generate(PROMPT, 1)
     list(later)
-    assert later.stats.restored_tokens == len(later.prompt) - 1
+    assert later.stats.cache.restored_tokens == len(later.prompt) - 1
 
 
 def test_a_step_that_is_interrupted_leaves_a_cache_that_can_be_used(
@@ -348,7 +348,7 @@ def test_an_interruption_right_after_a_step_keeps_it(
     assert len(model.session.tokens) == model.cache.tokens_seen
     later = edgekv.load(bundle, threads=1, verify=False, prefix_cache=tmp_path).generate(PROMPT, 1)
     list(later)
-    assert later.stats.restored_tokens == len(later.prompt) - 1
+    assert later.stats.cache.restored_tokens == len(later.prompt) - 1
 
 
 def test_importing_names_from_the_package_is_enough() -> None:
@@ -370,7 +370,7 @@ def test_a_prefill_in_slices_is_a_prefill_at_once(model: edgekv.Model):
         steps += 1
         next(other)
     assert steps == 3 and _ids(list(sliced)) == expected and (_held(model) == rows).all()
-    assert sliced.stats.computed_tokens == whole.stats.computed_tokens and not sliced.prefill(32)
+    assert sliced.stats.cache.computed_tokens == whole.stats.cache.computed_tokens and not sliced.prefill(32)
     again = model.generate(prompt, max_new_tokens=4, sequence=2)
-    assert not again.prefill(32) and _ids(list(again)) == expected and again.stats.reused_tokens == 96
+    assert not again.prefill(32) and _ids(list(again)) == expected and again.stats.cache.reused_tokens == 96
     model.sequences.clear()

@@ -116,8 +116,8 @@ def test_forced_tokens_run_together_give_the_text_of_one_by_one(model: edgekv.Mo
     assert_same_or_tied(found, _one_by_one(model, prompt, grammar, 30), prompt, model)
     stats = generation.stats
     assert stats.forced_tokens >= 10
-    assert stats.decode_steps <= len(found) - stats.forced_tokens
-    assert stats.computed_tokens <= len(prompt) + len(found)
+    assert stats.times.decode_steps <= len(found) - stats.forced_tokens
+    assert stats.cache.computed_tokens <= len(prompt) + len(found)
 
 
 def test_logits_of_forced_tokens_are_those_of_their_steps(model: edgekv.Model) -> None:

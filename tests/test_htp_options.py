@@ -132,8 +132,8 @@ def test_options_are_recorded_and_change_no_token(small_export: Path, capsys: py
     assert run([*command, "--htp", "performance=burst,vtcm=4"]) == 0
     tuned = json.loads(capsys.readouterr().out)
     assert tuned["tokens"] == plain["tokens"]
-    assert plain["stats"]["htp"]["performance"] is None
-    assert (tuned["stats"]["htp"]["performance"], tuned["stats"]["htp"]["vtcm_mb"]) == ("burst", 4)
+    assert plain["stats"]["setup"]["htp"]["performance"] is None
+    assert (tuned["stats"]["setup"]["htp"]["performance"], tuned["stats"]["setup"]["htp"]["vtcm_mb"]) == ("burst", 4)
 
 
 @pytest.mark.htp

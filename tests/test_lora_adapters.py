@@ -153,10 +153,10 @@ def test_a_sequence_is_run_again_with_another_adapter(adapted: Path) -> None:
             assert run(model, lora, sequence=7) == answers[lora]
         again = model.generate(TOKENS, 4, ignore_eos=True, sequence=7, lora="one")
         list(again)
-        assert again.stats.reused_tokens == len(TOKENS) - 1
+        assert again.stats.cache.reused_tokens == len(TOKENS) - 1
         other = model.generate(TOKENS, 4, ignore_eos=True, sequence=7, lora="two")
         list(other)
-        assert other.stats.reused_tokens == 0
+        assert other.stats.cache.reused_tokens == 0
 
 
 def test_prefixes_are_kept_apart(adapted: Path) -> None:
@@ -166,11 +166,11 @@ def test_prefixes_are_kept_apart(adapted: Path) -> None:
         for lora in ("one", None, "two"):
             first = model.generate(TOKENS, 4, ignore_eos=True, lora=lora)
             list(first)
-            assert first.stats.restored_tokens == 0
+            assert first.stats.cache.restored_tokens == 0
         for lora in ("two", "one", None):
             second = model.generate(TOKENS, 4, ignore_eos=True, lora=lora)
             assert [token.id for token in second] == answers[lora]
-            assert second.stats.restored_tokens >= len(TOKENS) - 4
+            assert second.stats.cache.restored_tokens >= len(TOKENS) - 4
 
 
 def test_an_adapter_works_in_several_parts(base: Path, adapters: Path, slots: Path, tmp_path: Path) -> None:

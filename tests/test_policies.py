@@ -72,12 +72,12 @@ def test_sinks_go_on_to_three_contexts(bundle: Path, kv_update: str) -> None:
     assert (stats.stop_reason, stats.generated_tokens) == ("length", 3 * CONTEXT)
     assert model.cache.tokens_seen == len(generation.prompt) + 3 * CONTEXT - 1
     # Each time that the 128 rows are full, 96 tokens stay.
-    assert stats.evicted_tokens == model.cache.tokens_seen - model.cache.length
-    assert stats.evicted_tokens % (CONTEXT - 96) == 0
-    cost = stats.requantization
+    assert stats.cache.evicted_tokens == model.cache.tokens_seen - model.cache.length
+    assert stats.cache.evicted_tokens % (CONTEXT - 96) == 0
+    cost = stats.cache.requantization
     assert cost is not None and cost.rms is not None
     sizes = model.bundle.manifest.model
-    assert cost.keys == stats.evicted_tokens // (CONTEXT - 96) * 92 * sizes.layers * sizes.kv_heads
+    assert cost.keys == stats.cache.evicted_tokens // (CONTEXT - 96) * 92 * sizes.layers * sizes.kv_heads
     assert 0.2 < cost.rms_steps < 0.4
     scales = [encoding.scale for encoding in model.cache.encodings]
     assert min(scales) * cost.rms_steps < cost.rms < max(scales) * cost.rms_steps
@@ -92,8 +92,8 @@ def test_keydiff_goes_on_to_three_contexts(bundle: Path, kv_update: str) -> None
     stats = generation.stats
     assert text
     assert (stats.stop_reason, stats.generated_tokens) == ("length", 3 * CONTEXT)
-    assert stats.evicted_tokens == model.cache.tokens_seen - model.cache.length > CONTEXT
-    assert stats.requantization is None
+    assert stats.cache.evicted_tokens == model.cache.tokens_seen - model.cache.length > CONTEXT
+    assert stats.cache.requantization is None
     positions = model.cache.positions
     assert positions == sorted(set(positions))
     assert positions[-12:] == list(range(model.cache.tokens_seen - 12, model.cache.tokens_seen))
@@ -129,7 +129,7 @@ def _first_keys(model: edgekv.Model) -> np.ndarray[Any, Any]:
 def test_nothing_leaves_within_the_context(bundle: Path, policy: str) -> None:
     generations = [_load(bundle, each).generate(PROMPT, 40) for each in (policy, "fail")]
     assert [token.id for token in generations[0]] == [token.id for token in generations[1]]
-    assert generations[0].stats.evicted_tokens == 0
+    assert generations[0].stats.cache.evicted_tokens == 0
 
 
 @pytest.mark.parametrize("policy", [SINKS, KEYDIFF, "sinks(1, 1)", "keydiff(1)"])
@@ -140,7 +140,7 @@ def test_a_prompt_longer_than_the_context_works(bundle: Path, embedded: Path, po
     generation = model.generate(prompt, 4)
     assert len(list(generation)) == 4
     assert generation.stats.stop_reason == "length"
-    assert generation.stats.evicted_tokens == len(prompt) + 3 - model.cache.length > 0
+    assert generation.stats.cache.evicted_tokens == len(prompt) + 3 - model.cache.length > 0
 
 
 def test_the_cache_gets_the_encodings_of_the_manifest(bundle: Path) -> None:
@@ -165,9 +165,9 @@ def test_evicted_tokens_are_those_of_one_generation(bundle: Path) -> None:
         more = model.generate([*held, 5], 3, sequence=sequence)
         assert len(list(more)) == 3
         reused = 0 if sequence is None else len(held) - 1
-        assert more.stats.reused_tokens == reused
-        assert first.stats.evicted_tokens > 0
-        assert (more.stats.evicted_tokens > 0) == (sequence is None)
+        assert more.stats.cache.reused_tokens == reused
+        assert first.stats.cache.evicted_tokens > 0
+        assert (more.stats.cache.evicted_tokens > 0) == (sequence is None)
 
 
 def test_evictions_in_a_cache_made_anew_are_counted(bundle: Path) -> None:
@@ -176,11 +176,11 @@ def test_evictions_in_a_cache_made_anew_are_counted(bundle: Path) -> None:
     one = model.generate(PROMPT, 2 * CONTEXT, sequence=1)
     for _ in range(CONTEXT):
         next(one)
-    evicted = one.stats.evicted_tokens
+    evicted = one.stats.cache.evicted_tokens
     assert evicted > 0
     list(model.generate(PROMPT, 2, sequence=2))
     next(one)
-    assert one.stats.evicted_tokens >= 2 * evicted
+    assert one.stats.cache.evicted_tokens >= 2 * evicted
 
 
 @pytest.mark.htp
@@ -189,7 +189,7 @@ def test_the_emulator_of_the_htp_goes_on_too(bundle: Path) -> None:
         model = edgekv.load(bundle, "htp", policy=policy, verify=False)
         generation = model.generate([5] * CONTEXT, 4)
         assert len(list(generation)) == 4
-        assert generation.stats.evicted_tokens > 0
+        assert generation.stats.cache.evicted_tokens > 0
         assert model.cache.length <= CONTEXT
 
 
@@ -202,11 +202,11 @@ def _command(bundle: Path, policy: str, *options: str) -> list[str]:
 def test_the_command_line_shows_what_left(bundle: Path, policy: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(_command(bundle, policy, "--max-new-tokens", "150", "--json")) == 0
     stats = json.loads(capsys.readouterr().out)["stats"]
-    assert stats["evicted_tokens"] > 0
-    assert (stats["requantization"] is None) == (policy == KEYDIFF)
+    assert stats["cache"]["evicted_tokens"] > 0
+    assert (stats["cache"]["requantization"] is None) == (policy == KEYDIFF)
     assert run(_command(bundle, policy, "--max-new-tokens", "150")) == 0
     line = capsys.readouterr().err
-    assert f", {stats['evicted_tokens']} tokens evicted" in line
+    assert f", {stats['cache']['evicted_tokens']} tokens evicted" in line
     assert ("moved keys off by 0." in line) == (policy == SINKS)
 
 

@@ -184,7 +184,7 @@ def test_a_model_generates_in_every_mode(small: Path, kept: Path, mode: CpuMode)
         generation = model.generate([5, 6, 7], 4)
         assert len([*generation]) == 4
         # Prefixes are stored under the name: keys and values of another mode are others.
-        assert generation.stats.engine == f"cpu-{mode}"
+        assert generation.stats.setup.engine == f"cpu-{mode}"
 
 
 def test_a_mode_that_does_not_exist_is_refused_by_name(small: Path) -> None:

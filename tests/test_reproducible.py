@@ -75,7 +75,7 @@ def test_a_sequence_that_has_held_other_texts_gives_the_same_bits(bundle: Path, 
         assert equal(disturbed(model, prompts, sequence=1), each_alone(bundle, prompts, **options))
         generation = model.generate(prompts[0], 1, sequence=1)
         list(generation)
-        assert generation.stats.reused_tokens >= model.window > 0, "whole windows are reused"
+        assert generation.stats.cache.reused_tokens >= model.window > 0, "whole windows are reused"
 
 
 def test_stored_prefixes_give_the_same_bits(bundle: Path, tmp_path: Path, prompts, alone) -> None:
@@ -84,7 +84,7 @@ def test_stored_prefixes_give_the_same_bits(bundle: Path, tmp_path: Path, prompt
             assert equal(disturbed(model, prompts), alone)
             generation = model.generate(prompts[0], 1)
             list(generation)
-            assert generation.stats.restored_tokens == model.window
+            assert generation.stats.cache.restored_tokens == model.window
 
 
 def test_the_store_is_not_that_of_rows_which_depend_on_others(bundle: Path, tmp_path: Path, prompts) -> None:
@@ -93,7 +93,7 @@ def test_the_store_is_not_that_of_rows_which_depend_on_others(bundle: Path, tmp_
     with load(bundle, reproducible=True, prefix_cache=tmp_path) as model:
         generation = model.generate(prompts[0], 1)
         list(generation)
-        assert generation.stats.restored_tokens == 0
+        assert generation.stats.cache.restored_tokens == 0
 
 
 def test_a_prompt_in_slices_and_beside_others_gives_the_same_bits(bundle: Path, prompts, alone) -> None:

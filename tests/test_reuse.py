@@ -75,8 +75,8 @@ def test_every_match_length_gives_the_same_tokens(
     list(model.generate(text[:length], 1, cache_salt=f"{length}"))
     generation = model.generate(text, 8, cache_salt=f"{length}")
     assert _ids(generation) == wanted
-    assert generation.stats.restored_tokens == length
-    assert generation.stats.computed_tokens == len(text) - length + 7
+    assert generation.stats.cache.restored_tokens == length
+    assert generation.stats.cache.computed_tokens == len(text) - length + 7
 
 
 @pytest.mark.htp
@@ -90,7 +90,7 @@ def test_every_match_length_gives_the_same_bits_on_the_htp(small_export: Path) -
             store.insert(text[:length], rows[:, :length], salt=f"{length}", ended=True)
         generation = model.generate(text, 1, cache_salt=f"{length}")
         list(generation)
-        assert generation.stats.restored_tokens == length
+        assert generation.stats.cache.restored_tokens == length
         rows = model.cache.arena.array[:, model.cache.held_rows()]
         found[length] = [rows, model.session.feed((7,)).copy()]
     for each in found.values():
@@ -108,11 +108,11 @@ def test_every_strategy_takes_and_gives_the_same_rows(
     list(model.generate(text[:33], 1, cache_salt="33"))
     generation = other.generate(text, 8, cache_salt="33")
     assert _ids(generation) == wanted
-    assert generation.stats.restored_tokens >= 33
+    assert generation.stats.cache.restored_tokens >= 33
     fresh = other.generate(text, 8, cache_salt=strategy)
-    assert (_ids(fresh), fresh.stats.restored_tokens) == (wanted, 0)
+    assert (_ids(fresh), fresh.stats.cache.restored_tokens) == (wanted, 0)
     back = model.generate(text, 8, cache_salt=strategy)
-    assert (_ids(back), back.stats.restored_tokens) == (wanted, len(text) - 1)
+    assert (_ids(back), back.stats.cache.restored_tokens) == (wanted, len(text) - 1)
 
 
 @pytest.mark.parametrize("dtype", ["u8", "s16"])
@@ -163,7 +163,7 @@ def test_layers_of_a_limited_window_are_restored_too(tmp_path: Path) -> None:
         list(model.generate(text[:length], 1, cache_salt=f"{length}"))
         warm = model.generate(text, 4, cache_salt=f"{length}")
         assert _ids(warm) == wanted
-        assert length // 4 * 4 <= warm.stats.restored_tokens <= length
+        assert length // 4 * 4 <= warm.stats.cache.restored_tokens <= length
         assert all(np.abs(one.astype(int) - two).max() <= 64 for one, two in zip(rows, _rows(model.cache), strict=True))
 
 
@@ -210,20 +210,20 @@ def test_a_turn_reuses_the_turns_before_it_to_the_token(model: edgekv.Model, bun
     history = [*first.prompt, *_ids(first)]
     second = model.generate([*history, *text[30:37]], 5, cache_salt="chat")
     assert _ids(second) == _ids(_load(bundle).generate([*history, *text[30:37]], 5))
-    assert second.stats.restored_tokens == len(history) - 1  # the last token was chosen, not run
+    assert second.stats.cache.restored_tokens == len(history) - 1  # the last token was chosen, not run
 
 
 def test_a_sequence_keeps_its_own_cache_and_takes_from_others(model: edgekv.Model, text: list[int]) -> None:
     list(model.generate(text[:40], 1, sequence=1, cache_salt="s"))
     own = model.generate(text[:50], 1, sequence=1, cache_salt="s")
     list(own)
-    assert (own.stats.reused_tokens, own.stats.restored_tokens) == (40, 0)
+    assert (own.stats.cache.reused_tokens, own.stats.cache.restored_tokens) == (40, 0)
     other = model.generate(text, 3, sequence=2, cache_salt="s")
     again = model.generate(text, 3, cache_salt="none")
     assert [token.id for pair in zip(other, again, strict=True) for token in pair][::2] == _ids(
         model.generate(text, 3, cache_salt="none")
     )
-    assert (other.stats.reused_tokens, other.stats.restored_tokens) == (50, 50)
+    assert (other.stats.cache.reused_tokens, other.stats.cache.restored_tokens) == (50, 50)
 
 
 def test_beams_start_from_a_prefix_too(bundle: Path, model: edgekv.Model, text: list[int]) -> None:
@@ -234,7 +234,7 @@ def test_beams_start_from_a_prefix_too(bundle: Path, model: edgekv.Model, text: 
     assert found.stats.restored_tokens == 37
     after = model.generate(text, 1, cache_salt="b")
     list(after)
-    assert after.stats.restored_tokens == len(text) - 1
+    assert after.stats.cache.restored_tokens == len(text) - 1
 
 
 @pytest.mark.slow
@@ -258,7 +258,7 @@ def test_what_is_no_prefix_any_more_is_not_stored(bundle: Path, text: list[int],
         anew = _load(bundle, policy=policy)
         warm, cold = (m.generate(tokens[:length], 4) for m in (model, anew))
         assert_same_or_tied(_ids(warm), _ids(cold), tokens[:length], anew, ROW_STEPS)
-        assert warm.stats.restored_tokens > 0
+        assert warm.stats.cache.restored_tokens > 0
 
 
 def _cli(capsys: pytest.CaptureFixture[str], bundle: Path, *options: str) -> dict[str, Any]:
@@ -278,14 +278,14 @@ def test_processes_share_a_folder(bundle: Path, tmp_path: Path, capsys: pytest.C
     child = subprocess.run([sys.executable, "-m", "edgekv", *command, *options], capture_output=True, check=True)
     cold, warm = json.loads(child.stdout), _cli(capsys, bundle, *options)
     assert warm["tokens"] == cold["tokens"]
-    assert cold["stats"]["restored_tokens"] == 0
-    assert warm["stats"]["restored_tokens"] == len(warm["prompt_tokens"]) - 1
+    assert cold["stats"]["cache"]["restored_tokens"] == 0
+    assert warm["stats"]["cache"]["restored_tokens"] == len(warm["prompt_tokens"]) - 1
     prefix = warm["stats"]["prefix"]
     assert (prefix["hits"], prefix["misses"], prefix["rejected_files"]) == (1, 0, 0)
     assert prefix["disk"]["bytes_out"] > 0
     assert b"hidden-salt" not in b"".join(path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())
     assert not [path for path in tmp_path.rglob("*") if "hidden-salt" in path.name]
-    assert _cli(capsys, bundle, *options[:3], "other", *options[4:])["stats"]["restored_tokens"] == 0
+    assert _cli(capsys, bundle, *options[:3], "other", *options[4:])["stats"]["cache"]["restored_tokens"] == 0
 
 
 @pytest.mark.slow
@@ -300,9 +300,9 @@ def test_a_damaged_file_is_counted_and_never_used(
         path.write_bytes(raw)
     damaged = _cli(capsys, bundle, *options)
     assert damaged["tokens"] == cold["tokens"]
-    assert damaged["stats"]["restored_tokens"] == 0
+    assert damaged["stats"]["cache"]["restored_tokens"] == 0
     assert damaged["stats"]["prefix"]["rejected_files"] >= 1
-    assert _cli(capsys, bundle, *options)["stats"]["restored_tokens"] > 0
+    assert _cli(capsys, bundle, *options)["stats"]["cache"]["restored_tokens"] > 0
 
 
 @pytest.mark.slow
@@ -339,8 +339,8 @@ def test_a_baked_prefix_is_used_without_being_asked_for(
     baked = json.loads(capsys.readouterr().out)
     warm = _cli(capsys, own_bundle)
     assert warm["tokens"] == cold["tokens"]
-    assert 0 < warm["stats"]["restored_tokens"] <= baked["tokens"]
-    assert _cli(capsys, own_bundle, "--no-block-reuse")["stats"]["restored_tokens"] == 0
+    assert 0 < warm["stats"]["cache"]["restored_tokens"] <= baked["tokens"]
+    assert _cli(capsys, own_bundle, "--no-block-reuse")["stats"]["cache"]["restored_tokens"] == 0
     assert run(["prefix", "ls", str(own_bundle), "--json"]) == 0
     assert baked.pop("schema") == 1
     assert json.loads(capsys.readouterr().out) == {"schema": 1, "prefixes": [baked]}

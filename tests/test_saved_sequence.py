@@ -34,11 +34,11 @@ def test_a_later_run_continues_where_an_earlier_one_ended(
     longer = PROMPT + first["text"] + "\n    return"
     plain, saved = generate(capsys, bundle, longer), generate(capsys, bundle, longer, *session)
     assert saved["tokens"] == plain["tokens"]
-    assert saved["stats"]["reused_tokens"] >= len(first["prompt_tokens"])
-    assert saved["stats"]["computed_tokens"] < plain["stats"]["computed_tokens"]
+    assert saved["stats"]["cache"]["reused_tokens"] >= len(first["prompt_tokens"])
+    assert saved["stats"]["cache"]["computed_tokens"] < plain["stats"]["cache"]["computed_tokens"]
     again = generate(capsys, bundle, longer, *session, "--kv-update", "pointer-shift")
     assert again["tokens"] == plain["tokens"]
-    assert again["stats"]["reused_tokens"] == len(plain["prompt_tokens"]) - 1
+    assert again["stats"]["cache"]["reused_tokens"] == len(plain["prompt_tokens"]) - 1
     assert [path.name for path in tmp_path.iterdir()] == ["talk"]
 
 

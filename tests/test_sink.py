@@ -147,7 +147,7 @@ def test_a_text_without_the_sink_gets_it_in_front(sinking: Path) -> None:
         generation = model.generate(PROMPT[1:], 2)
         list(generation)
         assert list(generation.prompt) == PROMPT
-        assert (generation.stats.reused_tokens, generation.stats.computed_tokens) == (1, len(PROMPT))
+        assert (generation.stats.cache.reused_tokens, generation.stats.cache.computed_tokens) == (1, len(PROMPT))
         with pytest.raises(ContextFullError, match="129 tokens"):
             model.generate([40] * 128, 1)
 
@@ -223,7 +223,9 @@ def test_a_stored_prefix_begins_with_the_sink(sinking: Path) -> None:
         for restored in (0, len(PROMPT) - 2):
             generation = model.generate(PROMPT, 12, ignore_eos=True)
             assert [token.id for token in generation] == expected
-            assert generation.stats.restored_tokens == restored, "the sink is in the cache already, the last token runs"
+            assert generation.stats.cache.restored_tokens == restored, (
+                "the sink is in the cache already, the last token runs"
+            )
         (only,) = model.generate([BOS], 1, ignore_eos=True)
         assert only.id == decoded(sinking, [BOS])[0]
 
@@ -315,7 +317,7 @@ def test_windows_without_room_behind_the_sink_are_refused(
 ) -> None:
     def refused(*arguments: object) -> str:
         assert run([str(each) for each in arguments]) == 2
-        return capsys.readouterr().err.strip()
+        return capsys.readouterr().err.splitlines()[-1]  # behind the bar of a phase
 
     def message(field: str, length: int, least: int) -> str:
         wanted = f"expected at least {least}: the first {least - 1} of every text, and one more. Use {least} or more."

@@ -250,7 +250,7 @@ def test_a_prefix_is_not_run_again(exported, tmp_path, engine):
     first = [token.id for token in model.generate(PROMPT * 2, 8)]
     again = model.generate(PROMPT * 2, 8)
     assert [token.id for token in again] == first
-    assert again.stats.reused_tokens > 32
+    assert again.stats.cache.reused_tokens > 32
 
 
 @pytest.mark.parametrize("engine", ENGINES)

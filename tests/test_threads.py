@@ -60,7 +60,7 @@ def test_threads_that_share_a_model_get_the_tokens_of_one_and_store_no_wrong_blo
     for prompt, answer in expected.items():
         generation = later.generate(list(prompt), 2)
         assert [token.id for token in generation] == answer
-        restored += generation.stats.restored_tokens
+        restored += generation.stats.cache.restored_tokens
     assert restored > 100
 
 

@@ -318,7 +318,7 @@ def test_a_call_is_rendered_bound_and_read(model: edgekv.Model) -> None:
     assert generation.stats.stop_reason == "grammar"
     assert '"get_weather"' in model.tokenizer.decode(list(generation.prompt))
     stats = generation.stats
-    assert stats.generated_tokens / stats.decode_steps >= 1.8
+    assert stats.generated_tokens / stats.times.decode_steps >= 1.8
 
 
 def test_an_answer_without_a_call_is_the_same_as_without_tools(model: edgekv.Model) -> None:

@@ -100,7 +100,7 @@ def test_a_kept_sequence_is_what_a_new_one_would_be(bundles: dict[str, Path]) ->
     for turn in (TOKENS[:20], TOKENS[:18] + TOKENS[30:34]):
         kept = model.generate(turn, 4, sequence=7)
         assert [t.id for t in kept] == [t.id for t in model.generate(turn, 4)]
-    assert kept.stats.reused_tokens == 0
+    assert kept.stats.cache.reused_tokens == 0
 
 
 def test_narrow_layers_hold_less(bundles: dict[str, Path]) -> None:

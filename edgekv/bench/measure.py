@@ -87,7 +87,7 @@ def run_bench(
         context=manifest.context,
         ar=sorted({graph.ar for graph in manifest.graphs if graph.role in ("prefill", "decode")}),
         engine=model.engine,
-        kv_update=warm_up.stats.kv_update,
+        kv_update=warm_up.stats.setup.kv_update,
         threads=threads,
         processor=_processor(),
         processor_count=os.cpu_count(),
@@ -151,7 +151,7 @@ def _first_token(model: Model, length: int, cached: int, repetitions: int, rando
         began = perf_counter_ns()
         next(generation)
         samples.append((perf_counter_ns() - began) / 1e6)
-        found = generation.stats.restored_tokens
+        found = generation.stats.cache.restored_tokens
     counted = samples[1:]
     return FirstToken(length, found, fmean(counted), _deviation(counted), counted)
 

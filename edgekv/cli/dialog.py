@@ -255,8 +255,8 @@ def _count(number: int, noun: str) -> str:
 
 
 def _figures(stats: GenerationStats) -> str:
-    first = "" if stats.time_to_first_token_ms is None else f", first token {stats.time_to_first_token_ms:.0f} ms"
-    speed = "" if stats.tokens_per_second is None else f", {stats.tokens_per_second:.1f} tokens/s"
-    cached = f"{stats.reused_tokens} of {stats.prompt_tokens} prompt tokens were in the cache"
-    tokens = f"{engine_and_mode(stats.engine)}: {stats.generated_tokens} tokens"
+    first = "" if stats.times.first_token_ms is None else f", first token {stats.times.first_token_ms:.0f} ms"
+    speed = "" if stats.times.tokens_per_second is None else f", {stats.times.tokens_per_second:.1f} tokens/s"
+    cached = f"{stats.cache.reused_tokens} of {stats.prompt_tokens} prompt tokens were in the cache"
+    tokens = f"{engine_and_mode(stats.setup.engine)}: {stats.generated_tokens} tokens"
     return f"[{tokens}{first}{speed}; {cached}{speculation_summary(stats)}{_CUT.get(stats.stop_reason, '')}]"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from edgekv.session import BeamStats, GenerationStats
+    from edgekv.session import BeamStats, CacheUse, GenerationStats
 
 
 def engine_and_mode(engine: str) -> str:
@@ -15,21 +15,22 @@ def engine_and_mode(engine: str) -> str:
 
 def summary(stats: GenerationStats) -> str:
     """The statistics of a generation."""
-    first = "" if stats.time_to_first_token_ms is None else f", first token {stats.time_to_first_token_ms:.0f} ms"
+    times, cache, setup = stats.times, stats.cache, stats.setup
+    first = "" if times.first_token_ms is None else f", first token {times.first_token_ms:.0f} ms"
     decode = ""
-    if stats.decode_ms_per_token is not None and stats.tokens_per_second is not None:
-        decode = f", {stats.decode_ms_per_token:.1f} ms/token ({stats.tokens_per_second:.1f} tokens/s)"
-    reserve = "" if stats.reserve is None else f" {stats.reserve:g}"
-    restored = f" ({stats.restored_tokens} restored)" if stats.restored_tokens else ""
-    mode = "" if stats.cache_mode == "always" else f", {stats.cache_mode}, {stats.computed_tokens} tokens computed"
-    growth = "" if stats.kv_growth is None else f" ({stats.kv_bytes_peak:,} at most)"
+    if times.decode_ms_per_token is not None and times.tokens_per_second is not None:
+        decode = f", {times.decode_ms_per_token:.1f} ms/token ({times.tokens_per_second:.1f} tokens/s)"
+    reserve = "" if setup.reserve is None else f" {setup.reserve:g}"
+    restored = f" ({cache.restored_tokens} restored)" if cache.restored_tokens else ""
+    mode = "" if setup.cache_mode == "always" else f", {setup.cache_mode}, {cache.computed_tokens} tokens computed"
+    growth = "" if setup.kv_growth is None else f" ({cache.bytes_peak:,} at most)"
     seed = "" if stats.seed is None else f", seed {stats.seed}"
     return (
-        f"[{engine_and_mode(stats.engine)}: {stats.prompt_tokens}{restored} + {stats.generated_tokens} tokens, "
+        f"[{engine_and_mode(setup.engine)}: {stats.prompt_tokens}{restored} + {stats.generated_tokens} tokens, "
         f"ended by {stats.stop_reason or 'an interruption'}; "
-        f"prefill {stats.prefill_ms:.0f} ms{first}{decode}, host {stats.host_us_per_step:.0f} us/step; "
-        f"KV {stats.kv_update}{reserve}{mode}: {stats.kv_bytes_held:,} bytes held{growth}, "
-        f"{stats.kv_bytes_copied:,} copied{_eviction(stats)}{seed}{speculation_summary(stats)}]"
+        f"prefill {times.prefill_ms:.0f} ms{first}{decode}, host {times.host_us_per_step:.0f} us/step; "
+        f"KV {setup.kv_update}{reserve}{mode}: {cache.bytes_held:,} bytes held{growth}, "
+        f"{cache.bytes_copied:,} copied{_eviction(cache)}{seed}{speculation_summary(stats)}]"
     )
 
 
@@ -62,9 +63,9 @@ def defaults_line(stats: GenerationStats, ignored: list[str]) -> str | None:
     return f"[defaults of the checkpoint's generation_config.json: {listed}{unsupported}]"
 
 
-def _eviction(stats: GenerationStats) -> str:
-    evicted = f", {stats.evicted_tokens} tokens evicted" if stats.evicted_tokens else ""
-    cost = stats.requantization
+def _eviction(cache: CacheUse) -> str:
+    evicted = f", {cache.evicted_tokens} tokens evicted" if cache.evicted_tokens else ""
+    cost = cache.requantization
     if cost is None or not cost.keys:
         return evicted
     real = "" if cost.rms is None else f", {cost.rms:.2g} in real numbers"
@@ -75,11 +76,12 @@ def _eviction(stats: GenerationStats) -> str:
 def beam_summary(stats: BeamStats) -> str:
     """The statistics of a beam search."""
     decode = "" if stats.decode_ms_per_token is None else f", {stats.decode_ms_per_token:.1f} ms/token of all beams"
-    reserve = "" if stats.reserve is None else f" {stats.reserve:g}"
-    prompt = f"{engine_and_mode(stats.engine)}: {stats.prompt_tokens} tokens"
+    setup = stats.setup
+    reserve = "" if setup.reserve is None else f" {setup.reserve:g}"
+    prompt = f"{engine_and_mode(setup.engine)}: {stats.prompt_tokens} tokens"
     return (
         f"[{prompt}, then {stats.num_beams} beams of {stats.decoded_tokens}; "
         f"prefill {stats.prefill_ms:.0f} ms{decode}, host {stats.host_us_per_step:.0f} us/step; "
-        f"KV {stats.kv_update}{reserve}: {stats.kv_bytes_held:,} bytes held, {stats.kv_bytes_beside:,} of them beside "
+        f"KV {setup.kv_update}{reserve}: {stats.kv_bytes_held:,} bytes held, {stats.kv_bytes_beside:,} of them beside "
         f"the cache, {stats.kv_bytes_copied:,} copied, {stats.kv_bytes_gathered:,} of them gathered]"
     )

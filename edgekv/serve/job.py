@@ -176,12 +176,12 @@ class Job:
     @property
     def reused_tokens(self) -> int:
         """Prompt tokens that were not computed."""
-        return 0 if self._generation is None else self._generation.stats.reused_tokens
+        return 0 if self._generation is None else self._generation.stats.cache.reused_tokens
 
     @property
     def restored_tokens(self) -> int:
         """The part of them that came from the prefix cache."""
-        return 0 if self._generation is None else self._generation.stats.restored_tokens
+        return 0 if self._generation is None else self._generation.stats.cache.restored_tokens
 
     def _put(self, token: Token, reason: StopReason | None) -> None:
         """Send a token; `reason` is why it is the last one."""
@@ -198,7 +198,7 @@ class Job:
         stats = generation.stats
         drafts = stats.speculation
         accepted, rejected = (0, 0) if drafts is None else (drafts.accepted, drafts.proposed - drafts.accepted)
-        reason, cached, generated = _REASONS[stats.stop_reason], stats.reused_tokens, stats.generated_tokens
+        reason, cached, generated = _REASONS[stats.stop_reason], stats.cache.reused_tokens, stats.generated_tokens
         return Finished(reason, stats.prompt_tokens, cached, generated, accepted, rejected)
 
     def _score(self, scoring: Scoring) -> Finished | None:

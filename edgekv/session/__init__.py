@@ -6,7 +6,7 @@ from edgekv.session.budget import ByteBudget, CacheBudget, FreeMemoryBudget, par
 from edgekv.session.caches import CacheSetup
 from edgekv.session.call import BeamCall, SamplingCall
 from edgekv.session.constraint import Constraint, GrammarCompiler
-from edgekv.session.events import GenerationStats, StopReason, Token
+from edgekv.session.events import GenerationStats, GenerationTimes, StopReason, Token
 from edgekv.session.generation import Generation
 from edgekv.session.grammar import Grammar
 from edgekv.session.graphs import Graphs, StepTimes
@@ -18,7 +18,7 @@ from edgekv.session.sampler import Sampler
 from edgekv.session.scoring import Scoring
 from edgekv.session.sequence import Sequence
 from edgekv.session.session import Session
-from edgekv.session.session_stats import SessionStats
+from edgekv.session.session_stats import CacheUse, SessionStats
 from edgekv.session.sink import read_sink
 from edgekv.session.speculate import Speculate, SpeculateMode
 from edgekv.session.speculation import DrafterStats, Speculation, SpeculationStats
@@ -34,6 +34,7 @@ __all__ = [
     "BeamSequence",
     "BeamStats",
     "ByteBudget",
+    "CacheUse",
     "CacheBudget",
     "CacheSetup",
     "Constraint",
@@ -44,6 +45,7 @@ __all__ = [
     "FreeMemoryBudget",
     "Generation",
     "GenerationStats",
+    "GenerationTimes",
     "Grammar",
     "GrammarCompiler",
     "Graphs",

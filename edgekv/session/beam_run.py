@@ -14,7 +14,6 @@ from edgekv.bundle import Manifest
 from edgekv.errors import UsageError
 from edgekv.kv.beam_cache import BeamCache
 from edgekv.prefix import StoreStats
-from edgekv.runtime import HtpOptions
 from edgekv.session.beam import BeamSearch, Hypothesis, run_search
 from edgekv.session.caches import CacheSetup
 from edgekv.session.events import Setup, StopReason
@@ -60,10 +59,7 @@ class BeamStats:
         decode_ms_per_token: mean time of one position of all beams; None if none was decoded.
         steps: inferences of prefill and decode.
         host_us_per_step: mean time of a step outside the runtime: inputs, bindings, copies.
-        engine: the engine that ran the graphs.
-        htp: the options of the engine `htp`; None with another engine.
-        kv_update: update strategy of the cache.
-        reserve: memory of `pointer-shift` in units of S-1 rows; None for other strategies.
+        setup: engine and cache options.
         kv_bytes_held: bytes allocated for the keys and values of prompt and beams.
         kv_bytes_beside: the part of them in addition to one sequence's cache; 0 if all beams fit into its window.
         kv_bytes_copied: bytes copied in total: the prompt's by the cache, plus the next two fields.
@@ -80,9 +76,7 @@ class BeamStats:
     decode_ms_per_token: float | None
     steps: int
     host_us_per_step: float
-    engine: str
-    kv_update: str
-    reserve: float | None
+    setup: Setup
     kv_bytes_held: int
     kv_bytes_beside: int
     kv_bytes_copied: int
@@ -90,7 +84,6 @@ class BeamStats:
     kv_bytes_gathered: int
     restored_tokens: int
     prefix: StoreStats | None
-    htp: HtpOptions | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,7 +215,7 @@ def run_beams(
     Args:
         graphs: of the bundle.
         sequence: with the prompt, on the pool's own, empty session, which contains it afterwards.
-        setup: copied to the statistics.
+        setup: for the statistics.
         params: how to search.
         manifest: of the bundle.
         tokenizer: of the bundle.
@@ -264,17 +257,14 @@ def run_beams(
         decode_ms_per_token=decode_ns / 1e6 / decoded if decoded else None,
         steps=times.steps,
         host_us_per_step=(times.host_ns + scorer.cache_ns) / 1e3 / times.steps,
-        engine=setup.engine,
-        kv_update=setup.kv_update,
-        reserve=setup.reserve,
+        setup=setup,
         kv_bytes_held=held.bytes_held if taken is None else taken.bytes_held,
         kv_bytes_beside=0 if taken is None else taken.spill_bytes,
         kv_bytes_copied=held.bytes_copied - copied + kept + gathered,
         kv_bytes_kept=kept,
         kv_bytes_gathered=gathered,
-        restored_tokens=sequence.stats.restored_tokens,
+        restored_tokens=sequence.stats.cache.restored_tokens,
         prefix=sequence.prefix_stats,
-        htp=setup.htp,
     )
     return BeamResult(prompt, tuple(result(found) for found in best), stats)
 

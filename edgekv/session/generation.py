@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
+from dataclasses import replace
 from time import perf_counter_ns
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -15,7 +16,7 @@ from edgekv.session.batch import Offer
 from edgekv.session.call import ChosenParams
 from edgekv.session.choice import TokenChoice
 from edgekv.session.constraint import Constraint
-from edgekv.session.events import GenerationStats, Setup, StopReason, Token
+from edgekv.session.events import GenerationStats, GenerationTimes, Setup, StopReason, Token
 from edgekv.session.graphs import StepTimes
 from edgekv.session.params import SamplingParams
 from edgekv.session.sampler import Sampler
@@ -59,7 +60,7 @@ class Generation(Iterator[Token]):
         Args:
             turns: the model's lock.
             sequence: a new one, with the prompt.
-            setup: copied to the statistics.
+            setup: for the statistics.
             chosen: how to sample and when to stop.
             sampler: chooses the tokens.
             tokenizer: turns them into text.
@@ -199,39 +200,26 @@ class Generation(Iterator[Token]):
         done = self._sequence.stats
         times, speculation = done.times, self._sequence.speculation
         decoded = len(self._generated) - 1
-        per_token_ms = self._decode_ns / 1e6 / decoded if decoded > 0 else None
         return GenerationStats(
             prompt_tokens=len(self.prompt),
             generated_tokens=len(self._generated),
+            forced_tokens=self._choice.forced_tokens,
             stop_reason=self._stop_reason,
-            prefill_ms=self._prefill_ns / 1e6,
-            time_to_first_token_ms=self._first_ns / 1e6 if self._generated else None,
-            decode_ms_per_token=per_token_ms,
-            tokens_per_second=1000 / per_token_ms if per_token_ms else None,
-            steps=times.steps,
-            host_us_per_step=times.host_ns / 1e3 / max(times.steps, 1),
-            engine=self._setup.engine,
-            kv_update=self._setup.kv_update,
-            reserve=self._setup.reserve,
-            cache_mode=self._setup.cache_mode,
-            reused_tokens=done.reused_tokens,
-            restored_tokens=done.restored_tokens,
-            computed_tokens=done.computed_tokens,
-            kv_growth=self._setup.kv_growth,
-            kv_bytes_held=done.bytes_held,
-            kv_bytes_peak=done.peak_bytes,
-            kv_reallocations=done.reallocations,
-            kv_bytes_copied=done.bytes_copied,
-            seed=self._sampler.seed,
-            evicted_tokens=done.evicted_tokens,
-            requantization=done.requantization,
-            prefix=self._sequence.prefix_stats,
+            times=GenerationTimes(
+                prefill_ms=self._prefill_ns / 1e6,
+                first_token_ms=self._first_ns / 1e6 if self._generated else None,
+                decode_ms_per_token=self._decode_ns / 1e6 / decoded if decoded > 0 else None,
+                steps=times.steps,
+                decode_steps=times.steps - self._prefill_steps,
+                host_us_per_step=times.host_ns / 1e3 / max(times.steps, 1),
+            ),
+            cache=replace(done.cache),
+            setup=self._setup,
             sampling=self._params,
             bundle_defaults=self._bundle_defaults,
-            decode_steps=times.steps - self._prefill_steps,
-            forced_tokens=self._choice.forced_tokens,
+            seed=self._sampler.seed,
+            prefix=self._sequence.prefix_stats,
             speculation=None if speculation is None else speculation.stats,
-            htp=self._setup.htp,
         )
 
     def _guarded(self, work: Callable[[], T]) -> T:

@@ -17,7 +17,7 @@ from edgekv.session.constraint import Constraint
 from edgekv.session.graphs import Graphs, StepTimes
 from edgekv.session.pool import SessionPool
 from edgekv.session.session import Session
-from edgekv.session.session_stats import SessionStats
+from edgekv.session.session_stats import CacheUse, SessionStats
 from edgekv.session.speculation import Speculation
 
 
@@ -67,7 +67,7 @@ class Sequence:
         self.tokens = list(prompt)
         self.known_tokens = 0
         self.speculation = speculation
-        self.stats = SessionStats(bytes_held=held.bytes_held, peak_bytes=held.peak_bytes)
+        self.stats = SessionStats(CacheUse(bytes_held=held.bytes_held, bytes_peak=held.peak_bytes))
         self._pool = pool
         self._graphs = graphs
         self._prefixes = prefixes
@@ -226,7 +226,7 @@ class Sequence:
             return self._feed(session, new)
         finally:
             if known == 0:
-                self.stats.reused_tokens, self.stats.restored_tokens = start, restored
+                self.stats.cache.reused_tokens, self.stats.cache.restored_tokens = start, restored
             self.stats.add(session.cache, self._graphs.times - times, before, len(new))
 
     def _feed(self, session: Session, tokens: abc.Sequence[int]) -> NDArray[Any]:
@@ -268,7 +268,7 @@ class Sequence:
         start, restored = self._recall(session, self.tokens)
         self.known_tokens = start
         session.writer = self
-        self.stats.reused_tokens, self.stats.restored_tokens = start, restored
+        self.stats.cache.reused_tokens, self.stats.cache.restored_tokens = start, restored
 
     def _recall(self, session: Session, tokens: list[int]) -> tuple[int, int]:
         """How many of these tokens the session has, and how many of those were restored."""

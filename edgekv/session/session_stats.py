@@ -9,33 +9,45 @@ from edgekv.session.graphs import StepTimes
 
 
 @dataclass(slots=True)
+class CacheUse:
+    """What a call did with its cache.
+
+    Attributes:
+        reused_tokens: prompt tokens that were not run: already in the sequence's cache, or restored.
+        restored_tokens: the part of them that was copied from the prefix cache.
+        computed_tokens: tokens run through the graphs, including those computed again.
+        evicted_tokens: tokens that a context policy dropped.
+        bytes_held: bytes allocated for the cache that was used last.
+        bytes_peak: maximum of `bytes_held` since that cache was created.
+        reallocations: how often the memory of a layer was replaced by a larger one.
+        bytes_copied: bytes that caches copied.
+        requantization: rounding error of re-rotated keys in the cache of the last step, since its creation; None if the
+            policy moves no keys, and before the first token.
+    """
+
+    reused_tokens: int = 0
+    restored_tokens: int = 0
+    computed_tokens: int = 0
+    evicted_tokens: int = 0
+    bytes_held: int = 0
+    bytes_peak: int = 0
+    reallocations: int = 0
+    bytes_copied: int = 0
+    requantization: Requantization | None = None
+
+
+@dataclass(slots=True)
 class SessionStats:
     """Statistics of a call so far; each step adds to them.
 
     Attributes:
+        cache: see there.
         times: of its steps.
-        reused_tokens: prompt tokens that were not run: already in the cache, or restored.
-        restored_tokens: the part of them restored from the prefix cache.
-        computed_tokens: tokens run, including those recomputed.
-        bytes_held: bytes of the cache that was used last.
-        peak_bytes: maximum bytes of this cache so far.
-        reallocations: how often caches replaced the memory of a layer.
-        bytes_copied: bytes that caches copied.
-        evicted_tokens: tokens that a context policy dropped.
-        requantization: rounding error of re-rotated keys in the cache of the last step, since its creation.
         room_tokens: how many more tokens can be run; None if there is no limit.
     """
 
+    cache: CacheUse
     times: StepTimes = field(default_factory=StepTimes)
-    reused_tokens: int = 0
-    restored_tokens: int = 0
-    computed_tokens: int = 0
-    bytes_held: int = 0
-    peak_bytes: int = 0
-    reallocations: int = 0
-    bytes_copied: int = 0
-    evicted_tokens: int = 0
-    requantization: Requantization | None = None
     room_tokens: int | None = None
 
     def add(self, cache: KVCache, times: StepTimes, before: CacheStats, computed: int) -> None:
@@ -47,15 +59,15 @@ class SessionStats:
             before: statistics of the cache before them.
             computed: tokens run.
         """
-        now = cache.stats
+        now, use = cache.stats, self.cache
         self.times += times
-        self.computed_tokens += computed
-        self.bytes_held = now.bytes_held
-        self.peak_bytes = now.peak_bytes
-        self.reallocations += now.reallocations - before.reallocations
-        self.bytes_copied += now.bytes_copied - before.bytes_copied
-        self.evicted_tokens += now.evicted - before.evicted
-        self.requantization = now.requantization
+        use.computed_tokens += computed
+        use.bytes_held = now.bytes_held
+        use.bytes_peak = now.peak_bytes
+        use.reallocations += now.reallocations - before.reallocations
+        use.bytes_copied += now.bytes_copied - before.bytes_copied
+        use.evicted_tokens += now.evicted - before.evicted
+        use.requantization = now.requantization
         self.room_tokens = cache.room_tokens
 
     def add_room(self, tokens: int) -> None:
