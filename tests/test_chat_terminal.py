@@ -125,11 +125,15 @@ def test_tab_completes_a_command(terminal: Terminal) -> None:
 def test_ctrl_c_clears_a_line_and_stops_an_answer(terminal: Terminal, tmp_path: Path) -> None:
     chat = terminal("--max-new-tokens", "500", "--cpu-mode", "emulate")
     _say(chat, "not sent\x03", "Ctrl-D leaves")
-    chat.send("Hello\r")
-    chat.expect(r"\x1b\[\?2004l.")  # the first text of the answer
-    chat.sendintr()
-    chat.expect(r"; stopped\]")
-    chat.expect(READY)
+    for _ in range(5):  # on a busy machine an answer may end before the signal comes
+        chat.send("Hello\r")
+        chat.expect(r"\x1b\[\?2004l.")  # the first text of the answer
+        chat.sendintr()
+        was_stopped = chat.expect([r"context is full\]", r"; stopped\]"])
+        chat.expect(READY)
+        if was_stopped:
+            break
+        _say(chat, "/undo\r", "taken back: Hello")
     assert _saved(chat, tmp_path / "talk.json") == ["Hello"]
     _say(chat, "/undo\r", "taken back: Hello")
     assert _leave(chat) == 0
