@@ -37,9 +37,9 @@ TEMPLATE = (
 )
 
 
-def talking_bundle(folder: Path, template: str = TEMPLATE) -> Path:
+def talking_bundle(folder: Path, template: str = TEMPLATE, **sizes: int) -> Path:
     """A random model with a chat template and a context of 512, whose answers do not end; shared, so not written to."""
-    checkpoint = write_checkpoint(folder / "checkpoint", {"max_position_embeddings": 1024})
+    checkpoint = write_checkpoint(folder / "checkpoint", {"max_position_embeddings": 1024, **sizes})
     weights = load_file(checkpoint / "model.safetensors")
     weights["model.embed_tokens.weight"][[257, 258]] = 0  # the ends of a text: answers are long
     save_file(weights, checkpoint / "model.safetensors")

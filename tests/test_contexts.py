@@ -89,9 +89,9 @@ def test_a_generation_reports_how_its_memory_grew(bundles: dict[str, Path]) -> N
         stats[growth] = (tokens, generation.stats)
     assert stats[None][0] == stats["staggered"][0] == stats["together"][0]
     fixed, staggered, together = (stats[growth][1] for growth in stats)
-    assert (staggered.kv_growth, staggered.kv_reallocations, fixed.kv_reallocations) == ("staggered", 4, 0)
-    assert fixed.kv_bytes_peak == fixed.kv_bytes_held
-    assert staggered.kv_bytes_held < staggered.kv_bytes_peak < together.kv_bytes_peak
+    assert (staggered.setup.kv_growth, staggered.cache.reallocations, fixed.cache.reallocations) == ("staggered", 4, 0)
+    assert fixed.cache.bytes_peak == fixed.cache.bytes_held
+    assert staggered.cache.bytes_held < staggered.cache.bytes_peak < together.cache.bytes_peak
 
 
 def test_the_command_lets_the_cache_grow(bundles: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
