@@ -28,6 +28,13 @@ def talker(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return talking_bundle(tmp_path_factory.mktemp("talking"))
 
 
+def _take_signals() -> None:
+    """What ran in this process before, or started it, may have blocked or ignored signals, which a child inherits."""
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+
+
 @pytest.fixture
 def terminal(talker: Path, tmp_path: Path) -> Iterator[Terminal]:
     """Starts `edgekv chat` at a terminal, and waits until it takes a line."""
@@ -36,8 +43,15 @@ def terminal(talker: Path, tmp_path: Path) -> Iterator[Terminal]:
     def start(*options: str, cache: Path = tmp_path / "cache", bundle: Path = talker) -> pexpect.spawn[str]:
         given = {"EDGEKV_CACHE_DIR": str(cache), "TERM": "xterm", "PROMPT_TOOLKIT_NO_CPR": "1"}
         arguments = ["-m", "edgekv", "chat", str(bundle), "--max-new-tokens", "5", "--threads", "1", *options]
+        environment = {**os.environ, **given}
         chat = pexpect.spawn(
-            sys.executable, arguments, env={**os.environ, **given}, encoding="utf-8", timeout=60, dimensions=(24, 120)
+            sys.executable,
+            arguments,
+            env=environment,
+            encoding="utf-8",
+            timeout=60,
+            dimensions=(24, 120),
+            preexec_fn=_take_signals,
         )
         started.append(chat)
         chat.delaybeforesend = None
