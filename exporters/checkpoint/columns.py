@@ -6,7 +6,7 @@ rounded, and multiplied by it after they are looked up. A head with the same mat
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,6 +22,11 @@ _MOST_OCTAVES = 15  # between the largest and the smallest factor: 16 bits repre
 _ROWS_AT_ONCE = 8192
 
 
+def blocks_of_rows(vocab: int) -> Iterator[slice]:
+    """All rows of the table, as many at a time as are held in float32."""
+    return (slice(first, first + _ROWS_AT_ONCE) for first in range(0, vocab, _ROWS_AT_ONCE))
+
+
 def outlier_columns(vocab: int, read: Callable[[str, slice], Floats]) -> Floats | None:
     """The root mean square of each column over the median one, as powers of 2, `[hidden]`; None without outliers.
 
@@ -30,9 +35,8 @@ def outlier_columns(vocab: int, read: Callable[[str, slice], Floats]) -> Floats 
         read: some rows of a tensor, by name.
     """
     squares: NDArray[np.float64] = np.zeros(1)
-    for first in range(0, vocab, _ROWS_AT_ONCE):
-        rows = read(EMBEDDING, slice(first, min(first + _ROWS_AT_ONCE, vocab)))
-        squares = squares + np.square(rows, dtype=np.float64).sum(axis=0)
+    for rows in blocks_of_rows(vocab):
+        squares = squares + np.square(read(EMBEDDING, rows), dtype=np.float64).sum(axis=0)
     sizes = np.sqrt(squares / vocab)
     median = float(np.median(sizes))
     if not float(sizes.max()) > _OUTLIER * median > 0:

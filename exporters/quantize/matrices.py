@@ -23,13 +23,13 @@ from edgekv.graphs.decoder import (
 )
 from edgekv.spec.lora import LoraGroup, lora_reach
 from edgekv.spec.tensors import EMBEDDING, HEAD_TURN, by_inputs, by_outputs
+from exporters.checkpoint.columns import blocks_of_rows
 from exporters.quantize.encodings import decoder_results
 from exporters.quantize.recipe import Recipe
 from exporters.quantize.reference import Floats, NumpyOps, Tensors, Weights
 from exporters.quantize.table import Table
 from quant import LARGEST, Grid, LayerInputs, QuantizedWeight, Range, quantize, quantize_per_channel
 
-_HEAD_ROWS_AT_ONCE = 8192
 _MOST_AT_START = 16.0
 _LONGEST_AT_START = 4.0
 GROUPS: tuple[tuple[str, ...], ...] = (
@@ -227,8 +227,7 @@ class Quantizer:
         table = self._table if spec.shares_vocabulary else None
         integers = np.empty((0 if table else spec.hidden, spec.vocab), np.int8)
         grids = []
-        for start in range(0, spec.vocab, _HEAD_ROWS_AT_ONCE):
-            rows = slice(start, start + _HEAD_ROWS_AT_ONCE)
+        for rows in blocks_of_rows(spec.vocab):
             if table is not None:
                 part = table.matrix(rows)
             elif rule.method == "stored":

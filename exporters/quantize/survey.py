@@ -11,12 +11,12 @@ from numpy.typing import NDArray
 
 from edgekv.graphs.decoder import decoder_layer, logits
 from edgekv.spec import EMBEDDING, DecoderSpec, KvTensor, by_inputs
+from exporters.checkpoint.columns import blocks_of_rows
 from exporters.checkpoint.reach import HeadNumber, HeadReach
 from exporters.checkpoint.rotate import hadamard
 from exporters.quantize.encodings import decoder_results
 from exporters.quantize.reference import Floats, NumpyOps, Observer, Tensors, Weights
 
-_HEAD_ROWS_AT_ONCE = 8192
 _TINY = float(np.finfo(np.float32).tiny)
 _NOT_COMPARED = frozenset({"cache", "scores", "masked"})
 """Kinds whose values at a position also depend on other tokens, or that have ranges of their own."""
@@ -140,7 +140,6 @@ class _PartialOps(NumpyOps):
     def product(self, x: Floats, weight: str, rows: slice, gain: float) -> Floats:
         if weight != self._tensors.head_key:
             return super().product(x, weight, rows, gain)
-        vocab = self._spec.vocab
-        parts = (slice(at, min(at + _HEAD_ROWS_AT_ONCE, vocab)) for at in range(0, vocab, _HEAD_ROWS_AT_ONCE))
-        columns = [x @ by_inputs(self._tensors.tensor(weight, part)) * np.float32(gain) for part in parts]
+        blocks = (self._tensors.tensor(weight, rows) for rows in blocks_of_rows(self._spec.vocab))
+        columns = [x @ by_inputs(block) * np.float32(gain) for block in blocks]
         return np.concatenate(columns, axis=-1)

@@ -13,11 +13,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgekv.spec import EMBEDDING
-from exporters.checkpoint.columns import outlier_columns
+from exporters.checkpoint.columns import blocks_of_rows, outlier_columns
 from exporters.quantize.reference import Floats, Tensors
 from quant import DTYPES, Dtype, Encoding, Grid, QuantizedWeight
 
-ROWS_AT_ONCE = 8192
 _MOST = 127
 _STEPS: Dtype = "u16"
 
@@ -45,7 +44,7 @@ class Table:
         """Read the table once or twice for its scales."""
         vocab, turned = tensors.spec.vocab, tensors.spec.vocabulary == "turned"
         columns = None if turned else outlier_columns(vocab, tensors.tensor)
-        blocks = (tensors.tensor(EMBEDDING, rows) for rows in _slices(tensors))
+        blocks = (tensors.tensor(EMBEDDING, rows) for rows in blocks_of_rows(vocab))
         ends = [(values.min(), values.max(), np.abs(_divided(values, columns)).max(axis=1)) for values in blocks]
         most = np.concatenate([each for *_, each in ends]) / np.float32(_MOST)
         encoding = Encoding.asymmetric(0.0, float(most.max()), _STEPS)
@@ -82,7 +81,7 @@ class Table:
 
     def blocks(self) -> Iterator[NDArray[np.int8]]:
         """All rows, some at a time."""
-        return (self.integers(rows) for rows in _slices(self.tensors))
+        return (self.integers(rows) for rows in blocks_of_rows(self.tensors.spec.vocab))
 
     def matrix(self, rows: slice) -> QuantizedWeight:
         """Some rows as output channels of a head."""
@@ -91,7 +90,3 @@ class Table:
 
 def _divided(rows: Floats, columns: Floats | None) -> Floats:
     return rows if columns is None else rows / columns
-
-
-def _slices(tensors: Tensors) -> Iterator[slice]:
-    return (slice(first, first + ROWS_AT_ONCE) for first in range(0, tensors.spec.vocab, ROWS_AT_ONCE))
