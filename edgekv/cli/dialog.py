@@ -1,4 +1,4 @@
-"""The conversation of `edgekv chat`: messages, commands, and what is told about answers."""
+"""The conversation of `edgekv chat`: messages, commands, and the figures behind each answer."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _CONTROLS = {code: "\ufffd" for code in (*range(32), *range(127, 160)) if chr(co
 
 
 class Dialog:
-    """A conversation with whoever types. After every error it goes on."""
+    """Reads messages and commands, and prints answers. It continues after every error."""
 
     def __init__(self, conversation: Conversation, *, keeps_history: bool = True) -> None:
         """Prepare to read standard input.

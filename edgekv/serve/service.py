@@ -26,8 +26,8 @@ from edgekv.serve.response_store import ResponseStore
 from edgekv.serve.sampling import SamplingFields
 from edgekv.serve.scheduler import Scheduler
 from edgekv.session import LoraChoice
-from edgekv.session.tools import declare
-from edgekv.spec.chat import Message, check_messages
+from edgekv.session.tools import render_with_tools
+from edgekv.spec.chat import check_messages
 
 T = TypeVar("T")
 R = TypeVar("R", bound=SamplingFields)
@@ -157,16 +157,12 @@ class Service:
             raise refused("chat_template_kwargs", got=min(taken), expected="other variables", fix=fix)
         check_messages(wanted)
 
-        def render(kept: Sequence[Message]) -> str:
-            told, declared = declare(templates, kept, form.tools)
-            return templates.render(told, tools=declared, **given)
-
         try:
             fitted = await asyncio.to_thread(  # a template may take up to its time limit
                 fit_prompt,
                 self.model,
                 wanted,
-                render,
+                lambda kept: render_with_tools(templates, kept, form.tools, **given),
                 on_full=on_full or self.on_full,
                 wanted_tokens=wanted_tokens,
             )

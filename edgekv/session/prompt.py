@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from edgekv.bundle import Bundle
 from edgekv.errors import ContextFullError, UsageError
 from edgekv.kv import PolicyName
-from edgekv.session.tools import Tools, declare
+from edgekv.session.tools import Tools, render_with_tools
 from edgekv.spec.chat import ChatTemplates, Message, check_messages, read_bundle_templates
 from edgekv.spec.text import begins_with, decode, encode
 
@@ -82,8 +82,7 @@ class PromptReader:
             raise UsageError("prompt, messages", got=found, expected="one of them", fix="Give a prompt or messages.")
         if messages is not None:
             check_messages(messages)
-            told, declared = declare(self.chat_templates, messages, tools)
-            return self.encode_chat(self.chat_templates.render(told, tools=declared))
+            return self.encode_chat(render_with_tools(self.chat_templates, messages, tools))
         assert prompt is not None
         return prompt
 

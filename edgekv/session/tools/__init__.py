@@ -1,6 +1,6 @@
 """Tool calls: declared functions bind the answer, and its calls are read from it."""
 
-from edgekv.session.tools.declare import declare
+from edgekv.session.tools.declare import render_with_tools
 from edgekv.session.tools.format import CallFormat, find_format
 from edgekv.session.tools.grammar import special_tokens, tools_grammar
 from edgekv.session.tools.reader import ToolCallReader
@@ -13,8 +13,8 @@ __all__ = [
     "ToolCallReader",
     "ToolChoice",
     "Tools",
-    "declare",
     "find_format",
+    "render_with_tools",
     "special_tokens",
     "tools_grammar",
 ]

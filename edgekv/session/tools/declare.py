@@ -13,10 +13,10 @@ from edgekv.session.tools.tool import Tools
 from edgekv.spec.chat import DEFAULT, ChatTemplates, Message
 
 
-def declare(
-    templates: ChatTemplates, messages: Sequence[Message], tools: Tools | None
-) -> tuple[Sequence[Message], list[Mapping[str, Any]] | None]:
-    """The messages and the tools for a chat template.
+def render_with_tools(
+    templates: ChatTemplates, messages: Sequence[Message], tools: Tools | None, **variables: Any
+) -> str:
+    """The text of a conversation, with the tools that the model may call.
 
     A template that shows how its model calls tools declares them itself. For another one the messages do: the tools
     and the form of an answer are described in the system prompt, or in front of the first message of the user. Earlier
@@ -26,19 +26,22 @@ def declare(
         templates: of the model.
         messages: the conversation.
         tools: that the model may call; None for none.
+        variables: further variables of the template.
 
     Raises:
-        UsageError: arguments of an earlier call are nested too deep.
+        UsageError: arguments of an earlier call are nested too deep, or the template refuses the messages.
     """
     try:
-        return _declared(templates, messages, tools)
+        told, declared = _declared(templates, messages, tools)
     except RecursionError:
         refuse("messages", "values nested too deep", "arguments that Python can write as JSON", "Nest them less.")
+    return templates.render(told, tools=declared, **variables)
 
 
 def _declared(
     templates: ChatTemplates, messages: Sequence[Message], tools: Tools | None
 ) -> tuple[Sequence[Message], list[Mapping[str, Any]] | None]:
+    """The messages, and the tools, for a template."""
     if native_format(templates) is None:
         if tools is not None and tools.callable:
             return _described(_written(messages, has_form=True), tools), None
