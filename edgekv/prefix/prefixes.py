@@ -44,13 +44,13 @@ class SharedStore:
         store: the store.
         writes: whether generations store their tokens; False for read-only use.
         is_own: whether the model opened the store; it then closes it.
-        window: prefixes end at multiples of so many tokens; see `Session.stable_tokens`.
+        window: the length of every prefix is a multiple of it; 0 for any length. See `Session.stable_tokens`.
     """
 
     store: PrefixStore
     writes: bool
     is_own: bool
-    window: int = 1
+    window: int = 0
 
     def close(self) -> None:
         """End the model's use of the store; a store of the caller stays open."""
@@ -84,15 +84,16 @@ def open_store(
     if mode.recomputed_tokens != 0:
         fix = "Choose the mode always, or leave the prefix cache out."
         raise UsageError("cache mode", got=f"{mode} with a prefix cache", expected="always or adaptive", fix=fix)
-    fingerprint = prefix_fingerprint(bundle.manifest, f"{engine} in windows of {window}" if window else engine)
+    fingerprint = prefix_fingerprint(bundle.manifest, engine, window)
     if isinstance(wanted, PrefixStore):
         if (wanted.geometry, wanted.fingerprint) != (cache.geometry, fingerprint):
-            fix = "Open it with the bundle's geometry and prefix_fingerprint(manifest, engine)."
+            more = f", {window}" if window else ""
+            fix = f"Open it with the bundle's geometry and prefix_fingerprint(manifest, engine{more})."
             raise UsageError("prefix_cache", got="a store of another bundle", expected="one of this bundle", fix=fix)
-        shared = SharedStore(wanted, writes=True, is_own=False, window=window or 1)
+        shared = SharedStore(wanted, writes=True, is_own=False, window=window)
     else:
         store = PrefixStore(cache.geometry, _configured(cache, fingerprint, wanted), fingerprint=fingerprint)
-        shared = SharedStore(store, writes=wanted is not None, is_own=True, window=window or 1)
+        shared = SharedStore(store, writes=wanted is not None, is_own=True, window=window)
     try:
         if shared.store.config.max_attention_window:
             found, fix = list(shared.store.config.max_attention_window), "Leave it out."
@@ -112,11 +113,13 @@ def _configured(cache: KVCache, fingerprint: str, wanted: str | Path | StoreConf
     return replace(config, disk_folder=config.disk_folder / layout.hex()[:16], disk_limit_folder=config.disk_folder)
 
 
-def prefix_fingerprint(manifest: Manifest, engine: str) -> str:
+def prefix_fingerprint(manifest: Manifest, engine: str, window: int = 0) -> str:
     """A hash of a bundle's graphs, weights, encodings and RoPE, and of the engine that runs them.
 
-    Engines differ in the last bit, so each one reuses only its own rows.
+    Engines differ in the last bit, so each one reuses only its own rows. With a `window`, rows of whole windows of
+    prompts are kept apart from others; see `Session.stable_tokens`.
     """
+    engine = f"{engine} in windows of {window}" if window else engine
     said = (manifest.files, manifest.encodings, manifest.context, manifest.model, manifest.kv_dtype, engine)
     return hashlib.sha256(msgspec.json.encode(said, order="sorted")).hexdigest()
 
@@ -217,7 +220,7 @@ class Prefixes:
             # These steps may evict tokens, so they must start where they would without a match.
             asked, window = min(asked, safe), max(window, widest)
         match = self._store.match(tokens[:asked], self._salt, self._adapter)
-        if surplus := match.tokens % window:
+        if surplus := match.tokens % max(window, 1):
             aligned = match.tokens - surplus
             self._store.release(match)
             match = self._store.match(tokens[:aligned], self._salt, self._adapter)

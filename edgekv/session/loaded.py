@@ -38,8 +38,7 @@ class LoadedBundle:
         bundle: the bundle.
         engine: name of the engine.
         mode: which sequences are kept from one step to the next.
-        window: prompts are run in windows that end at multiples of so many tokens; 0 if they need not be. See
-            `Session.stable_tokens`.
+        window: of its sessions; see `Session`.
         session: the model's own session, of calls without `sequence`.
         sequences: the sessions of calls with `sequence`.
         draft_sessions: those of calls that draft with this model for another.

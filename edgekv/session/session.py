@@ -26,7 +26,7 @@ class Session:
             window they include evicted ones.
         writer: the call that extended it last; it can continue without comparing tokens.
         adapter: the adapter that its rows were computed with, and the next ones will be; None for none.
-        window: prompts are run in windows that end at multiples of so many tokens; 0 if that does not matter.
+        window: prompts are run in steps that end at multiples of this number of tokens; 0 if steps may end anywhere.
     """
 
     def __init__(self, cache: KVCache, graphs: Graphs, window: int = 0) -> None:
