@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import edgekv
-from edgekv.session import Tools
-from edgekv.session.tools import special_tokens, tools_grammar
-from edgekv.session.tools.format import HERMES
+from edgekv.text import Tools
+from edgekv.text.tools import special_tokens, tools_grammar
+from edgekv.text.tools.format import HERMES
 
 PROMPT = "def main("
 SEEDS = range(8)

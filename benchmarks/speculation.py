@@ -34,8 +34,8 @@ from rich.table import Table
 
 import edgekv
 from edgekv.draft import AdaptiveDrafter, CorpusDrafter, CorpusIndex, Drafter, DraftRecord, PromptLookup, build_index
+from edgekv.engine import Speculate, SpeculationStats
 from edgekv.errors import EdgeKVError
-from edgekv.session import Speculate, SpeculationStats
 
 PROMPTS = Path(__file__).with_suffix(".txt")
 FOUR = ("edit", "rewrite", "code", "tools")

@@ -27,8 +27,9 @@ import edgekv
 from edgekv import SamplingParams
 from edgekv.bundle import open_bundle
 from edgekv.draft import DraftTree
+from edgekv.engine import Speculate, Speculation, SpeculationStats
 from edgekv.kv import STRATEGIES, CacheState
-from edgekv.session import Grammar, Speculate, Speculation, SpeculationStats
+from edgekv.text import Grammar
 
 TEXT = Path(__file__).parent.parent / "models" / "stdlib-4m" / "heldout.txt"
 POLICIES = ("fail", "sliding-window", "sinks(2, 40)", "keydiff(48)")

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from edgekv.loading import load
     from edgekv.model import Model
     from edgekv.runtime import HtpOptions
-    from edgekv.session.grammar import Grammar
-    from edgekv.session.params import BeamParams, SamplingParams
+    from edgekv.text.grammar import Grammar
+    from edgekv.text.params import BeamParams, SamplingParams
 
     __version__: str
 
@@ -42,13 +42,13 @@ __all__ = [
 ]
 
 _HOMES = {
-    "BeamParams": "edgekv.session.params",
+    "BeamParams": "edgekv.text.params",
     "Conversation": "edgekv.conversation",
     "EdgeKVError": "edgekv.errors",
-    "Grammar": "edgekv.session.grammar",
+    "Grammar": "edgekv.text.grammar",
     "HtpOptions": "edgekv.runtime",
     "Model": "edgekv.model",
-    "SamplingParams": "edgekv.session.params",
+    "SamplingParams": "edgekv.text.params",
     "load": "edgekv.loading",
 }
 

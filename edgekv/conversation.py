@@ -10,12 +10,13 @@ from typing import Any
 import msgspec
 
 from edgekv.bundle import atomic_file
+from edgekv.engine import Generation, GenerationStats, Speculate, Token
 from edgekv.errors import UsageError
 from edgekv.full_context import FittedPrompt, OnFull, check_on_full, fit_prompt, split_turns
 from edgekv.json_file import read_json, readable_json
 from edgekv.model import Model
-from edgekv.session import Generation, GenerationStats, SamplingParams, Speculate, Token
 from edgekv.spec.chat import Message, check_messages
+from edgekv.text import SamplingParams
 
 _SEQUENCE = 0
 

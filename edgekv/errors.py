@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NoReturn
+
 
 class EdgeKVError(Exception):
     """An error that the user can fix. The command line prints it without a traceback and exits with 1.
@@ -63,3 +65,18 @@ class ServiceError(EdgeKVError):
 
 def _rebuild(kind: type[EdgeKVError], field: str, got: str, expected: str, fix: str) -> EdgeKVError:
     return kind(field, got=got, expected=expected, fix=fix)
+
+
+_MAX_DIGITS = 40
+
+
+def shown(value: object) -> str:
+    """A value for a message. Python refuses to write integers of more than some thousand digits."""
+    if isinstance(value, int) and value.bit_length() > 4 * _MAX_DIGITS:
+        return f"a number of {value.bit_length()} bits"
+    return str(value)
+
+
+def refuse(field: str, found: object, wanted: str, fix: str) -> NoReturn:
+    """Raise the UsageError of a value that a caller gave."""
+    raise UsageError(field, got=shown(found), expected=wanted, fix=fix)

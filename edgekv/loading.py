@@ -6,11 +6,11 @@ from fractions import Fraction
 from pathlib import Path
 
 from edgekv.bundle import Bundle, open_bundle
+from edgekv.engine import CacheSetup, Mode
 from edgekv.kv import GrowthName, Policy
 from edgekv.model import Model
 from edgekv.prefix import PrefixCache
 from edgekv.runtime import HtpOptions, make_engine
-from edgekv.session import CacheSetup, Mode
 
 
 def load(
@@ -46,7 +46,7 @@ def load(
             integers as weights and activations of 16 bits in their products; or `fast`, with 8 bits there. None for
             `emulate`.
         htp: options of the engine `htp`: performance mode, priority, VTCM and more; as text `performance=burst,vtcm=8`.
-        cache_mode: which sequences are kept from one step to the next, as text or as a mode of `edgekv.session`:
+        cache_mode: which sequences are kept from one step to the next, as text or as a mode of `edgekv.engine`:
             `always`, `long-sequence-only(TOKENS)`, `adaptive`, `adaptive(64MiB)`, `adaptive(25%)` or `disabled`.
         prefix_cache: where computed prefixes are stored: a folder, which later processes use too; a `StoreConfig`; or
             a `PrefixStore` that several models of this bundle and engine share. None uses the prefixes baked into the

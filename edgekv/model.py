@@ -9,22 +9,22 @@ from typing import Any, Unpack, overload
 import numpy as np
 from numpy.typing import NDArray
 
+from edgekv.engine.beam_run import BeamResult, check_beams, run_beams
+from edgekv.engine.call import BeamCall, SamplingCall, choose_params
+from edgekv.engine.generation import Generation
+from edgekv.engine.loaded import LoadedBundle
+from edgekv.engine.scoring import Scoring
+from edgekv.engine.sequence import Sequence
+from edgekv.engine.speculate import Speculate, SpeculateMode, make_speculation, speculates
+from edgekv.engine.speculation import Speculation
+from edgekv.engine.together import advance_together
 from edgekv.prefix import RetentionPolicy, open_prefixes
-from edgekv.session.beam_run import BeamResult, check_beams, run_beams
-from edgekv.session.call import BeamCall, SamplingCall, choose_params
-from edgekv.session.generation import Generation
-from edgekv.session.loaded import LoadedBundle
-from edgekv.session.params import BeamParams, SamplingParams
-from edgekv.session.processors import LogitsProcessor
-from edgekv.session.prompt import Prompt
-from edgekv.session.sampler import Sampler
-from edgekv.session.scoring import Scoring
-from edgekv.session.sequence import Sequence
-from edgekv.session.speculate import Speculate, SpeculateMode, make_speculation, speculates
-from edgekv.session.speculation import Speculation
-from edgekv.session.together import advance_together
-from edgekv.session.tools import Tools
 from edgekv.spec.chat import Message
+from edgekv.text.params import BeamParams, SamplingParams
+from edgekv.text.processors import LogitsProcessor
+from edgekv.text.prompt import Prompt
+from edgekv.text.sampler import Sampler
+from edgekv.text.tools import Tools
 
 
 class Model(LoadedBundle):

@@ -8,7 +8,7 @@ from typing import Any
 
 import edgekv
 from edgekv import SamplingParams
-from edgekv.session import Generation, Speculation
+from edgekv.engine import Generation, Speculation
 
 
 class Oracle:

@@ -17,9 +17,9 @@ from safetensors.numpy import load_file, save_file
 
 import edgekv
 from edgekv.bundle import open_bundle
+from edgekv.engine import Adaptive
 from edgekv.prefix import StoreConfig
 from edgekv.serve import Limits, ServeOptions, Serving
-from edgekv.session import Adaptive
 from exporters.checkpoint.lora import AdapterChoice
 from exporters.lora.add import add_lora
 from exporters.lora.options import LoraOptions

@@ -12,9 +12,9 @@ import pytest
 
 import edgekv
 from edgekv.bundle import MANIFEST, Bundle, GraphRecord, open_bundle
+from edgekv.engine.sink import read_sink
 from edgekv.errors import BundleError, UsageError
 from edgekv.runtime import CpuEngine
-from edgekv.session.sink import read_sink
 from exporters.quantize.recipe import find_recipe
 from exporters.targets.aihub.pack import pack_graph
 from exporters.targets.aihub.sample import Sample, read_sample, take_sample

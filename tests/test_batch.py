@@ -11,10 +11,10 @@ import pytest
 
 import edgekv
 from edgekv import SamplingParams
+from edgekv.engine import Generation, Speculate
 from edgekv.errors import UsageError
 from edgekv.kv import STRATEGIES, BatchColumns, CacheState
 from edgekv.serve import ServeOptions
-from edgekv.session import Generation, Speculate
 from tests.checkpoints import write_checkpoint
 from tests.exports import export_options, exported
 from tests.serving import NAME, served

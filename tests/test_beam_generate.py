@@ -12,9 +12,9 @@ import pytest
 import edgekv
 from edgekv.bundle import Bundle, TokenRecord
 from edgekv.cli import run
+from edgekv.engine.beam import BeamSearch, Hypothesis, run_search
 from edgekv.errors import ContextFullError, UsageError
-from edgekv.session import BeamParams
-from edgekv.session.beam import BeamSearch, Hypothesis, run_search
+from edgekv.text import BeamParams
 
 PROMPT = "import os\n\ndef read_file(path):\n"
 

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from edgekv.engine.beam import BeamSearch, Hypothesis, run_search
 from edgekv.errors import UsageError
-from edgekv.session import BeamParams
-from edgekv.session.beam import BeamSearch, Hypothesis, run_search
+from edgekv.text import BeamParams
 from exporters.checkpoint.checkpoint import Checkpoint
 from exporters.quantize.reference import Reference
 from tests.checkpoints import NEWER, OLDER, write_checkpoint

@@ -14,9 +14,9 @@ import pytest
 
 import edgekv
 from edgekv.cli import run
+from edgekv.engine import Adaptive, ByteBudget, FreeMemoryBudget, Sequence, Token
 from edgekv.errors import MemoryBudgetError, UsageError
 from edgekv.kv import KVCache
-from edgekv.session import Adaptive, ByteBudget, FreeMemoryBudget, Sequence, Token
 from tests.endless import endless
 
 PROMPT = "import os\n\ndef read_file(path):\n"

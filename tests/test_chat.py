@@ -20,8 +20,8 @@ from edgekv.bundle import write_manifest
 from edgekv.cli import run
 from edgekv.conversation import Answer, Conversation
 from edgekv.errors import EngineError, UsageError
-from edgekv.session import SamplingParams
 from edgekv.spec.chat import ChatTemplates, write_templates
+from edgekv.text import SamplingParams
 from exporters.checkpoint.checkpoint import Checkpoint
 from exporters.export import ExportOptions, export_bundle
 from exporters.quantize.recipe import find_recipe

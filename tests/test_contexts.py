@@ -13,8 +13,8 @@ import edgekv
 from devices import find
 from edgekv.bundle import open_bundle
 from edgekv.cli import run
+from edgekv.engine.graphs import choose_context
 from edgekv.errors import UsageError
-from edgekv.session.graphs import choose_context
 from exporters.export import ExportOptions
 from exporters.htp.compile import compile_bundle
 from exporters.quantize.recipe import find_recipe

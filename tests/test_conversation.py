@@ -17,8 +17,8 @@ from edgekv.bundle import Bundle, GenerationRecord
 from edgekv.conversation import Conversation, answer_defaults
 from edgekv.errors import ContextFullError, EngineError, UsageError
 from edgekv.full_context import fit_prompt, split_turns
-from edgekv.session import SamplingParams
 from edgekv.spec.chat import Message
+from edgekv.text import SamplingParams
 from tests.serving import talking_bundle
 
 CONTEXT = 512

@@ -26,10 +26,11 @@ from edgekv.draft import (
     as_tree,
     build_index,
 )
+from edgekv.engine import Speculate, Speculation
 from edgekv.errors import UsageError
 from edgekv.kv import STRATEGIES, CacheState
 from edgekv.runtime import tree_views
-from edgekv.session import Grammar, Speculate, Speculation
+from edgekv.text import Grammar
 from tests.checkpoints import ARCHITECTURES, write_checkpoint
 from tests.exports import export_options, exported
 

@@ -13,13 +13,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from edgekv.bundle import GraphRecord, Manifest, open_bundle
+from edgekv.engine import Graphs, Session
+from edgekv.engine.graphs import choose_ar
 from edgekv.errors import BundleError, EngineError, UsageError
 from edgekv.kv import KVCache
 from edgekv.runtime import CpuEngine, binding, make_engine
 from edgekv.runtime.binding import MemoryBinding, _Place, _public
 from edgekv.runtime.rope import RopeTable
-from edgekv.session import Graphs, Session
-from edgekv.session.graphs import choose_ar
 from quant import Encoding
 
 UNIT = Encoding("u16", 2 / 65535, 32768)

@@ -12,11 +12,11 @@ import pytest
 
 import edgekv
 from edgekv.bundle import Bundle, TokenRecord
+from edgekv.engine import Token
 from edgekv.errors import ContextFullError, UsageError
 from edgekv.kv import KVCache
 from edgekv.prefix import StoreConfig
-from edgekv.session import Token
-from edgekv.session.prompt import PromptReader
+from edgekv.text.prompt import PromptReader
 from tests.endless import endless
 
 PROMPT = "import os\n\ndef read_file(path):\n"

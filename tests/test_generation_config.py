@@ -14,7 +14,7 @@ import edgekv
 from edgekv.bundle import Bundle, GenerationRecord, open_bundle
 from edgekv.cli import run
 from edgekv.errors import BundleError, CheckpointError
-from edgekv.session import SamplingParams
+from edgekv.text import SamplingParams
 from exporters.checkpoint.generation import generation_record
 from tests.checkpoints import write_checkpoint
 from tests.exports import export_options, exported

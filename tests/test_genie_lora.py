@@ -9,9 +9,9 @@ import pytest
 
 from edgekv.bundle import Bundle, open_bundle
 from edgekv.cli import run
+from edgekv.engine import LoraChoice
+from edgekv.engine.adapters import Adapters
 from edgekv.errors import BundleError
-from edgekv.session import LoraChoice
-from edgekv.session.adapters import Adapters
 from exporters.checkpoint.lora import AdapterChoice
 from exporters.lora.add import add_lora
 from exporters.lora.options import LoraOptions

@@ -8,10 +8,10 @@ import pytest
 
 import edgekv
 from edgekv.bundle import open_bundle
+from edgekv.engine import Graphs, Session
 from edgekv.kv import KVCache
 from edgekv.runtime import CpuEngine
 from edgekv.runtime.rope import RopeTable
-from edgekv.session import Graphs, Session
 from exporters.checkpoint.checkpoint import Checkpoint
 from exporters.quantize.reference import Reference
 from tests.ties import assert_same_or_tied

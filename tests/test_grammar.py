@@ -16,9 +16,10 @@ import pytest
 import edgekv
 from edgekv import Grammar
 from edgekv.cli import run
+from edgekv.engine import GenerationStats
 from edgekv.errors import BusyError, UsageError
-from edgekv.session import GenerationStats, GrammarCompiler, constraint
-from edgekv.session.schema import has_finite_answer
+from edgekv.text import GrammarCompiler, constraint
+from edgekv.text.schema import has_finite_answer
 from tests.exports import export_options, exported
 from tests.schemas import random_schema
 from tests.ties import assert_same_or_tied

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from edgekv.engine.call import choose_params
 from edgekv.errors import UsageError
-from edgekv.session import BeamParams, SamplingParams
-from edgekv.session.call import choose_params
+from edgekv.text import BeamParams, SamplingParams
 
 HUGE = 10**5000
 """Python refuses to write it."""

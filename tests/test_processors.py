@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from edgekv.errors import UsageError
-from edgekv.session import Sampler, SamplingParams
-from edgekv.session.processors import processors_of
+from edgekv.text import Sampler, SamplingParams
+from edgekv.text.processors import processors_of
 from quant import Encoding
 
 VOCAB = 12

@@ -7,7 +7,7 @@ import pytest
 
 import edgekv
 from edgekv.prefix import StoreConfig
-from edgekv.session import SamplingParams
+from edgekv.text import SamplingParams
 from tests.serving import served
 
 TEXT = "The standard library of Python has modules for files, numbers, text and networks. "

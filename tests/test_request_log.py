@@ -106,9 +106,9 @@ def test_a_client_that_leaves_is_logged(server: Server, log: list[str]):
 
 
 def test_an_error_in_a_stream_is_logged(server: Server, log: list[str]):
-    real, steps = edgekv.session.Generation.__next__, 0
+    real, steps = edgekv.engine.Generation.__next__, 0
 
-    def fail(generation: edgekv.session.Generation) -> edgekv.session.Token:
+    def fail(generation: edgekv.engine.Generation) -> edgekv.engine.Token:
         nonlocal steps
         steps += 1
         if steps > 3:
@@ -116,7 +116,7 @@ def test_an_error_in_a_stream_is_logged(server: Server, log: list[str]):
         return real(generation)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(edgekv.session.Generation, "__next__", fail)
+        patch.setattr(edgekv.engine.Generation, "__next__", fail)
         stream = server.client(KEY).completions.create(model=NAME, prompt="Fails", stream=True)
         with pytest.raises(openai.APIError, match="log says why"):
             list(stream)

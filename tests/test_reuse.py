@@ -16,11 +16,11 @@ import pytest
 import edgekv
 from edgekv.bake import bake_prefix
 from edgekv.cli import run
+from edgekv.engine import Token
 from edgekv.errors import BundleError, UsageError
 from edgekv.kv import Geometry, KVCache, LayeredGeometry
 from edgekv.paged import paged_attention
 from edgekv.prefix import CacheRows, PrefixStore, RetentionPolicy, StoreConfig, TokenRangeRetentionConfig
-from edgekv.session import Token
 from edgekv.spec.geometry import KeyLayout, KvDtype
 from tests.checkpoints import write_checkpoint
 from tests.exports import export_options, exported

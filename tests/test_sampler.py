@@ -10,8 +10,8 @@ from hypothesis.extra import numpy as hnp
 from numpy.typing import NDArray
 
 from edgekv.errors import UsageError
-from edgekv.session import Sampler, SamplingParams
-from edgekv.session.sampler import most_likely
+from edgekv.text import Sampler, SamplingParams
+from edgekv.text.sampler import most_likely
 from quant import Encoding
 
 Logits = NDArray[Any]

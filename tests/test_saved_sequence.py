@@ -11,9 +11,9 @@ import pytest
 
 import edgekv
 from edgekv.cli import run
+from edgekv.engine.saved import load_sequence, save_sequence
 from edgekv.errors import UsageError
 from edgekv.kv import StateError
-from edgekv.session.saved import load_sequence, save_sequence
 
 PROMPT = "import os\n\ndef read_file(path):\n"
 

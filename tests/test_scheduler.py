@@ -19,16 +19,16 @@ import pytest
 from msgspec import structs
 
 import edgekv
+from edgekv.engine import ByteBudget
 from edgekv.errors import EngineError, UsageError
 from edgekv.serve import Limits, pump
 from edgekv.serve.response_records import ResponseRecord
 from edgekv.serve.response_store import ResponseStore
 from edgekv.serve.sse import WAITING
-from edgekv.session import ByteBudget
 from tests.processes import interruptible
 from tests.serving import NAME, Server, served
 
-TOOLS_READ = "edgekv.session.Tools.read"
+TOOLS_READ = "edgekv.engine.Tools.read"
 LONG: dict[str, Any] = {"model": NAME, "max_tokens": 400, "extra_body": {"ignore_eos": True}}
 
 
@@ -79,14 +79,14 @@ class Gate:
 
 @contextmanager
 def _gate() -> Iterator[Gate]:
-    gate, real = Gate(), edgekv.session.Generation.__next__
+    gate, real = Gate(), edgekv.engine.Generation.__next__
 
     def step(generation: Any) -> Any:
         gate.wait(generation)
         return real(generation)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(edgekv.session.Generation, "__next__", step)
+        patch.setattr(edgekv.engine.Generation, "__next__", step)
         try:
             yield gate
         finally:
@@ -245,9 +245,9 @@ def test_a_request_that_waits_can_leave(server: Server):
 
 def test_a_request_has_a_time_limit(talking: Path):
     with served(talking, Limits(request_s=0.05)) as server:
-        real = edgekv.session.Generation.__next__
+        real = edgekv.engine.Generation.__next__
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(edgekv.session.Generation, "__next__", lambda each: (time.sleep(0.03), real(each))[1])
+            patch.setattr(edgekv.engine.Generation, "__next__", lambda each: (time.sleep(0.03), real(each))[1])
             with pytest.raises(openai.InternalServerError, match="without an end") as ended:
                 _ask(server, "Endless", **LONG)
         assert ended.value.status_code == 504
@@ -311,7 +311,7 @@ def test_a_failing_step_ends_its_request_alone(server: Server, error: BaseExcept
         raise error
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(edgekv.session.Generation, "__next__", fail)
+        patch.setattr(edgekv.engine.Generation, "__next__", fail)
         for n in (1, 3):
             with pytest.raises(openai.InternalServerError, match="This is a bug"):
                 _ask(server, "Fails", n=n)
@@ -324,7 +324,7 @@ def test_a_client_is_not_told_of_the_servers_files(server: Server, capfd: pytest
         raise EngineError("engine", got="a fault in /home/user/model", expected="a step", fix="Export again.")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(edgekv.session.Generation, "__next__", fail)
+        patch.setattr(edgekv.engine.Generation, "__next__", fail)
         with pytest.raises(openai.InternalServerError, match="log says why") as told:
             _ask(server, "Fails")
     assert "/home/user" not in str(told.value) and "/home/user/model" in capfd.readouterr().err
@@ -395,7 +395,7 @@ def test_an_error_at_once_keeps_its_status_in_a_stream(server: Server):
         raise EngineError("engine", got="a fault", expected="a step", fix="Export again.")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(edgekv.session.Generation, "__next__", fail)
+        patch.setattr(edgekv.engine.Generation, "__next__", fail)
         with pytest.raises(openai.InternalServerError, match="log says why"):
             _ask(server, "Fails", stream=True)
 
@@ -483,7 +483,7 @@ def test_clients_in_any_state_do_not_hold_up_the_end(talking: Path):
 
 _STUCK = """
 import sys, threading
-import edgekv.session
+import edgekv.engine
 from edgekv.cli import main
 from edgekv.serve import server
 
@@ -491,7 +491,7 @@ def step(generation):
     print("in a step", flush=True)
     threading.Event().wait()
 
-edgekv.session.Generation.__next__ = step
+edgekv.engine.Generation.__next__ = step
 server.ENGINE_S = float(sys.argv.pop(1))
 main()
 """

@@ -7,9 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edgekv.errors import MemoryBudgetError, UsageError
-from edgekv.kv import Geometry, KVCache
-from edgekv.session import (
+from edgekv.engine import (
     Adaptive,
     Always,
     ByteBudget,
@@ -24,7 +22,9 @@ from edgekv.session import (
     parse_budget,
     parse_mode,
 )
-from edgekv.session.session import common_tokens
+from edgekv.engine.session import common_tokens
+from edgekv.errors import MemoryBudgetError, UsageError
+from edgekv.kv import Geometry, KVCache
 
 GEOMETRY = Geometry(layers=1, kv_heads=1, head_dim=4, context=16)
 

@@ -14,12 +14,12 @@ import pytest
 
 from devices import find
 from edgekv.bundle import open_bundle
+from edgekv.engine import CacheSetup
 from edgekv.errors import UsageError
 from edgekv.kv import Growth, KVCache
 from edgekv.kv.memory import HeapMemory
 from edgekv.runtime import HtpEngine, HtpOptions
 from edgekv.runtime.htp import takes_shared_memory
-from edgekv.session import CacheSetup
 from edgekv.spec.geometry import Geometry
 from edgekv.vendor_libraries import Platform, rpc_memory
 
@@ -33,7 +33,7 @@ from devices import find
 from edgekv.bundle import open_bundle
 from edgekv.runtime import HtpEngine
 from edgekv.runtime.binding import aligned_zeros
-from edgekv.session import CacheSetup
+from edgekv.engine import CacheSetup
 
 rpc = ctypes.CDLL("libcdsprpc.so")
 count = lambda name: ctypes.c_int.in_dll(rpc, name).value

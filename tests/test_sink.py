@@ -17,9 +17,9 @@ from tokenizers.processors import TemplateProcessing
 import edgekv
 from edgekv.bundle import Bundle, open_bundle
 from edgekv.cli import run
+from edgekv.engine.saved import load_sequence, save_sequence
 from edgekv.errors import BundleError, ContextFullError, UsageError
 from edgekv.prefix import StoreConfig
-from edgekv.session.saved import load_sequence, save_sequence
 from exporters.checkpoint.checkpoint import Checkpoint
 from exporters.compare import ComparePlan, ContenderOptions, open_contender
 from exporters.compare.comparison import text_windows

@@ -12,9 +12,10 @@ import pytest
 import edgekv
 from edgekv import Grammar, SamplingParams
 from edgekv.cli import run
+from edgekv.engine import Generation, Speculate
 from edgekv.errors import UsageError
 from edgekv.runtime import StaticGraph
-from edgekv.session import BeamParams, Generation, Speculate
+from edgekv.text import BeamParams
 from tests.checkpoints import write_checkpoint
 from tests.exports import export_options, exported
 from tests.serving import NAME, TEMPLATE, served
@@ -375,7 +376,7 @@ def test_verify_graphs_keep_their_memory_longer_than_others(verifying: Path, mon
     """Drafts may be rare, and a pass that has to read its weights again costs a fifth more."""
     released: list[str] = []
     monkeypatch.setattr(StaticGraph, "release", lambda graph: released.append(graph.record.role))
-    monkeypatch.setattr("edgekv.session.graphs._IDLE_VERIFY_STEPS", 40)
+    monkeypatch.setattr("edgekv.engine.graphs._IDLE_VERIFY_STEPS", 40)
     with edgekv.load(verifying) as model:
         ids(model, "lookup", LONG.overlaid(max_new_tokens=10))
         released.clear()

@@ -14,9 +14,9 @@ import edgekv
 from edgekv import EdgeKVError, SamplingParams
 from edgekv.bundle import open_bundle
 from edgekv.draft import DraftTree
+from edgekv.engine import Generation, Speculation
 from edgekv.errors import UsageError
 from edgekv.kv import STRATEGIES, CacheState
-from edgekv.session import Generation, Speculation
 from tests.checkpoints import NEWER, write_checkpoint
 from tests.drafts import Oracle, with_drafts
 from tests.exports import export_options, exported

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 
 from edgekv.errors import BundleError, UsageError
-from edgekv.session import Detokenizer, StopSequences
 from edgekv.spec.text import encode, open_tokenizer
+from edgekv.text import Detokenizer, StopSequences
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 TEXTS = st.text(st.characters(exclude_categories=["Cs"], exclude_characters=REPLACEMENT), max_size=40)

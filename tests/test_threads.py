@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 import edgekv
+from edgekv.engine.turns import Hold, Turns
 from edgekv.errors import UsageError
 from edgekv.prefix import PrefixStore, StoreConfig
-from edgekv.session.turns import Hold, Turns
 from tests.endless import endless
 
 THREADS, CALLS = 8, 200

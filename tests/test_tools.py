@@ -17,11 +17,11 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 import edgekv
 from edgekv.errors import UsageError
-from edgekv.session import Detokenizer, GrammarCompiler, Tools
-from edgekv.session.tools import CallFormat, ToolCallReader, declare, find_format, special_tokens, tools_grammar
-from edgekv.session.tools.format import GENERIC
-from edgekv.session.tools.reader import JsonReply
 from edgekv.spec.chat import ChatTemplates
+from edgekv.text import Detokenizer, GrammarCompiler, Tools
+from edgekv.text.tools import CallFormat, ToolCallReader, declare, find_format, special_tokens, tools_grammar
+from edgekv.text.tools.format import GENERIC
+from edgekv.text.tools.reader import JsonReply
 from tests.checkpoints import write_checkpoint
 from tests.exports import export_options, exported
 

@@ -18,9 +18,9 @@ import numpy as np
 
 from edgekv.bench.plan import DEFAULT_NEW_TOKENS, DEFAULT_PROMPT_TOKENS, BenchPlan
 from edgekv.bench.report import BenchReport, FirstToken, Speed, VerifyPass
+from edgekv.engine import Session
 from edgekv.errors import UsageError
 from edgekv.model import Model
-from edgekv.session import Session
 
 _VERIFY_PASSES = 8  # of each run
 _UNCACHED_PART = 8  # of a prompt whose prefix is cached, one part in eight is not

@@ -30,7 +30,7 @@ from edgekv.cli.speculate_options import (
 )
 
 if TYPE_CHECKING:
-    from edgekv.session import GenerationStats
+    from edgekv.engine import GenerationStats
 
 
 class Turn(msgspec.Struct, frozen=True):
@@ -85,10 +85,10 @@ def chat(
     all else to standard error. /help lists the commands of a conversation.
     """
     from edgekv.conversation import Conversation, answer_defaults
+    from edgekv.engine.call import choose_params
     from edgekv.full_context import check_on_full
     from edgekv.loading import load  # imports the runtime, which --help does not need
-    from edgekv.session.call import choose_params
-    from edgekv.session.params import SamplingParams
+    from edgekv.text.params import SamplingParams
 
     if as_json and message is None:
         raise typer.BadParameter("--json needs --message")

@@ -48,7 +48,7 @@ from edgekv.cli.speculate_options import (
 from edgekv.errors import UsageError
 
 if TYPE_CHECKING:
-    from edgekv.session import EarlyStopping
+    from edgekv.text import EarlyStopping
 
 
 SEQUENCE = 0  # the id under which `--session` runs
@@ -212,10 +212,10 @@ def generate(
         "length_penalty": length_penalty,
         "early_stopping": None if early_stopping is None else _early_stopping(early_stopping),
     }
+    from edgekv.engine.call import choose_params
+    from edgekv.engine.saved import load_sequence, save_sequence
     from edgekv.loading import load  # imports the runtime, which --help does not need
-    from edgekv.session.call import choose_params
-    from edgekv.session.params import SamplingParams
-    from edgekv.session.saved import load_sequence, save_sequence
+    from edgekv.text.params import SamplingParams
 
     choose_params(None, keywords, SamplingParams(temperature=1.0))  # reject invalid options before a bundle is read
     speculation = SpeculateOptions(speculate, draft_corpus, draft, draft_tokens, draft_tree)

@@ -11,7 +11,7 @@ from edgekv.cli.output import print_json
 from edgekv.cli.summary import beam_summary, defaults_line, summary
 
 if TYPE_CHECKING:
-    from edgekv.session import BeamResult, BeamSequence, BeamStats, Generation, GenerationStats
+    from edgekv.engine import BeamResult, BeamSequence, BeamStats, Generation, GenerationStats
 
 
 class Output(msgspec.Struct, frozen=True):

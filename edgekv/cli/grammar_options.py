@@ -11,7 +11,7 @@ from edgekv.errors import UsageError
 from edgekv.system import read_file
 
 if TYPE_CHECKING:
-    from edgekv.session.grammar import Grammar
+    from edgekv.text.grammar import Grammar
 
 JsonSchemaOption = Annotated[
     str | None,
@@ -37,7 +37,7 @@ def parse_grammar(json_schema: str | None, grammar: Path | None, regex: str | No
         raise UsageError(", ".join(given), got=" and ".join(names), expected="one of them", fix="Give one.")
     if not names:
         return None
-    from edgekv.session.grammar import Grammar  # imports the runtime, which --help does not need
+    from edgekv.text.grammar import Grammar  # imports the runtime, which --help does not need
 
     if json_schema is not None:
         is_text = json_schema.lstrip()[:1] in ("{", "") or json_schema in ("true", "false")
@@ -49,7 +49,7 @@ def parse_grammar(json_schema: str | None, grammar: Path | None, regex: str | No
 
 
 def _read(option: str, path: Path) -> str:
-    from edgekv.session.grammar import MAX_GRAMMAR_BYTES
+    from edgekv.text.grammar import MAX_GRAMMAR_BYTES
 
     try:
         return read_file(path, MAX_GRAMMAR_BYTES).decode("utf-8")

@@ -13,8 +13,8 @@ import typer
 from edgekv.errors import UsageError
 
 if TYPE_CHECKING:
+    from edgekv.engine import Speculate
     from edgekv.model import Model
-    from edgekv.session import Speculate
 
 # ruff: noqa: UP045  (typer reads the annotations of Python 3.10 at run time)
 
@@ -62,7 +62,7 @@ class SpeculateOptions:
     tree: bool
 
     def __post_init__(self) -> None:
-        from edgekv.session.speculate import check_choice  # imports the runtime, which --help does not need
+        from edgekv.engine.speculate import check_choice  # imports the runtime, which --help does not need
 
         fields = {"mode": "--speculate", "corpus": "--draft-corpus", "draft": "--draft"}
         check_choice(self.chosen, corpus=self.corpus is not None, draft=self.draft is not None, fields=fields)
@@ -91,9 +91,9 @@ class SpeculateOptions:
         Raises:
             EdgeKVError: a corpus or a draft bundle that cannot be used.
         """
+        from edgekv.engine import Speculate
+        from edgekv.engine.speculate import EXPORT_FIX, check_speculate
         from edgekv.loading import load
-        from edgekv.session import Speculate
-        from edgekv.session.speculate import EXPORT_FIX, check_speculate
 
         mode: Any = self.chosen
         if mode == "off":

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from edgekv.session import BeamStats, CacheUse, GenerationStats
+    from edgekv.engine import BeamStats, CacheUse, GenerationStats
 
 
 def engine_and_mode(engine: str) -> str:

@@ -40,7 +40,7 @@ def tokenize(
     """
     text = read_prompt(prompt, prompt_file)
     from edgekv.bundle import open_bundle
-    from edgekv.session.prompt import PromptReader
+    from edgekv.text.prompt import PromptReader
 
     opened = open_bundle(bundle, verify=False)
     reader = PromptReader(opened, "sliding-window")

@@ -94,12 +94,12 @@ def serve(
     if missing := [each for each in _NEEDED if find_spec(each) is None]:
         wanted, fix = "starlette and uvicorn", 'Run pip install "edgekv[serve]".'
         raise UsageError("packages", got=f"no {' and no '.join(missing)}", expected=wanted, fix=fix)
+    from edgekv.engine import Adaptive, parse_budget
     from edgekv.full_context import check_on_full
     from edgekv.loading import load
     from edgekv.prefix import StoreConfig
     from edgekv.serve import Limits, ServeOptions, Serving
     from edgekv.serve.serving import StuckEngineError
-    from edgekv.session import Adaptive, parse_budget
 
     options = ServeOptions(
         host,

@@ -7,7 +7,7 @@ from typing import Literal
 
 from edgekv.serve.errors import ApiError
 from edgekv.serve.logprobs import TokenLogprob
-from edgekv.session import ToolCall
+from edgekv.text import ToolCall
 
 FinishReason = Literal["stop", "length", "tool_calls"]
 

@@ -9,8 +9,8 @@ from typing import Any
 import msgspec
 
 from edgekv.serve.errors import refused
-from edgekv.session import Tools
-from edgekv.session.grammar import Grammar
+from edgekv.text import Tools
+from edgekv.text.grammar import Grammar
 
 _KINDS = ("text", "json_object", "json_schema")
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from time import perf_counter
 
+from edgekv.engine import Generation, Scoring, Speculate, SpeculationStats, StopReason, Token
 from edgekv.model import Model
 from edgekv.serve.channel import Channel
 from edgekv.serve.events import Event, Finished, FinishReason, Piece, PromptLogprobs
 from edgekv.serve.logprobs import Likelihood, TokenLogprob, token_logprob
-from edgekv.session import Generation, SamplingParams, Scoring, Speculate, SpeculationStats, StopReason, Token, Tools
+from edgekv.text import SamplingParams, Tools
 
 _SEEDS = 1 << 64
 _REASONS: dict[StopReason | None, FinishReason] = {

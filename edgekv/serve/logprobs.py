@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from edgekv.session.sampler import most_likely
 from edgekv.spec.text import decode
+from edgekv.text.sampler import most_likely
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

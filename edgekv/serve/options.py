@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from edgekv.errors import UsageError
+from edgekv.engine import Speculate
+from edgekv.errors import UsageError, refuse
 from edgekv.full_context import OnFull, check_on_full
-from edgekv.session import Speculate
-from edgekv.session.refusal import refuse
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 

@@ -9,7 +9,7 @@ import msgspec
 
 from edgekv.serve.errors import refused
 from edgekv.serve.options import Limits
-from edgekv.session import SamplingParams
+from edgekv.text import SamplingParams
 
 MOST_ANSWERS = 32
 MOST_STOPS = 16

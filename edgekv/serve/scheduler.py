@@ -9,13 +9,13 @@ from collections import deque
 from collections.abc import Sequence
 from time import perf_counter
 
+from edgekv.engine import Speculate
 from edgekv.model import Model
 from edgekv.serve.channel import Channel
 from edgekv.serve.errors import CANCELLED, ApiError, api_error
 from edgekv.serve.job import Job, Work
 from edgekv.serve.metrics import Metrics
 from edgekv.serve.options import Limits
-from edgekv.session import Speculate
 
 
 class Scheduler:

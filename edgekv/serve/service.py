@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from edgekv.bundle import lora_names, open_lora
+from edgekv.engine import LoraChoice
 from edgekv.errors import UsageError
 from edgekv.full_context import OnFull, fit_prompt
 from edgekv.model import Model
@@ -25,9 +26,8 @@ from edgekv.serve.options import ServeOptions
 from edgekv.serve.response_store import ResponseStore
 from edgekv.serve.sampling import SamplingFields
 from edgekv.serve.scheduler import Scheduler
-from edgekv.session import LoraChoice
-from edgekv.session.tools import render_with_tools
 from edgekv.spec.chat import check_messages
+from edgekv.text.tools import render_with_tools
 
 T = TypeVar("T")
 R = TypeVar("R", bound=SamplingFields)

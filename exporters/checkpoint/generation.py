@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 
 from edgekv.bundle import GenerationRecord
 from edgekv.errors import CheckpointError, UsageError
-from edgekv.session.params import SamplingParams
+from edgekv.text.params import SamplingParams
 
 GENERATION_CONFIG = "generation_config.json"
 

@@ -13,11 +13,11 @@ import onnxruntime as ort
 from numpy.typing import NDArray
 
 from edgekv.bundle import Bundle
+from edgekv.engine.sink import read_sink
 from edgekv.errors import UsageError
 from edgekv.kv import KvTensor
 from edgekv.runtime import CpuEngine, Engine, HtpEngine
 from edgekv.runtime.rope import rope_tables
-from edgekv.session.sink import read_sink
 from edgekv.spec import EMBEDDINGS, IDS, GraphRecord, PartRecord, rope_inputs
 from exporters.graphs.parts import all_rows, build_part, save_part
 from exporters.graphs.qdq import GraphForm, QdqOps

@@ -9,8 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgekv.bundle import Bundle
+from edgekv.engine import read_sink
 from edgekv.graphs.decoder import decoder_layer, logits
-from edgekv.session import read_sink
 from edgekv.spec import EMBEDDING, HEAD, KINDS, LOGITS, DecoderSpec, KvTensor, LoraTarget
 from edgekv.spec.tensors import by_outputs
 from exporters.checkpoint.checkpoint import Checkpoint

@@ -14,12 +14,12 @@ from safetensors import safe_open
 from safetensors.numpy import load_file, save
 
 from edgekv.bundle import Bundle, GraphRecord, Manifest, atomic_file
+from edgekv.engine.sink import read_sink
 from edgekv.errors import BundleError, UsageError
 from edgekv.kv import Geometry, KvTensor, Window
 from edgekv.runtime import CpuEngine
 from edgekv.runtime.inputs import StepInputs
 from edgekv.runtime.rope import rope_tables
-from edgekv.session.sink import read_sink
 from edgekv.spec.text import begins_with
 from exporters.targets.aihub.options import graph_name
 from quant import DTYPES

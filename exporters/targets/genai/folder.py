@@ -11,8 +11,8 @@ import msgspec
 
 from devices import Device
 from edgekv.bundle import Bundle, FileRecord, GraphRecord, atomic_directory, readable_json, record_files
+from edgekv.engine.sink import read_sink
 from edgekv.errors import BundleError, EngineError, UsageError
-from edgekv.session.sink import read_sink
 from exporters.graphs.models import save_model
 from exporters.graphs.parts import build_part, save_part
 from exporters.graphs.qdq import GraphForm, QdqOps

@@ -13,9 +13,9 @@ from numpy.typing import NDArray
 
 from devices import find
 from edgekv.bundle import Bundle, GraphRecord, Manifest, open_bundle
+from edgekv.engine.sink import read_sink
 from edgekv.errors import EdgeKVError
 from edgekv.runtime import CpuEngine, HtpEngine
-from edgekv.session.sink import read_sink
 from edgekv.spec import IDS, LOGITS_INDEX
 from exporters.graphs.qdq import stacked_new, stacked_past
 from exporters.targets.genai.proof import ProofJob, ProofReply

@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 
 from edgekv.bundle import Bundle, lora_adapters
-from edgekv.session import LoraChoice
-from edgekv.session.adapters import Adapters
+from edgekv.engine import LoraChoice
+from edgekv.engine.adapters import Adapters
 from exporters.targets.genie.folder import GenieAdapter
 from exporters.targets.genie.state import STATE, write_state
 

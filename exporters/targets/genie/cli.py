@@ -65,7 +65,7 @@ def bundle_genie(
     tokenizer. Genie itself loads the single graphs and must choose the same tokens as edgekv.
     """
     from edgekv.bundle import open_bundle
-    from edgekv.session import SamplingParams
+    from edgekv.text import SamplingParams
     from exporters.progress import shown
     from exporters.targets.genie.plan import GenieOptions
     from exporters.targets.genie.write import write_genie

@@ -12,8 +12,8 @@ from msgspec import UNSET, UnsetType
 from devices import Device
 from edgekv.bundle import Manifest
 from edgekv.errors import BundleError
-from edgekv.session import SamplingParams
 from edgekv.spec import Rope
+from edgekv.text import SamplingParams
 from quant import Encoding
 
 CONFIG, SHARED_CONFIG, EXTENSIONS = "genie_config.json", "genie_config_shared.json", "htp_backend_ext_config.json"

@@ -8,10 +8,10 @@ from pathlib import Path
 
 from devices import Device, find
 from edgekv.bundle import Bundle, GraphRecord, Manifest
+from edgekv.engine.sink import read_sink
 from edgekv.errors import BundleError, UsageError
 from edgekv.kv import Sink
-from edgekv.session import SamplingParams
-from edgekv.session.sink import read_sink
+from edgekv.text import SamplingParams
 from exporters.targets.genie.config import positional_encoding
 from exporters.targets.genie.names import graph_name, part_name
 

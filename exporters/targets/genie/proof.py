@@ -9,13 +9,13 @@ from types import MappingProxyType
 import msgspec
 
 from edgekv.bundle import Bundle
+from edgekv.engine import Graphs, LoraChoice, Session
+from edgekv.engine.adapters import Adapters
+from edgekv.engine.sink import read_sink
 from edgekv.errors import EngineError
 from edgekv.kv import KVCache
 from edgekv.runtime import HtpEngine
 from edgekv.scratch import scratch_folder
-from edgekv.session import Graphs, LoraChoice, Session
-from edgekv.session.adapters import Adapters
-from edgekv.session.sink import read_sink
 from exporters.targets.genie.config import Debug, GenieConfig, Sampler
 from exporters.targets.genie.dialog import GenieDialog
 from exporters.targets.genie.ports import GeniePort, GeniePorts

@@ -1,0 +1,161 @@
+"""Several sequences in one pass: a token of each."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgekv.engine.caches import CacheSetup
+from edgekv.engine.graphs import Graphs
+from edgekv.engine.session import Session
+from edgekv.errors import refuse
+from edgekv.kv import BatchColumns, KVCache
+from edgekv.runtime import RowView
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """A session's next token, for a pass of several.
+
+    Attributes:
+        session: holds all tokens before it.
+        token: its id.
+    """
+
+    session: Session
+    token: int
+
+
+class Batch:
+    """Advances several sessions in one pass of the largest verify graph: a row for each, which sees its own past alone.
+
+    The past of all of them is in one window. A session's rows are copied into it when it joins, and again after a
+    step without the batch; each new row is written to both. Sessions that find no column run by themselves.
+
+    Attributes:
+        most: sessions of a pass at most.
+        passes: passes run.
+        rows: tokens that they brought.
+        bytes_copied: bytes copied into the window, by sessions that joined.
+    """
+
+    def __init__(self, graphs: Graphs, cache: KVCache) -> None:
+        """Start with no session.
+
+        Args:
+            graphs: of the model, with verify graphs.
+            cache: memory of the window, with the update strategy `slot` and the policy `fail`; nothing else uses it.
+
+        Raises:
+            EngineError: the engine refused the graph.
+            ValueError: there is no verify graph, or the cache has several arenas.
+        """
+        self._graphs = graphs
+        self._graph = graphs.largest_verify()
+        self._cache = cache
+        self._arena = cache.arena
+        self.most = self._graph.ar
+        columns = cache.geometry.context - self.most
+        with cache.hold(columns):
+            pass  # no row is read before one is written
+        self._columns = BatchColumns(columns)
+        self._revisions: WeakKeyDictionary[Session, int] = WeakKeyDictionary()
+        self.passes = self.rows = self.bytes_copied = 0
+
+    def advance(self, offers: Sequence[Offer]) -> list[NDArray[Any] | None]:
+        """Run what is offered, in one pass of the sessions that have room.
+
+        Args:
+            offers: at most `most`, each of another session, all with one adapter.
+
+        Returns:
+            The logits after each token as integers `[V]`; None for a session that did not run.
+
+        Raises:
+            EngineError: the runtime failed; no session has changed.
+            ValueError: the sessions have different adapters.
+        """
+        sessions = [offer.session for offer in offers]
+        if len({id(session.adapter) for session in sessions}) > 1:
+            raise ValueError("offers: got several adapters; expected one for a pass")
+        found: list[NDArray[Any] | None] = [None] * len(sessions)
+        placed: list[int] = []
+        for at, session in enumerate(sessions):
+            if self._place(session, sessions, new=len(placed) + 1):
+                placed.append(at)
+        if not placed:
+            return found
+        views = [
+            RowView(sessions[at].cache.tokens_seen, self._columns.of(id(sessions[at])), (row,))
+            for row, at in enumerate(placed)
+        ]
+        self._graphs.use(self._cache, sessions[0].adapter)
+        windows = self._cache.window(self.most)
+        self._graph.run_views([offers[at].token for at in placed], views, windows)
+        (window,) = windows
+        landed = self._arena.array if window.in_place else self._arena.scratch
+        for row, at in enumerate(placed):
+            session = sessions[at]
+            new = landed[:, window.new_row + row]
+            session.append(offers[at].token, new)
+            self._arena.array[:, self._columns.append(id(session))] = new
+            self._revisions[session] = session.cache.revision
+            found[at] = self._graph.logits[row].copy()
+        self.passes += 1
+        self.rows += len(placed)
+        return found
+
+    def _place(self, session: Session, needed: Sequence[Session], *, new: int) -> bool:
+        """Have the rows of a session in the window, and columns for the `new` tokens so far; False if that is too much.
+
+        Sessions that are not `needed` in this pass may have to leave.
+        """
+        cache, key = session.cache, id(session)
+        if key in self._columns and self._revisions.get(session) != cache.revision:
+            self._columns.leave(key)
+        wanted = new if key in self._columns else cache.length + new
+        if not cache.is_whole or cache.room_tokens == 0 or wanted > self._room(wanted, needed):
+            self._columns.leave(key)
+            return False
+        if key not in self._columns:
+            self._revisions.pop(session, None)  # until its rows are copied
+            rows = np.array(cache.held_rows(), np.intp) % cache.arena.layout.rows
+            self._arena.array[:, self._columns.join(key, cache.length)] = cache.arena.array[:, rows]
+            self.bytes_copied += len(rows) * cache.geometry.tensors * cache.arena.row_bytes
+        return True
+
+    def _room(self, wanted: int, needed: Sequence[Session]) -> int:
+        """Free columns, if need be after sessions left that do not run in this pass."""
+        kept = {id(session) for session in needed}
+        for key in self._columns.sequences:
+            if self._columns.free >= wanted:
+                break
+            if key not in kept:
+                self._columns.leave(key)
+        return self._columns.free
+
+
+def make_batch(graphs: Graphs, caches: CacheSetup) -> Batch:
+    """What a model needs for `advance_together`.
+
+    Raises:
+        UsageError: the bundle or the engine cannot run several sequences in one pass.
+        EngineError: the engine refused the verify graph.
+    """
+    manifest, fix = caches.manifest, "Leave it out; requests take turns then."
+    if manifest.graph("verify") is None:
+        refuse("batch", "a bundle without verify graphs", "verify graphs", "Export it with --draft-rows 8.")
+    if graphs.row_bits != "equal":
+        found = "an engine whose sums depend on the columns of tokens"
+        refuse("batch", found, "one that gives a token the same bits beside any others, such as htp", fix)
+    if len(manifest.cache_geometry.groups()) > 1 or caches.growth is not None:
+        found = "a cache that grows" if caches.growth is not None else "layers with attention windows"
+        refuse("batch", found, "layers that attend to the whole context, in memory of one size", fix)
+    if manifest.cache_geometry.key_layout == "columns":
+        refuse("batch", "keys as columns", "keys as rows", "Export with --key-layout rows.")
+    return Batch(graphs, caches.make_window())

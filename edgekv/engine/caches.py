@@ -1,0 +1,179 @@
+"""Options of a model's KV caches: update strategy, reserve, context policy, growth and cache mode."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from fractions import Fraction
+
+from edgekv.bundle import Bundle, Manifest
+from edgekv.engine.events import Setup
+from edgekv.engine.mode import Mode, check_mode, parse_mode
+from edgekv.engine.sink import read_sink
+from edgekv.errors import UsageError
+from edgekv.kv import (
+    DEFAULT_RESERVE,
+    Growth,
+    GrowthName,
+    KVCache,
+    Policy,
+    Sink,
+    default_strategy,
+    parse_growth,
+    parse_reserve,
+)
+from edgekv.kv.memory import Allocate, HeapMemory
+from edgekv.kv.policies.text import parse_policy
+from edgekv.runtime import Engine, HtpEngine
+from edgekv.runtime.engine import wide_prefill_of
+
+_FIXED = ("slot", "shift-concat")
+"""Strategies that bind the same addresses in every step."""
+
+
+@dataclass(frozen=True, slots=True)
+class CacheSetup:
+    """The options that all caches of a model share.
+
+    Attributes:
+        manifest: of the bundle.
+        strategy: update strategy.
+        reserve: memory of `pointer-shift`, in units of S-1 rows per tensor.
+        policy: context policy: what happens when the context is full.
+        growth: how memory grows; None allocates all of it at the start.
+        mode: which sequences are kept.
+        sink: the tokens that every sequence begins with; None if the graphs compute them.
+        ar: tokens per inference of the graphs.
+        allocate: where the memory comes from.
+        reproducible: whether a prompt must have the same logits whatever is cached of it.
+    """
+
+    manifest: Manifest
+    strategy: str
+    reserve: Fraction
+    policy: Policy
+    growth: Growth | None
+    mode: Mode
+    sink: Sink | None
+    ar: frozenset[int]
+    allocate: Allocate = HeapMemory
+    reproducible: bool = False
+
+    @classmethod
+    def read(
+        cls,
+        bundle: Bundle,
+        engine: Engine,
+        *,
+        kv_update: str | None = None,
+        reserve: Fraction | float | str | None = None,
+        policy: str | Policy = "fail",
+        cache_mode: str | Mode = "always",
+        kv_growth: GrowthName | str | None = None,
+        reproducible: bool = False,
+    ) -> CacheSetup:
+        """Parse options as users write them; see `edgekv.load`.
+
+        Args:
+            bundle: the bundle.
+            engine: the engine that is bound to the caches.
+            kv_update: an update strategy.
+            reserve: memory of `pointer-shift`.
+            policy: a context policy.
+            cache_mode: a cache mode.
+            kv_growth: how memory grows.
+            reproducible: see above.
+
+        Raises:
+            UsageError: an unknown name, or options that exclude each other.
+            BundleError: the file of the sink is broken.
+        """
+        manifest = bundle.manifest
+        strategy = kv_update or default_strategy(reserve)
+        if reserve is not None and strategy != "pointer-shift":
+            found, fix = f"{reserve} with {strategy}", "Leave it out, or choose pointer-shift."
+            raise UsageError("reserve", got=found, expected="the update strategy pointer-shift", fix=fix)
+        ratio = DEFAULT_RESERVE if reserve is None else parse_reserve(reserve)
+        row_bytes = manifest.geometry.row_bytes
+        if row_bytes % engine.alignment_bytes and strategy != "slot":
+            raise UsageError(
+                "update strategy",
+                got=f"{strategy} with rows of {row_bytes} bytes on the engine {engine.name}",
+                expected=f"rows of a multiple of {engine.alignment_bytes} bytes, which it can be bound to anywhere",
+                fix="Use slot, which stays at one address.",
+            )
+        mode = parse_mode(cache_mode) if isinstance(cache_mode, str) else cache_mode
+        chosen = (
+            parse_policy(policy, manifest.rotations[""].inverse_frequencies.tolist())
+            if isinstance(policy, str)
+            else policy
+        )
+        if (manifest.model.local_rope is not None or manifest.model.unrotated) and chosen.inverse_frequencies:
+            raise UsageError(
+                f"context policy {chosen.name}",
+                got=f"layers with{'out a rotary embedding' if manifest.model.unrotated else ' two rotary embeddings'}",
+                expected="one, by which the keys of all layers can be moved",
+                fix="Use fail or sliding-window.",
+            )
+        if kv_growth is not None and mode.budget is not None:
+            found, fix = f"{kv_growth} with {mode}", "Leave it out, or choose another cache mode."
+            wanted = "a cache mode without a memory budget, which counts on sequences of one size"
+            raise UsageError("growth", got=found, expected=wanted, fix=fix)
+        growth = None if kv_growth is None else parse_growth(kv_growth, manifest.contexts)
+        ar = frozenset(graph.ar for graph in manifest.graphs)
+        if chosen.name == "fail":  # elsewhere the size of steps decides which tokens leave
+            ar |= {graph.ar for graph in wide_prefill_of(engine, manifest)}
+        sink, allocate = read_sink(bundle), _allocate(engine, strategy)
+        return cls(manifest, strategy, ratio, chosen, growth, mode, sink, ar, allocate, reproducible)
+
+    def make(self) -> KVCache:
+        """Allocate a cache.
+
+        Raises:
+            UsageError: options that do not fit the bundle's graphs.
+        """
+        geometry = self.manifest.cache_geometry
+        cache = KVCache(
+            geometry,
+            ar=self.ar,
+            strategy=self.strategy,
+            reserve=self.reserve,
+            policy=self.policy,
+            encodings=[self.manifest.encodings[tensor.past] for tensor in geometry.names()],
+            growth=self.growth,
+            sink=self.sink,
+            allocate=self.allocate,
+        )
+        check_mode(self.mode, cache)
+        return cache
+
+    def make_window(self) -> KVCache:
+        """Allocate memory for rows of several sequences side by side; see `Batch`."""
+        geometry = self.manifest.cache_geometry
+        return KVCache(geometry, ar=self.ar, strategy="slot", policy="fail", allocate=self.allocate)
+
+    def described(self, engine: Engine) -> Setup:
+        """The options as the statistics of a generation report them."""
+        reserve = float(self.reserve) if self.strategy == "pointer-shift" else None
+        growth = self.growth.name if self.growth else None
+        htp = engine.options if isinstance(engine, HtpEngine) else None
+        return Setup(engine.name, self.strategy, reserve, str(self.mode), growth, htp)
+
+
+def _allocate(engine: Engine, strategy: str) -> Allocate:
+    """Where an engine wants its caches to be.
+
+    Raises:
+        UsageError: shared memory was asked for, with a strategy that binds another address in every step.
+    """
+    if not isinstance(engine, HtpEngine) or engine.shared is None:
+        return HeapMemory
+    if strategy in _FIXED:
+        return engine.shared
+    if engine.options.shared_memory == "auto":
+        return HeapMemory
+    raise UsageError(
+        "htp shared-memory",
+        got=f"yes with the update strategy {strategy}",
+        expected=f"{' or '.join(_FIXED)}: each address is registered with the HTP once",
+        fix="Use slot, or leave shared-memory out.",
+    )

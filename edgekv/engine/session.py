@@ -1,0 +1,275 @@
+"""One sequence on its cache: tokens in, logits out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgekv.bundle import Role
+from edgekv.draft import DraftTree, as_tree
+from edgekv.engine.adapters import BoundAdapter
+from edgekv.engine.draft_pass import DraftPass
+from edgekv.engine.graphs import Graphs
+from edgekv.errors import EdgeKVError
+from edgekv.kv import KVCache, Rows
+
+
+class Session:
+    """A cache, its tokens, and the graphs that extend it. Not thread-safe.
+
+    Attributes:
+        cache: the memory.
+        tokens: the tokens run so far, oldest first; `len(tokens)` is the position of the next one. With a sliding
+            window they include evicted ones.
+        writer: the call that extended it last; it can continue without comparing tokens.
+        adapter: the adapter that its rows were computed with, and the next ones will be; None for none.
+        window: prompts are run in steps that end at multiples of this number of tokens; 0 if steps may end anywhere.
+    """
+
+    def __init__(self, cache: KVCache, graphs: Graphs, window: int = 0) -> None:
+        """Start with an empty cache, which holds the sink if the bundle has one.
+
+        Args:
+            cache: the memory.
+            graphs: extend it.
+            window: see the class.
+        """
+        self.cache = cache
+        self.window = window
+        self.tokens: list[int] = self._first
+        self._stable = len(self.tokens)
+        self.writer: object = None
+        self.adapter: BoundAdapter | None = None
+        self._own_sink = cache.sink
+        self._graphs = graphs
+        self._pass: DraftPass | None = None
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no token but the sink's was run."""
+        return self.tokens == self._first
+
+    def adapt(self, adapter: BoundAdapter | None) -> None:
+        """Use an adapter, or none, from now on. What was computed with another is dropped."""
+        if self.adapter is adapter:
+            return
+        self.adapter = adapter
+        self.cache.sink = self._own_sink if adapter is None else adapter.sink
+        self.reset()
+
+    def feed(
+        self, tokens: Sequence[int], role: Role = "prefill", take: Callable[[NDArray[Any]], None] | None = None
+    ) -> NDArray[Any]:
+        """Run the next tokens.
+
+        Args:
+            tokens: at least one; none if the cache holds only the sink, whose logits are known.
+            role: of the graphs that run several tokens; the decode graph runs single ones.
+            take: called with the logits of each step, `[rows, V]`.
+
+        Returns:
+            The logits of the last token as integers `[V]`, valid until the next step.
+
+        Raises:
+            ContextFullError: the context has no room.
+            EngineError: the runtime failed.
+        """
+        if not tokens:
+            return self._sink_logits()
+        self.settle()
+        self._graphs.use(self.cache, self.adapter)
+        self.cache.expect(len(tokens))
+        done = 0
+        while done < len(tokens):
+            most = len(tokens) - done
+            if self.window and role == "prefill":
+                most = min(most, self.window - len(self.tokens) % self.window)
+            graph = self._graphs.choose(role, most)
+            step = tokens[done : done + min(graph.ar, most)]
+            done += len(step)
+            try:
+                graph.step(step, logits=take is not None or done == len(tokens))
+                self._ran(step, role)
+            except EdgeKVError:
+                raise  # the cache is unchanged by the failed step
+            except BaseException:  # such as Ctrl-C
+                self._finish_or_drop(step)
+                raise
+            if take is not None:
+                take(graph.logits)
+        last: NDArray[Any] = graph.logits[-1]
+        return last
+
+    @property
+    def draft_room(self) -> int:
+        """The most tokens that `verify` takes now; 0 if it cannot run."""
+        self.settle()
+        self._graphs.use(self.cache, self.adapter)
+        return self._graphs.draft_room
+
+    def verify(self, tokens: Sequence[int], drafts: DraftTree | Sequence[int]) -> NDArray[Any]:
+        """Run the next tokens, and behind them drafts, which become part of the sequence with `take`.
+
+        Args:
+            tokens: at least one.
+            drafts: with the tokens at most `draft_room`.
+
+        Returns:
+            The logits of the last of `tokens` as integers `[V]`, valid until the next step.
+
+        Raises:
+            EngineError: the runtime failed.
+        """
+        rows = len(tokens) + len(drafts)
+        if not tokens or rows > self.draft_room:
+            raise ValueError(f"verify: got {len(tokens)} tokens and {len(drafts)} drafts; expected 1 to draft_room")
+        self._pass = DraftPass(self._graphs.choose("verify", rows), tokens, as_tree(drafts))
+        return self._pass.logits
+
+    def take(self, tokens: Sequence[int]) -> int:
+        """The text continues with these tokens: return how many of them the last pass has run as drafts."""
+        return 0 if self._pass is None else self._pass.take(tokens)
+
+    def has_run(self, tokens: Sequence[int]) -> bool:
+        """Whether the last pass has run exactly these next tokens as drafts."""
+        return self._pass is not None and self._pass.has(tokens)
+
+    def append(self, token: int, rows: Rows) -> None:
+        """Append a token whose keys and values were computed in another cache's memory.
+
+        Args:
+            token: its id.
+            rows: `[N, D]`, a row of each tensor of the cache's only arena.
+
+        Raises:
+            ContextFullError: there is no room.
+            ValueError: the cache has several arenas.
+        """
+        self.settle()
+        self.cache.append(rows)
+        self.tokens.append(token)
+
+    @property
+    def pass_logits(self) -> NDArray[Any]:
+        """The logits of the last token of the sequence, valid until the next step; ValueError without an open pass."""
+        if self._pass is None:
+            raise ValueError("pass_logits: got no open pass; expected one of `verify`")
+        return self._pass.logits
+
+    def settle(self) -> None:
+        """Close the pass of `verify`, if one is open: append the rows of taken tokens to the cache, drop the others."""
+        if self._pass is None:
+            return
+        done, self._pass = self._pass, None
+        try:
+            self.cache.commit(done.rows)
+            self.tokens += done.tokens
+        except BaseException:  # such as Ctrl-C
+            self._finish_or_drop(done.tokens)
+            raise
+
+    def score(self, tokens: Sequence[int]) -> NDArray[Any]:
+        """Run tokens from an empty cache and return the logits of each as integers `[T, V]`.
+
+        Args:
+            tokens: they begin with the sink, if the bundle has one.
+
+        Raises:
+            ContextFullError: the context has no room.
+            EngineError: the runtime failed.
+        """
+        self.reset()
+        rows: list[NDArray[Any]] = [] if self.cache.sink is None else [self.cache.sink.logits]
+        if new := tokens[len(self.tokens) :]:
+            self.feed(new, "score", lambda logits: rows.append(logits.copy()))
+        return np.concatenate(rows)
+
+    @property
+    def stable_tokens(self) -> int:
+        """How many of the first tokens another text keeps when it begins with them.
+
+        With a `window` those of whole windows: rows that an empty cache would get for the same prompt, to the bit.
+        """
+        return self._stable if self.window else len(self.tokens)
+
+    def reset(self) -> None:
+        """Hold nothing but the sink."""
+        self._pass = None
+        self.cache.reset()
+        self.tokens = self._first
+        self._stable = len(self.tokens)
+        self.writer = None
+
+    def reuse(self, tokens: list[int]) -> int:
+        """Keep the longest common prefix with a sequence of tokens, of the stable ones, and return its length.
+
+        At least the last token is left to be run, since its logits are needed; those of the sink are known. A cache
+        that has evicted tokens can be extended but not rewound: it is reset unless the sequence continues it.
+        """
+        if self.cache.dirty:
+            self.reset()
+        self.settle()
+        first = len(self._first)
+        if self.cache.tokens_seen != len(self.tokens):
+            self.reset()  # the cache was used without this session, or a change of it was interrupted
+        common = min(common_tokens(self.tokens, tokens), max(len(tokens) - 1, first))
+        if self.window:
+            common = max(first, min(common, self._stable) // self.window * self.window)
+        surplus = len(self.tokens) - common
+        if surplus and (common <= first or not self.cache.is_whole):
+            self.reset()
+            return first
+        if surplus:
+            self.cache.rewind(surplus)
+            del self.tokens[common:]
+            self._stable = min(self._stable, common)
+        return common
+
+    def adopt(self, tokens: Sequence[int], stable_tokens: int = 0) -> None:
+        """Record that the cache now contains these tokens, so many of them stable."""
+        self._pass = None
+        self.tokens = list(tokens)
+        self._stable = stable_tokens
+        self.writer = None
+
+    def yield_to(self, other: Session) -> None:
+        """Switch the graphs to another session's cache, so that this one's memory can be freed."""
+        if self._graphs.cache is self.cache:
+            self._graphs.use(other.cache, other.adapter)
+
+    def _ran(self, step: Sequence[int], role: Role) -> None:
+        """Note a step, which may be a whole window of a prompt."""
+        start = len(self.tokens)
+        self.tokens += step
+        is_whole = self.window and role == "prefill" and len(self.tokens) % self.window == 0
+        if is_whole and start == self._stable:
+            self._stable = len(self.tokens)
+
+    @property
+    def _first(self) -> list[int]:
+        """The tokens of an empty cache."""
+        return [] if self.cache.sink is None else [*self.cache.sink.tokens]
+
+    def _sink_logits(self) -> NDArray[Any]:
+        if self.cache.sink is None or not self.is_empty:
+            raise ValueError("tokens: got none; expected at least one")
+        last: NDArray[Any] = self.cache.sink.logits[-1]
+        return last
+
+    def _finish_or_drop(self, step: Sequence[int]) -> None:
+        """After an interruption: append the tokens of a committed step; reset after half a change of the cache."""
+        if self.cache.dirty:
+            self.reset()
+        elif self.cache.tokens_seen == len(self.tokens) + len(step):
+            self.tokens += step
+
+
+def common_tokens(first: Sequence[int], second: Sequence[int]) -> int:
+    """Length of the longest common prefix."""
+    shorter = min(len(first), len(second))
+    if list(first[:shorter]) == list(second[:shorter]):
+        return shorter
+    return next(at for at, (mine, theirs) in enumerate(zip(first, second, strict=False)) if mine != theirs)

@@ -1,0 +1,166 @@
+"""Speculation: the drafts of a generation, and what became of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from time import perf_counter_ns
+
+from edgekv.draft import Drafter, DraftTree, Pacer, as_tree
+from edgekv.errors import refuse, shown
+
+
+@dataclass(slots=True)
+class DrafterStats:
+    """What one drafter brought.
+
+    Attributes:
+        proposals: passes with its drafts.
+        proposed: tokens that it proposed.
+        accepted: those that were right.
+        branched: those of them that the likeliest continuation alone would not have had.
+    """
+
+    proposals: int = 0
+    proposed: int = 0
+    accepted: int = 0
+    branched: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class SpeculationStats:
+    """Statistics of a generation's speculation.
+
+    Attributes:
+        passes: inferences after prefill, with drafts or without.
+        tokens: tokens generated after the first.
+        drafters: by name.
+        draft_ns: time in drafters, ns.
+        accept_ns: time to choose tokens from the rows of passes, ns.
+    """
+
+    passes: int
+    tokens: int
+    drafters: Mapping[str, DrafterStats]
+    draft_ns: int
+    accept_ns: int
+
+    @property
+    def tokens_per_pass(self) -> float | None:
+        """None before the first pass."""
+        return self.tokens / self.passes if self.passes else None
+
+    @property
+    def proposed(self) -> int:
+        """Tokens that all drafters proposed."""
+        return sum(each.proposed for each in self.drafters.values())
+
+    @property
+    def accepted(self) -> int:
+        """Those that were right."""
+        return sum(each.accepted for each in self.drafters.values())
+
+
+@dataclass(slots=True)
+class _Pass:
+    """The last pass: AR of its graph, drafts, its time in ns, who drafted, right drafts, and the last of these."""
+
+    rows: int
+    drafts: DraftTree
+    ns: int
+    drafter: DrafterStats | None
+    right: int = 0
+    node: int = -1
+
+
+@dataclass(slots=True)
+class Speculation:
+    """Asks a drafter for drafts and counts what became of them. One object serves one generation.
+
+    Attributes:
+        drafter: guesses.
+        pacer: decides how many tokens to guess; None for as many as the graphs take.
+    """
+
+    drafter: Drafter
+    pacer: Pacer | None = None
+    _drafters: dict[str, DrafterStats] = field(default_factory=dict, init=False)
+    _passes: int = field(default=0, init=False)
+    _tokens: int = field(default=0, init=False)
+    _draft_ns: int = field(default=0, init=False)
+    _accept_ns: int = field(default=0, init=False)
+    _last: _Pass | None = field(default=None, init=False)
+
+    @property
+    def stats(self) -> SpeculationStats:
+        """So far."""
+        return SpeculationStats(self._passes, self._tokens, self._drafters, self._draft_ns, self._accept_ns)
+
+    def propose(self, tokens: Sequence[int], k: int, vocab: int) -> DraftTree:
+        """Drafts for the next pass, at most k; none if k is 0 or less.
+
+        Args:
+            tokens: the text so far.
+            k: the most.
+            vocab: number of the model's logits; drafts end before a token beyond it.
+
+        Raises:
+            UsageError: the drafter gave something else than token ids.
+        """
+        self.end()
+        if k < 1:
+            return DraftTree.chain(())
+        started = perf_counter_ns()
+        most = k if self.pacer is None else min(k, self.pacer.most(k))
+        found = self.drafter.propose(tokens, most) if most > 0 else ()
+        try:
+            drafts = as_tree(found).first(most).within(vocab)
+        except TypeError:
+            refuse(f"drafter {self.drafter.name}", shown(found), "token ids", "Return a list of ids, or a DraftTree.")
+        self._draft_ns += perf_counter_ns() - started
+        return drafts
+
+    def ran(self, rows: int, drafts: DraftTree, ns: int) -> None:
+        """Count a pass.
+
+        Args:
+            rows: AR of its graph.
+            drafts: those that it ran.
+            ns: its time.
+        """
+        drafter = None
+        if len(drafts):
+            drafter = self._drafters.setdefault(self.drafter.name, DrafterStats())
+            drafter.proposals += 1
+            drafter.proposed += len(drafts)
+        self._passes += 1
+        self._last = _Pass(rows, drafts, ns, drafter)
+
+    def accept(self, drafts: Sequence[int]) -> None:
+        """Count the next drafts of the last pass, which were right."""
+        last = self._last
+        if last is None or last.drafter is None:
+            return
+        last.right += len(drafts)
+        last.drafter.accepted += len(drafts)
+        if not last.drafts.is_chain:
+            path = last.drafts.path(drafts, last.node)
+            last.node = path[-1] if path else last.node
+            last.drafter.branched += len({*path} - {*last.drafts.trunk_nodes})
+
+    def chose(self, ns: int) -> None:
+        """Count a token after the first, and the time to choose it."""
+        self._tokens += 1
+        self._accept_ns += ns
+
+    def end(self) -> None:
+        """Tell drafter and pacer about the last pass, if they do not know yet."""
+        last, self._last = self._last, None
+        if last is None:
+            return
+        started = perf_counter_ns()
+        if len(last.drafts):
+            self.drafter.accepted(last.right)
+        if self.pacer is not None:
+            self.pacer.ran(last.rows, last.right + 1, last.ns)
+        self._draft_ns += perf_counter_ns() - started

@@ -1,0 +1,25 @@
+"""Text in, text out: prompts, sampling, constraints, tools, and tokens as text that can be printed at once."""
+
+from edgekv.text.constraint import Constraint, GrammarCompiler
+from edgekv.text.detokenizer import Detokenizer, StopSequences
+from edgekv.text.grammar import Grammar
+from edgekv.text.params import BeamParams, EarlyStopping, SamplingParams
+from edgekv.text.processors import LogitsProcessor
+from edgekv.text.sampler import Sampler
+from edgekv.text.tools import Tool, ToolCall, Tools
+
+__all__ = [
+    "BeamParams",
+    "Constraint",
+    "Detokenizer",
+    "EarlyStopping",
+    "Grammar",
+    "GrammarCompiler",
+    "LogitsProcessor",
+    "Sampler",
+    "SamplingParams",
+    "StopSequences",
+    "Tool",
+    "ToolCall",
+    "Tools",
+]

@@ -1,0 +1,256 @@
+"""Constrained decoding: which tokens a grammar allows next, and which it forces."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Sequence
+from time import monotonic
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgekv.errors import BusyError, EngineError, UsageError, refuse
+from edgekv.text.grammar import Grammar
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+    from tokenizers import Tokenizer
+
+COMPILE_LIMIT_S = 5.0
+MOST_COMPILING = 4
+"""Threads that compile; one that takes too long cannot be stopped, and counts until it ends."""
+MAX_LEXER_STATES = 50_000
+"""Of a text while it is generated; a state has 1 to 2 kB."""
+_KEPT = 64
+_SHOWN_CHARACTERS = 300
+SEPARATORS = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+"""As Python's `json.dumps` and the `tojson` of chat templates write JSON. Free whitespace could go on without end."""
+
+
+class Constraint(Protocol):
+    """The state of a text under a constraint."""
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the text is complete and can have no further token."""
+
+    def allowed(self) -> NDArray[np.intp]:
+        """Ids of the tokens that may come next, ascending; at least one unless the text is complete.
+
+        Raises:
+            UsageError: the grammar has become too complex at this point of the text.
+        """
+
+    def forced(self) -> list[int]:
+        """The tokens that have to come next, as far as they are known; often none."""
+
+    def continued(self, drafts: Sequence[int], most: int) -> list[int]:
+        """Drafts as far as they are allowed, then the tokens forced behind them, at most `most`; the text stays."""
+
+    def push(self, token: int) -> None:
+        """Continue the text with an allowed token."""
+
+
+class GrammarConstraint:
+    """A text under a grammar that llguidance has compiled.
+
+    The tokens of forced bytes are those that the tokenizer gives for them, and only those that do not depend on what
+    follows.
+    """
+
+    def __init__(self, matcher: LLMatcher, grammar: Grammar, vocab: int) -> None:
+        self._matcher = matcher
+        self._grammar = grammar
+        self._vocab = vocab
+
+    @property
+    def is_complete(self) -> bool:
+        return bool(self._matcher.is_stopped())
+
+    def allowed(self) -> NDArray[np.intp]:
+        bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
+        self._check()
+        return np.flatnonzero(np.unpackbits(bits, bitorder="little")[: self._vocab])
+
+    def forced(self) -> list[int]:
+        tokens: list[int] = self._matcher.compute_ff_tokens()
+        self._check()
+        outside = (at for at, token in enumerate(tokens) if token >= self._vocab)
+        return tokens[: next(outside, len(tokens))]
+
+    def continued(self, drafts: Sequence[int], most: int) -> list[int]:
+        matcher = self._matcher.deep_copy()
+        allowed = list(drafts[: matcher.validate_tokens(list(drafts))])
+        matcher.consume_tokens(allowed)
+        tokens = [*allowed, *matcher.compute_ff_tokens()][:most]
+        outside = (at for at, token in enumerate(tokens) if token >= self._vocab)
+        return tokens[: next(outside, len(tokens))]
+
+    def push(self, token: int) -> None:
+        self._matcher.consume_token(token)
+        self._check()
+
+    def _check(self) -> None:
+        if self._matcher.is_error():
+            raise _refused(self._grammar, self._matcher.get_error())
+
+
+class _Compilation:
+    """A grammar that is compiled in a thread of its own.
+
+    Attributes:
+        has_ended: set at its end.
+        result: then, and an error if it failed.
+    """
+
+    def __init__(self, compile: Callable[[], LLMatcher], at_end: Callable[[], None]) -> None:
+        self.has_ended = threading.Event()
+        self.result: LLMatcher | BaseException | None = None
+        self._started = monotonic()
+        self._compile = compile
+        self._at_end = at_end
+        threading.Thread(target=self._run, name="edgekv grammar", daemon=True).start()
+
+    @property
+    def is_late(self) -> bool:
+        """Whether it takes too long."""
+        return monotonic() - self._started > COMPILE_LIMIT_S
+
+    def _run(self) -> None:
+        try:
+            self.result = self._compile()
+        except BaseException as error:  # a panic of the library is no Exception
+            self.result = error
+        self.has_ended.set()
+        self._at_end()
+
+
+class GrammarCompiler:
+    """Compiles grammars for one tokenizer. Thread-safe; the last 64 grammars are kept, also as refused."""
+
+    def __init__(self, tokenizer: Tokenizer, vocab: int, eos: Collection[int]) -> None:
+        """Compile nothing yet.
+
+        Args:
+            tokenizer: of the bundle.
+            vocab: number of the model's logits.
+            eos: tokens that end a text.
+
+        Raises:
+            EngineError: llguidance is not installed.
+            UsageError: llguidance cannot read the tokenizer, or the model has no end-of-sequence token.
+        """
+        try:
+            from llguidance import LLTokenizer
+        except ImportError as error:
+            raise EngineError(
+                "llguidance", got=error, expected="the library", fix='Install it: pip install "edgekv[grammar]"'
+            ) from None
+        if not eos:
+            refuse("grammar", "a model without an end-of-sequence token", "one", "Export a checkpoint that names one.")
+        size = tokenizer.get_vocab_size(with_added_tokens=True)
+        try:
+            self._tokenizer: LLTokenizer = LLTokenizer(
+                tokenizer.to_str(), n_vocab=max(size, vocab), eos_token=sorted(eos)
+            )
+        except ValueError as error:
+            refuse("grammar", f"a tokenizer that llguidance cannot read: {error}", "another tokenizer", "Leave it out.")
+        self._vocab = vocab
+        self._changed = threading.Condition()
+        self._kept: OrderedDict[Grammar, LLMatcher | UsageError] = OrderedDict()
+        self._compiling: dict[Grammar, _Compilation] = {}
+
+    @property
+    def compiling(self) -> int:
+        """Grammars that are compiled now, with those that take too long."""
+        return len(self._compiling)
+
+    def compile(self, grammar: Grammar) -> GrammarConstraint:
+        """A constraint at the start of a text.
+
+        Raises:
+            UsageError: the grammar is wrong, uses what is not supported, or is too complex.
+            BusyError: too many others are compiled.
+        """
+        with self._changed:
+            kept = self._kept.get(grammar)
+            running = self._started(grammar) if kept is None else None
+        if running is not None:  # without the lock: compiled grammars need not wait for this one
+            in_time = running.has_ended.wait(COMPILE_LIMIT_S)
+            late = _refused(grammar, f"one that does not compile within {COMPILE_LIMIT_S:g} s")
+            kept = _outcome(grammar, running.result) if in_time else late
+        assert kept is not None
+        with self._changed:
+            self._kept[grammar] = kept
+            self._kept.move_to_end(grammar)
+            if len(self._kept) > _KEPT:
+                self._kept.popitem(last=False)
+            if not isinstance(kept, UsageError):
+                return GrammarConstraint(kept.deep_copy(), grammar, self._vocab)
+        raise UsageError(kept.field, got=kept.got, expected=kept.expected, fix=kept.fix)
+
+    def is_special(self, token: int) -> bool:
+        """Whether a token is written by its id in grammars, not by its text."""
+        return bool(self._tokenizer.is_special_token(token))
+
+    def _started(self, grammar: Grammar) -> _Compilation:
+        """The compilation of a grammar, one for all who ask; the caller has the lock.
+
+        Raises:
+            BusyError: too many others run; at once if all of them take too long.
+        """
+
+        def is_free() -> bool:
+            return grammar in self._compiling or self.compiling < MOST_COMPILING
+
+        if any(not each.is_late for each in self._compiling.values()):
+            self._changed.wait_for(is_free, COMPILE_LIMIT_S)
+        if grammar not in self._compiling:
+            if self.compiling >= MOST_COMPILING:
+                found, wanted = f"{self.compiling} others that compile", f"fewer than {MOST_COMPILING}"
+                raise BusyError(grammar.field, got=found, expected=wanted, fix="Try again later.")
+            self._compiling[grammar] = _Compilation(lambda: self._matcher(grammar), lambda: self._end(grammar))
+        return self._compiling[grammar]
+
+    def _end(self, grammar: Grammar) -> None:
+        with self._changed:
+            del self._compiling[grammar]
+            self._changed.notify_all()
+
+    def _matcher(self, grammar: Grammar) -> LLMatcher:
+        from llguidance import LLMatcher, LLParserLimits
+
+        limits = LLParserLimits(max_lexer_states=MAX_LEXER_STATES, verbose_errors=False)
+        matcher = LLMatcher(self._tokenizer, _llguidance_text(grammar), log_level=0, limits=limits)
+        if not matcher.is_error():
+            matcher.compute_bitmask()  # some grammars are found to be empty here
+        return matcher
+
+
+def _outcome(grammar: Grammar, result: LLMatcher | BaseException | None) -> LLMatcher | UsageError:
+    if isinstance(result, BaseException):
+        return _refused(grammar, result)
+    assert result is not None
+    return _refused(grammar, result.get_error()) if result.is_error() else result
+
+
+def _llguidance_text(grammar: Grammar) -> str:
+    from llguidance import LLMatcher
+
+    if grammar.kind == "json_schema":
+        options: Any = SEPARATORS
+        return LLMatcher.grammar_from_json_schema(grammar.schema(), overrides=options)
+    if grammar.kind == "regex":
+        return LLMatcher.grammar_from_regex(grammar.text)
+    return LLMatcher.grammar_from_lark(grammar.text)
+
+
+def _refused(grammar: Grammar, reason: object) -> UsageError:
+    if str(reason).startswith("NoExtension"):
+        reason = "one that no text satisfies"
+    lines = [line.strip() for line in str(reason).splitlines()]
+    text = " ".join(line for line in lines if line and not line.startswith("<"))[:_SHOWN_CHARACTERS]
+    wanted = "one that llguidance supports and that has a text"
+    return UsageError(grammar.field, got=text, expected=wanted, fix="Correct or simplify it.")

@@ -1,0 +1,158 @@
+"""Prompts: from text to tokens for a bundle's graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from operator import index
+from typing import TYPE_CHECKING
+
+from edgekv.bundle import Bundle
+from edgekv.errors import ContextFullError, UsageError
+from edgekv.kv import PolicyName
+from edgekv.spec.chat import ChatTemplates, Message, check_messages, read_bundle_templates
+from edgekv.spec.text import begins_with, decode, encode
+from edgekv.text.tools import Tools, render_with_tools
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+Prompt = str | Sequence[int]
+"""Text, or token ids."""
+
+_ALWAYS_READ = 1 << 16
+"""Texts of up to this many characters are tokenized without a check against the context."""
+_SLACK = 4
+"""Unicode normalization can shorten a text, at most to a third of its characters (NFC)."""
+_MAX_SLIDING = 1 << 22
+"""Maximum characters of a prompt that may exceed the context: the tokenizer needs about 140 bytes per character."""
+
+
+class PromptReader:
+    """Reads prompts for a bundle and a context policy."""
+
+    def __init__(self, bundle: Bundle, policy: PolicyName = "fail") -> None:
+        self._bundle = bundle
+        self._policy = policy
+        sink = bundle.manifest.sink
+        self._first = [] if sink is None else sink.tokens
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer of the bundle."""
+        return self._bundle.tokenizer()
+
+    def encode(self, prompt: str) -> list[int]:
+        """The tokens of a text, with the special tokens that the checkpoint's tokenizer adds.
+
+        Raises:
+            UsageError: the text is not Unicode (an argument in another encoding), or the tokenizer fails on it.
+        """
+        tokens = encode(self.tokenizer, prompt, vocab=self._bundle.manifest.model.vocab)
+        bos = self._bundle.manifest.tokens.bos
+        return tokens if tokens or bos is None else [bos]
+
+    @cached_property
+    def chat_templates(self) -> ChatTemplates:
+        """The chat templates of the bundle.
+
+        Raises:
+            UsageError: it has none.
+        """
+        found = read_bundle_templates(self._bundle.path)
+        if found is None:
+            raise UsageError(
+                "chat template",
+                got=f"none in the bundle {self._bundle.path.name}",
+                expected="a bundle of a chat model",
+                fix="Export a checkpoint that has one, or continue a text with edgekv generate or /v1/completions.",
+            )
+        return found
+
+    def text_or_messages(
+        self, prompt: Prompt | None, messages: Sequence[Message] | None, tools: Tools | None = None
+    ) -> Prompt:
+        """The prompt, or the tokens of messages.
+
+        Raises:
+            UsageError: both or neither are given, or the chat template refuses the messages.
+        """
+        if (prompt is None) == (messages is None):
+            found = "neither" if prompt is None else "both"
+            raise UsageError("prompt, messages", got=found, expected="one of them", fix="Give a prompt or messages.")
+        if messages is not None:
+            check_messages(messages)
+            return self.encode_chat(render_with_tools(self.chat_templates, messages, tools))
+        assert prompt is not None
+        return prompt
+
+    def encode_chat(self, text: str) -> list[int]:
+        """The tokens of a rendered chat template, which contains its special tokens.
+
+        Raises:
+            ContextFullError: the text is too long to fit; it is refused before it is tokenized.
+            UsageError: the text is not Unicode, or the tokenizer fails on it.
+        """
+        self._check_length(text, "messages")
+        vocab = self._bundle.manifest.model.vocab
+        return encode(self.tokenizer, text, vocab=vocab, field="messages", add_special_tokens=False)
+
+    def piece(self, token: int) -> str:
+        """The text of one token; a special token's name."""
+        return decode(self.tokenizer, [token], skip_special_tokens=False)
+
+    def read(self, prompt: Prompt, field: str = "prompt") -> list[int]:
+        """The tokens of a prompt, checked against the context policy. The sink is put in front unless it is there.
+
+        Raises:
+            ContextFullError: more tokens than the context and the policy is `fail`; or a text too long to fit, which is
+                refused before it is tokenized.
+            UsageError: no tokens, or an id that is not in the vocabulary.
+        """
+        manifest = self._bundle.manifest
+        if isinstance(prompt, str):
+            self._check_length(prompt, field)
+            tokens = self.encode(prompt)
+            if tokens and not begins_with(tokens, self._first):  # the sink has what the tokenizer puts in front
+                vocab = self._bundle.manifest.model.vocab
+                tokens = [*self._first, *encode(self.tokenizer, prompt, vocab=vocab, add_special_tokens=False)]
+        else:
+            tokens = _ids(prompt, field)
+        if not tokens:
+            raise UsageError(field, got="no tokens", expected="at least one", fix="Give some text.")
+        if wrong := [t for t in tokens if not 0 <= t < manifest.model.vocab]:
+            found = f"id {wrong[0]}" if wrong[0].bit_length() <= 64 else f"an id of {wrong[0].bit_length()} bits"
+            wanted = f"0 to {manifest.model.vocab - 1}, the model's vocabulary"
+            raise UsageError(field, got=found, expected=wanted, fix="Use the bundle's own tokenizer.")
+        if not begins_with(tokens, self._first):
+            tokens = [*self._first, *tokens]
+        if self._policy == "fail" and len(tokens) > manifest.context:
+            raise ContextFullError(
+                field,
+                got=f"{len(tokens)} tokens",
+                expected=f"at most {manifest.context}, the context of the bundle",
+                fix="Shorten it, choose the policy sliding-window, or export with a larger --context.",
+            )
+        return tokens
+
+    def _check_length(self, prompt: str, field: str) -> None:
+        if len(prompt) <= _ALWAYS_READ:
+            return
+        context = self._bundle.manifest.context
+        if self._policy == "fail":
+            # Byte-level vocabularies write one character per byte, others the text's characters.
+            longest = max(len(token) for token in self.tokenizer.get_vocab(with_added_tokens=True))
+            most = max(_ALWAYS_READ, _SLACK * longest * context)
+            wanted = f"at most {most:,}, more than {context} tokens (the context of the bundle) can hold"
+            fix = "Shorten it, or export with a larger --context."
+        else:
+            most, wanted, fix = _MAX_SLIDING, f"at most {_MAX_SLIDING:,}", "Shorten it, or give token ids."
+        if len(prompt) > most:
+            raise ContextFullError(field, got=f"{len(prompt):,} characters", expected=wanted, fix=fix)
+
+
+def _ids(prompt: Sequence[int], field: str) -> list[int]:
+    try:
+        return [index(token) for token in prompt]
+    except TypeError as error:
+        raise UsageError(field, got=error, expected="text, or whole numbers", fix="Give token ids.") from None

@@ -1,0 +1,147 @@
+"""Choosing the next token from logits."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgekv.errors import UsageError
+from edgekv.text.params import SamplingParams
+from edgekv.text.processors import LogitsProcessor, processors_of
+from quant import Encoding
+
+
+class Sampler:
+    """Chooses tokens one at a time.
+
+    The random number of a token depends only on the seed and the token's position, so a text resumed at any point
+    continues in the same way.
+
+    Attributes:
+        seed: the random seed, drawn if none was given; None if greedy.
+    """
+
+    def __init__(self, params: SamplingParams, encoding: Encoding, processors: Sequence[LogitsProcessor] = ()) -> None:
+        """Prepare for logits that are integers of an encoding.
+
+        Args:
+            params: sampling parameters; bias and penalties are not applied here, see `of`.
+            encoding: of the logits.
+            processors: applied to the logits, in this order.
+        """
+        self._params = params
+        self._is_greedy = params.greedy
+        self._encoding = encoding
+        self._processors = tuple(processors)
+        self.seed: int | None = None
+        if not self._is_greedy:
+            self.seed = secrets.randbits(32) if params.seed is None else params.seed
+
+    @classmethod
+    def of(
+        cls, params: SamplingParams, encoding: Encoding, vocab: int, processors: Sequence[LogitsProcessor] = ()
+    ) -> Sampler:
+        """A sampler with the bias and penalties of the parameters, then the caller's processors.
+
+        Raises:
+            UsageError: a bias for a token outside of the vocabulary.
+        """
+        return cls(params, encoding, (*processors_of(params, vocab), *processors))
+
+    def __call__(
+        self,
+        logits: NDArray[Any],
+        prompt: Sequence[int] = (),
+        generated: Sequence[int] = (),
+        allowed: NDArray[np.intp] | None = None,
+    ) -> int:
+        """The next token.
+
+        Greedy decoding without processors compares integers; ties go to the lowest id.
+
+        Args:
+            logits: integers `[V]`.
+            prompt: token ids of the prompt.
+            generated: token ids generated so far.
+            allowed: ids of the tokens to choose from, ascending; None for all.
+
+        Raises:
+            UsageError: a processor gave logits of another shape, NaN, or none that is finite.
+        """
+        values = self._process(logits, prompt, generated) if self._processors else logits
+        if allowed is None:
+            return self._choose(values, len(prompt) + len(generated))
+        values = values[allowed]
+        if self._processors and not np.isfinite(values.max()):
+            found, wanted = "none that is finite among those that the grammar allows", "one at least"
+            raise UsageError("logits", got=found, expected=wanted, fix="Correct the bias or the logits processor.")
+        return int(allowed[self._choose(values, len(prompt) + len(generated))])
+
+    def _choose(self, values: NDArray[Any], position: int) -> int:
+        """Index of the chosen token; integers have the order of the logits."""
+        if self._is_greedy:
+            return int(values.argmax())
+        order, probabilities = self._distribution(values, values) if self._processors else self.distribution(values)
+        cumulative = probabilities.cumsum()
+        drawn = self._uniform(position) * cumulative[-1]
+        last = cumulative.searchsorted(cumulative[-1])  # later ones have a probability of 0
+        return int(order[min(cumulative.searchsorted(drawn, "right"), last)])
+
+    def real(self, logits: NDArray[Any]) -> NDArray[np.float32]:
+        """Dequantized logits, before any processor."""
+        return self._encoding.dequantize(logits)
+
+    def distribution(self, logits: NDArray[Any]) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+        """The tokens that may be chosen, most likely first, and their probabilities, which sum to 1.
+
+        Args:
+            logits: integers `[V]`, to which no processor is applied.
+        """
+        return self._distribution(logits.astype(np.int64), logits)
+
+    def _distribution(self, ranks: NDArray[Any], logits: NDArray[Any]) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+        params = self._params
+        kept = len(ranks) if params.top_k is None else min(params.top_k, len(ranks))
+        order = most_likely(ranks, kept)
+        chosen = logits[order]
+        real = (chosen if ranks is logits else self._encoding.dequantize(chosen)).astype(np.float64)
+        weights = np.exp((real - real[0]) / params.temperature)
+        probabilities = weights / weights.sum()
+        if params.top_p is not None:
+            before = probabilities.cumsum() - probabilities
+            kept = int(np.count_nonzero(before < params.top_p))
+            order, probabilities = order[:kept], probabilities[:kept] / probabilities[:kept].sum()
+        if params.min_p:
+            kept = int(np.count_nonzero(probabilities >= params.min_p * probabilities[0]))
+            order, probabilities = order[:kept], probabilities[:kept] / probabilities[:kept].sum()
+        return order, probabilities
+
+    def _process(self, logits: NDArray[Any], prompt: Sequence[int], generated: Sequence[int]) -> NDArray[Any]:
+        values: NDArray[Any] = self.real(logits)
+        for processor in self._processors:
+            values = np.asarray(processor(prompt, generated, values))
+            if values.shape != logits.shape or np.isnan(values).any() or not np.isfinite(values.max()):
+                found = f"{list(values.shape)}, {np.isfinite(values).sum()} of them finite, from {processor}"
+                wanted = f"{list(logits.shape)} without NaN, one of them finite at least"
+                raise UsageError("logits", got=found, expected=wanted, fix="Correct the logits processor.")
+        return values
+
+    def _uniform(self, position: int) -> float:
+        """A number in [0, 1) determined by the seed and a position, the same on every platform and in every release."""
+        assert self.seed is not None
+        raw = int(np.random.Philox(key=self.seed, counter=position).random_raw())
+        return (raw >> 11) * 2.0**-53
+
+
+def most_likely(values: NDArray[Any], count: int) -> NDArray[np.intp]:
+    """Indices of the largest values in descending order; ties go to the lower index."""
+    if count == len(values):
+        return np.argsort(-values, kind="stable")
+    least = np.partition(values, len(values) - count)[len(values) - count]
+    enough = np.flatnonzero(values >= least)
+    best: NDArray[np.intp] = enough[np.argsort(-values[enough], kind="stable")[:count]]
+    return best

@@ -1,0 +1,144 @@
+"""Finds the calls in an answer as it is generated, and keeps their notation out of its text."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from edgekv.text.detokenizer import StopSequences
+from edgekv.text.tools.format import CallFormat
+from edgekv.text.tools.gemma import IncompleteError, read_arguments
+from edgekv.text.tools.tool import ToolCall
+
+_WHOLE_CHARACTERS = re.compile(
+    r"""(?:[^"\\]|\\["\\/bfnrt]|\\u(?![dD][89abAB])[0-9a-fA-F]{4}"""
+    # The first half of a surrogate pair, with the second one or with what cannot become one.
+    r"""|\\u[dD][89abAB][0-9a-fA-F]{2}(?:\\u[dD][c-fC-F][0-9a-fA-F]{2}|(?=[^\\]|\\[^u]|\\u[^dD]|\\u[dD][^c-fC-F])))*"""
+)
+
+
+class ToolCallReader:
+    """Takes the tokens of an answer that a grammar of `tools_grammar` binds.
+
+    Attributes:
+        calls: the calls that are complete.
+    """
+
+    def __init__(self, call: CallFormat, special: Mapping[str, int]) -> None:
+        """Start an answer.
+
+        Args:
+            call: how the model writes calls.
+            special: ids of the special tokens in it, which have no text in the answer.
+        """
+        self.calls: list[ToolCall] = []
+        self._format = call
+        self._special = {number: text for text, number in special.items()}
+        self._marker = call.open.strip().removesuffix("call:").removesuffix("[").strip() or call.tag
+        self._text = StopSequences([self._marker])
+        self._is_call = False  # between open and close
+        self._is_first = True
+        self._buffer = ""  # of the current call, or of what follows it
+        self._reply = JsonReply(call.reply) if call.reply else None
+
+    def push(self, token: int, text: str) -> str:
+        """The text of the answer that a token adds, without the notation of calls.
+
+        Args:
+            token: its id.
+            text: that it adds, as a `Detokenizer` gives it.
+        """
+        text = self._special.get(token, text)
+        if not self._is_call and not self._format.open and self._is_first and text:
+            self._is_first = False
+            self._is_call = text.startswith("{")
+        if self._is_call:
+            self._buffer += text
+            return self._read()
+        self._buffer += text
+        shown = self._plain(self._text.push(text))
+        if not self._text.found:
+            return shown
+        _, _, rest = self._buffer.partition(self._marker)
+        self._is_call, self._buffer = True, rest
+        return shown + self._read()
+
+    def flush(self) -> str:
+        """The text that was withheld, at the end; a call that was cut is left out."""
+        return "" if self._is_call else self._plain(self._text.flush())
+
+    def _plain(self, text: str) -> str:
+        """Text outside of calls as it is shown."""
+        return text if self._reply is None else self._reply.push(text)
+
+    def _read(self) -> str:
+        """Take complete calls from the buffer; the text after the last one."""
+        while self._is_call:
+            found = self._call()
+            if found is None:
+                return ""
+            call, rest = found
+            close, separator = self._format.close, self._format.separator
+            if separator and rest.startswith(separator):
+                self._buffer = rest[len(separator) :]
+            elif rest.startswith(close):
+                self._is_call, self._buffer = False, ""
+                self._text = StopSequences([self._marker])
+                self.calls.append(call)
+                return self.push(-1, rest[len(close) :])
+            else:
+                return ""
+            self.calls.append(call)
+        return ""
+
+    def _call(self) -> tuple[ToolCall, str] | None:
+        """The call at the start of the buffer and the text after it; None if it is not complete."""
+        form, text = self._format, self._buffer
+        try:
+            if form.body == "gemma":
+                name, _, _ = text.partition("{")
+                arguments, end = read_arguments(text, len(name), form.quote)
+                return ToolCall(name.removeprefix("call:"), _written(arguments)), text[end:]
+            name, middle, rest = text.partition(form.middle) if form.middle else ("", "", text)
+            start = len(name) + len(middle) + (len(rest) - len(rest.lstrip(" \n[")))
+            value, end = json.JSONDecoder().raw_decode(text, start)
+        except (ValueError, IncompleteError):
+            return None
+        if form.body == "named":
+            return ToolCall(name, _written(value)), text[end:]
+        return ToolCall(value["name"], _written(value[form.key])), text[end:]
+
+
+def _written(arguments: Any) -> str:
+    return json.dumps(arguments, ensure_ascii=False)
+
+
+class JsonReply:
+    """Reads the text of an answer that is `open`, a string of JSON, and a brace, as it is generated."""
+
+    def __init__(self, open: str) -> None:
+        """Start an answer.
+
+        Args:
+            open: text before the string.
+        """
+        self._left = len(open) + 1  # characters before the text, with its quotation mark
+        self._raw = ""
+        self._has_ended = False
+
+    def push(self, text: str) -> str:
+        """The text that more of the answer adds; an escape that is not complete is withheld."""
+        before = min(self._left, len(text))
+        self._left -= before
+        self._raw += text[before:]
+        if self._has_ended:
+            return ""
+        found = _WHOLE_CHARACTERS.match(self._raw)
+        assert found is not None
+        end = found.end()
+        self._has_ended = self._raw.startswith('"', end)
+        whole, self._raw = self._raw[:end], self._raw[end:]
+        decoded: str = json.loads(f'"{whole}"', strict=False)
+        return decoded.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
