@@ -18,7 +18,7 @@ from pathlib import Path
 
 import msgspec
 
-from tests.exports import GIVEN, program
+from tests.exports import GIVEN, platform_folder
 
 SELECT = "not htp and not slow and not numpy2 and not numpy1"
 LONGEST_S = 3600
@@ -59,7 +59,7 @@ def group(file: str) -> str:
 def run(python: str, file: Path) -> Result:
     """Run the tests of one file with this Python, after they ran with the one of this process."""
     command = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", SELECT, "-rfE", "--tb=short", str(file)]
-    environment = os.environ | {GIVEN: program().name}
+    environment = os.environ | {GIVEN: platform_folder().name}
     subprocess.run([sys.executable, *command[1:]], capture_output=True, env=environment, check=False)
     try:
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=LONGEST_S, check=False)

@@ -145,7 +145,8 @@ def _genie_folder(bundle: Path) -> GenieFolder:
     from exporters.targets.genie.write import write_genie
 
     options, opened = GenieOptions(check=False), open_bundle(bundle)
-    made = exports.kept("genie", lambda folder: write_genie(opened, folder / "genie", options), bundle, options)
+    code = ("exporters.targets.genie.write",)
+    made = exports.kept("genie", code, lambda folder: write_genie(opened, folder / "genie", options), bundle, options)
     return open_genie_folder(made / "genie")
 
 

@@ -1,4 +1,4 @@
-"""Exports that tests share. Each is made once per program, checkpoint and options, and kept for later runs.
+"""Exports that tests share. Each is made once per code that makes it, checkpoint and options, and kept for later runs.
 
 They lie in `build/test-cache`, or in EDGEKV_TEST_CACHE. A test that writes takes a copy; `changed` names the files of
 shared folders that were written to nevertheless.
@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
-from functools import lru_cache
+from functools import cache, lru_cache
 from hashlib import sha256
 from importlib import metadata
 from pathlib import Path
@@ -28,12 +28,14 @@ from exporters.checkpoint.checkpoint import Checkpoint
 from exporters.export import ExportOptions, RunOptions, export_bundle
 from exporters.htp.compile import compile_bundle
 from exporters.quantize.recipe import Recipe, find_recipe
+from tests.dependencies import code_digest
 
 ROOT = Path(__file__).parent.parent
 CACHE = Path(os.environ.get("EDGEKV_TEST_CACHE") or ROOT / "build" / "test-cache").resolve()
-PACKAGES = ("devices", "edgekv", "exporters", "quant")
-KEPT_PROGRAMS = 2
-GIVEN = "EDGEKV_TEST_PROGRAM"
+EXPORTS = ("exporters.export", "exporters.htp.compile")
+"""The modules that make exports."""
+KEPT_BYTES = 8 << 30
+GIVEN = "EDGEKV_TEST_PLATFORM"
 LONGEST_RUN_S = 3600
 TOKENS_OF_RANDOM_MODELS = 2048
 """Calibration tokens of models that were never trained; more of them take seconds and show nothing more."""
@@ -75,25 +77,26 @@ def exported(checkpoint: Path, options: ExportOptions, *, compiled: bool = False
 
     def make(folder: Path) -> None:
         own = checkpoint if lasting else shutil.copytree(checkpoint, folder / "checkpoint")
-        layers = program() / f"layers-{_short(source, options.recipe)}"
+        layers = platform_folder() / f"layers-{_short(_code(EXPORTS), source, options.recipe)}"
         with FileLock(layers.with_suffix(".lock")):
             run = RunOptions(cache_dir=layers, resume=True, keep_stages=True)
             export_bundle(Checkpoint.open(str(own)), folder / "bundle", options, run)
         if compiled:
             compile_bundle(open_bundle(folder / "bundle"), options.device)
 
-    return kept("export", make, source, replace(options, calibration=None), calibration, compiled) / "bundle"
+    return kept("export", EXPORTS, make, source, replace(options, calibration=None), calibration, compiled) / "bundle"
 
 
-def kept(kind: str, make: Callable[[Path], object], *key: object) -> Path:
+def kept(kind: str, code: tuple[str, ...], make: Callable[[Path], object], *key: object) -> Path:
     """A shared folder, made by whichever process asks for it first.
 
     Args:
         kind: begins the folder's name.
+        code: the modules that make its contents, by name.
         make: fills the empty folder that it is given, which is where it stays.
-        key: what the contents depend on besides the program, each with a repr that says all of it.
+        key: what the contents depend on besides that code, each with a repr that says all of it.
     """
-    folder = program() / f"{kind}-{_short(*key)}"
+    folder = platform_folder() / f"{kind}-{_short(_code(code), *key)}"
     record = folder.with_suffix(".json")
     with FileLock(folder.with_suffix(".lock")):
         if not record.is_file() or _recorded(record) != _contents(folder):
@@ -102,6 +105,7 @@ def kept(kind: str, make: Callable[[Path], object], *key: object) -> Path:
             folder.mkdir(parents=True)
             make(folder)
             record.write_bytes(msgspec.json.encode(_contents(folder)))
+        os.utime(record)
     _used.add(folder)
     return folder
 
@@ -117,33 +121,37 @@ def changed() -> list[str]:
 
 def forget_layers() -> None:
     """Remove quantized layers, the largest files here: with the exports kept, a later run hardly needs them."""
-    for lock in program().glob("layers-*.lock"):
+    for lock in CACHE.glob("*/layers-*.lock"):
         with suppress(Timeout), FileLock(lock, blocking=False):
             shutil.rmtree(lock.with_suffix(""), ignore_errors=True)
 
 
 def prune() -> None:
-    """Remove what all but the last few programs made, unless a run may still be using it."""
-    program().mkdir(parents=True, exist_ok=True)
-    os.utime(program())
-    last_use = {folder: folder.stat().st_mtime for folder in CACHE.iterdir()}
-    for old in sorted(last_use, key=lambda folder: -last_use[folder])[KEPT_PROGRAMS:]:
-        if last_use[old] < time.time() - LONGEST_RUN_S:
-            shutil.rmtree(old, ignore_errors=True)
+    """Remove what was not used for longest, down to KEPT_BYTES, unless a run may still be using it."""
+    left = KEPT_BYTES
+    last_use = {record: record.stat().st_mtime for record in CACHE.glob("*/*.json")}
+    for record in sorted(last_use, key=lambda record: -last_use[record]):
+        left -= sum(size for size, _ in _recorded(record).values())
+        if left < 0 and last_use[record] < time.time() - LONGEST_RUN_S:
+            shutil.rmtree(record.with_suffix(""), ignore_errors=True)
+            record.with_suffix(".lock").unlink(missing_ok=True)
+            record.unlink(missing_ok=True)
 
 
 @lru_cache(maxsize=1)
-def program() -> Path:
-    """The folder of what this program makes.
+def platform_folder() -> Path:
+    """The folder of what is made on this platform.
 
-    It is named after the four packages' files, Python, every installed package, and the processor: BLAS has kernels
-    for each, and integers depend on them. EDGEKV_TEST_PROGRAM names another platform's, whose exports are used then.
+    It is named after Python, every installed package, and the processor: BLAS has kernels for each, and integers depend
+    on them. EDGEKV_TEST_PLATFORM names another platform's, whose exports are used then.
     """
     if given := os.environ.get(GIVEN):
         return CACHE / given
     installed = sorted({f"{each.name}=={each.version}" for each in metadata.distributions()})
-    sources = [_digest(ROOT / package) for package in PACKAGES]
-    return CACHE / _short(sources, platform.python_version(), _processor(), installed)
+    return CACHE / _short(platform.python_version(), _processor(), installed)
+
+
+_code = cache(code_digest)
 
 
 def _processor() -> str:

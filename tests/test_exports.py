@@ -25,7 +25,7 @@ def make(folder):
     (folder / "file").write_text("whole")
 
 exports.CACHE = Path(sys.argv[1])
-assert (exports.kept("folder", make, "key") / "file").read_text() == "whole"
+assert (exports.kept("folder", ("quant",), make, "key") / "file").read_text() == "whole"
 """
 
 
@@ -33,9 +33,9 @@ assert (exports.kept("folder", make, "key") / "file").read_text() == "whole"
 def cache(tmp_path, monkeypatch):
     monkeypatch.setattr(exports, "CACHE", tmp_path / "cache")
     monkeypatch.setattr(exports, "_used", set())
-    exports.program.cache_clear()
+    exports.platform_folder.cache_clear()
     yield tmp_path / "cache"
-    exports.program.cache_clear()
+    exports.platform_folder.cache_clear()
 
 
 @pytest.mark.slow
@@ -50,11 +50,11 @@ def test_a_folder_that_was_written_to_is_reported_and_made_again(cache):
     def make(folder: Path) -> None:
         (folder / "file").write_text("as made")
 
-    folder = kept("folder", make, 1)
+    folder = kept("folder", ("quant",), make, 1)
     assert exports.changed() == []
     (folder / "other").write_text("by a test")
     assert exports.changed() == [str(folder / "other")]
-    assert kept("folder", make, 1) == folder and kept("folder", make, 2) != folder
+    assert kept("folder", ("quant",), make, 1) == folder and kept("folder", ("quant",), make, 2) != folder
     assert [path.name for path in folder.iterdir()] == ["file"]
     assert exports.changed() == []
 
@@ -65,8 +65,8 @@ def test_what_failed_is_tried_again(cache):
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        kept("folder", fail)
-    assert [*kept("folder", lambda folder: None).iterdir()] == []
+        kept("folder", ("quant",), fail)
+    assert [*kept("folder", ("quant",), lambda folder: None).iterdir()] == []
 
 
 @pytest.mark.slow
@@ -82,11 +82,12 @@ def test_an_export_is_found_by_its_checkpoint_and_options(cache, tmp_path):
     assert source.checkpoint == str(first.parent / "checkpoint")
 
 
-def test_only_the_last_programs_exports_are_kept(cache):
+def test_what_was_not_used_for_longest_makes_room(cache, monkeypatch):
     long_ago = time.time() - 2 * exports.LONGEST_RUN_S
-    for age_s, name in enumerate(("old", "older", "oldest", "in use")):
-        (cache / name).mkdir(parents=True)
-        if name != "in use":
-            os.utime(cache / name, (long_ago - age_s,) * 2)
+    folders = [kept(name, ("quant",), lambda folder: (folder / "file").write_bytes(bytes(100))) for name in "abcd"]
+    for age_s, folder in enumerate(folders):
+        if folder != folders[3]:  # in use
+            os.utime(folder.with_suffix(".json"), (long_ago - age_s,) * 2)
+    monkeypatch.setattr(exports, "KEPT_BYTES", 250)
     exports.prune()
-    assert {path.name for path in cache.iterdir()} == {"in use", exports.program().name}
+    assert [folder.exists() for folder in folders] == [True, False, False, True]

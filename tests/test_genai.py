@@ -37,7 +37,7 @@ def folders(bundle: Path) -> dict[str, Path]:
         for engine, device in (("cpu", None), ("htp", DEVICE)):
             write_folder(open_bundle(bundle), parent / engine, GenaiOptions(device))
 
-    parent = kept("genai", write, bundle)
+    parent = kept("genai", ("exporters.targets.genai.folder",), write, bundle)
     return {"cpu": parent / "cpu", "htp": parent / "htp"}
 
 

@@ -42,7 +42,7 @@ def folder(checkpoint: Path) -> Path:
     def make(folder: Path) -> None:
         assert run(["bundle", "geniex", str(bundle), "-o", str(folder / "My Model 1B"), "--no-bos"]) == 0
 
-    return kept("geniex", make, bundle) / "My Model 1B"
+    return kept("geniex", ("exporters.targets.cli",), make, bundle) / "My Model 1B"
 
 
 def test_geniex_reads_the_model(folder: Path) -> None:
