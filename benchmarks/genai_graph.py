@@ -1,10 +1,9 @@
 """A decoder as onnxruntime-genai's model builder writes it for a CPU with int4 weights, without PyTorch.
 
-The builder (`python -m onnxruntime_genai.models.builder -p int4 -e cpu`) needs PyTorch and Transformers; `--genai` of
-the benchmarks takes its folders too. These have the same operations in the same order: `MatMulNBits` with blocks of 32
-and accuracy level 4 for all matrices including the head, one matrix for queries, keys and values,
-`GroupQueryAttention` with rotary embedding inside, `SkipSimplifiedLayerNormalization`, a float embedding table. The
-integers are random: speed does not depend on them.
+The builder (`python -m onnxruntime_genai.models.builder -p int4 -e cpu`) needs PyTorch and Transformers. This graph has
+the same operations in the same order: `MatMulNBits` with blocks of 32 and accuracy level 4 for all matrices including
+the head, one matrix for queries, keys and values, `GroupQueryAttention` with rotary embedding inside,
+`SkipSimplifiedLayerNormalization`, a float embedding table. The integers are random: speed does not depend on them.
 """
 
 from __future__ import annotations
@@ -19,7 +18,9 @@ import onnx
 from numpy.typing import NDArray
 from onnx import TensorProto, helper, numpy_helper
 
+from edgekv.bundle import Bundle
 from edgekv.spec import DecoderSpec
+from exporters.checkpoint.checkpoint import Checkpoint
 
 _BLOCK_ROWS = 32
 _CONTRIB = "com.microsoft"
@@ -59,6 +60,11 @@ class _Writer:
         outputs = [name, "", "", f"{name}.sum"]
         self.node("SkipSimplifiedLayerNormalization", [x, skip, gamma], outputs, _CONTRIB, epsilon=self._spec.eps)
         return name, f"{name}.sum"
+
+
+def spec_of(bundle: Bundle) -> DecoderSpec:
+    """The decoder of a bundle's checkpoint."""
+    return Checkpoint.open(bundle.manifest.source.checkpoint).spec
 
 
 def write_genai_folder(spec: DecoderSpec, context: int, folder: Path) -> Path:

@@ -5,26 +5,27 @@
 Runs a real exported decoder of random weights with that many cache tensors (each a past input and a new output),
 and a graph with the same inputs and outputs that only slices them: the decoder leaves the processor's caches cold,
 the slices leave them warm.
-`naive` is what a plain loop does: run on numpy arrays, concatenate past and new, drop the oldest row. Strategies
-alternate, so that changes of the machine's speed affect all of them. Each cache starts empty, and a pointer-shift
-slides only after 512 steps or more: `benchmarks.kv_update` counts slides too.
+`naive` is what a plain loop does: run on numpy arrays, concatenate past and new, drop the oldest row. Each cache starts
+empty, and a pointer-shift slides only after 512 steps or more: `benchmarks.kv_update` counts slides too.
 """
 
 from __future__ import annotations
 
 import argparse
-import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
 import onnxruntime as ort
 from onnx import TensorProto, ValueInfoProto, helper, numpy_helper
 from rich.console import Console
-from rich.table import Table
 
+from benchmarks.large_checkpoint import write_large_checkpoint
+from benchmarks.turns import by_turns, turns_table
 from devices import find
 from edgekv.bundle import Bundle, open_bundle
 from edgekv.kv import KVCache
@@ -35,7 +36,6 @@ from edgekv.spec import Port
 from exporters.checkpoint.checkpoint import Checkpoint
 from exporters.export import ExportOptions, export_bundle
 from exporters.quantize.recipe import find_recipe
-from tests.checkpoints import NEWER, write_checkpoint
 
 CONTEXT, HEAD_DIM, KV_HEADS = 1024, 64, 8
 TURN = 10
@@ -45,13 +45,16 @@ STRATEGIES = (("slot", 2.0), ("pointer-shift", 2.0), ("pointer-shift", 1.5), ("m
 def export(folder: Path, tensors: int) -> Path:
     """A bundle with this many cache tensors; its layers compute as little as a decoder can."""
     shape = {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "vocab_size": 4096,
         "num_hidden_layers": tensors // (2 * KV_HEADS),
         "num_attention_heads": KV_HEADS,
         "num_key_value_heads": KV_HEADS,
         "head_dim": HEAD_DIM,
         "max_position_embeddings": CONTEXT,
     }
-    checkpoint = Checkpoint.open(str(write_checkpoint(folder / "checkpoint", NEWER, shape)))
+    checkpoint = Checkpoint.open(str(write_large_checkpoint(folder / "checkpoint", "smollm2-135m", shape)))
     options = ExportOptions(
         device=find("SM8650"), recipe=find_recipe("w8a16"), context=CONTEXT, ar=(1,), check_on_htp=False
     )
@@ -116,11 +119,12 @@ def measure(bundle: Bundle, session: ort.InferenceSession, steps: int) -> dict[s
     for name, reserve in STRATEGIES:
         label = f"{name} {reserve}" if name == "pointer-shift" else name
         loops[label] = bound(bundle, session, name, reserve)
-    times: dict[str, list[float]] = {name: [] for name in loops}
-    for _ in range(steps // TURN):
-        for name, step in loops.items():
-            times[name] += [step() for _ in range(TURN)]
-    return times
+    turns = {name: partial(_several, step) for name, step in loops.items()}
+    return {name: [*chain.from_iterable(found)] for name, found in by_turns(turns, steps // TURN).items()}
+
+
+def _several(step: Callable[[], float]) -> list[float]:
+    return [step() for _ in range(TURN)]
 
 
 def main() -> None:
@@ -128,21 +132,15 @@ def main() -> None:
     parser.add_argument("--tensors", type=int, nargs="+", default=[256, 512], help="cache tensors, multiples of 16")
     parser.add_argument("--steps", type=int, default=200)
     args = parser.parse_args()
-    table = Table(title=f"host time of a decode step, S = {CONTEXT}, D = {HEAD_DIM}, uint8, microseconds")
-    for column in ("tensors", "graph", "strategy", "median", "90 %", "naive / this"):
-        table.add_column(column, justify="left" if column in ("graph", "strategy") else "right")
     for tensors in args.tensors:
         with tempfile.TemporaryDirectory() as scratch:
             bundle = open_bundle(export(Path(scratch), tensors))
             decoder = CpuEngine(threads=1).session(bundle.graph_path(bundle.manifest.graphs[0]))
             for graph, session in (("decoder", decoder), ("slices", slices(bundle))):
-                times = measure(bundle, session, args.steps)
-                base = statistics.median(times["naive"])
-                for name, measured in times.items():
-                    median, late = statistics.median(measured), statistics.quantiles(measured, n=10)[-1]
-                    row = (str(tensors), graph, name, f"{median:.1f}", f"{late:.1f}", f"{base / median:.1f}")
-                    table.add_row(*row)
-    Console(width=100).print(table)
+                title = (
+                    f"host time of a step of {graph}, {tensors} tensors, S = {CONTEXT}, D = {HEAD_DIM}, microseconds"
+                )
+                Console(width=100).print(turns_table(title, measure(bundle, session, args.steps), "naive"))
 
 
 if __name__ == "__main__":

@@ -22,12 +22,14 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import product
 
 import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.turns import by_turns
 from edgekv.kv import KINDS, STRATEGIES, Geometry, KeyLayout, KVCache, StrategyName
 
 CONTEXT, KV_HEADS = 2048, 8
@@ -159,8 +161,9 @@ def main() -> None:
         table.add_column(column, justify="left" if column in ("strategy", "keys") else "right")
     for tensors, head_dim in product(args.tensors, args.head_dims):
         entrants = contenders()
-        rounds = [[run(contender, tensors, head_dim) for contender in entrants] for _ in range(args.rounds)]
-        typical = [sorted(turns, key=lambda turn: turn.mean_us)[len(turns) // 2] for turns in zip(*rounds, strict=True)]
+        turns = {f"{each.name} {each.keys}": partial(run, each, tensors, head_dim) for each in entrants}
+        measured = by_turns(turns, args.rounds, warm_up=0).values()
+        typical = [sorted(each, key=lambda turn: turn.mean_us)[len(each) // 2] for each in measured]
         for contender, turn in zip(entrants, typical, strict=True):
             steps, mean_us = len(turn.times_us), turn.mean_us
             names = (str(tensors), str(head_dim), contender.name, contender.keys, f"{steps:,}")

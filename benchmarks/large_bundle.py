@@ -1,9 +1,9 @@
 """A bundle of a real model's shape, with random weights rounded to nearest: for the CPU engine's benchmarks.
 
-    python -m benchmarks.large_bundle SHAPE -o DIR [--recipe w4a16-lpbq64] [--context 1024] [--ar 1,32,256] [--gguf]
+    python -m benchmarks.large_bundle SHAPE -o DIR [--recipe w4a16-lpbq64] [--context 1024] [--ar 1,32,256]
 
-SHAPE is one of benchmarks.large_checkpoint. DIR gets the checkpoint, the bundle and, with `--gguf`, the same weights as
-a Q4_0 file for other runtimes. How its integers were chosen does not show in a bundle's speed.
+SHAPE is one of benchmarks.large_checkpoint. DIR gets the checkpoint and the bundle. How its integers were chosen
+does not show in a bundle's speed.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from devices import find
 from exporters.checkpoint.checkpoint import Checkpoint
 from exporters.export import ExportOptions, export_bundle
 from exporters.quantize.recipe import find_recipe
-from tests.gguf_files import write_gguf
 
 CALIBRATION = "import sys\nprint(sys.argv)\n"
 
@@ -29,7 +28,6 @@ def main() -> None:
     parser.add_argument("--recipe", default="w4a16-lpbq64")
     parser.add_argument("--context", type=int, default=1024)
     parser.add_argument("--ar", default="1,32,256")
-    parser.add_argument("--gguf", action="store_true")
     args = parser.parse_args()
     checkpoint = write_large_checkpoint(args.output / "checkpoint", args.shape)
     calibration = args.output / "calibration.txt"
@@ -43,8 +41,6 @@ def main() -> None:
         check_on_htp=False,
     )
     export_bundle(Checkpoint.open(str(checkpoint)), args.output / args.recipe, options)
-    if args.gguf:
-        write_gguf(checkpoint, args.output / f"{args.shape}-q4_0.gguf", "Q4_0")
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -13,7 +14,8 @@ import numpy as np
 
 from edgekv.spec import Config, describe
 from edgekv.spec.tensors import views
-from tests.checkpoints import write_tokenizer
+
+_TOKENIZER = Path(__file__).parent.parent / "models" / "stdlib-4m" / "tokenizer.json"
 
 _LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -110,7 +112,8 @@ _SHARD_BYTES = 4 << 30
 
 
 def write_large_checkpoint(folder: Path, shape: str, changes: Mapping[str, Any] = _NOTHING) -> Path:
-    """Write the folder unless it is there: matrices N(0, 0.02), norms near 1, a tokenizer of bytes.
+    """Write the folder unless it is there: matrices N(0, 0.02), norms near 1, the embedded model's tokenizer of 4,096
+    tokens.
 
     `changes` are fields of config.json that differ from the shape's.
     """
@@ -120,7 +123,7 @@ def write_large_checkpoint(folder: Path, shape: str, changes: Mapping[str, Any] 
     fields = {**SHAPES[shape], **changes}
     config = {name: value for name, value in fields.items() if value is not None or name == "rope_scaling"}
     (folder / "config.json").write_text(json.dumps(config))
-    write_tokenizer(folder / "tokenizer.json")
+    shutil.copyfile(_TOKENIZER, folder / "tokenizer.json")
     shapes = {view.key: view.stored_shape for view in views(describe(Config(config)))}
     shards: list[dict[str, tuple[int, ...]]] = [{}]
     for name, dimensions in shapes.items():

@@ -85,25 +85,14 @@ def weights_bytes(checkpoint: Path, recipe: str) -> tuple[int, int]:
     return bits, scaled
 
 
-def shape_parser(description: str | None) -> argparse.ArgumentParser:
-    """The options of benchmarks that export a shape."""
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("shape", choices=SHAPES)
     parser.add_argument("--recipe", default="w4a16-lpbq64")
     parser.add_argument("--context", default="1024,4096")
     parser.add_argument("--ar", default="1,128")
     parser.add_argument("--key-layout", choices=("rows", "columns"), default="rows")
     parser.add_argument("--folder", type=Path, help="where to work; what is there is used again")
-    return parser
-
-
-def export_options(args: argparse.Namespace) -> list[str]:
-    """These options as `edgekv export` takes them."""
-    return ["--recipe", args.recipe, "--context", args.context, "--ar", args.ar, "--key-layout", args.key_layout]
-
-
-def main() -> None:
-    parser = shape_parser(__doc__)
     parser.add_argument("--apart", action="store_true", help="check and compile by themselves")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
@@ -111,25 +100,11 @@ def main() -> None:
         checkpoint = write_large_checkpoint(folder / args.shape, args.shape)
         bundle = folder / f"{args.shape}-{args.recipe}"
         given = ["--device", DEVICE, "--force"]
-        what = export_options(args)
-        steps = {
-            "export, check and compile at once": [
-                "export",
-                str(checkpoint),
-                "-o",
-                str(bundle),
-                *given,
-                *what,
-                "--max-ram",
-                "4GB",
-                "--compile",
-            ],
-        }
+        what = ["--recipe", args.recipe, "--context", args.context, "--ar", args.ar, "--key-layout", args.key_layout]
+        export = ["export", str(checkpoint), "-o", str(bundle), *given, *what, "--max-ram", "4GB", "--compile"]
+        steps = {"export, check and compile at once": export}
         if args.apart:
-            steps = {
-                "export and check": steps["export, check and compile at once"][:-1],
-                "compile": ["compile", str(bundle), *given],
-            }
+            steps = {"export and check": export[:-1], "compile": ["compile", str(bundle), *given]}
         table = Table(title=f"{args.shape}, {args.recipe}, contexts {args.context}, AR {args.ar}, {DEVICE}")
         for column in ("step", "seconds", "edgekv's RAM", "largest compiler's RAM"):
             table.add_column(column, justify="left" if column == "step" else "right")

@@ -10,11 +10,15 @@ the time from one adapter to another in loaded graphs: the session's reset and t
 from __future__ import annotations
 
 import argparse
+from functools import partial
 from itertools import cycle
 from statistics import median
 from time import perf_counter, process_time
 
+from rich.console import Console
+
 import edgekv
+from benchmarks.turns import by_turns, turns_table
 
 PROMPT = "The weather on the coast"
 
@@ -59,14 +63,9 @@ def main() -> None:
     slots = edgekv.load(args.slots, threads=1, cpu_mode=args.cpu_mode)
     runs = {"without slots": (plain, None), "slots, no adapter": (slots, None)}
     runs |= {f"slots, {name}": (slots, name) for name in names[:1]}
-    times: dict[str, list[float]] = {label: [] for label in runs}
-    for _ in range(args.rounds + 1):
-        for label, (model, lora) in runs.items():
-            times[label].append(decode_ms(model, args.tokens, lora))
-    base = median(times["without slots"][1:])
-    print(f"{args.cpu_mode}: ms of the processor a token, median of {args.rounds} rounds")
-    for label, found in times.items():
-        print(f"  {label:20s} {median(found[1:]):8.2f}  {median(found[1:]) / base:.3f}")
+    turns = {label: partial(decode_ms, model, args.tokens, lora) for label, (model, lora) in runs.items()}
+    times = by_turns(turns, args.rounds)
+    Console().print(turns_table(f"{args.cpu_mode}: ms of the processor a token", times, "without slots"))
     if names:
         swap, first = swap_ms(slots, names, 20)
         print(f"  swap {swap:.2f} ms; opening an adapter {first:.1f} ms")

@@ -16,11 +16,13 @@ import random
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.turns import by_turns
 from edgekv.kv import Geometry
 from edgekv.prefix import PrefixStore, StoreConfig
 
@@ -111,13 +113,12 @@ def restore(tokens: int, rounds: int = 15) -> Table:
         copy[...] = plain
         return plain.nbytes
 
-    calls: dict[str, Callable[[], int]] = {"memcpy": memcpy, "match + fetch": fetch}
-    speeds: dict[str, list[float]] = {name: [] for name in calls}
-    for _ in range(rounds):
-        for name, call in calls.items():
-            began = time.perf_counter_ns()
-            moved = call()
-            speeds[name].append(moved / (time.perf_counter_ns() - began))
+    def speed(call: Callable[[], int]) -> float:
+        began = time.perf_counter_ns()
+        moved = call()
+        return moved / (time.perf_counter_ns() - began)
+
+    speeds = by_turns({"memcpy": partial(speed, memcpy), "match + fetch": partial(speed, fetch)}, rounds)
     table = Table(
         title=f"restoring {tokens:,} tokens, {tokens * row_bytes / 2**20:.0f} MiB (16 layers, 8 heads, D = 64)"
     )

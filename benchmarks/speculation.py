@@ -22,10 +22,10 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, fields
+from functools import partial
 from pathlib import Path
 from statistics import median
 from time import perf_counter_ns, process_time_ns
-from typing import TypeVar
 
 import numpy as np
 from rich.box import SIMPLE
@@ -33,6 +33,7 @@ from rich.console import Console
 from rich.table import Table
 
 import edgekv
+from benchmarks.turns import by_turns
 from edgekv.draft import AdaptiveDrafter, CorpusDrafter, CorpusIndex, Drafter, DraftRecord, PromptLookup, build_index
 from edgekv.engine import Speculate, SpeculationStats
 from edgekv.errors import EdgeKVError
@@ -40,7 +41,6 @@ from edgekv.errors import EdgeKVError
 PROMPTS = Path(__file__).with_suffix(".txt")
 FOUR = ("edit", "rewrite", "code", "tools")
 HISTORY = 8192
-T = TypeVar("T")
 MODES = ("lookup", "corpus", "draft", "auto", "off")
 
 
@@ -127,22 +127,18 @@ def compare(
     totals: dict[tuple[str, str], Total] = {}
     for number, prompt in enumerate(prompts):
         tokens = prompt_tokens(model, prompt.text)
-        turns = [Speculate("off"), *modes]
-        first = number % len(turns)
+        turns = {
+            f"{at} {mode.mode}": partial(answer, model, tokens, new_tokens, mode)
+            for at, mode in enumerate([Speculate("off"), *modes])
+        }
         list(model.generate(tokens, 1, sequence=1))  # so that all turns find the prompt in the cache
-        plain, *answers = _rotated(
-            [answer(model, tokens, new_tokens, each) for each in _rotated(turns, first)], len(turns) - first
-        )
-        for mode, own in zip(modes, answers, strict=True):
+        (plain,), *answers = by_turns(turns, 1, warm_up=0, first=number).values()
+        for mode, (own,) in zip(modes, answers, strict=True):
             total = totals.setdefault((mode.mode, prompt.kind), Total())
             if own.stats.passes and len(plain.tokens) > 1:
                 total.add(plain, own)
         print(f"{number + 1} of {len(prompts)}: {prompt.kind}", file=sys.stderr, flush=True)
     return totals
-
-
-def _rotated(items: Sequence[T], first: int) -> list[T]:
-    return [*items[first:], *items[:first]]
 
 
 def totals_table(totals: dict[tuple[str, str], Total]) -> Table:

@@ -9,15 +9,17 @@ that no other prefix matches; sessions are created before. Times are medians fro
 from __future__ import annotations
 
 import argparse
-import statistics
 import tempfile
 import time
+from functools import partial
+from itertools import count
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
 import edgekv
+from benchmarks.turns import by_turns, turns_table
 from devices import find
 from edgekv.prefix import StoreConfig
 from exporters.checkpoint.checkpoint import Checkpoint
@@ -45,23 +47,18 @@ def first_token_ms(model: edgekv.Model, tokens: list[int], salt: str) -> tuple[f
 
 
 def measure(model: edgekv.Model, tokens: list[int], cached: int, rounds: int) -> Table:
-    times: dict[str, list[float]] = {"cold": [], "warm": []}
-    restored = {"cold": 0, "warm": 0}
-    for number in range(rounds + 1):
-        list(model.generate(tokens[:cached], 1, cache_salt=f"warm {number}"))
-        for name in times:
-            ms, found = first_token_ms(model, tokens, f"{name} {number}")
-            if number:  # the first round warms the sessions
-                times[name].append(ms)
-                restored[name] = found
-    table = Table(title=f"time to the first token, prompt of {len(tokens)} tokens, {model.engine}")
-    for column in ("prefix", "tokens restored", "ms", "times shorter"):
-        table.add_column(column, justify="left" if column == "prefix" else "right")
-    base = statistics.median(times["cold"])
-    for name, measured in times.items():
-        median = statistics.median(measured)
-        table.add_row(name, str(restored[name]), f"{median:.2f}", f"{base / median:.1f}")
-    return table
+    numbers, restored = count(), {"cold": 0, "warm": 0}
+
+    def turn(name: str) -> float:
+        salt = f"{name} {next(numbers)}"
+        if name == "warm":
+            list(model.generate(tokens[:cached], 1, cache_salt=salt))
+        ms, restored[name] = first_token_ms(model, tokens, salt)
+        return ms
+
+    times = by_turns({name: partial(turn, name) for name in restored}, rounds)
+    title = f"time to the first token, prompt of {len(tokens)} tokens, {restored['warm']} restored, {model.engine}, ms"
+    return turns_table(title, times, "cold")
 
 
 def main() -> None:

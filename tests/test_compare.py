@@ -146,8 +146,7 @@ def test_openvino_computes_the_last_logits_alone_when_timed(tmp_path: Path):
 
 
 def test_an_onnxruntime_genai_folder(bundle: Path, tmp_path: Path):
-    from benchmarks.cpu_decode import spec_of
-    from benchmarks.genai_graph import write_genai_folder
+    from benchmarks.genai_graph import spec_of, write_genai_folder
 
     folder = tmp_path / "genai"
     folder.mkdir()

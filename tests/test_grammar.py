@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 import edgekv
+from benchmarks.schemas import random_schema
 from edgekv import Grammar
 from edgekv.cli import run
 from edgekv.engine import GenerationStats
@@ -21,7 +22,6 @@ from edgekv.errors import BusyError, UsageError
 from edgekv.text import GrammarCompiler, constraint
 from edgekv.text.schema import has_finite_answer
 from tests.exports import export_options, exported
-from tests.schemas import random_schema
 from tests.ties import assert_same_or_tied
 
 PERSON: dict[str, Any] = {
