@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from edgekv.bundle import GraphRecord, RecipeRecord
 from edgekv.plan import CALIBRATION_WINDOW, default_calibration_tokens
 from edgekv.spec import DecoderInterface, Geometry, KvTensor, LayeredGeometry, Vocabulary
-from exporters.checkpoint.aligned import AlignedHeads, AlignedTransforms, align
+from exporters.checkpoint.aligned import AlignedHeads, align
 from exporters.checkpoint.channels import outlier_channels
 from exporters.checkpoint.checkpoint import Checkpoint
 from exporters.checkpoint.rotate import applied_rotation, shared_vocabulary
@@ -113,8 +113,7 @@ class Prepared:
             return Surveyed(None, heads, self._tokens())
         rows = found.rows
         if heads is not None:
-            transforms = AlignedTransforms(spec, heads, self.checkpoint.tensor)
-            rows = {tensor: transforms.row(tensor, each) for tensor, each in rows.items()}
+            rows = {each: heads[each.layer, each.head].cached(each.kind, row) for each, row in rows.items()}
         named = {tensor.past: each for tensor, each in rows.items()}
         return Surveyed(FloatSink(first, found.outlier, named, found.logits), heads, self.survey_tokens)
 

@@ -17,7 +17,6 @@ from exporters.checkpoint.aligned import (
     ROOM,
     AlignedHead,
     AlignedHeads,
-    AlignedTransforms,
     align,
     cache_encodings,
     read_heads,
@@ -74,11 +73,11 @@ def test_the_sink_lies_on_the_grid(tmp_path: Path, architecture: str) -> None:
     checkpoint = open_one(tmp_path, architecture)
     found = surveyed(checkpoint)
     heads = align(checkpoint.spec, found.reach, found.rows, 127, has_sink=True)
-    transforms, encodings = AlignedTransforms(checkpoint.spec, heads, checkpoint.tensor), cache_encodings(heads, "u8")
+    encodings = cache_encodings(heads, "u8")
     exact = cached(trace_reference(transformed(checkpoint, ALIGNED, heads), TOKENS))
     on_grid: list[bool] = []
     for tensor, row in found.rows.items():
-        turned = transforms.row(tensor, row)
+        turned = heads[tensor.layer, tensor.head].cached(tensor.kind, row)
         np.testing.assert_allclose(turned, exact[tensor.past][:1], atol=1e-4)
         steps = turned[0] / encodings[tensor.past].scale
         missed = np.abs(steps - np.rint(steps))

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from edgekv.bundle import RecipeRecord, open_bundle
-from exporters.checkpoint.checkpoint import EVERY, Checkpoint, Rows
+from exporters.checkpoint.checkpoint import Checkpoint
+from exporters.checkpoint.fold import EVERY, Rows
 from exporters.checkpoint.folded import transformed
 from exporters.checkpoint.rotate import applied_rotation
 from exporters.inspect import trace_reference

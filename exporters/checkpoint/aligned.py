@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -25,12 +26,12 @@ from safetensors.numpy import load
 
 from edgekv.errors import BundleError
 from edgekv.spec import KINDS, DecoderSpec, KvTensor, View
-from edgekv.spec.geometry import KvDtype
+from edgekv.spec.geometry import Kind, KvDtype
 from edgekv.system import read_file
 from edgekv.tensor_file import encode_tensors
-from exporters.checkpoint.head_channels import HeadChannels
+from exporters.checkpoint.fold import Floats, Fold
 from exporters.checkpoint.reach import ANGLES, HeadNumber, HeadReach
-from exporters.checkpoint.rotate import Floats, Read, hadamard
+from exporters.checkpoint.rotate import hadamard
 from exporters.checkpoint.value_turn import turned, value_turn, value_turns
 from quant import Encoding
 
@@ -77,6 +78,10 @@ class AlignedHead:
         first, second, others = stored[:half], stored[half : 2 * half], stored[2 * half :]
         return np.concatenate([cos * first - sin * second, sin * first + cos * second, rest * others])
 
+    def cached(self, kind: Kind, rows: Floats) -> Floats:
+        """Rows of the cache after the transform, `[n, D]`."""
+        return rows @ self.rotation if kind == "value" else self.keys(rows.T).T
+
     @property
     def rotation(self) -> Floats:
         """Of values, `[D, D]`: `values @ rotation`."""
@@ -89,7 +94,7 @@ class AlignedHead:
 AlignedHeads = Mapping[HeadNumber, AlignedHead]
 
 
-class AlignedTransforms(HeadChannels):
+class AlignedTransforms:
     """Folds aligned heads into the tensors of a decoder.
 
     A norm of queries and keys would undo a factor of the projection in front of it, so the factors go into the weights
@@ -98,27 +103,24 @@ class AlignedTransforms(HeadChannels):
     Args:
         spec: the decoder.
         heads: the transforms.
-        read: the tensors before, by name and rows.
     """
 
-    def __init__(self, spec: DecoderSpec, heads: AlignedHeads, read: Read) -> None:
-        super().__init__(read)
+    def __init__(self, spec: DecoderSpec, heads: AlignedHeads) -> None:
         self._spec = spec
         self._heads = heads
         self._keys = ("q_norm", "k_norm") if spec.qk_norm else ("q", "k")
 
-    def changes(self, view: View) -> bool:
-        return view.role in (*self._keys, "v") or (view.role == "o" and view.is_matrix)
+    def __call__(self, view: View) -> Fold | None:
+        """The fold of a tensor."""
+        if view.role in (*self._keys, "v"):
+            return Fold(out_map=partial(self._outputs, view))
+        return Fold(in_map=partial(self._inputs, view)) if view.role == "o" and view.is_matrix else None
 
-    def _changed(self, view: View, stored: Floats) -> Floats:
+    def _outputs(self, view: View, stored: Floats) -> Floats:
+        """Queries, keys or values `[heads * D, ...]`, or a norm; one of `[D]` if all heads share it."""
         spec, layer = self._spec, view.layer
         assert layer is not None, "heads are parts of layers"
-        if view.role == "o":  # [hidden, heads * D]
-            columns = stored.reshape(-1, spec.heads, spec.head_dim)
-            rotations = np.stack([self._heads[layer, head // spec.group].rotation for head in range(spec.heads)])
-            turned: Floats = np.einsum("ohd,hde->ohe", columns, rotations, optimize=True)
-            return np.ascontiguousarray(turned).reshape(stored.shape)
-        parts = stored.reshape(-1, spec.head_dim, *stored.shape[1:])  # one part for a norm that all heads share
+        parts = stored.reshape(-1, spec.head_dim, *stored.shape[1:])
         queries = view.role in ("q", "q_norm")
         group = spec.group if queries and len(parts) == spec.heads else 1
         changed = []
@@ -127,10 +129,14 @@ class AlignedTransforms(HeadChannels):
             changed.append(head.rotation.T @ part if view.role == "v" else head.keys(part, inverse=queries))
         return np.concatenate(changed)
 
-    def row(self, tensor: KvTensor, rows: Floats) -> Floats:
-        """Rows of the cache, `[n, D]`, after the transforms."""
-        head = self._heads[tensor.layer, tensor.head]
-        return rows @ head.rotation if tensor.kind == "value" else head.keys(rows.T).T
+    def _inputs(self, view: View, stored: Floats) -> Floats:
+        """Rows of o_proj, `[..., heads * D]`."""
+        spec, layer = self._spec, view.layer
+        assert layer is not None, "heads are parts of layers"
+        columns = stored.reshape(-1, spec.heads, spec.head_dim)
+        rotations = np.stack([self._heads[layer, head // spec.group].rotation for head in range(spec.heads)])
+        turned: Floats = np.einsum("ohd,hde->ohe", columns, rotations, optimize=True)
+        return np.ascontiguousarray(turned).reshape(stored.shape)
 
 
 def align(

@@ -9,19 +9,14 @@ equal, so the residual stores one of them and keeps its width; norms of the resi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from edgekv.spec import EMBEDDING, FINAL_NORM, DecoderSpec, SplitChannel, View, views
-from exporters.checkpoint.factors import Factors
-
-Floats = NDArray[np.float32]
-Rows = slice | NDArray[np.int64]
-Read = Callable[[str, Rows], Floats]
+from exporters.checkpoint.fold import EVERY, Floats, Fold, Read
 
 _OUTLIER = 16.0
 """A channel this many times larger than the median one costs the others four of their 16 bits."""
@@ -52,38 +47,31 @@ class SplitResidual:
         """The decoder after. Its norms add the same epsilon to a mean over more elements; outliers dwarf it."""
         return self._after
 
-    def tensor(self, view: View, rows: Rows, read: Read) -> Floats:
-        """Some rows of a tensor after the split.
-
-        Norms of the residual get weights for the copies, 0: their results are not read.
-
-        Args:
-            view: the tensor before.
-            rows: of the tensor after.
-            read: the tensors before, by name and rows.
-        """
-        if view.role == "norm" and not view.name.endswith(_POST_NORMS):
-            width = len(self._roots) + self._after.copies
-            norm = np.zeros(width, np.float32)
-            # The mean of squares is over more elements.
-            norm[: len(self._roots)] = read(view.name, slice(None)) * self._roots * np.sqrt(len(self._roots) / width)
-            if view.name == FINAL_NORM and self._after.tied_head:
-                norm[: len(self._roots)] *= self._roots
-            return norm[rows]
-        values = read(view.name, rows)
+    def __call__(self, view: View) -> Fold | None:
+        """The fold of a tensor. Roots are powers of 2, so that products and quotients are exact."""
         if view.role == "norm":
-            return values / self._roots[rows]
+            if view.name.endswith(_POST_NORMS):
+                return Fold(out_map=1 / self._roots)
+            return Fold(out_map=self._final_norm if view.name == FINAL_NORM else self._norm)
         if view.role == "embedding" or (view.role == "head" and self._after.tied_head):
-            return values / self._roots
-        return values * self._roots if self._reads_residual(view) else values
+            return Fold(in_map=lambda rows: rows / self._roots)
+        if view.role in _READS and view.is_matrix and not self._pre_norms:
+            return Fold(in_map=lambda rows: rows * self._roots)
+        return None
 
-    def change(self, view: View, change: Factors) -> Factors:
-        """A change of a matrix after the split."""
-        return replace(change, right=change.right * self._roots) if self._reads_residual(view) else change
+    def _norm(self, weights: Floats) -> Floats:
+        """The weights of a norm of the residual; those of copies are 0: their results are not read."""
+        width = len(self._roots) + self._after.copies
+        norm = np.zeros(width, np.float32)
+        # The mean of squares is over more elements.
+        norm[: len(self._roots)] = weights * self._roots * np.sqrt(len(self._roots) / width)
+        return norm
 
-    def _reads_residual(self, view: View) -> bool:
-        """Whether a matrix reads the residual without a norm in front."""
-        return view.role in _READS and view.is_matrix and not self._pre_norms
+    def _final_norm(self, weights: Floats) -> Floats:
+        norm = self._norm(weights)
+        if self._after.tied_head:
+            norm[: len(self._roots)] *= self._roots
+        return norm
 
 
 def outlier_channels(spec: DecoderSpec, read: Read) -> list[SplitChannel]:
@@ -115,5 +103,5 @@ def _sizes(spec: DecoderSpec, read: Read) -> NDArray[np.float64]:
         np.maximum(sizes, np.abs(rows).max(axis=0), out=sizes)
     for view in views(spec):
         if view.name.endswith(_POST_NORMS):
-            sizes += np.abs(read(view.name, slice(None)))
+            sizes += np.abs(read(view.name, EVERY))
     return sizes

@@ -12,7 +12,6 @@ from typing import Any
 
 import msgspec
 import numpy as np
-from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from edgekv.bundle import GenerationRecord
@@ -20,7 +19,6 @@ from edgekv.errors import CheckpointError
 from edgekv.spec import (
     CONFIG,
     EMBEDDING,
-    FINAL_NORM,
     HEAD,
     HEAD_TURN,
     Config,
@@ -37,8 +35,8 @@ from edgekv.spec.chat import ChatTemplates, read_checkpoint_templates
 from edgekv.spec.text import encode
 from exporters.checkpoint.accounted import check_tensors, without_zero_biases
 from exporters.checkpoint.channels import SplitResidual
-from exporters.checkpoint.columns import outlier_columns
-from exporters.checkpoint.factors import Factors
+from exporters.checkpoint.columns import TableColumns, outlier_columns
+from exporters.checkpoint.fold import EVERY, Factors, Floats, Rows, Transform, folded, folds
 from exporters.checkpoint.generation import GENERATION_CONFIG, generation_record
 from exporters.checkpoint.gguf import (
     GgufFile,
@@ -62,8 +60,6 @@ from exporters.checkpoint.special import SpecialTokens, check_vocabulary, open_c
 from exporters.checkpoint.stored import Stored, check_floats, same_numbers, stored_tensors
 from quant import QuantizedWeight
 
-Rows = slice | NDArray[np.int64]  # of a tensor: its first dimension
-EVERY = slice(None)
 _HASHED_BYTES = 1 << 22
 LARGEST_WEIGHT = 1e6
 """Above every published model's weights; a norm folded into a matrix stays far from infinity."""
@@ -86,8 +82,7 @@ class Checkpoint:
     _files: tuple[Path, ...] = field(repr=False)
     quantization: Quantization | None = None
     adapters: tuple[Adapter, ...] = ()
-    _split: SplitResidual | None = field(default=None, repr=False)
-    _columns: NDArray[np.float32] | None = field(default=None, repr=False)
+    _transforms: tuple[Transform, ...] = field(default=(), repr=False)
 
     @classmethod
     def open(cls, name: str, adapters: Sequence[AdapterChoice] = ()) -> Checkpoint:
@@ -167,16 +162,17 @@ class Checkpoint:
         if not channels:
             return self
         split = SplitResidual(self.spec, channels)
-        return replace(self, spec=split.spec, _split=split)
+        return replace(self, spec=split.spec, _transforms=(*self._transforms, split))
 
     def with_vocabulary(self, vocabulary: Vocabulary) -> Checkpoint:
         """The same model with embeddings that are elsewhere; see `DecoderSpec.vocabulary`. Split it before."""
         spec = msgspec.structs.replace(self.spec, vocabulary=vocabulary)
         stored = {view.name: view for view in views(spec) if view.role != "turn"}
         columns = outlier_columns(spec.vocab, self.tensor) if vocabulary == "shared" else None
-        return replace(self, spec=spec, _views=stored, _columns=columns)
+        transforms: tuple[Transform, ...] = () if columns is None else (TableColumns(columns),)
+        return replace(self, spec=spec, _views=stored, _transforms=(*self._transforms, *transforms))
 
-    def tensor(self, key: str, rows: Rows = EVERY) -> NDArray[np.float32]:
+    def tensor(self, key: str, rows: Rows = EVERY) -> Floats:
         """A tensor of the decoder as float32, read now, under the name that it has in Llama's checkpoints.
 
         The matrix that turns the input of the head is 0: nothing is folded into the head yet. Matrices are `[out, in]`,
@@ -188,24 +184,16 @@ class Checkpoint:
         """
         if key == HEAD_TURN:
             return np.zeros((self.spec.hidden, self.spec.hidden), np.float32)[rows]
-        if self._split is not None:
-            values = self._split.tensor(self._views[key], rows, self._stored)
-        else:
-            values = self._stored(key, rows)
-        if self._columns is None:
-            return values
-        if key == HEAD:
-            return values / self._columns
-        if key == FINAL_NORM and rows == EVERY:
-            values[: len(self._columns)] *= self._columns
-        return values
+        return folded(self._stored, self._views, self._transforms)(key, rows)
 
     def change(self, key: str, change: Factors) -> Factors:
         """A change of a stored matrix, such as an adapter's, as `tensor` reads the matrix."""
-        return change if self._split is None else self._split.change(self._views[key], change)
+        for fold in folds(self._views[key], self._transforms):
+            change = fold.change(change)
+        return change
 
-    def _stored(self, key: str, rows: Rows) -> NDArray[np.float32]:
-        """A tensor before its residual is split."""
+    def _stored(self, key: str, rows: Rows) -> Floats:
+        """A tensor before the transforms."""
         view = self._views[key]
         count = view.shape[0]
         if isinstance(rows, slice):

@@ -11,9 +11,8 @@ from collections.abc import Callable, Iterator
 import numpy as np
 from numpy.typing import NDArray
 
-from edgekv.spec import EMBEDDING
-
-Floats = NDArray[np.float32]
+from edgekv.spec import EMBEDDING, FINAL_NORM, HEAD, View
+from exporters.checkpoint.fold import Floats, Fold
 
 _OUTLIER = 4.0
 """A column this many times larger than the median one costs the others two of their 8 bits."""
@@ -25,6 +24,28 @@ _ROWS_AT_ONCE = 8192
 def blocks_of_rows(vocab: int) -> Iterator[slice]:
     """All rows of the table, as many at a time as are held in float32."""
     return (slice(first, first + _ROWS_AT_ONCE) for first in range(0, vocab, _ROWS_AT_ONCE))
+
+
+class TableColumns:
+    """Divides the columns of a table that the head shares, and multiplies the weights of the last norm.
+
+    Args:
+        factors: of columns, `[hidden]`; powers of 2.
+    """
+
+    def __init__(self, factors: Floats) -> None:
+        self._factors = factors
+
+    def __call__(self, view: View) -> Fold | None:
+        """The fold of a tensor."""
+        if view.name == HEAD:
+            return Fold(in_map=lambda rows: rows / self._factors)
+        return Fold(out_map=self._norm) if view.name == FINAL_NORM else None
+
+    def _norm(self, weights: Floats) -> Floats:
+        """The residual's weights, without those of copies behind them."""
+        weights[: len(self._factors)] *= self._factors
+        return weights
 
 
 def outlier_columns(vocab: int, read: Callable[[str, slice], Floats]) -> Floats | None:

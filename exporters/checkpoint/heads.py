@@ -14,14 +14,13 @@ import numpy as np
 
 from edgekv.bundle import KeyScalingName, RotationName
 from edgekv.spec import DecoderSpec, View
-from exporters.checkpoint.checkpoint import EVERY
-from exporters.checkpoint.head_channels import HeadChannels
-from exporters.checkpoint.rotate import Floats, Read, hadamard
+from exporters.checkpoint.fold import EVERY, Floats, Fold, Read
+from exporters.checkpoint.rotate import hadamard
 
 _WIDEST = np.float32(64)  # largest factor of a pair, relative to the mean
 
 
-class HeadTransforms(HeadChannels):
+class HeadTransforms:
     """Folds transforms of heads into the tensors of a decoder.
 
     A norm of queries and keys would undo a factor of the projection in front of it, so the factors go into the weights
@@ -35,32 +34,36 @@ class HeadTransforms(HeadChannels):
     """
 
     def __init__(self, spec: DecoderSpec, values: RotationName, keys: KeyScalingName, read: Read) -> None:
-        super().__init__(read)
+        self._read = read
         self._spec = spec
         self._rotation = hadamard(spec.head_dim) if values == "hadamard" else None
         self._scaled = () if keys == "none" else ("q_norm", "k_norm") if spec.qk_norm else ("q", "k")
         self._scales: dict[int, Floats] = {}
 
-    def changes(self, view: View) -> bool:
+    def __call__(self, view: View) -> Fold | None:
+        """The fold of a tensor."""
         if view.role in self._scaled:
-            return True
-        return self._rotation is not None and (view.role == "v" or (view.role == "o" and view.is_matrix))
-
-    def _changed(self, view: View, stored: Floats) -> Floats:
-        if (factors := self.factors(view)) is not None:
-            scaled: Floats = stored * factors.reshape(-1, *[1] * (stored.ndim - 1))
-            return scaled
-        assert self._rotation is not None, "nothing else is changed"
-        if view.role == "v":  # [kv_heads * D, hidden], or its bias [kv_heads * D]
-            turned = self._rotation.T @ stored.reshape(self._spec.kv_heads, self._spec.head_dim, -1)
-        else:  # o_proj, [hidden, heads * D]
-            turned = stored.reshape(-1, self._spec.head_dim) @ self._rotation
-        return turned.reshape(stored.shape)
-
-    def factors(self, view: View) -> Floats | None:
-        """What multiplies each row of queries or keys, or each weight of their norm; None for other tensors."""
-        if view.role not in self._scaled:
+            return Fold(out_map=self._factors(view))
+        if self._rotation is None:
             return None
+        if view.role == "v":
+            return Fold(out_map=self._rotated_values)
+        return Fold(in_map=self._rotated_back) if view.role == "o" and view.is_matrix else None
+
+    def _rotated_values(self, stored: Floats) -> Floats:
+        """v_proj `[kv_heads * D, hidden]`, or its bias."""
+        assert self._rotation is not None, "values are rotated"
+        rotated: Floats = self._rotation.T @ stored.reshape(self._spec.kv_heads, self._spec.head_dim, -1)
+        return rotated.reshape(stored.shape)
+
+    def _rotated_back(self, stored: Floats) -> Floats:
+        """Rows of o_proj `[..., heads * D]`."""
+        assert self._rotation is not None, "values are rotated"
+        rotated: Floats = stored.reshape(-1, self._spec.head_dim) @ self._rotation
+        return rotated.reshape(stored.shape)
+
+    def _factors(self, view: View) -> Floats:
+        """What multiplies each row of queries or keys, or each weight of their norm."""
         assert view.layer is not None, "queries and keys are parts of layers"
         if view.layer not in self._scales:
             self._scales[view.layer] = self._key_scales(view.layer)

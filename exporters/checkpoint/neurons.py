@@ -8,14 +8,11 @@ gate is linear in the first (cross-layer equalization, Nagel et al. 2019, arXiv 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 
 import numpy as np
 
-from edgekv.spec import DecoderSpec, View
-from exporters.checkpoint.checkpoint import EVERY, Rows
-from exporters.checkpoint.factors import Factors
-from exporters.checkpoint.rotate import Floats, Read
+from edgekv.spec import View
+from exporters.checkpoint.fold import EVERY, Floats, Fold, Read
 
 _LEAST = np.float32(1 / 64)  # of the mean reach of columns: a neuron that writes almost nothing is not blown up
 
@@ -24,37 +21,22 @@ class NeuronScaling:
     """Folds the factors into the tensors of a decoder.
 
     Args:
-        spec: the decoder.
         read: the tensors before, by name and rows.
         scales: factors of layers that are known.
     """
 
-    def __init__(self, spec: DecoderSpec, read: Read, scales: Mapping[int, Floats] | None = None) -> None:
-        self._spec = spec
+    def __init__(self, read: Read, scales: Mapping[int, Floats] | None = None) -> None:
         self._read = read
         self._scales = dict(scales or {})
 
-    def changes(self, view: View) -> bool:
-        """Whether the tensor is another one after the scaling; a bias of `down_proj` is not."""
-        return view.role == "up" or (view.role == "down" and view.is_matrix)
-
-    def change(self, view: View, change: Factors) -> Factors:
-        """A change of a matrix after the scaling, one that it changes."""
-        assert view.layer is not None, "feed-forwards are parts of layers"
-        scales = self.scales(view.layer)
+    def __call__(self, view: View) -> Fold | None:
+        """The fold of a tensor; a bias of `down_proj` stays."""
         if view.role == "up":
-            return replace(change, left=change.left * scales[:, None])
-        return replace(change, right=change.right / scales)
-
-    def tensor(self, view: View, rows: Rows) -> Floats:
-        """Some rows of a tensor after the scaling, one that it changes."""
-        assert view.layer is not None, "feed-forwards are parts of layers"
-        scales, stored = self.scales(view.layer), self._read(view.name, rows)
-        if view.role == "up":  # [intermediate, hidden], or its bias [intermediate]
-            stored *= scales[rows].reshape(-1, *[1] * (stored.ndim - 1))
-        else:
-            stored /= scales
-        return stored
+            return Fold(out_map=self.scales(_layer(view)))
+        if view.role == "down" and view.is_matrix:
+            scales = self.scales(_layer(view))
+            return Fold(in_map=lambda stored: np.divide(stored, scales, out=stored))
+        return None
 
     def scales(self, layer: int) -> Floats:
         """The factor of each neuron, `[intermediate]`."""
@@ -67,3 +49,8 @@ class NeuronScaling:
         reach = np.abs(self._read(f"model.layers.{layer}.mlp.down_proj.weight", EVERY)).max(axis=0)
         scales: Floats = reach / max(reach.mean(), np.finfo(np.float32).tiny)
         return np.maximum(scales, _LEAST)
+
+
+def _layer(view: View) -> int:
+    assert view.layer is not None, "feed-forwards are parts of layers"
+    return view.layer

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from edgekv.spec import DecoderSpec
-from exporters.checkpoint.rotate import Floats
+from exporters.checkpoint.fold import Floats
 
 ANGLES = np.deg2rad(np.arange(0.0, 90.0, 2.0))
 """Angles by which pairs may be turned; a quarter turn exchanges the elements and changes no magnitude."""

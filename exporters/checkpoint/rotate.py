@@ -7,8 +7,7 @@ orthogonal R into all matrices that write the residual, and its inverse into all
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -16,11 +15,7 @@ from numpy.typing import NDArray
 
 from edgekv.bundle import RotationName
 from edgekv.spec import EMBEDDING, FINAL_NORM, DecoderSpec, View, Vocabulary, by_inputs, by_outputs
-from exporters.checkpoint.checkpoint import EVERY, Rows
-from exporters.checkpoint.factors import Factors
-
-Floats = NDArray[np.float32]
-Read = Callable[[str, Rows], Floats]
+from exporters.checkpoint.fold import EVERY, Floats, Fold, Read
 
 
 def applied_rotation(spec: DecoderSpec, asked: RotationName) -> RotationName:
@@ -50,26 +45,18 @@ class ResidualRotation:
         self._vocabulary = spec.vocabulary
         self._read = read
 
-    def tensor(self, view: View, rows: Rows) -> Floats:
-        """Some rows of a tensor after the rotation."""
+    def __call__(self, view: View) -> Fold | None:
+        """The fold of a tensor. Weights of norms become 1; those of the last one the head's gain, if it is turned."""
         if view.role == "turn":
-            return self._turn()[rows]
+            return Fold(out_map=lambda _: self._turn())
         if view.role == "norm":
-            ones = np.ones_like(self._read(view.name, rows))
-            return ones * self._head_gain() if (view.name, self._vocabulary) == (FINAL_NORM, "turned") else ones
-        if view.writes_residual:  # every row of the result needs all rows
-            rotated: Floats = self._writing(self._read(view.name, EVERY))[rows]
-            return rotated
-        values = self._read(view.name, rows)
-        if view.norm is not None:
-            return self._reading(values, view.norm)
-        return self._rotate(values) if view.key == EMBEDDING else values
-
-    def change(self, view: View, change: Factors) -> Factors:
-        """A change of a matrix after the rotation."""
+            gain = self._head_gain() if (view.name, self._vocabulary) == (FINAL_NORM, "turned") else np.float32(1)
+            return Fold(out_map=lambda norm: np.full_like(norm, gain))
         if view.writes_residual:
-            return replace(change, left=self._writing(change.left))
-        return change if view.norm is None else replace(change, right=self._reading(change.right.copy(), view.norm))
+            return Fold(out_map=self._writing)
+        if view.norm is not None:
+            return Fold(in_map=partial(self._reading, view.norm))
+        return Fold(in_map=self._rotate) if view.key == EMBEDDING else None
 
     def _head_gain(self) -> np.float32:
         weights: np.float32 = np.sqrt(np.mean(np.square(self._read(FINAL_NORM, EVERY))))
@@ -85,7 +72,7 @@ class ResidualRotation:
         """A matrix `[hidden, ...]` whose results are rotated."""
         return by_outputs(self._rotate(by_inputs(matrix)))
 
-    def _reading(self, matrix: Floats, norm: str) -> Floats:
+    def _reading(self, norm: str, matrix: Floats) -> Floats:
         """A matrix `[..., hidden]` that reads the rotated result of a norm, whose weights go into it, in place."""
         matrix *= self._read(norm, EVERY)
         return self._rotate(matrix)

@@ -8,7 +8,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from exporters.checkpoint.rotate import Floats, hadamard
+from exporters.checkpoint.fold import Floats
+from exporters.checkpoint.rotate import hadamard
 
 _SHARES, _ROUNDS = 41, 6  # factors of the step that are tried, and alternations of rounding and turning
 _OPPOSITE = 1e-3  # 1 + cosine of vectors that no turn is defined between

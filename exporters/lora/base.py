@@ -20,8 +20,8 @@ from edgekv.system import read_file
 from edgekv.tensor_file import TensorFileError, decode_tensors, encode_tensors
 from exporters.checkpoint.aligned import HEADS_FILE, read_heads
 from exporters.checkpoint.channels import SplitResidual
-from exporters.checkpoint.checkpoint import EVERY, Checkpoint, Rows
-from exporters.checkpoint.factors import Factors
+from exporters.checkpoint.checkpoint import Checkpoint
+from exporters.checkpoint.fold import EVERY, Factors, Rows
 from exporters.checkpoint.folded import FoldedCheckpoint
 from exporters.quantize.reference import Floats, Tensors
 from quant import QuantizedWeight
@@ -144,6 +144,6 @@ class LoraBase:
         """A change of a matrix of the checkpoint, as the bundle's graphs need it."""
         assert self._folded is not None, "an open base has transforms"
         view = next(view for view in views(self.spec) if view.name == key)
-        if self._split is not None:
-            change = self._split.change(view, change)
+        if self._split is not None and (fold := self._split(view)) is not None:
+            change = fold.change(change)
         return self._folded.change(key, change)

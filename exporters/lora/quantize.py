@@ -13,7 +13,7 @@ from edgekv.bundle import ClippedMatrix, Manifest, lora_tensor
 from edgekv.errors import CheckpointError
 from edgekv.graphs.decoder import query_gain
 from edgekv.spec import LORA_A, LORA_TARGETS, DecoderSpec, LoraTarget, View, lora_b, views
-from exporters.checkpoint.factors import Factors
+from exporters.checkpoint.fold import Factors
 from exporters.checkpoint.lora import Adapter
 from exporters.lora.base import LoraBase
 

@@ -14,7 +14,7 @@ from edgekv.graphs.decoder import decoder_layer, logits
 from edgekv.spec import EMBEDDING, HEAD, KINDS, LOGITS, DecoderSpec, KvTensor, LoraTarget
 from edgekv.spec.tensors import by_outputs
 from exporters.checkpoint.checkpoint import Checkpoint
-from exporters.checkpoint.factors import Factors
+from exporters.checkpoint.fold import Factors
 from exporters.checkpoint.lora import Adapter, AdapterChoice
 from exporters.lora.base import ExportedBase, LoraBase
 from exporters.lora.quantize import folded_factors

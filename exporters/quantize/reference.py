@@ -15,7 +15,8 @@ from edgekv.spec.decoder import DecoderSpec
 from edgekv.spec.lora import LoraTarget
 from edgekv.spec.rope import Rotation
 from edgekv.spec.tensors import by_inputs
-from exporters.checkpoint.checkpoint import EVERY, Checkpoint, Rows
+from exporters.checkpoint.checkpoint import Checkpoint
+from exporters.checkpoint.fold import EVERY, Rows
 from quant import QuantizedWeight
 
 Floats = NDArray[np.float32]
