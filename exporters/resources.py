@@ -85,7 +85,7 @@ def check_disk(needs: Mapping[Path, int]) -> None:
 def generated_bytes(spec: DecoderSpec, window: int) -> int:
     """RAM of the float model and of the KV cache of the windows that it writes at a time."""
     sizes = spec.sizes
-    parameters = sizes.layers * sizes.layer_parameters + 2 * sizes.table_parameters
+    parameters = sizes.all_layer_parameters + 2 * sizes.table_parameters
     cache = 2 * sizes.layers * sizes.kv_heads * sizes.head_dim * WINDOWS_AT_ONCE * window
     return _PROCESS_BYTES + 4 * (parameters + cache + 8 * WINDOWS_AT_ONCE * sizes.vocab)
 
@@ -94,7 +94,7 @@ def stage_bytes(spec: DecoderSpec, tokens: int) -> int:
     """Disk space of the stages of an export: one byte per weight, and the residual after every layer."""
     sizes = spec.sizes
     residual = 2 * 4 * tokens * sizes.hidden
-    return sizes.layers * (sizes.layer_parameters + residual) + sizes.table_parameters
+    return sizes.all_layer_parameters + sizes.layers * residual + sizes.table_parameters
 
 
 def bundle_bytes(spec: DecoderSpec, recipe: Recipe, graphs: int) -> int:

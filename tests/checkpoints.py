@@ -11,6 +11,8 @@ import numpy as np
 from safetensors.numpy import load_file, save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
+from edgekv.spec import Config, describe, views
+
 CONFIG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -187,6 +189,37 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
             "patch_size": 14,
         },
     },
+    "lfm2": {
+        "model_type": "lfm2",
+        "hidden_act": None,
+        "rms_norm_eps": None,
+        "norm_eps": 1e-5,
+        "rope_theta": 1e6,
+        "num_hidden_layers": 4,
+        "layer_types": ["conv", "conv", "full_attention", "conv"],
+        "block_auto_adjust_ff_dim": False,
+    },
+    "lfm2-adjusted": {
+        "model_type": "lfm2",
+        "hidden_act": None,
+        "rms_norm_eps": None,
+        "norm_eps": 1e-6,
+        "num_hidden_layers": 3,
+        "full_attn_idxs": [1],
+        "intermediate_size": 48,
+        "block_ff_dim": 300,
+        "block_ffn_dim_multiplier": 0.7,
+        "block_multiple_of": 32,
+        "conv_L_cache": 4,
+    },
+    "lfm3": {
+        "model_type": "lfm3",
+        "hidden_act": None,
+        "rms_norm_eps": None,
+        "norm_eps": 1e-5,
+        "num_hidden_layers": 6,
+        "sliding_window": WINDOW,
+    },
 }
 """A configuration of each architecture, as differences from `CONFIG`; None removes a field."""
 
@@ -267,6 +300,8 @@ def _weights(config: dict[str, Any], seed: int, gain: float) -> dict[str, np.nda
 
 def random_weights(config: dict[str, Any], seed: int, gain: float = 2.0) -> dict[str, np.ndarray[Any, Any]]:
     """float32 tensors that bfloat16 holds exactly, by the names that transformers gives them."""
+    if config["model_type"] in ("lfm2", "lfm3"):
+        return _hybrid_weights(config, seed, gain)
     random = np.random.Generator(np.random.PCG64(seed))
     more = np.random.Generator(np.random.PCG64([seed, 1]))  # what Llama does not have
     hidden, width, vocab = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
@@ -309,6 +344,18 @@ def random_weights(config: dict[str, Any], seed: int, gain: float = 2.0) -> dict
         weights |= {f"{at}{name}.weight": value for name, value in matrices.items()}
     if not config["tie_word_embeddings"]:
         weights["lm_head.weight"] = matrix(vocab, hidden)
+    return weights
+
+
+def _hybrid_weights(config: dict[str, Any], seed: int, gain: float) -> dict[str, np.ndarray[Any, Any]]:
+    """Those of a model with short convolutions, as the architecture's own names and sizes say."""
+    random = np.random.Generator(np.random.PCG64(seed))
+    weights = {}
+    for view in views(describe(Config(config))):
+        if view.key not in weights:
+            scale = 0.1 if "norm" in view.role else gain / np.sqrt(view.shape[-1])
+            values = scale * random.standard_normal(view.stored_shape) + ("norm" in view.role)
+            weights[view.key] = values.astype(ml_dtypes.bfloat16).astype(np.float32)
     return weights
 
 

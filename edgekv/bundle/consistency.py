@@ -10,7 +10,7 @@ import numpy as np
 from edgekv.bundle.files import is_plain_path
 from edgekv.bundle.manifest import Manifest
 from edgekv.bundle.records import SinkRecord
-from edgekv.spec import EMBEDDING, EMBEDDING_COLUMNS, EMBEDDING_STEPS, FINAL_NORM, Rope, table_key, views
+from edgekv.spec import EMBEDDING, EMBEDDING_COLUMNS, EMBEDDING_STEPS, FINAL_NORM, Rope, part_name, table_key, views
 from quant import DTYPES
 
 _MOST_FREQUENCY = 1e3
@@ -26,7 +26,9 @@ def check_consistency(manifest: Manifest, fail: Fail) -> None:
     for name in manifest.files:
         if not is_plain_path(name):
             fail("files", repr(name), "plain paths inside the bundle")
-    tensors = 2 * manifest.model.layers * manifest.model.kv_heads
+    model = manifest.model
+    states = 0 if model.convolution is None else len(model.convolution.layers)
+    tensors = 2 * (model.layers - states) * model.kv_heads + states
     if tensors > len(manifest.encodings):
         fail("encodings", len(manifest.encodings), f"at least {tensors}, one for each tensor of the cache")
     try:
@@ -133,6 +135,12 @@ def _check_weights(manifest: Manifest, fail: Fail) -> None:
             shape = (view.shape[0] + copies, *view.shape[1:])
             if (tensor := places.tensors.get(view.name)) is None or tensor.shape != shape:
                 fail(at, "none" if tensor is None else list(tensor.shape), list(shape))
+        elif view.role == "kernel":
+            parts = [part_name(view.name, tap=tap) for tap in range(view.shape[-1])]
+            for name in parts:
+                if (tensor := places.tensors.get(name)) is None or tensor.shape != view.shape[:1]:
+                    fail(f"weights: {name}", "none" if tensor is None else list(tensor.shape), [view.shape[0]])
+            biases.update(parts)
         elif view.is_matrix:
             matrix, dtype = places.matrices.get(view.name), dtypes.get(view.name)
             is_table = view.name == table_key(spec)

@@ -108,18 +108,7 @@ class Manifest(Record, frozen=True):
     @property
     def cache_geometry(self) -> Geometry | LayeredGeometry:
         """The sizes of the cache that the largest graphs read."""
-        plain = self.geometry
-        if not (windows := self.windows):
-            return plain
-        return LayeredGeometry(
-            plain.layers,
-            plain.context,
-            (plain.kv_heads,),
-            (plain.head_dim,),
-            windows,
-            plain.kv_dtype,
-            plain.key_layout,
-        )
+        return self.model.cache(self.context, self.kv_dtype, self.key_layout)
 
     @property
     def parts(self) -> list[PartRecord]:

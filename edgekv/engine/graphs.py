@@ -130,7 +130,7 @@ class Graphs:
         if self.row_bits == "in-place":
             if not self._load(next(iter(next(iter(verify.values())).values()))).reads_used_rows:
                 return 0
-            least = min(group.geometry.context for group in cache.groups)
+            least = min(group.geometry.context for group in cache.groups if not group.geometry.is_state)
         return max((ar for ar in verify if ar <= least - cache.length), default=0)
 
     def use(self, cache: KVCache, adapter: BoundAdapter | None = None) -> None:

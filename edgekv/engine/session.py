@@ -219,13 +219,12 @@ class Session:
         if self.window:
             common = max(first, min(common, self._stable) // self.window * self.window)
         surplus = len(self.tokens) - common
-        if surplus and (common <= first or not self.cache.is_whole):
-            self.reset()
-            return first
         if surplus:
-            self.cache.rewind(surplus)
+            common = self.cache.rewind_to(common)
             del self.tokens[common:]
             self._stable = min(self._stable, common)
+            if common == first:
+                self.writer = None
         return common
 
     def adopt(self, tokens: Sequence[int], stable_tokens: int = 0) -> None:

@@ -11,7 +11,16 @@ from collections.abc import Iterator, Sequence
 from typing import Literal, Protocol, TypeVar
 
 from edgekv.kv import KvTensor
-from edgekv.spec import FINAL_NORM, HEAD_TURN, DecoderSpec, LoraTarget, attention_norm, feed_forward_norm
+from edgekv.spec import (
+    CONVOLUTION_INPUTS,
+    FINAL_NORM,
+    HEAD_TURN,
+    DecoderSpec,
+    LoraTarget,
+    attention_norm,
+    convolution_kernel,
+    feed_forward_norm,
+)
 
 V = TypeVar("V")
 
@@ -71,6 +80,16 @@ class Ops(Protocol[V]):
     def append_to_cache(self, new: V, tensor: KvTensor) -> V:
         """Past and new rows `[1, 1, S, D]` of one cache tensor, in the cache's encoding."""
 
+    def tap(self, rows: V, weight: str, tap: int, name: str) -> V:
+        """One of the K products of a causal convolution with a kernel for each channel, `[1, 1, AR, H]`.
+
+        Args:
+            rows: past and new, `[1, 1, K-1+AR, H]`, as `append_to_cache` returns them.
+            weight: name of the kernels `[H, 1, K]`.
+            tap: 0 to K-1: for each new token, the row K-1-tap tokens before it, times that element of each kernel.
+            name: of the result.
+        """
+
     def scores(self, query: V, keys: V, name: str) -> V:
         """`query @ keys.T`, `[1, 1, AR, S]`."""
 
@@ -83,6 +102,10 @@ class Ops(Protocol[V]):
         """`weights @ values`, `[1, 1, AR, D]`."""
 
     # What a runtime may have an operation of its own for.
+
+    def heads_of(self, x: V, count: int) -> list[V]:
+        """The elements of x, one for each head, each `[1, 1, AR, 1]`, in the encoding of `x`."""
+        return self.split(x, [1] * count)
 
     def silu(self, x: V, at: str) -> V:
         """`x * sigmoid(x)`."""
@@ -108,29 +131,52 @@ class Ops(Protocol[V]):
 
 
 def decoder_layer(ops: Ops[V], spec: DecoderSpec, layer: int, hidden: V) -> V:
-    """One layer: attention and feed-forward, each added to the residual.
+    """One layer: a mixer of tokens (attention or a convolution) and a feed-forward, each added to the residual.
 
     `spec.pre_norms` normalizes their inputs (Llama), `spec.post_norms` their outputs (OLMo 2), both do either (Gemma).
     With post-norms, Hugging Face's `post_attention_layernorm` normalizes the output of attention; without, it
     normalizes the input of the feed-forward. The six functions below are the parts of a layer: each begins with the
     matrices that read one input, or with that input.
     """
-    attended = attention(ops, spec, layer, attention_inputs(ops, spec, layer, hidden))
-    hidden = add_attention(ops, spec, layer, hidden, attended)
+    mixed = mixer(ops, spec, layer, mixer_inputs(ops, spec, layer, hidden))
+    hidden = add_mixer(ops, spec, layer, hidden, mixed)
     inner = feed_forward(ops, spec, layer, feed_forward_inputs(ops, spec, layer, hidden))
     return add_feed_forward(ops, spec, layer, hidden, inner)
 
 
-def attention_inputs(ops: Ops[V], spec: DecoderSpec, layer: int, hidden: V) -> V:
-    """The input of q_proj, k_proj and v_proj."""
+def mixer_inputs(ops: Ops[V], spec: DecoderSpec, layer: int, hidden: V) -> V:
+    """The input of q_proj, k_proj and v_proj, or of the three projections of a convolution."""
     if not spec.pre_norms:
         return hidden
     return _residual_norm(ops, spec, hidden, attention_norm(layer), f"layers.{layer}.attention_norm")
 
 
+def mixer(ops: Ops[V], spec: DecoderSpec, layer: int, x: V) -> V:
+    """The input of the projection back to the residual: o_proj, or out_proj of a convolution."""
+    return (convolution if spec.is_convolution(layer) else attention)(ops, spec, layer, x)
+
+
+def convolution(ops: Ops[V], spec: DecoderSpec, layer: int, x: V) -> V:
+    """A gated short convolution: `c * conv(b * x)`; its state is the last K-1 rows of `b * x`."""
+    assert spec.convolution is not None, "the layer has one"
+    at = f"layers.{layer}.conv."
+    before, after, filtered = (
+        _linear(ops, spec, x, layer, projection, f"{at}{projection[5]}") for projection in CONVOLUTION_INPUTS
+    )
+    gated = ops.multiply(before, filtered, at + "gated")
+    rows = ops.append_to_cache(gated, KvTensor(layer, "conv", 0))
+    total, *products = (
+        ops.tap(rows, convolution_kernel(layer), tap, f"{at}tap{tap}") for tap in range(spec.convolution.kernel)
+    )
+    for tap, product in enumerate(products, 1):
+        total = ops.add(total, product, f"{at}sum{tap}")
+    return ops.multiply(after, total, at + "output")
+
+
 def attention(ops: Ops[V], spec: DecoderSpec, layer: int, x: V) -> V:
-    """The concatenated outputs of all heads: the input of o_proj."""
+    """The concatenated outputs of all heads."""
     at, outputs = f"layers.{layer}.", []
+    gates = _head_gates(ops, spec, x, layer)
     new_keys = _heads(ops, spec, x, layer, "k", spec.kv_heads)
     new_queries = _heads(ops, spec, x, layer, "q", spec.heads)
     for kv in range(spec.kv_heads):
@@ -142,18 +188,20 @@ def attention(ops: Ops[V], spec: DecoderSpec, layer: int, x: V) -> V:
             query = ops.rotate(spec, layer, next(new_queries), f"{at}q.h{head}")
             scores = _scores(ops, spec, layer, query, keys, head)
             probabilities = ops.softmax(ops.masked(scores, layer, f"{at}masked.h{head}"), "probabilities")
-            outputs.append(ops.attend(probabilities, values, at + "attention"))
-    return ops.join(outputs, at + "attention")
+            attended = ops.attend(probabilities, values, at + "attention")
+            outputs.append(ops.multiply(attended, gates[head], at + "gated") if gates else attended)
+    return ops.join(outputs, at + ("gated" if gates else "attention"))
 
 
-def add_attention(ops: Ops[V], spec: DecoderSpec, layer: int, hidden: V, attended: V) -> V:
-    """The residual after attention."""
+def add_mixer(ops: Ops[V], spec: DecoderSpec, layer: int, hidden: V, mixed: V) -> V:
+    """The residual after attention or convolution."""
     at = f"layers.{layer}."
-    attended = _linear(ops, spec, attended, layer, "self_attn.o_proj", at + "o")
+    projection, name = ("conv.out_proj", "conv.out") if spec.is_convolution(layer) else ("self_attn.o_proj", "o")
+    mixed = _linear(ops, spec, mixed, layer, projection, at + name)
     if spec.post_norms:
         norm = f"model.layers.{layer}.post_attention_layernorm.weight"
-        attended = ops.rms_norm(attended, norm, at + "attention_post_norm")
-    return ops.add(hidden, attended, at + "attention_add")
+        mixed = ops.rms_norm(mixed, norm, at + "attention_post_norm")
+    return ops.add(hidden, mixed, at + "attention_add")
 
 
 def feed_forward_inputs(ops: Ops[V], spec: DecoderSpec, layer: int, hidden: V) -> V:
@@ -245,6 +293,15 @@ def _heads(ops: Ops[V], spec: DecoderSpec, x: V, layer: int, kind: Literal["q", 
             yield ops.rms_norm(projected, norm, name, gain=gain)
 
 
+def _head_gates(ops: Ops[V], spec: DecoderSpec, x: V, layer: int) -> list[V]:
+    """What multiplies the output of each head, `[1, 1, AR, 1]`; empty if nothing does."""
+    if not spec.head_gates:
+        return []
+    at = f"layers.{layer}."
+    gates = _linear(ops, spec, x, layer, "self_attn.g_proj", at + "head_gate")
+    return ops.heads_of(ops.sigmoid(gates, at + "head_gate_sigmoid"), spec.heads)
+
+
 def _scores(ops: Ops[V], spec: DecoderSpec, layer: int, query: V, keys: V, head: int) -> V:
     at = f"layers.{layer}."
     if spec.attention_cap is None:
@@ -267,4 +324,5 @@ def _linear(
     key = f"model.layers.{layer}.{projection}"
     bias = key + ".bias" if projection in spec.biased else None
     y = ops.linear(x, key + ".weight", name, bias=bias, head=head, gain=gain)
-    return ops.adapt(y, x, layer, _TARGETS[projection], name, head=head)
+    target = _TARGETS.get(projection)
+    return y if target is None else ops.adapt(y, x, layer, target, name, head=head)

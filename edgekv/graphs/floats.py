@@ -15,11 +15,11 @@ from edgekv.graphs.products import Products, Rows, beside
 from edgekv.graphs.source import PartSource
 from edgekv.graphs.stacks import StackedOps, View
 from edgekv.graphs.weight_file import WeightFile
-from edgekv.spec import HEAD, DecoderSpec, LoraTarget, lora_b, table_key
+from edgekv.spec import CONVOLUTION_INPUTS, HEAD, DecoderSpec, LoraTarget, lora_b, table_key
 
 _QUERY, _KEY, _VALUE = "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"
 _HEADS: dict[str, LoraTarget] = {_QUERY: "q", _KEY: "k", _VALUE: "v"}
-_TOGETHER = ((_QUERY, _KEY, _VALUE), ("mlp.gate_proj", "mlp.up_proj"))
+_TOGETHER = ((_QUERY, _KEY, _VALUE), CONVOLUTION_INPUTS, ("mlp.gate_proj", "mlp.up_proj"))
 """Projections of the same activations."""
 
 
@@ -242,6 +242,13 @@ class FloatOps(StackedOps):
         return nodes.add("Concat", [turned, *still], name, axis=-1) if still else turned
 
     # ------------------------------------------------------------------ attention
+
+    def heads_of(self, x: View, count: int) -> list[View]:
+        if self._ar > 1:
+            return super().heads_of(x, count)
+        by_group = [self.spec.kv_heads, 1, -1, 1]  # as results of attention are, see `_apart`
+        stack = self._once(("heads", x.tensor), lambda: self._nodes.reshape(self._tensor(x), by_group))
+        return [View(stack, count, head) for head in range(count)]
 
     def _by_keys(self, query: View, keys: View) -> str:
         left, rows = self._rows_of_groups(query, keys)

@@ -24,6 +24,7 @@ from edgekv.graphs.decoder import Ops
 from edgekv.graphs.nodes import Nodes
 from edgekv.graphs.source import PartSource
 from edgekv.spec import (
+    CONV_ROWS,
     EMBEDDING,
     EMBEDDING_COLUMNS,
     LOGITS,
@@ -39,12 +40,15 @@ from edgekv.spec import (
     lora_b,
     lora_group,
     lora_reach,
+    part_name,
     table_key,
 )
 from quant import Encoding
 
 _HEAD = re.compile(r"\.h\d+")
 _SWAPPED = (0, 1, 3, 2)
+_ROWS = 2  # axis of [1, 1, rows, width]
+_MOST = np.iinfo(np.int64).max
 _AXES_OF_TOKENS = {"ids": 1, "embeddings": 2, "hidden": 2, "mask": 2, "cos": 2, "sin": 2, "new": 2}
 T = TypeVar("T")
 
@@ -224,6 +228,10 @@ class StackedOps(Ops[View]):
         parts = self._once(("split", x.tensor, *widths), lambda: self._nodes.split(x.tensor, widths, -1))
         return [replace(x, tensor=part) for part in parts]
 
+    def heads_of(self, x: View, count: int) -> list[View]:
+        stack = self._once(("heads", x.tensor), lambda: self._to_heads(self._tensor(x), count, 1))
+        return [View(stack, count, head, x.encodings * count) for head in range(count)]
+
     def slice(self, x: View, first: int, width: int) -> View:
         bounds = [self._nodes.integers([at]) for at in (first, first + width, -1)]
         tensor = self._tensor(x)
@@ -243,8 +251,33 @@ class StackedOps(Ops[View]):
     # ------------------------------------------------------------------ attention
 
     def append_to_cache(self, new: View, tensor: KvTensor) -> View:
-        stack = self._once(("cache", tensor.layer, tensor.kind), lambda: self._appended(new, tensor))
+        append = self._appended_state if tensor.is_state else self._appended
+        stack = self._once(("cache", tensor.layer, tensor.kind), lambda: append(new, tensor))
         return replace(stack, head=new.head)
+
+    def _appended_state(self, new: View, tensor: KvTensor) -> View:
+        """The integers of the rows of a state, past and new, `[1, 1, K-1+AR, H]`."""
+        nodes, encodings = self._nodes, (self._encoding(tensor.past),)
+        rows = nodes.reshape(self._tensor(new), [1, 1, -1, self.spec.hidden])
+        nodes.quantize(rows, encodings, tensor.new)
+        together = nodes.add("Concat", [tensor.past, tensor.new], f"{tensor.past}.all", axis=2)
+        return View(together, encodings=encodings)
+
+    def tap(self, rows: View, weight: str, tap: int, name: str) -> View:
+        assert self.spec.convolution is not None, "a layer has one"
+        past_rows = self.spec.convolution.kernel - 1
+        source, start, end = self._dequantized(rows), tap, _MOST if tap == past_rows else tap - past_rows
+        if CONV_ROWS in self._ports and tap < past_rows:
+            gathered = [source, CONV_ROWS]
+            source = self._once(
+                ("gathered", rows.tensor),
+                lambda: self._nodes.add("Gather", gathered, f"{rows.tensor}.gathered", axis=_ROWS),
+            )
+            start, end = tap * self._ar, (tap + 1) * self._ar
+        bounds = [self._nodes.integers([at]) for at in (start, end, _ROWS)]
+        read = self._nodes.add("Slice", [source, *bounds], f"{rows.tensor}.rows")
+        flat = View(self._nodes.reshape(read, [1, -1, self.spec.hidden]))
+        return self._each("Mul", [flat], name, [self._floats(part_name(weight, tap=tap))])
 
     def _appended(self, new: View, tensor: KvTensor) -> View:
         """The integers of past and new rows of all heads; keys as columns stay so."""
@@ -446,11 +479,12 @@ class StackedOps(Ops[View]):
     def _values(self, key: str, gain: float) -> NDArray[np.float32]:
         return self._weights.places.tensors[key].encoding.times(gain).dequantize(self._weights.tensor(key))
 
-    def _to_heads(self, x: str, heads: int) -> str:
-        """`[1, AR, heads * D]` to `[heads, 1, AR, D]`; one row need not move."""
+    def _to_heads(self, x: str, heads: int, width: int | None = None) -> str:
+        """`[1, AR, heads * D]` to `[heads, 1, AR, D]`; one row need not move. D is `width`, or head_dim."""
         if self._ar == 1:
             return self._nodes.reshape(x, [heads, 1, 1, -1])
-        return self._nodes.transpose(self._nodes.reshape(x, [1, -1, heads, self.spec.head_dim]), 2, 0, 1, 3)
+        shape = [1, -1, heads, width or self.spec.head_dim]
+        return self._nodes.transpose(self._nodes.reshape(x, shape), 2, 0, 1, 3)
 
     def _from_heads(self, stack: View) -> str:
         """`[heads, 1, AR, D]` to `[1, AR, heads * D]`."""

@@ -7,15 +7,17 @@ integers; `Layout` gives the bytes of any strategy without allocating them.
 from edgekv.kv.arena import Arena, Rows
 from edgekv.kv.batch_columns import BatchColumns
 from edgekv.kv.cache import KVCache
+from edgekv.kv.cache_group import CacheGroup
 from edgekv.kv.columns import ColumnArena, ColumnLayout
-from edgekv.kv.group import Group
 from edgekv.kv.growth import GROWTHS, Growth, GrowthName, parse_growth
 from edgekv.kv.memory import ALIGNMENT_BYTES
 from edgekv.kv.policies.policy import POLICIES, Fail, KeyDiff, Policy, PolicyName, Sinks, SlidingWindow, find_policy
 from edgekv.kv.policies.rotation import KvEncoding, Requantization
+from edgekv.kv.row_group import RowGroup
 from edgekv.kv.rows import Layout, RowArena
 from edgekv.kv.sink import Sink
 from edgekv.kv.state import CacheState, StateError, read_state, write_state
+from edgekv.kv.state_group import TAIL_TOKENS, StateGroup, state_rows, state_strip
 from edgekv.kv.stats import CacheStats
 from edgekv.kv.strategies import DEFAULT_STRATEGY, STRATEGIES, StrategyName, default_strategy, make_strategy
 from edgekv.kv.strategies.mirror import Mirror
@@ -36,14 +38,17 @@ __all__ = [
     "STRATEGIES",
     "BatchColumns",
     "RowArena",
+    "RowGroup",
+    "StateGroup",
+    "TAIL_TOKENS",
     "Rows",
+    "CacheGroup",
     "CacheState",
     "CacheStats",
     "ColumnArena",
     "ColumnLayout",
     "Fail",
     "Geometry",
-    "Group",
     "Growth",
     "GrowthName",
     "KVCache",
@@ -75,6 +80,8 @@ __all__ = [
     "default_strategy",
     "find_policy",
     "make_strategy",
+    "state_rows",
+    "state_strip",
     "parse_growth",
     "parse_reserve",
     "read_state",

@@ -136,12 +136,12 @@ class KVCache:
     @property
     def is_whole(self) -> bool:
         """Whether no layer has evicted a token, so that a rewind restores an earlier state."""
-        return all(group.length == self._positions.seen for group in self.groups)
+        return all(group.can_rewind(0, self._positions.seen) for group in self.groups)
 
     @property
     def used_bytes(self) -> int:
         """Bytes of the rows in use; `stats.bytes_held` counts all allocated bytes."""
-        return sum(group.length * group.geometry.tensors * group.geometry.row_bytes for group in self.groups)
+        return sum(group.nbytes for group in self.groups)
 
     @property
     def tokens_seen(self) -> int:
@@ -261,7 +261,7 @@ class KVCache:
         self._positions.commit(n, evicted)
         self._eviction.evicted += evicted
         for group in self.groups:
-            group.commit(n, group.evicted_by(n))
+            group.commit(n)
         self._close()
         self._steps += 1
         self._tokens_committed += n
@@ -284,12 +284,33 @@ class KVCache:
         self._close()
         self.dirty = False
 
+    def rewind_to(self, n: int) -> int:
+        """Drop all but the first n tokens of the text; return how many are left, which are fewer where rows are gone.
+
+        Tokens that a layer's window or the policy evicted do not come back, and a state only goes back as far as its
+        tail. Then nothing is left but the sink, and the caller runs the others again.
+
+        Raises:
+            ValueError: the cache is dirty, or n is above the tokens of the text.
+        """
+        self._check_clean("rewind_to")
+        seen = self._positions.seen
+        if not 0 <= n <= seen:
+            raise ValueError(f"rewind_to: got {n} tokens; expected 0 to {seen}, those of the text")
+        if n == seen:
+            return n
+        if n <= self._first or not all(group.can_rewind(seen - n, seen) for group in self.groups):
+            self.reset()
+            return self._first
+        self.rewind(seen - n)
+        return n
+
     def reset(self) -> None:
         """Drop all tokens but the sink, and the open step if any. Memory stays allocated."""
         with self.hold(self._first):
             if self.sink is not None:
                 for group in self.groups:
-                    group.write(self.sink.rows)
+                    group.restore(self.sink.rows)
 
     @contextmanager
     def hold(self, tokens: int) -> Iterator[None]:
@@ -303,7 +324,7 @@ class KVCache:
         self._close()
         self._memory.grow(tokens, one_by_one=True)
         for group in self.groups:
-            group.reset(min(tokens, group.capacity))
+            group.reset(tokens)
         self._positions.reset(tokens)
         self.is_prefix = True
         yield
@@ -335,7 +356,7 @@ class KVCache:
         self._close()
         self._memory.grow(len(state.positions), one_by_one=True)
         for group in self.groups:
-            group.write(state.rows)
+            group.restore(state.rows)
         self._positions.restore(state.positions, state.position, state.rewindable)
         self._positions.seen = state.tokens_seen
         self.is_prefix = False

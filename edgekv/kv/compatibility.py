@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from edgekv.kv.group import Group
+from edgekv.kv.cache_group import CacheGroup
 from edgekv.kv.policies.rotation import KvEncoding
 from edgekv.kv.positions import Positions
 from edgekv.kv.state import CacheState, StateError
@@ -12,17 +12,17 @@ from edgekv.spec.geometry import Geometry
 from edgekv.spec.layers import LayeredGeometry
 
 
-def describe(geometry: Geometry | LayeredGeometry, groups: Sequence[Group]) -> dict[str, object]:
+def describe(geometry: Geometry | LayeredGeometry, groups: Sequence[CacheGroup]) -> dict[str, object]:
     """The sizes that a state and a cache must agree on: all but the key layout."""
     layers = {
-        str(number): [group.geometry.kv_heads, group.geometry.head_dim, group.geometry.context]
+        str(number): [group.geometry.kv_heads, group.geometry.head_dim, group.geometry.context, *_kinds(group.geometry)]
         for group in groups
         for number in group.geometry.numbers or range(group.geometry.layers)
     }
     return {"context": geometry.context, "kv_dtype": geometry.kv_dtype, "layers": layers}
 
 
-def named_encodings(groups: Sequence[Group], encodings: Sequence[KvEncoding]) -> dict[str, tuple[float, int]]:
+def named_encodings(groups: Sequence[CacheGroup], encodings: Sequence[KvEncoding]) -> dict[str, tuple[float, int]]:
     """Scale and zero point by the name of the graph input; empty if they are unknown."""
     names = [tensor.past for group in groups for tensor in group.geometry.names()]
     pairs = [(each.scale, each.zero_point) for each in encodings]
@@ -31,7 +31,7 @@ def named_encodings(groups: Sequence[Group], encodings: Sequence[KvEncoding]) ->
 
 def copy_state(
     geometry: Geometry | LayeredGeometry,
-    groups: Sequence[Group],
+    groups: Sequence[CacheGroup],
     encodings: Sequence[KvEncoding],
     positions: Positions,
 ) -> CacheState:
@@ -43,14 +43,14 @@ def copy_state(
         position=positions.next,
         rewindable=positions.rewindable,
         tokens_seen=positions.seen,
-        rows={name: rows for group in groups for name, rows in group.read()},
+        rows={name: rows for group in groups for name, rows in group.snapshot().items()},
     )
 
 
 def check_state(
     state: CacheState,
     geometry: Geometry | LayeredGeometry,
-    groups: Sequence[Group],
+    groups: Sequence[CacheGroup],
     encodings: Sequence[KvEncoding],
 ) -> None:
     """Refuse a state of another geometry or encoding, or whose rows the groups cannot store.
@@ -65,4 +65,12 @@ def check_state(
         if found != expected:
             raise StateError(f"state: {field}", got=found, expected=expected, fix="Use a cache of the same model.")
     for group in groups:
-        group.check(state, len(state.positions) if group.geometry.context == geometry.context else None)
+        if group.geometry.is_state:
+            group.check(state.rows, state.tokens_seen)
+        else:
+            group.check(state.rows, len(state.positions) if group.geometry.context == geometry.context else None)
+
+
+def _kinds(geometry: Geometry) -> tuple[str, ...]:
+    """What layers keep, if that is not keys and values."""
+    return geometry.kinds if geometry.is_state else ()

@@ -6,11 +6,11 @@ from collections.abc import Iterator, Sequence
 
 from edgekv.errors import ContextFullError
 from edgekv.kv.footprint import Footprint
-from edgekv.kv.group import HeldKeys, held_keys
 from edgekv.kv.policies.keydiff import mean_similarity
 from edgekv.kv.policies.policy import Policy
 from edgekv.kv.policies.rotation import KvEncoding, Rotation
 from edgekv.kv.positions import Positions
+from edgekv.kv.row_group import HeldKeys, held_keys
 
 
 class Eviction:

@@ -7,10 +7,12 @@ from fractions import Fraction
 from functools import partial
 
 from edgekv.kv.arena import Arena
-from edgekv.kv.group import Group
+from edgekv.kv.cache_group import CacheGroup
 from edgekv.kv.growth import Growth, single_layers
 from edgekv.kv.memory import Allocate, HeapMemory
 from edgekv.kv.policies.policy import Policy, SlidingWindow
+from edgekv.kv.row_group import RowGroup
+from edgekv.kv.state_group import StateGroup, state_rows
 from edgekv.kv.strategies import default_strategy, make_strategy
 from edgekv.kv.strategies.pointer_shift import DEFAULT_RESERVE
 from edgekv.spec.geometry import Geometry
@@ -64,16 +66,23 @@ class Footprint:
             growth.check(geometries, whole, ar[-1], name)
             geometries = single_layers(geometries, whole)
         # No closure over the cache: dropping the last reference to it must free its memory.
-        make = partial(make_strategy, name, max_ar=ar[-1], reserve=DEFAULT_RESERVE if reserve is None else reserve)
+        chosen = DEFAULT_RESERVE if reserve is None else reserve
+        make = partial(make_strategy, name, max_ar=ar[-1], reserve=chosen)
         narrow = SlidingWindow()
-        groups = []
+        groups: list[CacheGroup] = []
         for each in geometries:
+            if each.is_state:
+                rows = state_rows(name, each, max_ar=ar[-1], reserve=chosen)
+                groups.append(StateGroup(each, rows, ar[-1], allocate))
+                continue
             is_wide = each.context == whole
             capacity = (policy if is_wide else narrow).capacity(each.context)
             least = growth.contexts[0] if growth and is_wide else whole
-            groups.append(Group(each, make, ar, capacity, least, allocate))
+            groups.append(RowGroup(each, make, ar, capacity, least, allocate))
         self.groups = tuple(groups)
-        self.wide = tuple(group for group in self.groups if group.geometry.context == whole)
+        self.wide = tuple(
+            group for group in self.groups if isinstance(group, RowGroup) and group.geometry.context == whole
+        )
         self.grows = growth is not None
         self._growth = growth
         self._outgrown: list[Arena] = []

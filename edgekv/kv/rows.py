@@ -5,14 +5,27 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from ctypes import memmove
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
 from edgekv.kv.arena import DTYPES, Rows, as_index
 from edgekv.kv.memory import ALIGNMENT_BYTES, Allocate, HeapMemory, Memory, MirrorMemory, aligned
-from edgekv.kv.strategies.strategy import Move, Place, Strategy, Window
+from edgekv.kv.strategies.strategy import Move, Place, Window
 from edgekv.spec.geometry import KINDS, Geometry, Kind, KvTensor
+
+
+class _Sizes(Protocol):
+    """What of a strategy matters here."""
+
+    @property
+    def rows(self) -> int: ...
+
+    @property
+    def scratch_rows(self) -> int: ...
+
+    @property
+    def mirrored(self) -> bool: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +37,7 @@ class Layout:
         rows: rows of each tensor; at least 1.
         scratch_rows: rows of each scratch tensor, or 0 for none.
         mirrored: whether each tensor is a ring of whole pages that is mapped twice; then there is no scratch.
-        kinds: the kinds of tensors: keys, values or both.
+        kinds: the kinds of tensors: keys, values or both; or states.
     """
 
     geometry: Geometry
@@ -38,14 +51,14 @@ class Layout:
             raise ValueError(f"layout: got {self}; expected rows >= 1 and scratch_rows >= 0, 0 if mirrored")
 
     @classmethod
-    def of(cls, geometry: Geometry, strategy: Strategy, kinds: tuple[Kind, ...] = KINDS) -> Layout:
+    def of(cls, geometry: Geometry, strategy: _Sizes, kinds: tuple[Kind, ...] | None = None) -> Layout:
         """The layout for a strategy."""
-        return cls(geometry, strategy.rows, strategy.scratch_rows, strategy.mirrored, kinds)
+        return cls(geometry, strategy.rows, strategy.scratch_rows, strategy.mirrored, kinds or geometry.kinds)
 
     @property
     def tensors(self) -> int:
         """Number of tensors: N, or half of it for only keys or only values."""
-        return self.geometry.tensors // len(KINDS) * len(self.kinds)
+        return self.geometry.tensors // len(self.geometry.kinds) * len(self.kinds)
 
     def names(self) -> Iterator[KvTensor]:
         """The tensors, in the order of the geometry."""
@@ -198,6 +211,14 @@ class RowArena:
             rows = source[:, move.src_row : move.src_row + move.rows]
             target[:, move.dst_row : move.dst_row + move.rows] = rows
         self.bytes_copied += move.rows * self._bytes_per_row
+        self.copies += 1
+
+    def execute_together(self, moves: Sequence[Move]) -> None:
+        """Make several copies within the arena as one, as if all sources had been read before a row is written."""
+        sources = [row for move in moves for row in range(move.src_row, move.src_row + move.rows)]
+        targets = [row for move in moves for row in range(move.dst_row, move.dst_row + move.rows)]
+        self.array[:, targets] = self.array[:, sources]
+        self.bytes_copied += len(sources) * self._bytes_per_row
         self.copies += 1
 
     def _place(self, place: Place) -> Rows:

@@ -23,9 +23,10 @@ def activation_bytes(decoder: Decoder, geometry: Geometry | LayeredGeometry, ar:
     and spills the rest; its schedule is not modelled.
     """
     context = geometry.context
-    columns = [group.past_rows(ar, context) + ar for group in geometry.groups()]
+    attending = [group for group in geometry.groups() if not group.is_state]
+    columns = [group.past_rows(ar, context) + ar for group in attending]
     both_halves = 2 * ar * decoder.hidden + ar * sum(columns) + decoder.vocab
-    joined_bytes = 3 * decoder.kv_heads * max(columns) * geometry.groups()[0].row_bytes
+    joined_bytes = 3 * decoder.kv_heads * max(columns) * attending[0].row_bytes
     attention_bytes = _ELEMENT_BYTES * 2 * decoder.heads * ar * max(columns) + joined_bytes
     feed_forward_bytes = _ELEMENT_BYTES * 3 * ar * decoder.intermediate
     return _ELEMENT_BYTES * both_halves + max(attention_bytes, feed_forward_bytes)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from edgekv.bundle import MANIFEST, Manifest, read_manifest
@@ -38,15 +39,7 @@ def bundle_subject(folder: Path, given: Overrides) -> Subject:
         assumptions.append("inputs and outputs of graphs that are divided into parts are counted as if they were whole")
     if manifest.key_layout == "columns":
         assumptions.append(_COLUMNS)
-    decoder = Decoder(
-        layers=model.layers,
-        hidden=model.hidden,
-        heads=model.heads,
-        kv_heads=model.kv_heads,
-        head_dim=model.head_dim,
-        intermediate=model.intermediate,
-        vocab=model.vocab,
-    )
+    decoder = replace(model.sizes, tied_head=False)
     return Subject(
         str(folder),
         manifest.cache_geometry,

@@ -86,7 +86,7 @@ class ExportCost(msgspec.Struct, frozen=True, kw_only=True):
 
 def default_calibration_tokens(decoder: Decoder) -> int:
     """Default number of calibration tokens: fewer for large models, which need more time for each."""
-    parameters = decoder.layers * decoder.layer_parameters + decoder.table_parameters
+    parameters = decoder.all_layer_parameters + decoder.table_parameters
     return _CALIBRATION_TOKENS if parameters < _LARGE_PARAMETERS else _CALIBRATION_TOKENS_LARGE
 
 
@@ -190,12 +190,13 @@ def _export_seconds(decoder: Decoder, tokens: int, window: int) -> float:
     """
     hidden, inner, queries = decoder.hidden, decoder.intermediate, decoder.heads * decoder.head_dim
     widths = (hidden, queries, hidden, inner)
-    products = tokens * (2 * decoder.layers * decoder.layer_parameters + decoder.table_parameters)
+    products = tokens * (2 * decoder.all_layer_parameters + decoder.table_parameters)
     sums = tokens * sum(width * (width / 2 + min(width, 2 * hidden)) for width in widths)
     factors = sum(width**3 for width in widths) / 6
-    updates = 2.5 * sum(rows**2 * columns for rows, columns in decoder.layer_matrices)
-    elements = decoder.layers * decoder.layer_parameters + decoder.table_parameters
-    scores = 2 * decoder.layers * decoder.heads * tokens * window
+    matrices = decoder.convolution_matrices if decoder.convolutions else decoder.layer_matrices
+    updates = 2.5 * sum(rows**2 * columns for rows, columns in matrices)
+    elements = decoder.all_layer_parameters + decoder.table_parameters
+    scores = 2 * (decoder.layers - decoder.convolutions) * decoder.heads * tokens * window
     head = 2.5 * hidden * decoder.table_parameters
     multiplied = products + decoder.layers * (sums + factors + updates) + head
     return _SECONDS_PER_PRODUCT * multiplied + _SECONDS_PER_ELEMENT * elements + _SECONDS_PER_SCORE * scores

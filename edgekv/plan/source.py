@@ -103,7 +103,12 @@ def _from_config(file: Path, given: Overrides) -> Subject:
     if spec is None and found.sliding_window is not None and found.sliding_window < context:
         assumptions.append(_WINDOWS_UNKNOWN)
     windows = () if spec is None else spec.windows_in(context)
-    geometry = cache_geometry(found.layers, found.kv_heads, found.head_dim, context, kv_dtype_of(bits), windows)
+    kv_dtype = kv_dtype_of(bits)
+    geometry = (
+        cache_geometry(found.layers, found.kv_heads, found.head_dim, context, kv_dtype)
+        if spec is None
+        else spec.cache(context, kv_dtype, "rows")
+    )
     ar = _ar(given, context, windows, assumptions)
     decoder = None if spec is None else spec.sizes
     weights = None if decoder is None else recipe_weights(decoder, given.recipe)

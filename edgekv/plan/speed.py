@@ -99,12 +99,15 @@ def estimate_speed(subject: Subject, decoder: Decoder, weights: Weights, device:
 
 
 def macs_per_token(decoder: Decoder, geometry: Geometry | LayeredGeometry) -> int:
-    """Multiply-adds of one more token in a pass: every layer's matrices, and its attention to the whole window.
+    """Multiply-adds of one more token in a pass: every layer's matrices, and its attention or convolution.
 
     The head runs once a pass, not once a token.
     """
-    attention = sum(2 * group.layers * decoder.heads * decoder.head_dim * group.context for group in geometry.groups())
-    return decoder.layers * decoder.layer_parameters + attention
+    attention = sum(
+        group.layers * group.context * (group.head_dim if group.is_state else 2 * decoder.heads * decoder.head_dim)
+        for group in geometry.groups()
+    )
+    return decoder.all_layer_parameters + attention
 
 
 def _mean_cache_bytes(geometry: Geometry | LayeredGeometry) -> int:

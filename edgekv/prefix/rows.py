@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from numpy.typing import NDArray
 
-from edgekv.kv import Arena, Group, KVCache, KvTensor
+from edgekv.kv import Arena, CacheGroup, KVCache, KvTensor
 from edgekv.prefix.groups import BlockGroup
 
 Rows = NDArray[Any]
@@ -107,7 +107,7 @@ class _Run:
     part: slice
 
 
-def _runs(homes: Iterable[Group], tensors: Sequence[KvTensor]) -> list[_Run]:
+def _runs(homes: Iterable[CacheGroup], tensors: Sequence[KvTensor]) -> list[_Run]:
     """The tensors of a block in as few runs as possible."""
     places = {}
     for home in homes:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from edgekv.kv import Arena, Group, KVCache, Window
+from edgekv.kv import Arena, CacheGroup, KVCache, Window
 from edgekv.runtime.adapter import AdapterMemory, AdapterPorts
 from edgekv.runtime.binding import Binding
 from edgekv.spec import GraphInterface, PartRecord, Port
@@ -36,7 +36,7 @@ class _GroupPorts:
 
     __slots__ = ("arenas", "bound", "group", "index")
 
-    def __init__(self, index: int, group: Group, layers: range) -> None:
+    def __init__(self, index: int, group: CacheGroup, layers: range) -> None:
         self.index = index
         self.group = group
         self.arenas = [_ArenaPorts(arena, layers) for arena in group.arenas]

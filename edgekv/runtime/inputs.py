@@ -13,7 +13,7 @@ from edgekv.bundle import EmbeddingTable, Manifest
 from edgekv.kv import Window
 from edgekv.runtime.binding import aligned_zeros
 from edgekv.runtime.rope import RopeTable
-from edgekv.spec import LOGITS_INDEX, MASK, STEP_KINDS, GraphRecord, rope_inputs
+from edgekv.spec import CONV_ROWS, LOGITS_INDEX, MASK, STEP_KINDS, GraphRecord, rope_inputs
 from quant import Encoding
 
 
@@ -89,8 +89,11 @@ class StepInputs:
             if (names := rope_inputs(suffix))[0] in self.arrays
         ]
         self._index = self.arrays.get(LOGITS_INDEX)
+        self._taps = ConvolutionRows(self.arrays[CONV_ROWS], record.ar) if CONV_ROWS in self.arrays else None
         first_group: dict[str, int] = {}  # groups with the same window share a mask
         for group, geometry in enumerate(decoder.cache.groups()):
+            if geometry.is_state:
+                continue
             first_group.setdefault(decoder.mask_of(geometry), group)
         self.groups: Mapping[str, int] = {name: group for name, group in first_group.items() if name in self.arrays}
         self._masks = [
@@ -105,6 +108,8 @@ class StepInputs:
             cos[:n], sin[:n] = table.rows(position, n)
         for group, mask in self._masks:
             mask.write(n, windows[group], columns)
+        if self._taps is not None:
+            self._taps.write()
         self._write_entry(tokens, before)
 
     def write_views(self, tokens: Sequence[int], views: Sequence[RowView], windows: Sequence[Window]) -> None:
@@ -115,6 +120,8 @@ class StepInputs:
                 cos[row], sin[row] = table.rows(view.position, 1)
         for group, mask in self._masks:
             mask.write_views(views, windows[group])
+        if self._taps is not None:
+            self._taps.write_views(views)
         self._write_entry(tokens, before)
 
     def _invalidate(self) -> int:
@@ -137,6 +144,34 @@ class StepInputs:
         if self._index is not None:
             self._index[0] = n - 1
         self.filled = n
+
+
+class ConvolutionRows:
+    """Which row each tap of a convolution reads for each new token, `[K-1, AR]`: tap j the one K-1-j tokens before it.
+
+    Rows are those of the state, then the new ones. The last tap reads the token's own row in any case.
+    """
+
+    def __init__(self, rows: NDArray[Any], ar: int) -> None:
+        """Use `rows`, which are contiguous, as memory; the new tokens follow each other."""
+        self._rows = rows.reshape(-1, ar)
+        self._past = len(self._rows)
+        self._are_linear = False
+        self.write()
+
+    def write(self) -> None:
+        """Write the rows of a step whose tokens follow each other."""
+        if not self._are_linear:
+            self._rows[:] = np.arange(self._rows.shape[1]) + np.arange(self._past)[:, None]
+            self._are_linear = True
+
+    def write_views(self, views: Sequence[RowView]) -> None:
+        """Write the rows of a step whose tokens see what `views` say."""
+        self._are_linear = False
+        for token, view in enumerate(views):
+            assert view.columns is None, "no other sequence is in the window of a model with states"
+            path = [*range(self._past), *(self._past + row for row in view.rows)]
+            self._rows[:, token] = path[-1 - self._past : -1]
 
 
 class AttentionMask:

@@ -1,12 +1,13 @@
 """Decoders, KV caches and graph interfaces, described once and used by all other packages."""
 
 from edgekv.spec.config import CONFIG, Config, read_config, read_json
-from edgekv.spec.decoder import DecoderSpec, SplitChannel, Vocabulary
+from edgekv.spec.decoder import Convolution, DecoderSpec, SplitChannel, Vocabulary
 from edgekv.spec.describe import CacheSpec, describe, describe_cache
 from edgekv.spec.families import ARCHITECTURES
 from edgekv.spec.folders import FolderKind, identify
-from edgekv.spec.geometry import KINDS, Geometry, KeyLayout, Kind, KvDtype, KvTensor
+from edgekv.spec.geometry import KINDS, STATE_KINDS, Geometry, KeyLayout, Kind, KvDtype, KvTensor
 from edgekv.spec.graph import (
+    CONV_ROWS,
     LOGITS_INDEX,
     MASK,
     ROPE_SUFFIXES,
@@ -16,7 +17,7 @@ from edgekv.spec.graph import (
     mask_name,
     rope_inputs,
 )
-from edgekv.spec.layers import LayeredGeometry
+from edgekv.spec.layers import ConvolutionStates, LayeredGeometry
 from edgekv.spec.lora import (
     LORA_A,
     LORA_GROUPS,
@@ -50,6 +51,7 @@ from edgekv.spec.results import (
 from edgekv.spec.rope import Rope, Rotation
 from edgekv.spec.sizes import RECIPE_TYPES, Decoder, Weights, recipe_weights
 from edgekv.spec.tensors import (
+    CONVOLUTION_INPUTS,
     EMBEDDING,
     EMBEDDING_COLUMNS,
     EMBEDDING_STEPS,
@@ -60,8 +62,10 @@ from edgekv.spec.tensors import (
     attention_norm,
     by_inputs,
     by_outputs,
+    convolution_kernel,
     feed_forward_norm,
     matrices,
+    part_name,
     table_key,
     text_tensor,
     views,
@@ -70,6 +74,8 @@ from edgekv.spec.tensors import (
 __all__ = [
     "ARCHITECTURES",
     "CONFIG",
+    "CONV_ROWS",
+    "CONVOLUTION_INPUTS",
     "EMBEDDING",
     "EMBEDDING_COLUMNS",
     "EMBEDDING_STEPS",
@@ -97,6 +103,7 @@ __all__ = [
     "OPEN_TOKENS",
     "ROPE_SUFFIXES",
     "RULES",
+    "STATE_KINDS",
     "STEP_KINDS",
     "STACK",
     "SplitChannel",
@@ -104,6 +111,8 @@ __all__ = [
     "RECIPE_TYPES",
     "CacheSpec",
     "Config",
+    "Convolution",
+    "ConvolutionStates",
     "Decoder",
     "DecoderInterface",
     "DecoderSpec",
@@ -132,6 +141,7 @@ __all__ = [
     "attention_norm",
     "by_inputs",
     "by_outputs",
+    "convolution_kernel",
     "describe",
     "describe_cache",
     "feed_forward_norm",
@@ -146,6 +156,7 @@ __all__ = [
     "lora_group",
     "lora_reach",
     "matrices",
+    "part_name",
     "table_key",
     "read_config",
     "read_json",

@@ -151,6 +151,17 @@ class Config:
             return value
         raise self.refusal(name, "a string")
 
+    def layers(self, name: str, count: int) -> tuple[int, ...]:
+        """A list of numbers of layers, each below `count`.
+
+        Raises:
+            CheckpointError: it is something else or absent.
+        """
+        value = self._fields.get(name)
+        if isinstance(value, list) and all(type(each) is int and 0 <= each < count for each in value):
+            return tuple(value)
+        raise self.refusal(name, f"a list of layers, from 0 to {count - 1}")
+
     def texts(self, name: str, count: int | None = None) -> tuple[str, ...]:
         """A list of strings.
 

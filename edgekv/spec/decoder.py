@@ -6,6 +6,8 @@ from typing import Annotated, Literal
 
 import msgspec
 
+from edgekv.spec.geometry import Geometry, KeyLayout, KvDtype
+from edgekv.spec.layers import ConvolutionStates, LayeredGeometry
 from edgekv.spec.rope import Rope
 from edgekv.spec.sizes import Decoder
 
@@ -36,6 +38,21 @@ class SplitChannel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     parts: Annotated[int, msgspec.Meta(ge=2, le=1 << 20)]
 
 
+class Convolution(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Layers with a gated short convolution in place of attention, as in LFM2 (arXiv 2511.23404).
+
+    `out_proj(c * conv(b * x))`, where b, c and x are projections of the layer's input, and conv is causal, with a
+    kernel for each channel.
+
+    Attributes:
+        layers: their numbers.
+        kernel: K, the tokens that the convolution reads, including the current one.
+    """
+
+    layers: frozenset[_Layer]
+    kernel: Annotated[int, msgspec.Meta(ge=2, le=1 << 10)]
+
+
 class DecoderSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A decoder with grouped-query attention, gated feed-forward, RMSNorm and rotary embedding.
 
@@ -64,6 +81,9 @@ class DecoderSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         split: channels of the residual that norms read several times, in ascending order. Set by export.
         vocabulary: where embeddings are; see `Vocabulary`. Set by export.
         fused: whether q, k and v are stored as one matrix, and gate and up as another.
+        convolution: the layers without attention; None if there are none.
+        head_gates: whether the output of each head is multiplied by the sigmoid of a projection of the layer's input.
+        stored_names: parts of the tensors' names, and what checkpoints of the architecture have in their place.
         multimodal: whether the checkpoint includes a vision model, and the decoder's tensors have a prefix.
     """
 
@@ -100,6 +120,9 @@ class DecoderSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     fused: bool = False
     multimodal: bool = False
     bound_by: str = "max_position_embeddings"
+    convolution: Convolution | None = None
+    head_gates: bool = False
+    stored_names: tuple[tuple[str, str], ...] = ()
 
     def __post_init__(self) -> None:
         if len(self.windows) not in (0, self.layers):
@@ -112,6 +135,9 @@ class DecoderSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             raise ValueError(f"unrotated: got {foreign[0]}; expected layers below {self.layers}")
         if self.vocabulary != "apart" and not self.tied_head:
             raise ValueError(f"vocabulary: got {self.vocabulary}; expected apart, since the head is not tied")
+        if self.convolution is not None and not self.convolution.layers < {*range(self.layers)}:
+            found = sorted(self.convolution.layers)
+            raise ValueError(f"convolution: layers: got {found}; expected some below {self.layers}, and one without")
         if outside := [each.channel for each in self.split if each.channel >= self.hidden]:
             raise ValueError(f"split: channel: got {outside[0]}; expected channels below hidden = {self.hidden}")
 
@@ -127,6 +153,8 @@ class DecoderSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             intermediate=self.intermediate,
             vocab=self.vocab,
             tied_head=self.tied_head,
+            convolutions=0 if self.convolution is None else len(self.convolution.layers),
+            head_gates=self.head_gates,
         )
 
     @property
@@ -151,8 +179,41 @@ class DecoderSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         """Query heads that share one key/value head."""
         return self.heads // self.kv_heads
 
+    def is_convolution(self, layer: int) -> bool:
+        """Whether a layer has a short convolution in place of attention."""
+        return self.convolution is not None and layer in self.convolution.layers
+
+    @property
+    def attention_layers(self) -> list[int]:
+        """The layers with attention."""
+        return [layer for layer in range(self.layers) if not self.is_convolution(layer)]
+
+    def cache(self, context: int, kv_dtype: KvDtype, key_layout: KeyLayout) -> Geometry | LayeredGeometry:
+        """The sizes of a cache for graphs of a context of S.
+
+        Raises:
+            ValueError: no graph can have this context, such as one that a convolution's kernel exceeds.
+        """
+        windows, states = self.windows_in(context), self.convolution
+        if not windows and states is None:
+            return Geometry(self.layers, self.kv_heads, self.head_dim, context, kv_dtype, key_layout)
+        if states is not None and states.kernel >= context:
+            raise ValueError(f"context: got {context}; expected more than the kernel of {states.kernel} tokens")
+        return LayeredGeometry(
+            self.layers,
+            context,
+            (self.kv_heads,),
+            (self.head_dim,),
+            windows,
+            kv_dtype,
+            key_layout,
+            None if states is None else ConvolutionStates(states.layers, states.kernel, self.hidden),
+        )
+
     def window(self, layer: int) -> int | None:
-        """Tokens that a layer attends to, including the current one; None for all."""
+        """Tokens that a layer attends to, including the current one; None for all, and without attention."""
+        if self.is_convolution(layer):
+            return None
         limit = self.limits[layer % len(self.limits)] if self.limits else None
         return min((each for each in (self._own_window(layer), limit) if each is not None), default=None)
 
@@ -169,7 +230,7 @@ class DecoderSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     def rope_of(self, layer: int) -> Rope | None:
         """The rotary embedding of a layer, or None."""
-        if layer in self.unrotated:
+        if layer in self.unrotated or self.is_convolution(layer):
             return None
         return self.rope if self.local_rope is None or self._own_window(layer) is None else self.local_rope
 

@@ -15,6 +15,7 @@ LARGEST_HEADS = 1 << 18
 """Maximum query heads of all layers: each one adds operations to a graph."""
 
 _LAYER_TYPES = ("full_attention", "sliding_attention")
+_CONVOLUTION = "conv"
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +52,8 @@ def describe(config: Config) -> DecoderSpec:
     if family is None:
         wanted = ", ".join(sorted(ARCHITECTURES))
         raise config.refusal("model_type", wanted, fix="This architecture cannot be exported.")
-    _check_layers(config)
     spec = family(config)
+    _check_layers(config, *(() if spec.convolution is None else (_CONVOLUTION,)))
     _check_products(config, spec)
     return spec
 
@@ -91,12 +92,12 @@ def describe_cache(config: Config) -> CacheSpec:
     )
 
 
-def _check_layers(config: Config) -> None:
-    """Reject layers that do not keep keys and values of each head."""
+def _check_layers(config: Config, *more: str) -> None:
+    """Reject layers that do not keep keys and values of each head, and are none of `more` kinds."""
     if "kv_lora_rank" in config:
         wanted = "keys and values for each head"
         raise config.refusal("kv_lora_rank", wanted, fix="Models with latent attention are not supported.")
-    if "layer_types" in config and (other := set(config.texts("layer_types")) - set(_LAYER_TYPES)):
+    if "layer_types" in config and (other := set(config.texts("layer_types")) - {*_LAYER_TYPES, *more}):
         wanted, fix = " or ".join(_LAYER_TYPES), "Models with layers of another kind are not supported."
         raise config.refusal("layer_types", wanted, got=", ".join(sorted(other))[:200], fix=fix)
 
@@ -105,7 +106,7 @@ def _check_products(config: Config, spec: DecoderSpec) -> None:
     if spec.layers * spec.heads > LARGEST_HEADS:
         raise config.refusal("num_hidden_layers", f"at most {LARGEST_HEADS} heads in all layers together")
     sizes = spec.sizes
-    parameters = math.fsum([sizes.layers * sizes.layer_parameters, sizes.table_parameters])
+    parameters = math.fsum([sizes.all_layer_parameters, sizes.table_parameters])
     if parameters > LARGEST_PARAMETERS:
         got = f"sizes of {parameters:.3g} parameters"
         raise config.refusal("hidden_size", f"at most {LARGEST_PARAMETERS:,} parameters", got=got)

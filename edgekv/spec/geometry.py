@@ -7,16 +7,19 @@ from dataclasses import dataclass
 from typing import Literal
 
 KvDtype = Literal["u8", "s8", "s16"]
-Kind = Literal["key", "value"]
+Kind = Literal["key", "value", "conv"]
 KeyLayout = Literal["rows", "columns"]
 
 _ELEMENT_BYTES: dict[KvDtype, int] = {"u8": 1, "s8": 1, "s16": 2}
 KINDS: tuple[Kind, Kind] = ("key", "value")
+"""Of layers with attention: a row per token and head."""
+STATE_KINDS: tuple[Kind] = ("conv",)
+"""Of layers with a short convolution: the rows before the next token that its kernel reads, of all channels."""
 
 
 @dataclass(frozen=True, slots=True)
 class KvTensor:
-    """A per-head cache tensor, and the names of its input and output in every graph (Genie's names)."""
+    """A cache tensor of one head, or a state, and the names of its input and output in every graph (Genie's names)."""
 
     layer: int
     kind: Kind
@@ -24,29 +27,41 @@ class KvTensor:
 
     @property
     def past(self) -> str:
-        """The graph input `[1, 1, S-AR, D]`, or `[1, 1, D, S-AR]` for keys as columns."""
-        return f"past_{self.kind}_{self.layer}_h{self.head}_in"
+        """The graph input `[1, 1, S-AR, D]`, or `[1, 1, D, S-AR]` for keys as columns; `[1, 1, K-1, H]` for states."""
+        return f"{self._stem}_in"
 
     @property
     def new(self) -> str:
         """The graph output `[1, 1, AR, D]`, or `[1, 1, D, AR]` for keys as columns."""
-        return f"past_{self.kind}_{self.layer}_h{self.head}_out"
+        return f"{self._stem}_out"
+
+    @property
+    def is_state(self) -> bool:
+        """Whether it is the state of a layer without attention."""
+        return self.kind in STATE_KINDS
+
+    @property
+    def _stem(self) -> str:
+        return f"{self.kind}_state_{self.layer}" if self.is_state else f"past_{self.kind}_{self.layer}_h{self.head}"
 
 
 @dataclass(frozen=True, slots=True)
 class Geometry:
     """A cache of `layers x 2 x kv_heads` tensors of `head_dim` columns for a context of S tokens.
 
+    States of short convolutions are the case of one tensor a layer: rows of all H channels, in a context of K tokens.
+
     Attributes:
         layers: decoder layers.
-        kv_heads: key/value heads of a layer.
-        head_dim: D, elements of one head's row.
+        kv_heads: key/value heads of a layer; 1 for states.
+        head_dim: D, elements of one head's row; H for states.
         context: the tokens that a token attends to, including itself: S of the largest graphs, or the smaller window of
-            these layers; at least 2.
+            these layers, or the kernel K of a convolution; at least 2.
         kv_dtype: `u8` (zero point 128), `s8` or `s16` (zero point 0).
         key_layout: how graphs read and write keys: `rows` `[1, 1, S-AR, D]` as values, or `columns`
             `[1, 1, D, S-AR]`, as Genie requires. Values are always rows.
         numbers: the numbers of these layers in the model; empty for all, from 0 on.
+        kinds: the tensors of a layer and head.
     """
 
     layers: int
@@ -56,6 +71,7 @@ class Geometry:
     kv_dtype: KvDtype = "u8"
     key_layout: KeyLayout = "rows"
     numbers: tuple[int, ...] = ()
+    kinds: tuple[Kind, ...] = KINDS
 
     def __post_init__(self) -> None:
         for name in ("layers", "kv_heads", "head_dim"):
@@ -69,11 +85,20 @@ class Geometry:
             raise ValueError(f"key_layout: got {self.key_layout!r}; expected rows or columns")
         if self.numbers and (len(self.numbers) != self.layers or min(self.numbers) < 0):
             raise ValueError(f"numbers: got {self.numbers}; expected those of {self.layers} layers, from 0 on")
+        if self.kinds not in (KINDS, STATE_KINDS) or (self.is_state and self.kv_heads != 1):
+            raise ValueError(
+                f"kinds: got {self.kinds} of {self.kv_heads} heads; expected keys and values, or one state"
+            )
+
+    @property
+    def is_state(self) -> bool:
+        """Whether the tensors are states, so that these layers have no attention."""
+        return self.kinds == STATE_KINDS
 
     @property
     def tensors(self) -> int:
-        """N = layers x 2 x kv_heads."""
-        return self.layers * 2 * self.kv_heads
+        """N = layers x 2 x kv_heads; one for each layer with a state."""
+        return self.layers * len(self.kinds) * self.kv_heads
 
     @property
     def element_bytes(self) -> int:
@@ -93,12 +118,15 @@ class Geometry:
     def past_rows(self, ar: int, context: int | None = None) -> int:
         """The rows that a graph for AR new tokens reads of each tensor.
 
-        S-AR, or the W-1 rows that the first new token attends to if these layers' window is smaller.
+        S-AR, or the W-1 rows that the first new token attends to if these layers' window is smaller. A convolution
+        reads K-1 rows, whatever AR is.
 
         Args:
             ar: tokens per inference.
             context: S of the graph; None for the context of this geometry.
         """
+        if self.is_state:
+            return self.context - 1
         if not 1 <= ar < min(self.context, context or self.context):
             least = min(self.context, context or self.context)
             raise ValueError(f"ar: got {ar}; expected 1 to {least - 1}, below the context of {least}")
@@ -111,6 +139,6 @@ class Geometry:
     def names(self) -> Iterator[KvTensor]:
         """All tensors in the order of the arena: by layer, keys before values, by head."""
         for layer in self.numbers or range(self.layers):
-            for kind in KINDS:
+            for kind in self.kinds:
                 for head in range(self.kv_heads):
                     yield KvTensor(layer, kind, head)

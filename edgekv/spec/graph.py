@@ -19,10 +19,11 @@ from edgekv.spec.ports import GraphInterface, Port, PortKind
 from quant import DTYPES, Dtype
 
 MASK, LOGITS_INDEX = "attention_mask", "logits_index"
+CONV_ROWS = "conv_rows"
 ROPE_SUFFIXES = ("", "_local")
 """Suffixes of the rotary inputs of `DecoderSpec.rope` and of `DecoderSpec.local_rope`."""
 
-STEP_KINDS: frozenset[PortKind] = frozenset({"ids", "embeddings", "mask", "cos", "sin", "logits_index"})
+STEP_KINDS: frozenset[PortKind] = frozenset({"ids", "embeddings", "mask", "cos", "sin", "conv_rows", "logits_index"})
 """The inputs that the host writes before a step. The others are in the cache or come from the previous part."""
 
 
@@ -96,14 +97,12 @@ class DecoderInterface:
             activations: integer type of the activations.
             lora: the inputs for adapters.
         """
-        windows = spec.windows_in(context)
-        sizes = spec.layers, context, (spec.kv_heads,), (spec.head_dim,)
         rotary = tuple(
             RotaryInputs(suffix, rope.width // 2, frozenset(spec.layers_with(rope)))
             for suffix, rope in zip(ROPE_SUFFIXES, spec.ropes, strict=False)
         )
-        layered = LayeredGeometry(*sizes, windows, kv_dtype, key_layout)
-        return cls(spec.hidden, spec.vocab, layered, rotary, activations, lora)
+        cache = spec.cache(context, kv_dtype, key_layout)
+        return cls(spec.hidden, spec.vocab, cache, rotary, activations, lora)
 
     def graph(self, graph: GraphRecord, part: PartRecord | None = None) -> GraphInterface:
         """The interface of one part of a graph for AR new tokens in a context of S.
@@ -112,8 +111,10 @@ class DecoderInterface:
             the rows that need logits). Where there are layers: `attention_mask` [1, 1, AR, S] and, of layers that
         attend to W < S tokens, `attention_mask_w{W}` [1, 1, AR, P+AR]; `position_ids_cos` and `_sin` [1, 1, AR, R/2] of
         each rotary embedding; and each past [1, 1, P, D], keys as columns [1, 1, D, P], with P = S-AR, or
-        min(W-1, S-AR). In graphs with slots: the A's and B's of `LoraSlots.tensors`. In prefill graphs whose last part
-        has layers: `logits_index` [1].
+        min(W-1, S-AR), and each state of a convolution [1, 1, K-1, hidden]. In verify graphs with states: `conv_rows`
+        [(K-1) * AR], the row, of past and new ones, that a tap of a convolution reads for a token, by tap. In graphs
+        with slots: the A's and B's of `LoraSlots.tensors`. In prefill graphs whose last part has layers:
+        `logits_index` [1].
 
         Outputs: each new [1, 1, AR, D], keys as columns [1, 1, D, AR]; and `logits` [1, AR or 1, V] or `hidden_{L}`.
 
@@ -138,7 +139,7 @@ class DecoderInterface:
 
     def masks(self) -> dict[str, int | None]:
         """The attention masks by name, and how many tokens each covers, the current one included; None for all."""
-        contexts = {self.mask_of(group): group.context for group in self.cache.groups()}
+        contexts = {self.mask_of(group): group.context for group in self.cache.groups() if not group.is_state}
         return {name: None if name == MASK else context for name, context in contexts.items()}
 
     def rotary_of(self, layer: int) -> RotaryInputs | None:
@@ -149,13 +150,14 @@ class DecoderInterface:
         """The cache tensors of these layers, in the order of the graphs' inputs."""
         for layer in layers:
             for head in range(self._groups[layer].kv_heads):
-                yield KvTensor(layer, "key", head)
-                yield KvTensor(layer, "value", head)
+                for kind in self._groups[layer].kinds:
+                    yield KvTensor(layer, kind, head)
 
     def _inputs(self, graph: GraphRecord, part: PartRecord) -> Iterator[Port]:
         ar, rows = graph.ar, graph.ar if part.layers else graph.logit_rows
-        masks = {self.mask(layer): self._past_rows(layer, graph) for layer in part.layers}
-        read = {self.rotary_of(layer) for layer in part.layers}
+        attending = [layer for layer in part.layers if not self._groups[layer].is_state]
+        masks = {self.mask(layer): self._past_rows(layer, graph) for layer in attending}
+        read = {self.rotary_of(layer) for layer in attending}
         if part.embeds:
             yield Port(IDS, "int32", (1, ar), "ids")
         else:
@@ -169,6 +171,9 @@ class DecoderInterface:
             yield self._activation("sin", sin, (1, 1, ar, rotary.pairs))
         for tensor in self.tensors(part.layers):
             yield self._cached("past", tensor, self._past_rows(tensor.layer, graph))
+        states = [layer for layer in part.layers if self._groups[layer].is_state]
+        if states and graph.role == "verify":
+            yield Port(CONV_ROWS, "int32", (self._past_rows(states[0], graph) * ar,), "conv_rows")
         if self.lora is not None:
             for layer in part.layers:
                 for name, shape, encoding in self.lora.tensors(layer):
@@ -192,7 +197,8 @@ class DecoderInterface:
         is_column = tensor.kind == "key" and group.key_layout == "columns"
         shape = (1, 1, group.head_dim, rows) if is_column else (1, 1, rows, group.head_dim)
         name = tensor.past if kind == "past" else tensor.new
-        return Port(name, DTYPES[group.kv_dtype].name, shape, kind, tensor.past)
+        port_kind: PortKind = "state" if kind == "past" and tensor.is_state else kind
+        return Port(name, DTYPES[group.kv_dtype].name, shape, port_kind, tensor.past)
 
     def _past_rows(self, layer: int, graph: GraphRecord) -> int:
         return self._groups[layer].past_rows(graph.ar, graph.context)

@@ -5,12 +5,29 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from edgekv.spec.geometry import Geometry, KeyLayout, KvDtype, KvTensor
+from edgekv.spec.geometry import KINDS, STATE_KINDS, Geometry, KeyLayout, Kind, KvDtype, KvTensor
+
+
+@dataclass(frozen=True, slots=True)
+class ConvolutionStates:
+    """The states of layers with a short convolution.
+
+    Attributes:
+        layers: numbers of the layers.
+        kernel: K: the K-1 rows before the next token are the state.
+        width: H, channels of a row.
+    """
+
+    layers: frozenset[int]
+    kernel: int
+    width: int
 
 
 @dataclass(frozen=True, slots=True)
 class LayeredGeometry:
     """A cache whose layers differ in key/value heads, width of a head, or how many tokens they attend to.
+
+    Layers with a short convolution have a state of their own instead of keys and values.
 
     Each list is repeated if it is shorter than the layers, so one number applies to all and (512, 512, 4096) makes
     every third layer global.
@@ -23,6 +40,7 @@ class LayeredGeometry:
         windows: tokens that a layer attends to, including the current one; None for all. Values above S mean S.
         kv_dtype: see `Geometry`.
         key_layout: see `Geometry`.
+        states: the layers with a short convolution, and what their state is, if there are any.
     """
 
     layers: int
@@ -32,6 +50,7 @@ class LayeredGeometry:
     windows: Sequence[int | None] = ()
     kv_dtype: KvDtype = "u8"
     key_layout: KeyLayout = "rows"
+    states: ConvolutionStates | None = None
 
     def __post_init__(self) -> None:
         for name in ("kv_heads", "head_dim"):
@@ -41,17 +60,12 @@ class LayeredGeometry:
 
     def groups(self) -> tuple[Geometry, ...]:
         """Groups of layers with equal heads, width and window, in the order of their first layers."""
-        found: dict[tuple[int, int, int], list[int]] = {}
+        found: dict[tuple[int, int, int, tuple[Kind, ...]], list[int]] = {}
         for layer in range(self.layers):
-            sizes = (
-                self.kv_heads[layer % len(self.kv_heads)],
-                self.head_dim[layer % len(self.head_dim)],
-                self._window(layer),
-            )
-            found.setdefault(sizes, []).append(layer)
+            found.setdefault(self._sizes(layer), []).append(layer)
         groups = [
-            Geometry(len(numbers), kv_heads, head_dim, window, self.kv_dtype, self.key_layout, tuple(numbers))
-            for (kv_heads, head_dim, window), numbers in found.items()
+            Geometry(len(numbers), kv_heads, head_dim, window, self.kv_dtype, self.key_layout, tuple(numbers), kinds)
+            for (kv_heads, head_dim, window, kinds), numbers in found.items()
         ]
         # One group of all layers equals a plain geometry.
         return tuple(groups) if len(groups) > 1 else (replace(groups[0], numbers=()),)
@@ -64,6 +78,13 @@ class LayeredGeometry:
     def names(self) -> Iterator[KvTensor]:
         """All tensors in the order of the groups."""
         return (tensor for group in self.groups() for tensor in group.names())
+
+    def _sizes(self, layer: int) -> tuple[int, int, int, tuple[Kind, ...]]:
+        """Heads, width, window and kinds of tensors."""
+        if self.states is not None and layer in self.states.layers:
+            return 1, self.states.width, self.states.kernel, STATE_KINDS
+        heads, width = (each[layer % len(each)] for each in (self.kv_heads, self.head_dim))
+        return heads, width, self._window(layer), KINDS
 
     def _window(self, layer: int) -> int:
         window = self.windows[layer % len(self.windows)] if self.windows else None

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from edgekv.spec.config import Config
-from edgekv.spec.decoder import DecoderSpec
+from edgekv.spec.decoder import Convolution, DecoderSpec
 from edgekv.spec.rope import Rope
 
 ATTENTION_INPUTS = frozenset({"self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"})
 ATTENTION = ATTENTION_INPUTS | {"self_attn.o_proj"}
 MLP = frozenset({"mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"})
 
-_FULL, _SLIDING = "full_attention", "sliding_attention"
+_FULL, _SLIDING, _CONVOLUTION = "full_attention", "sliding_attention", "conv"
 
 
 def llama_like(
@@ -73,7 +73,36 @@ def same_window(config: Config, layers: int, window: int | None) -> tuple[int | 
     return () if window is None else (window,) * layers
 
 
-def windows(config: Config, layers: int, window: int | None, slides: Callable[[int], bool]) -> tuple[int | None, ...]:
+def convolution(config: Config, layers: int, kernel: int, chosen: Collection[int]) -> Convolution | None:
+    """The layers with a short convolution, and its kernel; None if all have attention.
+
+    Args:
+        config: the configuration; its `layer_types` lists the layers.
+        layers: number of layers.
+        kernel: the architecture's default.
+        chosen: the layers without `layer_types`.
+
+    Raises:
+        CheckpointError: no layer has attention, or a kernel that is none.
+    """
+    config.expect("conv_bias", False)
+    if "layer_types" in config:
+        kinds = config.texts("layer_types", layers)
+        if not set(kinds) <= {_FULL, _SLIDING, _CONVOLUTION}:
+            raise config.refusal("layer_types", f"{_FULL}, {_SLIDING} or {_CONVOLUTION} for each layer")
+        chosen = [layer for layer, kind in enumerate(kinds) if kind == _CONVOLUTION]
+    kernel = config.size("conv_L_cache", kernel)
+    if kernel < 2:
+        raise config.refusal("conv_L_cache", "a kernel of at least 2 tokens")
+    if len(chosen) == layers:
+        field = "layer_types" if "layer_types" in config else "num_hidden_layers"
+        raise config.refusal(field, f"at least one layer with {_FULL}")
+    return Convolution(frozenset(chosen), kernel) if chosen else None
+
+
+def windows(
+    config: Config, layers: int, window: int | None, slides: Callable[[int], bool], *, others: Collection[str] = ()
+) -> tuple[int | None, ...]:
     """The attention window of each layer, None for full attention; empty if no layer has a window.
 
     Args:
@@ -81,14 +110,15 @@ def windows(config: Config, layers: int, window: int | None, slides: Callable[[i
         layers: number of layers.
         window: tokens.
         slides: the architecture's rule by layer, used without `layer_types`.
+        others: further kinds of layers, which have no window.
 
     Raises:
         CheckpointError: `layer_types` is not a list of known kinds for all layers, or a sliding layer has no window.
     """
     if "layer_types" in config:
         kinds = config.texts("layer_types", layers)
-        if not set(kinds) <= {_FULL, _SLIDING}:
-            raise config.refusal("layer_types", f"{_FULL} or {_SLIDING} for each layer")
+        if not set(kinds) <= {_FULL, _SLIDING, *others}:
+            raise config.refusal("layer_types", f"{' or '.join((_FULL, _SLIDING, *others))} for each layer")
         sliding = [kind == _SLIDING for kind in kinds]
     else:
         sliding = [slides(layer) for layer in range(layers)]

@@ -15,13 +15,15 @@ import msgspec
 
 from edgekv.spec.decoder import DecoderSpec
 
-LoraTarget = Literal["q", "k", "v", "o", "gate", "up", "down"]
+LoraTarget = Literal["q", "k", "v", "o", "conv_in", "conv_out", "gate", "up", "down"]
 LORA_TARGETS: tuple[LoraTarget, ...] = get_args(LoraTarget)
 
-LoraGroup = Literal["qkv", "o", "gate_up", "down"]
+LoraGroup = Literal["qkv", "o", "conv_in", "conv_out", "gate_up", "down"]
 LORA_GROUPS: dict[LoraGroup, tuple[LoraTarget, ...]] = {
     "qkv": ("q", "k", "v"),
     "o": ("o",),
+    "conv_in": ("conv_in",),
+    "conv_out": ("conv_out",),
     "gate_up": ("gate", "up"),
     "down": ("down",),
 }

@@ -14,7 +14,7 @@ from edgekv.spec.config import Config
 
 _Number = Annotated[float, msgspec.Meta(ge=-1e12, le=1e12)]
 Parameters = dict[str, _Number | tuple[_Number, ...]]
-RopeType = Literal["default", "linear", "llama3", "longrope", "yarn"]
+RopeType = Literal["default", "linear", "llama3", "longrope", "proportional", "yarn"]
 
 _LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 _YARN = ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow")
@@ -24,6 +24,7 @@ _PARAMETERS: dict[RopeType, tuple[str, ...]] = {
     "linear": ("factor",),
     "llama3": _LLAMA3,
     "longrope": (*_LISTS, "original_max_position_embeddings", "factor", "attention_factor"),
+    "proportional": ("partial_rotary_factor", "factor"),
     "yarn": (*_YARN, "truncate", "attention_factor"),
 }
 _OLDER_NAMES = {"su": "longrope"}
@@ -46,7 +47,7 @@ class Rope(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The parameters of a rotary embedding, as a checkpoint gives them.
 
     Attributes:
-        rope_type: `default`, `linear`, `llama3`, `longrope` or `yarn`.
+        rope_type: `default`, `linear`, `llama3`, `longrope`, `proportional` or `yarn`.
         theta: the base.
         width: R, number of rotated elements of a head; the rest is unchanged.
         parameters: parameters of the type, by the checkpoint's names.
@@ -117,6 +118,10 @@ class Rope(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """
         share = table.number("partial_rotary_factor", config.number("partial_rotary_factor", 1.0))
         width = int(head_dim * share)
+        if table.text("rope_type", "default") == "proportional" and 0 < share <= 1:
+            theta = table.number("rope_theta", theta)
+            parameters: Parameters = {"partial_rotary_factor": share, "factor": table.number("factor", 1.0)}
+            return cls("proportional", theta, head_dim, parameters)
         if width % 2 or not 0 < width <= head_dim:
             wanted = f"a share of head_dim = {head_dim} that is an even number of elements"
             raise table.refusal("partial_rotary_factor", wanted, got=f"{share:g}, which is {width} elements")
@@ -146,11 +151,16 @@ class Rope(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         between are blended. `longrope` (arXiv 2402.13753) divides each frequency by its own factor: `short_factor` up
         to the original context, `long_factor` beyond it. `yarn` (arXiv 2309.00071) keeps pairs with more than beta_fast
         rotations over the original context, divides those below beta_slow rotations, and blends by pair number.
+        `proportional` (Gemma 4, LFM3) keeps the first pairs, a share of all, and does not rotate the others.
         """
         exponents = -np.arange(0, self.width, 2, dtype=np.float64) / self.width
         plain: NDArray[np.float64] = self.theta**exponents
         if self.rope_type == "linear":
             return Rotation(plain / self._number("factor"), 1.0)
+        if self.rope_type == "proportional":
+            rotated = int(self._number("partial_rotary_factor") * self.width // 2)
+            kept = np.where(np.arange(self.width // 2) < rotated, plain, 0.0)
+            return Rotation(kept / self._number("factor"), 1.0)
         if self.rope_type == "llama3":
             return Rotation(plain * self._llama3_share(plain), 1.0)
         if self.rope_type == "longrope":

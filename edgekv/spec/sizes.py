@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from quant import WEIGHT_TYPES, WeightDtype, WeightType
@@ -10,6 +11,8 @@ from quant import WEIGHT_TYPES, WeightDtype, WeightType
 @dataclass(frozen=True, slots=True)
 class Decoder:
     """Sizes of a decoder whose matrices are exactly q, k, v, o, gate, up and down, with a separate head.
+
+    Layers with a short convolution have three projections of its input and one of its output in place of q, k, v and o.
 
     Attributes:
         layers: number of layers.
@@ -20,6 +23,8 @@ class Decoder:
         intermediate: width of the feed-forward.
         vocab: rows of the embedding table.
         tied_head: whether the head is the embedding table; a bundle stores it once.
+        convolutions: number of layers with a short convolution in place of attention.
+        head_gates: whether layers with attention have a matrix for gates of heads.
     """
 
     layers: int
@@ -30,19 +35,35 @@ class Decoder:
     intermediate: int
     vocab: int
     tied_head: bool = False
+    convolutions: int = 0
+    head_gates: bool = False
 
     @property
     def layer_matrices(self) -> tuple[tuple[int, int], ...]:
-        """`[in, out]` of a layer's matrices: q, k, v, o, gate, up, down."""
+        """`[in, out]` of the matrices of a layer with attention: q, k, v, o, gate, up, down, and gates of heads."""
         hidden, inner = self.hidden, self.intermediate
         queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
         attention = ((hidden, queries), (hidden, keys), (hidden, keys), (queries, hidden))
-        return (*attention, (hidden, inner), (hidden, inner), (inner, hidden))
+        gates = ((hidden, self.heads),) if self.head_gates else ()
+        return (*attention, (hidden, inner), (hidden, inner), (inner, hidden), *gates)
+
+    @property
+    def convolution_matrices(self) -> tuple[tuple[int, int], ...]:
+        """`[in, out]` of the matrices of a layer with a convolution: its three inputs, its output, gate, up, down."""
+        hidden, inner = self.hidden, self.intermediate
+        return (*((hidden, hidden),) * 4, (hidden, inner), (hidden, inner), (inner, hidden))
 
     @property
     def layer_parameters(self) -> int:
-        """Elements of a layer's matrices."""
-        return sum(rows * columns for rows, columns in self.layer_matrices)
+        """Elements of the matrices of the largest layer."""
+        kinds = [self.layer_matrices, *([self.convolution_matrices] if self.convolutions else [])]
+        return max(_elements(matrices) for matrices in kinds)
+
+    @property
+    def all_layer_parameters(self) -> int:
+        """Elements of the matrices of all layers."""
+        attention = (self.layers - self.convolutions) * _elements(self.layer_matrices)
+        return attention + self.convolutions * _elements(self.convolution_matrices)
 
     @property
     def table_parameters(self) -> int:
@@ -52,7 +73,11 @@ class Decoder:
     @property
     def parameters(self) -> int:
         """Elements of all matrices; a tied head counts once."""
-        return self.layers * self.layer_parameters + (1 if self.tied_head else 2) * self.table_parameters
+        return self.all_layer_parameters + (1 if self.tied_head else 2) * self.table_parameters
+
+
+def _elements(matrices: Iterable[tuple[int, int]]) -> int:
+    return sum(rows * columns for rows, columns in matrices)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +86,7 @@ class Weights:
 
     Attributes:
         embedding_bytes: the table.
-        layer_bytes: one layer.
+        layer_bytes: one layer, or the mean of several kinds.
         layer_packed_bytes: bytes of one layer that contain two 4-bit integers.
         layers: number of layers.
         head_bytes: the last norm and the head.
@@ -92,17 +117,23 @@ class LayerTypes:
 
     Attributes:
         dtype: of most matrices.
-        int8: places of those in int8, in the order of `Decoder.layer_matrices`.
+        int8: places of those in int8, in the order of `Decoder.layer_matrices`; the gates of heads are too, and the
+            four matrices of a convolution.
     """
 
     dtype: WeightDtype
     int8: frozenset[int]
 
     def type_at(self, place: int) -> WeightType:
-        """The type of one matrix."""
-        return WEIGHT_TYPES["int8" if place in self.int8 else self.dtype]
+        """The type of one matrix of a layer with attention."""
+        return WEIGHT_TYPES["int8" if place in self.int8 or place >= _GATES else self.dtype]
+
+    def convolution_type_at(self, place: int) -> WeightType:
+        """The type of one matrix of a layer with a convolution."""
+        return WEIGHT_TYPES["int8"] if place < _FEED_FORWARD else self.type_at(place)
 
 
+_FEED_FORWARD, _GATES = 4, 7  # first places
 _KEYS_AND_VALUES = frozenset({1, 2})
 _UP_AND_DOWN = frozenset({5, 6})
 RECIPE_TYPES = {each.recipe: LayerTypes(name, _KEYS_AND_VALUES) for name, each in WEIGHT_TYPES.items()} | {
@@ -119,19 +150,22 @@ def recipe_weights(decoder: Decoder, recipe: str) -> Weights:
     element of a norm. A tied head is the table, and a matrix in front of it turns what it reads. Biases, q and k norms
     and post-norms are not counted.
     """
-    types = RECIPE_TYPES[recipe]
-    layer_bytes = packed_bytes = 0
-    for place, (rows, columns) in enumerate(decoder.layer_matrices):
-        kind = types.type_at(place)
-        layer_bytes += kind.matrix_bytes(rows, columns)
-        packed_bytes += kind.packed_bytes(rows, columns)
+    types, convolutions = RECIPE_TYPES[recipe], decoder.convolutions
+    all_bytes = packed_bytes = 0
+    for layers, matrices, type_at in (
+        (decoder.layers - convolutions, decoder.layer_matrices, types.type_at),
+        (convolutions, decoder.convolution_matrices, types.convolution_type_at),
+    ):
+        for place, (rows, columns) in enumerate(matrices):
+            all_bytes += layers * type_at(place).matrix_bytes(rows, columns)
+            packed_bytes += layers * type_at(place).packed_bytes(rows, columns)
     byte = WEIGHT_TYPES["int8"]
     table_bytes, step_bytes = byte.matrix_bytes(decoder.hidden, decoder.vocab), 2 * decoder.vocab
     turn_bytes = byte.matrix_bytes(decoder.hidden, decoder.hidden) + step_bytes if decoder.tied_head else 0
     return Weights(
         embedding_bytes=table_bytes + step_bytes,
-        layer_bytes=layer_bytes + 2 * 2 * decoder.hidden,
-        layer_packed_bytes=packed_bytes,
+        layer_bytes=-(-all_bytes // decoder.layers) + 2 * 2 * decoder.hidden,
+        layer_packed_bytes=-(-packed_bytes // decoder.layers),
         layers=decoder.layers,
         head_bytes=table_bytes + turn_bytes + 2 * decoder.hidden,
         shares_table=decoder.tied_head,

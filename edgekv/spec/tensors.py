@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from numpy.typing import NDArray
@@ -14,16 +14,26 @@ EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
 FINAL_NORM = "model.norm.weight"
 HEAD_TURN = "lm_head.turn.weight"
+CONVOLUTION_INPUTS = ("conv.b_proj", "conv.c_proj", "conv.x_proj")
+"""The gates before and after a short convolution, and what it filters, in the order of the stored matrix."""
 EMBEDDING_STEPS = "model.embed_tokens.steps"
 EMBEDDING_COLUMNS = "model.embed_tokens.columns"
 
-TensorRole = Literal["embedding", "norm", "q_norm", "k_norm", "q", "k", "v", "o", "gate", "up", "down", "turn", "head"]
+TensorRole = Literal[
+    "embedding", "norm", "q_norm", "k_norm", "q", "k", "v", "o", "head_gate", "conv_in", "kernel", "conv_out",
+    "gate", "up", "down", "turn", "head",
+]  # fmt: skip
 
 _ROLES: dict[str, TensorRole] = {
     "self_attn.q_proj": "q",
     "self_attn.k_proj": "k",
     "self_attn.v_proj": "v",
     "self_attn.o_proj": "o",
+    "self_attn.g_proj": "head_gate",
+    "conv.b_proj": "conv_in",
+    "conv.c_proj": "conv_in",
+    "conv.x_proj": "conv_in",
+    "conv.out_proj": "conv_out",
     "mlp.gate_proj": "gate",
     "mlp.up_proj": "up",
     "mlp.down_proj": "down",
@@ -67,13 +77,20 @@ class View:
 
     @property
     def is_matrix(self) -> bool:
-        """Whether it has two dimensions; norms and biases have one."""
+        """Whether it has two dimensions; norms and biases have one, kernels of convolutions three."""
         return len(self.shape) == 2
 
     @property
     def writes_residual(self) -> bool:
         """Whether its output channels are those of the residual."""
-        return self.role in ("o", "down")
+        return self.role in ("o", "conv_out", "down")
+
+
+def part_name(name: str, head: int | None = None, tap: int | None = None) -> str:
+    """The name of a head's part of a bias, or of one tap of the kernels of a convolution; or of the whole tensor."""
+    if tap is not None:
+        return f"{name}.t{tap}"
+    return name if head is None else f"{name}.h{head}"
 
 
 def by_inputs(matrix: NDArray[Any]) -> NDArray[Any]:
@@ -87,7 +104,12 @@ def by_outputs(matrix: NDArray[Any]) -> NDArray[Any]:
 
 
 def views(spec: DecoderSpec) -> Iterator[View]:
-    """Every tensor that the decoder reads, in reading order."""
+    """Every tensor that the decoder reads, in reading order, under the names of its checkpoints."""
+    for view in _views(spec):
+        yield replace(view, key=_stored_name(spec, view.key)) if spec.stored_names else view
+
+
+def _views(spec: DecoderSpec) -> Iterator[View]:
     table, norm = (spec.vocab, spec.hidden), FINAL_NORM
     yield View(EMBEDDING, table, EMBEDDING, spec.vocab, "embedding", gain=spec.embedding_gain)
     for layer in range(spec.layers):
@@ -102,6 +124,12 @@ def views(spec: DecoderSpec) -> Iterator[View]:
         yield View(HEAD, table, key, spec.vocab, "head", norm=norm, gain=spec.logits_gain)
 
 
+def _stored_name(spec: DecoderSpec, name: str) -> str:
+    for ours, theirs in spec.stored_names:
+        name = name.replace(ours, theirs)
+    return name
+
+
 def table_key(spec: DecoderSpec) -> str:
     """The name of the matrix whose rows are the embeddings."""
     return HEAD if spec.shares_vocabulary else EMBEDDING
@@ -112,6 +140,11 @@ def attention_norm(layer: int) -> str:
     return f"model.layers.{layer}.input_layernorm.weight"
 
 
+def convolution_kernel(layer: int) -> str:
+    """Name of the kernels `[H, 1, K]` of a layer with a short convolution."""
+    return f"model.layers.{layer}.conv.conv.weight"
+
+
 def feed_forward_norm(spec: DecoderSpec, layer: int) -> str:
     """Name of the norm in front of the feed-forward, if there is one."""
     norm = "pre_feedforward_layernorm" if spec.post_norms else "post_attention_layernorm"
@@ -119,23 +152,44 @@ def feed_forward_norm(spec: DecoderSpec, layer: int) -> str:
 
 
 def _layer(spec: DecoderSpec, layer: int) -> Iterator[View]:
-    query, key_value = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
     hidden, inner = spec.hidden, spec.intermediate
     for name in _norms(spec):
         yield _norm(spec, layer, name, hidden, "norm")
+    if spec.is_convolution(layer):
+        yield from _convolution(spec, layer)
+    else:
+        yield from _attention(spec, layer)
+    gates = {"mlp.gate_proj": inner, "mlp.up_proj": inner}
+    fused = "mlp.gate_up_proj" if spec.fused else None
+    norm = feed_forward_norm(spec, layer) if spec.pre_norms else None
+    yield from _projections(spec, layer, gates, hidden, fused, norm=norm)
+    yield from _projections(spec, layer, {"mlp.down_proj": hidden}, inner, gain=spec.residual_gain)
+
+
+def _attention(spec: DecoderSpec, layer: int) -> Iterator[View]:
+    query, key_value, hidden = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim, spec.hidden
     if spec.qk_norm:
         whole = spec.qk_norm == "all-heads"
         yield _norm(spec, layer, "self_attn.q_norm", query if whole else spec.head_dim, "q_norm")
         yield _norm(spec, layer, "self_attn.k_norm", key_value if whole else spec.head_dim, "k_norm")
-    fused = ("self_attn.qkv_proj", "mlp.gate_up_proj") if spec.fused else (None, None)
+    fused = "self_attn.qkv_proj" if spec.fused else None
     attention = {"self_attn.q_proj": query, "self_attn.k_proj": key_value, "self_attn.v_proj": key_value}
     norm = attention_norm(layer) if spec.pre_norms else None
-    yield from _projections(spec, layer, attention, hidden, fused[0], norm=norm)
+    yield from _projections(spec, layer, attention, hidden, fused, norm=norm)
+    if spec.head_gates:
+        yield from _projections(spec, layer, {"self_attn.g_proj": spec.heads}, hidden, norm=norm)
     yield from _projections(spec, layer, {"self_attn.o_proj": hidden}, query, gain=spec.residual_gain)
-    gates = {"mlp.gate_proj": inner, "mlp.up_proj": inner}
-    norm = feed_forward_norm(spec, layer) if spec.pre_norms else None
-    yield from _projections(spec, layer, gates, hidden, fused[1], norm=norm)
-    yield from _projections(spec, layer, {"mlp.down_proj": hidden}, inner, gain=spec.residual_gain)
+
+
+def _convolution(spec: DecoderSpec, layer: int) -> Iterator[View]:
+    """Three projections of the input, stored as one matrix, the kernel of each channel `[H, 1, K]`, and out_proj."""
+    assert spec.convolution is not None, "the layer has one"
+    hidden, norm = spec.hidden, attention_norm(layer) if spec.pre_norms else None
+    inputs = dict.fromkeys(CONVOLUTION_INPUTS, hidden)
+    yield from _projections(spec, layer, inputs, hidden, "conv.in_proj", norm=norm)
+    name = convolution_kernel(layer)
+    yield View(name, (hidden, 1, spec.convolution.kernel), name, hidden, "kernel", layer)
+    yield from _projections(spec, layer, {"conv.out_proj": hidden}, hidden, gain=spec.residual_gain)
 
 
 def _norms(spec: DecoderSpec) -> tuple[str, ...]:

@@ -160,7 +160,7 @@ def align(
         adapted: keys and values of the sink with some adapters, whose values come close to a grid of 8 bits too.
     """
     rotation, aligned, most = hadamard(spec.head_dim), {}, _filled(limit)
-    for layer in range(spec.layers):
+    for layer in spec.attention_layers:
         everything: list[HeadReach] = []
         for head in range(spec.kv_heads):
             seen = reach[layer, head]

@@ -14,6 +14,7 @@ from onnx import TensorProto, helper
 from edgekv.graphs.decoder import Ops
 from edgekv.kv import Sink
 from edgekv.spec import (
+    CONV_ROWS,
     EMBEDDING_COLUMNS,
     EMBEDDING_STEPS,
     LOGITS,
@@ -45,7 +46,7 @@ _BYTES = Encoding("s8", 1.0, 0)
 _INTEGERS = Encoding("u16", 1.0, _UNSIGNED_ZERO)
 # Names of integers of results without a row for each token, or of parts of other results.
 _NO_ROW_A_TOKEN = re.compile(
-    r"\.(scores|masked)\.|^probabilities|^(key|value)_\d|^past_|\.(t|part|rows)(\.\d+)?_q$|^embedding\.(2|integers|wide|columns|scales)_q$"
+    r"\.(scores|masked)\.|^probabilities|^(key|value|conv)_\d|^past_|\.(t|part|rows)(\.\d+)?_q$|^embedding\.(2|integers|wide|columns|scales)_q$"
 )
 _TRANSPOSED = [0, 1, 3, 2]
 
@@ -79,6 +80,14 @@ AS_EXPORTED = GraphForm()
 def unsigned(signed: Encoding) -> Encoding:
     """The uint16 encoding whose integers are those of an int16 encoding plus 32768."""
     return Encoding("u16", signed.scale, signed.zero_point + _UNSIGNED_ZERO)
+
+
+def widened(encoding: Encoding) -> Encoding:
+    """The uint16 encoding that has every value of an encoding of the cache: steps of 8 bits are divided by 256."""
+    if encoding.dtype == "s16":
+        return unsigned(encoding)
+    signed = encoding.zero_point - (128 if encoding.dtype == "u8" else 0)
+    return Encoding("u16", encoding.scale / 256, 256 * signed + _UNSIGNED_ZERO)
 
 
 def stacked_past(kind: str, layer: int | str) -> str:
@@ -132,6 +141,7 @@ class QdqOps(Ops[Tensor]):
         self._stored: dict[str, None] = {}
         self._transposed: dict[str, Tensor] = {}
         self._adapted: dict[str, Tensor] = {}
+        self._wide: dict[str, Tensor] = {}
         self._entry = self._embed() if part.embeds else self._read(self._ports.entry)
         shared = (port for port in self._ports.inputs if port.kind in ("mask", "cos", "sin"))
         self._shared = {port.name: self._read(port) for port in shared}
@@ -250,8 +260,30 @@ class QdqOps(Ops[Tensor]):
         added = self._nodes.dequantize(tensor.new, tensor.new + "_dq", encoding)
         if self._form.stacks_heads:
             self._stack_new(tensor)
-        name = f"{tensor.kind}_{tensor.layer}_h{tensor.head}"
+        name = f"conv_{tensor.layer}" if tensor.is_state else f"{tensor.kind}_{tensor.layer}_h{tensor.head}"
         return self._nodes.emit("Concat", [*parts, added.name], name, encoding, axis=rows_axis)
+
+    def tap(self, rows: Tensor, weight: str, tap: int, name: str) -> Tensor:
+        assert self._spec.convolution is not None, "a layer has one"
+        past_rows = self._spec.convolution.kernel - 1
+        if rows.name not in self._wide:  # the HTP multiplies equal types alone
+            wide = widened(rows.encoding)
+            self._wide[rows.name] = self._nodes.requantize(rows.name, rows.name + ".wide", wide)
+        source = self._wide[rows.name]
+        bounds = (tap, np.iinfo(np.int64).max if tap == past_rows else tap - past_rows, _ROWS)
+        if CONV_ROWS in self._ports and tap < past_rows:
+            source, ar = self._gathered(source), self._ports[CONV_ROWS].shape[0] // past_rows
+            bounds = (tap * ar, (tap + 1) * ar, _ROWS)
+        begin, end, axis = (self._nodes.constant(f"at_{at}", np.array([at], np.int64)) for at in bounds)
+        read = self._nodes.emit("Slice", [source.name, begin, end, axis], f"{rows.name}.rows", source.encoding)
+        return self._nodes.emit("Mul", [read.name, self._weight(*self._weights.tensor(weight, tap=tap))], name)
+
+    def _gathered(self, rows: Tensor) -> Tensor:
+        """The rows that the taps of a convolution read where new tokens do not follow each other, by tap."""
+        name = rows.name + ".gathered"
+        if name not in self._wide:
+            self._wide[name] = self._nodes.emit("Gather", [rows.name, CONV_ROWS], name, rows.encoding, axis=_ROWS)
+        return self._wide[name]
 
     def scores(self, query: Tensor, keys: Tensor, name: str) -> Tensor:
         if self._keys_are_columns:

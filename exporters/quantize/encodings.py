@@ -136,6 +136,9 @@ class ResultRecorder(Ops[str]):
     def append_to_cache(self, new: str, tensor: KvTensor) -> str:
         return self._record("cache", tensor.past)
 
+    def tap(self, rows: str, weight: str, tap: int, name: str) -> str:
+        return self._record("product", name)
+
     def scores(self, query: str, keys: str, name: str) -> str:
         return self._record("scores", name)
 

@@ -114,7 +114,7 @@ class _DecodeOps(NumpyOps):
     def __init__(self, checkpoint: Checkpoint, weights: Weights, sequences: int, length: int) -> None:
         super().__init__(checkpoint.spec, weights, length, length)
         self.position = 0
-        self._shape = (sequences, length, checkpoint.spec.head_dim)
+        self._shape = (sequences, length)
         self._cache: dict[KvTensor, Floats] = {}
 
     def product(self, x: Floats, weight: str, rows: slice, gain: float) -> Floats:
@@ -129,10 +129,16 @@ class _DecodeOps(NumpyOps):
     def append_to_cache(self, new: Floats, tensor: KvTensor) -> Floats:
         """The rows within the layer's attention window."""
         if tensor not in self._cache:
-            self._cache[tensor] = np.empty(self._shape, np.float32)
+            self._cache[tensor] = np.zeros((*self._shape, new.shape[-1]), np.float32)
         self._cache[tensor][:, self.position] = new[:, 0]
         window, stop = self._spec.window(tensor.layer), self.position + 1
         return self._cache[tensor][:, max(0, stop - (window or stop)) : stop]
+
+    def tap(self, rows: Floats, weight: str, tap: int, name: str) -> Floats:
+        kernels = self._weights[weight]
+        at = rows.shape[1] - (kernels.shape[-1] - tap)
+        row = rows[:, at, None] if at >= 0 else np.zeros_like(rows[:, :1])
+        return self._seen(name, row * kernels[:, 0, tap])
 
     def masked(self, scores: Floats, layer: int, name: str) -> Floats:
         return scores

@@ -11,18 +11,19 @@ from numpy.typing import NDArray
 
 from edgekv.errors import CheckpointError
 from edgekv.graphs.decoder import (
-    add_attention,
     add_feed_forward,
-    attention,
-    attention_inputs,
+    add_mixer,
     feed_forward,
     feed_forward_inputs,
     head_inputs,
     last_norm,
     logits,
+    mixer,
+    mixer_inputs,
 )
+from edgekv.spec.decoder import DecoderSpec
 from edgekv.spec.lora import LoraGroup, lora_reach
-from edgekv.spec.tensors import EMBEDDING, HEAD_TURN, by_inputs, by_outputs
+from edgekv.spec.tensors import CONVOLUTION_INPUTS, EMBEDDING, HEAD_TURN, by_inputs, by_outputs
 from exporters.checkpoint.columns import blocks_of_rows
 from exporters.quantize.encodings import decoder_results
 from exporters.quantize.recipe import Recipe
@@ -32,15 +33,10 @@ from quant import LARGEST, Grid, LayerInputs, QuantizedWeight, Range, quantize, 
 
 _MOST_AT_START = 16.0
 _LONGEST_AT_START = 4.0
-GROUPS: tuple[tuple[str, ...], ...] = (
-    ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-    ("self_attn.o_proj",),
-    ("mlp.gate_proj", "mlp.up_proj"),
-    ("mlp.down_proj",),
-)
-"""Matrices of a layer that have the same inputs, in the order of computation."""
+GROUPS = 4
+"""How many times the matrices of a layer read something else."""
 
-_LORA_GROUPS: tuple[LoraGroup, ...] = ("qkv", "o", "gate_up", "down")
+_ATTENTION = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 
 
 class QuantizedMatrices(Protocol):
@@ -49,9 +45,20 @@ class QuantizedMatrices(Protocol):
     def __getitem__(self, key: str) -> QuantizedWeight: ...
 
 
-def names(layer: int, projections: Sequence[str]) -> list[str]:
-    """Names of matrices of a layer."""
+def names(spec: DecoderSpec, layer: int, group: int) -> list[str]:
+    """Names of the matrices of a layer that have the same inputs; groups are in the order of computation."""
+    mixer_group: tuple[Sequence[str], ...]
+    if spec.is_convolution(layer):
+        mixer_group = (CONVOLUTION_INPUTS, ("conv.out_proj",))
+    else:
+        mixer_group = ((*_ATTENTION, *(("self_attn.g_proj",) if spec.head_gates else ())), ("self_attn.o_proj",))
+    projections = (*mixer_group, ("mlp.gate_proj", "mlp.up_proj"), ("mlp.down_proj",))[group]
     return [f"model.layers.{layer}.{projection}.weight" for projection in projections]
+
+
+def lora_groups(spec: DecoderSpec, layer: int) -> tuple[LoraGroup, ...]:
+    """The projections of an adapter that read the inputs of each group of matrices."""
+    return ("conv_in", "conv_out", "gate_up", "down") if spec.is_convolution(layer) else ("qkv", "o", "gate_up", "down")
 
 
 def follows(recipe: Recipe) -> bool:
@@ -160,9 +167,9 @@ class Quantizer:
     def layer(self, layer: int) -> Iterator[tuple[str, QuantizedWeight]]:
         """Run the residual through the next layer; yields its matrices by name."""
         x = self.run_to(layer, 0)
-        for group, projections in enumerate(GROUPS):
+        for group in range(GROUPS):
             inputs = self.inputs(x)
-            for name in names(layer, projections):
+            for name in names(self._spec, layer, group):
                 weight = self.quantized(name, inputs)
                 self.use(name, weight)
                 yield name, weight
@@ -174,27 +181,27 @@ class Quantizer:
 
         Args:
             layer: number of the layer.
-            group: number in `GROUPS` of the group to run to; after the last, to the end of the layer. The matrices of
-                the group before it are in use; `hidden` is the residual before attention, or before feed-forward for
-                groups 3 and 4. Groups 2 and 4 replace it.
+            group: the group of matrices to run to, see `names`; after the last, to the end of the layer. The matrices
+                of the group before it are in use; `hidden` is the residual before attention, or before feed-forward
+                for groups 3 and 4. Groups 2 and 4 replace it.
             x: inputs of the group before it; none for group 0.
 
         Returns:
             `[2 or 1, windows, T, in]`, the inputs of the group; at the end of the layer, the residual.
         """
         if x is None:
-            found = self._run(layer, attention_inputs, self.hidden)
+            found = self._run(layer, mixer_inputs, self.hidden)
         elif group == 1:
-            found = self._run(layer, attention, x)
+            found = self._run(layer, mixer, x)
         elif group == 2:
-            self.hidden = self._run(layer, add_attention, self.hidden, x)
+            self.hidden = self._run(layer, add_mixer, self.hidden, x)
             found = self._run(layer, feed_forward_inputs, self.hidden)
         elif group == 3:
             found = self._run(layer, feed_forward, x)
         else:
             self.hidden = self._run(layer, add_feed_forward, self.hidden, x)
             return self.hidden
-        self._observe_lengths(lora_reach(layer, _LORA_GROUPS[group]), found)
+        self._observe_lengths(lora_reach(layer, lora_groups(self._spec, layer)[group]), found)
         return found
 
     def quantized(self, name: str, inputs: LayerInputs) -> QuantizedWeight:

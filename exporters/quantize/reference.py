@@ -161,6 +161,13 @@ class NumpyOps(Ops[Floats]):
     def append_to_cache(self, new: Floats, tensor: KvTensor) -> Floats:
         return self._seen(tensor.past, new)
 
+    def tap(self, rows: Floats, weight: str, tap: int, name: str) -> Floats:
+        kernels = self._weights[weight]
+        before = kernels.shape[-1] - 1 - tap
+        shifted = np.zeros_like(rows)
+        shifted[..., before:, :] = rows[..., : rows.shape[-2] - before, :]
+        return self._seen(name, shifted * kernels[:, 0, tap])
+
     def scores(self, query: Floats, keys: Floats, name: str) -> Floats:
         return self._seen(name, query @ keys.swapaxes(-1, -2))
 

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgekv.graphs.decoder import decoder_layer, logits
-from edgekv.spec import EMBEDDING, DecoderSpec, KvTensor, by_inputs
+from edgekv.spec import EMBEDDING, DecoderInterface, DecoderSpec, KvTensor, by_inputs
 from exporters.checkpoint.columns import blocks_of_rows
 from exporters.checkpoint.reach import HeadNumber, HeadReach
 from exporters.checkpoint.rotate import hadamard
@@ -94,8 +94,7 @@ class _Seen:
         self._spec = spec
         self._first = first
         self._results = decoder_results(spec)
-        heads, layers = range(spec.kv_heads), range(spec.layers)
-        tensors = [KvTensor(at, kind, head) for at in layers for kind in ("key", "value") for head in heads]
+        tensors = DecoderInterface.of(spec, spec.max_positions, "u8", "rows", "u16").tensors(range(spec.layers))
         self._cache = {tensor.past: tensor for tensor in tensors}
         self._hadamard = hadamard(spec.head_dim)
 
@@ -110,6 +109,8 @@ class _Seen:
 
     def _keep(self, tensor: KvTensor, values: Floats) -> None:
         self.rows.setdefault(tensor, values[: self._first].copy())
+        if tensor.is_state:
+            return
         others, at = values[self._first :], (tensor.layer, tensor.head)
         if at not in self.reach:
             self.reach[at] = HeadReach.none(self._spec, tensor.layer)

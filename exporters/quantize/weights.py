@@ -15,7 +15,7 @@ import onnx
 from numpy.typing import NDArray
 
 from edgekv.bundle.weights import Extent, MatrixPlace, TensorPlace, WeightPlaces
-from edgekv.spec.tensors import EMBEDDING, EMBEDDING_COLUMNS, EMBEDDING_STEPS, HEAD, table_key
+from edgekv.spec.tensors import EMBEDDING, EMBEDDING_COLUMNS, EMBEDDING_STEPS, HEAD, part_name, table_key
 from exporters.quantize.matrices import QuantizedMatrices
 from exporters.quantize.reference import Tensors
 from exporters.quantize.shards import Streamed, write_shard
@@ -62,8 +62,8 @@ class StoredWeights(Protocol):
     def matrix(self, key: str, *, head: int | None, gain: float) -> MatrixNames:
         """A matrix, or one head's columns of it; the scales are to include the gain."""
 
-    def tensor(self, key: str, *, head: int | None = None) -> tuple[str, Encoding]:
-        """Name and encoding of a tensor, or of one head's part of a bias, in 16 bits with one scale."""
+    def tensor(self, key: str, *, head: int | None = None, tap: int | None = None) -> tuple[str, Encoding]:
+        """Name and encoding of a tensor, a head's part of a bias, or a tap of kernels, in 16 bits with one scale."""
 
     @property
     def has_columns(self) -> bool:
@@ -93,8 +93,8 @@ class PlacedWeights:
             self._initializers |= _matrix_initializers(key, place)
         return MatrixNames(*names, place.dtype, place.width, place.blocks, place.by_outputs)
 
-    def tensor(self, key: str, *, head: int | None = None) -> tuple[str, Encoding]:
-        key = key if head is None else f"{key}.h{head}"
+    def tensor(self, key: str, *, head: int | None = None, tap: int | None = None) -> tuple[str, Encoding]:
+        key = part_name(key, head, tap)
         place = self._places.tensors[key]
         self._initializers[key + SIXTEEN_BITS] = _tensor_initializer(key, place)
         return key + SIXTEEN_BITS, place.encoding
@@ -179,11 +179,11 @@ class WeightStore:
         names = _names(key, place, head)
         return MatrixNames(*names, place.dtype, place.width, place.blocks, place.by_outputs)
 
-    def tensor(self, key: str, *, head: int | None = None) -> tuple[str, Encoding]:
-        """Name and encoding of a tensor, or of one head's part of a bias, in 16 bits with one scale."""
-        name = key if head is None else f"{key}.h{head}"
+    def tensor(self, key: str, *, head: int | None = None, tap: int | None = None) -> tuple[str, Encoding]:
+        """Name and encoding of a tensor, a head's part of a bias, or a tap of kernels, in 16 bits with one scale."""
+        name = part_name(key, head, tap)
         if name not in self._encodings:
-            self._encodings[name], self._pending[name + SIXTEEN_BITS] = self._sixteen_bits(key, head)
+            self._encodings[name], self._pending[name + SIXTEEN_BITS] = self._sixteen_bits(key, head, tap)
         return name + SIXTEEN_BITS, self._encodings[name]
 
     def flush(self, shard: str) -> None:
@@ -216,8 +216,10 @@ class WeightStore:
     def initializer(self, name: str) -> onnx.TensorProto:
         return self._initializers[name]
 
-    def _sixteen_bits(self, key: str, head: int | None) -> tuple[Encoding, NDArray[Any]]:
+    def _sixteen_bits(self, key: str, head: int | None, tap: int | None) -> tuple[Encoding, NDArray[Any]]:
         values = self._tensors.tensor(key)
+        if tap is not None:
+            values = np.ascontiguousarray(values[:, 0, tap])
         if head is not None:
             width = self._tensors.spec.head_dim
             values = values[head * width : (head + 1) * width]

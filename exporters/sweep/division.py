@@ -18,7 +18,7 @@ from exporters.sweep.work import STAGE, quantizer_of, read_stage
 
 _RESIDUAL = "residual"
 _ATTENTION = 2  # group before whose inputs attention is added to the residual
-_END = len(GROUPS)
+_END = GROUPS
 
 
 @dataclass(frozen=True, slots=True)

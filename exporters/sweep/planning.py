@@ -8,6 +8,7 @@ from pathlib import Path
 
 from edgekv import qnn
 from edgekv.plan import compile_bytes, layer_graph_bytes, quantization_bytes, writing_bytes
+from edgekv.spec import DecoderSpec
 from edgekv.spec.tensors import HEAD
 from exporters.graphs.split import layer_bytes
 from exporters.htp.compile import binary_sets, device_parts
@@ -143,7 +144,9 @@ class Planner:
         residual = None
         for layer, key in enumerate(keys):
             if self._divide and layer < prepared.checkpoint.spec.layers:
-                made, residual = self._divided(source, (key, decided), layer, residual, ram_bytes)
+                made, residual = self._divided(
+                    source, prepared.checkpoint.spec, (key, decided), layer, residual, ram_bytes
+                )
                 found.append(made)
                 continue
             before = found[-1] if found else None
@@ -153,21 +156,27 @@ class Planner:
         return tuple(found)
 
     def _divided(
-        self, source: Source, keys: tuple[str, str], layer: int, residual: str | None, ram_bytes: int
+        self,
+        source: Source,
+        spec: DecoderSpec,
+        keys: tuple[str, str],
+        layer: int,
+        residual: str | None,
+        ram_bytes: int,
     ) -> tuple[str, str]:
         """The pieces of a layer whose matrices are pieces; returns its key, and that of the residual after it."""
         waits = follows(source.options.recipe)
         runs, matrices, used = list[str](), list[tuple[str, str]](), tuple[tuple[str, str | None], ...]()
-        for group in range(len(GROUPS) + 1):
+        for group in range(GROUPS + 1):
             before = runs[-1] if runs else None
             kept = {0: residual, 2: residual, 4: runs[2] if group == 4 else None}.get(group)
             work = RunWork(source, layer, group, kept, before, used)
             needs = [source.survey, *filter(None, (kept, before)), *(key for _, key in used if key)]
             runs.append(self._put("run", ("run", keys, group), needs, ram_bytes, work))
-            if group == len(GROUPS):
+            if group == GROUPS:
                 break
             made = []
-            for name in names(layer, GROUPS[group]):
+            for name in names(spec, layer, group):
                 matrix = MatrixWork(source, name, runs[-1])
                 made.append((name, self._put("matrix", ("matrix", keys, name), (runs[-1],), ram_bytes, matrix)))
             matrices += made

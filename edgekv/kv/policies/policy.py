@@ -238,6 +238,7 @@ def check_layers(policy: Policy, geometries: Sequence[Geometry], context: int, m
     Raises:
         UsageError: naming the layers, or what `Policy.check` names.
     """
+    geometries = [geometry for geometry in geometries if not geometry.is_state]  # the positions of tokens are no matter
     narrow = [geometry for geometry in geometries if geometry.context != context]
     for geometry in geometries:
         if geometry.context == context:

@@ -7,6 +7,7 @@ from typing import Literal
 
 from edgekv.errors import UsageError
 from edgekv.kv.strategies.mirror import Mirror
+from edgekv.kv.strategies.ordered_slot import OrderedSlot as OrderedSlot
 from edgekv.kv.strategies.pointer_shift import DEFAULT_RESERVE, PointerShift
 from edgekv.kv.strategies.shift_concat import ShiftConcat
 from edgekv.kv.strategies.slot import Slot

@@ -17,6 +17,7 @@ from edgekv.kv import (
     Strategy,
     StrategyName,
     make_strategy,
+    state_rows,
 )
 
 _POINTER_SHIFT: StrategyName = "pointer-shift"
@@ -41,7 +42,7 @@ class Choice:
         return self.strategy if self.reserve is None else f"{self.strategy} {float(self.reserve)}"
 
     def make(self, geometry: Geometry, max_ar: int) -> Strategy:
-        """The strategy itself, empty, as the runtime creates it."""
+        """The strategy itself, empty, as the runtime creates it for layers with attention."""
         return make_strategy(self.strategy, geometry, max_ar=max_ar, reserve=self.reserve or DEFAULT_RESERVE)
 
     def held_bytes(self, geometry: Geometry | LayeredGeometry, ar: Sequence[int]) -> int:
@@ -64,10 +65,14 @@ class Choice:
         """
         if self.reserve is None:
             return None
-        rows_bytes = sum(group.tensors * group.past_rows(1) * group.row_bytes for group in geometry.groups())
+        attending = (group for group in geometry.groups() if not group.is_state)
+        rows_bytes = sum(group.tensors * group.past_rows(1) * group.row_bytes for group in attending)
         return int(self.reserve * rows_bytes)
 
     def _group_bytes(self, group: Geometry, ar: Sequence[int], context: int) -> int:
+        if group.is_state:
+            rows = state_rows(self.strategy, group, max_ar=max(ar), reserve=self.reserve or DEFAULT_RESERVE)
+            return Layout.of(group, rows).allocated_bytes
         strategy = self.make(group, max(ar))
         if group.key_layout == "rows":
             return Layout.of(group, strategy).allocated_bytes

@@ -40,7 +40,7 @@ def graph_ports(geometry: Geometry | LayeredGeometry, ar: int, rotary: Sequence[
     return GraphPorts(
         role=role,
         ar=ar,
-        inputs=sum(port.kind != "past" for port in ports.inputs) + geometry.tensors,
+        inputs=sum(port.kind not in ("past", "state") for port in ports.inputs) + geometry.tensors,
         outputs=sum(port.kind != "new" for port in ports.outputs) + geometry.tensors,
         kv_inputs=geometry.tensors,
         kv_outputs=geometry.tensors,

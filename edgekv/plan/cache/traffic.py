@@ -6,10 +6,10 @@ figure with a running cache.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 
-from edgekv.kv import Geometry, Layout
+from edgekv.kv import KINDS, Geometry, Layout, state_strip
 from edgekv.plan.cache.choices import Choice
 
 
@@ -41,6 +41,8 @@ def count_traffic(choice: Choice, geometry: Geometry, context: int, max_ar: int)
         context: S of the graphs.
         max_ar: the largest AR of the graphs.
     """
+    if geometry.is_state:
+        return _state_traffic(choice, geometry, context, max_ar)
     held, tokens = geometry.past_rows(1), context - 1
     if choice.strategy == "slot":
         # A step of AR copies its AR rows. Before it, at most AR-1 newest rows behind the graph's past are exchanged
@@ -59,12 +61,22 @@ def count_traffic(choice: Choice, geometry: Geometry, context: int, max_ar: int)
     return Traffic(between, filling, Fraction(held, between), held, 2)
 
 
+def _state_traffic(choice: Choice, geometry: Geometry, context: int, max_ar: int) -> Traffic:
+    """The copies of states: `slot` moves the state itself, and the new rows to its tail."""
+    if choice.strategy == "slot":
+        kernel = geometry.context
+        return Traffic(0, (context - 1) * kernel, Fraction(kernel), max_ar + kernel - 1, 0)
+    strip = replace(state_strip(geometry, max_ar), kinds=KINDS)
+    return count_traffic(choice, strip, context, max_ar)
+
+
 def count_addresses(choice: Choice, geometry: Geometry, max_ar: int, ar: int) -> int:
     """Number of distinct start rows of past and new rows of the AR-`ar` graph in an endless generation.
 
     A runtime that registers each address of an input or output as a separate tensor registers this many per cache
     tensor.
     """
+    geometry = state_strip(geometry, max_ar) if geometry.is_state else geometry
     layout = Layout.of(geometry, choice.make(geometry, max_ar))
     if choice.strategy == "mirror":
         return 2 * layout.rows

@@ -175,6 +175,14 @@ class TfliteOps(Ops[Tensor]):
         wide = Encoding("s16", encoding.scale, 0)
         return self._emit("CAST", [rows], name + ".wide", shape, wide)
 
+    def tap(self, rows: Tensor, weight: str, tap: int, name: str) -> Tensor:
+        assert self._spec.convolution is not None, "a layer has one"
+        ar = rows.shape[_ROWS] - (self._spec.convolution.kernel - 1)
+        shape = [1, 1, ar, rows.shape[_WIDTH]]
+        begin, size = self._integers(f"begin_row_{tap}", [0, 0, tap, 0]), self._integers(_named(shape), shape)
+        read = self._emit("SLICE", [rows, begin, size], "rows", shape, rows.encoding, "SliceOptions")
+        return self.multiply(read, self._weights.tap(self._graph, weight, tap), name)
+
     def scores(self, query: Tensor, keys: Tensor, name: str) -> Tensor:
         shape = [*query.shape[:-1], keys.shape[_ROWS]]
         return self._emit("BATCH_MATMUL", [query, keys], name, shape, None, "BatchMatMulOptions", adjY=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from edgekv.spec.tensors import by_outputs
+from edgekv.spec.tensors import by_outputs, part_name
 from exporters.graphs.tflite.flatbuffer import Subgraph, Tensor
 from exporters.quantize.matrices import QuantizedMatrices
 from exporters.quantize.reference import Tensors
@@ -49,6 +49,13 @@ class TfliteWeights:
         encoding = Encoding.symmetric(float(np.abs(values).max()), "s16")
         scaled = encoding.times(gain)
         return graph.constant(name, "s16", values.shape, lambda: encoding.quantize(values), encoding=scaled)
+
+    def tap(self, graph: Subgraph, key: str, tap: int) -> Tensor:
+        """One element of the kernel of each channel, `[H]`, in 16 bits with one scale."""
+        values = np.ascontiguousarray(self._tensors.tensor(key)[:, 0, tap])
+        encoding = Encoding.symmetric(float(np.abs(values).max()), "s16")
+        name = part_name(key, tap=tap)
+        return graph.constant(name, "s16", values.shape, lambda: encoding.quantize(values), encoding=encoding)
 
     def norm(self, graph: Subgraph, key: str, *, gain: float) -> Tensor:
         """A norm's weights times a constant, in float."""

@@ -1,4 +1,4 @@
-"""Layers that share a geometry, a strategy and memory."""
+"""Layers with attention that share a geometry, a strategy and memory: a row per token."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from typing import TypeVar
 import numpy as np
 
 from edgekv.kv.arena import Arena, Rows
+from edgekv.kv.cache_group import CacheGroup
 from edgekv.kv.columns import ColumnArena, ColumnLayout
 from edgekv.kv.memory import Allocate, HeapMemory
 from edgekv.kv.policies.rotation import KvEncoding
 from edgekv.kv.rows import Layout, RowArena
-from edgekv.kv.state import CacheState, StateError
+from edgekv.kv.state import StateError
 from edgekv.kv.strategies.strategy import Move, Strategy, Window
 from edgekv.spec.geometry import Geometry
 
@@ -40,8 +41,8 @@ class HeldKeys:
     scale: float | None
 
 
-class Group:
-    """Applies a `Strategy` to all tensors of these layers.
+class RowGroup:
+    """Applies a `Strategy` to all tensors of these layers; a `CacheGroup`.
 
     Attributes:
         geometry: the sizes, and the numbers of the layers.
@@ -80,6 +81,10 @@ class Group:
         """Tokens held."""
         return self.strategy.length
 
+    @property
+    def nbytes(self) -> int:
+        return self.length * self.geometry.tensors * self.geometry.row_bytes
+
     def window(self, ar: int, context: int) -> Window:
         """Prepare a step of the AR-`ar` graph for a context of S; return its window."""
         strategy, keys = self.strategy, self._keys
@@ -100,7 +105,6 @@ class Group:
         return self._seen(ar, columns)
 
     def compact(self, first: int, rows: Sequence[int]) -> None:
-        """Copy these new rows of the open step, ascending, to its new rows `first`, `first` + 1, ..."""
         assert self._open is not None, "the cache has opened a step"
         for arena in self.arenas:
             arena.compact(self._open, first, rows)
@@ -119,13 +123,10 @@ class Group:
         self.reallocations += 1
         return arenas
 
-    def evicted_by(self, tokens: int) -> int:
-        """Number of oldest tokens evicted when `tokens` are committed."""
-        return max(0, self.strategy.length + tokens - self.capacity)
-
-    def commit(self, tokens: int, evicted: int) -> None:
-        """Keep the first new rows of the open step; drop the `evicted` oldest tokens."""
+    def commit(self, tokens: int) -> None:
+        """Keep the first new rows of the open step; drop the oldest tokens above `capacity`."""
         strategy, keys = self.strategy, self._keys
+        evicted = max(0, strategy.length + tokens - self.capacity)
         if keys is None:
             for move in strategy.commit(tokens, evicted):
                 self._arena.execute(move)
@@ -143,50 +144,47 @@ class Group:
         pitch = keys.pitch if length <= keys.pitch else keys.layout.widest
         keys.relocate(before, strategy.held_rows(), strategy.first_row(pitch), pitch, tokens)
 
+    def can_rewind(self, tokens: int, seen: int) -> bool:
+        """Whether nothing was evicted."""
+        return self.length == seen
+
     def rewind(self, tokens: int) -> None:
-        """Drop the newest tokens."""
         self._remove(range(self.length - tokens, self.length), self.strategy.rewind, tokens)
 
     def drop(self, ages: Sequence[int]) -> None:
         """Drop the tokens of these ages, ascending."""
         self._remove(ages, self.strategy.drop, ages)
 
-    def reset(self, length: int = 0) -> None:
-        """Drop all tokens, then make room for `length` others, whose rows the caller writes."""
-        self.strategy.reset(length)
+    def reset(self, tokens: int = 0) -> None:
+        self.strategy.reset(min(tokens, self.capacity))
         if self._keys is not None:
             pitch = self._keys.layout.widest
             self._keys.place(self.strategy.held_rows(), self.strategy.first_row(pitch), pitch)
 
-    def read(self) -> Iterator[tuple[str, Rows]]:
-        """A copy of the rows held, `[tokens, D]`, oldest first, by the name of the tensor's graph input."""
-        rows = self.strategy.held_rows()
+    def snapshot(self) -> Mapping[str, Rows]:
+        held = self.strategy.held_rows()
+        return {
+            tensor.past: np.ascontiguousarray(arena.read(at, held))
+            for arena in self.arenas
+            for at, tensor in enumerate(arena.tensors)
+        }
+
+    def restore(self, rows: Mapping[str, Rows]) -> None:
+        self.reset(len(rows[self.arenas[0].tensors[0].past]))
+        held = self.strategy.held_rows()
         for arena in self.arenas:
             for at, tensor in enumerate(arena.tensors):
-                yield tensor.past, np.ascontiguousarray(arena.read(at, rows))
+                arena.write(at, held, rows[tensor.past])
 
-    def write(self, held: Mapping[str, Rows]) -> None:
-        """Replace the content by these tokens, the same number in each tensor."""
-        self.reset(len(held[self.arenas[0].tensors[0].past]))
-        rows = self.strategy.held_rows()
-        for arena in self.arenas:
-            for at, tensor in enumerate(arena.tensors):
-                arena.write(at, rows, held[tensor.past])
-
-    def check(self, state: CacheState, tokens: int | None) -> None:
-        """Reject rows that `write` cannot store; `tokens` is the expected number, if known.
-
-        Raises:
-            StateError: a tensor is missing, or of another type or shape, or there are too many tokens.
-        """
+    def check(self, rows: Mapping[str, Rows], tokens: int | None) -> None:
         geometry, fix = self.geometry, "Save the state again from a cache of this kind."
         for arena in self.arenas:
             for tensor in arena.tensors:
-                rows = state.rows.get(tensor.past, np.empty(0))
+                each = rows.get(tensor.past, np.empty(0))
                 if tokens is None:
-                    tokens = len(rows)
-                if rows.dtype != arena.dtype or rows.shape != (tokens, geometry.head_dim):
-                    found, wanted = f"{rows.dtype} {list(rows.shape)}", f"{arena.dtype} {[tokens, geometry.head_dim]}"
+                    tokens = len(each)
+                if each.dtype != arena.dtype or each.shape != (tokens, geometry.head_dim):
+                    found, wanted = f"{each.dtype} {list(each.shape)}", f"{arena.dtype} {[tokens, geometry.head_dim]}"
                     raise StateError(f"state: {tensor.past}", got=found, expected=wanted, fix=fix)
         if tokens is not None and tokens > self.capacity:
             fix = "Rewind before saving, or restore it into a cache with the policy fail."
@@ -244,10 +242,12 @@ class Group:
                 self._keys.execute(move)
 
 
-def held_keys(groups: Sequence[Group], wide: Sequence[Group], encodings: Sequence[KvEncoding]) -> Iterator[HeldKeys]:
+def held_keys(
+    groups: Sequence[CacheGroup], wide: Sequence[RowGroup], encodings: Sequence[KvEncoding]
+) -> Iterator[HeldKeys]:
     """The keys of the `wide` groups, tensor by tensor."""
     start = 0
     for group in groups:
-        if group in wide:
+        if isinstance(group, RowGroup) and group in wide:
             yield from group.keys(encodings[start : start + group.geometry.tensors])
         start += group.geometry.tensors

@@ -1,0 +1,183 @@
+"""Layers with a short convolution: their state, and the rows before it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Protocol
+
+import numpy as np
+
+from edgekv.kv.arena import Arena, Rows
+from edgekv.kv.memory import Allocate, HeapMemory
+from edgekv.kv.rows import Layout, RowArena
+from edgekv.kv.state import StateError
+from edgekv.kv.strategies import OrderedSlot, make_strategy
+from edgekv.kv.strategies.strategy import Move, Window
+from edgekv.spec.geometry import Geometry
+
+TAIL_TOKENS = 64
+"""Tokens beyond a step that a state can be rewound by, so that blocks of tokens can still be stored after it."""
+
+
+class _Rows(Protocol):
+    """What a strategy must do for rows whose order matters; see `Strategy`."""
+
+    @property
+    def rows(self) -> int: ...
+
+    @property
+    def scratch_rows(self) -> int: ...
+
+    @property
+    def mirrored(self) -> bool: ...
+
+    @property
+    def length(self) -> int: ...
+
+    def prepare(self, ar: int, columns: int) -> Sequence[Move]: ...
+
+    def window(self, ar: int, columns: int) -> Window: ...
+
+    def commit(self, tokens: int, evicted: int) -> Sequence[Move]: ...
+
+    def rewind(self, tokens: int) -> Sequence[Move]: ...
+
+    def reset(self, length: int = 0) -> None: ...
+
+    def held_rows(self) -> list[int]: ...
+
+
+def state_strip(geometry: Geometry, max_ar: int) -> Geometry:
+    """The rows that are kept of a state, as the window of a layer: the state itself, and a tail for rewinds."""
+    return replace(geometry, context=geometry.context + max_ar + TAIL_TOKENS)
+
+
+def state_rows(name: str, geometry: Geometry, *, max_ar: int, reserve: object) -> _Rows:
+    """Where the rows of states are, for the update strategy of the cache that they belong to.
+
+    Args:
+        name: of the strategy.
+        geometry: of the states.
+        max_ar: the most tokens per inference.
+        reserve: of `pointer-shift`.
+
+    Raises:
+        UsageError: no such strategy.
+    """
+    strip = state_strip(geometry, max_ar)
+    if name == "slot":
+        return OrderedSlot(strip.context - 1, geometry.context - 1, max_ar=max_ar)
+    return make_strategy(name, replace(strip, key_layout="rows"), max_ar=max_ar, reserve=reserve)  # type: ignore[arg-type]
+
+
+class StateGroup:
+    """Keeps the states of convolutions with a kernel of K: the K-1 rows before the next token.
+
+    This is a checkpoint and a tail, without the checkpoint. A step reads the K-1 newest rows and writes AR new ones, of
+    which the first n are kept, so padded and rejected tokens leave no trace:
+
+        row      0                      past_row         new_row
+                 |  older rows (tail)   |  K-1 rows      |  AR new rows  |
+        commit                          |-> n rows ->    |
+
+    Rows are moved as the cache's strategy says: `pointer-shift` and `mirror` move the window, `slot` writes the new
+    rows and the state to fixed places at once. Older rows stay, so that a rewind within the tail is exact. Rows before
+    the first token are 0.
+
+    Attributes:
+        geometry: the sizes, and the numbers of the layers; its context is K.
+        strategy: row positions and copies.
+        arenas: all states.
+        reallocations: always 0.
+    """
+
+    def __init__(
+        self,
+        geometry: Geometry,
+        strategy: _Rows,
+        max_ar: int,
+        allocate: Allocate = HeapMemory,
+    ) -> None:
+        """Allocate; see `RowArena` for what is raised.
+
+        Args:
+            geometry: the sizes.
+            strategy: see `state_rows`.
+            max_ar: the most tokens per inference.
+            allocate: where memory comes from.
+        """
+        self.geometry = geometry
+        self.strategy = strategy
+        self.reallocations = 0
+        self._past_rows = geometry.context - 1
+        self._capacity = state_strip(geometry, max_ar).context - 1
+        self._arena = RowArena(Layout.of(geometry, strategy), allocate)
+        self.arenas: tuple[Arena, ...] = (self._arena,)
+        self._open: Window | None = None
+
+    @property
+    def length(self) -> int:
+        return self.strategy.length
+
+    @property
+    def nbytes(self) -> int:
+        return min(self.length, self._past_rows) * self.geometry.tensors * self.geometry.row_bytes
+
+    def window(self, ar: int, context: int) -> Window:
+        self._execute(self.strategy.prepare(ar, self._past_rows))
+        window = self.strategy.window(ar, self._past_rows)
+        if window.first:
+            rows = [(window.past_row + row) % self.strategy.rows for row in range(window.first)]
+            self._arena.array[:, rows] = self.geometry.zero_point
+        self._open = replace(window, first=0)
+        return self._open
+
+    def compact(self, first: int, rows: Sequence[int]) -> None:
+        assert self._open is not None, "the cache has opened a step"
+        self._arena.compact(self._open, first, rows)
+
+    def commit(self, tokens: int) -> None:
+        evicted = max(0, self.length + tokens - self._capacity)
+        self._execute(self.strategy.commit(tokens, evicted))
+
+    def can_rewind(self, tokens: int, seen: int) -> bool:
+        return self.length == seen or self.length - tokens >= self._past_rows
+
+    def rewind(self, tokens: int) -> None:
+        self._execute(self.strategy.rewind(tokens))
+
+    def reset(self, tokens: int = 0) -> None:
+        self.strategy.reset(min(tokens, self._past_rows))
+
+    def snapshot(self) -> Mapping[str, Rows]:
+        rows = self.strategy.held_rows()[-self._past_rows :]
+        return {
+            tensor.past: np.ascontiguousarray(self._arena.read(at, rows))
+            for at, tensor in enumerate(self._arena.tensors)
+        }
+
+    def check(self, rows: Mapping[str, Rows], tokens: int | None) -> None:
+        wanted = self._past_rows if tokens is None else min(tokens, self._past_rows)
+        for tensor in self._arena.tensors:
+            found = rows.get(tensor.past, np.empty(0))
+            if found.dtype != self._arena.dtype or found.shape != (wanted, self.geometry.head_dim):
+                raise StateError(
+                    f"state: {tensor.past}",
+                    got=f"{found.dtype} {list(found.shape)}",
+                    expected=f"{self._arena.dtype} {[wanted, self.geometry.head_dim]}",
+                    fix="Save the state again from a cache of this kind.",
+                )
+
+    def restore(self, rows: Mapping[str, Rows]) -> None:
+        self.reset(len(rows[self._arena.tensors[0].past]))
+        held = self.strategy.held_rows()
+        for at, tensor in enumerate(self._arena.tensors):
+            self._arena.write(at, held, rows[tensor.past][-len(held) or None :])
+
+    def _execute(self, moves: Sequence[Move]) -> None:
+        if isinstance(self.strategy, OrderedSlot) and moves:
+            self._arena.execute_together(moves)
+            return
+        for move in moves:
+            self._arena.execute(move)

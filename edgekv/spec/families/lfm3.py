@@ -1,0 +1,56 @@
+"""LFM3: LFM2 with wider convolutions, attention windows, gates of heads, and norms on both sides of each block."""
+
+from __future__ import annotations
+
+from msgspec.structs import replace
+
+from edgekv.spec.config import Config
+from edgekv.spec.decoder import DecoderSpec
+from edgekv.spec.llama_like import convolution, llama_like, windows
+from edgekv.spec.rope import Rope
+
+MODEL_TYPES = ("lfm3",)
+
+EPS = 1e-5
+THETA, LOCAL_THETA = 1e6, 1e4
+HEAD_DIM = 128
+KERNEL = 7
+WINDOW = 256
+ROPE = {
+    "full_attention": {"rope_type": "proportional", "rope_theta": THETA, "partial_rotary_factor": 0.5},
+    "sliding_attention": {"rope_type": "default", "rope_theta": LOCAL_THETA},
+}
+STORED_NAMES = (
+    ("model.norm.", "model.embedding_norm."),
+    ("input_layernorm", "operator_norm"),
+    ("post_attention_layernorm", "post_operator_norm"),
+    ("pre_feedforward_layernorm", "ffn_norm"),
+    ("post_feedforward_layernorm", "post_ffn_norm"),
+    ("mlp.gate_proj", "feed_forward.w1"),
+    ("mlp.up_proj", "feed_forward.w3"),
+    ("mlp.down_proj", "feed_forward.w2"),
+)
+
+
+def describe(config: Config) -> DecoderSpec:
+    """Convolutions, and from the third layer on, by turns full attention and attention in a window."""
+    config.expect("use_sandwich_norm", True)
+    config.expect("attention_bias", False)
+    config = config.with_defaults(rope_parameters=ROPE, num_key_value_heads=4)
+    # Its tables are read below: at this level there is only one for each kind of layer.
+    spec = llama_like(config, head_dim=HEAD_DIM, eps=config.number("norm_eps", EPS), tied_head=True)
+    layers, window = spec.layers, config.optional_size("sliding_window", WINDOW)
+    rope, local_rope = Rope.pair(config, spec.head_dim, theta=THETA, local_theta=LOCAL_THETA)
+    attention = frozenset(layer for layer in range(layers) if layer and layer % 2 == 0)
+    found = windows(config, layers, window, lambda layer: layer in attention and layer % 4 == 0, others=("conv",))
+    return replace(
+        spec,
+        qk_norm="head",
+        post_norms=True,
+        rope=rope,
+        local_rope=local_rope if found else None,
+        windows=found,
+        head_gates=config.flag("use_attention_gate", True),
+        convolution=convolution(config, layers, KERNEL, frozenset(range(layers)) - attention),
+        stored_names=STORED_NAMES,
+    )
