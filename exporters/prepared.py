@@ -113,7 +113,10 @@ class Prepared:
             return Surveyed(None, heads, self._tokens())
         rows = found.rows
         if heads is not None:
-            rows = {each: heads[each.layer, each.head].cached(each.kind, row) for each, row in rows.items()}
+            rows = {
+                each: row if each.is_state else heads[each.layer, each.head].cached(each.kind, row)
+                for each, row in rows.items()
+            }
         named = {tensor.past: each for tensor, each in rows.items()}
         return Surveyed(FloatSink(first, found.outlier, named, found.logits), heads, self.survey_tokens)
 

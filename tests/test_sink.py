@@ -249,7 +249,7 @@ def test_sequences_and_beams_begin_with_the_sink(sinking: Path, tmp_path: Path) 
 def test_policies_never_drop_the_sink(sinking: Path) -> None:
     for policy in ("sinks(1, 64)", "keydiff(64)"):
         with edgekv.load(sinking, threads=1, policy=policy) as model:
-            row = {name: rows[0] for group in model.cache.groups for name, rows in group.read()}
+            row = {name: rows[0] for group in model.cache.groups for name, rows in group.snapshot().items()}
             for _ in model.generate(PROMPT, 150, ignore_eos=True):
                 pass
             assert model.cache.stats.evicted > 0

@@ -79,7 +79,7 @@ class AlignedHead:
         return np.concatenate([cos * first - sin * second, sin * first + cos * second, rest * others])
 
     def cached(self, kind: Kind, rows: Floats) -> Floats:
-        """Rows of the cache after the transform, `[n, D]`."""
+        """Rows of keys or values in the cache after the transform, `[n, D]`."""
         return rows @ self.rotation if kind == "value" else self.keys(rows.T).T
 
     @property
