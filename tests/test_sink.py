@@ -255,7 +255,7 @@ def test_policies_never_drop_the_sink(sinking: Path) -> None:
             assert model.cache.stats.evicted > 0
             assert model.cache.positions[0] == 0
             for group in model.cache.groups:
-                for name, rows in group.read():
+                for name, rows in group.snapshot().items():
                     np.testing.assert_array_equal(rows[0], row[name])
 
 
