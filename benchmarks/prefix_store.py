@@ -43,15 +43,14 @@ def make_sequences(count: int) -> list[Tokens]:
 
 
 def run_store(sequences: list[Tokens], max_blocks: int) -> tuple[float, int]:
-    """Microseconds per block of match, insert and release, and the tokens matched in all."""
+    """Microseconds per block of match and insert, and the tokens matched in all."""
     block_bytes = STEP * SMALL.tensors * SMALL.row_bytes
     store = PrefixStore(SMALL, StoreConfig(tokens_per_block=STEP, max_bytes=max_blocks * block_bytes))
     rows = np.zeros((SMALL.tensors, len(sequences[0]), SMALL.head_dim), np.uint8)
     began = time.perf_counter_ns()
     for tokens in sequences:
-        match = store.match(tokens)
+        store.match(tokens)
         store.insert(tokens, rows)
-        store.release(match)
     return per_block(began, sequences), store.stats.tokens_saved
 
 
@@ -106,7 +105,6 @@ def restore(tokens: int, rounds: int = 15) -> Table:
     def fetch() -> int:
         match = store.match(sequence)
         store.fetch(match, arena[:, 100 : 100 + match.tokens])
-        store.release(match)
         return match.tokens * row_bytes
 
     def memcpy() -> int:

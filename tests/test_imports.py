@@ -75,6 +75,12 @@ def test_no_modules_import_each_other():
     assert {*TopologicalSorter(_imports()).static_order()} == {*_imports()}
 
 
+def test_the_reference_operator_is_not_imported_at_run_time():
+    """Of the product, only the package itself imports `edgekv.paged`."""
+    users = {name for name, found in _imports().items() if any(_room(each) == "edgekv.paged" for each in found)}
+    assert {_room(name) for name in users} == {"edgekv.paged"}
+
+
 @pytest.mark.parametrize(
     ("worker", "unused"),
     [

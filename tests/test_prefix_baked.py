@@ -18,7 +18,7 @@ from edgekv.errors import BundleError, UsageError
 from edgekv.prefix import PrefixStore, StoreConfig, add_baked, baked_prefixes, remove_baked
 from edgekv.prefix.baked import load_baked
 from edgekv.tensor_file import decode_tensors, encode_tensors
-from tests.test_prefix_model import GEOMETRY, Tokens, rows_of
+from tests.prefix_cases import GEOMETRY, Tokens, rows_of
 
 ROOT = Path(__file__).parent.parent
 CHILD = """
@@ -81,7 +81,7 @@ def check(bundle: Path) -> list[str]:
         match = store.match(sequence(name))
         assert match.tokens == len(sequence(name))
         np.testing.assert_array_equal(store.fetch(match), rows_of(sequence(name)))
-        store.release(match)
+
     return names
 
 

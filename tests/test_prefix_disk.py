@@ -1,107 +1,148 @@
+"""A folder of block files that several processes share, and that nobody else may write to."""
+
 from __future__ import annotations
 
 import os
-import random
 import shutil
-import signal
+import sqlite3
 import subprocess
 import sys
-import tempfile
-import time
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import settings
+from hypothesis import given
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from edgekv.kv import Geometry
-from edgekv.prefix import Match, PrefixError, PrefixStore, RetentionPolicy, StoreConfig, TokenRangeRetentionConfig
-from tests.test_prefix_model import BLOCK_BYTES, GEOMETRY, SALTS, STEP, TOKENS, Tokens, audit, rows_of
+from edgekv.cli import run
+from edgekv.errors import UsageError
+from edgekv.prefix import (
+    PrefixError,
+    PrefixStore,
+    PrefixWarning,
+    RetentionPolicy,
+    Snapshot,
+    StoreConfig,
+    TokenRangeRetentionConfig,
+    remove_stored,
+    stored_prefixes,
+    table,
+)
+from edgekv.prefix.blockfile import encode_block
+from edgekv.prefix.table import INDEX
+from tests.prefix_cases import (
+    BLOCK_BYTES,
+    GEOMETRY,
+    LARGE,
+    LONG,
+    STEP,
+    Tokens,
+    audit,
+    files,
+    found,
+    insert,
+    opened,
+    rows_of,
+    saved,
+    table_rows,
+)
 
-LONG = tuple(range(12))
-
-
-def opened(folder: Path, fingerprint: str = "weights", **changes: object) -> PrefixStore:
-    """A store of two blocks of memory, so that the disk is needed soon."""
-    given = {"tokens_per_block": STEP, "max_bytes": 2 * BLOCK_BYTES, "disk_folder": folder}
-    return PrefixStore(GEOMETRY, StoreConfig(**{**given, **changes}), fingerprint=fingerprint)  # type: ignore[arg-type]
-
-
-def found(store: PrefixStore, tokens: Tokens, salt: str | None = None) -> int:
-    """The length of a match, whose rows are checked."""
-    match = store.match(tokens, salt)
-    np.testing.assert_array_equal(store.fetch(match), rows_of(tokens[: match.tokens], salt))
-    store.release(match)
-    return match.tokens
-
-
-def saved(folder: Path, tokens: Tokens = LONG, salt: str | None = None) -> list[Path]:
-    """The files of a sequence, written by a store that is gone; the order is that of the sequence."""
-    store = opened(folder, max_bytes=32 * BLOCK_BYTES)
-    store.insert(tokens, rows_of(tokens, salt), salt=salt)
-    assert store.save() == len(tokens) // STEP
-    return sorted(folder.glob("*.safetensors"), key=lambda path: path.stat().st_size)
+as_root = pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="only root can give files away")
+SMALL = 2 * BLOCK_BYTES  # of memory, so that the disk is needed soon
 
 
 def test_what_was_evicted_to_the_disk_comes_back(tmp_path: Path) -> None:
-    store = opened(tmp_path)
+    store = opened(tmp_path, max_bytes=SMALL)
     for salt in "abc":
-        store.insert((1, 2, 3, 4), rows_of((1, 2, 3, 4), salt), salt=salt)
+        insert(store, (1, 2, 3, 4), salt=salt)
     assert [found(store, (1, 2, 3, 4, 5), salt) for salt in "abc"] == [4, 4, 4]
     assert store.stats.disk.bytes_out > 0
-    audit(store, [])
+    audit(tmp_path)
 
 
 def test_a_new_store_finds_what_an_earlier_one_saved(tmp_path: Path) -> None:
     saved(tmp_path, salt="tenant")
-    later = opened(tmp_path, max_bytes=32 * BLOCK_BYTES)
+    later = opened(tmp_path)
     assert found(later, LONG, "tenant") == len(LONG)
     assert found(later, (*LONG[:5], 77), "tenant") == 5
     assert found(later, LONG) == 0
     assert later.stats.rejected_files == 0
 
 
-def test_a_block_that_is_not_full_survives_a_restart(tmp_path: Path) -> None:
-    store = opened(tmp_path, max_bytes=32 * BLOCK_BYTES)
+def test_a_block_that_is_not_full_survives_a_restart_and_makes_way_on_disk_too(tmp_path: Path) -> None:
+    store = opened(tmp_path)
     store.insert(LONG[:5], rows_of(LONG[:5]), ended=True)
     assert store.save() == 3
-    later = opened(tmp_path, max_bytes=32 * BLOCK_BYTES)
+    later = opened(tmp_path)
     assert (found(later, LONG), later.stats.rejected_files) == (5, 0)
+    insert(later, LONG[:6])
+    assert later.save() == 3
+    assert later.insert(LONG[:5], rows_of(LONG[:5]), ended=True) == 5
+    assert later.save() == 3
+    audit(tmp_path)
+
+
+def test_a_snapshot_survives_a_restart(tmp_path: Path) -> None:
+    def reopened() -> PrefixStore:
+        config = StoreConfig(tokens_per_block=4, max_bytes=LARGE, disk_folder=tmp_path)
+        return PrefixStore(GEOMETRY, config, fingerprint="hybrid", snapshots=True)
+
+    states = {"state": np.arange(4, dtype=np.int16)}
+    store = reopened()
+    for at in (4, 7):
+        store.insert(LONG, rows_of(LONG), snapshot=Snapshot(at, states))
+    store.save()
+    match = reopened().match(LONG[:8])
+    assert match.tokens == 7 and match.snapshot is not None
+    np.testing.assert_array_equal(match.snapshot.arrays["state"], states["state"])
+    audit(tmp_path)
 
 
 def test_priorities_that_last_survive_a_restart(tmp_path: Path) -> None:
     store = opened(tmp_path)
-    policy = RetentionPolicy((TokenRangeRetentionConfig(0, None, 90),))
-    store.insert((7, 7), rows_of((7, 7)), retention=policy)
-    store.insert((8, 8), rows_of((8, 8)))
+    insert(store, (7, 7), 90)
+    policy = RetentionPolicy((TokenRangeRetentionConfig(0, None, 95, duration_ms=10**6),))
+    store.insert((8, 8), rows_of((8, 8)), retention=policy)
     store.save()
-    size = next(tmp_path.glob("*.safetensors")).stat().st_size
+    size = max(files(tmp_path).values())
     later = opened(tmp_path, disk_cache_size=size)
     assert (found(later, (7, 7)), found(later, (8, 8))) == (2, 0)
 
 
 def test_save_keeps_the_dearest_when_the_disk_is_small(tmp_path: Path) -> None:
     size = saved(tmp_path / "probe", (0, 0))[0].stat().st_size
-    store = opened(tmp_path / "real", max_bytes=8 * BLOCK_BYTES, disk_cache_size=2 * size + 100)
+    store = opened(tmp_path / "real", disk_cache_size=2 * size + 100)
     for token, priority in ((1, 40), (2, 90), (3, 35), (4, 60)):
-        policy = RetentionPolicy((TokenRangeRetentionConfig(0, None, priority),))
-        store.insert((token, token), rows_of((token, token)), retention=policy)
+        insert(store, (token, token), priority)
     assert store.save() == 2
-    later = opened(tmp_path / "real", max_bytes=8 * BLOCK_BYTES)
+    later = opened(tmp_path / "real")
     assert [found(later, (token, token)) for token in (1, 2, 3, 4)] == [0, 2, 0, 2]
 
 
-def test_blocks_of_low_priority_are_not_offloaded(tmp_path: Path) -> None:
-    store = opened(tmp_path)
-    policy = RetentionPolicy((TokenRangeRetentionConfig(0, None, 34),))
-    store.insert((1, 2, 3, 4), rows_of((1, 2, 3, 4)), retention=policy)
-    store.insert((5, 6, 7, 8), rows_of((5, 6, 7, 8)))
+def test_blocks_of_low_priority_are_not_written(tmp_path: Path) -> None:
+    store = opened(tmp_path, max_bytes=SMALL)
+    insert(store, (1, 2, 3, 4), 34)
+    insert(store, (5, 6, 7, 8))
     assert (found(store, (1, 2)), store.stats.disk.blocks) == (0, 0)
     assert store.save() == 2
+
+
+def test_the_statistics_of_the_disk_are_those_of_its_files(tmp_path: Path) -> None:
+    store, other = opened(tmp_path), opened(tmp_path, fingerprint="other weights")
+    insert(store, LONG)
+    insert(other, (1, 2, 3, 4))
+    assert (store.save(), other.save()) == (6, 2)
+    stats = store.stats.disk, other.stats.disk
+    assert [each.blocks for each in stats] == [6, 2]
+    assert (
+        sum(each.bytes_held for each in stats) == sum(each.bytes_in for each in stats) == sum(files(tmp_path).values())
+    )
+
+
+# ---------------------------------------------------------------------- damage
 
 
 def flip(path: Path, place: int) -> None:
@@ -111,8 +152,7 @@ def flip(path: Path, place: int) -> None:
 
 
 DAMAGE: dict[str, Callable[[Path], object]] = {
-    "a flipped bit of the rows": lambda path: flip(path, -1 - 8 * len(LONG)),
-    "a flipped bit at the end": lambda path: flip(path, -1),
+    "a flipped bit of the rows": lambda path: flip(path, -1),
     "a flipped bit of the header": lambda path: flip(path, 12),
     "a truncated file": lambda path: path.write_bytes(path.read_bytes()[:-1]),
     "a file cut within the header": lambda path: path.write_bytes(path.read_bytes()[:50]),
@@ -127,74 +167,395 @@ DAMAGE: dict[str, Callable[[Path], object]] = {
 def test_a_damaged_file_is_rejected_and_counted_and_never_used(tmp_path: Path, name: str, moment: str) -> None:
     last = saved(tmp_path)[-1]
     if moment == "after":
-        store = opened(tmp_path, max_bytes=32 * BLOCK_BYTES)
+        store = opened(tmp_path)
         DAMAGE[name](last)
     else:
         DAMAGE[name](last)
-        store = opened(tmp_path, max_bytes=32 * BLOCK_BYTES)
+        store = opened(tmp_path)
     assert found(store, LONG) == len(LONG) - STEP
     assert store.stats.rejected_files == 1
     assert not last.exists()
-    store.insert(LONG, rows_of(LONG))
+    insert(store, LONG)
     assert found(store, LONG) == len(LONG)
     store.save()
-    assert found(opened(tmp_path, max_bytes=32 * BLOCK_BYTES), LONG) == len(LONG)
-    audit(store, [])
+    assert found(opened(tmp_path), LONG) == len(LONG)
+    audit(tmp_path)
 
 
-def test_what_follows_a_damaged_file_is_not_used_either(tmp_path: Path) -> None:
+def test_what_follows_a_damaged_file_goes_with_it(tmp_path: Path) -> None:
     flip(saved(tmp_path)[1], -1)
-    store = opened(tmp_path, max_bytes=32 * BLOCK_BYTES)
+    store = opened(tmp_path)
     assert found(store, LONG) == STEP
-    audit(store, [])
     assert store.stats.disk.blocks == 1
+    audit(tmp_path)
 
 
 def test_a_file_under_another_blocks_name_is_rejected(tmp_path: Path) -> None:
     first, second, *_ = saved(tmp_path)
     shutil.copyfile(first, second)
-    store = opened(tmp_path, max_bytes=32 * BLOCK_BYTES)
+    store = opened(tmp_path)
     assert found(store, LONG) == STEP
-    assert store.stats.rejected_files >= 1
+    assert store.stats.rejected_files == 1
 
 
-def test_files_of_another_fingerprint_or_folder_are_left_alone_and_never_used(tmp_path: Path) -> None:
-    files = saved(tmp_path / "one")
-    other = opened(tmp_path / "one", fingerprint="other weights")
-    assert (found(other, LONG), other.stats.rejected_files) == (0, len(files))
-    assert all(path.exists() for path in files)
-    (tmp_path / "two").mkdir()
-    for path in files:
-        shutil.copy(path, tmp_path / "two")
-    (tmp_path / "two" / "model.safetensors").write_bytes(b"somebody's weights")
-    stranger = opened(tmp_path / "two")
-    assert (found(stranger, LONG), stranger.stats.rejected_files) == (0, len(files) + 1)
-    assert (tmp_path / "two" / "model.safetensors").exists()
+FORGED: dict[str, dict[str, Any]] = {
+    "no rows": {},
+    "other names": {"other": rows_of((0, 1))},
+    "a further array": {"rows": rows_of((0, 1)), "more": rows_of((0, 1))},
+    "another type": {"rows": rows_of((0, 1)).astype(np.int16)},
+    "fewer tokens": {"rows": rows_of((0,))},
+    "more tensors": {"rows": np.concatenate([rows_of((0, 1))] * 2)},
+    "one dimension": {"rows": rows_of((0, 1)).ravel()},
+}
 
 
-def test_files_of_another_layout_are_foreign(tmp_path: Path) -> None:
-    files = saved(tmp_path)
-    assert opened(tmp_path, tokens_per_block=4, max_bytes=1 << 12).stats.rejected_files == len(files)
+@pytest.mark.parametrize("name", FORGED)
+def test_a_block_with_a_valid_checksum_and_other_arrays_is_rejected(tmp_path: Path, name: str) -> None:
+    """As whoever can read the folder's secret can write it."""
+    path = saved(tmp_path, (0, 1))[0]
+    store = opened(tmp_path)
+    (row,) = table_rows(tmp_path)
+    content = encode_block((row.key, row.part), FORGED[name], store._keys)
+    path.write_bytes(content)
+    with sqlite3.connect(tmp_path / INDEX) as connection:
+        connection.execute("UPDATE blocks SET size_bytes = ?", (len(content),))
+    assert (found(store, (0, 1)), store.stats.rejected_files, path.exists()) == (0, 1, False)
 
 
 def test_a_file_that_somebody_removed_is_a_miss(tmp_path: Path) -> None:
-    files = saved(tmp_path)
-    store = opened(tmp_path, max_bytes=32 * BLOCK_BYTES)
-    files[2].unlink()
+    names = saved(tmp_path)
+    store = opened(tmp_path)
+    names[2].unlink()
     assert found(store, LONG) == 2 * STEP
     assert store.stats.rejected_files == 0
-    audit(store, [])
+    audit(tmp_path)
 
 
-def test_salts_and_tokens_are_nowhere_in_clear(tmp_path: Path) -> None:
-    for path in saved(tmp_path, salt="hidden-salt"):
-        assert "hidden-salt" not in path.name
-        assert b"hidden-salt" not in path.read_bytes()
-    names = {path.name for path in tmp_path.glob("*.safetensors")}
-    saved(tmp_path / "other", salt="hidden-salt")
-    assert not names & {path.name for path in (tmp_path / "other").iterdir()}
+@pytest.mark.parametrize("damage", ["removed", "garbage", "another table", "a page"])
+def test_a_damaged_table_is_an_empty_cache_and_said_once(tmp_path: Path, damage: str) -> None:
+    saved(tmp_path)
+    (tmp_path / "notes.txt").write_text("the user's own")
+    index = tmp_path / INDEX
+    raw = index.read_bytes()
+    for path in tmp_path.glob(f"{INDEX}*"):
+        path.unlink()
+    if damage == "garbage":
+        index.write_bytes(os.urandom(5000))
+    elif damage == "another table":
+        with sqlite3.connect(index) as connection:
+            connection.execute("CREATE TABLE blocks (name TEXT)")
+    elif damage == "a page":
+        index.write_bytes(raw[:4096] + bytes(len(raw) - 4096))
+    if index.exists():
+        index.chmod(0o600)
+        with pytest.warns(PrefixWarning, match=r"blocks\.sqlite was damaged; the cache starts empty"):
+            store = opened(tmp_path)
+    else:
+        store = opened(tmp_path)
+    assert (found(store, LONG), files(tmp_path)) == (0, {})
+    insert(store, LONG)
+    assert store.save() == 6
+    assert found(opened(tmp_path), LONG) == len(LONG)
+    assert (tmp_path / "notes.txt").exists()
+    audit(tmp_path)
+
+
+def test_a_table_that_is_damaged_while_it_is_open_leaves_the_memory(tmp_path: Path) -> None:
+    saved(tmp_path, tuple(range(50, 60)))
     store = opened(tmp_path)
+    insert(store, LONG)
+    with sqlite3.connect(tmp_path / INDEX) as connection:
+        connection.execute("DROP TABLE blocks")
+    with pytest.warns(PrefixWarning, match="the cache is that in memory") as caught:
+        assert [found(store, LONG), found(store, (50, 51)), found(store, LONG)] == [12, 0, 12]
+    assert len(caught) == 1
+    store.save()
+    assert store.stats.failed_writes == 1
+    assert found(opened(tmp_path), LONG) == 0
+
+
+def test_a_new_secret_empties_the_folder(tmp_path: Path) -> None:
+    saved(tmp_path)
+    (tmp_path / "store.key").unlink()
+    store = opened(tmp_path)
+    assert (found(store, LONG), files(tmp_path), table_rows(tmp_path)) == (0, {}, [])
+
+
+def test_what_a_killed_process_left_is_cleared(tmp_path: Path) -> None:
+    names = saved(tmp_path)
+    (tmp_path / f".{names[0].name}.partial-4194305").write_bytes(b"x")
+    (tmp_path / f"{'0' * 32}-g0.safetensors").write_bytes(b"a file whose row was not written")
+    names[-1].unlink()
+    store = opened(tmp_path)
+    assert (found(store, LONG), store.stats.rejected_files) == (len(LONG) - STEP, 0)
+    audit(tmp_path)
+    assert not list(tmp_path.glob(".*partial*"))
+
+
+# ---------------------------------------------------------------------- several processes and models
+
+
+def test_a_store_finds_what_another_saves_while_both_are_open(tmp_path: Path) -> None:
+    one, other = opened(tmp_path), opened(tmp_path)
+    insert(one, LONG)
+    assert found(other, LONG) == 0
+    one.save()
+    assert found(other, LONG) == len(LONG)
+    insert(other, (7, 7, 7, 7))
+    other.save()
+    assert found(one, (7, 7, 7, 7)) == 4
+    audit(tmp_path)
+
+
+@pytest.mark.parametrize("change", [{"fingerprint": "other weights"}, {"tokens_per_block": 4}])
+def test_models_and_layouts_share_a_folder_and_no_block(tmp_path: Path, change: dict[str, Any]) -> None:
+    names = saved(tmp_path)
+    other = opened(tmp_path, **change)
+    assert (found(other, LONG), other.stats.rejected_files) == (0, 0)
+    assert all(path.exists() for path in names)
+
+
+def test_block_files_of_another_folder_are_not_used(tmp_path: Path) -> None:
+    for path in saved(tmp_path / "one"):
+        (tmp_path / "two").mkdir(exist_ok=True)
+        shutil.copy(path, tmp_path / "two")
+    (tmp_path / "two" / "model.safetensors").write_bytes(b"somebody's weights")
+    assert found(opened(tmp_path / "two"), LONG) == 0
+    assert (tmp_path / "two" / "model.safetensors").exists()
+
+
+def test_the_limit_is_that_of_the_folder(tmp_path: Path) -> None:
+    """Two stores of different bundles, as two models with one --prefix-cache."""
+    size = saved(tmp_path / "probe", (0, 0))[0].stat().st_size
+    limit, folder = 4 * size + 100, tmp_path / "shared"
+    stores = [opened(folder, name, disk_cache_size=limit) for name in ("a", "b")]
+    for token in range(4):
+        for store in stores:
+            insert(store, (token, token))
+            store.save()
+            audit(folder, limit)
+    assert len(files(folder)) == 4
+    assert [found(store, (3, 3)) for store in stores] == [2, 2]
+
+
+def test_the_least_recently_used_file_of_any_process_goes_first(tmp_path: Path) -> None:
+    size = saved(tmp_path / "probe", (0, 0))[0].stat().st_size
+    folder, limit = tmp_path / "shared", 3 * size + 100
+    one, other = (opened(folder, disk_cache_size=limit) for _ in range(2))
+    for token in (1, 2, 3):
+        insert(one, (token, token))
+        one.save()
+    assert found(other, (1, 1)) == 2  # the oldest file is the latest used one now
+    insert(other, (4, 4))
+    other.save()
+    fresh = opened(folder, disk_cache_size=limit)
+    assert [found(fresh, (token, token)) for token in (1, 2, 3, 4)] == [2, 0, 2, 2]
+
+
+def test_a_clock_that_was_set_back_does_not_evict_what_is_new(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    size = saved(tmp_path / "probe", (0, 0))[0].stat().st_size
+    folder, limit = tmp_path / "shared", 2 * size + 100
+    store = opened(folder, disk_cache_size=limit)
+    for token in (1, 2):
+        insert(store, (token, token))
+        store.save()
+    monkeypatch.setattr("edgekv.prefix.memory.time_ns", lambda: 5)
+    later = opened(folder, disk_cache_size=limit)
+    insert(later, (3, 3))
+    later.save()
+    assert [found(opened(folder), (token, token)) for token in (1, 2, 3)] == [0, 2, 2]
+
+
+WRITER = """
+import sys
+from pathlib import Path
+from tests.prefix_cases import found, insert, opened
+store = opened(Path(sys.argv[1]), disk_cache_size=int(sys.argv[3]))
+for k in range(int(sys.argv[2]), 40, 4):
+    tokens = (1, 2, 3, 4, k, k, k, k)
+    insert(store, tokens)
+    found(store, tokens)
+    store.save()
+"""
+
+
+@pytest.mark.slow
+def test_several_processes_keep_one_limit_and_one_truth(tmp_path: Path) -> None:
+    limit = 40 * saved(tmp_path / "probe", (0, 0))[0].stat().st_size
+    folder = tmp_path / "shared"
+    command = [sys.executable, "-c", WRITER, str(folder)]
+    writers = [subprocess.Popen([*command, str(k), str(limit)], cwd=Path(__file__).parent.parent) for k in range(4)]
+    assert [writer.wait() for writer in writers] == [0, 0, 0, 0]
+    audit(folder, limit)
+    assert sum(files(folder).values()) > 0.9 * limit
+    store = opened(folder)
+    assert sum(found(store, (1, 2, 3, 4, k, k, k, k)) for k in range(40)) > 160
+    assert store.stats.rejected_files == 0
+
+
+def test_a_table_that_another_process_keeps_locked_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    saved(tmp_path, (1, 2))
+    monkeypatch.setattr(table, "_BUSY_S", 0.1)
+    store = opened(tmp_path)
+    insert(store, (5, 6))
+    with sqlite3.connect(tmp_path / INDEX, isolation_level=None) as other:
+        other.execute("BEGIN IMMEDIATE")
+        with pytest.raises(PrefixError, match="a table that no other process is writing"):
+            opened(tmp_path)
+        store.save()
+        assert (store.stats.failed_writes, found(store, (1, 2)), found(store, (5, 6))) == (1, 2, 2)
+        other.execute("ROLLBACK")
+    store.save()
+    assert found(opened(tmp_path), (5, 6)) == 2
+
+
+# ---------------------------------------------------------------------- a disk that refuses
+
+
+@pytest.mark.parametrize("step", ["write_private", "put", "commit"])
+def test_a_disk_that_fills_up_leaves_no_half_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str) -> None:
+    """Before the file, between the file and its row, and when the row is committed."""
+    store = opened(tmp_path)
+    insert(store, LONG[:4])
+    store.save()
+    insert(store, LONG)
+
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        if step == "write_private":
+            patch.setattr("edgekv.prefix.disk.write_private", refuse)
+        elif step == "put":
+            patch.setattr(table.Table, "put", refuse)
+        else:
+            disk = store._disk
+            assert disk is not None
+            disk._table._connection.execute(
+                "CREATE TEMP TRIGGER full AFTER INSERT ON main.blocks WHEN NEW.start > 6 "
+                "BEGIN SELECT RAISE(ROLLBACK, 'database or disk is full'); END"
+            )
+        store.save()
+        audit(tmp_path)
+        assert (store.stats.failed_writes, found(store, LONG)) == (1, len(LONG))
+        if step == "commit":
+            disk._table._connection.execute("DROP TRIGGER full")
+    assert not list(tmp_path.glob(".*partial*"))
+    assert store.save() == 6
+    assert found(opened(tmp_path), LONG) == len(LONG)
+
+
+def test_a_folder_that_was_removed_is_a_miss(tmp_path: Path) -> None:
+    saved(tmp_path / "store")
+    store = opened(tmp_path / "store")
+    shutil.rmtree(tmp_path / "store")
+    assert found(store, LONG) == 0
+    insert(store, (5, 6))
+    store.save()
+    assert found(store, (5, 6)) == 2
+
+
+def test_nothing_needs_hard_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Android, FAT and some network disks have none."""
+
+    def refuse(*_: object, **__: object) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(os, "link", refuse)
+    saved(tmp_path)
+    assert found(opened(tmp_path), LONG) == len(LONG)
+
+
+# ---------------------------------------------------------------------- who may read and write it
+
+
+def test_salts_are_nowhere_in_clear_and_names_differ_by_folder(tmp_path: Path) -> None:
+    saved(tmp_path / "one", salt="hidden-salt")
+    saved(tmp_path / "two", salt="hidden-salt")
+    assert not files(tmp_path / "one").keys() & files(tmp_path / "two").keys()
+    for path in tmp_path.rglob("*"):
+        assert "hidden-salt" not in path.name
+        assert path.is_dir() or b"hidden-salt" not in path.read_bytes()
+    store = opened(tmp_path / "one")
     assert "hidden-salt" not in repr([vars(store), store.match(LONG, "hidden-salt"), store.stats])
+
+
+def test_a_new_folder_and_its_parents_and_files_are_their_owner_s_alone(tmp_path: Path) -> None:
+    before = os.umask(0)
+    try:
+        saved(tmp_path / "a" / "b")
+    finally:
+        os.umask(before)
+    for path in tmp_path.rglob("*"):
+        assert path.stat().st_mode & 0o777 == (0o700 if path.is_dir() else 0o600)
+    assert found(opened(tmp_path / "a" / "b"), LONG) == len(LONG)
+
+
+@pytest.mark.parametrize("name", ["", "store.key", INDEX])
+def test_a_folder_that_others_can_write_to_is_refused(tmp_path: Path, name: str) -> None:
+    folder = tmp_path / "store"
+    saved(folder)
+    (folder / name).chmod(0o777)
+    with pytest.raises(PrefixError, match=r"got open to other users \(mode 777\); .*chmod -R go-rwx"):
+        opened(folder)
+
+
+@as_root
+@pytest.mark.parametrize("name", ["", "store.key", INDEX])
+def test_a_folder_of_another_user_is_refused(tmp_path: Path, name: str) -> None:
+    folder = tmp_path / "store"
+    saved(folder)
+    os.chown(folder / name, 12345, 12345)
+    with pytest.raises(PrefixError, match="got owned by user 12345; expected a file or folder that only you can write"):
+        opened(folder)
+
+
+@as_root
+def test_nothing_is_written_into_a_folder_of_another_user(tmp_path: Path) -> None:
+    folder = tmp_path / "shared"
+    folder.mkdir()
+    os.chown(folder, 12345, 12345)
+    with pytest.raises(PrefixError, match="got owned by user 12345"):
+        opened(folder)
+    assert list(folder.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["store.key", INDEX])
+def test_a_symbolic_link_is_not_followed(tmp_path: Path, name: str) -> None:
+    folder = tmp_path / "store"
+    saved(folder)
+    (folder / name).rename(tmp_path / "elsewhere")
+    (folder / name).symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(PrefixError, match="got a symbolic link"):
+        opened(folder)
+
+
+def linked(path: Path) -> None:
+    moved = path.parent.parent / "elsewhere"
+    path.rename(moved)
+    path.symlink_to(moved)
+
+
+def given_away(path: Path) -> None:
+    os.chown(path, 12345, 12345)
+
+
+def replaced_by_a_pipe(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+@pytest.mark.parametrize(
+    "harm", [linked, pytest.param(given_away, marks=as_root), lambda path: path.chmod(0o666), replaced_by_a_pipe]
+)
+def test_a_block_that_another_user_could_have_written_is_rejected(tmp_path: Path, harm: object) -> None:
+    assert callable(harm)
+    last = saved(tmp_path / "store")[-1]
+    harm(last)
+    store = opened(tmp_path / "store")
+    assert found(store, LONG) == len(LONG) - 2
+    assert store.stats.rejected_files == 1
+    assert not os.path.lexists(last)
 
 
 def test_a_folder_that_is_a_file_is_refused(tmp_path: Path) -> None:
@@ -210,187 +571,75 @@ def test_a_broken_secret_is_refused(tmp_path: Path) -> None:
         opened(tmp_path)
 
 
-KILLED_GEOMETRY = Geometry(layers=4, kv_heads=4, head_dim=64, context=256)
-KILLED_STEP = 16
-CHILD = """
-import sys
-from pathlib import Path
-from tests.test_prefix_disk import killed_sequence, killed_store, rows_of, KILLED_GEOMETRY
-store = killed_store(Path(sys.argv[1]))
-k = 0
-while True:
-    tokens = killed_sequence(k)
-    store.insert(tokens, rows_of(tokens, None, KILLED_GEOMETRY))
-    k = (k + 1) % 40
-"""
+def test_a_folder_of_an_older_format_is_refused_by_name(tmp_path: Path) -> None:
+    (tmp_path / "index.sqlite").write_bytes(b"")
+    with pytest.raises(PrefixError, match=r"got one of an older format; expected a new one\. Remove it"):
+        opened(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["index.sqlite"]
 
 
-def killed_store(folder: Path) -> PrefixStore:
-    block = KILLED_STEP * KILLED_GEOMETRY.tensors * KILLED_GEOMETRY.row_bytes
-    config = StoreConfig(
-        tokens_per_block=KILLED_STEP,
-        max_bytes=6 * block,
-        disk_folder=folder,
-        disk_cache_size=60 * (block + 2048),
-    )
-    return PrefixStore(KILLED_GEOMETRY, config, fingerprint="weights")
+# ---------------------------------------------------------------------- listing and removing
 
 
-def killed_sequence(k: int) -> Tokens:
-    return tuple(range(KILLED_STEP)) + tuple(k * 100 + i for i in range(3 * KILLED_STEP))
-
-
-@pytest.mark.slow
-def test_kill_during_offload_never_leaves_a_wrong_block(tmp_path: Path) -> None:
-    pause = random.Random(0)
-    for _ in range(5):
-        before = time.time_ns()
-        with subprocess.Popen([sys.executable, "-c", CHILD, str(tmp_path)], cwd=Path(__file__).parent.parent) as child:
-            try:
-                while latest_ns(tmp_path) <= before:
-                    assert child.poll() is None
-                time.sleep(pause.uniform(0, 0.1))
-            finally:
-                os.kill(child.pid, signal.SIGKILL)
-        store = killed_store(tmp_path)
-        assert not list(tmp_path.glob(".*partial*"))
-        reused = 0
-        for k in range(40):
-            tokens = killed_sequence(k)
-            match = store.match(tokens)
-            np.testing.assert_array_equal(store.fetch(match), rows_of(tokens[: match.tokens], None, KILLED_GEOMETRY))
-            reused += match.tokens
-            store.release(match)
-        assert reused > 0
-        assert store.stats.rejected_files == 0
-        audit(store, [])
-
-
-def latest_ns(folder: Path) -> int:
-    """When the last block file was written, while another process writes and removes them."""
-    latest = 0
-    for path in folder.glob("*.safetensors"):
-        with suppress(FileNotFoundError):
-            latest = max(latest, path.stat().st_mtime_ns)
-    return latest
-
-
-def test_remnants_of_a_killed_writer_are_cleared_away(tmp_path: Path) -> None:
-    files = saved(tmp_path)
-    remnant = tmp_path / f".{files[0].name}.partial-{2**22 + 1}"
-    remnant.write_bytes(files[0].read_bytes()[:-3])
-    store = opened(tmp_path)
-    assert not remnant.exists()
-    assert store.stats.rejected_files == 0
-
-
-class Tiered(RuleBasedStateMachine):
-    """All tiers and a limited window together: nothing wrong is ever read, whatever is evicted, lost or damaged."""
-
-    @initialize(
-        primary=st.integers(2, 6),
-        host=st.sampled_from([0, 2, 3]),
-        files=st.integers(1, 12),
-        windows=st.sampled_from([(), (4,), (64, 3), (64, 5), (64, 64)]),
-        copy=st.booleans(),
-    )
-    def start(self, primary: int, host: int, files: int, windows: tuple[int, ...], copy: bool) -> None:
-        self.folder = Path(tempfile.mkdtemp())
-        self.geometry = Geometry(layers=2, kv_heads=1, head_dim=2, context=64)
-        size = STEP * self.geometry.tensors * self.geometry.row_bytes
-        self.now = 0
-        self.config = StoreConfig(
-            tokens_per_block=STEP,
-            max_bytes=(64 if 64 in windows else 1) * primary * size,
-            host_cache_size=(64 if 64 in windows else 1) * host * size,
-            disk_folder=self.folder,
-            disk_cache_size=files * 520,
-            max_attention_window=windows,
-            copy_on_partial_reuse=copy,
+@given(texts=st.lists(st.lists(st.integers(0, 2), min_size=2, max_size=9).map(tuple), min_size=1, max_size=8))
+def test_listed_sequences_have_the_files_that_only_they_need(texts: list[Tokens]) -> None:
+    with TemporaryDirectory() as name:
+        folder = Path(name)
+        store = opened(folder, max_bytes=8 * LARGE)
+        for text in texts:
+            insert(store, text)
+        store.save()
+        store.close()
+        blocks = {text[:end] for text in texts for end in range(2, len(text) + 1, 2)}
+        ends = {block for block in blocks if not any(each != block and each[: len(block)] == block for each in blocks)}
+        size = max(files(folder).values())
+        alone = {
+            end: sum(sum(other[:n] == end[:n] for other in ends) == 1 for n in range(2, len(end) + 1, 2))
+            for end in ends
+        }
+        listed = stored_prefixes(folder)
+        assert sorted((each.tokens, each.bytes, each.own_bytes) for each in listed) == sorted(
+            (len(end), size * len(end) // 2, size * alone[end]) for end in ends
         )
-        self.known: set[tuple[str | None, Tokens]] = set()
-        self.open()
-
-    @rule()
-    def open(self) -> None:
-        """Another process takes over; whatever was held or in memory only is lost."""
-        self.store = PrefixStore(self.geometry, self.config, fingerprint="weights", clock_ms=lambda: self.now)
-        self.held: list[Match] = []
-
-    @rule()
-    def save(self) -> None:
-        self.store.save()
-
-    @rule(salt=SALTS, tokens=TOKENS, keep=st.booleans())
-    def match(self, salt: str | None, tokens: Tokens, keep: bool) -> None:
-        match = self.store.match(tokens, salt)
-        end = match.tokens
-        assert not end or any(s == salt and t[:end] == tokens[:end] for s, t in self.known)
-        self.check(match, tokens[:end], salt)
-        if keep:
-            self.held.append(match)
-        else:
-            self.store.release(match)
-
-    @rule(salt=SALTS, tokens=TOKENS, priority=st.sampled_from([0, 35, 80]), ms=st.sampled_from([None, 3]))
-    def insert(self, salt: str | None, tokens: Tokens, priority: int, ms: int | None) -> None:
-        self.now += 1
-        self.known.add((salt, tokens))
-        policy = RetentionPolicy((TokenRangeRetentionConfig(0, None, priority, ms),))
-        match = self.store.match((), salt)
-        stored = self.store.insert(tokens, self.rows(tokens, salt), retention=policy, salt=salt, match=match)
-        assert stored % STEP == 0
-        self.check(match, tokens[: match.tokens], salt)
-        self.store.release(match)
-
-    @precondition(lambda self: self.held)
-    @rule()
-    def release(self) -> None:
-        self.store.release(self.held.pop(0))
-
-    @rule(place=st.integers(0, 20), byte=st.integers(0, 400))
-    def damage(self, place: int, byte: int) -> None:
-        """A bit of some file turns, which keeps its size and with it the account of the disk."""
-        files = sorted(self.folder.glob("*.safetensors"))
-        if place < len(files) and byte < files[place].stat().st_size:
-            flip(files[place], byte)
-
-    @invariant()
-    def lawful(self) -> None:
-        if hasattr(self, "store"):
-            audit_but_foreign(self.store, self.held)
-
-    def teardown(self) -> None:
-        if hasattr(self, "store"):
-            shutil.rmtree(self.folder)
-
-    def rows(self, tokens: Tokens, salt: str | None) -> np.ndarray[tuple[int, ...], np.dtype[np.uint8]]:
-        return rows_of(tokens, salt, self.geometry)
-
-    def check(self, match: Match, tokens: Tokens, salt: str | None) -> None:
-        rows, truth = self.store.fetch(match), self.rows(tokens, salt)
-        for group in self.store.groups:
-            needed = group.first_needed(len(tokens))
-            for first, stop in group.ranges:
-                np.testing.assert_array_equal(rows[first:stop, needed:], truth[first:stop, needed:])
+        removed = remove_stored(folder, listed[0].id)
+        assert removed == listed[:1]
+        assert {each.id for each in stored_prefixes(folder)} >= {each.id for each in listed[1:]}
+        audit(folder)
+        assert sum(files(folder).values()) == size * len(blocks) - listed[0].own_bytes
 
 
-def audit_but_foreign(store: PrefixStore, held: list[Match]) -> None:
-    """A flipped bit may have made a file foreign at opening; such a file is nobody's and not in the account."""
-    folder = store.config.disk_folder
-    assert folder is not None
-    named = {
-        store._storage._record(block).name(store._keys)
-        for root in store._tree.roots.values()
-        for node in root.subtree()
-        for block in node.blocks
-        if block is not None
-    }
-    for path in folder.glob("*.safetensors"):
-        if path.name not in named:
-            path.unlink()
-    audit(store, held)
+def test_what_is_removed_leaves_the_total_of_a_store_that_is_open(tmp_path: Path) -> None:
+    saved(tmp_path)
+    store = opened(tmp_path)
+    remove_stored(tmp_path, stored_prefixes(tmp_path)[0].id)
+    assert files(tmp_path) == {} and store.stats.disk.blocks == 0
+    assert found(store, LONG) == 0
+    insert(store, (1, 2))
+    assert store.save() == 1
+    audit(tmp_path)
 
 
-TestTiered = pytest.mark.slow(Tiered.TestCase)
-TestTiered.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+def test_all_sequences_are_removed_at_once(tmp_path: Path) -> None:
+    for salt in "ab":
+        saved(tmp_path, salt=salt)
+    assert len(remove_stored(tmp_path, None)) == 2
+    assert files(tmp_path) == {} and stored_prefixes(tmp_path) == []
+
+
+def test_an_unknown_sequence_and_a_folder_without_any_are_named(tmp_path: Path) -> None:
+    saved(tmp_path / "store")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UsageError, match=r"prefix: got 'zz'; expected the id of one\. See edgekv prefix ls"):
+        remove_stored(tmp_path / "store", "zz")
+    with pytest.raises(UsageError, match="got no prefixes; expected a folder of prefixes, or a bundle"):
+        stored_prefixes(tmp_path / "empty")
+    with pytest.raises(UsageError, match="got no folder"):
+        stored_prefixes(tmp_path / "nothing")
+    assert list((tmp_path / "empty").iterdir()) == []
+
+
+def test_a_listing_of_another_user_s_folder_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    saved(tmp_path)
+    tmp_path.chmod(0o777)
+    assert run(["prefix", "ls", str(tmp_path)]) == 2
+    assert "got open to other users (mode 777); expected a folder of your own" in capsys.readouterr().err

@@ -52,7 +52,7 @@ def list_(place: PlaceArgument, as_json: JsonOption = False) -> None:
         baked = baked_prefixes(place)
         _print(baked, [f"{each.name}: {each.tokens} tokens, {each.engine}" for each in baked], as_json)
         return
-    from edgekv.prefix.folder import stored_prefixes
+    from edgekv.prefix import stored_prefixes
 
     stored = stored_prefixes(place)
     lines = [
@@ -83,7 +83,7 @@ def rm(
         baked = remove_baked(place, prefix, engine)
         _print(baked, [f"removed {each.name}, {each.engine}" for each in baked], as_json)
         return
-    from edgekv.prefix.folder import remove_stored
+    from edgekv.prefix import remove_stored
 
     stored = remove_stored(place, prefix)
     _print(stored, [f"removed {each.id}, {each.tokens} tokens" for each in stored], as_json)

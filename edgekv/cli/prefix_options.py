@@ -54,7 +54,7 @@ MemoryFractionOption = Annotated[
     ),
 ]
 HostSizeOption = Annotated[
-    int | None, typer.Option(help="Bytes of secondary memory of the prefix cache.", show_default="0")
+    int | None, typer.Option(help="Bytes of memory of the prefix cache beside its other limit.", show_default="0")
 ]
 DiskSizeOption = Annotated[
     int | None,

@@ -1,4 +1,4 @@
-"""Attention over keys and values in blocks: OpenVINO's PagedAttention as a vectorized numpy reference.
+"""The reference operator of the tests: OpenVINO's PagedAttention in numpy. Nothing imports it at run time.
 
 `paged_attention` is the operator. `CacheEvictor` bounds a sequence's cache: it uses the operator's scores to choose
 blocks to drop, and creates the inputs that rotate the kept keys to their new positions.

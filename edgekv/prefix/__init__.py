@@ -1,35 +1,37 @@
 """The prefix cache: keys and values that were computed once are copied instead of computed again.
 
-`PrefixStore` is the interface. Integers and bytes are separate: `Tree`, `Tiers` and `Index` decide where each block is,
-and `BlockStorage` moves the bytes between primary memory, host memory and disk.
+`PrefixStore` is the interface; `Prefixes` is a generation's use of it. A block holds the rows of some tokens and is
+named by a chain of hashes (`Keys`). `Memory` has blocks within a budget; `Disk` has their files, and one table of them
+that all processes share.
 """
 
-from edgekv.prefix.allocator import BlockAllocator
 from edgekv.prefix.baked import BakedPrefix, add_baked, baked_prefixes, remove_baked
 from edgekv.prefix.config import StoreConfig
-from edgekv.prefix.errors import PrefixError
+from edgekv.prefix.errors import PrefixError, PrefixWarning
 from edgekv.prefix.groups import BlockGroup, split_layers
-from edgekv.prefix.lease import Match
+from edgekv.prefix.listing import StoredPrefix, remove_stored, stored_prefixes
 from edgekv.prefix.prefixes import PrefixCache, Prefixes, SharedStore, open_prefixes, open_store, prefix_fingerprint
 from edgekv.prefix.retention import RetentionPolicy, TokenRangeRetentionConfig
 from edgekv.prefix.rows import CacheRows
 from edgekv.prefix.stats import StoreStats, TierStats
-from edgekv.prefix.store import PrefixStore
+from edgekv.prefix.store import Match, PrefixStore, Snapshot
 
 __all__ = [
     "BakedPrefix",
-    "BlockAllocator",
-    "CacheRows",
     "BlockGroup",
+    "CacheRows",
     "Match",
     "PrefixCache",
     "PrefixError",
     "PrefixStore",
+    "PrefixWarning",
     "Prefixes",
     "RetentionPolicy",
     "SharedStore",
+    "Snapshot",
     "StoreConfig",
     "StoreStats",
+    "StoredPrefix",
     "TierStats",
     "TokenRangeRetentionConfig",
     "add_baked",
@@ -38,5 +40,7 @@ __all__ = [
     "open_store",
     "prefix_fingerprint",
     "remove_baked",
+    "remove_stored",
     "split_layers",
+    "stored_prefixes",
 ]

@@ -20,7 +20,7 @@ from edgekv.kv.arena import DTYPES
 from edgekv.prefix.lock import locked
 from edgekv.prefix.retention import MAX_PRIORITY, RetentionPolicy, TokenRangeRetentionConfig
 from edgekv.prefix.rows import Rows
-from edgekv.prefix.store import PrefixStore
+from edgekv.prefix.store import PrefixStore, Snapshot
 from edgekv.system import read_file
 from edgekv.tensor_file import TensorFileError, decode_tensors, encode_tensors
 
@@ -30,6 +30,7 @@ _LOCK = ".lock"
 FORMAT = 1
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _TOKENS = "tokens"
+_STATE = "state/"
 _OWN = re.compile(r"[0-9a-f]{8}\..+\.safetensors|\..+\.partial")  # what `add_baked` writes; other files are others'
 # Rows of a limited window are stored from the start of a block, for stores with blocks of this size or smaller.
 BAKED_TOKENS_PER_BLOCK = 32
@@ -123,21 +124,18 @@ def add_baked(bundle: Path, name: str, engine: str, tokens: Sequence[int], store
 
 
 def _tensors(tokens: Sequence[int], store: PrefixStore) -> dict[str, Rows]:
-    """The tokens, and the rows that a store has for them, by group."""
+    """The tokens, the rows that a store has for them, by group, and the states after them."""
     match = store.match(tokens)
-    try:
-        if match.tokens < len(tokens):
-            wanted, fix = f"room for {len(tokens)}", "Free some memory."
-            raise UsageError("prefix store", got=f"room for {match.tokens} tokens", expected=wanted, fix=fix)
-        tensors: dict[str, Rows] = {_TOKENS: np.array(tokens, np.int64)}
-        for number in range(len(store.groups)):
-            blocks = [store.block(block, number) for block in match.block_ids(number)]
-            unused = -len(tokens) % store.config.tokens_per_block
-            rows = np.concatenate(blocks, axis=1)
-            tensors[_group(number)] = np.ascontiguousarray(rows[:, : rows.shape[1] - unused])
-        return tensors
-    finally:
-        store.release(match)
+    if match.tokens < len(tokens):
+        wanted, fix = f"room for {len(tokens)}", "Free some memory."
+        raise UsageError("prefix store", got=f"room for {match.tokens} tokens", expected=wanted, fix=fix)
+    tensors: dict[str, Rows] = {_TOKENS: np.array(tokens, np.int64)}
+    for number, (first, blocks) in enumerate(zip(match.first, match.rows, strict=True)):
+        rows = np.concatenate(blocks, axis=1)
+        tensors[_group(number)] = np.ascontiguousarray(rows[:, : len(tokens) - first * store.config.tokens_per_block])
+    if match.snapshot is not None:
+        tensors |= {f"{_STATE}{name}": array for name, array in match.snapshot.arrays.items()}
+    return tensors
 
 
 def remove_baked(bundle: Path, name: str | None, engine: str | None = None) -> list[BakedPrefix]:
@@ -178,14 +176,14 @@ def load_baked(bundle: Bundle, store: PrefixStore, engine: str) -> int:
         except BundleError:
             if _read_record(bundle.path) == record:  # otherwise a concurrent bake has replaced the file
                 raise
-    for tokens, rows in read:
-        store.insert(tokens, rows, retention=_KEPT_LONGEST, ended=True, public=True)
-    return sum(len(tokens) for tokens, _ in read)
+    for tokens, rows, snapshot in read:
+        store.insert(tokens, rows, retention=_KEPT_LONGEST, ended=True, public=True, snapshot=snapshot)
+    return sum(len(tokens) for tokens, *_ in read)
 
 
 def _read_rows(
     bundle: Path, record: BakedRecord, entry: BakedPrefix, store: PrefixStore
-) -> tuple[list[int], _BakedRows]:
+) -> tuple[list[int], _BakedRows, Snapshot | None]:
     path = bundle / FOLDER / entry.file
     fix = "Bake it again: edgekv prefix bake BUNDLE FILE"
     if entry.fingerprint != store.fingerprint:
@@ -214,7 +212,10 @@ def _read_rows(
             found = f"{rows.dtype} {list(rows.shape)}"
             expected_rows = f"{group.geometry.kv_dtype} {list(wanted)}, or the newest {least} rows of it"
             raise BundleError(f"{path}: group {number}", got=found, expected=expected_rows, fix=fix)
-    return tokens.tolist(), _BakedRows(entry.tokens, groups)
+    states = {name.removeprefix(_STATE): each for name, each in held.items() if name.startswith(_STATE)}
+    if bool(states) != store.snapshots:
+        raise BundleError(f"{path}: states", got=sorted(states), expected="those of the model", fix=fix)
+    return tokens.tolist(), _BakedRows(entry.tokens, groups), Snapshot(entry.tokens, states) if states else None
 
 
 def _group(number: int) -> str:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from edgekv.errors import EngineError
 from edgekv.prefix.errors import PrefixError
+from edgekv.prefix.groups import BlockGroup
 from edgekv.prefix.retention import DEFAULT_PRIORITY, check_priority
+from edgekv.system import free_memory_bytes
 
 DEFAULT_TOKENS_PER_BLOCK = 32
 DEFAULT_MAX_BYTES = 256 << 20
@@ -19,28 +23,23 @@ _FIX = "Correct the store's configuration."
 class StoreConfig:
     """Uses the terms of TensorRT-LLM's KV cache configuration.
 
-    The primary memory is limited by the smallest of the given limits: `max_bytes`, the bytes of `max_tokens`,
-    and `free_memory_fraction` of the memory that is free when the store is created. The default is 256 MiB. It never
-    exceeds 90 % of the free memory unless the fraction allows it. Memory is allocated as blocks come into use.
+    Memory is limited by the smallest of the given limits: `max_bytes`, the bytes of `max_tokens`, and
+    `free_memory_fraction` of the memory that is free when the store is created; the default is 256 MiB. It never
+    exceeds 90 % of the free memory unless the fraction allows it. `host_cache_size` bytes are added. Memory is
+    allocated as blocks come into use.
 
     Attributes:
         tokens_per_block: a power of two above 1.
-        max_bytes: primary memory in bytes; None for no such limit.
-        max_tokens: primary memory in tokens; None for no such limit.
-        free_memory_fraction: primary memory as a fraction of the free memory, above 0, at most 1.
-        host_cache_size: bytes of secondary memory for blocks that are evicted from the primary one.
-        secondary_offload_min_priority: blocks of lower priority are dropped instead of offloaded, unless an
-            offloaded block needs them.
+        max_bytes: memory in bytes; None for no such limit.
+        max_tokens: memory in tokens; None for no such limit.
+        free_memory_fraction: memory as a fraction of the free memory, above 0, at most 1.
+        host_cache_size: bytes of memory in addition to these limits.
+        secondary_offload_min_priority: blocks of lower priority are dropped instead of written to the folder.
         disk_folder: for blocks that leave memory, and for `save`; None for no disk.
-        disk_cache_size: bytes of all block files below `disk_limit_folder`, of all stores and processes.
-        disk_limit_folder: `disk_folder` or its parent; None is `disk_folder`.
-        max_attention_window: attention window of each layer in tokens, repeated if shorter; empty for the geometry's
-            own.
+        disk_cache_size: bytes of all block files in the folder, of all models and processes.
         enable_block_reuse: False stores nothing and matches nothing.
         enable_partial_reuse: match a block up to its first differing token, and store the incomplete last block of a
             finished sequence.
-        copy_on_partial_reuse: True: copy a partially matched block, which stays available. False: reuse it only if no
-            request uses it and it has no successor; it is then removed from the store with its match.
 
     Raises:
         PrefixError: a field is out of range.
@@ -54,11 +53,8 @@ class StoreConfig:
     secondary_offload_min_priority: int = DEFAULT_PRIORITY
     disk_folder: Path | None = None
     disk_cache_size: int = DEFAULT_DISK_CACHE_BYTES
-    disk_limit_folder: Path | None = None
-    max_attention_window: tuple[int, ...] = ()
     enable_block_reuse: bool = True
     enable_partial_reuse: bool = True
-    copy_on_partial_reuse: bool = True
 
     def __post_init__(self) -> None:
         def check(field: str, right: bool, wanted: str) -> None:
@@ -74,3 +70,39 @@ class StoreConfig:
         check("host_cache_size", self.host_cache_size >= 0, "0 bytes or more")
         check_priority("secondary_offload_min_priority", self.secondary_offload_min_priority)
         check("disk_cache_size", self.disk_cache_size > 0, "at least 1 byte")
+
+    def memory_bytes(self, groups: Sequence[BlockGroup], context: int, free_bytes: int | None = None) -> int:
+        """Bytes of memory for the blocks of these groups.
+
+        Args:
+            groups: of the model.
+            context: S, the tokens of a full sequence.
+            free_bytes: the memory that fractions refer to; None asks the system.
+
+        Raises:
+            PrefixError: less than one block of each group fits.
+            EngineError: a fraction, on a system that does not report its free memory.
+        """
+        limits: list[tuple[int, str]] = []
+        if self.max_tokens is not None:
+            # S tokens need the bytes of one sequence, of which a limited window needs fewer rows.
+            sequence_bytes = sum(group.row_bytes * min(group.window or context, context) for group in groups)
+            limits.append((-(-self.max_tokens * sequence_bytes // context), "max_tokens"))
+        if self.max_bytes is not None:
+            limits.append((self.max_bytes, "max_bytes"))
+        if not limits and self.free_memory_fraction is None:
+            limits.append((DEFAULT_MAX_BYTES, "max_bytes"))
+        fraction = DEFAULT_FREE_MEMORY_FRACTION if self.free_memory_fraction is None else self.free_memory_fraction
+        try:
+            free_bytes = free_memory_bytes() if free_bytes is None else free_bytes
+            limits.append((int(free_bytes * fraction), "free_memory_fraction"))
+        except EngineError:  # not every system reports its free memory
+            if self.free_memory_fraction is not None:
+                raise
+        size_bytes, field = min(limits)
+        least = self.tokens_per_block * sum(group.row_bytes for group in groups)
+        if size_bytes + self.host_cache_size < least:
+            wanted = f"at least {least} bytes, a block of every layer"
+            fix = "Raise it, or lower tokens_per_block."
+            raise PrefixError(field, got=f"{size_bytes} bytes", expected=wanted, fix=fix)
+        return size_bytes + self.host_cache_size

@@ -1,273 +1,282 @@
-"""The folder of block files."""
+"""The folder: block files, and the table of them."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, suppress
-from dataclasses import dataclass, replace
+import re
+import warnings
+from collections.abc import Callable, Container, Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
-from numpy.typing import NDArray
-
-from edgekv.prefix.blockfile import BlockRecord, RejectedFileError, decode, encode
-from edgekv.prefix.catalogue import LOCKED, Catalogue, Entry
-from edgekv.prefix.config import StoreConfig
-from edgekv.prefix.errors import PrefixError
-from edgekv.prefix.groups import BlockGroup
-from edgekv.prefix.keys import Keys, folder_secret, token_bytes, tokens_of
+from edgekv.prefix.block import SNAPSHOT, Arrays, Block, BlockId
+from edgekv.prefix.blockfile import RejectedFileError, decode_block, encode_block
+from edgekv.prefix.errors import PrefixError, PrefixWarning
+from edgekv.prefix.keys import Keys, folder_secret
 from edgekv.prefix.private import NotPrivateError, check_folder, make_folder, read_private, write_private
-from edgekv.prefix.reconciliation import Reconciliation
-from edgekv.prefix.stats import Counters
+from edgekv.prefix.stats import StoreStats
+from edgekv.prefix.table import INDEX, LOCKED, Row, Table, file_name
+
+T = TypeVar("T")
+
+_OWN = re.compile(r"[0-9a-f]{32}-(?:g\d+|s)\.safetensors|\..+\.partial-\d+")
+_OLD_INDEX = "index.sqlite"  # of the format before this one
 
 
-@dataclass(frozen=True, slots=True)
-class FoundFile:
-    """A block file of this store in the folder.
+class Disk:
+    """Block files, written atomically and verified before use, below a limit for all processes and models.
 
-    Attributes:
-        name: of the file.
-        record: its entry in the index.
-        used_ns: time of the last use, ns since the epoch.
-        file_bytes: its size.
-    """
-
-    name: str
-    record: BlockRecord
-    used_ns: int
-    file_bytes: int
-
-
-class DiskFolder:
-    """Block files, written atomically and verified before use.
-
-    The index counts the files of all stores below `limit_folder`, so the size limit applies to the folder regardless of
-    how many processes write to it. When the folder is opened, the index is made to match the files; see
-    `Reconciliation`.
+    A file is written, and files are removed, while the table is locked. Whatever a killed process left between a file
+    and its row is cleared when the folder is opened.
 
     Attributes:
-        keys: keyed hashes with the folder's own secret.
+        keys: keyed hashes with the folder's secret.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        limit_folder: Path,
-        limit_bytes: int,
-        store: bytes,
-        step: int,
-        limited: Sequence[bool],
-        counters: Counters,
-    ) -> None:
-        """Open a folder; create it and its secret if they are missing.
+    def __init__(self, folder: Path, limit_bytes: int, store: str, counters: StoreStats) -> None:
+        """Open a folder; create it, its secret and its table if they are missing.
 
         Args:
             folder: of the files.
-            limit_folder: the folder itself or its parent; the limit applies to all files below it.
             limit_bytes: bytes of all files.
-            store: digest of the store; files of other stores are not used.
-            step: tokens per block.
-            limited: for each group of layers, whether its attention window is limited.
+            store: short digest of the model, for listings.
             counters: updated by every operation.
 
         Raises:
-            PrefixError: the folder cannot be used, or is writable by other users.
+            PrefixError: the folder cannot be used, is of an older format, or is writable by other users.
         """
         self._folder = folder
-        self._home = "" if folder == limit_folder else folder.name
         self._limit_bytes = limit_bytes
         self._store = store
-        self._step = step
-        self._limited = limited
         self._counters = counters
+        self._uses: dict[BlockId, tuple[int, int]] = {}
+        self._total_bytes = 0  # of all files, while the table is locked for writing
+        self._held: tuple[tuple[int, int], tuple[int, int]] | None = None
+        self._has_failed = False
         try:
-            if limit_folder.exists():
-                check_folder(limit_folder)  # before anything is written into another user's folder
             make_folder(folder)
-            for each in {limit_folder, folder}:
-                check_folder(each)
-            self._catalogue = Catalogue(limit_folder)
-            with self._catalogue.transaction():
-                self.keys = Keys(folder_secret(folder))
-                Reconciliation(self._catalogue, folder, self._home, store, self.keys, counters, self._entry).run()
+            check_folder(folder)
+            if (folder / _OLD_INDEX).exists():
+                fix = f"Remove it, or give another folder: rm -r {folder}"
+                raise PrefixError(f"disk_folder {folder}", got="one of an older format", expected="a new one", fix=fix)
+            self._table = Table(folder)
+            with self._table.transaction():
+                secret, is_new = folder_secret(folder)
+                self._clear_remnants(is_new=is_new)
         except NotPrivateError as error:
-            fix = f"Give a folder of your own, and remove others' access: chmod -R go-rwx {limit_folder}"
+            fix = f"Give a folder of your own, and remove others' access: chmod -R go-rwx {folder}"
             wanted = "a file or folder that only you can write"
             raise PrefixError(f"disk_folder {error.filename}", got=error.strerror, expected=wanted, fix=fix) from None
         except OSError as error:
             wanted, fix = "a writable folder", "Give a folder that you can write."
             if LOCKED in str(error):
-                wanted = "an index that no other process is making"
-                fix = "Wait until the process that opened the folder first has read it, and try again."
+                wanted = "a table that no other process is writing"
+                fix = "Wait until the other process has written its blocks, and try again."
             raise PrefixError(f"disk_folder {folder}", got=error.strerror, expected=wanted, fix=fix) from None
+        self.keys = Keys(secret)
+        if self._table.was_damaged:
+            self._warn(f"{folder / INDEX} was damaged; the cache starts empty")
 
     def close(self) -> None:
-        """Close the index."""
-        self._catalogue.close()
+        """Write the last uses of blocks to the table, and close it."""
+        with suppress(OSError):
+            self._flush()
+        self._table.close()
 
-    def transaction(self) -> AbstractContextManager[None]:
-        """Keep other processes from changing the folder; see `Catalogue.transaction`."""
-        return self._catalogue.transaction()
+    def last_used(self) -> int:
+        """The latest use of any block."""
+        return self._read(self._table.last_used, 0)
 
-    def is_changed(self) -> bool:
-        """Whether another process has changed the folder since the last call."""
-        try:
-            return self._catalogue.is_changed()
-        except OSError:
-            return False
+    def held(self) -> tuple[int, int]:
+        """Files and bytes of this store; the table is read only after a change."""
 
-    def files(self) -> list[FoundFile]:
-        """The files of this store, the least recently used first."""
-        return [
-            FoundFile(
-                each.name,
-                BlockRecord(each.store, each.layers, each.root, tokens_of(each.tokens), each.priority),
-                each.used_ns,
-                each.bytes,
-            )
-            for each in self._catalogue.entries(self._home)
-            if each.store == self._store and each.root is not None
-            if each.layers is not None and each.tokens is not None
-        ]
+        def current() -> tuple[int, int]:
+            version = self._table.version
+            if self._held is None or self._held[0] != version:
+                self._held = version, self._table.held(self._store)
+            return self._held[1]
 
-    def encode(self, record: BlockRecord, rows: NDArray[Any]) -> bytes:
-        """The file of a block."""
-        return encode(record, rows, self.keys)
+        return self._read(current, (0, 0))
 
-    def make_room(
-        self,
-        size_bytes: int,
-        limit: tuple[int, int] | None,
-        keep: Callable[[str], bool],
-        evicted: Callable[[str], None],
-    ) -> bool:
-        """Evict files of any store below the folder until `size_bytes` more fit the limit.
+    # ------------------------------------------------------------------ find and read
+
+    def find(self, keys: Sequence[bytes]) -> dict[BlockId, Row]:
+        """The rows of these keys, of all parts."""
+        return self._read(lambda: {(row.key, row.part): row for row in self._table.named(keys)}, {})
+
+    def neighbours(self, parent: BlockId, tokens: bytes) -> list[bytes]:
+        """As `Memory.neighbours`."""
+        return self._read(lambda: [row.tokens for row in self._table.neighbours(parent, tokens)], [])
+
+    def children(self, parents: Sequence[bytes], part: int) -> list[Row]:
+        """The rows of a part after any of these blocks."""
+        return self._read(lambda: [*self._table.children(parents, part)], [])
+
+    def load(self, row: Row, is_right: Callable[[Arrays], bool]) -> Arrays | None:
+        """The verified arrays of a block; None if the file is gone, or was rejected and removed.
 
         Args:
-            size_bytes: bytes to be written.
-            limit: evict no file of a greater (priority, last use in ns); None evicts any.
-            keep: says for a file name of this store whether it must stay.
-            evicted: called with the name of each file of this store that was evicted.
-
-        Returns:
-            Whether the bytes fit now.
-
-        Raises:
-            OSError: the index cannot be written.
+            row: of the block.
+            is_right: checks names, types and shapes; a checksum does not.
         """
-
-        def stays(entry: Entry) -> bool:
-            return self._is_own(entry) and keep(entry.name)
-
-        if size_bytes > self._limit_bytes:
-            return False
-        with self._catalogue.transaction():
-            while self._catalogue.total_bytes() + size_bytes > self._limit_bytes:
-                victim = self._catalogue.victim(stays)
-                if victim is None or (limit is not None and (victim.priority, victim.used_ns) > limit):
-                    return False
-                self._counters.evictions[2] += 1
-                self._catalogue.remove(victim.folder, [victim.name])
-                self._unlink(self._catalogue.folder / victim.folder / victim.name)
-                if self._is_own(victim):
-                    evicted(victim.name)
-        return True
-
-    def write(self, record: BlockRecord, data: bytes, used_ns: int) -> bool:
-        """Write a file and add it to the index; False if the disk refuses it or its parent file is gone.
-
-        It is not flushed: after a power cut, an incomplete file fails its checksum.
-        """
-        name = record.name(self.keys)
-        partial = self._folder / f".{name}.partial-{os.getpid()}"
+        id = row.key, row.part
         try:
-            with self._catalogue.transaction():
-                entry = self._entry(name, record, used_ns, len(data))
-                if entry.parent is not None and not self._catalogue.has(self._home, entry.parent):
-                    return False
-                partial.unlink(missing_ok=True)
-                write_private(partial, data)
-                partial.replace(self._folder / name)
-                self._catalogue.put(entry)
-        except OSError:
-            self._counters.failed_writes += 1
-            self._unlink(partial)
-            return False
-        return True
-
-    def read(self, record: BlockRecord) -> NDArray[Any] | None:
-        """The verified rows of a block; None if the file is gone, or was rejected and removed."""
-        name = record.name(self.keys)
-        try:
-            file = decode(read_private(self._folder / name))
-            if file.record.name(self.keys) != name or file.record.fingerprint != record.fingerprint:
-                raise RejectedFileError("it is another block")
-            file.check(self.keys)
+            content = read_private(self._folder / file_name(id), row.size_bytes + 1)
+            arrays = decode_block(id, content, self.keys)
+            if not is_right(arrays):
+                raise RejectedFileError("the arrays are not those of the model")
         except FileNotFoundError:
-            self.remove([name])
+            self._drop([row])
             return None
         except (OSError, RejectedFileError):
-            self.reject(name)
+            self._counters.rejected_files += 1
+            self._drop([row])
             return None
-        return file.rows
+        self._counters.disk.bytes_out += len(content)
+        return arrays
 
-    def remove(self, names: Iterable[str]) -> None:
-        """Remove files of this store."""
-        names = list(names)
-        for name in names:
-            self._unlink(self._folder / name)
-        with suppress(OSError):
-            self._catalogue.remove(self._home, names)
+    # ------------------------------------------------------------------ write and remove
 
-    def reject(self, name: str) -> None:
-        """Count and remove an unusable file."""
-        self._counters.rejected_files += 1
-        self.remove([name])
+    def used(self, block: Block) -> None:
+        """Record that a block was used; it may have a file."""
+        if block.is_saved:
+            self._uses[block.id] = block.lasting_priority, block.used
 
-    def touch(self, uses: Iterable[tuple[str, int, int]]) -> None:
-        """Record the last use of files of this store; see `Catalogue.touch`."""
-        with suppress(OSError):
-            self._catalogue.touch(self._home, uses)
+    def write(self, blocks: Iterable[Block], find: Callable[[BlockId], Block | None]) -> None:
+        """Write files for blocks, and for those before them that they need, in one change of the table.
 
-    def _is_own(self, entry: Entry) -> bool:
-        return entry.folder == self._home and entry.store == self._store
+        Files of lower rank, of any store, are removed to make room. Ends with the first block that finds no room.
 
-    def _entry(self, name: str, record: BlockRecord, used_ns: int, file_bytes: int) -> Entry:
-        return Entry(
-            folder=self._home,
-            name=name,
-            store=record.fingerprint,
-            root=record.root,
-            layers=record.group,
-            parent=self._parent(record),
-            tokens=token_bytes(record.tokens),
-            priority=record.priority,
-            used_ns=used_ns,
-            bytes=file_bytes,
+        Args:
+            blocks: the most important first.
+            find: a block in memory by its name.
+        """
+        done: list[Block] = []
+        written: list[BlockId] = []
+        try:
+            with self._table.transaction():
+                self._flush()
+                self._total_bytes = self._table.held()[1]
+                for block in blocks:
+                    chain = self._without_row(block, find)
+                    keep = {each.id for each in chain} | {each.parent for each in chain}
+                    if not all(self._write_one(each, keep, written) for each in chain):
+                        break
+                    done += [block, *chain]
+        except OSError:
+            self._counters.failed_writes += 1
+            for id in written:
+                self._unlink(id)
+            return
+        for block in done:
+            block.is_saved = True
+
+    def remove(self, id: BlockId) -> None:
+        """Remove a block."""
+        key, part = id
+        self._drop(row for row in [*self.find([key]).values()] if row.part == part)
+
+    def fit(self) -> None:
+        """Remove files until the limit holds."""
+        with suppress(OSError), self._table.transaction():
+            self._total_bytes = self._table.held()[1]
+            self._make_room(0, None, frozenset())
+
+    def _without_row(self, block: Block, find: Callable[[BlockId], Block | None]) -> list[Block]:
+        """The block and those before it that have no row, from the first one on; none if one of them is lost."""
+        chain: list[Block] = []
+        while not self._table.has(block.id):
+            chain.append(block)
+            if not (block.chained and block.link.start):
+                break
+            before = find(block.parent)
+            if before is None:
+                return chain[::-1] if self._table.has(block.parent) else []
+            block = before
+        return chain[::-1]
+
+    def _write_one(self, block: Block, keep: Container[BlockId], written: list[BlockId]) -> bool:
+        """Write a file and its row; False if there is no room. An incomplete block of the same tokens makes way."""
+        for row in self._table.neighbours(block.parent, block.link.tokens) if block.part != SNAPSHOT else ():
+            if row.tokens.startswith(block.link.tokens):
+                return True
+            if block.link.tokens.startswith(row.tokens):
+                self._drop([row])
+        content = encode_block(block.id, block.arrays, self.keys)
+        rank = block.lasting_priority, block.used
+        if not self._make_room(len(content), rank, keep):
+            return False
+        link, name = block.link, file_name(block.id)
+        partial = self._folder / f".{name}.partial-{os.getpid()}"
+        try:
+            partial.unlink(missing_ok=True)
+            write_private(partial, content)
+            partial.replace(self._folder / name)
+        except OSError:
+            partial.unlink(missing_ok=True)
+            raise
+        written.append(block.id)
+        self._total_bytes += len(content)
+        self._table.put(
+            Row(
+                *(link.key, block.part, link.parent, link.tokens, link.start, block.chained),
+                *(*rank, len(content), self._store),
+            )
         )
+        self._counters.disk.bytes_in += len(content)
+        return True
 
-    def _parent(self, record: BlockRecord) -> str | None:
-        """The parent file of a block of full attention."""
-        before = record.tokens[: (len(record.tokens) - 1) // self._step * self._step]
-        is_own = record.fingerprint == self._store and record.group < len(self._limited)
-        if not before or not is_own or self._limited[record.group]:
-            return None
-        return replace(record, tokens=before).name(self.keys)
+    def _make_room(self, size_bytes: int, rank: tuple[int, int] | None, keep: Container[BlockId]) -> bool:
+        """Remove files of lower priority or earlier use, any if `rank` is None, until so many bytes more fit."""
+        while self._total_bytes + size_bytes > self._limit_bytes:
+            victim = next((row for row in self._table.evictable() if (row.key, row.part) not in keep), None)
+            if victim is None or (rank is not None and (victim.priority, victim.used) > rank):
+                return False
+            self._counters.disk.evictions += 1
+            self._remove([victim])
+        return True
 
-    def _unlink(self, path: Path) -> None:
+    def _drop(self, rows: Iterable[Row]) -> None:
+        """Remove rows and files, with those that are of no use without them."""
+        with suppress(OSError), self._table.transaction():
+            for row in rows:
+                self._remove([row, *self._table.descendants(row)])
+
+    def _remove(self, rows: Sequence[Row]) -> None:
+        self._table.remove((row.key, row.part) for row in rows)
+        for row in rows:
+            self._total_bytes -= row.size_bytes
+            self._unlink((row.key, row.part))
+
+    def _unlink(self, id: BlockId) -> None:
         with suppress(OSError):
-            path.unlink(missing_ok=True)
+            (self._folder / file_name(id)).unlink(missing_ok=True)
 
+    def _flush(self) -> None:
+        uses, self._uses = self._uses, {}
+        if uses:
+            self._table.touch((*use, *id) for id, use in uses.items())
 
-def open_folder(
-    config: StoreConfig, store: bytes, groups: Sequence[BlockGroup], counters: Counters
-) -> DiskFolder | None:
-    """Open the folder of a configuration; None if it has none. See `DiskFolder`."""
-    if config.disk_folder is None:
-        return None
-    limited = [group.window is not None for group in groups]
-    home = config.disk_limit_folder or config.disk_folder
-    return DiskFolder(
-        config.disk_folder, home, config.disk_cache_size, store, config.tokens_per_block, limited, counters
-    )
+    def _clear_remnants(self, *, is_new: bool) -> None:
+        """Remove files without a row and rows without a file; with a new secret, all of them."""
+        rows = {} if is_new else {file_name((row.key, row.part)): row for row in self._table.rows()}
+        held = {path.name for path in self._folder.iterdir() if _OWN.fullmatch(path.name)}
+        if is_new:
+            self._table.remove((row.key, row.part) for row in self._table.rows())
+        for name in held - rows.keys():
+            (self._folder / name).unlink(missing_ok=True)
+        self._drop(row for name, row in rows.items() if name not in held)
+
+    def _read(self, read: Callable[[], T], nothing: T) -> T:
+        """What a call reads from the table; nothing if it cannot, which is said once."""
+        try:
+            return read()
+        except OSError as error:
+            if not self._has_failed:
+                self._has_failed = True
+                self._warn(f"{self._folder / INDEX} cannot be read ({error.strerror}); the cache is that in memory")
+            return nothing
+
+    def _warn(self, text: str) -> None:
+        warnings.warn(f"prefix cache: {text}", PrefixWarning, stacklevel=2)

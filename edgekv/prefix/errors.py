@@ -1,4 +1,4 @@
-"""The prefix store's error."""
+"""The prefix store's error, and its warning."""
 
 from __future__ import annotations
 
@@ -7,3 +7,7 @@ from edgekv.errors import UsageError
 
 class PrefixError(UsageError, ValueError):
     """An invalid setting or argument of the prefix store."""
+
+
+class PrefixWarning(UserWarning):
+    """A folder of prefixes that was damaged, so that the cache starts empty."""

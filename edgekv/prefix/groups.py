@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from edgekv.prefix.errors import PrefixError
 from edgekv.spec.geometry import Geometry, KvTensor
 from edgekv.spec.layers import LayeredGeometry
 
@@ -26,9 +25,9 @@ class BlockGroup:
     ranges: tuple[tuple[int, int], ...]
 
     @property
-    def kv_heads(self) -> int:
-        """Key/value heads of each layer."""
-        return self.geometry.kv_heads
+    def tensors(self) -> int:
+        """Tensors of the group: layers x 2 x kv_heads."""
+        return self.geometry.tensors
 
     @property
     def head_dim(self) -> int:
@@ -41,9 +40,9 @@ class BlockGroup:
         return self.geometry.numbers or tuple(range(self.geometry.layers))
 
     @property
-    def tensors(self) -> int:
-        """Tensors of the group: layers x 2 x kv_heads."""
-        return self.geometry.tensors
+    def row_bytes(self) -> int:
+        """Bytes of one token's rows in all tensors."""
+        return self.geometry.tensors * self.geometry.row_bytes
 
     def names(self) -> Iterator[KvTensor]:
         """Its tensors, in the order of a block's rows."""
@@ -53,33 +52,14 @@ class BlockGroup:
         """Index of the first of `tokens` past tokens that the next one attends to."""
         return 0 if self.window is None else max(0, tokens - self.window + 1)
 
-    def window_tokens(self, context: int) -> int:
-        """Tokens of a full context that this group needs."""
-        return context if self.window is None else self.window
+    def shape(self, tokens: int) -> tuple[int, int, int]:
+        """Shape of the rows of so many tokens."""
+        return self.tensors, tokens, self.head_dim
 
 
-def split_layers(geometry: Geometry | LayeredGeometry, windows: Sequence[int] = ()) -> tuple[BlockGroup, ...]:
-    """The groups of a geometry, full attention first, then the widest window first.
-
-    Args:
-        geometry: the sizes.
-        windows: `max_attention_window` of each layer, repeated if shorter; empty for the geometry's own. A window of at
-            least the context means full attention.
-
-    Raises:
-        PrefixError: a window below 2 tokens, more windows than layers, or windows where the geometry has its own.
-    """
-    layers, context = geometry.layers, geometry.context
-    if len(windows) > layers or any(window < 2 for window in windows):
-        expected = f"at most {layers} windows of 2 tokens or more"
-        raise PrefixError("max_attention_window", got=list(windows), expected=expected, fix="Correct the list.")
-    if windows and isinstance(geometry, LayeredGeometry) and geometry.windows:
-        expected = "none, because the model's layers have their own windows"
-        raise PrefixError("max_attention_window", got=list(windows), expected=expected, fix="Leave it out.")
-    if windows:
-        heads = [geometry.kv_heads] if isinstance(geometry, Geometry) else geometry.kv_heads
-        widths = [geometry.head_dim] if isinstance(geometry, Geometry) else geometry.head_dim
-        geometry = LayeredGeometry(layers, context, heads, widths, windows, geometry.kv_dtype, geometry.key_layout)
+def split_layers(geometry: Geometry | LayeredGeometry) -> tuple[BlockGroup, ...]:
+    """The groups of a geometry, full attention first, then the widest window first."""
+    context = geometry.context
     ordered = sorted(geometry.groups(), key=lambda each: (each.context, each.kv_heads, each.head_dim), reverse=True)
     return tuple(
         BlockGroup(each, None if each.context == context else each.context, ranges)

@@ -1,13 +1,17 @@
-"""Keyed hashes: names for salts and sequences that reveal neither."""
+"""Tokens as bytes, and the chain of keys that names the blocks of a sequence."""
 
 from __future__ import annotations
 
 import os
 import secrets
+import sys
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
+
+import numpy as np
 
 from edgekv.prefix.errors import PrefixError
 from edgekv.prefix.private import read_private, write_private
@@ -15,28 +19,84 @@ from edgekv.prefix.private import read_private, write_private
 SECRET = "store.key"
 SECRET_BYTES = 32
 KEY_BYTES = 16
+TOKEN_BYTES = 4
+
+
+def token_bytes(tokens: Iterable[int]) -> bytes:
+    """Tokens as big-endian 32-bit integers: bytes sort as the tokens do.
+
+    Raises:
+        ValueError: a token below 0 or above 2**32-1.
+    """
+    try:
+        held = array("I", tokens.tolist() if isinstance(tokens, np.ndarray) else tokens)
+    except OverflowError:
+        raise ValueError("tokens: got one out of range; expected 0 to 4294967295") from None
+    if sys.byteorder == "little":
+        held.byteswap()
+    return held.tobytes()
+
+
+def common_tokens(one: bytes, other: bytes) -> int:
+    """Number of equal leading tokens."""
+    size = min(len(one), len(other))
+    difference = int.from_bytes(one[:size]) ^ int.from_bytes(other[:size])
+    return (size - -(-difference.bit_length() // 8)) // TOKEN_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """One block of a sequence.
+
+    Attributes:
+        key: names the block: a hash of everything before it and its own tokens.
+        parent: key of the block before it, or of the root.
+        tokens: its own tokens, as bytes.
+        start: position of its first token.
+    """
+
+    key: bytes
+    parent: bytes
+    tokens: bytes
+    start: int
+
+    @property
+    def end(self) -> int:
+        """Position after its last token."""
+        return self.start + len(self.tokens) // TOKEN_BYTES
 
 
 class Keys:
-    """Names that can be neither computed nor guessed without the secret."""
+    """Keyed hashes, which can be neither computed nor guessed without the secret.
+
+    A block's key is H(parent's key, its own tokens). The chain begins at a root, which is a hash of the model's
+    fingerprint, the salt and the adapter, so equal keys mean equal rows, and different salts share no key. One chain
+    serves all groups of layers: a block is stored as its key and the number of the group.
+    """
 
     def __init__(self, secret: bytes | None = None) -> None:
         self._secret = secrets.token_bytes(SECRET_BYTES) if secret is None else secret
 
-    def root(self, fingerprint: bytes, salt: str | None, adapter: str | None = None) -> bytes:
-        """The key of all sequences of one salt and one adapter; None counts as a separate one."""
-        said = b"" if salt is None else b"salt:" + salt.encode("utf-8", "surrogatepass")
-        return self._hash(b"root", fingerprint, said, *(() if adapter is None else (adapter.encode(),)))
+    def root(self, layout: bytes, salt: str | None, adapter: str | None = None) -> bytes:
+        """The root of all sequences of one salt and one adapter; None counts as a separate one."""
+        named = [b"" if each is None else b"=" + each.encode("utf-8", "surrogatepass") for each in (salt, adapter)]
+        return self.digest(b"root", layout, *named)
 
-    def sequence(self, root: bytes, tokens: bytes) -> bytes:
-        """The key of a token sequence under a root."""
-        return self._hash(b"sequence", root, tokens)
+    def link(self, parent: bytes, tokens: bytes, start: int) -> Link:
+        """The block of these tokens after a parent."""
+        key = blake2b(parent + tokens, key=self._secret, digest_size=KEY_BYTES, person=b"block").digest()
+        return Link(key, parent, tokens, start)
 
-    def checksum(self, parts: Iterable[bytes | memoryview]) -> bytes:
-        """The checksum of a file's fields and bytes."""
-        return self._hash(b"checksum", *parts)
+    def chain(self, root: bytes, tokens: bytes, step: int) -> list[Link]:
+        """The full blocks of a sequence."""
+        links, parent, size = [], root, step * TOKEN_BYTES
+        for at in range(0, len(tokens) - size + 1, size):
+            links.append(self.link(parent, tokens[at : at + size], at // TOKEN_BYTES))
+            parent = links[-1].key
+        return links
 
-    def _hash(self, purpose: bytes, *parts: bytes | memoryview) -> bytes:
+    def digest(self, purpose: bytes, *parts: bytes | memoryview) -> bytes:
+        """A hash of several parts, for one purpose."""
         digest = blake2b(key=self._secret, digest_size=KEY_BYTES, person=purpose)
         for part in parts:
             digest.update(memoryview(part).nbytes.to_bytes(8, "little"))
@@ -44,26 +104,27 @@ class Keys:
         return digest.digest()
 
 
-def token_bytes(tokens: Iterable[int]) -> bytes:
-    """Tokens as 64-bit integers."""
-    return array("q", tokens).tobytes()
+def folder_secret(folder: Path) -> tuple[bytes, bool]:
+    """The folder's secret, and whether it was created now. The caller holds the lock of the folder's table.
 
-
-def tokens_of(data: bytes) -> tuple[int, ...]:
-    """The tokens that `token_bytes` was given."""
-    return tuple(array("q", data))
-
-
-def folder_secret(folder: Path) -> bytes:
-    """The folder's secret, created under the index's lock by the first store that opens the folder."""
+    Raises:
+        PrefixError: the file does not hold a secret.
+        OSError: it cannot be read or written, or is not private; see `read_private`.
+    """
     path = folder / SECRET
-    if not os.path.lexists(path):
-        fresh = path.with_name(f".{SECRET}.partial-{os.getpid()}")
-        fresh.unlink(missing_ok=True)
-        write_private(fresh, os.urandom(SECRET_BYTES))
-        fresh.replace(path)
-    secret = read_private(path, secret=True)
+    is_new = not os.path.lexists(path)
+    if is_new:
+        partial = path.with_name(f".{SECRET}.partial-{os.getpid()}")
+        partial.unlink(missing_ok=True)
+        write_private(partial, os.urandom(SECRET_BYTES))
+        partial.replace(path)
+    secret = read_private(path, SECRET_BYTES + 1, secret=True)
     if len(secret) != SECRET_BYTES:
         fix = "Remove the folder; its blocks cannot be verified any more."
         raise PrefixError(str(path), got=f"{len(secret)} bytes", expected=f"{SECRET_BYTES} bytes", fix=fix)
-    return secret
+    return secret, is_new
+
+
+def tail(links: Sequence[Link], root: bytes) -> bytes:
+    """The key that a block after these has as its parent."""
+    return links[-1].key if links else root

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from copy import deepcopy
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
@@ -12,17 +14,13 @@ import msgspec
 
 from edgekv.bundle import Bundle, Manifest
 from edgekv.errors import UsageError
-from edgekv.kv import KVCache
+from edgekv.kv import KVCache, StateError
 from edgekv.prefix.baked import baked_prefixes, load_baked
 from edgekv.prefix.config import StoreConfig
-from edgekv.prefix.errors import PrefixError
-from edgekv.prefix.groups import split_layers
-from edgekv.prefix.lease import Match
 from edgekv.prefix.retention import RetentionPolicy
 from edgekv.prefix.rows import CacheRows
 from edgekv.prefix.stats import StoreStats
-from edgekv.prefix.storage import layout_digest
-from edgekv.prefix.store import PrefixStore
+from edgekv.prefix.store import Match, PrefixStore, Snapshot
 
 
 class CacheMode(Protocol):
@@ -59,11 +57,18 @@ class SharedStore:
 
 
 def open_store(
-    bundle: Bundle, engine: str, cache: KVCache, mode: CacheMode, wanted: PrefixCache | None, window: int = 0
+    bundle: Bundle,
+    engine: str,
+    cache: KVCache,
+    mode: CacheMode,
+    wanted: PrefixCache | None,
+    window: int = 0,
+    *,
+    snapshots: bool = False,
 ) -> SharedStore | None:
     """Open a model's prefix store and load the bundle's own prefixes into it.
 
-    Each bundle and engine has a separate folder below the given one.
+    Models and engines may share a folder: none finds another's blocks.
 
     Args:
         bundle: the bundle.
@@ -72,6 +77,7 @@ def open_store(
         mode: the cache mode; it must keep every sequence.
         wanted: a folder, a configuration or a store; None for the bundle's own prefixes, if it has any.
         window: of the model's sessions; see `Session.stable_tokens`. Stores with another one are others.
+        snapshots: whether the model has states, so that a prefix is of use only with those at its end.
 
     Raises:
         UsageError: the cache mode does not keep every sequence, or the store belongs to another bundle or engine.
@@ -86,31 +92,21 @@ def open_store(
         raise UsageError("cache mode", got=f"{mode} with a prefix cache", expected="always or adaptive", fix=fix)
     fingerprint = prefix_fingerprint(bundle.manifest, engine, window)
     if isinstance(wanted, PrefixStore):
-        if (wanted.geometry, wanted.fingerprint) != (cache.geometry, fingerprint):
+        if (wanted.geometry, wanted.fingerprint, wanted.snapshots) != (cache.geometry, fingerprint, snapshots):
             more = f", {window}" if window else ""
             fix = f"Open it with the bundle's geometry and prefix_fingerprint(manifest, engine{more})."
             raise UsageError("prefix_cache", got="a store of another bundle", expected="one of this bundle", fix=fix)
         shared = SharedStore(wanted, writes=True, is_own=False, window=window)
     else:
-        store = PrefixStore(cache.geometry, _configured(cache, fingerprint, wanted), fingerprint=fingerprint)
+        config = StoreConfig(disk_folder=Path(wanted)) if isinstance(wanted, (str, Path)) else wanted
+        store = PrefixStore(cache.geometry, config, fingerprint=fingerprint, snapshots=snapshots)
         shared = SharedStore(store, writes=wanted is not None, is_own=True, window=window)
     try:
-        if shared.store.config.max_attention_window:
-            found, fix = list(shared.store.config.max_attention_window), "Leave it out."
-            raise PrefixError("max_attention_window", got=found, expected="the windows of the graphs", fix=fix)
         load_baked(bundle, shared.store, engine)
     except BaseException:
         shared.close()
         raise
     return shared
-
-
-def _configured(cache: KVCache, fingerprint: str, wanted: str | Path | StoreConfig | None) -> StoreConfig:
-    config = StoreConfig(disk_folder=Path(wanted)) if isinstance(wanted, (str, Path)) else wanted or StoreConfig()
-    if config.disk_folder is None:
-        return config
-    layout = layout_digest(fingerprint, cache.geometry.kv_dtype, split_layers(cache.geometry), config.tokens_per_block)
-    return replace(config, disk_folder=config.disk_folder / layout.hex()[:16], disk_limit_folder=config.disk_folder)
 
 
 def prefix_fingerprint(manifest: Manifest, engine: str, window: int = 0) -> str:
@@ -125,11 +121,7 @@ def prefix_fingerprint(manifest: Manifest, engine: str, window: int = 0) -> str:
 
 
 class Prefixes:
-    """One generation's use of a store.
-
-    Attributes:
-        stats: the store's counters for the calls of this generation only.
-    """
+    """One generation's use of a store."""
 
     def __init__(
         self,
@@ -157,10 +149,21 @@ class Prefixes:
         self._adapter = adapter
         self._prompt_tokens: int | None = None
         self._seen_tokens = 0
+        self._counters = StoreStats()
         self._store.check_salt(salt)
-        self.stats = shared.store.stats.since(shared.store.stats)
 
-    def restore(self, cache: KVCache, tokens: Sequence[int], held: int) -> int:
+    @property
+    def stats(self) -> StoreStats:
+        """The store's counters for the calls of this generation only, and its current content."""
+        return self._store.stats_of(self._counters)
+
+    def restore(
+        self,
+        cache: KVCache,
+        tokens: Sequence[int],
+        held: int,
+        load: Callable[[Snapshot], None] | None = None,
+    ) -> int:
         """Restore the longest stored prefix of a sequence into a cache, if it is longer than the cached one.
 
         The last token is never restored, because its logits are needed.
@@ -169,47 +172,51 @@ class Prefixes:
             cache: holds the first `held` tokens, or is empty.
             tokens: the sequence.
             held: number of tokens already in the cache.
+            load: takes the states after the prefix, for a store with snapshots. A StateError that it raises removes
+                the snapshot from the store; what was restored so far is dropped, and the next shorter prefix is taken.
 
         Returns:
             Tokens in the cache now.
         """
         if self._prompt_tokens is None:
             self._prompt_tokens = len(tokens)
-        before = self._store.stats
-        match = self._match(cache, tokens)
-        try:
-            if match.tokens > held:
-                with cache.hold(match.tokens):
-                    self._store.restore(match, CacheRows(cache, self._store.groups))
-                held = match.tokens
-        except BaseException:
-            cache.reset()
-            raise
-        finally:
-            self._store.release(match)
-            self._count(before)
+        with self._counted():
+            while (match := self._match(cache, tokens)).tokens > held:
+                try:
+                    with cache.hold(match.tokens):
+                        self._store.restore(match, CacheRows(cache, self._store.groups))
+                        if load is not None and match.snapshot is not None:
+                            load(match.snapshot)
+                    return match.tokens
+                except StateError:
+                    self._store.reject_snapshot(match)
+                    cache.reset()
+                    held = 0
+                except BaseException:
+                    cache.reset()
+                    raise
         return held
 
-    def keep(self, cache: KVCache, tokens: Sequence[int], stable: int) -> None:
+    def keep(self, cache: KVCache, tokens: Sequence[int], stable: int, snapshot: Snapshot | None = None) -> None:
         """Store the blocks that have become full since the last call.
 
         Args:
             cache: holds the tokens.
             tokens: of the sequence.
             stable: how many of the first ones may be stored.
+            snapshot: the states after some of these; for a store with snapshots.
         """
         step = self._store.config.tokens_per_block
-        if stable // step > self._seen_tokens // step:
-            self._insert(cache, tokens, stable, ended=False)
+        if snapshot is not None or stable // step > self._seen_tokens // step:
+            self._insert(cache, tokens, stable, snapshot, ended=False)
             self._seen_tokens = stable
 
-    def end(self, cache: KVCache, tokens: Sequence[int], stable: int) -> None:
-        """As `keep`, and the last block; save blocks to disk if the store has a disk tier."""
-        self._insert(cache, tokens, stable, ended=True)
+    def end(self, cache: KVCache, tokens: Sequence[int], stable: int, snapshot: Snapshot | None = None) -> None:
+        """As `keep`, and the last block; save blocks to disk if the store has a folder."""
+        self._insert(cache, tokens, stable, snapshot, ended=True)
         if self._writes:
-            before = self._store.stats
-            self._store.save()
-            self._count(before)
+            with self._counted():
+                self._store.save()
 
     def _match(self, cache: KVCache, tokens: Sequence[int]) -> Match:
         asked = min(len(tokens) - 1, cache.capacity)
@@ -220,30 +227,36 @@ class Prefixes:
             # These steps may evict tokens, so they must start where they would without a match.
             asked, window = min(asked, safe), max(window, widest)
         match = self._store.match(tokens[:asked], self._salt, self._adapter)
-        if surplus := match.tokens % max(window, 1):
-            aligned = match.tokens - surplus
-            self._store.release(match)
-            match = self._store.match(tokens[:aligned], self._salt, self._adapter)
+        while surplus := match.tokens % max(window, 1):
+            match = self._store.match(tokens[: match.tokens - surplus], self._salt, self._adapter)
         return match
 
-    def _insert(self, cache: KVCache, tokens: Sequence[int], stable: int, *, ended: bool) -> None:
+    def _insert(
+        self, cache: KVCache, tokens: Sequence[int], stable: int, snapshot: Snapshot | None, *, ended: bool
+    ) -> None:
         # After an eviction, rows belong to other tokens or were computed without some of them: not a prefix.
         if not self._writes or cache.dirty or not cache.is_prefix or cache.tokens_seen != len(tokens):
             return
-        before = self._store.stats
-        self._store.insert(
-            tokens[:stable],
-            CacheRows(cache, self._store.groups),
-            prompt_tokens=min(self._prompt_tokens or 0, stable),
-            retention=self._retention,
-            salt=self._salt,
-            adapter=self._adapter,
-            ended=ended,
-        )
-        self._count(before)
+        with self._counted():
+            self._store.insert(
+                tokens[:stable],
+                CacheRows(cache, self._store.groups),
+                prompt_tokens=min(self._prompt_tokens or 0, stable),
+                retention=self._retention,
+                salt=self._salt,
+                adapter=self._adapter,
+                ended=ended,
+                snapshot=snapshot if snapshot is not None and snapshot.tokens <= stable else None,
+            )
 
-    def _count(self, before: StoreStats) -> None:
-        self.stats = self._store.stats.since(before.since(self.stats))
+    @contextmanager
+    def _counted(self) -> Iterator[None]:
+        """Count what the store does in the block as this generation's."""
+        before = deepcopy(self._store.counters)
+        try:
+            yield
+        finally:
+            self._counters.add_since(self._store.counters, before)
 
 
 def open_prefixes(

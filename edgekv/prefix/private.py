@@ -39,11 +39,12 @@ def make_folder(folder: Path) -> None:
     folder.mkdir(mode=0o700, exist_ok=True)
 
 
-def read_private(path: Path, *, secret: bool = False) -> bytes:
-    """The content of a regular file owned by this user; symbolic links are not followed.
+def read_private(path: Path, limit_bytes: int, *, secret: bool = False) -> bytes:
+    """The content of a regular file owned by this user, `limit_bytes` at most; symbolic links are not followed.
 
     Args:
         path: the file.
+        limit_bytes: what follows is not read.
         secret: whether the file must also be unreadable for others.
 
     Raises:
@@ -63,7 +64,7 @@ def read_private(path: Path, *, secret: bool = False) -> bytes:
         if not stat.S_ISREG(status.st_mode):
             raise NotPrivateError(path, "not a regular file")
         _check(path, status, 0o077 if secret else 0o022)
-        return file.read()
+        return file.read(limit_bytes)
 
 
 def write_private(path: Path, data: bytes) -> None:

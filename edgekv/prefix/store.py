@@ -2,32 +2,79 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import hashlib
+from collections import deque
+from collections.abc import Callable, Container, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
-from edgekv.prefix.adoption import Adoption
-from edgekv.prefix.block import Tier, Tokens
-from edgekv.prefix.budget import Division, limits_of
+from edgekv.kv.arena import DTYPES
+from edgekv.prefix.block import ROWS, SNAPSHOT, Arrays, Block, BlockId
 from edgekv.prefix.config import StoreConfig
-from edgekv.prefix.disk import open_folder
+from edgekv.prefix.disk import Disk
 from edgekv.prefix.errors import PrefixError
 from edgekv.prefix.groups import split_layers
-from edgekv.prefix.index import Index
-from edgekv.prefix.keys import Keys
-from edgekv.prefix.lease import Lease, Match, Reuse
-from edgekv.prefix.recency import now_ms
+from edgekv.prefix.keys import TOKEN_BYTES, Keys, Link, common_tokens, tail, token_bytes
+from edgekv.prefix.memory import Memory, now_ms
 from edgekv.prefix.retention import RetentionPolicy
 from edgekv.prefix.rows import ArrayRows, Rows, Source, Target, array_shape
-from edgekv.prefix.stats import Counters, StoreStats
-from edgekv.prefix.storage import DTYPES, BlockStorage, layout_digest
-from edgekv.prefix.tiers import Tiers
-from edgekv.prefix.tree import Tree, common_tokens
-from edgekv.spec.geometry import Geometry, KvDtype
+from edgekv.prefix.stats import StoreStats
+from edgekv.prefix.table import Row
+from edgekv.spec.geometry import Geometry
 from edgekv.spec.layers import LayeredGeometry
 
-_NO_POLICY = RetentionPolicy()
-_ZERO_POINTS: dict[KvDtype, int] = {"u8": 128, "s8": 0, "s16": 0}
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """The states of a model's recurrent layers after a number of tokens; the store does not look into them.
+
+    Attributes:
+        tokens: of the sequence, from its first one.
+        arrays: by name.
+    """
+
+    tokens: int
+    arrays: Arrays
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Match:
+    """A stored prefix of a sequence; it stays valid when its blocks are evicted.
+
+    Attributes:
+        tokens: length of the prefix.
+        first: for each group, the number of its first needed block.
+        rows: for each group, the rows of the needed blocks, each `[tensors, tokens, D]`.
+        states: the block with the states after the prefix; None if the model has none.
+    """
+
+    tokens: int = 0
+    first: tuple[int, ...] = ()
+    rows: tuple[tuple[Rows, ...], ...] = ()
+    states: Block | None = None
+
+    @property
+    def snapshot(self) -> Snapshot | None:
+        """The states after the prefix; None if the model has none."""
+        return None if self.states is None else Snapshot(self.tokens, self.states.arrays)
+
+
+@dataclass(frozen=True, slots=True)
+class _Path:
+    """What is stored of a sequence, in memory or on disk.
+
+    Attributes:
+        links: its blocks, the last one perhaps another that begins as the sequence goes on.
+        ends: lengths at which a match may end, longest first.
+        states: by end, the block with the states there; empty for a model without states.
+        rows: of the blocks on disk.
+    """
+
+    links: list[Link]
+    ends: list[int]
+    states: dict[int, Link]
+    rows: dict[BlockId, Row]
 
 
 class PrefixStore:
@@ -37,17 +84,20 @@ class PrefixStore:
     position t, so only prefixes of sequences can be reused. If heads differ in width, use a `Source` or `Target`
     instead of an array.
 
+    A model with recurrent layers has states, which are known at few positions. With `snapshots`, a match ends where
+    the store has both the rows and a `Snapshot`.
+
     Args:
         geometry: sizes of the rows.
         config: budgets and behaviour.
-        fingerprint: identifies the weights, encodings and RoPE that the bytes depend on. Required with a disk folder;
-            files of another fingerprint or layout are never used.
+        fingerprint: identifies the weights, encodings and RoPE that the bytes depend on, and the layout of the
+            snapshots. Required with a disk folder; blocks of another fingerprint or layout are never found.
+        snapshots: whether a prefix is of use only with a snapshot at its end.
         clock_ms: a monotonic clock in milliseconds, for the durations of retention policies.
         free_bytes: the memory that `free_memory_fraction` refers to; None asks the system.
 
     Raises:
-        PrefixError: a budget below one block, invalid windows, an unusable folder, or a folder without a
-            fingerprint.
+        PrefixError: a budget below one block, an unusable folder, or a folder without a fingerprint.
     """
 
     def __init__(
@@ -56,6 +106,7 @@ class PrefixStore:
         config: StoreConfig | None = None,
         *,
         fingerprint: str = "",
+        snapshots: bool = False,
         clock_ms: Callable[[], int] = now_ms,
         free_bytes: int | None = None,
     ) -> None:
@@ -66,38 +117,31 @@ class PrefixStore:
         self.geometry = geometry
         self.config = config
         self.fingerprint = fingerprint
-        self.groups = split_layers(geometry, config.max_attention_window)
-        step = config.tokens_per_block
-        self._dtype = DTYPES[geometry.kv_dtype]
-        division = Division.of(self.groups, geometry.context, self._dtype.itemsize, step)
-        self.limits = limits_of(config, division, free_bytes)
-        self._counters = Counters()
-        self._digest = layout_digest(fingerprint, geometry.kv_dtype, self.groups, step)
-        limited = [group.window is not None for group in self.groups]
-        disk = open_folder(config, self._digest, self.groups, self._counters)
-        self._keys = Keys() if disk is None else disk.keys
-        self._storage = BlockStorage(
-            self.groups, geometry.kv_dtype, step, self.limits, self._digest, disk, self._counters
-        )
-        self._tree = Tree(step, len(self.groups))
-        self._tiers = Tiers(self._tree, limited, self.limits, self._storage, self._counters, clock_ms)
-        reuse = Reuse(config.enable_partial_reuse, config.copy_on_partial_reuse)
-        self._index = Index(self._tree, self._tiers, self.groups, step, reuse, self._counters)
-        self._public: list[Tokens] = []
-        self._disk = disk
-        self._adoption = Adoption(self._tree, self._tiers, self._storage, self.groups, step)
-        if disk is not None:
-            for file in self._adoption.enter(disk.files()):
-                disk.reject(file.name)
-            self._tiers.fit_disk()
+        self.groups = split_layers(geometry)
+        self.snapshots = snapshots
+        self.counters = StoreStats()
+        self._step = config.tokens_per_block
+        self._dtype = np.dtype(DTYPES[geometry.kv_dtype])
+        self._layout = self._layout_digest()
+        self._memory = Memory(config.memory_bytes(self.groups, geometry.context, free_bytes), clock_ms)
+        self._disk: Disk | None = None
+        if config.disk_folder is not None:
+            store = self._layout.hex()[:16]
+            self._disk = Disk(config.disk_folder, config.disk_cache_size, store, self.counters)
+            self._disk.fit()
+            self._memory.start_after(self._disk.last_used())
+        self._keys = Keys() if self._disk is None else self._disk.keys
+        self._public: list[bytes] = []
 
     def check_salt(self, salt: str | None) -> None:
         """Raise PrefixError if a salt is empty."""
         if salt == "":
             raise PrefixError("cache_salt", got="an empty text", expected="a text, or None", fix="Leave it out.")
 
+    # ------------------------------------------------------------------ match
+
     def match(self, tokens: Sequence[int], salt: str | None = None, adapter: str | None = None) -> Match:
-        """Find and retain the longest stored prefix of a sequence; its blocks are brought into primary memory.
+        """Find the longest stored prefix of a sequence.
 
         Args:
             tokens: the sequence, without its last token if its logits are needed.
@@ -106,60 +150,66 @@ class PrefixStore:
 
         Raises:
             PrefixError: an empty salt.
+            ValueError: a token out of range.
         """
-        asked = _tokens(tokens)
-        key = self._root_key(salt, adapter)
-        lease = Lease()
+        asked, root = token_bytes(tokens), self._root(salt, adapter)
+        found = Match()
         if self.config.enable_block_reuse:
-            self._adoption.follow()
-            lease = self._index.match(key, asked)
-            public = common_tokens(asked, self._public) if salt is not None and adapter is None else 0
-            if public > lease.tokens:
-                other = self._index.match(self._root_key(None), asked[:public])
-                if other.tokens > lease.tokens:
-                    key, lease, other = self._root_key(None), other, lease
-                self._index.release(other)
-        partial = lease.tokens % self.config.tokens_per_block > 0
-        self._counters.count_match(len(asked), lease.tokens, partial=partial)
-        return Match(key, lease)
+            self._memory.expire()
+            found = self._match(root, asked)
+            public = self._public_tokens(asked) if salt is not None and adapter is None else 0
+            if public > found.tokens:
+                other = self._match(self._root(None), asked[: public * TOKEN_BYTES])
+                found = max(found, other, key=lambda each: each.tokens)
+        self.counters.hits += found.tokens > 0
+        self.counters.misses += found.tokens == 0
+        self.counters.partial_hits += found.tokens % self._step > 0
+        self.counters.tokens_asked += len(asked) // TOKEN_BYTES
+        self.counters.tokens_saved += found.tokens
+        return found
 
     def fetch(self, match: Match, out: Rows | None = None) -> Rows:
         """Copy the rows of a match.
 
         Args:
-            match: not yet released.
+            match: of this store.
             out: where to, `[N, match.tokens, D]`, any strides; a new array if it is None.
 
         Returns:
             The rows; those outside the window of a limited group contain the zero point.
 
         Raises:
-            ValueError: the match was released, or `out` has another shape or type.
+            ValueError: `out` has another shape or type.
         """
-        match.check_held()
         shape = array_shape(self.groups, match.tokens)
         out = np.empty(shape, self._dtype) if out is None else out
         self._check_rows("out", out, shape)
         for group in self.groups:
             for first, stop in group.ranges:
-                out[first:stop, : group.first_needed(match.tokens)] = _ZERO_POINTS[self.geometry.kv_dtype]
+                out[first:stop, : group.first_needed(match.tokens)] = group.geometry.zero_point
         self.restore(match, ArrayRows(self.groups, out))
         return out
 
     def restore(self, match: Match, target: Target) -> None:
-        """Pass the rows of a match to a target: for each group, those of the tokens that the next one attends to.
+        """Pass the rows of a match to a target: for each group, those of the tokens that the next one attends to."""
+        step, end = self._step, match.tokens
+        for part, (first, blocks) in enumerate(zip(match.first, match.rows, strict=True)):
+            needed = self.groups[part].first_needed(end)
+            for token, rows in zip(range(first * step, end, step), blocks, strict=True):
+                start = max(needed - token, 0)
+                piece = rows[:, start : min(step, end - token)]
+                target.write(part, token + start, piece)
+                self.counters.memory.bytes_out += piece.nbytes
 
-        Raises:
-            ValueError: the match was released.
-        """
-        match.check_held()
-        step, end = self.config.tokens_per_block, match.tokens
-        for number, (group, span) in enumerate(zip(self.groups, match._lease.spans, strict=False)):
-            needed = group.first_needed(end)
-            for token, block in enumerate(span.blocks, span.first):
-                token *= step
-                tokens = slice(max(needed - token, 0), min(step, end - token))
-                self._storage.read(number, block.places[Tier.PRIMARY], target, token, tokens)
+    def reject_snapshot(self, match: Match) -> None:
+        """Count and remove the snapshot of a match, which the model refused."""
+        if match.states is not None:
+            self.counters.rejected_files += 1
+            self._memory.remove(match.states)
+            if self._disk is not None:
+                self._disk.remove(match.states.id)
+
+    # ------------------------------------------------------------------ insert
 
     def insert(
         self,
@@ -171,13 +221,13 @@ class PrefixStore:
         retention: RetentionPolicy | None = None,
         salt: str | None = None,
         adapter: str | None = None,
-        match: Match | None = None,
         ended: bool = False,
         public: bool = False,
+        snapshot: Snapshot | None = None,
     ) -> int:
-        """Store the full blocks of a sequence. They can be matched immediately; stored blocks are not copied again.
+        """Store the full blocks of a sequence. They can be matched immediately; those in memory are not copied again.
 
-        Stops at the first block that does not fit, or that is not stored and has no rows.
+        Stops at the first block that does not fit, or that is not in memory and has no rows.
 
         Args:
             tokens: the sequence from its first token.
@@ -187,114 +237,322 @@ class PrefixStore:
             retention: new priorities of the blocks; None leaves stored blocks unchanged.
             salt: as in `match`.
             adapter: likewise.
-            match: a match of the same salt, which then retains the stored blocks instead, so that they stay while the
-                request runs. Blocks outside its limited windows are released.
             ended: whether the sequence is complete; then an incomplete last block is stored too, for partial reuse.
             public: whether calls with any salt may match this sequence, which is stored without one.
+            snapshot: the states after some of the tokens; for a store with snapshots.
 
         Returns:
             Leading tokens stored now: a multiple of `tokens_per_block`, or all.
 
         Raises:
             PrefixError: an empty salt.
-            ValueError: shapes or types that disagree, numbers out of range, a match that was released or has
-                another salt.
+            ValueError: shapes or types that disagree, numbers out of range, or a snapshot for a store without.
         """
-        whole = _tokens(tokens)
-        prompt_tokens = len(whole) if prompt_tokens is None else prompt_tokens
+        whole, root = token_bytes(tokens), self._root(salt, adapter)
+        length = len(whole) // TOKEN_BYTES
+        prompt_tokens = length if prompt_tokens is None else prompt_tokens
         for name, value in (("first", first), ("prompt_tokens", prompt_tokens)):
-            if not 0 <= value <= len(whole):
-                raise ValueError(f"{name}: got {value}; expected 0 to {len(whole)}, the tokens")
+            if not 0 <= value <= length:
+                raise ValueError(f"{name}: got {value}; expected 0 to {length}, the tokens")
+        if snapshot is not None and not (self.snapshots and 0 < snapshot.tokens <= length):
+            found = f"one after {snapshot.tokens} of {length} tokens"
+            raise ValueError(f"snapshot: got {found}; expected one within them, and a store with snapshots")
         if isinstance(rows, np.ndarray):
-            self._check_rows("rows", rows, array_shape(self.groups, len(whole) - first))
+            self._check_rows("rows", rows, array_shape(self.groups, length - first))
             rows = ArrayRows(self.groups, rows, first)
-        source: Source = rows
-        key = self._root_key(salt, adapter)
-        if match is not None:
-            match.check_held()
-            if match._key != key:
-                raise ValueError("match: got one of another salt; expected one of the salt of the insertion")
         if not self.config.enable_block_reuse:
             return 0
         if public and whole not in self._public:
             self._public.append(whole)
-        self._adoption.follow()
-        step, policy = self.config.tokens_per_block, _NO_POLICY if retention is None else retention
-        nodes = self._index.insert(
-            self._tree.root(key),
-            whole,
-            [-(-source.first(group) // step) for group in range(len(self.groups))],
-            lambda index: None if policy is _NO_POLICY else policy.of(index * step, prompt_tokens),
-            lambda group, block, token, tokens: self._storage.write(group, block, source, token, tokens),
-            ended=ended,
-        )
-        upper = min(len(nodes) * step, len(whole))
-        if match is not None:
-            self._index.extend(match._lease, nodes, upper)
-        return self._index.usable(nodes, upper)
+        self._memory.expire()
+        links = self._keys.chain(root, whole, self._step)
+        if ended and self.config.enable_partial_reuse and length % self._step:
+            links.append(self._last_link(links, root, whole))
+        blocks = self._insert_rows(links, rows, prompt_tokens, retention)
+        stored = links[: len(blocks)]
+        end = min(stored[-1].end, length) if stored else 0
+        if snapshot is not None and snapshot.tokens <= end:
+            self._insert_snapshot(links, root, whole, snapshot)
+        self._touch(blocks)
+        return self._longest(stored, [end, *(link.start for link in reversed(stored))], {})
 
-    def block(self, block_id: int, group: int = 0) -> Rows:
-        """The rows of a block in primary memory, `[tensors, tokens_per_block, D]`, in the order of `Group.names()`.
+    def _last_link(self, links: list[Link], root: bytes, whole: bytes) -> Link:
+        """The incomplete last block, or one in memory that begins with its tokens."""
+        parent, start = tail(links, root), len(links) * self._step
+        rest = whole[start * TOKEN_BYTES :]
+        for tokens in self._memory.neighbours((parent, 0), rest):
+            link = self._keys.link(parent, tokens, start)
+            if tokens.startswith(rest) and all(self._memory.get((link.key, part)) for part in self._parts):
+                return link
+        return self._keys.link(parent, rest, start)
 
-        Raises:
-            ValueError: no such id.
-        """
-        return self._storage.view(group, block_id)
+    def _insert_rows(
+        self, links: list[Link], source: Source, prompt_tokens: int, retention: RetentionPolicy | None
+    ) -> list[list[Block]]:
+        """Store the missing blocks while there is memory; for each link up to the last one stored, its blocks."""
+        first = [-(-source.first(part) // self._step) for part in self._parts]
+        kept: list[list[Block]] = []
+        pinned: set[BlockId] = set()
+        within: list[deque[tuple[int, BlockId]]] = [deque() for _ in self.groups]
+        for number, link in enumerate(links):
+            for part, group in enumerate(self.groups):  # what has left a limited window may be evicted
+                while within[part] and within[part][0][0] < group.first_needed(link.end) // self._step:
+                    pinned.discard(within[part].popleft()[1])
+            wanted = None if retention is None else retention.of(link.start, prompt_tokens)
+            blocks = []
+            for part, group in enumerate(self.groups):
+                id = link.key, part
+                pinned.add(id)
+                within[part].append((number, id))
+                block = self._memory.get(id)
+                if block is None and number >= first[part]:
+                    block = self._insert_block(link, part, source, pinned)
+                    if block is None:
+                        self.counters.blocks_refused += 1
+                if block is not None:
+                    self._memory.touch(block)
+                    blocks.append(block)
+                    if wanted is not None:
+                        self._memory.retain(block, wanted)
+                elif group.window is None or number >= first[part]:
+                    return kept
+            kept.append(blocks)
+        return kept
 
-    def release(self, match: Match) -> None:
-        """Release the blocks of a match; they stay in the store until evicted.
+    def _insert_block(self, link: Link, part: int, source: Source, pinned: Container[BlockId]) -> Block | None:
+        """Store the rows of a block; None if all memory is in use. A beginning of it that was stored makes way."""
+        group, tokens = self.groups[part], link.end - link.start
+        if not self._make_room(group.row_bytes * tokens, pinned):
+            return None
+        rows = np.empty(group.shape(tokens), self._dtype)
+        source.read(part, link.start, rows)
+        for beginning in self._memory.neighbours((link.parent, part), link.tokens):
+            if link.tokens.startswith(beginning):
+                shorter = self._memory.get((self._keys.link(link.parent, beginning, link.start).key, part))
+                if shorter is not None:
+                    self._memory.remove(shorter)
+        block = Block(link, part, group.window is None, {ROWS: rows})
+        self._memory.add(block)
+        self.counters.blocks_inserted += 1
+        self.counters.memory.bytes_in += rows.nbytes
+        return block
 
-        Raises:
-            ValueError: it was released before.
-        """
-        match.check_held()
-        match._released = True
-        self._index.release(match._lease)
+    def _insert_snapshot(self, links: list[Link], root: bytes, whole: bytes, snapshot: Snapshot) -> None:
+        """Store the states after the last token of a block, or within one."""
+        number = (snapshot.tokens - 1) // self._step
+        start = number * self._step
+        own = whole[start * TOKEN_BYTES : snapshot.tokens * TOKEN_BYTES]
+        link = self._keys.link(tail(links[:number], root), own, start)
+        block = Block(link, SNAPSHOT, False, {name: np.array(each) for name, each in snapshot.arrays.items()})
+        if (known := self._memory.get(block.id)) is not None:
+            self._touch([[known]])
+        elif self._make_room(block.size_bytes, {(each.key, part) for each in links for part in self._parts}):
+            self._memory.add(block)
+            self.counters.blocks_inserted += 1
+            self.counters.memory.bytes_in += block.size_bytes
+        else:
+            self.counters.blocks_refused += 1
+
+    # ------------------------------------------------------------------ save and close
 
     def save(self) -> int:
-        """Write a file for every block that may be offloaded, highest priority first, until the disk limit is reached.
+        """Write a file for every block that is worth it, highest priority first, until the disk limit is reached.
 
-        Blocks stay in memory. A store that is opened on the folder later starts with these files.
+        Blocks stay in memory. A store that is opened on the folder later finds them.
 
         Returns:
-            Total number of blocks that have a file now.
+            Files of this store now.
         """
-        self._adoption.follow()
-        self._tiers.recency.expire()
-        blocks = [
-            block
-            for block in self._tree.blocks()
-            if not block.is_in(Tier.DISK) and block.priority >= self.config.secondary_offload_min_priority
-        ]
-        try:
-            with self._storage.transaction():
-                for block in sorted(blocks, key=lambda block: (block.priority, block.stamp), reverse=True):
-                    if not self._tiers.save(block, displace=False):
-                        break
-                self._storage.flush()
-        except OSError:
-            self._counters.failed_writes += 1
-        return self._tiers.disk_blocks
+        if self._disk is None:
+            return 0
+        self._memory.expire()
+        blocks = [block for block in self._memory if not block.is_saved and self._is_worth(block)]
+        self._disk.write(sorted(blocks, key=lambda each: (each.priority, each.used), reverse=True), self._memory.get)
+        return self._disk.held()[0]
 
     def close(self) -> None:
-        """Write the last uses of files to the folder's index and close it; the store must not be used after it."""
+        """Write the last uses of files to the folder's table and close it; the store must not be used after it."""
         if self._disk is not None:
-            self._storage.flush()
             self._disk.close()
 
     @property
     def stats(self) -> StoreStats:
         """Counters, and the current content."""
-        return self._counters.snapshot(*self._tiers.held())
+        return self.stats_of(self.counters)
 
-    def _root_key(self, salt: str | None, adapter: str | None = None) -> bytes:
+    def stats_of(self, counters: StoreStats) -> StoreStats:
+        """Some of the store's counts, and the current content."""
+        disk = (0, 0) if self._disk is None else self._disk.held()
+        return counters.held((len(self._memory), self._memory.bytes_held), disk)
+
+    # ------------------------------------------------------------------ the search
+
+    def _match(self, root: bytes, asked: bytes) -> Match:
+        path = self._path(root, asked)
+        while end := self._longest(path.links, path.ends, path.rows):
+            first = tuple(group.first_needed(end) // self._step for group in self.groups)
+            needed = [
+                [(link, part) for link in path.links[first[part] : -(-end // self._step)]] for part in self._parts
+            ]
+            if self.snapshots:
+                needed.append([(path.states[end], SNAPSHOT)])
+            spans = self._load_all(needed, path.rows)
+            if spans is not None:
+                states = spans.pop()[0] if self.snapshots else None
+                return Match(end, first, tuple(tuple(each.arrays[ROWS] for each in span) for span in spans), states)
+        return Match()
+
+    def _path(self, root: bytes, asked: bytes) -> _Path:
+        """Look for all blocks of a sequence, and for one that begins as it goes on."""
+        rows: dict[BlockId, Row] = {}
+        links = self._keys.chain(root, asked, self._step)
+        self._look_up([link.key for link in links], rows)
+        while links and not self._has((links[-1].key, 0), rows):
+            links.pop()
+        ends = [link.end for link in reversed(links)]
+        at = len(links) * self._step * TOKEN_BYTES
+        rest = asked[at : at + self._step * TOKEN_BYTES]
+        beginning = self._partial(tail(links, root), rest, len(links) * self._step, rows)
+        states = self._states(root, links, asked, rows) if self.snapshots else {}
+        if beginning is not None:
+            link, count = beginning
+            ends.insert(0, link.start + count)
+            links.append(link)
+        if self.snapshots:
+            ends = sorted((end for end in states if ends and end <= ends[0]), reverse=True)
+        return _Path(links, ends, states, rows)
+
+    def _partial(self, parent: bytes, rest: bytes, start: int, rows: dict[BlockId, Row]) -> tuple[Link, int] | None:
+        """The block after a parent that has most of the next tokens, and how many."""
+        if not rest or not self.config.enable_partial_reuse:
+            return None
+        siblings = self._memory.neighbours((parent, 0), rest)
+        if self._disk is not None:
+            siblings = [*siblings, *self._disk.neighbours((parent, 0), rest)]
+        for count, tokens in sorted(((common_tokens(each, rest), each) for each in siblings), reverse=True):
+            link = self._keys.link(parent, tokens, start)
+            self._look_up([link.key], rows)
+            if count and all(self._has((link.key, part), rows) for part in self._parts):
+                return link, count
+        return None
+
+    def _states(self, root: bytes, links: list[Link], asked: bytes, rows: dict[BlockId, Row]) -> dict[int, Link]:
+        """The snapshots along a sequence, by the tokens before them."""
+        parents = [root, *(link.key for link in links)]
+        found = {(parent, tokens) for parent in parents for tokens in self._memory.children((parent, SNAPSHOT))}
+        if self._disk is not None:
+            for row in self._disk.children(parents, SNAPSHOT):
+                rows[row.key, SNAPSHOT] = row
+                found.add((row.parent, row.tokens))
+        starts = {parent: number * self._step for number, parent in enumerate(parents)}
+        links = [self._keys.link(parent, tokens, starts[parent]) for parent, tokens in found]
+        return {link.end: link for link in links if asked.startswith(link.tokens, link.start * TOKEN_BYTES)}
+
+    def _longest(self, links: Sequence[Link], ends: Sequence[int], rows: dict[BlockId, Row]) -> int:
+        """The first of these lengths at which every group has the blocks that the next token attends to; else 0."""
+        # For each group and block, the first of the blocks that are there without a gap up to this one.
+        starts: list[list[int]] = []
+        for part in self._parts:
+            run = 0
+            starts.append([])
+            for number, link in enumerate(links):
+                run = run if self._has((link.key, part), rows) else number + 1
+                starts[part].append(run)
+        for end in ends:
+            needed = [group.first_needed(end) // self._step for group in self.groups]
+            if end and all(run[(end - 1) // self._step] <= at for run, at in zip(starts, needed, strict=True)):
+                return end
+        return 0
+
+    def _look_up(self, keys: Sequence[bytes], rows: dict[BlockId, Row]) -> None:
+        """Add the rows of blocks that are not in memory."""
+        if self._disk is not None:
+            absent = [key for key in keys if any(self._memory.get((key, part)) is None for part in self._parts)]
+            if absent:
+                rows.update(self._disk.find(absent))
+
+    def _has(self, id: BlockId, rows: dict[BlockId, Row]) -> bool:
+        return self._memory.get(id) is not None or id in rows
+
+    def _load_all(self, needed: list[list[tuple[Link, int]]], rows: dict[BlockId, Row]) -> list[list[Block]] | None:
+        """Bring blocks into memory; None if one cannot be, which is no longer in `rows` then."""
+        pinned = {(link.key, part) for span in needed for link, part in span}
+        spans: list[list[Block]] = []
+        for span in needed:
+            spans.append([])
+            for link, part in span:
+                block = self._memory.get((link.key, part)) or self._load(link, part, rows, pinned)
+                if block is None:
+                    return None
+                self._memory.touch(block)
+                spans[-1].append(block)
+        self._touch(spans)
+        return spans
+
+    def _load(self, link: Link, part: int, rows: dict[BlockId, Row], pinned: Container[BlockId]) -> Block | None:
+        """Read a block from disk; None if its file is unusable or there is no memory."""
+        row = rows.pop((link.key, part), None)
+        if row is None or self._disk is None:
+            return None
+        arrays = self._disk.load(row, lambda found: part == SNAPSHOT or self._are_rows(found, link, part))
+        if arrays is None:
+            return None
+        chained = part != SNAPSHOT and self.groups[part].window is None
+        block = Block(link, part, chained, arrays, row.priority, is_saved=True)
+        if not self._make_room(block.size_bytes, pinned):
+            return None
+        self._memory.add(block)
+        self.counters.memory.bytes_in += block.size_bytes
+        return block
+
+    # ------------------------------------------------------------------ small parts
+
+    @property
+    def _parts(self) -> range:
+        return range(len(self.groups))
+
+    def _root(self, salt: str | None, adapter: str | None = None) -> bytes:
         self.check_salt(salt)
-        return self._keys.root(self._digest, salt, adapter)
+        return self._keys.root(self._layout, salt, adapter)
+
+    def _layout_digest(self) -> bytes:
+        """Digest of the fingerprint and the layout of the blocks, which determine the meaning of their bytes."""
+        groups = [(each.window, each.geometry.kv_heads, each.head_dim, each.layers) for each in self.groups]
+        said = (self.fingerprint, self.geometry.kv_dtype, self._step, groups, self.snapshots)
+        return hashlib.blake2b(repr(said).encode(), digest_size=16).digest()
+
+    def _public_tokens(self, asked: bytes) -> int:
+        return max((common_tokens(asked, each) for each in self._public), default=0)
+
+    def _make_room(self, size_bytes: int, pinned: Container[BlockId]) -> bool:
+        """Evict blocks that are not pinned until so many bytes fit; those worth it are written to the folder."""
+        if size_bytes > self._memory.budget_bytes:
+            return False
+        while not self._memory.has_room(size_bytes):
+            victim = self._memory.evict(pinned)
+            if victim is None:
+                return False
+            self.counters.memory.evictions += 1
+            if self._disk is not None and not victim.is_saved and self._is_worth(victim):
+                self._disk.write([victim], self._memory.get)
+        return True
+
+    def _is_worth(self, block: Block) -> bool:
+        return block.priority >= self.config.secondary_offload_min_priority
+
+    def _touch(self, spans: Sequence[Sequence[Block]]) -> None:
+        """Make blocks the most recently used, those before others most of all: they are of use to more sequences."""
+        for span in reversed(spans):
+            for block in reversed(span):
+                self._memory.touch(block)
+                if self._disk is not None:
+                    self._disk.used(block)
+
+    def _are_rows(self, arrays: Arrays, link: Link, part: int) -> bool:
+        rows = arrays.get(ROWS)
+        shape = self.groups[part].shape(link.end - link.start)
+        return len(arrays) == 1 and rows is not None and (rows.shape, rows.dtype) == (shape, self._dtype)
 
     def _check_rows(self, field: str, rows: Rows, shape: tuple[int, int, int]) -> None:
         if rows.shape != shape or rows.dtype != self._dtype:
             raise ValueError(f"{field}: got {rows.dtype} {list(rows.shape)}; expected {self._dtype} {list(shape)}")
-
-
-def _tokens(tokens: Sequence[int]) -> Tokens:
-    return tuple(tokens.tolist()) if isinstance(tokens, np.ndarray) else tuple(tokens)

@@ -143,7 +143,7 @@ class Metrics:
         self.held = Held(queued, running, pool.total_sequences, pool.total_bytes, pool.evictions, busy=busy)
         if store is not None:
             stats = store.stats
-            self.held.prefix_blocks, self.held.prefix_bytes = stats.primary.blocks, stats.primary.bytes_held
+            self.held.prefix_blocks, self.held.prefix_bytes = stats.memory.blocks, stats.memory.bytes_held
             self.held.prefix_hits, self.held.prefix_misses = stats.hits, stats.misses
             self.held.rejected_files = stats.rejected_files
         if (batch := model.used_batch) is not None:

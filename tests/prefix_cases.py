@@ -1,0 +1,92 @@
+"""Stores, sequences and rows for the tests of the prefix cache."""
+
+from __future__ import annotations
+
+import zlib
+from pathlib import Path
+
+import numpy as np
+
+from edgekv.kv import Geometry
+from edgekv.prefix import PrefixStore, RetentionPolicy, StoreConfig, TokenRangeRetentionConfig
+from edgekv.prefix.rows import Rows
+from edgekv.prefix.table import Row, Table, file_name
+
+GEOMETRY = Geometry(layers=1, kv_heads=1, head_dim=2, context=64)
+STEP = 2
+TOKEN_BYTES = GEOMETRY.tensors * GEOMETRY.row_bytes
+BLOCK_BYTES = STEP * TOKEN_BYTES
+LARGE = 32 * BLOCK_BYTES
+LONG = tuple(range(12))
+
+Tokens = tuple[int, ...]
+
+
+def rows_of(tokens: Tokens, salt: str | None = None, geometry: Geometry = GEOMETRY) -> Rows:
+    """Rows that differ for every beginning and salt, as real keys and values do."""
+    rows = np.empty((geometry.tensors, len(tokens), geometry.head_dim), np.uint8)
+    digest = zlib.crc32(repr(salt).encode())
+    places = np.arange(geometry.tensors * geometry.head_dim, dtype=np.uint64).reshape(geometry.tensors, -1)
+    for place, token in enumerate(tokens):
+        digest = zlib.crc32(token.to_bytes(4, "little"), digest)
+        rows[:, place] = (places * 0x9E3779B1 + digest) >> np.uint64(5) & np.uint64(255)
+    return rows
+
+
+def store_of(blocks: int, **changes: object) -> PrefixStore:
+    """A store in memory of so many blocks, each of two tokens."""
+    config = StoreConfig(**{"tokens_per_block": STEP, "max_bytes": blocks * BLOCK_BYTES, **changes})  # type: ignore[arg-type]
+    return PrefixStore(GEOMETRY, config)
+
+
+def opened(folder: Path, fingerprint: str = "weights", **changes: object) -> PrefixStore:
+    """A store on a folder."""
+    given = {"tokens_per_block": STEP, "max_bytes": LARGE, "disk_folder": folder}
+    return PrefixStore(GEOMETRY, StoreConfig(**{**given, **changes}), fingerprint=fingerprint)  # type: ignore[arg-type]
+
+
+def insert(store: PrefixStore, tokens: Tokens, priority: int | None = None, salt: str | None = None) -> int:
+    """Store a sequence at a priority."""
+    policy = None if priority is None else RetentionPolicy((TokenRangeRetentionConfig(0, None, priority),))
+    return store.insert(tokens, rows_of(tokens, salt), retention=policy, salt=salt)
+
+
+def found(store: PrefixStore, tokens: Tokens, salt: str | None = None) -> int:
+    """The length of a match, whose rows are checked."""
+    match = store.match(tokens, salt)
+    np.testing.assert_array_equal(store.fetch(match), rows_of(tokens[: match.tokens], salt))
+    return match.tokens
+
+
+def saved(folder: Path, tokens: Tokens = LONG, salt: str | None = None) -> list[Path]:
+    """The files of a sequence in its order, written by a store that is gone."""
+    store = opened(folder)
+    before = {row.key for row in table_rows(folder)}
+    store.insert(tokens, rows_of(tokens, salt), salt=salt)
+    store.save()
+    store.close()
+    return [folder / file_name((row.key, row.part)) for row in table_rows(folder) if row.key not in before]
+
+
+def table_rows(folder: Path) -> list[Row]:
+    """The rows of a folder's table, the first blocks of sequences first."""
+    table = Table(folder)
+    try:
+        return table.rows()
+    finally:
+        table.close()
+
+
+def files(folder: Path) -> dict[str, int]:
+    """Names and sizes of the block files."""
+    return {path.name: path.stat().st_size for path in folder.rglob("*.safetensors")}
+
+
+def audit(folder: Path, limit_bytes: int | None = None) -> None:
+    """The laws of a folder: a row for each file, a parent for each chained row, and no more bytes than allowed."""
+    rows = table_rows(folder)
+    assert files(folder) == {file_name((row.key, row.part)): row.size_bytes for row in rows}
+    held = {(row.key, row.part) for row in rows}
+    assert not [row for row in rows if row.chained and row.start and (row.parent, row.part) not in held]
+    if limit_bytes is not None:
+        assert sum(row.size_bytes for row in rows) <= limit_bytes
