@@ -12,8 +12,9 @@ import msgspec
 from edgekv.bundle import atomic_file
 from edgekv.engine import Generation, GenerationStats, Speculate, Token
 from edgekv.errors import UsageError
-from edgekv.full_context import FittedPrompt, OnFull, check_on_full, fit_prompt, split_turns
+from edgekv.full_context import FittedPrompt, check_on_full, fit_prompt, split_turns
 from edgekv.json_file import read_json, readable_json
+from edgekv.load_options import OnFull
 from edgekv.model import Model
 from edgekv.spec.chat import Message, check_messages
 from edgekv.text import SamplingParams

@@ -8,14 +8,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate
-from typing import Literal, get_args
+from typing import get_args
 
 from edgekv.errors import ContextFullError, UsageError
+from edgekv.load_options import OnFull
 from edgekv.model import Model
 from edgekv.spec.chat import Message
-
-OnFull = Literal["drop-oldest", "stop"]
-"""`drop-oldest` leaves the oldest turns out of the prompt; `stop` refuses a prompt that is longer than the context."""
 
 _PARTS = 4
 """An answer has room for a quarter of the context, and turns are dropped in steps of a quarter."""

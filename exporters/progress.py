@@ -32,10 +32,10 @@ def one_step(stage: str, progress: Progress) -> Iterator[None]:
 
 
 @contextmanager
-def shown() -> Iterator[Progress]:
-    """Progress bars on standard error, one per stage; none if it is no terminal."""
+def shown(is_quiet: bool = False) -> Iterator[Progress]:
+    """Progress bars on standard error, one per stage; none if it is no terminal, or with `--quiet`."""
     columns = (TextColumn("{task.description:>14}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Bars(*columns, console=Console(file=sys.stderr)) as bars:
+    with Bars(*columns, console=Console(file=sys.stderr), disable=is_quiet) as bars:
         tasks: dict[str, TaskID] = {}
 
         def show(stage: str, done: int, total: int) -> None:

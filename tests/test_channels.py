@@ -14,6 +14,7 @@ from safetensors.numpy import load_file, save_file
 import edgekv
 from devices import find
 from edgekv.bundle import open_bundle
+from edgekv.load_options import EngineOptions
 from edgekv.runtime import make_engine
 from edgekv.spec import SplitChannel
 from exporters.checkpoint.channels import outlier_channels
@@ -198,7 +199,9 @@ def test_layers_of_a_split_model_are_measured(tmp_path: Path) -> None:
     bundle = open_bundle(exported(folder, export_options(context=128, ar=(1, 16), calibration_tokens=512)))
     source = open_source(bundle.manifest, None)
     windows = [Window.of(TOKENS)]
-    report = measure_layers(bundle, make_engine("cpu", bundle=bundle), transformed_as(bundle, source), windows, "text")
+    report = measure_layers(
+        bundle, make_engine(bundle, EngineOptions("cpu")), transformed_as(bundle, source), windows, "text"
+    )
     assert len(report.layers) == source.spec.layers + 2  # embedding and head
 
 

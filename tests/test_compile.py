@@ -10,6 +10,7 @@ from devices import find
 from edgekv import qnn
 from edgekv.bundle import open_bundle, open_compiled
 from edgekv.errors import BundleError, EngineError, UsageError
+from edgekv.load_options import EngineOptions
 from edgekv.runtime import HtpEngine, make_engine
 from exporters.checkpoint.checkpoint import Checkpoint
 from exporters.export import ExportOptions, export_bundle
@@ -153,9 +154,9 @@ def test_the_engine_loads_what_was_compiled_and_gives_the_same_tokens(compiled, 
     folder, record = compiled
     shutil.copytree(folder, bare := tmp_path / "bare", ignore=shutil.ignore_patterns("compiled"))
     wrappers = {graph: name for b in record.binaries if b.graphs == 1 for graph, name in b.wrappers.items()}
-    found = make_engine("htp", bundle=open_bundle(folder)).compiled
+    found = make_engine(open_bundle(folder), EngineOptions("htp")).compiled
     assert {graph.stem: wrapper.name for graph, wrapper in found.items()} == wrappers
-    assert make_engine("htp", bundle=open_bundle(bare)) == HtpEngine(find("SM8650"))
+    assert make_engine(open_bundle(bare), EngineOptions("htp")) == HtpEngine(find("SM8650"))
     texts = [
         [token.id for token in edgekv.load(each, engine="htp").generate("def main(", max_new_tokens=8)]
         for each in (folder, bare)
@@ -169,11 +170,11 @@ def test_a_damaged_binary_is_refused_before_it_can_crash_anything(compiled, tmp_
     binary = copy / "compiled" / "SM8650" / record.binaries[0].file
     binary.write_bytes(binary.read_bytes()[:-1])
     with pytest.raises(BundleError, match=rf"{binary.name}: got sha256 .* edgekv compile BUNDLE --device SM8650"):
-        make_engine("htp", bundle=open_bundle(copy))
+        make_engine(open_bundle(copy), EngineOptions("htp"))
 
 
 def test_binaries_of_another_export_are_not_loaded(compiled, tmp_path):
     shutil.copytree(compiled[0], copy := tmp_path / "copy")
     with (copy / "manifest.json").open("a") as file:
         file.write("\n")
-    assert make_engine("htp", bundle=open_bundle(copy)).compiled == {}
+    assert make_engine(open_bundle(copy), EngineOptions("htp")).compiled == {}

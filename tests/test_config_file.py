@@ -29,7 +29,7 @@ def test_a_file_sets_defaults_and_the_command_line_goes_first(bundle: Path, tmp_
 def test_a_command_of_a_group_has_a_table_within_it(tmp_path: Path, capsys) -> None:
     file = config(tmp_path, "[prefix.ls]\njson = true\n")
     assert run(["--config", file, "prefix", "ls", "--help"]) == 0
-    assert "[default: True]" in capsys.readouterr().out
+    assert "[default: yes]" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ import edgekv
 from edgekv.bundle import open_bundle
 from edgekv.errors import UsageError
 from edgekv.kv import KvTensor
+from edgekv.load_options import EngineOptions
 from edgekv.runtime import make_engine
 from exporters.checkpoint.checkpoint import Checkpoint
 from exporters.checkpoint.folded import transformed_as
@@ -36,7 +37,7 @@ def reference(bundle: Path, embedded: Path) -> Trace:
 
 def probe(folder: Path, engine: str) -> Probe:
     bundle = open_bundle(folder)
-    return Probe(bundle, make_engine(engine, bundle=bundle))
+    return Probe(bundle, make_engine(bundle, EngineOptions(engine)))
 
 
 @pytest.mark.parametrize("engine", ["cpu", "htp"])

@@ -17,6 +17,7 @@ from edgekv.engine import Graphs, Session
 from edgekv.engine.graphs import choose_ar
 from edgekv.errors import BundleError, EngineError, UsageError
 from edgekv.kv import KVCache
+from edgekv.load_options import EngineOptions
 from edgekv.runtime import CpuEngine, binding, make_engine
 from edgekv.runtime.binding import MemoryBinding, _Place, _public
 from edgekv.runtime.rope import RopeTable
@@ -215,7 +216,7 @@ def test_an_installed_package_adds_an_engine(small: Path, tmp_path: Path) -> Non
 @pytest.mark.parametrize("threads", [0, -1, 1 << 31])
 def test_a_number_of_threads_is_one_that_a_machine_can_have(small: Path, threads: int) -> None:
     with pytest.raises(UsageError, match=r"threads: got -?[0-9]+; expected 1 to 1024"):
-        make_engine("cpu", bundle=open_bundle(small), threads=threads)
+        make_engine(open_bundle(small), EngineOptions("cpu", threads=threads))
 
 
 def test_a_window_that_grows_by_a_row_in_each_step_is_foreseen() -> None:

@@ -146,9 +146,9 @@ def test_a_server_for_all_without_keys_warns(
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (["--port", "70000"], "port: got 70000"),
-        (["--max-sessions", "0"], "sessions: got 0"),
-        (["--timeout", "0"], "request_s: got 0"),
+        (["--port", "70000"], "--port: got 70000"),
+        (["--max-sessions", "0"], "--max-sessions: got 0"),
+        (["--timeout", "0"], "--timeout: got 0"),
         (["--cache-budget", "lots"], "memory budget: got 'lots'"),
         (["--api-key", "a b"], "API key: got other characters"),
         (["--api-key-file", "nowhere"], "nowhere: got No such file"),

@@ -16,15 +16,16 @@ ROOT = Path(__file__).parent.parent
 PACKAGES = ("quant", "devices", "edgekv", "exporters")
 FLOORS = (
     ("quant", "devices", "edgekv.errors"),
+    ("edgekv.option",),
     ("edgekv.system", "edgekv.vendor_libraries"),
     ("edgekv.library_fault", "edgekv.this_chip"),
     ("edgekv.json_file", "edgekv.text_file", "edgekv.tensor_file", "edgekv.scratch", "edgekv.native_output"),
     ("edgekv.child", "edgekv.qnn", "edgekv.paged"),
     ("edgekv.child_dialog",),
     ("edgekv.sandbox",),
-    ("edgekv.spec",),
+    ("edgekv.spec", "edgekv.htp_options"),
     ("edgekv.kv", "edgekv.bundle"),
-    ("edgekv.graphs",),
+    ("edgekv.graphs", "edgekv.load_options"),
     ("edgekv.runtime", "edgekv.prefix", "edgekv.draft"),
     ("edgekv.text",),
     ("edgekv.engine",),

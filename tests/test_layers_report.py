@@ -11,6 +11,7 @@ import pytest
 import edgekv
 from edgekv.bundle import open_bundle
 from edgekv.cli import run
+from edgekv.load_options import EngineOptions
 from edgekv.runtime import make_engine
 from exporters.checkpoint.checkpoint import Checkpoint
 from exporters.checkpoint.folded import transformed_as
@@ -42,7 +43,7 @@ def report(folder: Path, checkpoint: Checkpoint) -> LayersReport:
     bundle = open_bundle(folder)
     windows = evaluation_windows(checkpoint, TEXT, bundle.manifest, 100)
     tensors = transformed_as(bundle, checkpoint)
-    return measure_layers(bundle, make_engine("cpu", bundle=bundle), tensors, windows, "text")
+    return measure_layers(bundle, make_engine(bundle, EngineOptions("cpu")), tensors, windows, "text")
 
 
 def proposal(folder: Path, checkpoint: Checkpoint, budget: float) -> Proposal:
@@ -130,7 +131,7 @@ def test_a_suggested_recipe_has_the_size_foretold_and_less_error(
 def test_the_trace_of_a_rotated_reference_is_that_of_a_rotated_bundle(checkpoint: Checkpoint) -> None:
     bundle = open_bundle(export(checkpoint, recipe(ALL, rotation="hadamard")))
     tokens = list(range(20))
-    found = Probe(bundle, make_engine("cpu", bundle=bundle)).run(tokens)
+    found = Probe(bundle, make_engine(bundle, EngineOptions("cpu"))).run(tokens)
     assert find_divergence(trace_reference(transformed_as(bundle, checkpoint), tokens), found, limit_db=5).first is None
     assert find_divergence(trace_reference(checkpoint, tokens), found, limit_db=5).first == "embedding"
 
@@ -221,7 +222,7 @@ def test_a_probe_of_a_whole_context_keeps_the_sink_to_the_end(sinking: Checkpoin
     folder = exported(sinking.folder, export_options(recipe(ALL), context=64, ar=(1, 16)))
     tokens = [CONFIG["bos_token_id"], *(37 * i * i % 250 for i in range(63))]
     bundle = open_bundle(folder)
-    probed = Probe(bundle, make_engine("cpu", bundle=bundle)).run(tokens)["logits"]
+    probed = Probe(bundle, make_engine(bundle, EngineOptions("cpu"))).run(tokens)["logits"]
     scored = edgekv.load(folder).score(tokens)[1:]
     assert len(probed) == 63
     assert min(sqnr_db(a, b) for a, b in zip(scored, probed, strict=True)) > 40

@@ -17,13 +17,13 @@ import pytest
 import edgekv
 from edgekv.bundle import Bundle, GraphRecord, open_bundle
 from edgekv.cli import run
-from edgekv.cli.engine_options import talking_mode
 from edgekv.errors import EngineError, UsageError
 from edgekv.graphs.kept import rendered_graph
 from edgekv.graphs.packed_weights import remove_unused_weights
 from edgekv.graphs.processor import multiplies_integers
 from edgekv.graphs.products import packed, scales, wide
 from edgekv.graphs.source import PartSource
+from edgekv.load_options import EngineOptions
 from edgekv.runtime import CpuEngine, CpuMode, make_engine
 from quant import WEIGHT_TYPES, Grid, QuantizedWeight, WeightDtype
 from tests.checkpoints import ARCHITECTURES, write_checkpoint
@@ -189,17 +189,17 @@ def test_a_model_generates_in_every_mode(small: Path, kept: Path, mode: CpuMode)
 
 def test_a_mode_that_does_not_exist_is_refused_by_name(small: Path) -> None:
     with pytest.raises(UsageError, match="cpu_mode: got 'quick'; expected emulate, exact16, fast"):
-        make_engine("cpu", bundle=open_bundle(small), cpu_mode="quick")
+        make_engine(open_bundle(small), EngineOptions("cpu", cpu_mode="quick"))
 
 
 def test_only_the_cpu_has_modes(small: Path) -> None:
     with pytest.raises(UsageError, match="cpu_mode: got fast with the engine htp"):
-        make_engine("htp", bundle=open_bundle(small), cpu_mode="fast")
+        make_engine(open_bundle(small), EngineOptions("htp", cpu_mode="fast"))
 
 
 def test_more_threads_than_processors_are_refused_by_name(small: Path) -> None:
     with pytest.raises(UsageError, match=r"threads: got 1000; expected 1 to [0-9]+, the processors"):
-        make_engine("cpu", bundle=open_bundle(small), threads=1000)
+        make_engine(open_bundle(small), EngineOptions("cpu", threads=1000))
 
 
 @pytest.mark.skipif(not multiplies_integers(), reason="no VNNI: prefill multiplies in blocks")
@@ -256,12 +256,6 @@ def test_too_little_memory_is_refused_with_the_mode_that_takes_less(
     with pytest.raises(EngineError, match=r"memory for bundle: got .* free; .*Use --cpu-mode fast"):
         edgekv.load(small).generate([5, 6, 7], 2)
     assert len([*edgekv.load(small, cpu_mode="fast").generate([5, 6, 7], 2)]) == 2
-
-
-def test_only_commands_whose_user_waits_are_fast_unasked() -> None:
-    assert talking_mode("cpu", None) == "fast"
-    assert talking_mode("cpu", "emulate") == "emulate"
-    assert talking_mode("htp", None) is None
 
 
 @pytest.mark.slow

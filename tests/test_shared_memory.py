@@ -18,6 +18,7 @@ from edgekv.engine import CacheSetup
 from edgekv.errors import UsageError
 from edgekv.kv import Growth, KVCache
 from edgekv.kv.memory import HeapMemory
+from edgekv.load_options import CacheOptions
 from edgekv.runtime import HtpEngine, HtpOptions
 from edgekv.runtime.htp import takes_shared_memory
 from edgekv.spec.geometry import Geometry
@@ -34,12 +35,13 @@ from edgekv.bundle import open_bundle
 from edgekv.runtime import HtpEngine
 from edgekv.runtime.binding import aligned_zeros
 from edgekv.engine import CacheSetup
+from edgekv.load_options import CacheOptions
 
 rpc = ctypes.CDLL("libcdsprpc.so")
 count = lambda name: ctypes.c_int.in_dll(rpc, name).value
 bundle = open_bundle(Path(sys.argv[1]))
 engine = HtpEngine.on(find("SM8650"), bundle).sharing()
-cache = CacheSetup.read(bundle, engine).make()
+cache = CacheSetup.read(bundle, engine, CacheOptions()).make()
 print(count("allocated"), count("freed"))
 print(all(engine.shared.holds(address) for address in cache.arena.addresses), engine.shared.holds(0))
 print(all(address % 64 == 0 for address in cache.arena.addresses), (cache.arena.array == 128).all())
@@ -131,11 +133,11 @@ def test_strategies_whose_addresses_move_are_refused(small_export: Path, monkeyp
     monkeypatch.setattr("edgekv.runtime.htp.has_rpc_memory", lambda on: True)
     engine = HtpEngine(CHIP).with_options(HtpOptions(shared_memory=True))
     with pytest.raises(UsageError, match=r"htp shared-memory: got yes with the update strategy mirror; expected slot"):
-        CacheSetup.read(bundle, engine, kv_update="mirror")
-    assert CacheSetup.read(bundle, engine).allocate is engine.shared
+        CacheSetup.read(bundle, engine, CacheOptions(kv_update="mirror"))
+    assert CacheSetup.read(bundle, engine, CacheOptions()).allocate is engine.shared
     auto = HtpEngine(CHIP).with_options(HtpOptions(shared_memory="auto"))
-    assert CacheSetup.read(bundle, auto, kv_update="mirror").allocate is HeapMemory
-    assert CacheSetup.read(bundle, HtpEngine(CHIP)).allocate is HeapMemory
+    assert CacheSetup.read(bundle, auto, CacheOptions(kv_update="mirror")).allocate is HeapMemory
+    assert CacheSetup.read(bundle, HtpEngine(CHIP), CacheOptions()).allocate is HeapMemory
 
 
 def test_on_windows_the_library_lies_beside_its_driver(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,10 +5,9 @@ from fractions import Fraction
 
 import msgspec
 import pytest
-import typer
+from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from typer.testing import CliRunner
 
 from devices import find
 from edgekv.bundle import (
@@ -532,13 +531,11 @@ def test_without_a_device_or_limit_nothing_is_said_about_fit():
 
 # The command
 
-app = typer.Typer()
-app.command("size")(size)
 NOTE_OPTIONS = ["--layers", "32", "--kv-heads", "32", "--head-dim", "128", "--context", "2048", "--kv-bits", "16"]
 
 
 def run(*arguments):
-    return CliRunner().invoke(app, [*arguments])
+    return CliRunner().invoke(size, [*arguments])
 
 
 def test_json_is_one_typed_object():

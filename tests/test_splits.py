@@ -15,6 +15,7 @@ from devices import find
 from edgekv.bundle import Bundle, open_bundle
 from edgekv.cli import run
 from edgekv.errors import BundleError, UsageError
+from edgekv.load_options import EngineOptions
 from edgekv.plan import divide
 from edgekv.runtime import CpuEngine, make_engine
 from exporters.htp.check import floating_nodes
@@ -149,7 +150,7 @@ def test_the_engine_loads_what_was_compiled_of_each_part(bundles: dict[str, Path
     bundle = open_bundle(shutil.copytree(made, tmp_path / "bundle"))
     rows = [edgekv.load(bundle, "htp").session.feed(PROMPT[:4]).copy()]
     compile_bundle(bundle, DEVICE, each=True)
-    loaded = make_engine("htp", bundle=bundle).compiled
+    loaded = make_engine(bundle, EngineOptions("htp")).compiled
     assert {part.stem: wrapper.stem for part, wrapper in loaded.items()} == {
         name: name for name in ("ar1_cl24_body", "head")
     }

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Annotated
 
 from edgekv.errors import UsageError
+from edgekv.option import Option, parse_numbers
 
 DEFAULT_PROMPT_TOKENS = (128, 512)
 DEFAULT_NEW_TOKENS = (128,)
@@ -15,23 +17,28 @@ MAX_REPETITIONS = 1000
 
 @dataclass(frozen=True, slots=True)
 class BenchPlan:
-    """What to measure. Lengths are in tokens.
-
-    Attributes:
-        prompt_tokens: lengths of prompts for prefill and for the time to the first token.
-        new_tokens: numbers of tokens to decode.
-        depths: tokens in the cache before either.
-        repetitions: counted runs of each test.
-        seed: of the random tokens.
+    """What to measure, with random tokens of a seed. Lengths are in tokens.
 
     Raises:
         UsageError: a number out of range.
     """
 
-    prompt_tokens: Sequence[int] = DEFAULT_PROMPT_TOKENS
-    new_tokens: Sequence[int] = DEFAULT_NEW_TOKENS
-    depths: Sequence[int] = (0,)
-    repetitions: int = DEFAULT_REPETITIONS
+    prompt_tokens: Annotated[
+        Sequence[int],
+        Option(
+            "Lengths of prompts, for prefill and for the time to the first token.",
+            "-p --prompt-tokens",
+            parse=parse_numbers,
+            shown="128,512, or the context",
+        ),
+    ] = DEFAULT_PROMPT_TOKENS
+    new_tokens: Annotated[
+        Sequence[int], Option("Numbers of tokens to decode.", "-n --new-tokens", parse=parse_numbers)
+    ] = DEFAULT_NEW_TOKENS
+    depths: Annotated[
+        Sequence[int], Option("Tokens in the cache before either.", "-d --depth", parse=parse_numbers)
+    ] = (0,)
+    repetitions: Annotated[int, Option("Counted runs of each test.", "-r --repetitions")] = DEFAULT_REPETITIONS
     seed: int = 0
 
     def __post_init__(self) -> None:

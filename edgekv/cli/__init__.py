@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from typing import NoReturn
 
-_NEEDED = ("packaging", "rich", "typer")
+_NEEDED = ("click", "packaging", "rich")
 
 
 def main() -> NoReturn:

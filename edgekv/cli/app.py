@@ -6,18 +6,20 @@ import contextvars
 import os
 import sys
 from collections.abc import Sequence
+from functools import cached_property
 from importlib import metadata
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import NoReturn
 
-import typer
-from typer.core import TyperGroup
+import click
+from click.shell_completion import CompletionItem
 
-from edgekv.cli.commands import Command, find_commands, load_command
+from edgekv.cli.commands import Entry, find_commands
+from edgekv.cli.config_file import read_defaults
 from edgekv.cli.exit_codes import exit_code_of, signals_as_exceptions
-from edgekv.cli.help_text import help_of
-from edgekv.cli.rehash import with_rehash
 
+_NAME = "edgekv"
+_WIDTH = 100
 _COMPLETION = "_EDGEKV_COMPLETE"  # set by shells that complete a command line
 
 
@@ -38,79 +40,62 @@ def run(arguments: Sequence[str]) -> int:
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")  # a terminal without Unicode still shows the rest
-
-    def call() -> None:
-        make_app(arguments)(args=list(arguments), prog_name="edgekv")
-
+    if _COMPLETION in os.environ:
+        return exit_code_of(lambda: program(prog_name=_NAME))
     # Process-wide settings of an option end with this call.
-    return contextvars.copy_context().run(exit_code_of, call)
+    return contextvars.copy_context().run(exit_code_of, lambda: _invoke(arguments))
 
 
-def make_app(arguments: Sequence[str]) -> typer.Typer:
-    """The program with all commands, sorted by name. Only the one that the arguments mean is imported.
-
-    Raises:
-        MissingExtraError: that command needs packages that are not installed.
-    """
-    app = typer.Typer(
-        cls=_ByName,
-        no_args_is_help=True,
-        pretty_exceptions_enable=False,
-        rich_markup_mode=None,
-        help="Language models on mobile NPUs: export, check, run.",
-    )
-    app.callback()(_options)
-    commands = find_commands()
-    meant = next((each for each in arguments if each in commands), None)
-    for name, point in commands.items():
-        listed = None if name == meant or _COMPLETION in os.environ else help_of(point)
-        if listed is not None:
-            app.command(name, help=listed)(_listed)
-        elif (command := load_command(point)) is not None:
-            _add(app, name, command)
-    return app
+def _invoke(arguments: Sequence[str]) -> None:
+    try:
+        with program.make_context(_NAME, list(arguments), max_content_width=_WIDTH) as ctx:
+            program.invoke(ctx)
+    except click.ClickException as error:
+        error.show()
+        sys.exit(error.exit_code)
+    except click.exceptions.Exit as end:
+        sys.exit(end.exit_code)
 
 
-def _add(app: typer.Typer, name: str, command: Command) -> None:
-    if isinstance(command, typer.Typer):
-        for each in command.registered_commands:
-            each.callback = each.callback and with_rehash(each.callback)
-        app.add_typer(command, name=name)
-    else:
-        app.command(name)(with_rehash(command))
+class _Program(click.Group):
+    """The commands by name. Only the one that runs is imported."""
+
+    @cached_property
+    def entries(self) -> dict[str, Entry]:
+        return find_commands()
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return [*self.entries]
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        return self.entries[cmd_name].load() if cmd_name in self.entries else None
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, each.help) for name, each in self.entries.items()])
+
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
+        found = [each for each in self.entries.values() if each.name.startswith(incomplete)]
+        options = click.Command.shell_complete(self, ctx, incomplete)
+        return [*(CompletionItem(each.name, help=each.help) for each in found), *options]
 
 
-def _listed() -> None:
-    """Stands for a command that is only listed; the one that is meant has been imported."""
+def _print_version(ctx: click.Context, option: click.Parameter, is_wanted: bool) -> None:
+    if is_wanted and not ctx.resilient_parsing:
+        click.echo(f"{_NAME} {metadata.version(_NAME)}")
+        ctx.exit()
 
 
-class _ByName(TyperGroup):
-    """Lists commands and groups of commands together, by name."""
-
-    def list_commands(self, ctx: Any) -> list[str]:
-        return sorted(super().list_commands(ctx))
-
-
-def _print_version(wanted: bool) -> None:
-    if wanted:
-        typer.echo(f"edgekv {metadata.version('edgekv')}")
-        raise typer.Exit
-
-
-def _options(
-    ctx: typer.Context,
-    config: Annotated[
-        Path | None,
-        typer.Option(
-            help="Defaults of options: a TOML file with a table for each command, such as [generate].",
-            show_default=False,
-        ),
-    ] = None,
-    version: Annotated[
-        bool, typer.Option("--version", help="Print the version.", callback=_print_version, is_eager=True)
-    ] = False,
-) -> None:
+@click.group(cls=_Program, help="Language models on mobile NPUs: export, check, run.")
+@click.option(
+    "--config",
+    type=click.Path(path_type=Path),
+    help="Defaults of options: a TOML file with a table for each command, such as [generate].",
+)
+@click.option(
+    "--version", is_flag=True, is_eager=True, expose_value=False, callback=_print_version, help="Print the version."
+)
+@click.pass_context
+def program(ctx: click.Context, config: Path | None) -> None:
     if config is not None:
-        from edgekv.cli.config_file import read_defaults
-
         ctx.default_map = read_defaults(config, ctx)

@@ -3,62 +3,33 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
-import typer
-
-from edgekv.cli.engine_options import HtpOption, TalkingModeOption, talking_mode
-from edgekv.cli.numbers import parse_numbers
-from edgekv.cli.output import print_json
+from edgekv.bench import BenchPlan, BenchReport, default_plan, run_bench
+from edgekv.cli.command import command
+from edgekv.cli.model import BundleArgument, interactive
+from edgekv.cli.output import Output, print_json
 from edgekv.cli.summary import engine_and_mode
+from edgekv.load_options import CacheOptions, EngineOptions
+from edgekv.loading import open_model
+from edgekv.option import OptionGroup
+from edgekv.prefix import StoreConfig
 
-if TYPE_CHECKING:
-    from edgekv.bench import BenchReport
 
-
+@command
 def bench(
-    bundle: Annotated[Path, typer.Argument(help="A bundle's folder.", show_default=False)],
-    prompt_tokens: Annotated[
-        str | None,
-        typer.Option("--prompt-tokens", "-p", help="Lengths of prompts.", show_default="128,512, or the context"),
-    ] = None,
-    new_tokens: Annotated[
-        str | None, typer.Option("--new-tokens", "-n", help="Numbers of tokens to decode.", show_default="128")
-    ] = None,
-    depth: Annotated[str, typer.Option("--depth", "-d", help="Tokens in the cache before.")] = "0",
-    repetitions: Annotated[int, typer.Option("--repetitions", "-r", help="Counted runs of each test.")] = 5,
-    engine: Annotated[str, typer.Option(help="Where the graphs run: cpu or htp; litert or tflite.")] = "cpu",
-    kv_update: Annotated[
-        str | None,
-        typer.Option(help="How the cache takes new rows; see `edgekv generate`.", show_default="slot"),
-    ] = None,
-    threads: Annotated[
-        int | None, typer.Option(help="Threads of an engine on the CPU.", show_default="all cores")
-    ] = None,
-    cpu_mode: TalkingModeOption = None,
-    htp: HtpOption = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    bundle: BundleArgument,
+    plan: Annotated[BenchPlan, OptionGroup("Tests")],
+    cache: Annotated[CacheOptions, OptionGroup("Cache", only=("kv_update", "reserve", "kv_growth"))],
+    engine: EngineOptions,
+    output: Output,
 ) -> None:
-    """Measure prefill, decode, the time to the first token, and passes that check drafts.
-
-    The tests are those of llama-bench: pp512 is prefill of 512 random tokens, tg128 decodes 128 tokens. The mean and
+    """The tests are those of llama-bench: pp512 is prefill of 512 random tokens, tg128 decodes 128 tokens. The mean and
     standard deviation are of the counted runs; one more warms up.
     """
-    prompts = None if prompt_tokens is None else parse_numbers("--prompt-tokens", prompt_tokens)
-    new = None if new_tokens is None else parse_numbers("--new-tokens", new_tokens)
-    depths = parse_numbers("--depth", depth)
-    from edgekv.bench import DEFAULT_NEW_TOKENS, DEFAULT_PROMPT_TOKENS, BenchPlan, default_plan, run_bench
-    from edgekv.loading import load
-    from edgekv.prefix import StoreConfig
-
-    plan = BenchPlan(prompts or DEFAULT_PROMPT_TOKENS, new or DEFAULT_NEW_TOKENS, depths, repetitions)
-    mode = talking_mode(engine, cpu_mode)
-    with load(
-        bundle, engine, kv_update=kv_update, threads=threads, cpu_mode=mode, htp=htp, prefix_cache=StoreConfig()
-    ) as model:
-        chosen = default_plan(model, plan)
-        report = run_bench(model, chosen, threads, lambda result: None)
-    if as_json:
+    with open_model(bundle, interactive(engine), cache, StoreConfig()) as model:
+        report = run_bench(model, default_plan(model, plan), engine.threads, lambda result: None)
+    if output.as_json:
         print_json(report)
     else:
         _show(report)

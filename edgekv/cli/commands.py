@@ -1,76 +1,150 @@
 """The commands: edgekv's own, and those that installed packages add.
 
-An entry point of the group `edgekv.commands` names a function or a group of commands, and in brackets the extras of its
-package that the command needs: `export = "exporters.cli.export:export [export]"`.
+An entry point of the group `edgekv.command_tables` names a sequence of `Entry`. The module that has it is imported at
+every start, so it holds nothing else.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator
+from copy import copy
+from dataclasses import dataclass
 from importlib import metadata
+from pkgutil import resolve_name
 from typing import Any
 
-import typer
+import click
 
-from edgekv.cli.extras import missing_packages
 from edgekv.errors import EdgeKVError
 
 GROUP = "edgekv.commands"
+TABLES = "edgekv.command_tables"
 
-Command = Callable[..., Any] | typer.Typer
-"""A function, or a group of commands."""
 
-_OWN = {
-    "bench": "edgekv.cli.bench:bench",
-    "chat": "edgekv.cli.chat:chat",
-    "devices": "edgekv.cli.devices:devices",
-    "doctor": "edgekv.cli.doctor:doctor",
-    "generate": "edgekv.cli.generate:generate",
-    "info": "edgekv.cli.info:info",
-    "plan": "edgekv.cli.plan:plan",
-    "prefix": "edgekv.cli.prefix:app",
-    "size": "edgekv.cli.size:size",
-    "tokenize": "edgekv.cli.tokenize:tokenize",
-}
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A command, which is imported when it is run.
+
+    Attributes:
+        name: of the command.
+        target: of an `edgekv.cli.command.Command` or a `Group` of them, as `module:attribute`.
+        help: what it does, in a sentence; the docstring of the command goes on from there.
+        extra: of its package, whose packages it needs; empty for none.
+        package: the installed package that it belongs to.
+    """
+
+    name: str
+    target: str
+    help: str
+    extra: str = ""
+    package: str = "edgekv"
+
+    def load(self) -> click.Command | None:
+        """Import the command. One that cannot be imported is named in a warning, and None.
+
+        Raises:
+            MissingExtraError: packages that it needs are not installed; before anything is imported.
+        """
+        check_extra(f"command {self.name}", self.package, self.extra)
+        try:
+            found = resolve_name(self.target)
+        except Exception as error:  # importing a foreign module may raise anything
+            _warn(self.name, self.target, f"{type(error).__name__}: {error}")
+            return None
+        if not isinstance(found, click.Command):
+            return _bridge(self.name, self.help, found)
+        found = copy(found)
+        found.help = "\n\n".join(filter(None, (self.help, found.help)))
+        return found
+
+
+OWN = (
+    Entry("bench", "edgekv.cli.bench:bench", "Measure prefill, decode, first tokens, and passes that verify drafts."),
+    Entry("chat", "edgekv.cli.chat:chat", "Talk to a model."),
+    Entry("devices", "edgekv.cli.devices:devices", "List the chips that can be exported for, and products with them."),
+    Entry("doctor", "edgekv.cli.doctor:doctor", "Try every engine and runtime, each in its own process."),
+    Entry("generate", "edgekv.cli.generate:generate", "Continue a prompt."),
+    Entry("info", "edgekv.cli.info:info", "Show what a bundle is: model, recipe, graphs, chips, checks, and bytes."),
+    Entry("plan", "edgekv.cli.plan:plan", "Plan an export: memory, parts, speed on the device, cost of the export."),
+    Entry("prefix", "edgekv.cli.prefix:prefix", "Bake, list and remove cached prefixes."),
+    Entry("serve", "edgekv.serve.command:serve", "Serve a bundle with OpenAI's API."),
+    Entry("size", "edgekv.cli.size:size", "Size a KV cache: memory and copies of each update strategy, and what fits."),
+    Entry("tokenize", "edgekv.cli.tokenize:tokenize", "Print the tokens of a text, as `edgekv generate` runs them."),
+)
 
 
 class MissingExtraError(EdgeKVError):
     """A command needs packages that are not installed."""
 
 
-def find_commands() -> dict[str, metadata.EntryPoint]:
-    """The commands by name. None is imported, and one whose name is taken is left out with a warning."""
-    found = {name: metadata.EntryPoint(name, value, GROUP) for name, value in _OWN.items()}
-    for point in metadata.entry_points(group=GROUP):
-        if point.name in found:
-            _warn(point, "the name is taken")
-        else:
-            found[point.name] = point
-    return found
-
-
-def load_command(point: metadata.EntryPoint) -> Command | None:
-    """Import a command. One that cannot be imported is named in a warning, and None.
+def check_extra(field: str, package: str, extra: str) -> None:
+    """Refuse a command or an option whose packages are not installed.
 
     Raises:
-        MissingExtraError: packages that it needs are not installed; before anything is imported.
+        MissingExtraError: an extra of a package is not installed.
     """
-    package = point.dist.name if point.dist is not None else "edgekv"
-    for extra in point.extras:
-        if missing := missing_packages(package, extra):
-            raise MissingExtraError(
-                f"command {point.name}",
-                got=f"no {', '.join(missing)}",
-                expected=f"the packages of {package}[{extra}]",
-                fix=f'Run pip install "{package}[{extra}]".',
-            )
-    try:
-        command: Command = point.load()
-    except Exception as error:  # importing a foreign module may raise anything
-        _warn(point, f"{type(error).__name__}: {error}")
-        return None
-    return command
+    if not extra:
+        return
+    from edgekv.cli.extras import missing_packages  # slow to import
+
+    if missing := missing_packages(package, extra):
+        raise MissingExtraError(
+            field,
+            got=f"no {', '.join(missing)}",
+            expected=f"the packages of {package}[{extra}]",
+            fix=f'Run pip install "{package}[{extra}]".',
+        )
 
 
-def _warn(point: metadata.EntryPoint, reason: str) -> None:
-    typer.echo(f"edgekv: warning: the command {point.name} ({point.value}) is left out: {reason}", err=True)
+def find_commands() -> dict[str, Entry]:
+    """The commands by name. None is imported, and one whose name is taken is left out with a warning."""
+    found = {each.name: each for each in OWN}
+    for entry in _installed():
+        if entry.name in found and found[entry.name].target == entry.target:
+            continue
+        if entry.name in found:
+            _warn(entry.name, entry.target, "the name is taken")
+        else:
+            found[entry.name] = entry
+    return dict(sorted(found.items()))
+
+
+def _installed() -> Iterator[Entry]:
+    for point in metadata.entry_points(group=TABLES):
+        try:
+            yield from point.load()
+        except Exception as error:  # importing a foreign module may raise anything
+            reason = f"{type(error).__name__}: {error}"
+            click.echo(f"edgekv: warning: commands of {point.name} ({point.value}) are left out: {reason}", err=True)
+    for point in metadata.entry_points(group=GROUP):
+        package = point.dist.name if point.dist is not None else "edgekv"
+        yield Entry(point.name, point.value.partition(" ")[0], "", "".join(point.extras), package)
+
+
+def _bridge(name: str, help_text: str, found: Any) -> click.Command:
+    """Commands that are still typer's, until they are rewritten."""
+    import typer
+
+    from edgekv.cli.rehash import with_rehash
+
+    app = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False)
+    if isinstance(found, typer.Typer):
+        for each in found.registered_commands:
+            each.callback = each.callback and with_rehash(each.callback)
+        app = found
+    else:
+        app.command(name)(with_rehash(found))
+    inner = typer.main.get_command(app)
+
+    class Bridge(click.Command):
+        def invoke(self, ctx: click.Context) -> Any:
+            inner.main(list(ctx.params["args"]), prog_name=f"edgekv {name}", default_map=ctx.default_map)
+
+    arguments = click.Argument(["args"], nargs=-1, type=click.UNPROCESSED)
+    settings = {"ignore_unknown_options": True}
+    return Bridge(name, params=[arguments], add_help_option=False, context_settings=settings, help=help_text)
+
+
+def _warn(name: str, target: str, reason: str) -> None:
+    """Say which command is left out."""
+    click.echo(f"edgekv: warning: the command {name} ({target}) is left out: {reason}", err=True)

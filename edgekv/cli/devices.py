@@ -5,29 +5,27 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Annotated, Any
 
-import typer
 from rich.console import Console
 from rich.table import Table
 
 from devices import Device, Found, search
-from edgekv.cli.output import print_json
+from edgekv.cli.command import command
+from edgekv.cli.output import Output, print_json
+from edgekv.option import Argument
 
 _MIXED = "* has another maker's chip in some countries; edgekv means the one with Qualcomm's."
 
 
+@command
 def devices(
+    output: Output,
     word: Annotated[
-        str,
-        typer.Argument(help="Part of a name: a product, a chip, or an HTP version, such as s24, 8 gen 3 or V75."),
+        str, Argument("Part of a name: a product, a chip, or an HTP version, such as s24, 8 gen 3 or V75.")
     ] = "",
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output.")] = False,
 ) -> None:
-    """List the chips that the HTP compiler supports, with the products that have them.
-
-    Any of the names can be given as --device.
-    """
+    """Any of the names can be given as --device."""
     found = search(word)
-    if as_json:
+    if output.as_json:
         others = [asdict(each) for each in found.others]
         print_json({"devices": [_record(each) for each in found.devices], "others": others})
         return

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import typer
+import click
 
 from edgekv.cli.entries import QUOTES, Entries, Entry, open_entries
 from edgekv.cli.exit_codes import is_closed_pipe, report
@@ -35,22 +35,23 @@ _CONTROLS = {code: "\ufffd" for code in (*range(32), *range(127, 160)) if chr(co
 class Dialog:
     """Reads messages and commands, and prints answers. It continues after every error."""
 
-    def __init__(self, conversation: Conversation, *, keeps_history: bool = True) -> None:
+    def __init__(self, conversation: Conversation, *, keeps_history: bool = True, is_quiet: bool = False) -> None:
         """Prepare to read standard input.
 
         Args:
             conversation: a new one.
             keeps_history: whether what is typed at a terminal is kept for later chats.
+            is_quiet: whether answers come without their figures.
         """
         self._conversation = conversation
-        self._keeps_history = keeps_history
+        self._keeps_history, self._is_quiet = keeps_history, is_quiet
         self._answers = self._tokens = self._dropped_turns = 0
         self._last: GenerationStats | None = None
 
     def run(self) -> None:
         """Answer until the input ends, or the user leaves."""
         entries = open_entries(_COMMANDS, keeps_history=self._keeps_history)
-        if sys.stdin.isatty():
+        if sys.stdin.isatty() and not self._is_quiet:
             _tell(HINT)
         while (entry := _next(entries)) is not None:
             try:
@@ -166,15 +167,16 @@ class Dialog:
         try:
             with answer:
                 for token in answer:
-                    typer.echo(token.text.translate(_CONTROLS) if is_terminal else token.text, nl=False)
+                    click.echo(token.text.translate(_CONTROLS) if is_terminal else token.text, nl=False)
         except KeyboardInterrupt:
             pass
         finally:
-            typer.echo()
+            click.echo()
         self._last = answer.stats
         self._answers += 1
         self._tokens += answer.stats.generated_tokens
-        _tell(_figures(answer.stats))
+        if not self._is_quiet or answer.stats.stop_reason in _CUT:
+            _tell(_figures(answer.stats))
 
     @contextmanager
     def _full_context(self) -> Iterator[None]:
@@ -240,7 +242,7 @@ def _next(entries: Entries) -> Entry | None:
 
 
 def _tell(line: str) -> None:
-    typer.echo(line.translate(_CONTROLS), err=True)
+    click.echo(line.translate(_CONTROLS), err=True)
 
 
 def _path(text: str) -> Path:

@@ -2,32 +2,27 @@
 
 from __future__ import annotations
 
-from typing import Annotated
-
-import typer
+import click
 from rich.console import Console
 from rich.table import Table
 
-from edgekv.cli.output import print_json
+from edgekv.cli.command import command
+from edgekv.cli.output import Output, print_json
 from edgekv.doctor import Examination, Package, examine
 
 _SHOWN_DEVICES = 5
 
 
-def doctor(
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
-) -> None:
-    """Try every engine and runtime, each in its own process.
-
-    The exit code is 0 if bundles run on the CPU. Tokens of services are never printed.
-    """
+@command
+def doctor(output: Output) -> None:
+    """The exit code is 0 if bundles run on the CPU. Tokens of services are never printed."""
     examined = examine()
-    if as_json:
+    if output.as_json:
         print_json(examined)
     else:
         _show(examined)
     if not examined.core_works:
-        raise typer.Exit(1)
+        raise click.exceptions.Exit(1)
 
 
 def _show(examined: Examination) -> None:

@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-import typer
+import click
 
 from edgekv.errors import UsageError
 from edgekv.system import MIB, cache_folder
@@ -70,7 +70,7 @@ def open_entries(commands: Iterable[str], *, keeps_history: bool) -> Entries:
     if not (sys.stdin.isatty() and (sys.stdout.isatty() or sys.stderr.isatty())):
         return LineEntries()
     if find_spec("prompt_toolkit") is None:
-        typer.echo('edgekv: note: pip install "edgekv[cli]" brings line editing and a history', err=True)
+        click.echo('edgekv: note: pip install "edgekv[cli]" brings line editing and a history', err=True)
         return LineEntries(is_prompted=True)
     return TerminalEntries(commands, keeps_history=keeps_history)
 
@@ -103,7 +103,7 @@ class LineEntries:
 
     def _line(self, prompt: str) -> str:
         if self._is_prompted:
-            typer.echo(prompt, nl=False, err=True)
+            click.echo(prompt, nl=False, err=True)
         return sys.stdin.readline()
 
 

@@ -6,10 +6,9 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated
 
+import click
 import msgspec
-import typer
 
 from edgekv.bundle import (
     MANIFEST,
@@ -23,7 +22,9 @@ from edgekv.bundle import (
     open_bundle,
     open_lora,
 )
-from edgekv.cli.output import print_json
+from edgekv.cli.command import command
+from edgekv.cli.model import BundleArgument
+from edgekv.cli.output import Output, print_json
 from edgekv.spec.chat import read_bundle_templates
 from edgekv.spec.text import TOKENIZER
 
@@ -152,21 +153,16 @@ class BundleInfo(msgspec.Struct, frozen=True, kw_only=True):
     bytes: dict[str, int]
 
 
-def info(
-    bundle: Annotated[Path, typer.Argument(help="A bundle's folder.")],
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output.")] = False,
-) -> None:
-    """Show what a bundle is: model, recipe, graphs, chips that it is compiled for, checks, and bytes.
-
-    Its files are verified first; a damaged bundle, or one of another format version, is refused.
-    """
+@command
+def info(bundle: BundleArgument, output: Output) -> None:
+    """Its files are verified first; a damaged bundle, or one of another format version, is refused."""
     found = describe_bundle(open_bundle(bundle))
-    if as_json:
+    if output.as_json:
         print_json(found)
         return
-    typer.echo(bundle)
+    click.echo(bundle)
     for name, text in _lines(found):
-        typer.echo(f"  {name:<14} {text}")
+        click.echo(f"  {name:<14} {text}")
 
 
 def describe_bundle(bundle: Bundle) -> BundleInfo:

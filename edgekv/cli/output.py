@@ -1,14 +1,32 @@
-"""The output of `--json`: one object whose first field is the version of its layout."""
+"""What a command prints: its result on standard output, all else on standard error."""
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass
+from typing import Annotated, Any
 
+import click
 import msgspec
-import typer
+
+from edgekv.option import Option
 
 SCHEMA = 1
-"""Incremented when a field is changed or removed, not when one is added."""
+"""Of `--json`. Incremented when a field is changed or removed, not when one is added."""
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """What a command prints, and how much."""
+
+    as_json: Annotated[bool, Option("Print one JSON object on standard output.", "--json")] = False
+    is_quiet: Annotated[
+        bool, Option("Print only results, warnings and errors: no progress, no statistics.", "-q --quiet")
+    ] = False
+
+    def note(self, text: str) -> None:
+        """Print a line on standard error, unless `--quiet` or `--json` asks for silence."""
+        if not (self.is_quiet or self.as_json):
+            click.echo(text, err=True)
 
 
 def print_json(value: Any, *, list_name: str = "items") -> None:
@@ -20,4 +38,4 @@ def print_json(value: Any, *, list_name: str = "items") -> None:
     """
     built = msgspec.to_builtins(value)
     content = built if isinstance(built, dict) else {list_name: built}
-    typer.echo(msgspec.json.encode({"schema": SCHEMA, **content}))
+    click.echo(msgspec.json.encode({"schema": SCHEMA, **content}))

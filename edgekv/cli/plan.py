@@ -6,48 +6,40 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
-import typer
 from rich.console import Console
 from rich.table import Table
 
-from edgekv.cli.numbers import find_device, parse_numbers
-from edgekv.cli.output import print_json
-from edgekv.plan import ExportCost, Plan, SpeculativeSpeed, Speed, make_plan
+from devices import Device
+from edgekv.cli.command import command
+from edgekv.cli.output import Output, print_json
+from edgekv.option import Argument, Option, find_device, parse_numbers
+from edgekv.plan import DEFAULT_AR, DEFAULT_CONTEXT, ExportCost, Plan, SpeculativeSpeed, Speed, make_plan
 from edgekv.plan.wording import duration, duration_span, gb, span
 
 Row = tuple[str, str, str]
 
 
+@command
 def plan(
-    config: Annotated[Path, typer.Argument(help="A config.json, or a folder that has one.", show_default=False)],
-    device: Annotated[str, typer.Option(help="Target: part number or name, such as SM8650.", show_default=False)],
-    context: Annotated[
-        int | None, typer.Option(help="Context length in tokens.", show_default="the model's longest")
-    ] = None,
-    recipe: Annotated[str, typer.Option(help="Integer types, such as w8a16 or w4a16-lpbq64.")] = "w8a16",
-    kv: Annotated[str, typer.Option(help="Integer type of the KV cache: u8, or s16 (HTP V73 and later).")] = "u8",
+    config: Annotated[Path, Argument("A config.json, or a folder that has one.")],
+    device: Annotated[Device, Option("Target chip: part number or name, such as SM8650.", parse=find_device)],
+    output: Output,
+    context: Annotated[int, Option("Context length in tokens.")] = DEFAULT_CONTEXT,
+    recipe: Annotated[str, Option("Integer types, such as w8a16 or w4a16-lpbq64.")] = "w8a16",
+    kv: Annotated[str, Option("Integer type of the KV cache: u8, or s16 (HTP V73 and later).")] = "u8",
     ar: Annotated[
-        str | None,
-        typer.Option(help="Tokens per inference of each graph, comma-separated, with 1.", show_default="1,32"),
-    ] = None,
+        tuple[int, ...], Option("Tokens per inference of each graph, comma-separated, with 1.", parse=parse_numbers)
+    ] = DEFAULT_AR,
     acceptance: Annotated[
         float | None,
-        typer.Option(
-            help="What speculation would bring if a drafted token is right with this probability, 0 to 1.",
-            show_default=False,
-        ),
+        Option("What speculation would bring if a drafted token is right with this probability, 0 to 1."),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output.")] = False,
 ) -> None:
-    """Plan an export: memory, parts, speed on the device, and the cost of the export.
-
-    Reads config.json only, no weights. Speed, RAM and time are estimates; the sources are listed.
+    """Reads config.json only, no weights. Speed, RAM and time are estimates; the sources are listed. The defaults are
+    those of `edgekv export`.
     """
-    graphs = None if ar is None else parse_numbers("--ar", ar)
-    made = make_plan(
-        config, device=find_device(device), context=context, recipe=recipe, kv=kv, ar=graphs, acceptance=acceptance
-    )
-    if as_json:
+    made = make_plan(config, device=device, context=context, recipe=recipe, kv=kv, ar=ar, acceptance=acceptance)
+    if output.as_json:
         print_json(made)
     else:
         _show(made)

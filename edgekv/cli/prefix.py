@@ -5,27 +5,28 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-import typer
+import click
 
-from edgekv.cli.engine_options import TalkingModeOption, talking_mode
-from edgekv.cli.output import print_json
+from edgekv.cli.command import Group
+from edgekv.cli.model import BundleArgument, interactive
+from edgekv.cli.output import Output, print_json
 from edgekv.errors import UsageError
+from edgekv.load_options import EngineOptions
+from edgekv.option import Argument, Option
 from edgekv.text_file import read_text_file
 
-app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Bake, list and remove cached prefixes.")
+prefix = Group("prefix")
 
-PlaceArgument = Annotated[Path, typer.Argument(help="A bundle, or the folder of --prefix-cache.", show_default=False)]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")]
+PlaceArgument = Annotated[Path, Argument("A bundle, or the folder of --prefix-cache.")]
 
 
-@app.command()
+@prefix.command()
 def bake(
-    bundle: Annotated[Path, typer.Argument(help="A bundle's folder.", show_default=False)],
-    text: Annotated[Path, typer.Argument(help="A UTF-8 text file with the start of prompts.", show_default=False)],
-    name: Annotated[str | None, typer.Option(help="Name of the prefix.", show_default="the file's")] = None,
-    engine: Annotated[str, typer.Option(help="Engine that computes and uses the prefix: cpu or htp.")] = "cpu",
-    cpu_mode: TalkingModeOption = None,
-    as_json: JsonOption = False,
+    bundle: BundleArgument,
+    text: Annotated[Path, Argument("A UTF-8 text file with the start of prompts.")],
+    engine: EngineOptions,
+    output: Output,
+    name: Annotated[str | None, Option("Name of the prefix.", shown="the file's")] = None,
 ) -> None:
     """Compute a prefix and write it into a bundle.
 
@@ -35,22 +36,21 @@ def bake(
     content = read_text_file(text, "TEXT")
     from edgekv.bake import bake_prefix
 
-    mode = talking_mode(engine, cpu_mode)
-    baked = bake_prefix(bundle, content, text.stem if name is None else name, engine, mode)
-    if as_json:
+    baked = bake_prefix(bundle, content, text.stem if name is None else name, interactive(engine))
+    if output.as_json:
         print_json(baked)
     else:
-        typer.echo(f"{bundle}: {baked.name}, {baked.tokens} tokens, {baked.engine}")
+        click.echo(f"{bundle}: {baked.name}, {baked.tokens} tokens, {baked.engine}")
 
 
-@app.command("ls")
-def list_(place: PlaceArgument, as_json: JsonOption = False) -> None:
+@prefix.command("ls")
+def list_(place: PlaceArgument, output: Output) -> None:
     """List prefixes."""
     if _is_bundle(place):
         from edgekv.prefix import baked_prefixes
 
         baked = baked_prefixes(place)
-        _print(baked, [f"{each.name}: {each.tokens} tokens, {each.engine}" for each in baked], as_json)
+        _print(baked, [f"{each.name}: {each.tokens} tokens, {each.engine}" for each in baked], output)
         return
     from edgekv.prefix import stored_prefixes
 
@@ -60,18 +60,16 @@ def list_(place: PlaceArgument, as_json: JsonOption = False) -> None:
         f"priority {each.priority}, store {each.store}"
         for each in stored
     ]
-    _print(stored, lines, as_json)
+    _print(stored, lines, output)
 
 
-@app.command()
+@prefix.command()
 def rm(
     place: PlaceArgument,
-    prefix: Annotated[str | None, typer.Argument(help="Name or id of the prefix.", show_default=False)] = None,
-    engine: Annotated[
-        str | None, typer.Option(help="In a bundle: only prefixes of this engine.", show_default=False)
-    ] = None,
-    everything: Annotated[bool, typer.Option("--all", help="Remove all prefixes.")] = False,
-    as_json: JsonOption = False,
+    output: Output,
+    prefix: Annotated[str | None, Argument("Name or id of the prefix.")] = None,
+    engine: Annotated[str | None, Option("In a bundle: only prefixes of this engine.")] = None,
+    everything: Annotated[bool, Option("Remove all prefixes.", "--all")] = False,
 ) -> None:
     """Remove prefixes."""
     if (prefix is None) != everything:
@@ -81,12 +79,12 @@ def rm(
         from edgekv.prefix import remove_baked
 
         baked = remove_baked(place, prefix, engine)
-        _print(baked, [f"removed {each.name}, {each.engine}" for each in baked], as_json)
+        _print(baked, [f"removed {each.name}, {each.engine}" for each in baked], output)
         return
     from edgekv.prefix import remove_stored
 
     stored = remove_stored(place, prefix)
-    _print(stored, [f"removed {each.id}, {each.tokens} tokens" for each in stored], as_json)
+    _print(stored, [f"removed {each.id}, {each.tokens} tokens" for each in stored], output)
 
 
 def _is_bundle(place: Path) -> bool:
@@ -95,9 +93,9 @@ def _is_bundle(place: Path) -> bool:
     return (place / MANIFEST).is_file()
 
 
-def _print(entries: object, lines: list[str], as_json: bool) -> None:
-    if as_json:
+def _print(entries: object, lines: list[str], output: Output) -> None:
+    if output.as_json:
         print_json(entries, list_name="prefixes")
         return
     for line in lines:
-        typer.echo(line)
+        click.echo(line)

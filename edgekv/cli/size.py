@@ -6,57 +6,37 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated
 
-import typer
 from rich.console import Console
 from rich.table import Table
 
-from edgekv.cli.numbers import find_device, parse_numbers
-from edgekv.cli.output import print_json
+from devices import Device
+from edgekv.cli.command import command
+from edgekv.cli.output import Output, print_json
+from edgekv.option import Argument, Option, OptionGroup, find_device
 from edgekv.plan import MemoryLimit, Overrides, SizeReport, find_subject, make_size_report, save_plot
 from edgekv.plan.cache import StrategyCost
 
 
+@command
 def size(
-    path: Annotated[
-        Path | None, typer.Argument(help="A config.json, a folder that has one, or a bundle.", show_default=False)
-    ] = None,
-    layers: Annotated[int | None, typer.Option(help="Decoder layers.", show_default=False)] = None,
-    kv_heads: Annotated[int | None, typer.Option(help="Key/value heads per layer.", show_default=False)] = None,
-    head_dim: Annotated[int | None, typer.Option(help="Head dimension.", show_default=False)] = None,
-    context: Annotated[int | None, typer.Option(help="Context length in tokens.", show_default=False)] = None,
-    kv_bits: Annotated[int | None, typer.Option(help="Bits of a cache element: 8 or 16.", show_default=False)] = None,
-    ar: Annotated[
-        str | None,
-        typer.Option(
-            help="Tokens per inference of each graph, comma-separated, with 1.", show_default="1,32, or a bundle's own"
-        ),
-    ] = None,
+    overrides: Annotated[Overrides, OptionGroup("Sizes")],
+    output: Output,
+    path: Annotated[Path | None, Argument("A config.json, a folder that has one, or a bundle.")] = None,
     device: Annotated[
-        str | None,
-        typer.Option(help="Say whether it fits this device: part number or name.", show_default=False),
+        Device | None, Option("Say whether it fits this device: part number or name.", parse=find_device)
     ] = None,
     budget_gb: Annotated[
         float | None,
-        typer.Option(help="Memory for weights, cache and activations, in 10^9 bytes.", show_default="HTP contexts"),
+        Option("Memory for weights, cache and activations, in 10^9 bytes.", shown="HTP contexts"),
     ] = None,
-    plot: Annotated[
-        Path | None,
-        typer.Option(help="Plot memory against copied bytes into this .png, .svg or .pdf.", show_default=False),
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output.")] = False,
+    plot: Annotated[Path | None, Option("Plot memory against copied bytes into this .png, .svg or .pdf.")] = None,
 ) -> None:
-    """Size a KV cache: memory and copies of each update strategy, which one to choose, and what fits.
-
-    Sizes come from a config.json, a bundle, or the options.
-    """
-    steps = None if ar is None else parse_numbers("--ar", ar)
-    overrides = Overrides(layers, kv_heads, head_dim, context, kv_bits, steps)
-    target = None if device is None else find_device(device)
+    """Sizes come from a config.json, a bundle, or the options."""
     limit = None if budget_gb is None else MemoryLimit.of_option(budget_gb)
-    report = make_size_report(find_subject(path, overrides), device=target, limit=limit)
+    report = make_size_report(find_subject(path, overrides), device=device, limit=limit)
     if plot is not None:
         save_plot(report, plot)
-    if as_json:
+    if output.as_json:
         print_json(report)
     else:
         _show(report)

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Annotated
-
+import click
 import msgspec
-import typer
 
-from edgekv.cli.output import print_json
-from edgekv.cli.prompt import PromptFileOption, PromptOption, read_prompt
+from edgekv.cli.command import command
+from edgekv.cli.model import BundleArgument
+from edgekv.cli.output import Output, print_json
+from edgekv.cli.prompt import PromptOptions
 
 
-class Output(msgspec.Struct, frozen=True):
+class TokenizedText(msgspec.Struct, frozen=True):
     """The output of `--json`.
 
     Attributes:
@@ -28,17 +27,10 @@ class Output(msgspec.Struct, frozen=True):
     context: int
 
 
-def tokenize(
-    bundle: Annotated[Path, typer.Argument(help="A bundle's folder.", show_default=False)],
-    prompt: PromptOption = None,
-    prompt_file: PromptFileOption = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
-) -> None:
-    """Print the tokens of a text, as `edgekv generate` would run them.
-
-    One line for each token: its id and its text, special tokens by name.
-    """
-    text = read_prompt(prompt, prompt_file)
+@command
+def tokenize(bundle: BundleArgument, prompt: PromptOptions, output: Output) -> None:
+    """One line for each token: its id and its text, special tokens by name."""
+    text = prompt.read()
     from edgekv.bundle import open_bundle
     from edgekv.text.prompt import PromptReader
 
@@ -46,9 +38,9 @@ def tokenize(
     reader = PromptReader(opened, "sliding-window")
     tokens = reader.read(text)
     pieces = [reader.piece(token) for token in tokens]
-    if as_json:
-        print_json(Output(tokens, pieces, len(tokens), opened.manifest.context))
+    if output.as_json:
+        print_json(TokenizedText(tokens, pieces, len(tokens), opened.manifest.context))
         return
     for token, piece in zip(tokens, pieces, strict=True):
-        typer.echo(f"{token:>8}  {piece!r}")
-    typer.echo(f"[{len(tokens)} tokens; the context holds {opened.manifest.context}]", err=True)
+        click.echo(f"{token:>8}  {piece!r}")
+    output.note(f"[{len(tokens)} tokens; the context holds {opened.manifest.context}]")

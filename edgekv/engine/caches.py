@@ -13,7 +13,6 @@ from edgekv.errors import UsageError
 from edgekv.kv import (
     DEFAULT_RESERVE,
     Growth,
-    GrowthName,
     KVCache,
     Policy,
     Sink,
@@ -23,6 +22,7 @@ from edgekv.kv import (
 )
 from edgekv.kv.memory import Allocate, HeapMemory
 from edgekv.kv.policies.text import parse_policy
+from edgekv.load_options import CacheOptions
 from edgekv.runtime import Engine, HtpEngine
 from edgekv.runtime.engine import wide_prefill_of
 
@@ -59,34 +59,15 @@ class CacheSetup:
     reproducible: bool = False
 
     @classmethod
-    def read(
-        cls,
-        bundle: Bundle,
-        engine: Engine,
-        *,
-        kv_update: str | None = None,
-        reserve: Fraction | float | str | None = None,
-        policy: str | Policy = "fail",
-        cache_mode: str | Mode = "always",
-        kv_growth: GrowthName | str | None = None,
-        reproducible: bool = False,
-    ) -> CacheSetup:
-        """Parse options as users write them; see `edgekv.load`.
-
-        Args:
-            bundle: the bundle.
-            engine: the engine that is bound to the caches.
-            kv_update: an update strategy.
-            reserve: memory of `pointer-shift`.
-            policy: a context policy.
-            cache_mode: a cache mode.
-            kv_growth: how memory grows.
-            reproducible: see above.
+    def read(cls, bundle: Bundle, engine: Engine, options: CacheOptions) -> CacheSetup:
+        """Parse options as users write them, for an engine that is bound to the caches.
 
         Raises:
             UsageError: an unknown name, or options that exclude each other.
             BundleError: the file of the sink is broken.
         """
+        kv_update, reserve, policy = options.kv_update, options.reserve, options.policy
+        cache_mode, kv_growth = options.cache_mode, options.kv_growth
         manifest = bundle.manifest
         strategy = kv_update or default_strategy(reserve)
         if reserve is not None and strategy != "pointer-shift":
@@ -123,7 +104,7 @@ class CacheSetup:
         if chosen.name == "fail":  # elsewhere the size of steps decides which tokens leave
             ar |= {graph.ar for graph in wide_prefill_of(engine, manifest)}
         sink, allocate = read_sink(bundle), _allocate(engine, strategy)
-        return cls(manifest, strategy, ratio, chosen, growth, mode, sink, ar, allocate, reproducible)
+        return cls(manifest, strategy, ratio, chosen, growth, mode, sink, ar, allocate, options.reproducible)
 
     def make(self) -> KVCache:
         """Allocate a cache.

@@ -22,11 +22,13 @@ from edgekv.plan.size import SizeReport, make_size_report
 from edgekv.plan.source import find_subject
 from edgekv.plan.speculation import VERIFY_ROWS, SpeculativeSpeed
 from edgekv.plan.speed import FirstToken, Speed, estimate_speed
-from edgekv.plan.subject import Overrides, Subject
+from edgekv.plan.subject import DEFAULT_AR, DEFAULT_CONTEXT, Overrides, Subject
 
 __all__ = [
     "CALIBRATION_WINDOW",
     "COMPILE_BYTES",
+    "DEFAULT_AR",
+    "DEFAULT_CONTEXT",
     "HTP_CONTEXT_BYTES",
     "MASK_BYTES",
     "MOST_CONTEXT",

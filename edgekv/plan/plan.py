@@ -19,7 +19,7 @@ from edgekv.plan.parts import Part
 from edgekv.plan.source import find_subject, is_bundle
 from edgekv.plan.speculation import SpeculativeSpeed, check_acceptance, speculative_speed
 from edgekv.plan.speed import Speed, estimate_speed
-from edgekv.plan.subject import Overrides, Subject, shortened
+from edgekv.plan.subject import DEFAULT_AR, DEFAULT_CONTEXT, Overrides, Subject, shortened
 from edgekv.plan.wording import duration, duration_span, fit_sentences, gb, span
 from edgekv.spec import RECIPE_TYPES, KvDtype
 
@@ -81,10 +81,10 @@ def make_plan(
     path: Path,
     *,
     device: Device,
-    context: int | None = None,
+    context: int = DEFAULT_CONTEXT,
     recipe: str = "w8a16",
     kv: str = "u8",
-    ar: tuple[int, ...] | None = None,
+    ar: tuple[int, ...] = DEFAULT_AR,
     acceptance: float | None = None,
 ) -> Plan:
     """Plan the export of a model for a device.
@@ -92,10 +92,10 @@ def make_plan(
     Args:
         path: a `config.json`, or a folder that has one; no weights are read.
         device: the target.
-        context: S; the model's own longest if None.
+        context: S, tokens.
         recipe: one of `RECIPES`.
         kv: `u8` or `s16`.
-        ar: tokens per inference of each graph; 1 and 32 if None.
+        ar: tokens per inference of each graph.
         acceptance: probability that a drafted token is right after right ones; None for no drafts.
 
     Raises:
@@ -141,7 +141,7 @@ def make_plan(
     )
 
 
-def _find(path: Path, context: int | None, recipe: str, kv: str, ar: tuple[int, ...] | None) -> Subject:
+def _find(path: Path, context: int, recipe: str, kv: str, ar: tuple[int, ...]) -> Subject:
     if recipe not in RECIPES:
         wanted = " or ".join(RECIPES)
         raise UsageError("--recipe", got=repr(shortened(recipe)), expected=wanted, fix="Use --recipe w8a16.")

@@ -5,14 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 from edgekv.errors import UsageError
+from edgekv.option import Option, parse_numbers
 from edgekv.plan.limits import MOST_CONTEXT, MOST_GRAPHS
 from edgekv.spec import Decoder, Geometry, KvDtype, LayeredGeometry, RotaryInputs, Weights
 from edgekv.spec.config import LARGEST
 from edgekv.spec.describe import LARGEST_HEADS
 
 DEFAULT_AR = (1, 32)
+DEFAULT_CONTEXT = 512
+"""Of an export, and of its plan."""
 _KV_DTYPES: dict[int, KvDtype] = {8: "u8", 16: "s16"}
 _BOUNDS = {
     "layers": (1, LARGEST["num_hidden_layers"]),
@@ -26,22 +30,22 @@ _BOUNDS = {
 class Overrides:
     """Sizes given as options; None for an option that was not given.
 
-    Attributes:
-        layers: decoder layers.
-        kv_heads: key/value heads of a layer.
-        head_dim: D.
-        context: S, tokens.
-        kv_bits: bits of a cache element, 8 or 16.
-        ar: tokens per inference of each graph.
-        recipe: one of `RECIPE_TYPES`, for a model that is not exported yet.
+    The recipe, one of `RECIPE_TYPES`, is for a model that is not exported yet.
     """
 
-    layers: int | None = None
-    kv_heads: int | None = None
-    head_dim: int | None = None
-    context: int | None = None
-    kv_bits: int | None = None
-    ar: tuple[int, ...] | None = None
+    layers: Annotated[int | None, Option("Decoder layers.")] = None
+    kv_heads: Annotated[int | None, Option("Key/value heads per layer.")] = None
+    head_dim: Annotated[int | None, Option("Head dimension.")] = None
+    context: Annotated[int | None, Option("Context length in tokens.")] = None
+    kv_bits: Annotated[int | None, Option("Bits of a cache element: 8 or 16.")] = None
+    ar: Annotated[
+        tuple[int, ...] | None,
+        Option(
+            "Tokens per inference of each graph, comma-separated, with 1.",
+            parse=parse_numbers,
+            shown="1,32, or a bundle's own",
+        ),
+    ] = None
     recipe: str = "w8a16"
 
     def check(self) -> None:

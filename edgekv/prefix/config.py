@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 from edgekv.errors import EngineError
+from edgekv.option import Option
 from edgekv.prefix.errors import PrefixError
 from edgekv.prefix.groups import BlockGroup
 from edgekv.prefix.retention import DEFAULT_PRIORITY, check_priority
@@ -28,33 +30,40 @@ class StoreConfig:
     exceeds 90 % of the free memory unless the fraction allows it. `host_cache_size` bytes are added. Memory is
     allocated as blocks come into use.
 
-    Attributes:
-        tokens_per_block: a power of two above 1.
-        max_bytes: memory in bytes; None for no such limit.
-        max_tokens: memory in tokens; None for no such limit.
-        free_memory_fraction: memory as a fraction of the free memory, above 0, at most 1.
-        host_cache_size: bytes of memory in addition to these limits.
-        secondary_offload_min_priority: blocks of lower priority are dropped instead of written to the folder.
-        disk_folder: for blocks that leave memory, and for `save`; None for no disk.
-        disk_cache_size: bytes of all block files in the folder, of all models and processes.
-        enable_block_reuse: False stores nothing and matches nothing.
-        enable_partial_reuse: match a block up to its first differing token, and store the incomplete last block of a
-            finished sequence.
-
     Raises:
         PrefixError: a field is out of range.
     """
 
-    tokens_per_block: int = DEFAULT_TOKENS_PER_BLOCK
+    tokens_per_block: Annotated[int, Option("Tokens per block of prefixes, a power of two above 1.")] = (
+        DEFAULT_TOKENS_PER_BLOCK
+    )
     max_bytes: int | None = None
-    max_tokens: int | None = None
-    free_memory_fraction: float | None = None
-    host_cache_size: int = 0
+    """Memory in bytes; None for no such limit."""
+    max_tokens: Annotated[int | None, Option("Tokens of prefixes in memory at most.")] = None
+    free_memory_fraction: Annotated[
+        float | None,
+        Option("Memory of prefixes as a fraction of the free memory, above 0, at most 1.", shown="256 MiB of it"),
+    ] = None
+    host_cache_size: Annotated[int, Option("Bytes of memory in addition to these limits.")] = 0
     secondary_offload_min_priority: int = DEFAULT_PRIORITY
-    disk_folder: Path | None = None
-    disk_cache_size: int = DEFAULT_DISK_CACHE_BYTES
-    enable_block_reuse: bool = True
-    enable_partial_reuse: bool = True
+    """Blocks of lower priority are dropped instead of written to the folder."""
+    disk_folder: Annotated[
+        Path | None, Option("Folder where computed prefixes are stored for later runs.", "--prefix-cache")
+    ] = None
+    disk_cache_size: Annotated[
+        int, Option("Bytes of all block files in the folder, of all models and processes.", shown="1 GiB")
+    ] = DEFAULT_DISK_CACHE_BYTES
+    enable_block_reuse: Annotated[
+        bool, Option("Whether prefixes are stored and matched at all.", "--enable-block-reuse/--no-block-reuse")
+    ] = True
+    enable_partial_reuse: Annotated[
+        bool,
+        Option(
+            "Whether a block matches up to its first differing token, and the incomplete last block of a text is "
+            "stored.",
+            "--enable-partial-reuse/--no-partial-reuse",
+        ),
+    ] = True
 
     def __post_init__(self) -> None:
         def check(field: str, right: bool, wanted: str) -> None:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Annotated
 
+from edgekv.option import Option
 from edgekv.prefix.errors import PrefixError
 
 MIN_PRIORITY, DEFAULT_PRIORITY, MAX_PRIORITY = 0, 35, 100
 _FIX = "Correct the retention policy."
+# More digits than any number of tokens or milliseconds, fewer than Python's limit.
+_RANGE = re.compile(r"(\d{1,18})-(\d{0,18}):(\d{1,18})(?::(\d{1,18}))?")
 
 
 def check_priority(field: str, priority: int) -> None:
@@ -66,22 +71,41 @@ class TokenRangeRetentionConfig:
         return self.token_start <= token and (self.token_end is None or token < self.token_end)
 
 
+def _read_range(option: str, text: str) -> TokenRangeRetentionConfig:
+    """A range as users write it: `0-448:100` or `0-448:100:60000`; without an end, `0-:100`."""
+    match = _RANGE.fullmatch(text.strip())
+    if match is None:
+        wanted = "START-END:PRIORITY or START-END:PRIORITY:MS"
+        raise PrefixError(option, got=repr(text[:80]), expected=wanted, fix="Write 0-448:100, for example.")
+    start, end, priority, duration_ms = match.groups()
+    return TokenRangeRetentionConfig(
+        int(start), int(end) if end else None, int(priority), None if duration_ms is None else int(duration_ms)
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class RetentionPolicy:
     """The priorities of a request's blocks. A block has the priority of its first token, as in TensorRT-LLM.
-
-    Attributes:
-        ranges: non-overlapping ranges of the prompt, in any order; other prompt tokens request nothing.
-        decode_retention_priority: the priority of blocks that begin with a generated token.
-        decode_duration_ms: for how long; None for no limit.
 
     Raises:
         PrefixError: ranges overlap, or a field is out of its range.
     """
 
-    ranges: tuple[TokenRangeRetentionConfig, ...] = ()
-    decode_retention_priority: int = DEFAULT_PRIORITY
-    decode_duration_ms: int | None = None
+    ranges: Annotated[
+        tuple[TokenRangeRetentionConfig, ...],
+        Option(
+            "Keep these prompt tokens with a priority of 0 to 100 (default 35), for MS milliseconds; END may be left "
+            "out. Repeat for several ranges, which must not overlap.",
+            "--retention",
+            metavar="START-END:PRIORITY[:MS]",
+            parse=_read_range,
+            collect=tuple,
+        ),
+    ] = ()
+    decode_retention_priority: Annotated[int, Option("Priority of generated tokens, 0 to 100.")] = DEFAULT_PRIORITY
+    decode_duration_ms: Annotated[
+        int | None, Option("Milliseconds until that priority returns to 35.", shown="no limit")
+    ] = None
 
     def __post_init__(self) -> None:
         check_priority("decode_retention_priority", self.decode_retention_priority)

@@ -1,11 +1,11 @@
 """Running the static graphs of a bundle on memory that the KV cache owns."""
 
 from edgekv.graphs.cpu_mode import CPU_MODES, CpuMode
+from edgekv.htp_options import HtpOptions
 from edgekv.runtime.cpu import CpuEngine
 from edgekv.runtime.engine import Engine, EngineType, find_engines, make_engine
 from edgekv.runtime.graph import StaticGraph
 from edgekv.runtime.htp import HtpEngine
-from edgekv.runtime.htp_options import HtpOptions
 from edgekv.runtime.inputs import RowView, tree_views
 from edgekv.runtime.litert import LitertEngine
 from edgekv.runtime.row_bits import RowBits

@@ -9,8 +9,8 @@ from typing import Protocol
 from edgekv.bundle import Bundle, GraphFormat, GraphRecord, Manifest
 from edgekv.errors import EngineError, UsageError
 from edgekv.graphs.cpu_mode import CPU_MODES, CpuMode
+from edgekv.load_options import EngineOptions
 from edgekv.runtime.binding import Binding
-from edgekv.runtime.htp_options import HtpOptions
 from edgekv.runtime.row_bits import RowBits
 
 GROUP = "edgekv.engines"
@@ -85,22 +85,8 @@ def find_engines() -> dict[str, metadata.EntryPoint]:
     return own | {name: point for name, point in sorted(installed.items()) if name not in own}
 
 
-def make_engine(
-    name: str,
-    *,
-    bundle: Bundle,
-    threads: int | None = None,
-    cpu_mode: str | None = None,
-    htp: HtpOptions | str | None = None,
-) -> Engine:
-    """An engine by name.
-
-    Args:
-        name: one of `find_engines`.
-        bundle: the bundle to run.
-        threads: per operation; None for the runtime's own choice.
-        cpu_mode: how the engine `cpu` computes, one of `CPU_MODES`; None for `emulate`.
-        htp: options of the engine `htp`, also as `HtpOptions.parse` reads them.
+def make_engine(bundle: Bundle, wanted: EngineOptions) -> Engine:
+    """The engine that runs a bundle.
 
     Raises:
         UsageError: an unknown engine, one for other graphs, or an option that it does not have.
@@ -108,8 +94,10 @@ def make_engine(
         BundleError: a compiled binary was changed.
         devices.UnknownDeviceError: an unknown device in the manifest.
     """
-    mode = _read_mode(name, cpu_mode)
-    options = _read_options(name, htp)
+    name, threads = wanted.engine, wanted.threads
+    mode = _read_mode(name, wanted.cpu_mode)
+    if (options := wanted.htp) is not None and name != "htp":
+        raise UsageError("htp", got=f"options with the engine {name}", expected="none", fix="Leave them out.")
     if threads is not None and not 1 <= threads <= MOST_THREADS:
         raise UsageError("threads", got=threads, expected=f"1 to {MOST_THREADS}", fix="Use the number of cores.")
     engines = find_engines()
@@ -151,14 +139,6 @@ def _read_mode(engine: str, text: str | None) -> CpuMode | None:
             "cpu_mode", got=repr(text), expected=", ".join(CPU_MODES), fix="Use emulate for exact results."
         )
     return found
-
-
-def _read_options(engine: str, given: HtpOptions | str | None) -> HtpOptions | None:
-    if given is None:
-        return None
-    if engine != "htp":
-        raise UsageError("htp", got=f"options with the engine {engine}", expected="none", fix="Leave them out.")
-    return given if isinstance(given, HtpOptions) else HtpOptions.parse(given)
 
 
 def _runnable(graph_format: GraphFormat) -> str:

@@ -12,10 +12,10 @@ import onnxruntime as ort
 from devices import Device, find
 from edgekv.bundle import Bundle, GraphFormat, open_compiled
 from edgekv.errors import UsageError
+from edgekv.htp_options import HtpOptions
 from edgekv.library_fault import FOR_GRAPHS, check_libraries
 from edgekv.qnn import compiler, create_session
 from edgekv.runtime.binding import Binding, MemoryBinding
-from edgekv.runtime.htp_options import HtpOptions
 from edgekv.runtime.row_bits import RowBits
 from edgekv.runtime.shared_memory import SharedAllocator
 from edgekv.this_chip import find_chip

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Annotated
 
 from edgekv.engine import Speculate
 from edgekv.errors import UsageError, refuse
-from edgekv.full_context import OnFull, check_on_full
+from edgekv.full_context import check_on_full
+from edgekv.load_options import OnFullOption
+from edgekv.option import Option, OptionGroup
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
@@ -16,9 +19,6 @@ class Limits:
     """What a client may use.
 
     Attributes:
-        sessions: conversations with a cache, running or kept for their next turn.
-        queue: requests that wait for a session; further ones are refused with 429.
-        request_s: seconds from the request to the end of its answer, with the time in the queue.
         body_bytes: bytes of a request.
         header_bytes: bytes of the headers of a request.
         header_s: seconds until the headers of a request are complete.
@@ -31,9 +31,11 @@ class Limits:
         UsageError: a number below 1, or no time at all.
     """
 
-    sessions: int = 4
-    queue: int = 64
-    request_s: float = 600.0
+    sessions: Annotated[int, Option("Conversations with a cache, running or idle.", "--max-sessions")] = 16
+    queue: Annotated[int, Option("Requests that may wait; further ones get 429.", "--max-queue")] = 64
+    request_s: Annotated[
+        float, Option("Seconds from a request to the end of its answer, with its time in the queue.", "--timeout")
+    ] = 600.0
     body_bytes: int = 4 << 20
     header_bytes: int = 32 << 10
     header_s: float = 10.0
@@ -57,34 +59,31 @@ class ServeOptions:
     """How a model is served.
 
     Attributes:
-        host: address to listen on.
-        port: 0 for a free one.
-        name: id of the model; None for the name of the bundle's folder.
         keys: API keys that are accepted; empty for no authentication.
-        origins: web origins whose pages may call the API; empty for none.
-        limits: what a client may use.
         speculate: how answers are drafted; None for no drafts.
-        batches: whether a pass advances all answers that have room in it.
         logs_requests: whether each request gets a line on standard error.
-        on_full: what happens to conversations that are longer than the context; see `edgekv.full_context`.
 
     Raises:
         UsageError: a port out of range, drafts in passes of several answers, or another `on_full`.
     """
 
-    host: str = "127.0.0.1"
-    port: int = 8080
-    name: str | None = None
+    host: Annotated[str, Option("Address to listen on; 0.0.0.0 for all networks.")] = "127.0.0.1"
+    port: Annotated[int, Option("Port to listen on; 0 for a free one.")] = 8080
+    name: Annotated[str | None, Option("The model's id in the API.", shown="the name of the folder")] = None
     keys: tuple[str, ...] = field(default=(), repr=False)
-    origins: tuple[str, ...] = ()
-    limits: Limits = field(default_factory=Limits)
+    origins: Annotated[
+        tuple[str, ...], Option("Web origin whose pages may call the API; repeat for several.", "--cors")
+    ] = ()
+    limits: Annotated[Limits, OptionGroup("Limits")] = field(default_factory=Limits)
     speculate: Speculate | None = None
-    batches: bool = False
+    batches: Annotated[
+        bool, Option("Advance several answers in one pass of a verify graph; not on the CPU.", "--batch")
+    ] = False
     logs_requests: bool = False
-    on_full: OnFull = "drop-oldest"
+    on_full: OnFullOption = "drop-oldest"
 
     def __post_init__(self) -> None:
-        check_on_full(self.on_full, "on-full")
+        check_on_full(self.on_full)
         if self.batches and self.speculate is not None:
             refuse("batch", "passes of several answers with --speculate", "one of them", "Leave one of them out.")
         if not 0 <= self.port < 1 << 16:

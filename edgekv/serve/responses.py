@@ -10,7 +10,7 @@ from uuid import uuid4
 
 import msgspec
 
-from edgekv.full_context import OnFull
+from edgekv.load_options import OnFull
 from edgekv.serve.errors import ApiError, refused
 from edgekv.serve.events import Finished, Piece, PromptLogprobs
 from edgekv.serve.exchange import Exchange

@@ -12,7 +12,8 @@ from typing import Any, TypeVar
 from edgekv.bundle import lora_names, open_lora
 from edgekv.engine import LoraChoice
 from edgekv.errors import UsageError
-from edgekv.full_context import OnFull, fit_prompt
+from edgekv.full_context import fit_prompt
+from edgekv.load_options import OnFull
 from edgekv.model import Model
 from edgekv.serve.channel import Channel
 from edgekv.serve.errors import ApiError, refused

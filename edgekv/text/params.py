@@ -7,9 +7,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from numbers import Real
 from operator import index
-from typing import Any, Literal, TypedDict, Unpack
+from typing import Annotated, Any, Literal, TypedDict, Unpack
 
 from edgekv.errors import refuse, shown
+from edgekv.option import Option
 from edgekv.text.grammar import Grammar
 
 DEFAULT_MAX_NEW_TOKENS = 128
@@ -24,47 +25,75 @@ _SAMPLING_ONLY = ("top_k", "top_p", "min_p", "seed")
 EarlyStopping = bool | Literal["never"]
 
 
+def _read_bias(option: str, text: str) -> tuple[int, float]:
+    """A bias as users write it: `15:-2.5`."""
+    token, _, value = text.partition(":")
+    try:
+        return int(token), float(value)
+    except ValueError:
+        return refuse(option, repr(text[:80]), "ID:BIAS, such as 15:-2.5", "See edgekv tokenize.")
+
+
+def _read_early_stopping(option: str, text: str) -> EarlyStopping:
+    meanings: dict[str, EarlyStopping] = {"true": True, "false": False, "never": "never"}
+    if text not in meanings:
+        refuse(option, repr(text), "true, false or never", "Leave it out for false.")
+    return meanings[text]
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How to choose the next token, and when to stop. Valid from construction.
 
     Values are applied in this order: logit_bias, penalties, the caller's logits processors, temperature, top_k,
-    top_p, min_p.
-
-    Attributes:
-        temperature: divides the logits; 0 is greedy, otherwise at least 0.00001.
-        top_k: sample from the k most likely tokens; None for all.
-        top_p: of these, sample from the smallest set whose probabilities sum to at least p; None for all.
-        min_p: of these, drop tokens less likely than min_p times the most likely one; 0 drops none.
-        repetition_penalty: logits of tokens in the prompt or the text are divided by it if positive, multiplied by it
-            otherwise (as in Hugging Face transformers and vLLM); 0.000001 to 1,000,000; 1 for none.
-        presence_penalty: subtracted from the logit of every token generated so far (as in OpenAI's API and vLLM),
-            -2 to 2.
-        frequency_penalty: subtracted once per occurrence in the generated text (likewise), -2 to 2.
-        logit_bias: added to the logits of these token ids, up to 1e30 in magnitude; -inf forbids a token.
-        seed: random seed, 64 bits; None draws one. The same seed, prompt and parameters give the same tokens.
-        stop: the generation ends before the first of these texts.
-        max_new_tokens: maximum number of tokens to generate.
-        ignore_eos: do not end at an end-of-sequence token.
-        grammar: what the whole text has to be; it is then complete unless `max_new_tokens`, a stop text or the
-            context ends it earlier.
+    top_p, min_p. With a `grammar` the text is complete unless `max_new_tokens`, a stop text or the context ends it.
 
     Raises:
         UsageError: a value out of range, or one that has no effect at temperature 0.
     """
 
-    temperature: float = 0.0
-    top_k: int | None = None
-    top_p: float | None = None
-    seed: int | None = None
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    logit_bias: Mapping[int, float] = field(default_factory=dict)
-    stop: Sequence[str] = ()
-    max_new_tokens: int = DEFAULT_MAX_NEW_TOKENS
-    ignore_eos: bool = False
+    temperature: Annotated[
+        float, Option("Divides the logits; 0 is greedy, otherwise at least 0.00001.", shown="the bundle's, or 0")
+    ] = 0.0
+    top_k: Annotated[int | None, Option("Sample from the k most likely tokens.")] = None
+    top_p: Annotated[
+        float | None, Option("Of these, sample from the fewest whose probabilities sum to at least p.")
+    ] = None
+    seed: Annotated[
+        int | None,
+        Option("Random seed, 64 bits; the same seed, prompt and options give the same tokens.", shown="drawn"),
+    ] = None
+    min_p: Annotated[
+        float, Option("Drop tokens less likely than this times the most likely one.", shown="the bundle's, or 0")
+    ] = 0.0
+    repetition_penalty: Annotated[
+        float,
+        Option(
+            "Logits of tokens in the prompt or the text are divided by this if positive, multiplied otherwise, as in "
+            "Hugging Face transformers and vLLM.",
+            shown="the bundle's, or 1",
+        ),
+    ] = 1.0
+    presence_penalty: Annotated[
+        float, Option("Subtracted from the logit of every generated token, as in OpenAI's API; -2 to 2.")
+    ] = 0.0
+    frequency_penalty: Annotated[
+        float, Option("Subtracted once per occurrence of a generated token, as in OpenAI's API; -2 to 2.")
+    ] = 0.0
+    logit_bias: Annotated[
+        Mapping[int, float],
+        Option(
+            "Added to the logit of a token, up to 1e30 in magnitude; -inf forbids it. Repeat for several.",
+            metavar="ID:BIAS",
+            parse=_read_bias,
+            collect=dict,
+        ),
+    ] = field(default_factory=dict)
+    stop: Annotated[Sequence[str], Option("End before the first of these texts; repeat for several.")] = ()
+    max_new_tokens: Annotated[
+        int, Option("Maximum number of tokens to generate.", shown="the bundle's, or 128; chat: the context")
+    ] = DEFAULT_MAX_NEW_TOKENS
+    ignore_eos: Annotated[bool, Option("Do not end at an end-of-sequence token.")] = False
     grammar: Grammar | None = None
 
     def __post_init__(self) -> None:
@@ -145,24 +174,31 @@ class SamplingKeywords(TypedDict, total=False):
 class BeamParams:
     """How to search for the most likely sequences. Valid from construction.
 
-    Attributes:
-        num_beams: sequences that are extended in parallel. One is greedy decoding.
-        num_return_sequences: finished sequences to return, at most `num_beams`.
-        length_penalty: a finished sequence of n new tokens scores the sum of its log-probabilities divided by
-            n**length_penalty; above 0 favours longer ones.
-        early_stopping: True stops at `num_beams` finished sequences. False continues while the best beam, if it
-            ended now, would score above the worst of them; "never" scores it at the maximum length with its
-            current sum if `length_penalty` is above 0.
-        max_new_tokens: maximum number of tokens to generate.
-
     Raises:
         UsageError: a value out of range.
     """
 
-    num_beams: int
-    num_return_sequences: int = 1
-    length_penalty: float = 1.0
-    early_stopping: EarlyStopping = False
+    num_beams: Annotated[
+        int, Option("Beam search with this many sequences side by side; their texts are printed at the end.")
+    ]
+    num_return_sequences: Annotated[int, Option("Number of texts, best first; at most the number of beams.")] = 1
+    length_penalty: Annotated[
+        float,
+        Option(
+            "A finished text of n new tokens scores the sum of its log-probabilities divided by n to this power; above "
+            "0 favours longer ones."
+        ),
+    ] = 1.0
+    early_stopping: Annotated[
+        EarlyStopping,
+        Option(
+            "true stops at NUM-BEAMS finished texts. false goes on while the best beam, if it ended now, would score "
+            "above the worst of them; never scores it at the maximum length if the length penalty is above 0.",
+            metavar="true|false|never",
+            parse=_read_early_stopping,
+            shown="false",
+        ),
+    ] = False
     max_new_tokens: int = DEFAULT_MAX_NEW_TOKENS
 
     def __post_init__(self) -> None:

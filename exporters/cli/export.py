@@ -12,10 +12,10 @@ import typer
 from devices import find
 from edgekv import qnn
 from edgekv.bundle import GraphFormat, open_bundle, open_compiled
-from edgekv.cli.numbers import parse_numbers
 from edgekv.cli.output import print_json
 from edgekv.errors import UsageError
 from edgekv.kv import KeyLayout, KvDtype
+from edgekv.option import parse_numbers
 from edgekv.plan import mask_warnings
 from edgekv.system import parse_bytes
 from exporters.checkpoint.checkpoint import Checkpoint

@@ -10,6 +10,7 @@ import typer
 from edgekv.bundle import open_bundle
 from edgekv.cli.output import print_json
 from edgekv.errors import UsageError
+from edgekv.load_options import EngineOptions
 from edgekv.runtime import make_engine
 from edgekv.text_file import read_text_file
 from exporters.checkpoint.folded import transformed_as
@@ -53,7 +54,7 @@ def trace(
         tensors = transformed_as(opened, source)
         found = trace_reference(tensors, window, opened.manifest.context, first=len(sink))
     else:
-        found = Probe(opened, make_engine(engine, bundle=opened)).run(window)
+        found = Probe(opened, make_engine(opened, EngineOptions(engine))).run(window)
     write_trace(found, output)
     if as_json:
         print_json({"file": str(output), "results": len(found), "tokens": len(window)})

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import edgekv
+from edgekv.cli.summary import engine_and_mode
 from exporters.compare.contender import Described, Timing, bytes_on_disk
 from exporters.quantize.reference import Floats
 
@@ -40,7 +41,7 @@ class BundleContender:
         self.described = Described(
             path=str(path),
             kind=f"bundle, {manifest.recipe.name}",
-            engine=f"edgekv, {self._model.engine}",
+            engine=f"edgekv, {engine_and_mode(self._model.engine)}",
             bytes=bytes_on_disk(path) - bytes_on_disk(path / _COMPILED),
             context=manifest.context,
         )

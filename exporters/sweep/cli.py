@@ -9,10 +9,10 @@ from typing import Annotated, Optional, cast
 import typer
 
 from edgekv.bundle import RotationName
-from edgekv.cli.numbers import find_device, parse_numbers
 from edgekv.cli.output import print_json
 from edgekv.errors import UsageError
 from edgekv.kv import KvDtype
+from edgekv.option import find_device, parse_numbers
 from edgekv.system import parse_bytes
 from edgekv.text_file import read_text_file
 from exporters.cli.options import JsonOption
@@ -104,7 +104,7 @@ def sweep(
     wanted = combinations(
         [(name, find_recipe(name)) for name in _listed("--recipes", recipes)],
         [cast(KvDtype, each) for each in _chosen("--kv", kv, KV_DTYPES["onnx"])],
-        [find_device(name) for name in _listed("--devices", devices)],
+        [find_device("--devices", name) for name in _listed("--devices", devices)],
         [parse_numbers("--contexts", each.replace("+", ",")) for each in _listed("--contexts", contexts)],
         (None,) if splits is None else parse_numbers("--splits", splits),
         (None,)

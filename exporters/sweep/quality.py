@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import edgekv
+from edgekv.load_options import EngineOptions
 from edgekv.runtime import make_engine
 from exporters.checkpoint.folded import transformed_as
 from exporters.inspect.evaluate import context_windows, evaluate_windows
@@ -118,7 +119,7 @@ class ErrorWork:
     def __call__(self, folder: Path, store: PieceStore) -> LayerErrors:
         windows = _windows(self.source, self.sample, store)
         with edgekv.load(store.path(self.bundle) / BUNDLE, engine=ENGINE) as model:
-            runner = make_engine(ENGINE, bundle=model.bundle)
+            runner = make_engine(model.bundle, EngineOptions(ENGINE))
             tensors = transformed_as(model.bundle, self.source.prepared.checkpoint)
             return LayerErrors(layers=measure_layers(model.bundle, runner, tensors, windows, self.sample.name).layers)
 

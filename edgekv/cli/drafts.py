@@ -6,60 +6,51 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Optional
+from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
+import click
 
 from edgekv.errors import UsageError
+from edgekv.load_options import EngineOptions
+from edgekv.option import Option
 
 if TYPE_CHECKING:
     from edgekv.engine import Speculate
     from edgekv.model import Model
 
-# ruff: noqa: UP045  (typer reads the annotations of Python 3.10 at run time)
-
-SpeculateOption = Annotated[
-    Optional[str],
-    typer.Option(
-        help="Draft tokens that one pass checks; the text is the same. lookup copies from prompt and text, corpus from "
-        "--draft-corpus, draft asks --draft; auto asks all of them, and none where it does not pay; off.",
-        show_default="off; auto with --draft-corpus or --draft",
-    ),
-]
-DraftCorpusOption = Annotated[
-    Optional[Path],
-    typer.Option(help="A UTF-8 text or source file to copy drafts from; indexed once.", show_default=False),
-]
-DraftOption = Annotated[
-    Optional[Path],
-    typer.Option("--draft", help="Bundle of a smaller model with the same tokenizer.", show_default=False),
-]
-DraftTokensOption = Annotated[
-    Optional[int],
-    typer.Option(help="Drafts of a pass at most.", show_default="as many as the largest verify graph has room for"),
-]
-
-DraftTreeOption = Annotated[
-    bool,
-    typer.Option(
-        "--draft-tree", help="Let drafts of lookup and corpus branch where a text has gone on in several ways; htp."
-    ),
-]
-
 
 @dataclass(frozen=True, slots=True)
-class SpeculateOptions:
-    """The options as the user gave them; None is not given.
+class DraftOptions:
+    """How the text is drafted.
 
     Raises:
         UsageError: options that exclude each other.
     """
 
-    mode: str | None
-    corpus: Path | None
-    draft: Path | None
-    tokens: int | None
-    tree: bool
+    mode: Annotated[
+        str | None,
+        Option(
+            "Draft tokens that one pass verifies; the text is the same. lookup copies from prompt and text, corpus "
+            "from --draft-corpus, draft asks --draft; auto asks all of them, and none where it does not pay; off.",
+            "--speculate",
+            shown="off; auto with --draft-corpus or --draft",
+        ),
+    ] = None
+    corpus: Annotated[
+        Path | None, Option("A UTF-8 text or source file to copy drafts from; indexed once.", "--draft-corpus")
+    ] = None
+    draft: Annotated[Path | None, Option("Bundle of a smaller model with the same tokenizer.")] = None
+    tokens: Annotated[
+        int | None,
+        Option(
+            "Drafts of a pass at most.",
+            "--draft-tokens",
+            shown="as many as the largest verify graph has room for",
+        ),
+    ] = None
+    tree: Annotated[
+        bool, Option("Draft a tree of alternative continuations, with lookup and corpus; htp only.", "--draft-tree")
+    ] = False
 
     def __post_init__(self) -> None:
         from edgekv.engine.speculate import check_choice  # imports the runtime, which --help does not need
@@ -79,21 +70,21 @@ class SpeculateOptions:
         return "off" if self.corpus is None and self.draft is None else "auto"
 
     @contextmanager
-    def opened(self, model: Model, **options: Any) -> Iterator[Speculate | None]:
+    def opened(self, model: Model, engine: EngineOptions) -> Iterator[Speculate | None]:
         """What `Model.generate` takes; None without speculation. A draft bundle is closed when the block ends.
 
         If the bundle has no verify graphs, `auto` is off and says so on standard error.
 
         Args:
             model: the target.
-            options: of `load`, for the draft bundle.
+            engine: that of the target, on which the draft bundle runs too.
 
         Raises:
             EdgeKVError: a corpus or a draft bundle that cannot be used.
         """
         from edgekv.engine import Speculate
         from edgekv.engine.speculate import EXPORT_FIX, check_speculate
-        from edgekv.loading import load
+        from edgekv.loading import open_model
 
         mode: Any = self.chosen
         if mode == "off":
@@ -101,9 +92,9 @@ class SpeculateOptions:
             return
         with ExitStack() as stack:
             corpus = None if self.corpus is None else model.open_corpus(self.corpus, "--draft-corpus")
-            draft = None if self.draft is None else stack.enter_context(load(self.draft, **options))
+            draft = None if self.draft is None else stack.enter_context(open_model(self.draft, engine))
             wanted = Speculate(mode, corpus, draft, self.tokens, self.tree)
             check_speculate(model, wanted)
             if not model.verify_rows:
-                typer.echo(f"[no speculation: the bundle has no verify graphs. {EXPORT_FIX}]", err=True)
+                click.echo(f"[no speculation: the bundle has no verify graphs. {EXPORT_FIX}]", err=True)
             yield wanted

@@ -1,0 +1,330 @@
+"""Commands whose options are the fields of dataclasses.
+
+    @command
+    def generate(
+        bundle: Annotated[Path, Argument("A bundle's folder.")],
+        sampling: Given[SamplingParams],
+        engine: EngineOptions,
+    ) -> None:
+
+A parameter whose type is a dataclass stands for an option for each annotated field, and gets an instance with the
+values that the user gave; `Given` gets these values alone. Other parameters are annotated themselves. `click` parses.
+"""
+
+from __future__ import annotations
+
+import builtins
+import inspect
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import MISSING, Field, fields, is_dataclass
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Annotated, Any, Generic, Literal, Protocol, TypeVar, Union, get_args, get_origin
+
+import click
+
+from edgekv.errors import UsageError
+from edgekv.option import Argument, Option, OptionGroup, Parser
+
+T = TypeVar("T")
+
+_GENERAL = "Options"
+_REHASH = Option("Hash all files of the bundle again, even those verified before and not changed.")
+
+
+class Given(dict[str, Any], Generic[T]):
+    """The fields of a dataclass that the user gave, by name: for defaults that are known later, such as a bundle's."""
+
+
+class Command(click.Command):
+    """A command whose parameters are those of its function; see above."""
+
+    def __init__(self, name: str | None, callback: Callable[..., Any], params: Any = None, **settings: Any) -> None:
+        parameters = inspect.signature(callback, eval_str=True).parameters.values()
+        self._sources = {
+            each.name: _source(each.name, each.annotation, _default(each), _GENERAL) for each in parameters
+        }
+        values = [value for source in self._sources.values() for value in source.values()]
+        if "bundle" in self._sources:
+            values.append(_Value("rehash", bool, _REHASH, False, _GENERAL))
+        self._names = {each.field: each.shown for each in values}
+        settings["help"] = inspect.getdoc(callback)
+        super().__init__(name, callback=callback, params=[each.parameter for each in values], **settings)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        given = {name: value for name, value in ctx.params.items() if value is not None and value != ()}
+        if given.pop("rehash", False):
+            from edgekv.bundle import force_rehash  # slow to import
+
+            force_rehash()
+        assert self.callback is not None
+        with self.naming_options():
+            return self.callback(**{name: source.read(given) for name, source in self._sources.items()})
+
+    @contextmanager
+    def naming_options(self) -> Iterator[None]:
+        """Errors that name a field name its option instead."""
+        try:
+            yield
+        except UsageError as error:
+            if error.field not in self._names:
+                raise
+            name = self._names[error.field]
+            raise type(error)(name, got=error.got, expected=error.expected, fix=error.fix) from error
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        sections: dict[str, list[tuple[str, str]]] = {}
+        for each in self.get_params(ctx):
+            if (record := each.get_help_record(ctx)) is not None:
+                sections.setdefault(getattr(each, "title", _GENERAL), []).append(record)
+        sections[_GENERAL] = sections.pop(_GENERAL)  # the last: it has --help
+        for title, rows in sections.items():
+            with formatter.section(title):
+                formatter.write_dl(rows)
+
+
+class Group(click.Group):
+    """A group of such commands."""
+
+    command_class = Command
+
+
+command = click.command(cls=Command)
+"""Makes a command of a function."""
+
+
+class _Source(Protocol):
+    """Where a parameter of a function, or a field of a dataclass, has its value from."""
+
+    def values(self) -> Iterator[_Value]:
+        """The options and arguments."""
+
+    def is_given(self, given: Mapping[str, Any]) -> bool:
+        """Whether the user gave any of them."""
+
+    def read(self, given: Mapping[str, Any]) -> Any:
+        """The value.
+
+        Raises:
+            UsageError: the values that were given make none.
+        """
+
+
+class _Value:
+    """One option or argument."""
+
+    def __init__(
+        self, field: str, kind: Any, spec: Option | Argument, default: Any, title: str, *, is_optional: bool = False
+    ) -> None:
+        self.field, self._default = field, default
+        is_required = default is MISSING and not is_optional
+        self._negates = isinstance(spec, Option) and spec.negates
+        self._collect = spec.collect if isinstance(spec, Option) else None
+        self.parameter: click.Parameter
+        if isinstance(spec, Argument):
+            self.parameter = _ArgumentOf(field, kind, spec, is_required)
+            self.shown = spec.metavar or field.upper()
+        else:
+            self.parameter = _OptionOf(field, kind, spec, default, is_required, spec.group or title)
+            self.shown = max(self.parameter.opts, key=len)
+        self._name = str(self.parameter.name)
+
+    def values(self) -> Iterator[_Value]:
+        yield self
+
+    def is_given(self, given: Mapping[str, Any]) -> bool:
+        return self._name in given
+
+    def read(self, given: Mapping[str, Any]) -> Any:
+        if self._name not in given:
+            return self._default
+        value = given[self._name]
+        if self._collect is not None:
+            return self._collect(value)
+        return not value if self._negates else value
+
+    @property
+    def is_required(self) -> bool:
+        return self._default is MISSING
+
+
+class _Record:
+    """The options of a dataclass."""
+
+    def __init__(self, kind: type[Any], default: Any, group: OptionGroup, *, is_given_alone: bool) -> None:
+        self._kind, self._default, self._is_given_alone = kind, default, is_given_alone
+        is_optional = is_given_alone or default is not MISSING
+        parts = _fields(kind, group.title, is_optional=is_optional)
+        self._parts = {name: parts[name] for name in group.only or parts}
+
+    def values(self) -> Iterator[_Value]:
+        for part in self._parts.values():
+            yield from part.values()
+
+    def is_given(self, given: Mapping[str, Any]) -> bool:
+        return any(part.is_given(given) for part in self._parts.values())
+
+    def read(self, given: Mapping[str, Any]) -> Any:
+        found = {name: part.read(given) for name, part in self._parts.items() if part.is_given(given)}
+        if self._is_given_alone:
+            return Given(found)
+        if not found and self._default is not MISSING:
+            return self._default
+        for name, part in self._parts.items():
+            if name not in found and isinstance(part, _Value) and part.is_required:
+                first = next(each.shown for each in self.values() if each.is_given(given))
+                fix = f"Add {part.shown}, or leave it out."
+                raise UsageError(first, got=f"it without {part.shown}", expected="both", fix=fix)
+        return self._kind(**found)
+
+
+class _OptionOf(click.Option):
+    """An option of `click`. It has no default: the dataclass has."""
+
+    def __init__(self, field: str, kind: Any, spec: Option, default: Any, is_required: bool, title: str) -> None:
+        self.title, self._shown, self._default = title, spec.shown, default
+        names = spec.flags.split() or [f"--{field.replace('_', '-')}"]
+        longest = max((name.partition("/")[0] for name in names), key=len)
+        settings: dict[str, Any] = {"is_flag": True} if kind is bool and spec.parse is None else _typed(kind, spec)
+        super().__init__(
+            [longest.lstrip("-").replace("-", "_"), *names],
+            help=spec.help,
+            default=None,
+            required=is_required,
+            metavar=spec.metavar or None,
+            envvar=spec.variable or None,
+            show_envvar=bool(spec.variable),
+            **settings,
+        )
+
+    def get_help_record(self, ctx: click.Context) -> tuple[str, str] | None:
+        record = super().get_help_record(ctx)
+        assert record is not None and self.name is not None
+        names, text = record
+        configured = ctx.lookup_default(self.name)
+        shown = _in_words(self._default) if self._shown is None else self._shown
+        shown = shown if configured is None else _in_words(configured)
+        return names, f"{text}  [default: {shown}]" if shown else text
+
+
+class _ArgumentOf(click.Argument):
+    """A positional argument of `click`, with a help text."""
+
+    title = "Arguments"
+
+    def __init__(self, field: str, kind: Any, spec: Argument, is_required: bool) -> None:
+        self._text = spec.help
+        settings = _typed(kind, spec)
+        super().__init__([field], required=is_required, default=None, metavar=spec.metavar or None, **settings)
+
+    def get_help_record(self, ctx: click.Context) -> tuple[str, str]:
+        return self.make_metavar(ctx), self._text
+
+
+class _Parsed(click.ParamType[Any]):
+    """A value that a parser reads."""
+
+    name = "text"
+
+    def __init__(self, parse: Parser) -> None:
+        self._parse = parse
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        assert param is not None
+        text = ",".join(map(str, value)) if isinstance(value, list) else str(value)  # a list in a file of defaults
+        return self._parse(max(param.opts, key=len), text)
+
+
+class _Choice(click.Choice[str]):
+    """One of several words."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if value in self.choices:
+            return value
+        assert param is not None
+        wanted, fix = " or ".join(self.choices), f"Use {self.choices[0]}."
+        raise UsageError(max(param.opts, key=len), got=repr(value), expected=wanted, fix=fix)
+
+
+def _default(parameter: inspect.Parameter) -> Any:
+    return MISSING if parameter.default is inspect.Parameter.empty else parameter.default
+
+
+def _source(name: str, annotation: Any, default: Any, title: str, *, is_optional: bool = False) -> _Source:
+    """What a parameter or a field stands for."""
+    notes: tuple[Any, ...] = ()
+    if get_origin(annotation) is Annotated:
+        annotation, *rest = get_args(annotation)
+        notes = tuple(rest)
+    for note in notes:
+        if isinstance(note, (Option, Argument)):
+            return _Value(name, _from_text(annotation), note, default, title, is_optional=is_optional)
+    groups = [note for note in notes if isinstance(note, OptionGroup)]
+    is_given_alone = get_origin(annotation) is Given
+    kind = get_args(annotation)[0] if is_given_alone else _from_text(annotation)
+    assert is_dataclass(kind) and isinstance(kind, type), f"{name} has no Option, and is no dataclass"
+    group = groups[0] if groups else OptionGroup(name.replace("_", " ").capitalize())
+    return _Record(kind, default, group, is_given_alone=is_given_alone)
+
+
+def _fields(kind: type[Any], title: str, *, is_optional: bool) -> dict[str, _Source]:
+    """The annotated fields of a dataclass."""
+    names = _Names(vars(builtins) | vars(sys.modules[kind.__module__]))
+    found = {}
+    for each in fields(kind):
+        annotation = each.type
+        if isinstance(annotation, str):
+            annotation = eval(annotation, {}, names)
+        if get_origin(annotation) is Annotated:
+            found[each.name] = _source(each.name, annotation, _field_default(each), title, is_optional=is_optional)
+    return found
+
+
+class _Names(dict[str, Any]):
+    """The names of a module, and a type for those that only a type checker imports."""
+
+    def __missing__(self, name: str) -> type[_Unknown]:
+        return _Unknown
+
+
+class _Unknown:
+    def __class_getitem__(cls, _: Any) -> type[_Unknown]:
+        return cls
+
+
+def _field_default(field: Field[Any]) -> Any:
+    return field.default if field.default_factory is MISSING else field.default_factory()
+
+
+def _from_text(kind: Any) -> Any:
+    """`X | None` as X, and what can be `str` among others as `str`."""
+    if get_origin(kind) in (Union, UnionType):
+        kinds = [each for each in get_args(kind) if each is not NoneType]
+        return str if str in kinds else kinds[0]
+    return kind
+
+
+def _typed(kind: Any, spec: Option | Argument) -> dict[str, Any]:
+    """The settings of `click` for a type."""
+    if spec.parse is not None:
+        return {"type": _Parsed(spec.parse), "multiple": isinstance(spec, Option) and spec.collect is not None}
+    if get_origin(kind) is Literal:
+        return {"type": _Choice(get_args(kind))}
+    if kind is Path:
+        return {"type": click.Path(path_type=Path)}
+    if isinstance(spec, Option) and spec.least is not None:
+        return {"type": click.IntRange(min=spec.least)}
+    if kind in (int, float, str):
+        return {"type": kind}
+    return {**_typed(get_args(kind)[0], spec), "multiple": True}
+
+
+def _in_words(value: Any) -> str:
+    """A default for the help; empty if it needs no mention."""
+    if value is None or value is MISSING or value is False or value == () or value == {}:
+        return ""
+    if isinstance(value, (tuple, list)):
+        return ",".join(map(str, value))
+    return "yes" if value is True else str(value)

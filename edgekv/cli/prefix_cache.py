@@ -1,0 +1,48 @@
+"""The prefix cache of `edgekv generate`."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Annotated
+
+from edgekv.cli.command import Given
+from edgekv.errors import UsageError
+from edgekv.option import Option
+from edgekv.prefix import StoreConfig
+
+if TYPE_CHECKING:
+    from edgekv.model import Model
+
+SALT_VARIABLE = "EDGEKV_CACHE_SALT"
+
+
+SaltOption = Annotated[
+    str | None,
+    Option(
+        "Share prefixes only with runs of the same salt, which is never written anywhere.",
+        shown=f"{SALT_VARIABLE}, with --prefix-cache",
+        group="Prefix cache",
+    ),
+]
+
+
+def store_config(given: Given[StoreConfig]) -> StoreConfig | None:
+    """The configured store; None if there is none.
+
+    Raises:
+        UsageError: a number out of range, or options without a folder.
+    """
+    if given.get("enable_block_reuse") is False:
+        return StoreConfig(enable_block_reuse=False)
+    values = {name: value for name, value in given.items() if name != "enable_block_reuse"}
+    if values and "disk_folder" not in values:
+        fix = "Add --prefix-cache DIR."
+        raise UsageError(next(iter(values)), got="no --prefix-cache", expected="a folder for it", fix=fix)
+    return StoreConfig(**values) if values else None
+
+
+def salt_of(given: str | None, model: Model) -> str | None:
+    """The salt of the prompts; that of the environment is for prefix caches alone."""
+    if given is not None or model.prefix_store is None:
+        return given
+    return os.environ.get(SALT_VARIABLE) or None

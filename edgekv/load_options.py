@@ -1,0 +1,96 @@
+"""How a bundle is run: the options of `edgekv.load`, and of every command that loads a bundle."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from edgekv.htp_options import HtpOptions
+from edgekv.option import Option
+
+if TYPE_CHECKING:
+    from edgekv.kv import Policy
+
+OnFull = Literal["drop-oldest", "stop"]
+"""`drop-oldest` leaves the oldest turns out of the prompt; `stop` refuses a prompt that is longer than the context."""
+OnFullOption = Annotated[
+    OnFull, Option("When a conversation fills the context: leave its oldest turns out, or refuse more of it.")
+]
+
+
+@dataclass(frozen=True, slots=True)
+class EngineOptions:
+    """What computes, and how. None leaves a choice to the engine."""
+
+    engine: Annotated[
+        str, Option("Where the graphs run: cpu or htp for a bundle of ONNX graphs, litert or tflite for TFLite graphs.")
+    ] = "cpu"
+    threads: Annotated[int | None, Option("Threads of one operation on a CPU.", shown="all cores")] = None
+    cpu_mode: Annotated[
+        str | None,
+        Option(
+            "How the engine cpu computes: emulate rounds every result as the HTP does; exact16 multiplies the "
+            "bundle's integers by activations of 16 bits; fast by activations of 8 bits.",
+            shown="fast to generate, emulate to compare",
+        ),
+    ] = None
+    htp: Annotated[
+        HtpOptions | None,
+        Option(
+            "Options of the engine htp, KEY=VALUE,...: performance (burst, balanced, power_saver, ...), rpc-latency "
+            "in us, priority (low to high), vtcm in MiB, optimization (1 to 3), device (its number), shared-memory "
+            "(yes, no or auto) and mapped-weights (yes or no).",
+            metavar="OPTIONS",
+            parse=lambda _, text: HtpOptions.parse(text),
+        ),
+    ] = None
+
+
+@dataclass(frozen=True, slots=True)
+class CacheOptions:
+    """How keys and values are kept."""
+
+    kv_update: Annotated[
+        str | None,
+        Option(
+            "How the cache takes new rows: pointer-shift, slot, mirror or shift-concat.",
+            shown="slot; pointer-shift with --reserve",
+        ),
+    ] = None
+    reserve: Annotated[
+        Fraction | float | str | None,
+        Option("Memory of pointer-shift in units of S-1 rows per tensor, above 1, at most 2.", shown="2"),
+    ] = None
+    policy: Annotated[
+        str | Policy,
+        Option(
+            "When the context is full: fail ends the text; sliding-window drops the oldest tokens; sinks(N, WINDOW) "
+            "keeps the first N and the newest WINDOW, at positions within the context; keydiff(BUDGET) or "
+            "keydiff(BUDGET, RECENT) keeps the BUDGET tokens whose keys are least similar to the mean key, the RECENT "
+            "newest (an eighth) among them.",
+            "--on-full",
+        ),
+    ] = "fail"
+    cache_mode: Annotated[
+        str | Any,  # a mode of edgekv.engine
+        Option(
+            "What is kept from step to step: always, long-sequence-only(TOKENS), adaptive, adaptive(64MiB), "
+            "adaptive(25%), or disabled, which computes the whole sequence again for every token."
+        ),
+    ] = "always"
+    kv_growth: Annotated[
+        str | None,
+        Option(
+            "For a bundle with several contexts, with slot or pointer-shift: cache memory starts at the smallest and "
+            "grows when it is outgrown, staggered (layer by layer) or together.",
+            shown="all memory at once",
+        ),
+    ] = None
+    reproducible: Annotated[
+        bool,
+        Option(
+            "Give a prompt the same answer whatever is cached of it. On a CPU only whole windows of prompts are then "
+            "reused, and the rest is computed again."
+        ),
+    ] = False

@@ -1,0 +1,106 @@
+"""What the command line says of a value: written once, beside the field of the dataclass that holds it.
+
+    @dataclass(frozen=True, slots=True)
+    class SamplingParams:
+        top_k: Annotated[int | None, Option("Sample from the k most likely tokens.")] = None
+
+The type and the default of an option are those of the field; see `edgekv.cli.command` for how a command gets it. Fields
+without such an annotation cannot be set from the command line.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from devices import Device, UnknownDeviceError, find
+from edgekv.errors import UsageError
+
+_NUMBERS = re.compile(r"\d{1,12}(,\d{1,12})*")
+_MOST_NUMBERS = 64
+
+Parser = Callable[[str, str], Any]
+"""The value of a text; called with the name of the option, for errors, and the text."""
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """An option.
+
+    Attributes:
+        help: what it means.
+        flags: its names, such as `-o --output` or `--history/--no-history`; empty for that of the field with dashes.
+        shown: the default in words; None for the value of the field, empty for none.
+        metavar: stands for the value in the help; empty for its type.
+        parse: the value of a text; None for types that need no parser: bool, int, float, str, Path, Literal of texts,
+            and sequences of these, whose options may be repeated. A type that can be `str` among others takes the text.
+        collect: what the field gets of an option that may be repeated and has a parser, such as `tuple` or `dict`.
+        least: the smallest number.
+        negates: whether the flag stands for False.
+        variable: environment variable that sets it too.
+        group: heading in the help; empty for that of the dataclass.
+    """
+
+    help: str
+    flags: str = ""
+    shown: str | None = None
+    metavar: str = ""
+    parse: Parser | None = None
+    collect: Callable[[Iterable[Any]], Any] | None = None
+    least: int | None = None
+    negates: bool = False
+    variable: str = ""
+    group: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Argument:
+    """A positional argument; see `Option`."""
+
+    help: str
+    metavar: str = ""
+    parse: Parser | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class OptionGroup:
+    """The options of a dataclass within a dataclass, or of a parameter of a command.
+
+    Attributes:
+        title: heading in the help.
+        only: the fields that the command has options for; empty for all.
+    """
+
+    title: str
+    only: tuple[str, ...] = ()
+
+
+# Parsers
+
+
+def parse_numbers(option: str, listed: str) -> tuple[int, ...]:
+    """The numbers of an option, such as `--ar 1,32`.
+
+    Raises:
+        UsageError: not whole numbers of at most 12 digits, separated by commas, or more than 64 of them.
+    """
+    text = listed.replace(" ", "")
+    if _NUMBERS.fullmatch(text) and text.count(",") < _MOST_NUMBERS:
+        return tuple(int(number) for number in text.split(","))
+    shown = listed if len(listed) <= 40 else f"{listed[:37]}..."
+    wanted = f"at most {_MOST_NUMBERS} whole numbers, comma-separated, such as 1,32"
+    raise UsageError(option, got=repr(shown), expected=wanted, fix="Correct the list.")
+
+
+def find_device(option: str, name: str) -> Device:
+    """A chip by the names that people know.
+
+    Raises:
+        UsageError: no device has this name; the error suggests names.
+    """
+    try:
+        return find(name)
+    except UnknownDeviceError as error:
+        raise UsageError(option, got=repr(error.got), expected=error.wanted, fix=error.fix) from None

@@ -1,0 +1,147 @@
+"""Options from the fields of dataclasses."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Sequence
+from dataclasses import MISSING, dataclass, fields
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import click
+import pytest
+from click.testing import CliRunner
+
+import edgekv
+from edgekv.cli.command import Command, Given, command
+from edgekv.cli.commands import find_commands
+from edgekv.errors import UsageError
+from edgekv.load_options import CacheOptions, EngineOptions
+from edgekv.option import Argument, Option, OptionGroup, parse_numbers
+
+
+@dataclass(frozen=True)
+class Oven:
+    degrees: Annotated[int, Option("How hot.", least=1)]
+    fan: Annotated[bool, Option("Without hot air.", "--no-fan", negates=True)] = True
+
+
+@dataclass(frozen=True)
+class Cake:
+    layers: Annotated[Sequence[int], Option("Of each, in mm.", "-l --layers", parse=parse_numbers)] = (10, 5)
+    icing: Annotated[Literal["sugar", "none"], Option("What is on top.", group="Decoration")] = "none"
+    names: Annotated[Sequence[str], Option("Written on it.", "--name", group="Decoration")] = ()
+    candles: int = 0
+    oven: Annotated[Oven | None, OptionGroup("Oven")] = None
+
+    def __post_init__(self) -> None:
+        if len(self.layers) > 3:
+            raise UsageError("layers", got=len(self.layers), expected="at most 3", fix="Bake two.")
+
+
+made: list[Any] = []
+
+
+@command
+def bake(
+    place: Annotated[Path, Argument("Where.")],
+    cake: Cake,
+    eaten: Annotated[bool, Option("Whether it is gone.")] = False,
+) -> None:
+    """Bake a cake."""
+    made.append((place, cake, eaten))
+
+
+@command
+def describe(cake: Given[Cake]) -> None:
+    made.append(cake)
+
+
+def ran(made_by: click.Command, *arguments: str, **settings: Any) -> Any:
+    result = CliRunner().invoke(made_by, arguments, catch_exceptions=False, **settings)
+    assert result.exit_code == 0, result.output
+    return made.pop()
+
+
+def refusal(*arguments: str) -> str:
+    result = CliRunner().invoke(bake, arguments)
+    assert result.exit_code != 0 and not made
+    return f"{result.output}{result.exception}"
+
+
+def test_what_is_not_given_is_the_default_of_the_field() -> None:
+    assert ran(bake, "here") == (Path("here"), Cake(), False)
+    assert ran(describe) == {}
+
+
+def test_each_annotated_field_is_an_option() -> None:
+    given = ["-l", "1,2", "--icing", "sugar", "--name", "A", "--name", "B", "--degrees", "180", "--no-fan", "--eaten"]
+    assert ran(bake, "here", *given) == (Path("here"), Cake((1, 2), "sugar", ("A", "B"), oven=Oven(180, False)), True)
+    assert ran(describe, "--icing", "none") == {"icing": "none"}
+    assert "--candles" not in CliRunner().invoke(bake, ["--help"]).output
+
+
+def test_a_file_of_defaults_sets_them_as_the_command_line_does() -> None:
+    told = {"layers": [3, 4], "name": ["A"], "no_fan": True, "degrees": 200}
+    assert ran(bake, "here", default_map=told)[1] == Cake((3, 4), names=("A",), oven=Oven(200, False))
+    assert ran(bake, "here", "-l", "9", default_map=told)[1].layers == (9,)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--layers", "1,2,3,4"], "--layers: got 4; expected at most 3"),
+        (["--layers", "thick"], "--layers: got 'thick'"),
+        (["--icing", "jam"], "--icing: got 'jam'; expected sugar or none"),
+        (["--no-fan"], "--no-fan: got it without --degrees; expected both"),
+        (["--degrees", "0"], "Invalid value for '--degrees': 0 is not in the range x>=1"),
+    ],
+)
+def test_errors_name_the_option(arguments: list[str], said: str) -> None:
+    assert said in refusal("here", *arguments)
+
+
+def test_the_help_is_grouped_and_has_the_defaults_of_the_fields() -> None:
+    told = CliRunner().invoke(bake, ["--help"]).output
+    assert [line[:-1] for line in told.splitlines() if line.endswith(":") and line[0] != " "] == [
+        "Arguments",
+        "Cake",
+        "Decoration",
+        "Oven",
+        "Options",
+    ]
+    assert "-l, --layers TEXT  Of each, in mm.  [default: 10,5]" in told
+    assert "[default: 3]" in CliRunner().invoke(bake, ["--help"], default_map={"layers": 3}).output
+
+
+def _commands() -> Iterator[tuple[str, click.Command]]:
+    for name, entry in find_commands().items():
+        found = entry.load()
+        if isinstance(found, click.Group):
+            yield from ((f"{name} {each}", found.commands[each]) for each in found.commands)
+        elif isinstance(found, Command):
+            yield name, found
+
+
+COMMANDS = dict(_commands())
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_option_and_argument_says_what_it_is_for(name: str) -> None:
+    records = [each.get_help_record(click.Context(COMMANDS[name])) for each in COMMANDS[name].params]
+    assert all(record is not None and record[1] for record in records)
+
+
+@pytest.mark.parametrize("name", ["bench", "chat", "generate", "prefix bake", "serve", "eval", "compare"])
+def test_commands_that_run_a_bundle_choose_the_engine_alike(name: str) -> None:
+    generate = {each.name: each for each in COMMANDS["generate"].params}
+    for option in ("engine", "cpu_mode"):
+        (found,) = (each for each in COMMANDS[name].params if each.name == option)
+        context = click.Context(COMMANDS[name])
+        assert found.get_help_record(context) == generate[option].get_help_record(context)
+
+
+def test_load_takes_the_fields_of_its_options_with_their_defaults() -> None:
+    parameters = inspect.signature(edgekv.load).parameters
+    for each in (*fields(EngineOptions), *fields(CacheOptions)):
+        assert each.default is not MISSING and parameters[each.name].default == each.default
