@@ -49,7 +49,7 @@ class Option:
     metavar: str = ""
     parse: Parser | None = None
     collect: Callable[[Iterable[Any]], Any] | None = None
-    least: int | None = None
+    least: float | None = None
     negates: bool = False
     variable: str = ""
     group: str = ""

@@ -111,6 +111,7 @@ def test_the_help_is_grouped_and_has_the_defaults_of_the_fields() -> None:
         "Options",
     ]
     assert "-l, --layers TEXT  Of each, in mm.  [default: 10,5]" in told
+    assert "--no-fan" in told and "[default: yes]" not in told
     assert "[default: 3]" in CliRunner().invoke(bake, ["--help"], default_map={"layers": 3}).output
 
 

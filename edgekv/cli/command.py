@@ -18,7 +18,7 @@ import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import MISSING, Field, fields, is_dataclass
+from dataclasses import MISSING, Field, fields, is_dataclass, replace
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Generic, Literal, Protocol, TypeVar, Union, get_args, get_origin
@@ -156,7 +156,7 @@ class _Record:
     def __init__(self, kind: type[Any], default: Any, group: OptionGroup, *, is_given_alone: bool) -> None:
         self._kind, self._default, self._is_given_alone = kind, default, is_given_alone
         is_optional = is_given_alone or default is not MISSING
-        parts = _fields(kind, group.title, is_optional=is_optional)
+        parts = _fields(kind, group.title, default, is_optional=is_optional)
         self._parts = {name: parts[name] for name in group.only or parts}
 
     def values(self) -> Iterator[_Value]:
@@ -177,6 +177,8 @@ class _Record:
                 first = next(each.shown for each in self.values() if each.is_given(given))
                 fix = f"Add {part.shown}, or leave it out."
                 raise UsageError(first, got=f"it without {part.shown}", expected="both", fix=fix)
+        if isinstance(self._default, self._kind):
+            return replace(self._default, **found)
         return self._kind(**found)
 
 
@@ -184,7 +186,8 @@ class _OptionOf(click.Option):
     """An option of `click`. It has no default: the dataclass has."""
 
     def __init__(self, field: str, kind: Any, spec: Option, default: Any, is_required: bool, title: str) -> None:
-        self.title, self._shown, self._default = title, spec.shown, default
+        self.title, self._shown = title, spec.shown
+        self._default = not default if spec.negates else default
         names = spec.flags.split() or [f"--{field.replace('_', '-')}"]
         longest = max((name.partition("/")[0] for name in names), key=len)
         settings: dict[str, Any] = {"is_flag": True} if kind is bool and spec.parse is None else _typed(kind, spec)
@@ -252,14 +255,18 @@ def _default(parameter: inspect.Parameter) -> Any:
     return MISSING if parameter.default is inspect.Parameter.empty else parameter.default
 
 
-def _source(name: str, annotation: Any, default: Any, title: str, *, is_optional: bool = False) -> _Source:
-    """What a parameter or a field stands for."""
+def _source(
+    name: str, annotation: Any, default: Any, title: str, *, is_optional: bool = False, is_own: bool = False
+) -> _Source:
+    """What a parameter or a field stands for. A default of its own is shown as it is, not in the option's words."""
     notes: tuple[Any, ...] = ()
     if get_origin(annotation) is Annotated:
         annotation, *rest = get_args(annotation)
         notes = tuple(rest)
     for note in notes:
         if isinstance(note, (Option, Argument)):
+            if is_own and isinstance(note, Option):
+                note = replace(note, shown=None)
             return _Value(name, _from_text(annotation), note, default, title, is_optional=is_optional)
     groups = [note for note in notes if isinstance(note, OptionGroup)]
     is_given_alone = get_origin(annotation) is Given
@@ -269,8 +276,8 @@ def _source(name: str, annotation: Any, default: Any, title: str, *, is_optional
     return _Record(kind, default, group, is_given_alone=is_given_alone)
 
 
-def _fields(kind: type[Any], title: str, *, is_optional: bool) -> dict[str, _Source]:
-    """The annotated fields of a dataclass."""
+def _fields(kind: type[Any], title: str, instance: Any, *, is_optional: bool) -> dict[str, _Source]:
+    """The annotated fields of a dataclass, with the defaults of an instance if there is one."""
     names = _Names(vars(builtins) | vars(sys.modules[kind.__module__]))
     found = {}
     for each in fields(kind):
@@ -278,7 +285,9 @@ def _fields(kind: type[Any], title: str, *, is_optional: bool) -> dict[str, _Sou
         if isinstance(annotation, str):
             annotation = eval(annotation, {}, names)
         if get_origin(annotation) is Annotated:
-            found[each.name] = _source(each.name, annotation, _field_default(each), title, is_optional=is_optional)
+            is_own = isinstance(instance, kind)
+            default = getattr(instance, each.name) if is_own else _field_default(each)
+            found[each.name] = _source(each.name, annotation, default, title, is_optional=is_optional, is_own=is_own)
     return found
 
 
@@ -315,7 +324,7 @@ def _typed(kind: Any, spec: Option | Argument) -> dict[str, Any]:
     if kind is Path:
         return {"type": click.Path(path_type=Path)}
     if isinstance(spec, Option) and spec.least is not None:
-        return {"type": click.IntRange(min=spec.least)}
+        return {"type": click.FloatRange(spec.least) if kind is float else click.IntRange(int(spec.least))}
     if kind in (int, float, str):
         return {"type": kind}
     return {**_typed(get_args(kind)[0], spec), "multiple": True}

@@ -6,13 +6,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
-from typing import Annotated, Optional, cast
-
-import typer
+from typing import Annotated
 
 from edgekv.bundle import Bundle, open_bundle
-from edgekv.cli.output import print_json
+from edgekv.cli.command import Group
+from edgekv.cli.model import BundleArgument
+from edgekv.cli.output import Output, print_json
 from edgekv.errors import UsageError
+from edgekv.option import Option
 from edgekv.text_file import read_text_file
 from exporters.progress import shown
 from exporters.targets.aihub.account import Account, connect
@@ -23,47 +24,30 @@ from exporters.targets.aihub.options import Runtime
 from exporters.targets.aihub.run import HubRun, check_all_done
 from exporters.targets.aihub.show import HostedRow, HubReport, show_devices, show_report
 
-# ruff: noqa: UP045  (typer reads the annotations of Python 3.10 at run time)
+ProfileOption = Annotated[str | None, Option("Client profile, ~/.qai_hub/PROFILE.ini.")]
 
-BundleArgument = Annotated[Path, typer.Argument(help="A bundle's folder.", show_default=False)]
-DevicesOption = Annotated[
-    str,
-    typer.Option("--devices", "--device", help="Hosted devices or chips, separated by commas.", show_default=False),
-]
-ProfileOption = Annotated[Optional[str], typer.Option("--profile", help="Client profile, ~/.qai_hub/PROFILE.ini.")]
-PollOption = Annotated[float, typer.Option("--poll", help="Seconds between polls of the jobs' status.", min=0.01)]
-WaitOption = Annotated[bool, typer.Option("--wait/--no-wait", help="Wait for the jobs and download their results.")]
-ForceOption = Annotated[bool, typer.Option("--force", help="Discard earlier jobs and submit all of them again.")]
-QairtOption = Annotated[Optional[str], typer.Option("--qairt-version", help="QAIRT version that the service uses.")]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output.")]
-
-_POLL_S = 10.0
-
-hub = typer.Typer(
-    no_args_is_help=True,
-    rich_markup_mode=None,
-    help="Qualcomm AI Hub: compile, link, profile and run a bundle on hosted devices.\n\n"
-    "Jobs are kept in BUNDLE/hub/jobs: after an interruption, run the same command again to continue.",
+hub = Group(
+    help="Jobs are kept in BUNDLE/hub/jobs: after an interruption, run the same command again to continue.",
 )
 
 
 @dataclass(frozen=True, slots=True)
-class _Manner:
-    """The options of all commands that submit jobs."""
+class JobOptions:
+    """Where jobs run, and how they are waited for."""
 
-    profile: str | None
-    qairt: str | None
-    poll_s: float
-    wait: bool
-    force: bool
-    as_json: bool
+    devices: Annotated[str, Option("Hosted devices or chips, separated by commas.", "--devices --device")]
+    profile: ProfileOption = None
+    qairt: Annotated[str | None, Option("QAIRT version that the service uses.", "--qairt-version")] = None
+    poll_s: Annotated[float, Option("Seconds between polls of the jobs' status.", "--poll", least=0.01)] = 10.0
+    wait: Annotated[bool, Option("Wait for the jobs and download their results.", "--wait/--no-wait")] = True
+    force: Annotated[bool, Option("Discard earlier jobs and submit all of them again.")] = False
 
 
 @hub.command()
-def devices(profile: ProfileOption = None, as_json: JsonOption = False) -> None:
+def devices(output: Output, profile: ProfileOption = None) -> None:
     """List the hosted devices, and the chips that edgekv knows of them."""
     rows = [HostedRow.of(each) for each in list_hosted(connect(profile))]
-    if as_json:
+    if output.as_json:
         print_json(rows, list_name="devices")
     else:
         show_devices(rows)
@@ -72,79 +56,32 @@ def devices(profile: ProfileOption = None, as_json: JsonOption = False) -> None:
 @hub.command("compile")
 def compile_(
     bundle: BundleArgument,
-    devices: DevicesOption,
-    runtime: Annotated[str, typer.Option(help="qnn_dlc, which can be linked, or qnn_context_binary.")] = "qnn_dlc",
-    profile: ProfileOption = None,
-    qairt_version: QairtOption = None,
-    poll: PollOption = _POLL_S,
-    wait: WaitOption = True,
-    force: ForceOption = False,
-    as_json: JsonOption = False,
+    jobs: JobOptions,
+    output: Output,
+    runtime: Annotated[Runtime, Option("qnn_dlc can be linked; qnn_context_binary is for one chip.")] = "qnn_dlc",
 ) -> None:
     """Compile each graph for each device."""
-    if runtime not in ("qnn_dlc", "qnn_context_binary"):
-        wanted = "qnn_dlc or qnn_context_binary"
-        raise UsageError("--runtime", got=repr(runtime), expected=wanted, fix="Use qnn_dlc.")
-    kind = cast(Runtime, runtime)
-    _run(
-        bundle,
-        devices,
-        lambda run, targets: run.compile(targets, kind),
-        _Manner(profile, qairt_version, poll, wait, force, as_json),
-    )
+    _run(bundle, lambda run, targets: run.compile(targets, runtime), jobs, output)
 
 
 @hub.command()
-def link(
-    bundle: BundleArgument,
-    devices: DevicesOption,
-    profile: ProfileOption = None,
-    qairt_version: QairtOption = None,
-    poll: PollOption = _POLL_S,
-    wait: WaitOption = True,
-    force: ForceOption = False,
-    as_json: JsonOption = False,
-) -> None:
+def link(bundle: BundleArgument, jobs: JobOptions, output: Output) -> None:
     """Link the graphs into one context binary for each device, with shared weights; compiles what is missing."""
-    _run(
-        bundle,
-        devices,
-        lambda run, targets: run.link(targets),
-        _Manner(profile, qairt_version, poll, wait, force, as_json),
-    )
+    _run(bundle, lambda run, targets: run.link(targets), jobs, output)
 
 
 @hub.command("profile")
-def profile_(
-    bundle: BundleArgument,
-    devices: DevicesOption,
-    profile: ProfileOption = None,
-    qairt_version: QairtOption = None,
-    poll: PollOption = _POLL_S,
-    wait: WaitOption = True,
-    force: ForceOption = False,
-    as_json: JsonOption = False,
-) -> None:
+def profile_(bundle: BundleArgument, jobs: JobOptions, output: Output) -> None:
     """Measure each graph on each device; compiles and links what is missing."""
-    _run(
-        bundle,
-        devices,
-        lambda run, targets: run.profile(targets),
-        _Manner(profile, qairt_version, poll, wait, force, as_json),
-    )
+    _run(bundle, lambda run, targets: run.profile(targets), jobs, output)
 
 
 @hub.command()
 def infer(
     bundle: BundleArgument,
-    devices: DevicesOption,
-    text: Annotated[Optional[Path], typer.Option(help="Text to run instead of the calibration text.")] = None,
-    profile: ProfileOption = None,
-    qairt_version: QairtOption = None,
-    poll: PollOption = _POLL_S,
-    wait: WaitOption = True,
-    force: ForceOption = False,
-    as_json: JsonOption = False,
+    jobs: JobOptions,
+    output: Output,
+    text: Annotated[Path | None, Option("Text to run instead of the calibration text.")] = None,
 ) -> None:
     """Run one real step of each graph on each device and compare with the CPU engine.
 
@@ -152,48 +89,38 @@ def infer(
     """
     default = resources.files("exporters.quantize").joinpath("calibration.txt")
     content = default.read_text("utf-8") if text is None else read_text_file(text, "--text")
-    _run(
-        bundle,
-        devices,
-        lambda run, targets: run.infer(targets, content),
-        _Manner(profile, qairt_version, poll, wait, force, as_json),
-    )
+    _run(bundle, lambda run, targets: run.infer(targets, content), jobs, output)
 
 
 @hub.command()
-def status(bundle: BundleArgument, profile: ProfileOption = None, as_json: JsonOption = False) -> None:
+def status(bundle: BundleArgument, output: Output, profile: ProfileOption = None) -> None:
     """Show the state of all jobs of a bundle."""
     opened, account, ledger = _open(bundle, profile, force=False)
     run = _earlier(opened, account, ledger)
-    _print(opened, run.records, [], as_json=as_json)
+    _print(opened, run.records, [], as_json=output.as_json)
 
 
 @hub.command()
-def fetch(bundle: BundleArgument, profile: ProfileOption = None, as_json: JsonOption = False) -> None:
+def fetch(bundle: BundleArgument, output: Output, profile: ProfileOption = None) -> None:
     """Download the results of a bundle's jobs into BUNDLE/hub/DEVICE."""
     opened, account, ledger = _open(bundle, profile, force=False)
     run = _earlier(opened, account, ledger)
-    _finish(opened, account, ledger, run, as_json=as_json)
+    _finish(opened, account, ledger, run, as_json=output.as_json)
 
 
-def _run(
-    bundle: Path,
-    devices: str,
-    submit: Callable[[HubRun, Sequence[Target]], None],
-    manner: _Manner,
-) -> None:
-    opened, account, ledger = _open(bundle, manner.profile, force=manner.force)
-    names = [name for name in devices.split(",") if name.strip()]
+def _run(bundle: Path, submit: Callable[[HubRun, Sequence[Target]], None], options: JobOptions, output: Output) -> None:
+    opened, account, ledger = _open(bundle, options.profile, force=options.force)
+    names = [name for name in options.devices.split(",") if name.strip()]
     targets = choose_targets(list_hosted(account), names, opened.manifest.kv_dtype)
-    run = HubRun(opened, account, ledger, qairt=manner.qairt)
-    with shown() as progress:
+    run = HubRun(opened, account, ledger, qairt=options.qairt)
+    with shown(output.is_quiet) as progress:
         submit(run, targets)
-        if manner.wait:
-            run.wait(manner.poll_s, progress)
-    if manner.wait:
-        _finish(opened, account, ledger, run, as_json=manner.as_json)
+        if options.wait:
+            run.wait(options.poll_s, progress)
+    if options.wait:
+        _finish(opened, account, ledger, run, as_json=output.as_json)
     else:
-        _print(opened, run.records, [], as_json=manner.as_json)
+        _print(opened, run.records, [], as_json=output.as_json)
 
 
 def _open(bundle: Path, profile: str | None, *, force: bool) -> tuple[Bundle, Account, Ledger]:

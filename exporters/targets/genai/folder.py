@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
 
@@ -13,6 +14,7 @@ from devices import Device
 from edgekv.bundle import Bundle, FileRecord, GraphRecord, atomic_directory, readable_json, record_files
 from edgekv.engine.sink import read_sink
 from edgekv.errors import BundleError, EngineError, UsageError
+from edgekv.option import Option, find_device
 from exporters.graphs.models import save_model
 from exporters.graphs.parts import build_part, save_part
 from exporters.graphs.qdq import GraphForm, QdqOps
@@ -64,19 +66,26 @@ class GenaiFolder(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True)
 class GenaiOptions:
-    """The options of a folder.
+    """The options of a folder; without a device the graphs are left to ONNX Runtime on the CPU."""
 
-    Attributes:
-        device: the chip to compile for, or None to leave the graphs to ONNX Runtime on the CPU.
-        pad_token: an id that no prompt contains, or None to look for one.
-        share_weights: one binary for both graphs; Qualcomm's x86 emulator cannot load such a binary.
-        check: compare the results of the stacked graphs with those of the bundle's.
-    """
-
-    device: Device | None
-    pad_token: int | None = None
-    share_weights: bool = False
-    check: bool = True
+    device: Annotated[
+        Device | None, Option("Target of the engine htp: part number or name.", parse=find_device, shown="the bundle's")
+    ]
+    pad_token: Annotated[
+        int | None,
+        Option(
+            "Padding token: an id that no prompt contains.",
+            "--pad-token-id",
+            shown="the bundle's own, or an unused one",
+        ),
+    ] = None
+    share_weights: Annotated[
+        bool,
+        Option("Write one binary with one copy of the weights. It runs on a Snapdragon, not on the emulator."),
+    ] = False
+    check: Annotated[
+        bool, Option("Do not compare the graphs with the bundle's graphs.", "--skip-check", negates=True)
+    ] = True
 
     def __post_init__(self) -> None:
         if self.share_weights and self.device is None:

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Annotated
 
 from devices import Device, find
 from edgekv.bundle import Bundle, GraphRecord, Manifest
 from edgekv.engine.sink import read_sink
 from edgekv.errors import BundleError, UsageError
 from edgekv.kv import Sink
+from edgekv.option import Option, OptionGroup, find_device
 from edgekv.text import SamplingParams
 from exporters.targets.genie.config import positional_encoding
 from exporters.targets.genie.names import graph_name, part_name
@@ -18,28 +20,42 @@ from exporters.targets.genie.names import graph_name, part_name
 
 @dataclass(frozen=True, slots=True)
 class GenieOptions:
-    """The options of a folder.
+    """The options of a folder, and how Genie chooses tokens there.
 
     Attributes:
-        device: the target; None for the bundle's.
-        context: the longest to use, in tokens; None for the context of the largest graphs.
-        max_new_tokens: the longest answer; None for the context.
-        sampling: how Genie chooses tokens.
-        bos: put the tokenizer's BOS token in front of the first query; off if the chat template writes it.
-        embedding_table: let Genie look up embeddings in a file instead of the graphs.
-        each: also write one binary per graph; Genie on x86 loads no others.
-        check: run the result in Genie and compare its tokens with edgekv's.
         stacked: one cache tensor for all heads of a layer, and names of graphs without repeated underscores.
     """
 
-    device: Device | None = None
-    context: int | None = None
-    max_new_tokens: int | None = None
-    sampling: SamplingParams = field(default_factory=SamplingParams)
-    bos: bool = True
-    embedding_table: bool = False
-    each: bool = True
-    check: bool = True
+    device: Annotated[
+        Device | None,
+        Option("Target chip; must be the one that the bundle was exported for.", parse=find_device),
+    ] = None
+    context: Annotated[int | None, Option("Longest context to use, in tokens.", shown="the longest of the graphs")] = (
+        None
+    )
+    max_new_tokens: Annotated[int | None, Option("Longest answer, in tokens.", shown="the context")] = None
+    sampling: Annotated[SamplingParams, OptionGroup("Sampling", only=("temperature", "top_k", "top_p", "seed"))] = (
+        field(default_factory=SamplingParams)
+    )
+    bos: Annotated[
+        bool, Option("Put no BOS token in front of a query, if the chat template writes it.", "--no-bos", negates=True)
+    ] = True
+    embedding_table: Annotated[bool, Option("Let Genie look up embeddings in a file instead of the graphs.")] = False
+    each: Annotated[
+        bool,
+        Option(
+            "Also write one binary per graph. Genie on x86 loads no others; a phone does not need them.",
+            "--each/--no-each",
+        ),
+    ] = True
+    check: Annotated[
+        bool,
+        Option(
+            "Do not run the result in Genie and compare its tokens; the folder records that it is unchecked.",
+            "--skip-check",
+            negates=True,
+        ),
+    ] = True
     stacked: bool = False
 
     def __post_init__(self) -> None:
