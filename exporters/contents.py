@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from edgekv.bundle import FORMAT, FileRecord, HtpCheck, Manifest, SourceRecord, WeightPlaces
 from edgekv.spec import DecoderInterface, EncodingTypes
@@ -65,7 +65,8 @@ def write_contents(
     done(0)
     options, checkpoint, graphs = prepared.options, prepared.checkpoint, prepared.graphs
     is_tflite, context = options.graph_format == "tflite", options.contexts[-1]
-    types = EncodingTypes("s16" if is_tflite else options.recipe.activations, options.kv_dtype)
+    activations: Literal["u16", "s16"] = "s16" if is_tflite else options.recipe.activations
+    types = EncodingTypes(activations, options.kv_dtype, options.state_dtype)
     slots = None if options.lora is None else options.lora.slots(tensors.spec)
     decoder = DecoderInterface.of(tensors.spec, context, options.kv_dtype, options.key_layout, types.activations, slots)
     factors = [rope.rotation(context).attention_factor for rope in tensors.spec.ropes]

@@ -37,6 +37,7 @@ class ExportOptions:
         max_attention_window: attention window limit of each layer in tokens, including the query; a shorter list is
             repeated. Empty for the model's own windows.
         kv_dtype: integer type of the cache.
+        state_bits: of each element of the states of convolutions, 8 or 16.
         key_layout: keys as `rows` [S, D] or `columns` [D, S]; see `edgekv.kv.Geometry`.
         calibration: a text file; None for edgekv's own text.
         calibration_tokens: the most tokens to use; None for `edgekv.plan.default_calibration_tokens`.
@@ -61,6 +62,7 @@ class ExportOptions:
     draft_rows: Sequence[int] = ()
     max_attention_window: Sequence[int] = ()
     kv_dtype: KvDtype = "u8"
+    state_bits: int = 16
     key_layout: KeyLayout = "rows"
     calibration: Path | None = None
     calibration_tokens: int | None = None
@@ -125,6 +127,8 @@ class ExportOptions:
                 expected=f"{kinds}, which its kernels multiply by",
                 fix=f"Use --kv {KV_DTYPES[self.graph_format][0]}.",
             )
+        if self.state_bits not in (8, 16):
+            raise UsageError("--state-bits", got=self.state_bits, expected="8 or 16", fix="Use --state-bits 16.")
         if self.graph_format == "tflite" and any(
             "litert" not in WEIGHT_TYPES[rule.dtype].engines for rule in self.recipe.weights
         ):
@@ -162,6 +166,12 @@ class ExportOptions:
                 expected="V73 or later for a 16-bit cache",
                 fix=f"Use --kv {KV_DTYPES[self.graph_format][0]}, or a later device.",
             )
+
+    @property
+    def state_dtype(self) -> KvDtype:
+        """Integer type of the states of convolutions."""
+        is_tflite = self.graph_format == "tflite"  # its activations are signed
+        return ("s16" if is_tflite else "u16") if self.state_bits == 16 else ("s8" if is_tflite else "u8")
 
     @property
     def contexts(self) -> tuple[int, ...]:

@@ -141,7 +141,7 @@ def prepare(checkpoint: Checkpoint, options: ExportOptions) -> Prepared:
     Raises:
         UsageError: the options do not fit the checkpoint.
     """
-    checkpoint = checkpoint.limited(options.max_attention_window)
+    checkpoint = checkpoint.limited(options.max_attention_window).with_states(options.state_dtype)
     options = replace(options, recipe=resolve(options.recipe, checkpoint))
     if options.learn_tokens:
         options = replace(options, recipe=options.recipe.learned())

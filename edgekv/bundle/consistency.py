@@ -26,6 +26,8 @@ def check_consistency(manifest: Manifest, fail: Fail) -> None:
     for name in manifest.files:
         if not is_plain_path(name):
             fail("files", repr(name), "plain paths inside the bundle")
+    if manifest.kv_dtype == "u16":
+        fail("kv_dtype", manifest.kv_dtype, "u8, s8 or s16: no product of matrices reads u16")
     model = manifest.model
     states = 0 if model.convolution is None else len(model.convolution.layers)
     tensors = 2 * (model.layers - states) * model.kv_heads + states

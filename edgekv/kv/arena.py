@@ -13,7 +13,12 @@ from edgekv.spec.geometry import KvDtype, KvTensor
 
 Rows = NDArray[Any]
 
-DTYPES: dict[KvDtype, type[np.integer[Any]]] = {"u8": np.uint8, "s8": np.int8, "s16": np.int16}
+DTYPES: dict[KvDtype, type[np.integer[Any]]] = {
+    "u8": np.uint8,
+    "s8": np.int8,
+    "s16": np.int16,
+    "u16": np.uint16,
+}
 
 
 class Arena(Protocol):

@@ -47,10 +47,12 @@ class Convolution(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     Attributes:
         layers: their numbers.
         kernel: K, the tokens that the convolution reads, including the current one.
+        state_dtype: integer type of the rows that later steps read. Set by export.
     """
 
     layers: frozenset[_Layer]
     kernel: Annotated[int, msgspec.Meta(ge=2, le=1 << 10)]
+    state_dtype: KvDtype = "u16"
 
 
 class DecoderSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -207,7 +209,9 @@ class DecoderSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             windows,
             kv_dtype,
             key_layout,
-            None if states is None else ConvolutionStates(states.layers, states.kernel, self.hidden),
+            None
+            if states is None
+            else ConvolutionStates(states.layers, states.kernel, self.hidden, states.state_dtype),
         )
 
     def window(self, layer: int) -> int | None:

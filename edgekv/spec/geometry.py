@@ -6,11 +6,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-KvDtype = Literal["u8", "s8", "s16"]
+KvDtype = Literal["u8", "s8", "s16", "u16"]
+"""Type of a cache tensor. `u16` is for states alone: no product of matrices reads it as its second operand."""
 Kind = Literal["key", "value", "conv"]
 KeyLayout = Literal["rows", "columns"]
 
-_ELEMENT_BYTES: dict[KvDtype, int] = {"u8": 1, "s8": 1, "s16": 2}
+_ELEMENT_BYTES: dict[KvDtype, int] = {"u8": 1, "s8": 1, "s16": 2, "u16": 2}
+ZERO_POINTS: dict[KvDtype, int] = {"u8": 128, "s8": 0, "s16": 0, "u16": 32768}
 KINDS: tuple[Kind, Kind] = ("key", "value")
 """Of layers with attention: a row per token and head."""
 STATE_KINDS: tuple[Kind] = ("conv",)
@@ -57,7 +59,7 @@ class Geometry:
         head_dim: D, elements of one head's row; H for states.
         context: the tokens that a token attends to, including itself: S of the largest graphs, or the smaller window of
             these layers, or the kernel K of a convolution; at least 2.
-        kv_dtype: `u8` (zero point 128), `s8` or `s16` (zero point 0).
+        kv_dtype: `u8` (zero point 128), `s8` or `s16` (zero point 0); of states also `u16` (zero point 32768).
         key_layout: how graphs read and write keys: `rows` `[1, 1, S-AR, D]` as values, or `columns`
             `[1, 1, D, S-AR]`, as Genie requires. Values are always rows.
         numbers: the numbers of these layers in the model; empty for all, from 0 on.
@@ -113,7 +115,7 @@ class Geometry:
     @property
     def zero_point(self) -> int:
         """The integer that represents 0.0, which fills unused rows."""
-        return 128 if self.kv_dtype == "u8" else 0
+        return ZERO_POINTS[self.kv_dtype]
 
     def past_rows(self, ar: int, context: int | None = None) -> int:
         """The rows that a graph for AR new tokens reads of each tensor.

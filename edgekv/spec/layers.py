@@ -16,11 +16,13 @@ class ConvolutionStates:
         layers: numbers of the layers.
         kernel: K: the K-1 rows before the next token are the state.
         width: H, channels of a row.
+        dtype: integer type.
     """
 
     layers: frozenset[int]
     kernel: int
     width: int
+    dtype: KvDtype = "u16"
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,10 +65,11 @@ class LayeredGeometry:
         found: dict[tuple[int, int, int, tuple[Kind, ...]], list[int]] = {}
         for layer in range(self.layers):
             found.setdefault(self._sizes(layer), []).append(layer)
-        groups = [
-            Geometry(len(numbers), kv_heads, head_dim, window, self.kv_dtype, self.key_layout, tuple(numbers), kinds)
-            for (kv_heads, head_dim, window, kinds), numbers in found.items()
-        ]
+        groups = []
+        for (kv_heads, head_dim, window, kinds), numbers in found.items():
+            dtype = self.states.dtype if self.states is not None and kinds == STATE_KINDS else self.kv_dtype
+            sizes = len(numbers), kv_heads, head_dim, window
+            groups.append(Geometry(*sizes, dtype, self.key_layout, tuple(numbers), kinds))
         # One group of all layers equals a plain geometry.
         return tuple(groups) if len(groups) > 1 else (replace(groups[0], numbers=()),)
 

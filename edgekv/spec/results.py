@@ -10,12 +10,12 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-from edgekv.spec.geometry import KvDtype
+from edgekv.spec.geometry import ZERO_POINTS, KvDtype
 from quant import Encoding, Range
 
 ResultKind = Literal[
     "embedding", "linear", "norm", "sum", "product", "gelu", "sigmoid", "tanh", "softmax",
-    "scores", "masked", "attended", "cache",
+    "scores", "masked", "attended", "cache", "state",
 ]  # fmt: skip
 
 HEADROOM = 1.5
@@ -50,10 +50,12 @@ class EncodingTypes:
     Attributes:
         activations: `u16`, with a zero point that fits the range; or `s16` with zero point 0, which TFLite requires.
         cache: of keys and values.
+        states: of the states of convolutions.
     """
 
     activations: Literal["u16", "s16"]
     cache: KvDtype
+    states: KvDtype = "u16"
 
     @property
     def is_symmetric(self) -> bool:
@@ -94,6 +96,14 @@ def _clips(seen: Range, types: EncodingTypes, depth: float) -> Encoding:
     return seen.symmetric(types.cache)
 
 
+def _holds_states(seen: Range, types: EncodingTypes, depth: float) -> Encoding:
+    """As `_clips`, with headroom for products and with the zero point that empty rows have."""
+    if types.states in ("u8", "s8"):
+        return seen.symmetric(types.states)
+    step = Encoding.symmetric(PRODUCT_HEADROOM * seen.absmax, "s16").scale
+    return Encoding(types.states, step, ZERO_POINTS[types.states])
+
+
 def _reaches_mask(seen: Range, types: EncodingTypes, depth: float) -> Encoding:
     """The range of the scores, extended by the depth of the mask."""
     if types.is_symmetric:
@@ -117,6 +127,7 @@ RULES: dict[ResultKind, Rule] = {
     "masked": _reaches_mask,
     "attended": _COVERS,
     "cache": _clips,
+    "state": _holds_states,
 }
 """The encoding rule of each kind."""
 

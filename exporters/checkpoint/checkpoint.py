@@ -23,6 +23,7 @@ from edgekv.spec import (
     HEAD_TURN,
     Config,
     DecoderSpec,
+    KvDtype,
     SplitChannel,
     View,
     Vocabulary,
@@ -156,6 +157,13 @@ class Checkpoint:
     def limited(self, windows: Sequence[int | None]) -> Checkpoint:
         """The same model with limited attention windows; see `DecoderSpec.limits`."""
         return replace(self, spec=msgspec.structs.replace(self.spec, limits=tuple(windows)))
+
+    def with_states(self, dtype: KvDtype) -> Checkpoint:
+        """The same model whose states, if it has any, are of a type; see `Convolution.state_dtype`."""
+        if (convolution := self.spec.convolution) is None:
+            return self
+        convolution = msgspec.structs.replace(convolution, state_dtype=dtype)
+        return replace(self, spec=msgspec.structs.replace(self.spec, convolution=convolution))
 
     def split(self, channels: Sequence[SplitChannel]) -> Checkpoint:
         """The same model with some channels of the residual split; see `exporters.checkpoint.channels`."""

@@ -266,7 +266,9 @@ class QdqOps(Ops[Tensor]):
     def tap(self, rows: Tensor, weight: str, tap: int, name: str) -> Tensor:
         assert self._spec.convolution is not None, "a layer has one"
         past_rows = self._spec.convolution.kernel - 1
-        if rows.name not in self._wide:  # the HTP multiplies equal types alone
+        if rows.encoding.dtype == "u16":
+            self._wide[rows.name] = rows
+        elif rows.name not in self._wide:  # the HTP multiplies equal types alone
             wide = widened(rows.encoding)
             self._wide[rows.name] = self._nodes.requantize(rows.name, rows.name + ".wide", wide)
         source = self._wide[rows.name]

@@ -134,7 +134,7 @@ class ResultRecorder(Ops[str]):
         return "cos", "sin"
 
     def append_to_cache(self, new: str, tensor: KvTensor) -> str:
-        return self._record("cache", tensor.past)
+        return self._record("state" if tensor.is_state else "cache", tensor.past)
 
     def tap(self, rows: str, weight: str, tap: int, name: str) -> str:
         return self._record("product", name)

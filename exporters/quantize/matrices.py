@@ -114,7 +114,7 @@ class PairedOps(NumpyOps):
             CheckpointError: the values overflow.
         """
         seen = self.ranges.setdefault(name, Range())
-        is_cache = self._results[name].kind == "cache"
+        is_cache = self._results[name].kind in ("cache", "state")
         try:
             seen.observe(values[-1] if is_cache else values[-1, self.first :], keep_sample=is_cache)
             if self._sink < self.first and not is_cache:

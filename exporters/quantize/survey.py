@@ -18,7 +18,7 @@ from exporters.quantize.encodings import decoder_results
 from exporters.quantize.reference import Floats, NumpyOps, Observer, Tensors, Weights
 
 _TINY = float(np.finfo(np.float32).tiny)
-_NOT_COMPARED = frozenset({"cache", "scores", "masked"})
+_NOT_COMPARED = frozenset({"cache", "state", "scores", "masked"})
 """Kinds whose values at a position also depend on other tokens, or that have ranges of their own."""
 
 
@@ -100,7 +100,7 @@ class _Seen:
 
     def observe(self, name: str, values: Floats) -> None:
         kind = self._results[name].kind
-        if kind == "cache":
+        if kind in ("cache", "state"):
             self._keep(self._cache[name], values)
         elif kind not in _NOT_COMPARED and self._first:
             ratio = _largest(values[: self._first]) / max(_largest(values[self._first :]), _TINY)
