@@ -154,7 +154,8 @@ def make_batch(graphs: Graphs, caches: CacheSetup) -> Batch:
         found = "an engine whose sums depend on the columns of tokens"
         refuse("batch", found, "one that gives a token the same bits beside any others, such as htp", fix)
     if len(manifest.cache_geometry.groups()) > 1 or caches.growth is not None:
-        found = "a cache that grows" if caches.growth is not None else "layers with attention windows"
+        others = "states" if manifest.model.convolution is not None else "attention windows"
+        found = "a cache that grows" if caches.growth is not None else f"layers with {others}"
         refuse("batch", found, "layers that attend to the whole context, in memory of one size", fix)
     if manifest.cache_geometry.key_layout == "columns":
         refuse("batch", "keys as columns", "keys as rows", "Export with --key-layout rows.")

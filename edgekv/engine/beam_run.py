@@ -193,10 +193,12 @@ def check_beams(
         refuse("cache mode", caches.mode, "always", "Choose the mode always, or leave num_beams out.")
     if caches.growth is not None:
         refuse("growth", caches.growth.name, "none with num_beams", "Leave one of them out.")
-    if manifest.key_layout != "rows" or manifest.windows:
+    has_states = manifest.model.convolution is not None
+    if manifest.key_layout != "rows" or manifest.windows or has_states:
+        found = "layers with states, which beams cannot share" if has_states else "layers with an attention window"
         raise UsageError(
             "num_beams",
-            got="keys as columns" if manifest.key_layout != "rows" else "layers with an attention window",
+            got="keys as columns" if manifest.key_layout != "rows" else found,
             expected="keys as rows, and layers that all attend to the whole context",
             fix="Leave num_beams out, or export another bundle for it.",
         )

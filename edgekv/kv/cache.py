@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from fractions import Fraction
 
@@ -18,6 +18,7 @@ from edgekv.kv.positions import Positions
 from edgekv.kv.rows import RowArena
 from edgekv.kv.sink import Sink
 from edgekv.kv.state import CacheState
+from edgekv.kv.state_group import StateGroup
 from edgekv.kv.stats import CacheStats
 from edgekv.kv.strategies.strategy import Window
 from edgekv.spec.geometry import Geometry
@@ -105,6 +106,7 @@ class KVCache:
         self._first = 0 if sink is None else len(sink.tokens)
         self._memory = Footprint(geometry, self.ar, strategy, reserve, chosen, growth, allocate)
         self.groups = self._memory.groups
+        self._states = [group for group in self.groups if isinstance(group, StateGroup)]
         self._open_ar: int | None = None
         self._positions = Positions()
         self._eviction = Eviction(chosen, self._memory, self._positions, self.encodings)
@@ -361,6 +363,30 @@ class KVCache:
         self._positions.seen = state.tokens_seen
         self.is_prefix = False
         self.dirty = False
+
+    @property
+    def has_states(self) -> bool:
+        """Whether some layers have a state."""
+        return bool(self._states)
+
+    def states(self, tokens: int) -> dict[str, Rows] | None:
+        """A copy of the states after the first `tokens` tokens of the text; None if a tail no longer has them."""
+        self._check_clean("states")
+        seen = self._positions.seen
+        if not all(group.can_rewind(seen - tokens, seen) for group in self._states):
+            return None
+        return {name: rows for group in self._states for name, rows in group.snapshot(seen - tokens).items()}
+
+    def load_states(self, states: Mapping[str, Rows]) -> None:
+        """Have these states, within a block of `hold`.
+
+        Raises:
+            StateError: they are of another model, or not after as many tokens; nothing has changed.
+        """
+        for group in self._states:
+            group.check(states, self._positions.seen)
+        for group in self._states:
+            group.restore(states)
 
     def _check_clean(self, what: str) -> None:
         if self.dirty:

@@ -150,8 +150,10 @@ class StateGroup:
     def reset(self, tokens: int = 0) -> None:
         self.strategy.reset(min(tokens, self._past_rows))
 
-    def snapshot(self) -> Mapping[str, Rows]:
-        rows = self.strategy.held_rows()[-self._past_rows :]
+    def snapshot(self, back: int = 0) -> Mapping[str, Rows]:
+        """The state, or that of `back` tokens ago, which `can_rewind` says is there."""
+        end = self.length - back
+        rows = self.strategy.held_rows()[max(0, end - self._past_rows) : end]
         return {
             tensor.past: np.ascontiguousarray(self._arena.read(at, rows))
             for at, tensor in enumerate(self._arena.tensors)

@@ -58,9 +58,10 @@ class BlockGroup:
 
 
 def split_layers(geometry: Geometry | LayeredGeometry) -> tuple[BlockGroup, ...]:
-    """The groups of a geometry, full attention first, then the widest window first."""
+    """The groups of a geometry that have rows, full attention first, then the widest window first."""
     context = geometry.context
-    ordered = sorted(geometry.groups(), key=lambda each: (each.context, each.kv_heads, each.head_dim), reverse=True)
+    attending = (each for each in geometry.groups() if not each.is_state)
+    ordered = sorted(attending, key=lambda each: (each.context, each.kv_heads, each.head_dim), reverse=True)
     return tuple(
         BlockGroup(each, None if each.context == context else each.context, ranges)
         for each, ranges in zip(ordered, _ranges(ordered), strict=True)

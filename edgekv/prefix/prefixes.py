@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
@@ -63,8 +63,6 @@ def open_store(
     mode: CacheMode,
     wanted: PrefixCache | None,
     window: int = 0,
-    *,
-    snapshots: bool = False,
 ) -> SharedStore | None:
     """Open a model's prefix store and load the bundle's own prefixes into it.
 
@@ -77,7 +75,6 @@ def open_store(
         mode: the cache mode; it must keep every sequence.
         wanted: a folder, a configuration or a store; None for the bundle's own prefixes, if it has any.
         window: of the model's sessions; see `Session.stable_tokens`. Stores with another one are others.
-        snapshots: whether the model has states, so that a prefix is of use only with those at its end.
 
     Raises:
         UsageError: the cache mode does not keep every sequence, or the store belongs to another bundle or engine.
@@ -92,14 +89,14 @@ def open_store(
         raise UsageError("cache mode", got=f"{mode} with a prefix cache", expected="always or adaptive", fix=fix)
     fingerprint = prefix_fingerprint(bundle.manifest, engine, window)
     if isinstance(wanted, PrefixStore):
-        if (wanted.geometry, wanted.fingerprint, wanted.snapshots) != (cache.geometry, fingerprint, snapshots):
+        if (wanted.geometry, wanted.fingerprint, wanted.snapshots) != (cache.geometry, fingerprint, cache.has_states):
             more = f", {window}" if window else ""
             fix = f"Open it with the bundle's geometry and prefix_fingerprint(manifest, engine{more})."
             raise UsageError("prefix_cache", got="a store of another bundle", expected="one of this bundle", fix=fix)
         shared = SharedStore(wanted, writes=True, is_own=False, window=window)
     else:
         config = StoreConfig(disk_folder=Path(wanted)) if isinstance(wanted, (str, Path)) else wanted
-        store = PrefixStore(cache.geometry, config, fingerprint=fingerprint, snapshots=snapshots)
+        store = PrefixStore(cache.geometry, config, fingerprint=fingerprint, snapshots=cache.has_states)
         shared = SharedStore(store, writes=wanted is not None, is_own=True, window=window)
     try:
         load_baked(bundle, shared.store, engine)
@@ -157,23 +154,16 @@ class Prefixes:
         """The store's counters for the calls of this generation only, and its current content."""
         return self._store.stats_of(self._counters)
 
-    def restore(
-        self,
-        cache: KVCache,
-        tokens: Sequence[int],
-        held: int,
-        load: Callable[[Snapshot], None] | None = None,
-    ) -> int:
+    def restore(self, cache: KVCache, tokens: Sequence[int], held: int) -> int:
         """Restore the longest stored prefix of a sequence into a cache, if it is longer than the cached one.
 
-        The last token is never restored, because its logits are needed.
+        The last token is never restored, because its logits are needed. A snapshot that the cache refuses is removed
+        from the store, and the next shorter prefix is taken.
 
         Args:
             cache: holds the first `held` tokens, or is empty.
             tokens: the sequence.
             held: number of tokens already in the cache.
-            load: takes the states after the prefix, for a store with snapshots. A StateError that it raises removes
-                the snapshot from the store; what was restored so far is dropped, and the next shorter prefix is taken.
 
         Returns:
             Tokens in the cache now.
@@ -185,8 +175,8 @@ class Prefixes:
                 try:
                     with cache.hold(match.tokens):
                         self._store.restore(match, CacheRows(cache, self._store.groups))
-                        if load is not None and match.snapshot is not None:
-                            load(match.snapshot)
+                        if match.snapshot is not None:
+                            cache.load_states(match.snapshot.arrays)
                     return match.tokens
                 except StateError:
                     self._store.reject_snapshot(match)
@@ -197,23 +187,24 @@ class Prefixes:
                     raise
         return held
 
-    def keep(self, cache: KVCache, tokens: Sequence[int], stable: int, snapshot: Snapshot | None = None) -> None:
-        """Store the blocks that have become full since the last call.
+    def keep(self, cache: KVCache, tokens: Sequence[int], stable: int) -> None:
+        """Store the blocks that have become full since the last call, and the states after each.
 
         Args:
             cache: holds the tokens.
             tokens: of the sequence.
             stable: how many of the first ones may be stored.
-            snapshot: the states after some of these; for a store with snapshots.
         """
         step = self._store.config.tokens_per_block
-        if snapshot is not None or stable // step > self._seen_tokens // step:
-            self._insert(cache, tokens, stable, snapshot, ended=False)
+        if stable // step > self._seen_tokens // step:
+            first = (self._seen_tokens // step + 1) * step
+            for end in range(first, stable + 1, step) if cache.has_states else (stable,):
+                self._insert(cache, tokens, end, ended=False)
             self._seen_tokens = stable
 
-    def end(self, cache: KVCache, tokens: Sequence[int], stable: int, snapshot: Snapshot | None = None) -> None:
+    def end(self, cache: KVCache, tokens: Sequence[int], stable: int) -> None:
         """As `keep`, and the last block; save blocks to disk if the store has a folder."""
-        self._insert(cache, tokens, stable, snapshot, ended=True)
+        self._insert(cache, tokens, stable, ended=True)
         if self._writes:
             with self._counted():
                 self._store.save()
@@ -231,12 +222,11 @@ class Prefixes:
             match = self._store.match(tokens[: match.tokens - surplus], self._salt, self._adapter)
         return match
 
-    def _insert(
-        self, cache: KVCache, tokens: Sequence[int], stable: int, snapshot: Snapshot | None, *, ended: bool
-    ) -> None:
+    def _insert(self, cache: KVCache, tokens: Sequence[int], stable: int, *, ended: bool) -> None:
         # After an eviction, rows belong to other tokens or were computed without some of them: not a prefix.
         if not self._writes or cache.dirty or not cache.is_prefix or cache.tokens_seen != len(tokens):
             return
+        states = cache.states(stable) if cache.has_states and stable else None
         with self._counted():
             self._store.insert(
                 tokens[:stable],
@@ -246,7 +236,7 @@ class Prefixes:
                 salt=self._salt,
                 adapter=self._adapter,
                 ended=ended,
-                snapshot=snapshot if snapshot is not None and snapshot.tokens <= stable else None,
+                snapshot=None if states is None else Snapshot(stable, states),
             )
 
     @contextmanager

@@ -1,0 +1,171 @@
+"""Models with short convolutions: the same tokens and the same bits, however a text was computed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import edgekv
+from edgekv import SamplingParams
+from edgekv.bundle import open_bundle
+from edgekv.draft import DraftTree
+from edgekv.engine import Speculation
+from edgekv.errors import UsageError
+from edgekv.kv import STRATEGIES, CacheState
+from edgekv.prefix import StoreConfig
+from tests.checkpoints import ARCHITECTURES, write_checkpoint
+from tests.drafts import Oracle, with_drafts
+from tests.exports import export_options, exported
+
+CONTEXT = 160
+LONG = SamplingParams(max_new_tokens=24, ignore_eos=True)
+
+
+def hybrid(folder: Path, name: str = "lfm2", **options: Any) -> Path:
+    checkpoint = write_checkpoint(folder / "checkpoint", ARCHITECTURES[name], gain=1.0)
+    chosen = {"context": (64, CONTEXT), "ar": (1, 16), "draft_rows": (4, 8), **options}
+    return exported(checkpoint, export_options(**chosen))
+
+
+@pytest.fixture(scope="module")
+def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three layers of four with convolutions of 3; verify graphs of 4 and 8 rows in contexts of 64 and 160."""
+    return hybrid(tmp_path_factory.mktemp("hybrid"))
+
+
+def same(found: CacheState, expected: CacheState) -> bool:
+    """The same tokens, and the same bits of every row and state."""
+    return found.positions == expected.positions and all(
+        np.array_equal(found.rows[name], rows) for name, rows in expected.rows.items()
+    )
+
+
+def ids(generation: Any) -> list[int]:
+    return [token.id for token in generation]
+
+
+def test_a_graph_reads_the_state_and_gives_a_row_for_each_token(bundle: Path) -> None:
+    manifest = open_bundle(bundle).manifest
+    for graph in manifest.graphs:
+        ports = manifest.interface.graph(graph)
+        assert ports["conv_state_0_in"].shape == (1, 1, 2, 64)
+        assert ports["conv_state_0_out"].shape == (1, 1, graph.ar, 64)
+        assert ("conv_rows" in ports) is (graph.role == "verify")
+    assert [
+        each for each in ports.inputs if "_2_" in each.name and "state" not in each.name
+    ]  # the layer with attention
+
+
+@pytest.mark.parametrize("name", ["lfm2", "lfm2-adjusted", "lfm3"])
+def test_every_split_of_a_text_into_steps_gives_the_bits_of_one(tmp_path: Path, name: str) -> None:
+    """Windows shorter and longer than the kernel, and padded ones: AR-16 graphs run 1 to 16 tokens."""
+    random = np.random.default_rng(0)
+    text = random.integers(3, 250, 60).tolist()
+    with edgekv.load(hybrid(tmp_path, name), cpu_mode="emulate") as model:
+        session, wanted = model.session, None
+        for sizes in ([1] * 60, [16, 16, 16, 12], [2] * 30, [5, 1, 13, 3, 7, 16, 15]):
+            session.reset()
+            at = 0
+            for size in sizes:
+                logits = session.feed(text[at : at + size]).copy()
+                at += size
+            if wanted is None:
+                wanted = logits, session.cache.state
+            assert np.array_equal(logits, wanted[0]) and same(session.cache.state, wanted[1])
+
+
+@pytest.mark.parametrize("mode", ["emulate", "exact16", "fast"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_rejected_drafts_leave_no_trace(bundle: Path, mode: str, strategy: str) -> None:
+    prompt = [*range(40, 60)]
+    with edgekv.load(bundle, cpu_mode=mode, kv_update=strategy) as model:
+        plain = ids(model.generate(prompt, LONG))
+        wanted = model.cache.state
+        for seed in range(3):
+            drafter = Oracle(prompt + plain, model.bundle.manifest.model.vocab, seed, 0.7)
+            with with_drafts(model, prompt, LONG, Speculation(drafter)) as generation:
+                assert ids(generation) == plain
+            assert generation.stats.speculation.accepted > 5  # type: ignore[union-attr]
+            assert same(model.cache.state, wanted)
+
+
+def branching(text: list[int], tokens: list[int], seed: int, vocab: int) -> DraftTree:
+    """The right next tokens, with wrong branches among them and before them."""
+    random = np.random.default_rng([seed, len(tokens)])
+    ahead = text[len(tokens) : len(tokens) + 3]
+    drafts, parents, last = [int(random.integers(vocab))], [-1], -1
+    for token in ahead:
+        drafts.append(token)
+        parents.append(last)
+        last = len(drafts) - 1
+        drafts.append((token + 1) % vocab)
+        parents.append(last)
+    return DraftTree(tuple(drafts), tuple(parents))
+
+
+@pytest.mark.htp
+@pytest.mark.parametrize("name", ["lfm2", "lfm3"])
+def test_the_branches_of_a_tree_read_their_own_ancestors(tmp_path: Path, name: str) -> None:
+    """On the HTP emulator, where trees are verified: rows of a kernel skip the rows of other branches."""
+    prompt = [*range(40, 52)]
+    with edgekv.load(hybrid(tmp_path, name), engine="htp") as model:
+        vocab, params = model.bundle.manifest.model.vocab, SamplingParams(max_new_tokens=12, ignore_eos=True)
+        plain = ids(model.generate(prompt, params))
+        wanted, text = model.cache.state, prompt + plain
+
+        class Branches:
+            name = "branches"
+
+            def propose(self, tokens: Any, k: int) -> DraftTree:
+                tree = branching(text, list(tokens), 0, vocab)
+                return tree if len(tree) <= k else DraftTree.chain(text[len(tokens) :][:k])
+
+            def accepted(self, n: int) -> None:
+                pass
+
+        with with_drafts(model, prompt, params, Speculation(Branches())) as generation:
+            assert ids(generation) == plain
+        assert generation.stats.speculation.accepted >= 6  # type: ignore[union-attr]
+        assert same(model.cache.state, wanted)
+
+
+def test_rows_of_several_texts_in_one_window_are_refused(bundle: Path) -> None:
+    with edgekv.load(bundle) as model, pytest.raises(UsageError, match="num_beams: got layers with states"):
+        model.generate("text", 4, num_beams=2)
+
+
+def random_calls(plain: edgekv.Model, model: edgekv.Model, calls: int, params: SamplingParams) -> int:
+    """Texts that continue, repeat and cut each other, with drafts or without; returns the tokens not run again."""
+    random = np.random.default_rng(0)
+    vocab, texts, saved = 250, [random.integers(3, 250, 40).tolist()], 0
+    for call in range(calls):
+        text = list(texts[random.integers(len(texts))])
+        text = text[: int(random.integers(1, len(text) + 1))]
+        text += random.integers(3, vocab, random.integers(0, 30)).tolist()
+        text = text[: CONTEXT - params.max_new_tokens - 2]
+        wanted = ids(plain.generate(text, params))
+        state = plain.cache.state
+        drafter = Oracle(text + wanted, vocab, call, float(random.random()))
+        sequence = int(random.integers(3)) or None
+        with with_drafts(
+            model, text, params, Speculation(drafter) if call % 2 else None, sequence=sequence
+        ) as generation:
+            assert ids(generation) == wanted, call
+        session = model.session if sequence is None else model.sequences.get(sequence)
+        session.settle()
+        assert same(session.cache.state, state), call
+        saved += generation.stats.cache.reused_tokens + generation.stats.cache.restored_tokens
+        texts = [*texts[-4:], text + wanted]
+    return saved
+
+
+@pytest.mark.parametrize("strategy", ["slot", "pointer-shift"])
+def test_prefixes_rewinds_and_drafts_change_no_bit(bundle: Path, strategy: str) -> None:
+    config = StoreConfig(tokens_per_block=16, max_bytes=1 << 22)
+    options = {"cpu_mode": "emulate", "kv_update": strategy}
+    params = SamplingParams(max_new_tokens=8, ignore_eos=True)
+    with edgekv.load(bundle, **options) as plain, edgekv.load(bundle, prefix_cache=config, **options) as model:
+        assert random_calls(plain, model, 60, params) > 500
