@@ -24,7 +24,7 @@ from rich.table import Table
 
 from benchmarks.turns import by_turns
 from edgekv.kv import Geometry
-from edgekv.prefix import PrefixStore, StoreConfig
+from edgekv.prefix import GroupRows, PrefixStore, StoreConfig
 
 STEP, SHARED_BLOCKS, OWN_BLOCKS, BEGINNINGS = 32, 8, 8, 20
 SMALL = Geometry(layers=1, kv_heads=1, head_dim=1, context=1024)
@@ -46,7 +46,7 @@ def run_store(sequences: list[Tokens], max_blocks: int) -> tuple[float, int]:
     """Microseconds per block of match and insert, and the tokens matched in all."""
     block_bytes = STEP * SMALL.tensors * SMALL.row_bytes
     store = PrefixStore(SMALL, StoreConfig(tokens_per_block=STEP, max_bytes=max_blocks * block_bytes))
-    rows = np.zeros((SMALL.tensors, len(sequences[0]), SMALL.head_dim), np.uint8)
+    rows = GroupRows([np.zeros((SMALL.tensors, len(sequences[0]), SMALL.head_dim), np.uint8)])
     began = time.perf_counter_ns()
     for tokens in sequences:
         store.match(tokens)
@@ -100,11 +100,11 @@ def restore(tokens: int, rounds: int = 15) -> Table:
     copy = np.zeros_like(plain)
     arena = np.zeros((geometry.tensors, 2 * geometry.context, geometry.head_dim), np.uint8)
     store = PrefixStore(geometry, StoreConfig(tokens_per_block=STEP, max_tokens=tokens + STEP))
-    store.insert(sequence, plain)
+    store.insert(sequence, GroupRows([plain]))
 
     def fetch() -> int:
         match = store.match(sequence)
-        store.fetch(match, arena[:, 100 : 100 + match.tokens])
+        store.restore(match, GroupRows([arena[:, 100 : 100 + match.tokens]]))
         return match.tokens * row_bytes
 
     def memcpy() -> int:
@@ -116,7 +116,7 @@ def restore(tokens: int, rounds: int = 15) -> Table:
         moved = call()
         return moved / (time.perf_counter_ns() - began)
 
-    speeds = by_turns({"memcpy": partial(speed, memcpy), "match + fetch": partial(speed, fetch)}, rounds)
+    speeds = by_turns({"memcpy": partial(speed, memcpy), "match + restore": partial(speed, fetch)}, rounds)
     table = Table(
         title=f"restoring {tokens:,} tokens, {tokens * row_bytes / 2**20:.0f} MiB (16 layers, 8 heads, D = 64)"
     )

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from edgekv.kv import Geometry
-from edgekv.prefix import PrefixStore, RetentionPolicy, StoreConfig, TokenRangeRetentionConfig
+from edgekv.prefix import GroupRows, Match, PrefixStore, RetentionPolicy, StoreConfig, TokenRangeRetentionConfig
 from edgekv.prefix.rows import Rows
 from edgekv.prefix.table import Row, Table, file_name
 
@@ -33,6 +33,23 @@ def rows_of(tokens: Tokens, salt: str | None = None, geometry: Geometry = GEOMET
     return rows
 
 
+def source(tokens: Tokens, salt: str | None = None, first: int = 0) -> GroupRows:
+    """The rows of a sequence from a token on, for a store of one group."""
+    return GroupRows([rows_of(tokens, salt)[:, first:]], [first])
+
+
+def split(store: PrefixStore, rows: Rows) -> list[Rows]:
+    """Rows of all tensors, one head a layer, by the store's groups."""
+    return [rows[[2 * layer + kind for layer in group.layers for kind in (0, 1)]] for group in store.groups]
+
+
+def fetch(store: PrefixStore, match: Match) -> list[Rows]:
+    """A copy of the rows of a match, by group; 0 outside of a limited window."""
+    rows = [np.zeros(group.shape(match.tokens), np.uint8) for group in store.groups]
+    store.restore(match, GroupRows(rows))
+    return rows
+
+
 def store_of(blocks: int, **changes: object) -> PrefixStore:
     """A store in memory of so many blocks, each of two tokens."""
     config = StoreConfig(**{"tokens_per_block": STEP, "max_bytes": blocks * BLOCK_BYTES, **changes})  # type: ignore[arg-type]
@@ -48,13 +65,13 @@ def opened(folder: Path, fingerprint: str = "weights", **changes: object) -> Pre
 def insert(store: PrefixStore, tokens: Tokens, priority: int | None = None, salt: str | None = None) -> int:
     """Store a sequence at a priority."""
     policy = None if priority is None else RetentionPolicy((TokenRangeRetentionConfig(0, None, priority),))
-    return store.insert(tokens, rows_of(tokens, salt), retention=policy, salt=salt)
+    return store.insert(tokens, source(tokens, salt), retention=policy, salt=salt)
 
 
 def found(store: PrefixStore, tokens: Tokens, salt: str | None = None) -> int:
     """The length of a match, whose rows are checked."""
     match = store.match(tokens, salt)
-    np.testing.assert_array_equal(store.fetch(match), rows_of(tokens[: match.tokens], salt))
+    np.testing.assert_array_equal(fetch(store, match)[0], rows_of(tokens[: match.tokens], salt))
     return match.tokens
 
 
@@ -62,7 +79,7 @@ def saved(folder: Path, tokens: Tokens = LONG, salt: str | None = None) -> list[
     """The files of a sequence in its order, written by a store that is gone."""
     store = opened(folder)
     before = {row.key for row in table_rows(folder)}
-    store.insert(tokens, rows_of(tokens, salt), salt=salt)
+    store.insert(tokens, source(tokens, salt), salt=salt)
     store.save()
     store.close()
     return [folder / file_name((row.key, row.part)) for row in table_rows(folder) if row.key not in before]

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from edgekv.errors import EngineError, UsageError
 from edgekv.kv import Geometry, LayeredGeometry
 from edgekv.prefix import (
+    GroupRows,
     PrefixError,
     PrefixStore,
     RetentionPolicy,
@@ -23,7 +24,19 @@ from edgekv.prefix import (
     split_layers,
 )
 from edgekv.prefix.keys import common_tokens, token_bytes
-from tests.prefix_cases import BLOCK_BYTES, GEOMETRY, STEP, Tokens, found, insert, rows_of, store_of
+from tests.prefix_cases import (
+    BLOCK_BYTES,
+    GEOMETRY,
+    STEP,
+    Tokens,
+    fetch,
+    found,
+    insert,
+    rows_of,
+    source,
+    split,
+    store_of,
+)
 
 SEQUENCE = tuple(range(9))
 
@@ -36,24 +49,23 @@ def test_every_length_around_the_edges_of_blocks_is_matched(length: int, partial
     for tokens in (SEQUENCE[:length], (*SEQUENCE[:length], 99, 98, 97)):
         match = store.match(tokens)
         assert match.tokens == (min(length, 8) if partial else min(length, 8) // STEP * STEP)
-        np.testing.assert_array_equal(store.fetch(match), rows_of(SEQUENCE[: match.tokens]))
+        np.testing.assert_array_equal(fetch(store, match)[0], rows_of(SEQUENCE[: match.tokens]))
 
 
 def test_a_block_is_found_as_soon_as_it_is_full() -> None:
     store = store_of(8)
-    rows = rows_of(SEQUENCE)
     for length in range(1, 9):
         first = (length - 1) // STEP * STEP
-        assert store.insert(SEQUENCE[:length], rows[:, first:length], first=first) == length // STEP * STEP
+        assert store.insert(SEQUENCE[:length], source(SEQUENCE[:length], first=first)) == length // STEP * STEP
     assert found(store, SEQUENCE) == 8
 
 
-def test_rows_are_fetched_into_memory_of_any_strides() -> None:
+def test_rows_are_restored_into_memory_of_any_strides() -> None:
     store = store_of(8)
     insert(store, SEQUENCE)
     match = store.match(SEQUENCE[:7])
     arena = np.zeros((GEOMETRY.tensors, 20, GEOMETRY.head_dim), np.uint8)
-    store.fetch(match, arena[:, 3:10])
+    store.restore(match, GroupRows([arena[:, 3:10]]))
     np.testing.assert_array_equal(arena[:, 3:10], rows_of(SEQUENCE[:7]))
     assert not arena[:, :3].any()
     assert not arena[:, 10:].any()
@@ -65,7 +77,7 @@ def test_a_match_outlives_the_eviction_of_its_blocks() -> None:
     match = store.match((1, 2, 3, 4))
     insert(store, (5, 6, 7, 8))
     assert found(store, (1, 2, 3, 4)) == 0
-    np.testing.assert_array_equal(store.fetch(match), rows_of((1, 2, 3, 4)))
+    np.testing.assert_array_equal(fetch(store, match)[0], rows_of((1, 2, 3, 4)))
 
 
 def test_a_sequence_larger_than_the_memory_is_stored_as_far_as_it_fits() -> None:
@@ -85,23 +97,23 @@ def test_only_equal_salts_and_adapters_share() -> None:
     store = store_of(32)
     names = [(salt, adapter) for salt in (None, "a", "b") for adapter in (None, "a", "x")]
     for name in names[::2]:
-        store.insert(SEQUENCE, rows_of(SEQUENCE, repr(name)), salt=name[0], adapter=name[1])
+        store.insert(SEQUENCE, source(SEQUENCE, repr(name)), salt=name[0], adapter=name[1])
     for number, name in enumerate(names):
         match = store.match(SEQUENCE, *name)
         assert match.tokens == (0 if number % 2 else 8)
-        np.testing.assert_array_equal(store.fetch(match), rows_of(SEQUENCE[: match.tokens], repr(name)))
+        np.testing.assert_array_equal(fetch(store, match)[0], rows_of(SEQUENCE[: match.tokens], repr(name)))
 
 
 def test_a_public_sequence_is_found_under_any_salt() -> None:
     """Only the tokens of the public sequence: what others stored without a salt stays theirs."""
     store = store_of(32)
     public, private = SEQUENCE[:6], (*SEQUENCE[:4], 50, 51, 52, 53)
-    store.insert(public, rows_of(public), public=True)
-    store.insert(private, rows_of(private))
+    store.insert(public, source(public), public=True)
+    store.insert(private, source(private))
     for salt, tokens, expected in [(None, SEQUENCE, 6), ("t", SEQUENCE, 6), ("t", private, 4), (None, private, 8)]:
         match = store.match(tokens, salt)
         assert match.tokens == expected
-        np.testing.assert_array_equal(store.fetch(match), rows_of(tokens[:expected]))
+        np.testing.assert_array_equal(fetch(store, match)[0], rows_of(tokens[:expected]))
     insert(store, SEQUENCE, salt="t")
     assert found(store, SEQUENCE, "t") == 8
 
@@ -121,7 +133,7 @@ def test_the_lowest_priority_goes_first_and_the_least_recently_used_within_it() 
 def test_leaves_go_before_what_they_need() -> None:
     store = store_of(3)
     policy = RetentionPolicy((TokenRangeRetentionConfig(0, 2, 0), TokenRangeRetentionConfig(2, 4, 100)))
-    store.insert((1, 2, 3, 4), rows_of((1, 2, 3, 4)), retention=policy)
+    store.insert((1, 2, 3, 4), source((1, 2, 3, 4)), retention=policy)
     insert(store, (5, 6))
     insert(store, (7, 8))
     assert (found(store, (1, 2, 3, 4)), found(store, (5, 6)), found(store, (7, 8))) == (4, 0, 2)
@@ -132,7 +144,7 @@ def test_a_priority_reverts_when_its_duration_is_over() -> None:
     config = StoreConfig(tokens_per_block=STEP, max_bytes=2 * BLOCK_BYTES)
     store = PrefixStore(GEOMETRY, config, clock_ms=lambda: now[0])
     policy = RetentionPolicy((TokenRangeRetentionConfig(0, None, 90, duration_ms=10),))
-    store.insert((1, 1), rows_of((1, 1)), retention=policy)
+    store.insert((1, 1), source((1, 1)), retention=policy)
     insert(store, (2, 2), 36)
     now[0] = 9
     insert(store, (3, 3), 36)
@@ -154,7 +166,7 @@ def test_a_block_has_the_priority_of_its_first_token() -> None:
 def test_generated_tokens_have_a_priority_of_their_own() -> None:
     store = store_of(4)
     policy = RetentionPolicy(decode_retention_priority=1)
-    store.insert((1, 2, 3, 4), rows_of((1, 2, 3, 4)), prompt_tokens=2, retention=policy)
+    store.insert((1, 2, 3, 4), source((1, 2, 3, 4)), prompt_tokens=2, retention=policy)
     insert(store, (5, 6, 7, 8), 35)
     insert(store, (9, 9))
     assert found(store, (1, 2, 3, 4)) == 2
@@ -170,19 +182,13 @@ def test_the_host_cache_is_memory_beside_the_other_limit() -> None:
 
 def test_the_end_of_a_sequence_is_found_and_makes_way_for_what_continues_it() -> None:
     store = store_of(8)
-    assert store.insert((1, 2, 3), rows_of((1, 2, 3)), ended=True) == 3
+    assert store.insert((1, 2, 3), source((1, 2, 3)), ended=True) == 3
     assert (found(store, (1, 2, 3, 4)), store.stats.memory.blocks) == (3, 2)
     assert insert(store, (1, 2, 3, 4)) == 4
     assert (found(store, (1, 2, 3, 4)), store.stats.memory.blocks) == (4, 2)
-    assert store.insert((1, 2, 3), rows_of((1, 2, 3)), ended=True) == 3
+    assert store.insert((1, 2, 3), source((1, 2, 3)), ended=True) == 3
     assert store.stats.memory.blocks == 2
-    assert store_of(8, enable_partial_reuse=False).insert((1, 2, 3), rows_of((1, 2, 3)), ended=True) == 2
-
-
-def test_heads_of_different_widths_have_no_common_array() -> None:
-    store = PrefixStore(LayeredGeometry(2, 16, (1,), (2, 4)), StoreConfig(tokens_per_block=STEP, max_bytes=1 << 12))
-    with pytest.raises(ValueError, match=r"rows: got heads of widths \[2, 4\]"):
-        store.insert((1, 2), rows_of((1, 2)))
+    assert store_of(8, enable_partial_reuse=False).insert((1, 2, 3), source((1, 2, 3)), ended=True) == 2
 
 
 def test_statistics_tell_hits_from_partial_hits_and_misses() -> None:
@@ -210,26 +216,23 @@ def limited_store(blocks: int) -> PrefixStore:
 
 def test_layers_share_blocks_by_window_and_heads() -> None:
     groups = split_layers(LayeredGeometry(4, 64, (2, 2, 1, 2), (8,), (64, 8)))
-    assert [(g.window, g.geometry.kv_heads, g.layers, g.ranges) for g in groups] == [
-        (None, 2, (0,), ((0, 4),)),
-        (None, 1, (2,), ((8, 10),)),
-        (8, 2, (1, 3), ((4, 8), (10, 14))),
+    assert [(g.window, g.geometry.kv_heads, g.layers) for g in groups] == [
+        (None, 2, (0,)),
+        (None, 1, (2,)),
+        (8, 2, (1, 3)),
     ]
-    assert split_layers(Geometry(2, 2, 8, 64))[0].ranges == ((0, 8),)
+    assert split_layers(Geometry(2, 2, 8, 64))[0].layers == (0, 1)
 
 
 def test_a_limited_window_needs_its_last_tokens_alone() -> None:
     store = limited_store(4)  # six blocks of full attention and two of the windows
     tokens = tuple(range(12))
-    rows = rows_of(tokens, geometry=ALL_TENSORS)
-    assert store.insert(tokens, rows) == 12
-    fetched = store.fetch(store.match(tokens))
-    full, limited = store.groups
-    for first, stop in full.ranges:
-        np.testing.assert_array_equal(fetched[first:stop], rows[first:stop])
-    for first, stop in limited.ranges:
-        np.testing.assert_array_equal(fetched[first:stop, 9:], rows[first:stop, 9:])
-        assert (fetched[first:stop, :9] == ALL_TENSORS.zero_point).all()
+    full, limited = split(store, rows_of(tokens, geometry=ALL_TENSORS))
+    assert store.insert(tokens, GroupRows([full, limited])) == 12
+    found_full, found_limited = fetch(store, store.match(tokens))
+    np.testing.assert_array_equal(found_full, full)
+    np.testing.assert_array_equal(found_limited[:, 9:], limited[:, 9:])
+    assert not found_limited[:, :9].any()
     assert store.match(tokens[:6]).tokens == 0
 
 
@@ -237,17 +240,8 @@ def test_a_source_without_the_first_rows_of_a_window_stores_what_it_has() -> Non
     """Layers with a window drop rows that the others still have."""
     store = limited_store(16)
     tokens = tuple(range(12))
-    rows = rows_of(tokens, geometry=ALL_TENSORS)
-
-    class Held:
-        def first(self, group: int) -> int:
-            return 8 * group
-
-        def read(self, group: int, token: int, out: np.ndarray[tuple[int, ...], np.dtype[np.uint8]]) -> None:
-            parts = [rows[a:b, token : token + out.shape[1]] for a, b in store.groups[group].ranges]
-            out[...] = np.concatenate(parts)
-
-    assert store.insert(tokens, Held()) == 12
+    full, limited = split(store, rows_of(tokens, geometry=ALL_TENSORS))
+    assert store.insert(tokens, GroupRows([full, limited[:, 8:]], [0, 8])) == 12
     assert [store.match(tokens[:n]).tokens for n in (12, 11, 10, 9, 8)] == [12, 11, 0, 0, 0]
 
 
@@ -263,7 +257,7 @@ def states_store(blocks: int = 32, **changes: object) -> PrefixStore:
 
 def keep_states(store: PrefixStore, tokens: Tokens, at: int) -> int:
     arrays = {name: each + each.dtype.type(at) for name, each in STATES.items()}
-    return store.insert(tokens, rows_of(tokens), ended=True, snapshot=Snapshot(at, arrays))
+    return store.insert(tokens, source(tokens), ended=True, snapshot=Snapshot(at, arrays))
 
 
 def test_a_match_ends_where_rows_and_a_snapshot_are() -> None:
@@ -278,7 +272,7 @@ def test_a_match_ends_where_rows_and_a_snapshot_are() -> None:
             assert match.snapshot.tokens == match.tokens
             for name, array in match.snapshot.arrays.items():
                 np.testing.assert_array_equal(array, STATES[name] + STATES[name].dtype.type(match.tokens))
-        np.testing.assert_array_equal(store.fetch(match), rows_of((*SEQUENCE, 9, 10, 11)[: match.tokens]))
+        np.testing.assert_array_equal(fetch(store, match)[0], rows_of((*SEQUENCE, 9, 10, 11)[: match.tokens]))
     assert lengths == {n: max(at for at in (0, 4, 6, 11) if at <= n) for n in range(13)}
     assert store.match((*SEQUENCE[:5], 77, 77)).tokens == 4
 
@@ -287,10 +281,10 @@ def test_a_snapshot_inside_a_block_outlives_what_continues_the_block() -> None:
     """The end of a turn, from which the next turn goes on in several ways."""
     store = states_store()
     assert keep_states(store, SEQUENCE[:6], 6) == 6
-    assert store.insert(SEQUENCE[:8], rows_of(SEQUENCE[:8])) == 8
+    assert store.insert(SEQUENCE[:8], source(SEQUENCE[:8])) == 8
     match = store.match((*SEQUENCE[:6], 50, 51))
     assert (match.tokens, match.snapshot is not None) == (6, True)
-    np.testing.assert_array_equal(store.fetch(match), rows_of(SEQUENCE[:6]))
+    np.testing.assert_array_equal(fetch(store, match)[0], rows_of(SEQUENCE[:6]))
 
 
 def test_a_snapshot_that_the_model_refuses_is_not_found_again() -> None:
@@ -318,9 +312,9 @@ def test_snapshots_and_stores_without_are_kept_apart() -> None:
     with pytest.raises(
         ValueError, match="snapshot: got one after 2 of 2 tokens; expected one within them, and a store"
     ):
-        store_of(8).insert((1, 2), rows_of((1, 2)), snapshot=Snapshot(2, STATES))
+        store_of(8).insert((1, 2), source((1, 2)), snapshot=Snapshot(2, STATES))
     with pytest.raises(ValueError, match="snapshot: got one after 3 of 2 tokens"):
-        states_store().insert((1, 2), rows_of((1, 2)), snapshot=Snapshot(3, STATES))
+        states_store().insert((1, 2), source((1, 2)), snapshot=Snapshot(3, STATES))
 
 
 # ---------------------------------------------------------------------- laws
@@ -433,14 +427,7 @@ def test_what_cannot_be_is_refused_by_field(name: str) -> None:
 
 
 MISUSED: dict[str, tuple[Callable[[PrefixStore], object], str]] = {
-    "rows too few": (lambda s: s.insert(SEQUENCE, rows_of(SEQUENCE[1:])), "rows: got uint8 [2, 8, 2]; expected uint8"),
-    "rows of another type": (lambda s: s.insert((1,), rows_of((1,)).astype(np.int16)), "rows: got int16 [2, 1, 2]"),
-    "first behind the end": (lambda s: s.insert((1,), rows_of(()), first=2), "first: got 2; expected 0 to 1"),
-    "a prompt behind the end": (lambda s: s.insert((1,), rows_of((1,)), prompt_tokens=2), "prompt_tokens: got 2"),
-    "an output of another shape": (
-        lambda s: s.fetch(s.match(SEQUENCE), np.empty((2, 3, 2), np.uint8)),
-        "out: got uint8 [2, 3, 2]; expected uint8 [2, 0, 2]",
-    ),
+    "a prompt behind the end": (lambda s: s.insert((1,), source((1,)), prompt_tokens=2), "prompt_tokens: got 2"),
     "a negative token": (lambda s: s.match((-1,)), "tokens: got one out of range; expected 0 to 4294967295"),
     "a token beyond 32 bits": (lambda s: s.match((1 << 32,)), "tokens: got one out of range"),
 }

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
+import runpy
 import signal
 import subprocess
 import sys
@@ -15,10 +17,10 @@ import numpy as np
 import pytest
 
 from edgekv.errors import BundleError, UsageError
-from edgekv.prefix import PrefixStore, StoreConfig, add_baked, baked_prefixes, remove_baked
+from edgekv.prefix import PrefixStore, StoreConfig, add_baked, baked_prefixes, lock, remove_baked
 from edgekv.prefix.baked import load_baked
 from edgekv.tensor_file import decode_tensors, encode_tensors
-from tests.prefix_cases import GEOMETRY, Tokens, rows_of
+from tests.prefix_cases import GEOMETRY, Tokens, fetch, rows_of, source
 
 ROOT = Path(__file__).parent.parent
 CHILD = """
@@ -42,7 +44,7 @@ def sequence(name: str) -> Tokens:
 
 def bake(bundle: Path, name: str) -> None:
     store = store_of()
-    store.insert(sequence(name), rows_of(sequence(name)), ended=True)
+    store.insert(sequence(name), source(sequence(name)), ended=True)
     add_baked(bundle, name, "cpu", sequence(name), store)
 
 
@@ -80,7 +82,7 @@ def check(bundle: Path) -> list[str]:
     for name in names:
         match = store.match(sequence(name))
         assert match.tokens == len(sequence(name))
-        np.testing.assert_array_equal(store.fetch(match), rows_of(sequence(name)))
+        np.testing.assert_array_equal(fetch(store, match)[0], rows_of(sequence(name)))
 
     return names
 
@@ -192,3 +194,31 @@ def test_forged_names_are_refused(tmp_path: Path, file: str) -> None:
     path.write_text(json.dumps(record))
     with pytest.raises(BundleError, match="a file in the folder"):
         baked_prefixes(tmp_path)
+
+
+def test_a_lock_that_is_held_for_long_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lock, "_LONGEST_WAIT_S", 0.1)
+    with lock.locked(tmp_path / "lock"):
+        with pytest.raises(OSError, match="another process holds its lock") as caught, lock.locked(tmp_path / "lock"):
+            pass
+        assert caught.value.errno == errno.EAGAIN
+    with lock.locked(tmp_path / "lock"):
+        pass
+
+
+def test_a_lock_on_windows_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There a call waits for ten seconds only."""
+    answers = [OSError(errno.EDEADLK, "Resource deadlock avoided")] * 2 + [None]
+
+    def locking(descriptor: int, mode: int, size_bytes: int) -> None:
+        if (answer := answers.pop(0)) is not None:
+            raise answer
+
+    monkeypatch.setitem(sys.modules, "msvcrt", SimpleNamespace(LK_LOCK=1, locking=locking))
+    monkeypatch.setattr(sys, "platform", "win32")
+    locked = runpy.run_path(str(Path(lock.__file__)))["locked"]
+    with locked(tmp_path / ".lock"):
+        assert answers == []
+    answers.append(OSError(errno.EACCES, "Permission denied"))
+    with pytest.raises(PermissionError), locked(tmp_path / ".lock"):
+        pass

@@ -31,8 +31,8 @@ from edgekv.prefix import (
     stored_prefixes,
     table,
 )
-from edgekv.prefix.blockfile import encode_block
-from edgekv.prefix.table import INDEX
+from edgekv.prefix.block import encode_block
+from edgekv.prefix.table import INDEX, file_name
 from tests.prefix_cases import (
     BLOCK_BYTES,
     GEOMETRY,
@@ -47,6 +47,7 @@ from tests.prefix_cases import (
     opened,
     rows_of,
     saved,
+    source,
     table_rows,
 )
 
@@ -74,18 +75,18 @@ def test_a_new_store_finds_what_an_earlier_one_saved(tmp_path: Path) -> None:
 
 def test_a_block_that_is_not_full_survives_a_restart_and_makes_way_on_disk_too(tmp_path: Path) -> None:
     store = opened(tmp_path)
-    store.insert(LONG[:5], rows_of(LONG[:5]), ended=True)
+    store.insert(LONG[:5], source(LONG[:5]), ended=True)
     assert store.save() == 3
     later = opened(tmp_path)
     assert (found(later, LONG), later.stats.rejected_files) == (5, 0)
     insert(later, LONG[:6])
     assert later.save() == 3
-    assert later.insert(LONG[:5], rows_of(LONG[:5]), ended=True) == 5
+    assert later.insert(LONG[:5], source(LONG[:5]), ended=True) == 5
     assert later.save() == 3
     audit(tmp_path)
 
 
-def test_a_snapshot_survives_a_restart(tmp_path: Path) -> None:
+def test_a_snapshot_survives_a_restart_and_a_damaged_one_is_rejected(tmp_path: Path) -> None:
     def reopened() -> PrefixStore:
         config = StoreConfig(tokens_per_block=4, max_bytes=LARGE, disk_folder=tmp_path)
         return PrefixStore(GEOMETRY, config, fingerprint="hybrid", snapshots=True)
@@ -93,11 +94,21 @@ def test_a_snapshot_survives_a_restart(tmp_path: Path) -> None:
     states = {"state": np.arange(4, dtype=np.int16)}
     store = reopened()
     for at in (4, 7):
-        store.insert(LONG, rows_of(LONG), snapshot=Snapshot(at, states))
+        store.insert(LONG, source(LONG), snapshot=Snapshot(at, states))
     store.save()
     match = reopened().match(LONG[:8])
     assert match.tokens == 7 and match.snapshot is not None
     np.testing.assert_array_equal(match.snapshot.arrays["state"], states["state"])
+    later = reopened()
+    flip(
+        next(
+            tmp_path / file_name((row.key, row.part))
+            for row in table_rows(tmp_path)
+            if row.start + len(row.tokens) // 4 == 7
+        ),
+        -1,
+    )
+    assert (later.match(LONG[:8]).tokens, later.stats.rejected_files) == (4, 1)
     audit(tmp_path)
 
 
@@ -105,7 +116,7 @@ def test_priorities_that_last_survive_a_restart(tmp_path: Path) -> None:
     store = opened(tmp_path)
     insert(store, (7, 7), 90)
     policy = RetentionPolicy((TokenRangeRetentionConfig(0, None, 95, duration_ms=10**6),))
-    store.insert((8, 8), rows_of((8, 8)), retention=policy)
+    store.insert((8, 8), source((8, 8)), retention=policy)
     store.save()
     size = max(files(tmp_path).values())
     later = opened(tmp_path, disk_cache_size=size)

@@ -21,8 +21,16 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from edgekv.kv import Geometry, LayeredGeometry
-from edgekv.prefix import Match, PrefixStore, RetentionPolicy, Snapshot, StoreConfig, TokenRangeRetentionConfig
-from tests.prefix_cases import GEOMETRY, STEP, TOKEN_BYTES, Tokens, audit, files, opened, rows_of
+from edgekv.prefix import (
+    GroupRows,
+    Match,
+    PrefixStore,
+    RetentionPolicy,
+    Snapshot,
+    StoreConfig,
+    TokenRangeRetentionConfig,
+)
+from tests.prefix_cases import GEOMETRY, STEP, TOKEN_BYTES, Tokens, audit, fetch, files, opened, rows_of, source, split
 
 Name = tuple[str | None, Tokens]
 
@@ -153,13 +161,13 @@ class AgainstOracle(RuleBasedStateMachine):
     def match(self, salt: str | None, tokens: Tokens) -> None:
         match = self.store.match(tokens, salt)
         assert match.tokens == self.oracle.match(salt, tokens)
-        np.testing.assert_array_equal(self.store.fetch(match), rows_of(tokens[: match.tokens], salt))
+        np.testing.assert_array_equal(fetch(self.store, match)[0], rows_of(tokens[: match.tokens], salt))
 
     @rule(salt=SALTS, tokens=TOKENS, first=st.sampled_from([0, 0, 1, 2, 4]), policy=POLICIES, ended=st.booleans())
     def insert(self, salt: str | None, tokens: Tokens, first: int, policy: RetentionPolicy | None, ended: bool) -> None:
         first = min(first, len(tokens))
-        rows = rows_of(tokens, salt)[:, first:]
-        stored = self.store.insert(tokens, rows, first=first, retention=policy, salt=salt, ended=ended)
+        rows = source(tokens, salt, first)
+        stored = self.store.insert(tokens, rows, retention=policy, salt=salt, ended=ended)
         assert stored == self.oracle.insert(salt, tokens, first, policy, ended)
 
     @rule(ms=st.sampled_from([1, 4, 45]))
@@ -246,11 +254,10 @@ class Restarted(RuleBasedStateMachine):
         match = store.match(tokens, salt)
         end = match.tokens
         assert not end or any(s == salt and t[:end] == tokens[:end] for s, t in self.known)
-        rows, truth = store.fetch(match), rows_of(tokens[:end], salt, ALL_TENSORS)
-        for group in store.groups:
+        truths = split(store, rows_of(tokens[:end], salt, ALL_TENSORS))
+        for group, rows, truth in zip(store.groups, fetch(store, match), truths, strict=True):
             needed = group.first_needed(end)
-            for first, stop in group.ranges:
-                np.testing.assert_array_equal(rows[first:stop, needed:], truth[first:stop, needed:])
+            np.testing.assert_array_equal(rows[:, needed:], truth[:, needed:])
         self.check_states(match, tokens[:end], salt)
 
     def check_states(self, match: Match, tokens: Tokens, salt: str | None) -> None:
@@ -282,7 +289,7 @@ class Restarted(RuleBasedStateMachine):
         at = data.draw(st.integers(1, len(tokens))) if self.snapshots and tokens else 0
         snapshot = Snapshot(at, {"state": states_of(tokens[:at], salt)}) if at else None
         policy = RetentionPolicy((TokenRangeRetentionConfig(0, None, priority, ms),))
-        rows = rows_of(tokens, salt, ALL_TENSORS)
+        rows = GroupRows(split(self.stores[which], rows_of(tokens, salt, ALL_TENSORS)))
         self.stores[which].insert(tokens, rows, retention=policy, salt=salt, ended=ended, snapshot=snapshot)
 
     @rule(place=st.integers(0, 20), byte=st.integers(0, 400))
@@ -340,8 +347,8 @@ def work(folder: Path, seed: int, disk_bytes: int) -> None:
     store = opened(folder, max_bytes=40 * STEP * TOKEN_BYTES, disk_cache_size=disk_bytes)
     for number, tokens in enumerate(drawn(seed)):
         match = store.match(tokens)
-        assert np.array_equal(store.fetch(match), rows_of(tokens[: match.tokens]))
-        if store.insert(tokens, rows_of(tokens), ended=True) < len(tokens):
+        assert np.array_equal(fetch(store, match)[0], rows_of(tokens[: match.tokens]))
+        if store.insert(tokens, source(tokens), ended=True) < len(tokens):
             raise AssertionError("the memory is large enough")
         store.save()
         print(number, flush=True)
@@ -382,7 +389,7 @@ def kill_often(folder: Path, kills: int, operations: int, disk_bytes: int, *, wh
         audit(folder, disk_bytes)
         for tokens in saved:
             match = store.match(tokens)
-            wrong += not np.array_equal(store.fetch(match), rows_of(tokens[: match.tokens]))
+            wrong += not np.array_equal(fetch(store, match)[0], rows_of(tokens[: match.tokens]))
             lost += whole and match.tokens < len(tokens)
             done += 1
         assert store.stats.rejected_files == 0

@@ -252,7 +252,7 @@ def test_what_is_no_prefix_any_more_is_not_stored(bundle: Path, text: list[int],
     assert context - 32 - STEP <= match.tokens <= context
     plain = _load(bundle)
     list(plain.generate(tokens[: match.tokens], 1))
-    rows = store.fetch(match).astype(int)
+    rows = np.concatenate(match.rows[0], axis=1)[:, : match.tokens].astype(int)
     assert np.abs(rows - plain.cache.arena.array[:, plain.cache.held_rows()]).max() <= 2
     for length in (50, context - 20, context + 10):
         anew = _load(bundle, policy=policy)
@@ -394,11 +394,11 @@ def test_stores_that_cannot_be_are_refused(bundle: Path, options: dict[str, Any]
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["generate", "{}", "--prompt", "x", "--cache-salt", "s"], "cache_salt: got one without a prefix cache"),
+        (["generate", "{}", "--prompt", "x", "--cache-salt", "s"], "--cache-salt: got one without a prefix cache"),
         (["generate", "{}", "--prompt", "x", "--host-cache-size", "9"], "--host-cache-size: got no --prefix-cache"),
         (
             ["generate", "{}", "--prompt", "x", "--prefix-cache", "x", "--free-memory-fraction", "2"],
-            "free_memory_fraction: got 2.0; expected above 0, at most 1",
+            "--free-memory-fraction: got 2.0; expected above 0, at most 1",
         ),
         (["generate", "{}", "--prompt", "x", "--retention", "5"], "--retention: got '5'"),
         (["generate", "{}", "--prompt", "x", "--retention", "0-9:101"], "priority: got 101; expected 0 to 100"),

@@ -12,7 +12,7 @@ from edgekv.prefix.groups import BlockGroup, split_layers
 from edgekv.prefix.listing import StoredPrefix, remove_stored, stored_prefixes
 from edgekv.prefix.prefixes import PrefixCache, Prefixes, SharedStore, open_prefixes, open_store, prefix_fingerprint
 from edgekv.prefix.retention import RetentionPolicy, TokenRangeRetentionConfig
-from edgekv.prefix.rows import CacheRows
+from edgekv.prefix.rows import CacheRows, GroupRows
 from edgekv.prefix.stats import StoreStats, TierStats
 from edgekv.prefix.store import Match, PrefixStore, Snapshot
 
@@ -20,6 +20,7 @@ __all__ = [
     "BakedPrefix",
     "BlockGroup",
     "CacheRows",
+    "GroupRows",
     "Match",
     "PrefixCache",
     "PrefixError",

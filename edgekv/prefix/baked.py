@@ -19,7 +19,7 @@ from edgekv.json_file import read_json
 from edgekv.kv.arena import DTYPES
 from edgekv.prefix.lock import locked
 from edgekv.prefix.retention import MAX_PRIORITY, RetentionPolicy, TokenRangeRetentionConfig
-from edgekv.prefix.rows import Rows
+from edgekv.prefix.rows import GroupRows, Rows
 from edgekv.prefix.store import PrefixStore, Snapshot
 from edgekv.system import read_file
 from edgekv.tensor_file import TensorFileError, decode_tensors, encode_tensors
@@ -67,21 +67,6 @@ class BakedRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     format: int
     prefixes: list[BakedPrefix]
     files: dict[str, FileRecord]
-
-
-class _BakedRows:
-    """The rows of a file, one array for each group of a store; a `Source`."""
-
-    def __init__(self, tokens: int, groups: Sequence[Rows]) -> None:
-        self._tokens = tokens
-        self._groups = groups
-
-    def first(self, group: int) -> int:
-        return self._tokens - self._groups[group].shape[1]
-
-    def read(self, group: int, token: int, out: Rows) -> None:
-        start = token - self.first(group)
-        out[...] = self._groups[group][:, start : start + out.shape[1]]
 
 
 def baked_prefixes(bundle: Path) -> list[BakedPrefix]:
@@ -183,7 +168,7 @@ def load_baked(bundle: Bundle, store: PrefixStore, engine: str) -> int:
 
 def _read_rows(
     bundle: Path, record: BakedRecord, entry: BakedPrefix, store: PrefixStore
-) -> tuple[list[int], _BakedRows, Snapshot | None]:
+) -> tuple[list[int], GroupRows, Snapshot | None]:
     path = bundle / FOLDER / entry.file
     fix = "Bake it again: edgekv prefix bake BUNDLE FILE"
     if entry.fingerprint != store.fingerprint:
@@ -206,7 +191,7 @@ def _read_rows(
         raise BundleError(f"{path}: tokens", got=found, expected=f"{entry.tokens} ids, 0 or more", fix=fix)
     for number, (rows, group) in enumerate(zip(groups, store.groups, strict=True)):
         least = entry.tokens - group.first_needed(entry.tokens)
-        wanted = (group.tensors, entry.tokens, group.head_dim)
+        wanted = group.shape(entry.tokens)
         is_right = rows.ndim == 3 and (rows.shape[0], rows.shape[2]) == (wanted[0], wanted[2])
         if not is_right or rows.dtype != DTYPES[group.geometry.kv_dtype] or not least <= rows.shape[1] <= wanted[1]:
             found = f"{rows.dtype} {list(rows.shape)}"
@@ -215,7 +200,8 @@ def _read_rows(
     states = {name.removeprefix(_STATE): each for name, each in held.items() if name.startswith(_STATE)}
     if bool(states) != store.snapshots:
         raise BundleError(f"{path}: states", got=sorted(states), expected="those of the model", fix=fix)
-    return tokens.tolist(), _BakedRows(entry.tokens, groups), Snapshot(entry.tokens, states) if states else None
+    source = GroupRows(groups, [entry.tokens - rows.shape[1] for rows in groups])
+    return tokens.tolist(), source, Snapshot(entry.tokens, states) if states else None
 
 
 def _group(number: int) -> str:

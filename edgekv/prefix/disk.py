@@ -10,8 +10,15 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
 
-from edgekv.prefix.block import SNAPSHOT, Arrays, Block, BlockId
-from edgekv.prefix.blockfile import RejectedFileError, decode_block, encode_block
+from edgekv.prefix.block import (
+    SNAPSHOT,
+    Arrays,
+    Block,
+    BlockId,
+    RejectedFileError,
+    decode_block,
+    encode_block,
+)
 from edgekv.prefix.errors import PrefixError, PrefixWarning
 from edgekv.prefix.keys import Keys, folder_secret
 from edgekv.prefix.private import NotPrivateError, check_folder, make_folder, read_private, write_private

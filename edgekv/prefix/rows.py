@@ -1,4 +1,4 @@
-"""Sources and targets of the store's rows: an array, or the KV cache itself."""
+"""Sources and targets of the store's rows: arrays, or the KV cache itself."""
 
 from __future__ import annotations
 
@@ -31,37 +31,24 @@ class Target(Protocol):
         """Receive a group's rows of consecutive tokens, from `token` on, `[tensors, tokens, D]`."""
 
 
-class ArrayRows:
-    """One array `[N, tokens, D]` of all tensors; a `Source` and a `Target`."""
+class GroupRows:
+    """An array `[tensors, tokens, D]` for each group; a `Source` and a `Target`."""
 
-    def __init__(self, groups: Sequence[BlockGroup], rows: Rows, first: int = 0) -> None:
-        """Wrap an array whose first row belongs to the token `first`."""
-        self._groups = groups
+    def __init__(self, rows: Sequence[Rows], first: Sequence[int] = ()) -> None:
+        """Wrap arrays whose first rows belong to the tokens `first`; 0 for all if it is empty."""
         self._rows = rows
-        self._first = first
+        self._first = first or [0] * len(rows)
 
     def first(self, group: int) -> int:
-        return self._first
+        return self._first[group]
 
     def read(self, group: int, token: int, out: Rows) -> None:
-        at, start = 0, token - self._first
-        for first, stop in self._groups[group].ranges:
-            out[at : at + stop - first] = self._rows[first:stop, start : start + out.shape[1]]
-            at += stop - first
+        start = token - self._first[group]
+        out[...] = self._rows[group][:, start : start + out.shape[1]]
 
     def write(self, group: int, token: int, rows: Rows) -> None:
-        at, start = 0, token - self._first
-        for first, stop in self._groups[group].ranges:
-            self._rows[first:stop, start : start + rows.shape[1]] = rows[at : at + stop - first]
-            at += stop - first
-
-
-def array_shape(groups: Sequence[BlockGroup], tokens: int) -> tuple[int, int, int]:
-    """Shape of an array with the rows of all tensors; ValueError if heads differ in width."""
-    widths = {group.head_dim for group in groups}
-    if len(widths) > 1:
-        raise ValueError(f"rows: got heads of widths {sorted(widths)}; expected a source or target, not an array")
-    return sum(group.tensors for group in groups), tokens, widths.pop()
+        start = token - self._first[group]
+        self._rows[group][:, start : start + rows.shape[1]] = rows
 
 
 class CacheRows:

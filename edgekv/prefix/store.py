@@ -18,7 +18,7 @@ from edgekv.prefix.groups import split_layers
 from edgekv.prefix.keys import TOKEN_BYTES, Keys, Link, common_tokens, tail, token_bytes
 from edgekv.prefix.memory import Memory, now_ms
 from edgekv.prefix.retention import RetentionPolicy
-from edgekv.prefix.rows import ArrayRows, Rows, Source, Target, array_shape
+from edgekv.prefix.rows import Rows, Source, Target
 from edgekv.prefix.stats import StoreStats
 from edgekv.prefix.table import Row
 from edgekv.spec.geometry import Geometry
@@ -80,9 +80,7 @@ class _Path:
 class PrefixStore:
     """Keys and values of token sequences, found by their longest common prefix. Not thread-safe.
 
-    Rows are `[N, tokens, D]` with the tensors by layer, keys before values, by head; row t belongs to the token at
-    position t, so only prefixes of sequences can be reused. If heads differ in width, use a `Source` or `Target`
-    instead of an array.
+    Row t belongs to the token at position t, so only prefixes of sequences can be reused.
 
     A model with recurrent layers has states, which are known at few positions. With `snapshots`, a match ends where
     the store has both the rows and a `Snapshot`.
@@ -168,28 +166,6 @@ class PrefixStore:
         self.counters.tokens_saved += found.tokens
         return found
 
-    def fetch(self, match: Match, out: Rows | None = None) -> Rows:
-        """Copy the rows of a match.
-
-        Args:
-            match: of this store.
-            out: where to, `[N, match.tokens, D]`, any strides; a new array if it is None.
-
-        Returns:
-            The rows; those outside the window of a limited group contain the zero point.
-
-        Raises:
-            ValueError: `out` has another shape or type.
-        """
-        shape = array_shape(self.groups, match.tokens)
-        out = np.empty(shape, self._dtype) if out is None else out
-        self._check_rows("out", out, shape)
-        for group in self.groups:
-            for first, stop in group.ranges:
-                out[first:stop, : group.first_needed(match.tokens)] = group.geometry.zero_point
-        self.restore(match, ArrayRows(self.groups, out))
-        return out
-
     def restore(self, match: Match, target: Target) -> None:
         """Pass the rows of a match to a target: for each group, those of the tokens that the next one attends to."""
         step, end = self._step, match.tokens
@@ -214,9 +190,8 @@ class PrefixStore:
     def insert(
         self,
         tokens: Sequence[int],
-        rows: Rows | Source,
+        source: Source,
         *,
-        first: int = 0,
         prompt_tokens: int | None = None,
         retention: RetentionPolicy | None = None,
         salt: str | None = None,
@@ -231,8 +206,7 @@ class PrefixStore:
 
         Args:
             tokens: the sequence from its first token.
-            rows: `[N, len(tokens) - first, D]` for the tokens from `first` on, or a source of rows.
-            first: number of leading tokens without rows in the array; ignored for a source.
+            source: its rows.
             prompt_tokens: tokens of the prompt; later ones are generated. None: all belong to the prompt.
             retention: new priorities of the blocks; None leaves stored blocks unchanged.
             salt: as in `match`.
@@ -246,20 +220,16 @@ class PrefixStore:
 
         Raises:
             PrefixError: an empty salt.
-            ValueError: shapes or types that disagree, numbers out of range, or a snapshot for a store without.
+            ValueError: numbers out of range, or a snapshot for a store without.
         """
         whole, root = token_bytes(tokens), self._root(salt, adapter)
         length = len(whole) // TOKEN_BYTES
         prompt_tokens = length if prompt_tokens is None else prompt_tokens
-        for name, value in (("first", first), ("prompt_tokens", prompt_tokens)):
-            if not 0 <= value <= length:
-                raise ValueError(f"{name}: got {value}; expected 0 to {length}, the tokens")
+        if not 0 <= prompt_tokens <= length:
+            raise ValueError(f"prompt_tokens: got {prompt_tokens}; expected 0 to {length}, the tokens")
         if snapshot is not None and not (self.snapshots and 0 < snapshot.tokens <= length):
             found = f"one after {snapshot.tokens} of {length} tokens"
             raise ValueError(f"snapshot: got {found}; expected one within them, and a store with snapshots")
-        if isinstance(rows, np.ndarray):
-            self._check_rows("rows", rows, array_shape(self.groups, length - first))
-            rows = ArrayRows(self.groups, rows, first)
         if not self.config.enable_block_reuse:
             return 0
         if public and whole not in self._public:
@@ -268,7 +238,7 @@ class PrefixStore:
         links = self._keys.chain(root, whole, self._step)
         if ended and self.config.enable_partial_reuse and length % self._step:
             links.append(self._last_link(links, root, whole))
-        blocks = self._insert_rows(links, rows, prompt_tokens, retention)
+        blocks = self._insert_rows(links, source, prompt_tokens, retention)
         stored = links[: len(blocks)]
         end = min(stored[-1].end, length) if stored else 0
         if snapshot is not None and snapshot.tokens <= end:
@@ -389,7 +359,7 @@ class PrefixStore:
 
     def _match(self, root: bytes, asked: bytes) -> Match:
         path = self._path(root, asked)
-        while end := self._longest(path.links, path.ends, path.rows):
+        while end := self._longest(path.links, self._open_ends(path), path.rows):
             first = tuple(group.first_needed(end) // self._step for group in self.groups)
             needed = [
                 [(link, part) for link in path.links[first[part] : -(-end // self._step)]] for part in self._parts
@@ -401,6 +371,12 @@ class PrefixStore:
                 states = spans.pop()[0] if self.snapshots else None
                 return Match(end, first, tuple(tuple(each.arrays[ROWS] for each in span) for span in spans), states)
         return Match()
+
+    def _open_ends(self, path: _Path) -> list[int]:
+        """The lengths at which a match may still end: with states, those whose snapshot is there."""
+        if not self.snapshots:
+            return path.ends
+        return [end for end in path.ends if self._has((path.states[end].key, SNAPSHOT), path.rows)]
 
     def _path(self, root: bytes, asked: bytes) -> _Path:
         """Look for all blocks of a sequence, and for one that begins as it goes on."""
@@ -517,7 +493,7 @@ class PrefixStore:
 
     def _layout_digest(self) -> bytes:
         """Digest of the fingerprint and the layout of the blocks, which determine the meaning of their bytes."""
-        groups = [(each.window, each.geometry.kv_heads, each.head_dim, each.layers) for each in self.groups]
+        groups = [(each.window, each.geometry.kv_heads, each.geometry.head_dim, each.layers) for each in self.groups]
         said = (self.fingerprint, self.geometry.kv_dtype, self._step, groups, self.snapshots)
         return hashlib.blake2b(repr(said).encode(), digest_size=16).digest()
 
@@ -552,7 +528,3 @@ class PrefixStore:
         rows = arrays.get(ROWS)
         shape = self.groups[part].shape(link.end - link.start)
         return len(arrays) == 1 and rows is not None and (rows.shape, rows.dtype) == (shape, self._dtype)
-
-    def _check_rows(self, field: str, rows: Rows, shape: tuple[int, int, int]) -> None:
-        if rows.shape != shape or rows.dtype != self._dtype:
-            raise ValueError(f"{field}: got {rows.dtype} {list(rows.shape)}; expected {self._dtype} {list(shape)}")
