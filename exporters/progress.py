@@ -5,11 +5,14 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from time import perf_counter
 from typing import Protocol
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bars
+
+from edgekv.steps import LOG
 
 
 class Progress(Protocol):
@@ -37,10 +40,14 @@ def shown(is_quiet: bool = False) -> Iterator[Progress]:
     columns = (TextColumn("{task.description:>14}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Bars(*columns, console=Console(file=sys.stderr), disable=is_quiet) as bars:
         tasks: dict[str, TaskID] = {}
+        started: dict[str, float] = {}
 
         def show(stage: str, done: int, total: int) -> None:
             if stage not in tasks:
+                started[stage] = perf_counter()
                 tasks[stage] = bars.add_task(stage, total=total)
             bars.update(tasks[stage], completed=done)
+            if done == total and stage in started:
+                LOG.info("%s: %.2f s", stage, perf_counter() - started.pop(stage))
 
         yield show

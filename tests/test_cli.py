@@ -3,6 +3,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -419,3 +420,14 @@ def test_a_reader_that_has_gone_on_windows_is_no_bug() -> None:
     for names, message in ([], ""), (["a?b"], "edgekv: error: a?b: Invalid argument\n"):
         done = subprocess.run([sys.executable, "-c", program, *names], capture_output=True, text=True, check=False)
         assert (done.returncode, done.stderr) == (1, message)
+
+
+def test_the_steps_of_a_command_are_told_to_those_who_ask(bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["generate", str(bundle), "--prompt", PROMPT, "--max-new-tokens", "2"]
+    assert run([*command, "-v"]) == 0
+    told = capsys.readouterr()
+    assert re.search(r"^edgekv: verify \d+ files of \S+: \d\.\d\d s\nedgekv: ", told.err) and "[cpu-fast" in told.err
+    assert run([*command, "-q"]) == 0
+    assert capsys.readouterr() == (told.out, "")
+    assert run([*command, "-q", "-v"]) == 2
+    assert "--verbose: got it with --quiet; expected one of them" in _last_line(capsys)

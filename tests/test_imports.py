@@ -17,7 +17,7 @@ PACKAGES = ("quant", "devices", "edgekv", "exporters")
 FLOORS = (
     ("quant", "devices", "edgekv.errors"),
     ("edgekv.option",),
-    ("edgekv.system", "edgekv.vendor_libraries"),
+    ("edgekv.system", "edgekv.vendor_libraries", "edgekv.steps"),
     ("edgekv.library_fault", "edgekv.this_chip"),
     ("edgekv.json_file", "edgekv.text_file", "edgekv.tensor_file", "edgekv.scratch", "edgekv.native_output"),
     ("edgekv.child", "edgekv.qnn", "edgekv.paged"),

@@ -14,6 +14,7 @@ from edgekv.bundle.weights import BundleWeights, EmbeddingTable
 from edgekv.errors import BundleError
 from edgekv.spec import EMBEDDING_COLUMNS, GraphRecord, PartRecord, table_key
 from edgekv.spec.text import TOKENIZER, open_tokenizer
+from edgekv.steps import step
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -140,7 +141,8 @@ def open_bundle(path: str | Path, verify: bool = True) -> Bundle:
     _check_sizes(folder, manifest)
     _check_unlisted(folder, manifest)
     if verify:
-        _check_hashes(folder, manifest)
+        with step(f"verify {len(manifest.files)} files of {folder.name}"):
+            _check_hashes(folder, manifest)
     return Bundle(folder, manifest)
 
 

@@ -17,7 +17,7 @@ import builtins
 import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import MISSING, Field, fields, is_dataclass, replace
 from pathlib import Path
 from types import NoneType, UnionType
@@ -25,6 +25,7 @@ from typing import Annotated, Any, Generic, Literal, Protocol, TypeVar, Union, g
 
 import click
 
+from edgekv.cli.output import steps_on_stderr
 from edgekv.errors import UsageError
 from edgekv.option import Argument, Option, OptionGroup, Parser
 
@@ -60,7 +61,7 @@ class Command(click.Command):
 
             force_rehash()
         assert self.callback is not None
-        with self.naming_options():
+        with self.naming_options(), steps_on_stderr() if "verbose" in given else nullcontext():
             return self.callback(**{name: source.read(given) for name, source in self._sources.items()})
 
     @contextmanager

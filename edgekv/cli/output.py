@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import logging
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Annotated, Any
 
 import click
 import msgspec
 
+from edgekv.errors import UsageError
 from edgekv.option import Option
+from edgekv.steps import LOG
 
 SCHEMA = 1
 """Of `--json`. Incremented when a field is changed or removed, not when one is added."""
@@ -22,11 +28,31 @@ class Output:
     is_quiet: Annotated[
         bool, Option("Print only results, warnings and errors: no progress, no statistics.", "-q --quiet")
     ] = False
+    is_verbose: Annotated[bool, Option("Say which steps are done, and how long each takes.", "-v --verbose")] = False
+
+    def __post_init__(self) -> None:
+        if self.is_quiet and self.is_verbose:
+            raise UsageError("--verbose", got="it with --quiet", expected="one of them", fix="Leave one of them out.")
 
     def note(self, text: str) -> None:
         """Print a line on standard error, unless `--quiet` or `--json` asks for silence."""
         if not (self.is_quiet or self.as_json):
             click.echo(text, err=True)
+
+
+@contextmanager
+def steps_on_stderr() -> Iterator[None]:
+    """Print the steps that the block does."""
+    printed = logging.StreamHandler(sys.stderr)
+    printed.setFormatter(logging.Formatter("edgekv: %(message)s"))
+    before = LOG.level
+    LOG.addHandler(printed)
+    LOG.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        LOG.removeHandler(printed)
+        LOG.setLevel(before)
 
 
 def print_json(value: Any, *, list_name: str = "items") -> None:

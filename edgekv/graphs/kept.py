@@ -17,6 +17,7 @@ from edgekv.errors import EngineError
 from edgekv.graphs.cpu_mode import BUILDING_EXTRA, RenderedMode, can_build
 from edgekv.graphs.processor import processor
 from edgekv.graphs.source import PartSource
+from edgekv.steps import step
 from edgekv.system import MIB, cache_folder, read_file
 
 EMULATED = "emulated"
@@ -47,7 +48,8 @@ def emulated_bytes(source: PartSource, *, alike_rows: bool = False) -> bytes:
     # Importing onnx takes a third of a second; kept graphs do not need it.
     from edgekv.graphs.build import emulated
 
-    content: bytes = emulated(source, alike_rows=alike_rows).SerializeToString()
+    with step(f"build {source.part.name} for emulate"):
+        content: bytes = emulated(source, alike_rows=alike_rows).SerializeToString()
     with suppress(OSError):
         _keep(kept, content)
     return content
@@ -96,7 +98,7 @@ def _render(source: PartSource, mode: RenderedMode, folder: Path, alike_rows: bo
 
     with TemporaryDirectory(dir=folder, prefix=SCRATCH, ignore_cleanup_errors=True) as scratch:
         data = Path(scratch, "weights")
-        with data.open("wb") as file:
+        with step(f"build {source.part.name} for {mode}"), data.open("wb") as file:
             model = rendered(source, mode, WeightFile(file, data.name), alike_rows=alike_rows)
         return pack_weights(model.SerializeToString(), Path(scratch), folder)
 

@@ -18,6 +18,7 @@ from edgekv.graphs.source import PartSource, wide_prefill
 from edgekv.runtime.binding import Binding, MemoryBinding
 from edgekv.runtime.mapped import MappedWeights
 from edgekv.runtime.row_bits import RowBits
+from edgekv.steps import step
 from edgekv.system import format_bytes, free_memory_bytes, return_freed_memory
 
 _Loaded = tuple[ort.InferenceSession, MappedWeights | None]
@@ -89,7 +90,8 @@ class CpuEngine:
 
     def load(self, file: Path, name: str) -> Binding:
         if file not in self._sessions:
-            self._sessions[file] = self._load(file)
+            with step(f"load {file.name} on {self.name}"):
+                self._sessions[file] = self._load(file)
         return MemoryBinding(*self._sessions[file])
 
     def session(self, graph: Path) -> ort.InferenceSession:

@@ -18,6 +18,7 @@ from edgekv.qnn import compiler, create_session
 from edgekv.runtime.binding import Binding, MemoryBinding
 from edgekv.runtime.row_bits import RowBits
 from edgekv.runtime.shared_memory import SharedAllocator
+from edgekv.steps import step
 from edgekv.this_chip import find_chip
 from edgekv.vendor_libraries import Platform, has_rpc_memory
 
@@ -121,7 +122,8 @@ class HtpEngine:
 
     def load(self, file: Path, name: str) -> Binding:
         if file not in self._sessions:
-            self._sessions[file] = self.session(file)
+            with step(f"load {file.name} on htp"):
+                self._sessions[file] = self.session(file)
         return MemoryBinding(self._sessions[file], shared=self.shared)
 
     def _any_session(self) -> ort.InferenceSession:

@@ -1,0 +1,18 @@
+"""Steps that take a while: records of the logger `edgekv`, at the level INFO, which `--verbose` prints."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from time import perf_counter
+
+LOG = logging.getLogger("edgekv")
+
+
+@contextmanager
+def step(what: str) -> Iterator[None]:
+    """Log what a block does, with its seconds, at its end."""
+    started = perf_counter()
+    yield
+    LOG.info("%s: %.2f s", what, perf_counter() - started)
