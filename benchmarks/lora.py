@@ -39,7 +39,7 @@ def swap_ms(model: edgekv.Model, names: list[str], rounds: int) -> tuple[float, 
         began = perf_counter()
         opened.append(model.open_lora(name))
         first.append((perf_counter() - began) * 1e3)
-    graphs, session = model._graphs, model.session
+    graphs, session = model.engine.graphs, model.session
     for adapter, _ in zip(cycle(opened), range(rounds), strict=False):
         began = perf_counter()
         session.adapt(adapter)

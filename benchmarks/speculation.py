@@ -35,7 +35,7 @@ from rich.table import Table
 import edgekv
 from benchmarks.turns import by_turns
 from edgekv.draft import AdaptiveDrafter, CorpusDrafter, CorpusIndex, Drafter, DraftRecord, PromptLookup, build_index
-from edgekv.engine import Speculate, SpeculationStats
+from edgekv.engine import Speculation, SpeculationStats
 from edgekv.errors import EdgeKVError
 
 PROMPTS = Path(__file__).with_suffix(".txt")
@@ -107,7 +107,7 @@ def read_prompts(kinds: Sequence[str]) -> list[Prompt]:
     return [prompt for prompt in prompts if not kinds or prompt.kind in kinds]
 
 
-def answer(model: edgekv.Model, prompt: Sequence[int], new_tokens: int, speculate: Speculate) -> Answer:
+def answer(model: edgekv.Model, prompt: Sequence[int], new_tokens: int, speculate: Speculation) -> Answer:
     """Answer greedily, in a sequence that keeps the prompt from run to run."""
     generation = model.generate(prompt, new_tokens, temperature=0, sequence=1, speculate=speculate)
     tokens = [next(generation).id]
@@ -121,7 +121,7 @@ def answer(model: edgekv.Model, prompt: Sequence[int], new_tokens: int, speculat
 
 
 def compare(
-    model: edgekv.Model, prompts: Sequence[Prompt], new_tokens: int, modes: Sequence[Speculate]
+    model: edgekv.Model, prompts: Sequence[Prompt], new_tokens: int, modes: Sequence[Speculation]
 ) -> dict[tuple[str, str], Total]:
     """Totals by mode and kind; each prompt is answered plainly and in every mode."""
     totals: dict[tuple[str, str], Total] = {}
@@ -129,7 +129,7 @@ def compare(
         tokens = prompt_tokens(model, prompt.text)
         turns = {
             f"{at} {mode.mode}": partial(answer, model, tokens, new_tokens, mode)
-            for at, mode in enumerate([Speculate("off"), *modes])
+            for at, mode in enumerate([Speculation("off"), *modes])
         }
         list(model.generate(tokens, 1, sequence=1))  # so that all turns find the prompt in the cache
         (plain,), *answers = by_turns(turns, 1, warm_up=0, first=number).values()
@@ -247,7 +247,7 @@ def main() -> None:
             modes = []
             for name in args.speculate.split(","):
                 given = (corpus if name in ("corpus", "auto") else None, draft if name in ("draft", "auto") else None)
-                modes.append(Speculate(name, *given))
+                modes.append(Speculation(name, *given))
             prompts = read_prompts(args.kinds.split(",") if args.kinds else ())
             console.print(totals_table(compare(model, prompts, args.new_tokens, modes)))
             console.print(pass_times(model))

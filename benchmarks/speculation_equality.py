@@ -27,7 +27,7 @@ import edgekv
 from edgekv import SamplingParams
 from edgekv.bundle import open_bundle
 from edgekv.draft import DraftTree
-from edgekv.engine import Speculate, Speculation, SpeculationStats
+from edgekv.engine import Speculation, SpeculationStats
 from edgekv.kv import STRATEGIES, CacheState
 from edgekv.text import Grammar
 
@@ -159,10 +159,10 @@ def pair(
         most = chance.randint(1, 20) if chance.random() < 0.2 else 1000
         wanted = call(plain, prompt, params, most, {"sequence": sequence})
         kind = chance.choice(("oracle", "oracle", "lookup", "corpus", "auto"))
-        speculate: Any = Speculation(Oracle(prompt + wanted.tokens, vocab, chance))
+        speculate: Any = Speculation(drafter=Oracle(prompt + wanted.tokens, vocab, chance))
         if kind != "oracle":
             corpus = drafting.open_corpus(TEXT) if kind == "corpus" else None
-            speculate = Speculate(kind, corpus, tree=drafting.takes_trees and chance.random() < 0.5)
+            speculate = Speculation(kind, corpus, tree=drafting.takes_trees and chance.random() < 0.5)
         got = call(drafting, prompt, params, most, {"sequence": sequence, "speculate": speculate})
         stats = got.speculation
         assert stats is not None, "speculates"

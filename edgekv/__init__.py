@@ -7,9 +7,10 @@
             print(token.text, end="")
 
 `load` opens a bundle (made with `edgekv export`) on an engine and returns a `Model`. `Model.generate` continues a
-prompt and yields tokens; `SamplingParams` says how they are chosen, `BeamParams` asks for beam search. `Conversation`
-keeps the turns of a chat. `Model.score` gives the logits of a text. `HtpOptions` tunes the engine `htp`. Every error
-is an `EdgeKVError` that names what was found, what was expected and the fix. `edgekv --help` lists the commands.
+prompt and yields tokens; `SamplingParams` says how they are chosen, `BeamParams` asks for beam search,
+`Speculation` for drafts, `Tools` for functions that the model may call. `Conversation` keeps the turns of a chat.
+`Model.score` gives the logits of a text. `HtpOptions` tunes the engine `htp`. Every error is an `EdgeKVError` that
+names what was found, what was expected and the fix. `edgekv --help` lists the commands.
 """
 
 from __future__ import annotations
@@ -20,12 +21,14 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from edgekv.conversation import Conversation
+    from edgekv.engine import Speculation
     from edgekv.errors import EdgeKVError
     from edgekv.loading import load
     from edgekv.model import Model
     from edgekv.runtime import HtpOptions
     from edgekv.text.grammar import Grammar
     from edgekv.text.params import BeamParams, SamplingParams
+    from edgekv.text.tools import Tools
 
     __version__: str
 
@@ -37,6 +40,8 @@ __all__ = [
     "HtpOptions",
     "Model",
     "SamplingParams",
+    "Speculation",
+    "Tools",
     "__version__",
     "load",
 ]
@@ -49,6 +54,8 @@ _HOMES = {
     "HtpOptions": "edgekv.runtime",
     "Model": "edgekv.model",
     "SamplingParams": "edgekv.text.params",
+    "Speculation": "edgekv.engine",
+    "Tools": "edgekv.text.tools",
     "load": "edgekv.loading",
 }
 

@@ -33,4 +33,4 @@ def bake_prefix(bundle: str | Path, text: str, name: str, engine: EngineOptions 
     generation = model.generate(text, 1)
     list(generation)
     assert model.prefix_store is not None
-    return add_baked(model.bundle.path, name, model.engine, generation.prompt, model.prefix_store)
+    return add_baked(model.bundle.path, name, model.engine.name, generation.prompt, model.prefix_store)

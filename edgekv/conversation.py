@@ -10,14 +10,15 @@ from typing import Any
 import msgspec
 
 from edgekv.bundle import atomic_file
-from edgekv.engine import Generation, GenerationStats, Speculate, Token
+from edgekv.driver import Generation
+from edgekv.engine import GenerationStats, Speculation
 from edgekv.errors import UsageError
 from edgekv.full_context import FittedPrompt, check_on_full, fit_prompt, split_turns
 from edgekv.json_file import read_json, readable_json
 from edgekv.load_options import OnFull
 from edgekv.model import Model
 from edgekv.spec.chat import Message, check_messages
-from edgekv.text import SamplingParams
+from edgekv.text import SamplingParams, Token
 
 _SEQUENCE = 0
 
@@ -52,7 +53,7 @@ class Conversation:
         system: str | None = None,
         params: SamplingParams | None = None,
         on_full: OnFull = "drop-oldest",
-        speculate: Speculate | None = None,
+        speculate: Speculation | None = None,
         lora: str | None = None,
     ) -> None:
         """Start a conversation.

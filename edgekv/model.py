@@ -4,36 +4,193 @@ from __future__ import annotations
 
 from collections import abc
 from collections.abc import Mapping
-from typing import Any, Unpack, overload
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypedDict, Unpack, overload
 
 import numpy as np
 from numpy.typing import NDArray
 
-from edgekv.engine.beam_run import BeamResult, check_beams, run_beams
-from edgekv.engine.call import BeamCall, SamplingCall, choose_params
-from edgekv.engine.generation import Generation
-from edgekv.engine.loaded import LoadedBundle
-from edgekv.engine.scoring import Scoring
-from edgekv.engine.sequence import Sequence
-from edgekv.engine.speculate import Speculate, SpeculateMode, make_speculation, speculates
-from edgekv.engine.speculation import Speculation
-from edgekv.engine.together import advance_together
-from edgekv.prefix import RetentionPolicy, open_prefixes
-from edgekv.spec.chat import Message
-from edgekv.text.params import BeamParams, SamplingParams
+from edgekv.bundle import Bundle
+from edgekv.draft import CorpusIndex, open_corpus
+from edgekv.driver import Driver, Generation, Scoring
+from edgekv.engine import Batch, BeamResult, BoundAdapter, CacheSetup, DraftModel, Engine, Request, Session, SessionPool
+from edgekv.engine.speculation import Speculation, SpeculationMode
+from edgekv.kv import KVCache
+from edgekv.prefix import PrefixCache, PrefixStore, RetentionPolicy
+from edgekv.runtime import Engine as Backend
+from edgekv.spec.chat import ChatTemplates, Message
+from edgekv.text import Prompt, Tools
+from edgekv.text.params import BeamKeywords, BeamParams, SamplingKeywords, SamplingParams, choose_params, default_params
 from edgekv.text.processors import LogitsProcessor
-from edgekv.text.prompt import Prompt
-from edgekv.text.sampler import Sampler
-from edgekv.text.tools import Tools
+
+if TYPE_CHECKING:
+    from typing import Self
+
+    from tokenizers import Tokenizer
 
 
-class Model(LoadedBundle):
+class Call(TypedDict, total=False):
+    """Keywords of `Model.generate` for all kinds of calls."""
+
+    cache_salt: str | None
+    lora: str | None
+    retention: RetentionPolicy | None
+
+
+class SamplingCall(SamplingKeywords, Call, total=False):
+    """Keywords of `Model.generate` for sampling."""
+
+    sequence: int | None
+    processors: abc.Sequence[LogitsProcessor]
+    return_logits: bool
+    speculate: Speculation | SpeculationMode | None
+
+
+class BeamCall(BeamKeywords, Call, total=False):
+    """Keywords of `Model.generate` for beam search, except `num_beams`."""
+
+
+class Model:
     """A bundle on an engine, its own cache, and one more for each named sequence; see `edgekv.load`.
 
     Threads may share a model: steps take turns. A call holds its cache until it ends, is closed or dropped: the
     model's own, or that of its `sequence`. A later call for the same cache ends the earlier one if both come from one
     thread; one from another thread waits.
+
+    `close`, or leaving a `with` block, frees graphs and caches.
+
+    Attributes:
+        bundle: the bundle.
+        defaults: default sampling parameters: the bundle's, or greedy decoding.
+        engine: what runs the calls; only one thread may use it directly, while no other uses the model.
     """
+
+    def __init__(self, bundle: Bundle, backend: Backend, caches: CacheSetup, prefix_cache: PrefixCache | None) -> None:
+        """See `edgekv.load`."""
+        self.bundle = bundle
+        self.defaults = default_params(bundle.manifest.generation)
+        self._driver = Driver()
+        self.engine = self._driver.engine = Engine(bundle, backend, caches, prefix_cache, self._driver)
+        self._texts = self.engine.texts
+
+    def __repr__(self) -> str:
+        state = ", closed" if self._driver.is_closed else ""
+        name, context = self.bundle.path.name, self.bundle.manifest.context
+        return f"<{type(self).__name__} {name} on {self.engine.name}, context {context}{state}>"
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End all generations, store their prefixes, and free graphs and caches. Closing twice is harmless.
+
+        A prefix store that the caller opened stays open.
+        """
+        self._driver.close()
+
+    def prepare(self) -> None:
+        """Load the graphs now, which the first call does otherwise.
+
+        Raises:
+            EngineError: the engine refused a graph.
+        """
+        with self._driver:
+            self._driver.check_open()
+            self.engine.graphs.prepare("decode", "prefill")
+
+    # ------------------------------------------------------------------ what it is
+
+    @property
+    def is_reproducible(self) -> bool:
+        """Whether a prompt has the same answer whatever is cached of it."""
+        return self.engine.is_reproducible
+
+    @property
+    def verify_rows(self) -> abc.Sequence[int]:
+        """Tokens per inference of the graphs that check drafts, ascending; none if the bundle has no such graph."""
+        return self.engine.target.rows
+
+    @property
+    def evicts_tokens(self) -> bool:
+        """Whether a full context drops old tokens, so that any number fits: another policy than `fail`."""
+        return self.engine.caches.policy.name != "fail"
+
+    @property
+    def cache(self) -> KVCache:
+        """The KV cache of the last call."""
+        return self.engine.graphs.cache
+
+    @property
+    def session(self) -> Session:
+        """The model's own cache and its tokens, of calls without `sequence`."""
+        return self.engine.pool.own
+
+    @property
+    def sequences(self) -> SessionPool:
+        """The caches of calls with `sequence`."""
+        return self.engine.pool
+
+    @property
+    def prefix_store(self) -> PrefixStore | None:
+        """Where computed prefixes are stored; None if there is no prefix cache."""
+        return self.engine.prefix_store
+
+    @property
+    def draft_model(self) -> DraftModel:
+        """What drafts for another model; see `Speculation`."""
+        return self.engine.draft_model
+
+    # ------------------------------------------------------------------ texts
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer of the bundle."""
+        return self._texts.tokenizer
+
+    @property
+    def chat_templates(self) -> ChatTemplates:
+        """The chat templates of the bundle; UsageError if it has none."""
+        return self._texts.chat_templates
+
+    def encode(self, prompt: str) -> list[int]:
+        """The tokens of a text; see `Texts.encode`."""
+        return self._texts.encode(prompt)
+
+    def encode_chat(self, text: str) -> list[int]:
+        """The tokens of a rendered chat template; see `Texts.encode_chat`."""
+        return self._texts.encode_chat(text)
+
+    def read(self, prompt: Prompt, field: str = "prompt") -> list[int]:
+        """The tokens that `generate` runs for a prompt: text or ids, with the sink in front if the bundle has one.
+
+        Raises:
+            ContextFullError: more tokens than the context and the policy is `fail`.
+            UsageError: no tokens, an id that is not in the vocabulary, or the tokenizer fails.
+        """
+        return self._texts.read(prompt, field)
+
+    def open_corpus(self, path: str | Path, field: str = "draft corpus") -> CorpusIndex:
+        """The index of a text file to draft from; see `edgekv.draft.open_corpus`.
+
+        Raises:
+            UsageError: the file is no text, too large, or cannot be read.
+        """
+        return open_corpus(Path(path), self.tokenizer, self.bundle.manifest.model.vocab, field)
+
+    def open_lora(self, lora: str | None) -> BoundAdapter | None:
+        """The adapters that a call names, ready to be bound; None for the base model.
+
+        Raises:
+            UsageError: the bundle has none of a name, or they do not fit into the slots together.
+            BundleError: one is damaged.
+        """
+        with self._driver:
+            return self.engine.open_lora(lora)
+
+    # ------------------------------------------------------------------ calls
 
     @overload
     def generate(
@@ -66,7 +223,7 @@ class Model(LoadedBundle):
         retention: RetentionPolicy | None = None,
         processors: abc.Sequence[LogitsProcessor] = (),
         return_logits: bool = False,
-        speculate: Speculate | SpeculateMode | Speculation | None = None,
+        speculate: Speculation | SpeculationMode | None = None,
         lora: str | None = None,
         **keywords: Any,
     ) -> Generation | BeamResult:
@@ -87,8 +244,7 @@ class Model(LoadedBundle):
             retention: how long the prefix cache keeps the blocks of this call.
             processors: change the logits before a token is chosen, after bias and penalties.
             return_logits: give each `Token` the logits of its step.
-            speculate: how to draft tokens that one pass checks, as a mode, a `Speculate`, or a new `Speculation` with a
-                drafter of your own; the text is the same.
+            speculate: how to draft tokens that one pass checks, as a mode or a `Speculation`; the text is the same.
             lora: adapters of the bundle, `NAME` or `NAME=SCALE`, several with commas between; None for the base model.
             keywords: fields of `SamplingParams` that replace `params` or `defaults`; or, with `num_beams`, fields of
                 `BeamParams`.
@@ -104,44 +260,43 @@ class Model(LoadedBundle):
                 drafters that do not fit the bundle.
             EngineError: the engine refused a graph, or a grammar needs llguidance, which is not installed.
         """
-        self._turns.check_open()
-        chosen = choose_params(params, keywords, self.defaults)
-        manifest = self.bundle.manifest
+        self._driver.check_open()
+        chosen, bundle_defaults = choose_params(params, keywords, self.defaults)
         declared = tools if tools is None or isinstance(tools, Tools) else Tools.read(tools)
-        tokens = self._prompts.read(self._prompts.text_or_messages(prompt, messages, declared))
-        adapter = self.open_lora(lora)
-        prefixes = open_prefixes(self._store, cache_salt, retention, None if adapter is None else adapter.key)
-        place = (self.sequences, self._graphs, tokens, sequence, prefixes, adapter)
-        if isinstance(chosen.params, BeamParams):
-            options = {"return_logits": return_logits, "speculates": speculates(speculate)}
-            check_beams(manifest, self._caches, sequence, processors, declared, **options)
-            beams = Sequence(*place)
-            with self._turns.whole_call(None, beams.finish):
-                return run_beams(self._graphs, beams, self._setup, chosen.params, manifest, self.tokenizer)
-        constraint, reader = self.bind(chosen.params.grammar, declared)
-        sampler = Sampler.of(chosen.params, manifest.encodings["logits"], manifest.model.vocab, processors)
-        text = (self.tokenizer, manifest.tokens.eos)
-        speculation, most = make_speculation(self, speculate), chosen.params.max_new_tokens
-        growing = Sequence(*place, speculation=speculation, constraint=constraint, max_new_tokens=most)
-        return Generation(
-            self._turns,
-            growing,
-            self._setup,
+        request = Request(
+            tuple(self._texts.read(self._texts.text_or_messages(prompt, messages, declared))),
             chosen,
-            sampler,
-            *text,
-            constraint,
-            reader,
-            return_logits=return_logits,
+            cache=sequence,
+            salt=cache_salt,
+            retention=retention,
+            processors=tuple(processors),
+            tools=declared,
+            speculation=Speculation.read(speculate),
+            lora=lora,
+            returns_logits=return_logits,
+            bundle_defaults=bundle_defaults,
         )
+        if isinstance(chosen, SamplingParams):
+            return Generation(self._driver, request)
+        search = self._driver.start(request)
+        try:
+            while not isinstance(found := self._driver.advance(search), BeamResult):
+                pass
+        finally:
+            self._driver.end(search)
+        return found
 
-    def prepare_together(self) -> None:
-        """Allocate and load what `advance_together` needs, which its first call does otherwise.
+    @property
+    def batch(self) -> Batch:
+        """Runs passes of several generations; it has a cache of its own.
 
         Raises:
-            EdgeKVError: as `advance_together`.
+            UsageError: the bundle or the engine cannot.
+            EngineError: the engine refused the verify graph.
         """
-        _ = self.batch
+        with self._driver:
+            self._driver.check_open()
+            return self.engine.batch
 
     def advance_together(self, generations: abc.Sequence[Generation]) -> None:
         """Run the next inference of several generations in one pass of a verify graph; `next` of each then needs none.
@@ -158,9 +313,7 @@ class Model(LoadedBundle):
             ValueError: a later call has claimed the sequence of one.
             EngineError: the runtime failed.
         """
-        batch = self.batch
-        with self._turns:
-            advance_together(generations, batch, self._graphs)
+        self._driver.run_together([each.sequence for each in generations])
 
     def score(self, tokens: abc.Sequence[int], *, lora: str | None = None) -> NDArray[np.float32]:
         """The logits after each of the tokens, `[T, V]`, teacher forced from an empty cache.
@@ -172,14 +325,8 @@ class Model(LoadedBundle):
         Raises:
             EdgeKVError: as `generate`.
         """
-        self._turns.check_open()
-        whole = self._prompts.read(tokens, "tokens")
-        adapter = self.open_lora(lora)
-        with self._turns.whole_call(None):
-            self._graphs.prepare("score", "decode")
-            self.session.adapt(adapter)
-            rows = self.session.score(whole)[-len(tokens) :]
-            return self.bundle.manifest.encodings["logits"].dequantize(rows)
+        rows: NDArray[np.float32] = np.concatenate([*self.score_steps(tokens, lora=lora)])[-len(tokens) :]
+        return rows
 
     def score_steps(self, tokens: abc.Sequence[int], *, lora: str | None = None) -> Scoring:
         """As `score`, a step at a time; with those of the sink, if the tokens do not begin with it.
@@ -187,7 +334,6 @@ class Model(LoadedBundle):
         Raises:
             EdgeKVError: as `generate`.
         """
-        self._turns.check_open()
-        encoding, adapter = self.bundle.manifest.encodings["logits"], self.open_lora(lora)
-        whole = self.read(tokens, "tokens")
-        return Scoring(self._turns, self.session, self._graphs, encoding, whole, adapter)
+        self._driver.check_open()
+        whole = self._texts.read(tokens, "tokens")
+        return Scoring(self._driver, Request(tuple(whole), lora=lora, scores=True))

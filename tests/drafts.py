@@ -8,7 +8,8 @@ from typing import Any
 
 import edgekv
 from edgekv import SamplingParams
-from edgekv.engine import Generation, Speculation
+from edgekv.driver import Generation
+from edgekv.engine import Speculation
 
 
 class Oracle:

@@ -11,7 +11,8 @@ import pytest
 
 import edgekv
 from edgekv import SamplingParams
-from edgekv.engine import Generation, Speculate
+from edgekv.driver import Generation
+from edgekv.engine import Speculation
 from edgekv.errors import UsageError
 from edgekv.kv import STRATEGIES, BatchColumns, CacheState
 from edgekv.serve import ServeOptions
@@ -155,4 +156,4 @@ def test_serve_refuses_what_cannot_share_a_pass(verifying: Path) -> None:
     with pytest.raises(UsageError, match="batch: got an engine"), served(verifying, engine="cpu", batches=True):
         pass
     with pytest.raises(UsageError, match="batch: got passes of several answers with --speculate"):
-        ServeOptions(batches=True, speculate=Speculate("lookup"))
+        ServeOptions(batches=True, speculate=Speculation("lookup"))

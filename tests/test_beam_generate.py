@@ -12,9 +12,10 @@ import pytest
 import edgekv
 from edgekv.bundle import Bundle, TokenRecord
 from edgekv.cli import run
-from edgekv.engine.beam import BeamSearch, Hypothesis, run_search
+from edgekv.engine.beam_search import BeamSearch, Hypothesis
 from edgekv.errors import ContextFullError, UsageError
 from edgekv.text import BeamParams
+from tests.beams import run_search
 
 PROMPT = "import os\n\ndef read_file(path):\n"
 

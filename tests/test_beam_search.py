@@ -8,11 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from edgekv.engine.beam import BeamSearch, Hypothesis, run_search
+from edgekv.engine.beam_search import BeamSearch, Hypothesis
 from edgekv.errors import UsageError
 from edgekv.text import BeamParams
 from exporters.checkpoint.checkpoint import Checkpoint
 from exporters.quantize.reference import Reference
+from tests.beams import run_search
 from tests.checkpoints import NEWER, OLDER, write_checkpoint
 
 GOLDEN = json.loads((Path(__file__).parent / "golden" / "beams.json").read_text())

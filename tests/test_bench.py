@@ -52,7 +52,7 @@ def test_tests_run_their_tokens_and_leave_the_session_empty(small_export: Path) 
     results: list[Speed | FirstToken] = []
     with edgekv.load(small_export, threads=1, prefix_cache=StoreConfig()) as model:
         run_bench(model, BenchPlan((), (5,), (8,), repetitions=2), report=results.append)
-        times = {graph.record.ar: graph.steps for graph in model._graphs.loaded}
+        times = {graph.record.ar: graph.steps for graph in model.engine.graphs.loaded}
         assert times[8] >= 3  # the depth, with the warm-up
         assert times[1] >= 15
         assert model.session.is_empty

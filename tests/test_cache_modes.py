@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
@@ -14,9 +14,10 @@ import pytest
 
 import edgekv
 from edgekv.cli import run
-from edgekv.engine import Adaptive, ByteBudget, FreeMemoryBudget, Sequence, Token
+from edgekv.engine import Adaptive, ByteBudget, FreeMemoryBudget
 from edgekv.errors import MemoryBudgetError, UsageError
 from edgekv.kv import KVCache
+from edgekv.text import Token
 from tests.endless import endless
 
 PROMPT = "import os\n\ndef read_file(path):\n"
@@ -33,12 +34,16 @@ def _load(bundle: Path, mode: str = "always", engine: str = "cpu") -> edgekv.Mod
 
 def _logits(model: edgekv.Model, prompt: list[int], more: list[int]) -> np.ndarray:
     """The logits after the prompt and after each further token, `[1 + len(more), V]`."""
-    sequence = Sequence(model.sequences, model._graphs, prompt)
-    rows = [sequence.logits().copy()]
-    for token in more:
-        sequence.push(token)
-        rows.append(sequence.logits().copy())
-    return np.stack(rows)
+
+    def force(prompt: Sequence[int], generated: Sequence[int], logits: np.ndarray) -> np.ndarray:
+        forced = np.full_like(logits, -np.inf)
+        forced[[*more, 0][len(generated)]] = 0
+        return forced
+
+    options = {"processors": [force], "return_logits": True, "ignore_eos": True}
+    tokens = [*model.generate(prompt, 1 + len(more), **options)]
+    assert _ids(tokens)[:-1] == more
+    return np.stack([token.logits for token in tokens])
 
 
 @pytest.fixture(scope="module")
@@ -167,7 +172,7 @@ def test_sequences_take_turns(bundle: Path, small_export: Path, engine: str, kv_
 def test_a_cache_of_other_sizes_is_not_used(model: edgekv.Model) -> None:
     other = KVCache(replace(model.cache.geometry, context=64), ar=model.cache.ar)
     with pytest.raises(ValueError, match=r"cache: got .*context=64"):
-        model._graphs.use(other)
+        model.engine.graphs.use(other)
 
 
 def test_a_later_call_ends_an_earlier_one_of_its_sequence_alone(model: edgekv.Model) -> None:

@@ -57,7 +57,7 @@ def test_the_contexts_are_climbed_without_a_difference(bundles: dict[str, Path],
         logits[name] = np.stack(rows).astype(int)
         copied = model.cache.stats.bytes_copied
         assert copied == (0 if strategy == "pointer-shift" else 48 * 2 * 2 * 2 * 16)
-        assert len({graph.record.context for graph in model._graphs.loaded}) == (1 if name == "one" else 3)
+        assert len({graph.record.context for graph in model.engine.graphs.loaded}) == (1 if name == "one" else 3)
     if engine == "htp":
         assert np.array_equal(logits["one"], logits["three"])
     assert np.abs(logits["one"] - logits["three"]).max() <= 64
@@ -116,9 +116,9 @@ def test_growth_goes_with_what_can_grow(bundles: dict[str, Path]) -> None:
 def test_a_new_text_begins_in_the_least_context(bundles: dict[str, Path]) -> None:
     model = edgekv.load(bundles["three"], policy="sinks(4, 20)")
     first = [token.id for token in model.generate(PROMPT, 60, ignore_eos=True)]
-    model._graphs._loaded.clear()
+    model.engine.graphs._loaded.clear()
     assert [token.id for token in model.generate(PROMPT[:5], 4)] and len(first) > 28
-    assert [*model._graphs._loaded] == ["ar1_cl16", "ar8_cl16"]
+    assert [*model.engine.graphs._loaded] == ["ar1_cl16", "ar8_cl16"]
 
 
 def test_scoring_and_beams_use_the_largest_context(bundles: dict[str, Path]) -> None:
@@ -160,5 +160,5 @@ def test_a_prompt_loads_the_graphs_that_it_runs(tmp_path: Path) -> None:
     loaded = []
     for count in (1, 5, 17):
         [*model.generate(PROMPT[:count], 2)]
-        loaded.append([graph.ar for graph in model._graphs.loaded])
+        loaded.append([graph.ar for graph in model.engine.graphs.loaded])
     assert loaded == [[1], [1, 8], [1, 8, 24]]

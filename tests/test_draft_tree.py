@@ -26,7 +26,7 @@ from edgekv.draft import (
     as_tree,
     build_index,
 )
-from edgekv.engine import Speculate, Speculation
+from edgekv.engine import Speculation
 from edgekv.errors import UsageError
 from edgekv.kv import STRATEGIES, CacheState
 from edgekv.runtime import tree_views
@@ -85,10 +85,12 @@ def compared(model: edgekv.Model, seeds: int) -> int:
         params = LONG.overlaid(temperature=0.9, seed=seed) if seed else LONG
         plain = [token.id for token in model.generate(PROMPT, params)]
         wanted = model.cache.state
-        drafts = Speculation(Thicket(PROMPT + plain, model.bundle.manifest.model.vocab, seed))
-        assert [token.id for token in model.generate(PROMPT, params, speculate=drafts)] == plain
-        assert same(model.cache.state, wanted) and drafts.stats.accepted > 3
-        branched += sum(each.branched for each in drafts.stats.drafters.values())
+        drafts = Speculation(drafter=Thicket(PROMPT + plain, model.bundle.manifest.model.vocab, seed))
+        generation = model.generate(PROMPT, params, speculate=drafts)
+        assert [token.id for token in generation] == plain
+        stats = generation.stats.speculation
+        assert stats is not None and same(model.cache.state, wanted) and stats.accepted > 3
+        branched += sum(each.branched for each in stats.drafters.values())
     return branched
 
 
@@ -127,9 +129,9 @@ def test_lookup_and_a_corpus_branch(bundles: dict[str, Path], tmp_path: Path) ->
         plain = [token.id for token in model.generate(prompt, LONG)]
         corpus = model.open_corpus(tmp_path / "corpus")
         for wanted in (
-            Speculate("lookup", tree=True),
-            Speculate("corpus", corpus=corpus, tree=True),
-            Speculate(tree=True),
+            Speculation("lookup", tree=True),
+            Speculation("corpus", corpus=corpus, tree=True),
+            Speculation(tree=True),
         ):
             assert [token.id for token in model.generate(prompt, LONG, speculate=wanted)] == plain
 
@@ -155,7 +157,7 @@ def test_a_grammar_takes_the_likeliest_branch(bundles: dict[str, Path]) -> None:
     params = LONG.overlaid(grammar=Grammar.regex("(yes|no), (sure|never), (yes|no)"))
     with edgekv.load(bundles["rows"], "htp") as model:
         plain = [token.id for token in model.generate(PROMPT, params)]
-        drafts = Speculation(Thicket(PROMPT + plain, model.bundle.manifest.model.vocab))
+        drafts = Speculation(drafter=Thicket(PROMPT + plain, model.bundle.manifest.model.vocab))
         assert [token.id for token in model.generate(PROMPT, params, speculate=drafts)] == plain
 
 
@@ -242,7 +244,7 @@ def test_auto_learns_how_deep_trees_reach() -> None:
 def test_an_engine_that_cannot_check_branches_refuses_them(bundles: dict[str, Path], capsys: Any) -> None:
     wanted = "draft tree: got the engine cpu, whose sums depend on the columns of tokens"
     with edgekv.load(bundles["rows"]) as model, pytest.raises(UsageError, match=wanted):
-        model.generate(PROMPT, LONG, speculate=Speculate(tree=True))
+        model.generate(PROMPT, LONG, speculate=Speculation(tree=True))
     options = ["--prompt", "Hi", "--speculate", "lookup", "--draft-tree", "--cpu-mode", "emulate"]
     assert run(["generate", str(bundles["rows"]), *options]) == 2
     captured = capsys.readouterr()
@@ -251,6 +253,6 @@ def test_an_engine_that_cannot_check_branches_refuses_them(bundles: dict[str, Pa
 
 def test_a_tree_without_a_drafter_that_makes_one_is_refused(bundles: dict[str, Path], capsys: Any) -> None:
     with pytest.raises(UsageError, match="speculate: tree: got a tree with the mode off"):
-        Speculate("off", tree=True)
+        Speculation("off", tree=True)
     assert run(["generate", str(bundles["rows"]), "--prompt", "Hi", "--draft-tree"]) == 2
     assert "--draft-tree: got no --speculate" in capsys.readouterr().err

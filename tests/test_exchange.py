@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 import pytest
 
-import edgekv
+from edgekv.engine import Engine
 from edgekv.errors import UsageError
 from edgekv.serve import Limits
 from edgekv.spec.chat import ChatTemplates
@@ -183,7 +183,7 @@ def test_an_error_of_the_engine_has_the_requests_names(server: Server, monkeypat
     def refuse(*_: Any, **__: Any) -> Any:
         raise UsageError("max_new_tokens", got="this", expected="that", fix="Change it.")
 
-    monkeypatch.setattr(edgekv.Model, "generate", refuse)
+    monkeypatch.setattr(Engine, "add", refuse)
     for path, fields, name in (
         (CHAT, {"messages": [USER]}, "max_completion_tokens"),
         (COMPLETIONS, {"prompt": "x"}, "max_tokens"),

@@ -12,11 +12,11 @@ import pytest
 
 import edgekv
 from edgekv.bundle import Bundle, TokenRecord
-from edgekv.engine import Token
 from edgekv.errors import ContextFullError, UsageError
 from edgekv.kv import KVCache
 from edgekv.prefix import StoreConfig
-from edgekv.text.prompt import PromptReader
+from edgekv.text import Token
+from edgekv.text.texts import Texts
 from tests.endless import endless
 
 PROMPT = "import os\n\ndef read_file(path):\n"
@@ -171,7 +171,7 @@ def test_a_prompt_of_many_megabytes_is_refused_before_it_is_tokenized(
 ) -> None:
     for policy, most in (("fail", "65,536"), ("sliding-window", "4,194,304")):
         model = edgekv.load(bundle, policy=policy, verify=False)
-        monkeypatch.setattr(PromptReader, "encode", None)
+        monkeypatch.setattr(Texts, "encode", None)
         with pytest.raises(ContextFullError, match=f"prompt: got 104,857,600 characters; expected at most {most}"):
             model.generate("x" * (100 << 20))
 

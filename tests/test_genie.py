@@ -19,11 +19,10 @@ import edgekv
 from devices import find
 from edgekv.bundle import Bundle, open_bundle
 from edgekv.cli import run
-from edgekv.engine import Token
 from edgekv.errors import BundleError, EdgeKVError, EngineError, UsageError
 from edgekv.runtime.rope import RopeTable
 from edgekv.spec import Rope
-from edgekv.text import SamplingParams
+from edgekv.text import SamplingParams, Token
 from exporters.quantize.sink import SinkWanted
 from exporters.targets.genie import vendor, write
 from exporters.targets.genie.config import Debug, GenieConfig

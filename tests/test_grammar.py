@@ -184,10 +184,10 @@ _FORMATS = jsonschema.Draft202012Validator.FORMAT_CHECKER
     ],
 )
 def test_what_cannot_be_compiled_is_refused_before_prefill(model: edgekv.Model, grammar: Any, reason: str) -> None:
-    steps = model._graphs.times.steps
+    steps = model.engine.graphs.times.steps
     with pytest.raises(UsageError, match=reason):
         model.generate(PROMPT, grammar=grammar())
-    assert model._graphs.times.steps == steps
+    assert model.engine.graphs.times.steps == steps
 
 
 def test_a_grammar_that_takes_too_long_is_refused(model: edgekv.Model, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,7 +31,7 @@ def test_a_key_is_needed_if_there_are_some(talking: Path, capfd: pytest.CaptureF
             assert _status(server, header=f"authorization: {wrong}") == 401
         for right in ("Bearer right", "bearer other"):
             assert _status(server, header=f"authorization: {right}") == 200
-        assert "right" not in server.get("/health") + repr(server.serving.service.scheduler)
+        assert "right" not in server.get("/health") + repr(server.serving.service.engine)
     printed = capfd.readouterr()
     assert "right" not in printed.out + printed.err
 

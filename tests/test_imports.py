@@ -29,6 +29,7 @@ FLOORS = (
     ("edgekv.runtime", "edgekv.prefix", "edgekv.draft"),
     ("edgekv.text",),
     ("edgekv.engine",),
+    ("edgekv.driver",),
     ("edgekv.model", "edgekv.plan", "edgekv.doctor"),
     ("edgekv.loading", "edgekv.full_context"),
     ("edgekv.conversation", "edgekv.bake", "edgekv.bench"),

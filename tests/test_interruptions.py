@@ -143,12 +143,14 @@ def test_ctrl_c_at_any_line_of_a_step_leaves_a_model_that_gives_the_same_tokens(
 def _interrupt(call: Any, number: int | None) -> int:
     """Run a call until the line of this number in the cache, the session and the runtime; return the lines run."""
     lines = 0
-    within = tuple(str(Path(edgekv.__file__).parent / folder) for folder in ("kv", "session", "runtime", "prefix"))
+    within = tuple(
+        str(Path(edgekv.__file__).parent / folder) for folder in ("kv", "engine", "text", "runtime", "prefix")
+    )
 
     def trace(frame: FrameType, event: str, _: object) -> Any:
         nonlocal lines
         file = frame.f_code.co_filename
-        if not file.startswith(within) or file.endswith("turns.py"):
+        if not file.startswith(within) or frame.f_code.co_name in ("__enter__", "__exit__"):  # of the lock
             return None
         # A `with` is traced once more behind its block, where Python itself lets nothing interrupt it.
         if event == "line" and not getline(file, frame.f_lineno).lstrip().startswith("with "):

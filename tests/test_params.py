@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from edgekv.engine.call import choose_params
 from edgekv.errors import UsageError
 from edgekv.text import BeamParams, SamplingParams
+from edgekv.text.params import choose_params
 
 HUGE = 10**5000
 """Python refuses to write it."""
@@ -64,30 +64,27 @@ def test_parameters_are_plain_values() -> None:
 
 
 def test_what_is_not_given_comes_from_the_defaults() -> None:
-    chosen = choose_params(None, {"top_k": 5, "seed": 1, "stop": None}, DEFAULTS)
-    assert chosen.params == SamplingParams(0.7, 5, 0.8, 1, repetition_penalty=1.1, max_new_tokens=99)
-    assert chosen.bundle_defaults == ("temperature", "top_p", "repetition_penalty", "max_new_tokens")
-    assert choose_params(7, {}, DEFAULTS).params == SamplingParams(
-        0.7, 20, 0.8, repetition_penalty=1.1, max_new_tokens=7
-    )
+    chosen, set_by_bundle = choose_params(None, {"top_k": 5, "seed": 1, "stop": None}, DEFAULTS)
+    assert chosen == SamplingParams(0.7, 5, 0.8, 1, repetition_penalty=1.1, max_new_tokens=99)
+    assert set_by_bundle == ("temperature", "top_p", "repetition_penalty", "max_new_tokens")
+    assert choose_params(7, {}, DEFAULTS)[0] == SamplingParams(0.7, 20, 0.8, repetition_penalty=1.1, max_new_tokens=7)
 
 
 def test_a_temperature_of_0_drops_the_defaults_of_sampling() -> None:
-    chosen = choose_params(None, {"temperature": 0}, DEFAULTS)
-    assert chosen.params == SamplingParams(repetition_penalty=1.1, max_new_tokens=99)
+    chosen, _ = choose_params(None, {"temperature": 0}, DEFAULTS)
+    assert chosen == SamplingParams(repetition_penalty=1.1, max_new_tokens=99)
     with pytest.raises(UsageError, match="top_k: got 3 at temperature 0"):
         choose_params(None, {"temperature": 0, "top_k": 3}, DEFAULTS)
 
 
 def test_parameters_are_used_as_they_are() -> None:
     given = SamplingParams(max_new_tokens=3)
-    assert choose_params(given, {}, DEFAULTS).params == given
-    assert choose_params(given, {}, DEFAULTS).bundle_defaults == ()
-    assert choose_params(given, {"seed": 5, "temperature": 1.0}, DEFAULTS).params == SamplingParams(
+    assert choose_params(given, {}, DEFAULTS) == (given, ())
+    assert choose_params(given, {"seed": 5, "temperature": 1.0}, DEFAULTS)[0] == SamplingParams(
         1.0, seed=5, max_new_tokens=3
     )
     beams = BeamParams(3, max_new_tokens=4)
-    assert choose_params(beams, {"num_return_sequences": 2}, DEFAULTS).params == BeamParams(3, 2, max_new_tokens=4)
+    assert choose_params(beams, {"num_return_sequences": 2}, DEFAULTS)[0] == BeamParams(3, 2, max_new_tokens=4)
     with pytest.raises(UsageError, match=r"top_p: got 0.5 with num_beams"):
         choose_params(beams, {"top_p": 0.5}, DEFAULTS)
 

@@ -75,7 +75,7 @@ def test_a_sequence_that_has_held_other_texts_gives_the_same_bits(bundle: Path, 
         assert equal(disturbed(model, prompts, sequence=1), each_alone(bundle, prompts, **options))
         generation = model.generate(prompts[0], 1, sequence=1)
         list(generation)
-        assert generation.stats.cache.reused_tokens >= model.window > 0, "whole windows are reused"
+        assert generation.stats.cache.reused_tokens >= model.engine.window > 0, "whole windows are reused"
 
 
 def test_stored_prefixes_give_the_same_bits(bundle: Path, tmp_path: Path, prompts, alone) -> None:
@@ -84,7 +84,7 @@ def test_stored_prefixes_give_the_same_bits(bundle: Path, tmp_path: Path, prompt
             assert equal(disturbed(model, prompts), alone)
             generation = model.generate(prompts[0], 1)
             list(generation)
-            assert generation.stats.cache.restored_tokens == model.window
+            assert generation.stats.cache.restored_tokens == model.engine.window
 
 
 def test_the_store_is_not_that_of_rows_which_depend_on_others(bundle: Path, tmp_path: Path, prompts) -> None:
@@ -133,7 +133,7 @@ def test_a_shared_store_in_memory_gives_the_same_bits(bundle: Path, prompts, alo
 @pytest.mark.htp
 def test_an_engine_whose_rows_are_alike_needs_no_windows(compiled_bundle: Path) -> None:
     with edgekv.load(compiled_bundle, "htp", reproducible=True) as model:
-        assert model.window == 0
+        assert model.engine.window == 0
 
 
 def test_serve_says_whether_answers_are_reproducible(talking: Path) -> None:

@@ -12,7 +12,7 @@ import msgspec
 import openai
 import pytest
 
-import edgekv
+from edgekv.engine import Engine, Event, Sequence
 from edgekv.errors import EngineError
 from edgekv.serve.request_log import RequestRecord, write_line
 from tests.serving import NAME, Server, served
@@ -100,23 +100,23 @@ def test_a_client_that_leaves_is_logged(server: Server, log: list[str]):
         connection.sendall(
             f"{head}content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n".encode() + body
         )
-        while not server.serving.service.scheduler.running:
+        while not server.serving.service.engine.running:
             time.sleep(0.001)
     _line(log, "POST /v1/completions 499, client left, 6 tokens in, .*")
 
 
 def test_an_error_in_a_stream_is_logged(server: Server, log: list[str]):
-    real, steps = edgekv.engine.Generation.__next__, 0
+    real, steps = Engine.advance, 0
 
-    def fail(generation: edgekv.engine.Generation) -> edgekv.engine.Token:
+    def fail(engine: Engine, sequence: Sequence, most: int | None = None) -> Event | None:
         nonlocal steps
         steps += 1
         if steps > 3:
             raise EngineError("engine", got="a fault", expected="a step", fix="Export again.")
-        return real(generation)
+        return real(engine, sequence, most)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(edgekv.engine.Generation, "__next__", fail)
+        patch.setattr(Engine, "advance", fail)
         stream = server.client(KEY).completions.create(model=NAME, prompt="Fails", stream=True)
         with pytest.raises(openai.APIError, match="log says why"):
             list(stream)

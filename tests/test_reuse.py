@@ -16,12 +16,12 @@ import pytest
 import edgekv
 from edgekv.bake import bake_prefix
 from edgekv.cli import run
-from edgekv.engine import Token
 from edgekv.errors import BundleError, UsageError
 from edgekv.kv import Geometry, KVCache, LayeredGeometry
 from edgekv.paged import paged_attention
 from edgekv.prefix import CacheRows, PrefixStore, RetentionPolicy, StoreConfig, TokenRangeRetentionConfig
 from edgekv.spec.geometry import KeyLayout, KvDtype
+from edgekv.text import Token
 from tests.checkpoints import write_checkpoint
 from tests.exports import export_options, exported
 from tests.manifests import change_manifest

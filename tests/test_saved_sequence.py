@@ -55,12 +55,12 @@ def test_a_sequence_of_another_bundle_or_engine_is_refused(bundle: Path, small: 
     with edgekv.load(bundle, threads=1) as model:
         list(model.generate(PROMPT, 4, sequence=7))
         held = len(model.sequences.get_or_create(7).tokens)
-        assert save_sequence(model, 7, file) == held > 4
-        assert load_sequence(model, 8, file) == held
-        assert save_sequence(model, 9, tmp_path / "empty") == 0
+        assert save_sequence(model.engine, 7, file) == held > 4
+        assert load_sequence(model.engine, 8, file) == held
+        assert save_sequence(model.engine, 9, tmp_path / "empty") == 0
     with edgekv.load(small, threads=1) as model:
         with pytest.raises(StateError, match=r"state .*talk: fingerprint: got .* on cpu; expected .* on cpu"):
-            load_sequence(model, 7, file)
+            load_sequence(model.engine, 7, file)
         assert 7 not in model.sequences
 
 
@@ -68,11 +68,11 @@ def test_a_damaged_file_is_refused_and_nothing_is_changed(bundle: Path, tmp_path
     file = tmp_path / "talk"
     with edgekv.load(bundle, threads=1) as model:
         list(model.generate(PROMPT, 4, sequence=7))
-        save_sequence(model, 7, file)
+        save_sequence(model.engine, 7, file)
         raw = file.read_bytes()
         file.write_bytes(raw[:-1] + bytes([raw[-1] ^ 1]))
         with pytest.raises(StateError, match="content: got sha256"):
-            load_sequence(model, 8, file)
+            load_sequence(model.engine, 8, file)
         assert 8 not in model.sequences
 
 
@@ -81,10 +81,10 @@ def test_a_mode_that_keeps_nothing_is_refused(bundle: Path, tmp_path: Path) -> N
         edgekv.load(bundle, threads=1, cache_mode="disabled") as model,
         pytest.raises(UsageError, match="session: got the cache mode disabled"),
     ):
-        load_sequence(model, 0, tmp_path / "talk")
+        load_sequence(model.engine, 0, tmp_path / "talk")
 
 
 def test_a_pipe_is_no_session(bundle: Path, tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     with edgekv.load(bundle, threads=1) as model, pytest.raises(StateError, match="a FIFO, not a regular file"):
-        load_sequence(model, 0, tmp_path / "pipe")
+        load_sequence(model.engine, 0, tmp_path / "pipe")

@@ -18,8 +18,7 @@ import openai
 import pytest
 from msgspec import structs
 
-import edgekv
-from edgekv.engine import ByteBudget
+from edgekv.engine import ByteBudget, Engine
 from edgekv.errors import EngineError, UsageError
 from edgekv.serve import Limits, pump
 from edgekv.serve.response_records import ResponseRecord
@@ -28,7 +27,7 @@ from edgekv.serve.sse import WAITING
 from tests.processes import interruptible
 from tests.serving import NAME, Server, served
 
-TOOLS_READ = "edgekv.engine.Tools.read"
+TOOLS_READ = "edgekv.text.Tools.read"
 LONG: dict[str, Any] = {"model": NAME, "max_tokens": 400, "extra_body": {"ignore_eos": True}}
 
 
@@ -56,7 +55,7 @@ class Gate:
     """Lets the engine's thread run a number of steps, so that what a test sees does not depend on time.
 
     Attributes:
-        steps: the generation of each step, in order.
+        steps: the sequence of each step, in order.
     """
 
     def __init__(self) -> None:
@@ -71,22 +70,22 @@ class Gate:
         self._is_open.set()
         self._allowed.release()
 
-    def wait(self, generation: Any) -> None:
+    def wait(self, sequence: Any) -> None:
         if not self._is_open.is_set():
             assert self._allowed.acquire(timeout=30)
-        self.steps.append(generation)
+        self.steps.append(sequence)
 
 
 @contextmanager
 def _gate() -> Iterator[Gate]:
-    gate, real = Gate(), edgekv.engine.Generation.__next__
+    gate, real = Gate(), Engine.advance
 
-    def step(generation: Any) -> Any:
-        gate.wait(generation)
-        return real(generation)
+    def step(engine: Engine, sequence: Any, most: int | None = None) -> Any:
+        gate.wait(sequence)
+        return real(engine, sequence, most)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(edgekv.engine.Generation, "__next__", step)
+        patch.setattr(Engine, "advance", step)
         try:
             yield gate
         finally:
@@ -94,7 +93,7 @@ def _gate() -> Iterator[Gate]:
 
 
 def _jobs(server: Server) -> int:
-    return server.serving.service.scheduler.running + server.serving.service.scheduler.queued
+    return server.serving.service.engine.running + server.serving.service.engine.queued
 
 
 @pytest.fixture(scope="module")
@@ -128,14 +127,14 @@ def test_requests_take_turns_token_by_token(server: Server):
 
 
 def test_a_client_that_leaves_ends_its_request_within_a_step(server: Server):
-    scheduler, disconnects = server.serving.service.scheduler, _metric(server, "disconnects_total")
+    engine, disconnects = server.serving.service.engine, _metric(server, "disconnects_total")
     with _gate() as gate:
         gate.allow(3)
         stream = server.client().completions.create(prompt="Leaving", stream=True, **LONG)
         _until(lambda: len(gate.steps) == 3)
-        (job,) = scheduler._running
+        (ticket,) = engine._tickets.values()
         stream.close()
-        _until(lambda: job.is_cancelled)
+        _until(lambda: ticket.is_cancelled)
         gate.open()
         _until(lambda: _metric(server, "requests_running") == 0)
     assert len(gate.steps) <= 4 and _metric(server, "sessions_busy") == 0
@@ -202,8 +201,8 @@ def test_a_client_that_leaves_ends_all_its_answers(server: Server, stream: bool)
             connection.sendall(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
             gate.allow(3)
             _until(lambda: len(gate.steps) == 3)
-            jobs = [*server.serving.service.scheduler._running]
-        _until(lambda: all(job.is_cancelled for job in jobs))
+            tickets = [*server.serving.service.engine._tickets.values()]
+        _until(lambda: all(each.is_cancelled for each in tickets))
         gate.open()
         _until(lambda: _jobs(server) == 0 and _metric(server, "sessions_busy") == 0)
     _until(lambda: _metric(server, "disconnects_total") == disconnects + 1)
@@ -245,9 +244,9 @@ def test_a_request_that_waits_can_leave(server: Server):
 
 def test_a_request_has_a_time_limit(talking: Path):
     with served(talking, Limits(request_s=0.05)) as server:
-        real = edgekv.engine.Generation.__next__
+        real = Engine.advance
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(edgekv.engine.Generation, "__next__", lambda each: (time.sleep(0.03), real(each))[1])
+            patch.setattr(Engine, "advance", lambda *given: (time.sleep(0.03), real(*given))[1])
             with pytest.raises(openai.InternalServerError, match="without an end") as ended:
                 _ask(server, "Endless", **LONG)
         assert ended.value.status_code == 504
@@ -307,11 +306,11 @@ def test_caches_stay_within_the_budget(talking: Path):
 
 @pytest.mark.parametrize("error", [RuntimeError("a bug"), BaseException("a panic")])
 def test_a_failing_step_ends_its_request_alone(server: Server, error: BaseException):
-    def fail(generation: Any) -> Any:
+    def fail(*_: Any) -> Any:
         raise error
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(edgekv.engine.Generation, "__next__", fail)
+        patch.setattr(Engine, "advance", fail)
         for n in (1, 3):
             with pytest.raises(openai.InternalServerError, match="This is a bug"):
                 _ask(server, "Fails", n=n)
@@ -320,11 +319,11 @@ def test_a_failing_step_ends_its_request_alone(server: Server, error: BaseExcept
 
 
 def test_a_client_is_not_told_of_the_servers_files(server: Server, capfd: pytest.CaptureFixture[str]):
-    def fail(generation: Any) -> Any:
+    def fail(*_: Any) -> Any:
         raise EngineError("engine", got="a fault in /home/user/model", expected="a step", fix="Export again.")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(edgekv.engine.Generation, "__next__", fail)
+        patch.setattr(Engine, "advance", fail)
         with pytest.raises(openai.InternalServerError, match="log says why") as told:
             _ask(server, "Fails")
     assert "/home/user" not in str(told.value) and "/home/user/model" in capfd.readouterr().err
@@ -344,7 +343,7 @@ def test_requests_end_with_the_server(talking: Path):
         thread.start()
         _until(lambda: _jobs(server) == 1)
         server.serving.stop()
-        _until(lambda: server.serving.service.scheduler._is_closed)
+        _until(lambda: server.serving.service.engine._is_closed)
         gate.open()
         thread.join()
     assert answers == [503]
@@ -391,11 +390,11 @@ def test_a_stream_that_waits_is_not_silent(talking: Path, monkeypatch: pytest.Mo
 
 
 def test_an_error_at_once_keeps_its_status_in_a_stream(server: Server):
-    def fail(generation: Any) -> Any:
+    def fail(*_: Any) -> Any:
         raise EngineError("engine", got="a fault", expected="a step", fix="Export again.")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(edgekv.engine.Generation, "__next__", fail)
+        patch.setattr(Engine, "advance", fail)
         with pytest.raises(openai.InternalServerError, match="log says why"):
             _ask(server, "Fails", stream=True)
 
@@ -487,11 +486,11 @@ import edgekv.engine
 from edgekv.cli import main
 from edgekv.serve import server
 
-def step(generation):
+def step(*_):
     print("in a step", flush=True)
     threading.Event().wait()
 
-edgekv.engine.Generation.__next__ = step
+edgekv.engine.Engine.advance = step
 server.ENGINE_S = float(sys.argv.pop(1))
 main()
 """

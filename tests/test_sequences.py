@@ -239,7 +239,7 @@ def _roomy(sessions: int = 99) -> SessionPool:
 
 def _take(pool: SessionPool, tokens: list[int], owner: str | None = None, most: int = MOST) -> int:
     """The id for a text, whose tokens then are in its session."""
-    found = pool.take(tokens, owner, most)
+    found = pool.best(tokens, owner, None, most)
     assert found is not None
     pool.get_or_create(found).tokens = list(tokens)
     return found
@@ -274,10 +274,10 @@ def test_busy_caches_are_left_alone():
     pool = _roomy()
     busy = _take(pool, [1, 2], most=2)
     assert pool.taken == 1
-    other = pool.take([1, 2, 3], None, 2)
-    assert other is not None and other != busy and pool.take([1, 2, 4], None, 2) is None
+    other = pool.best([1, 2, 3], None, None, 2)
+    assert other is not None and other != busy and pool.best([1, 2, 4], None, None, 2) is None
     pool.give_back(busy)
-    assert pool.take([1, 2, 4], None, 2) == busy
+    assert pool.best([1, 2, 4], None, None, 2) == busy
 
 
 def test_the_least_recently_used_one_makes_room():
@@ -292,10 +292,10 @@ def test_the_least_recently_used_one_makes_room():
 def test_memory_is_a_limit_too():
     pool = _roomy(1)
     first = _take(pool, [1], most=8)
-    assert pool.take([2], None, 8) is None  # nothing idle could make room
+    assert pool.best([2], None, None, 8) is None  # nothing idle could make room
     pool.give_back(first)
-    assert pool.take([2], None, 8) is not None and first not in pool
-    assert _roomy(0).take([1], None, 1) is not None  # `get_or_create` refuses it by name
+    assert pool.best([2], None, None, 8) is not None and first not in pool
+    assert _roomy(0).best([1], None, None, 1) is not None  # `get_or_create` refuses it by name
 
 
 def test_nobody_continues_the_cache_of_another():
@@ -313,10 +313,10 @@ def test_an_id_is_never_used_again():
 
 def test_a_sequence_that_has_no_tokens_is_forgotten():
     pool = _roomy()
-    found = pool.take([1, 2], None, MOST)
+    found = pool.best([1, 2], None, None, MOST)
     assert found is not None
     pool.give_back(found)
-    assert pool.take([1, 2], None, 1) is not None, "it takes no room"
+    assert pool.best([1, 2], None, None, 1) is not None, "it takes no room"
     pool = _roomy()
     evicted = _take(pool, [1, 2])
     pool.drop(evicted)

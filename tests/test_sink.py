@@ -237,12 +237,12 @@ def test_sequences_and_beams_begin_with_the_sink(sinking: Path, tmp_path: Path) 
         assert [token.id for token in model.generate(PROMPT, 12, ignore_eos=True, sequence=1)] == expected
         other = [BOS, *range(200, 220)]
         assert [t.id for t in model.generate(other, 12, ignore_eos=True, sequence=1)] == decoded(sinking, other)
-        assert save_sequence(model, 1, file) == len(other) + 11
+        assert save_sequence(model.engine, 1, file) == len(other) + 11
         model.sequences.get_or_create(2)
-        assert save_sequence(model, 2, tmp_path / "empty") == 0
+        assert save_sequence(model.engine, 2, tmp_path / "empty") == 0
         assert list(model.generate(PROMPT, num_beams=1, max_new_tokens=12).sequences[0].tokens) == until_eos(expected)
     with edgekv.load(sinking, threads=1) as model:
-        assert load_sequence(model, 1, file) == len(other) + 11
+        assert load_sequence(model.engine, 1, file) == len(other) + 11
         assert [t.id for t in model.generate(other, 12, ignore_eos=True, sequence=1)] == decoded(sinking, other)
 
 

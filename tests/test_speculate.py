@@ -12,7 +12,7 @@ import pytest
 import edgekv
 from edgekv import Grammar, SamplingParams
 from edgekv.cli import run
-from edgekv.engine import Generation, Speculate
+from edgekv.engine import Engine, Sequence, Speculation
 from edgekv.errors import UsageError
 from edgekv.runtime import StaticGraph
 from edgekv.text import BeamParams
@@ -79,11 +79,11 @@ def test_the_text_is_the_same_with_every_drafter(verifying: Path, other: Path, c
         for speculate in (
             "auto",
             "lookup",
-            Speculate("lookup", tokens=2),
-            Speculate("corpus", corpus=index),
-            Speculate("draft", draft=draft),
-            Speculate("draft", draft=twin),
-            Speculate("auto", corpus=index, draft=draft),
+            Speculation("lookup", tokens=2),
+            Speculation("corpus", corpus=index),
+            Speculation("draft", draft=draft),
+            Speculation("draft", draft=twin),
+            Speculation("auto", corpus=index, draft=draft),
         ):
             tokens, stats = ids(model, speculate, params)
             assert tokens == plain, speculate
@@ -92,15 +92,15 @@ def test_the_text_is_the_same_with_every_drafter(verifying: Path, other: Path, c
 
 def test_a_twin_is_nearly_always_right(verifying: Path):
     with edgekv.load(verifying) as model, edgekv.load(verifying) as twin:
-        _, stats = ids(model, Speculate("draft", draft=twin))
+        _, stats = ids(model, Speculation("draft", draft=twin))
         assert stats.tokens_per_pass > 6 and stats.drafters["draft"].accepted > 0.9 * stats.drafters["draft"].proposed
-        _, stats = ids(model, Speculate("draft", draft=twin, tokens=3))
+        _, stats = ids(model, Speculation("draft", draft=twin, tokens=3))
         assert 3 < stats.tokens_per_pass <= 4
 
 
 def test_a_draft_bundle_follows_the_text(verifying: Path, other: Path):
     with edgekv.load(verifying) as model, edgekv.load(other) as draft:
-        tokens, _ = ids(model, Speculate("draft", draft=draft))
+        tokens, _ = ids(model, Speculation("draft", draft=draft))
         held = draft.session.tokens
         common = next((at for at, (a, b) in enumerate(zip(held, PROMPT + tokens, strict=False)) if a != b), len(held))
         assert common >= len(PROMPT + tokens) - 8  # up to the last pass, but for its wrong drafts
@@ -108,10 +108,10 @@ def test_a_draft_bundle_follows_the_text(verifying: Path, other: Path):
 
 def draft_steps(model: edgekv.Model, draft: edgekv.Model, *, by_turns: bool) -> tuple[int, list[list[int]]]:
     """Steps of the draft model for two answers, and their tokens."""
-    before = draft._graphs.times.steps
+    before = draft.engine.graphs.times.steps
     prompts = (PROMPT, [*reversed(PROMPT)])
     answers = [
-        model.generate(prompt, LONG, speculate=Speculate("draft", draft=draft), sequence=number)
+        model.generate(prompt, LONG, speculate=Speculation("draft", draft=draft), sequence=number)
         for number, prompt in enumerate(prompts)
     ]
     texts: list[list[int]] = [[], []]
@@ -121,7 +121,7 @@ def draft_steps(model: edgekv.Model, draft: edgekv.Model, *, by_turns: bool) -> 
                 text.append(token.id)
     else:
         texts = [[token.id for token in answer] for answer in answers]
-    return draft._graphs.times.steps - before, texts
+    return draft.engine.graphs.times.steps - before, texts
 
 
 def test_answers_that_take_turns_keep_the_draft_s_caches(verifying: Path, other: Path):
@@ -138,7 +138,7 @@ def test_a_draft_model_has_few_sessions(verifying: Path, other: Path):
     with edgekv.load(verifying) as model, edgekv.load(other) as draft:
         for first in range(60, 70):
             for _ in range(2):
-                tokens, stats = ids(model, Speculate("draft", draft=draft), prompt=[first, *PROMPT])
+                tokens, stats = ids(model, Speculation("draft", draft=draft), prompt=[first, *PROMPT])
                 assert len(tokens) == LONG.max_new_tokens and stats.passes
         assert len(draft.sequences) == 3
 
@@ -148,13 +148,13 @@ def test_a_text_longer_than_the_drafts_context_goes_on_without_drafts(tmp_path_f
     short = exported(checkpoint, export_options(context=32, ar=(1, 8)))
     with edgekv.load(verifying) as model, edgekv.load(short) as draft:
         plain, _ = ids(model, "off")
-        tokens, stats = ids(model, Speculate("draft", draft=draft))
+        tokens, stats = ids(model, Speculation("draft", draft=draft))
         assert tokens == plain and stats.passes > 20
 
 
 def test_a_corpus_with_the_answer_brings_a_pass_of_tokens(verifying: Path, corpus: Path):
     with edgekv.load(verifying) as model:
-        _, stats = ids(model, Speculate("corpus", corpus=model.open_corpus(corpus)), prompt="Hello")
+        _, stats = ids(model, Speculation("corpus", corpus=model.open_corpus(corpus)), prompt="Hello")
         assert stats.drafters["corpus"].accepted >= 5
 
 
@@ -177,16 +177,16 @@ def test_beams_with_speculation_are_refused(verifying: Path):
 def test_a_draft_bundle_with_another_tokenizer_is_refused(verifying: Path, foreign: Path):
     with edgekv.load(verifying) as model, edgekv.load(foreign) as draft:
         with pytest.raises(UsageError, match=r"draft bundle: got .*a tokenizer with .* 2 entries differ; expected"):
-            model.generate(PROMPT, LONG, speculate=Speculate(draft=draft))
+            model.generate(PROMPT, LONG, speculate=Speculation(draft=draft))
         with pytest.raises(UsageError, match="draft bundle: got the model itself"):
-            model.generate(PROMPT, LONG, speculate=Speculate(draft=model))
+            model.generate(PROMPT, LONG, speculate=Speculation(draft=model))
         assert not model.session.tokens
 
 
 def test_more_drafts_than_a_verify_graph_has_rows_are_refused(verifying: Path):
     with edgekv.load(verifying) as model:
         with pytest.raises(UsageError, match="got 8 drafts of a pass; expected at most 7") as error:
-            model.generate(PROMPT, LONG, speculate=Speculate(tokens=8))
+            model.generate(PROMPT, LONG, speculate=Speculation(tokens=8))
         assert "--draft-rows 9" in str(error.value)
 
 
@@ -218,13 +218,13 @@ def test_a_bundle_without_verify_graphs_speculates_only_if_it_may_not(other: Pat
 )
 def test_what_does_not_go_together_is_refused(options: dict[str, Any], field: str):
     with pytest.raises(UsageError) as error:
-        Speculate(**options)
+        Speculation(**options)
     assert error.value.field == field
 
 
 def test_a_grammar_continues_the_drafts_that_it_allows(verifying: Path):
     with edgekv.load(verifying) as model:
-        constraint, _ = model.bind(Grammar.regex("(yes|no), sure"), None)
+        constraint, _ = model.engine.texts.bind(Grammar.regex("(yes|no), sure"), None)
         assert constraint is not None
         drafts, answer = model.encode("no mercy"), model.encode("no, sure")
         at = next(at for at, (a, b) in enumerate(zip(drafts, answer, strict=False)) if a != b)
@@ -245,7 +245,7 @@ def test_a_grammar_and_drafts_compose(verifying: Path, tmp_path: Path):
         plain = model.generate(PROMPT, params)
         wanted = list(plain)
         (tmp_path / "corpus").write_text("".join(token.text for token in wanted))
-        corpus = Speculate("corpus", corpus=model.open_corpus(tmp_path / "corpus"))
+        corpus = Speculation("corpus", corpus=model.open_corpus(tmp_path / "corpus"))
         found = model.generate(PROMPT, params, speculate=corpus)
         assert [token.id for token in found] == [token.id for token in wanted]
     assert found.stats.forced_tokens == plain.stats.forced_tokens > 10
@@ -335,15 +335,15 @@ def test_bench_tells_what_a_pass_with_drafts_costs(verifying: Path, capsys: Any)
 
 
 def test_requests_take_turns_by_passes(verifying: Path, monkeypatch: pytest.MonkeyPatch):
-    turns: list[Generation] = []
-    real = Generation.__next__
+    turns: list[Sequence] = []
+    real = Engine.advance
 
-    def step(generation: Generation) -> Any:
-        turns.append(generation)
-        return real(generation)
+    def step(engine: Engine, sequence: Sequence, most: int | None = None) -> Any:
+        turns.append(sequence)
+        return real(engine, sequence, most)
 
-    monkeypatch.setattr(Generation, "__next__", step)
-    with edgekv.load(verifying) as twin, served(verifying, speculate=Speculate("draft", draft=twin)) as server:
+    monkeypatch.setattr(Engine, "advance", step)
+    with edgekv.load(verifying) as twin, served(verifying, speculate=Speculation("draft", draft=twin)) as server:
         body = {"model": NAME, "prompt": ["Hello", "World"], "max_tokens": 60, "ignore_eos": True}
         assert server.post("/v1/completions", body)[0] == 200
     for generation in {id(each): each for each in turns}.values():
@@ -359,7 +359,7 @@ def test_serve_speculates_and_counts_drafts(verifying: Path):
         status, plain = server.post("/v1/completions", body)
         assert status == 200 and "completion_tokens_details" not in plain["usage"]
         assert "draft" not in server.get("/metrics")
-    with served(verifying, speculate=Speculate("lookup")) as server:
+    with served(verifying, speculate=Speculation("lookup")) as server:
         status, found = server.post("/v1/completions", body)
         assert status == 200 and found["choices"] == plain["choices"]
         details = found["usage"]["completion_tokens_details"]

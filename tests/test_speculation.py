@@ -14,7 +14,8 @@ import edgekv
 from edgekv import EdgeKVError, SamplingParams
 from edgekv.bundle import open_bundle
 from edgekv.draft import DraftTree
-from edgekv.engine import Generation, Speculation
+from edgekv.driver import Generation
+from edgekv.engine import Speculation
 from edgekv.errors import UsageError
 from edgekv.kv import STRATEGIES, CacheState
 from tests.checkpoints import NEWER, write_checkpoint
@@ -35,7 +36,7 @@ def verifying(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def oracle(model: edgekv.Model, text: list[int], right: float = 1.0, seed: int = 0) -> tuple[Speculation, Oracle]:
     drafter = Oracle(text, model.bundle.manifest.model.vocab, seed, right)
-    return Speculation(drafter), drafter
+    return Speculation(drafter=drafter), drafter
 
 
 def same(found: CacheState, expected: CacheState) -> bool:
@@ -80,7 +81,7 @@ class Fixed:
 def test_drafts_outside_of_the_vocabulary_are_dropped(verifying: Path, draft: Any) -> None:
     with edgekv.load(verifying) as model:
         plain = [token.id for token in model.generate(PROMPT, LONG)]
-        with with_drafts(model, PROMPT, LONG, Speculation(Fixed(draft))) as generation:
+        with with_drafts(model, PROMPT, LONG, Speculation(drafter=Fixed(draft))) as generation:
             assert [token.id for token in generation] == plain
 
 
@@ -88,7 +89,7 @@ def test_drafts_outside_of_the_vocabulary_are_dropped(verifying: Path, draft: An
 def test_drafts_that_are_no_ids_are_refused(verifying: Path, draft: Any) -> None:
     with (
         edgekv.load(verifying) as model,
-        with_drafts(model, PROMPT, LONG, Speculation(Fixed(draft))) as generation,
+        with_drafts(model, PROMPT, LONG, Speculation(drafter=Fixed(draft))) as generation,
         pytest.raises(UsageError, match=r"drafter fixed: got .*; expected token ids"),
     ):
         list(generation)

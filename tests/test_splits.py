@@ -112,7 +112,7 @@ def test_graphs_share_parts_and_weights(bundles: dict[str, Path], two: Bundle) -
 def test_a_head_by_itself_runs_once_a_feed(bundles: dict[str, Path]) -> None:
     model = edgekv.load(bundles["two"])
     model.session.feed(PROMPT[:8])
-    (prefill,) = model._graphs.loaded
+    (prefill,) = model.engine.graphs.loaded
     before = prefill.logits.copy()
     prefill.step(PROMPT[8:16], logits=False)
     assert np.array_equal(prefill.logits, before) and model.cache.length == 16

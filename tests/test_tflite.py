@@ -100,7 +100,7 @@ def test_litert_is_lent_the_addresses_of_the_cache(exported):
     model = edgekv.load(exported, "litert", kv_update="pointer-shift")
     tokens(model, 3)
     (store,) = model.cache.arenas
-    (part,) = model._graphs._loaded["ar1_cl128"]._parts
+    (part,) = model.engine.graphs._loaded["ar1_cl128"]._parts
     ((_, past, new, *_),) = (group.bound for group in part._groups)
     inputs, outputs = part._binding._inputs.addresses(), part._binding._outputs.addresses()
     for tensor, address in zip(store.tensors, store.addresses, strict=True):
@@ -113,7 +113,7 @@ def test_tflite_runtime_is_laid_over_the_addresses_of_the_cache(exported):
     model = edgekv.load(exported, "tflite", kv_update="pointer-shift")
     tokens(model, 3)
     (store,) = model.cache.arenas
-    (part,) = model._graphs._loaded["ar1_cl128"]._parts
+    (part,) = model.engine.graphs._loaded["ar1_cl128"]._parts
     ((_, past, new, *_),) = (group.bound for group in part._groups)
     binding = part._binding
     details = {**binding._details.get_input_details(), **binding._details.get_output_details()}

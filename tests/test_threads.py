@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import edgekv
-from edgekv.engine.turns import Hold, Turns
+from edgekv.driver import Driver
 from edgekv.errors import UsageError
 from edgekv.prefix import PrefixStore, StoreConfig
 from tests.endless import endless
@@ -154,33 +154,35 @@ def test_sequences_that_are_dropped_while_others_step_are_computed_again(small_e
 
 
 def test_what_the_garbage_collector_asks_for_in_a_step_waits_for_its_end() -> None:
-    turns, done = Turns(), []
-    hold = Hold(turns, None, lambda: done.append("finished"))
-    with turns:
-        hold.claim()
-        hold.drop()
+    driver, done = Driver(), []
+    with driver:
+        driver.defer(lambda: done.append("first"))
         assert done == []
-    assert done == ["finished"]
-    hold.drop()
-    assert done == ["finished", "finished"]
-    with turns:  # free again
-        Hold(turns, None, lambda: None).claim()
+    assert done == ["first"]
+    driver.defer(lambda: done.append("second"))
+    assert done == ["first", "second"]
+    with driver:  # free again
+        pass
 
 
 def test_deferred_work_that_fails_keeps_no_lock() -> None:
     """Such as Ctrl-C while a dropped call stores its prefix: what is left is done at the end of the next step."""
-    turns, done = Turns(), []
+    driver, done = Driver(), []
 
     def interrupted() -> None:
         raise KeyboardInterrupt
 
-    with pytest.raises(KeyboardInterrupt), turns:
-        Hold(turns, None, interrupted).drop()
-        Hold(turns, 1, lambda: done.append("second")).drop()
+    def step() -> None:
+        with driver:
+            done.append("step")
+
+    with pytest.raises(KeyboardInterrupt), driver:
+        driver.defer(interrupted)
+        driver.defer(lambda: done.append("second"))
     assert done == []
-    thread = _in_thread(turns.close)
+    thread = _in_thread(step)
     thread.join(PATIENCE_S)
-    assert not thread.is_alive() and done == ["second"]
+    assert not thread.is_alive() and done == ["step", "second"]
 
 
 def test_a_scoring_that_is_dropped_half_read_keeps_nobody_waiting(small_export: Path) -> None:

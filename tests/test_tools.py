@@ -19,7 +19,8 @@ import edgekv
 from edgekv.errors import UsageError
 from edgekv.spec.chat import ChatTemplates
 from edgekv.text import Detokenizer, GrammarCompiler, Tools
-from edgekv.text.tools import CallFormat, ToolCallReader, declare, find_format, special_tokens, tools_grammar
+from edgekv.text.tools import CallFormat, ToolCallReader, find_format, special_tokens, tools_grammar
+from edgekv.text.tools.declare import declared_messages
 from edgekv.text.tools.format import GENERIC
 from edgekv.text.tools.reader import JsonReply
 from tests.checkpoints import write_checkpoint
@@ -250,17 +251,17 @@ RESULT = {"role": "tool", "tool_call_id": "1", "content": "7"}
 
 def test_messages_declare_tools_that_the_template_cannot() -> None:
     tools = Tools.read(DECLARED)
-    told, declared = declare(PLAIN, [{"role": "system", "content": "Be brief."}, ASK[0]], tools)
+    told, declared = declared_messages(PLAIN, [{"role": "system", "content": "Be brief."}, ASK[0]], tools)
     assert declared is None and told[1] == ASK[0]
     system = told[0]["content"]
     assert system.startswith("Be brief.\n\nYou can call these functions:\n") and '"response"' in system
     assert all(json.dumps(each["function"], ensure_ascii=False) in system for each in DECLARED)
-    asked, _ = declare(PLAIN, ASK, Tools.read(DECLARED, "stop"))
+    asked, _ = declared_messages(PLAIN, ASK, Tools.read(DECLARED, "stop"))
     content = asked[0]["content"]
     assert content.endswith("\n\nWeather?") and '"stop"' in content and "go-to.place" not in content
     assert "response" not in content
     parts = [{"type": "text", "text": "Weather?"}]
-    assert declare(PLAIN, [{"role": "user", "content": parts}], tools)[0][0]["content"][1:] == parts
+    assert declared_messages(PLAIN, [{"role": "user", "content": parts}], tools)[0][0]["content"][1:] == parts
 
 
 def test_messages_show_earlier_calls_and_results() -> None:
@@ -268,18 +269,18 @@ def test_messages_show_earlier_calls_and_results() -> None:
     turns = [ASK[0], CALLED, RESULT, {"role": "assistant", "content": "Seven."}, ASK[0], CALLED, RESULT, RESULT, ASK[0]]
     call = '{"tool_call": {"name": "f", "arguments": {"a": 1}}}'
     result = '{"tool_result": {"name": "f", "content": "7"}}'
-    plain, declared = declare(PLAIN, turns, None)
+    plain, declared = declared_messages(PLAIN, turns, None)
     assert declared is None and [each["role"] for each in plain] == ["user", "assistant"] * 3 + ["user"]
     assert [each["content"] for each in plain] == [
         *("Weather?", call, result, "Seven.", "Weather?", call, f"{result}\n\n{result}\n\nWeather?")
     ]
-    told, _ = declare(PLAIN, turns, Tools.read(DECLARED))
+    told, _ = declared_messages(PLAIN, turns, Tools.read(DECLARED))
     assert told[3]["content"] == '{"response": "Seven."}' and told[1]["content"] == call
     native = ChatTemplates(templates={"default": TEMPLATES["hermes"]})
     tools = Tools.read(DECLARED)
-    assert declare(native, turns, tools) == (turns, tools.declarations)
+    assert declared_messages(native, turns, tools) == (turns, tools.declarations)
     unknown = ChatTemplates(templates={"default": "{{ tools }} <tool_call><function=name>"})
-    assert declare(unknown, turns, None) == (turns, None)
+    assert declared_messages(unknown, turns, None) == (turns, None)
 
 
 def test_what_gemmas_notation_cannot_bind_is_refused() -> None:

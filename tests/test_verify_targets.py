@@ -41,9 +41,12 @@ def accepted(bundle: Path, engine: str) -> int:
     """Right drafts of a text that is the same as without drafts."""
     with edgekv.load(bundle, engine) as model:
         plain = [token.id for token in model.generate(PROMPT, LONG)]
-        drafts = Speculation(Oracle(PROMPT + plain, model.bundle.manifest.model.vocab))
-        assert [token.id for token in model.generate(PROMPT, LONG, speculate=drafts)] == plain
-    return drafts.stats.accepted
+        drafts = Speculation(drafter=Oracle(PROMPT + plain, model.bundle.manifest.model.vocab))
+        generation = model.generate(PROMPT, LONG, speculate=drafts)
+        assert [token.id for token in generation] == plain
+    stats = generation.stats.speculation
+    assert stats is not None
+    return stats.accepted
 
 
 @pytest.mark.slow
@@ -80,7 +83,7 @@ def test_a_tflite_file_has_them_and_its_engine_decodes_plainly(checkpoint: Path)
     manifest = open_bundle(bundle).manifest
     assert f"ar8_cl{CONTEXT}_verify" in {graph.name for graph in manifest.graphs}
     with edgekv.load(bundle, "litert") as model:
-        verify = model._graphs.largest_verify()
+        verify = model.engine.graphs.largest_verify()
         verify.step(PROMPT[:8])
         assert verify.logits.shape == (8, manifest.model.vocab)
     assert accepted(bundle, "litert") == 0  # its kernels may sum rows of other graphs in another order

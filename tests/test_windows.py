@@ -115,7 +115,7 @@ def test_one_mask_for_each_window(bundles: dict[str, Path]) -> None:
     assert open_bundle(bundles["whole"]).manifest.windows == ()
     model = edgekv.load(bundles["mixed"])
     model.generate(TOKENS[:3], 1)
-    (graph,) = (graph for graph in model._graphs.loaded if graph.ar == 8)
+    (graph,) = (graph for graph in model.engine.graphs.loaded if graph.ar == 8)
     shapes = {name: array.shape for name, array in graph._inputs.arrays.items() if "mask" in name}
     assert shapes == {"attention_mask_w12": (1, 1, 8, 19), "attention_mask": (1, 1, 8, 32)}
 

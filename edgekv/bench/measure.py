@@ -86,7 +86,7 @@ def run_bench(
         recipe=manifest.recipe.name,
         context=manifest.context,
         ar=sorted({graph.ar for graph in manifest.graphs if graph.role in ("prefill", "decode")}),
-        engine=model.engine,
+        engine=model.engine.name,
         kv_update=warm_up.stats.setup.kv_update,
         threads=threads,
         processor=_processor(),

@@ -15,7 +15,7 @@ from edgekv.cli.output import Output, print_json
 from edgekv.errors import UsageError
 from edgekv.load_options import CacheOptions, EngineOptions, OnFullOption
 from edgekv.option import Option, OptionGroup
-from edgekv.text.params import SamplingParams
+from edgekv.text.params import SamplingParams, choose_params
 
 if TYPE_CHECKING:
     from edgekv.engine import GenerationStats
@@ -55,14 +55,13 @@ def chat(
     if output.as_json and message is None:
         raise UsageError("--json", got="it without --message", expected="both", fix="Add --message TEXT.")
     from edgekv.conversation import Conversation, answer_defaults
-    from edgekv.engine.call import choose_params
     from edgekv.loading import open_model  # imports the runtime, which --help does not need
 
     keywords: dict[str, Any] = {**sampling, "grammar": constraint.read()}
     choose_params(None, keywords, SamplingParams(temperature=1.0))  # reject invalid options before a bundle is read
     chosen = interactive(engine)
     with open_model(bundle, chosen, cache) as model, drafts.opened(model, chosen) as speculate:
-        params = choose_params(None, keywords, answer_defaults(model)).params
+        params, _ = choose_params(None, keywords, answer_defaults(model))
         assert isinstance(params, SamplingParams)
         talk: dict[str, Any] = {"on_full": on_full, "speculate": speculate, "lora": joined(lora)}
         conversation = Conversation(model, system=system, params=params, **talk)

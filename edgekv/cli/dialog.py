@@ -18,7 +18,8 @@ from edgekv.errors import ContextFullError, UsageError
 
 if TYPE_CHECKING:
     from edgekv.conversation import Answer, Conversation
-    from edgekv.engine import GenerationStats, StopReason
+    from edgekv.engine import GenerationStats
+    from edgekv.text import StopReason
 
 HINT = "/help lists the commands; Ctrl-C stops an answer, Ctrl-D leaves."
 _CUT: dict[StopReason | None, str] = {

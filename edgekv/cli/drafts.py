@@ -15,7 +15,7 @@ from edgekv.load_options import EngineOptions
 from edgekv.option import Option
 
 if TYPE_CHECKING:
-    from edgekv.engine import Speculate
+    from edgekv.engine import Speculation
     from edgekv.model import Model
 
 
@@ -53,7 +53,7 @@ class DraftOptions:
     ] = False
 
     def __post_init__(self) -> None:
-        from edgekv.engine.speculate import check_choice  # imports the runtime, which --help does not need
+        from edgekv.engine.speculation import check_choice  # imports the runtime, which --help does not need
 
         fields = {"mode": "--speculate", "corpus": "--draft-corpus", "draft": "--draft"}
         check_choice(self.chosen, corpus=self.corpus is not None, draft=self.draft is not None, fields=fields)
@@ -70,7 +70,7 @@ class DraftOptions:
         return "off" if self.corpus is None and self.draft is None else "auto"
 
     @contextmanager
-    def opened(self, model: Model, engine: EngineOptions) -> Iterator[Speculate | None]:
+    def opened(self, model: Model, engine: EngineOptions) -> Iterator[Speculation | None]:
         """What `Model.generate` takes; None without speculation. A draft bundle is closed when the block ends.
 
         If the bundle has no verify graphs, `auto` is off and says so on standard error.
@@ -82,8 +82,8 @@ class DraftOptions:
         Raises:
             EdgeKVError: a corpus or a draft bundle that cannot be used.
         """
-        from edgekv.engine import Speculate
-        from edgekv.engine.speculate import EXPORT_FIX, check_speculate
+        from edgekv.engine import Speculation
+        from edgekv.engine.speculation import EXPORT_FIX
         from edgekv.loading import open_model
 
         mode: Any = self.chosen
@@ -93,8 +93,8 @@ class DraftOptions:
         with ExitStack() as stack:
             corpus = None if self.corpus is None else model.open_corpus(self.corpus, "--draft-corpus")
             draft = None if self.draft is None else stack.enter_context(open_model(self.draft, engine))
-            wanted = Speculate(mode, corpus, draft, self.tokens, self.tree)
-            check_speculate(model, wanted)
+            wanted = Speculation(mode, corpus, draft, self.tokens, self.tree)
+            model.engine.target.check(wanted)
             if not model.verify_rows:
                 click.echo(f"[no speculation: the bundle has no verify graphs. {EXPORT_FIX}]", err=True)
             yield wanted

@@ -17,7 +17,7 @@ from edgekv.errors import UsageError
 from edgekv.load_options import CacheOptions, EngineOptions
 from edgekv.option import Option, OptionGroup
 from edgekv.prefix import RetentionPolicy, StoreConfig
-from edgekv.text.params import BeamParams, SamplingParams
+from edgekv.text.params import BeamParams, SamplingParams, choose_params
 
 SEQUENCE = 0  # the id under which `--session` runs
 
@@ -53,7 +53,6 @@ def generate(
     if lora and session is not None:
         raise UsageError("--session", got="it with --lora", expected="one of them", fix="Leave one of them out.")
     keywords: dict[str, Any] = {**sampling, **beams, "grammar": constraint.read()}
-    from edgekv.engine.call import choose_params
     from edgekv.engine.saved import load_sequence, save_sequence
     from edgekv.loading import open_model  # imports the runtime, which --help does not need
 
@@ -63,7 +62,7 @@ def generate(
     chosen = interactive(engine)
     with open_model(bundle, chosen, cache, config) as model, drafts.opened(model, chosen) as speculate:
         if session is not None:
-            load_sequence(model, SEQUENCE, session)
+            load_sequence(model.engine, SEQUENCE, session)
             keywords["sequence"] = SEQUENCE
         shared: dict[str, Any] = {"cache_salt": salt_of(cache_salt, model), "retention": policy, "lora": joined(lora)}
         result: Any = model.generate(text, speculate=speculate, **shared, **keywords)
@@ -75,4 +74,4 @@ def generate(
             print_stream(result, output, [] if record is None else record.ignored)
         finally:  # after Ctrl-C too
             if session is not None:
-                save_sequence(model, SEQUENCE, session)
+                save_sequence(model.engine, SEQUENCE, session)

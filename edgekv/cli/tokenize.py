@@ -32,10 +32,10 @@ def tokenize(bundle: BundleArgument, prompt: PromptOptions, output: Output) -> N
     """One line for each token: its id and its text, special tokens by name."""
     text = prompt.read()
     from edgekv.bundle import open_bundle
-    from edgekv.text.prompt import PromptReader
+    from edgekv.text.texts import Texts
 
     opened = open_bundle(bundle, verify=False)
-    reader = PromptReader(opened, "sliding-window")
+    reader = Texts(opened, "sliding-window")
     tokens = reader.read(text)
     pieces = [reader.piece(token) for token in tokens]
     if output.as_json:

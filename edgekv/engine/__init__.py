@@ -1,38 +1,60 @@
 """Tokens in, tokens out: requests, the caches that they run in, and the steps that advance them."""
 
-from edgekv.engine.adapters import LoraChoice
-from edgekv.engine.beam_run import BeamResult, BeamSequence, BeamStats
-from edgekv.engine.budget import ByteBudget, CacheBudget, FreeMemoryBudget, parse_budget
+from edgekv.engine.adapters import BoundAdapter, LoraChoice
+from edgekv.engine.batch import Batch
+from edgekv.engine.beams import BeamResult, BeamSequence, BeamStats
+from edgekv.engine.cache_mode import (
+    Adaptive,
+    Always,
+    ByteBudget,
+    CacheBudget,
+    Disabled,
+    FreeMemoryBudget,
+    LongSequenceOnly,
+    Mode,
+    check_mode,
+    parse_budget,
+    parse_mode,
+)
 from edgekv.engine.caches import CacheSetup
-from edgekv.engine.call import BeamCall, SamplingCall
-from edgekv.engine.events import GenerationStats, GenerationTimes, StopReason, Token
-from edgekv.engine.generation import Generation
+from edgekv.engine.draft_model import DraftModel
+from edgekv.engine.engine import Engine, Event, Scores
 from edgekv.engine.graphs import Graphs, StepTimes
-from edgekv.engine.mode import Adaptive, Always, Disabled, LongSequenceOnly, Mode, check_mode, parse_mode
 from edgekv.engine.pool import PoolStats, SessionPool
-from edgekv.engine.scoring import Scoring
+from edgekv.engine.request import POOLED, Request
 from edgekv.engine.sequence import Sequence
 from edgekv.engine.session import Session
-from edgekv.engine.session_stats import CacheUse, SessionStats
 from edgekv.engine.sink import read_sink
-from edgekv.engine.speculate import Speculate, SpeculateMode
-from edgekv.engine.speculation import DrafterStats, Speculation, SpeculationStats
+from edgekv.engine.speculation import (
+    DrafterStats,
+    DraftTarget,
+    Speculation,
+    SpeculationMode,
+    SpeculationRun,
+    SpeculationStats,
+)
+from edgekv.engine.stats import CacheUse, GenerationStats, GenerationTimes, Setup
 
 __all__ = [
+    "POOLED",
     "Adaptive",
     "Always",
-    "BeamCall",
+    "Batch",
     "BeamResult",
     "BeamSequence",
     "BeamStats",
+    "BoundAdapter",
     "ByteBudget",
     "CacheBudget",
     "CacheSetup",
     "CacheUse",
     "Disabled",
+    "DraftModel",
+    "DraftTarget",
     "DrafterStats",
+    "Engine",
+    "Event",
     "FreeMemoryBudget",
-    "Generation",
     "GenerationStats",
     "GenerationTimes",
     "Graphs",
@@ -40,19 +62,17 @@ __all__ = [
     "LoraChoice",
     "Mode",
     "PoolStats",
-    "SamplingCall",
-    "Scoring",
+    "Request",
+    "Scores",
     "Sequence",
     "Session",
     "SessionPool",
-    "SessionStats",
-    "Speculate",
-    "SpeculateMode",
+    "Setup",
     "Speculation",
+    "SpeculationMode",
+    "SpeculationRun",
     "SpeculationStats",
     "StepTimes",
-    "StopReason",
-    "Token",
     "check_mode",
     "parse_budget",
     "parse_mode",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -16,19 +15,6 @@ from edgekv.engine.session import Session
 from edgekv.errors import refuse
 from edgekv.kv import BatchColumns, KVCache
 from edgekv.runtime import RowView
-
-
-@dataclass(frozen=True, slots=True)
-class Offer:
-    """A session's next token, for a pass of several.
-
-    Attributes:
-        session: holds all tokens before it.
-        token: its id.
-    """
-
-    session: Session
-    token: int
 
 
 class Batch:
@@ -67,11 +53,12 @@ class Batch:
         self._revisions: WeakKeyDictionary[Session, int] = WeakKeyDictionary()
         self.passes = self.rows = self.bytes_copied = 0
 
-    def advance(self, offers: Sequence[Offer]) -> list[NDArray[Any] | None]:
-        """Run what is offered, in one pass of the sessions that have room.
+    def advance(self, sessions: Sequence[Session], tokens: Sequence[int]) -> list[NDArray[Any] | None]:
+        """Run the next token of each session, in one pass of those that have room.
 
         Args:
-            offers: at most `most`, each of another session, all with one adapter.
+            sessions: at most `most`, all with one adapter; each holds all tokens before its next one.
+            tokens: ids.
 
         Returns:
             The logits after each token as integers `[V]`; None for a session that did not run.
@@ -80,9 +67,8 @@ class Batch:
             EngineError: the runtime failed; no session has changed.
             ValueError: the sessions have different adapters.
         """
-        sessions = [offer.session for offer in offers]
         if len({id(session.adapter) for session in sessions}) > 1:
-            raise ValueError("offers: got several adapters; expected one for a pass")
+            raise ValueError("sessions: got several adapters; expected one for a pass")
         found: list[NDArray[Any] | None] = [None] * len(sessions)
         placed: list[int] = []
         for at, session in enumerate(sessions):
@@ -96,13 +82,13 @@ class Batch:
         ]
         self._graphs.use(self._cache, sessions[0].adapter)
         windows = self._cache.window(self.most)
-        self._graph.run_views([offers[at].token for at in placed], views, windows)
+        self._graph.run_views([tokens[at] for at in placed], views, windows)
         (window,) = windows
         landed = self._arena.array if window.in_place else self._arena.scratch
         for row, at in enumerate(placed):
             session = sessions[at]
             new = landed[:, window.new_row + row]
-            session.append(offers[at].token, new)
+            session.append(tokens[at], new)
             self._arena.array[:, self._columns.append(id(session))] = new
             self._revisions[session] = session.cache.revision
             found[at] = self._graph.logits[row].copy()
@@ -141,7 +127,7 @@ class Batch:
 
 
 def make_batch(graphs: Graphs, caches: CacheSetup) -> Batch:
-    """What a model needs for `advance_together`.
+    """What an engine needs for passes of several sequences.
 
     Raises:
         UsageError: the bundle or the engine cannot run several sequences in one pass.

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from edgekv.bundle import Bundle, Manifest
-from edgekv.engine.events import Setup
-from edgekv.engine.mode import Mode, check_mode, parse_mode
+from edgekv.engine.cache_mode import Mode, check_mode, parse_mode
 from edgekv.engine.sink import read_sink
+from edgekv.engine.stats import Setup
 from edgekv.errors import UsageError
 from edgekv.kv import (
     DEFAULT_RESERVE,

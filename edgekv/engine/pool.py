@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import count
 
-from edgekv.engine.mode import Always, Mode
+from edgekv.engine.cache_mode import Always, Mode
 from edgekv.engine.session import Session, common_tokens
-from edgekv.engine.turns import Turns
 from edgekv.errors import MemoryBudgetError, UsageError
 
 _IDS = 1 << 64
@@ -68,7 +68,7 @@ class _Taken:
 
 
 class SessionPool:
-    """Sessions by a 64-bit id, kept until they are dropped or evicted. Callers choose the ids, or `take` does.
+    """Sessions by a 64-bit id, kept until they are dropped or evicted. Callers choose the ids, or `best` does.
 
     The session looked up last is in use; all others may be evicted, the least recently used first. Memory pressure is
     checked at every lookup. Other threads may only call `drop` and `clear` of a model's pool.
@@ -83,7 +83,7 @@ class SessionPool:
         make_session: Callable[[], Session],
         mode: Mode | None = None,
         own: Session | None = None,
-        turns: Turns | None = None,
+        lock: AbstractContextManager[object] | None = None,
     ) -> None:
         """Start with only the own session.
 
@@ -91,12 +91,12 @@ class SessionPool:
             make_session: allocates a session; all sessions need the same memory.
             mode: None for `always`.
             own: the own session; None makes one.
-            turns: the model's lock, so that `drop` and `clear` wait for the end of a step; None for a single thread.
+            lock: of the engine's driver, so that `drop` and `clear` wait for the end of a step; None for one thread.
         """
         self.own = make_session() if own is None else own
         self.mode: Mode = Always() if mode is None else mode
         self._recomputed_tokens = self.mode.recomputed_tokens
-        self._turns = Turns() if turns is None else turns
+        self._lock = nullcontext() if lock is None else lock
         self._make_session = make_session
         self._bytes_per_session = self.own.cache.stats.bytes_held
         self._held: dict[int, Session] = {}  # least recently used first
@@ -147,20 +147,22 @@ class SessionPool:
         """How many sequences are taken."""
         return sum(each.is_busy for each in self._taken.values())
 
-    def take(self, tokens: Sequence[int], owner: Hashable, most: int) -> int | None:
-        """The id under which a text goes on; nobody else takes it until `give_back`.
+    def best(self, tokens: Sequence[int], salt: str | None, adapter: str | None, most: int) -> int | None:
+        """The id of the cache in which a text goes on; nobody else takes it until `give_back`.
 
         It is that of the idle sequence that has most of the text, if more of it is kept than lost. Otherwise it is a
         new one, in place of the idle sequence used least recently if there are too many.
 
         Args:
             tokens: the text.
-            owner: whose it is, such as a salt and adapters; it continues only sequences of the same.
+            salt: only texts with the same salt go on in each other's caches.
+            adapter: the adapters of the text, and of the cache.
             most: sequences that may be taken or idle at once.
 
         Returns:
             None if all are taken, or the memory has no room for another.
         """
+        owner = salt, adapter
         best = self._best(tokens, owner)
         while best is None and (len(self._taken) >= most or (self._taken and not self.has_room)):
             idle = {id: each.used for id, each in self._taken.items() if not each.is_busy}
@@ -269,12 +271,12 @@ class SessionPool:
         Raises:
             UsageError: the id is not a 64-bit integer.
         """
-        with self._turns:
+        with self._lock:
             return self._free(sequence)
 
     def clear(self) -> None:
         """Free all sessions, between two steps."""
-        with self._turns:
+        with self._lock:
             for sequence in self.ids:
                 self._free(sequence)
 

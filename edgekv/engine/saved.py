@@ -5,20 +5,20 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from edgekv.engine.loaded import LoadedBundle
+from edgekv.engine.engine import Engine
 from edgekv.errors import UsageError
 from edgekv.kv import StateError, read_state, write_state
 from edgekv.prefix import prefix_fingerprint
 
 
-def load_sequence(model: LoadedBundle, sequence: int, file: Path) -> int:
+def load_sequence(engine: Engine, sequence: int, file: Path) -> int:
     """Restore a file written by `save_sequence`; if it does not exist, the sequence stays empty.
 
     Call it before the first generation of the sequence. The next prompt is still the whole text; tokens that it shares
     with the saved ones are not run again.
 
     Args:
-        model: of the same bundle and engine.
+        engine: of the same bundle and runtime.
         sequence: the id for `Model.generate`.
         file: the file.
 
@@ -30,22 +30,24 @@ def load_sequence(model: LoadedBundle, sequence: int, file: Path) -> int:
         UsageError: a cache mode that does not keep every sequence.
         MemoryBudgetError: there is no memory for the sequence.
     """
-    if model.mode.recomputed_tokens != 0:
+    if engine.caches.mode.recomputed_tokens != 0:
         fix = "Use the cache mode always or adaptive."
-        raise UsageError("session", got=f"the cache mode {model.mode}", expected="one that keeps sequences", fix=fix)
+        raise UsageError(
+            "session", got=f"the cache mode {engine.caches.mode}", expected="one that keeps sequences", fix=fix
+        )
     if not file.exists():
         return 0
-    state = read_state(file, fingerprint=_fingerprint(model))
+    state = read_state(file, fingerprint=_fingerprint(engine))
     if len(state.tokens) != state.tokens_seen:
         found = f"{len(state.tokens)} tokens of {state.tokens_seen}"
         raise StateError(f"state {file}: tokens", got=found, expected="all", fix="Remove the file.")
-    session = model.sequences.get_or_create(sequence)
+    session = engine.pool.get_or_create(sequence)
     session.cache.restore(state)
     session.adopt(state.tokens)
     return len(state.tokens)
 
 
-def save_sequence(model: LoadedBundle, sequence: int, file: Path) -> int:
+def save_sequence(engine: Engine, sequence: int, file: Path) -> int:
     """Write a sequence atomically; an existing file is replaced.
 
     Returns:
@@ -55,7 +57,7 @@ def save_sequence(model: LoadedBundle, sequence: int, file: Path) -> int:
         StateError: the file cannot be written.
         UsageError: the sequence was computed with an adapter.
     """
-    session = model.sequences.get(sequence)
+    session = engine.pool.get(sequence)
     if session is not None:
         session.settle()
         if session.adapter is not None:
@@ -63,12 +65,12 @@ def save_sequence(model: LoadedBundle, sequence: int, file: Path) -> int:
             raise UsageError("session", got=f"one with the adapter {session.adapter}", expected="none", fix=fix)
     if session is None or session.is_empty or session.cache.dirty or session.cache.tokens_seen != len(session.tokens):
         return 0
-    write_state(replace(session.cache.state, tokens=tuple(session.tokens)), file, fingerprint=_fingerprint(model))
+    write_state(replace(session.cache.state, tokens=tuple(session.tokens)), file, fingerprint=_fingerprint(engine))
     return len(session.tokens)
 
 
-def _fingerprint(model: LoadedBundle) -> str:
+def _fingerprint(engine: Engine) -> str:
     """What the rows depend on, as readable text, so that an error shows which part differs."""
-    manifest = model.bundle.manifest
-    digest = prefix_fingerprint(manifest, model.engine)[:16]
-    return f"{manifest.model.model_type} bundle {digest} on {model.engine}"
+    manifest = engine.bundle.manifest
+    digest = prefix_fingerprint(manifest, engine.name)[:16]
+    return f"{manifest.model.model_type} bundle {digest} on {engine.name}"

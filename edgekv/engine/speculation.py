@@ -1,13 +1,176 @@
-"""Speculation: the drafts of a generation, and what became of them."""
+"""Speculation: how a call drafts tokens, and what became of its drafts."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter_ns
+from typing import Literal, Protocol, get_args
 
-from edgekv.draft import Drafter, DraftTree, Pacer, as_tree
+from edgekv.draft import (
+    AdaptiveDrafter,
+    AtMost,
+    CorpusDrafter,
+    CorpusIndex,
+    Drafter,
+    DraftRecord,
+    DraftTree,
+    Pacer,
+    PromptLookup,
+    Source,
+    as_tree,
+)
+from edgekv.engine.draft_model import BundleDrafter, DraftModel
 from edgekv.errors import refuse, shown
+
+SpeculationMode = Literal["auto", "lookup", "corpus", "draft", "off"]
+EXPORT_FIX = "Export it with --draft-rows 8."
+
+
+class HasDraftModel(Protocol):
+    """Such as a `Model`."""
+
+    @property
+    def draft_model(self) -> DraftModel:
+        """What drafts."""
+
+
+@dataclass(frozen=True, slots=True)
+class Speculation:
+    """How to speculate. The text is the same with any value; only the time differs.
+
+    Attributes:
+        mode: `auto` asks all drafters there are, and drafts as much as pays by measured acceptance and time, or
+            nothing; `lookup`, `corpus` and `draft` ask one drafter before every pass; `off` drafts nothing.
+        corpus: an indexed text, see `Model.open_corpus`; needed by `corpus`, optional with `auto`.
+        draft: a model with the same tokenizer, which nothing else uses meanwhile; needed by `draft`, optional with
+            `auto`. It stays open.
+        tokens: drafts of a pass at most; None for as many as the largest verify graph has room for.
+        tree: let the drafts of `lookup` and `corpus` branch, into what followed the same words in other places.
+        drafter: your own, which serves one text and is asked instead of the others; with it the mode stays `auto`.
+
+    Raises:
+        UsageError: an unknown mode, a mode without what it needs, or with what it does not use.
+    """
+
+    mode: SpeculationMode = "auto"
+    corpus: CorpusIndex | None = None
+    draft: HasDraftModel | None = None
+    tokens: int | None = None
+    tree: bool = False
+    drafter: Drafter | None = None
+
+    def __post_init__(self) -> None:
+        check_choice(self.mode, corpus=self.corpus is not None, draft=self.draft is not None)
+        if self.tokens is not None and (isinstance(self.tokens, bool) or self.tokens < 1):
+            refuse("speculate: tokens", self.tokens, "at least 1", "Leave it out.")
+        if self.tree and self.mode in ("draft", "off"):
+            refuse("speculate: tree", f"a tree with the mode {self.mode}", "lookup, corpus or auto", "Leave it out.")
+        if self.drafter is not None and (self.mode, self.corpus, self.draft) != ("auto", None, None):
+            refuse("speculate: drafter", f"one with the mode {self.mode}", "no other drafter", "Leave one of them out.")
+
+    @classmethod
+    def read(cls, wanted: Speculation | SpeculationMode | None) -> Speculation | None:
+        """As a caller gives it; None for no drafts.
+
+        Raises:
+            UsageError: an unknown mode.
+        """
+        chosen = wanted if isinstance(wanted, Speculation) else Speculation(wanted or "off")
+        return None if chosen.mode == "off" else chosen
+
+
+_FIELDS = {"mode": "speculate", "corpus": "speculate: corpus", "draft": "speculate: draft"}
+
+
+def check_choice(mode: str, *, corpus: bool, draft: bool, fields: Mapping[str, str] = _FIELDS) -> None:
+    """Refuse an unknown mode, and one that does not go with what is given.
+
+    Args:
+        mode: see `Speculation`.
+        corpus: whether there is one.
+        draft: whether there is one.
+        fields: what errors call mode, corpus and draft.
+
+    Raises:
+        UsageError: see above.
+    """
+    if mode not in get_args(SpeculationMode):
+        refuse(fields["mode"], repr(mode), " or ".join(get_args(SpeculationMode)), "Use auto.")
+    for name, is_given in (("corpus", corpus), ("draft", draft)):
+        if mode == name and not is_given:
+            refuse(fields[name], "none", f"one for the mode {name}", "Give one, or use auto.")
+        if is_given and mode not in (name, "auto"):
+            refuse(fields[name], f"one with the mode {mode}", "none", f"Leave it out, or use {name} or auto.")
+
+
+@dataclass(frozen=True, slots=True)
+class DraftTarget:
+    """The model whose tokens are drafted.
+
+    Attributes:
+        model: as a draft model of others: its tokenizer and place.
+        engine: its name.
+        rows: tokens per inference of the graphs that check drafts, ascending; none if there is no such graph.
+        vocab: number of the logits.
+        takes_trees: whether drafts may branch.
+        record: what speculation has measured.
+    """
+
+    model: DraftModel
+    engine: str
+    rows: Sequence[int]
+    vocab: int
+    takes_trees: bool
+    record: DraftRecord = field(default_factory=DraftRecord)
+
+    def check(self, wanted: Speculation) -> None:
+        """Refuse what the bundle cannot do.
+
+        Raises:
+            UsageError: a named drafter in a bundle without verify graphs, more drafts than these have room for, a tree
+                on an engine that cannot check one, or a draft bundle with another tokenizer.
+        """
+        rows = self.rows
+        if not rows and wanted.mode not in ("auto", "off"):
+            refuse("speculate", f"{wanted.mode} in a bundle without verify graphs", "verify graphs", EXPORT_FIX)
+        if rows and wanted.tokens is not None and wanted.tokens >= rows[-1]:
+            found = f"{wanted.tokens} drafts of a pass"
+            most = f"at most {rows[-1] - 1}: the largest verify graph has {rows[-1]} rows, one of them no draft"
+            fix = f"Give less, or export with --draft-rows {wanted.tokens + 1}."
+            refuse("speculate: tokens", found, most, fix)
+        if rows and wanted.tree and not self.takes_trees:
+            found, fix = f"the engine {self.engine}, whose sums depend on the columns of tokens", "Leave it out."
+            refuse("draft tree", found, "an engine that gives a token the same bits in any column, such as htp", fix)
+        if wanted.draft is not None:
+            wanted.draft.draft_model.check(self.model)
+
+    def begin(self, wanted: Speculation | None) -> SpeculationRun | None:
+        """The speculation of one text; None for none, as with `auto` in a bundle without verify graphs.
+
+        Raises:
+            UsageError: see `check`.
+        """
+        if wanted is None or wanted.mode == "off":
+            return None
+        self.check(wanted)
+        if wanted.drafter is not None:
+            return SpeculationRun(wanted.drafter, None if wanted.tokens is None else AtMost(wanted.tokens))
+        if not self.rows:
+            return None
+        sources: list[Source] = []
+        if wanted.mode in ("lookup", "auto"):
+            sources.append(PromptLookup(tree=wanted.tree))
+        if wanted.corpus is not None:
+            sources.append(CorpusDrafter(wanted.corpus, tree=wanted.tree))
+        if wanted.draft is not None:
+            sources.append(BundleDrafter(wanted.draft.draft_model, self.vocab))
+        most = wanted.tokens or self.rows[-1] - 1
+        if wanted.mode == "auto":
+            drafter = AdaptiveDrafter(sources, self.rows, self.record, most)
+            return SpeculationRun(drafter, drafter)
+        (source,) = sources
+        return SpeculationRun(source, AtMost(most))
 
 
 @dataclass(slots=True)
@@ -74,8 +237,8 @@ class _Pass:
 
 
 @dataclass(slots=True)
-class Speculation:
-    """Asks a drafter for drafts and counts what became of them. One object serves one generation.
+class SpeculationRun:
+    """Asks a drafter for drafts and counts what became of them. One object serves one text.
 
     Attributes:
         drafter: guesses.

@@ -17,14 +17,15 @@ Row = NDArray[Any]
 class BeamCache:
     """Beams that share the prompt in a cache and keep their own rows in the free columns of its AR-1 window.
 
-    The graph runs once per beam on the same window; the mask opens the prompt and `columns`. The computed row is then
-    copied once, to its row in the table. Reordering copies nothing.
+    The graph runs once per beam on the same window; the beam sees the columns `prompt` and its own, `columns`. The
+    computed row is then copied once, to its row in the table. Reordering copies nothing.
 
     The cache itself does not step and contains only the prompt. If the rows of all beams do not fit into the window,
     spill memory is allocated at the start and counted by `bytes_held`.
 
     Attributes:
-        window: of every step; `first` to `stop` is the prompt.
+        window: of every step.
+        prompt: the columns of the prompt.
         position: absolute position of the token that the beams run next.
         table: maps tokens of beams to rows.
         spill_bytes: bytes allocated in addition to the cache; 0 if all rows of the beams fit into its window.
@@ -46,6 +47,7 @@ class BeamCache:
         """
         geometry = cache.arena.layout.geometry
         (self.window,) = cache.window(1)
+        self.prompt = range(self.window.first, self.window.stop)
         self.position = cache.position
         self._cache = cache
         past_rows = geometry.past_rows(1)

@@ -156,7 +156,6 @@ class StaticGraph:
         tokens: Sequence[int],
         position: int,
         windows: Sequence[Window],
-        columns: Sequence[int] = (),
         *,
         logits: bool = True,
     ) -> None:
@@ -166,7 +165,6 @@ class StaticGraph:
             tokens: 1 to AR.
             position: absolute position of the first one.
             windows: where the graph reads and writes in each group of the cache.
-            columns: past columns to attend to besides those of the windows.
             logits: see `step`.
 
         Raises:
@@ -174,9 +172,9 @@ class StaticGraph:
         """
         started = perf_counter_ns()
         self._end_last_run()
-        if self.reads_used_rows and not columns:
+        if self.reads_used_rows:
             windows = [window.narrowed(self._row_block) for window in windows]
-        self._inputs.write(tokens, position, windows, columns)
+        self._inputs.write(tokens, position, windows)
         self._execute(windows, len(tokens), started, logits=logits)
 
     def run_views(self, tokens: Sequence[int], views: Sequence[RowView], windows: Sequence[Window]) -> None:

@@ -101,13 +101,13 @@ class StepInputs:
             for name, group in self.groups.items()
         ]
 
-    def write(self, tokens: Sequence[int], position: int, windows: Sequence[Window], columns: Sequence[int]) -> None:
+    def write(self, tokens: Sequence[int], position: int, windows: Sequence[Window]) -> None:
         """Write a step; see `StaticGraph.run`."""
         n, before = len(tokens), self._invalidate()
         for table, cos, sin in self._rotary:
             cos[:n], sin[:n] = table.rows(position, n)
         for group, mask in self._masks:
-            mask.write(n, windows[group], columns)
+            mask.write(n, windows[group])
         if self._taps is not None:
             self._taps.write()
         self._write_entry(tokens, before)
@@ -192,19 +192,16 @@ class AttentionMask:
         self._causal = np.where(np.tri(self._ar, dtype=bool), self._open, self._closed).astype(rows.dtype)
         self._filled = 0
 
-    def write(self, tokens: int, window: Window, columns: Sequence[int] = ()) -> None:
+    def write(self, tokens: int, window: Window) -> None:
         """Write the mask of a step of `tokens` tokens.
 
         Args:
             tokens: 1 to AR.
             window: of the layers.
-            columns: past columns to attend to besides those of the window.
         """
         rows = self._of(window)
         rows[:tokens, : self._past] = self._closed
         rows[:tokens, window.first : window.stop] = self._open
-        if columns:
-            rows[:tokens, columns] = self._open
         for row in range(self._ar - len(window.leaving), tokens):
             rows[row, window.unseen(row)] = self._closed
         if tokens != self._filled:

@@ -90,12 +90,12 @@ async def embeddings(service: Service, exchange: Exchange) -> None:
 
 async def health(service: Service, exchange: Exchange) -> None:
     """`GET /health`."""
-    await exchange.reply(Health("ok", service.scheduler.running, service.scheduler.queued))
+    await exchange.reply(Health("ok", service.engine.running, service.engine.queued))
 
 
 async def metrics(service: Service, exchange: Exchange) -> None:
     """`GET /metrics`."""
-    text = service.metrics.text(service.model.compiling_grammars)
+    text = service.metrics.text(service.model.engine.texts.compiling_grammars)
     await exchange.send_bytes(text.encode(), CONTENT_TYPE.encode())
 
 

@@ -11,11 +11,11 @@ from uuid import uuid4
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from edgekv.serve.engine_thread import Wanted
 from edgekv.serve.errors import ApiError, refused
 from edgekv.serve.events import Finished, FinishReason, Piece, PromptLogprobs
 from edgekv.serve.exchange import Exchange
 from edgekv.serve.form import ResponseFormat, read_form
-from edgekv.serve.job import Work
 from edgekv.serve.logprobs import Likelihood, TokenNames
 from edgekv.serve.pump import answer
 from edgekv.serve.sampling import SamplingFields, check_top_logprobs, check_wanted_tokens
@@ -179,11 +179,11 @@ async def chat_completions(service: Service, exchange: Exchange) -> None:
     """
     request, lora = await service.accept(exchange, ChatRequest)
     n = request.choices(1, service.limits)
-    work = await _work(service, exchange, request, lora)
-    await answer(service, exchange, [work], _Reply(service, request, n), n=n, streams=bool(request.stream))
+    wanted = await _wanted(service, exchange, request, lora)
+    await answer(service, exchange, [wanted], _Reply(service, request, n), n=n, streams=bool(request.stream))
 
 
-async def _work(service: Service, exchange: Exchange, request: ChatRequest, lora: str | None) -> Work:
+async def _wanted(service: Service, exchange: Exchange, request: ChatRequest, lora: str | None) -> Wanted:
     form = await service.apart(
         exchange,
         lambda: read_form(request.response_format, request.tools, request.tool_choice, request.parallel_tool_calls),

@@ -74,7 +74,7 @@ def serve(
     chosen = interactive(engine)
     with open_model(bundle, chosen, cache, prefixes) as model, drafts.opened(model, chosen) as speculate:
         serving = Serving(model, replace(options, speculate=speculate))
-        click.echo(f"{serving.url}/v1 serves {serving.service.name} on {engine_and_mode(model.engine)}")
+        click.echo(f"{serving.url}/v1 serves {serving.service.name} on {engine_and_mode(model.engine.name)}")
         if not output.is_quiet:
             click.echo("\n".join(summary(serving, options, cache_budget, prefixes.disk_folder)), err=True)
         try:

@@ -11,10 +11,10 @@ from uuid import uuid4
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from edgekv.serve.engine_thread import Wanted
 from edgekv.serve.errors import ApiError, refused
 from edgekv.serve.events import Finished, FinishReason, Piece, PromptLogprobs
 from edgekv.serve.exchange import Exchange
-from edgekv.serve.job import Work
 from edgekv.serve.logprobs import TokenLogprob, TokenNames
 from edgekv.serve.pump import answer
 from edgekv.serve.sampling import SamplingFields, check_top_logprobs, check_wanted_tokens
@@ -112,17 +112,17 @@ async def completions(service: Service, exchange: Exchange) -> None:
     request, lora = await service.accept(exchange, CompletionRequest)
     prompts = request.prompts
     n = request.choices(len(prompts), service.limits)
-    works = await service.apart(
-        exchange, lambda: [_work(service, exchange, request, at, lora) for at in range(len(prompts))]
+    wanted = await service.apart(
+        exchange, lambda: [_wanted(service, exchange, request, at, lora) for at in range(len(prompts))]
     )
     echoed = [_echoed(service, request, each) for each in prompts]
     answers = [_Answer(text, _empty(request)) for text in echoed for _ in range(n)]
     reply = _Reply(service, request, answers, n)
-    await answer(service, exchange, works, reply, n=n, streams=bool(request.stream))
+    await answer(service, exchange, wanted, reply, n=n, streams=bool(request.stream))
 
 
-def _work(service: Service, exchange: Exchange, request: CompletionRequest, index: int, lora: str | None) -> Work:
-    """The work of an answer to the prompt with this index.
+def _wanted(service: Service, exchange: Exchange, request: CompletionRequest, index: int, lora: str | None) -> Wanted:
+    """What the prompt with this index asks of the engine.
 
     Raises:
         EdgeKVError: the prompt is refused, or a value out of range.
@@ -138,7 +138,7 @@ def _work(service: Service, exchange: Exchange, request: CompletionRequest, inde
     only_echo = bool(request.echo) and wanted == 0
     params = request.params(model.defaults, 1 if only_echo else check_wanted_tokens("max_tokens", wanted) or 1)
     scored = min(given, len(tokens)) if request.echo and (top is not None or only_echo) else 0
-    return Work(tuple(tokens), None if only_echo else params, exchange.salt, top, scored, lora=lora)
+    return service.wanted(exchange, tuple(tokens), None if only_echo else params, top, scored, lora=lora)
 
 
 def _echoed(service: Service, request: CompletionRequest, prompt: str | list[int]) -> str:

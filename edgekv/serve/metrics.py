@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections import abc
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from edgekv.engine import SpeculationStats
-from edgekv.model import Model
+from edgekv.engine import Engine, Sequence, SpeculationStats
 from edgekv.serve.errors import ApiError
-from edgekv.serve.job import Job
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _FIRST_TOKEN_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
@@ -19,7 +18,7 @@ _TOKEN_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5)
 class Histogram:
     """Counts of values up to each of some bounds, as Prometheus defines a histogram."""
 
-    def __init__(self, bounds: Sequence[float]) -> None:
+    def __init__(self, bounds: abc.Sequence[float]) -> None:
         self._bounds = bounds
         self._counts = [0] * (len(bounds) + 1)
         self._sum = 0.0
@@ -119,35 +118,35 @@ class Metrics:
         """Count an HTTP answer."""
         self.answers[path, status] = self.answers.get((path, status), 0) + 1
 
-    def count_tokens(self, job: Job) -> None:
-        """Count the tokens of a job's last step."""
-        self.generated_tokens += len(job.token_s)
-        earlier = job.generated_tokens - len(job.token_s)
-        for at, seconds in enumerate(job.token_s):
-            (self.token if earlier + at else self.first_token).observe(seconds)
+    def count_token(self, seconds: float, *, is_first: bool) -> None:
+        """Count a token, seconds after the one before, or after the request."""
+        self.generated_tokens += 1
+        (self.first_token if is_first else self.token).observe(seconds)
 
-    def count_finished(self, job: Job) -> None:
-        """Count a job that ran to its end."""
+    def count_finished(self, sequence: Sequence) -> None:
+        """Count a sequence that ran to its end."""
         self.finished += 1
-        self._count_prompt(job)
+        self._count_prompt(sequence)
 
-    def count_failed(self, job: Job, error: ApiError) -> None:
-        """Count a job that ended early."""
+    def count_failed(self, sequence: Sequence | None, error: ApiError) -> None:
+        """Count a sequence that ended early; None for a request that never became one."""
         code = error.code or str(error.status)
         self.failed[code] = self.failed.get(code, 0) + 1
-        self._count_prompt(job)
+        if sequence is not None:
+            self._count_prompt(sequence)
 
-    def note(self, queued: int, running: int, busy: int, model: Model) -> None:
-        """Note what the engine holds; only its thread may look at the model."""
-        pool, store = model.sequences.stats, model.prefix_store
-        self.held = Held(queued, running, pool.total_sequences, pool.total_bytes, pool.evictions, busy=busy)
+    def note(self, queued: int, running: int, engine: Engine) -> None:
+        """Note what the engine holds; only its thread may look at it."""
+        pool, store = engine.pool.stats, engine.prefix_store
+        held = Held(queued, running, pool.total_sequences, pool.total_bytes, pool.evictions, busy=engine.pool.taken)
+        self.held = held
         if store is not None:
             stats = store.stats
-            self.held.prefix_blocks, self.held.prefix_bytes = stats.memory.blocks, stats.memory.bytes_held
-            self.held.prefix_hits, self.held.prefix_misses = stats.hits, stats.misses
-            self.held.rejected_files = stats.rejected_files
-        if (batch := model.used_batch) is not None:
-            self.held.batch_passes, self.held.batch_tokens = batch.passes, batch.rows
+            held.prefix_blocks, held.prefix_bytes = stats.memory.blocks, stats.memory.bytes_held
+            held.prefix_hits, held.prefix_misses = stats.hits, stats.misses
+            held.rejected_files = stats.rejected_files
+        if (batch := engine.used_batch) is not None:
+            held.batch_passes, held.batch_tokens = batch.passes, batch.rows
 
     def text(self, compiling_grammars: int = 0) -> str:
         """All of them, and the grammars that are compiled now, as Prometheus reads them."""
@@ -216,12 +215,12 @@ class Metrics:
         one("prefix_cache_rejected_files_total", "counter", about, held.rejected_files)
         return "\n".join(lines) + "\n"
 
-    def _count_prompt(self, job: Job) -> None:
-        if job.generated_tokens:
-            self.prompt_tokens += len(job.work.prompt)
-            self.reused_tokens += job.reused_tokens
-            self.restored_tokens += job.restored_tokens
-            self._count_drafts(job.speculation)
+    def _count_prompt(self, sequence: Sequence) -> None:
+        if sequence.output is not None and sequence.output.tokens:
+            self.prompt_tokens += sequence.prompt_tokens
+            self.reused_tokens += sequence.use.reused_tokens
+            self.restored_tokens += sequence.use.restored_tokens
+            self._count_drafts(None if sequence.speculation is None else sequence.speculation.stats)
 
     def _count_drafts(self, found: SpeculationStats | None) -> None:
         if found is None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated
 
-from edgekv.engine import Speculate
+from edgekv.engine import Speculation
 from edgekv.errors import UsageError, refuse
 from edgekv.full_context import check_on_full
 from edgekv.load_options import OnFullOption
@@ -75,7 +75,7 @@ class ServeOptions:
         tuple[str, ...], Option("Web origin whose pages may call the API; repeat for several.", "--cors")
     ] = ()
     limits: Annotated[Limits, OptionGroup("Limits")] = field(default_factory=Limits)
-    speculate: Speculate | None = None
+    speculate: Speculation | None = None
     batches: Annotated[
         bool, Option("Advance several answers in one pass of a verify graph; not on the CPU.", "--batch")
     ] = False

@@ -1,4 +1,4 @@
-"""From the events of jobs to the answer of a request: the same for chats, completions and responses."""
+"""From the events of the engine to the answer of a request: the same for chats, completions and responses."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from edgekv.serve.channel import Channel
+from edgekv.serve.engine_thread import Wanted
 from edgekv.serve.errors import ApiError
 from edgekv.serve.events import Event, Finished, Piece, PromptLogprobs
 from edgekv.serve.exchange import Exchange
-from edgekv.serve.job import Work
 from edgekv.serve.request_log import RequestRecord
 from edgekv.serve.service import Service
 from edgekv.serve.sse import WAITING
@@ -40,28 +40,28 @@ class Reply(Protocol):
 
 
 async def answer(
-    service: Service, exchange: Exchange, works: Sequence[Work], reply: Reply, *, n: int = 1, streams: bool
+    service: Service, exchange: Exchange, wanted: Sequence[Wanted], reply: Reply, *, n: int = 1, streams: bool
 ) -> None:
-    """Answer a request: with the events of its jobs as they come, or with a record at their end.
+    """Answer a request: with the events of its answers as they come, or with a record at their end.
 
     A stream has its headers with its first event, or after a second; comments follow while nothing else does.
 
     Args:
-        service: runs the jobs.
+        service: runs them.
         exchange: the request.
-        works: of each prompt.
+        wanted: of each prompt.
         reply: how they are written.
         n: answers to each prompt; those of a prompt have indices side by side.
         streams: whether as a stream.
 
     Raises:
-        ApiError: a job failed, and no stream has begun.
+        ApiError: an answer failed, and no stream has begun.
         DisconnectedError: the client has gone.
     """
-    exchange.record.prompt_tokens = sum(len(work.prompt) for work in works)
-    jobs = [work.for_answer(number) for work in works for number in range(n)]
-    async with service.jobs(exchange, jobs) as channel:
-        answers = _Answers(reply, len(jobs), n, exchange.record)
+    exchange.record.prompt_tokens = sum(len(each.request.tokens) for each in wanted)
+    each_answer = [each.for_answer(number) for each in wanted for number in range(n)]
+    async with service.answering(exchange, each_answer) as channel:
+        answers = _Answers(reply, len(each_answer), n, exchange.record)
         if streams:
             await _stream(exchange, channel, answers)
             return

@@ -132,13 +132,13 @@ async def create_response(service: Service, exchange: Exchange) -> None:
     wanted = check_wanted_tokens("max_output_tokens", request.max_output_tokens)
     on_full = request.on_full(service.on_full)
     prompt = await service.rendered(exchange, [*system, *messages], form, wanted_tokens=wanted, on_full=on_full)
-    work = await service.turn(exchange, prompt, request, form, wanted, lora=lora)
+    asked = await service.turn(exchange, prompt, request, form, wanted, lora=lora)
 
     def store(record: ResponseRecord) -> None:
         if request.store is not False:
             service.responses.add(exchange.salt, record, (*messages, *as_messages(record.output)))
 
-    await answer(service, exchange, [work], _Reply(service, request, on_full, store), streams=bool(request.stream))
+    await answer(service, exchange, [asked], _Reply(service, request, on_full, store), streams=bool(request.stream))
 
 
 async def get_response(service: Service, exchange: Exchange) -> None:

@@ -17,10 +17,10 @@ from uvicorn import Config, Server
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from edgekv.errors import UsageError
+from edgekv.serve.engine_thread import EngineThread
 from edgekv.serve.errors import OUT_OF_FILES, is_out_of_files
 from edgekv.serve.guard import App
 from edgekv.serve.options import Limits, ServeOptions
-from edgekv.serve.scheduler import Scheduler
 
 _KEEP_ALIVE_S = 60
 _SHUTDOWN_S = 5
@@ -53,9 +53,9 @@ def address_of(listener: socket.socket) -> str:
 
 
 class HttpServer(Server):
-    """uvicorn's server. It sleeps until a connection or a signal wakes it, and ends a scheduler with it."""
+    """uvicorn's server. It sleeps until a connection or a signal wakes it, and ends the engine's thread with it."""
 
-    def __init__(self, app: App, limits: Limits, scheduler: Scheduler) -> None:
+    def __init__(self, app: App, limits: Limits, engine: EngineThread) -> None:
         config = Config(
             app,
             http=_protocol(limits),
@@ -73,7 +73,7 @@ class HttpServer(Server):
             timeout_graceful_shutdown=_SHUTDOWN_S,
         )
         super().__init__(config)
-        self._scheduler = scheduler
+        self._engine = engine
         self._is_impatient = False
         self._stop: asyncio.Event | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -88,12 +88,12 @@ class HttpServer(Server):
         with _woken_by_signals(self._loop):
             if not self.should_exit:
                 await self._stop.wait()
-        self._scheduler.stop()
+        self._engine.stop()
         end = self._loop.time() + ENGINE_S
-        while not (self._scheduler.has_ended() or self._is_impatient or self._loop.time() > end):
+        while not (self._engine.has_ended() or self._is_impatient or self._loop.time() > end):
             await asyncio.sleep(_POLL_S)
-        if not self._scheduler.has_ended():
-            self._scheduler.give_up()
+        if not self._engine.has_ended():
+            self._engine.give_up()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         self._is_impatient = self.should_exit

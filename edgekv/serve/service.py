@@ -1,4 +1,4 @@
-"""The model that is served, and the jobs of requests on it."""
+"""The model that is served, and the answers to requests."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from edgekv.bundle import lora_names, open_lora
-from edgekv.engine import LoraChoice
+from edgekv.engine import POOLED, LoraChoice, Request
 from edgekv.errors import UsageError
 from edgekv.full_context import fit_prompt
 from edgekv.load_options import OnFull
 from edgekv.model import Model
 from edgekv.serve.channel import Channel
+from edgekv.serve.engine_thread import EngineThread, Wanted
 from edgekv.serve.errors import ApiError, refused
 from edgekv.serve.exchange import DROPPED_HEADER, Exchange
 from edgekv.serve.form import AnswerForm
-from edgekv.serve.job import Work
 from edgekv.serve.logprobs import TokenNames
 from edgekv.serve.messages import template_messages
 from edgekv.serve.metrics import Metrics
 from edgekv.serve.options import ServeOptions
 from edgekv.serve.response_store import ResponseStore
 from edgekv.serve.sampling import SamplingFields
-from edgekv.serve.scheduler import Scheduler
 from edgekv.spec.chat import check_messages
+from edgekv.text import SamplingParams, Tools
 from edgekv.text.tools import render_with_tools
 
 T = TypeVar("T")
@@ -41,12 +41,12 @@ class Service:
     """What the paths of the API share.
 
     Attributes:
-        model: only its tokenizer and templates may be used outside of the scheduler.
+        model: only its tokenizer and templates may be used outside of the engine's thread.
         name: its id.
         created: when the server started, in seconds since 1970.
         names: texts of single tokens.
         metrics: counters.
-        scheduler: runs jobs.
+        engine: drives the engine.
         responses: answers that later requests can continue.
         limits: what a client may use.
         on_full: what happens to conversations that are longer than the context.
@@ -61,7 +61,8 @@ class Service:
         self.limits = options.limits
         self.on_full = options.on_full
         self.responses = ResponseStore(options.limits.stored_responses, len(options.keys))
-        self.scheduler = Scheduler(model, options.limits, self.metrics, options.speculate, batches=options.batches)
+        self.speculation = options.speculate
+        self.engine = EngineThread(model.engine, options.limits, self.metrics, batches=options.batches)
 
     @property
     def context(self) -> int:
@@ -184,8 +185,8 @@ class Service:
         wanted_tokens: int | None,
         top_logprobs: int | None = None,
         lora: str | None = None,
-    ) -> Work:
-        """The work of a conversation's next turn.
+    ) -> Wanted:
+        """What a conversation's next turn asks of the engine.
 
         Args:
             exchange: the request.
@@ -193,8 +194,8 @@ class Service:
             fields: how to sample.
             form: what the answer has to be.
             wanted_tokens: the most tokens to generate; None for as many as the context has room for.
-            top_logprobs: see `Work`.
-            lora: see `Work`.
+            top_logprobs: how many of the most likely tokens to report; None for no log-probabilities.
+            lora: adapters, as `Model.generate` takes them.
 
         Raises:
             UsageError: a value out of range, or a grammar that is wrong or too complex.
@@ -204,29 +205,64 @@ class Service:
         params = fields.params(self.model.defaults, most)
         if form.grammar is not None or form.tools is not None:
             # What is compiled is kept; a grammar that takes seconds holds up nobody here.
-            await asyncio.to_thread(self.model.bind, form.grammar, form.tools)
+            await asyncio.to_thread(self.model.engine.texts.bind, form.grammar, form.tools)
             params = replace(params, grammar=form.grammar)
-        return Work(prompt, params, exchange.salt, top_logprobs, tools=form.tools, lora=lora)
+        return self.wanted(exchange, prompt, params, top_logprobs, tools=form.tools, lora=lora)
+
+    def wanted(
+        self,
+        exchange: Exchange,
+        prompt: tuple[int, ...],
+        params: SamplingParams | None,
+        top_logprobs: int | None,
+        scored_tokens: int = 0,
+        *,
+        tools: Tools | None = None,
+        lora: str | None = None,
+    ) -> Wanted:
+        """What a request asks of the engine.
+
+        Args:
+            exchange: the request.
+            prompt: token ids.
+            params: how to sample; None generates nothing.
+            top_logprobs: how many of the most likely tokens to report; None for no log-probabilities.
+            scored_tokens: log-probabilities of so many tokens at the end of the prompt are reported.
+            tools: functions that the answer may call.
+            lora: adapters, as `Model.generate` takes them.
+        """
+        request = Request(
+            prompt,
+            params,
+            POOLED if params is not None else None,
+            salt=exchange.salt,
+            tools=tools,
+            speculation=self.speculation,
+            lora=lora,
+            returns_logits=top_logprobs is not None,
+            scores=scored_tokens > 0,
+        )
+        return Wanted(request, top_logprobs or 0, scored_tokens)
 
     @asynccontextmanager
-    async def jobs(self, exchange: Exchange, works: Sequence[Work]) -> AsyncIterator[Channel]:
-        """The events of a request's jobs, which end with the block or when the client goes.
+    async def answering(self, exchange: Exchange, wanted: Sequence[Wanted]) -> AsyncIterator[Channel]:
+        """The events of a request's answers, which end with the block or when the client goes.
 
         Raises:
             ApiError: the queue is full, or the server is stopping.
         """
         channel = Channel()
-        jobs = self.scheduler.submit(works, channel)
+        tickets = self.engine.submit(wanted, channel)
 
         async def watch() -> None:
             await exchange.wait_until_gone()
-            self.scheduler.cancel(jobs)
+            self.engine.cancel(tickets)
 
         watcher = asyncio.create_task(watch())
         try:
             yield channel
         finally:
             watcher.cancel()
-            self.scheduler.cancel(jobs)
+            self.engine.cancel(tickets)
             with suppress(asyncio.CancelledError):
                 await watcher

@@ -1,4 +1,4 @@
-"""A model, its scheduler and an HTTP server as one thing."""
+"""A model, the thread of its engine and an HTTP server as one thing."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ class Serving:
         """
         model.prepare()
         if options.batches:
-            model.prepare_together()
+            _ = model.batch
         self._socket: socket.socket = open_socket(options)
         self.url = address_of(self._socket)
         self.page_url = self.url.replace("//0.0.0.0:", "//127.0.0.1:").replace("//[::]:", "//[::1]:") + "/"
         self.service = Service(model, options)
-        self._server = HttpServer(make_app(self.service, options), options.limits, self.service.scheduler)
+        self._server = HttpServer(make_app(self.service, options), options.limits, self.service.engine)
 
     def run(self) -> None:
         """Serve until a signal or `stop`; in the main thread, signals are raised again at the end.
@@ -54,8 +54,8 @@ class Serving:
             self._server.run(sockets=[self._socket])
         finally:
             self._socket.close()
-            self.service.scheduler.stop()
-            if not self.service.scheduler.has_ended(_IDLE_S):
+            self.service.engine.stop()
+            if not self.service.engine.has_ended(_IDLE_S):
                 fix = "End the process; what it has stored is whole."
                 raise StuckEngineError("engine", got="a step that does not end", expected="its end", fix=fix)
 

@@ -1,11 +1,13 @@
 """Text in, text out: prompts, sampling, constraints, tools, and tokens as text that can be printed at once."""
 
 from edgekv.text.constraint import Constraint, GrammarCompiler
-from edgekv.text.detokenizer import Detokenizer, StopSequences
 from edgekv.text.grammar import Grammar
+from edgekv.text.output import Output, StopReason, Token
 from edgekv.text.params import BeamParams, EarlyStopping, SamplingParams
 from edgekv.text.processors import LogitsProcessor
 from edgekv.text.sampler import Sampler
+from edgekv.text.stream import Detokenizer, StopSequences
+from edgekv.text.texts import Prompt, Texts
 from edgekv.text.tools import Tool, ToolCall, Tools
 
 __all__ = [
@@ -16,9 +18,14 @@ __all__ = [
     "Grammar",
     "GrammarCompiler",
     "LogitsProcessor",
+    "Output",
+    "Prompt",
     "Sampler",
     "SamplingParams",
+    "StopReason",
     "StopSequences",
+    "Texts",
+    "Token",
     "Tool",
     "ToolCall",
     "Tools",

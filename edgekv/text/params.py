@@ -7,11 +7,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from numbers import Real
 from operator import index
-from typing import Annotated, Any, Literal, TypedDict, Unpack
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypedDict, Unpack
 
-from edgekv.errors import refuse, shown
+from edgekv.errors import BundleError, UsageError, refuse, shown
 from edgekv.option import Option
 from edgekv.text.grammar import Grammar
+
+if TYPE_CHECKING:
+    from edgekv.bundle import GenerationRecord
 
 DEFAULT_MAX_NEW_TOKENS = 128
 _MIN_TEMPERATURE = 1e-5
@@ -220,6 +223,73 @@ class BeamKeywords(TypedDict, total=False):
     length_penalty: float | None
     early_stopping: EarlyStopping | None
     max_new_tokens: int
+
+
+Params = SamplingParams | BeamParams
+_BEAM_ONLY = tuple(each.name for each in fields(BeamParams) if each.name != "max_new_tokens")
+
+
+def choose_params(
+    params: Params | int | None, keywords: Mapping[str, Any], defaults: SamplingParams
+) -> tuple[Params, tuple[str, ...]]:
+    """Resolve the parameters of a call.
+
+    Args:
+        params: used as they are, without the defaults; a number is `max_new_tokens`; None for keywords alone.
+        keywords: fields that replace those of `params`, or of `defaults` if there are none. None means not given.
+        defaults: the bundle's, for sampling parameters that are not given.
+
+    Raises:
+        UsageError: a value out of range, or options of sampling and beam search together.
+
+    Returns:
+        The parameters, and the names of those that the bundle has set.
+    """
+    given = {name: value for name, value in keywords.items() if value is not None}
+    if params is not None and not isinstance(params, Params):  # checked as the number of tokens
+        given, params = {"max_new_tokens": params, **given}, None
+    if isinstance(params, BeamParams) or (params is None and "num_beams" in given):
+        fix = "Leave it out: beam search draws nothing, and its text is known at its end alone."
+        _refuse_given(given, SamplingKeywords.__annotations__.keys() - {"max_new_tokens"}, "with num_beams", fix)
+        kept = {name: value for name, value in given.items() if name in _BEAM_ONLY or name == "max_new_tokens"}
+        return BeamParams(**kept) if params is None else replace(params, **kept), ()
+    _refuse_given(given, set(_BEAM_ONLY), "without num_beams", "Leave it out, or give num_beams too.")
+    if params is not None:
+        return params.overlaid(**given), ()
+    chosen, plain = defaults.overlaid(**given), SamplingParams()
+    names = (each.name for each in fields(SamplingParams) if each.name not in given)
+    set_by_bundle = tuple(n for n in names if getattr(chosen, n) != getattr(plain, n))
+    return chosen, set_by_bundle
+
+
+def _refuse_given(given: Mapping[str, object], names: set[str], condition: str, fix: str) -> None:
+    for name, value in given.items():
+        if name in names and not (value == 0 and name == "temperature") and value not in ((), []):
+            refuse(name, f"{shown(value)} {condition}", "nothing", fix)
+
+
+def default_params(record: GenerationRecord | None) -> SamplingParams:
+    """The bundle's defaults; greedy decoding if it has none.
+
+    Raises:
+        BundleError: a value that sampling refuses.
+    """
+    if record is None:
+        return SamplingParams()
+    try:
+        return SamplingParams(
+            record.temperature,
+            record.top_k,
+            record.top_p,
+            min_p=record.min_p,
+            repetition_penalty=record.repetition_penalty,
+            max_new_tokens=record.max_new_tokens or DEFAULT_MAX_NEW_TOKENS,
+        )
+    except UsageError as error:
+        fix = "Export the bundle again from a checkpoint with a correct generation_config.json."
+        raise BundleError(
+            f"manifest.json: generation: {error.field}", got=error.got, expected=error.expected, fix=fix
+        ) from None
 
 
 def _check_int(name: str, value: object, least: int, most: int, fix: str, wanted: str | None = None) -> None:

@@ -41,7 +41,7 @@ class BundleContender:
         self.described = Described(
             path=str(path),
             kind=f"bundle, {manifest.recipe.name}",
-            engine=f"edgekv, {engine_and_mode(self._model.engine)}",
+            engine=f"edgekv, {engine_and_mode(self._model.engine.name)}",
             bytes=bytes_on_disk(path) - bytes_on_disk(path / _COMPILED),
             context=manifest.context,
         )

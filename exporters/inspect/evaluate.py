@@ -126,12 +126,12 @@ def evaluate_windows(
         if emulated is not None:
             against.add(window, emulated.score(window.inputs.tolist()), actual)
     progress("evaluate", len(windows), len(windows))
-    result = tally.evaluation(model.engine, text_name, pages)
+    result = tally.evaluation(model.engine.name, text_name, pages)
     if emulated is None:
         return result
-    compared = against.evaluation(model.engine, text_name)
+    compared = against.evaluation(model.engine.name, text_name)
     agreement = ModeAgreement(
-        mode=model.engine.removeprefix("cpu-"), kl_nats=compared.kl_nats, top1_agreement=compared.top1_agreement
+        mode=model.engine.name.removeprefix("cpu-"), kl_nats=compared.kl_nats, top1_agreement=compared.top1_agreement
     )
     return msgspec.structs.replace(result, agreement=agreement)
 

@@ -32,13 +32,13 @@ def render_with_tools(
         UsageError: arguments of an earlier call are nested too deep, or the template refuses the messages.
     """
     try:
-        told, declared = _declared(templates, messages, tools)
+        told, declared = declared_messages(templates, messages, tools)
     except RecursionError:
         refuse("messages", "values nested too deep", "arguments that Python can write as JSON", "Nest them less.")
     return templates.render(told, tools=declared, **variables)
 
 
-def _declared(
+def declared_messages(
     templates: ChatTemplates, messages: Sequence[Message], tools: Tools | None
 ) -> tuple[Sequence[Message], list[Mapping[str, Any]] | None]:
     """The messages, and the tools, for a template."""

@@ -107,7 +107,7 @@ class _Steps:
         manifest = self._bundle.manifest
         interface = manifest.interface.graph(graph)
         step = StepInputs(manifest, graph, self._ropes)
-        step.write(tokens, self._done, [self._window(group, graph) for group in self._groups], ())
+        step.write(tokens, self._done, [self._window(group, graph) for group in self._groups])
         tensors = list(manifest.cache_geometry.names())
         past = {each.past: self._padded(each, interface[each.past].shape, manifest) for each in tensors}
         inputs: Tensors = step.arrays | past

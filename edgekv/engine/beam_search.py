@@ -1,11 +1,11 @@
-"""Beam search over any scorer of next tokens: the algorithm of Hugging Face transformers."""
+"""Beam search over the logits of next tokens: the algorithm of Hugging Face transformers."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,19 +32,6 @@ class Hypothesis:
 
     tokens: tuple[int, ...]
     score: float
-
-
-class Scorer(Protocol):
-    """Computes logits and keeps one state per beam."""
-
-    def first(self) -> NDArray[Any]:
-        """Logits `[1, V]` after the prompt."""
-
-    def next(self, parents: Sequence[int], tokens: Sequence[int]) -> NDArray[Any]:
-        """Logits `[beams, V]` after beam i has continued beam `parents[i]` with `tokens[i]`.
-
-        After the prompt all parents are 0.
-        """
 
 
 class BeamSearch:
@@ -139,14 +126,6 @@ class BeamSearch:
 
     def _divisor(self, length: int) -> float:
         return float(length**self.params.length_penalty)
-
-
-def run_search(scorer: Scorer, search: BeamSearch) -> tuple[Hypothesis, ...]:
-    """Run the search; return the best `num_return_sequences`, best first."""
-    search.advance(scorer.first())
-    while not search.done:
-        search.advance(scorer.next(search.parents, search.tokens))
-    return search.best
 
 
 def log_softmax(logits: NDArray[Any]) -> NDArray[np.float64]:

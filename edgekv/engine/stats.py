@@ -1,39 +1,15 @@
-"""The tokens that a generation yields, and its statistics."""
+"""Statistics of a request."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import dataclass
 
-import numpy as np
-from numpy.typing import NDArray
-
-from edgekv.engine.session_stats import CacheUse
 from edgekv.engine.speculation import SpeculationStats
+from edgekv.kv import Requantization
 from edgekv.prefix import StoreStats
 from edgekv.runtime import HtpOptions
+from edgekv.text.output import StopReason
 from edgekv.text.params import SamplingParams
-from edgekv.text.tools import ToolCall
-
-StopReason = Literal["eos", "length", "stop", "context", "grammar"]
-
-
-@dataclass(frozen=True, slots=True)
-class Token:
-    """One generated token.
-
-    Attributes:
-        id: in the vocabulary.
-        text: text to print now. Empty while a character or a possible stop text is incomplete; the last token includes
-            all text withheld so far.
-        logits: of the step, `[V]` in float32, before any processor; None unless they were asked for.
-        tool_calls: the calls that this token completes; their notation is not part of any `text`.
-    """
-
-    id: int
-    text: str
-    logits: NDArray[np.float32] | None = field(default=None, compare=False, repr=False)
-    tool_calls: tuple[ToolCall, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,3 +93,31 @@ class GenerationStats:
     seed: int | None
     prefix: StoreStats | None
     speculation: SpeculationStats | None
+
+
+@dataclass(slots=True)
+class CacheUse:
+    """What a call did with its cache.
+
+    Attributes:
+        reused_tokens: prompt tokens that were not run: already in the sequence's cache, or restored.
+        restored_tokens: the part of them that was copied from the prefix cache.
+        computed_tokens: tokens run through the graphs, including those computed again.
+        evicted_tokens: tokens that a context policy dropped.
+        bytes_held: bytes allocated for the cache that was used last.
+        bytes_peak: maximum of `bytes_held` since that cache was created.
+        reallocations: how often the memory of a layer was replaced by a larger one.
+        bytes_copied: bytes that caches copied.
+        requantization: rounding error of re-rotated keys in the cache of the last step, since its creation; None if the
+            policy moves no keys, and before the first token.
+    """
+
+    reused_tokens: int = 0
+    restored_tokens: int = 0
+    computed_tokens: int = 0
+    evicted_tokens: int = 0
+    bytes_held: int = 0
+    bytes_peak: int = 0
+    reallocations: int = 0
+    bytes_copied: int = 0
+    requantization: Requantization | None = None

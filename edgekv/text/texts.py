@@ -1,4 +1,4 @@
-"""Prompts: from text to tokens for a bundle's graphs."""
+"""The text side of a bundle: tokenizer, chat templates, prompts, and what answers have to be."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from edgekv.errors import ContextFullError, UsageError
 from edgekv.kv import PolicyName
 from edgekv.spec.chat import ChatTemplates, Message, check_messages, read_bundle_templates
 from edgekv.spec.text import begins_with, decode, encode
-from edgekv.text.tools import Tools, render_with_tools
+from edgekv.text.constraint import Constraint, GrammarCompiler
+from edgekv.text.grammar import Grammar
+from edgekv.text.tools import ToolCallReader, Tools, find_format, render_with_tools, special_tokens, tools_grammar
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -28,8 +30,8 @@ _MAX_SLIDING = 1 << 22
 """Maximum characters of a prompt that may exceed the context: the tokenizer needs about 140 bytes per character."""
 
 
-class PromptReader:
-    """Reads prompts for a bundle and a context policy."""
+class Texts:
+    """Turns texts into tokens, and grammars and tools into constraints, for a bundle. Thread-safe."""
 
     def __init__(self, bundle: Bundle, policy: PolicyName = "fail") -> None:
         self._bundle = bundle
@@ -134,6 +136,55 @@ class PromptReader:
                 fix="Shorten it, choose the policy sliding-window, or export with a larger --context.",
             )
         return tokens
+
+    def bind(self, grammar: Grammar | None, tools: Tools | None) -> tuple[Constraint | None, ToolCallReader | None]:
+        """The constraint of an answer and the reader of its calls, each None if there is none.
+
+        Both are new; what is compiled for them is kept, so that it can be done before a call.
+
+        Raises:
+            UsageError: a grammar that is wrong or too complex, a grammar together with tools, or tools and no chat
+                template.
+            EngineError: llguidance is not installed.
+        """
+        if tools is not None and tools.callable:
+            if grammar is not None:
+                fix = "Leave one of them out."
+                raise UsageError("grammar", got="one together with tools", expected="one of them", fix=fix)
+            form = find_format(self.chat_templates)
+            special = special_tokens(self.tokenizer, form, self._grammars.is_special)
+            reader = ToolCallReader(form, special)
+            try:
+                return self._compiled(tools_grammar(tools, form, special)), reader
+            except UsageError as error:
+                self._check_each(tools)
+                raise UsageError("tools", got=error.got, expected=error.expected, fix=error.fix) from None
+        return self._compiled(grammar), None
+
+    def _check_each(self, tools: Tools) -> None:
+        """Raise UsageError naming the tool whose schema is wrong by itself."""
+        for number, tool in enumerate(tools.tools):
+            if tool not in tools.callable:
+                continue
+            try:
+                self._grammars.compile(Grammar.json_schema(tool.parameters))
+            except UsageError as error:
+                field = f"tools[{number}].function.parameters"
+                raise UsageError(field, got=error.got, expected=error.expected, fix=error.fix) from None
+
+    def _compiled(self, grammar: Grammar | None) -> Constraint | None:
+        return None if grammar is None else self._grammars.compile(grammar)
+
+    @property
+    def compiling_grammars(self) -> int:
+        """Grammars that are compiled now, with those that take too long; for any thread."""
+        return self._grammars.compiling if "_grammars" in self.__dict__ else 0
+
+    @cached_property
+    def _grammars(self) -> GrammarCompiler:
+        """Compiles the grammars of calls."""
+        manifest = self._bundle.manifest
+        return GrammarCompiler(self.tokenizer, manifest.model.vocab, manifest.tokens.eos)
 
     def _check_length(self, prompt: str, field: str) -> None:
         if len(prompt) <= _ALWAYS_READ:

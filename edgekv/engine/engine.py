@@ -1,0 +1,444 @@
+"""Requests in, events out: which requests run, in which caches, and what each step brings."""
+
+from __future__ import annotations
+
+import traceback
+from collections import deque
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from time import perf_counter_ns
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgekv.bundle import Bundle
+from edgekv.engine.adapters import Adapters, BoundAdapter, LoraChoice
+from edgekv.engine.batch import Batch, make_batch
+from edgekv.engine.beams import BeamResult, BeamRun, check_beams
+from edgekv.engine.caches import CacheSetup
+from edgekv.engine.draft_model import DraftModel
+from edgekv.engine.graphs import Graphs, StepTimes
+from edgekv.engine.pool import SessionPool
+from edgekv.engine.request import POOLED, Request
+from edgekv.engine.runner import Runner
+from edgekv.engine.sequence import Sequence
+from edgekv.engine.session import Session
+from edgekv.engine.speculation import DraftTarget
+from edgekv.prefix import PrefixCache, PrefixStore, open_prefixes, open_store
+from edgekv.runtime import Engine as Backend
+from edgekv.text.output import Output, Token
+from edgekv.text.params import BeamParams
+from edgekv.text.sampler import Sampler
+from edgekv.text.texts import Texts
+
+MOST_SEQUENCES = 4
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Scores:
+    """The logits after the next tokens of a prompt, first those of the sink.
+
+    Attributes:
+        rows: `[rows, V]` in float32.
+    """
+
+    rows: NDArray[np.float32]
+
+
+Event = Token | Scores | BeamResult | BaseException
+"""What a step brings a sequence; an exception ends it."""
+
+
+class Engine:
+    """Runs requests on a bundle. Single-threaded: whoever drives it has the lock, if there is one.
+
+    `add` queues a request and `step` advances all, or `start` begins one and `advance` brings its next event. A
+    sequence holds its cache until it ends; a later request for the same cache that is started displaces it.
+
+    Attributes:
+        bundle: the bundle.
+        name: of the runtime that computes: `cpu`, `htp`, ...
+        texts: its tokenizer, templates and grammars.
+        caches: options of its caches.
+        graphs: its graphs.
+        pool: the caches of sequences, and the engine's own.
+        target: for drafts.
+        draft_model: for models that it drafts for.
+        most_sequences: pooled sequences that run at once, and caches that are kept for the next turns of their texts.
+        waiting: added and not begun, in the order of their arrival.
+        running: begun and not ended.
+        used_batch: `batch`, once it was needed.
+        shares_passes: whether a pass of `step` advances all sequences that have room in it.
+    """
+
+    def __init__(
+        self,
+        bundle: Bundle,
+        backend: Backend,
+        caches: CacheSetup,
+        prefix_cache: PrefixCache | None = None,
+        lock: AbstractContextManager[object] | None = None,
+    ) -> None:
+        """Load no graph yet.
+
+        Args:
+            bundle: the bundle.
+            backend: computes its graphs.
+            caches: options of its caches.
+            prefix_cache: see `edgekv.load`.
+            lock: of its driver; see `SessionPool`.
+
+        Raises:
+            EdgeKVError: as `edgekv.load`.
+        """
+        self.bundle = bundle
+        self.name: str = backend.name
+        self.texts = Texts(bundle, caches.policy.name)
+        self.caches = caches
+        self.graphs = graphs = Graphs(bundle, backend, caches.make())
+        self.window = graphs.most("prefill") if caches.reproducible and graphs.row_bits != "equal" else 0
+        own = Session(graphs.cache, graphs, self.window)
+        self.pool = SessionPool(lambda: Session(caches.make(), graphs, self.window), caches.mode, own, lock)
+        self.draft_model = DraftModel(bundle.path, self.texts, self.pool)
+        verify = sorted({graph.ar for graph in bundle.manifest.graphs if graph.role == "verify"})
+        vocab, takes_trees = bundle.manifest.model.vocab, graphs.row_bits == "equal"
+        self.target = DraftTarget(self.draft_model, self.name, verify, vocab, takes_trees)
+        self.most_sequences = MOST_SEQUENCES
+        self.waiting: deque[Sequence] = deque()
+        self.running: list[Sequence] = []
+        self.used_batch: Batch | None = None
+        self.shares_passes = False
+        self._runner = Runner(self.pool, graphs)
+        self._setup = caches.described(backend)
+        self._store = open_store(bundle, self.name, graphs.cache, caches.mode, prefix_cache, self.window)
+        self._adapters = Adapters(bundle)
+        self._encoding = bundle.manifest.encodings["logits"]
+        self._holders: dict[int | None, Sequence] = {}
+        self._alone_tokens = graphs.cache.ar[-1]
+        self._beside_tokens = max(graph.ar for graph in bundle.manifest.graphs)
+
+    def close(self) -> None:
+        """End all sequences, store their prefixes, and free graphs and caches. It is not used afterwards.
+
+        A prefix store that the caller opened stays open.
+        """
+        for sequence in (*self.running, *self.waiting):
+            self.abort(sequence)
+        if self._store is not None:
+            self._store.close()
+        self.used_batch = None
+        del self.graphs, self.pool, self.draft_model, self.target, self._runner, self._store
+
+    @property
+    def is_reproducible(self) -> bool:
+        """Whether a prompt has the same answer whatever is cached of it."""
+        return self.window > 0 or self.graphs.row_bits == "equal"
+
+    @property
+    def prefix_store(self) -> PrefixStore | None:
+        """Where computed prefixes are stored; None if there is no prefix cache."""
+        return None if self._store is None else self._store.store
+
+    @property
+    def batch(self) -> Batch:
+        """Runs passes of several sequences; it has a cache of its own.
+
+        Raises:
+            UsageError: the bundle or the runtime cannot.
+            EngineError: the runtime refused the verify graph.
+        """
+        if self.used_batch is None:
+            self.used_batch = make_batch(self.graphs, self.caches)
+        return self.used_batch
+
+    def open_lora(self, lora: str | None) -> BoundAdapter | None:
+        """The adapters that a call names, ready to be bound; None for the base model.
+
+        Raises:
+            UsageError: the bundle has none of a name, or they do not fit into the slots together.
+            BundleError: one is damaged.
+        """
+        return None if lora is None else self._adapters.open(LoraChoice.parse(lora))
+
+    # ------------------------------------------------------------------ requests
+
+    def add(self, request: Request) -> Sequence:
+        """Queue a request; `step` begins it once it has a cache.
+
+        Raises:
+            EdgeKVError: see `Model.generate`.
+        """
+        sequence = self._made(request)
+        self.waiting.append(sequence)
+        return sequence
+
+    def start(self, request: Request) -> Sequence:
+        """Begin a request now. A sequence that runs in its cache is displaced.
+
+        Raises:
+            EdgeKVError: see `Model.generate`.
+        """
+        sequence = self._made(request)
+        self._displace(sequence.cache)
+        self._begin(sequence)
+        return sequence
+
+    def abort(self, sequence: Sequence) -> None:
+        """End a sequence; computed rows are stored in the prefix cache. Nothing happens if it has ended."""
+        if sequence.has_ended:
+            return
+        sequence.has_ended = True
+        if sequence in self.waiting:
+            self.waiting.remove(sequence)
+        if sequence in self.running:
+            self.running.remove(sequence)
+        try:
+            if sequence.has_begun:
+                self._runner.finish(sequence)
+        finally:
+            for cache in [each for each, holder in self._holders.items() if holder is sequence]:
+                del self._holders[cache]
+            if sequence.request.cache == POOLED and sequence.cache is not None:
+                self.pool.give_back(sequence.cache)
+
+    def holder(self, cache: int | None) -> Sequence | None:
+        """The sequence that runs in a cache; None if it is free."""
+        return self._holders.get(cache)
+
+    def _made(self, request: Request) -> Sequence:
+        manifest, params = self.bundle.manifest, request.params
+        adapter = self.open_lora(request.lora)
+        key = None if adapter is None else adapter.key
+        if params is None:
+            return Sequence(request, self._setup, adapter)
+        prefixes = open_prefixes(self._store, request.salt, request.retention, key)
+        if isinstance(params, BeamParams):
+            check_beams(manifest, self.caches, request)
+            sequence = Sequence(request, self._setup, adapter, prefixes)
+            sequence.beams = BeamRun(request, params, self.graphs, manifest)
+            return sequence
+        bound = self.texts.bind(params.grammar, request.tools)
+        sampler = Sampler.of(params, self._encoding, manifest.model.vocab, request.processors)
+        speculation = self.target.begin(request.speculation)
+        output = Output(
+            request.tokens,
+            params,
+            sampler,
+            self.texts.tokenizer,
+            manifest.tokens.eos,
+            bound,
+            returns_logits=request.returns_logits,
+        )
+        return Sequence(request, self._setup, adapter, prefixes, output, speculation)
+
+    def _displace(self, cache: int | None) -> None:
+        if (holder := self._holders.get(cache)) is not None:
+            holder.is_displaced = True
+            self.abort(holder)
+
+    def _begin(self, sequence: Sequence) -> None:
+        """Give a sequence its cache, which nobody holds."""
+        try:
+            self._runner.begin(sequence)
+        except BaseException:
+            self.abort(sequence)
+            raise
+        self._holders[sequence.cache] = sequence
+        if sequence.request.scores:
+            self._holders[None] = sequence
+        self.running.append(sequence)
+
+    # ------------------------------------------------------------------ steps
+
+    def step(self) -> list[tuple[Sequence, Event]]:
+        """Begin what has a cache now, and advance every running sequence by a pass.
+
+        Returns:
+            What that brought, in order. A sequence whose event is an exception has ended; the others go on.
+        """
+        events: list[tuple[Sequence, Event]] = self._admit()
+        running = [*self.running]
+        if self.shares_passes:
+            try:
+                self.run_together([each for each in running if each.is_prefilled])
+            except BaseException as error:  # panics of Rust libraries are no Exception
+                events += [(each, self._failed(each, error)) for each in running if each.is_prefilled]
+        # Beside other texts a prompt is read in pieces as short as the bundle's graphs.
+        most = self._alone_tokens if len(self.running) == 1 else self._beside_tokens
+        for sequence in running:
+            events += self._turn(sequence, most)
+        return events
+
+    def _turn(self, sequence: Sequence, most: int) -> Iterable[tuple[Sequence, Event]]:
+        """A pass of a sequence: a piece of its prompt, or the tokens that need no further pass."""
+        events: list[tuple[Sequence, Event]] = []
+        while not sequence.has_ended:
+            try:
+                event = self.advance(sequence, most)
+            except BaseException as error:
+                events.append((sequence, self._failed(sequence, error)))
+                break
+            if event is not None:
+                events.append((sequence, event))
+            if event is None or sequence.output is None or sequence.needs_pass or isinstance(event, Scores):
+                break
+        return events
+
+    def _failed(self, sequence: Sequence, error: BaseException) -> BaseException:
+        try:
+            self.abort(sequence)
+        except Exception:  # such as a full disk of the prefix cache: the first error is the one to tell
+            traceback.print_exc()
+        return error
+
+    def advance(self, sequence: Sequence, most: int | None = None) -> Event | None:
+        """The next event of a sequence that has begun; it ends with its last one, and if this fails.
+
+        Args:
+            sequence: has not ended.
+            most: tokens of its prompt that are run at once; None for all.
+
+        Returns:
+            None after a piece of the prompt.
+
+        Raises:
+            EdgeKVError: see `Model.generate`.
+        """
+        started = perf_counter_ns()
+        try:
+            if sequence.unscored is not None:
+                return self._scored(sequence)
+            if most is not None and not sequence.is_prefilled and self.prefill(sequence, most):
+                return None
+            if sequence.output is None:
+                return self._searched(sequence, started)
+            output, logits, logits_ns = sequence.output, None, 0
+            if output.needs_logits:
+                logits = self._runner.logits(sequence)
+                logits_ns = perf_counter_ns() - started
+            choosing = perf_counter_ns()
+            token_id = output.choose(logits)
+            if sequence.speculation is not None and len(output.tokens) > 1:
+                sequence.speculation.chose(perf_counter_ns() - choosing)
+            sequence.tokens.append(token_id)
+            token = output.say(token_id, logits, is_full=sequence.is_full)
+            sequence.count_token(logits_ns, perf_counter_ns() - started)
+        except BaseException:
+            self.abort(sequence)
+            raise
+        if output.stop_reason is not None:
+            self.abort(sequence)
+        return token
+
+    def prefill(self, sequence: Sequence, most: int) -> bool:
+        """Run the next `most` tokens of a prompt if more are left beyond those that its cache holds.
+
+        `advance` runs the rest. If `most` is the largest AR, the steps are those of running the whole prompt at once.
+
+        Returns:
+            Whether more than `most` tokens are left.
+
+        Raises:
+            EdgeKVError: as `advance`.
+        """
+        started = perf_counter_ns()
+        try:
+            self._runner.prefill(sequence, most)
+        except BaseException:
+            self.abort(sequence)
+            raise
+        sequence.count_prefill(perf_counter_ns() - started)
+        return not sequence.is_prefilled
+
+    def run_together(self, sequences: Iterable[Sequence]) -> None:
+        """Run the next pass of several sequences as one, as far as they can; `advance` of each then needs none.
+
+        Those that need none, that speculate, or whose tokens find no room beside the others' run by themselves. A pass
+        has one adapter, so those with the same share passes.
+
+        Raises:
+            UsageError: see `batch`.
+            EngineError: the runtime failed; the sequences of that pass have not changed.
+        """
+        batch = self.batch
+        ready: dict[BoundAdapter | None, list[tuple[Sequence, Session]]] = {}
+        for each in sequences:
+            if each.has_ended or each.output is None or not each.output.tokens or not each.needs_pass:
+                continue
+            if self._runner.can_share(each) and (session := self._runner.held_session(each)) is not None:
+                ready.setdefault(each.adapter, []).append((each, session))
+        for alike in ready.values():
+            for at in range(0, len(alike), batch.most):
+                if len(some := alike[at : at + batch.most]) > 1:  # a step of its own reads less
+                    self._run_pass(batch, some)
+
+    def _run_pass(self, batch: Batch, some: list[tuple[Sequence, Session]]) -> None:
+        started, times = perf_counter_ns(), self.graphs.times
+        before = [session.cache.stats for _, session in some]
+        rows = batch.advance([session for _, session in some], [sequence.tokens[-1] for sequence, _ in some])
+        spent, ns = self.graphs.times - times, perf_counter_ns() - started
+        count = sum(row is not None for row in rows)
+        for (sequence, session), stats, row in zip(some, before, rows, strict=True):
+            if row is not None:
+                sequence.ready_logits = row
+                self._runner.took_part(sequence, session)
+                share = StepTimes(1, spent.run_ns // count, spent.host_ns // count)
+                sequence.count_steps(session.cache, share, stats, 1)
+                sequence.count_pass(ns)
+
+    def _scored(self, sequence: Sequence) -> Scores:
+        rows = self._encoding.dequantize(self._runner.score(sequence))
+        if sequence.unscored is None:
+            if sequence.output is None:
+                self.abort(sequence)
+            elif sequence.cache is not None:
+                del self._holders[None]
+        return Scores(rows)
+
+    def _searched(self, sequence: Sequence, started: int) -> BeamResult | None:
+        """Run the next position of a beam search; its result at the end."""
+        beams, cache = sequence.beams, self.pool.own.cache
+        assert beams is not None, "it samples, searches or scores"
+        if not beams.has_prompt:
+            logits = self._runner.logits(sequence)
+            beams.begin(logits, perf_counter_ns() - started)
+        else:
+            self.graphs.use(cache, sequence.adapter)
+            beams.step(cache)
+        if not beams.search.done:
+            return None
+        prefix = None if sequence.prefixes is None else sequence.prefixes.stats
+        self.abort(sequence)
+        return beams.result(cache, sequence.use, sequence.times, self._setup, prefix, self.texts.tokenizer)
+
+    # ------------------------------------------------------------------ waiting
+
+    def _admit(self) -> list[tuple[Sequence, Event]]:
+        """Begin the sequences that have a cache, in the order of their arrival."""
+        failed: list[tuple[Sequence, Event]] = []
+        for sequence in [*self.waiting]:
+            if self._waits(sequence):
+                continue
+            request = sequence.request
+            if request.cache == POOLED and request.params is not None:
+                sequence.cache = self.pool.best(request.tokens, request.salt, request.lora, self.most_sequences)
+                if sequence.cache is None:
+                    break
+            self.waiting.remove(sequence)
+            try:
+                self._begin(sequence)
+            except BaseException as error:
+                failed.append((sequence, error))
+        return failed
+
+    def _waits(self, sequence: Sequence) -> bool:
+        """Whether it waits for another one: for its cache, or for the rows of a prompt that both have."""
+        request = sequence.request
+        own = request.scores or request.cache != POOLED
+        if own and (None if request.scores else sequence.cache) in self._holders:
+            return True
+        if self._store is None or not self._store.writes or request.params is None:
+            return False
+        reading = (each for each in self.running if each.output is not None and not each.output.tokens)
+        return any(each.request.has_prompt_of(request) for each in reading)

@@ -1,0 +1,67 @@
+"""What a call asks of the engine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Final, Literal
+
+from edgekv.engine.speculation import Speculation
+from edgekv.prefix import RetentionPolicy
+from edgekv.text.params import BeamParams, SamplingParams
+from edgekv.text.processors import LogitsProcessor
+from edgekv.text.tools import Tools
+
+POOLED: Final = "pooled"
+"""The pool chooses the cache: the idle one that has most of the prompt, or a new one."""
+
+_SEEDS = 1 << 64
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A prompt, what is wanted of it, and what it may use. Valid once the engine has added it.
+
+    Attributes:
+        tokens: the prompt, as `Texts.read` gives it.
+        params: how to sample, or how to search with beams; None generates nothing.
+        cache: 64-bit id of the cache to run in, None for the engine's own, or `POOLED`.
+        salt: prefixes and pooled caches are shared only between equal salts.
+        retention: how long the prefix cache keeps the blocks of this call.
+        processors: change the logits before a token is chosen.
+        tools: functions that the answer may call; the prompt declares them.
+        speculation: how to draft tokens; None for no drafts.
+        lora: adapters of the bundle, `NAME` or `NAME=SCALE`, several with commas between; None for the base model.
+        returns_logits: whether tokens carry the logits of their steps.
+        scores: whether the logits after each token of the prompt are wanted, before any token.
+        bundle_defaults: names of the parameters that the bundle set, for the statistics.
+    """
+
+    tokens: tuple[int, ...]
+    params: SamplingParams | BeamParams | None = None
+    cache: int | Literal["pooled"] | None = None
+    salt: str | None = None
+    retention: RetentionPolicy | None = None
+    processors: tuple[LogitsProcessor, ...] = ()
+    tools: Tools | None = None
+    speculation: Speculation | None = None
+    lora: str | None = None
+    returns_logits: bool = False
+    scores: bool = False
+    bundle_defaults: tuple[str, ...] = ()
+
+    def for_answer(self, number: int) -> Request:
+        """That of one of several answers: with a seed, each has its own, from the given one up."""
+        params = self.params
+        if number == 0 or not isinstance(params, SamplingParams) or params.seed is None:
+            return self
+        return replace(self, params=replace(params, seed=(params.seed + number) % _SEEDS))
+
+    def has_prompt_of(self, other: Request) -> bool:
+        """Whether rows that are computed for one prompt are those of the other, and may be shared."""
+        return (self.tokens, self.lora, self.salt) == (other.tokens, other.lora, other.salt)
+
+
+def pieces(tokens: Sequence[int], size: int) -> list[Sequence[int]]:
+    """Tokens in pieces of a size; the last may be shorter."""
+    return [tokens[at : at + size] for at in range(0, len(tokens), size)]

@@ -1,0 +1,296 @@
+"""Runs what sequences need next: pieces of prompts, single tokens, and tokens with drafts behind them."""
+
+from __future__ import annotations
+
+from collections import abc
+from time import perf_counter_ns
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgekv.draft import DraftTree
+from edgekv.engine.graphs import Graphs, StepTimes
+from edgekv.engine.pool import SessionPool
+from edgekv.engine.sequence import Sequence
+from edgekv.engine.session import Session
+from edgekv.engine.speculation import SpeculationRun
+
+
+class Runner:
+    """Brings sequences into caches and gives their next logits."""
+
+    def __init__(self, pool: SessionPool, graphs: Graphs) -> None:
+        """Args: pool: the sessions. graphs: of the sessions."""
+        self._pool = pool
+        self._graphs = graphs
+
+    def begin(self, sequence: Sequence) -> None:
+        """Allocate its cache and load its graphs, so that errors occur before any work; the engine's own is emptied.
+
+        Raises:
+            UsageError: the id of its cache is not a 64-bit integer.
+            MemoryBudgetError: the cache does not fit.
+            EngineError: the engine refused a graph.
+        """
+        own = self._pool.own
+        if sequence.request.params is not None:
+            self._pool.claim(sequence.cache, sequence.prompt_tokens)
+            self._graphs.prepare("decode", *(() if sequence.speculation is None else ("verify",)))
+            self._graphs.prepare_prefill(sequence.prompt_tokens)
+        if sequence.request.scores:
+            self._graphs.prepare("score", "decode")
+        held = own.cache.stats
+        sequence.use.bytes_held, sequence.use.bytes_peak = held.bytes_held, held.peak_bytes
+        sequence.has_begun = True
+        if sequence.cache is None or sequence.request.scores:
+            own.reset()
+            own.adapt(sequence.adapter)
+            self._graphs.use(own.cache, sequence.adapter)
+        if sequence.request.scores:
+            sequence.unscored = sequence.tokens[len(own.tokens) :]
+
+    def finish(self, sequence: Sequence) -> None:
+        """End it, complete or interrupted: the end of its text is stored in the prefix cache."""
+        if sequence.speculation is not None:
+            sequence.speculation.end()
+        self._settle(sequence)
+        if sequence.prefixes is None or not sequence.known_tokens:
+            return
+        session = self._pool.touch(sequence.cache)
+        if session is not None and session.writer is sequence:
+            sequence.prefixes.end(session.cache, session.tokens, session.stable_tokens)
+
+    # ------------------------------------------------------------------ logits
+
+    def score(self, sequence: Sequence) -> NDArray[Any]:
+        """The logits after the next tokens of a prompt as integers `[rows, V]`, first those of the sink.
+
+        Raises:
+            ContextFullError: the context has no room.
+            EngineError: the runtime failed.
+        """
+        left, session = sequence.unscored, self._pool.own
+        assert left is not None, "some are left"
+        rows: list[NDArray[Any]] = []
+        if session.cache.sink is not None and session.is_empty:
+            rows.append(session.cache.sink.logits)
+        piece = left[: self._graphs.most("score")]
+        if piece:
+            session.feed(piece, "score", lambda logits: rows.append(logits.copy()))
+        sequence.unscored = left[len(piece) :] or None
+        return np.concatenate(rows)
+
+    def prefill(self, sequence: Sequence, most: int) -> None:
+        """Run the next `most` tokens of its prompt if more are left beyond those that the cache holds.
+
+        `logits` runs the rest. If `most` is the largest AR, the steps are those of running the whole prompt at once; if
+        sessions have a window, it is run instead of `most`. Once no more than `most` are left, it is prefilled.
+
+        Raises:
+            EdgeKVError: as `logits`.
+        """
+        left = 0
+        if self._pool.keeps(len(sequence.tokens)):
+            if sequence.known_tokens == 0:
+                self._start(sequence)
+            if window := self._pool.own.window:
+                most = window - sequence.known_tokens % window
+            left = len(sequence.tokens) - sequence.known_tokens
+            if left > most:
+                self._run(sequence, sequence.known_tokens + most)
+        sequence.is_prefilled = left <= 2 * most
+
+    def logits(self, sequence: Sequence) -> NDArray[Any]:
+        """The logits after its text as integers `[V]`, valid until the next step.
+
+        Raises:
+            ContextFullError: the context has no room.
+            EngineError: the runtime failed.
+            MemoryBudgetError: the sequence has grown beyond the threshold, and a cache for it does not fit.
+        """
+        ready, sequence.ready_logits = sequence.ready_logits, None
+        if ready is not None:
+            return ready
+        if sequence.speculation is None or len(sequence.tokens) == sequence.prompt_tokens:
+            return self._run(sequence, len(sequence.tokens))
+        return self._run_with_drafts(sequence, sequence.speculation)
+
+    def held_session(self, sequence: Sequence) -> Session | None:
+        """The session that holds exactly what is known of a text, as its last step left it; None if there is none."""
+        session = self._pool.touch(sequence.cache)
+        return session if session is not None and self._holds(session, sequence) else None
+
+    def can_share(self, sequence: Sequence) -> bool:
+        """Whether its next token can run in a pass of several sequences."""
+        is_single = len(sequence.tokens) - sequence.known_tokens == 1 and sequence.speculation is None
+        return is_single and self._pool.keeps(len(sequence.tokens))
+
+    def took_part(self, sequence: Sequence, session: Session) -> None:
+        """Note that a pass of several sequences has run its next token."""
+        sequence.known_tokens += 1
+        self._keep(sequence, session)
+
+    # ------------------------------------------------------------------ plain steps
+
+    def _run(self, sequence: Sequence, end: int) -> NDArray[Any]:
+        """Run the tokens before `end` that no cache has; the logits of the last one."""
+        self._settle(sequence)
+        known, prompt = sequence.known_tokens, sequence.prompt_tokens
+        session = self._place(sequence, end)
+        restored = 0
+        text = sequence.tokens[:end]
+        if not self._pool.keeps(end):
+            session.reset()
+            start = len(session.tokens)
+        elif self._holds(session, sequence):
+            start = known
+        else:
+            start, restored = self._recall(sequence, session, text[:prompt] if session.window else text)
+        sequence.known_tokens = end
+        times, before = self._graphs.times, session.cache.stats
+        session.writer = sequence
+        new = text[start:]
+        try:
+            if session.window and start < known:
+                return self._feed_again(sequence, session, text)
+            return self._feed(sequence, session, new)
+        finally:
+            if known == 0:
+                sequence.use.reused_tokens, sequence.use.restored_tokens = start, restored
+            sequence.count_steps(session.cache, self._graphs.times - times, before, len(new))
+
+    def _feed(self, sequence: Sequence, session: Session, tokens: abc.Sequence[int]) -> NDArray[Any]:
+        """Run tokens; full blocks are stored before layers with an attention window drop them."""
+        if not tokens or sequence.prefixes is None:
+            return session.feed(tokens)
+        piece = session.cache.ar[-1] if len(session.cache.groups) > 1 else len(tokens)
+        for at in range(0, len(tokens), piece):
+            logits = session.feed(tokens[at : at + piece])
+            self._keep(sequence, session)
+        return logits
+
+    def _feed_again(self, sequence: Sequence, session: Session, text: abc.Sequence[int]) -> NDArray[Any]:
+        """Run what an evicted session had, in the steps that it had it from: the prompt, then token by token."""
+        prompt = sequence.prompt_tokens
+        if rest := text[len(session.tokens) : prompt]:
+            logits = self._feed(sequence, session, rest)
+        for token in text[prompt:]:
+            logits = self._feed(sequence, session, [token])
+        return logits
+
+    def _keep(self, sequence: Sequence, session: Session) -> None:
+        """Store the blocks that have become full."""
+        if sequence.prefixes is not None:
+            sequence.prefixes.keep(session.cache, session.tokens, session.stable_tokens)
+
+    def _holds(self, session: Session, sequence: Sequence) -> bool:
+        """Whether the session holds exactly the known tokens, as this sequence left them."""
+        cache = session.cache
+        return session.writer is sequence and not cache.dirty and cache.tokens_seen == sequence.known_tokens
+
+    def _place(self, sequence: Sequence, tokens: int) -> Session:
+        """The session for the next step, with the adapter; see `SessionPool.place`."""
+        session = self._pool.place(sequence.cache, tokens)
+        session.adapt(sequence.adapter)
+        return session
+
+    def _start(self, sequence: Sequence) -> None:
+        """Find what the cache and the prefix cache have of the prompt."""
+        session = self._place(sequence, len(sequence.tokens))
+        start, restored = self._recall(sequence, session, sequence.tokens)
+        sequence.known_tokens = start
+        session.writer = sequence
+        sequence.use.reused_tokens, sequence.use.restored_tokens = start, restored
+
+    def _recall(self, sequence: Sequence, session: Session, tokens: list[int]) -> tuple[int, int]:
+        """How many of these tokens the session has, and how many of those were restored."""
+        start = session.reuse(tokens)
+        if sequence.prefixes is None or start >= len(tokens) - 1:
+            return start, 0
+        try:
+            end = sequence.prefixes.restore(session.cache, tokens, start)
+        except BaseException:
+            session.reset()
+            raise
+        if end > start:
+            session.adopt(tokens[:end], end)
+        return end, end - start
+
+    # ------------------------------------------------------------------ passes with drafts
+
+    def _run_with_drafts(self, sequence: Sequence, speculation: SpeculationRun) -> NDArray[Any]:
+        known = sequence.known_tokens
+        logits = self._take_drafts(sequence)
+        speculation.accept(sequence.tokens[known : sequence.known_tokens])
+        if logits is not None:
+            return logits
+        drafts = self._propose(sequence, speculation)
+        started = perf_counter_ns()
+        logits = self._verify(sequence, drafts) if len(drafts) else self._run(sequence, len(sequence.tokens))
+        speculation.ran(self._graphs.last_ar, drafts, perf_counter_ns() - started)
+        return logits
+
+    def _take_drafts(self, sequence: Sequence) -> NDArray[Any] | None:
+        """The logits after the text, if the last pass has run the rest of it as drafts; otherwise None.
+
+        The tokens that it has run are known from then on, in both cases.
+        """
+        session, unknown = sequence.drafting, sequence.unknown
+        if session is None or not self._runs_as_drafts(sequence) or not (right := session.take(unknown)):
+            return None
+        sequence.known_tokens += right
+        sequence.count_rows(right)
+        return session.pass_logits if right == len(unknown) else None
+
+    def _propose(self, sequence: Sequence, speculation: SpeculationRun) -> DraftTree:
+        """What the next pass checks."""
+        room = min(self._draft_room(sequence), sequence.most_tokens - len(sequence.tokens) - 1)
+        drafts = speculation.propose(sequence.tokens, room, self._graphs.vocab)
+        constraint = None if sequence.output is None else sequence.output.constraint
+        if constraint is not None and len(drafts):
+            return DraftTree.chain(constraint.continued(drafts.trunk().tokens, room))
+        # Rows of branches are in other columns than in single steps.
+        return drafts if self._graphs.row_bits == "equal" else drafts.trunk()
+
+    def _draft_room(self, sequence: Sequence) -> int:
+        """The most drafts that a pass takes behind the text; 0 if only a plain step can run what is not known.
+
+        It is 0 where the sequence is recomputed in every step, where the context has no room for a verify graph, and
+        where this graph would not give the bits of a plain step.
+        """
+        self._settle(sequence)
+        if not self._runs_as_drafts(sequence) or not self._pool.keeps(sequence.known_tokens):
+            return 0
+        session = self.held_session(sequence)
+        room = 0 if session is None else session.draft_room
+        return max(0, room - len(sequence.tokens) + sequence.known_tokens)
+
+    def _verify(self, sequence: Sequence, drafts: DraftTree) -> NDArray[Any]:
+        """Run what is not known, and drafts behind it."""
+        session, tokens = self.held_session(sequence), sequence.unknown
+        assert session is not None, "there is room for drafts"
+        times, before = self._graphs.times, session.cache.stats
+        try:
+            logits = session.verify(tokens, drafts)
+            sequence.known_tokens = len(sequence.tokens)
+            sequence.drafting = session
+            return logits
+        finally:
+            sequence.count_steps(session.cache, self._graphs.times - times, before, len(tokens) + len(drafts))
+            sequence.count_rows(len(tokens))
+
+    def _runs_as_drafts(self, sequence: Sequence) -> bool:
+        """Whether a verify graph gives the bits of the graph for these tokens: two or more are run as a prompt."""
+        return len(sequence.tokens) - sequence.known_tokens == 1 or self._graphs.row_bits == "equal"
+
+    def _settle(self, sequence: Sequence) -> None:
+        """Close the pass that has drafts, if there is one; see `Session.settle`."""
+        session, sequence.drafting = sequence.drafting, None
+        if session is None:
+            return
+        before = session.cache.stats
+        session.settle()
+        sequence.count_steps(session.cache, StepTimes(), before, 0)
+        if session.cache.tokens_seen == len(session.tokens):
+            self._keep(sequence, session)

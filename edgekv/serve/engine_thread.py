@@ -1,0 +1,301 @@
+"""The thread that drives the engine: requests come in, events go to the channels of those who wait."""
+
+from __future__ import annotations
+
+import math
+import threading
+import traceback
+from collections import deque
+from collections.abc import Sequence as Many
+from dataclasses import dataclass, field
+from time import perf_counter
+
+from edgekv.engine import Engine, Event, Request, Scores, Sequence
+from edgekv.serve.channel import Channel
+from edgekv.serve.errors import CANCELLED, ApiError, api_error
+from edgekv.serve.events import Finished, FinishReason, Piece, PromptLogprobs
+from edgekv.serve.logprobs import Likelihood, TokenLogprob, token_logprob
+from edgekv.serve.metrics import Metrics
+from edgekv.serve.options import Limits
+from edgekv.text import StopReason, Token
+
+_REASONS: dict[StopReason | None, FinishReason] = {
+    "eos": "stop",
+    "stop": "stop",
+    "grammar": "stop",
+    "length": "length",
+    "context": "length",
+    None: "stop",
+}
+
+
+@dataclass(slots=True, eq=False)
+class Ticket:
+    """Who waits for an answer.
+
+    Attributes:
+        request: what is asked of the engine.
+        channel: of the HTTP request.
+        index: of the answer in it.
+        deadline: when it must have ended, in seconds of `perf_counter`.
+        top_logprobs: how many of the most likely tokens to report at each position.
+        scored_tokens: log-probabilities of so many tokens at the end of the prompt are reported.
+        is_cancelled: whether nobody waits for it any more; set from any thread.
+        sequence: what the engine has made of it; None while it is in the inbox.
+        last_token: when the last token came; before, when the request did.
+        generated_tokens: that it has sent.
+        scored: log-probabilities of the prompt so far.
+    """
+
+    request: Request
+    channel: Channel
+    index: int
+    deadline: float
+    top_logprobs: int
+    scored_tokens: int
+    is_cancelled: bool = False
+    sequence: Sequence | None = None
+    last_token: float = field(default_factory=perf_counter)
+    generated_tokens: int = 0
+    scored: list[TokenLogprob] = field(default_factory=list)
+
+    def tell(self, event: Piece | PromptLogprobs | Finished | ApiError) -> None:
+        """Send an event, from any thread."""
+        self.channel.put(self.index, event)
+
+    def add_scores(self, scores: Scores) -> None:
+        """Take the logits of the next tokens of the prompt; row i judges token i+1. The last ones are reported."""
+        prompt, before = self.request.tokens, len(self.scored)
+        if not before:
+            self.scored.append(TokenLogprob(Likelihood(prompt[0], 0.0), is_first=True))
+        for row in scores.rows:
+            if len(self.scored) < len(prompt):
+                self.scored.append(token_logprob(row, prompt[len(self.scored)], self.top_logprobs))
+        if before < len(self.scored) == len(prompt):
+            self.tell(PromptLogprobs(tuple(self.scored[-self.scored_tokens :])))
+
+    def add_token(self, token: Token, *, is_eos: bool) -> float:
+        """Send a token; the seconds since the one before, or since the arrival."""
+        now = perf_counter()
+        seconds, self.last_token = now - self.last_token, now
+        logprob = None
+        if token.logits is not None and not is_eos:
+            logprob = token_logprob(token.logits, token.id, self.top_logprobs)
+        self.tell(Piece(token.text, logprob, token.tool_calls))
+        return seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """A request, and what of its logits is reported.
+
+    Attributes:
+        request: for the engine.
+        top_logprobs: see `Ticket`.
+        scored_tokens: see `Ticket`.
+    """
+
+    request: Request
+    top_logprobs: int = 0
+    scored_tokens: int = 0
+
+    def for_answer(self, number: int) -> Wanted:
+        """That of one of several answers; see `Request.for_answer`."""
+        return Wanted(self.request.for_answer(number), self.top_logprobs, self.scored_tokens)
+
+
+class EngineThread:
+    """Drives an engine in a thread of its own that alone uses it.
+
+    Every running sequence has one pass in turn: tokens, or a piece of its prompt. A request that has no cache waits,
+    first in, first out. Cancelled ones and those past their deadline end before their next pass.
+    """
+
+    def __init__(self, engine: Engine, limits: Limits, metrics: Metrics, *, batches: bool = False) -> None:
+        """Start the thread.
+
+        Args:
+            engine: nobody else uses it until the thread has ended.
+            limits: of sessions, queue and time.
+            metrics: what is counted.
+            batches: whether a pass advances all sequences that have room in it.
+        """
+        self._engine = engine
+        engine.most_sequences, engine.shares_passes = limits.sessions, batches
+        self._limits = limits
+        self._metrics = metrics
+        self._changed = threading.Condition()
+        self._arrived: deque[Ticket] = deque()
+        self._tickets: dict[Sequence, Ticket] = {}
+        self._is_closed = False
+        self._mean_s = 1.0
+        self._measured = (0, 0)
+        self._thread = threading.Thread(target=self._drive, name="edgekv-engine", daemon=True)
+        self._thread.start()
+
+    @property
+    def queued(self) -> int:
+        """Answers that wait for a cache."""
+        return len(self._arrived) + len(self._engine.waiting)
+
+    @property
+    def running(self) -> int:
+        """Answers that take turns."""
+        return len(self._engine.running)
+
+    def submit(self, wanted: Many[Wanted], channel: Channel) -> list[Ticket]:
+        """Queue the answers to a request, all or none, from any thread.
+
+        Raises:
+            ApiError: 429, the queue has no room for them; 503, the server is stopping.
+        """
+        deadline = perf_counter() + self._limits.request_s
+        tickets = [
+            Ticket(each.request, channel, index, deadline, each.top_logprobs, each.scored_tokens)
+            for index, each in enumerate(wanted)
+        ]
+        with self._changed:
+            if self._is_closed:
+                raise _stopping()
+            # Those that can start at once are not in the queue yet when a burst arrives.
+            free = max(0, self._limits.sessions - self.running)
+            waiting = max(0, self.queued - free)
+            starting = max(0, free - self.queued)
+            if waiting + len(tickets) - starting > self._limits.queue:
+                after_s = min(60, max(1, math.ceil(self._mean_s * waiting / self._limits.sessions)))
+                found = "is full" if len(tickets) == 1 else f"has no room for {len(tickets)} answers"
+                message = f"The queue {found} ({waiting} waiting). Try again in {after_s} s."
+                raise ApiError(429, message, code="queue_full", retry_after_s=after_s)
+            self._arrived.extend(tickets)
+            self._changed.notify()
+        return tickets
+
+    def cancel(self, tickets: Many[Ticket]) -> None:
+        """End answers before their next pass, from any thread."""
+        for ticket in tickets:
+            ticket.is_cancelled = True
+        with self._changed:
+            self._changed.notify()
+
+    def stop(self) -> None:
+        """End all answers and the thread after its current step, from any thread; the engine stays open."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify()
+
+    def has_ended(self, within_s: float = 0.0) -> bool:
+        """Whether the thread has ended, or does so soon."""
+        self._thread.join(within_s)
+        return not self._thread.is_alive()
+
+    def give_up(self) -> None:
+        """End the answers of a thread that does not end, from another thread."""
+        for ticket in (*self._tickets.values(), *self._arrived):
+            ticket.tell(_stopping())
+
+    def _drive(self) -> None:
+        try:
+            self._take_turns()
+        finally:  # also after a bug, so that nobody waits for an engine that stands still
+            with self._changed:
+                self._is_closed = True
+                arrived, self._arrived = self._arrived, deque()
+            for ticket in (*self._tickets.values(), *arrived):
+                self._fail(ticket, _stopping())
+            self._engine.pool.forget_idle()
+            self._measure()
+
+    def _take_turns(self) -> None:
+        engine = self._engine
+        while True:
+            with self._changed:
+                while not (self._arrived or engine.waiting or engine.running or self._is_closed):
+                    self._changed.wait()
+                if self._is_closed:
+                    return
+                arrived = [*self._arrived]
+            for ticket in arrived:
+                self._add(ticket)
+                self._arrived.popleft()
+            self._end_overdue()
+            for sequence, event in engine.step():
+                self._pass_on(sequence, event)
+            if self._measured != (self.queued, self.running):
+                self._measure()
+
+    def _add(self, ticket: Ticket) -> None:
+        try:
+            ticket.sequence = self._engine.add(ticket.request)
+        except BaseException as error:  # panics of Rust libraries are no Exception; this thread gets no signals
+            self._fail(ticket, api_error(error))
+        else:
+            self._tickets[ticket.sequence] = ticket
+
+    def _end_overdue(self) -> None:
+        """End what nobody waits for any more, and what has taken too long."""
+        now = perf_counter()
+        for ticket in [*self._tickets.values()]:
+            if ticket.is_cancelled:
+                self._fail(ticket, ApiError(499, "the client has gone.", code=CANCELLED))
+            elif now > ticket.deadline:
+                limit = f"{self._limits.request_s:g} s"
+                message = f"request: got {limit} without an end; expected less. Ask for fewer tokens."
+                self._fail(ticket, ApiError(504, message, code="timeout"))
+
+    def _pass_on(self, sequence: Sequence, event: Event) -> None:
+        """Send an event to who waits for it, and the end if it was the last one."""
+        ticket = self._tickets.get(sequence)
+        if ticket is None:  # it has failed in the same step
+            return
+        if isinstance(event, BaseException):
+            self._fail(ticket, api_error(event))
+            return
+        if isinstance(event, Scores):
+            ticket.add_scores(event)
+        elif isinstance(event, Token):
+            output = sequence.output
+            assert output is not None, "it gives tokens"
+            ticket.generated_tokens += 1
+            is_last = sequence.has_ended and ticket.generated_tokens == len(output.tokens)
+            seconds = ticket.add_token(event, is_eos=is_last and output.stop_reason == "eos")
+            self._metrics.count_token(seconds, is_first=ticket.generated_tokens == 1)
+            if not is_last:
+                return
+        if sequence.has_ended:
+            self._finish(ticket, sequence)
+
+    def _finish(self, ticket: Ticket, sequence: Sequence) -> None:
+        del self._tickets[sequence]
+        self._metrics.count_finished(sequence)
+        request_s = self._limits.request_s
+        spent = perf_counter() - (ticket.deadline - request_s)
+        self._mean_s += 0.1 * (spent - self._mean_s)
+        self._measure()
+        if sequence.output is None:
+            ticket.tell(Finished("length", sequence.prompt_tokens, 0, 0))
+            return
+        stats = sequence.stats
+        drafts = stats.speculation
+        accepted, rejected = (0, 0) if drafts is None else (drafts.accepted, drafts.proposed - drafts.accepted)
+        reason, cached, generated = _REASONS[stats.stop_reason], stats.cache.reused_tokens, stats.generated_tokens
+        ticket.tell(Finished(reason, stats.prompt_tokens, cached, generated, accepted, rejected))
+
+    def _fail(self, ticket: Ticket, error: ApiError) -> None:
+        if (sequence := ticket.sequence) is not None:
+            self._tickets.pop(sequence, None)
+            try:
+                self._engine.abort(sequence)
+            except Exception:  # such as a full disk of the prefix cache: the first error is the one to tell
+                traceback.print_exc()
+        self._metrics.count_failed(sequence, error)
+        self._measure()
+        ticket.tell(error)
+
+    def _measure(self) -> None:
+        """Note what the engine holds: other threads must not look at it."""
+        self._measured = self.queued, self.running
+        self._metrics.note(*self._measured, self._engine)
+
+
+def _stopping() -> ApiError:
+    return ApiError(503, "the server is stopping.", code="stopping")
