@@ -57,7 +57,9 @@ def measure(model: edgekv.Model, tokens: list[int], cached: int, rounds: int) ->
         return ms
 
     times = by_turns({name: partial(turn, name) for name in restored}, rounds)
-    title = f"time to the first token, prompt of {len(tokens)} tokens, {restored['warm']} restored, {model.engine}, ms"
+    title = (
+        f"time to the first token, prompt of {len(tokens)} tokens, {restored['warm']} restored, {model.engine.name}, ms"
+    )
     return turns_table(title, times, "cold")
 
 
