@@ -25,6 +25,17 @@ NAMES = {
     "mlp.up_proj": "ffn_up",
     "mlp.gate_up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
+    "operator_norm": "attn_norm",
+    "ffn_norm": "ffn_norm",
+    "self_attn.out_proj": "attn_output",
+    "self_attn.q_layernorm": "attn_q_norm",
+    "self_attn.k_layernorm": "attn_k_norm",
+    "feed_forward.w1": "ffn_gate",
+    "feed_forward.w3": "ffn_up",
+    "feed_forward.w2": "ffn_down",
+    "conv.in_proj": "shortconv.in_proj",
+    "conv.conv": "shortconv.conv",
+    "conv.out_proj": "shortconv.out_proj",
 }
 POST_NORMS = {
     "post_attention_layernorm": "post_attention_norm",
@@ -56,7 +67,8 @@ def write_gguf(checkpoint: Path, path: Path, kind: str = "F32", **changes: Any) 
             for key in file.keys():  # noqa: SIM118  (not a dict)
                 values = file.get_tensor(key).astype(np.float32)
                 name, values = converted(key, values, config, architecture)
-                kept = gguf.GGMLQuantizationType[kind if values.ndim == 2 else "F32"]
+                is_matrix = values.ndim == 2 and "shortconv.conv" not in name
+                kept = gguf.GGMLQuantizationType[kind if is_matrix else "F32"]
                 writer.add_tensor(name, quantize(values, kept), raw_dtype=kept)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -77,7 +89,7 @@ def metadata(config: dict[str, Any], architecture: str) -> dict[str, Any]:
         "{arch}.attention.head_count_kv": config.get("num_key_value_heads") or heads,
         "{arch}.attention.key_length": head_dim,
         "{arch}.attention.value_length": head_dim,
-        "{arch}.attention.layer_norm_rms_epsilon": float(config["rms_norm_eps"]),
+        "{arch}.attention.layer_norm_rms_epsilon": float(config.get("rms_norm_eps") or config["norm_eps"]),
         "{arch}.rope.freq_base": float(config.get("rope_theta", 1e4)),
         "{arch}.rope.dimension_count": int(head_dim * config.get("partial_rotary_factor", 1)),
     }
@@ -86,6 +98,12 @@ def metadata(config: dict[str, Any], architecture: str) -> dict[str, Any]:
     if architecture == "gemma2":
         fields["{arch}.attn_logit_softcapping"] = config["attn_logit_softcapping"]
         fields["{arch}.final_logit_softcapping"] = config["final_logit_softcapping"]
+    if architecture == "lfm2":
+        kinds = config["layer_types"]
+        fields["{arch}.attention.head_count_kv"] = [config["num_key_value_heads"] * (kind != "conv") for kind in kinds]
+        fields["{arch}.shortconv.l_cache"] = config.get("conv_L_cache", 3)
+        for width in ("key_length", "value_length"):
+            del fields[f"{{arch}}.attention.{width}"]
     if architecture == "granite":
         fields["{arch}.embedding_scale"] = config["embedding_multiplier"]
         fields["{arch}.residual_scale"] = config["residual_multiplier"]
@@ -121,6 +139,10 @@ def converted(key: str, values: np.ndarray, config: dict[str, Any], architecture
     """What the converter makes of a tensor: its name, rotary pairs of some architectures, and norms with offset."""
     if architecture.startswith("gemma") and "norm" in key:
         values = values + 1
+    if key.startswith("model.embedding_norm"):
+        return "token_embd_norm.weight", values
+    if key.endswith("conv.conv.weight"):
+        values = values[:, 0]
     if key in ("model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"):
         table = {"model.embed_tokens": "token_embd", "lm_head": "output", "model.norm": "output_norm"}
         return f"{table[key.removesuffix('.weight')]}.weight", values

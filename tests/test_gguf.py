@@ -25,7 +25,7 @@ from tests.checkpoints import ARCHITECTURES, write_checkpoint
 from tests.gguf_files import write_gguf
 
 PROMPT = [(7 * i) % 200 + 3 for i in range(40)]
-SAME = ["llama-2", "llama-biased", "smollm2", "qwen2", "qwen3", "granite", "olmo2"]
+SAME = ["llama-2", "llama-biased", "smollm2", "qwen2", "qwen3", "granite", "olmo2", "lfm2"]
 ALTERED = {  # what a GGUF file says of these, where the test's checkpoint says something else
     "gemma2": {"query_pre_attn_scalar": 16},
     "gemma3": {"query_pre_attn_scalar": 16, "rope_scaling": None, "sliding_window_pattern": 6},

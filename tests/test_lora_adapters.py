@@ -27,7 +27,10 @@ from tests.checkpoints import ARCHITECTURES, NEWER, OLDER, write_checkpoint, wri
 from tests.exports import export_options, exported
 
 EVERY = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-PHI3 = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
+OTHER_MODULES = {
+    "phi3": ("qkv_proj", "o_proj", "gate_up_proj", "down_proj"),
+    "lfm2": ("q_proj", "k_proj", "v_proj", "out_proj", "in_proj", "w1", "w2", "w3"),
+}
 BOS = 256
 TOKENS = [BOS, *range(40, 60)]
 OPTIONS = export_options(context=64, ar=(1, 8), lora=LoraOptions(8), sink=SinkWanted("none"))
@@ -84,10 +87,10 @@ def adapted(slots: Path, adapters: Path, tmp_path_factory: pytest.TempPathFactor
 # ---------------------------------------------------------------------- what an adapter computes
 
 
-@pytest.mark.parametrize("name", ["smollm2", "qwen3", "qwen2", "phi3", "gemma2", "olmo2", "granite"])
+@pytest.mark.parametrize("name", ["smollm2", "qwen3", "qwen2", "phi3", "gemma2", "olmo2", "granite", "lfm2"])
 def test_an_adapter_gives_what_merging_it_gives(name: str, tmp_path: Path) -> None:
     base = write_checkpoint(tmp_path / "base", ARCHITECTURES[name])
-    write_adapter(tmp_path / "lora", base, PHI3 if name == "phi3" else EVERY, lora_alpha=WEAK)
+    write_adapter(tmp_path / "lora", base, OTHER_MODULES.get(name, EVERY), lora_alpha=WEAK)
     bundle = shutil.copytree(exported(base, OPTIONS), tmp_path / "bundle")
     add(bundle, tmp_path / "lora", "tuned")
     plain, tuned = floats(base), floats(base, (tmp_path / "lora", 1.0))

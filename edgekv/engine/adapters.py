@@ -127,7 +127,7 @@ class Adapters:
             arrays = adapter.arrays()
             _check_arrays(adapter, arrays, slots, shapes, own, manifest)
             for layer in range(manifest.model.layers):
-                for slot in slots.slots:
+                for slot in slots.of_layer(layer):
                     if lora_tensor("a", layer, slot.target) in arrays:
                         first = used.get((layer, slot.target), 0)
                         end = _place(memory, slots, layer, slot.target, first, arrays, choice)
@@ -169,7 +169,7 @@ def _check_arrays(
     fixed = {} if sink is None else {**sink.rows, LOGITS: sink.logits}
     wanted = {name: (array.dtype, array.shape) for name, array in fixed.items()}
     for layer in range(manifest.model.layers):
-        for slot in slots.slots:
+        for slot in slots.of_layer(layer):
             a, b = (lora_tensor(half, layer, slot.target) for half in ("a", "b"))
             if a in arrays or b in arrays:
                 rank = arrays[a].shape[0] if a in arrays and arrays[a].ndim else 0

@@ -15,19 +15,22 @@ import msgspec
 
 from edgekv.spec.decoder import DecoderSpec
 
-LoraTarget = Literal["q", "k", "v", "o", "conv_in", "conv_out", "gate", "up", "down"]
+LoraTarget = Literal["q", "k", "v", "o", "conv_b", "conv_c", "conv_x", "conv_out", "gate", "up", "down"]
 LORA_TARGETS: tuple[LoraTarget, ...] = get_args(LoraTarget)
 
 LoraGroup = Literal["qkv", "o", "conv_in", "conv_out", "gate_up", "down"]
 LORA_GROUPS: dict[LoraGroup, tuple[LoraTarget, ...]] = {
     "qkv": ("q", "k", "v"),
     "o": ("o",),
-    "conv_in": ("conv_in",),
+    "conv_in": ("conv_b", "conv_c", "conv_x"),
     "conv_out": ("conv_out",),
     "gate_up": ("gate", "up"),
     "down": ("down",),
 }
 """Projections that read the same input."""
+
+_OF_ATTENTION = LORA_GROUPS["qkv"] + LORA_GROUPS["o"]
+_OF_CONVOLUTION = LORA_GROUPS["conv_in"] + LORA_GROUPS["conv_out"]
 
 LORA_PREFIX = "lora_"
 """How the names of all inputs for adapters begin."""
@@ -79,16 +82,18 @@ class LoraSlots(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     Attributes:
         rank: R, the most columns of A that an adapter, or several together, may have for one projection.
         slots: one for each projection.
+        convolutions: the layers without attention.
     """
 
     rank: _Rank
     slots: tuple[LoraSlot, ...]
+    convolutions: frozenset[int] = frozenset()
 
     @classmethod
     def of(cls, spec: DecoderSpec, rank: int, targets: Collection[LoraTarget]) -> LoraSlots:
         """The slots of a decoder for some of its projections."""
         query, keys = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
-        by_head = spec.qk_norm != "all-heads"
+        by_head, hidden = spec.qk_norm != "all-heads", spec.hidden
         slots = {
             "q": LoraSlot(target="q", inputs=spec.hidden, outputs=query, heads=spec.heads * by_head),
             "k": LoraSlot(target="k", inputs=spec.hidden, outputs=keys, heads=spec.kv_heads * by_head),
@@ -98,7 +103,11 @@ class LoraSlots(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             "up": LoraSlot(target="up", inputs=spec.hidden, outputs=spec.intermediate),
             "down": LoraSlot(target="down", inputs=spec.intermediate, outputs=spec.hidden),
         }
-        return cls(rank=rank, slots=tuple(slot for name, slot in slots.items() if name in targets))
+        if spec.convolution is None:
+            return cls(rank=rank, slots=tuple(slot for name, slot in slots.items() if name in targets))
+        slots |= {name: LoraSlot(target=name, inputs=hidden, outputs=hidden) for name in _OF_CONVOLUTION}
+        chosen = tuple(slots[name] for name in LORA_TARGETS if name in targets)
+        return cls(rank=rank, slots=chosen, convolutions=spec.convolution.layers)
 
     def __contains__(self, target: str) -> bool:
         return any(slot.target == target for slot in self.slots)
@@ -111,6 +120,17 @@ class LoraSlots(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         """The slots of a group, which share a stack of A's; empty if there is none."""
         return tuple(self[target] for target in LORA_GROUPS[name] if target in self)
 
+    def of_layer(self, layer: int) -> tuple[LoraSlot, ...]:
+        """The slots of a layer: those of attention, or those of its convolution, and those of its feed-forward."""
+        others = _OF_ATTENTION if layer in self.convolutions else _OF_CONVOLUTION
+        return tuple(slot for slot in self.slots if slot.target not in others)
+
+    def groups_of_layer(self, layer: int) -> list[tuple[LoraGroup, tuple[LoraSlot, ...]]]:
+        """The slots of a layer by group, in the order of the graphs' inputs."""
+        slots = self.of_layer(layer)
+        found = [(name, tuple(slot for slot in self.group(name) if slot in slots)) for name in LORA_GROUPS]
+        return [(name, group) for name, group in found if group]
+
     def columns(self, target: LoraTarget) -> slice:
         """The columns of its group's stack of A's that belong to a projection, and the rows of its B."""
         before = [slot.target for slot in self.group(lora_group(target))].index(target)
@@ -118,11 +138,9 @@ class LoraSlots(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     def tensors(self, layer: int) -> Iterator[tuple[str, tuple[int, ...], str]]:
         """Name, shape and name of the encoding of each input of a layer, in the order of the graphs' inputs."""
-        for name in LORA_GROUPS:
-            slots = self.group(name)
+        for name, slots in self.groups_of_layer(layer):
             ranks = len(slots) * self.rank
-            if slots:
-                yield lora_a(layer, name), (1, 1, slots[0].inputs, ranks), LORA_A
+            yield lora_a(layer, name), (1, 1, slots[0].inputs, ranks), LORA_A
             for slot in slots:
                 for piece in slot.pieces:
                     shape = (1, 1, ranks, slot.width)

@@ -20,7 +20,8 @@ EMBEDDING_STEPS = "model.embed_tokens.steps"
 EMBEDDING_COLUMNS = "model.embed_tokens.columns"
 
 TensorRole = Literal[
-    "embedding", "norm", "q_norm", "k_norm", "q", "k", "v", "o", "head_gate", "conv_in", "kernel", "conv_out",
+    "embedding", "norm", "q_norm", "k_norm", "q", "k", "v", "o", "head_gate",
+    "conv_b", "conv_c", "conv_x", "kernel", "conv_out",
     "gate", "up", "down", "turn", "head",
 ]  # fmt: skip
 
@@ -30,9 +31,9 @@ _ROLES: dict[str, TensorRole] = {
     "self_attn.v_proj": "v",
     "self_attn.o_proj": "o",
     "self_attn.g_proj": "head_gate",
-    "conv.b_proj": "conv_in",
-    "conv.c_proj": "conv_in",
-    "conv.x_proj": "conv_in",
+    "conv.b_proj": "conv_b",
+    "conv.c_proj": "conv_c",
+    "conv.x_proj": "conv_x",
     "conv.out_proj": "conv_out",
     "mlp.gate_proj": "gate",
     "mlp.up_proj": "up",

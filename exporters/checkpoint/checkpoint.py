@@ -129,7 +129,8 @@ class Checkpoint:
         file = GgufFile(path)
         config = hugging_face_config(file)
         spec = describe(Config(config, path.name))
-        spec = msgspec.structs.replace(spec, norm_offset=0.0)  # GGUF stores norms with the offset added
+        # GGUF stores norms with the offset added; names are the decoder's own.
+        spec = msgspec.structs.replace(spec, norm_offset=0.0, stored_names=())
         tokenizer = rebuild_tokenizer(file)
         check_vocabulary(tokenizer, spec.vocab, str(path))
         tensors: Mapping[str, Stored] = gguf_tensors(file)

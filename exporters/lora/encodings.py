@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from edgekv.spec import (
     HEADROOM,
     LORA_A,
-    LORA_GROUPS,
     DecoderSpec,
     LoraSlots,
     LoraTarget,
@@ -53,11 +52,10 @@ def lora_encodings(
     results = projection_results(spec)
     found = {LORA_A: Encoding.symmetric(1.0, "s16")}
     for layer in range(spec.layers):
-        for group in LORA_GROUPS:
-            if slots.group(group):
-                name = lora_reach(layer, group)
-                found[name] = Encoding.symmetric(HEADROOM * ranges[name].absmax, "u16")
-        for slot in slots.slots:
+        for group, _ in slots.groups_of_layer(layer):
+            name = lora_reach(layer, group)
+            found[name] = Encoding.symmetric(HEADROOM * ranges[name].absmax, "u16")
+        for slot in slots.of_layer(layer):
             ends = (end for name in results[layer, slot.target] for end in encodings[name].reach)
             most = reach * max(abs(end) for end in ends)
             found[lora_added(layer, slot.target)] = Encoding.symmetric(most, "u16")

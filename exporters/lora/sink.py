@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from edgekv.bundle import Bundle
 from edgekv.engine import read_sink
 from edgekv.graphs.decoder import decoder_layer, logits
-from edgekv.spec import EMBEDDING, HEAD, KINDS, LOGITS, DecoderSpec, KvTensor, LoraTarget
+from edgekv.spec import EMBEDDING, HEAD, LOGITS, DecoderInterface, DecoderSpec, KvTensor, LoraTarget
 from edgekv.spec.tensors import by_outputs
 from exporters.checkpoint.checkpoint import Checkpoint
 from exporters.checkpoint.fold import Factors
@@ -72,17 +72,18 @@ def adapted_rows(
     for layer in range(spec.layers):
         weights.drop()
         states = [decoder_layer(each, spec, layer, state) for each, state in zip(ops, states, strict=True)]
-    heads = [(layer, head) for layer in range(spec.layers) for head in range(spec.kv_heads)]
-    kept = [KvTensor(layer, kind, head) for layer, head in heads for kind in KINDS]
+    kept = [*DecoderInterface.of(spec, context, "u8", "rows", "u16").tensors(range(spec.layers))]
     return [{tensor: seen[tensor.past] for tensor in kept} for seen in found]
 
 
 def _run(bundle: Bundle, base: LoraBase, changes: Changes) -> dict[str, Floats]:
     """Keys, values and logits of the sink, by the names of its file."""
     found: dict[str, Floats] = {}
+    manifest = bundle.manifest
+    cached = {tensor.past for tensor in manifest.interface.tensors(range(manifest.model.layers))}
 
     def observe(name: str, value: Floats) -> None:
-        if name.startswith("past_"):
+        if name in cached:
             found[name] = value
 
     hidden = base.sink_embedding

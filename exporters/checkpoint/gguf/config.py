@@ -205,6 +205,16 @@ def _granite(file: GgufFile) -> Fields:
     }
 
 
+def _lfm2(file: GgufFile) -> Fields:
+    heads = file.list(".attention.head_count_kv") or [1]
+    return {
+        "model_type": "lfm2",
+        "layer_types": ["full_attention" if each else "conv" for each in heads],
+        "conv_L_cache": file.size(".shortconv.l_cache"),
+        "block_auto_adjust_ff_dim": False,  # the file has the width itself
+    }
+
+
 def _olmo2(file: GgufFile) -> Fields:
     return {"model_type": "olmo2", "hidden_act": "silu", "attention_bias": False}
 
@@ -213,6 +223,7 @@ _ARCHITECTURES: Mapping[str, Callable[[GgufFile], Fields]] = {
     "gemma2": _gemma2,
     "gemma3": _gemma3,
     "granite": _granite,
+    "lfm2": _lfm2,
     "llama": _llama,
     "olmo2": _olmo2,
     "phi3": _phi3,

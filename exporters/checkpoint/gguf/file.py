@@ -118,12 +118,14 @@ class GgufFile:
     def size(self, key: str, default: int | None = None) -> int:
         """A whole number of the metadata; for a list with one entry per layer, the entry that all layers share.
 
+        Layers without heads, which have a 0, do not count.
+
         Raises:
             CheckpointError: it is missing without a default, of another type, or differs between layers.
         """
         value = self._fields.get(self._key(key), default)
-        if isinstance(value, list) and value and all(each == value[0] for each in value):
-            value = value[0]
+        if isinstance(value, list) and len(shared := {each for each in value if each}) == 1:
+            value = shared.pop()
         if isinstance(value, (int, np.integer)) and not isinstance(value, bool):
             return int(value)
         raise self.refusal(key, "a whole number", value)

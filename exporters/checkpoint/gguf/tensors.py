@@ -17,10 +17,11 @@ from exporters.checkpoint.stored import ComputedTensor
 TYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K")
 """The stored types that can be read."""
 
-_LAYER = re.compile(r"blk\.(\d+)\.([a-z_]+)\.(weight|bias)")
+_LAYER = re.compile(r"blk\.(\d+)\.([a-z_.]+)\.(weight|bias)")
 _TABLES = {
     "token_embd.weight": "model.embed_tokens.weight",
     "output_norm.weight": "model.norm.weight",
+    "token_embd_norm.weight": "model.norm.weight",  # what LFM2's files call it
     "output.weight": "lm_head.weight",
 }
 _FACTORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")  # read by the configuration
@@ -37,6 +38,9 @@ _PARTS = {
     "ffn_gate": "mlp.gate_proj",
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
+    "shortconv.in_proj": "conv.in_proj",
+    "shortconv.conv": "conv.conv",
+    "shortconv.out_proj": "conv.out_proj",
 }
 _POST_NORMS = {
     "ffn_norm": "pre_feedforward_layernorm",
@@ -72,6 +76,7 @@ class GgufTensor(ComputedTensor):
 
         kind = GGMLQuantizationType[self.block.type]
         values: NDArray[np.float32] = dequantize(np.ascontiguousarray(self.block.data[places]), kind)
+        values = values.reshape(-1, *self.shape[1:])
         return values if values.flags.writeable else values.copy()
 
 
@@ -93,7 +98,10 @@ def gguf_tensors(file: GgufFile) -> dict[str, GgufTensor]:
                 fix="Take a file with one of these types; Q8_0 or F16 keep the most quality.",
             )
         key = _name(file, name)
-        found[key] = GgufTensor(file.path, block.shape, block, _head_rows(file, key))
+        shape = block.shape
+        if key.endswith(".conv.conv.weight") and len(shape) == 2:
+            shape = shape[0], 1, shape[1]  # one input channel for each output channel
+        found[key] = GgufTensor(file.path, shape, block, _head_rows(file, key))
     return found
 
 
