@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import re
+import sqlite3
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -12,12 +14,12 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from edgekv.bundle import Bundle, FileRecord, readable_json
+from edgekv.bundle import Bundle, readable_json
 from edgekv.bundle.files import is_plain_path
 from edgekv.errors import BundleError, UsageError
 from edgekv.json_file import read_json
 from edgekv.kv.arena import DTYPES
-from edgekv.prefix.lock import locked
+from edgekv.prefix.keys import MAX_TOKEN
 from edgekv.prefix.retention import MAX_PRIORITY, RetentionPolicy, TokenRangeRetentionConfig
 from edgekv.prefix.rows import GroupRows, Rows
 from edgekv.prefix.store import PrefixStore, Snapshot
@@ -27,7 +29,8 @@ from edgekv.tensor_file import TensorFileError, decode_tensors, encode_tensors
 FOLDER = "prefixes"
 RECORD = "prefixes.json"
 _LOCK = ".lock"
-FORMAT = 1
+_LONGEST_WAIT_S = 60.0
+FORMAT = 2
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _TOKENS = "tokens"
 _STATE = "state/"
@@ -44,29 +47,26 @@ class BakedPrefix(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         name: unique for the engine.
         engine: the engine that computed the prefix; only this engine may use it.
         tokens: number of tokens.
-        file: its keys and values, in the folder `prefixes`.
         fingerprint: hash of everything else that determines the rows; see `prefix_fingerprint`.
+        file: its keys and values, in the folder `prefixes`.
+        bytes: size of the file.
+        sha256: hash of the file.
     """
 
     name: str
     engine: str
     tokens: int
-    file: str
     fingerprint: str
+    file: str
+    bytes: int
+    sha256: str
 
 
 class BakedRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`prefixes.json`.
+    """`prefixes.json`: the version of this layout, and the prefixes in the order in which they were baked."""
 
-    Attributes:
-        format: version of this layout.
-        prefixes: in the order in which they were baked.
-        files: size and hash of each prefix's file.
-    """
-
-    format: int
+    format: int = FORMAT
     prefixes: list[BakedPrefix]
-    files: dict[str, FileRecord]
 
 
 def baked_prefixes(bundle: Path) -> list[BakedPrefix]:
@@ -75,7 +75,16 @@ def baked_prefixes(bundle: Path) -> list[BakedPrefix]:
     Raises:
         BundleError: `prefixes.json` is invalid or has another format version.
     """
-    return _read_record(bundle).prefixes
+    file = bundle / FOLDER / RECORD
+    fix = f"Remove {bundle / FOLDER} and bake again."
+    if not os.path.lexists(file):
+        return []
+    record = read_json(file, BakedRecord, expected=f"the record of prefixes, format {FORMAT}", fix=fix)
+    if record.format != FORMAT:
+        raise BundleError(f"{file}: format", got=record.format, expected=FORMAT, fix=fix)
+    if wrong := [each.file for each in record.prefixes if not is_plain_path(each.file) or "/" in each.file]:
+        raise BundleError(str(file), got=repr(wrong[0]), expected="a file in the folder", fix=fix)
+    return record.prefixes
 
 
 def check_name(name: str) -> None:
@@ -101,10 +110,16 @@ def add_baked(bundle: Path, name: str, engine: str, tokens: Sequence[int], store
         # A unique name: the old file stays intact until the record names the new one.
         file = f"{digest[:8]}.{name}-{engine}.safetensors"
         _write(bundle / FOLDER / file, content)
-        entry = BakedPrefix(name=name, engine=engine, tokens=len(tokens), file=file, fingerprint=store.fingerprint)
-        files = {each.file: record.files[each.file] for each in kept if each.file in record.files}
-        files[file] = FileRecord(bytes=len(content), sha256=digest)
-        _replace_record(bundle, BakedRecord(format=FORMAT, prefixes=[*kept, entry], files=files))
+        entry = BakedPrefix(
+            name=name,
+            engine=engine,
+            tokens=len(tokens),
+            fingerprint=store.fingerprint,
+            file=file,
+            bytes=len(content),
+            sha256=digest,
+        )
+        _replace_record(bundle, BakedRecord(prefixes=[*kept, entry]))
     return entry
 
 
@@ -137,9 +152,7 @@ def remove_baked(bundle: Path, name: str | None, engine: str | None = None) -> l
         raise UsageError(f"prefix of {bundle}", got=got, expected=wanted, fix="See edgekv prefix ls.")
     with _changing(bundle) as record:
         gone = [each for each in record.prefixes if _is_meant(each, name, engine)]
-        kept = [each for each in record.prefixes if each not in gone]
-        files = {each.file: record.files[each.file] for each in kept if each.file in record.files}
-        _replace_record(bundle, BakedRecord(format=FORMAT, prefixes=kept, files=files))
+        _replace_record(bundle, BakedRecord(prefixes=[each for each in record.prefixes if each not in gone]))
     return gone
 
 
@@ -152,33 +165,28 @@ def load_baked(bundle: Bundle, store: PrefixStore, engine: str) -> int:
         BundleError: a file is missing or changed, or was baked for another bundle.
     """
     while True:
-        record = _read_record(bundle.path)
+        baked = baked_prefixes(bundle.path)
         try:
-            read = [
-                _read_rows(bundle.path, record, entry, store) for entry in record.prefixes if entry.engine == engine
-            ]
+            read = [_read_rows(bundle.path / FOLDER, each, store) for each in baked if each.engine == engine]
             break
         except BundleError:
-            if _read_record(bundle.path) == record:  # otherwise a concurrent bake has replaced the file
+            if baked_prefixes(bundle.path) == baked:  # otherwise a concurrent bake has replaced the file
                 raise
     for tokens, rows, snapshot in read:
         store.insert(tokens, rows, retention=_KEPT_LONGEST, ended=True, public=True, snapshot=snapshot)
     return sum(len(tokens) for tokens, *_ in read)
 
 
-def _read_rows(
-    bundle: Path, record: BakedRecord, entry: BakedPrefix, store: PrefixStore
-) -> tuple[list[int], GroupRows, Snapshot | None]:
-    path = bundle / FOLDER / entry.file
+def _read_rows(folder: Path, entry: BakedPrefix, store: PrefixStore) -> tuple[list[int], GroupRows, Snapshot | None]:
+    path = folder / entry.file
     fix = "Bake it again: edgekv prefix bake BUNDLE FILE"
     if entry.fingerprint != store.fingerprint:
         raise BundleError(str(path), got="a prefix of another bundle", expected="one of this bundle", fix=fix)
-    expected = record.files.get(entry.file)
     try:
-        content = b"" if expected is None else read_file(path, expected.bytes)
+        content = read_file(path, entry.bytes)
     except OSError:
         content = b""
-    if expected is None or hashlib.sha256(content).hexdigest() != expected.sha256:
+    if hashlib.sha256(content).hexdigest() != entry.sha256:
         raise BundleError(str(path), got="a missing or changed file", expected="the file baked", fix=fix)
     try:
         held = decode_tensors(content).arrays
@@ -186,9 +194,10 @@ def _read_rows(
         tokens = held[_TOKENS]
     except (TensorFileError, KeyError) as error:
         raise BundleError(str(path), got=error, expected="the rows of each group", fix=fix) from None
-    if tokens.dtype != np.int64 or tokens.shape != (entry.tokens,) or not entry.tokens or tokens.min() < 0:
-        found = f"{tokens.dtype} {list(tokens.shape)}"
-        raise BundleError(f"{path}: tokens", got=found, expected=f"{entry.tokens} ids, 0 or more", fix=fix)
+    is_right = tokens.dtype == np.int64 and tokens.shape == (entry.tokens,) and entry.tokens > 0
+    if not is_right or tokens.min() < 0 or tokens.max() > MAX_TOKEN:
+        found, wanted_ids = f"{tokens.dtype} {list(tokens.shape)}", f"{entry.tokens} ids from 0 to {MAX_TOKEN}"
+        raise BundleError(f"{path}: tokens", got=found, expected=wanted_ids, fix=fix)
     for number, (rows, group) in enumerate(zip(groups, store.groups, strict=True)):
         least = entry.tokens - group.first_needed(entry.tokens)
         wanted = group.shape(entry.tokens)
@@ -223,10 +232,29 @@ def _changing(bundle: Path) -> Iterator[BakedRecord]:
     try:
         folder.mkdir(exist_ok=True)
         with locked(folder / _LOCK):
-            yield _read_record(bundle)
+            yield BakedRecord(prefixes=baked_prefixes(bundle))
     except OSError as error:
         fix = "Make the bundle's folder writable."
         raise BundleError(str(folder), got=error.strerror, expected="a writable folder", fix=fix) from None
+
+
+@contextmanager
+def locked(file: Path) -> Iterator[None]:
+    """Hold a lock between processes, which ends with its owner: that of an empty SQLite database.
+
+    Raises:
+        OSError: the file cannot be written, or another process holds the lock for a minute.
+    """
+    try:
+        connection = sqlite3.connect(file, timeout=_LONGEST_WAIT_S, isolation_level=None)
+        try:
+            connection.execute("BEGIN EXCLUSIVE")
+            yield
+        finally:
+            connection.close()
+    except sqlite3.Error as error:
+        reason = f"another process may hold its lock ({error}): end it, or use another folder"
+        raise OSError(errno.EAGAIN, reason, str(file)) from None
 
 
 def _replace_record(bundle: Path, record: BakedRecord) -> None:
@@ -248,16 +276,3 @@ def _write(path: Path, content: bytes) -> None:
         file.flush()
         os.fsync(file.fileno())
     partial.replace(path)
-
-
-def _read_record(bundle: Path) -> BakedRecord:
-    file = bundle / FOLDER / RECORD
-    fix = f"Remove {bundle / FOLDER} and bake again."
-    if not os.path.lexists(file):
-        return BakedRecord(format=FORMAT, prefixes=[], files={})
-    record = read_json(file, BakedRecord, expected="the record of prefixes", fix=fix)
-    if record.format != FORMAT:
-        raise BundleError(f"{file}: format", got=record.format, expected=FORMAT, fix=fix)
-    if wrong := [each.file for each in record.prefixes if not is_plain_path(each.file) or "/" in each.file]:
-        raise BundleError(str(file), got=repr(wrong[0]), expected="a file in the folder", fix=fix)
-    return record

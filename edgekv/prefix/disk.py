@@ -20,7 +20,7 @@ from edgekv.prefix.block import (
     encode_block,
 )
 from edgekv.prefix.errors import PrefixError, PrefixWarning
-from edgekv.prefix.keys import Keys, folder_secret
+from edgekv.prefix.keys import Keys
 from edgekv.prefix.private import NotPrivateError, check_folder, make_folder, read_private, write_private
 from edgekv.prefix.stats import StoreStats
 from edgekv.prefix.table import INDEX, LOCKED, Row, Table, file_name
@@ -42,7 +42,7 @@ class Disk:
     """
 
     def __init__(self, folder: Path, limit_bytes: int, store: str, counters: StoreStats) -> None:
-        """Open a folder; create it, its secret and its table if they are missing.
+        """Open a folder; create it and its table if they are missing.
 
         Args:
             folder: of the files.
@@ -69,8 +69,7 @@ class Disk:
                 raise PrefixError(f"disk_folder {folder}", got="one of an older format", expected="a new one", fix=fix)
             self._table = Table(folder)
             with self._table.transaction():
-                secret, is_new = folder_secret(folder)
-                self._clear_remnants(is_new=is_new)
+                self._clear_remnants()
         except NotPrivateError as error:
             fix = f"Give a folder of your own, and remove others' access: chmod -R go-rwx {folder}"
             wanted = "a file or folder that only you can write"
@@ -81,7 +80,7 @@ class Disk:
                 wanted = "a table that no other process is writing"
                 fix = "Wait until the other process has written its blocks, and try again."
             raise PrefixError(f"disk_folder {folder}", got=error.strerror, expected=wanted, fix=fix) from None
-        self.keys = Keys(secret)
+        self.keys = Keys(self._table.secret)
         if self._table.was_damaged:
             self._warn(f"{folder / INDEX} was damaged; the cache starts empty")
 
@@ -265,12 +264,10 @@ class Disk:
         if uses:
             self._table.touch((*use, *id) for id, use in uses.items())
 
-    def _clear_remnants(self, *, is_new: bool) -> None:
-        """Remove files without a row and rows without a file; with a new secret, all of them."""
-        rows = {} if is_new else {file_name((row.key, row.part)): row for row in self._table.rows()}
+    def _clear_remnants(self) -> None:
+        """Remove files without a row, and rows without a file."""
+        rows = {file_name((row.key, row.part)): row for row in self._table.rows()}
         held = {path.name for path in self._folder.iterdir() if _OWN.fullmatch(path.name)}
-        if is_new:
-            self._table.remove((row.key, row.part) for row in self._table.rows())
         for name in held - rows.keys():
             (self._folder / name).unlink(missing_ok=True)
         self._drop(row for name, row in rows.items() if name not in held)

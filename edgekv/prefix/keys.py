@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import os
 import secrets
 import sys
 from array import array
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from hashlib import blake2b
-from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
-from edgekv.prefix.errors import PrefixError
-from edgekv.prefix.private import read_private, write_private
-
-SECRET = "store.key"
 SECRET_BYTES = 32
 KEY_BYTES = 16
 TOKEN_BYTES = 4
+MAX_TOKEN = 2**32 - 1
 
 
 def token_bytes(tokens: Iterable[int]) -> bytes:
@@ -31,7 +26,7 @@ def token_bytes(tokens: Iterable[int]) -> bytes:
     try:
         held = array("I", tokens.tolist() if isinstance(tokens, np.ndarray) else tokens)
     except OverflowError:
-        raise ValueError("tokens: got one out of range; expected 0 to 4294967295") from None
+        raise ValueError(f"tokens: got one out of range; expected 0 to {MAX_TOKEN}") from None
     if sys.byteorder == "little":
         held.byteswap()
     return held.tobytes()
@@ -44,8 +39,7 @@ def common_tokens(one: bytes, other: bytes) -> int:
     return (size - -(-difference.bit_length() // 8)) // TOKEN_BYTES
 
 
-@dataclass(frozen=True, slots=True)
-class Link:
+class Link(NamedTuple):
     """One block of a sequence.
 
     Attributes:
@@ -102,27 +96,6 @@ class Keys:
             digest.update(memoryview(part).nbytes.to_bytes(8, "little"))
             digest.update(part)
         return digest.digest()
-
-
-def folder_secret(folder: Path) -> tuple[bytes, bool]:
-    """The folder's secret, and whether it was created now. The caller holds the lock of the folder's table.
-
-    Raises:
-        PrefixError: the file does not hold a secret.
-        OSError: it cannot be read or written, or is not private; see `read_private`.
-    """
-    path = folder / SECRET
-    is_new = not os.path.lexists(path)
-    if is_new:
-        partial = path.with_name(f".{SECRET}.partial-{os.getpid()}")
-        partial.unlink(missing_ok=True)
-        write_private(partial, os.urandom(SECRET_BYTES))
-        partial.replace(path)
-    secret = read_private(path, SECRET_BYTES + 1, secret=True)
-    if len(secret) != SECRET_BYTES:
-        fix = "Remove the folder; its blocks cannot be verified any more."
-        raise PrefixError(str(path), got=f"{len(secret)} bytes", expected=f"{SECRET_BYTES} bytes", fix=fix)
-    return secret, is_new
 
 
 def tail(links: Sequence[Link], root: bytes) -> bytes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import sqlite3
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from edgekv.prefix.block import SNAPSHOT, BlockId
+from edgekv.prefix.keys import SECRET_BYTES
 from edgekv.prefix.private import read_private, write_private
 
 INDEX = "blocks.sqlite"
@@ -25,21 +27,14 @@ CREATE TABLE IF NOT EXISTS blocks (
     store TEXT NOT NULL, PRIMARY KEY (key, part)) WITHOUT ROWID;
 CREATE INDEX IF NOT EXISTS by_parent ON blocks (parent, part, tokens);
 CREATE INDEX IF NOT EXISTS by_use ON blocks (priority, used);
+CREATE TABLE IF NOT EXISTS secret (value BLOB NOT NULL);
 """
 
 
 class Row(NamedTuple):
-    """One block file.
+    """One block file: what it holds, as in `Link` and `Block`.
 
     Attributes:
-        key: see `Link`.
-        part: see `Block`.
-        parent: see `Link`.
-        tokens: see `Link`.
-        start: see `Link`.
-        chained: see `Block`.
-        priority: 0 to 100; files of low priority are evicted first.
-        used: last use; see `Block`.
         size_bytes: of the file.
         store: a short digest of the model that wrote it.
     """
@@ -69,8 +64,8 @@ class Table:
     """Rows of block files. SQLite serializes the writers; its write-ahead log is used where the file system has one.
 
     Attributes:
-        folder: of the table and the files.
         was_damaged: whether the file was no table of this format, so that an empty one was made.
+        secret: of the keys in the table; made with it.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -79,7 +74,6 @@ class Table:
         Raises:
             OSError: it cannot be opened, or is owned or writable by another user.
         """
-        self.folder = folder
         self.was_damaged = False
         self._depth = 0
         path = folder / INDEX
@@ -88,7 +82,7 @@ class Table:
         read_private(path, 0, secret=True)
         with _as_os_errors():
             try:
-                self._connection = _connect(path)
+                self._connection, self.secret = _connect(path)
             except sqlite3.OperationalError:
                 raise
             except sqlite3.DatabaseError:
@@ -96,7 +90,7 @@ class Table:
                 for suffix in ("", "-wal", "-shm", "-journal"):
                     path.with_name(INDEX + suffix).unlink(missing_ok=True)
                 write_private(path, b"")
-                self._connection = _connect(path)
+                self._connection, self.secret = _connect(path)
 
     def close(self) -> None:
         """Close the table; no other method may be called after it."""
@@ -219,7 +213,7 @@ def _marks(values: Sequence[object]) -> str:
     return ", ".join("?" * len(values))
 
 
-def _connect(path: Path) -> sqlite3.Connection:
+def _connect(path: Path) -> tuple[sqlite3.Connection, bytes]:
     # Generations of one model take turns, whichever thread they run in.
     connection = sqlite3.connect(path, timeout=_BUSY_S, isolation_level=None, check_same_thread=False)
     try:
@@ -233,10 +227,15 @@ def _connect(path: Path) -> sqlite3.Connection:
             connection.execute("PRAGMA journal_mode = WAL")  # needs shared memory, which network disks lack
         connection.execute("PRAGMA synchronous = NORMAL")
         connection.executescript(f"BEGIN IMMEDIATE; {_SCHEMA} PRAGMA user_version = {_FORMAT}; COMMIT")
+        new = "INSERT INTO secret SELECT ? WHERE NOT EXISTS (SELECT 1 FROM secret)"
+        connection.execute(new, (os.urandom(SECRET_BYTES),))
+        (secret,) = connection.execute("SELECT value FROM secret").fetchone()
+        if not isinstance(secret, bytes) or len(secret) != SECRET_BYTES:
+            raise sqlite3.DatabaseError("another secret")
     except BaseException:
         connection.close()
         raise
-    return connection
+    return connection, secret
 
 
 @contextmanager
