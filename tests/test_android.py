@@ -34,7 +34,7 @@ from exporters.targets.genie.config import (
     TokenizerFile,
 )
 from exporters.targets.genie.dialog import GenieDialog
-from exporters.targets.genie.folder import FORMAT, GENIE_MANIFEST, GenieFolder, GenieGraph, GenieManifest
+from exporters.targets.genie.folder import GENIE_MANIFEST, GenieFolder, GenieGraph, GenieManifest
 from exporters.targets.genie.vendor import find_library
 from tests.exports import ROOT
 from tests.phones import PROPERTIES, VERSION, Phone, write_sdk
@@ -124,7 +124,6 @@ def write_folder(path: Path, binary: bytes = BINARY, soc: str = "SM8650") -> Pat
     for name, content in contents.items():
         (path / name).write_bytes(content)
     manifest = GenieManifest(
-        format=FORMAT,
         producer="edgekv",
         soc=soc,
         arch=75,

@@ -18,8 +18,9 @@ from devices import find
 from edgekv.bundle import Bundle, open_bundle
 from edgekv.cli.app import run
 from edgekv.errors import BundleError, EngineError, UsageError
-from exporters.targets.genai.folder import GenaiOptions, choose_graphs, choose_pad_token, write_folder
-from exporters.targets.genai.run import open_folder, run_folder
+from exporters.targets.genai.folder import open_genai_folder
+from exporters.targets.genai.run import run_folder
+from exporters.targets.genai.write import GenaiOptions, choose_graphs, choose_pad_token, write_genai
 from tests.checkpoints import NEWER, write_sinking
 from tests.exports import export_options, exported, kept
 
@@ -35,9 +36,9 @@ def folders(bundle: Path) -> dict[str, Path]:
 
     def write(parent: Path) -> None:
         for engine, device in (("cpu", None), ("htp", DEVICE)):
-            write_folder(open_bundle(bundle), parent / engine, GenaiOptions(device))
+            write_genai(open_bundle(bundle), parent / engine, GenaiOptions(device))
 
-    parent = kept("genai", ("exporters.targets.genai.folder",), write, bundle)
+    parent = kept("genai", ("exporters.targets.genai.write",), write, bundle)
     return {"cpu": parent / "cpu", "htp": parent / "htp"}
 
 
@@ -54,7 +55,7 @@ def test_it_generates_the_tokens_that_our_loop_does(
     model = edgekv.load(bundle, engine, verify=False)
     expected = [token.id for token in model.generate(prompt, tokens)]
     assert len(expected) == tokens
-    assert run_folder(open_folder(folders[engine]), prompt, tokens) == expected
+    assert run_folder(open_genai_folder(folders[engine]), prompt, tokens) == expected
 
 
 @pytest.mark.parametrize(("engine", "tokens"), [("cpu", 1000), ("htp", 4)])
@@ -70,13 +71,13 @@ def test_its_graphs_begin_with_the_sink(
     assert "the graphs begin every text with '<|0|>', which prompts leave out" in capsys.readouterr().out
     expected = [token.id for token in edgekv.load(bundle, engine).generate(prompt, min(tokens, 15))]
     assert len(expected) >= 4
-    assert run_folder(open_folder(target), prompt, tokens) == expected
-    assert run_folder(open_folder(target), prompt[1:], 4) == expected[:4]
+    assert run_folder(open_genai_folder(target), prompt, tokens) == expected
+    assert run_folder(open_genai_folder(target), prompt[1:], 4) == expected[:4]
 
 
 def test_it_ends_where_the_context_does(folders: dict[str, Path], prompt: list[int]) -> None:
     """Padding counts: 40 tokens in windows of 32 leave 128 - 64."""
-    assert len(run_folder(open_folder(folders["cpu"]), prompt, 1000)) == 64
+    assert len(run_folder(open_genai_folder(folders["cpu"]), prompt, 1000)) == 64
 
 
 def test_its_tokenizer_is_ours_but_for_the_first_token(folders: dict[str, Path], embedded: Path) -> None:
@@ -99,32 +100,32 @@ def test_a_shared_binary_ends_its_process_on_the_emulator_and_no_other(
     bundle: Path, folders: dict[str, Path], prompt: list[int], tmp_path: Path
 ) -> None:
     """It has both graphs; only a Snapdragon can load it."""
-    written = write_folder(
+    written = write_genai(
         open_bundle(bundle), tmp_path / "shared", GenaiOptions(DEVICE, share_weights=True, check=False)
     )
     (size,) = (record.bytes for name, record in written.files.items() if name.endswith(".bin"))
     assert size < 0.6 * sum(path.stat().st_size for path in folders["htp"].glob("*.bin"))
     with pytest.raises(EngineError, match=r"got SIG.*runs only on a Snapdragon"):
-        run_folder(open_folder(tmp_path / "shared"), prompt, 4)
+        run_folder(open_genai_folder(tmp_path / "shared"), prompt, 4)
 
 
 def test_prompts_that_it_would_misread_are_refused(folders: dict[str, Path]) -> None:
     with pytest.raises(UsageError, match="prompt: got the id 2, the padding token"):
-        run_folder(open_folder(folders["cpu"]), [0, 5, 2, 6], 4)
+        run_folder(open_genai_folder(folders["cpu"]), [0, 5, 2, 6], 4)
     with pytest.raises(UsageError, match="prompt: got 1 tokens; expected at least 2"):
-        run_folder(open_folder(folders["cpu"]), [5], 4)
+        run_folder(open_genai_folder(folders["cpu"]), [5], 4)
     with pytest.raises(
         UsageError, match="prompt: got 97 tokens, 128 with padding; expected less than the context of 128"
     ):
-        run_folder(open_folder(folders["cpu"]), [5] * 97, 4)
+        run_folder(open_genai_folder(folders["cpu"]), [5] * 97, 4)
 
 
 def test_a_folder_that_is_none_or_lacks_a_file_is_explained(folders: dict[str, Path], tmp_path: Path) -> None:
-    with pytest.raises(BundleError, match=r"genai_config.json: got .*No such file.*edgekv bundle genai BUNDLE"):
-        open_folder(tmp_path)
+    with pytest.raises(BundleError, match=r"genai_bundle.json: got .*No such file.*edgekv bundle genai BUNDLE"):
+        open_genai_folder(tmp_path)
     shutil.copy(folders["cpu"] / "genai_config.json", tmp_path)
     with pytest.raises(EngineError, match=r"onnxruntime-genai on .*position-processor.onnx"):
-        run_folder(open_folder(tmp_path), [0, 5], 4)
+        run_folder(open_genai_folder(tmp_path), [0, 5], 4)
 
 
 def test_another_folder_is_called_what_it_is(bundle: Path, embedded: Path, tmp_path: Path) -> None:
@@ -135,7 +136,7 @@ def test_another_folder_is_called_what_it_is(bundle: Path, embedded: Path, tmp_p
         (tmp_path, "got a folder for Genie; .* edgekv genie run"),
     ):
         with pytest.raises(BundleError, match=words):
-            open_folder(other)
+            open_genai_folder(other)
 
 
 def changed(bundle: Path, **changes: object) -> Bundle:
@@ -144,13 +145,15 @@ def changed(bundle: Path, **changes: object) -> Bundle:
 
 
 def test_what_it_cannot_express_is_refused_by_name(bundle: Path, tmp_path: Path) -> None:
-    with pytest.raises(BundleError, match=r"cache: got s16; expected u8.*Export again with --kv u8"):
+    with pytest.raises(BundleError, match=r"cache: got s16; expected u8, all .*genai has. Export it with --kv u8"):
         choose_graphs(changed(bundle, kv_dtype="s16"))
     manifest = open_bundle(bundle, verify=False).manifest
     graphs, model = manifest.graphs, manifest.model
     with pytest.raises(BundleError, match=r"graphs: got only ar1_cl128; .*--ar 1,32"):
         choose_graphs(changed(bundle, graphs=[g for g in graphs if g.role == "decode"]))
-    with pytest.raises(BundleError, match=r"windows: got 32, all, 32, all; expected full attention in all layers"):
+    with pytest.raises(
+        BundleError, match=r"windows: got 32, all, 32, all; expected layers that all attend to the whole"
+    ):
         choose_graphs(changed(bundle, model=structs.replace(model, limits=(32, None))))
     with pytest.raises(BundleError, match=r"got tflite graphs; expected onnx graphs, which onnxruntime-genai"):
         choose_graphs(changed(bundle, graph_format="tflite"))
@@ -158,7 +161,7 @@ def test_what_it_cannot_express_is_refused_by_name(bundle: Path, tmp_path: Path)
     with pytest.raises(
         BundleError, match=r"context 128, 96 tokens per inference; expected a context of at least .* 192"
     ):
-        write_folder(changed(bundle, graphs=wide), tmp_path / "folder", GenaiOptions(None))
+        write_genai(changed(bundle, graphs=wide), tmp_path / "folder", GenaiOptions(None))
     assert not list(tmp_path.iterdir())
 
 

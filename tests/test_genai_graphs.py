@@ -19,9 +19,9 @@ from edgekv.runtime import CpuEngine, HtpEngine
 from edgekv.runtime.rope import rope_tables
 from exporters.graphs.parts import save_part
 from exporters.htp.check import floating_nodes
-from exporters.targets.genai.folder import stacked_graph
 from exporters.targets.genai.helpers import dequantizer, position_processor
-from exporters.targets.genai.proof import StackedGraph, prove
+from exporters.targets.genai.proof import StackedGraph, prove_integers
+from exporters.targets.genai.write import stacked_graph
 from tests.checkpoints import write_checkpoint
 from tests.exports import export_options, exported
 
@@ -95,20 +95,18 @@ def test_stacking_heads_keeps_the_graphs_in_integers(small: Bundle, tmp_path: Pa
 def test_the_proof_finds_a_head_that_is_scaled_twice(small: Bundle, tmp_path: Path) -> None:
     path = write_stacked(small, "decode", tmp_path)
     stacked = [StackedGraph(record=small.manifest.graph("decode").name, file=str(path))]
-    prove(small, stacked, None)
+    prove_integers(small, stacked, None)
     model = onnx.load(path, load_external_data=False)
     (one,) = (
         t for t in model.graph.initializer if t.name.startswith("past_value_1_h1_out") and t.name.endswith("_one_q")
     )
     one.CopyFrom(onnx.numpy_helper.from_array(np.array(2, np.uint8), one.name))
     onnx.save(model, path)
-    with pytest.raises(EngineError, match=r"got other integers in ar1_cl64: past_value_1_out \(1 outputs\)"):
-        prove(small, stacked, None)
+    with pytest.raises(EngineError, match=r"past_value_1_out of ar1_cl64: other integers"):
+        prove_integers(small, stacked, None)
     path.write_bytes(b"no graph")
-    with pytest.raises(
-        EngineError, match=r"running the graphs with stacked heads: got stacked_ar1_cl64.onnx on the CPU"
-    ):
-        prove(small, stacked, None)
+    with pytest.raises(EngineError, match=r"graphs with stacked heads: got stacked_ar1_cl64.onnx on the CPU"):
+        prove_integers(small, stacked, None)
 
 
 @settings(max_examples=50)

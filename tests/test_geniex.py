@@ -119,8 +119,8 @@ def test_what_geniex_cannot_express_is_refused(
     parts = exported(checkpoint, export_options(context=32, ar=(1, 8), splits=2))
     cases = {
         sinking: "sink: got a first token that is restored",
-        single: "--ar: got decode graphs alone; expected prefill graphs too. Export with --ar 1,128.",
-        parts: "Export the bundle with --embedding graph --head last.",
+        single: "graphs: got only ar1_cl32; expected a prefill graph as well, which GenieX needs",
+        parts: "Export it with --embedding graph --head last.",
     }
     for bundle, message in cases.items():
         assert run(["bundle", "geniex", str(bundle), "-o", str(tmp_path / "folder")]) != 0

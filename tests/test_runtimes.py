@@ -11,8 +11,9 @@ import edgekv
 from devices import find
 from edgekv.bundle import Bundle
 from edgekv.kv import KvDtype
-from exporters.targets.genai.folder import GenaiOptions, write_folder
-from exporters.targets.genai.run import open_folder, run_folder
+from exporters.targets.genai.folder import open_genai_folder
+from exporters.targets.genai.run import run_folder
+from exporters.targets.genai.write import GenaiOptions, write_genai
 from exporters.targets.genie.dialog import GenieDialog
 from exporters.targets.genie.folder import open_genie_folder
 from exporters.targets.genie.plan import GenieOptions
@@ -47,8 +48,8 @@ def genie_tokens(bundle: Bundle, folder: Path) -> list[int]:
 def test_blocks_of_4_bits_go_through_genie_and_onnxruntime_genai(tmp_path: Path) -> None:
     bundle, tokens = export(tmp_path, "w4a16-lpbq32", "u8")
     assert genie_tokens(bundle, tmp_path / "genie") == tokens
-    write_folder(bundle, tmp_path / "genai", GenaiOptions(DEVICE))
-    assert run_folder(open_folder(tmp_path / "genai"), PROMPT, COUNT) == tokens
+    write_genai(bundle, tmp_path / "genai", GenaiOptions(DEVICE))
+    assert run_folder(open_genai_folder(tmp_path / "genai"), PROMPT, COUNT) == tokens
 
 
 def test_a_16_bit_cache_goes_through_genie(tmp_path: Path) -> None:

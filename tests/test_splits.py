@@ -21,7 +21,7 @@ from edgekv.runtime import CpuEngine, make_engine
 from exporters.htp.check import floating_nodes
 from exporters.htp.compile import compile_bundle
 from exporters.inspect.probe import Probe
-from exporters.targets.genai.folder import choose_graphs
+from exporters.targets.genai.write import choose_graphs
 from tests.checkpoints import ARCHITECTURES, write_checkpoint
 from tests.exports import export_options, exported
 from tests.manifests import replace_in_manifest

@@ -23,6 +23,7 @@ from exporters.graphs.tflite import limits
 from exporters.inspect.probe import Probe
 from exporters.quantize.recipe import find_recipe
 from exporters.quantize.reference import Reference
+from exporters.targets.capabilities import GENIE
 from tests import exports
 from tests.checkpoints import ARCHITECTURES, write_checkpoint
 from tests.exports import export_options
@@ -239,7 +240,7 @@ sys.exit(run({arguments!r}))
 
 def test_what_reads_onnx_graphs_alone_says_so(exported):
     with pytest.raises(BundleError, match=r"got tflite graphs; expected onnx graphs, which Genie reads. Export it"):
-        open_bundle(exported).require_onnx("Genie")
+        GENIE.check(open_bundle(exported))
     with pytest.raises(BundleError, match=r"got tflite graphs; expected onnx graphs"):
         Probe(open_bundle(exported), LitertEngine())
 

@@ -14,7 +14,7 @@ from edgekv.bundle import open_bundle
 from edgekv.bundle.compiled import COMPILED
 from edgekv.cli import run
 from edgekv.engine import Speculation
-from exporters.targets.genai.folder import GenaiOptions, choose_graphs, write_folder
+from exporters.targets.genai.write import GenaiOptions, choose_graphs, write_genai
 from exporters.targets.genie.plan import GenieOptions
 from exporters.targets.genie.write import write_genie
 from tests.checkpoints import write_checkpoint
@@ -105,7 +105,7 @@ def test_onnxruntime_genai_does_without_and_says_so(
 ) -> None:
     bundle = verifying(checkpoint)
     assert [graph.role for graph in choose_graphs(open_bundle(bundle))] == ["decode", "prefill"]
-    written = write_folder(open_bundle(bundle), tmp_path / "genai", GenaiOptions(None))
+    written = write_genai(open_bundle(bundle), tmp_path / "genai", GenaiOptions(None))
     assert written.left_out == [f"ar4_cl{CONTEXT}_verify", f"ar8_cl{CONTEXT}_verify"]
     assert run(["bundle", "genai", str(bundle), "-o", str(tmp_path / "again"), "--skip-check"]) == 0
     assert f"left out: ar4_cl{CONTEXT}_verify, ar8_cl{CONTEXT}_verify" in capsys.readouterr().out

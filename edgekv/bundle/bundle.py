@@ -44,59 +44,6 @@ class Bundle:
         """The file of one part of a graph."""
         return self.path / record.file
 
-    def require_whole(self, reader: str) -> None:
-        """Reject graphs of several parts, or without the embedding, for a reader that runs a graph as one file.
-
-        Args:
-            reader: name of the reader, for the error.
-
-        Raises:
-            BundleError: the bundle has such graphs.
-        """
-        if not self.manifest.is_whole:
-            parts = max(len(graph.parts) for graph in self.manifest.graphs)
-            found = f"graphs of {parts} parts" if parts > 1 else "graphs that read embeddings"
-            raise BundleError(
-                f"bundle {self.path}: graphs",
-                got=found,
-                expected=f"graphs that are one file from token ids to logits, which {reader} runs",
-                fix="Export it with --splits 1 --head last --embedding graph.",
-            )
-
-    def require_onnx(self, reader: str) -> None:
-        """Reject graphs that are not ONNX, for a reader of ONNX graphs.
-
-        Args:
-            reader: name of the reader, for the error.
-
-        Raises:
-            BundleError: the bundle has other graphs.
-        """
-        if self.manifest.graph_format != "onnx":
-            raise BundleError(
-                f"bundle {self.path}: graphs",
-                got=f"{self.manifest.graph_format} graphs",
-                expected=f"onnx graphs, which {reader} reads",
-                fix="Export it with --format onnx.",
-            )
-
-    def require_no_slots(self, reader: str) -> None:
-        """Reject graphs with slots for adapters, for a reader that does not bind them.
-
-        Args:
-            reader: name of the reader, for the error.
-
-        Raises:
-            BundleError: the bundle has such graphs.
-        """
-        if self.manifest.lora is not None:
-            raise BundleError(
-                f"bundle {self.path}: graphs",
-                got="graphs with slots for adapters",
-                expected=f"graphs without, which {reader} runs",
-                fix="Export it without --lora-slots; --lora FOLDER merges an adapter for good.",
-            )
-
     def weights(self) -> BundleWeights:
         """The weights of its ONNX graphs."""
         return BundleWeights(self.path, self.manifest.weights)

@@ -1,4 +1,4 @@
-"""The command to run next, which `edgekv export` and `edgekv compile` name at their end."""
+"""The command to run next, which commands that write a folder name at their end."""
 
 from __future__ import annotations
 
@@ -25,3 +25,8 @@ def next_line(bundle: Path, manifest: Manifest, *, is_compiled: bool) -> str:
     if read_bundle_templates(bundle) is not None:
         return f"next: edgekv chat {folder}{engine}"
     return f'next: edgekv generate {folder} --prompt "Once upon a time"{engine}'
+
+
+def next_command(command: str, folder: Path, options: str = "") -> str:
+    """`next: COMMAND`: what runs a folder that was written for another runtime."""
+    return f'next: edgekv {command} {shlex.quote(str(folder))} {options} --prompt "Once upon a time"'.replace("  ", " ")

@@ -23,6 +23,7 @@ from exporters.graphs.parts import all_rows, build_part, save_part
 from exporters.graphs.qdq import GraphForm, QdqOps
 from exporters.inspect.trace import Trace, merged
 from exporters.quantize.reference import Floats
+from exporters.targets.capabilities import ONNX
 from quant import DTYPES, Encoding
 
 Integers = NDArray[Any]
@@ -92,7 +93,7 @@ class Probe:
         Raises:
             BundleError: the bundle's graphs cannot be probed.
         """
-        bundle.require_onnx("the trace")
+        ONNX.check(bundle)
         assert isinstance(engine, CpuEngine | HtpEngine), "no other engine runs ONNX graphs"
         manifest = bundle.manifest
         record = manifest.graph("score")

@@ -18,6 +18,7 @@ from exporters.inspect.tally import log_softmax
 from exporters.progress import Progress, silent
 from exporters.quantize.recipe import Recipe, WeightRule
 from exporters.quantize.reference import Floats, NumpyOps, Tensors, Weights
+from exporters.targets.capabilities import ONNX
 from quant import WEIGHT_TYPES
 
 _WINDOWS, _TOKENS = 2, 128
@@ -103,7 +104,7 @@ def propose(
         BundleError: the bundle has no ONNX graphs.
         UsageError: no matrix has less than 8 bits, or no change fits the budget.
     """
-    bundle.require_onnx("the report on layers")
+    ONNX.check(bundle)
     weights = bundle.weights()
     now = weights.places.total_bytes
     most = int(now * budget) if isinstance(budget, float) else budget

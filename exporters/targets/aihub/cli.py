@@ -23,6 +23,7 @@ from exporters.targets.aihub.ledger import JobRecord, Ledger
 from exporters.targets.aihub.options import Runtime
 from exporters.targets.aihub.run import HubRun, check_all_done
 from exporters.targets.aihub.show import HostedRow, HubReport, show_devices, show_report
+from exporters.targets.capabilities import AI_HUB
 
 ProfileOption = Annotated[str | None, Option("Client profile, ~/.qai_hub/PROFILE.ini.")]
 
@@ -125,9 +126,7 @@ def _run(bundle: Path, submit: Callable[[HubRun, Sequence[Target]], None], optio
 
 def _open(bundle: Path, profile: str | None, *, force: bool) -> tuple[Bundle, Account, Ledger]:
     opened = open_bundle(bundle)
-    opened.require_onnx("AI Hub's uploader")
-    opened.require_whole("AI Hub's uploader")
-    opened.require_no_slots("AI Hub's uploader")
+    AI_HUB.check(opened)
     account = connect(profile)
     if force:
         Ledger.forget(opened)

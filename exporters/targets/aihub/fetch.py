@@ -10,15 +10,15 @@ from typing import Any
 
 import msgspec
 
-from edgekv.bundle import Bundle, FileRecord, atomic_directory, readable_json, record_files
-from edgekv.errors import BundleError, ServiceError
-from edgekv.json_file import read_json
+from edgekv.bundle import Bundle, atomic_directory, readable_json
+from edgekv.errors import ServiceError
 from exporters.htp.binary import read_target
 from exporters.targets.aihub.account import Account
 from exporters.targets.aihub.compare import Comparison, compare
 from exporters.targets.aihub.ledger import FOLDER, JobRecord
 from exporters.targets.aihub.options import graph_name
 from exporters.targets.aihub.sample import read_sample
+from exporters.targets.record import TargetRecord, read_record, write_record
 
 FETCHED = "fetched.json"
 
@@ -61,26 +61,20 @@ class ProfileResult(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     layers: dict[str, int]
 
 
-class Fetched(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`fetched.json`, beside the files of one hosted device.
+class Fetched(TargetRecord, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`fetched.json`, beside the files of one hosted device. `checked` says whether a step there was compared.
 
     Attributes:
         device: as the service calls it.
-        soc: part number of its chip.
-        bundle_sha256: hash of the bundle's manifest.
         artefacts: one for each job that makes a file.
         profiles: one for each profile job.
         comparisons: one for each inference job.
-        files: size and hash of every file.
     """
 
     device: str
-    soc: str
-    bundle_sha256: str
     artefacts: list[Artefact]
     profiles: list[ProfileResult]
     comparisons: list[Comparison]
-    files: dict[str, FileRecord]
 
 
 def fetch_device(bundle: Bundle, account: Account, records: Sequence[JobRecord]) -> Fetched | None:
@@ -116,17 +110,18 @@ def fetch_device(bundle: Bundle, account: Account, records: Sequence[JobRecord])
                 profiles.append(_profile(account, record, folder))
             elif record.kind == "infer":
                 comparisons.append(_compare(bundle, account, record))
-        fetched = Fetched(
+        return write_record(
+            Fetched,
+            folder,
+            FETCHED,
+            bundle,
+            soc=first.soc,
+            checked=bool(comparisons),
             device=first.device or "",
-            soc=first.soc or "",
-            bundle_sha256=first.bundle_sha256,
             artefacts=artefacts,
             profiles=profiles,
             comparisons=comparisons,
-            files=record_files(folder),
         )
-        (folder / FETCHED).write_bytes(readable_json(fetched))
-    return fetched
 
 
 def _model(account: Account, record: JobRecord, folder: Path, earlier: Path, kept: Fetched | None) -> Artefact:
@@ -188,14 +183,7 @@ def _compare(bundle: Bundle, account: Account, record: JobRecord) -> Comparison:
 
 def _read(folder: Path) -> Fetched | None:
     """The result of an earlier fetch, with its files verified."""
-    path = folder / FETCHED
-    if not path.is_file():
+    if not (folder / FETCHED).is_file():
         return None
     fix = f"Remove {folder} and fetch again."
-    fetched = read_json(path, Fetched, expected="the record that edgekv wrote", fix=fix)
-    actual = record_files(folder)
-    for name, record in fetched.files.items():
-        if actual.get(name) != record:
-            found = "no such file" if name not in actual else "another content"
-            raise BundleError(str(folder / name), got=found, expected=f"sha256 {record.sha256}", fix=fix)
-    return fetched
+    return read_record(Fetched, folder, FETCHED, expected="the record that edgekv wrote", fix=fix)

@@ -6,17 +6,14 @@ from typing import Literal
 
 from edgekv.bundle import GraphRecord
 from edgekv.spec import GraphInterface
+from exporters.targets.graph_names import GraphName
 
 Runtime = Literal["qnn_dlc", "qnn_context_binary"]
 
 
 def graph_name(graph: GraphRecord) -> str:
-    """The graph's name inside of a context binary: `{prompt|token}_ar{AR}_cl{CL}_{i}_of_{n}`, as Genie reads it.
-
-    Verify graphs begin with `verify`.
-    """
-    kind = {"decode": "token", "verify": "verify"}.get(graph.role, "prompt")
-    return f"{kind}_ar{graph.ar}_cl{graph.context}_1_of_1"
+    """The graph's name inside of a context binary."""
+    return str(GraphName.of("aihub", graph))
 
 
 def compile_options(runtime: Runtime, graph: GraphRecord, ports: GraphInterface, qairt: str | None) -> str:

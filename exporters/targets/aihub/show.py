@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 
 import msgspec
@@ -86,6 +87,10 @@ def show_report(report: HubReport) -> None:
     for device in report.devices:
         slug = next(record.slug for record in report.jobs if record.device == device.device)
         console.print(f"{report.bundle}/hub/{slug}", soft_wrap=True)
+    ready = [each for each in report.devices if each.artefacts and not each.comparisons]
+    if ready:
+        names = shlex.quote(",".join(each.device for each in ready))
+        console.print(f"next: edgekv hub infer {shlex.quote(report.bundle)} --devices {names}", soft_wrap=True)
 
 
 def _results(device: Fetched) -> dict[str, str]:

@@ -14,6 +14,7 @@ from edgekv.cli.output import Output, print_json
 from edgekv.errors import BundleError
 from edgekv.option import Argument, Option
 from edgekv.system import format_bytes
+from exporters.cli.next_step import next_command
 from exporters.progress import shown
 from exporters.targets.genie.cli import check_new_tokens
 
@@ -64,6 +65,8 @@ def push(
         gone = f", {len(each.stale)} removed" if each.stale else ""
         copied = f"{len(each.files)} copied ({format_bytes(each.bytes)})"
         click.echo(f"  {name}: {copied}, {len(each.kept)} there already{gone}")
+    if payload.genie is not None:
+        click.echo(next_command("run", path, "--on adb"))
 
 
 @command

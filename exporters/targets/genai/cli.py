@@ -17,8 +17,9 @@ from edgekv.errors import UsageError
 from edgekv.option import Argument, Option, OptionGroup
 from edgekv.text.params import DEFAULT_MAX_NEW_TOKENS
 from exporters.cli.common import ForceOption, OutputFolder
+from exporters.cli.next_step import next_command
 from exporters.progress import shown
-from exporters.targets.genai.folder import GenaiOptions, write_folder
+from exporters.targets.genai.write import GenaiOptions, write_genai
 
 genai = Group()
 
@@ -52,7 +53,7 @@ def bundle_genai(
     chip = None if engine == "cpu" else find(opened.manifest.device)
     options = GenaiOptions(**{"device": chip, **given})
     with shown(output.is_quiet) as progress:
-        written = write_folder(opened, target, options, force=force, progress=progress)
+        written = write_genai(opened, target, options, force=force, progress=progress)
     if output.as_json:
         print_json(written)
         return
@@ -68,6 +69,7 @@ def bundle_genai(
     click.echo(
         "  the graphs return the same integers as the bundle's" if written.checked else "  not compared with the bundle"
     )
+    click.echo(next_command("genai run", target))
 
 
 @genai.command("run")
@@ -78,9 +80,10 @@ def run(
     max_new_tokens: Annotated[int, Option("Maximum number of new tokens.", least=1)] = DEFAULT_MAX_NEW_TOKENS,
 ) -> None:
     """Continue a prompt in onnxruntime-genai on this machine, greedily."""
-    from exporters.targets.genai.run import open_folder, run_folder
+    from exporters.targets.genai.folder import open_genai_folder
+    from exporters.targets.genai.run import run_folder
 
-    opened = open_folder(folder)
+    opened = open_genai_folder(folder)
     tokenizer = opened.tokenizer()
     tokens = list(tokenizer.encode(prompt).ids)
     new = run_folder(opened, tokens, max_new_tokens)

@@ -9,13 +9,12 @@ from msgspec import UNSET, UnsetType
 
 from edgekv.bundle import GraphRecord, Manifest
 from exporters.graphs.qdq import stacked_new, stacked_past
-from exporters.targets.genai.names import FLOAT_LOGITS, HELD_TOKENS, POSITION_IDS
 
 CONFIG = "genai_config.json"
 TOKENIZER = "tokenizer.json"
-SINK = "sink.json"
 POSITION_PROCESSOR = "position-processor.onnx"
 DEQUANTIZER = "dequantizer.onnx"
+POSITION_IDS, HELD_TOKENS, FLOAT_LOGITS = "position_ids", "held_tokens", "float_logits"
 
 _LOG_ERRORS = 3
 
@@ -104,12 +103,6 @@ class Search(_Part, frozen=True, kw_only=True):
 class GenaiConfig(_Part, frozen=True, kw_only=True):
     model: Model
     search: Search
-
-
-class FirstTokens(msgspec.Struct, frozen=True):
-    """`sink.json`: the tokens whose keys and values are constants of the graphs; prompts begin after them."""
-
-    tokens: list[int]
 
 
 def genai_config(

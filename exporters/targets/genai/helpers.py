@@ -12,7 +12,7 @@ from edgekv.runtime.rope import rope_tables
 from edgekv.spec import LOGITS, MASK, rope_inputs
 from exporters.graphs.models import NodeWriter, declare, make_port
 from exporters.graphs.qdq import IR_VERSION, OPSET
-from exporters.targets.genai.names import FLOAT_LOGITS, HELD_TOKENS, POSITION_IDS
+from exporters.targets.genai.config import FLOAT_LOGITS, HELD_TOKENS, POSITION_IDS
 from quant import DTYPES
 
 _INT32 = ir.DataType.INT32

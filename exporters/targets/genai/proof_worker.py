@@ -19,29 +19,28 @@ from edgekv.runtime import CpuEngine, HtpEngine
 from edgekv.spec import IDS, LOGITS_INDEX
 from exporters.graphs.qdq import stacked_new, stacked_past
 from exporters.targets.genai.proof import ProofJob, ProofReply
+from exporters.targets.prove import prove
 
 Arrays = dict[str, NDArray[Any]]
 
 
 def main() -> None:
     job = msgspec.json.decode(sys.stdin.buffer.read(), type=ProofJob)
+    reply = ProofReply()
     try:
-        reply = ProofReply(different=_compare(job))
+        _compare(job)
     except EdgeKVError as error:
-        reply = ProofReply(error=str(error))
+        reply = ProofReply(error=f"{error.field}: {error.got}")
     Path(sys.argv[1]).write_bytes(msgspec.json.encode(reply))
 
 
-def _compare(job: ProofJob) -> list[str]:
+def _compare(job: ProofJob) -> None:
     bundle = open_bundle(job.bundle, verify=False)
     engine = CpuEngine() if job.soc is None else HtpEngine.on(find(job.soc), bundle)
     records = {record.name: record for record in bundle.manifest.graphs}
-    different = []
     for graph in job.graphs:
-        record = records[graph.record]
-        found, wanted = _both(bundle, record, Path(graph.file), engine)
-        different += [f"{record.name}: {name}" for name in wanted if not np.array_equal(found[name], wanted[name])]
-    return different
+        found, wanted = _both(bundle, records[graph.record], Path(graph.file), engine)
+        prove(graph.record, found, wanted)
 
 
 def _both(bundle: Bundle, record: GraphRecord, stacked: Path, engine: CpuEngine | HtpEngine) -> tuple[Arrays, Arrays]:

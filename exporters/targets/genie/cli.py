@@ -14,6 +14,7 @@ from edgekv.cli.output import Output, print_json
 from edgekv.errors import UsageError
 from edgekv.option import Argument, Option, OptionGroup
 from exporters.cli.common import ForceOption, OutputFolder
+from exporters.cli.next_step import next_command
 from exporters.progress import shown
 from exporters.targets.genie.plan import GenieOptions
 from exporters.targets.genie.write import write_genie
@@ -51,6 +52,7 @@ def bundle_genie(
     if adapters := written.adapters or ():
         click.echo(f"  adapters: {', '.join(each.name for each in adapters)}")
     click.echo("  Genie chooses edgekv's tokens" if written.checked else "  not run in Genie")
+    click.echo(next_command("genie run", target))
 
 
 def check_new_tokens(count: int | None) -> None:

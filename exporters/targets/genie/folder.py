@@ -8,15 +8,11 @@ from pathlib import Path
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from edgekv.bundle import FileRecord
-from edgekv.errors import BundleError, UsageError
-from edgekv.json_file import read_json
-from edgekv.system import sha256_of
-from exporters.targets.expected_folder import expect_folder_for
+from edgekv.errors import UsageError
 from exporters.targets.genie.config import CONFIG, SHARED_CONFIG, GenieConfig
+from exporters.targets.record import TargetRecord, open_for
 
 GENIE_MANIFEST = "genie_bundle.json"
-FORMAT = 2
 
 
 class GenieGraph(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -60,36 +56,26 @@ class GenieAdapter(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     state: str | None = None
 
 
-class GenieManifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`genie_bundle.json`.
+class GenieManifest(TargetRecord, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`genie_bundle.json`. `checked` says whether Genie loaded the binaries of single graphs and chose edgekv's tokens.
 
     Attributes:
-        format: version of this layout.
-        producer: the program and version that wrote the folder.
         soc: part number of the chip that the binaries target.
         arch: its HTP version.
-        compiler: the package that compiled them, with its version; Genie of this package loads the binaries.
-        bundle_sha256: hash of the source bundle's manifest.
+        compiler: the package that compiled the binaries, with its version; Genie of this package loads them.
         context: S of the largest graphs.
         graphs: all graphs; if they are split, the first parts of all, then the second parts, and so on.
         shared: for each part, the binary of all graphs over one copy of the weights; empty if `graphs` names it.
-        checked: whether Genie loaded the binaries of single graphs and chose the same tokens as edgekv.
-        files: size and hash of every other file.
         sink: the state to restore; null if the graphs compute every token.
         adapters: that Genie can apply; absent if there are none.
     """
 
-    format: int
-    producer: str
     soc: str
     arch: int
     compiler: str
-    bundle_sha256: str
     context: int
     graphs: list[GenieGraph]
     shared: list[str]
-    checked: bool
-    files: dict[str, FileRecord]
     sink: GenieSink | None = None
     adapters: list[GenieAdapter] | UnsetType = UNSET
 
@@ -157,16 +143,4 @@ def open_genie_folder(path: str | Path) -> GenieFolder:
         BundleError: the folder is something else, or a file is missing or changed.
     """
     folder = Path(path).absolute()
-    again = f"Write it again: edgekv bundle genie BUNDLE -o {folder} --force"
-    file = folder / GENIE_MANIFEST
-    expect_folder_for("genie", folder)
-    manifest = read_json(file, GenieManifest, expected="a folder that edgekv bundle genie wrote", fix=again)
-    if manifest.format != FORMAT:
-        raise BundleError(f"{file}: format", got=manifest.format, expected=FORMAT, fix=again)
-    for name, record in manifest.files.items():
-        held = folder / name
-        digest = sha256_of(held) if held.is_file() else None
-        if digest != record.sha256:
-            found = "no such file" if digest is None else f"sha256 {digest}"
-            raise BundleError(str(held), got=found, expected=f"sha256 {record.sha256}", fix=again)
-    return GenieFolder(folder, manifest)
+    return GenieFolder(folder, open_for("genie", GenieManifest, folder, GENIE_MANIFEST))

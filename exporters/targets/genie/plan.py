@@ -8,14 +8,15 @@ from pathlib import Path
 from typing import Annotated
 
 from devices import Device, find
-from edgekv.bundle import Bundle, GraphRecord, Manifest
+from edgekv.bundle import Bundle, GraphRecord
 from edgekv.engine.sink import read_sink
 from edgekv.errors import BundleError, UsageError
 from edgekv.kv import Sink
 from edgekv.option import Option, OptionGroup, find_device
 from edgekv.text import SamplingParams
+from exporters.targets.capabilities import GENIE
 from exporters.targets.genie.config import positional_encoding
-from exporters.targets.genie.names import graph_name, part_name
+from exporters.targets.graph_names import GraphName
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +78,7 @@ class GeniePlan:
 
     Attributes:
         device: the target.
-        graphs: the decode and prefill graphs, by their names for Genie.
+        graphs: those that Genie runs, by the stems of their names.
         context: the longest to use, in tokens.
         bos: token in front of the first query; None for none.
         sink: the tokens that every conversation is restored from, instead of bos; None if the graphs compute them.
@@ -97,9 +98,7 @@ class GeniePlan:
             BundleError: Genie cannot express something of the bundle.
             UsageError: an option does not fit the bundle.
         """
-        bundle.require_onnx("the writer for Genie")
-        if options.stacked:
-            bundle.require_no_slots("GenieX")
+        GENIE.check(bundle)
         manifest, sink = bundle.manifest, read_sink(bundle)
         device = find(manifest.device)
         if options.device not in (None, device):
@@ -109,8 +108,8 @@ class GeniePlan:
                 expected=f"{device.soc} (V{device.arch}), for which the bundle was exported and checked",
                 fix=f"Leave it out, or export the bundle with --device {options.device.soc}.",
             )
-        _check_attention(manifest)
-        graphs = {graph_name(g.ar, g.context): g for g in manifest.graphs if g.role != "score"}
+        positional_encoding(manifest.model.rope, manifest.model.head_dim)
+        graphs = {GraphName.of("genie", g).stem: g for g in manifest.graphs if g.role != "score"}
         _check_past(graphs.values())
         largest = manifest.context
         context = largest if options.context is None else options.context
@@ -151,10 +150,10 @@ class GeniePlan:
         A separate head is the same for all contexts: Genie takes one for each AR.
         """
         named = {
-            (graph.ar, graph.context if graph.parts[number - 1].layers else None): (name, graph)
-            for name, graph in self.graphs.items()
+            (graph.ar, graph.context if graph.parts[number - 1].layers else None): graph
+            for graph in self.graphs.values()
         }
-        return [(part_name(name, number, self.parts), graph) for name, graph in named.values()]
+        return [(GraphName.of("genie", graph, number).file, graph) for graph in named.values()]
 
     def compiled(self, bundle: Bundle, wrappers: Mapping[str, Path]) -> dict[Path, Path]:
         """The wrappers, given by name, keyed by the bundle's graphs with the same inputs and outputs.
@@ -168,18 +167,6 @@ class GeniePlan:
             for name, graph in self.named(number)
             if (graph.ar, graph.context) in rows
         }
-
-
-def _check_attention(manifest: Manifest) -> None:
-    """Genie fills one mask and one pair of rotary tables, over the whole context."""
-    positional_encoding(manifest.model.rope, manifest.model.head_dim)
-    if manifest.windows or manifest.model.local_rope is not None:
-        raise BundleError(
-            "attention windows",
-            got=f"layers that attend to {', '.join(str(each) for each in manifest.windows)} tokens",
-            expected="layers that all attend to the whole context",
-            fix="Run the bundle with edgekv generate.",
-        )
 
 
 def _check_past(graphs: Iterable[GraphRecord]) -> None:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Sequence
-from importlib import metadata, resources
+from importlib import resources
 from pathlib import Path
 
 from msgspec import UNSET, structs
 
 from edgekv import qnn
 from edgekv.bundle import (
-    MANIFEST,
     Bundle,
     CompiledBinary,
     EmbeddingTable,
@@ -19,11 +18,9 @@ from edgekv.bundle import (
     PartRecord,
     atomic_directory,
     readable_json,
-    record_files,
 )
 from edgekv.runtime import HtpEngine
 from edgekv.scratch import scratch_folder
-from edgekv.system import sha256_of
 from exporters.graphs.parts import all_rows, build_part, save_part
 from exporters.graphs.qdq import GraphForm
 from exporters.htp.compile import compile_binaries
@@ -38,14 +35,15 @@ from exporters.targets.genie.config import (
     HtpExtensions,
     genie_config,
 )
-from exporters.targets.genie.folder import FORMAT, GENIE_MANIFEST, GenieGraph, GenieManifest, GenieSink
+from exporters.targets.genie.folder import GENIE_MANIFEST, GenieGraph, GenieManifest, GenieSink
 from exporters.targets.genie.graph_file import read_ports
 from exporters.targets.genie.names import name_graphs
 from exporters.targets.genie.plan import GenieOptions, GeniePlan
 from exporters.targets.genie.ports import GeniePorts
-from exporters.targets.genie.proof import prove
+from exporters.targets.genie.proof import prove_in_genie
 from exporters.targets.genie.state import STATE, write_state
 from exporters.targets.genie.vendor import find_library
+from exporters.targets.record import write_record
 from quant import Encoding
 
 _TOKENIZER = "tokenizer.json"
@@ -94,7 +92,7 @@ def write_genie(
         named = {
             name: full
             for binary in binaries
-            for name, full in name_graphs(folder, binary, pad_number=options.stacked).items()
+            for name, full in name_graphs(folder, binary, pads_number=options.stacked).items()
         }
         alone = {name: binary for binary in binaries if binary.graphs == 1 for name in binary.wrappers}
         whole = [next(b for b in binaries if b.wrappers.keys() == models.keys()) for models in parts]
@@ -135,16 +133,18 @@ def write_genie(
             state = None if plan.sink is None else folder / STATE
             graphs = {named[name]: ports[name] for name in ports}
             states = {each.name: None if each.state is None else folder / each.state for each in adapters}
-            prove(folder, config, graphs, bundle, engine, plan.first, state, prompt, count, states)
+            prove_in_genie(folder, config, graphs, bundle, engine, plan.first, state, prompt, count, states)
             progress("check on Genie", 1, 1)
         _remove_wrappers(folder, binaries)
-        written = GenieManifest(
-            format=FORMAT,
-            producer=f"edgekv {metadata.version('edgekv')}",
+        return write_record(
+            GenieManifest,
+            folder,
+            GENIE_MANIFEST,
+            bundle,
             soc=plan.device.soc,
+            checked=options.check,
             arch=plan.device.arch,
             compiler=qnn.compiler(),
-            bundle_sha256=sha256_of(bundle.path / MANIFEST),
             context=plan.context,
             graphs=[
                 GenieGraph(name=named[name], file=holders[name].file, part=part, ar=graph.ar, context=graph.context)
@@ -152,13 +152,9 @@ def write_genie(
                 for name, graph in plan.named(part)
             ],
             shared=shared,
-            checked=options.check,
-            files=record_files(folder),
             sink=None if plan.sink is None else _sink(bundle, plan.sink.tokens),
             adapters=adapters or UNSET,
         )
-        (folder / GENIE_MANIFEST).write_bytes(readable_json(written))
-    return written
 
 
 def _write_table(table: EmbeddingTable, path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from shlex import quote
 from typing import Annotated
 
 import click
@@ -33,13 +34,15 @@ def bundle_geniex(
     """
     chosen = replace(options, each=options.check)
     with shown(output.is_quiet) as progress:
-        written, loaded = write_geniex(open_bundle(bundle), target, chosen, force=force, progress=progress)
+        written = write_geniex(open_bundle(bundle), target, chosen, force=force, progress=progress)
     if output.as_json:
-        print_json(loaded)
+        print_json(written)
         return
-    click.echo(f"{target}: {written.soc}, V{written.arch}, {written.compiler}, model_id {loaded.model_id}")
-    contexts = ", ".join(map(str, loaded.contexts))
-    click.echo(f"  {loaded.layers} layers, AR {loaded.decode} and {loaded.prefill}, contexts {contexts}")
-    for name in loaded.binaries:
+    read = written.read
+    click.echo(f"{target}: {written.soc}, V{written.arch}, {written.compiler}, model_id {read.model_id}")
+    contexts = ", ".join(map(str, read.contexts))
+    click.echo(f"  {read.layers} layers, AR {read.decode} and {read.prefill}, contexts {contexts}")
+    for name in read.binaries:
         click.echo(f"  {name}: {(target / name).stat().st_size / 1e6:.2f} MB")
     click.echo("  Genie chooses edgekv's tokens" if written.checked else "  not run in Genie")
+    click.echo(f"next: geniex pull {quote(target.name)} --hub localfs --local-path {quote(str(target))}")

@@ -8,7 +8,6 @@ contexts. What it would read wrong it does not report, so a folder is read by th
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,16 +16,15 @@ import msgspec
 from edgekv.errors import BundleError
 from exporters.targets.genie.config import CONFIG, EXTENSIONS
 from exporters.targets.geniex.metadata import METADATA
+from exporters.targets.graph_names import GraphName
 
 FAMILIES = ("qwen3_", "qwen2_5_", "falcon_v3_", "llama_v3_", "phi_3_5_")
-_GRAPH = re.compile(r"(?:[a-zA-Z]+_)?ar(\d+)_cl(\d+)_(\d+)_of_(\d+)")
 _PAST = re.compile(r"past_(?:key|value)_(\d+)_(?:in|out)")
 _OTHERS = ("attention_mask", "position_ids", "position_ids_cos", "position_ids_sin")
 _FIX = "Write the folder again: edgekv bundle geniex BUNDLE -o DIR --force"
 
 
-@dataclass(frozen=True, slots=True)
-class LoadedSpec:
+class LoadedSpec(msgspec.Struct, frozen=True, kw_only=True):
     """What GenieX takes a folder for.
 
     Attributes:
@@ -50,7 +48,7 @@ class LoadedSpec:
     decode: int
     contexts: tuple[int, ...]
     layers: int
-    layers_of: tuple[range, ...]
+    layers_of: tuple[tuple[int, ...], ...]
     kv_heads: int
     head_dim: int
     vocab: int
@@ -71,10 +69,11 @@ def read_as_geniex(folder: Path) -> LoadedSpec:
     graphs: dict[tuple[int, int, int], dict[str, Any]] = {}
     parts = 0
     for name, graph in metadata["model_files"].items():
-        if (match := _GRAPH.fullmatch(name)) is None:
+        read = GraphName.parse(name)
+        if read is None or not name.endswith(read.end):
             raise _wrong("model_files", name, "names such as prompt_ar128_cl4096_1_of_2")
-        ar, context, part, parts = map(int, match.groups())
-        graphs[part, ar, context] = graph
+        graphs[read.part, read.ar, read.context] = graph
+        parts = read.parts
     rows, contexts = sorted({ar for _, ar, _ in graphs}), sorted({context for _, _, context in graphs})
     if len(rows) != 2:
         raise _wrong("graphs", f"AR {', '.join(map(str, rows))}", "one AR for prefill and one for decode")
@@ -109,12 +108,12 @@ def read_as_geniex(folder: Path) -> LoadedSpec:
     )
 
 
-def _layers(graph: dict[str, Any]) -> range:
+def _layers(graph: dict[str, Any]) -> tuple[int, ...]:
     found = sorted({int(match[1]) for name in graph["inputs"] if (match := _PAST.fullmatch(name)) is not None})
     per_head = [name for name in graph["inputs"] if name.startswith("past_") and not _PAST.fullmatch(name)]
     if per_head or not found or found != list(range(found[0], found[-1] + 1)):
         raise _wrong("cache tensors", per_head[:1] or found, "one for each layer of a part, such as past_key_0_in")
-    return range(found[0], found[-1] + 1)
+    return tuple(found)
 
 
 def _entry(graph: dict[str, Any]) -> str:

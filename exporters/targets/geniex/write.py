@@ -7,14 +7,14 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 
-import msgspec
 from msgspec import structs
 
-from edgekv.bundle import Bundle, FileRecord, atomic_directory, readable_json, record_files
-from edgekv.errors import BundleError, UsageError
+from edgekv.bundle import Bundle, atomic_directory, readable_json
+from edgekv.errors import BundleError
 from edgekv.scratch import scratch_folder
 from edgekv.spec.chat import read_bundle_templates
 from exporters.progress import Progress, silent
+from exporters.targets.capabilities import GENIEX
 from exporters.targets.genie.config import CONFIG, EXTENSIONS, SHARED_CONFIG
 from exporters.targets.genie.folder import GenieManifest
 from exporters.targets.genie.plan import GenieOptions
@@ -22,21 +22,29 @@ from exporters.targets.genie.ports import GeniePorts
 from exporters.targets.genie.write import write_genie
 from exporters.targets.geniex.loader import LoadedSpec, read_as_geniex
 from exporters.targets.geniex.metadata import FAMILY, METADATA, Metadata, graph_specs
+from exporters.targets.record import TargetRecord, write_record
 
 GENIEX_MANIFEST = "geniex_bundle.json"
 _TOKENIZER, _TEMPLATE = "tokenizer.json", "tokenizer_config.json"
 
 
-class GeniexManifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`geniex_bundle.json`: what the folder is, and size and hash of every other file."""
+class GeniexManifest(TargetRecord, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`geniex_bundle.json`. `checked` says whether Genie ran the same graphs and chose edgekv's tokens.
 
-    genie: GenieManifest
-    files: dict[str, FileRecord]
+    Attributes:
+        arch: HTP version of the chip.
+        compiler: the package that compiled the binaries, with its version.
+        read: what GenieX takes the folder for.
+    """
+
+    arch: int
+    compiler: str
+    read: LoadedSpec
 
 
 def write_geniex(
     bundle: Bundle, target: Path, options: GenieOptions, *, force: bool = False, progress: Progress = silent
-) -> tuple[GenieManifest, LoadedSpec]:
+) -> GeniexManifest:
     """Write the folder, and read it by the rules of GenieX's loader.
 
     Args:
@@ -46,14 +54,12 @@ def write_geniex(
         force: replace a folder that was written before.
         progress: called for each stage.
 
-    Returns:
-        What Genie was given, and what GenieX reads.
-
     Raises:
         UsageError: the target exists, or an option does not fit the bundle.
         BundleError: GenieX cannot express something of the bundle.
         EngineError: the compiler or Genie is missing, failed, or chose other tokens.
     """
+    GENIEX.check(bundle)
     chosen = _two_graphs(bundle)
     with (
         atomic_directory(target, force=force, marker=GENIEX_MANIFEST) as folder,
@@ -71,32 +77,23 @@ def write_geniex(
         (folder / METADATA).write_bytes(readable_json(_metadata(chosen, target.name, written)))
         loaded = read_as_geniex(folder)
         _check(chosen, loaded)
-        (folder / GENIEX_MANIFEST).write_bytes(readable_json(GeniexManifest(genie=written, files=record_files(folder))))
-    return written, loaded
+        return write_record(
+            GeniexManifest,
+            folder,
+            GENIEX_MANIFEST,
+            bundle,
+            soc=written.soc,
+            checked=written.checked,
+            arch=written.arch,
+            compiler=written.compiler,
+            read=loaded,
+        )
 
 
 def _two_graphs(bundle: Bundle) -> Bundle:
     """The bundle with its decode graphs and its largest prefill graphs alone: GenieX runs two AR."""
     manifest = bundle.manifest
-    if manifest.sink is not None:
-        raise BundleError(
-            "sink",
-            got="a first token that is restored",
-            expected="graphs that compute it: GenieX starts every conversation empty",
-            fix="Export the bundle with --sink none.",
-        )
-    if manifest.host_embeds or any(not part.layers for graph in manifest.graphs for part in graph.parts):
-        raise BundleError(
-            "parts",
-            got="embeddings or a head outside of the parts with layers",
-            expected="parts from token ids to logits that all have layers",
-            fix="Export the bundle with --embedding graph --head last.",
-        )
-    largest = max((graph.ar for graph in manifest.graphs if graph.role == "prefill"), default=0)
-    if not largest:
-        raise UsageError(
-            "--ar", got="decode graphs alone", expected="prefill graphs too", fix="Export with --ar 1,128."
-        )
+    largest = max(graph.ar for graph in manifest.graphs if graph.role == "prefill")
     kept = [each for each in manifest.graphs if each.role == "decode" or (each.role, each.ar) == ("prefill", largest)]
     scored = [each for each in manifest.graphs if each.role == "score"]
     return replace(bundle, manifest=structs.replace(manifest, graphs=[*kept, *scored]))
@@ -120,7 +117,7 @@ def _metadata(bundle: Bundle, name: str, written: GenieManifest) -> Metadata:
 def _check(bundle: Bundle, loaded: LoadedSpec) -> None:
     """Compare what GenieX reads with the bundle."""
     model, parts = bundle.manifest.model, bundle.manifest.graphs[0].parts
-    wanted = (model.layers, model.kv_heads, model.head_dim, model.vocab, tuple(part.layers for part in parts))
+    wanted = (model.layers, model.kv_heads, model.head_dim, model.vocab, tuple(tuple(part.layers) for part in parts))
     found = (loaded.layers, loaded.kv_heads, loaded.head_dim, loaded.vocab, loaded.layers_of)
     if found != wanted:
         raise BundleError("what GenieX reads", got=found, expected=wanted, fix="Please report this model.")

@@ -1,0 +1,80 @@
+"""What other runtimes can run of a bundle, and the one refusal of what they cannot."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from edgekv.bundle import Bundle, Manifest
+from edgekv.errors import BundleError
+from edgekv.spec.geometry import KvDtype
+
+
+@dataclass(frozen=True, slots=True)
+class Capabilities:
+    """What a reader of bundles can run.
+
+    Attributes:
+        reader: its name, for errors.
+        parts: `any`; `layers`: parts that all have layers, from token ids to logits; `one`: a graph is one file.
+        cache_types: integer types of the cache.
+        windows: layers that attend to fewer tokens than the context, or with rotary tables of their own.
+        slots: graphs with inputs for adapters.
+        sink: first tokens whose keys and values no graph computes.
+        decode_alone: bundles without a prefill graph.
+    """
+
+    reader: str
+    parts: Literal["any", "layers", "one"] = "any"
+    cache_types: tuple[KvDtype, ...] = ("u8", "s8", "s16")
+    windows: bool = False
+    slots: bool = False
+    sink: bool = True
+    decode_alone: bool = True
+
+    def check(self, bundle: Bundle) -> None:
+        """Refuse a bundle that the reader cannot run.
+
+        Raises:
+            BundleError: naming what the bundle has, and how to export one without it.
+        """
+        for field, got, expected, fix in self._obstacles(bundle.manifest):
+            raise BundleError(f"bundle {bundle.path}: {field}", got=got, expected=expected, fix=fix)
+
+    def _obstacles(self, manifest: Manifest) -> Iterator[tuple[str, str, str, str]]:
+        """Field, what was found, what is wanted, and the fix."""
+        if manifest.graph_format != "onnx":
+            wanted = f"onnx graphs, which {self.reader} reads"
+            yield "graphs", f"{manifest.graph_format} graphs", wanted, "Export it with --format onnx."
+        if self.parts == "one" and not manifest.is_whole:
+            parts = max(len(graph.parts) for graph in manifest.graphs)
+            found = f"graphs of {parts} parts" if parts > 1 else "graphs that read embeddings"
+            wanted = f"graphs that are one file from token ids to logits, which {self.reader} runs"
+            yield "graphs", found, wanted, "Export it with --splits 1 --head last --embedding graph."
+        if self.parts == "layers" and (manifest.host_embeds or any(not part.layers for part in manifest.parts)):
+            found, wanted = "embeddings or a head without layers", f"parts with layers, which {self.reader} runs"
+            yield "parts", found, wanted, "Export it with --embedding graph --head last."
+        if manifest.lora is not None and not self.slots:
+            wanted, fix = f"graphs without, which {self.reader} runs", "Export it without --lora-slots; --lora FOLDER"
+            yield "graphs", "graphs with slots for adapters", wanted, f"{fix} merges an adapter for good."
+        if manifest.kv_dtype not in self.cache_types:
+            wanted = f"{' or '.join(self.cache_types)}, all that {self.reader} has"
+            yield "cache", manifest.kv_dtype, wanted, f"Export it with --kv {self.cache_types[0]}."
+        if not self.windows and (manifest.windows or manifest.model.local_rope is not None):
+            found = ", ".join("all" if window is None else str(window) for window in manifest.windows)
+            wanted = f"layers that all attend to the whole context, as {self.reader} lets them"
+            yield "attention windows", found or "two rotary embeddings", wanted, "Run it with edgekv generate."
+        if not self.sink and manifest.sink is not None:
+            wanted = f"graphs that compute it: {self.reader} starts every conversation empty"
+            yield "sink", "a first token that is restored", wanted, "Export it with --sink none."
+        if not self.decode_alone and not any(graph.role == "prefill" for graph in manifest.graphs):
+            found = f"only {', '.join(graph.name for graph in manifest.graphs if graph.role != 'score')}"
+            yield "graphs", found, f"a prefill graph as well, which {self.reader} needs", "Export it with --ar 1,32."
+
+
+ONNX = Capabilities("edgekv's own reports", windows=True, slots=True)
+GENIE = Capabilities("Genie", slots=True)
+GENIEX = Capabilities("GenieX", parts="layers", sink=False, decode_alone=False)
+GENAI = Capabilities("onnxruntime-genai", parts="one", cache_types=("u8",), decode_alone=False)
+AI_HUB = Capabilities("AI Hub", parts="one", windows=True)

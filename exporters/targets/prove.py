@@ -1,0 +1,57 @@
+"""The proof that a folder computes what its bundle computes: the same tokens, or the same integers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from edgekv.bundle import Bundle
+from edgekv.engine import Graphs, LoraChoice, Session
+from edgekv.engine.adapters import Adapters
+from edgekv.engine.sink import read_sink
+from edgekv.errors import EngineError
+from edgekv.kv import KVCache
+from edgekv.runtime import HtpEngine
+
+
+def prove(runtime: str, found: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
+    """Compare what a runtime gives with what the bundle gives.
+
+    Args:
+        runtime: its name, for the error.
+        found: tokens, or arrays of integers, by what they are.
+        wanted: the same of the bundle, on edgekv's own engine.
+
+    Raises:
+        EngineError: naming the first that differs.
+    """
+    different = [name for name in wanted if name not in found or not np.array_equal(found[name], wanted[name])]
+    if not different:
+        return
+    name = different[0]
+    got, expected = "other integers", "those of the bundle's graphs"
+    if isinstance(wanted[name], list):
+        got, expected = f"{found.get(name)}", f"{wanted[name]}, as edgekv's own loop on the same engine"
+    raise EngineError(
+        f"{name} of {runtime}",
+        got=got if len(different) == 1 else f"{got} ({len(different)} of {len(wanted)} differ)",
+        expected=expected,
+        fix="Please report this model; --skip-check writes the folder without this check.",
+    )
+
+
+def own_tokens(
+    bundle: Bundle, engine: HtpEngine, prompt: Sequence[int], max_new_tokens: int, lora: str | None = None
+) -> list[int]:
+    """Greedy continuation by the graphs that have logits for every row; tokens that end a text do not end it."""
+    manifest = bundle.manifest
+    cache = KVCache(manifest.cache_geometry, ar={graph.ar for graph in manifest.graphs}, sink=read_sink(bundle))
+    session = Session(cache, Graphs(bundle, engine, cache))
+    if lora is not None:
+        session.adapt(Adapters(bundle).open([LoraChoice(lora)]))
+    tokens = [int(session.score(prompt)[-1].argmax())]
+    while len(tokens) < max_new_tokens:
+        tokens.append(int(session.feed(tokens[-1:]).argmax()))
+    return tokens

@@ -1,0 +1,109 @@
+"""What is recorded in every folder that a target writes, and the check of a folder by it."""
+
+from __future__ import annotations
+
+from importlib import metadata
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import msgspec
+
+from edgekv.bundle import MANIFEST, Bundle, FileRecord, readable_json, record_files
+from edgekv.errors import BundleError
+from edgekv.json_file import read_json
+from edgekv.spec import identify
+from edgekv.system import sha256_of
+
+FORMAT = 3
+Runtime = Literal["genie", "genai"]
+
+
+class TargetRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A folder for another runtime.
+
+    Attributes:
+        format: version of this layout.
+        producer: the program and version that wrote the folder.
+        bundle_sha256: hash of the source bundle's manifest.
+        soc: part number of the chip that the binaries target; null for graphs that are not compiled.
+        checked: whether the graphs were proven to give what the bundle's give.
+        files: size and hash of every other file.
+    """
+
+    format: int = FORMAT
+    producer: str
+    bundle_sha256: str
+    soc: str | None
+    checked: bool
+    files: dict[str, FileRecord]
+
+
+R = TypeVar("R", bound=TargetRecord)
+
+
+def write_record(
+    kind: type[R], folder: Path, name: str, bundle: Bundle, *, soc: str | None, checked: bool, **fields: Any
+) -> R:
+    """Record all files of a folder in a further one.
+
+    Args:
+        kind: of the record.
+        folder: complete but for the record.
+        name: of the record's file.
+        bundle: the source.
+        soc: see `TargetRecord`.
+        checked: see `TargetRecord`.
+        fields: those of `kind`.
+    """
+    record = kind(
+        producer=f"edgekv {metadata.version('edgekv')}",
+        bundle_sha256=sha256_of(bundle.path / MANIFEST),
+        soc=soc,
+        checked=checked,
+        files=record_files(folder),
+        **fields,
+    )
+    (folder / name).write_bytes(readable_json(record))
+    return record
+
+
+def read_record(kind: type[R], folder: Path, name: str, *, expected: str, fix: str) -> R:
+    """The record of a folder; every file is checked against its hash.
+
+    Raises:
+        BundleError: there is none, it is of another version, or a file is missing or changed.
+    """
+    record = read_json(folder / name, kind, expected=expected, fix=fix)
+    if record.format != FORMAT:
+        raise BundleError(f"{folder / name}: format", got=record.format, expected=FORMAT, fix=fix)
+    for file, held in record.files.items():
+        path = folder / file
+        digest = sha256_of(path) if path.is_file() else None
+        if digest != held.sha256:
+            found = "no such file" if digest is None else f"sha256 {digest}"
+            raise BundleError(str(path), got=found, expected=f"sha256 {held.sha256}", fix=fix)
+    return record
+
+
+def open_for(runtime: Runtime, kind: type[R], folder: Path, name: str) -> R:
+    """The record of a folder that `edgekv bundle RUNTIME` wrote.
+
+    Raises:
+        BundleError: it is a bundle, a checkpoint, or a folder for another runtime, or is changed; the fix says what to
+            run.
+    """
+    expected = f"a folder that edgekv bundle {runtime} wrote"
+    try:
+        found = identify(folder)
+    except OSError:  # reading the record reports it
+        found = None
+    if found is not None and found.kind != runtime:
+        fixes = {
+            "bundle": f"Write the folder first: edgekv bundle {runtime} {folder} -o DIR",
+            "checkpoint": f"Export it: edgekv export {folder} -o BUNDLE --device DEVICE"
+            f"; then run: edgekv bundle {runtime} BUNDLE -o DIR",
+        }
+        fix = fixes.get(found.kind, found.as_bundle.format(path=folder))
+        raise BundleError(str(folder), got=found.what, expected=expected, fix=fix)
+    again = f"Write it again: edgekv bundle {runtime} BUNDLE -o {folder} --force"
+    return read_record(kind, folder, name, expected=expected, fix=again)

@@ -1,0 +1,90 @@
+"""What each target can run of a bundle: one record, one refusal, and the table of the documentation."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from msgspec import structs
+
+from edgekv.bundle import Bundle, Manifest, SinkRecord, open_bundle
+from edgekv.errors import BundleError
+from exporters.lora.options import LoraOptions
+from exporters.targets.capabilities import AI_HUB, GENAI, GENIE, GENIEX, ONNX, Capabilities
+from tests.checkpoints import write_checkpoint
+from tests.docs import ROOT
+from tests.exports import export_options, exported
+
+TARGETS = {"Genie": GENIE, "GenieX": GENIEX, "onnxruntime-genai": GENAI, "AI Hub": AI_HUB, "reports": ONNX}
+
+
+@pytest.fixture(scope="module")
+def bundles(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Bundle]:
+    """A bundle for each thing that not every target runs, and a plain one."""
+    checkpoint = write_checkpoint(tmp_path_factory.mktemp("capabilities") / "checkpoint")
+
+    def opened(**options: Any) -> Bundle:
+        return open_bundle(exported(checkpoint, export_options(context=32, **{"ar": (1, 8), **options})))
+
+    plain = opened()
+    sink = SinkRecord(tokens=[256], file="sink.safetensors", result="residual", ratio=9.0)
+
+    def changed(**changes: Any) -> Bundle:
+        return Bundle(plain.path, structs.replace(plain.manifest, **changes))
+
+    limited: Manifest = structs.replace(plain.manifest, model=structs.replace(plain.manifest.model, limits=(16, None)))
+    return {
+        "plain": plain,
+        "split into parts": opened(splits=2),
+        "`--kv s16` (columns)": changed(kv_dtype="s16"),
+        "attention windows": Bundle(plain.path, limited),
+        "first token outside of the graphs": changed(sink=sink),
+        "decode alone": opened(ar=(1,)),
+        "tflite": changed(graph_format="tflite"),
+        "slots": opened(lora=LoraOptions(rank=4)),
+    }
+
+
+REFUSED = {
+    "plain": (),
+    "split into parts": ("GenieX", "onnxruntime-genai", "AI Hub"),
+    "`--kv s16` (columns)": ("onnxruntime-genai",),
+    "attention windows": ("Genie", "GenieX", "onnxruntime-genai"),
+    "first token outside of the graphs": ("GenieX",),
+    "decode alone": ("GenieX", "onnxruntime-genai"),
+    "tflite": tuple(TARGETS),
+    "slots": ("GenieX", "onnxruntime-genai", "AI Hub"),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_each_target_refuses_what_it_cannot_run_and_says_how_to_export_it(
+    bundles: dict[str, Bundle], what: str
+) -> None:
+    for name, target in TARGETS.items():
+        if name not in REFUSED[what]:
+            target.check(bundles[what])
+            continue
+        with pytest.raises(BundleError, match=rf"^bundle .*: got .*; expected .*{target.reader}.*\. (Export|Run) it "):
+            target.check(bundles[what])
+
+
+def test_a_capability_is_all_that_decides(bundles: dict[str, Bundle]) -> None:
+    everything = Capabilities("a new one", windows=True, slots=True)
+    for what, bundle in bundles.items():
+        if what != "tflite":
+            everything.check(bundle)
+
+
+def test_the_documentation_says_refused_where_a_target_refuses() -> None:
+    lines = (ROOT / "docs" / "runtimes.md").read_text().splitlines()
+    header, *rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("| ")]
+    columns = {"Genie on the HTP": "Genie", "onnxruntime-genai on CPU and HTP": "onnxruntime-genai"}
+    columns |= {"AI Hub's client": "AI Hub"}
+    compared = 0
+    for what, *cells in rows:
+        for title, cell in zip(header[1:], cells, strict=False):
+            if what in REFUSED and title in columns:
+                assert (cell == "refused") == (columns[title] in REFUSED[what]), (what, title)
+                compared += 1
+    assert compared == 12
