@@ -14,7 +14,7 @@ from edgekv.errors import BundleError, UsageError
 from edgekv.kv import Sink
 from edgekv.option import Option, OptionGroup, find_device
 from edgekv.text import SamplingParams
-from exporters.targets.capabilities import GENIE
+from exporters.targets.capabilities import GENIE, GENIEX
 from exporters.targets.genie.config import positional_encoding
 from exporters.targets.graph_names import GraphName
 
@@ -98,7 +98,7 @@ class GeniePlan:
             BundleError: Genie cannot express something of the bundle.
             UsageError: an option does not fit the bundle.
         """
-        GENIE.check(bundle)
+        (GENIEX if options.stacked else GENIE).check(bundle)
         manifest, sink = bundle.manifest, read_sink(bundle)
         device = find(manifest.device)
         if options.device not in (None, device):
