@@ -2,27 +2,90 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from edgekv.bundle import FORMAT, FileRecord, HtpCheck, Manifest, SourceRecord, WeightPlaces
+import numpy as np
+from numpy.typing import NDArray
+
+from edgekv.bundle import (
+    FORMAT,
+    FileRecord,
+    GraphFormat,
+    GraphRecord,
+    Manifest,
+    RecipeRecord,
+    SourceRecord,
+    WeightPlaces,
+)
+from edgekv.kv import KeyLayout, KvDtype
 from edgekv.spec import DecoderInterface, EncodingTypes
 from edgekv.spec.chat import write_templates
-from exporters.checkpoint.aligned import cache_encodings, write_heads
+from exporters.checkpoint.aligned import AlignedHeads, cache_encodings, write_heads
+from exporters.checkpoint.checkpoint import Checkpoint
 from exporters.checkpoint.lora import Adapter
 from exporters.graphs.onnx import write_graphs
 from exporters.lora.base import ExportedBase, write_lora_base
 from exporters.lora.encodings import lora_encodings
+from exporters.lora.options import LoraOptions
 from exporters.lora.quantize import largest_elements
-from exporters.prepared import Prepared, Surveyed
 from exporters.progress import Progress, silent
 from exporters.quantize.encodings import choose_encodings, decoder_results
 from exporters.quantize.matrices import QuantizedMatrices
 from exporters.quantize.reference import Tensors
+from exporters.quantize.sink import FloatSink
 from exporters.records import sink_record, token_record
 from quant import Encoding, Range
+
+
+@dataclass(frozen=True, slots=True)
+class BundleForm:
+    """What the graphs of a bundle are, whatever the chip.
+
+    Attributes:
+        recipe: how each matrix is quantized.
+        activations: integer type of activations of ONNX graphs.
+        kv_dtype: integer type of the cache.
+        state_dtype: of states.
+        key_layout: keys as rows or columns.
+        context: the longest.
+        graph_format: ONNX graphs, or one `.tflite` file.
+        graphs: to be written.
+        lora: slots for adapters.
+    """
+
+    recipe: RecipeRecord
+    activations: Literal["u16"]
+    kv_dtype: KvDtype
+    state_dtype: KvDtype
+    key_layout: KeyLayout
+    context: int
+    graph_format: GraphFormat
+    graphs: tuple[GraphRecord, ...]
+    lora: LoraOptions | None
+
+
+@dataclass(frozen=True, slots=True)
+class Surveyed:
+    """What the pass of the exact decoder decides.
+
+    Attributes:
+        sink: the first tokens in float, if they become a sink.
+        heads: transforms of single heads, if the recipe aligns them.
+        tokens: ids of the calibration text `[windows, T]`.
+    """
+
+    sink: FloatSink | None
+    heads: AlignedHeads | None
+    tokens: NDArray[np.int64]
+
+    @property
+    def sink_tokens(self) -> int:
+        """Number of first tokens of each window that no graph computes."""
+        return 0 if self.sink is None else len(self.sink.tokens)
 
 
 class Contents(NamedTuple):
@@ -38,7 +101,8 @@ class Contents(NamedTuple):
 
 
 def write_contents(
-    prepared: Prepared,
+    checkpoint: Checkpoint,
+    form: BundleForm,
     surveyed: Surveyed,
     tensors: Tensors,
     matrices: QuantizedMatrices,
@@ -49,7 +113,8 @@ def write_contents(
     """Write everything but the manifest into a folder.
 
     Args:
-        prepared: checkpoint and options.
+        checkpoint: the exact weights, tokenizer and templates.
+        form: the graphs.
         surveyed: what the survey decided.
         tensors: the checkpoint, with the transforms that the recipe folds into the weights.
         matrices: its quantized matrices.
@@ -63,21 +128,20 @@ def write_contents(
         progress("write", layers, steps)
 
     done(0)
-    options, checkpoint, graphs = prepared.options, prepared.checkpoint, prepared.graphs
-    is_tflite, context = options.graph_format == "tflite", options.contexts[-1]
-    activations: Literal["u16", "s16"] = "s16" if is_tflite else options.recipe.activations
-    types = EncodingTypes(activations, options.kv_dtype, options.state_dtype)
-    slots = None if options.lora is None else options.lora.slots(tensors.spec)
-    decoder = DecoderInterface.of(tensors.spec, context, options.kv_dtype, options.key_layout, types.activations, slots)
+    is_tflite, context, graphs = form.graph_format == "tflite", form.context, form.graphs
+    activations: Literal["u16", "s16"] = "s16" if is_tflite else form.activations
+    types = EncodingTypes(activations, form.kv_dtype, form.state_dtype)
+    slots = None if form.lora is None else form.lora.slots(tensors.spec)
+    decoder = DecoderInterface.of(tensors.spec, context, form.kv_dtype, form.key_layout, types.activations, slots)
     factors = [rope.rotation(context).attention_factor for rope in tensors.spec.ropes]
     encodings = choose_encodings(decoder_results(tensors.spec), ranges, factors, types)
     if surveyed.heads is not None:
-        encodings |= cache_encodings(surveyed.heads, options.kv_dtype)
+        encodings |= cache_encodings(surveyed.heads, form.kv_dtype)
         write_heads(surveyed.heads, folder)
-    if slots is not None and options.lora is not None:
-        adapters = [Adapter.open(choice) for choice in options.lora.calibrate]
+    if slots is not None and form.lora is not None:
+        adapters = [Adapter.open(choice) for choice in form.lora.calibrate]
         largest = largest_elements(adapters, ExportedBase(checkpoint, tensors))
-        encodings |= lora_encodings(slots, tensors.spec, ranges, encodings, options.lora.reach, largest)
+        encodings |= lora_encodings(slots, tensors.spec, ranges, encodings, form.lora.reach, largest)
     places = WeightPlaces()
     if is_tflite:
         from exporters.graphs.tflite.graphs import write_tflite  # its package is optional
@@ -87,7 +151,7 @@ def write_contents(
         encodings, places = write_graphs(tensors, matrices, decoder, encodings, graphs, folder, done)
     if surveyed.sink is not None:
         surveyed.sink.write(folder, encodings)
-    if options.lora is not None:
+    if form.lora is not None:
         write_lora_base(checkpoint, tensors, () if surveyed.sink is None else surveyed.sink.tokens, folder)
     checkpoint.write_tokenizer(folder / "tokenizer.json")
     if checkpoint.chat is not None:
@@ -97,46 +161,43 @@ def write_contents(
 
 
 def make_manifest(
-    prepared: Prepared,
+    checkpoint: Checkpoint,
+    form: BundleForm,
     surveyed: Surveyed,
     contents: Contents,
     source: SourceRecord,
     files: dict[str, FileRecord],
-    check: HtpCheck = "not-run",
-    floating: Sequence[str] = (),
 ) -> Manifest:
-    """The manifest of a bundle with these contents.
+    """The manifest of a bundle with these contents, for no chip yet.
 
     Args:
-        prepared: checkpoint and options.
+        checkpoint: the exact weights.
+        form: the graphs.
         surveyed: what the survey decided.
         contents: what was written.
         source: where the weights are from.
         files: of the bundle.
-        check: outcome of the HTP compiler's check.
-        floating: nodes that compute in float.
     """
-    options, checkpoint = prepared.options, prepared.checkpoint
     spec, sink = checkpoint.spec, surveyed.sink
     return Manifest(
         format=FORMAT,
         producer=f"edgekv {metadata.version('edgekv')}",
-        device=options.device.soc,
-        recipe=prepared.recipe,
-        kv_dtype=options.kv_dtype,
-        key_layout=options.key_layout,
-        context=options.contexts[-1],
-        htp_check=check,
-        floating_nodes=list(floating),
+        device="",
+        recipe=form.recipe,
+        kv_dtype=form.kv_dtype,
+        key_layout=form.key_layout,
+        context=form.context,
+        htp_check="not-run",
+        floating_nodes=[],
         model=spec,
         tokens=token_record(checkpoint),
         generation=checkpoint.generation,
-        graphs=list(prepared.graphs),
+        graphs=list(form.graphs),
         encodings=contents.encodings,
         weights=contents.weights,
         source=source,
         files=files,
-        graph_format=options.graph_format,
+        graph_format=form.graph_format,
         sink=None if sink is None else sink_record(sink),
-        lora=None if options.lora is None else options.lora.slots(spec),
+        lora=None if form.lora is None else form.lora.slots(spec),
     )

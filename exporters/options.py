@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
@@ -19,6 +19,9 @@ from quant import WEIGHT_TYPES
 
 KV_DTYPES: dict[GraphFormat, tuple[KvDtype, ...]] = {"onnx": ("u8", "s16"), "tflite": ("s8", "s16")}
 """Integer types of the cache for each format; the first is the default."""
+
+LOCAL = "local"
+"""The scheduler that stands for processes on this machine."""
 
 _TFLITE_SPLITS = [*product((None, 1), (None, "graph"), (None, "last"))]
 
@@ -180,20 +183,48 @@ class ExportOptions:
 
 
 @dataclass(frozen=True, slots=True)
+class Cluster:
+    """Where pieces run.
+
+    Attributes:
+        scheduler: `local` for processes on this machine, or a Dask scheduler's address.
+        workers: number of local processes; None for one per core, as far as RAM allows.
+        keep_going: go on when a piece fails, and without workers that do not fit.
+        say: called with what happens to workers.
+        divide: make the matrices of a layer pieces of their own.
+    """
+
+    scheduler: str = LOCAL
+    workers: int | None = None
+    keep_going: bool = False
+    say: Callable[[str], None] = field(default=print)
+    divide: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class RunOptions:
     """Options that do not change the bundle.
 
     Attributes:
         max_ram_bytes: RAM limit of this process, or None; the HTP compiler's processes are not included.
-        cache_dir: where finished layers are kept; None for EDGEKV_CACHE_DIR or the user's cache directory.
-        resume: reuse what an interrupted export finished, as far as it is what this export would make.
-        keep_stages: keep finished layers after the export, for other recipes.
+        cache_dir: where finished pieces are kept; None for EDGEKV_CACHE_DIR or the user's cache directory.
+        store: a folder or fsspec URL for finished pieces instead; they stay there.
+        resume: take finished pieces; on a cluster they always are.
+        keep_stages: keep finished pieces in the cache directory afterwards, for other recipes.
+        cluster: where pieces are done; None for this process.
     """
 
     max_ram_bytes: int | None = None
     cache_dir: Path | None = None
+    store: str | None = None
     resume: bool = False
     keep_stages: bool = False
+    cluster: Cluster | None = None
+
+    @property
+    def removes_pieces(self) -> bool:
+        """Whether pieces are removed when what they are for is complete."""
+        return self.store is None and not self.keep_stages
 
 
 def _listed(numbers: Sequence[int]) -> str:

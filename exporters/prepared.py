@@ -4,50 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
 
 from edgekv.bundle import GraphRecord, RecipeRecord
 from edgekv.plan import CALIBRATION_WINDOW, default_calibration_tokens
-from edgekv.spec import DecoderInterface, Geometry, KvTensor, LayeredGeometry, Vocabulary
-from exporters.checkpoint.aligned import AlignedHeads, align
+from edgekv.spec import DecoderInterface, Geometry, LayeredGeometry, Vocabulary
 from exporters.checkpoint.channels import outlier_channels
 from exporters.checkpoint.checkpoint import Checkpoint
 from exporters.checkpoint.rotate import applied_rotation, shared_vocabulary
+from exporters.contents import BundleForm
 from exporters.graphs.onnx import plan_graphs
 from exporters.graphs.split import Split, choose_split
-from exporters.lora.sink import adapted_rows
 from exporters.options import ExportOptions
 from exporters.preconditions import check_fit
-from exporters.progress import Progress, silent
 from exporters.quantize.as_stored import resolve
 from exporters.quantize.calibrate import CalibrationText, calibration_windows, read_calibration
-from exporters.quantize.reference import Floats
-from exporters.quantize.sink import FloatSink, first_tokens, is_sink
-from exporters.quantize.survey import Survey, survey
+from exporters.quantize.sink import first_tokens
 from exporters.records import recipe_record
-
-
-@dataclass(frozen=True, slots=True)
-class Surveyed:
-    """What the pass of the exact decoder decides.
-
-    Attributes:
-        sink: the first tokens in float, if they become a sink.
-        heads: transforms of single heads, if the recipe aligns them.
-        tokens: ids of the calibration text `[windows, T]`.
-    """
-
-    sink: FloatSink | None
-    heads: AlignedHeads | None
-    tokens: NDArray[np.int64]
-
-    @property
-    def sink_tokens(self) -> int:
-        """Number of first tokens of each window that no graph computes."""
-        return 0 if self.sink is None else len(self.sink.tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +36,7 @@ class Prepared:
         split: the parts of every graph.
         graphs: to be written.
         calibration: the text.
-        first: the tokens at the start of each of its windows, a sink if `decide` says so.
+        first: the tokens at the start of each of its windows, a sink if the survey says so.
     """
 
     checkpoint: Checkpoint
@@ -90,42 +65,31 @@ class Prepared:
         """The tokens that may become a sink."""
         return () if self.options.sink.mode == "none" else self.first
 
-    def survey(self, progress: Progress = silent) -> Survey | None:
-        """Run the exact decoder on the calibration text; None if nothing depends on it."""
-        windows = self.survey_windows
-        if windows is None:
-            return None
-        first, told = len(self.surveyed_first), partial(progress, "survey")
-        return survey(self.checkpoint, windows, self.options.contexts[-1], first, told)
+    @property
+    def plain_tokens(self) -> NDArray[np.int64]:
+        """As `survey_tokens`, for first tokens that are no sink: each window begins with BOS, if there is one."""
+        return self._tokens()
 
-    def decide(self, found: Survey | None) -> Surveyed:
-        """The sink and the transforms of heads, as far as options and recipe ask for them."""
-        if found is None:
-            return Surveyed(None, None, self._tokens())
-        first, options, spec = self.surveyed_first, self.options, self.checkpoint.spec
-        has_sink = is_sink(found.outlier, options.sink, first)
-        heads = None
-        if options.recipe.heads != "none":
-            limit = 32767 if options.kv_dtype == "s16" else 127
-            adapted = self._adapted_sinks() if has_sink and options.kv_dtype == "u8" else []
-            heads = align(spec, found.reach, found.rows, limit, has_sink=has_sink, adapted=adapted)
-        if not has_sink:
-            return Surveyed(None, heads, self._tokens())
-        rows = found.rows
-        if heads is not None:
-            rows = {
-                each: row if each.is_state else heads[each.layer, each.head].cached(each.kind, row)
-                for each, row in rows.items()
-            }
-        named = {tensor.past: each for tensor, each in rows.items()}
-        return Surveyed(FloatSink(first, found.outlier, named, found.logits), heads, self.survey_tokens)
+    @property
+    def learned_windows(self) -> int:
+        """Number of windows of text that the model writes itself."""
+        return -(-self.options.learn_tokens // self.survey_tokens.shape[1])
 
-    def _adapted_sinks(self) -> list[dict[KvTensor, Floats]]:
-        """Keys and values of the sink with each of the adapters to calibrate on."""
-        choices = () if self.options.lora is None else self.options.lora.calibrate
-        if not choices:
-            return []
-        return adapted_rows(self.checkpoint, self.surveyed_first, choices, self.options.contexts[-1])
+    @property
+    def form(self) -> BundleForm:
+        """The graphs to write, whatever the chip."""
+        options = self.options
+        return BundleForm(
+            recipe=self.recipe,
+            activations=options.recipe.activations,
+            kv_dtype=options.kv_dtype,
+            state_dtype=options.state_dtype,
+            key_layout=options.key_layout,
+            context=options.contexts[-1],
+            graph_format=options.graph_format,
+            graphs=tuple(self.graphs),
+            lora=options.lora,
+        )
 
     def _tokens(self, first: Sequence[int] | None = None) -> NDArray[np.int64]:
         """`[windows, T]`; each window begins with the tokens `first`, or with the BOS token, if there is one."""

@@ -8,8 +8,6 @@ from edgekv.bundle import (
     AdapterRecord,
     RecipeRecord,
     SinkRecord,
-    SourceRecord,
-    StoredRecord,
     TokenRecord,
     WeightRecord,
 )
@@ -47,27 +45,17 @@ def sink_record(sink: FloatSink) -> SinkRecord:
     return SinkRecord(tokens=list(sink.tokens), file=SINK_FILE, result=outlier.result, ratio=outlier.ratio)
 
 
-def source_record(
-    checkpoint: Checkpoint,
-    weights_sha256: str,
-    calibration: str,
-    tokens: int,
-    stored: StoredRecord | None,
-    generated_tokens: int = 0,
-) -> SourceRecord:
-    """The checkpoint, its adapters, and the text that it was calibrated on."""
-    return SourceRecord(
-        checkpoint=str(checkpoint.folder.resolve()) if Path(checkpoint.name).exists() else checkpoint.name,
-        weights_sha256=weights_sha256,
-        calibration=calibration,
-        calibration_tokens=tokens,
-        stored=stored,
-        adapters=[
-            AdapterRecord(folder=str(each.folder.resolve()), sha256=each.sha256, scale=each.scale)
-            for each in checkpoint.adapters
-        ],
-        generated_tokens=generated_tokens,
-    )
+def source_name(checkpoint: Checkpoint) -> str:
+    """How a manifest names a checkpoint: its path, or its hub id or URL."""
+    return str(checkpoint.folder.resolve()) if Path(checkpoint.name).exists() else checkpoint.name
+
+
+def adapter_records(checkpoint: Checkpoint) -> list[AdapterRecord]:
+    """The adapters that are merged into a checkpoint."""
+    return [
+        AdapterRecord(folder=str(each.folder.resolve()), sha256=each.sha256, scale=each.scale)
+        for each in checkpoint.adapters
+    ]
 
 
 def token_record(checkpoint: Checkpoint) -> TokenRecord:

@@ -25,14 +25,14 @@ from filelock import FileLock, Timeout
 from devices import find
 from edgekv.bundle import open_bundle
 from exporters.checkpoint.checkpoint import Checkpoint
+from exporters.compile import compile_bundle
 from exporters.export import ExportOptions, RunOptions, export_bundle
-from exporters.htp.compile import compile_bundle
 from exporters.quantize.recipe import Recipe, find_recipe
 from tests.dependencies import code_digest
 
 ROOT = Path(__file__).parent.parent
 CACHE = Path(os.environ.get("EDGEKV_TEST_CACHE") or ROOT / "build" / "test-cache").resolve()
-EXPORTS = ("exporters.export", "exporters.htp.compile")
+EXPORTS = ("exporters.export", "exporters.compile")
 """The modules that make exports."""
 KEPT_BYTES = 8 << 30
 GIVEN = "EDGEKV_TEST_PLATFORM"

@@ -13,9 +13,9 @@ from edgekv.errors import BundleError, EngineError, UsageError
 from edgekv.load_options import EngineOptions
 from edgekv.runtime import HtpEngine, make_engine
 from exporters.checkpoint.checkpoint import Checkpoint
+from exporters.compile import compile_bundle
 from exporters.export import ExportOptions, export_bundle
 from exporters.htp.binary import check_target
-from exporters.htp.compile import compile_bundle
 from exporters.quantize.recipe import find_recipe
 from tests.checkpoints import write_checkpoint
 from tests.exports import export_options, exported, small_options

@@ -15,8 +15,8 @@ from edgekv.bundle import open_bundle
 from edgekv.cli import run
 from edgekv.engine.graphs import choose_context
 from edgekv.errors import UsageError
+from exporters.compile import compile_bundle
 from exporters.export import ExportOptions
-from exporters.htp.compile import compile_bundle
 from exporters.quantize.recipe import find_recipe
 from tests.checkpoints import write_checkpoint
 from tests.exports import export_options, exported

@@ -9,8 +9,8 @@ import pytest
 from devices import find
 from edgekv.bundle import open_bundle
 from edgekv.errors import EngineError, UsageError
+from exporters.compile import compile_bundle
 from exporters.graphs.tflite.flatbuffer import TfliteFile
-from exporters.htp.compile import compile_bundle
 from exporters.htp.compile_tflite import _operators, compile_tflite
 from tests.exports import export_options, exported
 

@@ -9,15 +9,15 @@ from functools import partial
 
 import onnx
 import pytest
+from exporters.sweep.planning import Planner
 
 from edgekv.bundle import open_bundle
 from edgekv.plan import compile_bytes
 from edgekv.system import free_memory_bytes
 from exporters.htp.compile import device_parts
-from exporters.parallel import Job, compiler_bytes, side_by_side
+from exporters.pipeline.parallel import Job, compiler_bytes, side_by_side
 from exporters.progress import silent
 from exporters.quantize.recipe import find_recipe
-from exporters.sweep.planning import Planner
 from tests.exports import exported, small_options
 
 

@@ -18,8 +18,8 @@ from edgekv.errors import BundleError, UsageError
 from edgekv.load_options import EngineOptions
 from edgekv.plan import divide
 from edgekv.runtime import CpuEngine, make_engine
+from exporters.compile import compile_bundle
 from exporters.htp.check import floating_nodes
-from exporters.htp.compile import compile_bundle
 from exporters.inspect.probe import Probe
 from exporters.targets.genai.write import choose_graphs
 from tests.checkpoints import ARCHITECTURES, write_checkpoint

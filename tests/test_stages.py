@@ -11,22 +11,25 @@ from dataclasses import dataclass, field, replace
 import msgspec
 import numpy as np
 import pytest
+import typer
+from exporters.quantize.stages import FinishedBinaries, binaries, checks, stage_keys
+from typer.testing import CliRunner
 
 from devices import find
 from edgekv import qnn
 from edgekv.bundle import COMPILED, Manifest, open_bundle, open_compiled
-from edgekv.cli import run
 from edgekv.errors import BundleError, EngineError, UsageError
 from edgekv.system import parse_bytes
 from exporters import resources
 from exporters.checkpoint.checkpoint import Checkpoint
+from exporters.cli.export import export
+from exporters.cli.stages import stages
+from exporters.compile import compile_bundle
 from exporters.export import ExportOptions, RunOptions, export_bundle
-from exporters.htp.compile import compile_bundle
 from exporters.quantize.calibrate import calibration_windows
 from exporters.quantize.matrices import Quantizer
 from exporters.quantize.recipe import WeightRule, find_recipe
 from exporters.quantize.reference import Reference
-from exporters.quantize.stages import FinishedBinaries, binaries, checks, stage_keys
 from exporters.records import recipe_record
 from tests.checkpoints import write_checkpoint
 
@@ -434,31 +437,32 @@ def test_an_export_holds_the_cap_that_it_accepts(tmp_path):
 # The commands
 
 
-def invoke(name, capsys, *arguments):
-    code = run([name, *map(str, arguments)])
-    return code, *capsys.readouterr()
+def invoke(command, *arguments):
+    app = typer.Typer()
+    app.command()(command)
+    return CliRunner().invoke(app, [*map(str, arguments)])
 
 
-def test_the_command_says_what_is_left_and_removes_it(work, capsys):
+def test_the_command_says_what_is_left_and_removes_it(work):
     work.export(keep_stages=True)
     cache = ("--cache-dir", work.folder / "cache")
-    left = json.loads(invoke("stages", capsys, *cache, "--json")[1])
+    left = json.loads(invoke(stages, *cache, "--json").stdout)
     assert left["stages"] == LAYERS + 1 and left["bytes"] > 100_000 and not left["cleared"]
-    assert "removed" in invoke("stages", capsys, *cache, "--clear")[1]
-    assert json.loads(invoke("stages", capsys, *cache, "--json")[1])["stages"] == 0
+    assert "removed" in invoke(stages, *cache, "--clear").stdout
+    assert json.loads(invoke(stages, *cache, "--json").stdout)["stages"] == 0
     assert work.stages == []
 
 
-def test_an_export_that_stops_says_how_to_go_on(work, monkeypatch, capsys):
+def test_an_export_that_stops_says_how_to_go_on(work, monkeypatch):
     fixed = ("--device", "SM8650", "--cache-dir", work.folder / "cache", "--context", 64, "--skip-htp-check")
     arguments = (work.checkpoint.folder, "-o", work.folder / "bundle", *fixed, "--calibration-tokens", 256)
-    assert "MB for a layer" in invoke("export", capsys, *arguments, "--max-ram", "100MB")[2]
+    assert "MB for a layer" in str(invoke(export, *arguments, "--max-ram", "100MB").exception)
     with monkeypatch.context() as patch:
         patch.setattr(Quantizer, "head", interrupted)
-        code, _, told = invoke("export", capsys, *arguments)
-    assert code == 130 and "3 layers are finished. Run the same command with --resume" in told
+        stopped = invoke(export, *arguments)
+    assert stopped.exit_code != 0 and "3 layers are finished. Run the same command with --resume" in stopped.output
     assert len(work.stages) == LAYERS
-    assert "calibrated on 256 tokens" in invoke("export", capsys, *arguments, "--resume", "--max-ram", "1GB")[1]
+    assert "calibrated on 256 tokens" in invoke(export, *arguments, "--resume", "--max-ram", "1GB").stdout
 
 
 def interrupted(self):

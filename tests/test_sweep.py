@@ -16,6 +16,12 @@ import fsspec
 import msgspec
 import numpy as np
 import pytest
+from exporters.sweep.carry import Where, fitness_for
+from exporters.sweep.fitness import versions
+from exporters.sweep.limit import within
+from exporters.sweep.source import Pinned, open_checkpoint
+from exporters.sweep.store import PieceStore
+from exporters.sweep.work import read_compiled
 from moto.server import ThreadedMotoServer
 from safetensors.numpy import load_file, save_file
 
@@ -25,15 +31,9 @@ from edgekv.errors import CheckpointError, ServiceError, UsageError
 from exporters.checkpoint.checkpoint import Checkpoint
 from exporters.export import RunOptions, export_bundle
 from exporters.quantize.recipe import find_recipe
-from exporters.sweep.carry import Where, fitness_for
 from exporters.sweep.combination import Combination, Common, combinations
-from exporters.sweep.fitness import versions
-from exporters.sweep.limit import within
 from exporters.sweep.result import Result, SweepReport, recommend, with_front
-from exporters.sweep.source import Pinned, open_checkpoint
-from exporters.sweep.store import PieceStore
 from exporters.sweep.sweep import RESULTS, run_sweep, store_sample
-from exporters.sweep.work import read_compiled
 from tests.checkpoints import NEWER, write_checkpoint
 from tests.machines import WAIT_S
 from tests.test_page import Page

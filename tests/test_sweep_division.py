@@ -7,14 +7,14 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-
-from exporters.checkpoint.checkpoint import Checkpoint
-from exporters.export import RunOptions, export_bundle
-from exporters.lora.options import LoraOptions
 from exporters.sweep.bundles import assemble
 from exporters.sweep.planning import Exported, Planner
 from exporters.sweep.source import open_checkpoint, prepared_for
 from exporters.sweep.store import PieceStore
+
+from exporters.checkpoint.checkpoint import Checkpoint
+from exporters.export import RunOptions, export_bundle
+from exporters.lora.options import LoraOptions
 from tests.checkpoints import NEWER, write_checkpoint
 from tests.test_sweep import COMMON, files, wanted
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 
 import pytest
-
-from edgekv.errors import UsageError
 from exporters.sweep.prune import Pruned, check_prunable, mark_used, prune
 from exporters.sweep.store import PieceStore
+
+from edgekv.errors import UsageError
 
 
 def test_pieces_that_no_sweep_uses_are_removed(tmp_path):

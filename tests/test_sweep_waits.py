@@ -15,10 +15,6 @@ from pathlib import Path
 
 import msgspec
 import pytest
-
-from edgekv.errors import ServiceError
-from exporters.sweep import cluster as local_cluster
-from exporters.sweep import run as carrying
 from exporters.sweep.carry import Where, carry_out
 from exporters.sweep.cluster import connected
 from exporters.sweep.fitness import Fitness, versions
@@ -26,6 +22,10 @@ from exporters.sweep.limit import within
 from exporters.sweep.piece import Piece, Work
 from exporters.sweep.run import check_workers
 from exporters.sweep.store import PieceStore
+
+from edgekv.errors import ServiceError
+from exporters.sweep import cluster as local_cluster
+from exporters.sweep import run as carrying
 from tests.machines import WAIT_S, machines
 from tests.odd_works import Die, Hold, Sleep, Waiting
 

@@ -16,9 +16,9 @@ from edgekv.runtime import HtpOptions
 from exporters.cli.next_step import next_line
 from exporters.cli.options import CacheOption, DeviceOption, ForceOption, JsonOption
 from exporters.cli.scheduler import SchedulerOption, StoreOption, find_cluster
-from exporters.htp.compile import compile_bundle
+from exporters.compile import compile_bundle
+from exporters.options import RunOptions
 from exporters.progress import one_step, shown
-from exporters.quantize.stages import FinishedBinaries, stage_store
 
 # ruff: noqa: UP045  (typer reads the annotations of Python 3.10 at run time)
 
@@ -55,26 +55,16 @@ def compile_(
         with one_step("verify bundle", progress):
             opened = open_bundle(bundle)
         peaks: dict[str, int] = {}
-        if scheduler is not None:
-            from exporters.sweep.single import compile_on  # its packages are optional
-
-            where = find_cluster(scheduler, store, cache_dir, progress)
-            compiled = compile_on(
-                opened, target, where, each=each, force=force, watch=peaks.__setitem__, options=options
-            )
-        else:
-            binaries = FinishedBinaries(stage_store(cache_dir).folder, opened.manifest.files, resume=resume)
-            compiled = compile_bundle(
-                opened,
-                target,
-                each=each,
-                force=force,
-                progress=progress,
-                watch=peaks.__setitem__,
-                make=binaries.compile,
-                options=options,
-            )
-            binaries.remove()
+        compiled = compile_bundle(
+            opened,
+            target,
+            RunOptions(cache_dir=cache_dir, store=store, resume=resume, cluster=find_cluster(scheduler)),
+            each=each,
+            force=force,
+            progress=progress,
+            watch=peaks.__setitem__,
+            options=options,
+        )
     if as_json:
         print_json(msgspec.to_builtins(compiled) | {"peak_bytes": peaks})
         return

@@ -18,17 +18,17 @@ from edgekv.kv import KeyLayout, KvDtype
 from edgekv.option import parse_numbers
 from edgekv.plan import mask_warnings
 from edgekv.system import parse_bytes
-from exporters.checkpoint.checkpoint import Checkpoint
 from exporters.checkpoint.lora import AdapterChoice
 from exporters.cli.compile import show_compiled
 from exporters.cli.exported import export_lines
 from exporters.cli.next_step import next_line
 from exporters.cli.options import CacheOption, DeviceOption, ForceOption, JsonOption
-from exporters.cli.scheduler import DivideOption, SchedulerOption, StoreOption, find_cluster, refuse_with
+from exporters.cli.scheduler import DivideOption, SchedulerOption, StoreOption, find_cluster
 from exporters.cli.stages import resumable
 from exporters.export import ExportOptions, RunOptions, export_bundle
 from exporters.lora.options import LoraOptions
 from exporters.options import KV_DTYPES
+from exporters.pipeline.place import open_checkpoint
 from exporters.prepared import export_geometry
 from exporters.progress import shown
 from exporters.quantize.as_stored import AS_STORED
@@ -44,7 +44,10 @@ Name = TypeVar("Name", bound=str)
 
 def export(
     checkpoint: Annotated[
-        str, typer.Argument(help="A Hugging Face checkpoint folder, a hub id such as org/model, or a GGUF file.")
+        str,
+        typer.Argument(
+            help="A Hugging Face checkpoint folder, a GGUF file, a hub id such as org/model, or their URL."
+        ),
     ],
     output: Annotated[Path, typer.Option("-o", "--output", help="The bundle's folder; must not exist yet.")],
     device: DeviceOption,
@@ -181,7 +184,7 @@ def export(
     keep_stages: Annotated[
         bool,
         typer.Option(
-            "--keep-stages", help="Keep finished layers, so that --resume with another recipe reuses unchanged ones."
+            "--keep-stages", help="Keep finished pieces, so that --resume with another recipe reuses unchanged ones."
         ),
     ] = False,
     scheduler: SchedulerOption = None,
@@ -221,28 +224,22 @@ def export(
     run = RunOptions(
         max_ram_bytes=None if max_ram is None else parse_bytes("--max-ram", max_ram),
         cache_dir=cache_dir,
+        store=store,
         resume=resume,
         keep_stages=keep_stages,
+        cluster=find_cluster(scheduler, divide=divide_layers),
     )
     adapters = [AdapterChoice.parse("--lora", each) for each in lora or []]
     with shown() as bars, resumable(bars) as progress:
-        opened = Checkpoint.open(checkpoint, adapters)
+        opened = open_checkpoint(checkpoint, adapters)
         if recipe is None and opened.quantization is not None:
             options = replace(options, recipe=find_recipe(AS_STORED))
         geometry = export_geometry(opened.limited(options.max_attention_window), options)
         for warning in mask_warnings(geometry, options.ar, options.device):
             typer.echo(f"edgekv: warning: {warning}", err=True)
         peaks: dict[str, int] = {}
-        if scheduler is None:
-            refuse_with(False, {"--divide-layers": divide_layers})
-            watch = peaks.__setitem__
-            manifest = export_bundle(opened, output, options, run, force=force, progress=progress, watch=watch)
-        else:
-            refuse_with(True, {"--max-ram": max_ram is not None, "--lora": bool(adapters)})
-            from exporters.sweep.single import export_on  # its packages are optional
-
-            where = find_cluster(scheduler, store, cache_dir, progress, divide=divide_layers)
-            manifest = export_on(checkpoint, output, options, where, force=force)
+        watch = peaks.__setitem__
+        manifest = export_bundle(opened, output, options, run, force=force, progress=progress, watch=watch)
     if as_json:
         print_json(manifest)
         return

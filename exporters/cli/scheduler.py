@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Optional
+from typing import Annotated, Optional
 
 import typer
 
 from edgekv.cli.commands import MissingExtraError
 from edgekv.cli.extras import missing_packages
 from edgekv.errors import UsageError
-from edgekv.system import cache_folder
-from exporters.progress import Progress
-
-if TYPE_CHECKING:
-    from exporters.sweep.carry import Where
+from exporters.options import Cluster
 
 # ruff: noqa: UP045  (typer reads the annotations of Python 3.10 at run time)
 
@@ -29,7 +23,7 @@ SchedulerOption = Annotated[
 StoreOption = Annotated[
     Optional[str],
     typer.Option(
-        help="With --scheduler: folder or fsspec URL of finished pieces, which all workers reach.",
+        help="Folder or fsspec URL of finished pieces, which all workers reach; they stay there.",
         show_default="pieces in the cache directory",
     ),
 ]
@@ -41,14 +35,18 @@ DivideOption = Annotated[
 ]
 
 
-def find_cluster(
-    scheduler: str, store: str | None, cache_dir: Path | None, progress: Progress, *, divide: bool = False
-) -> Where:
-    """Where the pieces of a command run; with `divide` the matrices of a layer are pieces of their own.
+def find_cluster(scheduler: str | None, *, divide: bool = False) -> Cluster | None:
+    """Where the pieces of a command are done; None without `--scheduler`: in this process.
 
     Raises:
+        UsageError: `--divide-layers` without `--scheduler`.
         MissingExtraError: Dask is not installed.
     """
+    if scheduler is None:
+        if divide:
+            fix = "Add --scheduler local."
+            raise UsageError("--divide-layers", got="it without --scheduler", expected="both", fix=fix)
+        return None
     if missing := missing_packages("edgekv", "sweep"):
         raise MissingExtraError(
             "--scheduler",
@@ -56,25 +54,7 @@ def find_cluster(
             expected="the packages of edgekv[sweep]",
             fix='Run pip install "edgekv[sweep]".',
         )
-    from exporters.sweep.carry import Where
-
-    return Where((cache_dir or cache_folder()).absolute(), store, scheduler, None, False, _say, progress, divide)
-
-
-def refuse_with(on_cluster: bool, given: Mapping[str, bool]) -> None:
-    """Refuse options that need `--scheduler`, or that do not go with it.
-
-    Args:
-        on_cluster: whether `--scheduler` is given.
-        given: whether each such option is.
-
-    Raises:
-        UsageError: one is given.
-    """
-    for option in [name for name, wanted in given.items() if wanted]:
-        if on_cluster:
-            raise UsageError("--scheduler", got=f"it with {option}", expected="one of both", fix=f"Leave {option} out.")
-        raise UsageError(option, got="it without --scheduler", expected="both", fix="Add --scheduler local.")
+    return Cluster(scheduler, say=_say, divide=divide)
 
 
 def _say(line: str) -> None:

@@ -11,48 +11,48 @@ import msgspec
 import typer
 
 from edgekv.cli.output import print_json
+from exporters.pipeline.store import store_in
 from exporters.progress import Progress
-from exporters.quantize.stages.store import stage_store
 
 # ruff: noqa: UP045  (typer reads the annotations of Python 3.10 at run time)
 
 
 class StagesReport(msgspec.Struct, frozen=True, kw_only=True):
-    """The stages in a cache directory.
+    """The finished pieces in a cache directory.
 
     Attributes:
-        folder: the folder of the stages.
-        stages: number of stages.
+        folder: their folder.
+        pieces: their number.
         bytes: total size of their files.
         cleared: whether they were removed.
     """
 
     folder: str
-    stages: int
+    pieces: int
     bytes: int
     cleared: bool
 
 
 def stages(
-    clear: Annotated[bool, typer.Option("--clear", help="Remove all stages.")] = False,
+    clear: Annotated[bool, typer.Option("--clear", help="Remove all of them.")] = False,
     cache_dir: Annotated[
         Optional[Path],
         typer.Option(help="The cache directory.", show_default="EDGEKV_CACHE_DIR, or the user's cache directory"),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output.")] = False,
 ) -> None:
-    """List or remove the intermediate results of interrupted exports and compilations.
+    """List or remove the finished pieces of interrupted exports and compilations.
 
-    Finished layers and binaries are kept for --resume until the export or compilation is complete.
+    They are kept for --resume until the export or compilation is complete.
     """
-    store = stage_store(cache_dir)
-    found = StagesReport(folder=str(store.folder), stages=store.stages, bytes=store.bytes, cleared=clear)
+    store = store_in(cache_dir)
+    found = StagesReport(folder=str(store.folder), pieces=store.pieces, bytes=store.bytes, cleared=clear)
     if clear:
         store.clear()
     if as_json:
         print_json(found)
         return
-    typer.echo(f"{store.folder}: {found.stages} stages, {found.bytes / 1e6:.1f} MB{', removed' if clear else ''}")
+    typer.echo(f"{store.folder}: {found.pieces} pieces, {found.bytes / 1e6:.1f} MB{', removed' if clear else ''}")
 
 
 @contextmanager

@@ -1,32 +1,17 @@
-"""From a bundle's graphs to context binaries for one chip."""
+"""From ONNX graphs to a context binary for one chip."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from pathlib import Path
-from typing import Protocol
 
 from devices import Device
-from edgekv import qnn
-from edgekv.bundle import (
-    COMPILED,
-    MANIFEST,
-    Bundle,
-    CompiledBinary,
-    CompiledManifest,
-    GraphRecord,
-    atomic_directory,
-    readable_json,
-    record_files,
-)
-from edgekv.errors import EngineError, UsageError
+from edgekv.bundle import COMPILED, CompiledBinary, CompiledManifest, GraphRecord, readable_json, record_files
+from edgekv.errors import EngineError
 from edgekv.runtime import HtpOptions
 from edgekv.system import MIB, sha256_of
 from exporters.htp.binary import check_target, count_graphs
 from exporters.htp.check import HtpStep, run_and_lint, run_steps
-from exporters.parallel import Job, compiler_bytes, side_by_side
-from exporters.progress import Progress, silent
 
 COMPILER_DEFAULTS = HtpOptions()
 
@@ -40,93 +25,6 @@ def unwatched(binary: str, peak_bytes: int) -> None:
 
 Lint = Callable[[str, list[str]], None]
 """Called with the file of a graph and its float nodes, named as by `exporters.htp.check.floating_nodes`."""
-
-
-class MakeBinary(Protocol):
-    """Compiles graphs into one binary, as `compile_graphs` does."""
-
-    def __call__(
-        self,
-        device: Device,
-        models: Mapping[str, Path],
-        folder: Path,
-        *,
-        prefix: str,
-        watch: Watch,
-        options: HtpOptions,
-    ) -> CompiledBinary: ...
-
-
-def compile_bundle(
-    bundle: Bundle,
-    device: Device,
-    *,
-    each: bool | None = None,
-    force: bool = False,
-    progress: Progress = silent,
-    watch: Watch = unwatched,
-    make: MakeBinary | None = None,
-    options: HtpOptions = COMPILER_DEFAULTS,
-) -> CompiledManifest:
-    """Write `compiled/<SOC>/` into the bundle: one context binary per part, in which all graphs share its weights.
-
-    TFLite graphs become one `.tflite` file that calls such a context. The target chip is read back from each binary,
-    and from shared ones the number of graphs.
-
-    Args:
-        bundle: what to compile.
-        device: the target.
-        each: also write one binary per graph. The emulator on x86 loads only these; a phone needs none, and they double
-            the compile time. None: yes, unless the layers are split into parts, which are too large for the
-            emulator.
-        force: replace earlier binaries.
-        progress: called for each binary.
-        watch: called with the peak RAM of each. It is not stored, so that compiling again writes the same bytes.
-        make: compiles one binary; None for `compile_graphs`.
-        options: of the compiler.
-
-    Raises:
-        UsageError: options that are not for compiling, or the device cannot run the bundle, was compiled for before, or
-            `each` does not fit the bundle.
-        EngineError: the compiler failed, or targeted something else.
-    """
-    manifest = bundle.manifest
-    options.check_for_compiling(device)
-    if manifest.graph_format == "tflite" and options != COMPILER_DEFAULTS:
-        raise UsageError(
-            "--htp",
-            got="it for a bundle of TFLite graphs",
-            expected="none: LiteRT's plugin does not take them",
-            fix="Leave it out.",
-        )
-    if not device.supports_kv(manifest.kv_dtype):
-        raise UsageError(
-            "--device",
-            got=f"{device.soc} (V{device.arch})",
-            expected=f"V73 or later, for the bundle's {manifest.kv_dtype} cache",
-            fix="Export with --kv u8, or compile for a later device.",
-        )
-    if manifest.graph_format == "tflite" and each is not None:
-        raise UsageError(
-            "--each/--no-each",
-            got="one of them for a bundle of TFLite graphs",
-            expected="neither: they are compiled into one file",
-            fix="Leave it out.",
-        )
-    target = bundle.path / "compiled" / device.soc
-    with atomic_directory(target, force=force, marker=COMPILED) as folder:
-        if manifest.graph_format == "tflite":
-            (models,) = device_parts(manifest.graphs, bundle.path)
-            binary, compiler = _compile_tflite(models, device, folder, progress)
-            binaries = [binary]
-        else:
-            alone = manifest.is_whole if each is None else each
-            parts, compiler = device_parts(manifest.graphs, bundle.path), qnn.compiler()
-            binaries = compile_binaries(parts, device, folder, alone, progress, watch, make, options)
-        progress("seal", 0, 1)
-        compiled = write_compiled(folder, device, binaries, compiler, bundle.path / MANIFEST, options)
-    progress("seal", 1, 1)
-    return compiled
 
 
 def write_compiled(
@@ -160,54 +58,6 @@ def device_parts(graphs: Sequence[GraphRecord], folder: Path) -> list[dict[str, 
             for part in graph.parts:
                 stages.setdefault(part.layers, {})[part.name] = folder / part.file
     return [*stages.values()]
-
-
-def _compile_tflite(
-    models: Mapping[str, Path], device: Device, folder: Path, progress: Progress
-) -> tuple[CompiledBinary, str]:
-    """One `.tflite` file that holds a context of these signatures of another, and the compiler."""
-    from exporters.htp.compile_tflite import compile_tflite, compiler  # its packages are optional
-
-    (source,) = set(models.values())
-    progress("compile", 0, 1)
-    compile_tflite(source, folder / source.name, list(models), device)
-    check_target(folder / source.name, device)
-    progress("compile", 1, 1)
-    return CompiledBinary(file=source.name, wrappers=dict.fromkeys(models, source.name), graphs=len(models)), compiler()
-
-
-def compile_binaries(
-    parts: Sequence[Mapping[str, Path]],
-    device: Device,
-    folder: Path,
-    each: bool,
-    progress: Progress = silent,
-    watch: Watch = unwatched,
-    make: MakeBinary | None = None,
-    options: HtpOptions = COMPILER_DEFAULTS,
-) -> list[CompiledBinary]:
-    """Compile graphs into a folder, each binary in its own process.
-
-    Args:
-        parts: for each part, its ONNX files by name, all over the same weights.
-        device: the target, which is read back from every binary.
-        folder: receives the binaries and their wrappers.
-        each: also compile each file into a binary, before the one that shares weights.
-        progress: called for each binary.
-        watch: called with the peak RAM of each.
-        make: compiles one binary; None for `compile_graphs`.
-        options: of the compiler.
-
-    Raises:
-        EngineError: the compiler failed, or targeted something else.
-    """
-    compiling = make or compile_graphs
-    jobs = []
-    for models in binary_sets(parts, each=each):
-        prefix = "shared_" if len(models) > 1 else ""
-        call = partial(compiling, device, models, folder, prefix=prefix, watch=watch, options=options)
-        jobs.append(Job(call, compiler_bytes([*models.values()])))
-    return [*side_by_side(jobs, "compile", progress)]
 
 
 def binary_sets(parts: Sequence[Mapping[str, Path]], *, each: bool) -> list[dict[str, Path]]:

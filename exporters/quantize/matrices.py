@@ -61,7 +61,7 @@ def lora_groups(spec: DecoderSpec, layer: int) -> tuple[LoraGroup, ...]:
     return ("conv_in", "conv_out", "gate_up", "down") if spec.is_convolution(layer) else ("qkv", "o", "gate_up", "down")
 
 
-def follows(recipe: Recipe) -> bool:
+def needs_quantized_pass(recipe: Recipe) -> bool:
     """Whether calibration runs the quantized decoder too; with 8 bits the exact one stands for both."""
     return any(rule.dtype != "int8" for rule in recipe.weights)
 
@@ -140,9 +140,19 @@ class Quantizer:
     Attributes:
         hidden: `[2, windows, T, hidden]`, the residual of the exact decoder and of the quantized one, or
             `[1, windows, T, hidden]`.
+        recipe: type and method of each matrix that comes next.
     """
 
-    def __init__(self, tensors: Tensors, tokens: NDArray[Any], context: int, recipe: Recipe, sink: int = 0) -> None:
+    def __init__(
+        self,
+        tensors: Tensors,
+        tokens: NDArray[Any],
+        context: int,
+        recipe: Recipe,
+        sink: int = 0,
+        *,
+        follows: bool | None = None,
+    ) -> None:
         """Start with the embeddings.
 
         Args:
@@ -151,13 +161,14 @@ class Quantizer:
             context: the longest sequence that the rotary embedding is made for.
             recipe: type and method of each matrix.
             sink: number of first tokens of each window that no graph computes; they stay exact.
+            follows: run the quantized decoder too; None for what `needs_quantized_pass` says of the recipe.
         """
         self._tensors = tensors
         self._spec = tensors.spec
-        self._recipe = recipe
+        self.recipe = recipe
         self._ops = PairedOps(tensors, tokens.shape[1], context, sink)
         rows = tensors.tensor(EMBEDDING, tokens.reshape(-1)).reshape(*tokens.shape, -1)
-        self._follows = follows(recipe)
+        self._follows = needs_quantized_pass(recipe) if follows is None else follows
         self.hidden: Floats = np.stack([rows, rows] if self._follows else [rows])
         if self._follows:
             self.hidden[1, :, sink:] = self._rounded(tokens[:, sink:])
@@ -206,13 +217,13 @@ class Quantizer:
 
     def quantized(self, name: str, inputs: LayerInputs) -> QuantizedWeight:
         """A matrix of a layer, quantized on its inputs."""
-        rule = self._recipe.rule(name)
+        rule = self.recipe.rule(name)
         if rule.method == "stored":
             return self._tensors.integers(name)
         return quantize(by_inputs(self._ops.exact[name]), rule.dtype, rule.method, inputs)
 
     def use(self, name: str, weight: QuantizedWeight | None) -> None:
-        """Run with a quantized matrix from now on; None if `follows` says that the exact one stands for it."""
+        """Run with a quantized matrix from now on; None if the exact one stands for it."""
         exact = self._ops.exact[name]
         self._ops.quantized[name] = by_outputs(weight.dequantize()) if self._follows and weight is not None else exact
 
@@ -222,7 +233,7 @@ class Quantizer:
         The head is quantized and observed some rows of the vocabulary at a time.
         """
         ops, spec, key = self._ops, self._spec, self._tensors.head_key
-        rule = self._recipe.rule(key)
+        rule = self.recipe.rule(key)
         windows = range(self.hidden.shape[1])
         if spec.vocabulary == "turned":
             turn = self._turn()
@@ -267,7 +278,7 @@ class Quantizer:
     def _turn(self) -> QuantizedWeight:
         """The matrix in front of the head, quantized: with the identity it stands for the one that x is turned by."""
         turn = by_inputs(self._tensors.tensor(HEAD_TURN))
-        rule = self._recipe.rule(HEAD_TURN)
+        rule = self.recipe.rule(HEAD_TURN)
         if rule.method == "nearest":
             return quantize_per_channel(turn)
         assert rule.method != "stored", "no checkpoint has it"

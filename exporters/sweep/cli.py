@@ -17,15 +17,14 @@ from edgekv.system import parse_bytes
 from edgekv.text_file import read_text_file
 from exporters.cli.options import JsonOption
 from exporters.cli.scheduler import DivideOption
-from exporters.options import KV_DTYPES
+from exporters.options import KV_DTYPES, Cluster
 from exporters.progress import shown
 from exporters.quantize.recipe import find_recipe
-from exporters.sweep.carry import Where
 from exporters.sweep.combination import Common, combinations
 from exporters.sweep.page import write_page
 from exporters.sweep.result import SweepReport
 from exporters.sweep.show import lines
-from exporters.sweep.sweep import run_sweep
+from exporters.sweep.sweep import Text, run_sweep
 
 # ruff: noqa: UP045  (typer reads the annotations of Python 3.10 at run time)
 
@@ -115,8 +114,18 @@ def sweep(
     budget_bytes = None if budget is None else parse_bytes("--budget", budget)
     _make_folder(output)
     with shown() as progress:
-        where = Where(output, store, scheduler, workers, keep_going, _say, progress, divide_layers, prune_days)
-        report = run_sweep(checkpoint, [*wanted], text.name, content, tokens, where, common, budget_bytes=budget_bytes)
+        report = run_sweep(
+            checkpoint,
+            [*wanted],
+            Text(text.name, content, tokens),
+            output,
+            Cluster(scheduler, workers, keep_going, _say, divide_layers),
+            common,
+            store_place=store,
+            progress=progress,
+            budget_bytes=budget_bytes,
+            prune_days=prune_days,
+        )
     write_page(output / PAGE, report)
     if as_json:
         print_json(report)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 
@@ -13,10 +13,11 @@ from devices import Device
 from edgekv.bundle import RotationName
 from edgekv.errors import EdgeKVError
 from edgekv.kv import KvDtype
+from exporters.checkpoint.checkpoint import Checkpoint
 from exporters.options import ExportOptions
 from exporters.preconditions import check_compiler
+from exporters.prepared import Prepared, prepare
 from exporters.quantize.recipe import Recipe
-from exporters.sweep.source import open_checkpoint, prepared_for
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,25 +114,25 @@ def combinations(
         yield Combination(chosen, given, dtype, device, lengths, parts, rotation)
 
 
-def sort_out(wanted: Sequence[Combination], checkpoint: str, common: Common) -> tuple[list[Combination], list[Refusal]]:
+def sort_out(
+    wanted: Sequence[Combination], checkpoint: Checkpoint, common: Common
+) -> tuple[list[tuple[Combination, Prepared]], list[Refusal]]:
     """The combinations that can be exported, and the others with the reason, before any work.
 
     Raises:
-        CheckpointError: the checkpoint cannot be read.
         EngineError: the HTP compiler is wanted and not installed.
     """
-    open_checkpoint(checkpoint)
-    possible, refused, seen = list[Combination](), list[Refusal](), set[str]()
+    possible, refused, seen = list[tuple[Combination, Prepared]](), list[Refusal](), set[str]()
     for each in wanted:
         if each.name in seen:
             continue
         seen.add(each.name)
         try:
             options = each.options(common)
-            prepared_for(checkpoint, replace(options, check_on_htp=False, compile=False))
+            prepared = prepare(checkpoint, options)
         except EdgeKVError as error:
             refused.append(Refusal(name=each.name, reason=str(error)))
             continue
         check_compiler(options)
-        possible.append(each)
+        possible.append((each, prepared))
     return possible, refused

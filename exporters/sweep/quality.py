@@ -1,10 +1,11 @@
-"""The work of measuring a written bundle against the float32 reference, in pieces."""
+"""Pieces that measure a written bundle against the float32 reference."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 import msgspec
 import numpy as np
@@ -19,10 +20,10 @@ from exporters.inspect.layers import measure_layers
 from exporters.inspect.report import LayerLoss
 from exporters.inspect.tally import Evaluation
 from exporters.inspect.wikitext import Window
+from exporters.pipeline.inputs import Exact, Inputs, SinkChoice
+from exporters.pipeline.piece import Piece, Plan
+from exporters.pipeline.store import PieceStore
 from exporters.quantize.reference import Floats, Reference
-from exporters.sweep.source import Source
-from exporters.sweep.store import PieceStore
-from exporters.sweep.work import BUNDLE
 
 ENGINE, TEXT = "cpu", "text.txt"
 
@@ -38,31 +39,75 @@ class Sample:
     """The text of the evaluation.
 
     Attributes:
-        key: of the piece that holds it.
-        name: of the text.
+        name: of the piece that holds it.
+        title: of the text.
         tokens: number of tokens to predict.
     """
 
-    key: str
     name: str
+    title: str
     tokens: int
 
+    @classmethod
+    def give(cls, plan: Plan, title: str, text: str, tokens: int) -> Sample:
+        """Add a text to a plan, its line ends as they are: they are tokens."""
+
+        def write(folder: Path) -> None:
+            (folder / TEXT).write_bytes(text.encode())
+
+        return cls(plan.give(write, "text", text), title, tokens)
+
     def read(self, store: PieceStore) -> str:
-        """The text, its line ends as they are: they are tokens."""
-        return (store.path(self.key) / TEXT).read_bytes().decode()
+        """The text."""
+        return (store.path(self.name) / TEXT).read_bytes().decode()
 
 
 @dataclass(frozen=True, slots=True)
-class ReferenceWork:
-    """Logits of the float32 reference, a file for each window."""
+class Measured:
+    """What windows of text are cut from.
 
-    source: Source
+    Attributes:
+        exact: the decoder.
+        tokenizer: see `Identity`.
+        sink: decides how windows begin.
+        context: of the bundle.
+        sample: the text.
+    """
+
+    exact: Exact
+    tokenizer: str
+    sink: SinkChoice
+    context: int
     sample: Sample
 
-    def __call__(self, folder: Path, store: PieceStore) -> object:
-        prepared = self.source.prepared
-        windows = _windows(self.source, self.sample, store)
-        reference = Reference(prepared.checkpoint, prepared.options.contexts[-1])
+    @property
+    def needs(self) -> tuple[str, ...]:
+        """Names of the pieces that it follows from."""
+        return self.sink.survey, self.sample.name
+
+    def windows(self, inputs: Inputs) -> list[Window]:
+        """Those that `edgekv eval` measures: of the context length, with `sample.tokens` predicted tokens in all."""
+        has_sink = self.sink.chooses(inputs.survey(self.sink.survey, self.exact))
+        first = self.sink.first if has_sink else ()
+        checkpoint = inputs.text_checkpoint(self.exact, self.tokenizer)
+        return context_windows(checkpoint, self.sample.read(inputs.store), self.context, first, self.sample.tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class ReferencePiece(Piece):
+    """Logits of the float32 reference, a file for each window."""
+
+    kind: ClassVar[str] = "reference"
+
+    measured: Measured
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        return self.measured.needs
+
+    def make(self, folder: Path, inputs: Inputs) -> object:
+        windows, exact = self.measured.windows(inputs), self.measured.exact
+        reference = Reference(inputs.text_checkpoint(exact, self.measured.tokenizer), self.measured.context)
         for number, logits in enumerate(reference.logits([window.inputs for window in windows])):
             np.save(folder / f"{number}.npy", logits)
         return len(windows)
@@ -70,7 +115,7 @@ class ReferenceWork:
 
 @dataclass(frozen=True, slots=True)
 class StoredLogits:
-    """Logits that `ReferenceWork` has written."""
+    """Logits that `ReferencePiece` has written."""
 
     folder: Path
 
@@ -81,52 +126,63 @@ class StoredLogits:
 
 
 @dataclass(frozen=True, slots=True)
-class EvaluateWork:
+class EvaluatePiece(Piece):
     """Perplexity and agreement with the reference; answers an `Evaluation`.
 
     Attributes:
-        source: checkpoint and options.
-        sample: the text.
-        bundle: key of the written bundle.
-        reference: key of the reference's logits.
+        measured: the text.
+        bundle: name of the written bundle.
+        reference: name of the reference's logits.
+        engine: that runs the bundle.
     """
 
-    source: Source
-    sample: Sample
+    kind: ClassVar[str] = "evaluate"
+
+    measured: Measured
     bundle: str
     reference: str
+    engine: str = ENGINE
 
-    def __call__(self, folder: Path, store: PieceStore) -> Evaluation:
-        windows = _windows(self.source, self.sample, store)
-        with edgekv.load(store.path(self.bundle) / BUNDLE, engine=ENGINE) as model:
+    @property
+    def needs(self) -> tuple[str, ...]:
+        return *self.measured.needs, self.bundle, self.reference
+
+    def make(self, folder: Path, inputs: Inputs) -> Evaluation:
+        windows = self.measured.windows(inputs)
+        with edgekv.load(inputs.bundle(self.bundle), engine=self.engine) as model:
             return evaluate_windows(
                 model,
-                self.source.prepared.checkpoint,
+                inputs.text_checkpoint(self.measured.exact, self.measured.tokenizer),
                 windows,
-                self.sample.name,
-                reference=StoredLogits(store.path(self.reference)),
+                self.measured.sample.title,
+                reference=StoredLogits(inputs.store.path(self.reference)),
             )
 
 
 @dataclass(frozen=True, slots=True)
-class ErrorWork:
-    """The error of every layer on the first tokens of the text; answers `LayerErrors`."""
+class ErrorPiece(Piece):
+    """The error of every layer on the first tokens of the text; answers `LayerErrors`.
 
-    source: Source
-    sample: Sample
+    Attributes:
+        measured: the text.
+        bundle: name of the written bundle.
+        engine: that runs the bundle.
+    """
+
+    kind: ClassVar[str] = "error"
+
+    measured: Measured
     bundle: str
+    engine: str = ENGINE
 
-    def __call__(self, folder: Path, store: PieceStore) -> LayerErrors:
-        windows = _windows(self.source, self.sample, store)
-        with edgekv.load(store.path(self.bundle) / BUNDLE, engine=ENGINE) as model:
-            runner = make_engine(model.bundle, EngineOptions(ENGINE))
-            tensors = transformed_as(model.bundle, self.source.prepared.checkpoint)
-            return LayerErrors(layers=measure_layers(model.bundle, runner, tensors, windows, self.sample.name).layers)
+    @property
+    def needs(self) -> tuple[str, ...]:
+        return *self.measured.needs, self.bundle
 
-
-def _windows(source: Source, sample: Sample, store: PieceStore) -> list[Window]:
-    """The windows that `edgekv eval` measures: of the context length, with `sample.tokens` predicted tokens in all."""
-    prepared, sink = source.prepared, source.surveyed(store).sink
-    first = () if sink is None else sink.tokens
-    context = prepared.options.contexts[-1]
-    return context_windows(prepared.checkpoint, sample.read(store), context, first, sample.tokens)
+    def make(self, folder: Path, inputs: Inputs) -> LayerErrors:
+        windows, title = self.measured.windows(inputs), self.measured.sample.title
+        with edgekv.load(inputs.bundle(self.bundle), engine=self.engine) as model:
+            runner = make_engine(model.bundle, EngineOptions(self.engine))
+            checkpoint = inputs.text_checkpoint(self.measured.exact, self.measured.tokenizer)
+            tensors = transformed_as(model.bundle, checkpoint)
+            return LayerErrors(layers=measure_layers(model.bundle, runner, tensors, windows, title).layers)

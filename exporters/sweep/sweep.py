@@ -2,52 +2,103 @@
 
 from __future__ import annotations
 
+import shlex
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from edgekv.bundle import atomic_file, readable_json
 from edgekv.errors import EdgeKVError, UsageError
+from edgekv.plan import MemoryLimit, Overrides, estimate_speed, find_subject
+from edgekv.plan.cache import CHOICES
+from edgekv.plan.fit import demand
 from edgekv.system import format_bytes
+from exporters.inspect.tally import Evaluation
+from exporters.options import Cluster
+from exporters.pipeline.assemble import assemble
+from exporters.pipeline.distribute import run_on
+from exporters.pipeline.piece import Plan
+from exporters.pipeline.place import Identity, Place, open_checkpoint
+from exporters.pipeline.planning import Exported, Planner, quantizing_bytes
+from exporters.pipeline.prune import check_prunable, mark_used, prune
+from exporters.pipeline.store import PieceStore
+from exporters.prepared import Prepared
+from exporters.progress import Progress, silent
 from exporters.resources import bundle_bytes
-from exporters.sweep.bundles import assemble, measure
-from exporters.sweep.carry import Where, carry_out, fitness_for
 from exporters.sweep.combination import Combination, Common, Refusal, sort_out
-from exporters.sweep.piece import hashed
-from exporters.sweep.planning import Member, Planner
-from exporters.sweep.prune import check_prunable, mark_used, prune
-from exporters.sweep.quality import TEXT, Sample
+from exporters.sweep.quality import ErrorPiece, EvaluatePiece, LayerErrors, Measured, ReferencePiece, Sample
 from exporters.sweep.result import Result, SweepReport, recommend, with_front
-from exporters.sweep.run import Failure, unfinished
-from exporters.sweep.source import prepared_for
-from exporters.sweep.store import PieceStore
 
 RESULTS = "results.json"
 _ERROR_TOKENS = 256
+_PROCESS_BYTES = 300_000_000
+_ENGINE_COPIES = 4  # of a bundle's bytes, at the peak of loading it on the CPU
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """The text on which quality is measured.
+
+    Attributes:
+        title: its name.
+        content: its content.
+        tokens: the most to predict.
+    """
+
+    title: str
+    content: str
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """A combination and the names of its pieces.
+
+    Attributes:
+        combination: what it is.
+        exported: those of its bundle.
+        evaluate: the evaluation.
+        error: the error by layer.
+    """
+
+    combination: Combination
+    exported: Exported
+    evaluate: str
+    error: str
+
+    @property
+    def names(self) -> list[str]:
+        """All last pieces."""
+        return [*self.exported.names, self.evaluate, self.error]
 
 
 def run_sweep(
     checkpoint: str,
     wanted: Sequence[Combination],
-    text_name: str,
-    text: str,
-    tokens: int,
-    where: Where,
+    text: Text,
+    folder: Path,
+    cluster: Cluster,
     common: Common,
     *,
+    store_place: str | None = None,
+    progress: Progress = silent,
     budget_bytes: int | None = None,
+    prune_days: float | None = None,
 ) -> SweepReport:
     """Do a sweep, and write its results and bundles.
 
     Args:
-        checkpoint: a path that all workers see, or a hub id.
+        checkpoint: a path or fsspec URL that all workers see, or a hub id.
         wanted: the combinations.
-        text_name: of the evaluation's text.
         text: on which quality is measured.
-        tokens: the most to predict.
-        where: where it runs.
+        folder: of results and bundles.
+        cluster: where pieces are done.
         common: options of all exports.
+        store_place: path or fsspec URL of the pieces; None for `pieces` in the folder.
+        progress: called for each kind of piece.
         budget_bytes: the most that a recommended bundle may have.
+        prune_days: afterwards remove pieces not used for so many days; None for none.
 
     Raises:
         UsageError: combinations cannot be, or workers do not fit, and `keep_going` is not given.
@@ -55,10 +106,11 @@ def run_sweep(
         EdgeKVError: a piece failed.
     """
     start = time.monotonic()
-    possible, refused = sort_out(wanted, checkpoint, common)
+    opened = open_checkpoint(checkpoint)
+    possible, refused = sort_out(wanted, opened, common)
     for refusal in refused:
-        where.say(f"refused: {refusal.name}: {refusal.reason}")
-    if refused and not (where.keep_going and possible):
+        cluster.say(f"refused: {refusal.name}: {refusal.reason}")
+    if refused and not (cluster.keep_going and possible):
         raise UsageError(
             "combinations",
             got=f"{len(refused)} of {len(possible) + len(refused)} that cannot be: "
@@ -66,84 +118,126 @@ def run_sweep(
             expected="combinations that can be exported",
             fix="Leave them out, or go on with the others with --keep-going.",
         )
-    store = PieceStore(where.store or str((where.folder / "pieces").absolute()))
+    store = PieceStore(store_place or str((folder / "pieces").absolute()))
     store.check()
-    if where.prune_days is not None:
+    if prune_days is not None:
         check_prunable(store)
-    sample = store_sample(store, text_name, text, tokens)
-    errors = Sample(sample.key, sample.name, min(tokens, _ERROR_TOKENS))
-    planner = Planner(checkpoint, divide=where.divide)
-    members = [planner.add(each, common, sample, errors) for each in possible]
+    identity, place = Identity.of(opened), Place.of(opened)
+    planner = Planner(identity, divide=cluster.divide)
     plan = planner.plan
-    pieces = unfinished(plan, store, [key for member in members for key in member.all])
-    failed: dict[str, Failure] = {}
-    if pieces:
-        disk_bytes = _disk_bytes(checkpoint, members, common)
-        fitness = fitness_for(planner.checkpoint, common.calibration, store, sample.key, disk_bytes)
-        failed = carry_out(pieces, len(plan.pieces), store, fitness, where)
+    members = [_add(planner, identity, combination, prepared, text) for combination, prepared in possible]
+    targets = [name for member in members for name in member.names]
+    before = len(plan.unfinished(store, targets))
+    disk_bytes = 2 * max(_bundle_bytes(prepared) for _, prepared in possible)
+    failed = run_on(cluster, plan, targets, store, place, identity, progress, disk_bytes=disk_bytes)
     results, lost = list[Result](), list[Refusal]()
     for member in members:
-        under = plan.under(member.all)
-        wrong = [failed[key] for key in plan.pieces if key in under and key in failed]  # the cause first
+        under = plan.under(member.names)
+        wrong = [failed[name] for name in plan.pieces if name in under and name in failed]  # the cause first
         if wrong:
             lost.append(Refusal(name=member.combination.name, reason=f"{wrong[0].kind}: {wrong[0].error}"))
             continue
         try:
-            results.append(_finished(member, planner, store, where, checkpoint, common))
+            results.append(_finished(member, plan, store, folder, checkpoint, common))
         except EdgeKVError as error:
-            if not where.keep_going:
+            if not cluster.keep_going:
                 raise
             lost.append(Refusal(name=member.combination.name, reason=str(error)))
     report = SweepReport(
         checkpoint=checkpoint,
-        text=text_name,
+        text=text.title,
         budget_bytes=budget_bytes,
         pieces=len(plan.pieces),
-        separate_pieces=sum(len(plan.under(member.all)) for member in members),
-        done=len(pieces) - len(failed),
+        separate_pieces=sum(len(plan.under(member.names)) for member in members),
+        done=before - len(failed),
         seconds=round(time.monotonic() - start, 1),
         results=with_front(results),
         refused=refused,
         failed=lost,
         recommended=recommend(results, budget_bytes),
     )
-    with atomic_file(where.folder / RESULTS) as partial:
+    with atomic_file(folder / RESULTS) as partial:
         partial.write_bytes(readable_json(report, indent=2))
-    mark_used(store, {sample.key, *plan.pieces})
-    if where.prune_days is not None:
-        pruned = prune(store, where.prune_days)
-        where.say(f"removed {pruned.pieces} pieces, {format_bytes(pruned.bytes)}")
+    mark_used(store, {*plan.pieces, *plan.given})
+    if prune_days is not None:
+        pruned = prune(store, prune_days)
+        cluster.say(f"removed {pruned.pieces} pieces, {format_bytes(pruned.bytes)}")
     return report
 
 
-def _finished(
-    member: Member, planner: Planner, store: PieceStore, where: Where, checkpoint: str, common: Common
-) -> Result:
+def _add(planner: Planner, identity: Identity, combination: Combination, prepared: Prepared, text: Text) -> Member:
+    """The pieces of one more combination."""
+    exported, plan = planner.export(prepared), planner.plan
+    spec, context = prepared.checkpoint.spec, prepared.options.contexts[-1]
+    exact, sink = exported.folded.exact.alone, exported.folded.sink
+    sample, errors = (
+        Sample.give(plan, text.title, text.content, tokens) for tokens in (text.tokens, min(text.tokens, _ERROR_TOKENS))
+    )
+    measured = Measured(exact, identity.tokenizer, sink, context, sample)
+    logits_bytes = 4 * min(context, sample.tokens) * spec.vocab
+    quantizing, engine_bytes = quantizing_bytes(prepared), _PROCESS_BYTES + _ENGINE_COPIES * _bundle_bytes(prepared)
+    reference = plan.put(ReferencePiece(measured), quantizing + 2 * logits_bytes)
+    evaluate = plan.put(EvaluatePiece(measured, exported.write, reference), engine_bytes + 4 * logits_bytes)
+    by_layer = Measured(exact, identity.tokenizer, sink, context, errors)
+    error = plan.put(ErrorPiece(by_layer, exported.write), engine_bytes + quantizing)
+    return Member(combination, exported, evaluate, error)
+
+
+def _finished(member: Member, plan: Plan, store: PieceStore, folder: Path, checkpoint: str, common: Common) -> Result:
+    """Put the bundle of a combination in place, and say what is known of it."""
     combination = member.combination
-    bundle = where.folder / "bundles" / combination.name
-    assemble(member.exported, combination.device, store, bundle, force=True)
+    bundle = folder / "bundles" / combination.name
+    manifest = assemble(member.exported, combination.device, store, bundle, force=True)
     if combination.rotation is not None:
-        recipes = where.folder / "recipes"
+        recipes = folder / "recipes"
         recipes.mkdir(parents=True, exist_ok=True)
         combination.recipe.write(recipes / f"{combination.recipe.name}.json")
-    return measure(member, planner.plan, store, bundle, checkpoint, common)
+    subject = find_subject(bundle, Overrides())
+    assert subject.decoder is not None and subject.weights is not None, "a bundle says both"
+    speed = estimate_speed(subject, subject.decoder, subject.weights, combination.device)
+    seconds = sum(store.seconds(name) for name in plan.under(member.exported.names))
+    return Result(
+        name=combination.name,
+        recipe=combination.recipe_name,
+        rotation=combination.rotation,
+        kv=combination.kv,
+        device=combination.device.soc,
+        contexts=list(combination.contexts),
+        splits=combination.splits,
+        bundle=str(bundle),
+        bytes=sum(file.bytes for file in manifest.files.values()),
+        ram_bytes=demand(subject, CHOICES[0], MemoryLimit.of_htp()).used_bytes,
+        tokens_per_s=speed.tokens_per_s,
+        roofline_tokens_per_s=speed.static_roofline_tokens_per_s,
+        export_seconds=round(seconds, 3),
+        evaluation=store.answer(member.evaluate, Evaluation),
+        layers=store.answer(member.error, LayerErrors).layers,
+        command=_command(member, checkpoint, bundle, common),
+    )
 
 
-def store_sample(store: PieceStore, name: str, text: str, tokens: int) -> Sample:
-    """The text as a piece, which every worker fetches."""
-    key = hashed("text", name, text)
+def _command(member: Member, checkpoint: str, bundle: Path, common: Common) -> str:
+    """Reproduces a bundle; a recipe with another rotation is a file beside the bundles."""
+    combination = member.combination
+    recipe = combination.recipe_name
+    if combination.rotation is not None:
+        recipe = str(bundle.parent.parent / "recipes" / f"{combination.recipe.name}.json")
+    words = ["edgekv", "export", checkpoint, "-o", combination.name, "--device", combination.device.soc]
+    words += ["--recipe", recipe, "--kv", combination.kv, "--context", ",".join(map(str, combination.contexts))]
+    if common.ar != Common().ar:
+        words += ["--ar", ",".join(map(str, common.ar))]
+    if combination.splits is not None:
+        words += ["--splits", str(combination.splits)]
+    if common.calibration is not None:
+        words += ["--calibration", str(common.calibration)]
+    if common.calibration_tokens is not None:
+        words += ["--calibration-tokens", str(common.calibration_tokens)]
+    if not common.check_on_htp:
+        words.append("--skip-htp-check")
+    elif common.compile:
+        words.append("--compile")
+    return shlex.join(words)
 
-    def write(folder: Path) -> None:
-        (folder / TEXT).write_bytes(text.encode())
 
-    store.make(key, "text", write)
-    return Sample(key, name, tokens)
-
-
-def _disk_bytes(checkpoint: str, members: Sequence[Member], common: Common) -> int:
-    """Space of the largest bundle with its layers; checked for the folder of pieces on each worker."""
-    needs = []
-    for member in members:
-        prepared = prepared_for(checkpoint, member.combination.options(common))
-        needs.append(bundle_bytes(prepared.checkpoint.spec, prepared.options.recipe, len(prepared.graphs)))
-    return 2 * max(needs)
+def _bundle_bytes(prepared: Prepared) -> int:
+    return bundle_bytes(prepared.checkpoint.spec, prepared.options.recipe, len(prepared.graphs))

@@ -1,24 +1,29 @@
-"""Carries the pieces of a sweep out on a Dask cluster."""
+"""Does pieces on a Dask cluster; those of lost workers are done again by others."""
 
 from __future__ import annotations
 
 import time
+import warnings
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
-from distributed import Client, Future, KilledWorker
+from distributed import Client, Future, KilledWorker, get_worker
 
 from edgekv.child import TIMEOUT_VARIABLE, vendor_timeout_s
 from edgekv.errors import ServiceError, UsageError
-from exporters.progress import Progress
-from exporters.sweep.fitness import RAM, TOPIC, Fitness, FitWorkers, looking
-from exporters.sweep.limit import within
-from exporters.sweep.piece import Piece, Plan, hashed
-from exporters.sweep.store import PieceStore
+from exporters.options import Cluster
+from exporters.pipeline.cluster import connected
+from exporters.pipeline.fitness import RAM, TOPIC, FitWorkers, WorkerRequirements, looking, versions
+from exporters.pipeline.inputs import Inputs
+from exporters.pipeline.limit import within
+from exporters.pipeline.piece import Piece, Plan, Planned, hashed
+from exporters.pipeline.place import Identity, Place
+from exporters.pipeline.store import PieceStore
+from exporters.progress import Progress, silent
 
 _POLL_S = 0.1
 _LOOK_S = 1.0
@@ -28,6 +33,7 @@ _ANSWER_S = 60.0  # of a scheduler
 _LOOK_AT_S = 1800.0  # of workers: each may fetch the checkpoint first
 _CANCEL_S = 10.0
 _ALL = 1_000_000  # workers
+_RETRIES = 2  # of pieces that travel by URL: object stores refuse a request now and then
 _UNREAD = "deserialization of the task graph"  # in Dask's message
 _AGAIN = "Start them and run the same command again: finished pieces are not done again."
 
@@ -42,38 +48,73 @@ class Failure:
     error: BaseException
 
 
-def unfinished(plan: Plan, store: PieceStore, targets: Sequence[str]) -> dict[str, Piece]:
-    """The pieces to do for these targets: without what is finished, and without all that only it needs."""
-    wanted, waiting, known = set[str](), [*targets], set[str]()
-    while waiting:
-        key = waiting.pop()
-        if key in known:
-            continue
-        known.add(key)
-        if store.find(key) is None:
-            wanted.add(key)
-            waiting += plan.pieces[key].needs
-    return {key: piece for key, piece in plan.pieces.items() if key in wanted}
+def run_on(
+    cluster: Cluster,
+    plan: Plan,
+    targets: Sequence[str],
+    store: PieceStore,
+    place: Place | None,
+    identity: Identity | None,
+    progress: Progress = silent,
+    *,
+    disk_bytes: int,
+) -> dict[str, Failure]:
+    """Do all that these targets need and that is not finished.
+
+    Args:
+        cluster: where.
+        plan: the pieces.
+        targets: names of the last ones.
+        store: of the pieces, which all workers reach.
+        place: of the checkpoint, where all workers find it; None if no piece reads one.
+        identity: what lies there.
+        progress: called for each kind of piece.
+        disk_bytes: free space wanted where workers keep pieces.
+
+    Returns:
+        The pieces that failed, with `keep_going`.
+
+    Raises:
+        UsageError: workers do not fit.
+        ServiceError: the scheduler cannot be reached, or vanished.
+        EdgeKVError: a piece failed, without `keep_going`.
+    """
+    for name, write in plan.given.items():
+        store.make(name, "given", write)
+    wanted = plan.unfinished(store, targets)
+    if not wanted:
+        return {}
+    probe = hashed("probe")
+    store.make(probe, "probe", lambda folder: None)
+    requirements = WorkerRequirements(versions(), place, identity, store, probe, disk_bytes)
+    largest_bytes = max(each.ram_bytes for each in wanted.values())
+    with connected(cluster.scheduler, cluster.workers, largest_bytes) as client:
+        cluster.say(f"{len(wanted)} of {len(plan.under(targets))} pieces to do; dashboard: {client.dashboard_link}")
+        check_workers(client, requirements, largest_bytes, keep_going=cluster.keep_going, say=cluster.say)
+        return run_pieces(client, wanted, requirements, progress, cluster.say, keep_going=cluster.keep_going)
 
 
-def check_workers(client: Client, fitness: Fitness, largest_bytes: int, *, keep_going: bool, say: Say) -> None:
+def check_workers(
+    client: Client, requirements: WorkerRequirements, largest_bytes: int, *, keep_going: bool, say: Say
+) -> None:
     """Refuse workers that cannot do the pieces, by name.
 
     Raises:
         UsageError: there is no worker, one does not fit and `keep_going` is not given, or none has enough RAM.
     """
-    end = time.monotonic() + _JOIN_S
-    while not (workers := _workers(client)) and time.monotonic() < end:
-        time.sleep(_POLL_S)
-    if not workers:
+    try:
+        within(2 * _JOIN_S, "scheduler", lambda: client.wait_for_workers(1, timeout=_JOIN_S), fix=_AGAIN)
+    except TimeoutError:
         raise UsageError(
             "--scheduler",
             got="a scheduler without workers",
             expected="one at least",
             fix="Start `dask worker ADDRESS`.",
-        )
+        ) from None
+    for line in within(_ANSWER_S, "scheduler", partial(_other_versions, client), fix=_AGAIN):
+        say(line)
     found = within(
-        _LOOK_AT_S, "workers", lambda: client.run(fitness.look, on_error="return"), fix="Stop those that hang."
+        _LOOK_AT_S, "workers", lambda: client.run(requirements.look, on_error="return"), fix="Stop those that hang."
     )
     wrong = {address: each for address, each in found.items() if isinstance(each, BaseException) or each}
     lines = [f"worker {address}: {_reasons(each)}" for address, each in wrong.items()]
@@ -82,25 +123,32 @@ def check_workers(client: Client, fitness: Fitness, largest_bytes: int, *, keep_
             "workers",
             got="; ".join(lines),
             expected="workers with this command's programs, the checkpoint, and room for pieces",
-            fix="Mend or stop them, or leave them out with --keep-going.",
+            fix="Correct or stop them, or leave them out with --keep-going.",
         )
     for line in lines:
         say(f"{line}; it gets no work")
-    rams = [each["resources"].get(RAM, each["memory_limit"] or largest_bytes) for each in workers.values()]
-    if max(rams) < largest_bytes:
+    rams = [each["resources"].get(RAM, each["memory_limit"] or largest_bytes) for each in _workers(client).values()]
+    if max(rams, default=0) < largest_bytes:
         raise UsageError(
             "RAM of workers",
-            got=f"at most {max(rams) / 1e9:.2f} GB",
+            got=f"at most {max(rams, default=0) / 1e9:.2f} GB",
             expected=f"{largest_bytes / 1e9:.2f} GB for the largest piece",
             fix='Start a worker with more: dask worker ADDRESS --resources "RAM=BYTES", or use --splits.',
         )
 
 
+def _other_versions(client: Client) -> list[str]:
+    """What Dask says of other versions of Python and of its own packages."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        client.get_versions(check=True)
+    return [str(each.message) for each in caught if "versions" in str(each.message)]
+
+
 def run_pieces(
     client: Client,
-    pieces: dict[str, Piece],
-    store: PieceStore,
-    fitness: Fitness,
+    wanted: Mapping[str, Planned],
+    requirements: WorkerRequirements,
     progress: Progress,
     say: Say,
     *,
@@ -110,9 +158,8 @@ def run_pieces(
 
     Args:
         client: of the scheduler.
-        pieces: by key, each after those that it needs.
-        store: where they are kept.
-        fitness: what workers need.
+        wanted: by name, each after those that it needs.
+        requirements: what workers need.
         progress: called for each kind of piece.
         say: called with what happens to workers.
         keep_going: go on when a piece fails.
@@ -124,45 +171,57 @@ def run_pieces(
         ServiceError: the scheduler or all workers vanished.
         EdgeKVError: a piece failed.
     """
-    mark = f"edgekv-{hashed(repr(fitness))[:12]}"
-    largest_bytes = max(piece.ram_bytes for piece in pieces.values())
-    client.subscribe_topic(TOPIC, lambda event: say(f"worker {event[1]['worker']}: {_reasons(event[1]['obstacles'])}"))
-    plugin = FitWorkers(fitness, mark, largest_bytes)
+    mark = f"edgekv-{hashed(repr(requirements))[:12]}"
+    largest_bytes = max(each.ram_bytes for each in wanted.values())
+    client.subscribe_topic(TOPIC, lambda event: say(f"worker {event[1]['worker']}: {_reasons(event[1]['problems'])}"))
+    plugin = FitWorkers(requirements, mark, largest_bytes)
     within(_LOOK_AT_S, "workers", lambda: client.register_plugin(plugin), fix="Stop those that hang.")
+    store, place = requirements.store, requirements.place
     futures: dict[str, Future] = {}
-    for key, piece in pieces.items():
+    for name, planned in wanted.items():
+        piece = planned.piece
         before = [futures[need] for need in piece.needs if need in futures]
-        futures[key] = client.submit(
-            do_piece, piece, store, before, key=f"{piece.kind}-{key}", resources={RAM: piece.ram_bytes, mark: 1}
+        futures[name] = client.submit(
+            do_piece,
+            piece,
+            store,
+            place,
+            before,
+            key=f"{piece.kind}-{name}",
+            resources={RAM: planned.ram_bytes, mark: 1},
+            retries=_RETRIES if store.is_remote else 0,
         )
-    names = {future.key: key for key, future in futures.items()}
-    totals, done = Counter(piece.kind for piece in pieces.values()), Counter[str]()
+    names = {future.key: name for name, future in futures.items()}
+    totals, done = Counter(each.piece.kind for each in wanted.values()), Counter[str]()
     failed: dict[str, Failure] = {}
     waiting = {*futures.values()}
     watch = _Watch(client, mark, say)
 
     def least_bytes() -> int:
         """RAM of the smallest piece that could run now."""
-        left = [pieces[names[each.key]] for each in waiting]
-        return min(each.ram_bytes for each in left if not any(futures.get(need) in waiting for need in each.needs))
+        left = [wanted[names[each.key]] for each in waiting]
+        return min(
+            each.ram_bytes for each in left if not any(futures.get(need) in waiting for need in each.piece.needs)
+        )
 
     try:
         while waiting:
             time.sleep(_POLL_S)
-            watch.look(len(pieces) - len(waiting), len(pieces), least_bytes)
+            watch.look(len(wanted) - len(waiting), len(wanted), least_bytes)
             for future in [each for each in waiting if each.done()]:
                 waiting.discard(future)
-                piece = pieces[names[future.key]]
+                name = names[future.key]
+                kind = wanted[name].piece.kind
                 if future.status == "finished":
-                    done[piece.kind] += 1
-                    progress(piece.kind, done[piece.kind], totals[piece.kind])
+                    done[kind] += 1
+                    progress(kind, done[kind], totals[kind])
                 elif future.status == "error":
-                    error = _as_named(piece, future.exception(timeout=_ANSWER_S))
+                    error = _as_named(name, wanted[name], future.exception(timeout=_ANSWER_S))
                     if not keep_going:
                         raise error
-                    failed[piece.key] = Failure(piece.kind, error)
+                    failed[name] = Failure(kind, error)
                 else:
-                    raise watch.vanished(len(pieces) - len(waiting) - 1, len(pieces))
+                    raise watch.vanished(len(wanted) - len(waiting) - 1, len(wanted))
     finally:
         if waiting and client.status == "running":
             with suppress(Exception):  # the reason why it ends is raised
@@ -170,9 +229,18 @@ def run_pieces(
     return failed
 
 
-def do_piece(piece: Piece, store: PieceStore, before: Sequence[object]) -> float:
+def do_piece(piece: Piece, store: PieceStore, place: Place | None, before: Sequence[object]) -> float:
     """Do a piece in a worker; its files go to the store and the seconds that it took to the scheduler."""
-    return store.make(piece.key, piece.kind, partial(piece.work, store=store)).seconds
+    inputs = _inputs(store, place)
+    if piece.kind not in ("layer", "head"):
+        inputs.release()
+    return store.make(piece.name, piece.kind, partial(piece.make, inputs=inputs)).seconds
+
+
+@cache
+def _inputs(store: PieceStore, place: Place | None) -> Inputs:
+    """Those of this process, so that a checkpoint is opened and hashed once."""
+    return Inputs(store, place, keeps_residual=get_worker().state.nthreads == 1)
 
 
 class _Watch:
@@ -263,8 +331,8 @@ def _workers(client: Client) -> dict[str, Any]:
     return found
 
 
-def _as_named(piece: Piece, error: BaseException) -> BaseException:
-    """The error of a piece; those of Dask become ones with a way out."""
+def _as_named(name: str, planned: Planned, error: BaseException) -> BaseException:
+    """The error of a piece; those of Dask become ones that name the fix."""
     if isinstance(error, RuntimeError) and _UNREAD in str(error):
         return ServiceError(
             "scheduler",
@@ -275,10 +343,10 @@ def _as_named(piece: Piece, error: BaseException) -> BaseException:
     if not isinstance(error, KilledWorker):
         return error
     return ServiceError(
-        f"piece {piece.kind}-{piece.key}",
+        f"piece {planned.piece.kind}-{name}",
         got=f"{error.allowed_failures + 1} workers that died of it",
         expected="a worker that survives it",
-        fix=f"They may have run out of RAM: it is estimated to need {piece.ram_bytes / 1e9:.2f} GB.",
+        fix=f"They may have run out of RAM: it is estimated to need {planned.ram_bytes / 1e9:.2f} GB.",
     )
 
 

@@ -1,4 +1,4 @@
-"""The Dask cluster of a sweep: processes on this machine, or any scheduler."""
+"""A Dask cluster: processes on this machine, or any scheduler."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from distributed import Client, LocalCluster
 from edgekv.errors import EngineError, ServiceError, UsageError
 from edgekv.scratch import scratch_folder
 from edgekv.system import free_memory_bytes
-from exporters.sweep.fitness import RAM
-from exporters.sweep.limit import within
+from exporters.options import LOCAL
+from exporters.pipeline.fitness import RAM
+from exporters.pipeline.limit import within
 
-LOCAL = "local"
 _CONNECT_S = 10.0
 _START_S = 180.0  # of processes that import edgekv on a busy machine
 _CLOSE_S = 30.0
@@ -80,7 +80,7 @@ def _local(workers: int | None, largest_bytes: int) -> Iterator[Client]:
     fitting = max(1, free_bytes // max(1, largest_bytes))
     count = workers or min(len(_cores()), fitting)
     ram_bytes = max(free_bytes // count, largest_bytes)
-    with scratch_folder("sweep") as folder, _processes(str(folder), count, ram_bytes) as cluster:
+    with scratch_folder("cluster") as folder, _processes(str(folder), count, ram_bytes) as cluster:
         client = within(_START_S, "scheduler", lambda: Client(cluster, set_as_default=False), fix=_AGAIN)
         try:
             yield client

@@ -1,4 +1,4 @@
-"""Removes pieces that no sweep has used for a while."""
+"""Removes pieces that nobody has used for a while."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from edgekv.errors import UsageError
-from exporters.sweep.store import RECORD, PieceStore
+from exporters.pipeline.store import RECORD, PieceStore
 
 _DAY_S = 86400.0
 

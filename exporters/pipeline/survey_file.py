@@ -1,4 +1,4 @@
-"""A survey on disk, shared by all recipes and cache types of a sweep."""
+"""A survey on disk."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 from safetensors.numpy import load_file, save_file
 
-from edgekv.spec import KINDS, DecoderSpec, KvTensor
+from edgekv.spec import DecoderInterface, DecoderSpec
 from exporters.checkpoint.reach import HeadReach
 from exporters.quantize.survey import Outlier, Survey
 
@@ -33,10 +33,9 @@ def read_survey(folder: Path, spec: DecoderSpec) -> Survey | None:
     if not (folder / _TENSORS).exists():
         return None
     tensors = load_file(folder / _TENSORS)
-    heads = [(layer, head) for layer in range(spec.layers) for head in range(spec.kv_heads)]
-    cache = [KvTensor(layer, kind, head) for layer, head in heads for kind in KINDS]
+    cache = DecoderInterface.of(spec, spec.max_positions, "u8", "rows", "u16").tensors(range(spec.layers))
     reach = {}
-    for layer, head in heads:
+    for layer, head in dict.fromkeys((tensor.layer, tensor.head) for tensor in cache if not tensor.is_state):
         at = f"reach.{layer}.{head}"
         reach[layer, head] = HeadReach(tensors[f"{at}.pairs"], tensors[f"{at}.rest"], float(tensors[f"{at}.value"][0]))
     return Survey(

@@ -1,28 +1,24 @@
-"""Whether a worker can do the pieces of a sweep: the same programs, the same checkpoint, and disk space."""
+"""Whether a worker can do pieces: the same programs, the same checkpoint, and disk space."""
 
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import metadata
-from pathlib import Path
 
 from distributed import Status, Worker, WorkerPlugin
 
 from edgekv.errors import EdgeKVError
-from exporters.checkpoint.checkpoint import Checkpoint
-from exporters.quantize.calibrate import read_calibration
-from exporters.quantize.stages import program_sha256
-from exporters.sweep.source import Pinned
-from exporters.sweep.store import PieceStore
+from exporters.pipeline.place import Identity, Place
+from exporters.pipeline.program import program_sha256
+from exporters.pipeline.store import PieceStore
 
 PACKAGES = ("edgekv", "onnxruntime", "onnxruntime-qnn", "numpy")
 """Packages whose version the bytes of a bundle depend on."""
 
-TOPIC = "edgekv-sweep"
+TOPIC = "edgekv-pieces"
 RAM = "RAM"
 _SHARE = 1_000_000  # of the mark of a fit worker; each piece takes one
 
@@ -34,42 +30,40 @@ def versions() -> dict[str, str]:
 
 
 @dataclass(frozen=True, slots=True)
-class Fitness:
+class WorkerRequirements:
     """What a worker needs.
 
     Attributes:
         versions: those of the command.
-        checkpoint: that pieces read; None if no piece reads one.
-        calibration: a text file, or None for the checkpoint's or edgekv's own.
-        calibration_sha256: of the calibration text.
-        store: where pieces are kept.
-        probe: key of a piece that is there.
+        place: of the checkpoint; None if no piece reads one.
+        identity: of what lies there.
+        store: of the pieces.
+        probe: name of a piece that is there.
         disk_bytes: free space wanted where the worker keeps pieces.
     """
 
     versions: dict[str, str]
-    checkpoint: Pinned | None
-    calibration: Path | None
-    calibration_sha256: str
+    place: Place | None
+    identity: Identity | None
     store: PieceStore
     probe: str
     disk_bytes: int
 
-    def obstacles(self) -> list[str]:
-        """Why this process cannot work on the sweep; empty if it can."""
-        return [*self._obstacles()]
+    def problems(self) -> list[str]:
+        """Why this process cannot do the pieces; empty if it can."""
+        return [*self._problems()]
 
     async def look(self) -> list[str]:
-        """As `obstacles`, in a thread: a scheduler drops workers that send no heartbeats while they fetch and hash."""
-        return await asyncio.to_thread(self.obstacles)
+        """As `problems`, in a thread: a scheduler drops workers that send no heartbeats while they fetch and hash."""
+        return await asyncio.to_thread(self.problems)
 
-    def _obstacles(self) -> Iterator[str]:
+    def _problems(self) -> Iterator[str]:
         for package, found in versions().items():
             if found != self.versions[package]:
                 yield f"{package} {found}; expected {self.versions[package]}"
         try:
-            if self.checkpoint and text_sha256(self.checkpoint.open(), self.calibration) != self.calibration_sha256:
-                yield f"another calibration text: {self.calibration or 'that of the checkpoint, or of edgekv'}"
+            if self.place is not None and self.identity is not None:
+                self.place.proven(**{name: getattr(self.identity, name) for name in Identity.__slots__})
         except EdgeKVError as error:
             yield str(error)
         if self.store.find(self.probe) is None:
@@ -84,9 +78,9 @@ class Fitness:
 class FitWorkers(WorkerPlugin):  # type: ignore[misc]
     """Marks workers that fit, those that join late too; pieces go to marked workers only."""
 
-    def __init__(self, fitness: Fitness, mark: str, ram_bytes: int) -> None:
+    def __init__(self, requirements: WorkerRequirements, mark: str, ram_bytes: int) -> None:
         self.name = mark
-        self._fitness = fitness
+        self._requirements = requirements
         self._ram_bytes = ram_bytes
         self._task: asyncio.Task[None] | None = None  # a loop keeps no task alive
 
@@ -97,12 +91,12 @@ class FitWorkers(WorkerPlugin):  # type: ignore[misc]
 
     async def _look(self, worker: Worker) -> None:
         try:
-            obstacles = await self._fitness.look()
+            problems = await self._requirements.look()
         except Exception as error:  # of file systems
-            obstacles = [f"{type(error).__name__}: {error}"]
+            problems = [f"{type(error).__name__}: {error}"]
         given = {looking(self.name): 0}
-        if obstacles:
-            worker.log_event(TOPIC, {"worker": worker.address, "obstacles": obstacles})
+        if problems:
+            worker.log_event(TOPIC, {"worker": worker.address, "problems": problems})
         else:
             given[self.name] = _SHARE
             if RAM not in worker.state.total_resources:
@@ -116,15 +110,6 @@ class FitWorkers(WorkerPlugin):  # type: ignore[misc]
 def looking(mark: str) -> str:
     """The mark of a worker that is being looked at."""
     return f"{mark}-looking"
-
-
-def text_sha256(checkpoint: Checkpoint, calibration: Path | None) -> str:
-    """The hash of a calibration text.
-
-    Raises:
-        UsageError: the file is no text.
-    """
-    return hashlib.sha256(read_calibration(calibration, checkpoint.folder).text.encode()).hexdigest()
 
 
 def _version(package: str) -> str:

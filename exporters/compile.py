@@ -1,0 +1,204 @@
+"""Context binaries of a bundle for a chip, as pieces: what is finished is not compiled again."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import onnx
+
+from devices import Device
+from edgekv import qnn
+from edgekv.bundle import (
+    COMPILED,
+    MANIFEST,
+    Bundle,
+    CompiledBinary,
+    CompiledManifest,
+    atomic_directory,
+    check_target,
+    file_hashes,
+)
+from edgekv.errors import UsageError
+from edgekv.runtime import HtpOptions
+from exporters.graphs.parts import weight_files
+from exporters.htp.binary import check_target as check_chip
+from exporters.htp.compile import COMPILER_DEFAULTS, Watch, binary_sets, device_parts, unwatched, write_compiled
+from exporters.options import RunOptions
+from exporters.pipeline.assemble import take_binaries
+from exporters.pipeline.inputs import Inputs
+from exporters.pipeline.piece import Plan
+from exporters.pipeline.planning import give_bundle, plan_binaries
+from exporters.pipeline.serial import run_serial
+from exporters.pipeline.store import PieceStore, store_in
+from exporters.progress import Progress, one_step, silent
+
+_PLAIN = RunOptions()
+_RESUMED = RunOptions(resume=True)
+
+
+def compile_bundle(
+    bundle: Bundle,
+    device: Device,
+    run: RunOptions = _PLAIN,
+    *,
+    each: bool | None = None,
+    force: bool = False,
+    progress: Progress = silent,
+    watch: Watch = unwatched,
+    options: HtpOptions = COMPILER_DEFAULTS,
+) -> CompiledManifest:
+    """Write `compiled/<SOC>/` into the bundle: one context binary per part, in which all graphs share its weights.
+
+    TFLite graphs become one `.tflite` file that calls such a context. The target chip is read back from each binary,
+    and from shared ones the number of graphs.
+
+    Args:
+        bundle: what to compile.
+        device: the target.
+        run: where and how the work is done.
+        each: also write one binary per graph. The emulator on x86 loads only these; a phone needs none, and they double
+            the compile time. None: yes, unless the layers are split into parts, which are too large for the
+            emulator.
+        force: replace earlier binaries.
+        progress: called for each binary.
+        watch: called with the peak RAM of each. It is not stored, so that compiling again writes the same bytes.
+        options: of the compiler.
+
+    Raises:
+        UsageError: options that are not for compiling, or the device cannot run the bundle, was compiled for before, or
+            `each` does not fit the bundle.
+        ServiceError: the scheduler cannot be reached, or vanished.
+        EngineError: the compiler failed, or targeted something else.
+    """
+    _check(bundle, device, options, each)
+    target = bundle.path / "compiled" / device.soc
+    check_target(target, force=force, marker=COMPILED)
+    if bundle.manifest.graph_format == "tflite":
+        (models,) = device_parts(bundle.manifest.graphs, bundle.path)
+        with atomic_directory(target, force=force, marker=COMPILED) as folder:
+            binary, compiler = _compile_tflite(models, device, folder, progress)
+            return _sealed(folder, device, [binary], compiler, bundle, options, progress)
+    alone = bundle.manifest.is_whole if each is None else each
+    parts, plan, store = device_parts(bundle.manifest.graphs, bundle.path), Plan(), open_store(run)
+    given = give_bundle(plan, bundle)
+    compiler = qnn.compiler()
+    names = plan_binaries(plan, given, binary_sets(parts, each=alone), device, compiler, options)
+    if run.cluster is not None:
+        from exporters.pipeline.distribute import run_on  # its packages are optional
+
+        weights_bytes = sum(bundle.manifest.files[name].bytes for name in bundle.manifest.weights.files)
+        run_on(run.cluster, plan, names, store, None, None, progress, disk_bytes=weights_bytes)
+    else:
+        inputs = Inputs(store, None, progress)
+        inputs.adopt(given, bundle.path)
+        run_serial(plan, names, inputs, progress, resume=run.resume)
+    with atomic_directory(target, force=force, marker=COMPILED) as folder:
+        binaries = take_binaries(names, store, folder, watch)
+        compiled = _sealed(folder, device, binaries, compiler, bundle, options, progress)
+    if run.removes_pieces:
+        store.remove([*names, given])
+    return compiled
+
+
+def compile_folder(
+    parts: Sequence[Mapping[str, Path]],
+    device: Device,
+    folder: Path,
+    each: bool,
+    progress: Progress = silent,
+    run: RunOptions = _RESUMED,
+) -> list[CompiledBinary]:
+    """Compile graphs that a target has written; binaries that an interrupted run has finished are taken.
+
+    Args:
+        parts: for each part, its ONNX files by name, all in one folder, over the same weights.
+        device: the chip, which is read back from every binary.
+        folder: receives the binaries and their wrappers.
+        each: also compile each file into a binary, before the one that shares weights.
+        progress: called for each binary.
+        run: where finished binaries are kept.
+
+    Raises:
+        EngineError: the compiler failed, or targeted something else.
+    """
+    sets, plan, store = binary_sets(parts, each=each), Plan(), open_store(run)
+    inputs, names, compiler = Inputs(store, None, progress), list[str](), qnn.compiler()
+    for models in sets:
+        source = next(iter(models.values())).parent
+        weights = {name for file in models.values() for name in weight_files(onnx.load(file, load_external_data=False))}
+        files = sorted({*(file.name for file in models.values()), *weights})
+        with file_hashes() as known:
+            hashes = [(name, known.sha256_of(source / name)) for name in files]
+        given = plan.give(lambda folder: None, "graphs", hashes)
+        inputs.adopt(given, source)
+        names += plan_binaries(plan, given, [models], device, compiler, COMPILER_DEFAULTS)
+    run_serial(plan, names, inputs, progress, resume=run.resume)
+    binaries = take_binaries(names, store, folder)
+    if run.removes_pieces:
+        store.remove(names)
+    return binaries
+
+
+def _check(bundle: Bundle, device: Device, options: HtpOptions, each: bool | None) -> None:
+    manifest = bundle.manifest
+    options.check_for_compiling(device)
+    if manifest.graph_format == "tflite" and options != COMPILER_DEFAULTS:
+        raise UsageError(
+            "--htp",
+            got="it for a bundle of TFLite graphs",
+            expected="none: LiteRT's plugin does not take them",
+            fix="Leave it out.",
+        )
+    if not device.supports_kv(manifest.kv_dtype):
+        raise UsageError(
+            "--device",
+            got=f"{device.soc} (V{device.arch})",
+            expected=f"V73 or later, for the bundle's {manifest.kv_dtype} cache",
+            fix="Export with --kv u8, or compile for a later device.",
+        )
+    if manifest.graph_format == "tflite" and each is not None:
+        raise UsageError(
+            "--each/--no-each",
+            got="one of them for a bundle of TFLite graphs",
+            expected="neither: they are compiled into one file",
+            fix="Leave it out.",
+        )
+
+
+def _compile_tflite(
+    models: Mapping[str, Path], device: Device, folder: Path, progress: Progress
+) -> tuple[CompiledBinary, str]:
+    """One `.tflite` file that holds a context of these signatures of another, and the compiler."""
+    from exporters.htp.compile_tflite import compile_tflite, compiler  # its packages are optional
+
+    (source,) = set(models.values())
+    progress("compile", 0, 1)
+    compile_tflite(source, folder / source.name, list(models), device)
+    check_chip(folder / source.name, device)
+    progress("compile", 1, 1)
+    return CompiledBinary(file=source.name, wrappers=dict.fromkeys(models, source.name), graphs=len(models)), compiler()
+
+
+def _sealed(
+    folder: Path,
+    device: Device,
+    binaries: Sequence[CompiledBinary],
+    compiler: str,
+    bundle: Bundle,
+    options: HtpOptions,
+    progress: Progress,
+) -> CompiledManifest:
+    with one_step("seal", progress):
+        return write_compiled(folder, device, binaries, compiler, bundle.path / MANIFEST, options)
+
+
+def open_store(run: RunOptions) -> PieceStore:
+    """The store of a command.
+
+    Raises:
+        UsageError: it cannot be written.
+    """
+    store = store_in(run.cache_dir) if run.store is None else PieceStore(run.store)
+    store.check()
+    return store

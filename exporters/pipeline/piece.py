@@ -1,0 +1,126 @@
+"""A piece of an export: work that is named after everything it reads, so that equal work is done once."""
+
+from __future__ import annotations
+
+import hashlib
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar
+
+import msgspec
+
+from exporters.pipeline.program import program_sha256
+
+if TYPE_CHECKING:
+    from exporters.pipeline.inputs import Inputs
+    from exporters.pipeline.store import PieceStore
+
+
+class Piece(ABC):
+    """A frozen dataclass whose fields are all that the work reads, besides the program.
+
+    What a piece finds depends on its fields alone: files of the user are read through `Inputs`, which compares them
+    with the hashes in the fields. So a name can hold nothing stale.
+
+    Attributes:
+        kind: of the work, for progress, the store and messages.
+        in_child: whether a child process does the work, so that several run at a time in one process.
+    """
+
+    __slots__ = ()
+    kind: ClassVar[str]
+    in_child: ClassVar[bool] = False
+
+    @property
+    def name(self) -> str:
+        """The hash of all fields and of the program, in hexadecimal."""
+        return hashed(self.kind, program_sha256(), {each.name: getattr(self, each.name) for each in fields(self)})  # type: ignore[arg-type]
+
+    @property
+    @abstractmethod
+    def needs(self) -> tuple[str, ...]:
+        """Names of the pieces that it reads."""
+
+    @abstractmethod
+    def make(self, folder: Path, inputs: Inputs) -> object:
+        """Write files into a folder, and return what was found, for JSON."""
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """A piece and what its executor must know of it.
+
+    Attributes:
+        piece: the work.
+        ram_bytes: estimate of the RAM that it takes, with its child processes.
+    """
+
+    piece: Piece
+    ram_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Pieces by name, each after those that it needs.
+
+    Attributes:
+        pieces: the work.
+        given: what the command itself puts into the store: functions that write the files of a name.
+    """
+
+    pieces: dict[str, Planned] = field(default_factory=dict)
+    given: dict[str, Callable[[Path], object]] = field(default_factory=dict)
+
+    def put(self, piece: Piece, ram_bytes: int) -> str:
+        """Add a piece unless it is there; returns its name."""
+        name = piece.name
+        if name not in self.pieces:
+            self.pieces[name] = Planned(piece, ram_bytes)
+        return name
+
+    def give(self, write: Callable[[Path], object], *content: object) -> str:
+        """Add files that follow from this content; returns their name."""
+        name = hashed("given", *content)
+        self.given.setdefault(name, write)
+        return name
+
+    def under(self, names: Iterable[str]) -> set[str]:
+        """The pieces of these names, and all below them."""
+        found, waiting = set[str](), [*names]
+        while waiting:
+            name = waiting.pop()
+            if name not in found and name in self.pieces:
+                found.add(name)
+                waiting += self.pieces[name].piece.needs
+        return found
+
+    def unfinished(self, store: PieceStore, targets: Iterable[str]) -> dict[str, Planned]:
+        """The pieces to do for these targets: without what is finished, and without all that only it needs."""
+        wanted, waiting, known = set[str](), [*targets], set[str]()
+        while waiting:
+            name = waiting.pop()
+            if name not in known and name in self.pieces:
+                known.add(name)
+                if store.find(name) is None:
+                    wanted.add(name)
+                    waiting += self.pieces[name].piece.needs
+        return {name: each for name, each in self.pieces.items() if name in wanted}
+
+    def kinds(self, names: Iterable[str]) -> Iterator[str]:
+        """The kind of each of these pieces."""
+        return (self.pieces[name].piece.kind for name in names)
+
+
+def hashed(*content: object) -> str:
+    """The name of what depends on this, in hexadecimal."""
+    return hashlib.sha256(msgspec.json.encode(content, enc_hook=_encoded, order="sorted")).hexdigest()[:32]
+
+
+def _encoded(value: object) -> object:
+    if isinstance(value, Path):
+        return str(value)
+    if isinstance(value, range):
+        return value.start, value.stop, value.step
+    raise TypeError(f"piece: got a {type(value).__name__}; expected values that have one form in JSON")

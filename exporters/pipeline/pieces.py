@@ -1,0 +1,347 @@
+"""The pieces of an export: survey, text, layer, head, write, check and compile."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import ClassVar
+
+import numpy as np
+
+from devices import Device, find
+from edgekv.bundle import (
+    AdapterRecord,
+    CompiledBinary,
+    Manifest,
+    SourceRecord,
+    WeightRecord,
+    open_bundle,
+    record_files,
+    write_manifest,
+)
+from edgekv.errors import UsageError
+from edgekv.runtime import HtpOptions
+from edgekv.spec import EMBEDDING, DecoderSpec, table_key, views
+from exporters.contents import BundleForm, make_manifest, write_contents
+from exporters.htp.check import floating_nodes
+from exporters.htp.compile import COMPILER_DEFAULTS, compile_graphs
+from exporters.pipeline.inputs import BUNDLE, LAYER, TOKENS, Exact, Folded, Inputs, ProvenAdapter, SinkChoice
+from exporters.pipeline.layer_file import LayerFile, LayerMatrices
+from exporters.pipeline.piece import Piece
+from exporters.pipeline.place import Identity
+from exporters.pipeline.store import PieceStore
+from exporters.pipeline.survey_file import write_survey
+from exporters.quantize.as_stored import stored_record
+from exporters.quantize.generated import generated_windows, text_tokens
+from exporters.quantize.recipe import Recipe, WeightRule
+from exporters.quantize.survey import survey
+
+
+@dataclass(frozen=True, slots=True)
+class SurveyPiece(Piece):
+    """Calibration statistics of the exact decoder, whose values are checked first.
+
+    Attributes:
+        exact: the decoder.
+        tokens: name of the token ids of the windows; None if nothing depends on a survey.
+        first: number of first tokens that may become a sink.
+    """
+
+    kind: ClassVar[str] = "survey"
+
+    exact: Exact
+    tokens: str | None
+    first: int
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        return () if self.tokens is None else (self.tokens,)
+
+    def make(self, folder: Path, inputs: Inputs) -> object:
+        inputs.check_values(self.exact)
+        if self.tokens is not None:
+            windows, told = inputs.tokens(self.tokens), partial(inputs.progress, "survey")
+            found = survey(inputs.exact(self.exact), windows, self.exact.context, self.first, told)
+            write_survey(found, folder)
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class TextPiece(Piece):
+    """Windows of text that the exact decoder writes, for learning how to round.
+
+    Attributes:
+        exact: the decoder.
+        tokenizer: see `Identity`.
+        sink: decides how windows begin.
+        bos: how they begin without a sink.
+        number: of the batch.
+        windows: their number.
+        length: tokens of a window.
+    """
+
+    kind: ClassVar[str] = "text"
+
+    exact: Exact
+    tokenizer: str
+    sink: SinkChoice
+    bos: tuple[int, ...]
+    number: int
+    windows: int
+    length: int
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        return (self.sink.survey,)
+
+    def make(self, folder: Path, inputs: Inputs) -> object:
+        has_sink = self.sink.chooses(inputs.survey(self.sink.survey, self.exact))
+        checkpoint = inputs.text_checkpoint(self.exact, self.tokenizer)
+        tokens = generated_windows(
+            checkpoint,
+            text_tokens(checkpoint.tokenizer, checkpoint.spec.vocab),
+            self.sink.first if has_sink else self.bos,
+            self.number,
+            self.windows,
+            self.length,
+            lambda written: inputs.progress(f"write text {self.number + 1}", written, self.length - 1),
+        )
+        np.save(folder / TOKENS, tokens)
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class LayerPiece(Piece):
+    """The quantized matrices of a layer, the ranges of its results, and the residual after it.
+
+    Attributes:
+        folded: the decoder, and its calibration text.
+        layer: its number.
+        rules: of its matrices.
+        follows: whether the quantized decoder runs beside the exact one.
+        before: name of the layer before; None for the first.
+    """
+
+    kind: ClassVar[str] = "layer"
+
+    folded: Folded
+    layer: int
+    rules: tuple[WeightRecord, ...]
+    follows: bool
+    before: str | None
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        return (*self.folded.needs, *(() if self.before is None else (self.before,)))
+
+    def make(self, folder: Path, inputs: Inputs) -> object:
+        quantizer = inputs.take_quantizer(self.folded, recipe_of(self.rules), self.before, follows=self.follows)
+        matrices = dict(quantizer.layer(self.layer))
+        LayerFile.write(folder / LAYER, matrices, quantizer.take_ranges(), quantizer.hidden)
+        inputs.keep(self.name, folder, quantizer)
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class HeadPiece(Piece):
+    """The quantized matrices behind the layers; see `LayerPiece`."""
+
+    kind: ClassVar[str] = "head"
+
+    folded: Folded
+    rules: tuple[WeightRecord, ...]
+    follows: bool
+    before: str
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        return (*self.folded.needs, self.before)
+
+    def make(self, folder: Path, inputs: Inputs) -> object:
+        quantizer = inputs.take_quantizer(self.folded, recipe_of(self.rules), self.before, follows=self.follows)
+        matrices = dict(quantizer.head())
+        LayerFile.write(folder / LAYER, matrices, quantizer.take_ranges(), None)
+        inputs.keep(self.name, folder, None)
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class WritePiece(Piece):
+    """Graphs, weights and manifest: a bundle for no chip yet, which no compiler has checked.
+
+    Attributes:
+        folded: the decoder, and its calibration text.
+        identity: the checkpoint, with its tokenizer, templates and sampling defaults.
+        source: the checkpoint's name in the manifest.
+        calibration: name of the calibration text there.
+        merged: adapters that are part of the weights.
+        form: the graphs.
+        adapters: that the slots are calibrated on.
+        layers: names of the quantized layers and of the head.
+    """
+
+    kind: ClassVar[str] = "write"
+
+    folded: Folded
+    identity: Identity
+    source: str
+    calibration: str
+    merged: tuple[AdapterRecord, ...]
+    form: BundleForm
+    adapters: tuple[ProvenAdapter, ...]
+    layers: tuple[str, ...]
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        return (*self.folded.needs, *self.layers)
+
+    def make(self, folder: Path, inputs: Inputs) -> object:
+        checkpoint, surveyed = inputs.checkpoint(self.folded.exact, self.identity), inputs.surveyed(self.folded)
+        for adapter in self.adapters:
+            adapter.checked()
+        stored = stored_record(checkpoint, Recipe.of(self.form.recipe), partial(inputs.progress, "compare integers"))
+        layers = [inputs.layer(name) for name in self.layers]
+        for layer, wanted in zip(layers, layer_matrices(checkpoint.spec), strict=True):
+            layer.check(wanted)
+        ranges = {name: seen for layer in layers for name, seen in layer.ranges().items()}
+        bundle, tensors = folder / BUNDLE, inputs.folded(self.folded)
+        bundle.mkdir()
+        told, matrices = inputs.progress, LayerMatrices(layers)
+        contents = write_contents(checkpoint, self.form, surveyed, tensors, matrices, ranges, bundle, told)
+        del ranges
+        learned = sum(inputs.tokens(name).size for name in self.folded.learned)
+        source = SourceRecord(
+            checkpoint=self.source,
+            weights_sha256=self.identity.weights,
+            calibration=self.calibration,
+            calibration_tokens=surveyed.tokens.size,
+            stored=stored,
+            adapters=list(self.merged),
+            generated_tokens=learned,
+        )
+        files = record_files(bundle, partial(inputs.progress, "hash files"))
+        write_manifest(bundle, make_manifest(checkpoint, self.form, surveyed, contents, source, files))
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class CheckPiece(Piece):
+    """The float check of a graph for a chip; answers its float nodes.
+
+    Attributes:
+        bundle: name of the bundle.
+        file: of the graph.
+        soc: the chip.
+        compiler: its version.
+    """
+
+    kind: ClassVar[str] = "check"
+    in_child: ClassVar[bool] = True
+
+    bundle: str
+    file: str
+    soc: str
+    compiler: str
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        return (self.bundle,)
+
+    def make(self, folder: Path, inputs: Inputs) -> list[str]:
+        return floating_nodes([inputs.bundle(self.bundle) / self.file], find(self.soc))
+
+
+class Compiled(CompiledBinary, frozen=True, kw_only=True):
+    """A binary, the float nodes of each file in it, and the peak RAM of its compiler."""
+
+    floating: dict[str, list[str]]
+    peak_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class CompilePiece(Piece):
+    """A context binary for a chip, checked for float nodes in the same run; answers `Compiled`.
+
+    Attributes:
+        bundle: name of the bundle.
+        files: of the graphs in the binary, by the names of the graphs.
+        soc: the chip.
+        compiler: its version.
+        htp: options of the compiler.
+    """
+
+    kind: ClassVar[str] = "compile"
+    in_child: ClassVar[bool] = True
+
+    bundle: str
+    files: tuple[tuple[str, str], ...]
+    soc: str
+    compiler: str
+    htp: HtpOptions = COMPILER_DEFAULTS
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        return (self.bundle,)
+
+    def make(self, folder: Path, inputs: Inputs) -> Compiled:
+        place = inputs.bundle(self.bundle)
+        floating: dict[str, list[str]] = {}
+        peaks: dict[str, int] = {}
+        device: Device = find(self.soc)
+        binary = compile_graphs(
+            device,
+            {name: place / file for name, file in self.files},
+            folder,
+            prefix="shared_" if len(self.files) > 1 else "",
+            watch=peaks.__setitem__,
+            lint=floating.__setitem__,
+            options=self.htp,
+        )
+        return Compiled(
+            file=binary.file,
+            wrappers=binary.wrappers,
+            graphs=binary.graphs,
+            floating=floating,
+            peak_bytes=peaks[binary.file],
+        )
+
+
+def recipe_of(rules: Iterable[WeightRecord]) -> Recipe:
+    """A recipe of these rules alone, for pieces that read no others."""
+    weights = tuple(WeightRule(tensors=each.tensor, dtype=each.dtype, method=each.method) for each in rules)
+    return Recipe(name="", weights=weights, activations="u16", rotation="none")
+
+
+def layer_matrices(spec: DecoderSpec) -> list[dict[str, tuple[int, int]]]:
+    """The matrices `[out, in]` in the file of each layer, and of the head."""
+    found: list[dict[str, tuple[int, int]]] = [{} for _ in range(spec.layers + 1)]
+    for view in views(spec):
+        if view.is_matrix and view.name not in (EMBEDDING, table_key(spec)):
+            outputs, inputs = view.shape
+            found[spec.layers if view.layer is None else view.layer][view.name] = outputs, inputs
+    return found
+
+
+def read_manifest(store: PieceStore, name: str) -> Manifest:
+    """The manifest of a written bundle."""
+    return open_bundle(store.path(name) / BUNDLE, verify=False).manifest
+
+
+def read_compiled(store: PieceStore, name: str) -> Compiled:
+    """The answer of a finished `CompilePiece`.
+
+    Raises:
+        UsageError: it names other files than those of its piece.
+    """
+    found, files = store.answer(name, Compiled), store.files(name)
+    named = {found.file, *found.wrappers.values()}
+    if named != {*files}:
+        raise UsageError(
+            f"piece {name}",
+            got=f"a binary of {', '.join(sorted(named))}",
+            expected=f"its files {', '.join(files)}",
+            fix=f"Remove the piece from {store.place}, and run the same command again.",
+        )
+    return found

@@ -1,0 +1,190 @@
+"""Where a checkpoint lies, what it holds by hash, and the proof that both belong together."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from threading import Lock
+from typing import Any
+
+from edgekv.bundle import atomic_directory, is_plain_path
+from edgekv.errors import CheckpointError, UsageError
+from edgekv.spec.text import TOKENIZER
+from edgekv.system import cache_folder, sha256_of
+from exporters.checkpoint.checkpoint import Checkpoint
+from exporters.checkpoint.locate import locate
+from exporters.checkpoint.lora import AdapterChoice
+from exporters.pipeline.piece import hashed
+
+_fetching = Lock()
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """All that pieces read of a checkpoint, by hash.
+
+    Attributes:
+        weights: the files of weights, and merged adapters with their scales.
+        config: the configuration.
+        tokenizer: the tokenizer and the special tokens.
+        templates: the chat templates.
+        generation: the sampling defaults.
+    """
+
+    weights: str
+    config: str
+    tokenizer: str
+    templates: str
+    generation: str
+
+    @classmethod
+    def of(cls, checkpoint: Checkpoint, progress: Callable[[int, int], None] = lambda done, of: None) -> Identity:
+        """Hash a checkpoint.
+
+        Args:
+            checkpoint: an open checkpoint.
+            progress: as for `Checkpoint.weights_sha256`.
+        """
+        file = checkpoint.folder / TOKENIZER
+        tokenizer = sha256_of(file) if file.is_file() else hashed(checkpoint.tokenizer.to_str())
+        return cls(
+            weights=checkpoint.weights_sha256(progress),
+            config=checkpoint.config_sha256,
+            tokenizer=hashed(tokenizer, checkpoint.special),
+            templates=hashed(checkpoint.chat),
+            generation=hashed(checkpoint.generation),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where every process finds a checkpoint. Pieces are named after what is there, not after the place.
+
+    Attributes:
+        name: a path that all workers see, an fsspec URL, or a hub id.
+        revision: commit of a hub id; None for others.
+        adapters: merged into the weights, in order.
+    """
+
+    name: str
+    revision: str | None = None
+    adapters: tuple[AdapterChoice, ...] = ()
+
+    @classmethod
+    def of(cls, checkpoint: Checkpoint) -> Place:
+        """The place of an open checkpoint."""
+        is_hub_id = "://" not in checkpoint.name and not Path(checkpoint.name).exists()
+        name = checkpoint.name if is_hub_id or "://" in checkpoint.name else str(Path(checkpoint.name).absolute())
+        adapters = tuple(AdapterChoice(each.folder.absolute(), each.scale) for each in checkpoint.adapters)
+        return cls(name, checkpoint.folder.name if is_hub_id else None, adapters)
+
+    def open(self) -> Checkpoint:
+        """The checkpoint that lies there.
+
+        Raises:
+            CheckpointError: it cannot be read.
+        """
+        if "://" not in self.name and self.revision is None:
+            return Checkpoint.open(self.name, self.adapters)
+        folder = _fetched(self.name) if self.revision is None else locate(self.name, self.revision)
+        return replace(Checkpoint.open(str(folder), self.adapters), name=self.name)
+
+    def proven(self, **wanted: str) -> Checkpoint:
+        """The checkpoint that lies there, opened and hashed once in a process, and compared with what a piece reads.
+
+        Args:
+            wanted: hashes by the fields of `Identity`.
+
+        Raises:
+            CheckpointError: it cannot be read, or is another one here.
+        """
+        known = _known.get(self)
+        if known is None or known.stamps != _stamps(known.checkpoint) or known.misses(wanted):
+            opened = self.open()
+            known = _known[self] = _Known(opened, Identity.of(opened), _stamps(opened))
+        if other := known.misses(wanted):
+            raise CheckpointError(
+                f"checkpoint {self.name}",
+                got=f"another one, whose {other[0]} differ",
+                expected=f"{other[0]} with the hash {wanted[other[0]]}, as the command has",
+                fix="Give all workers the same files.",
+            )
+        return known.checkpoint
+
+
+def open_checkpoint(name: str, adapters: Sequence[AdapterChoice] = ()) -> Checkpoint:
+    """The checkpoint of a path, hub id or fsspec URL.
+
+    Raises:
+        CheckpointError: it cannot be read.
+    """
+    return Place(name, adapters=tuple(adapters)).open()
+
+
+def remember(checkpoint: Checkpoint, identity: Identity) -> None:
+    """Take an open checkpoint for the one at its place, so that this process neither opens nor hashes it again."""
+    _known[Place.of(checkpoint)] = _Known(checkpoint, identity, _stamps(checkpoint))
+
+
+@dataclass(frozen=True, slots=True)
+class _Known:
+    checkpoint: Checkpoint
+    identity: Identity
+    stamps: list[tuple[str, int, int]]
+
+    def misses(self, wanted: Mapping[str, str]) -> list[str]:
+        return [part for part, sha256 in wanted.items() if getattr(self.identity, part) != sha256]
+
+
+_known: dict[Place, _Known] = {}
+
+
+def _stamps(checkpoint: Checkpoint) -> list[tuple[str, int, int]]:
+    """Size and time of change of each file, so that a file that changes while a worker lives is hashed again."""
+    folders = [checkpoint.folder, *(each.folder for each in checkpoint.adapters)]
+    files = [file for folder in folders for file in (sorted(folder.iterdir()) if folder.is_dir() else [folder])]
+    return [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+
+
+def _fetched(url: str) -> Path:
+    """A local copy of the files of a URL; it is copied again if they have changed there.
+
+    Raises:
+        CheckpointError: the URL cannot be read, or lists a name that leads out of its folder.
+    """
+    import fsspec
+
+    try:
+        system, root = fsspec.core.url_to_fs(url)
+        found = {place.removeprefix(root).strip("/"): info for place, info in system.find(root, detail=True).items()}
+        known = sorted((file, info["size"], str(info.get("ETag", info.get("mtime")))) for file, info in found.items())
+        folder = cache_folder() / "checkpoints" / hashlib.sha256(repr((url, known)).encode()).hexdigest()[:32]
+        if strange := [file for file in found if file and not is_plain_path(file)]:
+            raise ValueError(f"it lists {strange[0]!r}, which leads out of the folder")
+        with _fetching:
+            if found and not folder.exists():
+                _fetch(system, root, list(found), folder)
+    except Exception as error:  # each file system has errors of its own
+        found = {}
+        reason = f"{type(error).__name__}: {error}"
+    else:
+        reason = "no file there"
+    if not found:
+        fix = "Check the URL and the credentials, and that its package is installed, such as s3fs."
+        raise CheckpointError(f"checkpoint {url}", got=reason, expected="a folder or a GGUF file", fix=fix)
+    return folder / Path(root).name if "" in found else folder
+
+
+def _fetch(system: Any, root: str, files: Sequence[str], folder: Path) -> None:
+    """Copy files to a new folder, unless another process does meanwhile."""
+    try:
+        with atomic_directory(folder) as partial:
+            for file in files:
+                place = partial / (file or Path(root).name)
+                place.parent.mkdir(parents=True, exist_ok=True)
+                system.get_file(f"{root}/{file}".rstrip("/"), str(place))
+    except UsageError:
+        if not folder.is_dir():
+            raise

@@ -1,0 +1,282 @@
+"""From options to pieces: what an export, a compilation or a target asks for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from devices import Device
+from edgekv import qnn
+from edgekv.bundle import MANIFEST, Bundle
+from edgekv.plan import compile_bytes, layer_graph_bytes, quantization_bytes, writing_bytes
+from edgekv.runtime import HtpOptions
+from edgekv.spec import DecoderSpec
+from edgekv.spec.tensors import HEAD, HEAD_TURN
+from edgekv.system import link_or_copy, sha256_of
+from exporters.checkpoint.checkpoint import Checkpoint
+from exporters.graphs.split import layer_bytes
+from exporters.htp.compile import binary_sets, device_parts
+from exporters.pipeline.division import JoinPiece, MatrixPiece, RunPiece
+from exporters.pipeline.inputs import BUNDLE, TOKENS, Exact, Folded, ProvenAdapter, SinkChoice
+from exporters.pipeline.parallel import compiler_bytes
+from exporters.pipeline.piece import Piece, Plan
+from exporters.pipeline.pieces import (
+    CheckPiece,
+    CompilePiece,
+    HeadPiece,
+    LayerPiece,
+    SurveyPiece,
+    TextPiece,
+    WritePiece,
+)
+from exporters.pipeline.place import Identity
+from exporters.prepared import Prepared
+from exporters.quantize.generated import WINDOWS_AT_ONCE
+from exporters.quantize.matrices import GROUPS, names, needs_quantized_pass
+from exporters.records import adapter_records, source_name
+from exporters.resources import generated_bytes
+from quant import WEIGHT_TYPES, WeightType
+
+
+@dataclass(frozen=True, slots=True)
+class Exported:
+    """The names of a bundle's pieces.
+
+    Attributes:
+        folded: the decoder.
+        write: the written bundle.
+        checks: the float checks, by file.
+        binaries: the compiled binaries, in order.
+    """
+
+    folded: Folded
+    write: str
+    checks: Mapping[str, str]
+    binaries: tuple[str, ...]
+
+    @property
+    def names(self) -> list[str]:
+        """The last pieces of the bundle."""
+        return [self.write, *self.checks.values(), *self.binaries]
+
+
+class Planner:
+    """Collects the pieces of exports of a checkpoint, each once.
+
+    Args:
+        identity: of the checkpoint.
+        divide: make the matrices of a layer pieces of their own.
+
+    Attributes:
+        plan: what was collected.
+    """
+
+    def __init__(self, identity: Identity, *, divide: bool = False) -> None:
+        self.plan = Plan()
+        self._identity = identity
+        self._divide = divide
+
+    def export(self, prepared: Prepared) -> Exported:
+        """The pieces of an export."""
+        folded = self._folded(prepared)
+        write = self._write(prepared, folded, self._layers(prepared, folded))
+        checks, binaries = self._compiled(prepared, write)
+        return Exported(folded, write, checks, binaries)
+
+    def _folded(self, prepared: Prepared) -> Folded:
+        checkpoint, options, recipe = prepared.checkpoint, prepared.options, prepared.recipe
+        exact = self._exact(prepared)
+        windows, first = prepared.survey_windows, prepared.surveyed_first
+        survey = SurveyPiece(exact.alone, None if windows is None else self._tokens(windows), len(first))
+        ram_bytes = quantizing_bytes(prepared)
+        sink = SinkChoice(self.plan.put(survey, ram_bytes), options.sink, first)
+        has_heads = recipe.heads != "none"
+        adapters = options.lora.calibrate if options.lora is not None and has_heads else ()
+        return Folded(
+            exact=exact,
+            sink=sink,
+            transforms=msgspec.structs.replace(recipe, name="", weights=[], outlier_channels="keep"),
+            kv_dtype=options.kv_dtype if has_heads else None,
+            adapters=tuple(ProvenAdapter.of(choice) for choice in adapters),
+            tokens=(self._tokens(prepared.survey_tokens), self._tokens(prepared.plain_tokens)),
+            learned=self._learned(checkpoint, exact.alone, sink, prepared),
+        )
+
+    def _exact(self, prepared: Prepared) -> Exact:
+        spec = prepared.checkpoint.spec
+        return Exact(
+            weights=self._identity.weights,
+            config=self._identity.config,
+            limits=tuple(spec.limits),
+            split=tuple(spec.split),
+            vocabulary=spec.vocabulary,
+            context=_rotary_context(prepared),
+        )
+
+    def _learned(self, checkpoint: Checkpoint, exact: Exact, sink: SinkChoice, prepared: Prepared) -> tuple[str, ...]:
+        length = prepared.survey_tokens.shape[1]
+        windows = prepared.learned_windows
+        bos = () if checkpoint.special.bos is None else (checkpoint.special.bos,)
+        ram_bytes = generated_bytes(checkpoint.spec, length)
+        found = []
+        for number, at in enumerate(range(0, windows, WINDOWS_AT_ONCE)):
+            size = min(WINDOWS_AT_ONCE, windows - at)
+            piece = TextPiece(exact, self._identity.tokenizer, sink, bos, number, size, length)
+            found.append(self.plan.put(piece, ram_bytes))
+        return tuple(found)
+
+    def _tokens(self, tokens: NDArray[np.int64]) -> str:
+        ids = np.ascontiguousarray(tokens, np.int64)
+        return self.plan.give(partial(_write_tokens, ids), "tokens", ids.shape, ids.tobytes().hex())
+
+    def _layers(self, prepared: Prepared, folded: Folded) -> tuple[str, ...]:
+        spec, recipe, ram_bytes = prepared.checkpoint.spec, prepared.recipe, quantizing_bytes(prepared)
+        follows = needs_quantized_pass(prepared.options.recipe)
+        found, residual = list[str](), None
+        for layer in range(spec.layers):
+            rules = tuple(each for each in recipe.weights if each.tensor.startswith(f"model.layers.{layer}."))
+            piece = LayerPiece(folded, layer, rules, follows, found[-1] if found else None)
+            if self._divide:
+                residual = self._divided(piece, spec, residual, ram_bytes)
+                found.append(piece.name)
+            else:
+                found.append(self.plan.put(piece, ram_bytes))
+        ends = tuple(each for each in recipe.weights if each.tensor in (HEAD, HEAD_TURN))
+        return *found, self.plan.put(HeadPiece(folded, ends, follows, found[-1]), ram_bytes)
+
+    def _divided(self, layer: LayerPiece, spec: DecoderSpec, residual: str | None, ram_bytes: int) -> str:
+        """The pieces of a layer whose matrices are pieces; returns the name of that with the residual after it."""
+        runs, matrices, used = list[str](), list[tuple[str, str]](), tuple[tuple[str, str | None], ...]()
+        for group in range(GROUPS + 1):
+            before = runs[-1] if runs else None
+            kept = {0: residual, 2: residual, 4: runs[2] if group == 4 else None}.get(group)
+            run = RunPiece(layer.folded, layer.layer, group, layer.follows, kept, before, used)
+            runs.append(self.plan.put(run, ram_bytes))
+            if group == GROUPS:
+                break
+            made = []
+            for name in names(spec, layer.layer, group):
+                rules = tuple(each for each in layer.rules if each.tensor == name)
+                matrix = MatrixPiece(layer.folded, name, rules, layer.follows, runs[-1])
+                made.append((name, self.plan.put(matrix, ram_bytes)))
+            matrices += made
+            used = tuple((name, key if layer.follows else None) for name, key in made)
+        whole = self.plan.put(JoinPiece(layer, tuple(runs), tuple(matrices)), ram_bytes)
+        return whole if layer.follows else runs[-1]
+
+    def _write(self, prepared: Prepared, folded: Folded, layers: tuple[str, ...]) -> str:
+        checkpoint, form = prepared.checkpoint, prepared.form
+        adapters = () if form.lora is None else form.lora.calibrate
+        piece = WritePiece(
+            folded=folded,
+            identity=self._identity,
+            source=source_name(checkpoint),
+            calibration=prepared.calibration.name,
+            merged=tuple(adapter_records(checkpoint)),
+            form=form,
+            adapters=tuple(ProvenAdapter.of(choice) for choice in adapters),
+            layers=layers,
+        )
+        return self.plan.put(piece, writing_bytes(checkpoint.spec.sizes))
+
+    def _compiled(self, prepared: Prepared, write: str) -> tuple[dict[str, str], tuple[str, ...]]:
+        options = prepared.options
+        if not options.check_on_htp or options.graph_format != "onnx":
+            return {}, ()
+        soc, compiler = options.device.soc, qnn.compiler()
+        checked = dict.fromkeys(part.file for graph in prepared.graphs for part in graph.parts)
+        binaries = list[str]()
+        if options.compile:
+            whole = all(graph.is_whole for graph in prepared.graphs)
+            for models in binary_sets(device_parts(prepared.graphs, Path()), each=whole):
+                files = tuple((name, path.name) for name, path in models.items())
+                for _, file in files:
+                    checked.pop(file, None)
+                piece = CompilePiece(write, files, soc, compiler)
+                binaries.append(self.plan.put(piece, _compiler_bytes(prepared, len(files))))
+        checks = {}
+        for file in checked:
+            checks[file] = self.plan.put(CheckPiece(write, file, soc, compiler), _compiler_bytes(prepared, 1))
+        return checks, tuple(binaries)
+
+
+def plan_binaries(
+    plan: Plan, bundle: str, sets: Sequence[Mapping[str, Path]], device: Device, compiler: str, options: HtpOptions
+) -> list[str]:
+    """Add the binaries of graphs that exist; returns their names.
+
+    Args:
+        plan: takes the pieces.
+        bundle: name of the folder with the graphs.
+        sets: the graphs of each binary, by name.
+        device: the chip.
+        compiler: its version.
+        options: of the compiler.
+    """
+    found = []
+    for models in sets:
+        files = tuple((name, path.name) for name, path in models.items())
+        piece: Piece = CompilePiece(bundle, files, device.soc, compiler, options)
+        found.append(plan.put(piece, compiler_bytes([*models.values()])))
+    return found
+
+
+def give_bundle(plan: Plan, bundle: Bundle) -> str:
+    """Add a bundle that exists, under the hash of its manifest, which has those of its files; returns its name."""
+    files = [*bundle.manifest.files, MANIFEST]
+    return plan.give(partial(_copy_files, bundle.path, files), "bundle", sha256_of(bundle.path / MANIFEST))
+
+
+def quantizing_bytes(prepared: Prepared) -> int:
+    """RAM to quantize a layer, as `edgekv plan` estimates it."""
+    spec = prepared.checkpoint.spec
+    windows, window = prepared.survey_tokens.shape
+    tokens = (windows + prepared.learned_windows) * window
+    return quantization_bytes(spec.sizes, 2 * spec.layers * spec.kv_heads, tokens, window)
+
+
+def _write_tokens(ids: NDArray[np.int64], folder: Path) -> None:
+    np.save(folder / TOKENS, ids)
+
+
+def _copy_files(source: Path, names: Sequence[str], folder: Path) -> None:
+    for name in names:
+        place = folder / BUNDLE / name
+        place.parent.mkdir(parents=True, exist_ok=True)
+        link_or_copy(source / name, place)
+
+
+def _rotary_context(prepared: Prepared) -> int:
+    """The context, or the length of a window if rotations are the same: most are, for every context."""
+    context, window = prepared.options.contexts[-1], prepared.survey_tokens.shape[1]
+    for rope in prepared.checkpoint.spec.ropes:
+        one, other = rope.rotation(window), rope.rotation(context)
+        if one.attention_factor != other.attention_factor or not np.array_equal(
+            one.inverse_frequencies, other.inverse_frequencies
+        ):
+            return context
+    return window
+
+
+def _compiler_bytes(prepared: Prepared, graphs: int) -> int:
+    """Of the compiler, for the largest part."""
+    spec, recipe, split = prepared.checkpoint.spec, prepared.options.recipe, prepared.split
+    layers = layer_bytes(spec, recipe, WeightType.matrix_bytes)
+    packed = layer_bytes(spec, recipe, WeightType.packed_bytes)
+    head = WEIGHT_TYPES[recipe.rule(HEAD).dtype].matrix_bytes(spec.hidden, spec.vocab)
+    needs = [compile_bytes(head, 0, 1)]
+    for part in split.layers:
+        weights = sum(layers[layer] for layer in part)
+        if part.start == 0 and split.embeds:
+            weights += WEIGHT_TYPES["int8"].matrix_bytes(spec.hidden, spec.vocab)
+        if part.stop == spec.layers and not split.own_head:
+            weights += head
+        each_bytes, packed_bytes = len(part) * layer_graph_bytes(spec.sizes), sum(packed[layer] for layer in part)
+        needs.append(compile_bytes(weights, each_bytes, graphs, packed_bytes=packed_bytes))
+    return max(needs)

@@ -1,0 +1,80 @@
+"""Does pieces one after another in this process: one layer in memory, several compilers at a time."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from itertools import groupby
+
+from exporters.pipeline.inputs import Inputs
+from exporters.pipeline.parallel import Job, side_by_side
+from exporters.pipeline.piece import Plan, Planned
+from exporters.pipeline.store import MissingPieceError, PieceRecord
+from exporters.progress import Progress
+
+_TOLD = {"layer": "quantize", "head": "quantize head", "check": "check on HTP", "compile": "compile"}
+"""Progress of kinds of pieces; the others tell of their own steps."""
+
+_ATTEMPTS = 3
+
+
+def run_serial(plan: Plan, targets: Sequence[str], inputs: Inputs, progress: Progress, *, resume: bool) -> None:
+    """Do all that these targets need.
+
+    Args:
+        plan: the pieces.
+        targets: names of the last ones.
+        inputs: what they read.
+        progress: called for each piece.
+        resume: take what is finished; otherwise everything is done anew.
+
+    Raises:
+        EdgeKVError: a piece failed; those before it are finished.
+    """
+    store, under = inputs.store, plan.under(targets)
+    for name, write in plan.given.items():
+        if name not in inputs.adopted:
+            store.make(name, "given", write)
+    wanted = {name: each for name, each in plan.pieces.items() if name in under}
+    if resume:
+        wanted = plan.unfinished(store, targets)
+    for attempt in range(_ATTEMPTS):
+        try:
+            _run(plan, under, wanted, inputs, progress, resume=resume or attempt > 0)
+            return
+        except MissingPieceError:  # somebody has cleared the store meanwhile
+            if attempt == _ATTEMPTS - 1:
+                raise
+            wanted = plan.unfinished(store, targets)
+
+
+def _run(
+    plan: Plan, under: set[str], wanted: Mapping[str, Planned], inputs: Inputs, progress: Progress, *, resume: bool
+) -> None:
+    def do(name: str) -> PieceRecord:
+        piece = wanted[name].piece
+        return inputs.store.make(name, piece.kind, partial(piece.make, inputs=inputs), anew=not resume)
+
+    totals = Counter(plan.kinds(under))
+    done = totals - Counter(plan.kinds(wanted))
+    for (kind, in_child), names in _groups(wanted):
+        if in_child:
+            jobs = [Job(partial(do, name), wanted[name].ram_bytes) for name in names]
+            for _ in side_by_side(jobs, _TOLD[kind], progress):
+                pass
+            continue
+        stage = _TOLD.get(kind)
+        if stage is not None:
+            progress(stage, done[kind], totals[kind])
+        for name in names:
+            do(name)
+            done[kind] += 1
+            if stage is not None:
+                progress(stage, done[kind], totals[kind])
+
+
+def _groups(wanted: Mapping[str, Planned]) -> Iterator[tuple[tuple[str, bool], list[str]]]:
+    """Names of pieces of one kind that follow each other."""
+    for key, names in groupby(wanted, lambda name: (wanted[name].piece.kind, wanted[name].piece.in_child)):
+        yield key, [*names]
