@@ -6,32 +6,45 @@ import os
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
-from exporters.sweep.fitness import Fitness
-from exporters.sweep.store import PieceStore
+from exporters.pipeline.fitness import WorkerRequirements
+from exporters.pipeline.inputs import Inputs
+from exporters.pipeline.piece import Piece
 
 
 @dataclass(frozen=True, slots=True)
-class Sleep:
+class Odd(Piece):
+    """Work that needs no other."""
+
+    kind: ClassVar[str] = "test"
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        return ()
+
+
+@dataclass(frozen=True, slots=True)
+class Sleep(Odd):
     """Work that writes the id of its process to the store, then sleeps."""
 
     seconds: float
 
-    def __call__(self, folder: Path, store: PieceStore) -> None:
-        (store.folder / f"pid-{os.getpid()}").touch()
+    def make(self, folder: Path, inputs: Inputs) -> None:
+        (inputs.store.folder / f"pid-{os.getpid()}").touch()
         time.sleep(self.seconds)
 
 
 @dataclass(frozen=True, slots=True)
-class Die:
+class Die(Odd):
     """Work that its process does not survive."""
 
-    def __call__(self, folder: Path, store: PieceStore) -> None:
+    def make(self, folder: Path, inputs: Inputs) -> None:
         os._exit(9)
 
 
 @dataclass(frozen=True, slots=True)
-class Hold:
+class Hold(Odd):
     """Work that holds memory for a while; answers how much all such pieces of its process held at most meanwhile.
 
     Attributes:
@@ -42,14 +55,14 @@ class Hold:
     held_bytes: int
     number: int
 
-    def __call__(self, folder: Path, store: PieceStore) -> int:
-        mark, most_bytes = store.folder / f"holds-{os.getpid()}-{self.number}", 0
+    def make(self, folder: Path, inputs: Inputs) -> int:
+        mark, most_bytes = inputs.store.folder / f"holds-{os.getpid()}-{self.number}", 0
         memory = bytearray(self.held_bytes)
         mark.write_text(str(len(memory)))
         try:
             end = time.monotonic() + 1
             while time.monotonic() < end:
-                marks = store.folder.glob(f"holds-{os.getpid()}-*")
+                marks = inputs.store.folder.glob(f"holds-{os.getpid()}-*")
                 most_bytes = max(most_bytes, sum(int(_text(each) or 0) for each in marks))
                 time.sleep(0.02)
         finally:
@@ -58,10 +71,10 @@ class Hold:
 
 
 @dataclass(frozen=True, slots=True)
-class Waiting(Fitness):
+class Waiting(WorkerRequirements):
     """A worker that looks at itself until somebody has asked it to write `answered` into the store."""
 
-    def obstacles(self) -> list[str]:
+    def problems(self) -> list[str]:
         (self.store.folder / "looking").touch()
         end = time.monotonic() + 20
         while time.monotonic() < end:

@@ -90,10 +90,10 @@ def test_a_hub_id_that_cannot_be_had_is_refused(hub, tmp_path):
 
 PINNED = """
 import shutil, sys
-from exporters.sweep.source import Pinned
-pinned = Pinned.of("org/model")
+from exporters.pipeline.place import Place, open_checkpoint
+place = Place.of(open_checkpoint("org/model"))
 shutil.rmtree(sys.argv[1])
-print(pinned.revision, pinned.open().folder.name, pinned.open().name)
+print(place.revision, place.open().folder.name, place.open().name)
 """
 
 

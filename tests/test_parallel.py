@@ -9,13 +9,16 @@ from functools import partial
 
 import onnx
 import pytest
-from exporters.sweep.planning import Planner
 
 from edgekv.bundle import open_bundle
 from edgekv.plan import compile_bytes
 from edgekv.system import free_memory_bytes
+from exporters.checkpoint.checkpoint import Checkpoint
 from exporters.htp.compile import device_parts
 from exporters.pipeline.parallel import Job, compiler_bytes, side_by_side
+from exporters.pipeline.place import Identity
+from exporters.pipeline.planning import Planner
+from exporters.prepared import prepare
 from exporters.progress import silent
 from exporters.quantize.recipe import find_recipe
 from tests.exports import exported, small_options
@@ -63,13 +66,14 @@ def test_the_ram_to_compile_follows_from_the_weights_that_the_graphs_name(tmp_pa
 
 @pytest.mark.parametrize("recipe", ["w8a16", "w4a16-lpbq32"])
 @pytest.mark.parametrize("splits", [1, 2])
-def test_a_sweep_expects_the_ram_that_the_graphs_then_need(small_export, recipe, splits):
+def test_a_plan_expects_the_ram_that_the_graphs_then_need(small_export, recipe, splits):
     options = replace(small_options(context=64, ar=(1, 8)), recipe=find_recipe(recipe), splits=splits)
     checkpoint, least = small_export.parent / "checkpoint", compile_bytes(0, 0, 1)
     bundle = open_bundle(exported(checkpoint, options))
     sets = device_parts(bundle.manifest.graphs, bundle.path)
     found = max(compiler_bytes([*models.values()]) for models in sets) - least
-    planner = Planner(str(checkpoint))
-    planner.export(replace(options, check_on_htp=True, compile=True))
-    planned = max(piece.ram_bytes for piece in planner.plan.pieces.values() if piece.kind == "compile") - least
+    opened = Checkpoint.open(str(checkpoint))
+    planner = Planner(Identity.of(opened))
+    planner.export(prepare(opened, replace(options, check_on_htp=True, compile=True)))
+    planned = max(each.ram_bytes for each in planner.plan.pieces.values() if each.piece.kind == "compile") - least
     assert planned == pytest.approx(found, rel=0.3)

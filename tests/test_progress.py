@@ -32,7 +32,7 @@ def test_every_phase_of_an_export_is_named_while_it_runs(tmp_path: Path) -> None
     run = RunOptions(cache_dir=tmp_path / "cache")
     export_bundle(checkpoint, tmp_path / "bundle", options, run, progress=lambda *each: told.append(each))
     stages = _told(told)
-    phases = ["prepare", "read", "hash weights", "survey", "sink, heads", "quantize", "quantize head"]
+    phases = ["prepare", "hash weights", "read", "survey", "quantize", "quantize head"]
     assert [*stages] == [*phases, "write", "hash files", "seal"]
     for steps in stages.values():
         (first, _), (last, total) = steps[0], steps[-1]

@@ -2,27 +2,16 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import pickle
 import re
 import shutil
-import urllib.request
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-import fsspec
 import msgspec
 import numpy as np
 import pytest
-from exporters.sweep.carry import Where, fitness_for
-from exporters.sweep.fitness import versions
-from exporters.sweep.limit import within
-from exporters.sweep.source import Pinned, open_checkpoint
-from exporters.sweep.store import PieceStore
-from exporters.sweep.work import read_compiled
-from moto.server import ThreadedMotoServer
 from safetensors.numpy import load_file, save_file
 
 from devices import find
@@ -30,12 +19,19 @@ from edgekv.cli import run
 from edgekv.errors import CheckpointError, ServiceError, UsageError
 from exporters.checkpoint.checkpoint import Checkpoint
 from exporters.export import RunOptions, export_bundle
+from exporters.options import Cluster
+from exporters.pipeline.fitness import WorkerRequirements, versions
+from exporters.pipeline.piece import Plan
+from exporters.pipeline.place import Identity, Place, open_checkpoint
+from exporters.pipeline.store import PieceStore
+from exporters.progress import Progress, silent
 from exporters.quantize.recipe import find_recipe
 from exporters.sweep.combination import Combination, Common, combinations
+from exporters.sweep.quality import Sample
 from exporters.sweep.result import Result, SweepReport, recommend, with_front
-from exporters.sweep.sweep import RESULTS, run_sweep, store_sample
+from exporters.sweep.sweep import RESULTS, Text, run_sweep
 from tests.checkpoints import NEWER, write_checkpoint
-from tests.machines import WAIT_S
+from tests.folders import contents
 from tests.test_page import Page
 
 TEXT = "def area(width, height):\n    return width * height\n" * 20
@@ -53,15 +49,19 @@ def wanted(*, kv: tuple[str, ...] = ("u8",), devices: tuple[str, ...] = ("SM8650
 
 
 def swept(
-    folder: Path, checkpoint: Path, given: list[Combination], said: list[str] | None = None, **changes
+    folder: Path,
+    checkpoint: Path,
+    given: list[Combination],
+    said: list[str] | None = None,
+    *,
+    store: str | None = None,
+    progress: Progress = silent,
+    **changes,
 ) -> SweepReport:
     folder.mkdir(exist_ok=True)
-    where = Where(folder, **{"workers": 2, "say": ([] if said is None else said).append, **changes})
-    return run_sweep(str(checkpoint), given, "text.txt", TEXT, 200, where, COMMON)
-
-
-def files(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+    cluster = Cluster(**{"workers": 2, "say": ([] if said is None else said).append, **changes})
+    text = Text("text.txt", TEXT, 200)
+    return run_sweep(str(checkpoint), given, text, folder, cluster, COMMON, store_place=store, progress=progress)
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +79,7 @@ def test_bundles_are_those_of_separate_exports(checkpoint, done, tmp_path):
     opened = Checkpoint.open(str(checkpoint))
     for each in (given[0], given[3], given[5]):
         export_bundle(opened, tmp_path / each.name, each.options(COMMON), RunOptions(cache_dir=tmp_path / "cache"))
-        assert files(folder / "bundles" / each.name) == files(tmp_path / each.name)
+        assert contents(folder / "bundles" / each.name) == contents(tmp_path / each.name)
 
 
 @pytest.mark.slow
@@ -112,130 +112,6 @@ def test_a_scheduler_that_does_not_answer(checkpoint, tmp_path):
         swept(tmp_path, checkpoint, wanted()[:1], scheduler="tcp://127.0.0.1:9", workers=None)
 
 
-def test_a_piece_is_complete_or_not_there(tmp_path):
-    store = PieceStore(str(tmp_path))
-
-    def fail(folder: Path) -> None:
-        (folder / "half").write_text("a")
-        raise ValueError
-
-    with pytest.raises(ValueError):
-        store.make("key", "test", fail)
-    assert store.find("key") is None and not [*tmp_path.iterdir()]
-    store.make("key", "test", lambda folder: (folder / "whole").write_text("ab"))
-    assert store.find("key") is not None and (store.path("key") / "whole").read_text() == "ab"
-    (tmp_path / "key" / "whole").write_text("a")
-    assert store.find("key") is None, "a file of another size"
-
-
-def test_a_damaged_piece_is_made_again(tmp_path):
-    store, made = PieceStore(str(tmp_path)), []
-
-    def make() -> None:
-        store.make("key", "test", lambda folder: made.append((folder / "file").write_text("right")))
-
-    make()
-    (tmp_path / "key" / "file").write_text("wrong")
-    assert store.find("key") is None
-    with pytest.raises(UsageError, match="piece key: got nothing whole"):
-        store.path("key")
-    make()
-    record = tmp_path / "key" / "piece.json"
-    record.write_bytes(record.read_bytes().replace(b'"seconds":0', b'"seconds":1'))
-    assert store.find("key") is None
-    make()
-    assert len(made) == 3 and (store.path("key") / "file").read_text() == "right"
-
-
-def test_a_piece_that_is_damaged_at_its_url_is_made_again(tmp_path):
-    url = f"file://{tmp_path}/shared"
-    here, there = PieceStore(url, tmp_path / "here"), PieceStore(url, tmp_path / "there")
-    here.make("key", "test", lambda folder: (folder / "file").write_text("right"))
-    (tmp_path / "shared" / "key" / "file").write_text("wrong")
-    with pytest.raises(ServiceError, match=r"piece key: got damaged files .* Run the same command again"):
-        there.path("key")
-    there.make("key", "test", lambda folder: (folder / "file").write_text("right"))
-    assert (PieceStore(url, tmp_path / "third").path("key") / "file").read_text() == "right"
-
-
-@pytest.mark.parametrize("name", ["../../out", "/out", "inner/../../../out", "C:/out"])
-def test_a_forged_record_writes_nothing_outside_of_its_piece(name, tmp_path):
-    shared = tmp_path / "shared"
-    (shared / "key").mkdir(parents=True)
-    place = shared / "key" / name.lstrip("/")
-    place.parent.mkdir(parents=True, exist_ok=True)
-    place.write_text("x")
-    found = {name: {"bytes": 1, "sha256": hashlib.sha256(b"x").hexdigest()}}
-    fields = {"kind": "test", "seconds": 0.0, "files": found, "answer": None}
-    seal = hashlib.sha256(msgspec.json.encode([*fields.values()])).hexdigest()
-    (shared / "key" / "piece.json").write_text(json.dumps(fields | {"sha256": seal}))
-    before = files(tmp_path)
-    with pytest.raises(UsageError, match="piece key: got nothing whole"):
-        PieceStore(f"file://{shared}", tmp_path / "a" / "cache").path("key")
-    assert files(tmp_path) == before
-
-
-def test_a_forged_answer_is_refused_in_words(tmp_path):
-    store = PieceStore(str(tmp_path))
-    store.make("check", "check", lambda folder: {"not": "a list"})
-    with pytest.raises(UsageError, match=r"piece check: got Expected `array`.*what a check piece finds. Remove"):
-        store.answer("check", list[str])
-    answer = {"file": "../x.bin", "wrappers": {}, "graphs": 1, "floating": {}, "peak_bytes": 0}
-    store.make("compile", "compile", lambda folder: answer)
-    with pytest.raises(UsageError, match=r"piece compile: got a binary of \.\./x\.bin; expected its files"):
-        read_compiled(store, "compile")
-
-
-@pytest.fixture
-def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """A bucket of a local object store."""
-    server = ThreadedMotoServer(port=0, verbose=False)
-    within(WAIT_S, "object store", server.start, fix="Look at its log.")
-    host, port = server.get_host_and_port()
-    given = {
-        "key": "a",
-        "secret": "b",
-        "endpoint_url": f"http://{host}:{port}",
-        "client_kwargs": {"region_name": "us-east-1"},
-        "config_kwargs": {"connect_timeout": 10, "read_timeout": WAIT_S, "retries": {"max_attempts": 1}},
-    }
-    monkeypatch.setitem(fsspec.config.conf, "s3", given)
-    request = urllib.request.Request(f"{given['endpoint_url']}/bucket", method="PUT")
-    request.add_header("Authorization", "AWS4-HMAC-SHA256 Credential=a/20260101/us-east-1/s3/aws4_request")
-    with urllib.request.urlopen(request, timeout=WAIT_S):
-        pass
-    yield "s3://bucket/sweeps"
-    within(WAIT_S, "object store", server.stop, fix="Look at its log.")
-
-
-@pytest.mark.parametrize("kind", ["file", "memory", "s3"])
-def test_pieces_travel_by_url(kind, tmp_path, request):
-    url = {"file": f"file://{tmp_path}/shared", "memory": "memory://pieces"}.get(kind) or request.getfixturevalue(
-        "bucket"
-    )
-    here, there = PieceStore(url, tmp_path / "here"), PieceStore(url, tmp_path / "there")
-    here.check()
-
-    def work(folder: Path) -> list[int]:
-        (folder / "inner").mkdir()
-        (folder / "inner" / "file").write_text("text")
-        return [1, 2]
-
-    here.make("key", "test", work)
-    assert (there.path("key") / "inner" / "file").read_text() == "text"
-    assert there.find("key") == here.find("key") and there.find("other") is None
-    here.make("key", "test", lambda folder: pytest.fail("it is finished"))
-    PieceStore(url + "2", tmp_path / "here").make("key", "test", lambda folder: pytest.fail("it is on this machine"))
-    assert PieceStore(url + "2", tmp_path / "third").find("key") is not None
-
-
-def test_a_place_that_cannot_be_written(tmp_path):
-    (tmp_path / "file").touch()
-    for place in (f"{tmp_path}/file/store", "nosuch://bucket"):
-        with pytest.raises(UsageError, match="expected a folder or an fsspec URL that can be written"):
-            PieceStore(place).check()
-
-
 @pytest.mark.slow
 @pytest.mark.htp
 def test_one_export_and_one_compilation_on_a_cluster(checkpoint, tmp_path, capsys, monkeypatch):
@@ -244,12 +120,12 @@ def test_one_export_and_one_compilation_on_a_cluster(checkpoint, tmp_path, capsy
     far = ["--compile", "--scheduler", "local", "--divide-layers"]
     for place, more in (("near", ["--compile"]), ("far", far)):
         assert run(["export", str(checkpoint), "-o", str(tmp_path / place), *options, *more]) == 0
-    assert files(tmp_path / "far") == files(tmp_path / "near")
+    assert contents(tmp_path / "far") == contents(tmp_path / "near")
     assert run(["export", str(checkpoint), "-o", str(tmp_path / "other"), *options, "--divide-layers"]) == 2
     assert "--divide-layers: got it without --scheduler" in capsys.readouterr().err
     for place, more in (("near", []), ("far", ["--scheduler", "local"])):
         assert run(["compile", str(tmp_path / place), "--device", "SM8750", *more]) == 0
-    assert files(tmp_path / "far") == files(tmp_path / "near")
+    assert contents(tmp_path / "far") == contents(tmp_path / "near")
     assert run(["compile", str(tmp_path / "far"), "--device", "SM8550", "--scheduler", "tcp://127.0.0.1:9"]) == 1
     assert "expected a Dask scheduler that answers" in capsys.readouterr().err
     assert not (tmp_path / "far" / "compiled" / "SM8550").exists()
@@ -306,25 +182,40 @@ def test_a_checkpoint_at_a_url(checkpoint, tmp_path, monkeypatch):
 
 
 def test_why_a_worker_does_not_fit(checkpoint, tmp_path):
-    store = PieceStore(str(tmp_path))
+    store, opened = PieceStore(str(tmp_path)), Checkpoint.open(str(checkpoint))
     store.make("probe", "test", lambda folder: None)
-    (tmp_path / "text.txt").write_text("a text")
-    fit = fitness_for(Pinned.of(str(checkpoint)), tmp_path / "text.txt", store, "probe", 1)
-    assert fit.obstacles() == []
+    place, identity = Place.of(opened), Identity.of(opened)
+    fit = WorkerRequirements(versions(), place, identity, store, "probe", 1)
+    assert fit.problems() == []
     other = write_checkpoint(tmp_path / "other", NEWER, seed=1)
-    assert open_checkpoint(str(other)).config_sha256 == open_checkpoint(str(checkpoint)).config_sha256
+    assert open_checkpoint(str(other)).config_sha256 == opened.config_sha256
+    template = Path(shutil.copytree(checkpoint, tmp_path / "template"))
+    (template / "chat_template.jinja").write_text("{{ messages[0].content }}")
     reasons = {
         "numpy .*; expected 0.1": replace(fit, versions=versions() | {"numpy": "0.1"}),
-        "no folder": replace(fit, checkpoint=replace(fit.checkpoint, name="/none")),
-        "another one, whose weights differ": replace(fit, checkpoint=replace(fit.checkpoint, name=str(other))),
-        "another calibration text: that of": replace(fit, calibration=None),
-        "none.txt": replace(fit, calibration=tmp_path / "none.txt"),
+        "no folder": replace(fit, place=replace(place, name="/none")),
+        "another one, whose weights differ": replace(fit, place=replace(place, name=str(other))),
+        "another one, whose templates differ": replace(fit, place=replace(place, name=str(template))),
         "pieces not seen": replace(fit, probe="other"),
         "GB free in .*; expected 1000000000.00 GB": replace(fit, disk_bytes=10**18),
     }
     for reason, unfit in reasons.items():
-        (found,) = unfit.obstacles()
+        (found,) = unfit.problems()
         assert re.search(reason, found), found
+
+
+def test_a_worker_that_lives_on_notices_files_that_change(checkpoint, tmp_path):
+    folder = Path(shutil.copytree(checkpoint, tmp_path / "checkpoint"))
+    opened = Checkpoint.open(str(folder))
+    place, identity = Place.of(opened), Identity.of(opened)
+    place.proven(weights=identity.weights)
+    shutil.copyfile(
+        write_checkpoint(tmp_path / "other", NEWER, seed=1) / "model.safetensors", folder / "model.safetensors"
+    )
+    with pytest.raises(CheckpointError, match="another one, whose weights differ"):
+        place.proven(weights=identity.weights)
+    now = Identity.of(Checkpoint.open(str(folder)))
+    assert place.proven(weights=now.weights).weights_sha256() == now.weights
 
 
 def test_errors_travel_whole():
@@ -347,5 +238,7 @@ def test_a_piece_that_fails_stops_the_sweep_with_its_error(checkpoint, tmp_path)
 
 
 def test_line_ends_of_the_text_stay(tmp_path):
-    store, text = PieceStore(str(tmp_path)), "one\r\ntwo\n"
-    assert store_sample(store, "text.txt", text, 10).read(store) == text
+    store, plan, text = PieceStore(str(tmp_path)), Plan(), "one\r\ntwo\n"
+    sample = Sample.give(plan, "text.txt", text, 10)
+    store.make(sample.name, "given", plan.given[sample.name])
+    assert sample.read(store) == text

@@ -11,8 +11,9 @@ import pytest
 from edgekv.errors import ServiceError, UsageError
 from exporters.sweep.result import SweepReport
 from tests.checkpoints import NEWER, write_checkpoint
+from tests.folders import contents
 from tests.machines import WAIT_S, Machines, machines
-from tests.test_sweep import files, swept, wanted
+from tests.test_sweep import swept, wanted
 
 pytestmark = pytest.mark.slow
 
@@ -62,10 +63,10 @@ def test_a_worker_is_killed_and_one_joins_late(checkpoint, cluster, tmp_path, mo
     local = swept(tmp_path / "near", checkpoint, wanted())
     assert [each.evaluation for each in report.results] == [each.evaluation for each in local.results]
     assert [each.layers for each in report.results] == [each.layers for each in local.results]
-    assert files(folder / "bundles") == files(tmp_path / "near" / "bundles")
+    assert contents(folder / "bundles") == contents(tmp_path / "near" / "bundles")
     assert not {path.name for path in (cluster.folder / "second" / "cache" / "pieces").glob(".partial-*")}
     assert any("onnxruntime-qnn 9.9.9; expected" in line for line in said)
-    assert files(cluster.folder / "odd" / "cache") == {}
+    assert contents(cluster.folder / "odd" / "cache") == {}
     for name in ("second", "third", "odd"):
         cluster.kill(name)
 

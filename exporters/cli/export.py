@@ -45,9 +45,7 @@ Name = TypeVar("Name", bound=str)
 def export(
     checkpoint: Annotated[
         str,
-        typer.Argument(
-            help="A Hugging Face checkpoint folder, a GGUF file, a hub id such as org/model, or their URL."
-        ),
+        typer.Argument(help="A Hugging Face checkpoint folder, a GGUF file, a hub id such as org/model, or their URL."),
     ],
     output: Annotated[Path, typer.Option("-o", "--output", help="The bundle's folder; must not exist yet.")],
     device: DeviceOption,

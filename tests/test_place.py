@@ -6,10 +6,10 @@ from pathlib import Path
 
 import fsspec
 import pytest
-from exporters.sweep.source import open_checkpoint
 from fsspec.implementations.memory import MemoryFileSystem
 
 from edgekv.errors import CheckpointError
+from exporters.pipeline.place import open_checkpoint
 
 
 class Hostile(MemoryFileSystem):

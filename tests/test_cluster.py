@@ -1,4 +1,4 @@
-"""Nothing that a sweep waits for can hold it for ever: each wait has a limit, and an error that names who it is."""
+"""Each wait of a command on a cluster has a limit, and an error that names whom it waits for."""
 
 from __future__ import annotations
 
@@ -15,32 +15,30 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from exporters.sweep.carry import Where, carry_out
-from exporters.sweep.cluster import connected
-from exporters.sweep.fitness import Fitness, versions
-from exporters.sweep.limit import within
-from exporters.sweep.piece import Piece, Work
-from exporters.sweep.run import check_workers
-from exporters.sweep.store import PieceStore
 
 from edgekv.errors import ServiceError
-from exporters.sweep import cluster as local_cluster
-from exporters.sweep import run as carrying
+from exporters.options import Cluster
+from exporters.pipeline import cluster as local_cluster
+from exporters.pipeline import distribute
+from exporters.pipeline.cluster import connected
+from exporters.pipeline.distribute import check_workers, run_on
+from exporters.pipeline.fitness import versions
+from exporters.pipeline.limit import within
+from exporters.pipeline.piece import Piece, Plan
+from exporters.pipeline.store import PieceStore
 from tests.machines import WAIT_S, machines
 from tests.odd_works import Die, Hold, Sleep, Waiting
 
 GB = 10**9
 
 
-def carry(folder: Path, *works: Work, ram_bytes: int = 1, **changes) -> list[object]:
+def carry(folder: Path, *works: Piece, ram_bytes: int = 1, **changes) -> list[object]:
     """Do pieces that need nothing, and return their answers."""
-    store = PieceStore(str(folder / "pieces"))
-    store.make("probe", "probe", lambda place: None)
-    fitness = Fitness(versions(), None, None, "", store, "probe", 1)
-    where = Where(folder, **{"workers": 1, "say": [].append, **changes})
-    pieces = {f"key{number}": Piece("test", f"key{number}", (), ram_bytes, work) for number, work in enumerate(works)}
-    carry_out(pieces, len(pieces), store, fitness, where)
-    found = [store.find(key) for key in pieces]
+    store, plan = PieceStore(str(folder / "pieces")), Plan()
+    names = [plan.put(work, ram_bytes) for work in works]
+    cluster = Cluster(**{"workers": 1, "say": [].append, **changes})
+    run_on(cluster, plan, names, store, None, None, disk_bytes=1)
+    found = [store.find(name) for name in names]
     return [msgspec.json.decode(each.answer) for each in found if each is not None]
 
 
@@ -73,7 +71,7 @@ def test_a_call_has_a_limit_and_its_result_or_error_arrives():
 @pytest.mark.slow
 def test_a_piece_that_does_not_end(tmp_path, monkeypatch):
     monkeypatch.setenv("EDGEKV_TIMEOUT_S", "2")
-    monkeypatch.setattr(carrying, "_PATIENCE_S", 0.0)
+    monkeypatch.setattr(distribute, "_PATIENCE_S", 0.0)
     monkeypatch.setattr(local_cluster, "_CLOSE_S", 1.0)
     with pytest.raises(ServiceError, match=r"pieces: got none finished within 2 s, after 0 of 1.*EDGEKV_TIMEOUT_S=4"):
         carry(tmp_path, Sleep(600))
@@ -82,7 +80,7 @@ def test_a_piece_that_does_not_end(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_a_piece_that_kills_its_workers(tmp_path):
-    with pytest.raises(ServiceError, match=r"piece test-key0: got 4 workers that died of it.*need 0.00 GB"):
+    with pytest.raises(ServiceError, match=r"piece test-[0-9a-f]+: got 4 workers that died of it.*need 0.00 GB"):
         carry(tmp_path, Die())
     assert not workers_left()
 
@@ -96,7 +94,8 @@ def test_local_workers_that_do_not_start(tmp_path, monkeypatch):
 
 HELD = """
 import time
-from exporters.sweep.cluster import LOCAL, connected
+from exporters.options import LOCAL
+from exporters.pipeline.cluster import connected
 if __name__ == "__main__":
     with connected(LOCAL, 1, 1):
         print("started", flush=True)
@@ -105,7 +104,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.slow
-def test_the_next_start_removes_what_a_killed_sweep_left(tmp_path):
+def test_the_next_start_removes_what_a_killed_command_left(tmp_path):
     temporary = tmp_path / "temporary"
     temporary.mkdir()
     (tmp_path / "held.py").write_text(HELD)
@@ -114,7 +113,7 @@ def test_the_next_start_removes_what_a_killed_sweep_left(tmp_path):
     with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment, start_new_session=True) as held:
         assert held.stdout is not None and held.stdout.readline() == b"started\n"
         os.killpg(held.pid, signal.SIGKILL)
-    (left,) = temporary.glob("edgekv-sweep-*")
+    (left,) = temporary.glob("edgekv-cluster-*")
     program = "from edgekv.scratch import scratch_folder\nwith scratch_folder('test'): pass"
     subprocess.run([sys.executable, "-c", program], env=environment, check=True, timeout=WAIT_S)
     assert not left.exists()
@@ -122,8 +121,8 @@ def test_the_next_start_removes_what_a_killed_sweep_left(tmp_path):
 
 @pytest.mark.slow
 def test_a_scheduler_that_stops_answering(tmp_path, monkeypatch):
-    monkeypatch.setattr(carrying, "_ANSWER_S", 5.0)
-    monkeypatch.setattr(carrying, "_CANCEL_S", 1.0)
+    monkeypatch.setattr(distribute, "_ANSWER_S", 5.0)
+    monkeypatch.setattr(distribute, "_CANCEL_S", 1.0)
     monkeypatch.setattr(local_cluster, "_CLOSE_S", 1.0)
     with machines(tmp_path) as made:
         made.start_worker("only")
@@ -142,10 +141,10 @@ def test_a_scheduler_that_stops_answering(tmp_path, monkeypatch):
 @pytest.mark.slow
 def test_a_worker_answers_while_it_fetches_the_checkpoint(tmp_path):
     store = PieceStore(str(tmp_path))
-    fitness = Waiting(versions(), None, None, "", store, "probe", 1)
+    requirements = Waiting(versions(), None, None, store, "probe", 1)
     with machines(tmp_path) as made, connected(made.address, None, 1) as client, ThreadPoolExecutor() as pool:
         made.start_worker("only")
-        looked = pool.submit(check_workers, client, fitness, 1, keep_going=False, say=[].append)
+        looked = pool.submit(check_workers, client, requirements, 1, keep_going=False, say=[].append)
         end = time.monotonic() + WAIT_S
         while not (tmp_path / "looking").exists() and time.monotonic() < end:
             time.sleep(0.02)
@@ -155,7 +154,7 @@ def test_a_worker_answers_while_it_fetches_the_checkpoint(tmp_path):
 
 @pytest.mark.slow
 def test_only_workers_without_enough_ram_are_left(tmp_path, monkeypatch):
-    monkeypatch.setattr(carrying, "_PATIENCE_S", 3.0)
+    monkeypatch.setattr(distribute, "_PATIENCE_S", 3.0)
     with machines(tmp_path) as made:
         made.start_worker("large", ram_bytes=2 * GB)
 

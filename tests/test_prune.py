@@ -1,17 +1,17 @@
-"""Removing pieces that no sweep has used for a while."""
+"""Removing pieces that nobody has used for a while."""
 
 from __future__ import annotations
 
 import os
 
 import pytest
-from exporters.sweep.prune import Pruned, check_prunable, mark_used, prune
-from exporters.sweep.store import PieceStore
 
 from edgekv.errors import UsageError
+from exporters.pipeline.prune import Pruned, check_prunable, mark_used, prune
+from exporters.pipeline.store import PieceStore
 
 
-def test_pieces_that_no_sweep_uses_are_removed(tmp_path):
+def test_pieces_that_nobody_uses_are_removed(tmp_path):
     store = PieceStore(str(tmp_path))
     for key in ("old", "used", "new"):
         store.make(key, "test", lambda folder: (folder / "file").write_bytes(b"1234"))
