@@ -13,18 +13,15 @@ from dataclasses import dataclass, field, replace
 import msgspec
 import numpy as np
 import pytest
-import typer
-from typer.testing import CliRunner
 
 from devices import find
 from edgekv import qnn
 from edgekv.bundle import COMPILED, Manifest, open_bundle, open_compiled
+from edgekv.cli import run
 from edgekv.errors import BundleError, EngineError, UsageError
 from edgekv.system import parse_bytes
 from exporters import resources
 from exporters.checkpoint.checkpoint import Checkpoint
-from exporters.cli.export import export
-from exporters.cli.stages import stages
 from exporters.compile import compile_bundle
 from exporters.export import ExportOptions, RunOptions, export_bundle
 from exporters.pipeline import pieces
@@ -456,32 +453,31 @@ def test_an_export_holds_the_cap_that_it_accepts(tmp_path):
 # The commands
 
 
-def invoke(command, *arguments):
-    app = typer.Typer()
-    app.command()(command)
-    return CliRunner().invoke(app, [*map(str, arguments)])
+def invoke(name, capsys, *arguments):
+    code = run([name, *map(str, arguments)])
+    return code, *capsys.readouterr()
 
 
-def test_the_command_says_what_is_left_and_removes_it(work):
+def test_the_command_says_what_is_left_and_removes_it(work, capsys):
     work.export(keep_stages=True)
     cache = ("--cache-dir", work.folder / "cache")
-    left = json.loads(invoke(stages, *cache, "--json").stdout)
+    left = json.loads(invoke("stages", capsys, *cache, "--json")[1])
     assert left["pieces"] == len(work.pieces) > LAYERS and left["bytes"] > 100_000 and not left["cleared"]
-    assert "removed" in invoke(stages, *cache, "--clear").stdout
-    assert json.loads(invoke(stages, *cache, "--json").stdout)["pieces"] == 0
+    assert "removed" in invoke("stages", capsys, *cache, "--clear")[1]
+    assert json.loads(invoke("stages", capsys, *cache, "--json")[1])["pieces"] == 0
     assert work.pieces == []
 
 
-def test_an_export_that_stops_says_how_to_go_on(work, monkeypatch):
+def test_an_export_that_stops_says_how_to_go_on(work, monkeypatch, capsys):
     fixed = ("--device", "SM8650", "--cache-dir", work.folder / "cache", "--context", 64, "--skip-htp-check")
     arguments = (work.checkpoint.folder, "-o", work.folder / "bundle", *fixed, "--calibration-tokens", 256)
-    assert "MB for a layer" in str(invoke(export, *arguments, "--max-ram", "100MB").exception)
+    assert "MB for a layer" in invoke("export", capsys, *arguments, "--max-ram", "100MB")[2]
     with monkeypatch.context() as patch:
         patch.setattr(Quantizer, "head", interrupted)
-        stopped = invoke(export, *arguments)
-    assert stopped.exit_code != 0 and "3 layers are finished. Run the same command with --resume" in stopped.output
+        code, _, told = invoke("export", capsys, *arguments)
+    assert code == 130 and "3 layers are finished. Run the same command with --resume" in told
     assert len(work.of_kind("layer")) == LAYERS
-    assert "calibrated on 256 tokens" in invoke(export, *arguments, "--resume", "--max-ram", "1GB").stdout
+    assert "calibrated on 256 tokens" in invoke("export", capsys, *arguments, "--resume", "--max-ram", "1GB")[1]
 
 
 def interrupted(self):
