@@ -85,7 +85,7 @@ def compile_bundle(
     compiler = qnn.compiler()
     names = plan_binaries(plan, given, binary_sets(parts, each=alone), device, compiler, options)
     if run.cluster is not None:
-        from exporters.pipeline.distribute import run_on  # its packages are optional
+        from exporters.pipeline.dask.run import run_on  # its packages are optional
 
         weights_bytes = sum(bundle.manifest.files[name].bytes for name in bundle.manifest.weights.files)
         run_on(run.cluster, plan, names, store, None, None, progress, disk_bytes=weights_bytes)

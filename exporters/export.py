@@ -66,7 +66,7 @@ def export_bundle(
     planner = Planner(identity, divide=run.cluster is not None and run.cluster.divide)
     exported = planner.export(prepared)
     if run.cluster is not None:
-        from exporters.pipeline.distribute import run_on  # its packages are optional
+        from exporters.pipeline.dask.run import run_on  # its packages are optional
 
         names = exported.names
         run_on(run.cluster, planner.plan, names, store, place, identity, progress, disk_bytes=2 * disk_bytes)

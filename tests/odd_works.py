@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-from exporters.pipeline.fitness import WorkerRequirements
+from exporters.pipeline.dask.fitness import WorkerRequirements
 from exporters.pipeline.inputs import Inputs
 from exporters.pipeline.piece import Piece
 

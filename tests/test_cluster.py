@@ -18,12 +18,12 @@ import pytest
 
 from edgekv.errors import ServiceError
 from exporters.options import Cluster
-from exporters.pipeline import cluster as local_cluster
-from exporters.pipeline import distribute
-from exporters.pipeline.cluster import connected
-from exporters.pipeline.distribute import check_workers, run_on
-from exporters.pipeline.fitness import versions
-from exporters.pipeline.limit import within
+from exporters.pipeline.dask import cluster as local_cluster
+from exporters.pipeline.dask import run as distribute
+from exporters.pipeline.dask.cluster import connected
+from exporters.pipeline.dask.fitness import versions
+from exporters.pipeline.dask.limit import within
+from exporters.pipeline.dask.run import check_workers, run_on
 from exporters.pipeline.piece import Piece, Plan
 from exporters.pipeline.store import PieceStore
 from tests.machines import WAIT_S, machines
@@ -95,7 +95,7 @@ def test_local_workers_that_do_not_start(tmp_path, monkeypatch):
 HELD = """
 import time
 from exporters.options import LOCAL
-from exporters.pipeline.cluster import connected
+from exporters.pipeline.dask.cluster import connected
 if __name__ == "__main__":
     with connected(LOCAL, 1, 1):
         print("started", flush=True)

@@ -14,7 +14,7 @@ import pytest
 from moto.server import ThreadedMotoServer
 
 from edgekv.errors import ServiceError, UsageError
-from exporters.pipeline.limit import within
+from exporters.pipeline.dask.limit import within
 from exporters.pipeline.pieces import read_compiled
 from exporters.pipeline.store import PieceStore
 from tests.folders import contents

@@ -46,6 +46,7 @@ EXTRAS_OF = {
     "exporters.htp.compile_tflite": (),
     "exporters.targets.genai.providers": ("genai",),
     "exporters.targets.genai.worker": ("genai",),
+    "exporters.pipeline.dask": ("cli", "cpu", "export", "sweep"),
     "exporters.sweep": ("cli", "cpu", "export", "sweep"),
     "exporters": ("cli", "cpu", "export"),
 }

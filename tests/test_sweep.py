@@ -20,7 +20,7 @@ from edgekv.errors import CheckpointError, ServiceError, UsageError
 from exporters.checkpoint.checkpoint import Checkpoint
 from exporters.export import RunOptions, export_bundle
 from exporters.options import Cluster
-from exporters.pipeline.fitness import WorkerRequirements, versions
+from exporters.pipeline.dask.fitness import WorkerRequirements, versions
 from exporters.pipeline.piece import Plan
 from exporters.pipeline.place import Identity, Place, open_checkpoint
 from exporters.pipeline.store import PieceStore

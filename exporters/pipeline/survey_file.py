@@ -33,7 +33,7 @@ def read_survey(folder: Path, spec: DecoderSpec) -> Survey | None:
     if not (folder / _TENSORS).exists():
         return None
     tensors = load_file(folder / _TENSORS)
-    cache = DecoderInterface.of(spec, spec.max_positions, "u8", "rows", "u16").tensors(range(spec.layers))
+    cache = [*DecoderInterface.of(spec, spec.max_positions, "u8", "rows", "u16").tensors(range(spec.layers))]
     reach = {}
     for layer, head in dict.fromkeys((tensor.layer, tensor.head) for tensor in cache if not tensor.is_state):
         at = f"reach.{layer}.{head}"

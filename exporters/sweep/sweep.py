@@ -17,7 +17,7 @@ from edgekv.system import format_bytes
 from exporters.inspect.tally import Evaluation
 from exporters.options import Cluster
 from exporters.pipeline.assemble import assemble
-from exporters.pipeline.distribute import run_on
+from exporters.pipeline.dask.run import run_on
 from exporters.pipeline.piece import Plan
 from exporters.pipeline.place import Identity, Place, open_checkpoint
 from exporters.pipeline.planning import Exported, Planner, quantizing_bytes

@@ -16,10 +16,10 @@ from distributed import Client, Future, KilledWorker, get_worker
 from edgekv.child import TIMEOUT_VARIABLE, vendor_timeout_s
 from edgekv.errors import ServiceError, UsageError
 from exporters.options import Cluster
-from exporters.pipeline.cluster import connected
-from exporters.pipeline.fitness import RAM, TOPIC, FitWorkers, WorkerRequirements, looking, versions
+from exporters.pipeline.dask.cluster import connected
+from exporters.pipeline.dask.fitness import RAM, TOPIC, FitWorkers, WorkerRequirements, looking, versions
+from exporters.pipeline.dask.limit import within
 from exporters.pipeline.inputs import Inputs
-from exporters.pipeline.limit import within
 from exporters.pipeline.piece import Piece, Plan, Planned, hashed
 from exporters.pipeline.place import Identity, Place
 from exporters.pipeline.store import PieceStore

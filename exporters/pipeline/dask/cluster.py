@@ -13,8 +13,8 @@ from edgekv.errors import EngineError, ServiceError, UsageError
 from edgekv.scratch import scratch_folder
 from edgekv.system import free_memory_bytes
 from exporters.options import LOCAL
-from exporters.pipeline.fitness import RAM
-from exporters.pipeline.limit import within
+from exporters.pipeline.dask.fitness import RAM
+from exporters.pipeline.dask.limit import within
 
 _CONNECT_S = 10.0
 _START_S = 180.0  # of processes that import edgekv on a busy machine

@@ -1,0 +1,1 @@
+"""Does pieces on a Dask cluster; needs the packages of edgekv[sweep]."""
