@@ -123,6 +123,12 @@ def changed(value: Any) -> Iterator[Any]:
             for at, each in enumerate(value):
                 yield [*value[:at], *value[at + 1 :]]
                 yield from ([*value[:at], other, *value[at + 1 :]] for other in changed(each))
+        case set() | frozenset():
+            yield value | {"more"}
+            yield from (value - {each} for each in value)
+        case dict():
+            for name, each in value.items():
+                yield from (value | {name: other} for other in changed(each))
         case msgspec.Struct():
             for name in value.__struct_fields__:
                 for other in changed(getattr(value, name)):

@@ -8,13 +8,14 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from edgekv.bundle import RecipeRecord
 from edgekv.errors import CheckpointError, UsageError
 from edgekv.kv import KvDtype
-from edgekv.spec import SplitChannel, Vocabulary
+from edgekv.spec import DecoderSpec
 from exporters.checkpoint.aligned import align
 from exporters.checkpoint.checkpoint import Checkpoint
 from exporters.checkpoint.folded import transformed
@@ -46,27 +47,33 @@ class Exact:
     Attributes:
         weights: see `Identity`.
         config: see `Identity`.
-        limits: of the attention windows, see `DecoderSpec.limits`.
-        split: channels of the residual.
-        vocabulary: see `DecoderSpec.vocabulary`.
+        spec: the decoder, with all that options changed in it.
         context: of the rotary embedding.
     """
 
     weights: str
     config: str
-    limits: tuple[int | None, ...]
-    split: tuple[SplitChannel, ...]
-    vocabulary: Vocabulary
+    spec: DecoderSpec
     context: int
 
     @property
     def alone(self) -> Exact:
         """With a vocabulary that no recipe chose: the same logits to the bit, so all recipes share pieces."""
-        return replace(self, vocabulary="apart")
+        return replace(self, spec=msgspec.structs.replace(self.spec, vocabulary="apart"))
 
     def of(self, checkpoint: Checkpoint) -> Checkpoint:
-        """The decoder of a checkpoint."""
-        return checkpoint.limited(self.limits).split(self.split).with_vocabulary(self.vocabulary)
+        """The decoder of a checkpoint.
+
+        Raises:
+            ValueError: an option changes the decoder in a way that is not made here.
+        """
+        spec = self.spec
+        if spec.convolution is not None:
+            checkpoint = checkpoint.with_states(spec.convolution.state_dtype)
+        decoder = checkpoint.limited(spec.limits).split(spec.split).with_vocabulary(spec.vocabulary)
+        if decoder.spec != spec:
+            raise ValueError(f"decoder: got {decoder.spec}; expected {spec}")
+        return decoder
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +179,7 @@ class Inputs:
         self._keeps_residual = keeps_residual
         self._layers: dict[str, LayerFile] = {}
         self._quantizer: tuple[str, Quantizer] | None = None
-        self._exact: dict[Exact, tuple[Checkpoint, Checkpoint]] = {}
+        self._exact: dict[str, tuple[Checkpoint, Checkpoint]] = {}
         self._surveyed: dict[str, Surveyed] = {}
         self._bundles: dict[str, Path] = {}
 
@@ -194,7 +201,7 @@ class Inputs:
 
     def take(self, exact: Exact, checkpoint: Checkpoint, decoder: Checkpoint) -> None:
         """Take the decoder of a checkpoint that is open here already."""
-        self._exact[exact] = checkpoint, decoder
+        self._exact[hashed(exact)] = checkpoint, decoder
 
     def check_values(self, exact: Exact) -> None:
         """See `Checkpoint.check_values`."""
@@ -312,11 +319,12 @@ class Inputs:
     def _decoder(self, exact: Exact, **wanted: str) -> Checkpoint:
         assert self._place is not None, "pieces that read a checkpoint have a place"
         checkpoint = self._place.proven(**wanted)
-        known = self._exact.get(exact)
+        key = hashed(exact)
+        known = self._exact.get(key)
         if known is None or known[0] is not checkpoint:
             if len(self._exact) > _MOST_KEPT:
                 self._exact.clear()
-            known = self._exact[exact] = checkpoint, exact.of(checkpoint)
+            known = self._exact[key] = checkpoint, exact.of(checkpoint)
         return known[1]
 
     def _decided(self, folded: Folded) -> Surveyed:

@@ -109,13 +109,10 @@ class Planner:
         )
 
     def _exact(self, prepared: Prepared) -> Exact:
-        spec = prepared.checkpoint.spec
         return Exact(
             weights=self._identity.weights,
             config=self._identity.config,
-            limits=tuple(spec.limits),
-            split=tuple(spec.split),
-            vocabulary=spec.vocabulary,
+            spec=prepared.checkpoint.spec,
             context=_rotary_context(prepared),
         )
 
