@@ -119,7 +119,8 @@ def test_priorities_that_last_survive_a_restart(tmp_path: Path) -> None:
     store.insert((8, 8), source((8, 8)), retention=policy)
     store.save()
     size = max(files(tmp_path).values())
-    later = opened(tmp_path, disk_cache_size=size)
+    assert opened(tmp_path, disk_cache_size=size).save() == 1
+    later = opened(tmp_path)
     assert (found(later, (7, 7)), found(later, (8, 8))) == (2, 0)
 
 

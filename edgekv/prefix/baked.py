@@ -130,9 +130,11 @@ def _tensors(tokens: Sequence[int], store: PrefixStore) -> dict[str, Rows]:
         wanted, fix = f"room for {len(tokens)}", "Free some memory."
         raise UsageError("prefix store", got=f"room for {match.tokens} tokens", expected=wanted, fix=fix)
     tensors: dict[str, Rows] = {_TOKENS: np.array(tokens, np.int64)}
-    for number, (first, blocks) in enumerate(zip(match.first, match.rows, strict=True)):
-        rows = np.concatenate(blocks, axis=1)
-        tensors[_group(number)] = np.ascontiguousarray(rows[:, : len(tokens) - first * store.config.tokens_per_block])
+    step = store.config.tokens_per_block
+    for number, blocks in enumerate(match.rows):
+        in_last = (len(tokens) - 1) % step + 1
+        rows = np.concatenate([*blocks[:-1], blocks[-1][:, :in_last]], axis=1)
+        tensors[_group(number)] = np.ascontiguousarray(rows)
     if match.snapshot is not None:
         tensors |= {f"{_STATE}{name}": array for name, array in match.snapshot.arrays.items()}
     return tensors

@@ -8,7 +8,6 @@ import warnings
 from collections.abc import Callable, Container, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TypeVar
 
 from edgekv.prefix.block import (
     SNAPSHOT,
@@ -23,9 +22,7 @@ from edgekv.prefix.errors import PrefixError, PrefixWarning
 from edgekv.prefix.keys import Keys
 from edgekv.prefix.private import NotPrivateError, check_folder, make_folder, read_private, write_private
 from edgekv.prefix.stats import StoreStats
-from edgekv.prefix.table import INDEX, LOCKED, Row, Table, file_name
-
-T = TypeVar("T")
+from edgekv.prefix.table import INDEX, LOCKED, Row, Table
 
 _OWN = re.compile(r"[0-9a-f]{32}-(?:g\d+|s)\.safetensors|\..+\.partial-\d+")
 _OLD_INDEX = "index.sqlite"  # of the format before this one
@@ -39,6 +36,7 @@ class Disk:
 
     Attributes:
         keys: keyed hashes with the folder's secret.
+        last_used: the latest use of any block when the folder was opened.
     """
 
     def __init__(self, folder: Path, limit_bytes: int, store: str, counters: StoreStats) -> None:
@@ -59,7 +57,8 @@ class Disk:
         self._counters = counters
         self._uses: dict[BlockId, tuple[int, int]] = {}
         self._total_bytes = 0  # of all files, while the table is locked for writing
-        self._held: tuple[tuple[int, int], tuple[int, int]] | None = None
+        self._version: object = None
+        self._held = 0, 0
         self._has_failed = False
         try:
             make_folder(folder)
@@ -70,6 +69,7 @@ class Disk:
             self._table = Table(folder)
             with self._table.transaction():
                 self._clear_remnants()
+            self.last_used = self._table.last_used()
         except NotPrivateError as error:
             fix = f"Give a folder of your own, and remove others' access: chmod -R go-rwx {folder}"
             wanted = "a file or folder that only you can write"
@@ -90,34 +90,22 @@ class Disk:
             self._flush()
         self._table.close()
 
-    def last_used(self) -> int:
-        """The latest use of any block."""
-        return self._read(self._table.last_used, 0)
+    def rows(self, query: Callable[[Table], list[Row]]) -> list[Row]:
+        """What a query of the table finds; nothing if the table cannot be read, which is said once."""
+        try:
+            return query(self._table)
+        except OSError as error:
+            if not self._has_failed:
+                self._has_failed = True
+                self._warn(f"{self._folder / INDEX} cannot be read ({error.strerror}); the cache is that in memory")
+            return []
 
     def held(self) -> tuple[int, int]:
-        """Files and bytes of this store; the table is read only after a change."""
-
-        def current() -> tuple[int, int]:
-            version = self._table.version
-            if self._held is None or self._held[0] != version:
-                self._held = version, self._table.held(self._store)
-            return self._held[1]
-
-        return self._read(current, (0, 0))
-
-    # ------------------------------------------------------------------ find and read
-
-    def find(self, keys: Sequence[bytes]) -> dict[BlockId, Row]:
-        """The rows of these keys, of all parts."""
-        return self._read(lambda: {(row.key, row.part): row for row in self._table.named(keys)}, {})
-
-    def neighbours(self, parent: BlockId, tokens: bytes) -> list[bytes]:
-        """As `Memory.neighbours`."""
-        return self._read(lambda: [row.tokens for row in self._table.neighbours(parent, tokens)], [])
-
-    def children(self, parents: Sequence[bytes], part: int) -> list[Row]:
-        """The rows of a part after any of these blocks."""
-        return self._read(lambda: [*self._table.children(parents, part)], [])
+        """Files and bytes of this store; the table is summed up only after a change."""
+        with suppress(OSError):
+            if self._version != (version := self._table.version):
+                self._version, self._held = version, self._table.held(self._store)
+        return self._held
 
     def load(self, row: Row, is_right: Callable[[Arrays], bool]) -> Arrays | None:
         """The verified arrays of a block; None if the file is gone, or was rejected and removed.
@@ -126,10 +114,9 @@ class Disk:
             row: of the block.
             is_right: checks names, types and shapes; a checksum does not.
         """
-        id = row.key, row.part
         try:
-            content = read_private(self._folder / file_name(id), row.size_bytes + 1)
-            arrays = decode_block(id, content, self.keys)
+            content = read_private(self._folder / row.file, row.size_bytes + 1)
+            arrays = decode_block((row.key, row.part), content, self.keys)
             if not is_right(arrays):
                 raise RejectedFileError("the arrays are not those of the model")
         except FileNotFoundError:
@@ -159,11 +146,12 @@ class Disk:
             find: a block in memory by its name.
         """
         done: list[Block] = []
-        written: list[BlockId] = []
+        written: list[str] = []
         try:
             with self._table.transaction():
                 self._flush()
                 self._total_bytes = self._table.held()[1]
+                self._make_room(0, None, frozenset())
                 for block in blocks:
                     chain = self._without_row(block, find)
                     keep = {each.id for each in chain} | {each.parent for each in chain}
@@ -172,22 +160,15 @@ class Disk:
                     done += [block, *chain]
         except OSError:
             self._counters.failed_writes += 1
-            for id in written:
-                self._unlink(id)
+            for name in written:
+                self._unlink(name)
             return
         for block in done:
             block.is_saved = True
 
     def remove(self, id: BlockId) -> None:
         """Remove a block."""
-        key, part = id
-        self._drop(row for row in [*self.find([key]).values()] if row.part == part)
-
-    def fit(self) -> None:
-        """Remove files until the limit holds."""
-        with suppress(OSError), self._table.transaction():
-            self._total_bytes = self._table.held()[1]
-            self._make_room(0, None, frozenset())
+        self._drop(row for row in self.rows(lambda table: table.named([id[0]])) if row.part == id[1])
 
     def _without_row(self, block: Block, find: Callable[[BlockId], Block | None]) -> list[Block]:
         """The block and those before it that have no row, from the first one on; none if one of them is lost."""
@@ -202,7 +183,7 @@ class Disk:
             block = before
         return chain[::-1]
 
-    def _write_one(self, block: Block, keep: Container[BlockId], written: list[BlockId]) -> bool:
+    def _write_one(self, block: Block, keep: Container[BlockId], written: list[str]) -> bool:
         """Write a file and its row; False if there is no room. An incomplete block of the same tokens makes way."""
         for row in self._table.neighbours(block.parent, block.link.tokens) if block.part != SNAPSHOT else ():
             if row.tokens.startswith(block.link.tokens):
@@ -213,23 +194,21 @@ class Disk:
         rank = block.lasting_priority, block.used
         if not self._make_room(len(content), rank, keep):
             return False
-        link, name = block.link, file_name(block.id)
-        partial = self._folder / f".{name}.partial-{os.getpid()}"
+        row = Row(
+            *(block.link.key, block.part, block.link.parent, block.link.tokens, block.link.start, block.chained),
+            *(*rank, len(content), self._store),
+        )
+        partial = self._folder / f".{row.file}.partial-{os.getpid()}"
         try:
             partial.unlink(missing_ok=True)
             write_private(partial, content)
-            partial.replace(self._folder / name)
+            partial.replace(self._folder / row.file)
         except OSError:
             partial.unlink(missing_ok=True)
             raise
-        written.append(block.id)
+        written.append(row.file)
         self._total_bytes += len(content)
-        self._table.put(
-            Row(
-                *(link.key, block.part, link.parent, link.tokens, link.start, block.chained),
-                *(*rank, len(content), self._store),
-            )
-        )
+        self._table.put(row)
         self._counters.disk.bytes_in += len(content)
         return True
 
@@ -250,14 +229,14 @@ class Disk:
                 self._remove([row, *self._table.descendants(row)])
 
     def _remove(self, rows: Sequence[Row]) -> None:
-        self._table.remove((row.key, row.part) for row in rows)
+        self._table.remove(rows)
         for row in rows:
             self._total_bytes -= row.size_bytes
-            self._unlink((row.key, row.part))
+            self._unlink(row.file)
 
-    def _unlink(self, id: BlockId) -> None:
+    def _unlink(self, name: str) -> None:
         with suppress(OSError):
-            (self._folder / file_name(id)).unlink(missing_ok=True)
+            (self._folder / name).unlink(missing_ok=True)
 
     def _flush(self) -> None:
         uses, self._uses = self._uses, {}
@@ -266,21 +245,11 @@ class Disk:
 
     def _clear_remnants(self) -> None:
         """Remove files without a row, and rows without a file."""
-        rows = {file_name((row.key, row.part)): row for row in self._table.rows()}
+        rows = {row.file: row for row in self._table.rows()}
         held = {path.name for path in self._folder.iterdir() if _OWN.fullmatch(path.name)}
         for name in held - rows.keys():
             (self._folder / name).unlink(missing_ok=True)
         self._drop(row for name, row in rows.items() if name not in held)
-
-    def _read(self, read: Callable[[], T], nothing: T) -> T:
-        """What a call reads from the table; nothing if it cannot, which is said once."""
-        try:
-            return read()
-        except OSError as error:
-            if not self._has_failed:
-                self._has_failed = True
-                self._warn(f"{self._folder / INDEX} cannot be read ({error.strerror}); the cache is that in memory")
-            return nothing
 
     def _warn(self, text: str) -> None:
         warnings.warn(f"prefix cache: {text}", PrefixWarning, stacklevel=2)

@@ -12,7 +12,7 @@ import msgspec
 from edgekv.errors import UsageError
 from edgekv.prefix.keys import TOKEN_BYTES
 from edgekv.prefix.private import check_folder
-from edgekv.prefix.table import INDEX, Row, Table, file_name
+from edgekv.prefix.table import INDEX, Row, Table
 
 _ID_CHARACTERS = 12
 
@@ -104,10 +104,10 @@ def remove_stored(folder: Path, wanted: str | None) -> list[StoredPrefix]:
             fix = f"See edgekv prefix ls {folder}."
             raise UsageError("prefix", got=repr(wanted), expected="the id of one", fix=fix)
         gone = table.rows() if wanted is None else [row for end in ends for row in sequences.own(end)]
-        table.remove((row.key, row.part) for row in gone)
+        table.remove(gone)
         for row in gone:
             with suppress(OSError):
-                (folder / file_name((row.key, row.part))).unlink(missing_ok=True)
+                (folder / row.file).unlink(missing_ok=True)
         return [sequences.prefix(end) for end in ends]
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Iterator
 from heapq import heapify, heappop, heappush
 from time import monotonic_ns, time_ns
 
 from edgekv.prefix.block import Block, BlockId
 from edgekv.prefix.retention import DEFAULT_PRIORITY, Retention
 
+IsPinned = Callable[[BlockId], bool]
 _MIN_HEAP = 64
 
 
@@ -42,6 +43,9 @@ class Memory:
     def __len__(self) -> int:
         return len(self._blocks)
 
+    def __contains__(self, id: BlockId) -> bool:
+        return id in self._blocks
+
     def __iter__(self) -> Iterator[Block]:
         return iter(self._blocks.values())
 
@@ -62,10 +66,6 @@ class Memory:
         """The tokens of all blocks after a parent, sorted."""
         return self._children.get(parent, [])
 
-    def has_room(self, size_bytes: int) -> bool:
-        """Whether so many bytes fit without evicting."""
-        return self.bytes_held + size_bytes <= self.budget_bytes
-
     def add(self, block: Block) -> None:
         """Add a block; the caller has made room."""
         self.touch(block)
@@ -84,7 +84,7 @@ class Memory:
         if not children:
             del self._children[block.parent]
 
-    def evict(self, pinned: Container[BlockId]) -> Block | None:
+    def evict(self, is_pinned: IsPinned) -> Block | None:
         """Remove and return the first block of the order that is not pinned; None if there is none."""
         skipped = []
         try:
@@ -95,7 +95,7 @@ class Memory:
                     continue  # removed, or entered again when its priority was lowered
                 if (priority, used) < (block.priority, block.used):
                     self._push(block)
-                elif block.id in pinned or (block.chained and block.id in self._children):
+                elif is_pinned(block.id) or (block.chained and block.id in self._children):
                     skipped.append(entry)
                 else:
                     self.remove(block)

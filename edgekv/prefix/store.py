@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from collections import deque
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -16,7 +16,7 @@ from edgekv.prefix.disk import Disk
 from edgekv.prefix.errors import PrefixError
 from edgekv.prefix.groups import split_layers
 from edgekv.prefix.keys import TOKEN_BYTES, Keys, Link, common_tokens, tail, token_bytes
-from edgekv.prefix.memory import Memory, now_ms
+from edgekv.prefix.memory import IsPinned, Memory, now_ms
 from edgekv.prefix.retention import RetentionPolicy
 from edgekv.prefix.rows import Rows, Source, Target
 from edgekv.prefix.stats import StoreStats
@@ -44,13 +44,11 @@ class Match:
 
     Attributes:
         tokens: length of the prefix.
-        first: for each group, the number of its first needed block.
-        rows: for each group, the rows of the needed blocks, each `[tensors, tokens, D]`.
+        rows: for each group, the rows of its blocks that the next token attends to, each `[tensors, tokens, D]`.
         states: the block with the states after the prefix; None if the model has none.
     """
 
     tokens: int = 0
-    first: tuple[int, ...] = ()
     rows: tuple[tuple[Rows, ...], ...] = ()
     states: Block | None = None
 
@@ -126,8 +124,7 @@ class PrefixStore:
         if config.disk_folder is not None:
             store = self._layout.hex()[:16]
             self._disk = Disk(config.disk_folder, config.disk_cache_size, store, self.counters)
-            self._disk.fit()
-            self._memory.start_after(self._disk.last_used())
+            self._memory.start_after(self._disk.last_used)
         self._keys = Keys() if self._disk is None else self._disk.keys
         self._public: list[bytes] = []
 
@@ -169,9 +166,9 @@ class PrefixStore:
     def restore(self, match: Match, target: Target) -> None:
         """Pass the rows of a match to a target: for each group, those of the tokens that the next one attends to."""
         step, end = self._step, match.tokens
-        for part, (first, blocks) in enumerate(zip(match.first, match.rows, strict=True)):
+        for part, blocks in enumerate(match.rows):
             needed = self.groups[part].first_needed(end)
-            for token, rows in zip(range(first * step, end, step), blocks, strict=True):
+            for token, rows in zip(range(needed // step * step, end, step), blocks, strict=True):
                 start = max(needed - token, 0)
                 piece = rows[:, start : min(step, end - token)]
                 target.write(part, token + start, piece)
@@ -261,24 +258,21 @@ class PrefixStore:
     ) -> list[list[Block]]:
         """Store the missing blocks while there is memory; for each link up to the last one stored, its blocks."""
         first = [-(-source.first(part) // self._step) for part in self._parts]
+        numbers = {link.key: number for number, link in enumerate(links)}
+        needed: list[int] = []
+
+        def is_pinned(id: BlockId) -> bool:  # what has left a limited window may be evicted
+            return id[0] in numbers and id[1] != SNAPSHOT and numbers[id[0]] >= needed[id[1]]
+
         kept: list[list[Block]] = []
-        pinned: set[BlockId] = set()
-        within: list[deque[tuple[int, BlockId]]] = [deque() for _ in self.groups]
         for number, link in enumerate(links):
-            for part, group in enumerate(self.groups):  # what has left a limited window may be evicted
-                while within[part] and within[part][0][0] < group.first_needed(link.end) // self._step:
-                    pinned.discard(within[part].popleft()[1])
+            needed[:] = [group.first_needed(link.end) // self._step for group in self.groups]
             wanted = None if retention is None else retention.of(link.start, prompt_tokens)
             blocks = []
             for part, group in enumerate(self.groups):
-                id = link.key, part
-                pinned.add(id)
-                within[part].append((number, id))
-                block = self._memory.get(id)
+                block = self._memory.get((link.key, part))
                 if block is None and number >= first[part]:
-                    block = self._insert_block(link, part, source, pinned)
-                    if block is None:
-                        self.counters.blocks_refused += 1
+                    block = self._insert_block(link, part, source, is_pinned)
                 if block is not None:
                     self._memory.touch(block)
                     blocks.append(block)
@@ -289,39 +283,36 @@ class PrefixStore:
             kept.append(blocks)
         return kept
 
-    def _insert_block(self, link: Link, part: int, source: Source, pinned: Container[BlockId]) -> Block | None:
+    def _insert_block(self, link: Link, part: int, source: Source, is_pinned: IsPinned) -> Block | None:
         """Store the rows of a block; None if all memory is in use. A beginning of it that was stored makes way."""
-        group, tokens = self.groups[part], link.end - link.start
-        if not self._make_room(group.row_bytes * tokens, pinned):
-            return None
-        rows = np.empty(group.shape(tokens), self._dtype)
+        group = self.groups[part]
+        rows = np.empty(group.shape(link.end - link.start), self._dtype)
         source.read(part, link.start, rows)
-        for beginning in self._memory.neighbours((link.parent, part), link.tokens):
-            if link.tokens.startswith(beginning):
-                shorter = self._memory.get((self._keys.link(link.parent, beginning, link.start).key, part))
-                if shorter is not None:
-                    self._memory.remove(shorter)
-        block = Block(link, part, group.window is None, {ROWS: rows})
-        self._memory.add(block)
-        self.counters.blocks_inserted += 1
-        self.counters.memory.bytes_in += rows.nbytes
+        block = self._insert_one(Block(link, part, group.window is None, {ROWS: rows}), is_pinned)
+        for tokens in self._memory.neighbours((link.parent, part), link.tokens) if block is not None else ():
+            shorter = self._memory.get((self._keys.link(link.parent, tokens, link.start).key, part))
+            if shorter is not None and shorter is not block and link.tokens.startswith(tokens):
+                self._memory.remove(shorter)
         return block
 
     def _insert_snapshot(self, links: list[Link], root: bytes, whole: bytes, snapshot: Snapshot) -> None:
         """Store the states after the last token of a block, or within one."""
         number = (snapshot.tokens - 1) // self._step
-        start = number * self._step
-        own = whole[start * TOKEN_BYTES : snapshot.tokens * TOKEN_BYTES]
-        link = self._keys.link(tail(links[:number], root), own, start)
-        block = Block(link, SNAPSHOT, False, {name: np.array(each) for name, each in snapshot.arrays.items()})
-        if (known := self._memory.get(block.id)) is not None:
+        own = whole[number * self._step * TOKEN_BYTES : snapshot.tokens * TOKEN_BYTES]
+        link = self._keys.link(tail(links[:number], root), own, number * self._step)
+        if (known := self._memory.get((link.key, SNAPSHOT))) is not None:
             self._touch([[known]])
-        elif self._make_room(block.size_bytes, {(each.key, part) for each in links for part in self._parts}):
-            self._memory.add(block)
-            self.counters.blocks_inserted += 1
-            self.counters.memory.bytes_in += block.size_bytes
-        else:
+            return
+        keys = {each.key for each in links}
+        arrays = {name: np.array(each) for name, each in snapshot.arrays.items()}
+        self._insert_one(Block(link, SNAPSHOT, False, arrays), lambda id: id[0] in keys and id[1] != SNAPSHOT)
+
+    def _insert_one(self, block: Block, is_pinned: IsPinned) -> Block | None:
+        if not self._add(block, is_pinned):
             self.counters.blocks_refused += 1
+            return None
+        self.counters.blocks_inserted += 1
+        return block
 
     # ------------------------------------------------------------------ save and close
 
@@ -359,24 +350,21 @@ class PrefixStore:
 
     def _match(self, root: bytes, asked: bytes) -> Match:
         path = self._path(root, asked)
-        while end := self._longest(path.links, self._open_ends(path), path.rows):
-            first = tuple(group.first_needed(end) // self._step for group in self.groups)
+        while end := self._longest(path.links, path.ends, path.rows):
+            stop = -(-end // self._step)
             needed = [
-                [(link, part) for link in path.links[first[part] : -(-end // self._step)]] for part in self._parts
+                [(link, part) for link in path.links[group.first_needed(end) // self._step : stop]]
+                for part, group in enumerate(self.groups)
             ]
             if self.snapshots:
                 needed.append([(path.states[end], SNAPSHOT)])
             spans = self._load_all(needed, path.rows)
             if spans is not None:
                 states = spans.pop()[0] if self.snapshots else None
-                return Match(end, first, tuple(tuple(each.arrays[ROWS] for each in span) for span in spans), states)
+                return Match(end, tuple(tuple(block.arrays[ROWS] for block in span) for span in spans), states)
+            if self.snapshots and not self._has((path.states[end].key, SNAPSHOT), path.rows):
+                path.ends.remove(end)
         return Match()
-
-    def _open_ends(self, path: _Path) -> list[int]:
-        """The lengths at which a match may still end: with states, those whose snapshot is there."""
-        if not self.snapshots:
-            return path.ends
-        return [end for end in path.ends if self._has((path.states[end].key, SNAPSHOT), path.rows)]
 
     def _path(self, root: bytes, asked: bytes) -> _Path:
         """Look for all blocks of a sequence, and for one that begins as it goes on."""
@@ -404,7 +392,8 @@ class PrefixStore:
             return None
         siblings = self._memory.neighbours((parent, 0), rest)
         if self._disk is not None:
-            siblings = [*siblings, *self._disk.neighbours((parent, 0), rest)]
+            on_disk = self._disk.rows(lambda table: table.neighbours((parent, 0), rest))
+            siblings = [*siblings, *(row.tokens for row in on_disk)]
         for count, tokens in sorted(((common_tokens(each, rest), each) for each in siblings), reverse=True):
             link = self._keys.link(parent, tokens, start)
             self._look_up([link.key], rows)
@@ -417,7 +406,7 @@ class PrefixStore:
         parents = [root, *(link.key for link in links)]
         found = {(parent, tokens) for parent in parents for tokens in self._memory.children((parent, SNAPSHOT))}
         if self._disk is not None:
-            for row in self._disk.children(parents, SNAPSHOT):
+            for row in self._disk.rows(lambda table: table.children(parents, SNAPSHOT)):
                 rows[row.key, SNAPSHOT] = row
                 found.add((row.parent, row.tokens))
         starts = {parent: number * self._step for number, parent in enumerate(parents)}
@@ -444,8 +433,8 @@ class PrefixStore:
         """Add the rows of blocks that are not in memory."""
         if self._disk is not None:
             absent = [key for key in keys if any(self._memory.get((key, part)) is None for part in self._parts)]
-            if absent:
-                rows.update(self._disk.find(absent))
+            found = self._disk.rows(lambda table: table.named(absent)) if absent else []
+            rows.update({(row.key, row.part): row for row in found})
 
     def _has(self, id: BlockId, rows: dict[BlockId, Row]) -> bool:
         return self._memory.get(id) is not None or id in rows
@@ -457,29 +446,22 @@ class PrefixStore:
         for span in needed:
             spans.append([])
             for link, part in span:
-                block = self._memory.get((link.key, part)) or self._load(link, part, rows, pinned)
-                if block is None:
+                block = self._memory.get((link.key, part)) or self._load(link, part, rows.pop((link.key, part), None))
+                if block is None or not (block.id in self._memory or self._add(block, pinned.__contains__)):
                     return None
                 self._memory.touch(block)
                 spans[-1].append(block)
         self._touch(spans)
         return spans
 
-    def _load(self, link: Link, part: int, rows: dict[BlockId, Row], pinned: Container[BlockId]) -> Block | None:
-        """Read a block from disk; None if its file is unusable or there is no memory."""
-        row = rows.pop((link.key, part), None)
+    def _load(self, link: Link, part: int, row: Row | None) -> Block | None:
+        """Read a block from disk; None if there is no usable file."""
         if row is None or self._disk is None:
             return None
-        arrays = self._disk.load(row, lambda found: part == SNAPSHOT or self._are_rows(found, link, part))
-        if arrays is None:
-            return None
+        shape = None if part == SNAPSHOT else self.groups[part].shape(link.end - link.start)
+        arrays = self._disk.load(row, lambda found: shape is None or _are_rows(found, shape, self._dtype))
         chained = part != SNAPSHOT and self.groups[part].window is None
-        block = Block(link, part, chained, arrays, row.priority, is_saved=True)
-        if not self._make_room(block.size_bytes, pinned):
-            return None
-        self._memory.add(block)
-        self.counters.memory.bytes_in += block.size_bytes
-        return block
+        return None if arrays is None else Block(link, part, chained, arrays, row.priority, is_saved=True)
 
     # ------------------------------------------------------------------ small parts
 
@@ -500,17 +482,20 @@ class PrefixStore:
     def _public_tokens(self, asked: bytes) -> int:
         return max((common_tokens(asked, each) for each in self._public), default=0)
 
-    def _make_room(self, size_bytes: int, pinned: Container[BlockId]) -> bool:
-        """Evict blocks that are not pinned until so many bytes fit; those worth it are written to the folder."""
+    def _add(self, block: Block, is_pinned: IsPinned) -> bool:
+        """Put a block into memory, if others may be evicted for it; those worth it are written to the folder."""
+        size_bytes = block.size_bytes
         if size_bytes > self._memory.budget_bytes:
             return False
-        while not self._memory.has_room(size_bytes):
-            victim = self._memory.evict(pinned)
+        while self._memory.bytes_held + size_bytes > self._memory.budget_bytes:
+            victim = self._memory.evict(is_pinned)
             if victim is None:
                 return False
             self.counters.memory.evictions += 1
             if self._disk is not None and not victim.is_saved and self._is_worth(victim):
                 self._disk.write([victim], self._memory.get)
+        self._memory.add(block)
+        self.counters.memory.bytes_in += size_bytes
         return True
 
     def _is_worth(self, block: Block) -> bool:
@@ -524,7 +509,7 @@ class PrefixStore:
                 if self._disk is not None:
                     self._disk.used(block)
 
-    def _are_rows(self, arrays: Arrays, link: Link, part: int) -> bool:
-        rows = arrays.get(ROWS)
-        shape = self.groups[part].shape(link.end - link.start)
-        return len(arrays) == 1 and rows is not None and (rows.shape, rows.dtype) == (shape, self._dtype)
+
+def _are_rows(arrays: Arrays, shape: tuple[int, ...], dtype: np.dtype[Any]) -> bool:
+    rows = arrays.get(ROWS)
+    return len(arrays) == 1 and rows is not None and (rows.shape, rows.dtype) == (shape, dtype)

@@ -8,14 +8,13 @@ import sqlite3
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from edgekv.prefix.block import SNAPSHOT, BlockId
 from edgekv.prefix.keys import SECRET_BYTES
 from edgekv.prefix.private import read_private, write_private
 
 INDEX = "blocks.sqlite"
-SUFFIX = ".safetensors"
 LOCKED = "database is locked"  # SQLite's words
 _FORMAT = 2
 _BUSY_S = 30
@@ -50,18 +49,25 @@ class Row(NamedTuple):
     size_bytes: int
     store: str
 
+    @property
+    def file(self) -> str:
+        """The file's name; it reveals neither tokens nor salt."""
+        return file_name((self.key, self.part))
+
 
 _COLUMNS = ", ".join(Row._fields)
 
 
 def file_name(id: BlockId) -> str:
-    """The name of a block's file; it reveals neither tokens nor salt."""
+    """The name of a block's file."""
     key, part = id
-    return f"{key.hex()}-{'s' if part == SNAPSHOT else f'g{part}'}{SUFFIX}"
+    return f"{key.hex()}-{'s' if part == SNAPSHOT else f'g{part}'}.safetensors"
 
 
 class Table:
     """Rows of block files. SQLite serializes the writers; its write-ahead log is used where the file system has one.
+
+    All methods raise OSError if the table cannot be read, or not written within half a minute.
 
     Attributes:
         was_damaged: whether the file was no table of this format, so that an empty one was made.
@@ -69,11 +75,7 @@ class Table:
     """
 
     def __init__(self, folder: Path) -> None:
-        """Open the table of a folder, or make an empty one.
-
-        Raises:
-            OSError: it cannot be opened, or is owned or writable by another user.
-        """
+        """Open the table of a folder, or make an empty one; NotPrivateError if another user could have written it."""
         self.was_damaged = False
         self._depth = 0
         path = folder / INDEX
@@ -98,11 +100,7 @@ class Table:
 
     @contextmanager
     def transaction(self) -> Iterator[None]:
-        """Lock out other writers. Changes are committed together, or rolled back if the block raises; may be nested.
-
-        Raises:
-            OSError: the table cannot be written, or other processes keep it locked for too long.
-        """
+        """Lock out other writers. Changes are committed together, or rolled back if the block raises; may be nested."""
         if self._depth:
             yield
             return
@@ -120,22 +118,13 @@ class Table:
         finally:
             self._depth -= 1
 
-    @property
-    def version(self) -> tuple[int, int]:
-        """Differs whenever this or another process has changed the table."""
-        with _as_os_errors():
-            (foreign,) = self._connection.execute("PRAGMA data_version").fetchone()
-        return foreign, self._connection.total_changes
-
     def rows(self) -> list[Row]:
         """All rows, the first blocks of sequences first."""
         return self._select("ORDER BY start")
 
-    def named(self, keys: Sequence[bytes]) -> Iterator[Row]:
+    def named(self, keys: Sequence[bytes]) -> list[Row]:
         """The rows of these keys, of all parts."""
-        for at in range(0, len(keys), _MAX_NAMES):
-            piece = keys[at : at + _MAX_NAMES]
-            yield from self._select(f"WHERE key IN ({_marks(piece)})", *piece)
+        return self._select_in("key", keys)
 
     def neighbours(self, parent: BlockId, tokens: bytes) -> list[Row]:
         """The rows after a parent whose tokens sort just before `tokens`, and not before it."""
@@ -145,72 +134,77 @@ class Table:
             *self._select(f"{here} >= ? ORDER BY tokens LIMIT 1", *parent, tokens),
         ]
 
-    def children(self, parents: Sequence[bytes], part: int) -> Iterator[Row]:
+    def children(self, parents: Sequence[bytes], part: int) -> list[Row]:
         """The rows of a part after any of these blocks."""
-        for at in range(0, len(parents), _MAX_NAMES):
-            piece = parents[at : at + _MAX_NAMES]
-            yield from self._select(f"WHERE parent IN ({_marks(piece)}) AND part = ?", *piece, part)
+        return self._select_in("parent", parents, f"AND part = {part}")
 
     def has(self, id: BlockId) -> bool:
         """Whether a block has a row."""
         return bool(self._select("WHERE key = ? AND part = ?", *id))
 
     def descendants(self, row: Row) -> list[Row]:
-        """The chained rows that are of no use without a row, parents first; the row itself is not among them."""
+        """The chained rows that are of no use without a row; the row itself is not among them."""
         found: list[Row] = []
-        newest = [row.key] if row.chained else []
+        newest = [row] if row.chained else []
         while newest:
-            fresh = [*self.children(newest, row.part)]
-            found += fresh
-            newest = [each.key for each in fresh]
+            newest = self.children([each.key for each in newest], row.part)
+            found += newest
         return found
-
-    def held(self, store: str | None = None) -> tuple[int, int]:
-        """Rows and bytes of one store, or of all."""
-        where, values = ("", ()) if store is None else (" WHERE store = ?", (store,))
-        with _as_os_errors():
-            query = f"SELECT count(*), coalesce(sum(size_bytes), 0) FROM blocks{where}"
-            blocks, size_bytes = self._connection.execute(query, values).fetchone()
-        return blocks, size_bytes
-
-    def last_used(self) -> int:
-        """The latest use of any block; 0 without blocks."""
-        with _as_os_errors():
-            (used,) = self._connection.execute("SELECT coalesce(max(used), 0) FROM blocks").fetchone()
-        return int(used)
 
     def evictable(self) -> Iterator[Row]:
         """The rows that no other row needs: lowest priority first, then least recently used."""
-        with _as_os_errors():
-            rows = self._connection.execute(
-                f"SELECT {_COLUMNS} FROM blocks b WHERE NOT (chained AND EXISTS (SELECT 1 FROM blocks c "
-                "WHERE c.parent = b.key AND c.part = b.part)) ORDER BY priority, used"
-            )
-            yield from map(Row._make, rows)
+        return self._rows(
+            "b WHERE NOT (chained AND EXISTS (SELECT 1 FROM blocks c WHERE c.parent = b.key AND c.part = b.part)) "
+            "ORDER BY priority, used"
+        )
+
+    def held(self, store: str | None = None) -> tuple[int, int]:
+        """Rows and bytes of one store, or of all."""
+        return self._one(
+            "SELECT count(*), coalesce(sum(size_bytes), 0) FROM blocks WHERE ? IN (store, '')", store or ""
+        )
+
+    def last_used(self) -> int:
+        """The latest use of any block; 0 without blocks."""
+        return int(self._one("SELECT coalesce(max(used), 0) FROM blocks")[0])
+
+    @property
+    def version(self) -> tuple[int, int]:
+        """Differs whenever this or another process has changed the table."""
+        return self._one("PRAGMA data_version")[0], self._connection.total_changes
 
     def put(self, row: Row) -> None:
         """Add a row."""
-        self._write(f"INSERT OR REPLACE INTO blocks ({_COLUMNS}) VALUES ({_marks(row)})", [row])
+        self._write(f"INSERT OR REPLACE INTO blocks ({_COLUMNS}) VALUES ({', '.join('?' * len(row))})", [row])
 
-    def remove(self, ids: Iterable[BlockId]) -> None:
+    def remove(self, rows: Iterable[Row]) -> None:
         """Remove rows."""
-        self._write("DELETE FROM blocks WHERE key = ? AND part = ?", ids)
+        self._write("DELETE FROM blocks WHERE key = ? AND part = ?", ((row.key, row.part) for row in rows))
 
     def touch(self, uses: Iterable[tuple[int, int, bytes, int]]) -> None:
         """Record the priority and the last use of rows, given with key and part."""
         self._write("UPDATE blocks SET priority = ?, used = max(used, ?) WHERE key = ? AND part = ?", uses)
 
-    def _select(self, clause: str, *values: object) -> list[Row]:
+    def _rows(self, clause: str, *values: object) -> Iterator[Row]:
         with _as_os_errors():
-            return [*map(Row._make, self._connection.execute(f"SELECT {_COLUMNS} FROM blocks {clause}", values))]
+            yield from map(Row._make, self._connection.execute(f"SELECT {_COLUMNS} FROM blocks {clause}", values))
+
+    def _select(self, clause: str, *values: object) -> list[Row]:
+        return [*self._rows(clause, *values)]
+
+    def _select_in(self, column: str, values: Sequence[bytes], more: str = "") -> list[Row]:
+        pieces = [values[at : at + _MAX_NAMES] for at in range(0, len(values), _MAX_NAMES)]
+        marks = [", ".join("?" * len(piece)) for piece in pieces]
+        selected = (self._rows(f"WHERE {column} IN ({m}) {more}", *p) for m, p in zip(marks, pieces, strict=True))
+        return [row for rows in selected for row in rows]
+
+    def _one(self, query: str, *values: object) -> tuple[Any, ...]:
+        with _as_os_errors():
+            return self._connection.execute(query, values).fetchone()  # type: ignore[no-any-return]
 
     def _write(self, statement: str, values: Iterable[Sequence[object]]) -> None:
         with self.transaction(), _as_os_errors():
             self._connection.executemany(statement, values)
-
-
-def _marks(values: Sequence[object]) -> str:
-    return ", ".join("?" * len(values))
 
 
 def _connect(path: Path) -> tuple[sqlite3.Connection, bytes]:
@@ -240,7 +234,6 @@ def _connect(path: Path) -> tuple[sqlite3.Connection, bytes]:
 
 @contextmanager
 def _as_os_errors() -> Iterator[None]:
-    """Raise OSError for errors of the table."""
     try:
         yield
     except sqlite3.Error as error:
