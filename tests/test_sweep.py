@@ -27,6 +27,7 @@ from exporters.pipeline.store import PieceStore
 from exporters.progress import Progress, silent
 from exporters.quantize.recipe import find_recipe
 from exporters.sweep.combination import Combination, Common, combinations
+from exporters.sweep.page import render_page
 from exporters.sweep.quality import Sample
 from exporters.sweep.result import Result, SweepReport, recommend, with_front
 from exporters.sweep.sweep import RESULTS, Text, run_sweep
@@ -169,6 +170,26 @@ def test_the_front_and_the_choice(done):
     assert recommend(straight, None)[0].knee is None, "0.01 of an axis below the line"
     hollow = [other("small", 0.2, 10), other("above", 0.19, 19), other("good", 0.02, 20)]
     assert recommend(hollow, None)[0].knee is None, "it is above the line"
+
+
+@pytest.mark.slow
+def test_the_page_shows_one_front_for_chips_that_do_not_differ(done):
+    _, report = done
+    first, other = (next(each for each in report.results if each.device == soc) for soc in ("SM8650", "SM8750"))
+
+    def with_quality(result: Result, name: str, kl: float, size: int) -> Result:
+        quality = msgspec.structs.replace(result.evaluation, kl_nats=kl)
+        return msgspec.structs.replace(result, name=f"{name}-{result.device}", evaluation=quality, bytes=size)
+
+    shapes = [("small", 0.07, 4_100_000), ("worse", 0.08, 5_000_000), ("good", 0.0006, 7_900_000)]
+    results = with_front([with_quality(chip, *shape) for shape in shapes for chip in (first, other)])
+    page = render_page(msgspec.structs.replace(report, results=results, recommended=[]))
+    assert page.count("<figcaption>SM8650, SM8750</figcaption>") == 1 and page.count('class="off"') == 1
+    labels = set(re.findall(r">([0-9.e-]+)</text>", page.partition("Error by layer")[0]))
+    assert {"4", "5", "6", "7", "8", "0.0005", "0.001", "0.01", "0.1"} <= labels
+    results[0] = with_quality(first, "small", 0.07, 4_000_000)
+    page = render_page(msgspec.structs.replace(report, results=results, recommended=[]))
+    assert "<figcaption>SM8650</figcaption>" in page and "<figcaption>SM8750</figcaption>" in page
 
 
 def test_a_checkpoint_at_a_url(checkpoint, tmp_path, monkeypatch):

@@ -12,13 +12,16 @@ from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined
 
 from edgekv.bundle import atomic_file
 from edgekv.system import format_bytes
-from exporters.inspect.page.charts import LineChart, Point, Series, Tick
+from exporters.inspect.page.charts import LineChart, Point, Series, Tick, round_step
 from exporters.inspect.show import number
 from exporters.sweep.result import Result, SweepReport
 
 _WIDTH, _HEIGHT = 960, 380
 _LEFT, _RIGHT, _TOP, _BOTTOM = 70, 20, 14, 44
 _ERRORS_OF = "activation"
+_COLORS = (1, 2, 3, 4, 5, 7)  # of the style; 6 is grey
+_LEAST_KL = 1e-9  # nats
+_MOST_LEVELS = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +31,7 @@ class Dot:
     Attributes:
         x: of its bytes.
         y: of its KL divergence.
-        on_front: whether it is on the Pareto front.
+        on_front: whether no other is better in fewer bytes.
         chosen: whether it is recommended.
         title: of its tooltip.
         kind: number of its recipe.
@@ -44,9 +47,9 @@ class Dot:
 
 @dataclass(frozen=True, slots=True)
 class Scatter:
-    """Quality against bytes of the combinations for a chip; the axis of quality is logarithmic."""
+    """Quality, on a logarithmic axis, against bytes of the combinations for chips that differ in neither."""
 
-    device: str
+    devices: str
     width: int
     height: int
     left: int
@@ -59,12 +62,14 @@ class Scatter:
     y_ticks: Sequence[Tick]
 
     @classmethod
-    def of(cls, device: str, results: Sequence[Result], recipes: Sequence[str], chosen: set[str]) -> Scatter:
-        """The combinations of a chip."""
+    def of(cls, devices: Sequence[str], results: Sequence[Result], recipes: Sequence[str], chosen: set[str]) -> Scatter:
+        """The combinations of the first of these chips."""
         sizes = [each.bytes / 1e6 for each in results]
-        losses = [math.log10(max(each.evaluation.kl_nats, 1e-9)) for each in results]
-        low_x, high_x = _widened(min(sizes), max(sizes))
-        low_y, high_y = _widened(min(losses), max(losses))
+        losses = [_log(each.evaluation.kl_nats) for each in results]
+        step = round_step(max(sizes) - min(sizes) or max(sizes), 6)
+        low_x, high_x = step * math.floor(min(sizes) / step), step * (math.floor(max(sizes) / step) + 1)
+        levels = _levels(10 ** min(losses), 10 ** max(losses))
+        low_y, high_y = _log(levels[0]), _log(levels[-1])
         right, bottom = _WIDTH - _RIGHT, _HEIGHT - _BOTTOM
 
         def x(value: float) -> float:
@@ -85,10 +90,9 @@ class Scatter:
             for each, size, loss in zip(results, sizes, losses, strict=True)
         ]
         front = sorted((dot.x, dot.y) for dot in dots if dot.on_front)
-        steps = [low_x + (high_x - low_x) * part / 5 for part in range(6)]
-        levels = [low_y + (high_y - low_y) * part / 5 for part in range(6)]
+        columns = [low_x + step * number for number in range(round((high_x - low_x) / step) + 1)]
         return cls(
-            device=device,
+            devices=", ".join(devices),
             width=_WIDTH,
             height=_HEIGHT,
             left=_LEFT,
@@ -97,8 +101,8 @@ class Scatter:
             bottom=bottom,
             dots=dots,
             front=" ".join(f"{a},{b}" for a, b in front),
-            x_ticks=[Tick(x(step), f"{step:.4g}") for step in steps],
-            y_ticks=[Tick(y(level), f"{10**level:.2g}") for level in levels],
+            x_ticks=[Tick(x(column), f"{column:g}") for column in columns],
+            y_ticks=[Tick(y(_log(level)), f"{level:g}") for level in levels],
         )
 
 
@@ -120,15 +124,13 @@ def render_page(report: SweepReport) -> str:
     environment.filters |= {"bytes": format_bytes, "number": number}
     recipes = [*dict.fromkeys(each.recipe for each in report.results)]
     chosen = {each.name for each in report.recommended if each.name is not None}
-    by_device: dict[str, list[Result]] = {}
-    for each in report.results:
-        by_device.setdefault(each.device, []).append(each)
     return environment.get_template("page.html.j2").render(
         report=report,
         style=resources.files("exporters.inspect.page").joinpath("style.css").read_text("utf-8"),
         recipes=recipes,
+        colors=_COLORS,
         chosen=chosen,
-        scatters=[Scatter.of(device, results, recipes, chosen) for device, results in by_device.items()],
+        scatters=[Scatter.of(devices, found, recipes, chosen) for devices, found in _by_chips(report.results)],
         errors=_errors(report.results),
     )
 
@@ -148,6 +150,29 @@ def _errors(results: Sequence[Result]) -> LineChart | None:
     return LineChart.of(found) if found else None
 
 
-def _widened(low: float, high: float) -> tuple[float, float]:
-    room = max((high - low) * 0.08, abs(high) * 0.01, 1e-6)
-    return low - room, high + room
+def _by_chips(results: Sequence[Result]) -> list[tuple[list[str], list[Result]]]:
+    """The results of each chip; chips whose bundles have the same sizes and quality stand together."""
+    by_device: dict[str, list[Result]] = {}
+    for each in results:
+        by_device.setdefault(each.device, []).append(each)
+    groups: dict[object, tuple[list[str], list[Result]]] = {}
+    for device, found in by_device.items():
+        shown = tuple((each.name.replace(f"-{device}", ""), each.bytes, each.evaluation.kl_nats) for each in found)
+        groups.setdefault(shown, ([], found))[0].append(device)
+    return [*groups.values()]
+
+
+def _levels(low: float, high: float) -> list[float]:
+    """1, 2 and 5 times powers of ten, from at most `low` to above `high`; of many decades powers of ten alone."""
+    decades = range(math.floor(math.log10(low)), math.floor(math.log10(high)) + 2)
+    every = [float(f"{factor}e{decade}") for decade in decades for factor in (1, 2, 5)]
+    first = max(number for number, level in enumerate(every) if level <= low)
+    last = min(number for number, level in enumerate(every) if level > high)
+    found = every[first : last + 1]
+    if len(found) <= _MOST_LEVELS:
+        return found
+    return [float(f"1e{decade}") for decade in decades]
+
+
+def _log(nats: float) -> float:
+    return math.log10(max(nats, _LEAST_KL))

@@ -36,8 +36,7 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
         evaluation: quality.
         layers: error of each layer.
         command: reproduces the bundle.
-        on_front: no other of this chip and these contexts is as good in all of quality, bytes, RAM and speed and better
-            in one.
+        on_front: no other of this chip and these contexts has as little KL divergence in as few bytes, and less of one.
     """
 
     name: str
@@ -109,7 +108,7 @@ class SweepReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def with_front(results: Sequence[Result]) -> list[Result]:
-    """The results with the Pareto front marked, for each chip and its contexts."""
+    """The results with the front marked, for each chip and its contexts: none has less KL divergence in fewer bytes."""
     return [
         msgspec.structs.replace(each, on_front=not any(_dominates(other, each) for other in results))
         for each in results
@@ -145,16 +144,7 @@ def knee(results: Sequence[Result]) -> Result | None:
     Returns:
         None if no combination is further below the line than a tenth of an axis.
     """
-    front = [
-        each
-        for each in results
-        if not any(
-            other.bytes <= each.bytes
-            and other.evaluation.kl_nats <= each.evaluation.kl_nats
-            and (other.bytes, other.evaluation.kl_nats) != (each.bytes, each.evaluation.kl_nats)
-            for other in results
-        )
-    ]
+    front = [each for each in results if not any(_dominates(other, each, in_all=True) for other in results)]
     if len(front) < 3:
         return None
     smallest, best = min(front, key=lambda each: each.bytes), max(front, key=lambda each: each.bytes)
@@ -174,12 +164,9 @@ def _log_kl(result: Result) -> float:
     return math.log(max(result.evaluation.kl_nats, _LEAST_KL))
 
 
-def _dominates(one: Result, other: Result) -> bool:
-    if (one.device, one.contexts) != (other.device, other.contexts):
+def _dominates(one: Result, other: Result, *, in_all: bool = False) -> bool:
+    """Whether one result makes another useless; `in_all`: also one with other contexts."""
+    if not in_all and (one.device, one.contexts) != (other.device, other.contexts):
         return False
-    first, second = _costs(one), _costs(other)
-    return all(a <= b for a, b in zip(first, second, strict=True)) and first != second
-
-
-def _costs(result: Result) -> tuple[float, ...]:
-    return (result.evaluation.kl_nats, result.bytes, result.ram_bytes, -result.roofline_tokens_per_s)
+    first, second = ((each.evaluation.kl_nats, each.bytes) for each in (one, other))
+    return first != second and first[0] <= second[0] and first[1] <= second[1]

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from edgekv.system import format_bytes
 from exporters.sweep.result import SweepReport
 
-_HEADS = ("", "combination", "KL, nats", "top-1", "perplexity ratio", "bytes", "RAM", "tokens/s", "export")
+_HEADS = ("", "combination", "KL, nats", "top-1", "perplexity ratio", "bytes", "RAM", "export", "tokens/s")
 
 
 def lines(report: SweepReport) -> Iterator[str]:
@@ -24,8 +24,8 @@ def lines(report: SweepReport) -> Iterator[str]:
                 f"{quality.perplexity_ratio:.4f} +- {quality.perplexity_ratio_error:.4f}",
                 format_bytes(each.bytes),
                 format_bytes(each.ram_bytes),
-                f"{each.roofline_tokens_per_s:.0f}",
                 f"{each.export_seconds:.0f} s",
+                f"{each.roofline_tokens_per_s:.0f}",
             )
         )
     widths = [max(len(row[column]) for row in rows) for column in range(len(_HEADS))]
@@ -35,7 +35,7 @@ def lines(report: SweepReport) -> Iterator[str]:
             for column, (cell, width) in enumerate(zip(row, widths, strict=True))
         ]
         yield "  ".join(cells).rstrip()
-    yield "*: on the Pareto front of quality, bytes, RAM and speed for its chip and contexts; tokens/s: upper bound"
+    yield "*: no other of its chip and contexts has less KL in fewer bytes; tokens/s: an upper bound, not measured"
     for refusal in report.refused:
         yield f"refused: {refusal.name}: {refusal.reason}"
     for refusal in report.failed:

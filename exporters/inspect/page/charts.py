@@ -65,7 +65,7 @@ class LineChart:
         xs = [point.x for each in series for point in each.points]
         ys = [point.y for each in series for point in each.points]
         low_x, high_x = min(xs), max(max(xs), min(xs) + 1)
-        step = _step(max(ys) - min(ys), 6)
+        step = round_step(max(ys) - min(ys), 6)
         low_y, high_y = step * math.floor(min(ys) / step), step * math.ceil(max(max(ys), min(ys) + step) / step)
         right, bottom = WIDTH - _RIGHT, height - _BOTTOM
 
@@ -74,7 +74,7 @@ class LineChart:
             y = bottom - (point.y - low_y) / (high_y - low_y) * (bottom - _TOP)
             return Point(round(x, 1), round(y, 1), point.title)
 
-        every = max(1, round(_step(high_x - low_x, 15)))
+        every = max(1, round(round_step(high_x - low_x, 15)))
         columns = range(math.ceil(low_x), math.floor(high_x) + 1)
         rows = [low_y + step * i for i in range(round((high_y - low_y) / step) + 1)]
         placed = [[place(point) for point in each.points] for each in series]
@@ -94,7 +94,7 @@ class LineChart:
         )
 
 
-def _step(span: float, most: int) -> float:
+def round_step(span: float, most: int) -> float:
     """The smallest of 1, 2 or 5 times a power of ten that divides a span into at most `most` parts."""
     rough = max(span, 1e-9) / most
     power: float = 10.0 ** math.floor(math.log10(rough))
