@@ -40,6 +40,8 @@ def suggestion(loss: TensorLoss, recipe: RecipeRecord, span: TokenSpan | None = 
         return _for_matrix(loss, recipe)
     if loss.clipped > 0.5:
         return "calibrate on similar text (--calibration): values exceed the calibrated range"
+    if loss.kind == "state" and loss.dtype in ("u8", "s8"):
+        return "states of 16 bits (--state-bits 16)"
     if loss.kind in ("key", "value") and loss.dtype in ("u8", "s8"):
         wide = "" if loss.outlier is None else f"; channel {loss.outlier} widens the range of all"
         return f"s16 cache (--kv s16, V73 and later){wide}"

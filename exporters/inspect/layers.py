@@ -24,7 +24,8 @@ from exporters.inspect.wikitext import Pages, Window
 from exporters.progress import Progress, silent
 from exporters.quantize.reference import Floats, NumpyOps, Observer, Tensors, Weights
 
-_LAYER = re.compile(r"^(?:model\.)?(?:layers\.|past_(?:key|value)_)(\d+)")
+_LAYER = re.compile(r"^(?:model\.)?(?:layers\.|past_(?:key|value)_|conv_state_)(\d+)")
+_STARTS: dict[Kind, str] = {"key": "past_key_", "value": "past_value_", "state": "conv_state_"}
 _OUTLIER_SHARE = 0.25  # share of a matrix's error
 _OUTLIER_RATIO = 8.0  # times the median channel's peak
 
@@ -151,7 +152,7 @@ def _result_loss(name: str, meter: ResultMeter) -> TensorLoss:
     sqnr_db, first_db = meter.sqnr_db
     return TensorLoss(
         name=name,
-        kind="key" if name.startswith("past_key_") else "value" if name.startswith("past_value_") else "activation",
+        kind=_kind_of(name),
         layer=_layer_of(name),
         dtype=meter.encoding.dtype,
         sqnr_db=sqnr_db,
@@ -161,6 +162,13 @@ def _result_loss(name: str, meter: ResultMeter) -> TensorLoss:
         clipped=meter.clipped,
         range=meter.range,
     )
+
+
+def _kind_of(name: str) -> Kind:
+    for kind, start in _STARTS.items():
+        if name.startswith(start):
+            return kind
+    return "activation"
 
 
 def _layer_of(name: str) -> int | None:

@@ -166,8 +166,7 @@ class Probe:
     def _run(self, session: ort.InferenceSession, piece: _Piece, state: Integers) -> tuple[Trace, Integers]:
         """Run a piece on a window's token ids `[T]` or states `[T, hidden]`; return its trace and its output."""
         manifest, ar = self._bundle.manifest, self._record.ar
-        nothing = np.empty((0, manifest.geometry.head_dim), DTYPES[manifest.kv_dtype])
-        past = {tensor: nothing if self._sink is None else self._sink.rows[tensor.past] for tensor in piece.tensors}
+        past = {tensor: self._first_rows(tensor) for tensor in piece.tensors}
         rows: dict[str, list[Integers]] = {name: [] for name in piece.results}
         # The first step ends at a multiple of AR, so that the last one has all of its past within the context.
         for stop in range(ar - self.first % ar, len(state) + ar, ar):
@@ -219,12 +218,20 @@ class Probe:
                 _open(feeds[name][0, 0, :n], position, self._record.ar, window)
         for tensor, held in past.items():
             target = feeds[tensor.past][0, 0]
-            target[:] = manifest.geometry.zero_point
+            target[:] = manifest.encodings[tensor.past].zero_point
             target = target.T if self._is_turned(tensor) else target
             newest = held[max(0, len(held) - len(target)) :]
             target[len(target) - len(newest) :] = newest
         names = [output.name for output in session.get_outputs()]
         return dict(zip(names, session.run(names, feeds), strict=True))
+
+    def _first_rows(self, tensor: KvTensor) -> Integers:
+        """What the first step finds in the cache, `[first, width]`."""
+        if self._sink is not None:
+            return self._sink.rows[tensor.past]
+        encoding = self._bundle.manifest.encodings[tensor.past]
+        width = self._inputs[tensor.past].shape[-2 if self._is_turned(tensor) else -1]
+        return np.empty((0, width), DTYPES[encoding.dtype])
 
     def _is_turned(self, tensor: KvTensor) -> bool:
         return tensor.kind == "key" and self._bundle.manifest.key_layout == "columns"

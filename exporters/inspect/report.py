@@ -9,7 +9,7 @@ import msgspec
 from exporters.inspect.propose import Proposal
 from exporters.inspect.tally import Evaluation
 
-Kind = Literal["weight", "activation", "key", "value"]
+Kind = Literal["weight", "activation", "key", "value", "state"]
 
 
 class ValueRange(msgspec.Struct, frozen=True, kw_only=True):

@@ -12,7 +12,13 @@ from exporters.inspect.tally import Evaluation
 
 _COLUMN = 15
 _SPANS_SHOWN = 10
-_PLURALS: dict[Kind, str] = {"weight": "weights", "activation": "activations", "key": "K", "value": "V"}
+_PLURALS: dict[Kind, str] = {
+    "weight": "weights",
+    "activation": "activations",
+    "key": "K",
+    "value": "V",
+    "state": "states",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +64,7 @@ def figures(result: Evaluation) -> list[Figure]:
 
 def layer_lines(report: LayersReport) -> Iterator[str]:
     """One line per layer, then the worst tensors."""
-    kinds = get_args(Kind)
+    kinds = [kind for kind in get_args(Kind) if any(kind in layer.levels for layer in report.layers)]
     yield "SQNR against float32 in dB per token, minimum / mean over tensors; position 0 apart:"
     with_first = any(layer.first is not None for layer in report.layers)
     yield _row("", [*(_PLURALS[kind] for kind in kinds), *(["position 0"] if with_first else [])])

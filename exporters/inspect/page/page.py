@@ -22,9 +22,15 @@ from exporters.inspect.show import figures, number
 _GENERATOR = '<meta name="generator" content="edgekv eval">'
 _ACTIVATIONS_SHOWN, _CACHE_SHOWN = 24, 8
 _ACTIVATIONS: tuple[Kind, ...] = ("activation",)
-_CACHE: tuple[Kind, ...] = ("key", "value")
+_CACHE: tuple[Kind, ...] = ("key", "value", "state")
 _RESIDUAL = (("attention_add", 0.0), ("mlp_add", 0.5))
-_KINDS: dict[Kind, str] = {"weight": "weights", "activation": "activations", "key": "keys", "value": "values"}
+_KINDS: dict[Kind, str] = {
+    "weight": "weights",
+    "activation": "activations",
+    "key": "keys",
+    "value": "values",
+    "state": "states",
+}
 _PACKAGES = ("edgekv", "numpy", "onnxruntime")
 
 
@@ -92,7 +98,7 @@ def render_page(bundle: Bundle, report: LayersReport) -> str:
         own=_own_chart(report.tensors),
         ranges=_range_rows(report.tensors, _ACTIVATIONS, _ACTIVATIONS_SHOWN),
         cache_ranges=_range_rows(report.tensors, _CACHE, _CACHE_SHOWN),
-        kinds=_KINDS,
+        kinds={kind: name for kind, name in _KINDS.items() if any(kind in layer.levels for layer in report.layers)},
         shares=shares,
         tiles=treemap([(share.name, share.kind, share.bytes) for share in shares]),
         total_bytes=sum(share.bytes for share in shares),
@@ -126,7 +132,8 @@ def _own_chart(losses: Sequence[TensorLoss]) -> LineChart:
                 other = worst.get(loss.layer, loss)
                 worst[loss.layer] = min(loss, other, key=lambda each: each.own_db)
         points = [Point(layer, each.own_db, f"{each.name}: {each.own_db:.1f} dB") for layer, each in worst.items()]
-        series.append(Series(name, points))
+        if points:
+            series.append(Series(name, points))
     return LineChart.of(series)
 
 
