@@ -50,6 +50,13 @@ def check_fit(checkpoint: Checkpoint, options: ExportOptions) -> None:
             expected=f"at most {spec.bound_by} = {spec.max_positions} of the checkpoint",
             fix=f"Use --context {spec.max_positions // max(options.ar) * max(options.ar)}.",
         )
+    if spec.convolution is not None and spec.convolution.kernel >= options.contexts[0]:
+        raise UsageError(
+            "--context",
+            got=options.contexts[0],
+            expected=f"more than {spec.convolution.kernel}, the kernel of the checkpoint's convolutions",
+            fix="Use a longer --context.",
+        )
     options.recipe.check(spec)
     if options.lora is not None:
         for choice in options.lora.calibrate:

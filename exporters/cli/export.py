@@ -122,6 +122,7 @@ def export(
             show_default="u8; s8 with --format tflite",
         ),
     ] = None,
+    state_bits: Annotated[int, typer.Option(help="Bits of the states of short convolutions: 8 or 16.")] = 16,
     key_layout: Annotated[str, typer.Option(help="Key layout: rows [S, D], or columns [D, S].")] = "rows",
     splits: Annotated[
         Optional[int],
@@ -205,6 +206,7 @@ def export(
         if max_attention_window is None
         else parse_numbers("--max-attention-window", max_attention_window),
         kv_dtype=_kv_dtype(kv, _graph_format(graph_format)),
+        state_bits=state_bits,
         key_layout=_key_layout(key_layout),
         calibration=calibration,
         calibration_tokens=calibration_tokens,
