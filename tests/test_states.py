@@ -86,7 +86,7 @@ def test_rejected_drafts_leave_no_trace(bundle: Path, mode: str, strategy: str) 
         wanted = model.cache.state
         for seed in range(3):
             drafter = Oracle(prompt + plain, model.bundle.manifest.model.vocab, seed, 0.7)
-            with with_drafts(model, prompt, LONG, Speculation(drafter)) as generation:
+            with with_drafts(model, prompt, LONG, Speculation(drafter=drafter)) as generation:
                 assert ids(generation) == plain
             assert generation.stats.speculation.accepted > 5  # type: ignore[union-attr]
             assert same(model.cache.state, wanted)
@@ -126,7 +126,7 @@ def test_the_branches_of_a_tree_read_their_own_ancestors(tmp_path: Path, name: s
             def accepted(self, n: int) -> None:
                 pass
 
-        with with_drafts(model, prompt, params, Speculation(Branches())) as generation:
+        with with_drafts(model, prompt, params, Speculation(drafter=Branches())) as generation:
             assert ids(generation) == plain
         assert generation.stats.speculation.accepted >= 6  # type: ignore[union-attr]
         assert same(model.cache.state, wanted)
@@ -151,7 +151,7 @@ def random_calls(plain: edgekv.Model, model: edgekv.Model, calls: int, params: S
         drafter = Oracle(text + wanted, vocab, call, float(random.random()))
         sequence = int(random.integers(3)) or None
         with with_drafts(
-            model, text, params, Speculation(drafter) if call % 2 else None, sequence=sequence
+            model, text, params, Speculation(drafter=drafter) if call % 2 else None, sequence=sequence
         ) as generation:
             assert ids(generation) == wanted, call
         session = model.session if sequence is None else model.sequences.get(sequence)
