@@ -186,7 +186,7 @@ def test_the_end_of_a_sequence_is_found_and_makes_way_for_what_continues_it() ->
     assert (found(store, (1, 2, 3, 4)), store.stats.memory.blocks) == (3, 2)
     assert insert(store, (1, 2, 3, 4)) == 4
     assert (found(store, (1, 2, 3, 4)), store.stats.memory.blocks) == (4, 2)
-    assert store.insert((1, 2, 3), source((1, 2, 3)), ended=True) == 3
+    assert store.insert((1, 2, 3), source((1, 2, 3)), ended=True) == 3  # known already
     assert store.stats.memory.blocks == 2
     assert store_of(8, enable_partial_reuse=False).insert((1, 2, 3), source((1, 2, 3)), ended=True) == 2
 
@@ -268,9 +268,9 @@ def test_a_match_ends_where_rows_and_a_snapshot_are() -> None:
     for length in range(13):
         match = store.match((*SEQUENCE, 9, 10, 11)[:length])
         lengths[length] = match.tokens
-        if match.snapshot is not None:
-            assert match.snapshot.tokens == match.tokens
-            for name, array in match.snapshot.arrays.items():
+        if match.states is not None:
+            assert match.states.link.end == match.tokens
+            for name, array in match.states.arrays.items():
                 np.testing.assert_array_equal(array, STATES[name] + STATES[name].dtype.type(match.tokens))
         np.testing.assert_array_equal(fetch(store, match)[0], rows_of((*SEQUENCE, 9, 10, 11)[: match.tokens]))
     assert lengths == {n: max(at for at in (0, 4, 6, 11) if at <= n) for n in range(13)}
@@ -283,7 +283,7 @@ def test_a_snapshot_inside_a_block_outlives_what_continues_the_block() -> None:
     assert keep_states(store, SEQUENCE[:6], 6) == 6
     assert store.insert(SEQUENCE[:8], source(SEQUENCE[:8])) == 8
     match = store.match((*SEQUENCE[:6], 50, 51))
-    assert (match.tokens, match.snapshot is not None) == (6, True)
+    assert (match.tokens, match.states is not None) == (6, True)
     np.testing.assert_array_equal(fetch(store, match)[0], rows_of(SEQUENCE[:6]))
 
 

@@ -97,8 +97,8 @@ def test_a_snapshot_survives_a_restart_and_a_damaged_one_is_rejected(tmp_path: P
         store.insert(LONG, source(LONG), snapshot=Snapshot(at, states))
     store.save()
     match = reopened().match(LONG[:8])
-    assert match.tokens == 7 and match.snapshot is not None
-    np.testing.assert_array_equal(match.snapshot.arrays["state"], states["state"])
+    assert match.tokens == 7 and match.states is not None
+    np.testing.assert_array_equal(match.states.arrays["state"], states["state"])
     later = reopened()
     flip(
         next(

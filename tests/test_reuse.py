@@ -370,7 +370,7 @@ def test_retention_reaches_the_store(model: edgekv.Model, text: list[int]) -> No
     store = model.prefix_store
     assert store is not None
     blocks = {each.link.parent: each for each in store._memory}
-    key, priorities = store._root("retained"), []
+    key, priorities = store.root("retained"), []
     while key in blocks:
         priorities.append(blocks[key].priority)
         key = blocks[key].link.key

@@ -8,11 +8,10 @@ that all processes share.
 from edgekv.prefix.baked import BakedPrefix, add_baked, baked_prefixes, remove_baked
 from edgekv.prefix.config import StoreConfig
 from edgekv.prefix.errors import PrefixError, PrefixWarning
-from edgekv.prefix.groups import BlockGroup, split_layers
 from edgekv.prefix.listing import StoredPrefix, remove_stored, stored_prefixes
 from edgekv.prefix.prefixes import PrefixCache, Prefixes, SharedStore, open_prefixes, open_store, prefix_fingerprint
 from edgekv.prefix.retention import RetentionPolicy, TokenRangeRetentionConfig
-from edgekv.prefix.rows import CacheRows, GroupRows
+from edgekv.prefix.rows import BlockGroup, CacheRows, GroupRows, split_layers
 from edgekv.prefix.stats import StoreStats, TierStats
 from edgekv.prefix.store import Match, PrefixStore, Snapshot
 

@@ -33,6 +33,7 @@ _LONGEST_WAIT_S = 60.0
 FORMAT = 2
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _TOKENS = "tokens"
+_GROUP = "group_"
 _STATE = "state/"
 _OWN = re.compile(r"[0-9a-f]{8}\..+\.safetensors|\..+\.partial")  # what `add_baked` writes; other files are others'
 # Rows of a limited window are stored from the start of a block, for stores with blocks of this size or smaller.
@@ -134,9 +135,9 @@ def _tensors(tokens: Sequence[int], store: PrefixStore) -> dict[str, Rows]:
     for number, blocks in enumerate(match.rows):
         in_last = (len(tokens) - 1) % step + 1
         rows = np.concatenate([*blocks[:-1], blocks[-1][:, :in_last]], axis=1)
-        tensors[_group(number)] = np.ascontiguousarray(rows)
-    if match.snapshot is not None:
-        tensors |= {f"{_STATE}{name}": array for name, array in match.snapshot.arrays.items()}
+        tensors[f"{_GROUP}{number}"] = np.ascontiguousarray(rows)
+    if match.states is not None:
+        tensors |= {f"{_STATE}{name}": array for name, array in match.states.arrays.items()}
     return tensors
 
 
@@ -192,7 +193,7 @@ def _read_rows(folder: Path, entry: BakedPrefix, store: PrefixStore) -> tuple[li
         raise BundleError(str(path), got="a missing or changed file", expected="the file baked", fix=fix)
     try:
         held = decode_tensors(content).arrays
-        groups = [held[_group(number)] for number in range(len(store.groups))]
+        groups = [held[f"{_GROUP}{number}"] for number in range(len(store.groups))]
         tokens = held[_TOKENS]
     except (TensorFileError, KeyError) as error:
         raise BundleError(str(path), got=error, expected="the rows of each group", fix=fix) from None
@@ -213,10 +214,6 @@ def _read_rows(folder: Path, entry: BakedPrefix, store: PrefixStore) -> tuple[li
         raise BundleError(f"{path}: states", got=sorted(states), expected="those of the model", fix=fix)
     source = GroupRows(groups, [entry.tokens - rows.shape[1] for rows in groups])
     return tokens.tolist(), source, Snapshot(entry.tokens, states) if states else None
-
-
-def _group(number: int) -> str:
-    return f"group_{number}"
 
 
 def _is_meant(entry: BakedPrefix, name: str | None, engine: str | None) -> bool:

@@ -10,8 +10,8 @@ from typing import Annotated
 from edgekv.errors import EngineError
 from edgekv.option import Option
 from edgekv.prefix.errors import PrefixError
-from edgekv.prefix.groups import BlockGroup
 from edgekv.prefix.retention import DEFAULT_PRIORITY, check_priority
+from edgekv.prefix.rows import BlockGroup
 from edgekv.system import free_memory_bytes
 
 DEFAULT_TOKENS_PER_BLOCK = 32

@@ -44,8 +44,8 @@ class Link(NamedTuple):
 
     Attributes:
         key: names the block: a hash of everything before it and its own tokens.
-        parent: key of the block before it, or of the root.
-        tokens: its own tokens, as bytes.
+        parent: key of the block before it, or the root.
+        tokens: its own ones; see `token_bytes`.
         start: position of its first token.
     """
 

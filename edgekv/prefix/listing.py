@@ -53,12 +53,8 @@ class _Sequences:
             if self._parents[key] in self.rows:
                 self._readers[self._parents[key]] += self._readers[key]
         self._bytes: dict[bytes, int] = {}
-        self._own_bytes: dict[bytes, int] = {}
         for key, parent in self._parents.items():
-            size_bytes = sum(row.size_bytes for row in self.rows[key])
-            self._bytes[key] = size_bytes + self._bytes.get(parent, 0)
-            is_shared = self._readers[parent] != self._readers[key]
-            self._own_bytes[key] = size_bytes + (0 if is_shared else self._own_bytes.get(parent, 0))
+            self._bytes[key] = sum(row.size_bytes for row in self.rows[key]) + self._bytes.get(parent, 0)
 
     def own(self, end: bytes) -> Iterator[Row]:
         """The rows that no other sequence needs."""
@@ -74,7 +70,7 @@ class _Sequences:
             id=end.hex()[:_ID_CHARACTERS],
             tokens=last.start + len(last.tokens) // TOKEN_BYTES,
             bytes=self._bytes[end],
-            own_bytes=self._own_bytes[end],
+            own_bytes=sum(row.size_bytes for row in self.own(end)),
             priority=last.priority,
             store=last.store,
         )

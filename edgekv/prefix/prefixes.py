@@ -39,8 +39,7 @@ class SharedStore:
     """A store and how a model uses it.
 
     Attributes:
-        store: the store.
-        writes: whether generations store their tokens; False for read-only use.
+        writes: whether generations store their tokens.
         is_own: whether the model opened the store; it then closes it.
         window: the length of every prefix is a multiple of it; 0 for any length. See `Session.stable_tokens`.
     """
@@ -69,12 +68,12 @@ def open_store(
     Models and engines may share a folder: none finds another's blocks.
 
     Args:
-        bundle: the bundle.
-        engine: the engine that runs the graphs.
-        cache: the cache that prefixes are restored into.
-        mode: the cache mode; it must keep every sequence.
-        wanted: a folder, a configuration or a store; None for the bundle's own prefixes, if it has any.
-        window: of the model's sessions; see `Session.stable_tokens`. Stores with another one are others.
+        bundle: of the graphs and of baked prefixes.
+        engine: runs the graphs.
+        cache: of one sequence; prefixes are restored into such caches.
+        mode: must keep every sequence.
+        wanted: None for the bundle's own prefixes, if it has any.
+        window: see `SharedStore`. Stores with another one are others.
 
     Raises:
         UsageError: the cache mode does not keep every sequence, or the store belongs to another bundle or engine.
@@ -127,17 +126,7 @@ class Prefixes:
         retention: RetentionPolicy | None,
         adapter: str | None = None,
     ) -> None:
-        """Prepare without looking anything up.
-
-        Args:
-            shared: the store.
-            salt: see `PrefixStore.match`.
-            retention: see `PrefixStore.insert`.
-            adapter: see `PrefixStore.match`.
-
-        Raises:
-            PrefixError: an empty salt.
-        """
+        """Prepare without looking anything up; see `PrefixStore.match` and `insert`. PrefixError if a salt is empty."""
         self._store = shared.store
         self._writes = shared.writes
         self._window = shared.window
@@ -147,7 +136,7 @@ class Prefixes:
         self._prompt_tokens: int | None = None
         self._seen_tokens = 0
         self._counters = StoreStats()
-        self._store.check_salt(salt)
+        self._store.root(salt, adapter)
 
     @property
     def stats(self) -> StoreStats:
@@ -163,7 +152,7 @@ class Prefixes:
         Args:
             cache: holds the first `held` tokens, or is empty.
             tokens: the sequence.
-            held: number of tokens already in the cache.
+            held: tokens in the cache.
 
         Returns:
             Tokens in the cache now.
@@ -175,8 +164,8 @@ class Prefixes:
                 try:
                     with cache.hold(match.tokens):
                         self._store.restore(match, CacheRows(cache, self._store.groups))
-                        if match.snapshot is not None:
-                            cache.load_states(match.snapshot.arrays)
+                        if match.states is not None:
+                            cache.load_states(match.states.arrays)
                     return match.tokens
                 except StateError:
                     self._store.reject_snapshot(match)
@@ -188,13 +177,7 @@ class Prefixes:
         return held
 
     def keep(self, cache: KVCache, tokens: Sequence[int], stable: int) -> None:
-        """Store the blocks that have become full since the last call, and the states after each.
-
-        Args:
-            cache: holds the tokens.
-            tokens: of the sequence.
-            stable: how many of the first ones may be stored.
-        """
+        """Store the blocks of the first `stable` tokens that have become full, and the states after each."""
         step = self._store.config.tokens_per_block
         if stable // step > self._seen_tokens // step:
             first = (self._seen_tokens // step + 1) * step

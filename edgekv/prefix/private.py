@@ -19,36 +19,22 @@ class NotPrivateError(OSError):
 
 
 def check_folder(folder: Path) -> None:
-    """Reject a folder in which another user could create or replace files.
-
-    Raises:
-        NotPrivateError: another user owns it, or others may write to it.
-        OSError: it is not a folder, or cannot be read.
-    """
+    """Raise NotPrivateError if another user owns a folder, or could create or replace files in it."""
     _check(folder, folder.stat(), 0o022)
 
 
 def make_folder(folder: Path) -> None:
-    """Create a folder with its parents, where they are missing, that only their owner can enter (mode 0700).
-
-    Raises:
-        OSError: it cannot be created, or is something else.
-    """
+    """Create a folder with its parents, where they are missing, that only their owner can enter (mode 0700)."""
     if not folder.parent.exists():
         make_folder(folder.parent)
     folder.mkdir(mode=0o700, exist_ok=True)
 
 
 def read_private(path: Path, limit_bytes: int, *, secret: bool = False) -> bytes:
-    """The content of a regular file owned by this user, `limit_bytes` at most; symbolic links are not followed.
-
-    Args:
-        path: the file.
-        limit_bytes: what follows is not read.
-        secret: whether the file must also be unreadable for others.
+    """The first `limit_bytes` of a regular file; if `secret`, of one that others cannot even read.
 
     Raises:
-        NotPrivateError: a link, a special file, another user's file, or one that others may change.
+        NotPrivateError: a symbolic link, a special file, another user's file, or one that others may change.
         OSError: it cannot be read.
     """
     if not _FLAGS and path.is_symlink():
@@ -68,11 +54,7 @@ def read_private(path: Path, limit_bytes: int, *, secret: bool = False) -> bytes
 
 
 def write_private(path: Path, data: bytes) -> None:
-    """Create a file that only its owner can read (mode 0600).
-
-    Raises:
-        OSError: it exists already, or cannot be written.
-    """
+    """Create a file that only its owner can read (mode 0600); OSError if it exists or cannot be written."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _FLAGS, 0o600)
     with os.fdopen(descriptor, "wb") as file:
         file.write(data)

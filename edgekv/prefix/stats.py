@@ -9,14 +9,9 @@ from typing import Any
 
 @dataclass(slots=True)
 class TierStats:
-    """Memory, or the folder.
+    """Memory or the folder: what it holds now, what was written and read, and blocks that made way for others.
 
-    Attributes:
-        blocks: blocks held now.
-        bytes_held: bytes in use now; files include their headers.
-        bytes_in: bytes written so far.
-        bytes_out: bytes read so far.
-        evictions: blocks that were dropped for others.
+    Bytes of files include their headers.
     """
 
     blocks: int = 0

@@ -14,11 +14,10 @@ from edgekv.prefix.block import ROWS, SNAPSHOT, Arrays, Block, BlockId
 from edgekv.prefix.config import StoreConfig
 from edgekv.prefix.disk import Disk
 from edgekv.prefix.errors import PrefixError
-from edgekv.prefix.groups import split_layers
 from edgekv.prefix.keys import TOKEN_BYTES, Keys, Link, common_tokens, tail, token_bytes
 from edgekv.prefix.memory import IsPinned, Memory, now_ms
 from edgekv.prefix.retention import RetentionPolicy
-from edgekv.prefix.rows import Rows, Source, Target
+from edgekv.prefix.rows import Rows, Source, Target, split_layers
 from edgekv.prefix.stats import StoreStats
 from edgekv.prefix.table import Row
 from edgekv.spec.geometry import Geometry
@@ -51,11 +50,6 @@ class Match:
     tokens: int = 0
     rows: tuple[tuple[Rows, ...], ...] = ()
     states: Block | None = None
-
-    @property
-    def snapshot(self) -> Snapshot | None:
-        """The states after the prefix; None if the model has none."""
-        return None if self.states is None else Snapshot(self.tokens, self.states.arrays)
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,21 +111,25 @@ class PrefixStore:
         self.snapshots = snapshots
         self.counters = StoreStats()
         self._step = config.tokens_per_block
+        self._parts = range(len(self.groups))
         self._dtype = np.dtype(DTYPES[geometry.kv_dtype])
-        self._layout = self._layout_digest()
+        # What determines the meaning of a block's bytes, and its size.
+        groups = [(each.window, each.geometry.kv_heads, each.geometry.head_dim, each.layers) for each in self.groups]
+        said = repr((fingerprint, geometry.kv_dtype, self._step, groups, snapshots))
+        self._layout = hashlib.blake2b(said.encode(), digest_size=16).digest()
         self._memory = Memory(config.memory_bytes(self.groups, geometry.context, free_bytes), clock_ms)
         self._disk: Disk | None = None
         if config.disk_folder is not None:
-            store = self._layout.hex()[:16]
-            self._disk = Disk(config.disk_folder, config.disk_cache_size, store, self.counters)
+            self._disk = Disk(config.disk_folder, config.disk_cache_size, self._layout.hex()[:16], self.counters)
             self._memory.start_after(self._disk.last_used)
         self._keys = Keys() if self._disk is None else self._disk.keys
         self._public: list[bytes] = []
 
-    def check_salt(self, salt: str | None) -> None:
-        """Raise PrefixError if a salt is empty."""
+    def root(self, salt: str | None, adapter: str | None = None) -> bytes:
+        """The parent of the first blocks of sequences; PrefixError if a salt is empty."""
         if salt == "":
             raise PrefixError("cache_salt", got="an empty text", expected="a text, or None", fix="Leave it out.")
+        return self._keys.root(self._layout, salt, adapter)
 
     # ------------------------------------------------------------------ match
 
@@ -147,14 +145,14 @@ class PrefixStore:
             PrefixError: an empty salt.
             ValueError: a token out of range.
         """
-        asked, root = token_bytes(tokens), self._root(salt, adapter)
+        asked, root = token_bytes(tokens), self.root(salt, adapter)
         found = Match()
         if self.config.enable_block_reuse:
             self._memory.expire()
             found = self._match(root, asked)
-            public = self._public_tokens(asked) if salt is not None and adapter is None else 0
-            if public > found.tokens:
-                other = self._match(self._root(None), asked[: public * TOKEN_BYTES])
+            public = max((common_tokens(asked, each) for each in self._public), default=0)
+            if salt is not None and adapter is None and public > found.tokens:
+                other = self._match(self.root(None), asked[: public * TOKEN_BYTES])
                 found = max(found, other, key=lambda each: each.tokens)
         self.counters.hits += found.tokens > 0
         self.counters.misses += found.tokens == 0
@@ -199,7 +197,8 @@ class PrefixStore:
     ) -> int:
         """Store the full blocks of a sequence. They can be matched immediately; those in memory are not copied again.
 
-        Stops at the first block that does not fit, or that is not in memory and has no rows.
+        Stops at the first block that does not fit, or that is not in memory and has no rows. Where more of the last
+        block is known, nothing is stored of it.
 
         Args:
             tokens: the sequence from its first token.
@@ -219,7 +218,7 @@ class PrefixStore:
             PrefixError: an empty salt.
             ValueError: numbers out of range, or a snapshot for a store without.
         """
-        whole, root = token_bytes(tokens), self._root(salt, adapter)
+        whole, root = token_bytes(tokens), self.root(salt, adapter)
         length = len(whole) // TOKEN_BYTES
         prompt_tokens = length if prompt_tokens is None else prompt_tokens
         if not 0 <= prompt_tokens <= length:
@@ -233,25 +232,19 @@ class PrefixStore:
             self._public.append(whole)
         self._memory.expire()
         links = self._keys.chain(root, whole, self._step)
-        if ended and self.config.enable_partial_reuse and length % self._step:
-            links.append(self._last_link(links, root, whole))
+        parent, start = tail(links, root), len(links) * self._step
+        rest = whole[start * TOKEN_BYTES :] if ended and self.config.enable_partial_reuse else b""
+        is_known = any(each.startswith(rest) for each in self._memory.neighbours((parent, 0), rest))
+        if rest and not is_known:
+            links.append(self._keys.link(parent, rest, start))
         blocks = self._insert_rows(links, source, prompt_tokens, retention)
-        stored = links[: len(blocks)]
-        end = min(stored[-1].end, length) if stored else 0
+        end = links[len(blocks) - 1].end if blocks else 0
+        if rest and is_known and len(blocks) == len(links):
+            end = length
         if snapshot is not None and snapshot.tokens <= end:
             self._insert_snapshot(links, root, whole, snapshot)
         self._touch(blocks)
-        return self._longest(stored, [end, *(link.start for link in reversed(stored))], {})
-
-    def _last_link(self, links: list[Link], root: bytes, whole: bytes) -> Link:
-        """The incomplete last block, or one in memory that begins with its tokens."""
-        parent, start = tail(links, root), len(links) * self._step
-        rest = whole[start * TOKEN_BYTES :]
-        for tokens in self._memory.neighbours((parent, 0), rest):
-            link = self._keys.link(parent, tokens, start)
-            if tokens.startswith(rest) and all(self._memory.get((link.key, part)) for part in self._parts):
-                return link
-        return self._keys.link(parent, rest, start)
+        return end
 
     def _insert_rows(
         self, links: list[Link], source: Source, prompt_tokens: int, retention: RetentionPolicy | None
@@ -464,23 +457,6 @@ class PrefixStore:
         return None if arrays is None else Block(link, part, chained, arrays, row.priority, is_saved=True)
 
     # ------------------------------------------------------------------ small parts
-
-    @property
-    def _parts(self) -> range:
-        return range(len(self.groups))
-
-    def _root(self, salt: str | None, adapter: str | None = None) -> bytes:
-        self.check_salt(salt)
-        return self._keys.root(self._layout, salt, adapter)
-
-    def _layout_digest(self) -> bytes:
-        """Digest of the fingerprint and the layout of the blocks, which determine the meaning of their bytes."""
-        groups = [(each.window, each.geometry.kv_heads, each.geometry.head_dim, each.layers) for each in self.groups]
-        said = (self.fingerprint, self.geometry.kv_dtype, self._step, groups, self.snapshots)
-        return hashlib.blake2b(repr(said).encode(), digest_size=16).digest()
-
-    def _public_tokens(self, asked: bytes) -> int:
-        return max((common_tokens(asked, each) for each in self._public), default=0)
 
     def _add(self, block: Block, is_pinned: IsPinned) -> bool:
         """Put a block into memory, if others may be evicted for it; those worth it are written to the folder."""
