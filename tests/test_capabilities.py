@@ -9,6 +9,7 @@ from msgspec import structs
 
 from edgekv.bundle import Bundle, Manifest, SinkRecord, open_bundle
 from edgekv.errors import BundleError
+from edgekv.spec.decoder import Convolution
 from exporters.lora.options import LoraOptions
 from exporters.targets.capabilities import AI_HUB, GENAI, GENIE, GENIEX, ONNX, Capabilities
 from tests.checkpoints import write_checkpoint
@@ -39,6 +40,9 @@ def bundles(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Bundle]:
         "`--kv s16` (columns)": changed(kv_dtype="s16"),
         "attention windows": Bundle(plain.path, limited),
         "first token outside of the graphs": changed(sink=sink),
+        "layers with states": changed(
+            model=structs.replace(plain.manifest.model, convolution=Convolution(layers=frozenset({0}), kernel=3))
+        ),
         "decode alone": opened(ar=(1,)),
         "tflite": changed(graph_format="tflite"),
         "slots": opened(lora=LoraOptions(rank=4)),
@@ -51,6 +55,7 @@ REFUSED = {
     "`--kv s16` (columns)": ("onnxruntime-genai",),
     "attention windows": ("Genie", "GenieX", "onnxruntime-genai"),
     "first token outside of the graphs": ("GenieX",),
+    "layers with states": ("Genie", "GenieX", "onnxruntime-genai", "AI Hub"),
     "decode alone": ("GenieX", "onnxruntime-genai"),
     "tflite": tuple(TARGETS),
     "slots": ("GenieX", "onnxruntime-genai", "AI Hub"),
@@ -70,7 +75,7 @@ def test_each_target_refuses_what_it_cannot_run_and_says_how_to_export_it(
 
 
 def test_a_capability_is_all_that_decides(bundles: dict[str, Bundle]) -> None:
-    everything = Capabilities("a new one", windows=True, slots=True)
+    everything = Capabilities("a new one", windows=True, slots=True, states=True)
     for what, bundle in bundles.items():
         if what != "tflite":
             everything.check(bundle)

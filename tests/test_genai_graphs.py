@@ -20,7 +20,7 @@ from edgekv.runtime.rope import rope_tables
 from exporters.graphs.parts import save_part
 from exporters.htp.check import floating_nodes
 from exporters.targets.genai.helpers import dequantizer, position_processor
-from exporters.targets.genai.proof import StackedGraph, prove_integers
+from exporters.targets.genai.proof import prove_integers
 from exporters.targets.genai.write import stacked_graph
 from tests.checkpoints import write_checkpoint
 from tests.exports import export_options, exported
@@ -94,7 +94,7 @@ def test_stacking_heads_keeps_the_graphs_in_integers(small: Bundle, tmp_path: Pa
 @pytest.mark.slow
 def test_the_proof_finds_a_head_that_is_scaled_twice(small: Bundle, tmp_path: Path) -> None:
     path = write_stacked(small, "decode", tmp_path)
-    stacked = [StackedGraph(record=small.manifest.graph("decode").name, file=str(path))]
+    stacked = {small.manifest.graph("decode").name: path}
     prove_integers(small, stacked, None)
     model = onnx.load(path, load_external_data=False)
     (one,) = (

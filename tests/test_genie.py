@@ -149,14 +149,14 @@ def test_the_shared_binary_holds_both_graphs_and_one_copy_of_the_weights(folder:
 def test_a_crash_of_genie_is_an_error(folder: GenieFolder) -> None:
     """The emulator cannot load binaries of several graphs, and crashes."""
     with pytest.raises(
-        EngineError, match=r"Genie: Create: got SIGSEGV; .*binary of several graphs: use genie_config.json"
+        EngineError, match=r"Genie: create: got SIGSEGV; .*binary of several graphs: use genie_config.json"
     ):
         GenieDialog(folder.path, folder.config(shared=True))
 
 
 def test_a_hang_of_genie_is_an_error(folder: GenieFolder, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("EDGEKV_TIMEOUT_S", "0.01")
-    with pytest.raises(EngineError, match=r"Genie: Create: got no answer within 0.01 s.* Set EDGEKV_TIMEOUT_S"):
+    with pytest.raises(EngineError, match=r"Genie: create: got no answer within 0.01 s.* Set EDGEKV_TIMEOUT_S"):
         GenieDialog(folder.path, folder.config())
 
 

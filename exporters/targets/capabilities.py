@@ -22,6 +22,7 @@ class Capabilities:
         windows: layers that attend to fewer tokens than the context, or with rotary tables of their own.
         slots: graphs with inputs for adapters.
         sink: first tokens whose keys and values no graph computes.
+        states: layers with a state in place of keys and values, such as short convolutions.
         decode_alone: bundles without a prefill graph.
     """
 
@@ -31,6 +32,7 @@ class Capabilities:
     windows: bool = False
     slots: bool = False
     sink: bool = True
+    states: bool = False
     decode_alone: bool = True
 
     def check(self, bundle: Bundle) -> None:
@@ -65,6 +67,9 @@ class Capabilities:
             found = ", ".join("all" if window is None else str(window) for window in manifest.windows)
             wanted = f"layers that all attend to the whole context, as {self.reader} lets them"
             yield "attention windows", found or "two rotary embeddings", wanted, "Run it with edgekv generate."
+        if not self.states and manifest.model.convolution is not None:
+            wanted = f"keys and values in every layer, all that {self.reader} keeps"
+            yield "layers", "layers with states", wanted, "Run it with edgekv generate."
         if not self.sink and manifest.sink is not None:
             wanted = f"graphs that compute it: {self.reader} starts every conversation empty"
             yield "sink", "a first token that is restored", wanted, "Export it with --sink none."
@@ -73,7 +78,7 @@ class Capabilities:
             yield "graphs", found, f"a prefill graph as well, which {self.reader} needs", "Export it with --ar 1,32."
 
 
-ONNX = Capabilities("edgekv's own reports", windows=True, slots=True)
+ONNX = Capabilities("edgekv's own reports", windows=True, slots=True, states=True)
 GENIE = Capabilities("Genie", slots=True)
 GENIEX = Capabilities("GenieX", parts="layers", sink=False, decode_alone=False)
 GENAI = Capabilities("onnxruntime-genai", parts="one", cache_types=("u8",), decode_alone=False)

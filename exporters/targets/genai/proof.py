@@ -2,28 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
 
 import msgspec
+import numpy as np
+import onnxruntime as ort
+from numpy.typing import NDArray
 
-from devices import Device
-from edgekv.bundle import Bundle
+from devices import Device, find
+from edgekv.bundle import Bundle, GraphRecord, Manifest, open_bundle
 from edgekv.child import run_in_child
-from edgekv.errors import EngineError
+from edgekv.engine.sink import read_sink
+from edgekv.errors import EdgeKVError, EngineError
+from edgekv.runtime import CpuEngine, HtpEngine
+from edgekv.spec import IDS, LOGITS_INDEX
+from exporters.graphs.qdq import stacked_new, stacked_past
+from exporters.targets.prove import prove
 
-
-class StackedGraph(msgspec.Struct, frozen=True, kw_only=True):
-    """A graph with stacked heads and the name of the bundle's graph that it was made from."""
-
-    record: str
-    file: str
+Arrays = dict[str, NDArray[Any]]
 
 
 class ProofJob(msgspec.Struct, frozen=True, kw_only=True):
-    """What to compare, and the part number of the chip to compile for; None for the CPU."""
+    """Files of graphs with stacked heads, by the names of the bundle's graphs, and the part number of the chip to
+    compile for; None for the CPU.
+    """
 
     bundle: str
-    graphs: list[StackedGraph]
+    graphs: dict[str, str]
     soc: str | None
 
 
@@ -33,21 +41,22 @@ class ProofReply(msgspec.Struct, frozen=True, kw_only=True):
     error: str | None = None
 
 
-def prove_integers(bundle: Bundle, graphs: Sequence[StackedGraph], device: Device | None) -> None:
+def prove_integers(bundle: Bundle, graphs: Mapping[str, Path], device: Device | None) -> None:
     """Run every graph for one step on random integers, as it is in the bundle and with stacked heads.
 
     A compiler that accepts a graph may still miscompile it; onnxruntime-qnn 2.7.0 did.
 
     Args:
         bundle: with the original graphs.
-        graphs: with stacked heads.
+        graphs: those with stacked heads, by the names of the originals.
         device: the chip to compile for and to emulate; None for the CPU.
 
     Raises:
         EngineError: an output differs, or a graph did not run.
     """
-    job = ProofJob(bundle=str(bundle.path), graphs=list(graphs), soc=device.soc if device else None)
-    end = run_in_child("exporters.targets.genai.proof_worker", msgspec.json.encode(job))
+    files = {name: str(path) for name, path in graphs.items()}
+    job = ProofJob(bundle=str(bundle.path), graphs=files, soc=device.soc if device else None)
+    end = run_in_child("exporters.targets.genai.proof", msgspec.json.encode(job))
     reply = ProofReply() if end.reply is None else msgspec.json.decode(end.reply, type=ProofReply)
     if end.reply is None or reply.error is not None:
         raise EngineError(
@@ -56,3 +65,81 @@ def prove_integers(bundle: Bundle, graphs: Sequence[StackedGraph], device: Devic
             expected="the bundle's integers in one step",
             fix="Try another --ar, and please report this model; --skip-check leaves this check out.",
         )
+
+
+def main() -> None:
+    job = msgspec.json.decode(sys.stdin.buffer.read(), type=ProofJob)
+    reply = ProofReply()
+    try:
+        _compare(job)
+    except EdgeKVError as error:
+        reply = ProofReply(error=f"{error.field}: {error.got}")
+    Path(sys.argv[1]).write_bytes(msgspec.json.encode(reply))
+
+
+def _compare(job: ProofJob) -> None:
+    bundle = open_bundle(job.bundle, verify=False)
+    engine = CpuEngine() if job.soc is None else HtpEngine.on(find(job.soc), bundle)
+    records = {record.name: record for record in bundle.manifest.graphs}
+    for name, file in job.graphs.items():
+        found, wanted = _both(bundle, records[name], Path(file), engine)
+        prove(name, found, wanted)
+
+
+def _both(bundle: Bundle, record: GraphRecord, stacked: Path, engine: CpuEngine | HtpEngine) -> tuple[Arrays, Arrays]:
+    """The outputs of the graph with stacked heads, and those of the bundle's graph, stacked."""
+    manifest = bundle.manifest
+    session = engine.session(bundle.graph_path(record))
+    feeds = _random_feeds(session, manifest, record)
+    wanted = _stack(manifest, _run(session, _with_sink(bundle, feeds)), "new")
+    del session  # one compiled graph in memory at a time
+    session = engine.session(stacked)
+    feeds = _stack(manifest, feeds, "past")
+    found = _run(session, {port.name: feeds[port.name] for port in session.get_inputs()})
+    return found, wanted
+
+
+def _random_feeds(session: ort.InferenceSession, manifest: Manifest, record: GraphRecord) -> Arrays:
+    random = np.random.default_rng(0)
+    feeds = {}
+    for port in session.get_inputs():
+        dtype = np.dtype(port.type.removeprefix("tensor(").rstrip(")"))
+        top = manifest.model.vocab if port.name == IDS else np.iinfo(dtype).max
+        feeds[port.name] = random.integers(0, top, port.shape, dtype)
+    if LOGITS_INDEX in feeds:
+        feeds[LOGITS_INDEX][:] = record.ar - 1
+    return feeds
+
+
+def _with_sink(bundle: Bundle, feeds: Arrays) -> Arrays:
+    """The same inputs with the sink in the first columns of the past, where graphs with stacked heads have it."""
+    if (sink := read_sink(bundle)) is None:
+        return feeds
+    changed = {name: feeds[name].copy() for name in sink.rows}
+    for tensor in bundle.manifest.geometry.names():
+        past = changed[tensor.past][0, 0]
+        if tensor.kind == "key" and bundle.manifest.key_layout == "columns":
+            past = past.T
+        past[: len(sink.tokens)] = sink.rows[tensor.past]
+    return feeds | changed
+
+
+def _stack(manifest: Manifest, arrays: Arrays, end: str) -> Arrays:
+    """The tensors of heads joined as onnxruntime-genai has them; the others as they are."""
+    rest, stacks = dict(arrays), dict[str, list[NDArray[Any]]]()
+    for tensor in manifest.geometry.names():
+        part = rest.pop(tensor.past if end == "past" else tensor.new)
+        if tensor.kind == "key" and manifest.key_layout == "rows":
+            part = part.swapaxes(2, 3)
+        name = stacked_past if end == "past" else stacked_new
+        stacks.setdefault(name(tensor.kind, tensor.layer), []).append(part)
+    return rest | {name: np.concatenate(parts) for name, parts in stacks.items()}
+
+
+def _run(session: ort.InferenceSession, feeds: Arrays) -> Arrays:
+    names = [port.name for port in session.get_outputs()]
+    return dict(zip(names, session.run(names, feeds), strict=True))
+
+
+if __name__ == "__main__":
+    main()

@@ -23,7 +23,7 @@ from exporters.targets.capabilities import GENAI
 from exporters.targets.genai.config import CONFIG, DEQUANTIZER, POSITION_PROCESSOR, TOKENIZER, genai_config
 from exporters.targets.genai.folder import GENAI_MANIFEST, GenaiManifest
 from exporters.targets.genai.helpers import dequantizer, position_processor
-from exporters.targets.genai.proof import StackedGraph, prove_integers
+from exporters.targets.genai.proof import prove_integers
 from exporters.targets.record import write_record
 
 _TOKENIZER_CONFIG = b'{"tokenizer_class": "PreTrainedTokenizerFast"}\n'
@@ -95,7 +95,7 @@ def write_genai(
         for graph in (decode, prefill):
             save_part(stacked_graph(bundle, graph), graphs / graph.file, bundle.path)
         if options.check:
-            stacked = [StackedGraph(record=g.name, file=str(graphs / g.file)) for g in (decode, prefill)]
+            stacked = {graph.name: graphs / graph.file for graph in (decode, prefill)}
             progress("compare", 0, 1)
             prove_integers(bundle, stacked, options.device)
             progress("compare", 1, 1)

@@ -15,21 +15,8 @@ from edgekv.library_fault import check_libraries
 from edgekv.this_chip import find_chip
 from edgekv.vendor_libraries import LIBRARIES, Platform, search_paths
 from exporters.targets.genie.config import GenieConfig
-from exporters.targets.genie.messages import (
-    ApplyLora,
-    Create,
-    Done,
-    Query,
-    Reply,
-    Request,
-    Reset,
-    Restore,
-    Save,
-    Text,
-    TokenQuery,
-    Tokens,
-)
 from exporters.targets.genie.vendor import find_library
+from exporters.targets.genie.worker import Piece, Reply, Request
 
 _CONTEXT_FULL = 4
 _MEANINGS = {_CONTEXT_FULL: "the context is full"}
@@ -60,9 +47,7 @@ class GenieDialog:
         self._state = state
         self._child = ChildDialog("exporters.targets.genie.worker", environment=search_paths(library.parent, on))
         try:
-            self._finish(
-                Create(library=str(library), folder=str(folder.absolute()), config=msgspec.json.encode(config).decode())
-            )
+            self._do("create", str(library), str(folder.absolute()), msgspec.json.encode(config).decode())
             self._begin()
         except BaseException:
             self.close()
@@ -82,9 +67,7 @@ class GenieDialog:
         Raises:
             EngineError: the text does not fit the context, or Genie failed.
         """
-        for reply in self._request(Query(text=text, max_new_tokens=max_new_tokens)):
-            if isinstance(reply, Text):
-                yield reply.piece
+        yield from map(str, self._answer("query", text, max_new_tokens))
 
     def token_query(self, tokens: Sequence[int], max_new_tokens: int | None = None) -> Iterator[int]:
         """The tokens that follow these. Genie puts the configuration's `bos-token` in front of the first query.
@@ -92,17 +75,16 @@ class GenieDialog:
         Raises:
             EngineError: the tokens do not fit the context, or Genie failed.
         """
-        for reply in self._request(TokenQuery(tokens=list(tokens), max_new_tokens=max_new_tokens)):
-            if isinstance(reply, Tokens):
-                yield from reply.tokens
+        for tokens_of_piece in self._answer("token_query", list(tokens), max_new_tokens):
+            yield from map(int, tokens_of_piece)
 
     def save(self, path: Path) -> None:
         """Write the conversation's state into a folder that exists."""
-        self._finish(Save(path=str(path.absolute())))
+        self._do("save", str(path.absolute()))
 
     def restore(self, path: Path) -> None:
         """Resume from a saved state."""
-        self._finish(Restore(path=str(path.absolute())))
+        self._do("restore", str(path.absolute()))
 
     def apply_lora(self, name: str, state: Path | None = None) -> None:
         """Start a new conversation with an adapter. It stays until another is applied; none cannot be applied.
@@ -111,13 +93,13 @@ class GenieDialog:
             name: of an adapter of the configuration.
             state: with which conversations begin from now on, as `GenieFolder.adapter_state` gives it.
         """
-        self._finish(ApplyLora(name=name))
+        self._do("apply_lora", name)
         self._state = state
         self.reset()
 
     def reset(self) -> None:
         """Start a new conversation."""
-        self._finish(Reset())
+        self._do("reset")
         self._begin()
 
     def close(self) -> None:
@@ -128,32 +110,36 @@ class GenieDialog:
         if self._state is not None:
             self.restore(self._state)
 
-    def _finish(self, request: Request) -> None:
-        for _ in self._request(request):
+    def _answer(self, method: str, prompt: Piece, max_new_tokens: int | None) -> Iterator[Piece]:
+        if max_new_tokens is not None:
+            self._do("set_max_new_tokens", max_new_tokens)
+        yield from self._request(method, prompt)
+
+    def _do(self, method: str, *arguments: str | int) -> None:
+        for _ in self._request(method, *arguments):
             pass
 
-    def _request(self, request: Request) -> Iterator[Reply]:
-        call = type(request).__name__
-        if not self._child.send(msgspec.json.encode(request)):
-            raise self._failure(call, "a dialog that has ended")
+    def _request(self, method: str, *arguments: str | int | list[int]) -> Iterator[Piece]:
+        if not self._child.send(msgspec.json.encode(Request(method, [*arguments]))):
+            raise self._failure(method, "a dialog that has ended")
         while line := self._child.read():
             reply = msgspec.json.decode(line, type=Reply)
-            if not isinstance(reply, Done):
-                yield reply
+            if reply.piece is not None:
+                yield reply.piece
             elif reply.status:
-                raise self._failure(reply.call, _MEANINGS.get(reply.status, f"status {reply.status}"))
+                raise self._failure(reply.function, _MEANINGS.get(reply.status, f"status {reply.status}"))
             else:
                 return
         if self._child.timed_out:
             fix = f"Set {TIMEOUT_VARIABLE} to allow more time."
-            raise self._failure(call, f"no answer within {self._child.timeout_s:g} s", fix)
+            raise self._failure(method, f"no answer within {self._child.timeout_s:g} s", fix)
         crashed = "The emulator on x86 crashes on a binary of several graphs: use genie_config.json there."
-        raise self._failure(call, self._child.exit_text(), crashed)
+        raise self._failure(method, self._child.exit_text(), crashed)
 
-    def _failure(self, call: str, what: str, fix: str = _WAY_OUT) -> EngineError:
+    def _failure(self, function: str, what: str, fix: str = _WAY_OUT) -> EngineError:
         said = "; ".join(line for line in self._child.log() if not any(noise in line for noise in _NOISE))
         return EngineError(
-            f"Genie: {call}",
+            f"Genie: {function}",
             got=f"{what}: {said}" if said else what,
             expected="status 0",
             fix=fix,
