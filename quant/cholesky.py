@@ -5,8 +5,11 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from quant.products import product
+
 Floats = NDArray[np.float32]
-_BLOCK = 256
+_BLOCK = 128
+"""Rows of a block: BLAS factors 256 with its threads, whose number then changes the last bits."""
 
 
 def cholesky(matrix: Floats) -> Floats:
@@ -25,7 +28,7 @@ def cholesky(matrix: Floats) -> Floats:
     for start in reversed(range(0, size, _BLOCK)):
         stop = min(start + _BLOCK, size)
         here = slice(start, stop)
-        panel = matrix[:stop, here] - matrix[:stop, stop:] @ matrix[here, stop:].T
+        panel = matrix[:stop, here] - product(matrix[:stop, stop:], matrix[here, stop:].T)
         corner = np.linalg.cholesky(panel[start:][::-1, ::-1])[::-1, ::-1]
         matrix[:start, here] = panel[:start] @ np.linalg.inv(corner).T
         matrix[here, here] = corner
@@ -43,7 +46,7 @@ def solve(upper: Floats, inverses: list[Floats], right: Floats) -> Floats:
     """The X with U U^T X = `right`, which is overwritten, for the factor U of `cholesky`."""
     blocks = [(slice(i * _BLOCK, (i + 1) * _BLOCK), inverse) for i, inverse in enumerate(inverses)]
     for here, inverse in reversed(blocks):
-        right[here] = inverse @ (right[here] - upper[here, here.stop :] @ right[here.stop :])
+        right[here] = inverse @ (right[here] - product(upper[here, here.stop :], right[here.stop :]))
     for here, inverse in blocks:
-        right[here] = inverse.T @ (right[here] - upper[: here.start, here].T @ right[: here.start])
+        right[here] = inverse.T @ (right[here] - product(upper[: here.start, here].T, right[: here.start]))
     return right

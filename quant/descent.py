@@ -6,6 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quant.grids import Limits, round_within
+from quant.products import product
 
 Floats = NDArray[np.float32]
 
@@ -27,7 +28,7 @@ def descend(target: Floats, rounded: NDArray[np.int8], steps: Floats, limits: Li
         limits: the minimum and maximum integer.
         hessian: `[in, in]`, H, positive definite.
     """
-    slopes = hessian @ (rounded * steps - target)
+    slopes = product(hessian, rounded * steps - target)
     for _ in range(_MOST_SWEEPS):
         changed = 0
         for start in range(0, len(rounded), _ROWS_AT_ONCE):

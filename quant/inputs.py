@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quant.cholesky import cholesky, corner_inverses, solve
+from quant.products import product
 
 Floats = NDArray[np.float32]
 
@@ -15,7 +16,6 @@ _DAMPING = 0.1  # of the mean of the diagonal; a short calibration text needs mo
 _LEAST_DRIFT = 3e-3  # of the inputs' energy; below it, what predicts the error on one text does not on others
 
 _ROWS_AT_ONCE = 1024
-_TOKENS_OF_KERNELS = 64  # a multiple of twice the rows of BLAS kernels
 
 
 class LayerInputs:
@@ -60,8 +60,7 @@ class LayerInputs:
     @cached_property
     def hessian(self) -> Floats:
         """`[in, in]`, H + damping, rows and columns in `order`."""
-        found: Floats = self.factor @ self.factor.T
-        return found
+        return product(self.factor, self.factor.T)
 
     def compensated(self, weight: Floats, columns: slice) -> Floats:
         """Columns of W + (H + damping)^-1 X^T (E - X) W, rows in `order`, as in GPTAQ (arXiv 2504.02692).
@@ -79,9 +78,9 @@ class LayerInputs:
             unchanged: Floats = chosen[self.order]
             return unchanged
         if 2 * tokens * outputs < tokens * inputs + inputs * outputs:  # fewer products than through [in, in]
-            missing = _summed(self._quantized, self._difference @ chosen)
+            missing = product(self._quantized.T, product(self._difference, chosen))
         else:
-            missing = self._drift @ chosen
+            missing = product(self._drift, chosen)
         target = solve(self.factor, self._inverses, missing[self.order])
         target += chosen[self.order]
         return target
@@ -111,17 +110,4 @@ class LayerInputs:
     @cached_property
     def _drift(self) -> Floats:
         """`[in, in]`, X^T (E - X)."""
-        return _summed(self._quantized, self._exact - self._quantized)
-
-
-def _summed(x: Floats, y: Floats) -> Floats:
-    """`x^T y`, `[in, out]`, summed over tokens in one order, however many threads BLAS has.
-
-    OpenBLAS halves a long sum: with one thread at a multiple of its kernel's rows, with several anywhere.
-    """
-    whole = len(x) - len(x) % _TOKENS_OF_KERNELS
-    found: Floats = x[:whole].T @ y[:whole]
-    for start in range(0, y.shape[1], _ROWS_AT_ONCE):
-        here = slice(start, start + _ROWS_AT_ONCE)
-        found[:, here] += x[whole:].T @ y[whole:, here]
-    return found
+        return product(self._quantized.T, self._exact - self._quantized)

@@ -134,17 +134,18 @@ def test_the_table_gives_the_bytes_that_are_stored(dtype):
 
 
 def test_integers_do_not_depend_on_the_threads_of_blas() -> None:
-    """Also with a number of tokens that its kernels do not divide."""
+    """Also with a number of tokens that its kernels do not divide, and more inputs than one block of the factor."""
     code = (
         "import os, sys\n"
         "if hasattr(os, 'sched_setaffinity'): os.sched_setaffinity(0, range(os.cpu_count()))\n"
         "import numpy as np; from quant import LayerInputs, quantize\n"
         "random = np.random.default_rng(0)\n"
-        "exact = random.standard_normal((1016, 192)).astype(np.float32)\n"
+        "exact = random.standard_normal((1016, 600)).astype(np.float32)\n"
         "noise = random.standard_normal(exact.shape).astype(np.float32)\n"
-        "weight = random.standard_normal((192, 512)).astype(np.float32)\n"
-        "found = quantize(weight, 'int4', 'gptq', LayerInputs(exact, exact + noise / 10))\n"
-        "sys.stdout.buffer.write(found.dequantize().tobytes())\n"
+        "weight = random.standard_normal((600, 512)).astype(np.float32)\n"
+        "for method in ('gptq', 'descent'):\n"
+        "    found = quantize(weight, 'int4', method, LayerInputs(exact, exact + noise / 10))\n"
+        "    sys.stdout.buffer.write(found.dequantize().tobytes())\n"
     )
     made = [
         subprocess.run(
