@@ -6,14 +6,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
+from typing import Annotated
 
 from devices import Device
 from edgekv.bundle import GraphFormat
 from edgekv.errors import UsageError
 from edgekv.kv import KeyLayout, KvDtype
+from edgekv.option import Option, OptionGroup, find_device, parse_numbers
+from edgekv.plan import DEFAULT_AR, DEFAULT_CONTEXT
+from edgekv.system import parse_bytes
 from exporters.graphs.split import EmbeddingPlace, HeadPlace
 from exporters.lora.options import LoraOptions
-from exporters.quantize.recipe import Recipe
+from exporters.quantize.recipe import Recipe, find_recipe
 from exporters.quantize.sink import SinkWanted
 from quant import WEIGHT_TYPES
 
@@ -23,6 +27,9 @@ KV_DTYPES: dict[GraphFormat, tuple[KvDtype, ...]] = {"onnx": ("u8", "s16"), "tfl
 LOCAL = "local"
 """The scheduler that stands for processes on this machine."""
 
+DEFAULT_RECIPE = "w8a16"
+_GRAPHS, _QUANTIZATION, _CHECK = "Graphs", "Quantization", "HTP"
+"""Headings in the help."""
 _TFLITE_SPLITS = [*product((None, 1), (None, "graph"), (None, "last"))]
 
 
@@ -30,55 +37,144 @@ _TFLITE_SPLITS = [*product((None, 1), (None, "graph"), (None, "last"))]
 class ExportOptions:
     """Options that determine the bundle.
 
-    Attributes:
-        device: the target chip.
-        recipe: integer types of weights and activations.
-        context: context length S in tokens, a multiple of the largest AR; several share the weights and one cache.
-        ar: tokens per inference of each graph; must include 1.
-        draft_rows: tokens per inference of graphs that verify drafts, which return the logits of every token; 2 to the
-            largest AR.
-        max_attention_window: attention window limit of each layer in tokens, including the query; a shorter list is
-            repeated. Empty for the model's own windows.
-        kv_dtype: integer type of the cache.
-        state_bits: of each element of the states of convolutions, 8 or 16.
-        key_layout: keys as `rows` [S, D] or `columns` [D, S]; see `edgekv.kv.Geometry`.
-        calibration: a text file; None for edgekv's own text.
-        calibration_tokens: the most tokens to use; None for `edgekv.plan.default_calibration_tokens`.
-        learn_tokens: tokens that the float model writes itself, on which the rounding of weights is learned beside the
-            calibration text; 0 for the recipe's own methods on that text alone.
-        allow_float: accept nodes that compute in float, and record them.
-        check_on_htp: compile every graph and look for float nodes; ONNX graphs only.
-        compile: also write context binaries, in the same compiler run as the float check; ONNX graphs only.
-        graph_format: ONNX graphs, or one `.tflite` file.
-        splits: number of parts; None for as few as the size limits allow.
-        embedding: where embeddings are looked up, `graph` or `host`; None for `graph`, or `host` with parts.
-        sink: whether the token at position 0 is kept out of the graphs; see `exporters.quantize.sink`.
-        head: `own` for lm_head as a separate part, `last` for lm_head in the last part; None for `last`, or `own` with
-            parts.
-        lora: slots for adapters at run time; None for none.
+    Contexts are multiples of the largest AR; graphs of several share the weights and one cache. Slots for adapters at
+    run time are made with `lora`.
     """
 
-    device: Device
-    recipe: Recipe
-    context: int | Sequence[int] = 512
-    ar: Sequence[int] = (1, 32)
-    draft_rows: Sequence[int] = ()
-    max_attention_window: Sequence[int] = ()
-    kv_dtype: KvDtype = "u8"
-    state_bits: int = 16
-    key_layout: KeyLayout = "rows"
-    calibration: Path | None = None
-    calibration_tokens: int | None = None
-    learn_tokens: int = 0
-    allow_float: bool = False
-    check_on_htp: bool = True
-    compile: bool = False
-    graph_format: GraphFormat = "onnx"
-    splits: int | None = None
-    embedding: EmbeddingPlace | None = None
-    head: HeadPlace | None = None
-    sink: SinkWanted = field(default_factory=SinkWanted)
-    lora: LoraOptions | None = None
+    device: Annotated[
+        Device, Option("Target chip: part number or name, such as SM8650; see `edgekv devices`.", parse=find_device)
+    ]
+    recipe: Annotated[
+        Recipe,
+        Option(
+            "Integer types: w8a16, w4a16, w4a16-lpbq32, -lpbq64, -lpbq128, -lpbq32-updown8, as-stored, or a recipe "
+            "file (.json).",
+            parse=lambda _, name: find_recipe(name),
+            shown=f"{DEFAULT_RECIPE}; as-stored for a quantized checkpoint",
+            group=_QUANTIZATION,
+        ),
+    ] = field(default_factory=lambda: find_recipe(DEFAULT_RECIPE))
+    context: Annotated[
+        int | Sequence[int],
+        Option(
+            "Context length S in tokens; several are comma-separated, such as 512,1024,4096.",
+            parse=parse_numbers,
+            group=_GRAPHS,
+        ),
+    ] = DEFAULT_CONTEXT
+    ar: Annotated[
+        Sequence[int],
+        Option("Tokens per inference of each graph, comma-separated, with 1.", parse=parse_numbers, group=_GRAPHS),
+    ] = DEFAULT_AR
+    draft_rows: Annotated[
+        Sequence[int],
+        Option(
+            "Tokens per inference of graphs that verify drafts for --speculate and return the logits of every token, "
+            "2 to the largest AR, comma-separated, such as 8,16.",
+            parse=parse_numbers,
+            shown="none",
+            group=_GRAPHS,
+        ),
+    ] = ()
+    max_attention_window: Annotated[
+        Sequence[int],
+        Option(
+            "Attention window of each layer in tokens, with the query, comma-separated; a shorter list is repeated.",
+            parse=parse_numbers,
+            shown="the model's own",
+            group=_GRAPHS,
+        ),
+    ] = ()
+    kv_dtype: Annotated[
+        KvDtype,
+        Option(
+            "Integer type of the KV cache: u8, or s16 (HTP V73 and later).",
+            "--kv",
+            metavar="TYPE",
+            shown="u8; s8 with --format tflite",
+            group=_GRAPHS,
+        ),
+    ] = "u8"
+    state_bits: Annotated[
+        int, Option("Bits of each element of the states of convolutions: 8 or 16.", group=_GRAPHS)
+    ] = 16
+    key_layout: Annotated[
+        KeyLayout, Option("Key layout: rows [S, D], or columns [D, S] (required by Genie).", group=_GRAPHS)
+    ] = "rows"
+    calibration: Annotated[
+        Path | None,
+        Option("UTF-8 calibration text.", shown="the checkpoint's or edgekv's own", group=_QUANTIZATION),
+    ] = None
+    calibration_tokens: Annotated[
+        int | None,
+        Option(
+            "Calibration tokens to use at most.",
+            shown="12800; 4096 for 500 M parameters or more",
+            group=_QUANTIZATION,
+        ),
+    ] = None
+    learn_tokens: Annotated[
+        int,
+        Option(
+            "Learn the rounding of weights on TOKENS more tokens, which the float model writes itself, with coordinate "
+            "descent after GPTQ. Worth it in 4 bits; 32768 tokens take minutes for each 100 M parameters.",
+            "--learn-rounding",
+            metavar="TOKENS",
+            shown="off",
+            group=_QUANTIZATION,
+        ),
+    ] = 0
+    allow_float: Annotated[bool, Option("Accept nodes that compute in float, and record them.", group=_CHECK)] = False
+    check_on_htp: Annotated[
+        bool,
+        Option(
+            "Skip the HTP compiler's check for float nodes; the manifest records it.",
+            "--skip-htp-check",
+            negates=True,
+            group=_CHECK,
+        ),
+    ] = True
+    compile: Annotated[bool, Option("Also write context binaries, in the same compiler run.", group=_CHECK)] = False
+    graph_format: Annotated[
+        GraphFormat,
+        Option("Graph format; tflite is for LiteRT and tflite-runtime.", "--format", group=_GRAPHS),
+    ] = "onnx"
+    splits: Annotated[
+        int | None,
+        Option(
+            "Number of parts to split the layers into.",
+            shown="1, or as many as the size limits require",
+            group=_GRAPHS,
+        ),
+    ] = None
+    embedding: Annotated[
+        EmbeddingPlace | None,
+        Option(
+            "Where embeddings are looked up: in the graph, or in a memory-mapped table of the host.",
+            shown="graph; host with parts",
+            group=_GRAPHS,
+        ),
+    ] = None
+    head: Annotated[
+        HeadPlace | None,
+        Option(
+            "Where lm_head is: in a part of its own that all graphs share, or in the last part.",
+            shown="last; own with parts",
+            group=_GRAPHS,
+        ),
+    ] = None
+    sink: Annotated[
+        SinkWanted,
+        Option(
+            "Tokens at position 0 whose keys and values are stored in float precision and never computed by the "
+            "graphs: auto (bos, if it spans the ranges), none, or token ids.",
+            metavar="auto|none|IDS",
+            parse=lambda _, text: SinkWanted.parse(text),
+            shown="auto",
+            group=_QUANTIZATION,
+        ),
+    ] = field(default_factory=SinkWanted)
+    lora: Annotated[LoraOptions | None, OptionGroup("Slots for adapters")] = None
 
     def __post_init__(self) -> None:
         if self.lora is not None:
@@ -187,39 +283,52 @@ class Cluster:
     """Where pieces run.
 
     Attributes:
-        scheduler: `local` for processes on this machine, or a Dask scheduler's address.
-        workers: number of local processes; None for one per core, as far as RAM allows.
-        keep_going: go on when a piece fails, and without workers that do not fit.
         say: called with what happens to workers.
-        divide: make the matrices of a layer pieces of their own.
     """
 
-    scheduler: str = LOCAL
-    workers: int | None = None
-    keep_going: bool = False
+    scheduler: Annotated[
+        str,
+        Option("Send the work out: local for processes on this machine, or a Dask scheduler, tcp://HOST:PORT."),
+    ]
+    workers: Annotated[int | None, Option("Local processes.", least=1, shown="one per core, as far as RAM allows")] = (
+        None
+    )
+    keep_going: Annotated[bool, Option("Leave out combinations that cannot be or fail, and unfit workers.")] = False
     say: Callable[[str], None] = field(default=print)
-    divide: bool = False
+    divide: Annotated[
+        bool,
+        Option(
+            "Make each matrix a piece of its own: for large layers, whose integers stay the same.", "--divide-layers"
+        ),
+    ] = False
 
 
 @dataclass(frozen=True, slots=True)
 class RunOptions:
-    """Options that do not change the bundle.
+    """Options that do not change the bundle."""
 
-    Attributes:
-        max_ram_bytes: RAM limit of this process, or None; the HTP compiler's processes are not included.
-        cache_dir: where finished pieces are kept; None for EDGEKV_CACHE_DIR or the user's cache directory.
-        store: a folder or fsspec URL for finished pieces instead; they stay there.
-        resume: take finished pieces; on a cluster they always are.
-        keep_stages: keep finished pieces in the cache directory afterwards, for other recipes.
-        cluster: where pieces are done; None for this process.
-    """
-
-    max_ram_bytes: int | None = None
-    cache_dir: Path | None = None
-    store: str | None = None
-    resume: bool = False
-    keep_stages: bool = False
-    cluster: Cluster | None = None
+    max_ram_bytes: Annotated[
+        int | None,
+        Option(
+            "RAM limit for edgekv, such as 4GB; the HTP compiler's RAM is not included.", "--max-ram", parse=parse_bytes
+        ),
+    ] = None
+    cache_dir: Annotated[
+        Path | None,
+        Option("Where finished pieces are kept.", shown="EDGEKV_CACHE_DIR, or the user's cache directory"),
+    ] = None
+    store: Annotated[
+        str | None,
+        Option(
+            "Folder or fsspec URL of finished pieces, which all workers reach; they stay there.",
+            shown="pieces in the cache directory",
+        ),
+    ] = None
+    resume: Annotated[bool, Option("Take finished pieces of an interrupted run; on a cluster they always are.")] = False
+    keep_stages: Annotated[
+        bool, Option("Keep finished pieces, so that --resume with another recipe reuses unchanged ones.")
+    ] = False
+    cluster: Annotated[Cluster | None, OptionGroup("Run")] = None
 
     @property
     def removes_pieces(self) -> bool:

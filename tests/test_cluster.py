@@ -17,7 +17,7 @@ import msgspec
 import pytest
 
 from edgekv.errors import ServiceError
-from exporters.options import Cluster
+from exporters.options import LOCAL, Cluster
 from exporters.pipeline.dask import cluster as local_cluster
 from exporters.pipeline.dask import run as distribute
 from exporters.pipeline.dask.cluster import connected
@@ -36,7 +36,7 @@ def carry(folder: Path, *works: Piece, ram_bytes: int = 1, **changes) -> list[ob
     """Do pieces that need nothing, and return their answers."""
     store, plan = PieceStore(str(folder / "pieces")), Plan()
     names = [plan.put(work, ram_bytes) for work in works]
-    cluster = Cluster(**{"workers": 1, "say": [].append, **changes})
+    cluster = Cluster(**{"scheduler": LOCAL, "workers": 1, "say": [].append, **changes})
     run_on(cluster, plan, names, store, None, None, disk_bytes=1)
     found = [store.find(name) for name in names]
     return [msgspec.json.decode(each.answer) for each in found if each is not None]

@@ -13,7 +13,7 @@ import pytest
 from click.testing import CliRunner
 
 import edgekv
-from edgekv.cli.command import Command, Given, command
+from edgekv.cli.command import Given, command, option_words
 from edgekv.cli.commands import find_commands
 from edgekv.errors import UsageError
 from edgekv.load_options import CacheOptions, EngineOptions
@@ -120,7 +120,7 @@ def _commands() -> Iterator[tuple[str, click.Command]]:
         found = entry.load()
         if isinstance(found, click.Group):
             yield from ((f"{name} {each}", found.commands[each]) for each in found.commands)
-        elif isinstance(found, Command):
+        elif found is not None:
             yield name, found
 
 
@@ -140,6 +140,13 @@ def test_commands_that_run_a_bundle_choose_the_engine_alike(name: str) -> None:
         (found,) = (each for each in COMMANDS[name].params if each.name == option)
         context = click.Context(COMMANDS[name])
         assert found.get_help_record(context) == generate[option].get_help_record(context)
+
+
+def test_the_options_of_an_instance_make_it_again() -> None:
+    cake = Cake((3,), "sugar", ("A", "B"), oven=Oven(9, False))
+    assert option_words(Cake()) == []
+    assert ran(bake, "here", *option_words(cake))[1] == cake
+    assert option_words(cake, layers="1,2")[:2] == ["--layers", "1,2"]
 
 
 def test_load_takes_the_fields_of_its_options_with_their_defaults() -> None:

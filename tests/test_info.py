@@ -50,7 +50,7 @@ def test_a_bundle_for_drafts_and_adapters_with_a_sink(tmp_path: Path, capsys: py
     from exporters.lora.options import LoraOptions
 
     checkpoint = write_sinking(tmp_path / "checkpoint", NEWER)
-    lora = LoraOptions.parse(4, "q,v", None, ())
+    lora = LoraOptions(4, ("q", "v"))
     options = export_options(context=(64, 128), ar=(1, 16), draft_rows=(8,), calibration_tokens=512, lora=lora)
     bundle = shutil.copytree(exported(checkpoint, options), tmp_path / "bundle")
     (bundle / "adapters" / "broken").mkdir(parents=True)

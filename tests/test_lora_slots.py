@@ -2,13 +2,17 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Annotated
 
 import numpy as np
 import pytest
+from click.testing import CliRunner
 
 import edgekv
 from edgekv.bundle import open_bundle
+from edgekv.cli.command import command
 from edgekv.errors import UsageError
+from edgekv.option import OptionGroup
 from edgekv.spec import LORA_TARGETS, LoraSlots, lora_b
 from exporters.checkpoint.checkpoint import Checkpoint
 from exporters.lora.options import LoraOptions
@@ -55,24 +59,38 @@ def test_projections_of_one_input_share_a_stack(tmp_path: Path) -> None:
     assert (slots.columns("q"), slots.columns("v")) == (slice(0, 4), slice(4, 8))
 
 
+@command
+def choose(lora: Annotated[LoraOptions | None, OptionGroup("")] = None) -> None:
+    raise ChosenError(lora)
+
+
+class ChosenError(Exception):
+    pass
+
+
+def chosen(*arguments: str) -> object:
+    found = CliRunner().invoke(choose, arguments).exception
+    assert isinstance(found, ChosenError), found
+    return found.args[0]
+
+
 @pytest.mark.parametrize(
     ("given", "name"),
     [
-        ((0, None, None), "--lora-slots"),
-        ((8, "q,w", None), "'w'"),
-        ((8, None, 0.0), "--lora-reach"),
-        ((None, "q", None), "without --lora-slots"),
+        (["--lora-slots", "0"], "--lora-slots"),
+        (["--lora-slots", "8", "--lora-targets", "q,w"], "'w'"),
+        (["--lora-slots", "8", "--lora-reach", "0"], "--lora-reach"),
+        (["--lora-targets", "q"], "--lora-targets: got it without --lora-slots; expected both"),
     ],
 )
-def test_options_out_of_range_are_named(given: tuple[int | None, str | None, float | None], name: str) -> None:
-    with pytest.raises(UsageError, match=name):
-        LoraOptions.parse(*given)
+def test_options_out_of_range_are_named(given: list[str], name: str) -> None:
+    assert name in str(CliRunner().invoke(choose, given).exception)
 
 
 def test_targets_keep_their_order() -> None:
-    chosen = LoraOptions.parse(8, "down,q", None)
-    assert chosen == LoraOptions(8, ("q", "down"))
-    assert LoraOptions.parse(8, None, None) == LoraOptions(8, LORA_TARGETS)
+    assert chosen("--lora-slots", "8", "--lora-targets", "down,q") == LoraOptions(8, ("q", "down"))
+    assert chosen("--lora-slots", "8") == LoraOptions(8, LORA_TARGETS)
+    assert chosen() is None
 
 
 def test_an_htp_without_16_bit_inputs_has_no_slots() -> None:

@@ -19,14 +19,14 @@ from edgekv.cli import run
 from edgekv.errors import CheckpointError, ServiceError, UsageError
 from exporters.checkpoint.checkpoint import Checkpoint
 from exporters.export import RunOptions, export_bundle
-from exporters.options import Cluster
+from exporters.options import LOCAL, Cluster, ExportOptions
 from exporters.pipeline.dask.fitness import WorkerRequirements, versions
 from exporters.pipeline.piece import Plan
 from exporters.pipeline.place import Identity, Place, open_checkpoint
 from exporters.pipeline.store import PieceStore
 from exporters.progress import Progress, silent
 from exporters.quantize.recipe import find_recipe
-from exporters.sweep.combination import Combination, Common, combinations
+from exporters.sweep.combination import Combination, combinations
 from exporters.sweep.page import render_page
 from exporters.sweep.quality import Sample
 from exporters.sweep.result import Result, SweepReport, recommend, with_front
@@ -36,7 +36,7 @@ from tests.folders import contents
 from tests.test_page import Page
 
 TEXT = "def area(width, height):\n    return width * height\n" * 20
-COMMON = Common(ar=(1, 16), calibration_tokens=512, check_on_htp=False, compile=False)
+COMMON = ExportOptions(find("SM8650"), ar=(1, 16), calibration_tokens=512, check_on_htp=False)
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +60,7 @@ def swept(
     **changes,
 ) -> SweepReport:
     folder.mkdir(exist_ok=True)
-    cluster = Cluster(**{"workers": 2, "say": ([] if said is None else said).append, **changes})
+    cluster = Cluster(**{"scheduler": LOCAL, "workers": 2, "say": ([] if said is None else said).append, **changes})
     text = Text("text.txt", TEXT, 200)
     return run_sweep(str(checkpoint), given, text, folder, cluster, COMMON, store_place=store, progress=progress)
 

@@ -39,6 +39,10 @@ class Given(dict[str, Any], Generic[T]):
     """The fields of a dataclass that the user gave, by name: for defaults that are known later, such as a bundle's."""
 
 
+NOTHING: Given[Any] = Given()
+"""The default of a parameter without required options."""
+
+
 class Command(click.Command):
     """A command whose parameters are those of its function; see above."""
 
@@ -96,6 +100,23 @@ command = click.command(cls=Command)
 """Makes a command of a function."""
 
 
+def option_words(instance: Any, **texts: str) -> list[str]:
+    """The options that make an instance of a dataclass, without those that are defaults.
+
+    Args:
+        instance: of the dataclass.
+        texts: of fields whose values are not as they are given.
+    """
+    words = list[str]()
+    for name, source in _fields(type(instance), OptionGroup(""), None, is_optional=True).items():
+        value = getattr(instance, name)
+        if isinstance(source, _Value):
+            words += source.words(value, texts.get(name))
+        elif value is not None:
+            words += option_words(value)
+    return words
+
+
 class _Source(Protocol):
     """Where a parameter of a function, or a field of a dataclass, has its value from."""
 
@@ -150,15 +171,23 @@ class _Value:
     def is_required(self) -> bool:
         return self._default is MISSING
 
+    def words(self, value: Any, text: str | None) -> list[str]:
+        """The option with a value; none if it is the default."""
+        if text is None and value == self._default:
+            return []
+        if isinstance(self.parameter, click.Option) and self.parameter.is_flag:
+            return [self.shown] if value is not self._negates else self.parameter.secondary_opts[:1]
+        if text is None and self.parameter.multiple:
+            return [word for each in value for word in (self.shown, str(each))]
+        return [self.shown, _in_words(value) if text is None else text]
+
 
 class _Record:
     """The options of a dataclass."""
 
     def __init__(self, kind: type[Any], default: Any, group: OptionGroup, *, is_given_alone: bool) -> None:
         self._kind, self._default, self._is_given_alone = kind, default, is_given_alone
-        is_optional = is_given_alone or default is not MISSING
-        parts = _fields(kind, group.title, default, is_optional=is_optional)
-        self._parts = {name: parts[name] for name in group.only or parts}
+        self._parts = _fields(kind, group, default, is_optional=default is not MISSING)
 
     def values(self) -> Iterator[_Value]:
         for part in self._parts.values():
@@ -257,7 +286,14 @@ def _default(parameter: inspect.Parameter) -> Any:
 
 
 def _source(
-    name: str, annotation: Any, default: Any, title: str, *, is_optional: bool = False, is_own: bool = False
+    name: str,
+    annotation: Any,
+    default: Any,
+    title: str,
+    *,
+    is_optional: bool = False,
+    is_own: bool = False,
+    only: tuple[str, ...] = (),
 ) -> _Source:
     """What a parameter or a field stands for. A default of its own is shown as it is, not in the option's words."""
     notes: tuple[Any, ...] = ()
@@ -266,7 +302,7 @@ def _source(
         notes = tuple(rest)
     for note in notes:
         if isinstance(note, (Option, Argument)):
-            if is_own and isinstance(note, Option):
+            if is_own and default is not None and isinstance(note, Option):
                 note = replace(note, shown=None)
             return _Value(name, _from_text(annotation), note, default, title, is_optional=is_optional)
     groups = [note for note in notes if isinstance(note, OptionGroup)]
@@ -274,21 +310,31 @@ def _source(
     kind = get_args(annotation)[0] if is_given_alone else _from_text(annotation)
     assert is_dataclass(kind) and isinstance(kind, type), f"{name} has no Option, and is no dataclass"
     group = groups[0] if groups else OptionGroup(name.replace("_", " ").capitalize())
+    group = replace(group, only=only or group.only)
     return _Record(kind, default, group, is_given_alone=is_given_alone)
 
 
-def _fields(kind: type[Any], title: str, instance: Any, *, is_optional: bool) -> dict[str, _Source]:
+def _fields(kind: type[Any], group: OptionGroup, instance: Any, *, is_optional: bool) -> dict[str, _Source]:
     """The annotated fields of a dataclass, with the defaults of an instance if there is one."""
+    within: dict[str, list[str]] = {}
+    for path in group.only:
+        name, _, inner = path.partition(".")
+        within.setdefault(name, []).extend([inner] if inner else [])
     names = _Names(vars(builtins) | vars(sys.modules[kind.__module__]))
     found = {}
     for each in fields(kind):
+        if group.only and each.name not in within:
+            continue
         annotation = each.type
         if isinstance(annotation, str):
             annotation = eval(annotation, {}, names)
         if get_origin(annotation) is Annotated:
             is_own = isinstance(instance, kind)
             default = getattr(instance, each.name) if is_own else _field_default(each)
-            found[each.name] = _source(each.name, annotation, default, title, is_optional=is_optional, is_own=is_own)
+            only = tuple(within.get(each.name, ()))
+            found[each.name] = _source(
+                each.name, annotation, default, group.title, is_optional=is_optional, is_own=is_own, only=only
+            )
     return found
 
 

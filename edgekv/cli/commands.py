@@ -11,7 +11,6 @@ from copy import copy
 from dataclasses import dataclass
 from importlib import metadata
 from pkgutil import resolve_name
-from typing import Any
 
 import click
 
@@ -52,7 +51,8 @@ class Entry:
             _warn(self.name, self.target, f"{type(error).__name__}: {error}")
             return None
         if not isinstance(found, click.Command):
-            return _bridge(self.name, self.help, found)
+            _warn(self.name, self.target, f"it is a {type(found).__name__}, no command")
+            return None
         found = copy(found)
         found.help = "\n\n".join(filter(None, (self.help, found.help)))
         return found
@@ -119,30 +119,6 @@ def _installed() -> Iterator[Entry]:
     for point in metadata.entry_points(group=GROUP):
         package = point.dist.name if point.dist is not None else "edgekv"
         yield Entry(point.name, point.value.partition(" ")[0], "", "".join(point.extras), package)
-
-
-def _bridge(name: str, help_text: str, found: Any) -> click.Command:
-    """Commands that are still typer's, until they are rewritten."""
-    import typer
-
-    from edgekv.cli.rehash import with_rehash
-
-    app = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False)
-    if isinstance(found, typer.Typer):
-        for each in found.registered_commands:
-            each.callback = each.callback and with_rehash(each.callback)
-        app = found
-    else:
-        app.command(name)(with_rehash(found))
-    inner = typer.main.get_command(app)
-
-    class Bridge(click.Command):
-        def invoke(self, ctx: click.Context) -> Any:
-            inner.main(list(ctx.params["args"]), prog_name=f"edgekv {name}", default_map=ctx.default_map)
-
-    arguments = click.Argument(["args"], nargs=-1, type=click.UNPROCESSED)
-    settings = {"ignore_unknown_options": True}
-    return Bridge(name, params=[arguments], add_help_option=False, context_settings=settings, help=help_text)
 
 
 def _warn(name: str, target: str, reason: str) -> None:

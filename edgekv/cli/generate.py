@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any
 
-from edgekv.cli.command import Given, command
+from edgekv.cli.command import NOTHING, Given, command
 from edgekv.cli.constraint import ConstraintOptions
 from edgekv.cli.drafts import DraftOptions
 from edgekv.cli.generated import print_sequences, print_stream
@@ -28,13 +28,13 @@ def generate(
     prompt: PromptOptions,
     sampling: Given[SamplingParams],
     constraint: ConstraintOptions,
-    beams: Annotated[Given[BeamParams], OptionGroup("Beam search")],
     cache: CacheOptions,
     prefixes: Annotated[Given[StoreConfig], OptionGroup("Prefix cache")],
     retention: Annotated[Given[RetentionPolicy], OptionGroup("Prefix cache")],
     drafts: DraftOptions,
     engine: EngineOptions,
     output: Output,
+    beams: Annotated[Given[BeamParams], OptionGroup("Beam search")] = NOTHING,
     cache_salt: SaltOption = None,
     lora: LoraOption = (),
     session: Annotated[

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
-from typing import Annotated, Optional
+from typing import Annotated
 
+import click
 import msgspec
-import typer
 
-from edgekv.cli.output import print_json
+from edgekv.cli.command import command
+from edgekv.cli.output import Output, print_json
+from edgekv.option import Option, OptionGroup
+from exporters.options import RunOptions
 from exporters.pipeline.store import store_in
 from exporters.progress import Progress
-
-# ruff: noqa: UP045  (typer reads the annotations of Python 3.10 at run time)
 
 
 class StagesReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -33,26 +33,21 @@ class StagesReport(msgspec.Struct, frozen=True, kw_only=True):
     cleared: bool
 
 
+@command
 def stages(
-    clear: Annotated[bool, typer.Option("--clear", help="Remove all of them.")] = False,
-    cache_dir: Annotated[
-        Optional[Path],
-        typer.Option(help="The cache directory.", show_default="EDGEKV_CACHE_DIR, or the user's cache directory"),
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output.")] = False,
+    run: Annotated[RunOptions, OptionGroup("Run", only=("cache_dir",))],
+    output: Output,
+    clear: Annotated[bool, Option("Remove all of them.")] = False,
 ) -> None:
-    """List or remove the finished pieces of interrupted exports and compilations.
-
-    They are kept for --resume until the export or compilation is complete.
-    """
-    store = store_in(cache_dir)
+    """Finished pieces are kept for --resume until an export or compilation is complete."""
+    store = store_in(run.cache_dir)
     found = StagesReport(folder=str(store.folder), pieces=store.pieces, bytes=store.bytes, cleared=clear)
     if clear:
         store.clear()
-    if as_json:
+    if output.as_json:
         print_json(found)
         return
-    typer.echo(f"{store.folder}: {found.pieces} pieces, {found.bytes / 1e6:.1f} MB{', removed' if clear else ''}")
+    click.echo(f"{store.folder}: {found.pieces} pieces, {found.bytes / 1e6:.1f} MB{', removed' if clear else ''}")
 
 
 @contextmanager
@@ -69,5 +64,5 @@ def resumable(progress: Progress) -> Iterator[Progress]:
         yield watched
     except BaseException:
         if finished:
-            typer.echo(f"{finished} layers are finished. Run the same command with --resume to continue.", err=True)
+            click.echo(f"{finished} layers are finished. Run the same command with --resume to continue.", err=True)
         raise

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
-from pathlib import Path
 
 import msgspec
 
@@ -18,25 +17,6 @@ from exporters.options import ExportOptions
 from exporters.preconditions import check_compiler
 from exporters.prepared import Prepared, prepare
 from exporters.quantize.recipe import Recipe
-
-
-@dataclass(frozen=True, slots=True)
-class Common:
-    """Options that all combinations share.
-
-    Attributes:
-        ar: tokens per inference of each graph.
-        calibration: a text file that all workers see; None for the checkpoint's or edgekv's own text.
-        calibration_tokens: the most tokens to use; None for export's default.
-        check_on_htp: look for float nodes.
-        compile: also write context binaries.
-    """
-
-    ar: tuple[int, ...] = (1, 32)
-    calibration: Path | None = None
-    calibration_tokens: int | None = None
-    check_on_htp: bool = True
-    compile: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,22 +49,18 @@ class Combination:
             parts.append(f"split{self.splits}")
         return "-".join(parts)
 
-    def options(self, common: Common) -> ExportOptions:
-        """Of its export.
+    def options(self, template: ExportOptions) -> ExportOptions:
+        """Of its export; what is not combined is that of the template.
 
         Raises:
             UsageError: they exclude each other.
         """
-        return ExportOptions(
+        return replace(
+            template,
             device=self.device,
             recipe=self.recipe,
             context=self.contexts,
-            ar=common.ar,
             kv_dtype=self.kv,
-            calibration=common.calibration,
-            calibration_tokens=common.calibration_tokens,
-            check_on_htp=common.check_on_htp,
-            compile=common.compile,
             splits=self.splits,
         )
 
@@ -115,7 +91,7 @@ def combinations(
 
 
 def sort_out(
-    wanted: Sequence[Combination], checkpoint: Checkpoint, common: Common
+    wanted: Sequence[Combination], checkpoint: Checkpoint, template: ExportOptions
 ) -> tuple[list[tuple[Combination, Prepared]], list[Refusal]]:
     """The combinations that can be exported, and the others with the reason, before any work.
 
@@ -128,7 +104,7 @@ def sort_out(
             continue
         seen.add(each.name)
         try:
-            options = each.options(common)
+            options = each.options(template)
             prepared = prepare(checkpoint, options)
         except EdgeKVError as error:
             refused.append(Refusal(name=each.name, reason=str(error)))

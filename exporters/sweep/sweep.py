@@ -9,13 +9,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from edgekv.bundle import atomic_file, readable_json
+from edgekv.cli.command import option_words
 from edgekv.errors import EdgeKVError, UsageError
 from edgekv.plan import MemoryLimit, Overrides, estimate_speed, find_subject
 from edgekv.plan.cache import CHOICES
 from edgekv.plan.fit import demand
 from edgekv.system import format_bytes
 from exporters.inspect.tally import Evaluation
-from exporters.options import Cluster
+from exporters.options import Cluster, ExportOptions
 from exporters.pipeline.assemble import assemble
 from exporters.pipeline.dask.run import run_on
 from exporters.pipeline.piece import Plan
@@ -26,7 +27,7 @@ from exporters.pipeline.store import PieceStore
 from exporters.prepared import Prepared
 from exporters.progress import Progress, silent
 from exporters.resources import bundle_bytes
-from exporters.sweep.combination import Combination, Common, Refusal, sort_out
+from exporters.sweep.combination import Combination, Refusal, sort_out
 from exporters.sweep.quality import ErrorPiece, EvaluatePiece, LayerErrors, Measured, ReferencePiece, Sample
 from exporters.sweep.result import Result, SweepReport, recommend, with_front
 
@@ -79,7 +80,7 @@ def run_sweep(
     text: Text,
     folder: Path,
     cluster: Cluster,
-    common: Common,
+    template: ExportOptions,
     *,
     store_place: str | None = None,
     progress: Progress = silent,
@@ -94,7 +95,7 @@ def run_sweep(
         text: on which quality is measured.
         folder: of results and bundles.
         cluster: where pieces are done.
-        common: options of all exports.
+        template: options of all exports, for what is not combined.
         store_place: path or fsspec URL of the pieces; None for `pieces` in the folder.
         progress: called for each kind of piece.
         budget_bytes: the most that a recommended bundle may have.
@@ -107,7 +108,7 @@ def run_sweep(
     """
     start = time.monotonic()
     opened = open_checkpoint(checkpoint)
-    possible, refused = sort_out(wanted, opened, common)
+    possible, refused = sort_out(wanted, opened, template)
     for refusal in refused:
         cluster.say(f"refused: {refusal.name}: {refusal.reason}")
     if refused and not (cluster.keep_going and possible):
@@ -138,7 +139,7 @@ def run_sweep(
             lost.append(Refusal(name=member.combination.name, reason=f"{wrong[0].kind}: {wrong[0].error}"))
             continue
         try:
-            results.append(_finished(member, plan, store, folder, checkpoint, common))
+            results.append(_finished(member, plan, store, folder, checkpoint, template))
         except EdgeKVError as error:
             if not cluster.keep_going:
                 raise
@@ -183,7 +184,9 @@ def _add(planner: Planner, identity: Identity, combination: Combination, prepare
     return Member(combination, exported, evaluate, error)
 
 
-def _finished(member: Member, plan: Plan, store: PieceStore, folder: Path, checkpoint: str, common: Common) -> Result:
+def _finished(
+    member: Member, plan: Plan, store: PieceStore, folder: Path, checkpoint: str, template: ExportOptions
+) -> Result:
     """Put the bundle of a combination in place, and say what is known of it."""
     combination = member.combination
     bundle = folder / "bundles" / combination.name
@@ -212,31 +215,18 @@ def _finished(member: Member, plan: Plan, store: PieceStore, folder: Path, check
         export_seconds=round(seconds, 3),
         evaluation=store.answer(member.evaluate, Evaluation),
         layers=store.answer(member.error, LayerErrors).layers,
-        command=_command(member, checkpoint, bundle, common),
+        command=_command(member, checkpoint, bundle, template),
     )
 
 
-def _command(member: Member, checkpoint: str, bundle: Path, common: Common) -> str:
+def _command(member: Member, checkpoint: str, bundle: Path, template: ExportOptions) -> str:
     """Reproduces a bundle; a recipe with another rotation is a file beside the bundles."""
     combination = member.combination
     recipe = combination.recipe_name
     if combination.rotation is not None:
         recipe = str(bundle.parent.parent / "recipes" / f"{combination.recipe.name}.json")
-    words = ["edgekv", "export", checkpoint, "-o", combination.name, "--device", combination.device.soc]
-    words += ["--recipe", recipe, "--kv", combination.kv, "--context", ",".join(map(str, combination.contexts))]
-    if common.ar != Common().ar:
-        words += ["--ar", ",".join(map(str, common.ar))]
-    if combination.splits is not None:
-        words += ["--splits", str(combination.splits)]
-    if common.calibration is not None:
-        words += ["--calibration", str(common.calibration)]
-    if common.calibration_tokens is not None:
-        words += ["--calibration-tokens", str(common.calibration_tokens)]
-    if not common.check_on_htp:
-        words.append("--skip-htp-check")
-    elif common.compile:
-        words.append("--compile")
-    return shlex.join(words)
+    options = option_words(combination.options(template), device=combination.device.soc, recipe=recipe)
+    return shlex.join(["edgekv", "export", checkpoint, "-o", combination.name, *options])
 
 
 def _bundle_bytes(prepared: Prepared) -> int:

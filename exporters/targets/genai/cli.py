@@ -10,7 +10,7 @@ import msgspec
 
 from devices import find
 from edgekv.bundle import open_bundle
-from edgekv.cli.command import Given, Group, command
+from edgekv.cli.command import NOTHING, Given, Group, command
 from edgekv.cli.model import BundleArgument
 from edgekv.cli.output import Output, print_json
 from edgekv.errors import UsageError
@@ -36,8 +36,8 @@ class Continuation(msgspec.Struct, frozen=True):
 def bundle_genai(
     bundle: BundleArgument,
     target: OutputFolder,
-    given: Annotated[Given[GenaiOptions], OptionGroup("Folder")],
     output: Output,
+    given: Annotated[Given[GenaiOptions], OptionGroup("Folder")] = NOTHING,
     engine: Annotated[Literal["htp", "cpu"], Option("Engine that runs the graphs.", group="Folder")] = "htp",
     force: ForceOption = False,
 ) -> None:
