@@ -50,11 +50,10 @@ from edgekv.spec import (
     recipe_weights,
 )
 from edgekv.spec.tensors import matrices
+from exporters.checkpoint import columns
 from exporters.checkpoint.checkpoint import Checkpoint
 from exporters.export import export_bundle
 from exporters.graphs.split import choose_split
-from exporters.quantize import matrices as quantizer
-from exporters.quantize import table
 from exporters.quantize.matrices import Quantizer
 from exporters.quantize.recipe import find_recipe, recipe_names
 from quant import WEIGHT_TYPES, ranges, rounding
@@ -244,7 +243,7 @@ def test_the_exporter_writes_what_the_plan_says(tmp_path):
 def test_the_plan_and_the_exporter_agree_on_their_constants():
     assert export_costs._SAMPLE == ranges._SAMPLE
     assert export_costs._COLUMNS_AT_ONCE == rounding._COLUMNS_AT_ONCE
-    assert export_costs._TABLE_ROWS_AT_ONCE == quantizer._HEAD_ROWS_AT_ONCE == table.ROWS_AT_ONCE
+    assert export_costs._TABLE_ROWS_AT_ONCE == columns._ROWS_AT_ONCE
     assert {*RECIPES} == {*recipe_names()} - {"as-stored"}
 
 
