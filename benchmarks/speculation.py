@@ -34,8 +34,17 @@ from rich.table import Table
 
 import edgekv
 from benchmarks.turns import by_turns
-from edgekv.draft import AdaptiveDrafter, CorpusDrafter, CorpusIndex, Drafter, DraftRecord, PromptLookup, build_index
-from edgekv.engine import Speculation, SpeculationStats
+from edgekv.draft import (
+    AdaptiveDrafter,
+    CorpusDrafter,
+    CorpusIndex,
+    Drafter,
+    DraftRecord,
+    PromptLookup,
+    Speculation,
+    build_index,
+)
+from edgekv.engine import SpeculationStats
 from edgekv.errors import EdgeKVError
 
 PROMPTS = Path(__file__).with_suffix(".txt")

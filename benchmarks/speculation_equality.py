@@ -26,8 +26,8 @@ import numpy as np
 import edgekv
 from edgekv import SamplingParams
 from edgekv.bundle import open_bundle
-from edgekv.draft import DraftTree
-from edgekv.engine import Speculation, SpeculationStats
+from edgekv.draft import DraftTree, Speculation
+from edgekv.engine import SpeculationStats
 from edgekv.kv import STRATEGIES, CacheState
 from edgekv.text import Grammar
 

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from edgekv.conversation import Conversation
-    from edgekv.engine import Speculation
+    from edgekv.draft import Speculation
     from edgekv.errors import EdgeKVError
     from edgekv.loading import load
     from edgekv.model import Model
@@ -54,7 +54,7 @@ _HOMES = {
     "HtpOptions": "edgekv.runtime",
     "Model": "edgekv.model",
     "SamplingParams": "edgekv.text.params",
-    "Speculation": "edgekv.engine",
+    "Speculation": "edgekv.draft",
     "Tools": "edgekv.text.tools",
     "load": "edgekv.loading",
 }

@@ -10,12 +10,13 @@ from typing import Any
 import msgspec
 
 from edgekv.bundle import atomic_file
+from edgekv.draft import Speculation
 from edgekv.driver import Generation
-from edgekv.engine import GenerationStats, Speculation
+from edgekv.engine import GenerationStats
 from edgekv.errors import UsageError
-from edgekv.full_context import FittedPrompt, check_on_full, fit_prompt, split_turns
+from edgekv.full_context import FittedPrompt, fit_prompt, split_turns
 from edgekv.json_file import read_json, readable_json
-from edgekv.load_options import OnFull
+from edgekv.load_options import OnFull, check_on_full
 from edgekv.model import Model
 from edgekv.spec.chat import Message, check_messages
 from edgekv.text import SamplingParams, Token

@@ -8,9 +8,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate
-from typing import get_args
 
-from edgekv.errors import ContextFullError, UsageError
+from edgekv.errors import ContextFullError
 from edgekv.load_options import OnFull
 from edgekv.model import Model
 from edgekv.spec.chat import Message
@@ -34,19 +33,6 @@ class FittedPrompt:
     tokens: list[int]
     dropped_turns: int = 0
     dropped_messages: int = 0
-
-
-def check_on_full(text: str, field: str = "on_full") -> OnFull:
-    """The value of an option.
-
-    Raises:
-        UsageError: another value.
-    """
-    for name in get_args(OnFull):
-        if text == name:
-            return text  # type: ignore[return-value]
-    wanted = " or ".join(get_args(OnFull))
-    raise UsageError(field, got=repr(text), expected=wanted, fix="Leave it out to drop the oldest turns.")
 
 
 def split_turns(messages: Sequence[Message]) -> tuple[list[Message], list[list[Message]]]:

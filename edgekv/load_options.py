@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
+from edgekv.errors import UsageError
 from edgekv.htp_options import HtpOptions
 from edgekv.option import Option
 
@@ -17,6 +18,19 @@ OnFull = Literal["drop-oldest", "stop"]
 OnFullOption = Annotated[
     OnFull, Option("When a conversation fills the context: leave its oldest turns out, or refuse more of it.")
 ]
+
+
+def check_on_full(text: str, field: str = "on_full") -> OnFull:
+    """The value of an option.
+
+    Raises:
+        UsageError: another value.
+    """
+    for name in get_args(OnFull):
+        if text == name:
+            return text  # type: ignore[return-value]
+    wanted = " or ".join(get_args(OnFull))
+    raise UsageError(field, got=repr(text), expected=wanted, fix="Leave it out to drop the oldest turns.")
 
 
 @dataclass(frozen=True, slots=True)

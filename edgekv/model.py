@@ -11,10 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgekv.bundle import Bundle
-from edgekv.draft import CorpusIndex, open_corpus
+from edgekv.draft import CorpusIndex, Speculation, SpeculationMode, open_corpus
 from edgekv.driver import Driver, Generation, Scoring
 from edgekv.engine import Batch, BeamResult, BoundAdapter, CacheSetup, DraftModel, Engine, Request, Session, SessionPool
-from edgekv.engine.speculation import Speculation, SpeculationMode
 from edgekv.kv import KVCache
 from edgekv.prefix import PrefixCache, PrefixStore, RetentionPolicy
 from edgekv.runtime import Engine as Backend

@@ -8,8 +8,8 @@ from typing import Any
 
 import edgekv
 from edgekv import SamplingParams
+from edgekv.draft import Speculation
 from edgekv.driver import Generation
-from edgekv.engine import Speculation
 
 
 class Oracle:

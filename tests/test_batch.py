@@ -11,8 +11,8 @@ import pytest
 
 import edgekv
 from edgekv import SamplingParams
+from edgekv.draft import Speculation
 from edgekv.driver import Generation
-from edgekv.engine import Speculation
 from edgekv.errors import UsageError
 from edgekv.kv import STRATEGIES, BatchColumns, CacheState
 from edgekv.serve import ServeOptions

@@ -23,10 +23,10 @@ from edgekv.draft import (
     DraftRecord,
     DraftTree,
     PromptLookup,
+    Speculation,
     as_tree,
     build_index,
 )
-from edgekv.engine import Speculation
 from edgekv.errors import UsageError
 from edgekv.kv import STRATEGIES, CacheState
 from edgekv.runtime import tree_views

@@ -12,7 +12,8 @@ import pytest
 import edgekv
 from edgekv import Grammar, SamplingParams
 from edgekv.cli import run
-from edgekv.engine import Engine, Sequence, Speculation
+from edgekv.draft import Speculation
+from edgekv.engine import Engine, Sequence
 from edgekv.errors import UsageError
 from edgekv.runtime import StaticGraph
 from edgekv.text import BeamParams

@@ -13,9 +13,8 @@ import pytest
 import edgekv
 from edgekv import EdgeKVError, SamplingParams
 from edgekv.bundle import open_bundle
-from edgekv.draft import DraftTree
+from edgekv.draft import DraftTree, Speculation
 from edgekv.driver import Generation
-from edgekv.engine import Speculation
 from edgekv.errors import UsageError
 from edgekv.kv import STRATEGIES, CacheState
 from tests.checkpoints import NEWER, write_checkpoint

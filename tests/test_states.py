@@ -11,8 +11,7 @@ import pytest
 import edgekv
 from edgekv import SamplingParams
 from edgekv.bundle import open_bundle
-from edgekv.draft import DraftTree
-from edgekv.engine import Speculation
+from edgekv.draft import DraftTree, Speculation
 from edgekv.errors import UsageError
 from edgekv.kv import STRATEGIES, CacheState
 from edgekv.prefix import StoreConfig

@@ -13,7 +13,7 @@ from edgekv import SamplingParams
 from edgekv.bundle import open_bundle
 from edgekv.bundle.compiled import COMPILED
 from edgekv.cli import run
-from edgekv.engine import Speculation
+from edgekv.draft import Speculation
 from exporters.targets.genai.write import GenaiOptions, choose_graphs, write_genai
 from exporters.targets.genie.plan import GenieOptions
 from exporters.targets.genie.write import write_genie

@@ -15,7 +15,7 @@ from edgekv.load_options import EngineOptions
 from edgekv.option import Option
 
 if TYPE_CHECKING:
-    from edgekv.engine import Speculation
+    from edgekv.draft import Speculation
     from edgekv.model import Model
 
 
@@ -53,7 +53,7 @@ class DraftOptions:
     ] = False
 
     def __post_init__(self) -> None:
-        from edgekv.engine.speculation import check_choice  # imports the runtime, which --help does not need
+        from edgekv.draft import check_choice
 
         fields = {"mode": "--speculate", "corpus": "--draft-corpus", "draft": "--draft"}
         check_choice(self.chosen, corpus=self.corpus is not None, draft=self.draft is not None, fields=fields)
@@ -82,7 +82,7 @@ class DraftOptions:
         Raises:
             EdgeKVError: a corpus or a draft bundle that cannot be used.
         """
-        from edgekv.engine import Speculation
+        from edgekv.draft import Speculation
         from edgekv.engine.speculation import EXPORT_FIX
         from edgekv.loading import open_model
 

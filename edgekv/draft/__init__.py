@@ -9,6 +9,7 @@ from edgekv.draft.drafter import Drafter, Pacer
 from edgekv.draft.lookup import PromptLookup
 from edgekv.draft.pass_costs import PassCosts
 from edgekv.draft.record import DraftRecord
+from edgekv.draft.speculation import Speculation, SpeculationMode, check_choice
 from edgekv.draft.tree import DraftTree, as_tree
 
 __all__ = [
@@ -25,8 +26,11 @@ __all__ = [
     "PassCosts",
     "PromptLookup",
     "Source",
+    "Speculation",
+    "SpeculationMode",
     "SuffixAutomaton",
     "as_tree",
     "build_index",
+    "check_choice",
     "open_corpus",
 ]

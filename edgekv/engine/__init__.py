@@ -28,8 +28,6 @@ from edgekv.engine.sink import read_sink
 from edgekv.engine.speculation import (
     DrafterStats,
     DraftTarget,
-    Speculation,
-    SpeculationMode,
     SpeculationRun,
     SpeculationStats,
 )
@@ -68,8 +66,6 @@ __all__ = [
     "Session",
     "SessionPool",
     "Setup",
-    "Speculation",
-    "SpeculationMode",
     "SpeculationRun",
     "SpeculationStats",
     "StepTimes",

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Final, Literal
 
-from edgekv.engine.speculation import Speculation
+from edgekv.draft import Speculation
 from edgekv.prefix import RetentionPolicy
 from edgekv.text.params import BeamParams, SamplingParams
 from edgekv.text.processors import LogitsProcessor

@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated
 
-from edgekv.engine import Speculation
+from edgekv.draft import Speculation
 from edgekv.errors import UsageError, refuse
-from edgekv.full_context import check_on_full
-from edgekv.load_options import OnFullOption
+from edgekv.load_options import OnFullOption, check_on_full
 from edgekv.option import Option, OptionGroup
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
