@@ -89,13 +89,13 @@ class Driver:
             EdgeKVError: see `Engine.advance`.
         """
         with self:
-            if not self._claims(sequence):
+            if not self.claims(sequence):
                 return None
             try:
                 return self.engine.advance(sequence)
             finally:
                 if sequence.has_ended:
-                    self._forget(sequence)
+                    self.forget(sequence)
 
     def prefill(self, sequence: Sequence, most: int) -> bool:
         """See `Engine.prefill`; False also for a call that has ended, or has a token.
@@ -105,13 +105,13 @@ class Driver:
             ValueError: likewise.
         """
         with self:
-            if not self._claims(sequence) or sequence.tokens[sequence.prompt_tokens :]:
+            if not self.claims(sequence) or sequence.tokens[sequence.prompt_tokens :]:
                 return False
             try:
                 return self.engine.prefill(sequence, most)
             finally:
                 if sequence.has_ended:
-                    self._forget(sequence)
+                    self.forget(sequence)
 
     def run_together(self, sequences: list[Sequence]) -> None:
         """See `Engine.run_together`.
@@ -122,7 +122,7 @@ class Driver:
         with self:
             self.check_open()
             for each in sequences:
-                self._claims(each)
+                self.claims(each)
             self.engine.run_together(sequences)
 
     def end(self, sequence: Sequence) -> None:
@@ -157,8 +157,13 @@ class Driver:
             self._freed.wait(_POLL_S)
             self.check_open()
 
-    def _claims(self, sequence: Sequence) -> bool:
-        """Continue a call in this thread; False if it has ended."""
+    def claims(self, sequence: Sequence) -> bool:
+        """Continue a call in this thread; False if it has ended. The caller has the lock.
+
+        Raises:
+            UsageError: the model was closed.
+            ValueError: a later call has its cache.
+        """
         if not sequence.has_ended:
             self._threads[sequence] = threading.current_thread()
             return True
@@ -172,9 +177,10 @@ class Driver:
             if not self.is_closed:
                 self.engine.abort(sequence)
         finally:
-            self._forget(sequence)
+            self.forget(sequence)
 
-    def _forget(self, sequence: Sequence) -> None:
+    def forget(self, sequence: Sequence) -> None:
+        """A call has ended; the caller has the lock."""
         self._threads.pop(sequence, None)
         self._freed.notify_all()
 
@@ -208,9 +214,16 @@ class Generation(Iterator[Token]):
             UsageError: the model was closed, or a logits processor left nothing to choose from.
             EngineError: the runtime failed.
         """
-        token = self._driver.advance(self.sequence)
-        if not isinstance(token, Token):
-            raise StopIteration
+        driver, sequence = self._driver, self.sequence
+        with driver:
+            if not driver.claims(sequence):
+                raise StopIteration
+            try:
+                token = driver.engine.advance(sequence)
+            finally:
+                if sequence.has_ended:
+                    driver.forget(sequence)
+        assert isinstance(token, Token), "it samples"
         return token
 
     def prefill(self, most: int) -> bool:

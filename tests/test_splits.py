@@ -114,9 +114,10 @@ def test_a_head_by_itself_runs_once_a_feed(bundles: dict[str, Path]) -> None:
     model.session.feed(PROMPT[:8])
     (prefill,) = model.engine.graphs.loaded
     before = prefill.logits.copy()
-    prefill.step(PROMPT[8:16], logits=False)
+    prefill.run(PROMPT[8:16], prefill.window(8), 8, logits=False)
+    model.cache.commit(8)
     assert np.array_equal(prefill.logits, before) and model.cache.length == 16
-    prefill.step(PROMPT[16:20])
+    prefill.run(PROMPT[16:20], prefill.window(4), 16)
     assert not np.array_equal(prefill.logits, before)
 
 

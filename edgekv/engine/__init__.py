@@ -19,11 +19,11 @@ from edgekv.engine.cache_mode import (
 from edgekv.engine.caches import CacheSetup
 from edgekv.engine.draft_model import DraftModel
 from edgekv.engine.engine import Engine, Event, Scores
-from edgekv.engine.graphs import Graphs, StepTimes
+from edgekv.engine.graphs import Graphs
 from edgekv.engine.pool import PoolStats, SessionPool
 from edgekv.engine.request import POOLED, Request
 from edgekv.engine.sequence import Sequence
-from edgekv.engine.session import Session
+from edgekv.engine.session import CacheUse, Session
 from edgekv.engine.sink import read_sink
 from edgekv.engine.speculation import (
     DrafterStats,
@@ -31,7 +31,7 @@ from edgekv.engine.speculation import (
     SpeculationRun,
     SpeculationStats,
 )
-from edgekv.engine.stats import CacheUse, GenerationStats, GenerationTimes, Setup
+from edgekv.engine.stats import GenerationStats, GenerationTimes, Setup
 
 __all__ = [
     "POOLED",
@@ -68,7 +68,6 @@ __all__ = [
     "Setup",
     "SpeculationRun",
     "SpeculationStats",
-    "StepTimes",
     "check_mode",
     "parse_budget",
     "parse_mode",

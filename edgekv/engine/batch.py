@@ -82,7 +82,7 @@ class Batch:
         ]
         self._graphs.use(self._cache, sessions[0].adapter)
         windows = self._cache.window(self.most)
-        self._graph.run_views([tokens[at] for at in placed], views, windows)
+        self._graph.run([tokens[at] for at in placed], windows, 0, views)
         (window,) = windows
         landed = self._arena.array if window.in_place else self._arena.scratch
         for row, at in enumerate(placed):

@@ -13,14 +13,15 @@ from edgekv.bundle import Manifest
 from edgekv.engine.beam_search import BeamSearch, Hypothesis
 from edgekv.engine.cache_mode import Always
 from edgekv.engine.caches import CacheSetup
-from edgekv.engine.graphs import Graphs, StepTimes
+from edgekv.engine.graphs import Graphs
 from edgekv.engine.request import Request
-from edgekv.engine.stats import CacheUse, Setup
+from edgekv.engine.session import CacheUse
+from edgekv.engine.stats import Setup
 from edgekv.errors import UsageError
 from edgekv.kv import KVCache
 from edgekv.kv.beam_cache import BeamCache
 from edgekv.prefix import StoreStats
-from edgekv.runtime import RowView
+from edgekv.runtime import RowView, StepTimes
 from edgekv.text.output import StopReason
 from edgekv.text.params import BeamParams
 from edgekv.text.stream import Detokenizer
@@ -162,7 +163,7 @@ class BeamRun:
             copying = perf_counter_ns()
             view = RowView(beams.position, [*beams.prompt, *beams.columns(beam)], (0,))
             self._cache_ns += perf_counter_ns() - copying
-            graph.run_views((token,), (view,), (beams.window,))
+            graph.run((token,), (beams.window,), beams.position, (view,))
             rows.append(self._encoding.dequantize(graph.logits[-1]))
             copying = perf_counter_ns()
             if self._taken < self._steps:

@@ -18,7 +18,7 @@ from edgekv.engine.batch import Batch, make_batch
 from edgekv.engine.beams import BeamResult, BeamRun, check_beams
 from edgekv.engine.caches import CacheSetup
 from edgekv.engine.draft_model import DraftModel
-from edgekv.engine.graphs import Graphs, StepTimes
+from edgekv.engine.graphs import Graphs
 from edgekv.engine.pool import SessionPool
 from edgekv.engine.request import POOLED, Request
 from edgekv.engine.runner import Runner
@@ -27,6 +27,7 @@ from edgekv.engine.session import Session
 from edgekv.engine.speculation import DraftTarget
 from edgekv.prefix import PrefixCache, PrefixStore, open_prefixes, open_store
 from edgekv.runtime import Engine as Backend
+from edgekv.runtime import StepTimes
 from edgekv.text.output import Output, Token
 from edgekv.text.params import BeamParams
 from edgekv.text.sampler import Sampler
@@ -315,7 +316,12 @@ class Engine:
                 return self._searched(sequence, started)
             output, logits, logits_ns = sequence.output, None, 0
             if output.needs_logits:
-                logits = self._runner.logits(sequence)
+                if (logits := sequence.ready_logits) is not None:
+                    sequence.ready_logits = None
+                elif sequence.speculation is None or not output.tokens:
+                    logits = self._runner.run(sequence)
+                else:
+                    logits = self._runner.run_with_drafts(sequence, sequence.speculation)
                 logits_ns = perf_counter_ns() - started
             choosing = perf_counter_ns()
             token_id = output.choose(logits)
@@ -375,16 +381,14 @@ class Engine:
 
     def _run_pass(self, batch: Batch, some: list[tuple[Sequence, Session]]) -> None:
         started, times = perf_counter_ns(), self.graphs.times
-        before = [session.cache.stats for _, session in some]
         rows = batch.advance([session for _, session in some], [sequence.tokens[-1] for sequence, _ in some])
         spent, ns = self.graphs.times - times, perf_counter_ns() - started
         count = sum(row is not None for row in rows)
-        for (sequence, session), stats, row in zip(some, before, rows, strict=True):
+        for (sequence, session), row in zip(some, rows, strict=True):
             if row is not None:
                 sequence.ready_logits = row
-                self._runner.took_part(sequence, session)
                 share = StepTimes(1, spent.run_ns // count, spent.host_ns // count)
-                sequence.count_steps(session.cache, share, stats, 1)
+                self._runner.took_part(sequence, session, share)
                 sequence.count_pass(ns)
 
     def _scored(self, sequence: Sequence) -> Scores:
@@ -401,7 +405,7 @@ class Engine:
         beams, cache = sequence.beams, self.pool.own.cache
         assert beams is not None, "it samples, searches or scores"
         if not beams.has_prompt:
-            logits = self._runner.logits(sequence)
+            logits = self._runner.run(sequence)
             beams.begin(logits, perf_counter_ns() - started)
         else:
             self.graphs.use(cache, sequence.adapter)

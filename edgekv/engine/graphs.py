@@ -3,37 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import get_args
 
 from edgekv.bundle import Bundle, GraphRecord, Role
 from edgekv.engine.adapters import BoundAdapter
 from edgekv.kv import KVCache
-from edgekv.runtime import Engine, RowBits, StaticGraph
+from edgekv.runtime import Engine, RowBits, StaticGraph, StepTimes
 from edgekv.runtime.adapter import AdapterMemory
 from edgekv.runtime.engine import wide_prefill_of
 from edgekv.runtime.rope import rope_tables
-
-
-@dataclass(frozen=True, slots=True)
-class StepTimes:
-    """Sums over steps.
-
-    Attributes:
-        steps: steps run.
-        run_ns: time within the runtime, ns.
-        host_ns: all other time of the steps, ns.
-    """
-
-    steps: int = 0
-    run_ns: int = 0
-    host_ns: int = 0
-
-    def __add__(self, other: StepTimes) -> StepTimes:
-        return StepTimes(self.steps + other.steps, self.run_ns + other.run_ns, self.host_ns + other.host_ns)
-
-    def __sub__(self, earlier: StepTimes) -> StepTimes:
-        return StepTimes(self.steps - earlier.steps, self.run_ns - earlier.run_ns, self.host_ns - earlier.host_ns)
 
 
 def choose_ar(remaining: int, available: Iterable[int], room: Callable[[int], bool]) -> int:
@@ -69,6 +48,7 @@ class Graphs:
     Attributes:
         cache: the KV cache that all graphs currently share.
         row_bits: whether graphs of every AR give the same bits.
+        clock: of the steps of all graphs.
     """
 
     def __init__(self, bundle: Bundle, engine: Engine, cache: KVCache) -> None:
@@ -78,6 +58,7 @@ class Graphs:
             BundleError: the embedding table does not match the manifest.
         """
         self.cache = cache
+        self.clock = StepTimes()
         self._bundle = bundle
         self._engine = engine
         self.row_bits: RowBits = getattr(engine, "row_bits", "unequal")  # engines of other packages may not say
@@ -103,8 +84,7 @@ class Graphs:
     @property
     def times(self) -> StepTimes:
         """Sums since the graphs were loaded."""
-        graphs = self._loaded.values()
-        return StepTimes(sum(g.steps for g in graphs), sum(g.run_ns for g in graphs), sum(g.host_ns for g in graphs))
+        return replace(self.clock)
 
     @property
     def loaded(self) -> list[StaticGraph]:
@@ -230,7 +210,14 @@ class Graphs:
         if graph is None:
             bindings = [self._engine.load(self._bundle.part_path(part), part.name) for part in record.parts]
             graph = StaticGraph(
-                bindings, self._bundle.manifest, record, self.cache, self._ropes, self._embeddings, self._adapter
+                bindings,
+                self._bundle.manifest,
+                record,
+                self.cache,
+                self._ropes,
+                self._embeddings,
+                self._adapter,
+                self.clock,
             )
             self._loaded[record.name] = graph
         return graph

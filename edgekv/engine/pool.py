@@ -70,8 +70,9 @@ class _Taken:
 class SessionPool:
     """Sessions by a 64-bit id, kept until they are dropped or evicted. Callers choose the ids, or `best` does.
 
-    The session looked up last is in use; all others may be evicted, the least recently used first. Memory pressure is
-    checked at every lookup. Other threads may only call `drop` and `clear` of a model's pool.
+    The session looked up last is in use; all others may be evicted: first those of calls that have ended, the least
+    recently used first. Memory pressure is checked at every lookup. Other threads may only call `drop` and `clear` of
+    a model's pool.
 
     Attributes:
         own: the session of calls without an id, and of all steps that recompute a sequence.
@@ -303,7 +304,7 @@ class SessionPool:
                 if evicts
                 else "Drop a sequence, give a larger budget, or choose the cache mode adaptive.",
             )
-        for sequence in self.ids:
+        for sequence in sorted(self.ids, key=lambda each: self._held[each].is_busy):  # what runs now comes last
             if held_bytes + wanted_bytes <= allowance_bytes:
                 return
             if sequence != in_use:

@@ -10,11 +10,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgekv.draft import DraftTree
-from edgekv.engine.graphs import Graphs, StepTimes
+from edgekv.engine.graphs import Graphs
 from edgekv.engine.pool import SessionPool
 from edgekv.engine.sequence import Sequence
 from edgekv.engine.session import Session
 from edgekv.engine.speculation import SpeculationRun
+from edgekv.runtime import StepTimes
 
 
 class Runner:
@@ -24,6 +25,7 @@ class Runner:
         """Args: pool: the sessions. graphs: of the sessions."""
         self._pool = pool
         self._graphs = graphs
+        self._keeps = pool.keeps
 
     def begin(self, sequence: Sequence) -> None:
         """Allocate its cache and load its graphs, so that errors occur before any work; the engine's own is emptied.
@@ -41,7 +43,7 @@ class Runner:
         if sequence.request.scores:
             self._graphs.prepare("score", "decode")
         held = own.cache.stats
-        sequence.use.bytes_held, sequence.use.bytes_peak = held.bytes_held, held.peak_bytes
+        sequence.own_use.bytes_held, sequence.own_use.bytes_peak = held.bytes_held, held.peak_bytes
         sequence.has_begun = True
         if sequence.cache is None or sequence.request.scores:
             own.reset()
@@ -55,10 +57,12 @@ class Runner:
         if sequence.speculation is not None:
             sequence.speculation.end()
         self._settle(sequence)
-        if sequence.prefixes is None or not sequence.known_tokens:
+        session = sequence.session
+        if session is None or session.writer is not sequence:
             return
-        session = self._pool.touch(sequence.cache)
-        if session is not None and session.writer is sequence:
+        session.count()
+        session.is_busy = False
+        if sequence.prefixes is not None and sequence.known_tokens:
             sequence.prefixes.end(session.cache, session.tokens, session.stable_tokens)
 
     # ------------------------------------------------------------------ logits
@@ -84,81 +88,108 @@ class Runner:
     def prefill(self, sequence: Sequence, most: int) -> None:
         """Run the next `most` tokens of its prompt if more are left beyond those that the cache holds.
 
-        `logits` runs the rest. If `most` is the largest AR, the steps are those of running the whole prompt at once; if
+        `run` runs the rest. If `most` is the largest AR, the steps are those of running the whole prompt at once; if
         sessions have a window, it is run instead of `most`. Once no more than `most` are left, it is prefilled.
 
         Raises:
-            EdgeKVError: as `logits`.
+            EdgeKVError: as `run`.
         """
         left = 0
-        if self._pool.keeps(len(sequence.tokens)):
+        if self._keeps(len(sequence.tokens)):
             if sequence.known_tokens == 0:
-                self._start(sequence)
+                _, sequence.known_tokens = self._enter(sequence, sequence.tokens)
             if window := self._pool.own.window:
                 most = window - sequence.known_tokens % window
             left = len(sequence.tokens) - sequence.known_tokens
             if left > most:
-                self._run(sequence, sequence.known_tokens + most)
+                self.run(sequence, sequence.known_tokens + most)
         sequence.is_prefilled = left <= 2 * most
 
-    def logits(self, sequence: Sequence) -> NDArray[Any]:
-        """The logits after its text as integers `[V]`, valid until the next step.
+    def run(self, sequence: Sequence, end: int | None = None) -> NDArray[Any]:
+        """Run the tokens before `end` that no cache has.
+
+        Args:
+            sequence: to run.
+            end: of the text; None for all tokens.
+
+        Returns:
+            The logits of the last of them as integers `[V]`, valid until the next step.
 
         Raises:
             ContextFullError: the context has no room.
             EngineError: the runtime failed.
             MemoryBudgetError: the sequence has grown beyond the threshold, and a cache for it does not fit.
         """
-        ready, sequence.ready_logits = sequence.ready_logits, None
-        if ready is not None:
-            return ready
-        if sequence.speculation is None or len(sequence.tokens) == sequence.prompt_tokens:
-            return self._run(sequence, len(sequence.tokens))
-        return self._run_with_drafts(sequence, sequence.speculation)
+        if sequence.drafting is not None:
+            self._settle(sequence)
+        known, session = sequence.known_tokens, sequence.session
+        text = sequence.tokens if end is None else sequence.tokens[:end]
+        if session is None or not self._holds(session, sequence) or not self._keeps(len(text)):
+            session, start = self._enter(sequence, text)
+        else:
+            start = known
+        sequence.known_tokens = len(text)
+        clock = self._graphs.clock
+        steps, run_ns, host_ns = clock.steps, clock.run_ns, clock.host_ns
+        try:
+            if session.window and start < known:
+                return self._feed_again(sequence, session, text)
+            new = text[start:]
+            if sequence.prefixes is None or len(session.cache.groups) == 1:
+                logits = session.feed(new)
+                if sequence.prefixes is not None:
+                    sequence.prefixes.keep(session.cache, session.tokens, session.stable_tokens)
+                return logits
+            return self._feed(sequence, session, new)
+        finally:
+            sequence.own_use.computed_tokens += len(text) - start
+            sequence.room_tokens = session.cache.room_tokens
+            times = sequence.times
+            times.steps += clock.steps - steps
+            times.run_ns += clock.run_ns - run_ns
+            times.host_ns += clock.host_ns - host_ns
 
     def held_session(self, sequence: Sequence) -> Session | None:
         """The session that holds exactly what is known of a text, as its last step left it; None if there is none."""
-        session = self._pool.touch(sequence.cache)
+        session = sequence.session
         return session if session is not None and self._holds(session, sequence) else None
 
     def can_share(self, sequence: Sequence) -> bool:
         """Whether its next token can run in a pass of several sequences."""
         is_single = len(sequence.tokens) - sequence.known_tokens == 1 and sequence.speculation is None
-        return is_single and self._pool.keeps(len(sequence.tokens))
+        return is_single and self._keeps(len(sequence.tokens))
 
-    def took_part(self, sequence: Sequence, session: Session) -> None:
-        """Note that a pass of several sequences has run its next token."""
+    def took_part(self, sequence: Sequence, session: Session, share: StepTimes) -> None:
+        """Note that a pass of several sequences has run its next token.
+
+        Args:
+            sequence: one of them.
+            session: of it.
+            share: of the pass.
+        """
         sequence.known_tokens += 1
+        sequence.times += share
+        sequence.own_use.computed_tokens += 1
+        sequence.room_tokens = session.cache.room_tokens
         self._keep(sequence, session)
 
     # ------------------------------------------------------------------ plain steps
 
-    def _run(self, sequence: Sequence, end: int) -> NDArray[Any]:
-        """Run the tokens before `end` that no cache has; the logits of the last one."""
-        self._settle(sequence)
-        known, prompt = sequence.known_tokens, sequence.prompt_tokens
-        session = self._place(sequence, end)
-        restored = 0
-        text = sequence.tokens[:end]
-        if not self._pool.keeps(end):
+    def _enter(self, sequence: Sequence, text: list[int]) -> tuple[Session, int]:
+        """The session for the next step of a text, and how much of the text it has; it holds nothing else."""
+        session = self._pool.place(sequence.cache, len(text))
+        session.adapt(sequence.adapter)
+        start = restored = 0
+        if not self._keeps(len(text)):
             session.reset()
             start = len(session.tokens)
-        elif self._holds(session, sequence):
-            start = known
         else:
+            prompt = sequence.prompt_tokens
             start, restored = self._recall(sequence, session, text[:prompt] if session.window else text)
-        sequence.known_tokens = end
-        times, before = self._graphs.times, session.cache.stats
-        session.writer = sequence
-        new = text[start:]
-        try:
-            if session.window and start < known:
-                return self._feed_again(sequence, session, text)
-            return self._feed(sequence, session, new)
-        finally:
-            if known == 0:
-                sequence.use.reused_tokens, sequence.use.restored_tokens = start, restored
-            sequence.count_steps(session.cache, self._graphs.times - times, before, len(new))
+        if sequence.known_tokens == 0:
+            sequence.own_use.reused_tokens, sequence.own_use.restored_tokens = start, restored
+        session.lend(sequence, sequence.own_use)
+        return session, start
 
     def _feed(self, sequence: Sequence, session: Session, tokens: abc.Sequence[int]) -> NDArray[Any]:
         """Run tokens; full blocks are stored before layers with an attention window drop them."""
@@ -189,20 +220,6 @@ class Runner:
         cache = session.cache
         return session.writer is sequence and not cache.dirty and cache.tokens_seen == sequence.known_tokens
 
-    def _place(self, sequence: Sequence, tokens: int) -> Session:
-        """The session for the next step, with the adapter; see `SessionPool.place`."""
-        session = self._pool.place(sequence.cache, tokens)
-        session.adapt(sequence.adapter)
-        return session
-
-    def _start(self, sequence: Sequence) -> None:
-        """Find what the cache and the prefix cache have of the prompt."""
-        session = self._place(sequence, len(sequence.tokens))
-        start, restored = self._recall(sequence, session, sequence.tokens)
-        sequence.known_tokens = start
-        session.writer = sequence
-        sequence.use.reused_tokens, sequence.use.restored_tokens = start, restored
-
     def _recall(self, sequence: Sequence, session: Session, tokens: list[int]) -> tuple[int, int]:
         """How many of these tokens the session has, and how many of those were restored."""
         start = session.reuse(tokens)
@@ -219,7 +236,12 @@ class Runner:
 
     # ------------------------------------------------------------------ passes with drafts
 
-    def _run_with_drafts(self, sequence: Sequence, speculation: SpeculationRun) -> NDArray[Any]:
+    def run_with_drafts(self, sequence: Sequence, speculation: SpeculationRun) -> NDArray[Any]:
+        """As `run`, with drafts behind the text: the next calls may find that their tokens have run.
+
+        Raises:
+            EdgeKVError: as `run`.
+        """
         known = sequence.known_tokens
         logits = self._take_drafts(sequence)
         speculation.accept(sequence.tokens[known : sequence.known_tokens])
@@ -227,7 +249,7 @@ class Runner:
             return logits
         drafts = self._propose(sequence, speculation)
         started = perf_counter_ns()
-        logits = self._verify(sequence, drafts) if len(drafts) else self._run(sequence, len(sequence.tokens))
+        logits = self._verify(sequence, drafts) if len(drafts) else self.run(sequence)
         speculation.ran(self._graphs.last_ar, drafts, perf_counter_ns() - started)
         return logits
 
@@ -260,7 +282,7 @@ class Runner:
         where this graph would not give the bits of a plain step.
         """
         self._settle(sequence)
-        if not self._runs_as_drafts(sequence) or not self._pool.keeps(sequence.known_tokens):
+        if not self._runs_as_drafts(sequence) or not self._keeps(sequence.known_tokens):
             return 0
         session = self.held_session(sequence)
         room = 0 if session is None else session.draft_room
@@ -270,14 +292,16 @@ class Runner:
         """Run what is not known, and drafts behind it."""
         session, tokens = self.held_session(sequence), sequence.unknown
         assert session is not None, "there is room for drafts"
-        times, before = self._graphs.times, session.cache.stats
+        times = self._graphs.times
         try:
             logits = session.verify(tokens, drafts)
             sequence.known_tokens = len(sequence.tokens)
             sequence.drafting = session
             return logits
         finally:
-            sequence.count_steps(session.cache, self._graphs.times - times, before, len(tokens) + len(drafts))
+            sequence.times += self._graphs.times - times
+            sequence.own_use.computed_tokens += len(tokens) + len(drafts)
+            sequence.room_tokens = session.cache.room_tokens
             sequence.count_rows(len(tokens))
 
     def _runs_as_drafts(self, sequence: Sequence) -> bool:
@@ -289,8 +313,7 @@ class Runner:
         session, sequence.drafting = sequence.drafting, None
         if session is None:
             return
-        before = session.cache.stats
         session.settle()
-        sequence.count_steps(session.cache, StepTimes(), before, 0)
+        sequence.room_tokens = session.cache.room_tokens
         if session.cache.tokens_seen == len(session.tokens):
             self._keep(sequence, session)

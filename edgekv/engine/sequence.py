@@ -9,13 +9,12 @@ from numpy.typing import NDArray
 
 from edgekv.engine.adapters import BoundAdapter
 from edgekv.engine.beams import BeamRun
-from edgekv.engine.graphs import StepTimes
 from edgekv.engine.request import POOLED, Request
-from edgekv.engine.session import Session
+from edgekv.engine.session import CacheUse, Session
 from edgekv.engine.speculation import SpeculationRun
-from edgekv.engine.stats import CacheUse, GenerationStats, GenerationTimes, Setup
-from edgekv.kv import CacheStats, KVCache
+from edgekv.engine.stats import GenerationStats, GenerationTimes, Setup
 from edgekv.prefix import Prefixes
+from edgekv.runtime import StepTimes
 from edgekv.text.output import Output, StopReason
 from edgekv.text.params import SamplingParams
 
@@ -41,7 +40,7 @@ class Sequence:
         is_prefilled: whether the next step runs all that is left of its prompt.
         has_ended: whether it has ended in any way.
         is_displaced: whether a later request took its cache over.
-        use: what it did with caches so far.
+        session: what it runs in; None before it has one, and once that is freed.
         times: of its steps.
         room_tokens: how many more tokens can be run; None if there is no limit, or before the first step.
         ready_logits: after the text, from a pass of several sequences; None if there are none.
@@ -66,7 +65,8 @@ class Sequence:
         self.output = output
         self.speculation = speculation
         self.has_begun = self.is_prefilled = self.has_ended = self.is_displaced = False
-        self.use = CacheUse()
+        self.session: Session | None = None
+        self.own_use = CacheUse()
         self.times = StepTimes()
         self.room_tokens: int | None = None
         self.ready_logits: NDArray[Any] | None = None
@@ -75,6 +75,13 @@ class Sequence:
         self.unscored: list[int] | None = None
         self._setup = setup
         self._prefill_steps = self._prefill_ns = self._first_ns = self._decode_ns = 0
+
+    @property
+    def use(self) -> CacheUse:
+        """What it did with caches so far."""
+        if self.session is not None and self.session.writer is self:
+            self.session.count()
+        return self.own_use
 
     @property
     def unknown(self) -> list[int]:
@@ -107,26 +114,6 @@ class Sequence:
         if self.output is None or not self.output.needs_logits or self.ready_logits is not None:
             return False
         return self.drafting is None or not self.drafting.has_run(self.unknown)
-
-    def count_steps(self, cache: KVCache, times: StepTimes, before: CacheStats, computed: int) -> None:
-        """Count steps.
-
-        Args:
-            cache: that they extended.
-            times: of the steps.
-            before: statistics of the cache before them.
-            computed: tokens run.
-        """
-        now, use = cache.stats, self.use
-        self.times += times
-        use.computed_tokens += computed
-        use.bytes_held = now.bytes_held
-        use.bytes_peak = now.peak_bytes
-        use.reallocations += now.reallocations - before.reallocations
-        use.bytes_copied += now.bytes_copied - before.bytes_copied
-        use.evicted_tokens += now.evicted - before.evicted
-        use.requantization = now.requantization
-        self.room_tokens = cache.room_tokens
 
     def count_rows(self, rows: int) -> None:
         """Count rows of an open pass, which fill the context as committed ones do."""

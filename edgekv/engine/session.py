@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from dataclasses import dataclass
+from time import perf_counter_ns
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,8 +15,47 @@ from edgekv.draft import DraftTree, as_tree
 from edgekv.engine.adapters import BoundAdapter
 from edgekv.engine.graphs import Graphs
 from edgekv.errors import EdgeKVError
-from edgekv.kv import KVCache, Rows
+from edgekv.kv import KVCache, Requantization, Rows
 from edgekv.runtime import StaticGraph
+from edgekv.runtime.inputs import tree_views
+
+
+@dataclass(slots=True)
+class CacheUse:
+    """What a call did with its cache.
+
+    Attributes:
+        reused_tokens: prompt tokens that were not run: already in the sequence's cache, or restored.
+        restored_tokens: the part of them that was copied from the prefix cache.
+        computed_tokens: tokens run through the graphs, including those computed again.
+        evicted_tokens: tokens that a context policy dropped.
+        bytes_held: bytes allocated for the cache that was used last.
+        bytes_peak: maximum of `bytes_held` since that cache was created.
+        reallocations: how often the memory of a layer was replaced by a larger one.
+        bytes_copied: bytes that caches copied.
+        requantization: rounding error of re-rotated keys in the cache of the last step, since its creation; None if the
+            policy moves no keys, and before the first token.
+    """
+
+    reused_tokens: int = 0
+    restored_tokens: int = 0
+    computed_tokens: int = 0
+    evicted_tokens: int = 0
+    bytes_held: int = 0
+    bytes_peak: int = 0
+    reallocations: int = 0
+    bytes_copied: int = 0
+    requantization: Requantization | None = None
+
+
+class Writer(Protocol):
+    """A call that extends a session.
+
+    Attributes:
+        session: that it extends; None once it is freed.
+    """
+
+    session: Session | None
 
 
 class Session:
@@ -24,7 +65,8 @@ class Session:
         cache: the memory.
         tokens: the tokens run so far, oldest first; `len(tokens)` is the position of the next one. With a sliding
             window they include evicted ones.
-        writer: the call that extended it last; it can continue without comparing tokens.
+        writer: the call that extends it; it can continue without comparing tokens.
+        is_busy: whether that call has not ended.
         adapter: the adapter that its rows were computed with, and the next ones will be; None for none.
         window: prompts are run in steps that end at multiples of this number of tokens; 0 if steps may end anywhere.
     """
@@ -41,7 +83,10 @@ class Session:
         self.window = window
         self.tokens: list[int] = self._first
         self._stable = len(self.tokens)
-        self.writer: object = None
+        self.writer: Writer | None = None
+        self.is_busy = False
+        self._use: CacheUse | None = None
+        self._counted = cache.stats
         self.adapter: BoundAdapter | None = None
         self._own_sink = cache.sink
         self._graphs = graphs
@@ -79,9 +124,10 @@ class Session:
         """
         if not tokens:
             return self._sink_logits()
+        cache = self.cache
         self.settle()
-        self._graphs.use(self.cache, self.adapter)
-        self.cache.expect(len(tokens))
+        self._graphs.use(cache, self.adapter)
+        cache.expect(len(tokens))
         done = 0
         while done < len(tokens):
             most = len(tokens) - done
@@ -91,7 +137,13 @@ class Session:
             step = tokens[done : done + min(graph.ar, most)]
             done += len(step)
             try:
-                graph.step(step, logits=take is not None or done == len(tokens))
+                began = perf_counter_ns()
+                windows = cache.window(len(step) if graph.takes_fewer else graph.ar, graph.context)
+                opened = perf_counter_ns()
+                graph.run(step, windows, cache.position, logits=take is not None or done == len(tokens))
+                ran = perf_counter_ns()
+                cache.commit(len(step))
+                graph.clock.host_ns += opened - began + perf_counter_ns() - ran
                 self._ran(step, role)
             except EdgeKVError:
                 raise  # the cache is unchanged by the failed step
@@ -126,7 +178,7 @@ class Session:
         rows = len(tokens) + len(drafts)
         if not tokens or rows > self.draft_room:
             raise ValueError(f"verify: got {len(tokens)} tokens and {len(drafts)} drafts; expected 1 to draft_room")
-        self._pass = DraftPass(self._graphs.choose("verify", rows), tokens, as_tree(drafts))
+        self._pass = DraftPass(self._graphs.choose("verify", rows), self.cache, tokens, as_tree(drafts))
         return self._pass.logits
 
     def take(self, tokens: Sequence[int]) -> int:
@@ -234,8 +286,29 @@ class Session:
         self._stable = stable_tokens
         self.writer = None
 
+    def lend(self, writer: Writer, use: CacheUse) -> None:
+        """Let a call extend it from now on; `count` adds what the cache does for it to its record."""
+        self.count()
+        self.writer, self._use, self.is_busy = writer, use, True
+        writer.session = self
+
+    def count(self) -> None:
+        """Count what the cache has done since the last call of this, for the call that extends it."""
+        now, before, use = self.cache.stats, self._counted, self._use
+        self._counted = now
+        if use is not None:
+            use.bytes_held = now.bytes_held
+            use.bytes_peak = now.peak_bytes
+            use.reallocations += now.reallocations - before.reallocations
+            use.bytes_copied += now.bytes_copied - before.bytes_copied
+            use.evicted_tokens += now.evicted - before.evicted
+            use.requantization = now.requantization
+
     def yield_to(self, other: Session) -> None:
         """Switch the graphs to another session's cache, so that this one's memory can be freed."""
+        self.count()
+        if self.writer is not None and self.writer.session is self:
+            self.writer.session = None
         if self._graphs.cache is self.cache:
             self._graphs.use(other.cache, other.adapter)
 
@@ -277,19 +350,27 @@ class DraftPass:
         tokens: of these rows.
     """
 
-    def __init__(self, graph: StaticGraph, known: Sequence[int], drafts: DraftTree) -> None:
-        """Args: graph: no step of it is open. known: tokens, at least one. drafts: what may follow them."""
+    def __init__(self, graph: StaticGraph, cache: KVCache, known: Sequence[int], drafts: DraftTree) -> None:
+        """Run the rows.
+
+        Args:
+            graph: verifies them.
+            cache: that it is bound to; no step of it is open.
+            known: tokens, at least one.
+            drafts: what may follow them.
+        """
         self.rows = list(range(len(known)))
         self.tokens = list(known)
         self._known = len(known)
         self._drafts = drafts
         self._node = -1
         rows = (*known, *drafts.tokens)
+        windows, position = graph.window(len(rows)), cache.position
         if drafts.is_chain:
-            graph.open(rows)
+            graph.run(rows, windows, position)
         else:
             parents = (*range(-1, len(known) - 1), *(len(known) + parent for parent in drafts.parents))
-            graph.open_tree(rows, parents)
+            graph.run(rows, windows, position, tree_views(parents, position))
         self._logits = graph.logits
         graph.before_next_run(self._keep_logits)
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from edgekv.engine.session import CacheUse
 from edgekv.engine.speculation import SpeculationStats
-from edgekv.kv import Requantization
 from edgekv.prefix import StoreStats
 from edgekv.runtime import HtpOptions
 from edgekv.text.output import StopReason
@@ -93,31 +93,3 @@ class GenerationStats:
     seed: int | None
     prefix: StoreStats | None
     speculation: SpeculationStats | None
-
-
-@dataclass(slots=True)
-class CacheUse:
-    """What a call did with its cache.
-
-    Attributes:
-        reused_tokens: prompt tokens that were not run: already in the sequence's cache, or restored.
-        restored_tokens: the part of them that was copied from the prefix cache.
-        computed_tokens: tokens run through the graphs, including those computed again.
-        evicted_tokens: tokens that a context policy dropped.
-        bytes_held: bytes allocated for the cache that was used last.
-        bytes_peak: maximum of `bytes_held` since that cache was created.
-        reallocations: how often the memory of a layer was replaced by a larger one.
-        bytes_copied: bytes that caches copied.
-        requantization: rounding error of re-rotated keys in the cache of the last step, since its creation; None if the
-            policy moves no keys, and before the first token.
-    """
-
-    reused_tokens: int = 0
-    restored_tokens: int = 0
-    computed_tokens: int = 0
-    evicted_tokens: int = 0
-    bytes_held: int = 0
-    bytes_peak: int = 0
-    reallocations: int = 0
-    bytes_copied: int = 0
-    requantization: Requantization | None = None

@@ -199,22 +199,21 @@ class KVCache:
         most, context = self.geometry.context, context or self.geometry.context
         if context != most and not self.length + ar <= context <= most:
             raise ValueError(f"context: got {context}; expected {self.length + ar}, tokens held and new, to {most}")
+        positions = self._positions
         self.dirty = True
-        windows = self._open(ar, context)
-        self.dirty = False
-        return windows
-
-    def _open(self, ar: int, context: int) -> tuple[Window, ...]:
-        most = self.geometry.context
-        if self.length > most - ar:
+        if positions.length > most - ar:
             self._eviction.make_room()
-        if self.length < self._positions.seen or self.length > most - ar:
+        if positions.length < positions.seen or positions.length > most - ar:
             self.is_prefix = False  # the graph does not see all previous tokens
         if self._memory.grows:
             self._memory.free_outgrown()
-            self._memory.grow(self.length + ar, context)
+            self._memory.grow(positions.length + ar, context)
         self._open_ar = ar
-        return tuple([group.window(ar, context) for group in self.groups])
+        windows = []
+        for group in self.groups:
+            windows.append(group.window(ar, context))
+        self.dirty = False
+        return tuple(windows)
 
     def commit(self, kept: int | Sequence[int]) -> None:
         """Append new rows of the step that is open, and close it.
@@ -236,7 +235,15 @@ class KVCache:
         self.dirty = True
         if not isinstance(kept, int):
             self._compact(kept)
-        self._append(n)
+        evicted = max(0, self.length + n - self.capacity)
+        self.is_prefix = self.is_prefix and not evicted
+        self._positions.commit(n, evicted)
+        self._eviction.evicted += evicted
+        for group in self.groups:
+            group.commit(n)
+        self._close()
+        self._steps += 1
+        self._tokens_committed += n
         self.dirty = False
 
     def append(self, rows: Rows) -> None:
@@ -250,23 +257,10 @@ class KVCache:
             ValueError: the cache is dirty, or has several arenas.
         """
         arena = self.arena
-        self.window(1)
-        self.dirty = True
-        self._append(1)
-        arena.array[:, self.held_rows()[-1] % arena.layout.rows] = rows
-        self.dirty = False
-
-    def _append(self, n: int) -> None:
-        """Keep the first n new rows of the open step, and close it."""
-        evicted = max(0, self.length + n - self.capacity)
-        self.is_prefix = self.is_prefix and not evicted
-        self._positions.commit(n, evicted)
-        self._eviction.evicted += evicted
-        for group in self.groups:
-            group.commit(n)
-        self._close()
-        self._steps += 1
-        self._tokens_committed += n
+        (window,) = self.window(1)
+        place = arena.array if window.in_place else arena.scratch
+        place[:, window.new_row % place.shape[1]] = rows  # where a graph would write them
+        self.commit(1)
 
     def rewind(self, n: int) -> None:
         """Drop the n newest tokens, and the open step if any. Evicted tokens are not restored.

@@ -92,17 +92,23 @@ class RowGroup:
         if keys is None:
             for move in strategy.prepare(ar, columns):
                 self._arena.execute(move)
-            return self._seen(ar, columns)
-        if columns == keys.pitch and strategy.length <= columns:
-            self._execute(strategy.prepare(ar, columns))
         else:
-            before, pitch_before = strategy.held_rows(), keys.pitch
-            moves = strategy.prepare(ar, columns)
-            self._execute(moves, values_only=True)
-            if moves or columns != pitch_before:
-                keys.relocate(before, strategy.held_rows(), strategy.first_row(columns), columns)
-        keys.open(ar)
-        return self._seen(ar, columns)
+            if columns == keys.pitch and strategy.length <= columns:
+                self._execute(strategy.prepare(ar, columns))
+            else:
+                before, pitch_before = strategy.held_rows(), keys.pitch
+                moves = strategy.prepare(ar, columns)
+                self._execute(moves, values_only=True)
+                if moves or columns != pitch_before:
+                    keys.relocate(before, strategy.held_rows(), strategy.first_row(columns), columns)
+            keys.open(ar)
+        self._open = window = strategy.window(ar, columns)
+        visible = window.stop - window.first
+        leaving = visible + ar - self.geometry.context  # columns that become invisible within the step
+        if leaving <= 0:
+            return window
+        rows = strategy.held_rows()[-visible:][:leaving]
+        return replace(window, leaving=tuple((row - window.past_row) % strategy.rows for row in rows))
 
     def compact(self, first: int, rows: Sequence[int]) -> None:
         assert self._open is not None, "the cache has opened a step"
@@ -214,16 +220,6 @@ class RowGroup:
             arenas = (values,)
         # Last, so that a failed allocation changes nothing.
         self.strategy, self.context, self.arenas, self._keys, self._arena = strategy, context, arenas, keys, values
-
-    def _seen(self, ar: int, columns: int) -> Window:
-        """The window of the step that opens, with the columns that become invisible within it."""
-        self._open = window = self.strategy.window(ar, columns)
-        visible = window.stop - window.first
-        leaving = visible + window.ar - self.geometry.context
-        if leaving <= 0:
-            return window
-        rows = self.strategy.held_rows()[-visible:][:leaving]
-        return replace(window, leaving=tuple((row - window.past_row) % self.strategy.rows for row in rows))
 
     def _remove(self, ages: Sequence[int], remove: Callable[[T], Sequence[Move]], what: T) -> None:
         strategy, keys = self.strategy, self._keys

@@ -150,6 +150,10 @@ class RowArena:
         self.bytes_copied = 0
         self.copies = 0
         self._bytes_per_row = layout.tensors * geometry.row_bytes
+        self._places: dict[Place, tuple[Rows, int]] = {  # with the rows that can be addressed
+            "arena": (self.array, layout.reach_rows),
+            "scratch": (self.scratch, layout.scratch_rows),
+        }
         self.bytes_held = memory.held_bytes
 
     @property
@@ -201,13 +205,12 @@ class RowArena:
         Raises:
             ValueError: a row beyond the end of its tensor; nothing is copied then.
         """
-        source_rows, target_rows = self._reach_rows(move.src), self._reach_rows(move.dst)
+        (source, source_rows), (target, target_rows) = self._places[move.src], self._places[move.dst]
         if move.src_row + move.rows > source_rows or move.dst_row + move.rows > target_rows:
             raise ValueError(f"move: got {move}; expected rows below {source_rows} and {target_rows}")
         if move.src == move.dst:
             self._shift(move)
         else:
-            source, target = self._place(move.src), self._place(move.dst)
             rows = source[:, move.src_row : move.src_row + move.rows]
             target[:, move.dst_row : move.dst_row + move.rows] = rows
         self.bytes_copied += move.rows * self._bytes_per_row
@@ -220,12 +223,6 @@ class RowArena:
         self.array[:, targets] = self.array[:, sources]
         self.bytes_copied += len(sources) * self._bytes_per_row
         self.copies += 1
-
-    def _place(self, place: Place) -> Rows:
-        return self.array if place == "arena" else self.scratch
-
-    def _reach_rows(self, place: Place) -> int:
-        return self.layout.reach_rows if place == "arena" else self.layout.scratch_rows
 
     def _shift(self, move: Move) -> None:
         # numpy cannot tell that strided rows of one array are disjoint and would buffer the copy of all tensors.

@@ -4,7 +4,7 @@ from edgekv.graphs.cpu_mode import CPU_MODES, CpuMode
 from edgekv.htp_options import HtpOptions
 from edgekv.runtime.cpu import CpuEngine
 from edgekv.runtime.engine import Engine, EngineType, find_engines, make_engine
-from edgekv.runtime.graph import StaticGraph
+from edgekv.runtime.graph import StaticGraph, StepTimes
 from edgekv.runtime.htp import HtpEngine
 from edgekv.runtime.inputs import RowView, tree_views
 from edgekv.runtime.litert import LitertEngine
@@ -23,6 +23,7 @@ __all__ = [
     "RowBits",
     "RowView",
     "StaticGraph",
+    "StepTimes",
     "TfliteEngine",
     "find_engines",
     "make_engine",

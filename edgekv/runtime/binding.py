@@ -195,7 +195,7 @@ class MemoryBinding:
         addresses: Sequence[int],
         offset_bytes: int = 0,
     ) -> None:
-        self._bind(_Place(False, names, _ELEMENTS[dtype], shape, addresses, offset_bytes))
+        self._wanted[names[0]] = _Place(False, names, _ELEMENTS[dtype], shape, addresses, offset_bytes)
 
     def outputs(
         self,
@@ -205,7 +205,7 @@ class MemoryBinding:
         addresses: Sequence[int],
         offset_bytes: int = 0,
     ) -> None:
-        self._bind(_Place(True, names, _ELEMENTS[dtype], shape, addresses, offset_bytes))
+        self._wanted[names[0]] = _Place(True, names, _ELEMENTS[dtype], shape, addresses, offset_bytes)
 
     def run(self) -> None:
         bound = self._bound
@@ -220,11 +220,6 @@ class MemoryBinding:
     def release(self) -> None:
         if self._weights is not None:
             self._weights.release()
-
-    def _bind(self, place: _Place) -> None:
-        self._wanted[place.names[0]] = place
-        self._bound.wait()
-        self._bound.move((place,))
 
     def _look_ahead(self) -> None:
         """Bind the other set to the expected addresses of the next step, if enough tensors move."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from time import perf_counter_ns
 from typing import Any
 
@@ -14,11 +15,32 @@ from edgekv.kv import KVCache, Window
 from edgekv.runtime.adapter import NO_ADAPTER, AdapterMemory
 from edgekv.runtime.binding import Binding, aligned_zeros
 from edgekv.runtime.bound_part import BoundPart
-from edgekv.runtime.inputs import RowView, StepInputs, tree_views
+from edgekv.runtime.inputs import RowView, StepInputs
 from edgekv.runtime.rope import RopeTable
 
 _ROW_BLOCK = 64  # a step reads the used rows, rounded up to a multiple: other sizes cost time when they are bound
 # Where drafts are verified, it reads exactly these: then a token is in the same column of all graphs.
+
+
+@dataclass(slots=True)
+class StepTimes:
+    """Sums over steps.
+
+    Attributes:
+        steps: steps run.
+        run_ns: time within the runtime, ns.
+        host_ns: all other time of the steps: inputs, bindings, copies of the cache, ns.
+    """
+
+    steps: int = 0
+    run_ns: int = 0
+    host_ns: int = 0
+
+    def __add__(self, other: StepTimes) -> StepTimes:
+        return StepTimes(self.steps + other.steps, self.run_ns + other.run_ns, self.host_ns + other.host_ns)
+
+    def __sub__(self, earlier: StepTimes) -> StepTimes:
+        return StepTimes(self.steps - earlier.steps, self.run_ns - earlier.run_ns, self.host_ns - earlier.host_ns)
 
 
 class StaticGraph:
@@ -29,11 +51,11 @@ class StaticGraph:
     Attributes:
         record: the graph's entry in the manifest.
         ar: tokens per inference.
+        context: S.
         steps: steps run.
-        run_ns: time of all steps within the runtime, ns.
+        clock: sums over steps, which other graphs may share; whoever moves the cache adds that time.
         reads_used_rows: whether steps read the cache's rows in use instead of all.
         takes_fewer: whether a step has as many rows as tokens, instead of AR.
-        host_ns: all other time of the steps (inputs, bindings, copies of the cache), ns.
     """
 
     def __init__(
@@ -45,6 +67,7 @@ class StaticGraph:
         ropes: Mapping[str, RopeTable],
         embeddings: EmbeddingTable | None = None,
         adapter: AdapterMemory = NO_ADAPTER,
+        clock: StepTimes | None = None,
     ) -> None:
         """Bind a loaded graph to a cache.
 
@@ -56,15 +79,16 @@ class StaticGraph:
             ropes: see `rope_tables`.
             embeddings: see `Bundle.embeddings`.
             adapter: see `adapt`; graphs without slots need none.
+            clock: counts its steps; None for one of its own.
 
         Raises:
             BundleError: the graph's inputs or outputs do not match the manifest.
         """
         self.record = record
         self.ar = record.ar
+        self.context = record.context
         self.steps = 0
-        self.run_ns = 0
-        self.host_ns = 0
+        self.clock = StepTimes() if clock is None else clock
         self.takes_fewer = any(binding.takes_fewer for binding in bindings)
         self._inputs = StepInputs(manifest, record, ropes, embeddings, takes_fewer=self.takes_fewer)
         interfaces = manifest.interface.parts(record)
@@ -106,46 +130,13 @@ class StaticGraph:
             part.adapt(memory)
         self._adapter = memory  # keeps the memory alive
 
-    def step(self, tokens: Sequence[int], *, logits: bool = True) -> None:
-        """Run 1 to AR tokens and append their keys and values to the cache.
-
-        Args:
-            tokens: ids.
-            logits: whether the logits are needed; without them a head that is a separate part does not run.
+    def window(self, tokens: int) -> tuple[Window, ...]:
+        """Open a step of so many tokens in the cache; see `KVCache.window`.
 
         Raises:
             ContextFullError: the cache has no room for a step of this graph.
-            EngineError: the runtime failed; the cache is as it was before the step.
         """
-        self.open(tokens, logits=logits)
-        started = perf_counter_ns()
-        self._cache.commit(len(tokens))
-        self.host_ns += perf_counter_ns() - started
-
-    def open(self, tokens: Sequence[int], *, logits: bool = True) -> None:
-        """As `step`, without appending anything to the cache: the caller commits as many of the rows as it keeps."""
-        started = perf_counter_ns()
-        if not 1 <= len(tokens) <= self.ar:
-            raise ValueError(f"tokens: got {len(tokens)}; expected 1 to {self.ar}")
-        windows = self._cache.window(len(tokens) if self.takes_fewer else self.ar, self.record.context)
-        # After `window`: a policy that evicts tokens there can change the position.
-        position = self._cache.position
-        self.host_ns += perf_counter_ns() - started
-        self.run(tokens, position, windows, logits=logits)
-
-    def open_tree(self, tokens: Sequence[int], parents: Sequence[int]) -> None:
-        """As `open`, of tokens that branch.
-
-        Args:
-            tokens: 1 to AR.
-            parents: row of the token before each, lower than its own; -1 for the last one in the cache.
-
-        Raises:
-            ContextFullError: the cache has no room for a step of this graph.
-            EngineError: the runtime failed.
-        """
-        windows = self._cache.window(self.ar, self.record.context)
-        self.run_views(tokens, tree_views(parents, self._cache.position), windows)
+        return self._cache.window(tokens if self.takes_fewer else self.ar, self.record.context)
 
     def before_next_run(self, call: Callable[[], None]) -> None:
         """Call something once before the next step overwrites the logits of the last one."""
@@ -154,8 +145,9 @@ class StaticGraph:
     def run(
         self,
         tokens: Sequence[int],
-        position: int,
         windows: Sequence[Window],
+        position: int,
+        views: Sequence[RowView] | None = None,
         *,
         logits: bool = True,
     ) -> None:
@@ -163,46 +155,30 @@ class StaticGraph:
 
         Args:
             tokens: 1 to AR.
-            position: absolute position of the first one.
             windows: where the graph reads and writes in each group of the cache.
-            logits: see `step`.
+            position: absolute position of the first one. After `window`, since a policy that evicts tokens there can
+                change it.
+            views: what each of them is and sees; None if they follow each other.
+            logits: whether the logits are needed; without them a head that is a separate part does not run.
 
         Raises:
-            EngineError: the runtime failed.
+            EngineError: the runtime failed; the cache is as it was before the step.
         """
         started = perf_counter_ns()
-        self._end_last_run()
-        if self.reads_used_rows:
-            windows = [window.narrowed(self._row_block) for window in windows]
-        self._inputs.write(tokens, position, windows)
-        self._execute(windows, len(tokens), started, logits=logits)
-
-    def run_views(self, tokens: Sequence[int], views: Sequence[RowView], windows: Sequence[Window]) -> None:
-        """Run tokens that do not simply follow each other; the caller takes the new rows.
-
-        Args:
-            tokens: 1 to AR.
-            views: what each of them is and sees.
-            windows: where the graph reads and writes in each group of the cache.
-
-        Raises:
-            EngineError: the runtime failed.
-        """
-        started = perf_counter_ns()
-        self._end_last_run()
-        self._inputs.write_views(tokens, views, windows)
-        self._execute(windows, len(tokens), started)
-
-    def _end_last_run(self) -> None:
+        if not 1 <= len(tokens) <= self.ar:
+            raise ValueError(f"tokens: got {len(tokens)}; expected 1 to {self.ar}")
         if self._before_next_run is not None:
             call, self._before_next_run = self._before_next_run, None
             call()
-
-    def _execute(self, windows: Sequence[Window], tokens: int, started: int, *, logits: bool = True) -> None:
-        """Run the parts on their inputs, which have been written since `started`."""
+        if views is not None:
+            self._inputs.write_views(tokens, views, windows)
+        else:
+            if self.reads_used_rows:
+                windows = [window.narrowed(self._row_block) for window in windows]
+            self._inputs.write(tokens, position, windows)
         parts = self._parts if logits else [part for part in self._parts if not part.is_head]
         for part in parts:
-            part.bind(windows, tokens)
+            part.bind(windows, len(tokens))
         entered = perf_counter_ns()
         try:
             for part in parts:
@@ -214,6 +190,8 @@ class StaticGraph:
                 expected="a step",
                 fix="Try another --engine; if it runs there, report this graph.",
             ) from None
-        self.run_ns += perf_counter_ns() - entered
-        self.host_ns += entered - started
+        clock = self.clock
+        clock.run_ns += perf_counter_ns() - entered
+        clock.host_ns += entered - started
+        clock.steps += 1
         self.steps += 1

@@ -101,9 +101,12 @@ def decode(tokenizer: Tokenizer, tokens: Sequence[int], *, skip_special_tokens: 
     Raises:
         UsageError: the tokenizer fails.
     """
-    with _no_panic(TOKENIZER, UsageError):
+    try:  # twice a token: no context manager
         text: str = tokenizer.decode(tokens, skip_special_tokens=skip_special_tokens)
-        return text
+    except BaseException as panic:
+        _refuse_panic(panic, TOKENIZER, UsageError)
+        raise
+    return text
 
 
 @contextmanager
@@ -112,7 +115,11 @@ def _no_panic(field: str, error: type[EdgeKVError]) -> Iterator[None]:
     try:
         yield
     except BaseException as panic:
-        if type(panic).__name__ != "PanicException":
-            raise
+        _refuse_panic(panic, field, error)
+        raise
+
+
+def _refuse_panic(panic: BaseException, field: str, error: type[EdgeKVError]) -> None:
+    if type(panic).__name__ == "PanicException":
         found = f"a panic in the tokenizers library: {panic}"
         raise error(field, got=found, expected="a tokenizer that works", fix=_FIX) from None

@@ -45,7 +45,7 @@ class Detokenizer:
     def push(self, token: int) -> str:
         """The text that can be printed after this token."""
         self._tokens.append(token)
-        text = self._text()
+        text = self._added_after(self._start, self._whole)
         held = len(text) - len(text.rstrip(_REPLACEMENT))
         self.withholds = held > 0 or not text
         if not self.withholds:
@@ -58,7 +58,7 @@ class Detokenizer:
 
     def flush(self, *, cut: bool = False) -> str:
         """The remaining text at the end; an incomplete character becomes U+FFFD, or nothing if the text is `cut`."""
-        text = self._text()
+        text = self._added_after(self._start, self._whole)
         piece = self._take(text)
         self.withholds = False
         if not cut:
@@ -72,15 +72,12 @@ class Detokenizer:
         self._start, self._whole, self._given = self._whole, len(self._tokens), 0
         return piece
 
-    def _text(self) -> str:
-        """The text of the tokens from `_whole` on."""
-        return self._added_after(self._start, self._whole)
-
     def _added_after(self, start: int, cut: int) -> str:
         """The text that the tokens from `cut` on add to the tokens from `start` on."""
-        before, text = self._decode(self._tokens[start:cut]), self._decode(self._tokens[start:])
+        tokens, tokenizer = self._tokens, self._tokenizer
+        before, text = decode(tokenizer, tokens[start:cut]), decode(tokenizer, tokens[start:])
         # Byte tokens of a SentencePiece vocabulary turn a whole run into U+FFFD when one of them is wrong.
-        return text[len(before) :] if text.startswith(before) else self._decode(self._tokens[cut:])
+        return text[len(before) :] if text.startswith(before) else decode(tokenizer, tokens[cut:])
 
     def _advance(self, text: str) -> None:
         """Stop decoding tokens whose text is final: a long run of invalid bytes has no complete character."""
@@ -95,12 +92,9 @@ class Detokenizer:
         """Tokens of the prompt up to its last complete character; an incomplete one belongs to the first piece."""
         end = len(self._tokens)
         for length in range(end, max(end - _OPEN_BYTES - 1, -1), -1):
-            if not self._decode(self._tokens[:length]).endswith(_REPLACEMENT):
+            if not decode(self._tokenizer, self._tokens[:length]).endswith(_REPLACEMENT):
                 return length
         return end
-
-    def _decode(self, tokens: list[int]) -> str:
-        return decode(self._tokenizer, tokens)
 
 
 class StopSequences:

@@ -83,6 +83,10 @@ class Slot:
     def commit(self, tokens: int, evicted: int) -> Sequence[Move]:
         order, serials = self._order, self._serials
         held = len(order)
+        if not evicted and tokens:
+            serials[held : held + tokens] = range(self._oldest + held, self._oldest + held + tokens)
+            order.extend(range(held, held + tokens))
+            return (Move(0, held, tokens, src="scratch"),)
         landing = [order.popleft() for _ in range(evicted)]
         landing.sort()  # rows scattered by a swap become contiguous again: fewer moves later
         landing.extend(range(held, held + tokens - evicted))
