@@ -10,7 +10,7 @@ from tokenizers import Tokenizer, decoders, models
 
 from edgekv.errors import BundleError, UsageError
 from edgekv.spec.text import encode, open_tokenizer
-from edgekv.text import Detokenizer, StopSequences
+from edgekv.text import Detokenizer, StopSequences, stream
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 TEXTS = st.text(st.characters(exclude_categories=["Cs"], exclude_characters=REPLACEMENT), max_size=40)
@@ -146,10 +146,16 @@ def test_invalid_bytes_are_held_back_for_three_bytes_only(tokenizer: Tokenizer, 
         assert pieces == [""] * 3 + [REPLACEMENT] * 7 + [REPLACEMENT * 3]
 
 
-def test_a_long_run_of_invalid_bytes_is_decoded_a_few_tokens_at_a_time(tokenizer: Tokenizer) -> None:
-    detokenizer, decoded = Detokenizer(tokenizer), []
-    plain = detokenizer._decode
-    detokenizer._decode = lambda tokens: (decoded.append(len(tokens)), plain(tokens))[1]  # type: ignore[method-assign]
+def test_a_long_run_of_invalid_bytes_is_decoded_a_few_tokens_at_a_time(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    detokenizer, decoded, plain = Detokenizer(tokenizer), list[int](), stream.decode
+
+    def counted(tokenizer: Tokenizer, tokens: list[int]) -> str:
+        decoded.append(len(tokens))
+        return plain(tokenizer, tokens)
+
+    monkeypatch.setattr(stream, "decode", counted)
     for _ in range(300):
         detokenizer.push(_byte_token(tokenizer, 0x80))
     assert max(decoded) < 32

@@ -124,7 +124,7 @@ class Runner:
             self._settle(sequence)
         known, session = sequence.known_tokens, sequence.session
         text = sequence.tokens if end is None else sequence.tokens[:end]
-        if session is None or not self._holds(session, sequence) or not self._keeps(len(text)):
+        if session is None or not self._holds(session, sequence):
             session, start = self._enter(sequence, text)
         else:
             start = known
@@ -148,6 +148,9 @@ class Runner:
             times.steps += clock.steps - steps
             times.run_ns += clock.run_ns - run_ns
             times.host_ns += clock.host_ns - host_ns
+            if not self._keeps(len(text)):  # the next step recomputes it
+                session.count()
+                sequence.session = None
 
     def held_session(self, sequence: Sequence) -> Session | None:
         """The session that holds exactly what is known of a text, as its last step left it; None if there is none."""
