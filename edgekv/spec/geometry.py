@@ -83,6 +83,8 @@ class Geometry:
             raise ValueError(f"context: got {self.context}; expected at least 2 tokens")
         if self.kv_dtype not in _ELEMENT_BYTES:
             raise ValueError(f"kv_dtype: got {self.kv_dtype!r}; expected one of {', '.join(_ELEMENT_BYTES)}")
+        if self.kv_dtype == "u16" and not self.is_state:
+            raise ValueError("kv_dtype: got 'u16' of keys and values; expected u8, s8 or s16")
         if self.key_layout not in ("rows", "columns"):
             raise ValueError(f"key_layout: got {self.key_layout!r}; expected rows or columns")
         if self.numbers and (len(self.numbers) != self.layers or min(self.numbers) < 0):
